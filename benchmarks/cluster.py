@@ -41,7 +41,7 @@ from penstock.worker.results import Generation
 COSTS = Path(__file__).with_name("cluster_costs.json")
 WORKERS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 TARGET_RATE = 20_000
-"""Decisions per second that one router should reach if the block digests are computed before."""
+"""Decisions per second that one router should reach, without the computation of block digests."""
 _NUM_PREFIXES = 50
 _NUM_DECISIONS = 2000
 
@@ -131,7 +131,7 @@ def saturate(options: argparse.Namespace) -> None:
             f"{count:7}  {known:26,.0f}  {hashing:12,.0f}  {needed:6,.0f}  {load:26.1%}{remark}",
             flush=True,
         )
-    print("\nThe load counts decisions with hashing and 50 reports per second per worker, not HTTP and text.")
+    print("\nThe load includes hashing and 50 reports per second of each worker, but not HTTP and text.")
 
 
 def measure(options: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Compare the decoding speed of audio codecs in Penstock and in their original packages. They run in turn.
+"""Compare the decoding speed of audio codecs in Penstock and in their original packages, run alternately.
 
     python benchmarks/codecs.py [snac] [neucodec] [--seconds 2] [--rounds 3] [--threads 2] [--json out.json]
 
@@ -92,7 +92,7 @@ def _decode_in_chunks(codec: AudioCodec, frames: Tensor, frames_per_step: int) -
 
 
 def measure(decoders: Decoders, duration: float, rounds: int) -> list[dict[str, Any]]:
-    """Run all decoders in turn, once to warm up and then ``rounds`` times. Returns a row for each."""
+    """Run all decoders alternately, once to warm up and then ``rounds`` times. Returns a row for each."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in decoders}
     for _ in range(rounds + 1):
         for name, decode in decoders.items():

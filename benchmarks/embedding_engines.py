@@ -3,8 +3,8 @@
 An engine returns the embeddings of a list of texts. An embedding is the mean of the hidden states, normalized
 to length 1. Each engine has the settings that its documentation recommends for a CPU:
 
-- ONNX Runtime and OpenVINO: the texts are sorted by length and run in batches of 32. The texts of a batch are
-  padded to the length of the longest.
+- ONNX Runtime and OpenVINO: the texts are sorted by length and run in batches of 32. The texts of a
+  batch are padded to the length of the longest text.
 - OpenVINO int8: NNCF quantizes the float32 ONNX model with the activation statistics of 300 texts. A single
   text runs with the hint LATENCY. A list runs with the hint THROUGHPUT in an asynchronous queue.
 - llama.cpp: one batch of 2048 tokens holds several texts. The model is a GGUF file, for example in Q8_0.
@@ -50,7 +50,7 @@ def sentence_transformers_engine(model: str, _: str) -> Embed:
 def onnx_engine(model: str, path: str) -> Embed:
     """Return the function of ONNX Runtime.
 
-    The mean is computed here, since the exported model has no pooling.
+    This function computes the mean, because the exported model has no pooling.
     """
     import onnxruntime  # type: ignore[import-not-found]
 
@@ -135,7 +135,7 @@ def llama_cpp_engine(_: str, path: str) -> Embed:
         path,
         embedding=True,
         pooling_type=llama_cpp.LLAMA_POOLING_TYPE_MEAN,
-        n_ctx=0,  # 0: the context length of the model, which the longest text needs
+        n_ctx=0,  # 0: the context length of the model, because shorter contexts refuse long texts
         n_batch=2048,
         n_ubatch=2048,
         n_threads=num_threads(),
@@ -167,7 +167,7 @@ def num_threads() -> int:
 def padding_tokenizer(model: str) -> Callable[[Sequence[str]], Mapping[str, np.ndarray]]:
     """Return a function that converts texts to the inputs of an exported BERT.
 
-    The function pads all texts to the length of the longest.
+    The function pads all texts to the length of the longest text.
     """
     from tokenizers import Tokenizer
 

@@ -6,8 +6,8 @@
         --python openvino=/venvs/openvino/bin/python --python llama-cpp=/venvs/llama_cpp/bin/python
 
 Each engine runs in a separate process, which is idle while another engine runs. ``--python`` sets the Python
-interpreter of an engine. An engine is left out if its package is missing there. A round runs every engine
-once. The result is the median of the rounds. Workloads:
+interpreter of an engine. An engine is skipped if this interpreter lacks its package. A round runs every
+engine once. The result is the median of the rounds. Workloads:
 
 - ``mixed``: one list of 256 texts of 8 to 256 tokens; texts per second.
 - ``short``: one list of 512 queries of 4 to 12 tokens; texts per second.
@@ -19,9 +19,10 @@ OpenVINO needs the packages openvino, nncf, tokenizers and numpy. The ONNX model
 ``python benchmarks/embedding_engines.py FOLDER export model.onnx``, with the packages torch, transformers and
 onnxscript.
 
-The accuracy is the cosine of each vector with that of a reference: sentence-transformers if it runs, or else
-Penstock in float32, or else the first engine. It is measured on 500 texts of 1 to 233 words in 15 scripts and
-kinds of signs. ``--rounds 0`` measures only the accuracy:
+The accuracy is the cosine between an engine's vector and the reference vector of the same text. The reference
+is sentence-transformers if it runs, otherwise Penstock in float32, otherwise the first engine. The accuracy
+is measured on 500 texts of 1 to 233 words of 15 kinds: scripts, languages, numbers, code and signs.
+``--rounds 0`` measures only the accuracy:
 
     python benchmarks/embeddings.py --model FOLDER --rounds 0 --sentence-transformers \\
         --python sentence-transformers=/venvs/embed/bin/python
@@ -99,14 +100,14 @@ class Engine:
 
 
 def start_engines(model: str, wanted: Sequence[tuple[str, str]], pythons: Mapping[str, str]) -> list[Engine]:
-    """Start the engines and return those that can run. Prints the reason why an engine is left out."""
+    """Start the engines and return the engines that can run. Prints the reason for each skipped engine."""
     engines = []
     for engine, option in wanted:
         process = Engine(pythons.get(engine, sys.executable), model, engine, option)
         if process.skipped is None:
             engines.append(process)
         else:
-            print(f"{process.name} is left out: {process.skipped}", file=sys.stderr)
+            print(f"{process.name} is skipped: {process.skipped}", file=sys.stderr)
             process.close()
     return engines
 

@@ -1,4 +1,4 @@
-"""Measure the time to first token of short requests, on an idle server and beside requests with many choices.
+"""Measure the time to first token of short requests, with and without a second client with many choices.
 
     python benchmarks/fairness.py
     python benchmarks/fairness.py --model MODEL --choices 32
@@ -83,7 +83,7 @@ async def send_many_choices(client: httpx.AsyncClient, choices: int, counts: lis
 
 
 async def measure(url: str, choices: int, requests: int) -> None:
-    """Measure the second client on an idle server and beside the first client, and print both."""
+    """Measure the second client without and with requests of the first client, and print both times."""
     async with (
         httpx.AsyncClient(base_url=url, timeout=600.0) as first_client,
         httpx.AsyncClient(base_url=url, timeout=600.0) as second_client,

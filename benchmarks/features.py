@@ -4,7 +4,7 @@
     python benchmarks/features.py --only steps --batch 1 --encoding int8 --pairs 9
     python benchmarks/features.py --only lora grammar --batch 1 32 --json out.json
 
-A run generates 32 tokens for each of ``--batch`` prompts of 128 tokens. Unless a feature says otherwise,
+A run generates 32 tokens for each of ``--batch`` prompts of 128 tokens. Unless the list states otherwise,
 sampling is greedy, end of sequence is ignored, and the prefix cache is off.
 
     sampling       temperature, top-p, three penalties, a logit bias
@@ -15,7 +15,7 @@ sampling is greedy, end of sequence is ignored, and the prefix cache is off.
     n              four answers per prompt, compared with four times as many prompts
     beams          four beams, compared with four times as many prompts
     prefix         a repeated prompt, compared with its first run; one new token, prefix cache on
-    steps          several decode steps per scheduler call (the default), compared with one
+    steps          several decode steps per scheduler call (the default), compared with one step per call
 
 The cost is the time with the feature divided by the time without it: 1.00 means no cost. Figures are medians.
 The machine should be idle.
@@ -47,7 +47,7 @@ ARRAY_GRAMMAR = Grammar(
     "json_schema", json.dumps({"type": "array", "items": {"type": "integer"}, "minItems": 10_000})
 )
 Run = Callable[[int], Any]
-"""Generates with prompts of this seed."""
+"""Generates tokens for random prompts. The argument is the seed of the prompts."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def compare(name: str, source: ModelSource, batch: int, num_pairs: int) -> dict[
     }
 
 
-def prompts(batch: int, seed: int) -> list[list[int]]:
+def random_prompts(batch: int, seed: int) -> list[list[int]]:
     """Return prompts of random tokens."""
     tokens = np.random.default_rng(seed).integers(3, VOCABULARY, (batch, PROMPT_LENGTH))
     return [[int(token) for token in row] for row in tokens]
@@ -137,8 +137,8 @@ def runs_with_options(params: dict[str, Any] | None = None, **options: Any) -> C
         llm = source.shared_llm()
         feature_params = SamplingParams(**{**GREEDY, **(params or {})})
         return (
-            lambda seed: llm.generate(prompts(batch, seed), SamplingParams(**GREEDY), use_tqdm=False),
-            lambda seed: llm.generate(prompts(batch, seed), feature_params, use_tqdm=False, **options),
+            lambda seed: llm.generate(random_prompts(batch, seed), SamplingParams(**GREEDY), use_tqdm=False),
+            lambda seed: llm.generate(random_prompts(batch, seed), feature_params, use_tqdm=False, **options),
         )
 
     return make
@@ -154,8 +154,8 @@ def lora_runs(source: ModelSource, batch: int) -> tuple[Run, Run]:
     params = SamplingParams(**GREEDY)
     adapter_names = [names[index % 4] for index in range(batch)]
     return (
-        lambda seed: llm.generate(prompts(batch, seed), params, use_tqdm=False),
-        lambda seed: llm.generate(prompts(batch, seed), params, use_tqdm=False, adapter=adapter_names),
+        lambda seed: llm.generate(random_prompts(batch, seed), params, use_tqdm=False),
+        lambda seed: llm.generate(random_prompts(batch, seed), params, use_tqdm=False, adapter=adapter_names),
     )
 
 
@@ -165,8 +165,8 @@ def several_answers_runs(source: ModelSource, batch: int) -> tuple[Run, Run]:
     params = SamplingParams(**{**GREEDY, "temperature": 1.0, "top_k": 0})
     # The two runs use different prompts. Otherwise the second run would hit the prefix cache.
     return (
-        lambda seed: llm.generate(prompts(NUM_ANSWERS * batch, 1000 + seed), params, use_tqdm=False),
-        lambda seed: llm.generate(prompts(batch, seed), params, use_tqdm=False, n=NUM_ANSWERS),
+        lambda seed: llm.generate(random_prompts(NUM_ANSWERS * batch, 1000 + seed), params, use_tqdm=False),
+        lambda seed: llm.generate(random_prompts(batch, seed), params, use_tqdm=False, n=NUM_ANSWERS),
     )
 
 
@@ -181,9 +181,9 @@ def beam_search_runs(source: ModelSource, batch: int) -> tuple[Run, Run]:
     }
     return (
         lambda seed: llm.generate(
-            prompts(NUM_ANSWERS * batch, seed), SamplingParams(**GREEDY), use_tqdm=False
+            random_prompts(NUM_ANSWERS * batch, seed), SamplingParams(**GREEDY), use_tqdm=False
         ),
-        lambda seed: llm.beam_search(prompts(batch, seed), **options),
+        lambda seed: llm.beam_search(random_prompts(batch, seed), **options),
     )
 
 
@@ -193,7 +193,7 @@ def prefix_cache_runs(source: ModelSource, batch: int) -> tuple[Run, Run]:
     params = SamplingParams(**{**GREEDY, "max_new_tokens": 1})
 
     def run(seed: int) -> Any:
-        return llm.generate(prompts(batch, seed), params, use_tqdm=False)
+        return llm.generate(random_prompts(batch, seed), params, use_tqdm=False)
 
     return run, run
 
@@ -204,8 +204,8 @@ def multi_step_runs(source: ModelSource, batch: int) -> tuple[Run, Run]:
     multi_step = source.shared_llm()
     params = SamplingParams(**GREEDY)
     return (
-        lambda seed: single_step.generate(prompts(batch, seed), params, use_tqdm=False),
-        lambda seed: multi_step.generate(prompts(batch, seed), params, use_tqdm=False),
+        lambda seed: single_step.generate(random_prompts(batch, seed), params, use_tqdm=False),
+        lambda seed: multi_step.generate(random_prompts(batch, seed), params, use_tqdm=False),
     )
 
 

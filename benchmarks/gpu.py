@@ -1,8 +1,8 @@
 """Measure a model with random weights on a GPU: decode, prefill, many and mixed requests, cold start.
 
-    python benchmarks/gpu.py decode --shape 0.6b        # batch 1, in ratio to the bandwidth limit
-    python benchmarks/gpu.py prefill --shape 8b         # FLOP/s, in ratio to a large bf16 matrix product
-    python benchmarks/gpu.py load --shape 0.6b          # 256 requests of 512 tokens in, 128 out
+    python benchmarks/gpu.py decode --shape 0.6b        # batch 1, divided by the bandwidth limit
+    python benchmarks/gpu.py prefill --shape 8b         # FLOP/s, divided by those of a large bf16 product
+    python benchmarks/gpu.py load --shape 0.6b          # 256 requests: 512 prompt tokens, 128 new tokens
     python benchmarks/gpu.py load --shape 0.6b --no-overlap    # load without overlapped steps
     python benchmarks/gpu.py start --shape 0.6b         # seconds to the first token, with graph capture
     python benchmarks/gpu.py start decode load          # three workloads on one loaded model
@@ -130,7 +130,7 @@ def rank_devices(arguments: argparse.Namespace) -> str:
 def measure_decode(llm: LLM, shape: dict[str, int], _requests: int, _begin: float) -> dict[str, Any]:
     """Decode at batch 1.
 
-    Returns the ms per token, and the speed in ratio to the bandwidth limit (``share``).
+    Returns the ms per token, and the speed divided by the bandwidth limit (``share``).
     """
     prompt, count = prompts(shape, 1, 128)[0], 256
     generate(llm, [prompt], 16)  # captures the graph
@@ -145,7 +145,7 @@ def measure_decode(llm: LLM, shape: dict[str, int], _requests: int, _begin: floa
 def measure_prefill(llm: LLM, shape: dict[str, int], _requests: int, _begin: float) -> dict[str, Any]:
     """Run 4 prompts of 2000 tokens.
 
-    Returns tokens/s, and the FLOP/s in ratio to a large product (``share``).
+    Returns tokens/s, and the FLOP/s divided by those of a large product (``share``).
     """
     warm_up_prompt = prompts(shape, 1, 2000)
     generate(llm, warm_up_prompt, 1)
@@ -186,9 +186,9 @@ def measure_mixed(
     """Run rounds of mixed requests and return how much memory grew after the first quarter of the time.
 
     A round has prompts of all lengths with and without a shared prefix, greedy and sampled, with penalties,
-    stop strings, log probabilities and several choices, and a stream that is closed early. `each_minute` of
-    the result are rows of minute, MiB of this process, MiB that torch reserves on the device, MiB in use on
-    the device, and number of graphs. The last number of the device counts all processes.
+    stop strings, log probabilities and several choices, and a stream that is closed early. A row of
+    `each_minute` has the minute, the MiB of this process, the MiB that torch reserves on the device, the MiB
+    in use on the device by all processes, and the number of graphs.
     """
     begin = time.perf_counter()
     random, end = Random(0), begin + 60 * minutes

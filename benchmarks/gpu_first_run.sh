@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
 # Runs on a GPU, in parts of less than ten minutes each: bash benchmarks/gpu_first_run.sh PART [FOLDER]
 #
-#   new         what has never run on a GPU: a server, graphs of images and of many shapes, tests of later commits,
-#               two GPUs if there are two, and profiles by ncu if it is installed
+#   new         checks that have not run on a GPU yet: a server, graphs of images and of many shapes, tests of later
+#               commits, two GPUs if the machine has them, and profiles by ncu if it is installed
 #   mixed       eight minutes of mixed requests to LLM and to a server: host and device memory each minute
 #   tests       conformance, determinism, graphs and streams, models; `penstock env` and `penstock bench run`
-#   figures     cold start, decode, prefill, 256 requests with and without overlap, transformers: each with its target
+#   figures     cold start, decode, prefill, 256 requests with and without overlapped steps, transformers; prints each
+#               figure with its target
 #   quantized   decode with quantized weights and caches, and their quality
 #
-# Needs torch with CUDA, triton, and the packages that the first lines of the output list as missing. The C++ kernels need
-# not be built. Each command has a time limit, so that a part ends in time. `new` and `mixed` together take 19 minutes at
-# most, all parts 38.
-# Reports go to FOLDER (by default ./gpu-run), one file for each command, and their last lines to the output. Weights go
-# to $WEIGHTS (by default a folder of the memory file system if it has room, else a temporary folder); 8 billion take 15 GiB.
+# Needs torch with CUDA, triton, and the packages that the first lines of the output list as missing. The C++ kernels are
+# not needed. Each command has a time limit. `new` and `mixed` together take at most 19 minutes, all parts at most 38.
+# The output of each command is written to a file in FOLDER (default: ./gpu-run), and its last line is printed. Weights are
+# written to $WEIGHTS (default: a folder in /dev/shm if 40 GiB are free there, otherwise a temporary folder). The weights
+# of the 8b shape take 15 GiB.
 set -u
 cd "$(dirname "$0")/.."
 part=${1:?new, mixed, tests, figures or quantized} out=${2:-gpu-run}
@@ -69,7 +70,7 @@ print(sys.version.split()[0], torch.cuda.get_device_name() if torch.cuda.is_avai
 END
 case $part in
 tests)
-  # In several processes: most of the time goes into the compilation of programs, on one core each.
+  # The tests run in several processes, because compiling Triton programs takes most of the time and uses one core.
   run 60 env "$python" -m penstock env &
   kernels="tests/kernels" determinism="tests/architectures/test_invariance.py"
   models="tests/architectures/test_parity.py tests/architectures/test_encoder_parity.py"
@@ -100,7 +101,7 @@ quantized)
   tail -n 24 "$out/quality.log"
   ;;
 mixed)
-  # At once, because both take eight minutes. The server starts first and takes little memory.
+  # Both commands run at the same time, because each takes eight minutes. The server starts first: it needs little memory.
   run 570 server-memory "$python" benchmarks/server_memory.py --minutes 8 --devices "$devices" &
   sleep 25
   measure 530 mixed 0.6b mixed --minutes 7.5

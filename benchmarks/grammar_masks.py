@@ -114,7 +114,7 @@ def _measure(tokenizer: TextTokenizer, backend: str, batch: int, steps: int) -> 
 
 
 class _DocumentReplay:
-    """A context whose matcher accepts the tokens of a document again and again.
+    """A context whose matcher accepts the tokens of a document repeatedly.
 
     Args:
         tokenizer: encodes the document.

@@ -3,11 +3,10 @@
     python benchmarks/router.py decisions               # decisions per second, with fake workers
     python benchmarks/router.py workers --model DIR     # 2 workers of 1 thread, and 1 worker of 2 threads
     python benchmarks/router.py prefixes --model DIR    # prefix hits and time to first token per policy
-    python benchmarks/router.py ray --model DIR         # the same for 2 replicas of Ray Serve
+    python benchmarks/router.py ray --model DIR         # prefix hits, time to first token: 2 Ray replicas
 
 ``decisions`` measures the CPU time of `WorkerRouter.submit`: the choice of a worker, and the bookkeeping at
-the end of each request. It prints the rate with block digests that are computed before, and the rate with
-their computation.
+the end of each request. It prints two rates: without and with the computation of the block digests.
 """
 
 from __future__ import annotations

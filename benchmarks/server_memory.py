@@ -5,11 +5,11 @@
 
 Twenty clients send chat and text completions to the embedded model: streamed and whole, greedy and sampled,
 with several choices, stop strings, penalties, log probabilities, tools, new and repeated JSON schemas, and
-five LoRA adapters for two slots. They abandon a tenth of the requests. The KV cache is small, so that
-requests are preempted. A line per interval has the seconds, the resident MiB of server and worker, the MiB
-in use on the GPU, and the number of requests. The last line is JSON. The exit status is 1 if a request
-failed, a block was not released, the worker was replaced, or the memory of server or worker grew by more
-than 5 % in the second half.
+five LoRA adapters for two slots. They disconnect from up to a fifth of the requests before the end. The KV
+cache is small, so that requests are preempted. A line per interval has the seconds, the resident MiB of
+server and worker, the MiB in use on the GPU, and the number of requests. The last line is JSON. The exit
+status is 1 if a request failed, a block was not released, the worker was replaced, or the memory of server or
+worker grew by more than 5 % in the second half.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 async def measure(arguments: argparse.Namespace, folder: Path) -> int:
-    """Start the server, run the clients, and print the memory; return the exit status."""
+    """Start the server, run the clients and print the memory. Returns the exit status."""
     flags = [
         "--devices",
         arguments.devices,
@@ -66,7 +66,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> int:
         "16",
     ]
     flags += ["--kv-cache-memory", str(6 << 20), "--max-loras", str(SLOTS), "--max-lora-rank", str(RANK)]
-    flags += ["--grammar-cache-size", str(8 << 20)]  # full within a minute
+    flags += ["--grammar-cache-size", str(8 << 20)]  # small, so that grammars are evicted within a minute
     for number in range(ADAPTERS):
         flags += ["--lora", f"a{number}={write_adapter(folder / f'a{number}', number)}"]
     command = [sys.executable, "-m", "penstock", "serve", "--model", "demo", "--port", "0", *flags]
@@ -83,7 +83,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> int:
 
 
 async def run_load(client: httpx.AsyncClient, server: int, arguments: argparse.Namespace) -> int:
-    """Run the clients for some minutes and print the memory at each interval; return the exit status."""
+    """Run the clients for some minutes and print the memory at each interval. Returns the exit status."""
     worker = find_worker(server)
     begin = time.monotonic()
     end = begin + 60 * arguments.minutes
@@ -127,7 +127,7 @@ async def run_load(client: httpx.AsyncClient, server: int, arguments: argparse.N
 
 
 async def send(client: httpx.AsyncClient, rng: Random) -> str:
-    """Send a random request and return how it ended."""
+    """Send a random request and return its outcome, such as ``streamed`` or ``failed: 500``."""
     path, body = random_request(rng)
     max_lines = rng.choice([0, 3, 12]) if rng.random() < 0.2 else None
     try:
@@ -173,7 +173,7 @@ def random_request(rng: Random) -> tuple[str, dict[str, Any]]:
     if rng.random() < 0.2:
         body["ignore_eos"] = False
         schema = rng.choice(SCHEMAS)
-        if rng.random() < 0.5:  # one that the server has not compiled yet
+        if rng.random() < 0.5:  # a schema that the server has not compiled yet
             schema = {"type": "object", "properties": {f"k{rng.randrange(10**6)}": {"type": "integer"}}}
         body["response_format"] = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     elif rng.random() < 0.2:
@@ -204,10 +204,10 @@ def write_adapter(folder: Path, seed: int) -> Path:
 
 
 async def wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
-    """Return the URL of the server when it is ready.
+    """Wait until the server is ready and return its URL.
 
     Raises:
-        RuntimeError: it ended, or is not ready after five minutes.
+        RuntimeError: the server ended, or is not ready after five minutes.
     """
     deadline = time.monotonic() + 300
     while (match := re.search(r"serving \S+ at (http://\S+) ", log.read_text())) is None:
@@ -218,7 +218,7 @@ async def wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
 
 
 async def wait_until_idle(client: httpx.AsyncClient, seconds: float) -> dict[str, float]:
-    """Return the requests and blocks in use, after waiting until there are none or the time has passed."""
+    """Wait until no requests and blocks are in use, at most ``seconds``. Returns the numbers in use."""
     deadline = time.monotonic() + seconds
     while True:
         text = (await client.get("/metrics")).text
@@ -240,7 +240,7 @@ def find_worker(server: int) -> int:
 
 
 def anonymous_mib(process: int) -> int:
-    """Return the resident MiB of a process, without mapped files; 0 if it has ended."""
+    """Return the anonymous resident MiB of a process; 0 if the process has ended."""
     try:
         status = Path(f"/proc/{process}/status").read_text()
     except FileNotFoundError:

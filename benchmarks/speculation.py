@@ -9,7 +9,7 @@ and bookkeeping run as usual. Workloads:
 
     edit       prompt: a source file of this package; answer: the same file with one class renamed
     summary    prompt: a page of the documentation; answer: every third sentence of the page
-    fresh      prompt: a page; answer: another page. Shows the cost of speculation if few n-grams match
+    unrelated  prompt: a page; answer: another page. Shows the cost of speculation if few n-grams match
 
 Methods: ``plain`` without speculation, ``adaptive`` (``--speculative-method ngram``) and ``fixed`` (always 8
 draft tokens, ``--no-adaptive-speculation``). Times cover the whole request, including prefill. Figures are
@@ -91,7 +91,7 @@ def row_line(row: dict[str, Any]) -> str:
 
 
 def compare(llm: LLM, workload: str, batch: int, num_new_tokens: int, num_rounds: int) -> dict[str, Any]:
-    """Run a workload with all methods in turn, after one warm-up run of each. Returns the row to print."""
+    """Run a workload with all methods alternately, after one warm-up run each. Returns the row to print."""
     prompt, answer = prompt_and_answer(workload)
     answer = answer[:num_new_tokens]
     run = forced_runs(llm, prompt, answer, batch)
@@ -163,7 +163,7 @@ def texts() -> dict[str, tuple[str, str]]:
             code.replace("DType", "ElementType"),
         ),
         "summary": (page[:3000] + "\n\nIn short:\n\n", " ".join(sentences[::3])),
-        "fresh": (page[:3000], other_page),
+        "unrelated": (page[:3000], other_page),
     }
 
 

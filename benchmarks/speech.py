@@ -70,8 +70,8 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-"""Name -> ``config.json``. The number of parameters is that of the public model. neutts-nano also has the
-vocabulary of the public model. The layer sizes are typical of Llama models with this number of parameters."""
+"""Name -> ``config.json``. A shape has the number of parameters of the public model. neutts-nano also has its
+vocabulary. The layer sizes are typical of Llama models with this number of parameters."""
 PROMPT_LENGTH = 120
 
 
@@ -84,7 +84,7 @@ class AllTokensAsCodes(SpeechCodes):
         self.offset = 0
         """Number that is added to token ids.
 
-        Codecs cache decoded windows, so each request needs other codes.
+        Codecs cache decoded windows, so each request needs codes that no earlier request had.
         """
 
     def parse(self, tokens: Any) -> tuple[np.ndarray, int, int]:

@@ -1,4 +1,4 @@
-"""Compare the latency of image requests in Penstock, transformers and OpenVINO. The engines run in turn.
+"""Compare the latency of image requests in Penstock, transformers and OpenVINO. The engines alternate.
 
     python benchmarks/vision.py --shape smolvlm-256m --encoding bfloat16 --json out.json
     python benchmarks/vision.py --shape qwen3-vl-2b --encoding int8 --quick

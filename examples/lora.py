@@ -1,7 +1,8 @@
 """Several LoRA adapters of one model in one batch.
 
 An adapter is a directory in the format of PEFT. This script writes two adapters with random weights for the
-demo model. They only show how adapters are used: the text that they generate makes no sense.
+demo model. The example only shows how adapters are used. The text that these adapters generate makes no
+sense.
 
     python examples/lora.py                 # writes adapters/tone and adapters/accent
     penstock serve --lora tone=adapters/tone --enable-lora

@@ -47,8 +47,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--api-key", default="none")
-    flags = parser.parse_args()
-    with OpenAI(base_url=f"{flags.url}/v1", api_key=flags.api_key) as opened:
-        served = opened.models.list().data[0].id
-        converse(opened, served)
-        parse(opened, served)
+    options = parser.parse_args()
+    with OpenAI(base_url=f"{options.url}/v1", api_key=options.api_key) as client:
+        model = client.models.list().data[0].id
+        converse(client, model)
+        parse(client, model)

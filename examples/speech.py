@@ -1,4 +1,4 @@
-"""Speech of a model that generates audio tokens, as a stream of chunks.
+"""Generate speech as a stream of chunks, with a model that generates audio tokens.
 
 The script writes the chunks to a WAV file. The real-time factor is the time of the generation divided by the
 duration of the speech.

@@ -55,10 +55,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--api-key", default="none")
-    flags = parser.parse_args()
-    with OpenAI(base_url=f"{flags.url}/v1", api_key=flags.api_key) as opened:
-        served = opened.models.list().data[0].id
-        print_parsed(opened, served, Person, "Tom is 31 years old and lives in Oslo. Answer as JSON.")
-        print_parsed(opened, served, Verdict, "How did the story of the lost dog end?")
-        print_constrained(opened, served, "When was that?", regex=r"[12][0-9]{3}-[01][0-9]-[0-3][0-9]")
-        print_constrained(opened, served, "Is the sky blue?", choice=["yes", "no", "perhaps"])
+    options = parser.parse_args()
+    with OpenAI(base_url=f"{options.url}/v1", api_key=options.api_key) as client:
+        model = client.models.list().data[0].id
+        print_parsed(client, model, Person, "Tom is 31 years old and lives in Oslo. Answer as JSON.")
+        print_parsed(client, model, Verdict, "How did the story of the lost dog end?")
+        print_constrained(client, model, "When was that?", regex=r"[12][0-9]{3}-[01][0-9]-[0-3][0-9]")
+        print_constrained(client, model, "Is the sky blue?", choice=["yes", "no", "perhaps"])

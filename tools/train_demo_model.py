@@ -142,7 +142,7 @@ class Model(nn.Module):
         self._initialize()
 
     def _initialize(self) -> None:
-        """Set random weights. Those of projections into the residual stream decrease with the depth."""
+        """Set random weights. Projections into the residual stream have smaller weights in deeper models."""
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
                 is_scaled = name.endswith(("attention_out.weight", "down.weight"))
@@ -370,7 +370,7 @@ def keep_freed_memory() -> None:
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
-        return  # another C library: the training is slower
+        return  # another C library has no mallopt; the training is slower without it
     mallopt(mmap_max, 0)
     mallopt(trim_threshold, 2**31 - 1)
 

@@ -3,9 +3,9 @@
     pip install espeakng-loader pocketsphinx
     python tools/tune_demo_voice.py --voice penstock/demo/voice --out penstock/demo/voice
 
-The texts are those of the first training, common phrases with all punctuations, pairs of sentences, and
-numbers in words. The codec does not change. The exported voice has no encoder, so the script trains one
-first.
+The training repeats the texts of the first training. Its new texts are common phrases with all punctuation
+marks, pairs of sentences, and numbers in words. The codec does not change. The exported voice has no encoder,
+so the script trains one first.
 
 The training has stages. Each stage writes its result to ``--work``, so that ``--from STAGE`` repeats this
 stage and the later ones:
@@ -49,7 +49,8 @@ _SPEEDS = (130, 140, 150, 160)
 _NUM_SAMPLES = 8
 """Samples of the voice for each phrase of `SELECTED_PHRASES`."""
 _REPEATS = 10
-"""Repetitions of each spelling of `SELECTED_PHRASES` per epoch. The first phrase has three times as many."""
+"""Repetitions of each spelling of `SELECTED_PHRASES` per epoch. The first phrase is repeated three times as
+often."""
 
 
 def tuning_texts() -> list[str]:
@@ -58,7 +59,7 @@ def tuning_texts() -> list[str]:
 
 
 def generate_codes(voice: Path, texts: list[str], temperature: float, seed: int) -> list[Tensor]:
-    """Return the codes that a voice generates for each text. They are empty if the voice does not end."""
+    """Return the codes that a voice generates for each text. They are empty if it does not stop by itself."""
     from penstock import LLM, SamplingParams
 
     first = make_tokenizer().token_to_id("<|speech_0|>")
@@ -111,8 +112,8 @@ class Tuning:
         """Train the encoder."""
         torch.manual_seed(self._options.seed)
         codec = self._codec()
-        known = torch.load(self._work / "samples.pt", weights_only=True)
-        train_encoder(codec, self._speech()[1], [known], self._options.encoder_steps, seed=1)
+        training_pairs = torch.load(self._work / "samples.pt", weights_only=True)
+        train_encoder(codec, self._speech()[1], [training_pairs], self._options.encoder_steps, seed=1)
         torch.save(codec.encoder.state_dict(), self._work / "encoder.pt")
 
     @torch.no_grad()
@@ -156,29 +157,33 @@ class Tuning:
     @staticmethod
     def _rate_candidates(
         codec: Codec,
-        spoken: Tensor,
+        reference_speech: Tensor,
         words: list[str],
         candidates: list[Tensor],
         recognisers: list[Recogniser],
     ) -> list[tuple[int, int, float, int]]:
-        """Return for each candidate: word errors without and with the grammar, mel distance, index."""
+        """Return a row for each candidate.
+
+        A row has the word errors of the recogniser without and with the grammar, the mel distance to
+        ``reference_speech``, and the index of the candidate.
+        """
         rows = []
         for index, codes in enumerate(candidates):
             audio = codec.decode(codes)
             errors = [edit_distance(words, recogniser(audio)) for recogniser in recognisers]
-            rows.append((errors[0], errors[1], mel_distance(audio, spoken), index))
+            rows.append((errors[0], errors[1], mel_distance(audio, reference_speech), index))
         return rows
 
     def model(self) -> None:
         """Train the language model further."""
         tokenizer = make_tokenizer()
         texts, codes = torch.load(self._work / "codes.pt", weights_only=True)
-        spoken = torch.load(self._work / "phrases.pt", weights_only=True)
+        phrase_codes = torch.load(self._work / "phrases.pt", weights_only=True)
         rows = make_rows(tokenizer, texts, codes)
         repeated = []
         for phrase in (*SELECTED_PHRASES, *COMMON_PHRASES):
             spellings = variants(phrase)
-            phrase_rows = make_rows(tokenizer, spellings, [spoken[phrase]] * len(spellings))
+            phrase_rows = make_rows(tokenizer, spellings, [phrase_codes[phrase]] * len(spellings))
             count = (
                 3 * _REPEATS
                 if phrase == SELECTED_PHRASES[0]

@@ -76,7 +76,7 @@ ROUTERS = (
     operations,
     playground,
 )
-PENSTOCK_FIELDS = (  # fields that OpenAI's two request types do not have
+PENSTOCK_FIELDS = (  # fields that OpenAI's chat and completion requests do not have
     "add_generation_prompt allowed_token_ids bad_words cache_salt chat_template_kwargs"
     " continue_final_message guided_choice guided_grammar guided_json guided_regex ignore_eos"
     " include_reasoning include_stop_str_in_output min_p min_tokens priority prompt_logprobs repeat_penalty"
@@ -91,7 +91,7 @@ SHORT_REASONS = {
     "the server does not have this sampler: use top_k, top_p, min_p and temperature": "no such sampler",
     "the server has no beam search: use n and choose among the outputs": "no beam search",
 }
-"""Reasons of error messages that occur often -> their form in tables."""
+"""Frequent reasons in error messages -> their short form in tables."""
 
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
 
@@ -310,7 +310,7 @@ def _accepted_values(field: unsupported.Refused) -> str:
 
 
 def _reason(field: unsupported.Refused) -> str:
-    """Return why a field has no effect or is refused, in the form of the tables."""
+    """Return why a field has no effect or is refused. Frequent reasons are abbreviated."""
     return SHORT_REASONS.get(field.reason, field.reason)
 
 
@@ -434,7 +434,7 @@ def architectures() -> str:
         words = " ".join(text.replace("``", "`").split()).rstrip(".")
         rows.setdefault((architecture.name, words), []).append(TASKS[architecture.task])
         encodings.setdefault(tuple(architecture.encodings), []).append(architecture.name)
-    known_as = {name: ", ".join(map(code, names)) for name, names in GGUF_NAMES.items()}
+    gguf_names_text = {name: ", ".join(map(code, names)) for name, names in GGUF_NAMES.items()}
     parts = [
         table(
             "model_type | tasks | models | GGUF",
@@ -443,7 +443,7 @@ def architectures() -> str:
                     code(name),
                     ", ".join(task for task in dict.fromkeys(TASKS.values()) if task in tasks),
                     words,
-                    known_as.get(name, ""),
+                    gguf_names_text.get(name, ""),
                 ]
                 for (name, words), tasks in sorted(rows.items())
             ),
@@ -454,12 +454,11 @@ def architectures() -> str:
             "`speech-token-generation` and `audio-generation`."
         ),
     ]
-    usual = max(encodings, key=lambda names: len(encodings[names]))
-    parts.append(list_item(f"Encodings for float weights: {', '.join(map(code, usual))}."))
-    for other in encodings.keys() - {usual}:
-        parts.append(
-            list_item(f"{', '.join(map(code, encodings[other]))}: only {', '.join(map(code, other))}.")
-        )
+    common_encodings = max(encodings, key=lambda names: len(encodings[names]))
+    parts.append(list_item(f"Encodings for float weights: {', '.join(map(code, common_encodings))}."))
+    for rare_encodings in encodings.keys() - {common_encodings}:
+        model_types = ", ".join(map(code, encodings[rare_encodings]))
+        parts.append(list_item(f"{model_types}: only {', '.join(map(code, rare_encodings))}."))
     parts.append(list_item("GGUF: the name of the family in GGUF files, for text generation."))
     return "\n".join(parts)
 

@@ -74,7 +74,7 @@ def setup(names: tuple[str, ...], venvs: Path) -> None:
 )
 @click.option(
     "--peer-encoding",
-    help="Weight encoding of the peer, by the peer's name. Default: the closest to --encoding.",
+    help="Weight encoding of the peer, by the peer's name. Default: the encoding closest to --encoding.",
 )
 @click.option("--works", type=click.Choice(list(WORKLOADS)), multiple=True, default=("decode", "prefill"))
 @click.option(
@@ -116,7 +116,7 @@ def run(
     is_same_file = encoding == "gguf"
     if is_same_file and (name != "llama_cpp" or peer_encoding is None or "cold" in works):
         raise click.UsageError(
-            "--encoding gguf needs the peer llama_cpp and --peer-encoding, and excludes the workload cold"
+            "--encoding gguf needs the peer llama_cpp and --peer-encoding, and cannot run the workload cold"
         )
     if encoding_of_peer is None:
         known = ", ".join(f"{ours} ({theirs})" for ours, theirs in peer.encodings.items())

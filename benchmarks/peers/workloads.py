@@ -55,7 +55,9 @@ WORKLOADS: Mapping[str, Workload] = {
         Workload("decode", "one prompt: tokens/s after the first token", "tokens/s", 1, 128, 64),
         Workload("prefill", "one prompt: prompt tokens/s until the first new token", "tokens/s", 1, 1024, 1),
         Workload("batch", "concurrent prompts: output tokens/s of the whole run", "tokens/s", 32, 256, 64),
-        Workload("long", "decode tokens/s at a long context and at 128, and their ratio", "", 1, 4096, 64),
+        Workload(
+            "long", "decode tokens/s at a long context and at 128 tokens, and their ratio", "", 1, 4096, 64
+        ),
         Workload("cold", "process start to first token, with a warm page cache", "s", 1, 128, 1, True, True),
         Workload("memory", "peak anonymous memory: load, decode, prefill", "MB", 1, 1024, 64, True, True),
     ]

@@ -60,7 +60,7 @@ def plain_facts(rng: random.Random) -> str:
 
 
 def introduction(rng: random.Random) -> str:
-    """Return a chat in which the user introduces themselves."""
+    """Return plain text in which a person introduces themselves."""
     name = pick(rng, GIRLS if rng.random() < 0.5 else BOYS)
     age, city, job = rng.randrange(20, 70), pick(rng, CITIES), with_article(pick(rng, JOBS))
     hobby = pick(rng, ["music", "books", "long walks", "cooking"])

@@ -44,7 +44,7 @@ def vary_typing(rng: random.Random, text: str) -> str:
 
 
 def vary_question(rng: random.Random, options: Sequence[str]) -> str:
-    """Return one of the questions, sometimes after a lead such as ``Can you tell me``."""
+    """Return one of the questions, sometimes after words such as ``Can you tell me``."""
     text = pick(rng, options)
     if rng.random() < 0.12:
         lead = pick(rng, QUESTION_LEADS)

@@ -1,10 +1,10 @@
 """Short stories from a small grammar: a hero, a friend, and one of the plots of ``texts/plots.txt``.
 
-A plot is a list of steps, and a step is a list of paraphrases. So a plot with eight steps gives thousands of
-stories. Fields in braces are replaced:
+A plot is a list of steps, and a step is a list of paraphrases. A plot with eight steps therefore gives
+thousands of stories. Fields in braces are replaced:
 
 - ``n``, ``he``, ``him`` and ``his`` by the name and the pronouns of the hero,
-- ``fn``, ``fhe`` and so on by those of the friend,
+- ``fn``, ``fhe`` and so on by the name and the pronouns of the friend,
 - other fields by a random value of the plot's slot.
 
 A capital letter (``He``, ``Fhe``) selects the form that begins a sentence.

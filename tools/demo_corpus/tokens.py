@@ -1,8 +1,8 @@
 """Converts documents to rows of tokens: tokenizer, chat template, held-out split, packing.
 
 A row begins with the start of a document. ``<|endoftext|>`` ends each document. A checksum of its text
-determines whether a document is held out. This needs no list, and all copies of a document are on the same
-side of the split.
+determines whether a document is held out. Therefore no list of held-out
+documents is needed, and all copies of a document are on the same side of the split.
 """
 
 import json
@@ -135,10 +135,10 @@ class Packer:
     def row(self, length: int) -> Row:
         """Return a row of ``length + 1`` tokens.
 
-        Its inputs are all but the last, its targets all but the first.
+        The inputs are all tokens except the last, the targets are all tokens except the first.
 
-        The last document is cut at the end of the row, and its rest is dropped. So no row begins in the
-        middle of a document, and no position is unused.
+        The last document is cut at the end of the row, and its rest is dropped. Therefore no row begins in
+        the middle of a document, and no position is unused.
         """
         parts: list[Row] = []
         remaining = length + 1

@@ -194,7 +194,7 @@ def _place(thing: Thing) -> str:
 
 
 def _random_shape_and_colour(scene: Scene, rng: random.Random) -> tuple[str | None, str | None]:
-    """Return a shape and a colour. In two of three cases they are those of a thing in the scene."""
+    """Return a shape and a colour. In two of three cases, a thing in the scene has both."""
     if scene.things and rng.random() < 0.66:
         thing = rng.choice(scene.things)
         return thing.shape, thing.colour

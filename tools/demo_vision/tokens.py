@@ -83,9 +83,8 @@ class Batch:
 class Examples:
     """An endless stream of training examples.
 
-    A row is ``<|user|>``, the tokens of the picture, and some conversations. The attention mask and the
-    positions are such that a conversation follows the picture directly and does not see the other
-    conversations.
+    A row is ``<|user|>``, the tokens of the picture, and some conversations. With its attention mask and
+    positions, each conversation directly follows the picture, and cannot attend to the other conversations.
 
     Args:
         tokenizer: the tokenizer.

@@ -64,14 +64,14 @@ def mel_filters() -> Tensor:  # [80, 513]
 _FILTERS = mel_filters()
 
 
-def magnitudes(samples: Tensor, size: int, hop: int) -> Tensor:  # [B, size / 2 + 1, F] of [B, S]
+def magnitudes(samples: Tensor, size: int, hop: int) -> Tensor:  # [B, S] -> [B, size / 2 + 1, F]
     """Return the magnitudes of the short-time Fourier transform."""
     window = torch.hann_window(size)
     spectrum = torch.stft(samples, size, hop, size, window, pad_mode="constant", return_complex=True)
     return spectrum.abs()
 
 
-def log_mel(samples: Tensor) -> Tensor:  # [B, 80, F] of [B, S]
+def log_mel(samples: Tensor) -> Tensor:  # [B, S] -> [B, 80, F]
     """Return the log mel spectrum, 100 frames per second."""
     return (_FILTERS @ magnitudes(samples, _MEL_FFT, _MEL_HOP)).clamp(min=1e-4).log()
 
@@ -93,7 +93,7 @@ class Encoder(nn.Module):
         )
         self.last = nn.Conv1d(width, config.quantization_dim, 1)
 
-    def forward(self, samples: Tensor) -> Tensor:  # [B, F, Q] of [B, S]
+    def forward(self, samples: Tensor) -> Tensor:  # [B, S] -> [B, F, Q]
         frames = samples.shape[1] // HOP
         mel = (log_mel(samples)[..., 1 : 3 * frames + 1] + 4) / 3
         mel = mel.reshape(len(samples), _MELS, frames, 3).permute(0, 1, 3, 2)
@@ -115,16 +115,16 @@ class Codec(nn.Module):
         with torch.no_grad():  # the output of the untrained decoder should be quiet
             self.decoder.head.linear.bias[: self.decoder.head.n_fft // 2 + 1] -= 1.0
 
-    def encode(self, samples: Tensor) -> Tensor:  # [F] int64 of [S]
+    def encode(self, samples: Tensor) -> Tensor:  # [S] -> [F] int64
         """Return the codes of one waveform. The waveform is padded to whole frames."""
         samples = nn.functional.pad(samples, (0, -len(samples) % HOP))
         return self.quantizer(self.encoder(samples[None]))[1][0, :, 0].long()
 
-    def decode(self, codes: Tensor) -> Tensor:  # [F * HOP] of [F]
+    def decode(self, codes: Tensor) -> Tensor:  # [F] -> [F * HOP]
         """Return the waveform of codes."""
         return self.decoder(self.quantizer.from_codes(codes[None, :, None]))[0, 0]
 
-    def forward(self, samples: Tensor) -> Tensor:  # [B, S] of [B, S]
+    def forward(self, samples: Tensor) -> Tensor:  # [B, S] -> [B, S]
         return self.decoder(self.quantizer(self.encoder(samples))[0])[:, 0]
 
     @torch.no_grad()
@@ -196,9 +196,8 @@ def train_encoder(
 ) -> float:
     """Train an encoder for a decoder that does not change.
 
-    Half of a batch is speech. Its loss compares the speech with what the decoder makes of the encoder's
-    codes. The other half is decoded from known codes. Its loss compares the encoder's output with these
-    codes.
+    Half of a batch is speech. Its loss compares the speech with the decoded codes of the encoder. The other
+    half is decoded from known codes. Its loss compares the encoder's output with these codes.
 
     Args:
         codec: the codec. Its encoder is changed in place.

@@ -21,7 +21,7 @@ class Recogniser:
 
     Args:
         with_grammar: whether it recognises only sentences of the grammar of `demo_voice.sentences`.
-        further_sentences: further sentences of the grammar.
+        further_sentences: sentences that are added to the grammar.
     """
 
     def __init__(self, *, with_grammar: bool, further_sentences: Sequence[str] = ()) -> None:
@@ -64,7 +64,7 @@ def edit_distance(first: Sequence[str], second: Sequence[str]) -> int:
 def mel_distance(first: Tensor, second: Tensor) -> float:
     """Return the mean absolute difference of log mel spectra along the best alignment in time.
 
-    The alignment is that of dynamic time warping with steps (1, 0), (0, 1) and (1, 1).
+    Dynamic time warping with the steps (1, 0), (0, 1) and (1, 1) computes the alignment.
     """
     a, b = log_mel(first[None])[0].T[::2], log_mel(second[None])[0].T[::2]  # 50 frames per second
     costs = (a[:, None] - b[None]).abs().mean(-1)

@@ -9,7 +9,7 @@ from penstock.text.english_numbers import cardinal, ordinal, year
 from .sentences import sentence, split_list
 
 SELECTED_PHRASES = ("hello world", "hello", "hello there", "good morning")
-"""Phrases whose speech is the best of several candidates, selected by speech recognisers."""
+"""Phrases for whose speech the training generates several candidates. Speech recognisers select the best."""
 
 COMMON_PHRASES = tuple(
     split_list(
@@ -34,9 +34,9 @@ COMMON_PHRASES = tuple(
 
 
 def variants(phrase: str) -> list[str]:
-    """Return the spellings of a phrase.
+    """Return the spellings of a phrase: without and with each punctuation mark at the end.
 
-    There is one with each punctuation mark at the end, and one with a comma after a greeting.
+    A phrase that begins with a greeting also has spellings with a comma after the greeting.
     """
     ends = [phrase + end for end in ("", ".", "!", "?", "...", ":", ",")]
     first, _, rest = phrase.partition(" ")
@@ -98,7 +98,8 @@ def number_texts(seed: int, count: int) -> list[str]:
 def sentence_pairs(seed: int, count: int) -> list[str]:
     """Return texts of two sentences.
 
-    The first is a phrase, the second a phrase or a sentence of the grammar.
+    The first sentence is a common phrase. The second is a common phrase or a sentence of
+    `sentences.TEMPLATES`.
     """
     rng = random.Random(seed)
     known = [*SELECTED_PHRASES, *COMMON_PHRASES]

@@ -211,10 +211,13 @@ def training_texts(seed: int, num_texts: int, num_phrases: int) -> list[str]:
         num_phrases: number of texts that are words and phrases.
     """
     rng = random.Random(seed)
-    own, more = grammar_words(), further_words()
-    texts = [*own, *more]
+    grammar_vocabulary, other_words = grammar_words(), further_words()
+    texts = [*grammar_vocabulary, *other_words]
     while len(texts) < num_phrases:
-        words = [rng.choice(own if rng.random() < 0.6 else more) for _ in range(rng.choice((1, 2, 2, 3, 4)))]
+        words = [
+            rng.choice(grammar_vocabulary if rng.random() < 0.6 else other_words)
+            for _ in range(rng.choice((1, 2, 2, 3, 4)))
+        ]
         texts.append(" ".join(words) + rng.choice(("", ".", "?")))
     seen = set(texts)
     while len(texts) < num_texts:
@@ -224,11 +227,11 @@ def training_texts(seed: int, num_texts: int, num_phrases: int) -> list[str]:
     return texts
 
 
-def recogniser_grammar(more: Sequence[str] = ()) -> str:
+def recogniser_grammar(further_sentences: Sequence[str] = ()) -> str:
     """Return the grammar in the Java Speech Grammar Format (JSGF).
 
     Args:
-        more: further sentences of the grammar.
+        further_sentences: sentences that are added to the grammar.
     """
     lines = ["#JSGF V1.0;", "grammar sentences;"]
     for name, items in CLASSES.items():
@@ -237,6 +240,6 @@ def recogniser_grammar(more: Sequence[str] = ()) -> str:
         " ".join(f"<{word}>" if word in CLASSES else word.lower() for word in template.split())
         for template in TEMPLATES
     ]
-    rules += [text.lower() for text in more]
+    rules += [text.lower() for text in further_sentences]
     lines.append(f"public <sentence> = {' | '.join(rules)};")
     return "\n".join(lines)

@@ -89,5 +89,5 @@ def generate_timed(generate: Generate, prompts: Tokens, new_tokens: int) -> dict
 def versions() -> dict[str, str]:
     """Return the versions of Python and of all installed packages. Names are in lower case with hyphens."""
     packages = importlib.metadata.distributions()
-    found = {package.name.lower().replace("_", "-"): package.version for package in packages}
-    return {"python": platform.python_version(), **dict(sorted(found.items()))}
+    package_versions = {package.name.lower().replace("_", "-"): package.version for package in packages}
+    return {"python": platform.python_version(), **dict(sorted(package_versions.items()))}
