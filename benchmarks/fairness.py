@@ -35,13 +35,13 @@ def server(model: str, max_batch_size: int) -> Iterator[str]:
     try:
         assert process.stderr is not None
         for line in process.stderr:
-            if found := re.search(r"http://\S+?:\d+", line):
+            if address_match := re.search(r"http://\S+?:\d+", line):
                 break
         else:
             raise SystemExit("the server ended before it printed its address")
-        drain = subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL)
-        yield found.group()
-        drain.terminate()
+        discard_output = subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL)
+        yield address_match.group()
+        discard_output.terminate()
     finally:
         process.terminate()
         process.wait()
@@ -91,21 +91,21 @@ async def measure(url: str, choices: int, requests: int) -> None:
         while (await second_client.get("/ready")).status_code != 200:
             await asyncio.sleep(0.1)
         await times_to_first_token(second_client, 0, 5)
-        idle = await times_to_first_token(second_client, 100, requests)
+        times_alone = await times_to_first_token(second_client, 100, requests)
         counts: list[int] = []
         task = asyncio.create_task(send_many_choices(first_client, choices, counts))
         start = time.perf_counter()
         await asyncio.sleep(1.5)
-        loaded = await times_to_first_token(second_client, 10_000, requests)
+        times_with_choices = await times_to_first_token(second_client, 10_000, requests)
         while not counts and not task.done():
             await asyncio.sleep(0.1)
         speed = sum(counts) / (time.perf_counter() - start)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-    for name, seconds in (("idle", idle), (f"beside {choices} choices", loaded)):
+    for name, seconds in (("idle", times_alone), (f"beside {choices} choices", times_with_choices)):
         p90 = statistics.quantiles(seconds, n=10)[-1]
         print(f"{name}: median {statistics.median(seconds) * 1e3:.1f} ms, p90 {p90 * 1e3:.1f} ms")
-    ratio = statistics.median(loaded) / statistics.median(idle)
+    ratio = statistics.median(times_with_choices) / statistics.median(times_alone)
     print(f"ratio of the medians {ratio:.2f}; the first client got {speed:.0f} tokens/s")
 
 

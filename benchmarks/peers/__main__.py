@@ -112,26 +112,28 @@ def run(
 ) -> None:
     """Run workloads alternately on Penstock and on a peer, and print medians and ratios."""
     peer = PEERS[name]
-    encoding_of_peer = peer_encoding or peer.encodings.get(encoding)
+    chosen_peer_encoding = peer_encoding or peer.encodings.get(encoding)
     is_same_file = encoding == "gguf"
     if is_same_file and (name != "llama_cpp" or peer_encoding is None or "cold" in works):
         raise click.UsageError(
             "--encoding gguf needs the peer llama_cpp and --peer-encoding, and cannot run the workload cold"
         )
-    if encoding_of_peer is None:
-        known = ", ".join(f"{ours} ({theirs})" for ours, theirs in peer.encodings.items())
-        raise click.UsageError(f"{name} has no encoding to compare with {encoding}; choose one of {known}")
+    if chosen_peer_encoding is None:
+        encoding_pairs = ", ".join(f"{ours} ({theirs})" for ours, theirs in peer.encodings.items())
+        raise click.UsageError(
+            f"{name} has no encoding to compare with {encoding}; choose one of {encoding_pairs}"
+        )
     if not interpreter_path(venvs / name).exists():
         raise click.UsageError(f"{name} is not installed; run `python -m benchmarks.peers setup {name}`")
     workloads = [with_sizes(WORKLOADS[workload], batch=batch, context=context) for workload in works]
     source = checkpoint(shape, venvs / "checkpoints")
-    model = converted_model(peer, encoding_of_peer, source, venvs)
-    own_environment = {"OMP_NUM_THREADS": str(threads)}
+    model = converted_model(peer, chosen_peer_encoding, source, venvs)
+    penstock_environment = {"OMP_NUM_THREADS": str(threads)}
     if "cold" in works:
         # The peer's model is converted before the measurement. Penstock's weights are packed before it, too.
-        own_environment["XDG_CACHE_HOME"] = str(venvs / "penstock")
-        pack_weights(source, encoding, own_environment)
-    load = {
+        penstock_environment["XDG_CACHE_HOME"] = str(venvs / "penstock")
+        pack_weights(source, encoding, penstock_environment)
+    load_request = {
         "threads": threads,
         "max_length": largest_max_length(workloads),
         "prompts": max(workload.num_prompts for workload in workloads),
@@ -139,21 +141,23 @@ def run(
     logs = venvs / "logs"
     logs.mkdir(exist_ok=True)
 
-    def opener(python: str | Path, driver: str, model: dict[str, str], environment: dict[str, str]) -> Opener:
+    def make_opener(
+        python: str | Path, driver: str, model: dict[str, str], environment: dict[str, str]
+    ) -> Opener:
         command = [str(python), "-m", f"benchmarks.peers.drivers.{driver}"]
-        return partial(Engine, command, {**load, **model}, environment, logs / f"{driver}.log")
+        return partial(Engine, command, {**load_request, **model}, environment, logs / f"{driver}.log")
 
     comparison = Comparison(
-        ours=opener(
+        ours=make_opener(
             sys.executable,
             "penstock",
             {"model": str(_link_without_tokenizer(model) if is_same_file else source), "encoding": encoding},
-            own_environment,
+            penstock_environment,
         ),
-        theirs=opener(
+        theirs=make_opener(
             interpreter_path(venvs / name),
             peer.driver,
-            {"model": str(model), "encoding": encoding_of_peer},
+            {"model": str(model), "encoding": chosen_peer_encoding},
             peer_environment(peer, venvs, threads),
         ),
         vocabulary=read_vocabulary_size(source),
@@ -169,7 +173,7 @@ def run(
         "shape": shape,
         "encoding": encoding,
         "peer": name,
-        "peer_encoding": encoding_of_peer,
+        "peer_encoding": chosen_peer_encoding,
         "peer_version": result["versions"]["peer"][peer.package],
         "pairs": pairs,
         **result,
@@ -226,7 +230,7 @@ def _commit() -> str:
 
 
 def _machine(threads: int) -> str:
-    """Return the processor and the number of its cores and of the threads used."""
+    """Return the model of the processor, its number of cores and the number of threads, as a text."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{(models or [platform.machine()])[0]}, {os.cpu_count()} cores, {threads} threads"

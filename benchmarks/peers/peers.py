@@ -44,7 +44,7 @@ class Peer:
     """Packages to uninstall after ``pip_arguments``."""
     preload: str = ""
     """Path of a library, relative to the virtual environment, for LD_PRELOAD."""
-    build: Mapping[str, str] = field(default_factory=dict)
+    build_environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables for ``pip install``."""
 
 
@@ -69,7 +69,7 @@ PEERS: Mapping[str, Peer] = {
                 # Requirements of the script that converts checkpoints to GGUF.
                 ["torch", "transformers", "gguf", "sentencepiece", "protobuf"],
             ],
-            build={"CMAKE_ARGS": "-DGGML_NATIVE=ON"},
+            build_environment={"CMAKE_ARGS": "-DGGML_NATIVE=ON"},
         ),
         Peer(
             "openvino",
@@ -127,7 +127,7 @@ def set_up(peer: Peer, folder: Path) -> None:
     if not interpreter_path(venv).exists():
         subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
     for arguments in peer.pip_arguments:
-        _pip(venv, "install", arguments, peer.build)
+        _pip(venv, "install", arguments, peer.build_environment)
     if peer.uninstalled_packages:
         _pip(venv, "uninstall", ["--yes", *peer.uninstalled_packages], {})
     if peer.name == "vllm":
@@ -137,15 +137,15 @@ def set_up(peer: Peer, folder: Path) -> None:
             capture_output=True,
             text=True,
         ).stdout.split("\n")
-        _pip(venv, "install", [line for line in requirements if line] + ["torch"], peer.build)
+        _pip(venv, "install", [line for line in requirements if line] + ["torch"], peer.build_environment)
     if peer.name == "llama_cpp":  # only the source distribution contains the conversion script
         source = folder / "llama_cpp.source"
         source.mkdir(exist_ok=True)
         _pip(venv, "download", ["--no-deps", "--no-binary", ":all:", "-d", str(source), peer.package], {})
 
 
-def _pip(venv: Path, command: str, arguments: Sequence[str], build: Mapping[str, str]) -> None:
+def _pip(venv: Path, command: str, arguments: Sequence[str], build_environment: Mapping[str, str]) -> None:
     """Run a pip command in a virtual environment, with the pinned versions of constraints.txt."""
     constraints = [] if command == "uninstall" else ["-c", str(CONSTRAINTS)]
     words = [str(interpreter_path(venv)), "-m", "pip", command, *constraints, *arguments]
-    subprocess.run(words, check=True, env={**os.environ, **build}, cwd=ROOT)
+    subprocess.run(words, check=True, env={**os.environ, **build_environment}, cwd=ROOT)

@@ -192,17 +192,23 @@ def train_codec(codec: Codec, speech: Sequence[Tensor], steps: int, *, decoder_o
 
 
 def train_encoder(
-    codec: Codec, speech: Sequence[Tensor], known: Sequence[tuple[Tensor, Tensor]], steps: int, *, seed: int
+    codec: Codec,
+    speech: Sequence[Tensor],
+    decoded_examples: Sequence[tuple[Tensor, Tensor]],
+    steps: int,
+    *,
+    seed: int,
 ) -> float:
     """Train an encoder for a decoder that does not change.
 
-    Half of a batch is speech. Its loss compares the speech with the decoded codes of the encoder. The other
-    half is decoded from known codes. Its loss compares the encoder's output with these codes.
+    Half of a batch is speech. The loss of this half compares the speech with the decoded codes of the
+    encoder. The other half is decoded from known codes. The loss of that half compares the encoder's output
+    with the known codes.
 
     Args:
         codec: the codec. Its encoder is changed in place.
         speech: waveforms ``[S]``.
-        known: waveforms ``[F * HOP]`` with their codes ``[F]``.
+        decoded_examples: waveforms ``[F * HOP]`` with their codes ``[F]``.
         steps: number of steps.
         seed: the seed that selects excerpts.
 
@@ -214,8 +220,8 @@ def train_encoder(
     optimizer = torch.optim.AdamW(codec.encoder.parameters(), lr=1e-3, betas=(0.8, 0.99), weight_decay=0.01)
     rng = random.Random(seed)
     stream = torch.cat([nn.functional.pad(samples, (0, -len(samples) % HOP)) for samples in speech])
-    decoded = torch.cat([samples for samples, _ in known])
-    codes = torch.cat([row for _, row in known])
+    decoded_samples = torch.cat([samples for samples, _ in decoded_examples])
+    codes = torch.cat([row for _, row in decoded_examples])
     size, rows, accuracy, started = HOP * _FRAMES, _ROWS // 2, 0.0, time.perf_counter()
     for step in range(steps):
         factor = min(1.0, (step + 1) / 50) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
@@ -224,11 +230,11 @@ def train_encoder(
         starts = [rng.randrange(len(stream) - size) for _ in range(rows)]
         frames = [rng.randrange(len(codes) - _FRAMES) for _ in range(rows)]
         real = torch.stack([stream[start : start + size] for start in starts])
-        synthetic = torch.stack([decoded[frame * HOP : frame * HOP + size] for frame in frames])
+        synthetic = torch.stack([decoded_samples[frame * HOP : frame * HOP + size] for frame in frames])
         expected_codes = torch.stack([codes[frame : frame + _FRAMES] for frame in frames])
         hidden, indices = codec.quantizer(codec.encoder(torch.cat((real, synthetic))))
-        known_hidden = codec.quantizer.from_codes(expected_codes[..., None])
-        distance = (hidden[rows:] - known_hidden).square().mean() / known_hidden.var()
+        expected_hidden = codec.quantizer.from_codes(expected_codes[..., None])
+        distance = (hidden[rows:] - expected_hidden).square().mean() / expected_hidden.var()
         loss = spectral_loss(codec.decoder(hidden[:rows])[:, 0], real) + 2 * distance
         optimizer.zero_grad()
         loss.backward()

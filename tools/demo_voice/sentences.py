@@ -122,7 +122,7 @@ CLASSES: Mapping[str, list[str]] = {
         """
     ),
 }
-"""Name of a class, which templates use -> its words."""
+"""Name of a word class in templates -> the words of the class."""
 
 TEMPLATES = (
     "PERSON DID the ADJ THING",
