@@ -102,7 +102,7 @@ async def measure(url: str, choices: int, requests: int) -> None:
         speed = sum(counts) / (time.perf_counter() - start)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-    for name, seconds in (("idle", times_alone), (f"beside {choices} choices", times_with_choices)):
+    for name, seconds in (("alone", times_alone), (f"with {choices} choices", times_with_choices)):
         p90 = statistics.quantiles(seconds, n=10)[-1]
         print(f"{name}: median {statistics.median(seconds) * 1e3:.1f} ms, p90 {p90 * 1e3:.1f} ms")
     ratio = statistics.median(times_with_choices) / statistics.median(times_alone)

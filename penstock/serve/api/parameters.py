@@ -46,7 +46,7 @@ _MAX_NAME = 100
 
 
 _NO_BEAM_SEARCH = "the server has no beam search: use n and choose among the outputs"
-_USE_TOOLS = "this is the old form of tools: send tools and tool_choice"
+_USE_TOOLS = "this is a deprecated form of tools: send tools and tool_choice"
 _TEXT_ONLY = "the model reads and writes text only"
 
 _USE_MAX_TOKENS = "send max_tokens"
@@ -65,9 +65,9 @@ _GENERATION_FIELDS: Mapping[str, Refused] = {
     "service_tier": Refused("there is only one service tier", ("auto", "default")),
     "store": Refused("responses are not stored", (False,)),
     # Fields of llama.cpp and Ollama. Values that disable a sampler are accepted.
-    "cache_prompt": Refused("the prefix cache is always on; cache_salt keeps prompts apart", (True,)),
+    "cache_prompt": Refused("the prefix cache is always on; use cache_salt to separate prompts", (True,)),
     "id_slot": Refused("the scheduler chooses the slot", (-1,)),
-    "n_keep": Refused("a running prompt is not shortened", (0,)),
+    "n_keep": Refused("the prompt of a running request is never shortened", (0,)),
     "min_keep": Refused("at least one token is always kept", (0, 1)),
     "repeat_last_n": Refused("repetition_penalty covers the prompt and the whole output", (-1,)),
     "typical_p": Refused(_NO_SAMPLER, (1, 1.0)),
@@ -80,7 +80,7 @@ _GENERATION_FIELDS: Mapping[str, Refused] = {
     "dry_multiplier": Refused(_NO_SAMPLER, (0, 0.0)),
     "samplers": Refused(_NO_SAMPLER),
     "timings_per_token": Refused("timings are in /metrics and in the log", (False,)),
-    "post_sampling_probs": Refused("log probabilities are those before sampling filters", (False,)),
+    "post_sampling_probs": Refused("log probabilities are computed before sampling filters", (False,)),
     "n_probs": Refused("send logprobs"),
     "n_predict": Refused(_USE_MAX_TOKENS),
     "num_predict": Refused(_USE_MAX_TOKENS),
@@ -118,7 +118,7 @@ UNSUPPORTED: Mapping[type[RequestBody], Mapping[str, Refused]] = {
         "prediction": Refused("predicted outputs are not supported"),
         "prompt_cache_options": Refused("the prefix cache has no per-request options", ({},)),
         "prompt_cache_retention": Refused(
-            "cached prefixes stay in memory while there is room", ("in_memory", "in-memory", "24h")
+            "cached prefixes stay in memory until the memory is needed", ("in_memory", "in-memory", "24h")
         ),
         "reasoning": Refused("send reasoning_effort, and include_reasoning"),
         "think": Refused("send reasoning_effort, or chat_template_kwargs"),

@@ -28,7 +28,7 @@ class ResultBlock(RequestBody):
 
     unsupported: ClassVar[Mapping[str, Refused]] = {
         "cache_control": _CACHE_CONTROL,
-        "citations": Refused("the server makes no citations", accepts_all=True),
+        "citations": Refused("the server does not create citations", accepts_all=True),
         "context": Refused("put it into the text of the document"),
     }
 
@@ -142,7 +142,7 @@ class CountTokensBody(RequestBody):
         "cache_control": _CACHE_CONTROL,
         "container": Refused("there are no containers"),
         "context_management": Refused("the server does not edit the conversation", accepts_all=True),
-        "diagnostics": Refused("there are no diagnostics", accepts_all=True),
+        "diagnostics": Refused("the server has no diagnostics", accepts_all=True),
         "inference_geo": Refused("the server has one location"),
         "mcp_servers": Refused("only the Responses API calls tool servers", ([],)),
         "service_tier": Refused("there is only one service tier", ("auto", "standard_only")),

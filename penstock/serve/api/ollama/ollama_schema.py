@@ -10,7 +10,7 @@ from pydantic import Field
 from penstock.serve.api.schemas import Number, RequestBody, Texts, Tool
 from penstock.serve.api.unsupported import Refused
 
-_SERVER_SETTING = Refused("it is a setting of the server", accepts_all=True)
+_SERVER_SETTING = Refused("this is a setting of the server", accepts_all=True)
 _NO_SAMPLER = "the server does not have this sampler: use top_k, top_p, min_p and temperature"
 Think = bool | Literal["low", "medium", "high", "max"]
 
@@ -23,7 +23,7 @@ class OllamaOptions(RequestBody):
             "numa num_batch num_gpu main_gpu low_vram use_mmap use_mlock num_thread f16_kv".split(),
             _SERVER_SETTING,
         ),
-        "num_keep": Refused("a running prompt is not shortened", accepts_all=True),
+        "num_keep": Refused("the prompt of a running request is never shortened", accepts_all=True),
         "repeat_last_n": Refused("the penalty covers the prompt and the whole output", accepts_all=True),
         "penalize_newline": Refused("line ends are penalised like other tokens", (True,)),
         "tfs_z": Refused(_NO_SAMPLER, (1, 1.0)),
@@ -87,10 +87,10 @@ class OllamaBody(RequestBody):
     unsupported: ClassVar[Mapping[str, Refused]] = {
         "keep_alive": Refused("the model stays loaded", accepts_all=True),
         "truncate": Refused("a prompt that is too long is refused", (False, True)),
-        "shift": Refused("a running prompt is not shortened", (False, True)),
+        "shift": Refused("the prompt of a running request is never shortened", (False, True)),
         "logprobs": Refused("use the OpenAI routes", (False,)),
         "top_logprobs": Refused("use the OpenAI routes", (0,)),
-        "dimensions": Refused("it is for /api/embed"),
+        "dimensions": Refused("only /api/embed supports this field"),
     }
 
     model: str
@@ -140,7 +140,7 @@ class OllamaEmbedBody(RequestBody):
 
     unsupported: ClassVar[Mapping[str, Refused]] = {
         "keep_alive": Refused("the model stays loaded", accepts_all=True),
-        "options": Refused("they do not concern embeddings", accepts_all=True),
+        "options": Refused("these options do not apply to embeddings", accepts_all=True),
     }
 
     model: str

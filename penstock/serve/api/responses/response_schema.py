@@ -64,7 +64,7 @@ class InputItem(RequestBody):
     unsupported: ClassVar[Mapping[str, Refused]] = {
         "parsed_arguments": Refused("only the arguments are used", accepts_all=True),
         "phase": Refused("chat templates have no phases", accepts_all=True),
-        "status": Refused("items of the input are complete", accepts_all=True),
+        "status": Refused("items of the input count as complete", accepts_all=True),
         "namespace": Refused("tools have no namespaces"),
         "caller": Refused("the model calls tools directly", ({"type": "direct"},)),
         "async": Refused("the output of a call follows the call", (False,)),
@@ -164,7 +164,7 @@ class ReasoningConfig(RequestBody):
 
     unsupported: ClassVar[Mapping[str, Refused]] = {
         "context": Refused("reasoning items of the input are given to the chat template", ("auto",)),
-        "mode": Refused("the model has one way to reason", ("standard",)),
+        "mode": Refused("the model has only one reasoning mode", ("standard",)),
     }
 
     effort: Effort | None = None
@@ -187,7 +187,7 @@ class ResponsesBody(RequestBody):
         "prompt": Refused("the server stores no prompts: send instructions and input"),
         "prompt_cache_options": Refused("the prefix cache has no per-request options", ({},)),
         "prompt_cache_retention": Refused(
-            "cached prefixes stay in memory while there is room", ("in_memory", "in-memory", "24h")
+            "cached prefixes stay in memory until the memory is needed", ("in_memory", "in-memory", "24h")
         ),
         "service_tier": Refused("there is only one service tier", ("auto", "default")),
     }
