@@ -331,9 +331,7 @@ def _values(
     honoured: Iterable[Mapping[str, Any]],
     refused: Iterable[Mapping[str, unsupported.Refused]],
 ) -> str:
-    legal = [
-        _describe_values(field_schemas[name]) if name in field_schemas else "" for field_schemas in honoured
-    ]
+    legal = [_describe_values(properties[name]) if name in properties else "" for properties in honoured]
     if all(legal) and len(set(legal)) > 1:
         parts = [f"chat: {legal[0]}; completions: {legal[1]}"]
     else:
@@ -416,9 +414,8 @@ def metric_names() -> str:
             [code(family.name + ending), family.type, family.documentation + (f"; by {by}" if by else "")]
         )
     for metric in metrics.ENGINE_METRICS:
-        rows.append(
-            [code(metric.name), "counter" if metric.name.endswith("_total") else "gauge", metric.help]
-        )
+        kind = "counter" if metric.name.endswith("_total") else "gauge"
+        rows.append([code(metric.name), kind, metric.help])
     return table("name | type | description", rows)
 
 
@@ -533,9 +530,9 @@ def checkpoint_formats() -> str:
         if not checkpoint_format.quant_methods:
             continue
         text = (importlib.import_module(type(checkpoint_format).__module__).__doc__ or "").split("\n\n")[0]
-        what = " ".join(text.split()).partition(": ")[2].rstrip(".")
+        description = " ".join(text.split()).partition(": ")[2].rstrip(".")
         kept = ", ".join(map(code, checkpoint_format.kept_encodings)) or "none: layers are dequantized"
-        rows.append([", ".join(map(code, checkpoint_format.quant_methods)), what, kept])
+        rows.append([", ".join(map(code, checkpoint_format.quant_methods)), description, kept])
     return table("quant_method | layers | kept in the encodings", rows)
 
 
@@ -668,9 +665,8 @@ LIMITS: Mapping[str, tuple[str, Any]] = {
 
 def schema_keywords() -> str:
     """Return the table of JSON schema keywords and their support."""
-    rows = [
-        [code(name), f"yes{': ' + LIMITS[name][0] if name in LIMITS else ''}"] for name in SUPPORTED_SCHEMAS
-    ]
+    limits = {name: f": {text}" for name, (text, _) in LIMITS.items()}
+    rows = [[code(name), f"yes{limits.get(name, '')}"] for name in SUPPORTED_SCHEMAS]
     rows += [[code(name), f"refused: {reason}"] for name, reason in shapes.REFUSED_KEYWORDS.items()]
     return table_with_notes("keyword | supported", rows)
 
