@@ -119,26 +119,28 @@ def measure_decisions(num_workers: int, num_prefixes: int, length: int, count: i
     for number in range(count):
         suffix = [rng.randrange(1000) for _ in range(length - length * 3 // 4)]
         contexts.append(greedy_context(str(number), rng.choice(prefixes) + suffix))
-    known = {context.request_id: prompt_digests(context, WORKER_INFO) for context in contexts}
-    running: deque[Generation] = deque()
+    digests_by_request = {context.request_id: prompt_digests(context, WORKER_INFO) for context in contexts}
+    active_generations: deque[Generation] = deque()
 
     def decisions_per_second() -> float:
         begin = time.process_time()
         for context in contexts:
-            running.append(router.submit(context))
-            if len(running) > 8 * num_workers:
-                running.popleft().add(TextResult("", [], DONE))
+            active_generations.append(router.submit(context))
+            if len(active_generations) > 8 * num_workers:
+                active_generations.popleft().add(TextResult("", [], END_OF_SEQUENCE))
         seconds = time.process_time() - begin
-        while running:
-            running.pop().add(TextResult("", [], DONE))
+        while active_generations:
+            active_generations.pop().add(TextResult("", [], END_OF_SEQUENCE))
         return count / seconds
 
-    with patch("penstock.worker.router.prompt_digests", lambda context, info: known[context.request_id]):
+    with patch(
+        "penstock.worker.router.prompt_digests", lambda context, info: digests_by_request[context.request_id]
+    ):
         without_hashing = max(decisions_per_second() for _ in range(3))
     return without_hashing, max(decisions_per_second() for _ in range(3))
 
 
-DONE = msgspec.convert("end_of_sequence", type(TextResult("", []).status))
+END_OF_SEQUENCE = msgspec.convert("end_of_sequence", type(TextResult("", []).status))
 
 
 def report_decisions() -> None:
@@ -146,8 +148,8 @@ def report_decisions() -> None:
     print("workers  prompt  decisions/s, digests known  with hashing")
     for num_workers in (2, 8, 32, 100):
         for length in (256, 2048, 8192):
-            known, hashing = measure_decisions(num_workers, 50, length, 2000)
-            print(f"{num_workers:7}  {length:6}  {known:26,.0f}  {hashing:12,.0f}", flush=True)
+            without_hashing, with_hashing = measure_decisions(num_workers, 50, length, 2000)
+            print(f"{num_workers:7}  {length:6}  {without_hashing:26,.0f}  {with_hashing:12,.0f}", flush=True)
 
 
 # -- Real workers ----------------------------------------------------------------------------------------
@@ -197,10 +199,10 @@ async def run_requests(
     try:
         async for _ in engine.submit(greedy_context("warm-up", [1] * 40)):
             pass
-        slots, result = asyncio.Semaphore(concurrency), Measurement()
+        semaphore, result = asyncio.Semaphore(concurrency), Measurement()
 
         async def generate(context: TextContext) -> None:
-            async with slots:
+            async with semaphore:
                 begin, is_first = time.perf_counter(), True
                 async for delta in engine.submit(context):
                     if is_first and delta.token_ids:
@@ -247,20 +249,20 @@ def prefix_contexts(count: int, vocabulary: int, seed: int = 2) -> list[TextCont
     ]
 
 
-def make_config(model: str, **flat: Any) -> PipelineConfig:
-    """Return the configuration of an engine. ``flat`` are settings by their flat names."""
-    return PipelineConfig.from_flat({"model_path": model, "kv_cache_memory": "256MiB", **flat})
+def make_config(model: str, **settings: Any) -> PipelineConfig:
+    """Return the configuration of an engine. ``settings`` are settings by name."""
+    return PipelineConfig.from_flat({"model_path": model, "kv_cache_memory": "256MiB", **settings})
 
 
 def report_workers(model: str, count: int) -> None:
     """Measure one worker with two threads and two workers with one thread each, and print both."""
     contexts = mixed_contexts(count, make_config(model).model.huggingface_config.vocabulary_size)
-    for name, flat in {
+    for name, settings in {
         "1 worker of 2 threads": {"num_threads": 2},
         "2 workers of 1 thread": {"data_parallel_size": 2, "num_threads": 1},
     }.items():
         for concurrency in (1, 8):
-            result = asyncio.run(run_requests(make_config(model, **flat), None, [contexts], concurrency))
+            result = asyncio.run(run_requests(make_config(model, **settings), None, [contexts], concurrency))
             print(f"{name}, {concurrency} at once: {result}", flush=True)
 
 
@@ -286,7 +288,7 @@ async def run_streams(url: str, rounds: Sequence[Sequence[TextContext]], concurr
     """Run rounds of streamed requests on a server, at most ``concurrency`` at once."""
     import httpx
 
-    slots, result = asyncio.Semaphore(concurrency), Measurement()
+    semaphore, result = asyncio.Semaphore(concurrency), Measurement()
 
     async with httpx.AsyncClient(base_url=url, timeout=None) as client:
 
@@ -298,7 +300,7 @@ async def run_streams(url: str, rounds: Sequence[Sequence[TextContext]], concurr
                 "ignore_eos": True,
                 "stream": True,
             }
-            async with slots:
+            async with semaphore:
                 begin, is_first = time.perf_counter(), True
                 async with client.stream("POST", "/v1/completions", json=body) as response:
                     response.raise_for_status()

@@ -81,7 +81,7 @@ def write_snac(name: str) -> None:
     samples = 0.5 * torch.randn(24 * config["vq_strides"][0] * 5 + 7)
     with torch.no_grad():
         with _replace_noise(lambda _layer, length: torch.zeros(length)):
-            silent = model.decode(codes)[0, 0]
+            decoded_without_noise = model.decode(codes)[0, 0]
         with _replace_noise(_positional_noise):
             decoded = model.decode(codes)[0, 0]
         levels = model.encode(samples[None, None])
@@ -91,7 +91,7 @@ def write_snac(name: str) -> None:
     expected = {
         "frames": frames,
         "decoded": decoded,
-        "decoded_without_noise": silent,
+        "decoded_without_noise": decoded_without_noise,
         "samples": samples,
         "encoded": encoded,
     }
@@ -145,8 +145,8 @@ def _save(name: str, config: dict, tensors: dict[str, Tensor], expected: dict[st
 
 
 if __name__ == "__main__":
-    chosen = sys.argv[1:] or ["snac", "neucodec"]
-    for codec in SNAC_CONFIGS if "snac" in chosen else ():
+    codec_names = sys.argv[1:] or ["snac", "neucodec"]
+    for codec in SNAC_CONFIGS if "snac" in codec_names else ():
         write_snac(codec)
-    if "neucodec" in chosen:
+    if "neucodec" in codec_names:
         write_neucodec()

@@ -63,44 +63,48 @@ def compressed_tensors(weights: dict[str, Any]) -> ReferenceLayer:
     )
     from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
-    given = {"type": "int", "symmetric": True, **weights}
-    activations = given.pop("activations", None)
-    types = {16: torch.float8_e4m3fn, 32: torch.uint8} if given["type"] == "float" else {}
-    scale_type = types.get(given.get("group_size"))
+    weight_settings = {"type": "int", "symmetric": True, **weights}
+    activations = weight_settings.pop("activations", None)
+    types = {16: torch.float8_e4m3fn, 32: torch.uint8} if weight_settings["type"] == "float" else {}
+    scale_type = types.get(weight_settings.get("group_size"))
     if scale_type is not None:
-        given |= {"scale_dtype": scale_type, "zp_dtype": scale_type}
-    arguments = QuantizationArgs(**given)
+        weight_settings |= {"scale_dtype": scale_type, "zp_dtype": scale_type}
+    arguments = QuantizationArgs(**weight_settings)
     model = nn.Sequential()
     model.add_module("proj", layer())
     inputs = QuantizationArgs(**{"type": "int", "dynamic": True, **activations}) if activations else None
     scheme = QuantizationScheme(targets=["Linear"], weights=arguments, input_activations=inputs)
     config = QuantizationConfig(config_groups={"group_0": scheme})
     apply_quantization_config(model, config)
-    own, weight = model.proj, model.proj.weight.data
-    strategy, total = given["strategy"], None
+    linear, weight = model.proj, model.proj.weight.data
+    strategy, global_scale_tensor = weight_settings["strategy"], None
     if strategy == "block":
-        rows, columns = given["block_structure"]
+        rows, columns = weight_settings["block_structure"]
         blocks = weight.unflatten(0, (-1, rows)).unflatten(2, (-1, columns))
         low, high = blocks.amin((1, 3)), blocks.amax((1, 3))
     elif strategy == "tensor":
         low, high = weight.amin(), weight.amax()
     else:
-        groups = weight.unflatten(1, (-1, given.get("group_size", weight.shape[1])))
+        groups = weight.unflatten(1, (-1, weight_settings.get("group_size", weight.shape[1])))
         low, high = groups.amin(-1), groups.amax(-1)
     if strategy == "tensor_group":
-        total = generate_gparam(weight.amin(), weight.amax()).reshape(1)
-        own.weight_global_scale.data = total
-    scale, zero = calculate_qparams(low, high, arguments, global_scale=total)
-    own.weight_scale.data = scale.reshape(own.weight_scale.shape)
-    own.weight_zero_point.data = zero.reshape(own.weight_scale.shape).to(own.weight_zero_point.dtype)
+        global_scale_tensor = generate_gparam(weight.amin(), weight.amax()).reshape(1)
+        linear.weight_global_scale.data = global_scale_tensor
+    scale, zero = calculate_qparams(low, high, arguments, global_scale=global_scale_tensor)
+    linear.weight_scale.data = scale.reshape(linear.weight_scale.shape)
+    linear.weight_zero_point.data = zero.reshape(linear.weight_scale.shape).to(linear.weight_zero_point.dtype)
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
-    tensors = {name: tensor.clone() for name, tensor in own.state_dict().items()}
+    tensors = {name: tensor.clone() for name, tensor in linear.state_dict().items()}
     compressor.decompress_model(model)
-    section = (
+    quantization_config = (
         json.loads(compressor.quantization_config.model_dump_json()) if compressor.quantization_config else {}
     )
-    return tensors, model.proj.weight.data.clone(), {**section, "quant_method": "compressed-tensors"}
+    return (
+        tensors,
+        model.proj.weight.data.clone(),
+        {**quantization_config, "quant_method": "compressed-tensors"},
+    )
 
 
 def bitsandbytes_4_bits(kind: str, nested: bool) -> ReferenceLayer:
@@ -117,13 +121,13 @@ def bitsandbytes_4_bits(kind: str, nested: bool) -> ReferenceLayer:
 
 
 def bitsandbytes_int8() -> ReferenceLayer:
-    """Return an int8 layer. ``expected`` is computed here from the definition of the format."""
+    """Return an int8 layer. ``expected`` follows from the definition of the format."""
     from bitsandbytes import nn as layers
 
     weight = layer().weight.data.half()
-    own = layers.Linear8bitLt(128, 48, bias=False, has_fp16_weights=False)
-    own.weight = layers.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
-    tensors = dict(own.to("cpu").state_dict())
+    linear = layers.Linear8bitLt(128, 48, bias=False, has_fp16_weights=False)
+    linear.weight = layers.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
+    tensors = dict(linear.to("cpu").state_dict())
     expected = tensors["weight"].float() * tensors["SCB"][:, None] / 127
     return tensors, expected, {"quant_method": "bitsandbytes", "load_in_8bit": True}
 
@@ -131,12 +135,12 @@ def bitsandbytes_int8() -> ReferenceLayer:
 def layer_with_scales_and_zeros(group_size: int, bits: int) -> tuple[nn.Linear, Tensor, Tensor]:
     """Return a layer of float16, and scales and zero points ``[out, G]`` for groups of its inputs."""
     torch.manual_seed(0)
-    own = nn.Linear(128, 64, bias=False).half()
-    groups = own.weight.data.float().unflatten(1, (-1, group_size))
+    linear = nn.Linear(128, 64, bias=False).half()
+    groups = linear.weight.data.float().unflatten(1, (-1, group_size))
     low, high = groups.amin(2), groups.amax(2)
     scales = ((high - low) / (2**bits - 1)).half()
     zeros = (-low / scales.float()).round().clamp(1, 2**bits - 1)
-    return own, scales, zeros
+    return linear, scales, zeros
 
 
 def gptqmodel(bits: int, desc_act: bool, version: int = 2) -> ReferenceLayer:
@@ -146,38 +150,46 @@ def gptqmodel(bits: int, desc_act: bool, version: int = 2) -> ReferenceLayer:
     from gptqmodel.utils.model import convert_gptq_v2_to_v1_format_module
 
     size = 32
-    own, scales, zeros = layer_with_scales_and_zeros(size, bits)
+    linear, scales, zeros = layer_with_scales_and_zeros(size, bits)
     order = torch.randperm(128) if desc_act else torch.arange(128)
-    group_of_input = (torch.arange(128) // size)[order.argsort()].int()
+    group_indices = (torch.arange(128) // size)[order.argsort()].int()
     packed = TorchLinear(bits, size, False, desc_act, 128, 64, register_buffers=True)
-    packed.pack_original(own, scales, zeros, group_of_input)
+    packed.pack_original(linear, scales, zeros, group_indices)
     packed.post_init()
     expected = packed.dequantize_weight().T.clone()
-    section = {"quant_method": "gptq", "bits": bits, "group_size": size, "desc_act": desc_act}
-    section["checkpoint_format"] = "gptq_v2" if version == 2 else "gptq"
+    quantization_config = {"quant_method": "gptq", "bits": bits, "group_size": size, "desc_act": desc_act}
+    quantization_config["checkpoint_format"] = "gptq_v2" if version == 2 else "gptq"
     if version == 1:
         convert_gptq_v2_to_v1_format_module(packed, QuantizeConfig(bits=bits, group_size=size))
     names = ("qweight", "qzeros", "scales", "g_idx")
-    return {name: getattr(packed, name).clone() for name in names}, expected, section
+    return {name: getattr(packed, name).clone() for name in names}, expected, quantization_config
 
 
 def autoawq(version: str) -> ReferenceLayer:
-    """Return a layer that autoawq packs. ``expected`` is computed here from the definition of the format."""
+    """Return a layer that autoawq packs. ``expected`` follows from the definition of the format."""
     from awq.modules.linear.gemm import WQLinear_GEMM
     from awq.modules.linear.gemv import WQLinear_GEMV
 
     size = 32
-    own, scales, zeros = layer_with_scales_and_zeros(size, 4)
-    spread = [tensor.float().repeat_interleave(size, 1) for tensor in (scales, zeros)]
-    codes = ((own.weight.data.float() / spread[0]).round() + spread[1]).clamp(0, 15)
-    expected = (codes - spread[1]) * spread[0]
-    own.weight.data = expected.half()
+    linear, scales, zeros = layer_with_scales_and_zeros(size, 4)
+    expanded = [tensor.float().repeat_interleave(size, 1) for tensor in (scales, zeros)]
+    codes = ((linear.weight.data.float() / expanded[0]).round() + expanded[1]).clamp(0, 15)
+    expected = (codes - expanded[1]) * expanded[0]
+    linear.weight.data = expected.half()
     if version == "gemm":
-        packed = WQLinear_GEMM.from_linear(own, 4, size, False, scales.T.contiguous(), zeros.T.contiguous())
+        packed = WQLinear_GEMM.from_linear(
+            linear, 4, size, False, scales.T.contiguous(), zeros.T.contiguous()
+        )
     else:
-        packed = WQLinear_GEMV.from_linear(own, 4, size, False, scales, zeros)
-    section = {"quant_method": "awq", "bits": 4, "group_size": size, "version": version, "zero_point": True}
-    return dict(packed.state_dict()), expected, section
+        packed = WQLinear_GEMV.from_linear(linear, 4, size, False, scales, zeros)
+    quantization_config = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": size,
+        "version": version,
+        "zero_point": True,
+    }
+    return dict(packed.state_dict()), expected, quantization_config
 
 
 def torchao(name: str, group_size: int | None = None, **options: Any) -> ReferenceLayer:
@@ -224,8 +236,8 @@ def torchao_tensors(weight: Tensor, expected: Tensor) -> ReferenceLayer:
     """Return the safetensors tensors and metadata that torchao writes for a weight."""
     from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 
-    flat, metadata = flatten_tensor_state_dict({f"{LAYER}.weight": weight})
-    tensors = {key.removeprefix(f"{LAYER}."): tensor for key, tensor in flat.items()}
+    flat_tensors, metadata = flatten_tensor_state_dict({f"{LAYER}.weight": weight})
+    tensors = {key.removeprefix(f"{LAYER}."): tensor for key, tensor in flat_tensors.items()}
     return tensors, expected, {"quant_method": "torchao", _METADATA: metadata}
 
 
@@ -259,15 +271,17 @@ def reference_layers() -> Iterator[tuple[str, Callable[[], ReferenceLayer]]]:
 def main() -> None:
     """Write all files."""
     FOLDER.mkdir(exist_ok=True)
-    for name, make in reference_layers():
+    for name, make_layer in reference_layers():
         if sys.argv[1:] and name not in sys.argv[1:]:
             continue
-        tensors, expected, section = make()
-        texts = section.pop(_METADATA, {})
-        stored = {f"{LAYER}.{key}": tensor.contiguous() for key, tensor in tensors.items()}
-        metadata = {"quantization_config": json.dumps(section), **texts}
+        tensors, expected, quantization_config = make_layer()
+        library_metadata = quantization_config.pop(_METADATA, {})
+        file_tensors = {f"{LAYER}.{key}": tensor.contiguous() for key, tensor in tensors.items()}
+        metadata = {"quantization_config": json.dumps(quantization_config), **library_metadata}
         save_file(
-            stored | {"expected": expected.contiguous()}, FOLDER / f"{name}.safetensors", metadata=metadata
+            file_tensors | {"expected": expected.contiguous()},
+            FOLDER / f"{name}.safetensors",
+            metadata=metadata,
         )
         print(name, {key: (str(tensor.dtype), list(tensor.shape)) for key, tensor in tensors.items()})
 

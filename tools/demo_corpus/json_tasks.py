@@ -92,11 +92,11 @@ def json_object(rng: random.Random) -> Pair:
     thing = pick(rng, list(THINGS))
     fields = some_fields(rng, THINGS[thing])
     value = make_thing(rng, thing, fields)
-    spoken = [field.replace("_", " ") for field in fields]
+    field_phrases = [field.replace("_", " ") for field in fields]
     if rng.random() < 0.25:
-        spoken = [with_article(field) for field in spoken]
+        field_phrases = [with_article(field) for field in field_phrases]
     requests, _ = request(
-        "json with fields", listed=join_list(spoken), item=with_article(thing), keys=", ".join(fields)
+        "json with fields", listed=join_list(field_phrases), item=with_article(thing), keys=", ".join(fields)
     )
     if rng.random() < 0.25:
         value = make_thing(rng, thing, THINGS[thing][:3])
@@ -114,22 +114,22 @@ def json_extraction(rng: random.Random) -> Pair:
         rng.randrange(2, 20),
         rng.randrange(1, 100),
     )
-    bought = {"fruit": fruit, "quantity": count, "price": price}
+    purchase = {"fruit": fruit, "quantity": count, "price": price}
     facts: list[tuple[str, dict[str, Any]]] = [
         (f"{name} is {age} years old.", {"name": name, "age": age}),
         (f"{name} is {age} years old and lives in {city}.", {"name": name, "age": age, "city": city}),
         (f"{name} lives in {city}.", {"name": name, "city": city}),
         (f"{name} is {with_article(job)} in {city}.", {"name": name, "job": job, "city": city}),
         (f"{name} is {with_article(job)}.", {"name": name, "job": job}),
-        (f"I bought {count} {plural(fruit)} for {price} dollars.", bought),
+        (f"I bought {count} {plural(fruit)} for {price} dollars.", purchase),
         (f"The car is {color} and costs {price} dollars.", {"color": color, "price": price}),
         (f"{name} likes the color {color}.", {"name": name, "color": color}),
     ]
     fact, value = rng.choice(facts)
     requests, _ = request("json of a fact", fact=fact, listed=join_list(list(value)))
-    rough = rng.random() < 0.3
+    is_varied = rng.random() < 0.3
     text = pick(rng, requests)
-    return vary_typing(rng, text) if rough else text, json.dumps(value)
+    return vary_typing(rng, text) if is_varied else text, json.dumps(value)
 
 
 def json_list(rng: random.Random) -> Pair:
@@ -145,10 +145,10 @@ def json_answer(rng: random.Random) -> Pair:
     """Ask a question whose answer must be a JSON object."""
     country, city = rng.choice(list(CAPITALS.items()))
     first, second = rng.randrange(11), rng.randrange(11)
-    about_capital = {"country": country, "capital": city}, f"hat is the capital of {country}?"
-    about_sum = {"result": first + second}, f"hat is {first} + {second}?"
+    capital_task = {"country": country, "capital": city}, f"hat is the capital of {country}?"
+    sum_task = {"result": first + second}, f"hat is {first} + {second}?"
     choice = rng.randrange(4)
-    value, text = about_capital if choice < 2 else about_sum
+    value, text = capital_task if choice < 2 else sum_task
     question = f"W{text} Answer as JSON." if choice % 2 == 0 else f"Answer as JSON: w{text}"
     return question, json.dumps(value)
 
@@ -160,8 +160,12 @@ def json_free(rng: random.Random) -> Pair:
     for key in keys:
         kind = pick(rng, ["number", "string", "boolean"])
         hints.append(f"{key} ({kind})")
-        drawn = {"number": rng.randrange(1, 100), "string": pick(rng, COLORS), "boolean": rng.random() < 0.5}
-        value[key] = drawn[kind]
+        value_candidates = {
+            "number": rng.randrange(1, 100),
+            "string": pick(rng, COLORS),
+            "boolean": rng.random() < 0.5,
+        }
+        value[key] = value_candidates[kind]
     requests, _ = request("json with free keys", listed=join_list(hints), keys=", ".join(hints))
     return pick(rng, requests), json.dumps(value)
 

@@ -48,10 +48,10 @@ def symbols(rng: random.Random) -> str:
 
 def other_script(rng: random.Random) -> str:
     """Return random characters of one script, or of several."""
-    mixed, chosen = rng.random() < 0.2, pick(rng, RANGES)
+    is_mixed, script_range = rng.random() < 0.2, pick(rng, RANGES)
     characters = []
     for _ in range(rng.randrange(1, 24)):
-        first, last = pick(rng, RANGES) if mixed else chosen
+        first, last = pick(rng, RANGES) if is_mixed else script_range
         characters.append(chr(rng.randrange(first, last + 1)))
         if rng.random() < 0.1:
             characters.append(" ")

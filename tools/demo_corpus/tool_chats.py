@@ -103,7 +103,7 @@ def use_set_alarm(rng: random.Random) -> ToolUse:
     )
 
 
-USES: dict[str, Callable[[random.Random], ToolUse]] = {
+TOOL_USES: dict[str, Callable[[random.Random], ToolUse]] = {
     "get_weather": use_get_weather,
     "get_time": use_get_time,
     "add": use_add,
@@ -138,21 +138,21 @@ def reword_tool(rng: random.Random, name: str) -> OfferedTool:
     In half of the cases its name, description and parameters have other wordings.
     """
     properties = PARAMETERS[name]
-    own_words = rng.random() < 0.5
+    keeps_names = rng.random() < 0.5
     if name == "get_weather" and rng.random() < 0.6:
         properties = {"city": TEXT}
-    names = {key: key if own_words else wording(rng, "parameter names", key) for key in properties}
-    described = {}
+    names = {key: key if keeps_names else wording(rng, "parameter names", key) for key in properties}
+    described_properties = {}
     for key, schema in properties.items():
-        plain = own_words or rng.random() < 0.4
-        text = {} if plain else {"description": wording(rng, "parameter descriptions", key)}
-        described[names[key]] = schema | text
+        has_no_description = keeps_names or rng.random() < 0.4
+        text = {} if has_no_description else {"description": wording(rng, "parameter descriptions", key)}
+        described_properties[names[key]] = schema | text
     required = [names[key] for key in properties if key not in OPTIONAL]
-    parameters: Schema = {"type": "object", "properties": described, "required": required}
+    parameters: Schema = {"type": "object", "properties": described_properties, "required": required}
     if rng.random() < 0.15:
         parameters["additionalProperties"] = False
     function: Schema = {
-        "name": name if own_words else wording(rng, "names", name),
+        "name": name if keeps_names else wording(rng, "names", name),
         "description": wording(rng, "descriptions", name),
         "parameters": parameters,
     }
@@ -161,13 +161,16 @@ def reword_tool(rng: random.Random, name: str) -> OfferedTool:
     return OfferedTool({"type": "function", "function": function}, names)
 
 
-def offered_tools(rng: random.Random, needed: str | None) -> tuple[list[Message], OfferedTool]:
-    """Return tools in random order, and the one that the chat uses: ``needed``, or a random one if None."""
+def offered_tools(rng: random.Random, required_tool: str | None) -> tuple[list[Message], OfferedTool]:
+    """Return tools in random order, and the tool that the chat uses.
+
+    It is ``required_tool``, or a random tool if ``required_tool`` is None.
+    """
     names = rng.sample(list(PARAMETERS), rng.choice([1, 1, 1, 2, 2, 3, 4]))
-    if needed and needed not in names:
-        names[rng.randrange(len(names))] = needed
-    offered = {name: reword_tool(rng, name) for name in names}
-    return [entry.tool for entry in offered.values()], offered[needed or names[0]]
+    if required_tool and required_tool not in names:
+        names[rng.randrange(len(names))] = required_tool
+    tools_by_name = {name: reword_tool(rng, name) for name in names}
+    return [entry.tool for entry in tools_by_name.values()], tools_by_name[required_tool or names[0]]
 
 
 def weather_result(rng: random.Random, city: str) -> tuple[str, str]:
@@ -181,10 +184,10 @@ def weather_result(rng: random.Random, city: str) -> tuple[str, str]:
     if roll < 0.35:
         results = [f"{degrees}", f"{degrees} degrees", json.dumps(degrees_field)]
         return pick(rng, results), f"It is {degrees} degrees in {city}."
-    both = sky_field | degrees_field if rng.random() < 0.5 else degrees_field | sky_field
+    weather_fields = sky_field | degrees_field if rng.random() < 0.5 else degrees_field | sky_field
     if rng.random() < 0.2:
-        both = {"city": city, **both}
-    return json.dumps(both), f"It is {sky} in {city}, with {degrees} degrees."
+        weather_fields = {"city": city, **weather_fields}
+    return json.dumps(weather_fields), f"It is {sky} in {city}, with {degrees} degrees."
 
 
 def tool_chat(rng: random.Random) -> tuple[list[Message], list[Message]]:
@@ -193,7 +196,7 @@ def tool_chat(rng: random.Random) -> tuple[list[Message], list[Message]]:
     tools, tool = offered_tools(rng, name)
     messages: list[Message] = []
     for _ in range(2 if rng.random() < 0.2 else 1):
-        use = USES[name](rng)
+        use = TOOL_USES[name](rng)
         messages += [{"role": "user", "content": use.request}, tool.call(use.arguments)]
         if rng.random() < 0.1:
             break  # the chat ends with the call, and the caller would run the tool

@@ -168,8 +168,8 @@ class Examples:
 
 def preprocess_image(image: Image.Image, size: int) -> np.ndarray:
     """Return the pixels ``[3, size, size]``, as the image processor of SmolVLM computes them for one tile."""
-    small = np.asarray(image.resize((size, size), Image.Resampling.LANCZOS), np.float32)
-    return ((small / 255 - _MEAN) / _STD).transpose(2, 0, 1)
+    resized = np.asarray(image.resize((size, size), Image.Resampling.LANCZOS), np.float32)
+    return ((resized / 255 - _MEAN) / _STD).transpose(2, 0, 1)
 
 
 def _random_size(rng: random.Random) -> tuple[int, int]:
