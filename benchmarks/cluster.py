@@ -161,9 +161,9 @@ def measure_router(counts: Sequence[int]) -> RouterCosts:
             seconds.append(1 / rate)
     weights = 1 / np.array(seconds)
     per_decision = non_negative_least_squares(np.array(rows) * weights[:, None], np.ones(len(rows)))
-    with_1, with_32 = measure_report(1), measure_report(32)
-    per_result = max(with_32 - with_1, 0.0) / 31
-    per_report = max(with_1 - per_result, 0.0)
+    seconds_of_1_result, seconds_of_32_results = measure_report(1), measure_report(32)
+    per_result = max(seconds_of_32_results - seconds_of_1_result, 0.0) / 31
+    per_report = max(seconds_of_1_result - per_result, 0.0)
     return RouterCosts(*map(float, per_decision), per_report=per_report, per_result=per_result)
 
 

@@ -51,13 +51,13 @@ def make_texts_of_all_scripts(count: int, seed: int) -> list[str]:
     Every fifth text mixes words of all `SCRIPTS`.
     """
     rng = random.Random(seed)
-    words_of_scripts = [words.split() for words in SCRIPTS.values()]
+    script_words = [words.split() for words in SCRIPTS.values()]
     texts = []
     for i in range(count):
         length = LENGTHS[i % len(LENGTHS)]
-        own_words = words_of_scripts[(i // len(LENGTHS) + i) % len(words_of_scripts)]
+        own_words = script_words[(i // len(LENGTHS) + i) % len(script_words)]
         if i % 5 == 4:
-            words = [rng.choice(rng.choice(words_of_scripts)) for _ in range(length)]
+            words = [rng.choice(rng.choice(script_words)) for _ in range(length)]
         else:
             words = rng.choices(own_words, k=length)
         texts.append(" ".join(words))

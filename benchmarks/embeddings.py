@@ -99,11 +99,13 @@ class Engine:
         raise SystemExit(f"{self.name} ended with exit status {self._process.wait()}")
 
 
-def start_engines(model: str, wanted: Sequence[tuple[str, str]], pythons: Mapping[str, str]) -> list[Engine]:
+def start_engines(
+    model: str, engine_options: Sequence[tuple[str, str]], interpreter_paths: Mapping[str, str]
+) -> list[Engine]:
     """Start the engines and return the engines that can run. Prints the reason for each skipped engine."""
     engines = []
-    for engine, option in wanted:
-        process = Engine(pythons.get(engine, sys.executable), model, engine, option)
+    for engine, option in engine_options:
+        process = Engine(interpreter_paths.get(engine, sys.executable), model, engine, option)
         if process.skipped is None:
             engines.append(process)
         else:
@@ -112,19 +114,19 @@ def start_engines(model: str, wanted: Sequence[tuple[str, str]], pythons: Mappin
     return engines
 
 
-def interpreters(given: Sequence[str]) -> dict[str, str]:
+def parse_interpreter_paths(arguments: Sequence[str]) -> dict[str, str]:
     """Return engine -> path of its interpreter, from the values ``ENGINE=PATH`` of ``--python``.
 
     Raises:
         SystemExit: a value has another form, or the engine does not exist.
     """
-    found = {}
-    for entry in given:
-        engine, equals, path = entry.partition("=")
+    paths = {}
+    for argument in arguments:
+        engine, equals, path = argument.partition("=")
         if not equals or engine not in PEERS:
-            raise SystemExit(f"--python {entry!r} must be ENGINE=PATH, with one of {', '.join(PEERS)}")
-        found[engine] = path
-    return found
+            raise SystemExit(f"--python {argument!r} must be ENGINE=PATH, with one of {', '.join(PEERS)}")
+        paths[engine] = path
+    return paths
 
 
 def compare(engines: Sequence[Engine], rounds: int) -> dict[str, dict[str, list[float]]]:
@@ -168,21 +170,21 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    wanted = [
+    engine_options = [
         ("penstock", encoding) for encoding in options.encoding or ["float32", "bfloat16", "int8", "int4"]
     ]
-    wanted += [("sentence-transformers", "")] * options.sentence_transformers
+    engine_options += [("sentence-transformers", "")] * options.sentence_transformers
     for engine in PEERS[1:]:
-        wanted += [(engine, path) for path in getattr(options, engine.replace("-", "_"))]
-    engines = start_engines(options.model, wanted, interpreters(options.python))
+        engine_options += [(engine, path) for path in getattr(options, engine.replace("-", "_"))]
+    engines = start_engines(options.model, engine_options, parse_interpreter_paths(options.python))
     figures = compare(engines, options.rounds)
     vectors = {loaded_engine.name: np.array(loaded_engine.run("vectors")) for loaded_engine in engines}
     references = ("sentence-transformers", "penstock float32", engines[0].name)
-    truth = vectors[next(name for name in references if name in vectors)]
+    reference_vectors = vectors[next(name for name in references if name in vectors)]
     rows = {}
     for loaded_engine in engines:
         medians = {name: statistics.median(values) for name, values in figures[loaded_engine.name].items()}
-        cosines = (vectors[loaded_engine.name] * truth).sum(1)
+        cosines = (vectors[loaded_engine.name] * reference_vectors).sum(1)
         rows[loaded_engine.name] = {
             **medians,
             "memory": loaded_engine.run("memory"),

@@ -221,18 +221,18 @@ def measure_mixed(
         stream.close()
         assert llm.pipeline.kv.num_free_blocks == llm.pipeline.kv.num_blocks, "blocks were not released"
         memory.append((host_bytes(), reserved_bytes()))
-        passed = (time.perf_counter() - begin) / 60
-        if passed >= len(each_minute) + 1 or time.perf_counter() >= end:
+        elapsed_minutes = (time.perf_counter() - begin) / 60
+        if elapsed_minutes >= len(each_minute) + 1 or time.perf_counter() >= end:
             graphs = llm.pipeline.session.graphs
-            row = [round(passed, 2), *(size >> 20 for size in (*memory[-1], used_bytes()))]
+            row = [round(elapsed_minutes, 2), *(size >> 20 for size in (*memory[-1], used_bytes()))]
             each_minute.append([*row, 0 if graphs is None else graphs.num_graphs])
             print("minute, host, reserved, used, graphs:", *each_minute[-1], flush=True)
-    early, last = memory[len(memory) // 4], memory[-1]
+    memory_at_quarter, memory_at_end = memory[len(memory) // 4], memory[-1]
     return {
         "rounds": len(memory),
         "tokens": num_tokens,
-        "host_growth_mib": (last[0] - early[0]) / 2**20,
-        "device_growth_mib": (last[1] - early[1]) / 2**20,
+        "host_growth_mib": (memory_at_end[0] - memory_at_quarter[0]) / 2**20,
+        "device_growth_mib": (memory_at_end[1] - memory_at_quarter[1]) / 2**20,
         "each_minute": each_minute,
     }
 
