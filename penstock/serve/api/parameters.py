@@ -118,7 +118,7 @@ UNSUPPORTED: Mapping[type[RequestBody], Mapping[str, Refused]] = {
         "prediction": Refused("predicted outputs are not supported"),
         "prompt_cache_options": Refused("the prefix cache has no per-request options", ({},)),
         "prompt_cache_retention": Refused(
-            "cached prefixes stay in memory until the memory is needed", ("in_memory", "in-memory", "24h")
+            "prefixes stay cached until memory runs out", ("in_memory", "in-memory", "24h")
         ),
         "reasoning": Refused("send reasoning_effort, and include_reasoning"),
         "think": Refused("send reasoning_effort, or chat_template_kwargs"),

@@ -187,7 +187,7 @@ class ResponsesBody(RequestBody):
         "prompt": Refused("the server stores no prompts: send instructions and input"),
         "prompt_cache_options": Refused("the prefix cache has no per-request options", ({},)),
         "prompt_cache_retention": Refused(
-            "cached prefixes stay in memory until the memory is needed", ("in_memory", "in-memory", "24h")
+            "prefixes stay cached until memory runs out", ("in_memory", "in-memory", "24h")
         ),
         "service_tier": Refused("there is only one service tier", ("auto", "default")),
     }
