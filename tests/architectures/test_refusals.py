@@ -137,19 +137,21 @@ def test_malformed_coefficients_of_xielu_are_refused(values: object) -> None:
         ("internlm3", {"qkv_bias": 1}, "qkv_bias must be true or false"),
     ],
 )
-def test_values_that_are_not_numbers_are_refused(family: str, changes: dict[str, Any], message: str) -> None:
+def test_values_of_another_type_or_range_are_refused(
+    family: str, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(CheckpointError, match=message):
         load_blueprint(family, changes)
 
 
 def test_phi3_accepts_older_names_of_longrope() -> None:
-    known_value, *older = (
-        load_blueprint("phi3", {"rope_scaling": LONGROPE | {"type": kind}})
-        for kind in ("longrope", "su", "yarn")
+    current_blueprint, *older_blueprints = (
+        load_blueprint("phi3", {"rope_scaling": LONGROPE | {"type": rope_type}})
+        for rope_type in ("longrope", "su", "yarn")
     )
-    for blueprint in older:
+    for blueprint in older_blueprints:
         assert [rotary.kind for rotary in blueprint.rotaries] == ["longrope"]
-        assert blueprint.max_length == known_value.max_length
+        assert blueprint.max_length == current_blueprint.max_length
 
 
 def test_a_window_as_long_as_the_context_is_ignored() -> None:
@@ -158,9 +160,9 @@ def test_a_window_as_long_as_the_context_is_ignored() -> None:
 
 
 def test_gemma3_does_not_extend_its_maximum_length() -> None:
-    """Gemma 3 states the length after RoPE scaling; older Llama models state the length before it."""
-    scaled = load_blueprint("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})
-    assert scaled.max_length == 256
+    """``max_position_embeddings`` is the length after RoPE scaling in Gemma 3, and before it in Llama."""
+    scaled_blueprint = load_blueprint("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})
+    assert scaled_blueprint.max_length == 256
     assert (
         load_blueprint("llama", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}).max_length == 2048
     )
