@@ -35,18 +35,18 @@ class ReferenceEncoder:
 
     def encode(self, samples: Tensor) -> Tensor:
         """Return the codes ``[F]`` of transformers. Stores the outputs of its modules in `outputs`."""
-        padded = F.pad(samples, (0, 320 - len(samples) % 320))
+        padded_samples = F.pad(samples, (0, 320 - len(samples) % 320))
         with torch.no_grad():
-            result = self.model.encode(padded[None, None], seamless_rows(padded)[None])
+            result = self.model.encode(padded_samples[None, None], seamless_rows(padded_samples)[None])
         codes: Tensor = result.audio_codes[0, 0]
         return codes
 
 
-def seamless_rows(padded: Tensor) -> Tensor:
+def seamless_rows(padded_samples: Tensor) -> Tensor:
     """Return the features of padded samples, computed by the feature extractor of Seamless M4T."""
     from transformers import SeamlessM4TFeatureExtractor
 
-    result = SeamlessM4TFeatureExtractor()(padded.numpy(), sampling_rate=16000, return_tensors="np")
+    result = SeamlessM4TFeatureExtractor()(padded_samples.numpy(), sampling_rate=16000, return_tensors="np")
     return torch.from_numpy(np.asarray(result["input_features"][0], dtype=np.float32))
 
 
@@ -83,9 +83,9 @@ def random_sound(length: int, seed: int = 0) -> Tensor:
 def test_features_equal_transformers(length: int) -> None:
     """Penstock computes the features in float64, so quiet bins differ from transformers by rounding."""
     expected = seamless_rows(random_sound(length))
-    result = mel_rows(random_sound(length))
-    torch.testing.assert_close(result, expected[: len(result)], rtol=0, atol=2e-3)
-    assert len(expected) - len(result) in (0, 1)  # transformers pads an odd number of frames
+    features = mel_rows(random_sound(length))
+    torch.testing.assert_close(features, expected[: len(features)], rtol=0, atol=2e-3)
+    assert len(expected) - len(features) in (0, 1)  # transformers pads an odd number of frames
     assert float(expected.std()) == pytest.approx(1, abs=0.1)
 
 
@@ -99,10 +99,10 @@ def test_module_outputs_and_codes_equal_transformers(
     samples = random_sound(length)
     expected = reference.encode(samples)
     encoder = codec._load_encoder()
-    padded = F.pad(samples, (0, 320 - length % 320))
-    semantic = encoder.semantic(seamless_rows(padded), session.ops)
-    acoustic = encoder.acoustic(padded, session.ops)
-    for result, name in ((semantic, "semantic_adapter"), (acoustic, "acoustic_encoder")):
+    padded_samples = F.pad(samples, (0, 320 - length % 320))
+    semantic_features = encoder.semantic(seamless_rows(padded_samples), session.ops)
+    acoustic_features = encoder.acoustic(padded_samples, session.ops)
+    for result, name in ((semantic_features, "semantic_adapter"), (acoustic_features, "acoustic_encoder")):
         reference_output = reference.outputs[name].T
         torch.testing.assert_close(
             result, reference_output, rtol=0, atol=2e-5 * max(1.0, float(reference_output.std()))

@@ -28,8 +28,8 @@ def wide_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def compare_with_one_process(pair: RankPair, checkpoint: Path) -> None:
-    """Check the logits of two ranks against those of one process, in the encodings of the file."""
+def compare_with_one_process(rank_pair: RankPair, checkpoint: Path) -> None:
+    """Check that two ranks and one process have the same logits, in the encodings of the file."""
 
     def compute_logits(pipeline: Any) -> torch.Tensor:
         context = make_context(random_tokens(20, 250, seed=1))
@@ -37,23 +37,27 @@ def compare_with_one_process(pair: RankPair, checkpoint: Path) -> None:
         pipeline.release(context)
         return logits
 
-    flat = {"quantization_encoding": None}
-    expected = compute_logits(open_pipeline(checkpoint, **flat))
+    settings = {"quantization_encoding": None}
+    expected = compute_logits(open_pipeline(checkpoint, **settings))
     gc.collect()
-    with pair.open(checkpoint, **flat) as sharded_pipeline:
+    with rank_pair.open(checkpoint, **settings) as sharded_pipeline:
         error = compute_logits(sharded_pipeline) - expected
     assert float(error.square().mean().sqrt() / expected.std()) < 0.06
 
 
 @pytest.mark.parametrize("order", ["none", "inputs"])
 def test_logits_of_gptq_equal_one_process(
-    pair: RankPair, wide_checkpoint: Path, tmp_path: Path, order: InputOrder, caplog: pytest.LogCaptureFixture
+    rank_pair: RankPair,
+    wide_checkpoint: Path,
+    tmp_path: Path,
+    order: InputOrder,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Layers with reordered inputs cannot be sharded, so they are dequantized."""
     section = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False}
     section["desc_act"] = order != "none"
     compare_with_one_process(
-        pair, write_packed_checkpoint(wide_checkpoint, tmp_path, gptq(4, 32, order=order), section)
+        rank_pair, write_packed_checkpoint(wide_checkpoint, tmp_path, gptq(4, 32, order=order), section)
     )
     assert ("mlp.down_proj are stored with permuted inputs" in caplog.text) == (order != "none")
     assert "gate_proj" not in caplog.text
@@ -61,10 +65,10 @@ def test_logits_of_gptq_equal_one_process(
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", pytest.param("Q5_1", marks=pytest.mark.slow)])
 def test_logits_of_gguf_equal_one_process(
-    pair: RankPair, wide_checkpoint: Path, tmp_path: Path, kind: str
+    rank_pair: RankPair, wide_checkpoint: Path, tmp_path: Path, kind: str
 ) -> None:
     compare_with_one_process(
-        pair, write_gguf(wide_checkpoint, tmp_path / "m.gguf", GGMLQuantizationType[kind])
+        rank_pair, write_gguf(wide_checkpoint, tmp_path / "m.gguf", GGMLQuantizationType[kind])
     )
 
 
