@@ -32,8 +32,8 @@ def llm() -> Iterator[LLM]:
 
 
 def generate_outputs(llm: LLM, grammar: Grammar, **params: Any) -> list[Any]:
-    sampling = SamplingParams(**{"max_new_tokens": 100, "top_k": -1, "seed": 3, **params})
-    return llm.generate(PROMPTS, sampling, use_tqdm=False, grammar=grammar)
+    sampling_params = SamplingParams(**{"max_new_tokens": 100, "top_k": -1, "seed": 3, **params})
+    return llm.generate(PROMPTS, sampling_params, use_tqdm=False, grammar=grammar)
 
 
 def test_outputs_match_their_grammar(llm: LLM) -> None:

@@ -48,12 +48,13 @@ def write_estimate_checkpoint(folder: Path, *, tied: bool = False, **settings: A
 
 @pytest.mark.parametrize(
     ("encoding", "tied", "size"),
-    [  # linear layers and the head in panels of 64 outputs
+    [
+        # Linear layers and the head are stored in panels of 64 outputs.
         (None, False, 4 * (40 + 6 + 4 + 4 * 64 * 4) + 40),
         ("float32", True, 4 * (40 + 6 + 4 + 4 * 64 * 4) + 40),
         ("bfloat16", False, 2 * (40 + 6 + 4 + 4 * 64 * 4) + 40),
         ("int8", False, 2 * (40 + 6 + 4) + 4 * 64 * 4 + 4 * (6 + 3 + 3 + 10) + 40),
-        # all layers are too small for this encoding
+        # All layers are too small for int4, so they are stored in int8.
         ("int4", False, 2 * (40 + 6 + 4) + 4 * 64 * 4 + 4 * (6 + 3 + 3 + 10) + 40),
         ("half-byte", False, 4 * (40 + 6 + 4) + (24 + 24 + 40) // 2 + 40),
     ],
@@ -68,21 +69,24 @@ def test_the_size_of_the_loaded_weights_is_estimated(
 
 @pytest.mark.parametrize("kernels", ["cpu", "reference"])
 def test_the_estimate_is_the_size_in_the_layout_of_the_back_end(kernels: str) -> None:
-    """The layers of the embedded model have 5 bits in panels and a byte in rows."""
+    """A weight of the embedded model has 5 bits in the C++ kernels, and 8 bits in the reference kernels."""
     pipeline = open_pipeline(
         Path(penstock.__file__).parent / "demo", kernels=kernels, quantization_encoding="int4", num_threads=1
     )
     assert estimate_weights_size(pipeline.model.pipeline_config) == weight_bytes(pipeline)
 
 
-@pytest.mark.parametrize("kept", ["model.embed_tokens.weight", "lm_head.weight"])
-def test_a_tied_head_counts_in_addition_to_its_table(tmp_path: Path, kept: str) -> None:
+@pytest.mark.parametrize("stored_name", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_a_tied_head_counts_in_addition_to_its_table(tmp_path: Path, stored_name: str) -> None:
     from safetensors.torch import load_file, save_file
 
     write_estimate_checkpoint(tmp_path)
     names = {"model.embed_tokens.weight", "lm_head.weight"}
     tensors = load_file(tmp_path / "model.safetensors")
-    save_file({k: v for k, v in tensors.items() if k not in names - {kept}}, tmp_path / "model.safetensors")
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if name not in names - {stored_name}},
+        tmp_path / "model.safetensors",
+    )
     config = PipelineConfig(model=ModelConfig(model_path=str(tmp_path)), max_batch_size=2)
     assert estimate_weights_size(config) == 4 * (40 + 6 + 4 + 4 * 64 * 4) + 40
 
@@ -104,7 +108,7 @@ def test_the_memory_of_adapters_is_estimated(tmp_path: Path, encoding: str, tied
 
 
 def test_a_family_with_other_tensor_names_is_estimated(tmp_path: Path) -> None:
-    """Embedding table, head, value projection and router are recognised by the family's own names."""
+    """The embedding table, head, value projection and router are recognised by the family's own names."""
     from safetensors.torch import save_file
     from torch import ones
 

@@ -1,4 +1,4 @@
-"""`RayEngine` with replicas in this process that tests can lose. Needs no Ray."""
+"""`RayEngine` with replicas in this process, which the tests can stop. Needs no Ray."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class LocalReplicas:
     """Replicas in this process. Requests go to the replicas in turn, or to the preferred replica.
 
     Args:
-        pipelines: make the pipeline of each replica.
+        *pipelines: functions that make the pipeline of each replica.
         honours_preference: whether a request goes to its preferred replica.
     """
 
@@ -76,15 +76,15 @@ class LocalReplicas:
         self.preferred.append(replica)
         if number in self.lost:
             raise ReplicaLostError(f"replica {number} is lost")
-        num_left = self.lose_after.get(number)
+        num_messages_left = self.lose_after.get(number)
         stream = self.replicas[number].generate(frames)
         try:
             async for data in stream:
-                if num_left == 0:
+                if num_messages_left == 0:
                     self.lost.add(number)
                     raise ReplicaLostError(f"replica {number} was killed")
                 yield data
-                num_left = None if num_left is None else num_left - 1
+                num_messages_left = None if num_messages_left is None else num_messages_left - 1
         finally:
             await stream.aclose()
 
@@ -129,15 +129,15 @@ async def test_a_request_gets_the_output_of_its_replica() -> None:
 
 
 async def test_the_first_result_ends_the_load_of_a_prompt() -> None:
-    """The first of two replicas computes a long prompt, and then only generates."""
+    """Replica 0 has less load than replica 1 after the first result of its long prompt."""
     gates = Gate(), Gate()
     pipelines = [partial(GatedPipeline, gate, choose=letters_in_order(12)) for gate in gates]
     async with open_engine(*pipelines, honours_preference=True) as (engine, replicas):
-        long = engine.submit(make_request("a", "x" * 600, max_length=700))
-        generations = [long, *(engine.submit(make_request(name)) for name in "bc")]
+        long_request = engine.submit(make_request("a", "x" * 600, max_length=700))
+        generations = [long_request, *(engine.submit(make_request(name)) for name in "bc")]
         await asyncio.sleep(0)
-        gates[0].allow_steps(10)  # 64 tokens of the prompt in each step
-        await asyncio.wait_for(anext(long), 30)
+        gates[0].allow_steps(10)  # each step computes 64 tokens of the prompt
+        await asyncio.wait_for(anext(long_request), 30)
         generations.append(engine.submit(make_request("d")))
         await asyncio.sleep(0)
         assert replicas.num_sent == [0, 1, 1, 0]
@@ -149,12 +149,14 @@ async def test_the_first_result_ends_the_load_of_a_prompt() -> None:
 
 @pytest.mark.parametrize("num_messages", [0, 1, 3])
 async def test_another_replica_continues_a_request_after_a_loss(num_messages: int) -> None:
-    """Each token is delivered once. The prompt of the second replica includes the tokens of the first one."""
+    """Each token is delivered once. The second replica gets the prompt and the first replica's tokens."""
     prompts: list[list[int]] = []
 
     def make_recording_pipeline() -> FakePipeline:
-        choose = letters_in_order(12)
-        return FakePipeline(lambda context: (prompts.append(context.all_tokens.tolist()), choose(context))[1])
+        choose_letter = letters_in_order(12)
+        return FakePipeline(
+            lambda context: (prompts.append(context.all_tokens.tolist()), choose_letter(context))[1]
+        )
 
     gate = Gate()
     async with open_engine(
@@ -165,7 +167,7 @@ async def test_another_replica_continues_a_request_after_a_loss(num_messages: in
     ):
         replicas.lose_after[0] = num_messages
         generation = engine.submit(make_request("a"))
-        for _ in range(num_messages + 1):  # one token in each message
+        for _ in range(num_messages + 1):  # each message has one token
             gate.allow_steps(1)
             await asyncio.sleep(0.05)
         gate.open()
@@ -173,8 +175,8 @@ async def test_another_replica_continues_a_request_after_a_loss(num_messages: in
         assert delta_text(deltas) == "abcdefghijkl"
         assert replicas.num_sent == [0, 1]
         assert engine.num_resumed == 1
-        letters_of_first_replica = prompts[0][-num_messages:] if num_messages else []
-        assert letters_of_first_replica == [97 + n for n in range(num_messages)]
+        tokens_of_first_replica = prompts[0][-num_messages:] if num_messages else []
+        assert tokens_of_first_replica == [97 + n for n in range(num_messages)]
 
 
 async def test_a_request_with_a_grammar_fails_after_its_first_output() -> None:
@@ -203,7 +205,10 @@ async def test_a_request_with_a_grammar_fails_after_its_first_output() -> None:
 
 
 async def test_prompts_with_a_common_prefix_share_a_replica() -> None:
-    """The router knows a replica's blocks from its reports, and until then from the requests it has sent."""
+    """The router reads the blocks of a replica from its reports.
+
+    Until the next report, it adds the blocks of the requests that it has sent to the replica.
+    """
 
     def make_caching_pipeline() -> FakePipeline:
         return FakePipeline(letters_in_order(12), kv=kv_manager(300))
@@ -212,11 +217,11 @@ async def test_prompts_with_a_common_prefix_share_a_replica() -> None:
         engine,
         replicas,
     ):
-        other = engine.submit(make_request("other", "z" * 40))
+        other_request = engine.submit(make_request("other", "z" * 40))
         for name in "abc":
             await read_deltas(engine.submit(make_request(name, "x" * 400 + name, max_length=500)))
         assert replicas.preferred == ["replica 0"] + ["replica 1"] * 3
-        await read_deltas(other)
+        await read_deltas(other_request)
         for _ in range(3):
             await engine._poll()
         assert not engine._choice._prefixes._expected
@@ -225,9 +230,9 @@ async def test_prompts_with_a_common_prefix_share_a_replica() -> None:
         await read_deltas(engine.submit(make_request("e", "z" * 39)))
         assert replicas.preferred[-2:] == ["replica 1", "replica 0"]
         replicas.lost.add(1)
-        count = len(replicas.preferred)
+        num_before = len(replicas.preferred)
         await read_deltas(engine.submit(make_request("f", "x" * 400 + "f", max_length=500)))
-        assert replicas.preferred[count:] == ["replica 1", "replica 0"]
+        assert replicas.preferred[num_before:] == ["replica 1", "replica 0"]
         await engine._poll()
         await read_deltas(engine.submit(make_request("g", "x" * 400 + "g", max_length=500)))
         assert replicas.preferred[-1] == "replica 0"
@@ -262,9 +267,9 @@ async def test_limits_cancellation_and_stop() -> None:
         gate.open()
         assert delta_text(await read_deltas(running_request)) == "abc"
         await ended_future
-        cancelled = engine.submit(make_request("c"))
+        cancelled_request = engine.submit(make_request("c"))
         ended_future = engine.request_ended()
-        cancelled.cancel()
+        cancelled_request.cancel()
         await ended_future
         assert engine.num_outstanding == 0
     with pytest.raises(UnavailableError, match="stopped"):
@@ -296,7 +301,7 @@ async def test_totals_include_lost_replicas() -> None:
         await engine._poll()
         assert engine.stats.num_generated_tokens == 2 * 13
         assert engine.is_alive
-        replicas.lost.remove(0)  # the replica was slow, not lost
+        replicas.lost.remove(0)  # the replica was only slow to report
         await engine._poll()
         assert engine.stats.num_generated_tokens == 2 * 13
         with patch("penstock.ray.engine._MAX_MISSING_REPORTS", 0):
@@ -316,10 +321,10 @@ async def test_the_application_starts_and_drains_with_the_asgi_lifespan() -> Non
     services = build_services(ServeConfig(access_log=False), CONFIG, engine, FakeTokenizer())
     application = Application(services, engine)
     incoming: asyncio.Queue[dict[str, str]] = asyncio.Queue()
-    sent: list[dict[str, str]] = []
+    sent_messages: list[dict[str, str]] = []
 
     async def send(message: dict[str, str]) -> None:
-        sent.append(message)
+        sent_messages.append(message)
 
     lifespan = asyncio.create_task(application({"type": "lifespan"}, incoming.get, send))  # type: ignore[arg-type]
     transport = httpx.ASGITransport(application)
@@ -328,9 +333,9 @@ async def test_the_application_starts_and_drains_with_the_asgi_lifespan() -> Non
         assert (await client.post("/v1/completions", json=body)).status_code == 503
         await replicas.clients[0].start()
         await incoming.put({"type": "lifespan.startup"})
-        while not sent:
+        while not sent_messages:
             await asyncio.sleep(0.01)
-        assert sent == [{"type": "lifespan.startup.complete"}]
+        assert sent_messages == [{"type": "lifespan.startup.complete"}]
         assert (await client.get("/ready")).status_code == 200
         answer = asyncio.create_task(client.post("/v1/completions", json=body))
         while not gate.num_arrived:
@@ -338,9 +343,9 @@ async def test_the_application_starts_and_drains_with_the_asgi_lifespan() -> Non
         await incoming.put({"type": "lifespan.shutdown"})
         await asyncio.sleep(0.05)
         assert (await client.post("/v1/completions", json=body)).status_code == 503
-        assert len(sent) == 1
+        assert len(sent_messages) == 1
         gate.open()
         assert (await answer).json()["choices"][0]["text"] == "abcde"
         await lifespan
-    assert sent[1:] == [{"type": "lifespan.shutdown.complete"}]
+    assert sent_messages[1:] == [{"type": "lifespan.shutdown.complete"}]
     await replicas.clients[0].stop(0)
