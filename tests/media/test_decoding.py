@@ -100,6 +100,6 @@ def png_header(width: int, height: int) -> bytes:
 def test_encoding_is_lossless() -> None:
     pixels = np.asarray(random_picture())
     for image in (pixels, random_picture(), pixels[..., 0]):
-        decoded_image = np.asarray(decode_image(encode_image(form), MAX_PIXELS))
+        decoded_image = np.asarray(decode_image(encode_image(image), MAX_PIXELS))
         expected = pixels if getattr(image, "ndim", 3) == 3 else pixels[..., :1].repeat(3, axis=2)
         assert np.array_equal(decoded_image, expected)
