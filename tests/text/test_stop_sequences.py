@@ -75,9 +75,9 @@ def test_each_sequence_contains_the_stop_string(
     name: str, stop: str, open_tokenizer: Callable[[str], TextTokenizer]
 ) -> None:
     tokenizer = open_tokenizer(name)
-    first, *others = find_sequences(tokenizer, stop)
-    assert first
-    for sequence in others:
+    first_sequence, *other_sequences = find_sequences(tokenizer, stop)
+    assert first_sequence
+    for sequence in other_sequences:
         assert stop.encode() in b"".join(map(tokenizer.token_bytes, sequence))
 
 
