@@ -1,4 +1,4 @@
-"""`Weights`: tensors by name, and one error for all faults of a load."""
+"""`Weights`: reads tensors by name, and reports all faults of a load in one error."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def test_names_shapes_and_types(weights: Weights) -> None:
 
 def test_tensors_have_the_stored_type_and_values(weights: Weights) -> None:
     for name, tensor in TENSORS.items():
-        read = weights.tensor(name, tuple(tensor.shape))
-        assert read.dtype is tensor.dtype
-        assert torch.equal(read, tensor)
+        stored_tensor = weights.tensor(name, tuple(tensor.shape))
+        assert stored_tensor.dtype is tensor.dtype
+        assert torch.equal(stored_tensor, tensor)
     weights.finish()
 
 
@@ -135,13 +135,13 @@ def test_tensors_that_match_a_pattern_may_be_unread(weights: Weights) -> None:
 
 
 def test_renamed_tensors_are_read_by_their_new_names(weights: Weights) -> None:
-    renamed = weights.renamed(lambda name: None if name.startswith("half") else f"model.{name}")
-    assert renamed.names == ("model.embed.weight", "model.norm.weight")
-    assert renamed.num_parameters == 16
-    assert torch.equal(renamed.tensor("model.norm.weight", (4,)), TENSORS["norm.weight"])
-    renamed.tensor("model.embed.weight", (1,))
+    renamed_weights = weights.renamed(lambda name: None if name.startswith("half") else f"model.{name}")
+    assert renamed_weights.names == ("model.embed.weight", "model.norm.weight")
+    assert renamed_weights.num_parameters == 16
+    assert torch.equal(renamed_weights.tensor("model.norm.weight", (4,)), TENSORS["norm.weight"])
+    renamed_weights.tensor("model.embed.weight", (1,))
     with pytest.raises(WeightsError, match=r"model\.embed\.weight \(embed\.weight in the file\) is \[3, 4\]"):
-        renamed.finish()
+        renamed_weights.finish()
 
 
 def test_renaming_twice_reads_the_right_tensor(weights: Weights) -> None:
