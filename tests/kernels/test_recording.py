@@ -58,9 +58,9 @@ def record_step(pipeline: TextGenerationPipeline, inputs: Any) -> Plan:
 
 def test_a_replay_on_other_inputs_equals_the_step(pipeline: TextGenerationPipeline) -> None:
     plan = record_step(pipeline, decode_inputs(pipeline, [20, 33]))
-    other = decode_inputs(pipeline, [28, 47])
-    expected = run_step(pipeline, other, ReferenceOps())
-    (logits,) = plan.replay(ReferenceOps(), input_tensors(other))
+    other_inputs = decode_inputs(pipeline, [28, 47])
+    expected = run_step(pipeline, other_inputs, ReferenceOps())
+    (logits,) = plan.replay(ReferenceOps(), input_tensors(other_inputs))
     assert torch.equal(logits, expected)
 
 
