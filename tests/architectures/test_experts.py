@@ -169,8 +169,8 @@ def swap_experts(packed: PackedExperts) -> PackedExperts:
 def swap_gates_and_ups(packed: PackedExperts) -> PackedExperts:
     def swap_halves(linear: PackedLinear) -> PackedLinear:
         assert linear.bias is not None
-        half = linear.out_features // 2
-        weight, bias = unpack_linear(linear).roll(half, 0), linear.bias.roll(half, 0)
+        num_gate_rows = linear.out_features // 2
+        weight, bias = unpack_linear(linear).roll(num_gate_rows, 0), linear.bias.roll(num_gate_rows, 0)
         return pack_linear(weight, linear.encoding, bias=bias, slices=linear.slices)
 
     return replace(packed, gate_up=tuple(map(swap_halves, packed.gate_up)))

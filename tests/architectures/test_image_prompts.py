@@ -155,8 +155,8 @@ def test_prompts_of_qwen_equal_transformers(name: str) -> None:
     images = Qwen2VLImageProcessorPil()
     processor = getattr(transformers, name)(images, tokenizer, video_processor=None)
     config = HuggingFaceConfig({"image_token_id": tokenizer.convert_tokens_to_ids("<|image_pad|>")})
-    kind = QwenVisionFamily if name == "Qwen2_5_VLProcessor" else Qwen3VisionFamily
-    family = kind(config, {}, tokenizer.convert_ids_to_tokens)
+    family_class = QwenVisionFamily if name == "Qwen2_5_VLProcessor" else Qwen3VisionFamily
+    family = family_class(config, {}, tokenizer.convert_ids_to_tokens)
     template = "a <|vision_start|>{}<|vision_end|>b<|vision_start|>{}<|vision_end|>{}"
     assert prompt_ids(family, images, tokenizer, template) == reference_ids(
         processor, template, "<|image_pad|>"

@@ -90,8 +90,13 @@ def test_decompression_bombs_are_refused_before_decoding(monkeypatch: pytest.Mon
 
 
 def png_header(width: int, height: int) -> bytes:
-    def png_chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+    def png_chunk(chunk_type: bytes, body: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(body))
+            + chunk_type
+            + body
+            + struct.pack(">I", zlib.crc32(chunk_type + body))
+        )
 
     header = png_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
     return b"\x89PNG\r\n\x1a\n" + header + png_chunk(b"IDAT", zlib.compress(b"\0")) + png_chunk(b"IEND", b"")

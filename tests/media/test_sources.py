@@ -150,29 +150,29 @@ def test_each_address_of_a_host_must_be_public(monkeypatch: pytest.MonkeyPatch) 
         public_address("example.org", 80)
 
 
-class Handler(BaseHTTPRequestHandler):
+class FakeImageHandler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        kind, _, remainder = self.path.lstrip("/").partition("/")
-        if kind == "to":
+        action, _, remainder = self.path.lstrip("/").partition("/")
+        if action == "to":
             self.send_response(302)
             self.send_header("Location", remainder)
             self.end_headers()
-        elif kind == "status":
+        elif action == "status":
             self.send_error(int(remainder))
-        elif kind == "endless":
+        elif action == "endless":
             self.send_response(200)
             self.end_headers()
             for _ in range(1000):
                 self.wfile.write(b"x" * 1000)
-        elif kind == "parts":
+        elif action == "parts":
             self._send_endless_response(remainder)
-        elif kind == "empty":
+        elif action == "empty":
             self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
-        elif kind == "chunked":
+        elif action == "chunked":
             self.wfile.write(
                 CHUNKED_HEADERS + 2 * (b"%x\r\n%b\r\n" % (len(IMAGE_BYTES), IMAGE_BYTES)) + b"0\r\n\r\n"
             )
-        elif kind == "slow":
+        elif action == "slow":
             self.send_response(200)
             self.end_headers()
             threading.Event().wait(1)
@@ -181,9 +181,9 @@ class Handler(BaseHTTPRequestHandler):
             self.end_headers()
             self.wfile.write(IMAGE_BYTES + self.headers["Host"].encode())
 
-    def _send_endless_response(self, kind: str) -> None:
+    def _send_endless_response(self, response_name: str) -> None:
         """Send a response that never ends, until the client closes the connection."""
-        first_bytes, repeated_bytes = ENDLESS_RESPONSES[kind]
+        first_bytes, repeated_bytes = ENDLESS_RESPONSES[response_name]
         with suppress(OSError):
             self.wfile.write(first_bytes)
             while True:
@@ -215,7 +215,7 @@ Up to 100 bytes are repeated every 10 ms, and longer ones without a pause.
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    server = HTTPServer(("127.0.0.1", 0), Handler)
+    server = HTTPServer(("127.0.0.1", 0), FakeImageHandler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     yield server.server_port

@@ -39,19 +39,21 @@ SPECS = {
 }
 
 configs = st.builds(
-    lambda max_length, max_batch_size, tokens, chunked, steps, block_size, utilization: PipelineConfig(
-        model=ModelConfig(max_length=max_length),
-        kv_cache=KVCacheConfig(block_size=block_size, device_memory_utilization=utilization),
-        max_batch_size=max_batch_size,
-        max_batch_input_tokens=tokens,
-        enable_chunked_prefill=chunked,
-        max_num_steps=steps,
+    lambda max_length, max_batch_size, step_tokens, is_chunked, num_steps, block_size, utilization: (
+        PipelineConfig(
+            model=ModelConfig(max_length=max_length),
+            kv_cache=KVCacheConfig(block_size=block_size, device_memory_utilization=utilization),
+            max_batch_size=max_batch_size,
+            max_batch_input_tokens=step_tokens,
+            enable_chunked_prefill=is_chunked,
+            max_num_steps=num_steps,
+        )
     ),
     max_length=st.none() | st.integers(1, 2000),
     max_batch_size=st.none() | st.integers(1, 200),
-    tokens=st.integers(1, 9000),
-    chunked=st.booleans(),
-    steps=st.integers(1, 10),
+    step_tokens=st.integers(1, 9000),
+    is_chunked=st.booleans(),
+    num_steps=st.integers(1, 10),
     block_size=st.sampled_from([16, 32, 64, 128]),
     utilization=st.floats(0.1, 1),
 )
