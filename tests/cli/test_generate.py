@@ -118,7 +118,9 @@ def test_beam_search_prints_the_best_beams(model: Path) -> None:
         (["--json-schema", "nowhere.json"], "'--json-schema'"),
     ],
 )
-def test_exclusive_flags_are_refused(arguments: list[str], expected_message: str, model: Path) -> None:
+def test_invalid_combinations_and_values_of_flags_are_refused(
+    arguments: list[str], expected_message: str, model: Path
+) -> None:
     result = CliRunner().invoke(cli, ["generate", "--model", str(model), "--prompt", "Hello", *arguments])
     assert result.exit_code == 2
     assert expected_message in result.stderr
@@ -213,7 +215,7 @@ def test_env_names_kernels_devices_and_openmp() -> None:
 
 def test_env_as_text_has_all_values_of_the_json() -> None:
     text = CliRunner().invoke(cli, ["env", "--data-parallel-size", "2"]).stdout
-    for expected_message in (
+    for word in (
         "torch",
         "features",
         "OpenMP",
@@ -222,7 +224,7 @@ def test_env_as_text_has_all_values_of_the_json() -> None:
         "attention",
         "GiB free of",
     ):
-        assert expected_message in text
+        assert word in text
     for cpus in divide_processors(2):
         assert str(cpus) in text
 

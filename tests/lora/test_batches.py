@@ -94,7 +94,7 @@ def test_a_mixed_batch_on_the_cpu_kernels_is_close_to_single_requests(
 def test_rows_without_an_adapter_are_bit_equal_to_the_base_model(
     open_adapted: Callable[..., TextGenerationPipeline], checkpoint: Path
 ) -> None:
-    """The C++ kernels are used. Results are bit-equal because both products have the same number of rows."""
+    """Run the C++ kernels. Both pipelines multiply the same number of rows, so results are bit-equal."""
     plain_pipeline = open_pipeline(checkpoint, kv_cache_block_size=16, enable_prefix_caching=False)
     adapted_pipeline = open_adapted(deterministic=False, enable_prefix_caching=False)
     lengths = [3, 17, 1, 40, 9, 2, 33]

@@ -61,27 +61,27 @@ class LocalReplicas:
             for number, client in enumerate(self.clients)
         ]
         self.lost: set[int] = set()
-        self.lose_after: dict[int, int] = {}
-        """Replica number -> number of messages of its next request after which the replica is lost."""
-        self.num_sent: list[int] = []
+        self.messages_before_loss: dict[int, int] = {}
+        """For a replica number: after how many messages of its next request the replica is lost."""
+        self.used_replicas: list[int] = []
         """Replica number of each request, in order."""
-        self.preferred: list[str] = []
+        self.preferred_replicas: list[str] = []
         self.num_resets = 0
         self._turns = cycle(range(len(self.replicas)))
 
     async def generate(self, frames: Sequence[bytes], replica: str) -> AsyncIterator[bytes]:
         uses_preferred = self.honours_preference and replica
         number = int(replica.removeprefix("replica ")) if uses_preferred else next(self._turns)
-        self.num_sent.append(number)
-        self.preferred.append(replica)
-        if number in self.lost:
+        self.used_replicas.append(number)
+        self.preferred_replicas.append(replica)
+        if number in self.lost_replicas:
             raise ReplicaLostError(f"replica {number} is lost")
-        num_messages_left = self.lose_after.get(number)
+        num_messages_left = self.messages_before_loss.get(number)
         stream = self.replicas[number].generate(frames)
         try:
             async for data in stream:
                 if num_messages_left == 0:
-                    self.lost.add(number)
+                    self.lost_replicas.add(number)
                     raise ReplicaLostError(f"replica {number} was killed")
                 yield data
                 num_messages_left = None if num_messages_left is None else num_messages_left - 1
@@ -92,7 +92,7 @@ class LocalReplicas:
         return [
             await replica.report(positions)
             for number, replica in enumerate(self.replicas)
-            if number not in self.lost
+            if number not in self.lost_replicas
         ]
 
     async def reset_prefix_caches(self) -> None:
@@ -123,7 +123,7 @@ def make_pipeline() -> FakePipeline:
 async def test_a_request_gets_the_output_of_its_replica() -> None:
     async with open_engine(make_pipeline) as (engine, replicas):
         assert delta_text(await read_deltas(engine.submit(make_request("a")))) == "abcdefghijkl"
-        assert replicas.preferred == ["replica 0"]
+        assert replicas.preferred_replicas == ["replica 0"]
         assert engine.num_outstanding == 0
         assert engine.info.max_batch_size == 4
 
@@ -140,7 +140,7 @@ async def test_the_first_result_ends_the_load_of_a_prompt() -> None:
         await asyncio.wait_for(anext(long_request), 30)
         generations.append(engine.submit(make_request("d")))
         await asyncio.sleep(0)
-        assert replicas.num_sent == [0, 1, 1, 0]
+        assert replicas.used_replicas == [0, 1, 1, 0]
         for gate in gates:
             gate.open()
         for generation in generations:
@@ -165,7 +165,7 @@ async def test_another_replica_continues_a_request_after_a_loss(num_messages: in
         engine,
         replicas,
     ):
-        replicas.lose_after[0] = num_messages
+        replicas.messages_before_loss[0] = num_messages
         generation = engine.submit(make_request("a"))
         for _ in range(num_messages + 1):  # each message has one token
             gate.allow_steps(1)
@@ -173,7 +173,7 @@ async def test_another_replica_continues_a_request_after_a_loss(num_messages: in
         gate.open()
         deltas = await read_deltas(generation)
         assert delta_text(deltas) == "abcdefghijkl"
-        assert replicas.num_sent == [0, 1]
+        assert replicas.used_replicas == [0, 1]
         assert engine.num_resumed == 1
         tokens_of_first_replica = prompts[0][-num_messages:] if num_messages else []
         assert tokens_of_first_replica == [97 + n for n in range(num_messages)]
@@ -186,7 +186,7 @@ async def test_a_request_with_a_grammar_fails_after_its_first_output() -> None:
         engine,
         replicas,
     ):
-        replicas.lose_after[0] = 1
+        replicas.messages_before_loss[0] = 1
         generation = engine.submit(make_request("a", grammar=grammar))
         for _ in range(2):
             gate.allow_steps(1)
@@ -194,14 +194,14 @@ async def test_a_request_with_a_grammar_fails_after_its_first_output() -> None:
         gate.open()
         with pytest.raises(UnavailableError, match="of the request was lost: replica 0 was killed"):
             await read_deltas(generation)
-        assert replicas.num_sent == [0]
+        assert replicas.used_replicas == [0]
         # A request without output is sent again: b goes to replica 1, c to replica 0 (lost) and then to 1.
         for name in ("b", "c"):
             assert (
                 delta_text(await read_deltas(engine.submit(make_request(name, grammar=grammar))))
                 == "abcdefghijkl"
             )
-        assert replicas.num_sent == [0, 1, 0, 1]
+        assert replicas.used_replicas == [0, 1, 0, 1]
 
 
 async def test_prompts_with_a_common_prefix_share_a_replica() -> None:
@@ -220,7 +220,7 @@ async def test_prompts_with_a_common_prefix_share_a_replica() -> None:
         other_request = engine.submit(make_request("other", "z" * 40))
         for name in "abc":
             await read_deltas(engine.submit(make_request(name, "x" * 400 + name, max_length=500)))
-        assert replicas.preferred == ["replica 0"] + ["replica 1"] * 3
+        assert replicas.preferred_replicas == ["replica 0"] + ["replica 1"] * 3
         await read_deltas(other_request)
         for _ in range(3):
             await engine._poll()
@@ -228,14 +228,14 @@ async def test_prompts_with_a_common_prefix_share_a_replica() -> None:
         assert engine._choice._prefixes.num_blocks > 100
         await read_deltas(engine.submit(make_request("d", "x" * 400 + "d", max_length=500)))
         await read_deltas(engine.submit(make_request("e", "z" * 39)))
-        assert replicas.preferred[-2:] == ["replica 1", "replica 0"]
-        replicas.lost.add(1)
-        num_before = len(replicas.preferred)
+        assert replicas.preferred_replicas[-2:] == ["replica 1", "replica 0"]
+        replicas.lost_replicas.add(1)
+        num_before = len(replicas.preferred_replicas)
         await read_deltas(engine.submit(make_request("f", "x" * 400 + "f", max_length=500)))
-        assert replicas.preferred[num_before:] == ["replica 1", "replica 0"]
+        assert replicas.preferred_replicas[num_before:] == ["replica 1", "replica 0"]
         await engine._poll()
         await read_deltas(engine.submit(make_request("g", "x" * 400 + "g", max_length=500)))
-        assert replicas.preferred[-1] == "replica 0"
+        assert replicas.preferred_replicas[-1] == "replica 0"
         assert engine._choice._loads.costs == [0, 0]
 
 
@@ -248,11 +248,11 @@ async def test_an_error_of_a_replica_is_raised_by_its_request() -> None:
     async with open_engine(make_failing_pipeline) as (engine, replicas):
         with pytest.raises(RequestFailedError):
             await read_deltas(engine.submit(make_request("a")))
-        assert replicas.num_sent == [0]
+        assert replicas.used_replicas == [0]
         assert delta_text(await read_deltas(engine.submit(make_request("b")))) == "abc"
 
 
-async def test_limits_cancellation_and_stop() -> None:
+async def test_requests_beyond_the_limit_and_after_the_stop_are_refused() -> None:
     gate = Gate()
     async with open_engine(lambda: GatedPipeline(gate, choose=letters_in_order(3)), max_outstanding=1) as (
         engine,
@@ -283,9 +283,9 @@ async def test_controls_of_a_single_process_server_are_refused() -> None:
         for call in (engine.sleep(1, 0), engine.wake_up(), engine.reload(0), engine.start_profile()):
             with pytest.raises(UnsupportedFeatureError, match="deploy the application again"):
                 await call
-        for change in (engine.load_adapter("a", "b"), engine.unload_adapter("a"), engine.stop_profile()):
+        for call in (engine.load_adapter("a", "b"), engine.unload_adapter("a"), engine.stop_profile()):
             with pytest.raises(UnsupportedFeatureError, match="on Ray is not supported"):
-                await change
+                await call
         with pytest.raises(UnsupportedFeatureError, match="cache events"):
             engine.watch_cache(lambda number, events: None)
 
@@ -296,20 +296,20 @@ async def test_totals_include_lost_replicas() -> None:
             await read_deltas(engine.submit(make_request(name)))
         await engine._poll()
         assert engine.stats.num_generated_tokens == 2 * 13
-        replicas.lost.add(0)
+        replicas.lost_replicas.add(0)
         await engine._poll()
         await engine._poll()
         assert engine.stats.num_generated_tokens == 2 * 13
         assert engine.is_alive
-        replicas.lost.remove(0)  # the replica was only slow to report
+        replicas.lost_replicas.remove(0)  # the replica was only slow to report
         await engine._poll()
         assert engine.stats.num_generated_tokens == 2 * 13
         with patch("penstock.ray.engine._MAX_MISSING_REPORTS", 0):
-            replicas.lost.add(0)
+            replicas.lost_replicas.add(0)
             await engine._poll()
         assert not engine._missing_reports
         assert engine.stats.num_generated_tokens == 2 * 13
-        replicas.lost.add(1)
+        replicas.lost_replicas.add(1)
         await engine._poll()
         assert not engine.is_alive
 

@@ -1,4 +1,4 @@
-"""The fitted durations of steps and of the router."""
+"""Durations of steps and of the router, which the simulation computes from fitted costs."""
 
 from __future__ import annotations
 
