@@ -60,7 +60,7 @@ class LocalReplicas:
             EngineReplica(CONFIG, ServeConfig(), 64, 1, client, f"replica {number}")
             for number, client in enumerate(self.clients)
         ]
-        self.lost: set[int] = set()
+        self.lost_replicas: set[int] = set()
         self.messages_before_loss: dict[int, int] = {}
         """For a replica number: after how many messages of its next request the replica is lost."""
         self.used_replicas: list[int] = []
@@ -283,9 +283,13 @@ async def test_controls_of_a_single_process_server_are_refused() -> None:
         for call in (engine.sleep(1, 0), engine.wake_up(), engine.reload(0), engine.start_profile()):
             with pytest.raises(UnsupportedFeatureError, match="deploy the application again"):
                 await call
-        for call in (engine.load_adapter("a", "b"), engine.unload_adapter("a"), engine.stop_profile()):
+        for unsupported_call in (
+            engine.load_adapter("a", "b"),
+            engine.unload_adapter("a"),
+            engine.stop_profile(),
+        ):
             with pytest.raises(UnsupportedFeatureError, match="on Ray is not supported"):
-                await call
+                await unsupported_call
         with pytest.raises(UnsupportedFeatureError, match="cache events"):
             engine.watch_cache(lambda number, events: None)
 
