@@ -28,11 +28,11 @@ CASES = [
 ]
 
 
-def open_on_isa(checkpoint: Path, isa: str, encoding: str, *, compiled: bool) -> TextGenerationPipeline:
+def open_on_isa(checkpoint: Path, isa: str, encoding: str, *, is_compiled: bool) -> TextGenerationPipeline:
     options: dict[str, Any] = {"quantization_encoding": encoding, "kv_cache_block_size": 16}
     pipeline = open_pipeline(checkpoint, enable_prefix_caching=False, **options)
     vars(pipeline.session)["ops"] = next(ops for ops in cpu.variants() if ops.isa == isa)
-    pipeline.session.use_graphs = compiled
+    pipeline.session.use_graphs = is_compiled
     return pipeline
 
 
@@ -98,7 +98,7 @@ def run_scenario(pipeline: TextGenerationPipeline) -> list[torch.Tensor]:
 def test_replayed_steps_are_bit_equal_to_eager_steps(checkpoint: Path, case: tuple[str, str]) -> None:
     isa, encoding = case
     compiled_pipeline, eager_pipeline = (
-        open_on_isa(checkpoint, isa, encoding, compiled=is_compiled) for is_compiled in (True, False)
+        open_on_isa(checkpoint, isa, encoding, is_compiled=is_compiled) for is_compiled in (True, False)
     )
     actual_logits, expected = run_scenario(compiled_pipeline), run_scenario(eager_pipeline)
     assert len(actual_logits) == len(expected)
@@ -110,7 +110,7 @@ def test_replayed_steps_are_bit_equal_to_eager_steps(checkpoint: Path, case: tup
 
 
 def test_graphs_are_dropped_when_the_back_end_changes(checkpoint: Path) -> None:
-    pipeline = open_on_isa(checkpoint, cpu.available_isas()[-1], "float32", compiled=True)
+    pipeline = open_on_isa(checkpoint, cpu.available_isas()[-1], "float32", is_compiled=True)
     for ops in (*cpu.variants(), ReferenceOps()):
         vars(pipeline.session)["ops"] = ops
         graphs = pipeline.session.graphs
@@ -127,7 +127,7 @@ def test_replayed_hidden_states_are_bit_equal_to_eager_ones(
 ) -> None:
     states: list[list[torch.Tensor | None]] = []
     for is_compiled in (True, False):
-        pipeline = open_on_isa(checkpoint, cpu.available_isas()[-1], "float32", compiled=is_compiled)
+        pipeline = open_on_isa(checkpoint, cpu.available_isas()[-1], "float32", is_compiled=is_compiled)
         pipeline.model.return_hidden_states = hidden_states
         context = make_context(random_tokens(9, 130))
         states.append([])

@@ -125,8 +125,8 @@ def test_echo_of_a_generated_text_has_its_scores(checkpoint: Path) -> None:
     context = make_context(PROMPT, NUM_NEW_TOKENS, log_probabilities=1, sampling_params=sampling_params(1))
     (generated_scores,) = run_scheduler(pipeline, [context])
     text = context.all_tokens.tolist()
-    echo = make_context(text, 1, log_probabilities=1, log_probabilities_echo=True)
-    log_probabilities = pipeline.execute({"echo": echo})["echo"].tokens[0].log_probabilities
+    echo_context = make_context(text, 1, log_probabilities=1, log_probabilities_echo=True)
+    log_probabilities = pipeline.execute({"echo": echo_context})["echo"].tokens[0].log_probabilities
     assert log_probabilities is not None
     # Index of the first token that is sampled with the long factors.
     first_long_position = ORIGINAL_LENGTH + 1

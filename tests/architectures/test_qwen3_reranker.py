@@ -28,11 +28,11 @@ OPTIONS = {"task": "embeddings-generation", "quantization_encoding": "float32"}
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reranker")
     texts = [TEMPLATE.prefix, TEMPLATE.body, TEMPLATE.suffix, TEMPLATE.instruction, QUERY, DOCUMENT, "yes no"]
-    split = pre_tokenizers.Split(Regex(r"\w+|\W"), "isolated")
-    words = [word for text in texts for word, _ in split.pre_tokenize_str(text)]
+    pre_tokenizer = pre_tokenizers.Split(Regex(r"\w+|\W"), "isolated")
+    words = [word for text in texts for word, _ in pre_tokenizer.pre_tokenize_str(text)]
     vocabulary = {word: i for i, word in enumerate(dict.fromkeys(["[UNK]", *words]))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = split
+    tokenizer.pre_tokenizer = pre_tokenizer
     config = tiny_config() | {"vocab_size": len(vocabulary), "tie_word_embeddings": request.param}
     write_checkpoint(folder, config)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -58,8 +58,8 @@ def test_the_score_is_the_softmax_of_yes_and_no(folder: Path) -> None:
         logits = llm.score(QUERY, DOCUMENT, use_tqdm=False, activation=False)
         fields: dict[str, Any] = {"text_pair": DOCUMENT, "instruction": "is the sky blue"}
         [response] = llm.encode(QUERY, use_tqdm=False, outputs=["scores"], **fields)
-    no, yes = expected_logits(folder, QUERY, DOCUMENT, TEMPLATE.instruction)
-    assert logits[0] == pytest.approx(float(yes - no), abs=1e-3)
+    no_logit, yes_logit = expected_logits(folder, QUERY, DOCUMENT, TEMPLATE.instruction)
+    assert logits[0] == pytest.approx(float(yes_logit - no_logit), abs=1e-3)
     for score, text in zip(scores, [DOCUMENT, "blue is the colour"], strict=True):
         expected = expected_logits(folder, QUERY, text, TEMPLATE.instruction).softmax(-1)[1]
         assert score == pytest.approx(float(expected), abs=1e-4)

@@ -71,14 +71,14 @@ def respond_with(
     return answer
 
 
-def split(data: bytes, size: int) -> list[bytes]:
+def split_chunks(data: bytes, size: int) -> list[bytes]:
     return [data[start : start + size] for start in range(0, len(data), size)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
 @pytest.mark.parametrize(("data", "status"), [(CONTENT_LENGTH, 200), (CHUNKED, 429)])
 async def test_a_response_in_chunks_of_any_size_is_read(data: bytes, status: int, size: int) -> None:
-    async with open_client_and_server(respond_with(*split(data, size))) as (client, received_requests):
+    async with open_client_and_server(respond_with(*split_chunks(data, size))) as (client, received_requests):
         for _ in range(2):  # both requests use the same connection
             answer = await client.post("/path", {"a": 1})
             assert (answer.status, answer.body) == (status, b"hello")

@@ -31,7 +31,7 @@ def test_every_workload_writes_its_figures(tmp_path: Path) -> None:
     result = run_bench("--model", model, "--json", file, "--plot", plot)
     assert result.exit_code == 0, result.output
     actual = figures_by_workload(file)
-    assert [work for work, _ in actual] == [
+    assert [workload for workload, _ in actual] == [
         *("decode", "prefill", "batch"),
         *("start", "start", "start", "start", "memory", "step", "step"),
     ]
@@ -40,15 +40,15 @@ def test_every_workload_writes_its_figures(tmp_path: Path) -> None:
         assert len(figure["runs"]) == 2
         assert 0 < figure["lowest"] <= figure["median"] <= figure["highest"]
         assert figure["median"] == sum(figure["runs"]) / 2
-    assert [detail for work, detail in actual if work == "batch"] == ["3 prompts"]
+    assert [detail for workload, detail in actual if workload == "batch"] == ["3 prompts"]
     start_phases = ("imports", "model", "first token")
     for run in range(2):
         assert (
             sum(actual["start", phase]["runs"][run] for phase in start_phases)
             <= actual["start", "all"]["runs"][run]
         )
-    for work, meaning in WORKLOADS.items():
-        assert f"{work}: {meaning[:30]}" in result.stdout
+    for workload, description in WORKLOADS.items():
+        assert f"{workload}: {description[:30]}" in result.stdout
     assert plot.read_bytes().startswith(b"\x89PNG")
     report = json.loads(file.read_text())
     assert report["sizes"]["prefill_length"] == 20
@@ -65,7 +65,7 @@ def test_a_model_of_random_weights_is_measured(tmp_path: Path) -> None:
     shape.write_text(json.dumps(CONFIG | {"hidden_size": 64, "dtype": "bfloat16"}))
     result = run_bench("--shape", shape, "--work", "prefill", "--work", "decode", "--json", file)
     assert result.exit_code == 0, result.output
-    assert [work for work, _ in figures_by_workload(file)] == ["decode", "prefill"]
+    assert [workload for workload, _ in figures_by_workload(file)] == ["decode", "prefill"]
     assert json.loads(file.read_text())["model"] == str(shape)
 
 

@@ -102,14 +102,14 @@ def test_commands_change_history_and_settings(monkeypatch: pytest.MonkeyPatch, t
     ]
     assert backend.settings == {"temperature": 0.5, "stop": ["x"], "max_tokens": 1024}
     assert backend.num_closed == 6
-    saved = json.loads(path.read_text())
-    assert (saved["system"], len(saved["messages"])) == ("S", 4)
+    saved_conversation = json.loads(path.read_text())
+    assert (saved_conversation["system"], len(saved_conversation["messages"])) == ("S", 4)
     speeds = re.findall(r"7 tokens, [\d.]+ tokens/s, first token after \d+ ms", result.stderr)
     assert len(speeds) == 6
 
 
 def test_images_are_sent_with_the_next_question(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    image, text, saved = tmp_path / "a.png", tmp_path / "b.txt", tmp_path / "saved.json"
+    image, text, saved_path = tmp_path / "a.png", tmp_path / "b.txt", tmp_path / "saved.json"
     image.write_bytes(b"12345")
     text.write_text("x")
     result, _ = run_chat(
@@ -119,10 +119,10 @@ def test_images_are_sent_with_the_next_question(monkeypatch: pytest.MonkeyPatch,
         "refuse",  # a refused question keeps the attached images
         "one",
         "/retry",
-        f"/save {saved}",
+        f"/save {saved_path}",
         f"/image {image}",
         "/image none",
-        f"/load {saved}",
+        f"/load {saved_path}",
         "two",
         f"/image {tmp_path}/none.png",
         f"/image {text}",

@@ -107,8 +107,8 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                     for name, data in files.items()
                 ]
                 siblings = [{"rfilename": name} for name in files]
-                about = {"id": match[1], "sha": hub.commit, "siblings": siblings, "private": False}
-                self._send(200, json.dumps(entries if match[3] == "tree" else about).encode(), {})
+                model_info = {"id": match[1], "sha": hub.commit, "siblings": siblings, "private": False}
+                self._send(200, json.dumps(entries if match[3] == "tree" else model_info).encode(), {})
             else:
                 self._file(with_body=True)
 
@@ -157,13 +157,13 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:
-    hub_ = Hub("", tmp_path / "hf")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub_))
-    hub_.url = f"http://127.0.0.1:{server.server_address[1]}"
+    fake_hub = Hub("", tmp_path / "hf")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(fake_hub))
+    fake_hub.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    yield hub_
-    hub_.released.set()
+    yield fake_hub
+    fake_hub.released.set()
     server.shutdown()
     server.server_close()
     thread.join(10)

@@ -24,7 +24,7 @@ from support.tiny_llm import write_tiny_llm
 from penstock import LLM, SamplingParams
 from penstock.cli import cli
 
-SERVE = [sys.executable, "-m", "penstock", "serve"]
+SERVE_COMMAND = [sys.executable, "-m", "penstock", "serve"]
 LIST_MODULES_AT_EXIT = """
 import sys
 from penstock.cli import cli
@@ -38,7 +38,7 @@ finally:
 
 @contextmanager
 def run_server(
-    *flags: str, log: Path, command: Sequence[str] = SERVE
+    *flags: str, log: Path, command: Sequence[str] = SERVE_COMMAND
 ) -> Iterator[tuple[subprocess.Popen[bytes], httpx.Client]]:
     """Run a server on a free port, and yield a client of it."""
     with (
@@ -163,7 +163,7 @@ def malformed_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_model_that_cannot_be_loaded_gives_one_line(malformed_checkpoint: Path) -> None:
     completed = subprocess.run(
-        [*SERVE, "--port", "0", "--model", str(malformed_checkpoint)],
+        [*SERVE_COMMAND, "--port", "0", "--model", str(malformed_checkpoint)],
         capture_output=True,
         text=True,
         check=False,
@@ -238,15 +238,15 @@ def test_print_config_shows_all_settings_but_hides_keys(tmp_path: Path) -> None:
     file = tmp_path / "serve.json"
     values = {"api_key": ["k1", "k2"], "max_length": 512, "port": 1234, "host": "::1"}
     file.write_text(json.dumps(values))
-    printed = print_config(
+    printed_config = print_config(
         "--config-file", str(file), "--port", "5", PENSTOCK_CORS_ORIGINS="http://a, http://b"
     )
-    assert printed["port"] == ("5", "flag")
-    assert printed["host"] == ("::1", f"file {file}")
-    assert printed["max_length"] == ("512", f"file {file}")
-    assert printed["cors_origins"] == ("http://a,http://b", "environment PENSTOCK_CORS_ORIGINS")
-    assert printed["api_key"] == ("(2 not shown)", f"file {file}")
-    assert printed["shutdown_grace"] == ("30.0", "default")
+    assert printed_config["port"] == ("5", "flag")
+    assert printed_config["host"] == ("::1", f"file {file}")
+    assert printed_config["max_length"] == ("512", f"file {file}")
+    assert printed_config["cors_origins"] == ("http://a,http://b", "environment PENSTOCK_CORS_ORIGINS")
+    assert printed_config["api_key"] == ("(2 not shown)", f"file {file}")
+    assert printed_config["shutdown_grace"] == ("30.0", "default")
     assert print_config(PENSTOCK_API_KEY="a,b,c")["api_key"] == (
         "(3 not shown)",
         "environment PENSTOCK_API_KEY",

@@ -119,7 +119,7 @@ def test_the_error_names_all_invalid_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "expected_message"),
+    ("damage_cache", "expected_message"),
     [
         (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer.json"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer"),
@@ -131,10 +131,10 @@ def test_the_error_names_all_invalid_tensors(tmp_path: Path) -> None:
     ],
 )
 def test_checkpoints_that_cannot_be_loaded_are_refused(
-    damage: Callable[[Path], object], expected_message: str, tmp_path: Path
+    damage_cache: Callable[[Path], object], expected_message: str, tmp_path: Path
 ) -> None:
     folder = write_tiny_llm(tmp_path / "tiny")
-    damage(folder)
+    damage_cache(folder)
     assert_refused(expected_message, "--model", folder)
 
 

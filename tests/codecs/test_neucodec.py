@@ -58,9 +58,9 @@ def test_samples_are_blended_where_windows_overlap() -> None:
         second_window[15 * samples_per_frame : 25 * samples_per_frame],
     )
     weight = (torch.arange(RIGHT_CONTEXT * samples_per_frame) + 0.5) / (RIGHT_CONTEXT * samples_per_frame)
-    overlap = slice(25 * samples_per_frame, 30 * samples_per_frame)
-    blended_samples = second_window[overlap] * (1 - weight) + third_window[overlap] * weight
-    torch.testing.assert_close(streamed_samples[overlap], blended_samples)
+    overlap_range = slice(25 * samples_per_frame, 30 * samples_per_frame)
+    blended_samples = second_window[overlap_range] * (1 - weight) + third_window[overlap_range] * weight
+    torch.testing.assert_close(streamed_samples[overlap_range], blended_samples)
 
 
 def test_chunks_are_equal_without_the_cache_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:

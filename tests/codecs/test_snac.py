@@ -75,13 +75,13 @@ def test_wide_convolutions_run_in_int8(name: str, monkeypatch: pytest.MonkeyPatc
         assert torch.equal(codec.encode(tensors["samples"]), tensors["encoded"])
 
 
-@pytest.mark.parametrize("side", ["left_context", "right_context"])
+@pytest.mark.parametrize("context_name", ["left_context", "right_context"])
 @pytest.mark.parametrize("name", ["snac", "snac_dense"])
-def test_chunks_with_less_context_give_other_samples(name: str, side: str) -> None:
+def test_chunks_with_less_context_give_other_samples(name: str, context_name: str) -> None:
     codec, frames = load_reference(name), load_expected(name)["frames"]
     (full_samples,) = codec.decode_chunks([CodecChunk(frames)])
-    assert getattr(codec, side) < len(frames)
-    setattr(codec, side, getattr(codec, side) - 2)
+    assert getattr(codec, context_name) < len(frames)
+    setattr(codec, context_name, getattr(codec, context_name) - 2)
     chunk_samples = codec.decode_chunks(list(codec.split_stream(frames, 1)))
     assert (torch.cat(chunk_samples) - full_samples).abs().max() > codec.tolerance
 

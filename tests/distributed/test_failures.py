@@ -117,7 +117,11 @@ async def _wait_until(condition: object, seconds: float = 120.0) -> None:
 def _children(pid: int) -> list[int]:
     """Return the process ids of a worker's other ranks."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in children if b"distributed" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return [
+        int(child_pid)
+        for child_pid in children
+        if b"distributed" in Path(f"/proc/{child_pid}/cmdline").read_bytes()
+    ]
 
 
 def _is_running(pid: int) -> bool:

@@ -52,7 +52,7 @@ def test_the_check_passes(page_folder: Path, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(
-    ("name", "original", "faulty"),
+    ("name", "correct_text", "faulty_text"),
     [
         ("ops.py", "* up", "+ up"),
         ("ops.py", "-gate", "gate"),
@@ -61,10 +61,12 @@ def test_the_check_passes(page_folder: Path, capsys: pytest.CaptureFixture[str])
         ("columns.py", '"columns"].T', '"columns"].T.flip(0)'),
     ],
 )
-def test_the_check_detects_an_error(page_folder: Path, name: str, original: str, faulty: str) -> None:
+def test_the_check_detects_an_error(
+    page_folder: Path, name: str, correct_text: str, faulty_text: str
+) -> None:
     file = page_folder / "numpy_cpu" / name
-    assert original in file.read_text()
-    file.write_text(file.read_text().replace(original, faulty))
+    assert correct_text in file.read_text()
+    file.write_text(file.read_text().replace(correct_text, faulty_text))
     with pytest.raises(AssertionError):
         run_check(page_folder)
 

@@ -103,11 +103,11 @@ def test_python_client_blocks_run(block: Block, request: pytest.FixtureRequest) 
     if packages:  # run in another process, because these packages leave connections open
         # Otherwise LiteLLM downloads a price list.
         environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-        child = subprocess.run(
+        completed = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env=environment
         )
-        assert child.returncode == 0, child.stderr
-        assert child.stdout.strip()
+        assert completed.returncode == 0, completed.stderr
+        assert completed.stdout.strip()
         return
     names = run_block(block, code)
     if "client" in names:
@@ -120,10 +120,12 @@ def test_node_client_blocks_run(block: Block, url: str, tmp_path: Path) -> None:
         pytest.skip("needs node and its packages, see CONTRIBUTING.md")
     (tmp_path / "node_modules").symlink_to(NODE_PACKAGES)
     (tmp_path / "client.mjs").write_text(block.code.replace(URL, url))
-    child = subprocess.run(["node", "client.mjs"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    assert child.returncode == 0, child.stderr
-    assert "happy" in child.stdout
-    assert "city" in child.stdout
+    completed = subprocess.run(
+        ["node", "client.mjs"], cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
+    assert completed.returncode == 0, completed.stderr
+    assert "happy" in completed.stdout
+    assert "city" in completed.stdout
 
 
 def run_block(block: Block, code: str) -> dict[str, object]:
@@ -159,9 +161,9 @@ def test_links_have_a_target(page: Path) -> None:
         if target.startswith("https://"):
             continue
         name, _, anchor = target.partition("#")
-        linked = page.parent / name if name else page
-        assert linked.exists(), target
-        titles = re.findall(r"^#+ (.*)$", linked.read_text(), flags=re.MULTILINE) if anchor else []
+        linked_page = page.parent / name if name else page
+        assert linked_page.exists(), target
+        titles = re.findall(r"^#+ (.*)$", linked_page.read_text(), flags=re.MULTILINE) if anchor else []
         assert not anchor or anchor in [title.lower().replace(" ", "-") for title in titles], target
 
 
@@ -177,8 +179,10 @@ def test_named_files_exist(page: Path) -> None:
 
 
 def test_blocks_without_a_language_are_refused() -> None:
-    unmarked = [str(block) for block in code_blocks("", "bash", "sh", "shell", "py")]
-    assert not unmarked, "name the language: python blocks run; console, text and similar blocks do not"
+    unmarked_blocks = [str(block) for block in code_blocks("", "bash", "sh", "shell", "py")]
+    assert not unmarked_blocks, (
+        "name the language: python blocks run; console, text and similar blocks do not"
+    )
     assert {block.language for block in code_blocks(*OTHER_LANGUAGES, "python")} <= {
         *OTHER_LANGUAGES,
         "python",

@@ -128,8 +128,8 @@ def test_the_built_site_has_every_page_and_name(tmp_path: Path) -> None:
     pytest.importorskip("mkdocstrings", reason="needs the extra docs")
     docs = ROOT / "docs"
     build_site(docs, tmp_path)
-    built = {page.parent.relative_to(tmp_path).as_posix() for page in tmp_path.rglob("index.html")}
-    assert page_names(docs) <= built
+    built_folders = {page.parent.relative_to(tmp_path).as_posix() for page in tmp_path.rglob("index.html")}
+    assert page_names(docs) <= built_folders
     modules = reference_modules()
     html = "".join(page.read_text() for page in (tmp_path / "reference").rglob("index.html"))
     shown_ids = set(re.findall(r'id="([^"]+)"', html))

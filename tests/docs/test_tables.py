@@ -18,7 +18,7 @@ from penstock.serve.api import schemas
 from penstock.weights import gguf_names
 
 TOOL = runpy.run_path(str(ROOT / "tools" / "write_tables.py"))
-SERVE = ROOT / "penstock" / "serve"
+SERVE_FOLDER = ROOT / "penstock" / "serve"
 
 
 @pytest.mark.parametrize("name", TOOL["PAGES"])
@@ -66,9 +66,9 @@ def test_every_error_code_is_documented() -> None:
 
 
 def _error_codes() -> Iterator[str]:
-    for file in SERVE.rglob("*.py"):
+    for file in SERVE_FOLDER.rglob("*.py"):
         yield from re.findall(r'\bcode="(\w+)"', file.read_text())
-    problems = (SERVE / "http" / "problems.py").read_text()
+    problems = (SERVE_FOLDER / "http" / "problems.py").read_text()
     yield from re.findall(r'INVALID, "(\w+)"', problems)
     yield from re.findall(r'"(?:missing|server_error|\w+_error)", "(\w+)"', problems)
     yield from re.findall(r'\{"missing": "(\w+)"\}', problems)

@@ -18,7 +18,7 @@ from support.tiny_speech import write_tiny_speech
 from penstock import LLM, SamplingParams
 
 CLIENTS = ("anthropic_client", "openai_client", "responses_client", "structured_output")
-STANDALONE = ("async_llm", "lora", "score_batch", "semantic_search", "speculation", "speech")
+STANDALONE_EXAMPLES = ("async_llm", "lora", "score_batch", "semantic_search", "speculation", "speech")
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,11 @@ def test_every_example_is_tested() -> None:
     # test_own_model.py tests own_model. The example images needs a server of a vision model. The example
     # ray_dataset needs Ray and is tested in tests/ray.
     tested_elsewhere = {"own_model", "images", "ray_dataset"}
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*CLIENTS, *STANDALONE, *tested_elsewhere}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {
+        *CLIENTS,
+        *STANDALONE_EXAMPLES,
+        *tested_elsewhere,
+    }
 
 
 def test_openai_client_prints_the_expected_output(url: str) -> None:

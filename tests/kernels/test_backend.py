@@ -104,8 +104,8 @@ def backends_folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def get_call_counts(registry: BackendRegistry) -> dict[str, int]:
-    (fake,) = registry.candidates("cpu", "fake")
-    ops: Any = fake.load()
+    (fake_backend,) = registry.candidates("cpu", "fake")
+    ops: Any = fake_backend.load()
     result: dict[str, int] = sys.modules[type(ops).__module__].COUNTS  # type: ignore[attr-defined]
     return result
 

@@ -743,8 +743,8 @@ def test_the_comparison_detects_a_mutated_scale(ops: Ops, dtype: torch.dtype, mu
     q, _, _ = fused_qkv(5, 4, 2, 32, dtype)
     expected = attend(REFERENCE, q, batch)
     assert are_close(attend(ops, q, batch), expected)
-    mutated = replace(batch, kv=SCALE_MUTATIONS[mutation](batch.kv))
-    assert not are_close(attend(ops, q, mutated), expected)
+    mutated_batch = replace(batch, kv=SCALE_MUTATIONS[mutation](batch.kv))
+    assert not are_close(attend(ops, q, mutated_batch), expected)
 
 
 @pytest.mark.parametrize("heads", [71, 160])
@@ -802,8 +802,8 @@ def test_the_comparison_detects_a_mutated_batch(ops: Ops, dtype: torch.dtype, mu
     q, _, _ = fused_qkv(5, 4, 2, 32, dtype)
     expected = attend(REFERENCE, q, batch)
     assert are_close(attend(ops, q, batch), expected)
-    mutated, options = BATCH_MUTATIONS[mutation](batch)
-    assert not are_close(attend(ops, q, mutated, **options), expected)
+    mutated_batch, options = BATCH_MUTATIONS[mutation](batch)
+    assert not are_close(attend(ops, q, mutated_batch, **options), expected)
 
 
 # ---- sampling ----

@@ -124,11 +124,13 @@ def test_window_and_bias_of_the_reference_match_their_definition(heads: int, dim
     q, k, v, offsets = random_batch([11], heads, heads, dim, torch.float32)
     bias = torch.randn(heads, 2 * 13 - 1)
     actual = ReferenceOps().encoder_attention(q, k, v, offsets, scale=1.0, window=3, bias=bias)
-    for i in range(11):
-        for h in range(heads):
-            visible = range(max(0, i - 3), min(11, i + 4))
-            scores = torch.stack([q[i, h] @ k[j, h] + bias[h, j - i + 12] for j in visible])
-            torch.testing.assert_close(actual[i, h], scores.softmax(0) @ v[list(visible), h])
+    for query in range(11):
+        for head in range(heads):
+            visible_keys = range(max(0, query - 3), min(11, query + 4))
+            scores = torch.stack(
+                [q[query, head] @ k[key, head] + bias[head, key - query + 12] for key in visible_keys]
+            )
+            torch.testing.assert_close(actual[query, head], scores.softmax(0) @ v[list(visible_keys), head])
 
 
 def test_the_layers_of_a_step_share_their_block_list(ops: Ops) -> None:

@@ -199,8 +199,8 @@ def test_the_comparison_detects_a_mutation(ops: Ops, dtype: torch.dtype, mutatio
     x, experts = torch.randn(40, HIDDEN).to(dtype), pack_experts(ops, random_weights(has_bias=True), dtype)
     topk_weights, topk_ids = random_routes(40, 3)
     expected = ReferenceOps().experts(x, experts, topk_weights, topk_ids, "silu")
-    mutated, other_weights, other_ids = MUTATIONS[mutation](experts, topk_weights, topk_ids)
-    assert relative_error(ops.experts(x, mutated, other_weights, other_ids, "silu"), expected) > 4
+    mutated_experts, other_weights, other_ids = MUTATIONS[mutation](experts, topk_weights, topk_ids)
+    assert relative_error(ops.experts(x, mutated_experts, other_weights, other_ids, "silu"), expected) > 4
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

@@ -66,8 +66,8 @@ def test_outliers_of_random_activations_fit_into_the_extra_bytes(
     _, plain_scales = quantize(x)
     max_extras = min(MAX_EXTRAS, inputs // INPUTS_PER_EXTRA)
 
-    def num_extras(quantized: Tensor) -> int:
-        return sum(max(math.ceil(abs(value) / 127) - 1, 0) for value in quantized[0].tolist())
+    def num_extras(quantized_row: Tensor) -> int:
+        return sum(max(math.ceil(abs(value) / 127) - 1, 0) for value in quantized_row[0].tolist())
 
     assert num_extras(integers) <= max_extras
     largest_error = float((x - integers * scales[:, None]).abs().max())
@@ -124,19 +124,19 @@ def test_weights_and_products_are_within_their_error_bounds(
 def test_packing_unpacked_weights_changes_nothing(encoding: str) -> None:
     linear_encoding = encoding_named(encoding)
     first_packing = linear_encoding.pack(torch.randn(50, 70))
-    repacked = linear_encoding.pack(linear_encoding.unpack(first_packing))
-    assert torch.equal(linear_encoding.unpack(first_packing), linear_encoding.unpack(repacked))
+    second_packing = linear_encoding.pack(linear_encoding.unpack(first_packing))
+    assert torch.equal(linear_encoding.unpack(first_packing), linear_encoding.unpack(second_packing))
 
 
 def quantize_group(weight: np.ndarray, bits: int) -> tuple[list[int], float]:
     """Return the integers and the scale of one group, computed for each number in turn."""
     f32 = np.float32
     min_integer, max_integer = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
-    largest = weight[int(np.argmax(np.abs(weight)))]
+    largest_weight = weight[int(np.argmax(np.abs(weight)))]
     best_error, best_scale = f32(-1), f32(0)
     for i in range(7):
         divisor = -f32((7 + i / 3) * (2 if bits == 5 else 1))
-        inverse = f32(0) if abs(largest) < 1e-30 else divisor / largest
+        inverse = f32(0) if abs(largest_weight) < 1e-30 else divisor / largest_weight
         product = square = f32(0)
         for number in weight:
             x = number * inverse
@@ -148,7 +148,7 @@ def quantize_group(weight: np.ndarray, bits: int) -> tuple[list[int], float]:
         projection = product / divisor
         if projection * projection / square > best_error:
             best_error = projection * projection / square
-            best_scale = product / square * (largest / divisor)
+            best_scale = product / square * (largest_weight / divisor)
     scale = f32(np.float16(np.clip(best_scale, -65504, 65504))) + f32(0)
     inverse = f32(0) if scale == 0 else f32(1) / scale
     return [int(np.rint(np.clip(number * inverse, min_integer, max_integer))) for number in weight], float(

@@ -50,8 +50,10 @@ def test_a_row_attends_to_its_window_and_its_image(ops: Ops, window: int | None)
         keys, values = kv.cache[:, kv.block_tables[sequence].long()].transpose(2, 3).flatten(1, 2)
         for position in range(start, end):
             first_key = 0 if window is None else max(0, position - window + 1)
-            visible = slice(first_key, int(spans[row, 1]))
-            scores = torch.einsum("hd,nhd->hn", q[row], keys[visible].repeat_interleave(3, 1)) * 0.3
-            expected = torch.einsum("hn,nhd->hd", scores.softmax(-1), values[visible].repeat_interleave(3, 1))
+            visible_keys = slice(first_key, int(spans[row, 1]))
+            scores = torch.einsum("hd,nhd->hn", q[row], keys[visible_keys].repeat_interleave(3, 1)) * 0.3
+            expected = torch.einsum(
+                "hn,nhd->hd", scores.softmax(-1), values[visible_keys].repeat_interleave(3, 1)
+            )
             torch.testing.assert_close(attended[row], expected, atol=1e-5, rtol=0)
             row += 1

@@ -105,11 +105,11 @@ def test_the_prompt_is_computed_once(
 
 def test_best_of_ranks_by_mean_log_probability(llm: LLM) -> None:
     candidates = llm.generate(PROMPT, SAMPLED, n=6, logprobs=0)
-    means = [float(np.mean(token_scores(answer.log_probabilities))) for answer in candidates]
+    mean_scores = [float(np.mean(token_scores(answer.log_probabilities))) for answer in candidates]
     best_outputs = llm.generate(PROMPT, SAMPLED, n=2, best_of=6)
-    order = sorted(range(6), key=lambda i: -means[i])[:2]
+    order = sorted(range(6), key=lambda i: -mean_scores[i])[:2]
     assert list_token_ids(best_outputs) == [candidates[i].token_ids for i in order]
-    assert [answer.score for answer in best_outputs] == pytest.approx([means[i] for i in order])
+    assert [answer.score for answer in best_outputs] == pytest.approx([mean_scores[i] for i in order])
     assert [answer.index for answer in best_outputs] == [0, 1]
     assert best_outputs[0].log_probabilities is None, "log probabilities were not requested"
     assert candidates[0].score is None
@@ -124,10 +124,8 @@ def test_best_of_ignores_tokens_after_a_stop_string(llm: LLM) -> None:
 
 
 def test_an_empty_answer_is_ranked_last(llm: LLM) -> None:
-    first_token = llm.generate(PROMPT, SAMPLED)[0].token_ids[0]
-    params = SamplingParams(
-        temperature=1.0, top_k=-1, seed=11, max_new_tokens=12, stop_token_ids=[first_token]
-    )
+    stop_id = llm.generate(PROMPT, SAMPLED)[0].token_ids[0]
+    params = SamplingParams(temperature=1.0, top_k=-1, seed=11, max_new_tokens=12, stop_token_ids=[stop_id])
     outputs = llm.generate(PROMPT, params, n=3, best_of=3, prompt_logprobs=0)
     assert outputs[-1].token_ids == []
     assert outputs[-1].score == -np.inf
@@ -334,11 +332,9 @@ def test_token_rules_are_followed(llm: LLM) -> None:
     assert not set(greedy_tokens) & set(llm.generate("One", banned_params)[0].token_ids)
     banned_sequence = list(greedy_tokens[3:6])
     params = SamplingParams(max_new_tokens=8, banned_sequences=[banned_sequence])
-    changed_tokens = llm.generate("One", params)[0].token_ids
-    assert list(changed_tokens[:5]) == list(greedy_tokens[:5])
-    assert all(
-        list(changed_tokens[start : start + 3]) != banned_sequence for start in range(len(changed_tokens))
-    )
+    new_tokens = llm.generate("One", params)[0].token_ids
+    assert list(new_tokens[:5]) == list(greedy_tokens[:5])
+    assert all(list(new_tokens[start : start + 3]) != banned_sequence for start in range(len(new_tokens)))
 
 
 @pytest.mark.parametrize(

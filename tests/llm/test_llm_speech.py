@@ -91,10 +91,14 @@ def test_a_closed_stream_frees_its_request(llm: LLM) -> None:
 
 
 def test_voices_change_the_speech(llm: LLM) -> None:
-    ben, carl, dora = (llm.pipeline.voices[name] for name in ("ben", "carl", "dora"))
-    assert (ben.transcription, carl.transcription, dora.codes) == ("I am Ben.", "I am Carl.", [7, 7, 7])
-    assert len(ben.codes) == 20, "the recording is resampled to the rate of the codec"
-    assert ben.codes == sorted(ben.codes)
+    ben_voice, carl_voice, dora_voice = (llm.pipeline.voices[name] for name in ("ben", "carl", "dora"))
+    assert (ben_voice.transcription, carl_voice.transcription, dora_voice.codes) == (
+        "I am Ben.",
+        "I am Carl.",
+        [7, 7, 7],
+    )
+    assert len(ben_voice.codes) == 20, "the recording is resampled to the rate of the codec"
+    assert ben_voice.codes == sorted(ben_voice.codes)
     speech = llm.speak("hi", PARAMS, voice="carl")
     cloned_speech = llm.speak(
         "hi", PARAMS, audio_prompt_tokens=[1, 2, 3], audio_prompt_transcription="I am Carl."

@@ -68,10 +68,10 @@ def test_an_adapter_on_a_tied_head_does_not_change_the_embedding(tmp_path: Path)
     torch.testing.assert_close(compute_adapted_logits(checkpoint, adapter), expected, atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_adapters_apply_to_quantized_layers_and_heads(tied: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_head_tied", [False, True])
+def test_adapters_apply_to_quantized_layers_and_heads(is_head_tied: bool, tmp_path: Path) -> None:
     """PEFT saves an unquantized copy of an adapted head. The adapter is added to the quantized head."""
-    checkpoint = write_checkpoint(tmp_path / "base", {**tiny_config(), "tie_word_embeddings": tied})
+    checkpoint = write_checkpoint(tmp_path / "base", {**tiny_config(), "tie_word_embeddings": is_head_tied})
     adapter = write_adapter(checkpoint, tmp_path / "adapter", target_modules=["lm_head", "up_proj"])
     plain_logits, quantized_logits = (
         step_logits(open_pipeline(checkpoint, quantization_encoding=encoding), [make_context(PROMPT)])[0]

@@ -142,12 +142,12 @@ def test_only_requests_with_the_same_adapter_share_blocks(
     open_adapted: Callable[..., TextGenerationPipeline],
 ) -> None:
     pipeline = open_adapted()
-    hits = {}
+    cached_token_counts = {}
     for name in ("all", "some", None, "all", "some", None):
         context = make_context(PROMPT, 2, adapter=name)
         generate_tokens(pipeline, [context])
-        hits.setdefault(name, []).append(context.num_cached_tokens)
-    assert hits == {"all": [0, 32], "some": [0, 32], None: [0, 32]}
+        cached_token_counts.setdefault(name, []).append(context.num_cached_tokens)
+    assert cached_token_counts == {"all": [0, 32], "some": [0, 32], None: [0, 32]}
 
 
 def test_a_reload_never_serves_stale_blocks(

@@ -23,9 +23,11 @@ BACK_ENDS = {"reference": ReferenceOps(), "best": InferenceSession([CPU()]).ops}
 class QuantizedTensors(FloatTensors):
     """Named tensors, some of them quantized."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], quantized: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, tensors: Mapping[str, Tensor], quantized_names: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(tensors)
-        self.quantized = quantized or {}
+        self.quantized = quantized_names or {}
         self.released: list[str] = []
         self.mapped: set[str] = set()
         self.expected: dict[str, tuple[int, ...]] = {}
@@ -101,10 +103,10 @@ def test_an_expert_is_small_only_if_both_dimensions_are_small() -> None:
 
 def test_the_head_has_at_least_eight_bits() -> None:
     heads = {name: encoding.for_layer("head", 4096, 4096) for name, encoding in ENCODINGS.items()}
-    quantized = [
+    quantized_names = [
         name for name, encoding in ENCODINGS.items() if not encoding.is_float and name not in ("int8", "int5")
     ]
-    assert {heads.pop(name) for name in quantized} == {"int8"}
+    assert {heads.pop(name) for name in quantized_names} == {"int8"}
     assert all(head == encoding for encoding, head in heads.items())
 
 

@@ -189,11 +189,11 @@ def test_the_image_installs_the_requirements_of_the_project(tmp_path: Path) -> N
 def test_a_source_change_does_not_reinstall_packages() -> None:
     steps = [step.partition("\n")[0] for step in re.split(r"\n(?=[A-Z]+ )", DOCKERFILE)]
     source = steps.index("COPY penstock /source/penstock")
-    installs = [
+    install_steps = [
         number for number, step in enumerate(steps) if "pip install" in step or "RUN python -c" in step
     ]
-    assert len([number for number in installs if number < source]) == 2
-    (last_install,) = [steps[number] for number in installs if number > source]
+    assert len([number for number in install_steps if number < source]) == 2
+    (last_install,) = [steps[number] for number in install_steps if number > source]
     assert "--no-deps" in last_install
 
 
@@ -219,8 +219,8 @@ def test_the_systemd_unit_starts_a_server_and_waits_for_its_exit() -> None:
 def test_an_installed_torch_is_shared_with_the_new_environment(tmp_path: Path) -> None:
     """The new environment imports the torch of the given Python, and its constraints do not pin torch."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "new")], check=True)
-    child = run_in_scripts(f"share_torch {sys.executable} {tmp_path}/new; constraints_of {tmp_path}/new")
-    constraints = Path(child.stdout.strip())
+    completed = run_in_scripts(f"share_torch {sys.executable} {tmp_path}/new; constraints_of {tmp_path}/new")
+    constraints = Path(completed.stdout.strip())
     assert constraints.parent == tmp_path / "new"
     all_constraints = (ROOT / "constraints.txt").read_text()
     assert constraints.read_text() == re.sub(r"^torch==.*\n", "", all_constraints, flags=re.MULTILINE)
@@ -234,17 +234,19 @@ def test_an_installed_torch_is_shared_with_the_new_environment(tmp_path: Path) -
 
 def test_without_an_installed_torch_the_constraints_are_unchanged(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "new")], check=True)
-    child = run_in_scripts(
+    completed = run_in_scripts(
         f"share_torch {tmp_path}/new/bin/python {tmp_path}/new; constraints_of {tmp_path}/new"
     )
-    assert child.stdout == "constraints.txt\n"
-    assert child.stderr == ""
+    assert completed.stdout == "constraints.txt\n"
+    assert completed.stderr == ""
 
 
 @pytest.mark.parametrize(
-    ("tags", "fails"), [([], False), (["v1.2.3"], False), (["nightly"], False), (["v1.2.4"], True)], ids=str
+    ("tags", "is_refused"),
+    [([], False), (["v1.2.3"], False), (["nightly"], False), (["v1.2.4"], True)],
+    ids=str,
 )
-def test_a_release_tag_must_equal_the_version(tmp_path: Path, tags: list[str], fails: bool) -> None:
+def test_a_release_tag_must_equal_the_version(tmp_path: Path, tags: list[str], is_refused: bool) -> None:
     (tmp_path / "penstock").mkdir()
     (tmp_path / "penstock" / "__init__.py").write_text('__version__ = "1.2.3"\n')
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
@@ -252,15 +254,15 @@ def test_a_release_tag_must_equal_the_version(tmp_path: Path, tags: list[str], f
     subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "first"], check=True)
     for tag in tags:
         subprocess.run([*git, "tag", tag], check=True)
-    child = subprocess.run(
+    completed = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", f"source {ROOT}/scripts/release.sh; check_tag"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert (child.returncode != 0) == fails
-    assert ("the tag v1.2.4 is not v1.2.3" in child.stderr) == fails
+    assert (completed.returncode != 0) == is_refused
+    assert ("the tag v1.2.4 is not v1.2.3" in completed.stderr) == is_refused
 
 
 def run_in_scripts(commands: str) -> subprocess.CompletedProcess[str]:

@@ -86,7 +86,7 @@ def test_versions_are_reported_if_every_run_starts_a_new_process(engines: Compar
 
 
 @pytest.mark.parametrize(
-    ("name", "figures"),
+    ("name", "expected_figures"),
     [
         ("decode", {"": 63 / 3}),
         ("prefill", {"": 1024 / 2}),
@@ -94,21 +94,21 @@ def test_versions_are_reported_if_every_run_starts_a_new_process(engines: Compar
         ("long", {"at 128": 63 / 3, "at 4096": 63 / 9, "share": 3 / 9}),
     ],
 )
-def test_the_figures_of_a_run_follow_from_its_times(name: str, figures: dict[str, float]) -> None:
+def test_the_figures_of_a_run_follow_from_its_times(name: str, expected_figures: dict[str, float]) -> None:
     workload = WORKLOADS[name]
     actual = run(workload, cast(Engine, TimedEngine()), random_prompts(workload, VOCABULARY, Random()))
-    assert actual.figures == pytest.approx(figures)
+    assert actual.figures == pytest.approx(expected_figures)
     assert actual.tokens == [7]
 
 
 def test_decode_speed_excludes_tokens_of_the_first_output() -> None:
     engine = TimedEngine()
     engine.num_first = 8
-    for name, figures in {"decode": [56 / 3], "long": [56 / 3, 56 / 9, 3 / 9]}.items():
+    for name, expected_figures in {"decode": [56 / 3], "long": [56 / 3, 56 / 9, 3 / 9]}.items():
         actual = run(
             WORKLOADS[name], cast(Engine, engine), random_prompts(WORKLOADS[name], VOCABULARY, Random())
         )
-        assert list(actual.figures.values()) == pytest.approx(figures)
+        assert list(actual.figures.values()) == pytest.approx(expected_figures)
 
 
 def test_with_sizes_changes_the_batch_and_context_sizes() -> None:
@@ -165,15 +165,18 @@ def test_max_length_covers_all_workloads() -> None:
 
 
 def comparison_report() -> dict[str, object]:
-    machine = [{"gb_s": 30.0, "tflop_s": 0.5}] * 2
-    faster = report_row(
+    machine_speeds = [{"gb_s": 30.0, "tflop_s": 0.5}] * 2
+    faster_row = report_row(
         WORKLOADS["decode"],
         "",
         [(make_result(30), make_result(20)), (make_result(40), make_result(20))],
-        machine,
+        machine_speeds,
     )
-    slower = report_row(
-        WORKLOADS["cold"], "", [(make_result(4), make_result(2)), (make_result(6), make_result(2))], machine
+    slower_row = report_row(
+        WORKLOADS["cold"],
+        "",
+        [(make_result(4), make_result(2)), (make_result(6), make_result(2))],
+        machine_speeds,
     )
     return {
         "peer": "llama_cpp",
@@ -181,7 +184,7 @@ def comparison_report() -> dict[str, object]:
         "peer_encoding": "Q4_0",
         "shape": "l1b",
         "encoding": "int4",
-        "rows": [faster, slower],
+        "rows": [faster_row, slower_row],
     }
 
 
@@ -203,9 +206,9 @@ def test_table_has_a_row_for_each_figure() -> None:
 
 
 def test_ratio_is_inverted_if_lower_is_better() -> None:
-    faster, slower = comparison_report()["rows"]  # type: ignore[misc]
-    assert ratios_where_more_is_better(faster) == (1.75, 1.5, 2)
-    assert ratios_where_more_is_better(slower) == (0.4, 1 / 3, 0.5)
+    faster_row, slower_row = comparison_report()["rows"]  # type: ignore[misc]
+    assert ratios_where_more_is_better(faster_row) == (1.75, 1.5, 2)
+    assert ratios_where_more_is_better(slower_row) == (0.4, 1 / 3, 0.5)
 
 
 def test_plot_writes_a_png_file(tmp_path: Path) -> None:

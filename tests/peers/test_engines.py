@@ -52,13 +52,13 @@ def test_prints_of_the_driver_do_not_mix_with_its_answers(tmp_path: Path) -> Non
 
 def test_engine_is_stopped_between_requests_and_ends_with_its_children(tmp_path: Path) -> None:
     with start_engine(tmp_path, "child") as engine:
-        child = int((tmp_path / "log").read_text().split("child ")[1].split()[0])
+        child_pid = int((tmp_path / "log").read_text().split("child ")[1].split()[0])
         for _ in range(2):
             assert wait_for_state(engine.process_id, "T")
-            assert wait_for_state(child, "T")
+            assert wait_for_state(child_pid, "T")
             engine.generate([[1]], 2)
     assert wait_for_state(engine.process_id, "Z")
-    assert wait_for_state(child, "Z")
+    assert wait_for_state(child_pid, "Z")
 
 
 def test_error_of_an_ended_engine_shows_exit_code_and_log(tmp_path: Path) -> None:
@@ -82,8 +82,8 @@ def test_engine_that_fails_to_load_leaves_no_process(tmp_path: Path) -> None:
         EngineError, match=r"ended with exit status 1; the last lines of .*:\n[0-9]+ no memory"
     ) as caught:
         Engine([sys.executable, "-c", code], LOAD, {}, tmp_path / "log")
-    child = int(str(caught.value).splitlines()[-1].split()[0])
-    assert wait_for_state(child, "Z")
+    child_pid = int(str(caught.value).splitlines()[-1].split()[0])
+    assert wait_for_state(child_pid, "Z")
 
 
 def test_answer_with_too_few_tokens_is_an_error(tmp_path: Path) -> None:

@@ -324,19 +324,19 @@ async def test_the_application_starts_and_drains_with_the_asgi_lifespan() -> Non
     engine = RayEngine(replicas, 8)
     services = build_services(ServeConfig(access_log=False), CONFIG, engine, FakeTokenizer())
     application = Application(services, engine)
-    incoming: asyncio.Queue[dict[str, str]] = asyncio.Queue()
+    incoming_messages: asyncio.Queue[dict[str, str]] = asyncio.Queue()
     sent_messages: list[dict[str, str]] = []
 
     async def send(message: dict[str, str]) -> None:
         sent_messages.append(message)
 
-    lifespan = asyncio.create_task(application({"type": "lifespan"}, incoming.get, send))  # type: ignore[arg-type]
+    lifespan = asyncio.create_task(application({"type": "lifespan"}, incoming_messages.get, send))  # type: ignore[arg-type]
     transport = httpx.ASGITransport(application)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         body = {"model": "demo", "prompt": "Hi", "max_tokens": 9}
         assert (await client.post("/v1/completions", json=body)).status_code == 503
         await replicas.clients[0].start()
-        await incoming.put({"type": "lifespan.startup"})
+        await incoming_messages.put({"type": "lifespan.startup"})
         while not sent_messages:
             await asyncio.sleep(0.01)
         assert sent_messages == [{"type": "lifespan.startup.complete"}]
@@ -344,7 +344,7 @@ async def test_the_application_starts_and_drains_with_the_asgi_lifespan() -> Non
         answer = asyncio.create_task(client.post("/v1/completions", json=body))
         while not gate.num_arrived:
             await asyncio.sleep(0.01)
-        await incoming.put({"type": "lifespan.shutdown"})
+        await incoming_messages.put({"type": "lifespan.shutdown"})
         await asyncio.sleep(0.05)
         assert (await client.post("/v1/completions", json=body)).status_code == 503
         assert len(sent_messages) == 1

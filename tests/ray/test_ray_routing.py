@@ -36,8 +36,8 @@ def read_hits_and_queries(server_port: int) -> tuple[int, int]:
         re.search(rf"^penstock_prefix_cache_{name}_total\S* ([\d.e+]+)$", text, re.M)
         for name in ("hits", "queries")
     ]
-    hits, queries = (int(float(match[1])) for match in matches if match is not None)
-    return hits, queries
+    num_hits, queries = (int(float(match[1])) for match in matches if match is not None)
+    return num_hits, queries
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +67,9 @@ def test_a_prefix_is_computed_by_one_replica(server_port: int) -> None:
         lambda: read_hits_and_queries(server_port)[1] - counts_before[1] >= 0.98 * GROUPS * ROUNDS * length,
         20,
     )
-    hits = read_hits_and_queries(server_port)[0] - counts_before[0]
+    num_hits = read_hits_and_queries(server_port)[0] - counts_before[0]
     # Except in the first round, a prompt is found except for at most its last two blocks of 32 tokens.
-    assert hits >= (ROUNDS - 1) * GROUPS * (length - 2 * 32)
+    assert num_hits >= (ROUNDS - 1) * GROUPS * (length - 2 * 32)
 
 
 async def test_a_session_stays_with_its_replica(server_port: int) -> None:

@@ -28,10 +28,10 @@ def report_events(choice: ReplicaChoice, **events: list[CacheEvent]) -> None:
 
 
 def choose_replica(
-    choice: ReplicaChoice, prompt: str = "Hi", lost: tuple[str, ...] = (), **fields: object
+    choice: ReplicaChoice, prompt: str = "Hi", lost_replicas: tuple[str, ...] = (), **fields: object
 ) -> str:
     """Return the replica that is chosen for a request. The request ends immediately."""
-    assignment = choice.assign(make_request("", prompt, **fields), lost)
+    assignment = choice.assign(make_request("", prompt, **fields), lost_replicas)
     if assignment is None:
         return ""
     choice.end(assignment)
@@ -118,8 +118,8 @@ def test_replicas_are_removed_and_added() -> None:
     choice = ReplicaChoice()
     assert choose_replica(choice) == ""
     report_events(choice, a=[], b=[make_stored_event(LONG_PROMPT)])
-    assert choose_replica(choice, "y" * 600, lost=("b",)) == "a"
-    assert choose_replica(choice, LONG_PROMPT, lost=("a", "b")) == ""
+    assert choose_replica(choice, "y" * 600, lost_replicas=("b",)) == "a"
+    assert choose_replica(choice, LONG_PROMPT, lost_replicas=("a", "b")) == ""
     running_assignment = choice.assign(make_request("", LONG_PROMPT))
     assert running_assignment is not None
     assert running_assignment.name == "b"

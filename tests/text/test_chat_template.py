@@ -27,12 +27,15 @@ TOOL = {
         },
     },
 }
-CALL = {
+TOOL_CALL = {
     "id": "call12345",
     "type": "function",
     "function": {"name": "get_weather", "arguments": {"city": "Zürich"}},
 }
-CALL_WITH_ENCODED_ARGUMENTS = {**CALL, "function": {"name": "get_weather", "arguments": '{"city": "Zürich"}'}}
+CALL_WITH_ENCODED_ARGUMENTS = {
+    **TOOL_CALL,
+    "function": {"name": "get_weather", "arguments": '{"city": "Zürich"}'},
+}
 TOOL_RESULT = {"role": "tool", "content": "12 °C", "tool_call_id": "call12345", "name": "get_weather"}
 
 
@@ -52,7 +55,7 @@ CHATS: dict[str, list[dict[str, Any]]] = {
     "turns": [SYSTEM_MESSAGE, make_user_message("a"), make_assistant_message("b"), make_user_message("c")],
     "final assistant message": [make_user_message("a"), make_assistant_message(" b ")],
     "two user messages": [make_user_message("a"), make_user_message("b")],
-    "tool call": [make_user_message("w?"), make_assistant_message(None, tool_calls=[CALL]), TOOL_RESULT],
+    "tool call": [make_user_message("w?"), make_assistant_message(None, tool_calls=[TOOL_CALL]), TOOL_RESULT],
     "tool call as text": [
         make_user_message("w?"),
         make_assistant_message("", tool_calls=[CALL_WITH_ENCODED_ARGUMENTS]),

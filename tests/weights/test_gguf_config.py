@@ -33,13 +33,13 @@ def write_gguf_file(
     architecture: str = "llama",
     *,
     tensors: dict[str, np.ndarray] | None = None,
-    omitted: tuple[str, ...] = (),
+    omitted_keys: tuple[str, ...] = (),
     **metadata: Any,
 ) -> Path:
     """Write a file with few tensors. ``metadata`` has keys of the architecture, with ``__`` for dots."""
     writer = GGUFWriter(folder / "m.gguf", architecture)
     keys = SIZES | {name.replace("__", "."): value for name, value in metadata.items()}
-    values = {f"{architecture}.{key}": value for key, value in keys.items() if key not in omitted}
+    values = {f"{architecture}.{key}": value for key, value in keys.items() if key not in omitted_keys}
     add_metadata(writer, values)
     table = {"token_embd.weight": np.zeros((10, 64), np.float32)}
     for name, tensor in (table | (tensors or {})).items():
@@ -220,8 +220,8 @@ class TestRope:
 @pytest.mark.parametrize(
     ("keys", "problem"),
     [
-        ({"omitted": ("block_count",)}, "has no llama.block_count"),
-        ({"omitted": ("attention.head_count",)}, "has no llama.attention.head_count"),
+        ({"omitted_keys": ("block_count",)}, "has no llama.block_count"),
+        ({"omitted_keys": ("attention.head_count",)}, "has no llama.attention.head_count"),
         ({"embedding_length": "x"}, "llama.embedding_length must be a whole number of at least 1, was 'x'"),
         ({"context_length": 0}, "llama.context_length must be a whole number of at least 1, was 0"),
         ({"attention__layer_norm_rms_epsilon": -1.0}, "must be a number above 0, was -1.0"),
@@ -271,8 +271,8 @@ def test_ignored_keys_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         gguf_config(write_gguf_file(tmp_path, vocab_size=10))
         assert not caplog.records
         gguf_config(write_gguf_file(tmp_path, new__setting=3, other=True))
-    ignored = "these metadata keys are ignored: llama.new.setting, llama.other"
-    assert caplog.messages == [f"{tmp_path / 'm.gguf'}: {ignored}"]
+    warning = "these metadata keys are ignored: llama.new.setting, llama.other"
+    assert caplog.messages == [f"{tmp_path / 'm.gguf'}: {warning}"]
 
 
 def test_recommended_sampling_parameters_are_defaults(tmp_path: Path) -> None:

@@ -88,9 +88,9 @@ def test_tensors_and_logits_equal_those_of_the_checkpoint(family: str, tmp_path:
     checkpoint = write_family_checkpoint(family, tmp_path)
     file = write_gguf(checkpoint, tmp_path / "m.gguf")
     original_weights, converted_weights = Weights.open(checkpoint), Weights.open(file)
-    tied = {"lm_head.weight"} if HuggingFaceConfig.from_checkpoint(file).tie_word_embeddings else set()
+    tied_names = {"lm_head.weight"} if HuggingFaceConfig.from_checkpoint(file).tie_word_embeddings else set()
     metadata = {name for name in original_weights.names if ".act_fn." in name}
-    assert set(converted_weights.names) == set(original_weights.names) - tied - metadata
+    assert set(converted_weights.names) == set(original_weights.names) - tied_names - metadata
     for name in converted_weights.names:
         shape = original_weights.shape(name)
         torch.testing.assert_close(

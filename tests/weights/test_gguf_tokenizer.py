@@ -85,13 +85,14 @@ def test_a_byte_level_tokenizer_equals_the_original(tmp_path: Path) -> None:
 def test_published_byte_level_tokenizers_equal_the_originals(
     tmp_path: Path, shared_data: Path, name: str
 ) -> None:
-    original = read_tokenizer_files(shared_data / "tokenizers" / name).tokenizer
+    original_tokenizer = read_tokenizer_files(shared_data / "tokenizers" / name).tokenizer
     pre_tokenizer_name = {"gpt2": "gpt-2", "qwen3": "qwen2"}[name]
     vocabulary_size = {"gpt2": 50257, "qwen3": 151936}[name]
     file = write_gguf_file(
-        tmp_path, tokenizer_metadata(json.loads(original.to_str()), pre_tokenizer_name, size=vocabulary_size)
+        tmp_path,
+        tokenizer_metadata(json.loads(original_tokenizer.to_str()), pre_tokenizer_name, size=vocabulary_size),
     )
-    assert_tokenizers_are_equal(read_gguf_tokenizer(file).tokenizer, original)
+    assert_tokenizers_are_equal(read_gguf_tokenizer(file).tokenizer, original_tokenizer)
 
 
 @pytest.mark.parametrize("name", ["llama2xs", "stories260K"])

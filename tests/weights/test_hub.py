@@ -175,9 +175,9 @@ class FakeHub:
     """A fake hub client with one repository. Records the downloaded files."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, folder: Path, *names: str, online: bool = True
+        self, monkeypatch: pytest.MonkeyPatch, folder: Path, *names: str, is_online: bool = True
     ) -> None:
-        self.folder, self.names, self.online = folder, names, online
+        self.folder, self.names, self.online = folder, names, is_online
         self.downloaded: set[str] = set()
         monkeypatch.setattr(huggingface_hub, "snapshot_download", self.snapshot_download)
         monkeypatch.setattr(huggingface_hub, "list_repo_files", self.list_repo_files)
@@ -248,7 +248,7 @@ class TestHubGGUF:
         assert hub.downloaded == set(part_names)
 
     def test_offline_uses_the_local_cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        FakeHub(monkeypatch, create_files(tmp_path, "m-Q8_0.gguf"), *self.FILES, online=False)
+        FakeHub(monkeypatch, create_files(tmp_path, "m-Q8_0.gguf"), *self.FILES, is_online=False)
         assert resolve_checkpoint("a/b", "v1") == tmp_path / "m-Q8_0.gguf"
         with pytest.raises(CheckpointError, match=r"has no GGUF file 'Q4_K_M': choose one of m-Q8_0.gguf$"):
             resolve_checkpoint("a/b", "v1", "Q4_K_M")
@@ -256,7 +256,7 @@ class TestHubGGUF:
     def test_an_incomplete_download_is_refused_offline(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        FakeHub(monkeypatch, create_files(tmp_path, "config.json", "m-1.safetensors"), online=False)
+        FakeHub(monkeypatch, create_files(tmp_path, "config.json", "m-1.safetensors"), is_online=False)
         index = {"weight_map": {"a": "m-1.safetensors", "b": "m-2.safetensors", "c": "m-3.safetensors"}}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
         with pytest.raises(

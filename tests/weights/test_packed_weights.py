@@ -118,7 +118,7 @@ def test_a_file_of_another_version_is_not_used(
 
 
 @pytest.mark.parametrize(
-    "damage",
+    "damage_file",
     [
         lambda file: os.truncate(file, file.stat().st_size - 1),
         lambda file: os.truncate(file, 20),
@@ -127,13 +127,13 @@ def test_a_file_of_another_version_is_not_used(
     ],
 )
 def test_a_damaged_file_is_not_used(
-    damage: Callable[[Path], object],
+    damage_file: Callable[[Path], object],
     llama: Path,
     packed_encodings: list[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     expected = compute_logits(llama)
-    damage(pack_checkpoint(make_config(llama)))
+    damage_file(pack_checkpoint(make_config(llama)))
     packed_encodings.clear()
     with caplog.at_level(logging.WARNING):
         assert torch.equal(compute_logits(llama), expected)

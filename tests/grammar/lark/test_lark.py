@@ -15,7 +15,7 @@ from penstock.grammar.lark import lark_text, read_ebnf, read_structural_tag, wri
 from penstock.grammar.schema import schema_ebnf
 
 llguidance_bytes = pytest.importorskip("support.llguidance_bytes")
-END, CALL, OTHER_TOKEN = 256, 257, 258
+END_TOKEN, CALL_TOKEN, OTHER_TOKEN = 256, 257, 258
 
 
 @pytest.fixture(scope="module")
@@ -163,8 +163,8 @@ def make_tag(begin: Any, content: Any, end: Any) -> dict[str, Any]:
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
-ANY = {"type": "any_text"}
-TOKEN = {"type": "token", "token": CALL}
+ANY_TEXT = {"type": "any_text"}
+TOKEN = {"type": "token", "token": CALL_TOKEN}
 TRIGGERED_TAGS = {
     "type": "triggered_tags",
     "triggers": ["<f"],
@@ -172,7 +172,7 @@ TRIGGERED_TAGS = {
 }
 TOKEN_TRIGGERED_TAGS = {
     "type": "token_triggered_tags",
-    "trigger_tokens": [CALL],
+    "trigger_tokens": [CALL_TOKEN],
     "tags": [make_tag(TOKEN, make_constant("x"), "")],
 }
 SEPARATED_TAGS = {
@@ -198,10 +198,10 @@ SEPARATED_TAGS = {
         (TRIGGERED_TAGS | {"stop_after_first": True}, ["", "hi<f=a>x</f>"], ["<f=a>x</f>more"]),
         (TRIGGERED_TAGS | {"excludes": ["zz"]}, ["az", "z<f=a>x</f>"], ["azz", "zz<f=a>x</f>"]),
         (make_tag("[", TRIGGERED_TAGS, "]"), ["[]", "[hi]", "[hi<f=a>x</f>]"], ["[hi]]", "[hi<f]"]),
-        (make_tag("<", ANY, ">>"), ["<>>", "<a>b>>"], ["<a", "<a>>b>>"]),
-        (make_tag("<", ANY | {"excludes": ["no", "o>"]}, ">>"), ["<n>>"], ["<no>>", "<mo>>"]),
-        (make_tag("[", ANY, ["]", "}"]), ["[a]", "[a}"], ["[a]}"]),
-        ({"type": "sequence", "elements": [ANY, make_constant("END")]}, ["END", "abEND"], ["abENDx"]),
+        (make_tag("<", ANY_TEXT, ">>"), ["<>>", "<a>b>>"], ["<a", "<a>>b>>"]),
+        (make_tag("<", ANY_TEXT | {"excludes": ["no", "o>"]}, ">>"), ["<n>>"], ["<no>>", "<mo>>"]),
+        (make_tag("[", ANY_TEXT, ["]", "}"]), ["[a]", "[a}"], ["[a]}"]),
+        ({"type": "sequence", "elements": [ANY_TEXT, make_constant("END")]}, ["END", "abEND"], ["abENDx"]),
         (SEPARATED_TAGS, ["", "<a>x</a>", "<a>x</a>,<a>x</a>"], ["<a>x</a>,"]),
         (SEPARATED_TAGS | {"at_least_one": True}, ["<a>x</a>"], [""]),
         (SEPARATED_TAGS | {"stop_after_first": True}, ["", "<a>x</a>"], ["<a>x</a>,<a>x</a>"]),
@@ -212,16 +212,20 @@ SEPARATED_TAGS = {
         ({"type": "grammar", "grammar": 'root ::= "a" root | "b"'}, ["aab"], ["aa"]),
         (
             TOKEN_TRIGGERED_TAGS,
-            [[], [104, CALL, 120], [104, OTHER_TOKEN, 105], [CALL, 120, 97]],
-            [[CALL], [CALL, 97]],
+            [[], [104, CALL_TOKEN, 120], [104, OTHER_TOKEN, 105], [CALL_TOKEN, 120, 97]],
+            [[CALL_TOKEN], [CALL_TOKEN, 97]],
         ),
         (
-            make_tag(TOKEN, ANY, TOKEN),
-            [[CALL, 97, CALL]],
-            [[CALL, 97], [CALL, OTHER_TOKEN, CALL], "<call>a<call>"],
+            make_tag(TOKEN, ANY_TEXT, TOKEN),
+            [[CALL_TOKEN, 97, CALL_TOKEN]],
+            [[CALL_TOKEN, 97], [CALL_TOKEN, OTHER_TOKEN, CALL_TOKEN], "<call>a<call>"],
         ),
-        ({"type": "any_tokens", "exclude_tokens": [OTHER_TOKEN]}, [[], [CALL, 97]], [[OTHER_TOKEN]]),
-        ({"type": "exclude_token", "exclude_tokens": [OTHER_TOKEN]}, [[CALL], [97]], [[OTHER_TOKEN], []]),
+        ({"type": "any_tokens", "exclude_tokens": [OTHER_TOKEN]}, [[], [CALL_TOKEN, 97]], [[OTHER_TOKEN]]),
+        (
+            {"type": "exclude_token", "exclude_tokens": [OTHER_TOKEN]},
+            [[CALL_TOKEN], [97]],
+            [[OTHER_TOKEN], []],
+        ),
     ],
 )
 def test_structural_tags_accept_and_reject_outputs(
@@ -242,8 +246,8 @@ def test_structural_tags_accept_and_reject_outputs(
     [
         ({"type": "nothing"}, "no format 'nothing'"),
         ({"type": "sequence", "elements": []}, "needs elements"),
-        (ANY | {"max_tokens": 3}, "max_tokens"),
-        (make_tag("<", ANY, ["", ">"]), "not empty"),
+        (ANY_TEXT | {"max_tokens": 3}, "max_tokens"),
+        (make_tag("<", ANY_TEXT, ["", ">"]), "not empty"),
         (TRIGGERED_TAGS | {"triggers": ["<g"]}, "begin with exactly one trigger"),
         ({"type": "token", "token": "<x>"}, "ids or texts"),
         ("text", "object with a type"),

@@ -306,15 +306,20 @@ def _typed_schemas(
 
 
 _BOUND = st.integers(-120, 120) | st.sampled_from([0.5, -1.25, 99.75, -0.001])
-_NUMERIC = {"minimum": _BOUND, "maximum": _BOUND, "exclusiveMinimum": _BOUND, "exclusiveMaximum": _BOUND}
+_NUMERIC_KEYWORDS = {
+    "minimum": _BOUND,
+    "maximum": _BOUND,
+    "exclusiveMinimum": _BOUND,
+    "exclusiveMaximum": _BOUND,
+}
 _COUNT = st.integers(0, 3)
 _PATTERN = st.sampled_from(["^a", "[a-z]$", "^[a-z]{1,3}$", "é|\\d+", "^(?:x|yz)*$", "[^a-z]", "^\\S\\s?$"])
 _LEAVES = st.one_of(
     st.booleans(),
     _typed_schemas("null"),
     _typed_schemas("boolean"),
-    _typed_schemas("integer", **_NUMERIC),
-    _typed_schemas("number", **_NUMERIC),
+    _typed_schemas("integer", **_NUMERIC_KEYWORDS),
+    _typed_schemas("number", **_NUMERIC_KEYWORDS),
     _typed_schemas("integer", multipleOf=st.integers(1, 30)),
     _typed_schemas("string", minLength=_COUNT, maxLength=_COUNT),
     _typed_schemas("string", pattern=_PATTERN),

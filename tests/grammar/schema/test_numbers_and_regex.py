@@ -15,11 +15,11 @@ from penstock.errors import InputError
 from penstock.grammar.schema import regex
 from penstock.grammar.schema.numbers import Bounds, integers_between, numbers_between
 
-BOUND = st.none() | st.integers(-1200, 1200)
+BOUNDS = st.none() | st.integers(-1200, 1200)
 DECIMAL = st.decimals(-20, 20, places=2)
 
 
-@given(BOUND, BOUND, st.lists(st.integers(-1300, 1300), min_size=5, max_size=20))
+@given(BOUNDS, BOUNDS, st.lists(st.integers(-1300, 1300), min_size=5, max_size=20))
 @settings(max_examples=num_examples(60), deadline=None)
 def test_integers_between_accepts_exactly_the_integers_in_range(
     minimum: int | None, maximum: int | None, values: list[int]

@@ -44,10 +44,14 @@ def random_encoder(ops: CpuOps, width: int, lengths: Sequence[int]) -> tuple[Ste
         heads = ops.linear(inputs["x"], qkv).view(-1, 3, width // 16, 16)
         q, k, v = heads.unbind(1)
         shared_options = {"scale": 0.25, "blocks": blocks}
-        attended = ops.encoder_attention(q, k, v, inputs["offsets"], **shared_options)
-        windowed = ops.encoder_attention(attended, k, v, inputs["offsets"], window=3, **shared_options)
-        causal = ops.encoder_attention(windowed, k, v, inputs["offsets"], is_causal=True, **shared_options)
-        return [ops.add(inputs["x"], causal.flatten(1))]
+        full_result = ops.encoder_attention(q, k, v, inputs["offsets"], **shared_options)
+        windowed_result = ops.encoder_attention(
+            full_result, k, v, inputs["offsets"], window=3, **shared_options
+        )
+        causal_result = ops.encoder_attention(
+            windowed_result, k, v, inputs["offsets"], is_causal=True, **shared_options
+        )
+        return [ops.add(inputs["x"], causal_result.flatten(1))]
 
     return step, {"x": torch.randn(sum(lengths), width), "offsets": offsets}
 

@@ -150,9 +150,9 @@ def test_results_larger_than_the_cpu_cache_are_correct(ops: CpuOps, dtype: torch
     x = torch.randn(520, 40).to(dtype)
     full_result = ops.linear(x, packed_weight)
     assert torch.equal(full_result[100:103], ops.linear(x[100:103], packed_weight))
-    activated = ops.activated_linear(x, packed_weight, "gelu")
-    assert torch.equal(activated, ops.activation(full_result, "gelu"))
-    assert torch.equal(activated[100:103], ops.activated_linear(x[100:103], packed_weight, "gelu"))
+    activated_result = ops.activated_linear(x, packed_weight, "gelu")
+    assert torch.equal(activated_result, ops.activation(full_result, "gelu"))
+    assert torch.equal(activated_result[100:103], ops.activated_linear(x[100:103], packed_weight, "gelu"))
 
 
 @pytest.mark.matrix

@@ -29,8 +29,8 @@ def test_the_error_of_gelu_is_below_0_6_ulp_for_every_bfloat16_number(ops: CpuOp
     y, expected = ops.activation(x, "gelu_tanh").double(), gelu_tanh(x)
     ulp = 2.0 ** (expected.abs().clamp(min=2.0**-110).log2().floor() - 7)
     assert ((y - expected).abs() / ulp).max() < 0.6
-    gated = ops.gated_activation(torch.cat([x, torch.ones_like(x)], 1), "gelu_tanh")
-    assert torch.equal(gated.double(), y)
+    gated_y = ops.gated_activation(torch.cat([x, torch.ones_like(x)], 1), "gelu_tanh")
+    assert torch.equal(gated_y.double(), y)
 
 
 def test_gelu_of_infinities_and_nan(ops: CpuOps) -> None:
@@ -62,8 +62,8 @@ def test_attention_is_as_accurate_as_its_rounded_weights(ops: CpuOps, rows: int,
     weights = (torch.einsum("qhd,khd->hqk", q.double(), k.double()) * scale).softmax(-1)
     expected = torch.einsum("hqk,khd->qhd", weights, v.double())
     squares = torch.einsum("hqk,khd->qhd", weights**2, v.double() ** 2)
-    spread = squares.sqrt()  # the error from rounding the weights is proportional to it
-    assert ((out - expected).abs() <= 2.0**-8 * expected.abs() + 2.0**-7 * spread + 1e-4).all()
+    weighted_norm = squares.sqrt()  # the error from rounding the weights is proportional to it
+    assert ((out - expected).abs() <= 2.0**-8 * expected.abs() + 2.0**-7 * weighted_norm + 1e-4).all()
 
 
 def test_a_nan_in_a_query_affects_only_its_row(ops: CpuOps) -> None:

@@ -38,11 +38,11 @@ def test_convolutions_by_matrix_products_equal_the_reference(has_bias: bool) -> 
             num_comparisons += 1
         for output_padding in range(stride):
             weight = torch.randn(8, 12 // groups, size)
-            transposed = PackedConvTranspose1d(
+            transposed_conv = PackedConvTranspose1d(
                 8, 12, size, stride, padding, output_padding, dilation, groups, weight=weight, bias=bias
             )
-            if transposed.output_length(rows) > 0:
-                assert_equals_reference("_grouped_conv_transpose1d", transposed, x)
+            if transposed_conv.output_length(rows) > 0:
+                assert_equals_reference("_grouped_conv_transpose1d", transposed_conv, x)
                 num_comparisons += 1
     assert num_comparisons > len(SHAPES)
 
