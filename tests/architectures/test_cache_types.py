@@ -36,7 +36,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("model"), tiny_config() | SIZES)
 
 
-def write_with_scales(
+def write_checkpoint_with_scales(
     checkpoint: Path, folder: Path, tensors: dict[str, Tensor], scheme: object = SCHEME, layers: int = 2
 ) -> Path:
     """Write a copy of the checkpoint with these scale tensors in each layer and a ``kv_cache_scheme``."""
@@ -73,7 +73,7 @@ def compute_logits(pipeline: TextGenerationPipeline) -> Tensor:
     return step_logits(pipeline, [make_context(PROMPT)])[0]
 
 
-def mean_difference(logits: Tensor, reference: Tensor) -> float:
+def mean_absolute_difference(logits: Tensor, reference: Tensor) -> float:
     """Return the mean absolute difference of the log probabilities."""
     return float((logits.log_softmax(-1) - reference.log_softmax(-1)).abs().mean())
 
@@ -81,7 +81,9 @@ def mean_difference(logits: Tensor, reference: Tensor) -> float:
 def test_logits_of_8_bit_caches_are_close_to_float32(checkpoint: Path) -> None:
     float32_logits = compute_logits(open_with_kv_cache(checkpoint, "float32"))
     errors = {
-        kv_type: mean_difference(compute_logits(open_with_kv_cache(checkpoint, kv_type)), float32_logits)
+        kv_type: mean_absolute_difference(
+            compute_logits(open_with_kv_cache(checkpoint, kv_type)), float32_logits
+        )
         for kv_type in ("bfloat16", "int8", "fp8")
     }
     # fp8 has a mantissa of 3 bits and bfloat16 one of 7 bits, so fp8 rounds 2**4 times as coarsely.
@@ -94,7 +96,9 @@ def test_scales_are_computed_for_each_row_unless_the_checkpoint_stores_them(
 ) -> None:
     row_scales_pipeline = open_with_kv_cache(checkpoint)
     fixed_scales_pipeline = open_with_kv_cache(
-        write_with_scales(checkpoint, tmp_path, {"k_scale": torch.ones(1), "v_scale": torch.ones(1)})
+        write_checkpoint_with_scales(
+            checkpoint, tmp_path, {"k_scale": torch.ones(1), "v_scale": torch.ones(1)}
+        )
     )
     (row_scales_group,), (fixed_scales_group,) = (
         pipeline.model.kv_cache_spec.groups for pipeline in (row_scales_pipeline, fixed_scales_pipeline)
@@ -121,9 +125,9 @@ def test_scales_stored_in_the_checkpoint_are_used(
     float32_logits = compute_logits(open_with_kv_cache(checkpoint, "float32"))
     for scales, is_close in (((0.02, 0.03), True), ((0.0001, 0.03), False), ((0.02, 0.0001), False)):
         tensors = {name: torch.tensor(value) for name, value in zip(names, scales, strict=True)}
-        pipeline = open_with_kv_cache(write_with_scales(checkpoint, tmp_path, tensors))
+        pipeline = open_with_kv_cache(write_checkpoint_with_scales(checkpoint, tmp_path, tensors))
         assert pipeline.kv.storage.scales[1][:, 0, 1, 3].tolist() == pytest.approx(scales)
-        error = mean_difference(compute_logits(pipeline), float32_logits)
+        error = mean_absolute_difference(compute_logits(pipeline), float32_logits)
         # A scale that is too small clips the values.
         assert 0 < error < 0.2 if is_close else error > 0.4, (
             scales,
@@ -137,7 +141,7 @@ def test_scales_for_each_kv_head_are_sharded_with_the_heads(checkpoint: Path, tm
         "v_scale": torch.tensor([0.01]).bfloat16(),
     }
     pipeline = open_with_kv_cache(
-        write_with_scales(checkpoint, tmp_path, tensors, {**SCHEME, "strategy": "attn_head"})
+        write_checkpoint_with_scales(checkpoint, tmp_path, tensors, {**SCHEME, "strategy": "attn_head"})
     )
     scales = pipeline.kv.storage.scales[0]
     assert scales[0, 5, :, 7].tolist() == pytest.approx([0.02, 0.03])
@@ -158,7 +162,7 @@ def test_scales_of_an_unsupported_scheme_are_ignored(
     checkpoint: Path, tmp_path: Path, scheme: object
 ) -> None:
     tensors = {"k_scale": torch.tensor(1e-5), "v_scale": torch.tensor(1e-5)}
-    pipeline = open_with_kv_cache(write_with_scales(checkpoint, tmp_path, tensors, scheme))
+    pipeline = open_with_kv_cache(write_checkpoint_with_scales(checkpoint, tmp_path, tensors, scheme))
     assert pipeline.model.kv_cache_spec is not None
     assert not pipeline.model.kv_cache_spec.groups[0].has_fixed_scales
 
@@ -169,7 +173,7 @@ def test_incomplete_scales_are_ignored_with_a_warning(
     both_scales = {"k_scale": torch.tensor(0.1), "v_scale": torch.tensor(0.1)}
     for number, (tensors, layers) in enumerate(((both_scales, 1), ({"k_scale": torch.tensor(0.1)}, 2))):
         pipeline = open_with_kv_cache(
-            write_with_scales(checkpoint, tmp_path / str(number), tensors, layers=layers)
+            write_checkpoint_with_scales(checkpoint, tmp_path / str(number), tensors, layers=layers)
         )
         assert pipeline.model.kv_cache_spec is not None
         assert not pipeline.model.kv_cache_spec.groups[0].has_fixed_scales
@@ -189,7 +193,7 @@ def test_incomplete_scales_are_ignored_with_a_warning(
     ],
 )
 def test_invalid_scales_are_refused(checkpoint: Path, tmp_path: Path, scale: Tensor, message: str) -> None:
-    folder = write_with_scales(checkpoint, tmp_path, {"k_scale": scale, "v_scale": torch.ones(1)})
+    folder = write_checkpoint_with_scales(checkpoint, tmp_path, {"k_scale": scale, "v_scale": torch.ones(1)})
     with pytest.raises(WeightsError, match=message):
         open_with_kv_cache(folder)
     compute_logits(open_with_kv_cache(folder, "int8"))  # an int8 cache does not read the scales
@@ -201,7 +205,7 @@ def test_text_does_not_depend_on_the_batch_or_the_prefix_cache(
 ) -> None:
     if has_fixed_scales:
         scales = {"k_scale": torch.tensor(0.02), "v_scale": torch.tensor(0.02)}
-        checkpoint = write_with_scales(checkpoint, tmp_path, scales)
+        checkpoint = write_checkpoint_with_scales(checkpoint, tmp_path, scales)
     prompts = [PROMPT, PROMPT[:40], [*PROMPT[:33], 7], [3, 4]]
     single_pipeline = open_with_kv_cache(checkpoint, deterministic=True, enable_prefix_caching=False)
     expected = [generate_tokens(single_pipeline, [make_context(prompt, 12)])[0] for prompt in prompts]

@@ -46,9 +46,9 @@ def test_tensors_of_the_image_and_audio_encoders_are_not_loaded(tmp_path: Path) 
     [expected] = encode_all(pipeline, [TOKENS])
     path = tmp_path / "model.safetensors"
     tensors: dict[str, Tensor] = load_file(path)
-    any_tensor = next(iter(tensors.values())).clone()
+    example_tensor = next(iter(tensors.values())).clone()
     for name in ("vision_tower.layers.0.weight", "embed_vision.weight", "audio_tower.a", "embed_audio.b"):
-        tensors[name] = any_tensor.clone()
+        tensors[name] = example_tensor.clone()
     save_file(tensors, path)
     [result] = encode_all(open_encoder(tmp_path), [TOKENS])
     assert np.array_equal(result.embeddings, expected.embeddings)

@@ -54,7 +54,9 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return folder
 
 
-def open_encoded(checkpoint: Path, encoding: str, monkeypatch: pytest.MonkeyPatch) -> TextGenerationPipeline:
+def open_with_encoding(
+    checkpoint: Path, encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> TextGenerationPipeline:
     if encoding == "int4":
         # Treats no layer as narrow, so no layer gets 5 bits.
         monkeypatch.setattr(int4, "NARROW_LAYER_SIZE", 0)
@@ -72,7 +74,7 @@ def float32_logits(checkpoint: Path) -> torch.Tensor:  # [T, V]
 def test_logits_are_close_to_float32(
     checkpoint: Path, float32_logits: torch.Tensor, encoding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pipeline = open_encoded(checkpoint, encoding, monkeypatch)
+    pipeline = open_with_encoding(checkpoint, encoding, monkeypatch)
     logits = step_logits(pipeline, [make_context(PROMPT)])[0]
     error = float((logits - float32_logits).norm() / float32_logits.norm())
     assert (
@@ -97,7 +99,7 @@ def allowed_estimate_ratios(pipeline: TextGenerationPipeline) -> tuple[float, fl
 def test_the_weights_have_the_estimated_size(
     checkpoint: Path, encoding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pipeline = open_encoded(checkpoint, encoding, monkeypatch)
+    pipeline = open_with_encoding(checkpoint, encoding, monkeypatch)
     loaded_bytes = weight_bytes(pipeline)
     estimated_bytes = pipeline.model.estimate_weights_size(pipeline.model.pipeline_config)
     min_ratio, max_ratio = allowed_estimate_ratios(pipeline)
@@ -127,7 +129,7 @@ def test_narrow_experts_of_a_wide_model_are_stored_in_4_bits(
 def test_each_kind_of_layer_has_its_encoding(
     checkpoint: Path, encoding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pipeline = open_encoded(checkpoint, encoding, monkeypatch)
+    pipeline = open_with_encoding(checkpoint, encoding, monkeypatch)
     model: Any = pipeline.model
     network = model.network
     modules = list(modules_and_weights(network))

@@ -40,8 +40,8 @@ def sampling_params(request: pytest.FixtureRequest) -> SamplingParams:
     return params
 
 
-def new_context(sampling_params: SamplingParams, max_new: int = 18) -> TextContext:
-    return make_context(PROMPT, max_new, sampling_params=sampling_params)
+def make_sampling_context(sampling_params: SamplingParams, max_new_tokens: int = 18) -> TextContext:
+    return make_context(PROMPT, max_new_tokens, sampling_params=sampling_params)
 
 
 @pytest.mark.matrix(strength=1, times=2)
@@ -62,13 +62,13 @@ def test_logits_are_bit_equal_in_chunks_and_batches(
 def test_batched_results_equal_single_results(
     uncached_pipeline: TextGenerationPipeline, sampling_params: SamplingParams
 ) -> None:
-    (single_tokens,) = generate_tokens(uncached_pipeline, [new_context(sampling_params)])
+    (single_tokens,) = generate_tokens(uncached_pipeline, [make_sampling_context(sampling_params)])
     other_contexts = [
         make_context(random_tokens(n, 130, seed=n), 5 + n % 20, sampling_params=sampling_params)
         for n in (1, 9, 70)
     ]
     assert (
-        generate_tokens(uncached_pipeline, [*other_contexts, new_context(sampling_params)])[-1]
+        generate_tokens(uncached_pipeline, [*other_contexts, make_sampling_context(sampling_params)])[-1]
         == single_tokens
     )
 
@@ -77,16 +77,18 @@ def test_batched_results_equal_single_results(
 def test_multiple_steps_equal_single_steps(
     uncached_pipeline: TextGenerationPipeline, sampling_params: SamplingParams
 ) -> None:
-    (single_tokens,) = generate_tokens(uncached_pipeline, [new_context(sampling_params)])
-    assert generate_tokens(uncached_pipeline, [new_context(sampling_params)], num_steps=6) == [single_tokens]
+    (single_tokens,) = generate_tokens(uncached_pipeline, [make_sampling_context(sampling_params)])
+    assert generate_tokens(uncached_pipeline, [make_sampling_context(sampling_params)], num_steps=6) == [
+        single_tokens
+    ]
 
 
 @pytest.mark.matrix(strength=1)
 def test_chunked_results_equal_whole_results(
     uncached_pipeline: TextGenerationPipeline, sampling_params: SamplingParams
 ) -> None:
-    (full_tokens,) = generate_tokens(uncached_pipeline, [new_context(sampling_params)])
-    context = new_context(sampling_params)
+    (full_tokens,) = generate_tokens(uncached_pipeline, [make_sampling_context(sampling_params)])
+    context = make_sampling_context(sampling_params)
     for end in (13, 14, 50):
         context.set_token_indices(active_idx=end)
         response = uncached_pipeline.execute({"a": context})["a"]
@@ -101,9 +103,9 @@ def test_results_with_a_prefix_hit_equal_uncached_results(
     uncached_pipeline: TextGenerationPipeline,
     sampling_params: SamplingParams,
 ) -> None:
-    (uncached_tokens,) = generate_tokens(uncached_pipeline, [new_context(sampling_params)])
-    generate_tokens(pipeline, [new_context(sampling_params)])
-    context = new_context(sampling_params)
+    (uncached_tokens,) = generate_tokens(uncached_pipeline, [make_sampling_context(sampling_params)])
+    generate_tokens(pipeline, [make_sampling_context(sampling_params)])
+    context = make_sampling_context(sampling_params)
     assert generate_tokens(pipeline, [context]) == [uncached_tokens]
     assert context.num_cached_tokens == 64, "four full blocks of 16 tokens"
     shared_context = make_context(PROMPT[:50] + PROMPT[:25], 18, sampling_params=sampling_params)
@@ -120,9 +122,9 @@ def test_preempted_results_equal_uninterrupted_results(
     uncached_pipeline: TextGenerationPipeline,
     sampling_params: SamplingParams,
 ) -> None:
-    (uninterrupted_tokens,) = generate_tokens(uncached_pipeline, [new_context(sampling_params)])
+    (uninterrupted_tokens,) = generate_tokens(uncached_pipeline, [make_sampling_context(sampling_params)])
     for runner in (pipeline, uncached_pipeline):
-        context, tokens = new_context(sampling_params), []
+        context, tokens = make_sampling_context(sampling_params), []
         for num_generated in (1, 5, 12):
             while len(context.generated_tokens) < num_generated:
                 tokens += [output.next_token for output in runner.execute({"a": context})["a"].tokens]
@@ -144,5 +146,5 @@ def test_random_numbers_depend_on_seed_and_position_only(uncached_pipeline: Text
 @pytest.mark.matrix(strength=1)
 def test_the_compared_texts_vary(uncached_pipeline: TextGenerationPipeline) -> None:
     """If all texts were the same, the comparisons above could not detect an error."""
-    (greedy_text,) = generate_tokens(uncached_pipeline, [new_context(SamplingParams(), 40)])
+    (greedy_text,) = generate_tokens(uncached_pipeline, [make_sampling_context(SamplingParams(), 40)])
     assert len(np.unique(greedy_text)) > 5

@@ -38,10 +38,10 @@ def test_preparing_a_step_reads_no_tensor_of_the_device(
     """Reading a tensor on the device ``meta`` is an error. On a GPU, reading waits for the previous step."""
     model: Any = pipeline.model
 
-    def to_meta(values: np.ndarray, dtype: type) -> torch.Tensor:
+    def make_meta_tensor(values: np.ndarray, dtype: type) -> torch.Tensor:
         return torch.from_numpy(values.astype(dtype)).to("meta")
 
-    monkeypatch.setattr(model, "_to_device", to_meta)
+    monkeypatch.setattr(model, "_to_device", make_meta_tensor)
     context = PROMPTS["qwen2_vl"](find_architecture().tiny_config()).context()
     inputs = model.prepare_initial_token_inputs([[context]], None, 1, drafts=[[7, 8]])
     assert inputs.positions.shape == (3, context.active_length + 2)

@@ -224,7 +224,7 @@ def drop_mlp_norm(block: Any) -> Any:
     return replace(block, mlp_norm=None) if is_parallel else block
 
 
-def make_sequential(block: Any) -> Any:
+def make_block_sequential(block: Any) -> Any:
     """Run a parallel block sequentially: the feed-forward layer reads the attention's output."""
     if not isinstance(block, ParallelBlock):
         return block
@@ -260,7 +260,7 @@ MUTATIONS: dict[str, Callable[[Any], Any]] = {
     "attention of the base class": mutate_blocks(use_base_attention),
     "clipping of queries, keys and values dropped": mutate_blocks(drop_qkv_clipping),
     "one shared norm instead of two": mutate_blocks(drop_mlp_norm),
-    "sequential instead of parallel blocks": mutate_blocks(make_sequential),
+    "sequential instead of parallel blocks": mutate_blocks(make_block_sequential),
     "other activation": mutate_blocks(change_activation),
     "head bias dropped": drop_head_bias,
     "bias of the final norm set to 0": zero_norm_biases,

@@ -86,8 +86,8 @@ def test_truncation_keeps_the_end_of_the_prompt(folder: Path) -> None:
     suffix = tokenizer.backend.encode(TEMPLATE.suffix).ids
     full_ids, truncated_ids = encode(None), encode(150)
     assert len(truncated_ids) == 150 < len(full_ids)
-    num_kept = 150 - len(suffix)
-    assert truncated_ids.tolist() == [*full_ids[:num_kept].tolist(), *suffix]
+    num_kept_tokens = 150 - len(suffix)
+    assert truncated_ids.tolist() == [*full_ids[:num_kept_tokens].tolist(), *suffix]
     with pytest.raises(InputError, match="cannot cut the input to 40 tokens"):
         encode(40)
 

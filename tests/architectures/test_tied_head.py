@@ -23,10 +23,10 @@ HEAD_NAMES = ("lm_head.weight", "embed_out.weight")
 @pytest.fixture(params=DECODERS, ids=lambda architecture: architecture.name)
 def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """Return a checkpoint whose head differs from its embedding table, although ``config.json`` ties them."""
-    return write_untied(tmp_path, request.param)
+    return write_untied_checkpoint(tmp_path, request.param)
 
 
-def write_untied(folder: Path, architecture: SupportedArchitecture) -> Path:
+def write_untied_checkpoint(folder: Path, architecture: SupportedArchitecture) -> Path:
     assert architecture.tiny_config is not None
     write_checkpoint(folder, architecture.tiny_config() | {"tie_word_embeddings": False})
     config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}

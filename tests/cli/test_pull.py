@@ -93,7 +93,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             pass
 
         def do_HEAD(self) -> None:
-            self._file(with_body=False)
+            self._file(has_body=False)
 
         def do_GET(self) -> None:
             path = unquote(urlsplit(self.path).path)
@@ -110,9 +110,9 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 model_info = {"id": match[1], "sha": hub.commit, "siblings": siblings, "private": False}
                 self._send(200, json.dumps(entries if match[3] == "tree" else model_info).encode(), {})
             else:
-                self._file(with_body=True)
+                self._file(has_body=True)
 
-        def _file(self, with_body: bool) -> None:
+        def _file(self, has_body: bool) -> None:
             path = unquote(urlsplit(self.path).path)
             match = re.fullmatch(r"/([\w-]+/[\w-]+)/resolve/([\w-]+)/(.*)", path)
             data = REPOSITORIES.get(match[1], {}).get(match[3]) if match else None
@@ -121,8 +121,8 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 return
             etag = hub.etag or hashlib.sha256(data).hexdigest()
             headers = {"ETag": f'"{etag}"', "X-Repo-Commit": hub.commit}
-            if not with_body:
-                self._send(200, data, headers, with_body=False)
+            if not has_body:
+                self._send(200, data, headers, has_body=False)
                 return
             byte_range = self.headers.get("Range")
             hub.ranges.append((match[3], byte_range))
@@ -131,12 +131,12 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
             self._send(206 if start else 200, data[start:], headers)
 
-        def _send(self, status: int, data: bytes, headers: dict[str, str], with_body: bool = True) -> None:
+        def _send(self, status: int, data: bytes, headers: dict[str, str], has_body: bool = True) -> None:
             self.send_response(status)
             for name, value in {"Content-Length": str(len(data)), **headers}.items():
                 self.send_header(name, value)
             self.end_headers()
-            if not with_body:
+            if not has_body:
                 return
             if hub.stalls and len(data) > STALL_OFFSET:
                 self.wfile.write(data[:STALL_OFFSET])
@@ -223,17 +223,17 @@ def test_an_interrupted_download_is_continued(hub: Hub) -> None:
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=30)
-    num_written = partial_files[0].stat().st_size
-    assert 0 < num_written < LARGE_FILE_SIZE
+    num_written_bytes = partial_files[0].stat().st_size
+    assert 0 < num_written_bytes < LARGE_FILE_SIZE
     (row,) = hub.list_local()
     assert not row["is_complete"]
-    assert row["num_bytes"] >= num_written
+    assert row["num_bytes"] >= num_written_bytes
     assert "incomplete" in hub.run("list", "--local")[0]
     hub.stalls = False
     hub.released.set()
     hub.ranges.clear()
     output, _ = hub.run("pull", "tiny/llama")
-    assert ("model.safetensors", f"bytes={num_written}-") in hub.ranges
+    assert ("model.safetensors", f"bytes={num_written_bytes}-") in hub.ranges
     folder = Path(output.strip().rpartition(", ")[2])
     assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
     assert hub.list_local()[0]["is_complete"]

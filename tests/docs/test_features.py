@@ -111,12 +111,12 @@ def open_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..
     adapter = write_adapter(tmp_path_factory.mktemp("adapters") / "tone")
     models: dict[str, LLM] = {}
 
-    def open_once(**config: Any) -> LLM:
+    def open_cached_llm(**config: Any) -> LLM:
         if "lora" in config:
             config["lora"] = [f"tone={adapter}"]
         return models.setdefault(json.dumps(config), LLM("demo", **config))
 
-    yield open_once
+    yield open_cached_llm
     for llm in models.values():
         llm.close()
 
@@ -140,9 +140,9 @@ def test_a_combination_behaves_as_the_table_states(
 ) -> None:
     cell = table_cell(first_name, second_name)
     if cell == "n/a":
-        is_beams = second_name == "beams"
+        is_beam_search = second_name == "beams"
         assert frozenset((first_name, second_name)) in IMPOSSIBLE_PAIRS or (
-            is_beams and is_unsupported_by_beams(first_name)
+            is_beam_search and is_unsupported_by_beams(first_name)
         )
         return
     features = [FEATURES[first_name], FEATURES[second_name]]

@@ -30,11 +30,11 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def test_every_example_is_tested() -> None:
     # test_own_model.py tests own_model. The example images needs a server of a vision model. The example
     # ray_dataset needs Ray and is tested in tests/ray.
-    tested_elsewhere = {"own_model", "images", "ray_dataset"}
+    other_examples = {"own_model", "images", "ray_dataset"}
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {
         *CLIENTS,
         *STANDALONE_EXAMPLES,
-        *tested_elsewhere,
+        *other_examples,
     }
 
 

@@ -262,14 +262,14 @@ def test_an_error_during_the_search_frees_all_blocks(llm: LLM, monkeypatch: pyte
 
 def test_the_text_of_a_beam_continues_from_the_prompt(shared_data: Path) -> None:
     tokenizer = TextTokenizer(shared_data / "models/stories260K")
-    prompt, token_the = (
+    prompt, the_ids = (
         tokenizer.encode_text(text, add_special_tokens=False).tolist() for text in ("One", "the")
     )
     context = tokenizer.build_context(TokenGeneratorRequest("1", 0, "m", prompt=prompt))
-    beam = Hypothesis([*token_the, tokenizer.eos], [-1.0] * (len(token_the) + 1), -1.0, ended=True)
+    beam = Hypothesis([*the_ids, tokenizer.eos], [-1.0] * (len(the_ids) + 1), -1.0, ended=True)
     output = GenerationOutput.from_beam(context, 0, beam, tokenizer)
     assert (output.text, output.token_ids, output.num_generated_tokens) == (
         " the",
-        token_the,
-        len(token_the) + 1,
+        the_ids,
+        len(the_ids) + 1,
     )

@@ -80,8 +80,8 @@ def test_all_forms_of_an_image_give_the_same_text(llm: LLM, tmp_path: Path) -> N
     image_part = {"type": "image_url", "image_url": {"url": url}}
     text_part = {"type": "text", "text": "What?"}
     chat = llm.chat([{"role": "user", "content": [image_part, text_part]}], GREEDY, use_tqdm=False)
-    same_chat = llm.chat(image_chat("What?", [path]), GREEDY, use_tqdm=False)
-    assert chat[0].token_ids == same_chat[0].token_ids
+    repeated_outputs = llm.chat(image_chat("What?", [path]), GREEDY, use_tqdm=False)
+    assert chat[0].token_ids == repeated_outputs[0].token_ids
     stream = llm.stream("See <image>!", GREEDY, images=image)
     "".join(stream)
     assert stream.output.token_ids == expected

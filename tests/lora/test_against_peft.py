@@ -165,15 +165,15 @@ def test_module_patterns_match_the_same_modules_as_peft(
             if isinstance(getattr(module, "lora_A", None), torch.nn.ModuleDict)
         }
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", **config}))
-    adapter_config_ = AdapterConfig.read(tmp_path)
+    saved_adapter_config = AdapterConfig.read(tmp_path)
     names = Weights.open(checkpoint).names
     linears = [
         name.removesuffix(".weight") for name in names if name.endswith(("_proj.weight", "head.weight"))
     ]
     result = {
-        name: (adapter_config_.layer_rank(name), adapter_config_.layer_scale(name))
+        name: (saved_adapter_config.layer_rank(name), saved_adapter_config.layer_scale(name))
         for name in linears
-        if adapter_config_.targets(name)
+        if saved_adapter_config.targets(name)
     }
     assert result == expected
 

@@ -125,13 +125,16 @@ def test_batched_generation_equals_single_generation(
 ) -> None:
     pipeline = open_adapted()
 
-    def new_context(name: str | None) -> object:
+    def make_sampled_context(name: str | None) -> object:
         return make_context(
             PROMPT[:20], 8, adapter=name, sampling_params=SamplingParams(temperature=1, seed=3)
         )
 
-    single_texts = [generate_tokens(pipeline, [new_context(name)])[0] for name in ADAPTER_NAMES]
-    assert generate_tokens(pipeline, [new_context(name) for name in ADAPTER_NAMES], num_steps) == single_texts
+    single_texts = [generate_tokens(pipeline, [make_sampled_context(name)])[0] for name in ADAPTER_NAMES]
+    assert (
+        generate_tokens(pipeline, [make_sampled_context(name) for name in ADAPTER_NAMES], num_steps)
+        == single_texts
+    )
     assert len({tuple(text) for text in single_texts}) == 4
 
 

@@ -423,14 +423,14 @@ def test_the_estimated_cache_size_equals_the_plan() -> None:
 def test_memory_for_adapters_reduces_the_cache() -> None:
     config = make_config()
     options = {"model_max_length": 100_000, "weights_size": 1000, "activation_size": 0, "free_memory": 2**20}
-    plan_without, plan_with = (
+    plan_without_adapters, plan_with_adapters = (
         plan_memory(config, FULL_ATTENTION, **options),
         plan_memory(config, FULL_ATTENTION, **options, adapters_size=2**19),
     )
-    assert plan_with.kv_cache_size <= plan_without.kv_cache_size - 2**19 + 2**14
-    assert plan_with.adapters_size == 2**19
-    assert "512.0 KiB" in render_table(plan_with)
-    assert "adapters" not in render_table(plan_without)
+    assert plan_with_adapters.kv_cache_size <= plan_without_adapters.kv_cache_size - 2**19 + 2**14
+    assert plan_with_adapters.adapters_size == 2**19
+    assert "512.0 KiB" in render_table(plan_with_adapters)
+    assert "adapters" not in render_table(plan_without_adapters)
     with pytest.raises(InsufficientMemoryError, match=r"LoRA adapters 2.0 MiB.*lower --max-loras"):
         plan_memory(config, FULL_ATTENTION, **options, adapters_size=2**21)
 

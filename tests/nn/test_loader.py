@@ -136,11 +136,11 @@ def test_values_have_at_least_eight_bits_unless_they_are_stored_with_four() -> N
 def test_fused_parts_are_packed_like_the_whole_matrix(
     back_end: str, encoding: str, sizes: tuple[int, ...]
 ) -> None:
-    part_sizes = {f"part{i}": size for i, size in enumerate(sizes)}
-    tensors = {f"x.{name}.weight": random_tensor(size, 80, seed=size) for name, size in part_sizes.items()}
-    biases = {f"x.{name}.bias": random_tensor(size) for name, size in part_sizes.items()}
+    slice_sizes = {f"part{i}": size for i, size in enumerate(sizes)}
+    tensors = {f"x.{name}.weight": random_tensor(size, 80, seed=size) for name, size in slice_sizes.items()}
+    biases = {f"x.{name}.bias": random_tensor(size) for name, size in slice_sizes.items()}
     source = QuantizedTensors(tensors | biases)
-    packed_weight = load(source, encoding, BACK_ENDS[back_end]).fused("x", part_sizes, 80, bias=True).packed
+    packed_weight = load(source, encoding, BACK_ENDS[back_end]).fused("x", slice_sizes, 80, bias=True).packed
     full_matrix = torch.cat(list(tensors.values()))
     weight_encoding = ENCODINGS[packed_weight.encoding]
     assert torch.equal(
@@ -152,7 +152,7 @@ def test_fused_parts_are_packed_like_the_whole_matrix(
     )
     assert [
         (layer_slice.name, layer_slice.stop - layer_slice.start) for layer_slice in packed_weight.slices
-    ] == [(f"x.{name}", size) for name, size in part_sizes.items()]
+    ] == [(f"x.{name}", size) for name, size in slice_sizes.items()]
     assert source.released == list(tensors)
 
 
@@ -248,12 +248,12 @@ def is_pending(packed: PackedLinear) -> bool:
 @needs_kernels
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int4"])
 def test_memory_mapped_floats_are_packed_at_first_use(encoding: str) -> None:
-    part_sizes = {"a": 128, "b": 64, "c": 70}
+    slice_sizes = {"a": 128, "b": 64, "c": 70}
     source = QuantizedTensors(
-        {f"x.{name}.weight": random_tensor(size, 80, seed=size) for name, size in part_sizes.items()}
+        {f"x.{name}.weight": random_tensor(size, 80, seed=size) for name, size in slice_sizes.items()}
     )
     source.mapped = set(source.tensors)
-    packed_weight = load_lazily(source, encoding).fused("x", part_sizes, 80).packed
+    packed_weight = load_lazily(source, encoding).fused("x", slice_sizes, 80).packed
     assert is_pending(packed_weight) == ENCODINGS[encoding].packs_lazily
     assert source.released == ([] if is_pending(packed_weight) else list(source.tensors))
     weight_encoding = ENCODINGS[packed_weight.encoding]

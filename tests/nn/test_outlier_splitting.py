@@ -85,7 +85,7 @@ def make_tensors(is_gated: bool) -> dict[str, Tensor]:
     return weights
 
 
-def load_split(source: Any, is_gated: bool, encoding: str = "int8", **options: Any) -> Any:
+def load_split_layer(source: Any, is_gated: bool, encoding: str = "int8", **options: Any) -> Any:
     loader = Loader(source, encoding, torch.device("cpu"), **options)
     names = [(name, INNER) for name in ("gate", "up")[not is_gated :]]
     return load_split_mlp(loader, names, "down", (HIDDEN, INNER), up_bias=True, down_bias=True)
@@ -102,7 +102,7 @@ def test_a_split_layer_computes_the_same_function(is_gated: bool, monkeypatch: p
     source: Any = EncodedTensors(make_tensors(is_gated))
     names = ("gate", "up")[not is_gated :]
     monkeypatch.setattr(type(ENCODINGS["float32"]), "max_repeated_inputs", 4)
-    layers = load_split(source, is_gated, "float32")
+    layers = load_split_layer(source, is_gated, "float32")
     assert [layer.packed.in_features for layer in layers] == [HIDDEN, INNER + 4]
     assert layers[0].packed.out_features == len(names) * (INNER + 4)
     weights = make_tensors(is_gated)
@@ -116,7 +116,7 @@ def test_a_split_layer_computes_the_same_function(is_gated: bool, monkeypatch: p
 
 def test_layers_that_need_their_original_sizes_are_not_split() -> None:
     source: Any = EncodedTensors(make_tensors(is_gated=False))
-    assert load_split(source, is_gated=False) is not None
+    assert load_split_layer(source, is_gated=False) is not None
     other_options: list[dict[str, Any]] = [
         {"keep_stored": True},
         {"is_uniform": True},
@@ -124,7 +124,7 @@ def test_layers_that_need_their_original_sizes_are_not_split() -> None:
         {"shard": Shard(0, 2)},
     ]
     for options in other_options:
-        assert load_split(source, is_gated=False, **options) is None, options
-    assert load_split(source, is_gated=False, encoding="bfloat16") is None
+        assert load_split_layer(source, is_gated=False, **options) is None, options
+    assert load_split_layer(source, is_gated=False, encoding="bfloat16") is None
     quantized_source: Any = EncodedTensors(make_tensors(is_gated=False), "int8")
-    assert load_split(quantized_source, is_gated=False) is None
+    assert load_split_layer(quantized_source, is_gated=False) is None

@@ -131,9 +131,9 @@ def test_the_arguments_of_the_ray_application_are_settings() -> None:
     (container,) = worker["template"]["spec"]["containers"]
     cpus = int(container["resources"]["limits"]["cpu"])
     assert Resources.of(pipeline, ray).num_cpus <= cpus
-    per_pod = cpus // Resources.of(pipeline, ray).num_cpus
-    assert worker["maxReplicas"] * per_pod >= ray.max_replicas
-    assert worker["minReplicas"] * per_pod >= ray.ray_min_replicas
+    num_engines_per_pod = cpus // Resources.of(pipeline, ray).num_cpus
+    assert worker["maxReplicas"] * num_engines_per_pod >= ray.max_replicas
+    assert worker["minReplicas"] * num_engines_per_pod >= ray.ray_min_replicas
     assert serve.shutdown_grace < worker["template"]["spec"]["terminationGracePeriodSeconds"]
 
 

@@ -53,8 +53,8 @@ def test_every_extra_is_documented() -> None:
     (requirement_of_all,) = EXTRAS["all"]
     # The extra all leaves out xgrammar, an alternative to the packages of grammar, and ray, which only
     # clusters need. The extras xgrammar and cuda install triton (1 GB).
-    not_in_all = {"all", "dev", "docs", "browser", "xgrammar", "cuda", "ray"}
-    assert set(re.findall(r"[\w-]+", requirement_of_all.partition("[")[2])) == {*EXTRAS} - not_in_all
+    extras_not_in_all = {"all", "dev", "docs", "browser", "xgrammar", "cuda", "ray"}
+    assert set(re.findall(r"[\w-]+", requirement_of_all.partition("[")[2])) == {*EXTRAS} - extras_not_in_all
 
 
 def test_extras_named_by_errors_contain_the_package() -> None:

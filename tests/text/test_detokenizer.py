@@ -389,12 +389,12 @@ def load_tokenizer(folder: Path) -> TextTokenizer:
     return TextTokenizer(folder)
 
 
-@pytest.mark.parametrize("in_one_call", [False, True])
-def test_the_stop_string_is_kept_if_requested(in_one_call: bool) -> None:
+@pytest.mark.parametrize("is_one_call", [False, True])
+def test_the_stop_string_is_kept_if_requested(is_one_call: bool) -> None:
     ids = [*b"go END\xc3\xa9 on"]
     for stop, text, num_tokens in ((["END"], "go END", 6), (["x", "\u00e9 o"], "go END\u00e9 o", 10)):
         detokenizer = Detokenizer(FakeTokenizer(), stop=stop, keeps_stop=True)
-        for chunk in [ids] if in_one_call else [[token_id] for token_id in ids]:
+        for chunk in [ids] if is_one_call else [[token_id] for token_id in ids]:
             detokenizer.append(chunk)
         detokenizer.finish()
         assert (detokenizer.text, detokenizer.num_tokens) == (text, num_tokens)

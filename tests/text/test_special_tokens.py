@@ -62,13 +62,13 @@ def make_tokenizer_pair(tokenizer: Tokenizer, template: str) -> TokenizerPair:
 def open_tokenizer_pair(shared_data: Path) -> OpenTokenizerPair:
     tokenizers: dict[str, TokenizerPair] = {}
 
-    def open_cached(name: str) -> TokenizerPair:
+    def open_pair(name: str) -> TokenizerPair:
         if name not in tokenizers:
             source = TextTokenizer(shared_data / "tokenizers" / name).backend
             tokenizers[name] = make_tokenizer_pair(source, TEMPLATES[name])
         return tokenizers[name]
 
-    return open_cached
+    return open_pair
 
 
 def encode_prompt(
@@ -395,7 +395,7 @@ def _check_published_template(path: Path) -> int:
     tokenizer, permissive_tokenizer = make_tokenizer_pair(backend, source)
     tool_call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     earlier_messages = [make_message("user", "q"), make_message("assistant", "", tool_calls=[tool_call])]
-    num_rendered = 0
+    num_rendered_templates = 0
     for content, plain_content in (("Hi " + " x".join(spellings) + " you", "Hi"), ("> <|zz|> <p", "Hi")):
         for make_chat in (
             lambda text: [make_message("user", text)],
@@ -414,8 +414,8 @@ def _check_published_template(path: Path) -> int:
             assert count_special_tokens(tokenizer, ids) == count_special_tokens(tokenizer, expected[1]), (
                 path.name
             )
-            num_rendered += 1
-    return num_rendered
+            num_rendered_templates += 1
+    return num_rendered_templates
 
 
 @pytest.mark.parametrize("allows_special_tokens", [False, True])

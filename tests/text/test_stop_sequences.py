@@ -22,12 +22,12 @@ TOKENIZER_NAMES = ("tinyllama", "qwen3", "gpt2")
 def open_tokenizer(shared_data: Path) -> Callable[[str], TextTokenizer]:
     tokenizers: dict[str, TextTokenizer] = {}
 
-    def open_cached(name: str) -> TextTokenizer:
+    def open_named_tokenizer(name: str) -> TextTokenizer:
         if name not in tokenizers:
             tokenizers[name] = TextTokenizer(shared_data / "tokenizers" / name)
         return tokenizers[name]
 
-    return open_cached
+    return open_named_tokenizer
 
 
 def find_sequences(tokenizer: TextTokenizer, stop: str) -> list[list[int]]:

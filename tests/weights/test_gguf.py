@@ -287,7 +287,7 @@ def test_random_byte_changes_cause_an_error_or_valid_offsets(
 class TestParts:
     """A model that is split into several files."""
 
-    def write_parts(self, folder: Path) -> list[Path]:
+    def write_split_files(self, folder: Path) -> list[Path]:
         files = []
         for number in (1, 2, 3):
             metadata = {
@@ -301,7 +301,7 @@ class TestParts:
         return files
 
     def test_tensors_of_all_parts_are_read(self, tmp_path: Path) -> None:
-        files = self.write_parts(tmp_path)
+        files = self.write_split_files(tmp_path)
         gguf_file = GGUFFile(files[0])
         assert {name: tensor.file for name, tensor in gguf_file.tensors.items()} == dict(
             zip(("w1", "w2", "w3"), files, strict=True)
@@ -309,23 +309,23 @@ class TestParts:
         assert gguf_file.floats("w3") == [3.0, 3.0]
 
     def test_a_missing_part_is_named(self, tmp_path: Path) -> None:
-        files = self.write_parts(tmp_path)
+        files = self.write_split_files(tmp_path)
         files[1].unlink()
         with pytest.raises(WeightsError, match=r"1 of 3 parts are missing: m-00002-of-00003.gguf"):
             GGUFFile(files[0]).tensors  # noqa: B018
 
     def test_the_error_for_a_later_part_names_the_first_part(self, tmp_path: Path) -> None:
-        files = self.write_parts(tmp_path)
+        files = self.write_split_files(tmp_path)
         with pytest.raises(WeightsError, match=r"use its first part, m-00001-of-00003.gguf"):
             GGUFFile(files[2]).tensors  # noqa: B018
 
     def test_a_tensor_in_two_parts_is_refused(self, tmp_path: Path) -> None:
-        files = self.write_parts(tmp_path)
+        files = self.write_split_files(tmp_path)
         write_gguf_file(files[2], {"w1": np.ones(2, np.float32)})
         with pytest.raises(WeightsError, match=r"contains w1, which is also in m-00001-of-00003.gguf"):
             GGUFFile(files[0]).tensors  # noqa: B018
 
     def test_a_renamed_part_is_refused(self, tmp_path: Path) -> None:
-        files = self.write_parts(tmp_path)
+        files = self.write_split_files(tmp_path)
         with pytest.raises(WeightsError, match=r"split.tensors.count is 3, but the files have 1"):
             GGUFFile(files[0].rename(tmp_path / "m.gguf")).tensors  # noqa: B018

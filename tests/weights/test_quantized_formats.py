@@ -182,11 +182,11 @@ def test_weights_of_each_format_equal_the_original_weights(case: str, llama: Pat
     folder = write_packed_checkpoint(
         llama, tmp_path, packer, quantization, ignore=("1.mlp.up_proj",), shards=2
     )
-    weights, num_packed = Weights.open(folder), 0
+    weights, num_packed_weights = Weights.open(folder), 0
     for name, expected in load_file(tmp_path / "plain" / "model.safetensors").items():
         shape = tuple(expected.shape)
         is_packed = "_proj" in name and "1.mlp.up_proj" not in name
-        num_packed += is_packed
+        num_packed_weights += is_packed
         expected_encoding = encoding if is_packed and can_store(encoding, shape) else None
         assert weights.stored_encoding(name) == expected_encoding
         torch.testing.assert_close(weights.tensor(name, shape).float(), expected, rtol=1e-5, atol=1e-7)
@@ -196,7 +196,7 @@ def test_weights_of_each_format_equal_the_original_weights(case: str, llama: Pat
             assert all(len(tensor) == shape[0] for tensor in tensors.values()), (
                 "each tensor must have one row per output"
             )
-    assert num_packed == 13
+    assert num_packed_weights == 13
     weights.finish()
     assert weights.num_bytes == sum(
         tensor.nbytes for file in folder.glob("*.safetensors") for tensor in load_file(file).values()

@@ -31,7 +31,7 @@ def save_and_open(folder: Path, tensors: dict[str, Tensor]) -> Weights:
     return Weights.open(folder)
 
 
-def read_all(weights: Weights) -> None:
+def read_all_tensors(weights: Weights) -> None:
     for name in weights.names:
         weights.tensor(name, weights.shape(name))
 
@@ -108,7 +108,7 @@ def test_eight_bit_floats_are_not_read_as_weights(tmp_path: Path) -> None:
 
 
 def test_long_lists_in_errors_are_shortened(weights: Weights) -> None:
-    read_all(weights)
+    read_all_tensors(weights)
     for number in range(11):
         weights.tensor(f"layer.{number}", (1,))
     with pytest.raises(WeightsError, match=r"11 missing: layer\.0, .*, layer\.7 and 3 more$"):
@@ -155,7 +155,7 @@ def test_two_tensors_with_the_same_new_name_are_refused(weights: Weights) -> Non
 
 
 def test_a_renamed_view_records_its_reads_separately(weights: Weights) -> None:
-    read_all(weights.renamed(lambda name: name))
+    read_all_tensors(weights.renamed(lambda name: name))
     with pytest.raises(WeightsError, match="3 unexpected"):
         weights.finish()
 
@@ -168,5 +168,5 @@ def test_the_shape_of_a_missing_tensor_is_refused(weights: Weights) -> None:
 def test_a_trained_checkpoint_is_read_without_faults(shared_data: Path) -> None:
     weights = Weights.open(shared_data / "models" / "stories260K")
     assert weights.shape("model.embed_tokens.weight") == (512, 64)
-    read_all(weights)
+    read_all_tensors(weights)
     weights.finish()

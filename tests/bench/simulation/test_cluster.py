@@ -21,8 +21,8 @@ COSTS = ClusterCosts(
 )
 
 
-def make_turn(seed: int, length: int, num_new: int, think_seconds: float = 0.0) -> Turn:
-    return Turn(np.random.default_rng(seed).integers(0, 999, length), num_new, think_seconds)
+def make_turn(seed: int, length: int, num_new_tokens: int, think_seconds: float = 0.0) -> Turn:
+    return Turn(np.random.default_rng(seed).integers(0, 999, length), num_new_tokens, think_seconds)
 
 
 def test_events_run_in_order_of_time() -> None:

@@ -76,10 +76,10 @@ def test_enum_and_const_keep_only_values_with_the_format(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
-@given(seed=st.integers(0, 10_000), end_after=st.integers(0, 40))
+@given(seed=st.integers(0, 10_000), end_length=st.integers(0, 40))
 @settings(max_examples=40, deadline=None)
-def test_generated_strings_have_the_format(name: str, seed: int, end_after: int) -> None:
-    value = json.loads(generate_random_text(compile_format(name), seed, end_after))
+def test_generated_strings_have_the_format(name: str, seed: int, end_length: int) -> None:
+    value = json.loads(generate_random_text(compile_format(name), seed, end_length))
     assert has_format(name, value), value
     checker = Draft202012Validator.FORMAT_CHECKER
     # For these formats, the checker of jsonschema is stricter than the standard.
