@@ -20,7 +20,7 @@ END_TOKEN, CALL_TOKEN, OTHER_TOKEN = 256, 257, 258
 
 @pytest.fixture(scope="module")
 def special_tokens() -> Any:
-    """Return the texts of the tokens `CALL` and `OTHER_TOKEN`."""
+    """Return the texts of the tokens `CALL_TOKEN` and `OTHER_TOKEN`."""
     return ("<call>", "<mark>")
 
 
