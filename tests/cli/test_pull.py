@@ -145,8 +145,8 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 hub.released.wait(60)
                 self.close_connection = True
                 return
-            if hub.breaks > 0 and len(data) > 2**21:
-                hub.breaks -= 1
+            if hub.num_breaks > 0 and len(data) > 2**21:
+                hub.num_breaks -= 1
                 self.wfile.write(data[: 2**21])
                 self.close_connection = True
                 return
