@@ -187,7 +187,7 @@ def test_commands_without_an_argument_show_the_value() -> None:
     assert not session.handle("/quit")
 
 
-def test_chat_with_a_model_in_this_process() -> None:
+def test_a_chat_runs_with_a_model_in_this_process() -> None:
     lines = "What is the capital of Germany?\nWhat is Penstock?\n"
     result = CliRunner().invoke(
         cli, ["chat", "demo", "--temperature", "0", "--kv-cache-memory", "64MiB"], input=lines
@@ -199,7 +199,7 @@ def test_chat_with_a_model_in_this_process() -> None:
     assert "tokens/s" in result.stderr
 
 
-def test_chat_with_an_image_and_a_model_in_this_process() -> None:
+def test_a_chat_with_an_image_runs_in_this_process() -> None:
     lines = (
         f"/image {ROOT / 'examples' / 'shapes.png'}\nWhat is in the picture?\nHow many shapes are there?\n"
     )
@@ -209,7 +209,7 @@ def test_chat_with_an_image_and_a_model_in_this_process() -> None:
     assert result.stdout.splitlines()[0] == "There is a red circle and a blue square."
 
 
-def test_chat_with_a_server() -> None:
+def test_a_chat_runs_with_a_server() -> None:
     pipeline = FakePipeline.answering(
         lambda prompt: "<think>Hm.</think>" + prompt.removesuffix("assistant: ")
     )

@@ -92,7 +92,7 @@ def test_max_loads_the_checkpoint_or_the_gguf_file_of_llama_cpp(tmp_path: Path) 
 @pytest.mark.peers
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", PEERS)
-def test_small_model_on_a_real_peer(name: str, shape: Path, tmp_path: Path) -> None:
+def test_a_small_model_runs_on_a_real_peer(name: str, shape: Path, tmp_path: Path) -> None:
     if not python_of(DEFAULT_FOLDER / name).exists():
         pytest.skip(f"{name} is not installed: python -m benchmarks.peers setup {name}")
     checkpoint = DEFAULT_FOLDER / "checkpoints" / shape.name

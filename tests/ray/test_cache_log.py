@@ -56,7 +56,7 @@ def test_a_reader_of_another_log_gets_all_blocks() -> None:
     assert log.since(99).events == [BlocksCleared(), make_stored_event_without_tokens(1)]
 
 
-def test_readers_at_any_interval_know_the_cached_blocks() -> None:
+def test_changes_read_at_any_interval_give_the_cached_blocks() -> None:
     rng, log, cached_blocks = random.Random(1), CacheLog(), set[int]()
     readers = [(PrefixMap(), period) for period in (1, 7, 900)]
     positions = [0] * len(readers)

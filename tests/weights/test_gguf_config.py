@@ -80,7 +80,7 @@ def test_missing_keys_have_defaults(tmp_path: Path) -> None:
     }
 
 
-def test_tensors_determine_ties_biases_and_type(tmp_path: Path) -> None:
+def test_tied_heads_biases_and_type_follow_from_the_tensors(tmp_path: Path) -> None:
     tensors = {
         "output.weight": np.zeros((10, 64), np.float16),
         "blk.0.attn_q.bias": np.zeros(64, np.float32),

@@ -33,7 +33,7 @@ def test_the_error_of_gelu_is_below_0_6_ulp_for_every_bfloat16_number(ops: CpuOp
     assert torch.equal(gated_y.double(), y)
 
 
-def test_gelu_of_infinities_and_nan(ops: CpuOps) -> None:
+def test_gelu_of_minus_infinity_and_of_nan_is_nan(ops: CpuOps) -> None:
     x = torch.tensor([[torch.inf, -torch.inf, torch.nan, 1.0]]).bfloat16()
     y = ops.activation(x, "gelu_tanh")
     assert y[0, 0] == torch.inf
