@@ -1,4 +1,4 @@
-"""Configuration of Penstock on Ray: the cluster, replicas and actors."""
+"""`RayConfig`: the settings of Penstock on Ray."""
 
 from __future__ import annotations
 
@@ -78,22 +78,28 @@ class RayConfig:
 
     @classmethod
     def from_given(cls, given: Mapping[str, tuple[Any, str]]) -> RayConfig:
-        """Return the configuration from flat name -> (converted value, source). Other names are ignored."""
-        own = {field.name: given[field.name] for field in ray_fields() if field.name in given}
-        values = {name: value for name, (value, _) in own.items()}
-        return cls(sources={name: where for name, (_, where) in own.items()}, **values)
+        """Return the configuration for a mapping of flat name -> (converted value, source).
+
+        Names of settings of other configuration classes are ignored.
+        """
+        settings = {field.name: given[field.name] for field in ray_fields() if field.name in given}
+        values = {name: value for name, (value, _) in settings.items()}
+        return cls(sources={name: source for name, (_, source) in settings.items()}, **values)
 
     def describe(self) -> list[tuple[str, Any, str]]:
         """Return name, value and source of every field, for ``--print-config``."""
         rows = []
         for config_field in ray_fields():
             value = getattr(self, config_field.attribute)
-            unnamed = "default" if value == config_field.default else "argument"
-            rows.append((config_field.name, value, self.sources.get(config_field.name, unnamed)))
+            source = "default" if value == config_field.default else "argument"
+            rows.append((config_field.name, value, self.sources.get(config_field.name, source)))
         return rows
 
 
 @cache
 def ray_fields() -> tuple[ConfigField, ...]:
-    """Return all settings of `RayConfig`. No other configuration class has settings of the same names."""
+    """Return all settings of `RayConfig`.
+
+    Their names differ from those of all other configuration classes.
+    """
     return fields_of(RayConfig)
