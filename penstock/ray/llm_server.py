@@ -1,5 +1,4 @@
-"""`PenstockServer`: a server class with which the applications of Ray Serve LLM (`ray.serve.llm`) use
-Penstock.
+"""`PenstockServer`: the server class that runs Penstock as the engine of Ray Serve LLM (`ray.serve.llm`).
 
     from ray.serve.llm import LLMConfig, build_openai_app
 

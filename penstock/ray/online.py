@@ -63,7 +63,7 @@ def build_app(config: Mapping[str, object]) -> Any:
 
 
 def application(config: PipelineConfig, serve_config: ServeConfig, ray_config: RayConfig) -> Any:
-    """Return the Ray Serve application for the configurations of the model, the server and Ray (`build_app`)."""
+    """Return the Ray Serve application for three configurations. `build_app` is the public function."""
     import_ray("penstock.ray.build_app")
     from ray import serve
 
