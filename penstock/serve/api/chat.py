@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 
 from penstock.serve.api.chat_response import ChatResponse
 from penstock.serve.api.conversation import Conversation
-from penstock.serve.api.generation import GenerationJob, GenerationRun, in_pool
+from penstock.serve.api.generation import GenerationJob, GenerationRun, run_in_pool
 from penstock.serve.api.json_parts import Parts, json_response
 from penstock.serve.api.schemas import ChatBody
 from penstock.serve.api.text_generation import answer_request, envelope_of, record_logged_fields
@@ -27,7 +27,7 @@ async def create_chat_completion(request: Request) -> Response:
     """Generate the next message of a conversation."""
     services, record = Services.of(request), RequestRecord.of(request)
     raw = await request.json()
-    chat = await in_pool(request, lambda: Conversation.of(services, raw, f"chatcmpl-{uuid4().hex}"))
+    chat = await run_in_pool(request, lambda: Conversation.of(services, raw, f"chatcmpl-{uuid4().hex}"))
     record_logged_fields(chat.body, record, chat.context)
     body, job = chat.body, chat.job(services)
     response = ChatResponse(
@@ -55,7 +55,7 @@ async def render_chat_completion(request: Request) -> Response:
     """
     services = Services.of(request)
     raw = await request.json()
-    chat = await in_pool(request, lambda: Conversation.of(services, raw, f"chatcmpl-{uuid4().hex}"))
+    chat = await run_in_pool(request, lambda: Conversation.of(services, raw, f"chatcmpl-{uuid4().hex}"))
     ids = chat.context.prompt_tokens.tolist()
     prompt = {
         "object": "chat.completion.prompt",

@@ -44,26 +44,26 @@ class ToolUse:
         return frozenset(tool["function"]["name"] for tool in self.tools)
 
 
-def messages_of(raw: Mapping[str, object]) -> list[Message]:
+def raw_messages(raw: Mapping[str, object]) -> list[Message]:
     """Return the messages of a chat request as the client sent them; the request is validated."""
     messages = raw["messages"]
     assert isinstance(messages, list)
     return messages
 
 
-def plain_tools(raw: Mapping[str, object]) -> list[TokenGeneratorRequestTool]:
+def template_tools(raw: Mapping[str, object]) -> list[TokenGeneratorRequestTool]:
     """Return the tools of a validated request as the client sent them, without nulls and ``strict``."""
     tools = raw.get("tools")
     return [_plain_tool(tool) for tool in tools] if isinstance(tools, list) else []
 
 
-def tool_use(body: ChatBody, raw: Mapping[str, object]) -> ToolUse:
+def requested_tool_use(body: ChatBody, raw: Mapping[str, object]) -> ToolUse:
     """Return the tools of a request and how they may be used.
 
     Raises:
         RequestProblem: 400; ``tool_choice`` names a tool that the request does not have.
     """
-    tools = plain_tools(raw)
+    tools = template_tools(raw)
     names = [tool["function"]["name"] for tool in tools]
     choice = body.tool_choice
     strict = frozenset(tool.function.name for tool in body.tools or () if tool.function.strict)
@@ -90,7 +90,7 @@ def tool_use(body: ChatBody, raw: Mapping[str, object]) -> ToolUse:
     return ToolUse(tools, choice or ("auto" if tools else "none"), strict)
 
 
-def check_template_shows(tools: Sequence[Mapping[str, object]], tokenizer: TextTokenizer) -> None:
+def check_template_reads_tools(tools: Sequence[Mapping[str, object]], tokenizer: TextTokenizer) -> None:
     """Refuse tools if the chat template would omit them from the prompt.
 
     Raises:
@@ -160,7 +160,7 @@ def template_options(body: ChatLike, tokenizer: TextTokenizer, *, can_reason: bo
     return options
 
 
-def reads_effort(tokenizer: TextTokenizer, effort: str) -> bool:
+def template_supports_effort(tokenizer: TextTokenizer, effort: str) -> bool:
     """Return whether the chat template can apply a ``reasoning_effort``."""
     return tokenizer.template_mentions("reasoning_effort") or (
         effort == "none" and tokenizer.template_mentions("enable_thinking")

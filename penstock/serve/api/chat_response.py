@@ -90,7 +90,7 @@ class ChatResponse(OpenAIStream):
         self._started_choices: set[int] = set()
         self._templates: dict[int, EventTemplate] = {}
 
-    def whole(self, outputs: Sequence[ChoiceDelta], usage: Usage) -> Parts:
+    def whole_response(self, outputs: Sequence[ChoiceDelta], usage: Usage) -> Parts:
         """Yield the JSON of a response that is not streamed."""
         choices = (self._choice(index, output) for index, output in enumerate(outputs))
         more: dict[str, object] = {"usage": usage}

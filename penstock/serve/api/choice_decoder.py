@@ -85,7 +85,8 @@ class ChoiceDecoder:
         token_by_token: parse after each token, to count the reasoning tokens exactly and to end the choice at
             the token that completes the only allowed call.
         keeps_stop: whether the text includes the stop string that ended the choice.
-        at_once: whether all tokens may be decoded together at the end, because the response is not streamed.
+        may_decode_at_end: whether all tokens may be decoded together at the end, because the response is not
+            streamed.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class ChoiceDecoder:
         parser: OutputParser | None = None,
         skip_special_tokens: bool = True,
         token_by_token: bool = False,
-        at_once: bool = False,
+        may_decode_at_end: bool = False,
         keeps_stop: bool = False,
     ) -> None:
         params = context.sampling_params
@@ -110,7 +111,7 @@ class ChoiceDecoder:
         """Scores of all prompt tokens except the first. Complete when the first output token arrives."""
         self._parser = parser
         self._text: _TextDecoder
-        if at_once and not params.stop and not token_by_token:
+        if may_decode_at_end and not params.stop and not token_by_token:
             self._text = _DeferredDetokenizer(tokenizer, context.prompt_tokens, skip_special_tokens)
         else:
             self._text = Detokenizer(

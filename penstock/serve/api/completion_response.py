@@ -63,7 +63,7 @@ class CompletionResponse(OpenAIStream):
         self._started_choices: set[int] = set()
         self._templates: dict[int, EventTemplate] = {}
 
-    def whole(self, outputs: Sequence[ChoiceDelta], usage: Usage) -> Parts:
+    def whole_response(self, outputs: Sequence[ChoiceDelta], usage: Usage) -> Parts:
         """Yield the JSON of a response that is not streamed."""
         choices = (
             with_members(self._choice(index, output, is_first=True), **self._members(index, output))

@@ -11,9 +11,9 @@ from fastapi import APIRouter, Request, Response
 from penstock.pipelines.core import TextContext
 from penstock.serve.api.choice_decoder import ChoiceDecoder
 from penstock.serve.api.completion_response import CompletionResponse, Echo, PromptScores
-from penstock.serve.api.fill_in_middle import fill_in_ends, fill_in_prompt
-from penstock.serve.api.generation import GenerationJob, GenerationRun, check_choices, in_pool
-from penstock.serve.api.logprob_limit import check_num_logprobs, num_best, num_prompt_logprobs
+from penstock.serve.api.fill_in_middle import fill_in_end_ids, fill_in_prompt
+from penstock.serve.api.generation import GenerationJob, GenerationRun, check_choices, run_in_pool
+from penstock.serve.api.logprob_limit import check_num_logprobs, num_prompt_logprobs, num_top_logprobs
 from penstock.serve.api.models import adapter_named
 from penstock.serve.api.output_format import check_enabled, output_grammar
 from penstock.serve.api.request_context import contexts_for_choices, request_context
@@ -35,7 +35,7 @@ async def create_completion(request: Request) -> Response:
     """Generate a continuation of each prompt."""
     services, record = Services.of(request), RequestRecord.of(request)
     raw = await request.json()
-    completion = await in_pool(request, lambda: CompletionRequest.of(services, raw))
+    completion = await run_in_pool(request, lambda: CompletionRequest.of(services, raw))
     body, job = completion.body, completion.job
     record_logged_fields(body, record, job.contexts[0])
     response = CompletionResponse(
@@ -99,13 +99,13 @@ class CompletionRequest:
         check_choices(services, len(prompts), n)
         contexts: list[TextContext] = []
         for index, prompt in enumerate(prompts):
-            is_only = len(prompts) == 1
+            is_single = len(prompts) == 1
             context = request_context(
                 services,
                 body,
-                name if is_only else f"{name}-{index}",
+                name if is_single else f"{name}-{index}",
                 index=index,
-                param="prompt" if is_only else f"prompt[{index}]",
+                param="prompt" if is_single else f"prompt[{index}]",
                 adapter=adapter,
                 top=body.logprobs,
                 echo=(bool(body.echo) and body.logprobs is not None) or body.prompt_logprobs is not None,
@@ -119,7 +119,7 @@ class CompletionRequest:
             services,
             contexts,
             top=body.logprobs,
-            prompt_rows=num_prompt_logprobs(body, contexts, echoed=body.logprobs if body.echo else None),
+            prompt_count=num_prompt_logprobs(body, contexts, echo_top=body.logprobs if body.echo else None),
             param="prompt_logprobs" if body.logprobs is None else "logprobs",
         )
         choices = [
@@ -127,7 +127,7 @@ class CompletionRequest:
                 context,
                 services.tokenizer,
                 skip_special_tokens=not body.shows_special_tokens,
-                at_once=not body.stream,
+                may_decode_at_end=not body.stream,
                 keeps_stop=bool(body.include_stop_str_in_output),
             )
             for context in contexts
@@ -141,7 +141,7 @@ def _prompt_scores(services: Services, body: CompletionBody) -> PromptScores | N
     top = body.prompt_logprobs
     if top is None:
         return None
-    num_top, fragments = num_best(body, body.logprobs), services.fragments_for(body)
+    num_top, fragments = num_top_logprobs(body, body.logprobs), services.fragments_for(body)
     return lambda ids, scores: prompt_parts(fragments, ids, scores, top, num_top)
 
 
@@ -176,7 +176,7 @@ def _with_fill_in_prompts(
     fill_in_prompts: list[str | list[int]] = [
         fill_in_prompt(tokenizer, str(prompt), body.suffix or "", "suffix") for prompt in prompts
     ]
-    ends = [] if body.ignore_eos else fill_in_ends(tokenizer)
+    ends = [] if body.ignore_eos else fill_in_end_ids(tokenizer)
     stops = [*(body.stop_token_ids or ()), *ends]
     return body.model_copy(update={"stop_token_ids": stops or None}), fill_in_prompts
 

@@ -10,11 +10,11 @@ import msgspec
 from penstock.pipelines.core import Grammar, TextContext
 from penstock.serve.api.chat_prompt import (
     ToolUse,
-    check_template_shows,
-    messages_of,
+    check_template_reads_tools,
+    raw_messages,
+    requested_tool_use,
     template_messages,
     template_options,
-    tool_use,
 )
 from penstock.serve.api.choice_decoder import ChoiceDecoder
 from penstock.serve.api.generation import GenerationJob, check_choices
@@ -39,7 +39,7 @@ class Conversation:
     """
 
     body: ChatBody
-    use: ToolUse
+    tool_use: ToolUse
     context: TextContext
     opens_reasoning: bool
     """Whether the prompt ends inside a reasoning block."""
@@ -59,14 +59,14 @@ class Conversation:
         """
         body = checked_body(services, ChatBody, raw)
         check_choices(services, 1, body.n or 1)
-        chat_messages = messages_of(raw)
-        use = tool_use(body, raw)
-        check_template_shows(use.tools, services.tokenizer)
+        chat_messages = raw_messages(raw)
+        tool_use = requested_tool_use(body, raw)
+        check_template_reads_tools(tool_use.tools, services.tokenizer)
         parsers, tokenizer = services.parsers, services.tokenizer
         messages = template_messages(chat_messages, tokenizer)
         options = template_options(body, tokenizer, can_reason=parsers.reasoning_format is not None)
         with map_input_errors("messages"):
-            check_roles(messages, tokenizer, use.tools or None, options)
+            check_roles(messages, tokenizer, tool_use.tools or None, options)
         top = (body.top_logprobs or 0) if body.logprobs else None
         context = request_context(
             services,
@@ -77,25 +77,25 @@ class Conversation:
             top=top,
             echo=body.prompt_logprobs is not None,
             messages=messages,
-            tools=use.tools or None,
+            tools=tool_use.tools or None,
             chat_template_options=options,
             **image_fields(services, chat_messages),
         )
-        prompt_rows = num_prompt_logprobs(body, [context])
+        prompt_count = num_prompt_logprobs(body, [context])
         if top is not None and output_limit(body) is None:
-            context = with_bounded_output(services, context, body.n or 1, top=top, prompt_rows=prompt_rows)
+            context = with_bounded_output(services, context, body.n or 1, top=top, prompt_count=prompt_count)
         check_num_logprobs(
             services,
             [context] * (body.n or 1),
             top=top,
-            prompt_rows=prompt_rows,
+            prompt_count=prompt_count,
             param="top_logprobs" if body.logprobs else "prompt_logprobs",
         )
         opens_reasoning = parsers.prompt_opens_reasoning(str(context.prompt), _prefill(body))
-        grammar = _grammar(services, body, use, opens_reasoning)
+        grammar = _grammar(services, body, tool_use, opens_reasoning)
         if grammar is not None:
             context = msgspec.structs.replace(context, grammar=grammar)
-        return cls(body, use, context, opens_reasoning)
+        return cls(body, tool_use, context, opens_reasoning)
 
     def job(self, services: Services) -> GenerationJob:
         """Return a context and a decoder for each choice."""
@@ -107,8 +107,8 @@ class Conversation:
                 context,
                 services.tokenizer,
                 parser=parsers.new(
-                    tools=self.use.tools,
-                    tool_choice=self.use.choice,
+                    tools=self.tool_use.tools,
+                    tool_choice=self.tool_use.choice,
                     in_reasoning=self.opens_reasoning,
                     parallel=parallel,
                     shows_special_tokens=self.body.shows_special_tokens,
@@ -116,7 +116,7 @@ class Conversation:
                 ),
                 skip_special_tokens=parsers.skip_special_tokens and not self.body.shows_special_tokens,
                 token_by_token=parsers.reasoning_format is not None or not parallel,
-                at_once=not self.body.stream,
+                may_decode_at_end=not self.body.stream,
                 keeps_stop=bool(self.body.include_stop_str_in_output),
             )
             for context in contexts
@@ -146,7 +146,7 @@ def _prefill(body: ChatBody) -> str:
     return text
 
 
-def _grammar(services: Services, body: ChatBody, use: ToolUse, opens_reasoning: bool) -> Grammar | None:
+def _grammar(services: Services, body: ChatBody, tool_use: ToolUse, opens_reasoning: bool) -> Grammar | None:
     """Return the grammar of the output after the reasoning; None for free text.
 
     Raises:
@@ -155,27 +155,31 @@ def _grammar(services: Services, body: ChatBody, use: ToolUse, opens_reasoning: 
     parsers = services.parsers
     parallel = body.parallel_tool_calls is not False
     grammar_and_field = output_grammar(services, body)
-    if use.is_forced:  # the output is a tool call, so a format of the text has no effect
+    if tool_use.is_forced:  # the output is a tool call, so a format of the text has no effect
         check_enabled(services, body, "tool_choice")
-        check_tools(services, body, use.callable_names)
+        check_tools(services, body, tool_use.callable_names)
         with map_input_errors("tool_choice"):
             call_grammar = parsers.grammar(
-                use.tools, use.choice, parallel=parallel, reasoning=True, in_reasoning=opens_reasoning
+                tool_use.tools,
+                tool_use.choice,
+                parallel=parallel,
+                reasoning=True,
+                in_reasoning=opens_reasoning,
             )
         return checked_grammar(services, call_grammar, "tools")
-    if grammar_and_field is None and not use.strict:
+    if grammar_and_field is None and not tool_use.strict:
         return None
     grammar, param = grammar_and_field or (None, "tools")
     check_enabled(services, body, param)
-    check_tools(services, body, use.strict)
+    check_tools(services, body, tool_use.strict)
     with map_input_errors(param):
         if grammar is None:
             combined_grammar = parsers.strict_grammar(
-                use.tools, use.strict, parallel=parallel, in_reasoning=opens_reasoning
+                tool_use.tools, tool_use.strict, parallel=parallel, in_reasoning=opens_reasoning
             )
-        elif use.tools:
+        elif tool_use.tools:
             combined_grammar = parsers.calls_or_format_grammar(
-                grammar, use.tools, use.strict, parallel=parallel, in_reasoning=opens_reasoning
+                grammar, tool_use.tools, tool_use.strict, parallel=parallel, in_reasoning=opens_reasoning
             )
         else:
             combined_grammar = parsers.after_reasoning(grammar, in_reasoning=opens_reasoning)

@@ -23,7 +23,7 @@ from penstock.pipelines.core import (
 from penstock.pipelines.core.embeddings import EmbeddingsFields, EmbeddingsOptions
 from penstock.serve.api.embedding_run import EmbeddingRun
 from penstock.serve.api.embedding_schemas import EncodingBody, TextsOrIds, VectorBody
-from penstock.serve.api.generation import cancel_on_disconnect, in_pool
+from penstock.serve.api.generation import cancel_on_disconnect, run_in_pool
 from penstock.serve.api.models import adapter_named
 from penstock.serve.api.parameters import map_input_errors
 from penstock.serve.api.text_generation import checked_body
@@ -66,7 +66,7 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
     """
     services, record = Services.of(request), RequestRecord.of(request)
     raw = await request.json()
-    body = await in_pool(request, lambda: checked_body(services, kind, raw))
+    body = await run_in_pool(request, lambda: checked_body(services, kind, raw))
     record.model, record.user = body.model, body.user
     adapter_named(services, body.model)
     return body
@@ -88,7 +88,7 @@ async def encode_inputs(
         ClientDisconnect: the client disconnected.
     """
     services, record = Services.of(request), RequestRecord.of(request)
-    contexts, names = await in_pool(request, lambda: _contexts(services, body, inputs()))
+    contexts, names = await run_in_pool(request, lambda: _contexts(services, body, inputs()))
     record.details["inputs"] = len(contexts)
     run = EmbeddingRun(services, record, contexts, names)
     responses = await cancel_on_disconnect(request, run, run.responses)
@@ -200,7 +200,7 @@ def response_id(kind: str) -> str:
     return f"{kind}-{uuid4().hex}"
 
 
-def numbers(array: npt.NDArray[np.number]) -> list[object]:
+def nested_list(array: npt.NDArray[np.number]) -> list[object]:
     """Return an array as nested lists of Python numbers."""
     values: list[object] = array.tolist()
     return values
@@ -211,28 +211,28 @@ def _contexts(
 ) -> tuple[list[EmbeddingsContext], list[str]]:
     """Return the contexts of all inputs and their names. Slow: call it in the pool."""
     adapter = adapter_named(services, body.model)
-    is_only = len(inputs) == 1
+    is_single = len(inputs) == 1
     requests: list[EmbeddingsGenerationRequest] = []
     for model_input in inputs:
         fields: EmbeddingsFields = {
             **model_input.fields,
-            "truncate": body.cuts,
+            "truncate": body.truncates,
             "max_tokens": body.max_tokens,
             "adapter": adapter,
             "priority": body.priority or 0,
         }
-        with _input_errors(model_input.name, is_only=is_only):
+        with _input_errors(model_input.name, is_single=is_single):
             requests.append(EmbeddingsGenerationRequest(id=uuid4().hex, model_name=body.model, **fields))
     new_contexts = tokenizer_of(services).build_embeddings_contexts(requests)  # encodes all texts together
     contexts: list[EmbeddingsContext] = []
     for model_input in inputs:
-        with _input_errors(model_input.name, is_only=is_only):
+        with _input_errors(model_input.name, is_single=is_single):
             contexts.append(next(new_contexts))
     return contexts, [model_input.name for model_input in inputs]
 
 
 @contextmanager
-def _input_errors(name: str, *, is_only: bool) -> Iterator[None]:
+def _input_errors(name: str, *, is_single: bool) -> Iterator[None]:
     """Raise an `InputError` of the block as a `RequestProblem` that names the input."""
     try:
         with map_input_errors(name):
@@ -245,7 +245,7 @@ def _input_errors(name: str, *, is_only: bool) -> Iterator[None]:
                 f"{name} has {count} tokens, but the maximum length is {cause.max_length} tokens: "
                 "shorten it, or send truncate: true to cut it"
             )
-        elif not is_only:
+        elif not is_single:
             message = f"{name}: {message}"
         raise RequestProblem(
             problem.status_code, message, param=problem.param, code=problem.code

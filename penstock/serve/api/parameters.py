@@ -67,7 +67,7 @@ _GENERATION_FIELDS: Mapping[str, Refused] = {
     # Fields of llama.cpp and Ollama. Values that disable a sampler are accepted.
     "cache_prompt": Refused("the prefix cache is always on; cache_salt keeps prompts apart", (True,)),
     "id_slot": Refused("the scheduler chooses the slot", (-1,)),
-    "n_keep": Refused("a running prompt is not shortened", (0,)),
+    "n_keep": Refused("the server has no context shift", (0,)),
     "min_keep": Refused("at least one token is always kept", (0, 1)),
     "repeat_last_n": Refused("repetition_penalty covers the prompt and the whole output", (-1,)),
     "typical_p": Refused(_NO_SAMPLER, (1, 1.0)),

@@ -16,7 +16,7 @@ from penstock.pipelines.core import (
 )
 from penstock.pipelines.core.choices import choice_contexts
 from penstock.serve.api.images import ImageFields
-from penstock.serve.api.logprob_limit import num_best, without_echo
+from penstock.serve.api.logprob_limit import num_top_logprobs, without_prompt_logprobs
 from penstock.serve.api.parameters import map_input_errors, sampling_params
 from penstock.serve.api.schemas import GenerationBody
 from penstock.serve.services import Services
@@ -70,7 +70,7 @@ def request_context(
         request_id,
         index,
         body.model,
-        logprobs=num_best(body, top),
+        logprobs=num_top_logprobs(body, top),
         echo=echo,
         sampling_params=sampling_params(
             body, services.pipeline_config, tokenizer=tokenizer, default_limit=default_limit
@@ -99,7 +99,8 @@ def contexts_for_choices(
     first_context, *other_contexts = choice_contexts(context, body.n or 1)
     if not body.stream:
         other_contexts = [
-            without_echo(other_context, has_logprobs=has_logprobs) for other_context in other_contexts
+            without_prompt_logprobs(other_context, has_logprobs=has_logprobs)
+            for other_context in other_contexts
         ]
     return [first_context, *other_contexts]
 

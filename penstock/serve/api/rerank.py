@@ -17,8 +17,8 @@ from penstock.serve.api.embedding_requests import (
     tokenizer_of,
 )
 from penstock.serve.api.embedding_schemas import RerankBody
-from penstock.serve.api.generation import in_pool
-from penstock.serve.api.json_parts import JsonResponse, array, encode, gather, with_members
+from penstock.serve.api.generation import run_in_pool
+from penstock.serve.api.json_parts import JsonResponse, array, collect_parts, encode, with_members
 from penstock.serve.api.parameters import map_input_errors
 from penstock.serve.http.bodies import JsonRoute
 from penstock.serve.http.openapi import route_options
@@ -66,13 +66,13 @@ async def _rerank(request: Request, version: str) -> Response:
         )
     encoded_inputs = await encode_inputs(request, body, lambda: _inputs(services, body, plan, texts))
     with map_input_errors("model"):
-        scores = await in_pool(request, lambda: plan.scores(encoded_inputs.responses))
+        scores = await run_in_pool(request, lambda: plan.scores(encoded_inputs.responses))
     items = (
         iter([encode(_result(index, float(scores[index]), texts[index] if body.return_documents else None))])
         for index in ranking(scores, body.top_n)
     )
     parts = with_members(_envelope(body.model, version, encoded_inputs), results=array(items))
-    return JsonResponse(await gather(parts, services.turns))
+    return JsonResponse(await collect_parts(parts, services.encoding_turns))
 
 
 def _inputs(

@@ -15,7 +15,7 @@ from penstock.serve.api.embedding_requests import (
     tokenizer_of,
 )
 from penstock.serve.api.embedding_schemas import ScoreBody
-from penstock.serve.api.generation import in_pool
+from penstock.serve.api.generation import run_in_pool
 from penstock.serve.api.json_parts import JsonResponse, encode
 from penstock.serve.api.parameters import map_input_errors
 from penstock.serve.http.bodies import JsonRoute
@@ -50,7 +50,7 @@ async def score(request: Request) -> Response:
     ]
     encoded_inputs = await encode_inputs(request, body, lambda: inputs)
     with map_input_errors("model"):
-        scores = await in_pool(request, lambda: plan.scores(encoded_inputs.responses))
+        scores = await run_in_pool(request, lambda: plan.scores(encoded_inputs.responses))
     data = [{"index": i, "object": "score", "score": float(value)} for i, value in enumerate(scores)]
     envelope = {
         "id": response_id("score"),

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request, Response
 from penstock.errors import InputError, MissingDependencyError
 from penstock.media.audio_files import AudioEncoder, Samples
 from penstock.pipelines.core import AudioGenerationRequest, TTSContext
-from penstock.serve.api.generation import cancel_on_disconnect, in_pool
+from penstock.serve.api.generation import cancel_on_disconnect, run_in_pool
 from penstock.serve.api.models import adapter_named
 from penstock.serve.api.parameters import map_input_errors
 from penstock.serve.api.speech_run import SpeechRun
@@ -52,7 +52,7 @@ async def create_speech(request: Request) -> Response:
     """Return the audio of a text. The first byte is sent with the first audio."""
     services, record = Services.of(request), RequestRecord.of(request)
     raw = await request.json()
-    body, contexts, encoder = await in_pool(request, lambda: _prepare(services, raw))
+    body, contexts, encoder = await run_in_pool(request, lambda: _prepare(services, raw))
     record.model, record.user, record.stream = body.model, body.user, True
     record.details["seed"] = contexts[0].sampling_params.seed
     run = SpeechRun(services, record, contexts)
@@ -131,7 +131,7 @@ class _SpeechResponse:
         def encode() -> bytes:
             return encoder.finish() if samples is None else encoder.add(samples)
 
-        return encode() if encoder.format.container is None else await in_pool(self._request, encode)
+        return encode() if encoder.format.container is None else await run_in_pool(self._request, encode)
 
 
 def _prepare(services: Services, raw: object) -> tuple[SpeechBody, list[TTSContext], AudioEncoder]:

@@ -14,7 +14,7 @@ from penstock.pipelines.core import TextContext
 from penstock.serve.api.chat_response import Envelope
 from penstock.serve.api.choice_decoder import ChoiceDelta
 from penstock.serve.api.generation import cancel_on_disconnect
-from penstock.serve.api.json_parts import EncodingTurns, JsonResponse, gather, spread
+from penstock.serve.api.json_parts import EncodingTurns, JsonResponse, collect_parts, with_pauses
 from penstock.serve.api.models import system_fingerprint
 from penstock.serve.api.parameters import UnknownFields, check_combinations
 from penstock.serve.api.schemas import GenerationBody, RequestBody
@@ -36,7 +36,7 @@ class ChoiceResponseBuilder(Protocol):
         """The content type of the stream."""
         ...
 
-    def whole(self, outputs: list[ChoiceDelta], usage: Usage) -> Iterable[bytes]:
+    def whole_response(self, outputs: list[ChoiceDelta], usage: Usage) -> Iterable[bytes]:
         """Yield the JSON of a response that is not streamed."""
         ...
 
@@ -68,7 +68,7 @@ class ChoiceRun(Protocol):
 
     def deltas(self) -> AsyncGenerator[tuple[int, ChoiceDelta] | None, None]: ...
 
-    async def whole(self) -> list[ChoiceDelta]: ...
+    async def whole_output(self) -> list[ChoiceDelta]: ...
 
     def usage(self) -> Usage: ...
 
@@ -161,7 +161,9 @@ async def answer_request(
             run.finish()
             raise
         return EventStream(
-            response_events(run, response, services.turns, with_usage=with_usage, on_complete=on_complete),
+            response_events(
+                run, response, services.encoding_turns, with_usage=with_usage, on_complete=on_complete
+            ),
             on_error=lambda error: note_error(services, record, error),
             on_disconnect=run.cancel,
             error_event=response.error,
@@ -170,8 +172,8 @@ async def answer_request(
 
     async def whole() -> list[bytes]:
         await run.admitted()
-        outputs = await run.whole()
-        parts = await gather(response.whole(outputs, run.usage()), services.turns)
+        outputs = await run.whole_output()
+        parts = await collect_parts(response.whole_response(outputs, run.usage()), services.encoding_turns)
         if on_complete is not None:
             await on_complete()
         return parts
@@ -200,7 +202,7 @@ async def response_events(
                 continue
             index, delta = item
             events = response.events(index, delta, run.usage() if with_usage else None)
-            async for part in spread(events, turns):
+            async for part in with_pauses(events, turns):
                 yield part
         last_events = response.end(run.usage())
         if on_complete is not None:

@@ -9,9 +9,9 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
 from penstock.pipelines.core import TokenGeneratorRequest
-from penstock.serve.api.chat_prompt import messages_of, plain_tools, template_messages, template_options
+from penstock.serve.api.chat_prompt import raw_messages, template_messages, template_options, template_tools
 from penstock.serve.api.conversation import image_fields
-from penstock.serve.api.generation import in_pool
+from penstock.serve.api.generation import run_in_pool
 from penstock.serve.api.models import adapter_named
 from penstock.serve.api.parameters import map_input_errors
 from penstock.serve.api.roles import check_roles
@@ -59,7 +59,7 @@ async def detokenize(request: Request) -> DetokenizeResponse:
 async def _in_pool(request: Request, work: Callable[[Services, object], T]) -> T:
     services = Services.of(request)
     raw = await request.json()
-    return await in_pool(request, lambda: work(services, raw))
+    return await run_in_pool(request, lambda: work(services, raw))
 
 
 def _tokenize(services: Services, raw: object) -> TokenizeResponse:
@@ -88,9 +88,9 @@ def _tokenize(services: Services, raw: object) -> TokenizeResponse:
                 "add_special_tokens is only for prompt: the chat template adds special tokens",
                 param="add_special_tokens",
             )
-        chat_messages = messages_of(raw)
+        chat_messages = raw_messages(raw)
         messages = template_messages(chat_messages, tokenizer)
-        tools = plain_tools(raw) or None
+        tools = template_tools(raw) or None
         options = template_options(body, tokenizer, can_reason=False)
         images = image_fields(services, chat_messages)
         chat = TokenGeneratorRequest(

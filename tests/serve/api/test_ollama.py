@@ -164,7 +164,7 @@ async def test_model_lists_and_errors(server: InProcessServer) -> None:
         ),
         ("/api/chat", {"messages": [{"role": "user", "images": ["aaaa"]}]}, "image"),
         ("/api/chat", {"messages": make_user_message("x"), "think": "high"}, "reads no effort"),
-        ("/api/generate", {"prompt": "x", "suffix": "y"}, "no tokens to fill in the middle"),
+        ("/api/generate", {"prompt": "x", "suffix": "y"}, "no fill-in-the-middle tokens"),
         ("/api/generate", {"prompt": "x", "raw": True, "system": "S"}, "system needs the chat template"),
         ("/api/generate", {"prompt": "x", "context": [1]}, "context is not supported"),
         ("/api/embed", {"input": "x"}, "task"),

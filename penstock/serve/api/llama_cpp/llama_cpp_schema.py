@@ -25,7 +25,7 @@ class LlamaCppBody(RequestBody):
         "min_keep": Refused("at least one token is always kept", (0, 1)),
         "mirostat": Refused(_NO_SAMPLER, (0,)),
         "n_indent": Refused("the indentation is not enforced", (0,)),
-        "n_keep": Refused("a running prompt is not shortened", (0,)),
+        "n_keep": Refused("the server has no context shift", (0,)),
         "n_probs": Refused("send logprobs to /v1/completions", (0,)),
         "penalize_nl": Refused("line ends are penalised like other tokens", (True,)),
         "post_sampling_probs": Refused("send logprobs to /v1/completions", (False,)),
@@ -41,13 +41,13 @@ class LlamaCppBody(RequestBody):
 
     model: str = ""
     n_predict: Annotated[int, Field(ge=-2, lt=2**31)] | None = None
-    """Maximum number of new tokens; -1 and -2 mean the limit of the model."""
+    """Maximum number of new tokens. -1 and -2 mean the maximum length of the model."""
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-1, lt=2**64)] | None = None
-    """-1 chooses a random seed."""
+    """Seed of the sampling. -1 means a random seed."""
     stop: str | Texts | None = None
     stream: bool | None = None
     repeat_penalty: Annotated[Number, Field(gt=0)] | None = None

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from penstock.serve.api.chat_prompt import reads_effort
+from penstock.serve.api.chat_prompt import template_supports_effort
 from penstock.serve.api.messages.message_schema import (
     SAME_NAMES,
     CountTokensBody,
@@ -245,7 +245,7 @@ def _reasoning_settings(services: Services, body: CountTokensBody) -> tuple[dict
         elif is_on and services.parsers.reasoning_format is None:
             ignored_settings.append("thinking, which the model does not support")
     if config is not None and config.effort is not None:
-        if reads_effort(services.tokenizer, config.effort):
+        if template_supports_effort(services.tokenizer, config.effort):
             settings["reasoning_effort"] = config.effort
         else:
             ignored_settings.append("output_config.effort, which the chat template does not read")

@@ -7,7 +7,7 @@ from uuid import uuid4
 from fastapi import APIRouter, Request, Response
 
 from penstock.serve.api.conversation import Conversation
-from penstock.serve.api.generation import GenerationRun, in_pool
+from penstock.serve.api.generation import GenerationRun, run_in_pool
 from penstock.serve.api.json_parts import json_response
 from penstock.serve.api.messages.message_builder import MessageBuilder
 from penstock.serve.api.messages.message_input import chat_request
@@ -32,7 +32,7 @@ async def create_message(request: Request) -> Response:
         body = checked_body(services, MessagesBody, raw)
         return body, _conversation(services, body, name)
 
-    body, conversation = await in_pool(request, prepare)
+    body, conversation = await run_in_pool(request, prepare)
     record_logged_fields(conversation.body, record, conversation.context)
     job = conversation.job(services)
     builder = MessageBuilder(body, name, job)
@@ -52,7 +52,7 @@ async def count_message_tokens(request: Request) -> Response:
         body = checked_body(services, CountTokensBody, raw)
         return len(_conversation(services, body, "count").context.prompt_tokens)
 
-    usage = {"input_tokens": await in_pool(request, count)}
+    usage = {"input_tokens": await run_in_pool(request, count)}
     return json_response(usage)
 
 

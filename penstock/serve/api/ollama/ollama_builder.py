@@ -48,7 +48,7 @@ class OllamaBuilder:
         self._hides_thinking = hides_thinking
         self._call: tuple[ToolCallStart, list[str]] | None = None
 
-    def whole(self, outputs: Sequence[ChoiceDelta], usage: Usage) -> Iterable[bytes]:
+    def whole_response(self, outputs: Sequence[ChoiceDelta], usage: Usage) -> Iterable[bytes]:
         """Yield the JSON of a response that is not streamed."""
         message: _Message = {"content": ""}
         for part in [*self._parts(outputs[0].events), *self._end_call()]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from penstock.serve.api.chat_prompt import reads_effort
+from penstock.serve.api.chat_prompt import template_supports_effort
 from penstock.serve.api.ollama.ollama_schema import (
     OllamaBody,
     OllamaChatBody,
@@ -112,7 +112,7 @@ def _reasoning_fields(services: Services, body: OllamaBody) -> dict[str, object]
     elif think is True and services.parsers.reasoning_format is None:
         raise RequestProblem(400, f"{body.model!r} does not support thinking", param="think")
     if isinstance(think, str):
-        if not reads_effort(services.tokenizer, think):
+        if not template_supports_effort(services.tokenizer, think):
             raise RequestProblem(
                 400, f"think {think!r} is not supported: the chat template reads no effort", param="think"
             )

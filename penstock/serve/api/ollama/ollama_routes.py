@@ -13,15 +13,15 @@ from penstock import __version__
 from penstock.pipelines.core import PipelineTask
 from penstock.serve.api.completions import CompletionRequest
 from penstock.serve.api.conversation import Conversation
-from penstock.serve.api.embedding_requests import check_outputs, encode_inputs, numbers, vector_inputs
+from penstock.serve.api.embedding_requests import check_outputs, encode_inputs, nested_list, vector_inputs
 from penstock.serve.api.embedding_schemas import EmbeddingsBody
-from penstock.serve.api.generation import GenerationJob, GenerationRun, in_pool
+from penstock.serve.api.generation import GenerationJob, GenerationRun, run_in_pool
 from penstock.serve.api.json_parts import (
     JsonResponse,
     Parts,
     array,
+    collect_parts,
     encode,
-    gather,
     json_response,
     with_members,
 )
@@ -67,7 +67,7 @@ async def ollama_chat(request: Request) -> Response:
             return body, None
         return body, translate_chat(services, body).conversation(services, _new_id())
 
-    body, conversation = await in_pool(request, prepare)
+    body, conversation = await run_in_pool(request, prepare)
     if conversation is None:
         return _load_response(body, message={"role": "assistant", "content": ""})
     return await _answer_chat(request, body, conversation, is_chat=True)
@@ -93,7 +93,7 @@ async def ollama_generate(request: Request) -> Response:
                 return body, CompletionRequest.of(services, translation.chat)
         return body, translate_generate_to_chat(services, body).conversation(services, _new_id())
 
-    body, prepared = await in_pool(request, prepare)
+    body, prepared = await run_in_pool(request, prepare)
     if prepared is None:
         return _load_response(body, response="")
     if isinstance(prepared, Conversation):
@@ -110,7 +110,7 @@ async def ollama_embed(request: Request) -> Response:
     """Return a vector for each input, in Ollama's format."""
     services, record = Services.of(request), RequestRecord.of(request)
     raw = await request.json()
-    body = await in_pool(request, lambda: checked_body(services, OllamaEmbedBody, raw))
+    body = await run_in_pool(request, lambda: checked_body(services, OllamaEmbedBody, raw))
     adapter_named(services, model_of(services, body.model))
     check_outputs(services, ["dense"])
     embeddings_body = validated(
@@ -130,7 +130,7 @@ async def ollama_embed(request: Request) -> Response:
 
     def vectors() -> Iterator[Parts]:
         for response in encoded_inputs.responses:
-            yield iter([encode(numbers(response.embeddings))])
+            yield iter([encode(nested_list(response.embeddings))])
 
     members = {
         "model": body.model,
@@ -138,7 +138,9 @@ async def ollama_embed(request: Request) -> Response:
         "load_duration": 0,
         "prompt_eval_count": encoded_inputs.usage["prompt_tokens"],
     }
-    return JsonResponse(await gather(with_members(members, embeddings=array(vectors())), services.turns))
+    return JsonResponse(
+        await collect_parts(with_members(members, embeddings=array(vectors())), services.encoding_turns)
+    )
 
 
 @router.get("/api/tags", response_class=Response, responses=responses(401, 503))
@@ -167,7 +169,7 @@ async def ollama_show(request: Request) -> Response:
     """Describe a model, in Ollama's format."""
     services = Services.of(request)
     raw = await request.json()
-    body = await in_pool(request, lambda: checked_body(services, OllamaShowBody, raw))
+    body = await run_in_pool(request, lambda: checked_body(services, OllamaShowBody, raw))
     name = model_of(services, body.model or body.name or services.model_name)
     adapter_named(services, name)
     parsers, config = services.parsers, services.pipeline_config.model.huggingface_config

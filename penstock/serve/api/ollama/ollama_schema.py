@@ -23,7 +23,7 @@ class OllamaOptions(RequestBody):
             "numa num_batch num_gpu main_gpu low_vram use_mmap use_mlock num_thread f16_kv".split(),
             _SERVER_SETTING,
         ),
-        "num_keep": Refused("a running prompt is not shortened", accepts_all=True),
+        "num_keep": Refused("the server has no context shift", accepts_all=True),
         "repeat_last_n": Refused("the penalty covers the prompt and the whole output", accepts_all=True),
         "penalize_newline": Refused("line ends are penalised like other tokens", (True,)),
         "tfs_z": Refused(_NO_SAMPLER, (1, 1.0)),
@@ -87,7 +87,7 @@ class OllamaBody(RequestBody):
     unsupported: ClassVar[Mapping[str, Refused]] = {
         "keep_alive": Refused("the model stays loaded", accepts_all=True),
         "truncate": Refused("a prompt that is too long is refused", (False, True)),
-        "shift": Refused("a running prompt is not shortened", (False, True)),
+        "shift": Refused("the server has no context shift", (False, True)),
         "logprobs": Refused("use the OpenAI routes", (False,)),
         "top_logprobs": Refused("use the OpenAI routes", (0,)),
         "dimensions": Refused("it is for /api/embed"),

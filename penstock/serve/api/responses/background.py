@@ -118,7 +118,7 @@ class BackgroundRun:
             try:
                 await self._run.admitted()
                 builder.with_status("in_progress")
-                async with aclosing(response_events(self._run, builder, services.turns)) as events:
+                async with aclosing(response_events(self._run, builder, services.encoding_turns)) as events:
                     async for encoded_event in events:
                         if self._is_cancelled:
                             break

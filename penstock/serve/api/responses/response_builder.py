@@ -58,7 +58,7 @@ class ResponseBuilder:
         self.result = {**self._fixed_members, "status": status, "output": self._output.items, **more}
         return self.result
 
-    def whole(self, outputs: Sequence[ChoiceDelta], usage: Usage) -> Iterable[bytes]:
+    def whole_response(self, outputs: Sequence[ChoiceDelta], usage: Usage) -> Iterable[bytes]:
         """Yield the JSON of a response that is not streamed."""
         for output in outputs:
             self._add(output)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.serve.api.chat_prompt import messages_of, reads_effort
+from penstock.serve.api.chat_prompt import raw_messages, template_supports_effort
 from penstock.serve.api.conversation import Conversation
 from penstock.serve.api.responses.mcp_events import ApprovedCall
 from penstock.serve.api.responses.offered_tools import OfferedTools, ToolListing
@@ -98,7 +98,7 @@ class PreparedResponse:
         Raises:
             RequestProblem: 400; the prompt has become too long.
         """
-        chat = {**self.translation.chat, "messages": [*messages_of(self.translation.chat), *messages]}
+        chat = {**self.translation.chat, "messages": [*raw_messages(self.translation.chat), *messages]}
         places = [*self.translation.message_places, *["the output of tool servers"] * len(messages)]
         choice = chat.get("tool_choice")
         if not has_tools:
@@ -128,7 +128,7 @@ def _without_unread_effort(services: Services, body: ResponsesBody) -> tuple[Res
     Agents send an effort to every model.
     """
     effort = body.reasoning.effort if body.reasoning is not None else None
-    if effort is None or reads_effort(services.tokenizer, effort):
+    if effort is None or template_supports_effort(services.tokenizer, effort):
         return body, []
     return body.model_copy(update={"reasoning": None}), [
         "reasoning.effort, which the chat template does not read"
@@ -188,7 +188,7 @@ def _truncated_conversation(
     Raises:
         RequestProblem: 400; the last turn alone is too long, or the request is invalid.
     """
-    messages = messages_of(translation.chat)
+    messages = raw_messages(translation.chat)
     num_fixed = next(
         (index for index, message in enumerate(messages) if message["role"] not in ("system", "developer")), 0
     )

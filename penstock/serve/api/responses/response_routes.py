@@ -9,7 +9,7 @@ from typing import Annotated, cast
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
 
-from penstock.serve.api.generation import in_pool
+from penstock.serve.api.generation import run_in_pool
 from penstock.serve.api.owners import owner_of
 from penstock.serve.api.responses.background import BackgroundRun, ResponseState
 from penstock.serve.api.responses.offered_tools import offered_tools
@@ -36,7 +36,7 @@ async def create_response(request: Request) -> Response:
     state, owner = open_state(services), owner_of(request)
     prepared_response = await _prepared_response(request, state, owner)
     services.warn_once(prepared_response.warnings)
-    body, pool = prepared_response.body, cast("Pool", partial(in_pool, request))
+    body, pool = prepared_response.body, cast("Pool", partial(run_in_pool, request))
     record_logged_fields(prepared_response.conversation.body, record, prepared_response.conversation.context)
     if body.background:
         background_record = RequestRecord(record.request_id, route="/v1/responses (background)")
@@ -172,7 +172,7 @@ async def _prepared_response(request: Request, state: ResponseState, owner: str)
         if isinstance(raw.get("input"), list):
             raw = {**raw, "input": await _with_references(state, owner, raw["input"])}
     tools = await offered_tools(services, raw)
-    return await in_pool(request, lambda: PreparedResponse.of(services, raw, previous, tools))
+    return await run_in_pool(request, lambda: PreparedResponse.of(services, raw, previous, tools))
 
 
 async def _previous_response(state: ResponseState, owner: str, name: str) -> StoredResponse:

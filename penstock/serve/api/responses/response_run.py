@@ -129,9 +129,9 @@ class ResponseRun:
         for run in self._runs:
             await run.admitted()
 
-    async def whole(self) -> list[ChoiceDelta]:
+    async def whole_output(self) -> list[ChoiceDelta]:
         """Wait for the end of the response. Return one delta for each turn and for each outcome of a call."""
-        async with aclosing(self._turns(at_once=True)) as items:
+        async with aclosing(self._turns(as_one_delta=True)) as items:
             return [item[1] async for item in items if item is not None]
 
     async def deltas(self) -> AsyncGenerator[tuple[int, ChoiceDelta] | None, None]:
@@ -141,7 +141,7 @@ class ResponseRun:
             PenstockError: a turn failed.
             RequestProblem: 503; a time limit of the server was exceeded.
         """
-        async with aclosing(self._turns(at_once=False)) as items:
+        async with aclosing(self._turns(as_one_delta=False)) as items:
             async for item in items:
                 yield item
 
@@ -195,7 +195,7 @@ class ResponseRun:
     def _start(self, conversation: Conversation) -> None:
         self._runs.append(GenerationRun(self._services, self._record, conversation.job(self._services)))
 
-    async def _turns(self, *, at_once: bool) -> AsyncGenerator[tuple[int, ChoiceDelta] | None, None]:
+    async def _turns(self, *, as_one_delta: bool) -> AsyncGenerator[tuple[int, ChoiceDelta] | None, None]:
         if self._prepared.listings:
             yield 0, ToolDelta.of(*self._prepared.listings)
         if self._prepared.approved_calls:
@@ -205,7 +205,7 @@ class ResponseRun:
                 return
         while True:
             run, turn = self._runs[-1], _Turn()
-            async with aclosing(_output(run, at_once=at_once)) as items:
+            async with aclosing(_output(run, as_one_delta=as_one_delta)) as items:
                 async for item in items:
                     if item is not None:
                         turn.add(item[1])
@@ -313,13 +313,16 @@ class ResponseRun:
 
 
 async def _output(
-    run: GenerationRun, *, at_once: bool
+    run: GenerationRun, *, as_one_delta: bool
 ) -> AsyncGenerator[tuple[int, ChoiceDelta] | None, None]:
-    """Yield the output of a turn. With `at_once`, yield one delta without the scores of reasoning tokens."""
-    if not at_once:
+    """Yield the output of a turn.
+
+    With `as_one_delta`, yield one delta without the scores of reasoning tokens.
+    """
+    if not as_one_delta:
         async with aclosing(run.deltas()) as deltas:
             async for item in deltas:
                 yield item
         return
-    (output,) = await run.whole()
+    (output,) = await run.whole_output()
     yield 0, replace(output, scores=output.scores[run.job.choices[0].num_reasoning_tokens :])
