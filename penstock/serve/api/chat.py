@@ -1,4 +1,4 @@
-"""``/v1/chat/completions``, and ``/v1/chat/completions/render``, which returns only the prompt."""
+"""The routes ``/v1/chat/completions`` and ``/v1/chat/completions/render``. The latter returns the prompt."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def create_chat_completion(request: Request) -> Response:
 async def render_chat_completion(request: Request) -> Response:
     """Return the prompt of a conversation without running the model.
 
-    The request is checked as by `/v1/chat/completions`.
+    The request is validated like a request to `/v1/chat/completions`.
     """
     services = Services.of(request)
     raw = await request.json()
@@ -69,7 +69,7 @@ async def render_chat_completion(request: Request) -> Response:
 
 
 def _prompt_scores(services: Services, chat: Conversation, job: GenerationJob) -> Callable[[], Parts] | None:
-    """Return a function that encodes ``prompt_logprobs`` after generation; None if they are not requested."""
+    """Return a function that encodes ``prompt_logprobs`` after the generation, or None if not requested."""
     top = chat.body.prompt_logprobs
     if top is None:
         return None
@@ -83,5 +83,6 @@ def _prompt_scores(services: Services, chat: Conversation, job: GenerationJob) -
 
 
 def _reasoning_fields(services: Services) -> tuple[str, ...]:
+    """Return the names of the message members that contain the reasoning (``--reasoning-field``)."""
     field = services.config.reasoning_field
     return ("reasoning", "reasoning_content") if field == "both" else (field,)

@@ -1,4 +1,4 @@
-"""``/v1/classify`` and ``/classify``: classify texts."""
+"""The routes ``/v1/classify`` and ``/classify``, which classify texts."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def classify(request: Request) -> Response:
 
 @router.post("/classify", **_ROUTE)
 async def classify_without_version(request: Request) -> Response:
-    """The same as `/v1/classify`."""
+    """Do the same as `/v1/classify`."""
     return await classify(request)
 
 

@@ -1,4 +1,4 @@
-"""``/v1/completions``: continue prompts."""
+"""The route ``/v1/completions``, which continues prompts."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def create_completion(request: Request) -> Response:
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """A validated request and the generations that it runs."""
+    """A validated completion request, its contexts and the decoders of its choices."""
 
     id: str
     body: CompletionBody
@@ -80,11 +80,11 @@ class CompletionRequest:
 
     @classmethod
     def of(cls, services: Services, raw: object) -> CompletionRequest:
-        """Validate a body and encode its prompts. Slow: call it in the pool.
+        """Validate a request body and encode its prompts. Blocks: call it in a thread pool.
 
         Raises:
-            RequestProblem: 400 that names the field.
-            UnknownModelError: the server has no model or adapter of that name.
+            RequestProblem: 400; the message names the invalid field.
+            UnknownModelError: the server has no model or adapter with the requested name.
         """
         body = checked_body(services, CompletionBody, raw)
 
@@ -137,7 +137,7 @@ class CompletionRequest:
 
 
 def _prompt_scores(services: Services, body: CompletionBody) -> PromptScores | None:
-    """Return a function that encodes the ``prompt_logprobs`` of a choice; None if they are not requested."""
+    """Return a function that encodes the ``prompt_logprobs`` of a choice, or None if not requested."""
     top = body.prompt_logprobs
     if top is None:
         return None
@@ -163,22 +163,23 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str 
 def _with_fill_in_prompts(
     services: Services, body: CompletionBody, prompts: list[str | list[int]]
 ) -> tuple[CompletionBody, list[str | list[int]]]:
-    """Return the body and fill-in-the-middle prompts of a request with ``suffix``.
+    """Return the body with added stop tokens, and fill-in-the-middle prompts, of a request with ``suffix``.
 
     Raises:
-        RequestProblem: 400; a prompt is token ids, or the tokenizer has no fill-in-the-middle tokens.
+        RequestProblem: 400; ``echo`` is set, a prompt is not a text, or the tokenizer has no
+            fill-in-the-middle tokens.
     """
     if body.echo:
         raise RequestProblem(400, "echo is not available with suffix", param="echo")
     if any(not isinstance(prompt, str) for prompt in prompts):
-        raise RequestProblem(400, "suffix needs prompts that are texts", param="suffix")
+        raise RequestProblem(400, "suffix requires prompts that are texts, not token ids", param="suffix")
     tokenizer = services.tokenizer
     fill_in_prompts: list[str | list[int]] = [
         fill_in_prompt(tokenizer, str(prompt), body.suffix or "", "suffix") for prompt in prompts
     ]
-    ends = [] if body.ignore_eos else fill_in_end_ids(tokenizer)
-    stops = [*(body.stop_token_ids or ()), *ends]
-    return body.model_copy(update={"stop_token_ids": stops or None}), fill_in_prompts
+    end_ids = [] if body.ignore_eos else fill_in_end_ids(tokenizer)
+    stop_ids = [*(body.stop_token_ids or ()), *end_ids]
+    return body.model_copy(update={"stop_token_ids": stop_ids or None}), fill_in_prompts
 
 
 def _echo(services: Services, context: TextContext) -> Echo:

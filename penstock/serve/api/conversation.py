@@ -1,4 +1,4 @@
-"""A conversation: the validated request of any chat API, its prompt and its output format."""
+"""`Conversation`: a validated chat request of any API, its prompt and the grammar of its output."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ from penstock.text.chat_template import Message
 class Conversation:
     """A validated chat request and the context of its prompt.
 
-    Responses, Messages, Ollama and the other chat APIs translate their requests to a chat request.
+    The routes of all other chat APIs, such as Responses, Messages and Ollama, translate their requests to
+    chat requests.
     """
 
     body: ChatBody
@@ -46,7 +47,7 @@ class Conversation:
 
     @classmethod
     def of(cls, services: Services, raw: Mapping[str, object], request_id: str) -> Conversation:
-        """Validate a chat request, render its messages and encode them. Slow: call it in the pool.
+        """Validate a chat request, render its messages and encode them. Blocks: call it in a thread pool.
 
         Args:
             services: the objects that routes use.
@@ -54,8 +55,8 @@ class Conversation:
             request_id: the id of the context.
 
         Raises:
-            RequestProblem: 400 that names the field.
-            UnknownModelError: the server has no model or adapter of that name.
+            RequestProblem: 400; the message names the invalid field.
+            UnknownModelError: the server has no model or adapter with the requested name.
         """
         body = checked_body(services, ChatBody, raw)
         check_choices(services, 1, body.n or 1)
@@ -98,7 +99,7 @@ class Conversation:
         return cls(body, tool_use, context, opens_reasoning)
 
     def job(self, services: Services) -> GenerationJob:
-        """Return a context and a decoder for each choice."""
+        """Return the `GenerationJob` with a context and a decoder for each choice."""
         parsers = services.parsers
         parallel = self.body.parallel_tool_calls is not False
         contexts = contexts_for_choices(self.context, self.body, has_logprobs=bool(self.body.logprobs))
@@ -125,10 +126,10 @@ class Conversation:
 
 
 def image_fields(services: Services, messages: Sequence[Message]) -> ImageFields:
-    """Return the request fields with the images of messages; empty without images. Blocks on files and URLs.
+    """Return the request fields for the images of messages; empty without images. Blocks on files and URLs.
 
     Raises:
-        RequestProblem: 400 that names the message of an image that cannot be read.
+        RequestProblem: 400; there are too many images, or an image cannot be read.
     """
     if not services.tokenizer.reads_images:
         return {}
@@ -137,7 +138,7 @@ def image_fields(services: Services, messages: Sequence[Message]) -> ImageFields
 
 
 def _prefill(body: ChatBody) -> str:
-    """Return the text of the last message if the output continues it, else ""."""
+    """Return the text of the last message if the output continues it, else an empty string."""
     last = body.messages[-1]
     if not body.continue_final_message or last.role != "assistant":
         return ""
@@ -147,15 +148,15 @@ def _prefill(body: ChatBody) -> str:
 
 
 def _grammar(services: Services, body: ChatBody, tool_use: ToolUse, opens_reasoning: bool) -> Grammar | None:
-    """Return the grammar of the output after the reasoning; None for free text.
+    """Return the grammar of the output, including its reasoning; None if the output is not constrained.
 
     Raises:
-        RequestProblem: 400 that names the field.
+        RequestProblem: 400; the message names the invalid field.
     """
     parsers = services.parsers
     parallel = body.parallel_tool_calls is not False
     grammar_and_field = output_grammar(services, body)
-    if tool_use.is_forced:  # the output is a tool call, so a format of the text has no effect
+    if tool_use.is_forced:  # the output is a tool call, so a response format has no effect
         check_enabled(services, body, "tool_choice")
         check_tools(services, body, tool_use.callable_names)
         with map_input_errors("tool_choice"):

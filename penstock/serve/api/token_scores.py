@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
-from penstock.serve.api.choice_decoder import PromptScore, Score, Top, top_tokens
+from penstock.serve.api.choice_decoder import PromptScore, Score, TopTokens, top_tokens
 from penstock.serve.api.json_parts import Parts, encode
 from penstock.serve.api.token_fragments import (
     MAX_COST,
@@ -80,7 +80,7 @@ class CompletionScores:
         self._offset = 0  # offset of the next token in the text, in characters
 
     def parts(
-        self, token_ids: Sequence[int], logprobs: Sequence[float | None], tops: Sequence[Top | None]
+        self, token_ids: Sequence[int], logprobs: Sequence[float | None], tops: Sequence[TopTokens | None]
     ) -> Parts:
         """Yield the ``logprobs`` object of the next tokens. ``logprobs[0]`` of a prompt is None."""
         yield b'{"text_offset":['
@@ -114,7 +114,7 @@ class CompletionScores:
         return sum(byte & 0xC0 != 0x80 for byte in self._tokenizer.token_bytes(token_id))
 
     def _rows(
-        self, token_ids: Sequence[int], logprobs: Sequence[float | None], tops: Sequence[Top | None]
+        self, token_ids: Sequence[int], logprobs: Sequence[float | None], tops: Sequence[TopTokens | None]
     ) -> Parts:
         writer, keys = NumberWriter(self._fragments), self._fragments.keys
         separator = b""
@@ -175,7 +175,7 @@ def prompt_parts(
     yield b"]"
 
 
-def best_of(row: Top, count: int) -> tuple[list[int], list[float]]:
+def best_of(row: TopTokens, count: int) -> tuple[list[int], list[float]]:
     """Return the top tokens of a row and their log probabilities, best first."""
     top = top_tokens(row)
     ids = sorted(top, key=top.__getitem__, reverse=True)[:count]

@@ -182,7 +182,7 @@ async def test_long_inputs_are_refused_without_truncation(embedder: Path) -> Non
             error = await server.expect_refusal("/v1/embeddings", model="tiny", input=value)
             assert (error["code"], error["param"]) == ("context_length_exceeded", name)
             assert error["message"].startswith(f"{name} has 7")
-            assert "but the maximum length is 64 tokens: shorten it, or send truncate" in error["message"]
+            assert "but the maximum length is 64 tokens: shorten the input, or send truncate" in error["message"]
         huge = await server.expect_refusal("/v1/embeddings", model="tiny", input="cat " * 100_000)
         assert "has more than " in huge["message"]
         full = await request_embeddings(server, input="cat " * 62)
