@@ -315,7 +315,7 @@ def _reason(field: unsupported.Refused) -> str:
 
 
 def _how(name: str, honoured: Mapping[str, Any], refused: Mapping[str, unsupported.Refused]) -> str:
-    if name in parameters.LOGGED:
+    if name in parameters.LOGGED_FIELDS:
         return "log"
     if name in honoured:
         return "yes"

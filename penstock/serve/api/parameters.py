@@ -1,12 +1,12 @@
-"""Checks of request fields, the tables of unsupported fields, and the sampling parameters of a request.
+"""Checks request fields, lists unsupported fields, and converts a request to sampling parameters.
 
-No field is ignored:
+No field is ignored silently:
 
-- A supported field is in `penstock.serve.api.schemas`.
-- A field of `LOGGED` is written to the log and has no effect on the response.
-- An unsupported field is in a table here, with the accepted values: those that request the server's normal
+- A supported field is in `penstock.serve.api.schemas`. - A field of `LOGGED_FIELDS` is written to the log and
+has no effect on the response. - An unsupported field is in a table of this module with its accepted values,
+which request the server's normal
   behaviour. Any other value is refused.
-- Any other field is unknown. It is refused, or with ``--unknown-fields warn`` logged and dropped.
+- Any other field is unknown and is refused. With ``--unknown-fields warn`` it is logged and dropped.
 """
 
 from __future__ import annotations
@@ -37,13 +37,10 @@ from penstock.serve.api.unsupported import Refused
 from penstock.serve.http.problems import RequestProblem, problem_of
 from penstock.text.tokenizer import TextTokenizer
 
-LOGGED = ("user", "metadata", "safety_identifier", "prompt_cache_key")
+LOGGED_FIELDS = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 """Fields that are written to the request log and have no other effect."""
-
-
-_MAX_NAME = 100
-"""Maximum number of characters of a field name that an error quotes."""
-
+_MAX_NAME_LENGTH = 100
+"""Maximum number of characters of a field name in an error message. A path may have twice as many."""
 
 _NO_BEAM_SEARCH = "the server has no beam search: use n and choose among the outputs"
 _USE_TOOLS = "this is the old form of tools: send tools and tool_choice"
@@ -64,7 +61,7 @@ _GENERATION_FIELDS: Mapping[str, Refused] = {
     "stream_interval": Refused("tokens are sent when they are generated", (1,)),
     "service_tier": Refused("there is only one service tier", ("auto", "default")),
     "store": Refused("responses are not stored", (False,)),
-    # Fields of llama.cpp and Ollama. Values that disable a sampler are accepted.
+    # Fields of llama.cpp and Ollama. The accepted values of samplers disable the sampler.
     "cache_prompt": Refused("the prefix cache is always on; cache_salt keeps prompts apart", (True,)),
     "id_slot": Refused("the scheduler chooses the slot", (-1,)),
     "n_keep": Refused("the server has no context shift", (0,)),
@@ -147,47 +144,50 @@ UNSUPPORTED: Mapping[type[RequestBody], Mapping[str, Refused]] = {
 
 
 def unsupported_fields(kind: type[RequestBody]) -> Mapping[str, Refused]:
-    """Return the known but unsupported fields of a schema."""
+    """Return the unsupported fields of a schema by name."""
     return UNSUPPORTED.get(kind) or kind.unsupported
 
 
 @dataclass(frozen=True)
 class UnknownFields:
-    """Checks the fields that a schema does not declare. Refuses unknown fields, or logs and drops them."""
+    """Checks the fields of requests that their schemas do not declare.
+
+    Refuses unknown fields, or logs and drops them (``--unknown-fields``).
+    """
 
     refuse: bool
     log: logging.Logger
 
-    def check(self, body: RequestBody, place: str = "") -> None:
-        """Check the fields of a body and of its nested objects that their schemas do not declare.
+    def check(self, body: RequestBody, field_path: str = "") -> None:
+        """Check the undeclared fields of a body and of its nested objects.
 
         Raises:
-            RequestProblem: 400 that names the field.
+            RequestProblem: 400; the message names the field.
         """
         table = unsupported_fields(type(body))
         for name, value in (body.model_extra or {}).items():
             if value is None and name in table:
                 continue
-            param = f"{place}.{name}" if place else name
+            param = f"{field_path}.{name}" if field_path else name
             if name in table:
                 _check_value(param, value, table[name])
             elif not body.has_open_fields:
-                self._unknown(body, name, param)
+                self._report_unknown(body, name, param)
         for name in body.model_fields_set:
-            self._check_nested(getattr(body, name, None), f"{place}.{name}" if place else name)
+            self._check_nested(getattr(body, name, None), f"{field_path}.{name}" if field_path else name)
 
-    def _check_nested(self, value: object, place: str) -> None:
+    def _check_nested(self, value: object, field_path: str) -> None:
         if isinstance(value, RequestBody):
-            self.check(value, place)
+            self.check(value, field_path)
         elif isinstance(value, list):
             for index, element in enumerate(value):
                 if isinstance(element, RequestBody):
-                    self.check(element, f"{place}[{index}]")
+                    self.check(element, f"{field_path}[{index}]")
                 elif isinstance(element, int):
-                    return  # token ids
+                    return  # a list of token ids, which has no fields
 
-    def _unknown(self, body: RequestBody, name: str, param: str) -> None:
-        name, param = name[:_MAX_NAME], param[: 2 * _MAX_NAME]
+    def _report_unknown(self, body: RequestBody, name: str, param: str) -> None:
+        name, param = name[:_MAX_NAME_LENGTH], param[: 2 * _MAX_NAME_LENGTH]
         fields = type(body).model_fields.items()
         known_names = [
             *(field.alias or client_param for client_param, field in fields),
@@ -213,7 +213,7 @@ def _check_value(param: str, value: object, field: Refused) -> None:
 
 @contextmanager
 def map_input_errors(param: str | None) -> Iterator[None]:
-    """Raise an `InputError` of the block as a `RequestProblem` that names the field."""
+    """Convert an `InputError` in the ``with`` block to a `RequestProblem` that names the field."""
     try:
         yield
     except InputError as error:
@@ -227,7 +227,7 @@ def output_limit(body: GenerationBody) -> int | None:
     """Return ``max_completion_tokens`` or its older name ``max_tokens``; None if both are absent.
 
     Raises:
-        RequestProblem: 400; they differ.
+        RequestProblem: 400; both are present and differ.
     """
     max_completion_tokens = body.max_completion_tokens
     if (
@@ -237,7 +237,7 @@ def output_limit(body: GenerationBody) -> int | None:
     ):
         raise RequestProblem(
             400,
-            f"max_tokens is {body.max_tokens} and max_completion_tokens {max_completion_tokens}: "
+            f"max_tokens is {body.max_tokens}, but max_completion_tokens is {max_completion_tokens}: "
             "send only one of them",
             param="max_tokens",
         )
@@ -248,36 +248,36 @@ def repetition_penalty(body: GenerationBody) -> float | None:
     """Return ``repetition_penalty`` or its alias ``repeat_penalty``; None if both are absent.
 
     Raises:
-        RequestProblem: 400; they differ.
+        RequestProblem: 400; both are present and differ.
     """
     penalty, alias = body.repetition_penalty, body.repeat_penalty
     if penalty is not None and alias is not None and penalty != alias:
         raise RequestProblem(
             400,
-            f"repetition_penalty is {penalty:g} and repeat_penalty {alias:g}: send only one of them",
+            f"repetition_penalty is {penalty:g}, but repeat_penalty is {alias:g}: send only one of them",
             param="repeat_penalty",
         )
     return alias if penalty is None else penalty
 
 
 def check_combinations(body: GenerationBody) -> None:
-    """Raise if a combination of fields is invalid.
+    """Raise if fields of a request contradict each other.
 
     Raises:
-        RequestProblem: 400 that names the field.
+        RequestProblem: 400; the message names the fields.
     """
     limit = output_limit(body)
     if body.stream_options is not None and not body.stream:
-        raise RequestProblem(400, "stream_options needs stream to be true", param="stream_options")
+        raise RequestProblem(400, "stream_options requires stream to be true", param="stream_options")
     if limit is not None and (body.min_tokens or 0) > limit:
         raise RequestProblem(
-            400, f"min_tokens is {body.min_tokens}, but max_tokens {limit}", param="min_tokens"
+            400, f"min_tokens is {body.min_tokens}, but max_tokens is {limit}", param="min_tokens"
         )
     if body.prompt_logprobs is not None and body.stream:
         raise RequestProblem(400, "prompt_logprobs is not available with stream", param="prompt_logprobs")
     if isinstance(body, ChatBody):
         if body.top_logprobs is not None and not body.logprobs:
-            raise RequestProblem(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+            raise RequestProblem(400, "top_logprobs requires logprobs to be true", param="top_logprobs")
         if body.continue_final_message and body.add_generation_prompt:
             raise RequestProblem(
                 400,
@@ -293,16 +293,16 @@ def check_combinations(body: GenerationBody) -> None:
 def sampling_params(
     body: GenerationBody, config: PipelineConfig, *, tokenizer: TextTokenizer, default_limit: int | None
 ) -> SamplingParams:
-    """Return the sampling parameters of a request. The configuration provides the defaults.
+    """Return the sampling parameters of a request.
 
     Args:
         body: the request.
-        config: `PipelineConfig.default_sampling_params` sets absent parameters and draws a seed.
-        tokenizer: encodes bad words; its ``vocab_size`` bounds token ids.
-        default_limit: ``max_tokens`` if absent from the request; None means the limit of the model.
+        config: provides the values of absent parameters, and a random seed if the seed is absent.
+        tokenizer: encodes bad words. Token ids must be less than its ``vocab_size``.
+        default_limit: the output limit of a request without ``max_tokens``; None for the limit of the model.
 
     Raises:
-        RequestProblem: 400 that names the field.
+        RequestProblem: 400; the message names the invalid field.
     """
     limit, vocab_size = output_limit(body), tokenizer.vocab_size
     options: dict[str, Any] = {
@@ -319,7 +319,7 @@ def sampling_params(
         "seed": body.seed,
         "stop": body.stops or None,
         "stop_token_ids": _checked_ids("stop_token_ids", body.stop_token_ids, vocab_size),
-        "logit_bias": _biases(body.logit_bias, vocab_size),
+        "logit_bias": _logit_biases(body.logit_bias, vocab_size),
         "allowed_token_ids": _checked_ids("allowed_token_ids", body.allowed_token_ids, vocab_size),
         "banned_sequences": banned_sequences(body.bad_words, tokenizer),
     }
@@ -329,7 +329,7 @@ def sampling_params(
         )
 
 
-def _biases(logit_bias: Mapping[str, float] | None, vocab_size: int) -> dict[int, float] | None:
+def _logit_biases(logit_bias: Mapping[str, float] | None, vocab_size: int) -> dict[int, float] | None:
     if not logit_bias:
         return None
     biases: dict[int, float] = {}
@@ -337,7 +337,7 @@ def _biases(logit_bias: Mapping[str, float] | None, vocab_size: int) -> dict[int
         if not (key.isascii() and key.isdecimal() and len(key) < 20 and int(key) < vocab_size):
             raise RequestProblem(
                 400,
-                f"logit_bias has the key {key!r}: keys must be token ids from 0 to {vocab_size - 1}, as text",
+                f"logit_bias has the key {key!r}: keys must be texts of token ids from 0 to {vocab_size - 1}",
                 param="logit_bias",
             )
         biases[int(key)] = bias
@@ -354,7 +354,7 @@ def _checked_ids(param: str, ids: list[int] | None, vocab_size: int) -> list[int
 
 
 def accepted_values(kind: type[RequestBody]) -> dict[str, dict[str, object]]:
-    """Return, for each unsupported field of a body, the JSON schema of its accepted values."""
+    """Return the name of each unsupported field of a body -> the JSON schema of its accepted values."""
     table = unsupported_fields(kind)
     return {
         name: {} if field.accepts_all else {"enum": [None, *field.accepted]} for name, field in table.items()

@@ -103,7 +103,7 @@ def checked_body(services: Services, kind: type[Body], raw: object) -> Body:
 
 
 def record_logged_fields(body: GenerationBody, record: RequestRecord, context: TextContext) -> None:
-    """Write the fields of `LOGGED` into the record."""
+    """Write the fields of `LOGGED_FIELDS` into the record."""
     record.model = body.model
     record.stream = bool(body.stream)
     record.user = body.user

@@ -20,9 +20,9 @@ class Translation:
 
     chat: Mapping[str, object]
     """The decoded body of the chat request."""
-    message_places: Sequence[str]
+    message_paths: Sequence[str]
     """For each message, the field of the client's request that it comes from."""
-    tool_places: Sequence[str] = ()
+    tool_paths: Sequence[str] = ()
     """For each tool, the field of the client's request."""
     fields: Mapping[str, str] = field(default_factory=dict)
     """Field of the chat request -> the client's field, where they differ."""
@@ -43,7 +43,7 @@ class Translation:
         try:
             yield
         except RequestProblem as problem:
-            param = None if problem.param is None else self._place(problem.param)
+            param = None if problem.param is None else self._client_path(problem.param)
             message = self._text(problem.message, problem.param, param)
             raise RequestProblem(
                 problem.status_code,
@@ -54,12 +54,14 @@ class Translation:
                 headers=problem.headers,
             ) from problem
 
-    def _place(self, param: str) -> str:
+    def _client_path(self, param: str) -> str:
         if match := _INDEXED_FIELD.fullmatch(param):
-            places = self.message_places if match[1] == "messages" else self.tool_places
+            field_paths = self.message_paths if match[1] == "messages" else self.tool_paths
             index = int(match[2])
-            place = places[index] if index < len(places) else self.fields.get(match[1], match[1])
-            return place + (self._tool_field(match[3]) if match[1] == "tools" else "")
+            field_path = (
+                field_paths[index] if index < len(field_paths) else self.fields.get(match[1], match[1])
+            )
+            return field_path + (self._tool_field(match[3]) if match[1] == "tools" else "")
         for name, client_field in self.fields.items():
             if param == name or param.startswith((f"{name}.", f"{name}[")):
                 return client_field + param[len(name) :]
@@ -69,9 +71,9 @@ class Translation:
         name = path.removeprefix(".function").removeprefix(".")
         return f".{self.fields.get(f'tools.{name}', name)}" if name else ""
 
-    def _text(self, message: str, param: str | None, place: str | None) -> str:
-        if param is not None and place is not None:
-            message = message.replace(param, place)
+    def _text(self, message: str, param: str | None, field_path: str | None) -> str:
+        if param is not None and field_path is not None:
+            message = message.replace(param, field_path)
         for name, client_field in self.fields.items():
             message = re.sub(rf"(?<![\w.\[]){re.escape(name)}(?!\w)", client_field, message)
         return message

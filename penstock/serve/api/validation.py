@@ -67,27 +67,29 @@ _LONG_LIST = 64
 def _problem_of(error: ValidationError, body: Mapping[str, object]) -> RequestProblem:
     """Return the error of the first invalid field; for a union of types, the errors of all types."""
     details = error.errors(include_url=False, include_context=False)
-    places = [_place(detail, body) for detail in details]
+    field_paths = [_error_path(detail, body) for detail in details]
     # Of the alternatives of a union, report the one with the deepest error location.
-    first = max((place for place in places if place.startswith(places[0])), key=len)
-    messages = [detail["msg"] for detail, place in zip(details, places, strict=True) if place == first]
+    first = max((field_path for field_path in field_paths if field_path.startswith(field_paths[0])), key=len)
+    messages = [
+        detail["msg"] for detail, field_path in zip(details, field_paths, strict=True) if field_path == first
+    ]
     text = " or ".join(dict.fromkeys(_sentence(message) for message in messages))
-    missing = details[places.index(first)]["type"] == "missing"
+    missing = details[field_paths.index(first)]["type"] == "missing"
     if missing:
         return RequestProblem(400, f"{first} is required", param=first, code="missing_required_parameter")
     return RequestProblem(400, f"{first}: {text}" if first else text, param=first or None)
 
 
-def _place(error: ErrorDetails, body: Mapping[str, object]) -> str:
+def _error_path(error: ErrorDetails, body: Mapping[str, object]) -> str:
     """Return the location, such as ``messages[0].content``, without pydantic's names of union members."""
-    place, value = "", _Value(body)
+    field_path, value = "", _Value(body)
     absent = error["loc"][-1:] if error["type"] == "missing" else ()
     for part in error["loc"]:
         if isinstance(part, int) and value.has_index(part):
-            place, value = f"{place}[{part}]", value.at(part)
+            field_path, value = f"{field_path}[{part}]", value.at(part)
         elif isinstance(part, str) and (value.has_key(part) or (part,) == absent):
-            place, value = f"{place}.{part}" if place else part, value.at(part)
-    return place
+            field_path, value = f"{field_path}.{part}" if field_path else part, value.at(part)
+    return field_path
 
 
 class _Value:

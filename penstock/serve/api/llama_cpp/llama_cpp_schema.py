@@ -27,7 +27,7 @@ class LlamaCppBody(RequestBody):
         "n_indent": Refused("the indentation is not enforced", (0,)),
         "n_keep": Refused("the server has no context shift", (0,)),
         "n_probs": Refused("send logprobs to /v1/completions", (0,)),
-        "penalize_nl": Refused("line ends are penalised like other tokens", (True,)),
+        "penalize_nl": Refused("newlines are penalised like other tokens", (True,)),
         "post_sampling_probs": Refused("send logprobs to /v1/completions", (False,)),
         "repeat_last_n": Refused("the penalty covers the prompt and the whole output", (-1, 64)),
         "samplers": Refused("the order of the samplers is fixed"),

@@ -1,4 +1,4 @@
-"""``/v1/messages`` and ``/v1/messages/count_tokens``: Anthropic's API."""
+"""The routes ``/v1/messages`` and ``/v1/messages/count_tokens`` of Anthropic's API."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ router = APIRouter(route_class=JsonRoute, tags=["messages"])
 
 @router.post("/v1/messages", **route_options(MessagesBody, "The message; with `stream`, its events."))
 async def create_message(request: Request) -> Response:
-    """Generate the next message of a conversation, in Anthropic's format."""
+    """Generate the next message of a conversation. Request and response have Anthropic's format."""
     services, record = Services.of(request), RequestRecord.of(request)
     raw = await request.json()
-    name = f"msg_{uuid4().hex}"
+    message_id = f"msg_{uuid4().hex}"
 
     def prepare() -> tuple[MessagesBody, Conversation]:
         body = checked_body(services, MessagesBody, raw)
-        return body, _conversation(services, body, name)
+        return body, _conversation(services, body, message_id)
 
     body, conversation = await run_in_pool(request, prepare)
     record_logged_fields(conversation.body, record, conversation.context)
     job = conversation.job(services)
-    builder = MessageBuilder(body, name, job)
+    builder = MessageBuilder(body, message_id, job)
     run = GenerationRun(services, record, job)
     return await answer_request(request, services, run, builder, stream=bool(body.stream))
 
@@ -44,7 +44,7 @@ async def create_message(request: Request) -> Response:
     "/v1/messages/count_tokens", **route_options(CountTokensBody, "The number of tokens.", streams=False)
 )
 async def count_message_tokens(request: Request) -> Response:
-    """Return the number of input tokens of a message, without generating it."""
+    """Return the number of prompt tokens of a request without running the model."""
     services = Services.of(request)
     raw: object = await request.json()
 
@@ -56,7 +56,7 @@ async def count_message_tokens(request: Request) -> Response:
     return json_response(usage)
 
 
-def _conversation(services: Services, body: CountTokensBody, name: str) -> Conversation:
+def _conversation(services: Services, body: CountTokensBody, request_id: str) -> Conversation:
     translation, warnings = chat_request(services, body)
     services.warn_once(warnings)
-    return translation.conversation(services, name)
+    return translation.conversation(services, request_id)

@@ -1,4 +1,4 @@
-"""The schemas of ``/v1/messages``, with the field names of Anthropic's API."""
+"""The schemas of the request bodies of ``/v1/messages``, with Anthropic's field names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MediaSource(RequestBody):
 
 
 class ResultBlock(RequestBody):
-    """A block of the output of a tool."""
+    """A content block of a tool's output."""
 
     unsupported: ClassVar[Mapping[str, Refused]] = {
         "cache_control": _CACHE_CONTROL,
@@ -37,11 +37,11 @@ class ResultBlock(RequestBody):
     source: MediaSource | None = None
     title: str | None = None
     tool_name: str | None = None
-    """The tool that a block of the type ``tool_reference`` names."""
+    """The name of the tool in a block of type ``tool_reference``."""
 
 
 class MessageBlock(ResultBlock):
-    """A block of a message."""
+    """A content block of a message."""
 
     unsupported: ClassVar[Mapping[str, Refused]] = {
         **ResultBlock.unsupported,
@@ -68,7 +68,7 @@ class ConversationMessage(RequestBody):
 
 
 class MessageTool(RequestBody):
-    """A tool of the client, or a tool of Anthropic's servers, which has a type and further fields."""
+    """A tool of the client or a tool of Anthropic's servers. The latter has a type and further fields."""
 
     unsupported: ClassVar[Mapping[str, Refused]] = {
         "allowed_callers": Refused("the model calls tools directly", (["direct"],)),
@@ -86,7 +86,7 @@ class MessageTool(RequestBody):
 
     @property
     def is_hosted(self) -> bool:
-        """Whether the tool runs on Anthropic's servers or has a schema that only Anthropic's models know."""
+        """Whether the tool runs on Anthropic's servers, or its schema is defined by Anthropic."""
         return self.type not in (None, "custom")
 
     @property
@@ -104,24 +104,24 @@ class MessageToolChoice(RequestBody):
 
 
 class Thinking(RequestBody):
-    """Whether the model reasons before it answers."""
+    """Whether the model reasons before the answer."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[Count, Field(ge=1)] | None = None
-    """Has no effect: ``max_tokens`` limits thinking and text together."""
+    """Has no effect. ``max_tokens`` limits the thinking and the text together."""
     display: Literal["summarized", "omitted"] | None = None
-    """``omitted`` returns empty thinking blocks; otherwise the blocks contain all thinking text."""
+    """With ``omitted``, thinking blocks are empty. Otherwise they contain the whole thinking text."""
 
 
 class OutputFormat(RequestBody):
-    """The JSON schema of the text."""
+    """The JSON schema to which the output text must conform."""
 
     type: Literal["json_schema"]
     schema_: dict[str, object] = Field(alias="schema")
 
 
 class OutputConfig(RequestBody):
-    """Effort and format of the output."""
+    """The reasoning effort and the format of the output."""
 
     unsupported: ClassVar[Mapping[str, Refused]] = {"task_budget": Refused("there are no task budgets")}
 
@@ -173,7 +173,7 @@ class MessagesBody(CountTokensBody):
     top_k: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
     metadata: MessageMetadata | None = None
 
-    # Not in Anthropic's API.
+    # The fields below are not in Anthropic's API.
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[Number, Field(gt=0)] | None = None
@@ -185,4 +185,4 @@ class MessagesBody(CountTokensBody):
 SAME_NAMES = (
     "temperature top_p top_k stream seed min_p repetition_penalty priority cache_salt chat_template_kwargs"
 ).split()
-"""Fields of `MessagesBody` that a chat request has too."""
+"""Fields with the same name and meaning in `MessagesBody` and in a chat request."""

@@ -1,4 +1,4 @@
-"""The schemas of Ollama's routes, with Ollama's field names."""
+"""The schemas of the request bodies of Ollama's routes, with Ollama's field names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class OllamaOptions(RequestBody):
         ),
         "num_keep": Refused("the server has no context shift", accepts_all=True),
         "repeat_last_n": Refused("the penalty covers the prompt and the whole output", accepts_all=True),
-        "penalize_newline": Refused("line ends are penalised like other tokens", (True,)),
+        "penalize_newline": Refused("newlines are penalised like other tokens", (True,)),
         "tfs_z": Refused(_NO_SAMPLER, (1, 1.0)),
         "typical_p": Refused(_NO_SAMPLER, (1, 1.0)),
         "mirostat": Refused(_NO_SAMPLER, (0,)),
@@ -34,9 +34,9 @@ class OllamaOptions(RequestBody):
     }
 
     num_predict: Annotated[int, Field(ge=-2, lt=2**31)] | None = None
-    """Maximum number of new tokens; -1 and -2 mean the limit of the model."""
+    """Maximum number of new tokens. -1 and -2 mean the maximum length of the model."""
     num_ctx: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    """The context length that the client expects; more than ``--max-length`` is refused."""
+    """The context length that the client requires. A value above ``--max-length`` is refused."""
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
@@ -49,7 +49,7 @@ class OllamaOptions(RequestBody):
 
 
 class OllamaFunction(RequestBody):
-    """The function of a call."""
+    """The function of a tool call."""
 
     unsupported: ClassVar[Mapping[str, Refused]] = {
         "index": Refused("the order of the list is the index", accepts_all=True)
@@ -60,7 +60,7 @@ class OllamaFunction(RequestBody):
 
 
 class OllamaCall(RequestBody):
-    """A call of an earlier answer."""
+    """A tool call in an earlier message of the conversation."""
 
     unsupported: ClassVar[Mapping[str, Refused]] = {"type": Refused("all tools are functions", ("function",))}
 
@@ -69,20 +69,20 @@ class OllamaCall(RequestBody):
 
 
 class OllamaMessage(RequestBody):
-    """A message of a chat."""
+    """A message of the conversation."""
 
     role: str
     content: str | None = None
     thinking: str | None = None
     images: Texts | None = None
-    """Images as base64."""
+    """Image files in base64."""
     tool_calls: list[OllamaCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
 
 
 class OllamaBody(RequestBody):
-    """The fields that chats and generations share."""
+    """The fields that ``/api/chat`` and ``/api/generate`` share."""
 
     unsupported: ClassVar[Mapping[str, Refused]] = {
         "keep_alive": Refused("the model stays loaded", accepts_all=True),
@@ -95,7 +95,7 @@ class OllamaBody(RequestBody):
 
     model: str
     stream: bool | None = None
-    """True if absent."""
+    """None means True."""
     format: Literal["", "json"] | dict[str, object] | None = None
     """``json``, or a JSON schema."""
     options: OllamaOptions | None = None
@@ -113,7 +113,7 @@ class OllamaChatBody(OllamaBody):
     unsupported: ClassVar[Mapping[str, Refused]] = OllamaBody.unsupported
 
     messages: Annotated[list[OllamaMessage], Field(fail_fast=True)] | None = None
-    """An empty list only loads the model, which is loaded already."""
+    """A request without messages loads the model. The model is always loaded, so it has no effect."""
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
 
 
@@ -127,7 +127,7 @@ class OllamaGenerateBody(OllamaBody):
     }
 
     prompt: str | None = None
-    """An absent prompt only loads the model, which is loaded already."""
+    """A request without a prompt loads the model. The model is always loaded, so it has no effect."""
     suffix: str | None = None
     system: str | None = None
     raw: bool | None = None
@@ -146,7 +146,7 @@ class OllamaEmbedBody(RequestBody):
     model: str
     input: str | Texts
     truncate: bool | None = None
-    """Whether long inputs are cut at the end; true if absent."""
+    """Whether inputs over the maximum length are cut at the end. None means True."""
     dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
 
 
@@ -159,4 +159,4 @@ class OllamaShowBody(RequestBody):
 
     model: str | None = None
     name: str | None = None
-    """The older name of ``model``."""
+    """The former name of the field ``model``."""

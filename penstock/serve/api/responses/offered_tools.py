@@ -95,7 +95,7 @@ class OfferedTool:
     server: ToolServer
     tool: ServerTool
     needs_approval: bool
-    place: str
+    field_path: str
     """The field of the request that offers the tool."""
 
     def function(self, name: str) -> dict[str, object]:
@@ -167,27 +167,27 @@ async def offered_tools(services: Services, raw: object) -> OfferedTools:
     if (not mcp_tools and not services.config.mcp_server) or not isinstance(raw, dict):
         return OfferedTools()
     servers = tool_servers(services)
-    entries = [(place, _entry(services, tool, place)) for place, tool in mcp_tools]
+    entries = [(field_path, _entry(services, tool, field_path)) for field_path, tool in mcp_tools]
     implied_servers = [] if mcp_tools or raw.get("tool_choice") == "none" else servers.names
     if implied_servers and not services.tokenizer.template_mentions("tools"):
         services.warn_once(["tools of tool servers, which the chat template does not show"])
         implied_servers = []
     entries += [("tools", McpTool(type="mcp", server_label=name)) for name in implied_servers]
-    configured_servers = [_server(servers, entry, place) for place, entry in entries]
+    configured_servers = [_server(servers, entry, field_path) for field_path, entry in entries]
     labels = [entry.server_label for _, entry in entries]
     for index, label in enumerate(labels):
         if label in labels[:index]:
-            place = f"{entries[index][0]}.server_label"
+            field_path = f"{entries[index][0]}.server_label"
             raise RequestProblem(
-                400, f"{place} is {label!r}, which is the label of another tool too", param=place
+                400, f"{field_path} is {label!r}, which is the label of another tool too", param=field_path
             )
     tool_lists = await asyncio.gather(*(servers.tools_of(server) for server in configured_servers))
     taken_names = {str(tool.get("name")) for tool in tools if tool.get("type") in ("function", "custom")}
     functions: dict[str, OfferedTool] = {}
     listings = []
     default = services.config.mcp_require_approval
-    for (place, entry), server, tool_list in zip(entries, configured_servers, tool_lists, strict=True):
-        _check_allowed(entry, tool_list, place)
+    for (field_path, entry), server, tool_list in zip(entries, configured_servers, tool_lists, strict=True):
+        _check_allowed(entry, tool_list, field_path)
         allowed = [tool for tool in tool_list.tools if entry.allows(tool)]
         listings.append(
             ToolListing(entry.server_label, [_tool_description(tool) for tool in allowed], tool_list.error)
@@ -196,30 +196,30 @@ async def offered_tools(services: Services, raw: object) -> OfferedTools:
             name = _free_name(entry.server_label, tool.name, taken_names)
             taken_names.add(name)
             functions[name] = OfferedTool(
-                entry.server_label, server, tool, entry.needs_approval(tool, default), place
+                entry.server_label, server, tool, entry.needs_approval(tool, default), field_path
             )
     return OfferedTools(functions, listings, implied_servers)
 
 
-def _entry(services: Services, raw: Mapping[str, object], place: str) -> McpTool:
+def _entry(services: Services, raw: Mapping[str, object], field_path: str) -> McpTool:
     """Validate a tool of the type ``mcp``."""
     try:
         entry = validated(McpTool, raw)
     except RequestProblem as problem:
-        param = f"{place}.{problem.param}" if problem.param else place
+        param = f"{field_path}.{problem.param}" if problem.param else field_path
         message = problem.message.replace(problem.param, param, 1) if problem.param else problem.message
         raise RequestProblem(400, message, param=param, code=problem.code) from None
-    UnknownFields(services.config.unknown_fields == "error", services.log).check(entry, place)
+    UnknownFields(services.config.unknown_fields == "error", services.log).check(entry, field_path)
     return entry
 
 
-def _server(servers: ToolServers, entry: McpTool, place: str) -> ToolServer:
+def _server(servers: ToolServers, entry: McpTool, field_path: str) -> ToolServer:
     """Return the configured server that an entry names. A request cannot choose any other server."""
     url = entry.server_url
     server = servers.by_name(entry.server_label) if url is None else servers.by_url(url)
     if server is not None:
         return server
-    param = f"{place}.{'server_label' if url is None else 'server_url'}"
+    param = f"{field_path}.{'server_label' if url is None else 'server_url'}"
     requested_server = repr((entry.server_label if url is None else url)[:200])
     hint = f"send server_label {_joined_names(servers.names)}" if servers.names else "--mcp-server sets some"
     raise RequestProblem(
@@ -230,10 +230,10 @@ def _server(servers: ToolServers, entry: McpTool, place: str) -> ToolServer:
     )
 
 
-def _check_allowed(entry: McpTool, tool_list: ServerTools, place: str) -> None:
+def _check_allowed(entry: McpTool, tool_list: ServerTools, field_path: str) -> None:
     """Raise if ``allowed_tools`` names a tool that the server does not have."""
     allowed = entry.allowed_tools
-    path = f"{place}.allowed_tools"
+    path = f"{field_path}.allowed_tools"
     if isinstance(allowed, ToolFilter):
         allowed, path = allowed.tool_names, f"{path}.tool_names"
     if tool_list.error is not None:

@@ -58,7 +58,7 @@ def chat_request(
     Raises:
         RequestProblem: 400 that names the field.
     """
-    tools, tool_places = chat_tools(body, offered, hosted_tools)
+    tools, tool_paths = chat_tools(body, offered, hosted_tools)
     messages = ChatMessages(offered)
     if body.instructions:
         messages.add({"role": "system", "content": body.instructions}, "instructions")
@@ -82,7 +82,7 @@ def chat_request(
         chat["reasoning_effort"] = body.reasoning.effort
     if body.includes(LOGPROBS):
         chat |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
-    return Translation(chat, messages.places, tool_places, FIELDS)
+    return Translation(chat, messages.field_paths, tool_paths, FIELDS)
 
 
 def encoded_reasoning(text: str) -> str:
@@ -111,15 +111,15 @@ class ChatMessages:
         self._offered = offered
         self._approval_requests: dict[str | None, InputItem] = {}
         self.chat: list[AssembledMessage] = []
-        self.places: list[str] = []
+        self.field_paths: list[str] = []
         """For each message, the request field of its first item, such as ``input[2]``."""
 
-    def add(self, message: AssembledMessage, place: str) -> None:
+    def add(self, message: AssembledMessage, field_path: str) -> None:
         """Add a message."""
         self.chat.append(message)
-        self.places.append(place)
+        self.field_paths.append(field_path)
 
-    def add_item(self, item: InputItem, place: str) -> None:
+    def add_item(self, item: InputItem, field_path: str) -> None:
         """Add an item of the input.
 
         Raises:
@@ -127,37 +127,41 @@ class ChatMessages:
         """
         match item.type or "message":
             case "message":
-                self._add_message(item, place)
+                self._add_message(item, field_path)
             case "function_call":
-                name, arguments = _text(item, "name", place), _text(item, "arguments", place)
-                self._add_call(_text(item, "call_id", place), name, arguments, place)
+                name, arguments = _text(item, "name", field_path), _text(item, "arguments", field_path)
+                self._add_call(_text(item, "call_id", field_path), name, arguments, field_path)
             case "custom_tool_call":
-                arguments = json.dumps({CUSTOM_ARGUMENT: _text(item, "input", place)}, ensure_ascii=False)
-                self._add_call(_text(item, "call_id", place), _text(item, "name", place), arguments, place)
+                arguments = json.dumps(
+                    {CUSTOM_ARGUMENT: _text(item, "input", field_path)}, ensure_ascii=False
+                )
+                self._add_call(
+                    _text(item, "call_id", field_path), _text(item, "name", field_path), arguments, field_path
+                )
             case "function_call_output" | "custom_tool_call_output":
                 output = item.output
                 if output is None:
-                    raise missing_field(f"{place}.output")
-                content = output if isinstance(output, str) else _content(output, f"{place}.output")
-                call_id = _text(item, "call_id", place)
-                self.add({"role": "tool", "tool_call_id": call_id, "content": content}, place)
+                    raise missing_field(f"{field_path}.output")
+                content = output if isinstance(output, str) else _content(output, f"{field_path}.output")
+                call_id = _text(item, "call_id", field_path)
+                self.add({"role": "tool", "tool_call_id": call_id, "content": content}, field_path)
             case "reasoning":
-                self._add_reasoning(item, place)
+                self._add_reasoning(item, field_path)
             case "mcp_list_tools":
                 pass  # not in the prompt: the chat template renders the tools of the request
             case "mcp_call":
-                self._add_mcp_call(item, _mcp_output(item), place)
+                self._add_mcp_call(item, _mcp_output(item), field_path)
             case "mcp_approval_request":
                 self._approval_requests[item.id] = item
             case "mcp_approval_response":
-                self._add_approval(item, place)
+                self._add_approval(item, field_path)
             case other:
                 raise RequestProblem(
                     400,
-                    f"{place} has the type {other!r}, which is not supported: send message, function_call, "
-                    "function_call_output, custom_tool_call, custom_tool_call_output, reasoning, "
+                    f"{field_path} has the type {other!r}, which is not supported: send message, "
+                    "function_call, function_call_output, custom_tool_call, custom_tool_call_output, reasoning, "
                     "item_reference, mcp_list_tools, mcp_call, mcp_approval_request or mcp_approval_response",
-                    param=f"{place}.type",
+                    param=f"{field_path}.type",
                     code="unsupported_value",
                 )
 
@@ -170,67 +174,71 @@ class ChatMessages:
             texts = [str(part["text"]) for part in all_parts if part["type"] == "text"]
             is_text = len(texts) == len(all_parts)
             self.chat[:2] = [{"role": "system", "content": "".join(texts) if is_text else all_parts}]
-            del self.places[1]
+            del self.field_paths[1]
 
-    def _add_message(self, item: InputItem, place: str) -> None:
+    def _add_message(self, item: InputItem, field_path: str) -> None:
         if item.role is None:
-            raise missing_field(f"{place}.role")
+            raise missing_field(f"{field_path}.role")
         if item.content is None:
-            raise missing_field(f"{place}.content")
+            raise missing_field(f"{field_path}.content")
         content = (
-            item.content if isinstance(item.content, str) else _content(item.content, f"{place}.content")
+            item.content if isinstance(item.content, str) else _content(item.content, f"{field_path}.content")
         )
         if item.role != "assistant":
-            self.add({"role": item.role, "content": content}, place)
+            self.add({"role": item.role, "content": content}, field_path)
             return
-        message = self._assistant(place)
+        message = self._assistant(field_path)
         if message["content"]:
             content = [*_parts(message["content"]), *_parts(content)]
         message["content"] = content
 
-    def _add_call(self, call_id: str, name: str, arguments: str, place: str) -> None:
+    def _add_call(self, call_id: str, name: str, arguments: str, field_path: str) -> None:
         function = {"name": name, "arguments": arguments}
-        calls = self._assistant(place).setdefault("tool_calls", [])
+        calls = self._assistant(field_path).setdefault("tool_calls", [])
         calls.append({"id": call_id, "type": "function", "function": function})
 
-    def _add_mcp_call(self, item: InputItem, output: str, place: str) -> None:
+    def _add_mcp_call(self, item: InputItem, output: str, field_path: str) -> None:
         """Add a call to a tool server and its output. Both are in one item."""
-        name = self._offered.function_name(_text(item, "server_label", place), _text(item, "name", place))
-        call_id = _text(item, "id", place)
-        self._add_call(call_id, name, _text(item, "arguments", place) or "{}", place)
-        self.add({"role": "tool", "tool_call_id": call_id, "content": output}, place)
+        name = self._offered.function_name(
+            _text(item, "server_label", field_path), _text(item, "name", field_path)
+        )
+        call_id = _text(item, "id", field_path)
+        self._add_call(call_id, name, _text(item, "arguments", field_path) or "{}", field_path)
+        self.add({"role": "tool", "tool_call_id": call_id, "content": output}, field_path)
 
-    def _add_approval(self, item: InputItem, place: str) -> None:
+    def _add_approval(self, item: InputItem, field_path: str) -> None:
         """Add a call that the client has rejected. `ResponseRun` makes and adds approved calls."""
-        name = _text(item, "approval_request_id", place)
+        name = _text(item, "approval_request_id", field_path)
         if item.approve is None:
-            raise missing_field(f"{place}.approve")
+            raise missing_field(f"{field_path}.approve")
         request = self._approval_requests.get(name)
         if request is None:
             raise RequestProblem(
                 400,
-                f"{place}.approval_request_id is {name[:100]!r}, which no earlier item has: send the "
+                f"{field_path}.approval_request_id is {name[:100]!r}, which no earlier item has: send the "
                 "mcp_approval_request, or previous_response_id",
-                param=f"{place}.approval_request_id",
+                param=f"{field_path}.approval_request_id",
             )
         if not item.approve:
             reason_text = f": {item.reason}" if item.reason else ""
-            self._add_mcp_call(request, f"Error: the user has not approved this call{reason_text}", place)
+            self._add_mcp_call(
+                request, f"Error: the user has not approved this call{reason_text}", field_path
+            )
 
-    def _add_reasoning(self, item: InputItem, place: str) -> None:
-        text = _reasoning_text(item, place)
+    def _add_reasoning(self, item: InputItem, field_path: str) -> None:
+        text = _reasoning_text(item, field_path)
         if text:
-            message = self._assistant(place)
+            message = self._assistant(field_path)
             message["reasoning_content"] = message.get("reasoning_content", "") + text
 
-    def _assistant(self, place: str) -> AssembledMessage:
+    def _assistant(self, field_path: str) -> AssembledMessage:
         """Return the last message if it is the assistant's, else a new assistant message."""
         if not self.chat or self.chat[-1]["role"] != "assistant":
-            self.add({"role": "assistant", "content": ""}, place)
+            self.add({"role": "assistant", "content": ""}, field_path)
         return self.chat[-1]
 
 
-def _reasoning_text(item: InputItem, place: str) -> str:
+def _reasoning_text(item: InputItem, field_path: str) -> str:
     parts = item.content if isinstance(item.content, list) else None
     if parts:
         return "".join(part.text or "" for part in parts)
@@ -244,8 +252,8 @@ def _reasoning_text(item: InputItem, place: str) -> str:
         if not data.startswith(_REASONING_PREFIX):
             raise RequestProblem(
                 400,
-                f"{place}.encrypted_content is from another server: omit the reasoning item",
-                param=f"{place}.encrypted_content",
+                f"{field_path}.encrypted_content is from another server: omit the reasoning item",
+                param=f"{field_path}.encrypted_content",
             )
         return data.removeprefix(_REASONING_PREFIX).decode(errors="replace")
     return "\n\n".join(part.text or "" for part in item.summary or ())
@@ -260,30 +268,30 @@ def _mcp_output(item: InputItem) -> str:
     return item.output if isinstance(item.output, str) else "Error: the call was not made"
 
 
-def _content(parts: Sequence[InputPart], place: str) -> str | list[dict[str, object]]:
+def _content(parts: Sequence[InputPart], field_path: str) -> str | list[dict[str, object]]:
     """Return the content of a message; a single text part as a string."""
-    chat_parts = [_part(part, f"{place}[{index}]") for index, part in enumerate(parts)]
+    chat_parts = [_part(part, f"{field_path}[{index}]") for index, part in enumerate(parts)]
     text = chat_parts[0].get("text") if len(chat_parts) == 1 else None
     return text if isinstance(text, str) else chat_parts
 
 
-def _part(part: InputPart, place: str) -> dict[str, object]:
+def _part(part: InputPart, field_path: str) -> dict[str, object]:
     match part.type:
         case "input_text" | "output_text" | "text":
             if part.text is None:
-                raise missing_field(f"{place}.text")
+                raise missing_field(f"{field_path}.text")
             return {"type": "text", "text": part.text}
         case "refusal":
             return {"type": "refusal", "refusal": part.refusal or ""}
         case "input_image":
             if part.image_url is None:
-                raise missing_field(f"{place}.image_url")
+                raise missing_field(f"{field_path}.image_url")
             detail = {} if part.detail is None else {"detail": part.detail}
             return {"type": "image_url", "image_url": {"url": part.image_url, **detail}}
     raise RequestProblem(
         400,
-        f"{place} has the type {part.type!r}, which is not supported: send input_text",
-        param=f"{place}.type",
+        f"{field_path} has the type {part.type!r}, which is not supported: send input_text",
+        param=f"{field_path}.type",
         code="unsupported_value",
     )
 
@@ -304,9 +312,9 @@ def _format(body: ResponsesBody) -> dict[str, object]:
     return {"response_format": {"type": "json_schema", "json_schema": schema}}
 
 
-def _text(item: InputItem, name: str, place: str) -> str:
+def _text(item: InputItem, name: str, field_path: str) -> str:
     value = getattr(item, name)
     if value is None:
-        raise missing_field(f"{place}.{name}")
+        raise missing_field(f"{field_path}.{name}")
     assert isinstance(value, str)
     return value

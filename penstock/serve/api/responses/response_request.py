@@ -99,7 +99,7 @@ class PreparedResponse:
             RequestProblem: 400; the prompt has become too long.
         """
         chat = {**self.translation.chat, "messages": [*raw_messages(self.translation.chat), *messages]}
-        places = [*self.translation.message_places, *["the output of tool servers"] * len(messages)]
+        field_paths = [*self.translation.message_paths, *["the output of tool servers"] * len(messages)]
         choice = chat.get("tool_choice")
         if not has_tools:
             chat["tool_choice"] = "none"
@@ -109,7 +109,7 @@ class PreparedResponse:
             chat["tool_choice"] = {**choice, "allowed_tools": {**choice["allowed_tools"], "mode": "auto"}}
         if max_tokens is not None:
             chat["max_completion_tokens"] = max_tokens
-        translation = replace(self.translation, chat=chat, message_places=places)
+        translation = replace(self.translation, chat=chat, message_paths=field_paths)
         return _conversation(services, self.body, translation, request_id)
 
 
@@ -152,16 +152,16 @@ def _approved_calls(
         ):
             continue
         request = requests[request_id]  # `response_input` has checked that it exists
-        place = f"input[{index}].approval_request_id"
+        field_path = f"input[{index}].approval_request_id"
         label, tool = request.server_label or "", request.name or ""
         function = offered.function_name(label, tool)
         offered_tool = offered.functions.get(function)
         if offered_tool is None or (offered_tool.label, offered_tool.tool.name) != (label, tool):
             raise RequestProblem(
                 400,
-                f"{place} approves {tool[:100]!r} of the tool server {label[:100]!r}, which the request does "
-                "not offer: send the same tools as before",
-                param=place,
+                f"{field_path} approves {tool[:100]!r} of the tool server {label[:100]!r}, but the request does "
+                "not offer this tool: send the tools of the earlier request again",
+                param=field_path,
             )
         called_ids.add(request_id)
         calls.append(
@@ -201,10 +201,10 @@ def _truncated_conversation(
     def attempt(start: int) -> Conversation | None:
         indices = [*range(num_fixed), *range(start, len(messages))]
         chat = {**translation.chat, "messages": [messages[index] for index in indices]}
-        places = [translation.message_places[index] for index in indices]
+        field_paths = [translation.message_paths[index] for index in indices]
         is_last = start == (starts[-1] if starts else num_fixed)
         try:
-            conversation = replace(translation, chat=chat, message_places=places).conversation(
+            conversation = replace(translation, chat=chat, message_paths=field_paths).conversation(
                 services, request_id
             )
         except RequestProblem as problem:

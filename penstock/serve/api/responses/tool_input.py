@@ -24,29 +24,29 @@ def chat_tools(
         RequestProblem: 400 that names the tool.
     """
     tools: list[dict[str, object]] = []
-    places: list[str] = []
+    field_paths: list[str] = []
     for index, tool in enumerate(body.tools or ()):
-        place = f"tools[{index}]"
+        field_path = f"tools[{index}]"
         if tool.type == MCP:
             continue
         if tool.is_hosted:
             if hosted_tools == "refuse":
                 raise RequestProblem(
                     400,
-                    f"{place} is the hosted tool {tool.type!r}, and this server has no hosted tools: "
+                    f"{field_path} is the hosted tool {tool.type!r}, and this server has no hosted tools: "
                     "send function tools (--hosted-tools skip omits hosted tools)",
-                    param=f"{place}.type",
+                    param=f"{field_path}.type",
                     code="unsupported_value",
                 )
             continue
         if tool.name is None:
-            raise missing_field(f"{place}.name")
+            raise missing_field(f"{field_path}.name")
         tools.append({"type": "function", "function": _function(tool)})
-        places.append(place)
+        field_paths.append(field_path)
     for name, offered_tool in offered.functions.items():
         tools.append(offered_tool.function(name))
-        places.append(offered_tool.place)
-    return tools, places
+        field_paths.append(offered_tool.field_path)
+    return tools, field_paths
 
 
 def _function(tool: ResponseTool) -> dict[str, object]:
@@ -104,10 +104,10 @@ def tool_choice(body: ResponsesBody, offered: OfferedTools) -> dict[str, object]
     raise _hosted_choice("tool_choice.type", choice.type)
 
 
-def _server_functions(offered: OfferedTools, label: object, tool: object, place: str) -> list[str]:
+def _server_functions(offered: OfferedTools, label: object, tool: object, field_path: str) -> list[str]:
     """Return the function names of a tool server's tool, or of all its tools if `tool` is None."""
     if not isinstance(label, str):
-        raise missing_field(f"{place}.server_label")
+        raise missing_field(f"{field_path}.server_label")
     names = offered.names_of(label)
     if tool is not None:
         names = [name for name in names if offered.functions[name].tool.name == tool]
@@ -115,7 +115,7 @@ def _server_functions(offered: OfferedTools, label: object, tool: object, place:
         requested_tool = (
             f"the tool {str(tool)[:100]!r} of {label[:100]!r}" if tool is not None else repr(label[:100])
         )
-        param = f"{place}.{'server_label' if tool is None else 'name'}"
+        param = f"{field_path}.{'server_label' if tool is None else 'name'}"
         raise RequestProblem(400, f"{param}: the request offers no tool of {requested_tool}", param=param)
     return names
 
@@ -131,32 +131,34 @@ def _allowed_tools(choice: ToolSelection, offered: OfferedTools) -> dict[str, ob
         raise missing_field("tool_choice.tools")
     allowed_tools = []
     for index, tool in enumerate(choice.tools):
-        place = f"tool_choice.tools[{index}]"
+        field_path = f"tool_choice.tools[{index}]"
         if tool.get("type") == MCP:
             label, name = tool.get("server_label"), tool.get("name")
             allowed_tools += [
-                _function_choice(function) for function in _server_functions(offered, label, name, place)
+                _function_choice(function) for function in _server_functions(offered, label, name, field_path)
             ]
             continue
         if tool.get("type") not in ("function", "custom"):
-            raise _hosted_choice(f"{place}.type", tool.get("type"))
+            raise _hosted_choice(f"{field_path}.type", tool.get("type"))
         name = tool.get("name")
         if not isinstance(name, str):
-            raise missing_field(f"{place}.name")
+            raise missing_field(f"{field_path}.name")
         allowed_tools.append(_function_choice(name))
     return {"mode": choice.mode, "tools": allowed_tools}
 
 
-def _hosted_choice(place: str, kind: object) -> RequestProblem:
+def _hosted_choice(field_path: str, kind: object) -> RequestProblem:
     return RequestProblem(
         400,
-        f"{place} is {str(kind)[:100]!r}, a hosted tool, and this server has no hosted tools: "
+        f"{field_path} is {str(kind)[:100]!r}, a hosted tool, and this server has no hosted tools: "
         "choose a function",
-        param=place,
+        param=field_path,
         code="unsupported_value",
     )
 
 
-def missing_field(place: str) -> RequestProblem:
+def missing_field(field_path: str) -> RequestProblem:
     """Return the error of a field that is required."""
-    return RequestProblem(400, f"{place} is required", param=place, code="missing_required_parameter")
+    return RequestProblem(
+        400, f"{field_path} is required", param=field_path, code="missing_required_parameter"
+    )
