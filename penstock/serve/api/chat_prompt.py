@@ -227,14 +227,14 @@ class _CalledFunction(TypedDict):
     arguments: NotRequired[object]
 
 
-class _ToolCall(TypedDict):
+class _EarlierToolCall(TypedDict):
     """A tool call in an earlier message of the conversation."""
 
     id: NotRequired[str | None]
     function: _CalledFunction
 
 
-def _template_call(call: _ToolCall, as_objects: bool) -> dict[str, object]:
+def _template_call(call: _EarlierToolCall, as_objects: bool) -> dict[str, object]:
     arguments = call["function"].get("arguments")
     if as_objects:
         arguments = _parsed_arguments(arguments)

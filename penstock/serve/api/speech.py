@@ -135,11 +135,11 @@ class _SpeechResponse:
 
 
 def _prepare(services: Services, raw: object) -> tuple[SpeechBody, list[TTSContext], AudioEncoder]:
-    """Check a body and return its contexts and the encoder of its audio. Slow: call it in the pool.
+    """Check a body and return its contexts and the encoder of its audio. Blocks: call it in a thread pool.
 
     Raises:
-        RequestProblem: 400 that names the field.
-        UnknownModelError: the server has no model or adapter of that name.
+        RequestProblem: 400; the message names the invalid field.
+        UnknownModelError: the server has no model or adapter with the requested name.
     """
     body = checked_body(services, SpeechBody, raw)
     adapter = adapter_named(services, body.model)

@@ -89,7 +89,7 @@ def checked_body(services: Services, kind: type[Body], raw: object) -> Body:
     If ``model`` is absent, it is set to the served model.
 
     Raises:
-        RequestProblem: 400 that names the field.
+        RequestProblem: 400; the message names the invalid field.
     """
     model = kind.model_fields.get("model")
     has_default = model is not None and model.default == ""

@@ -28,11 +28,11 @@ class Translation:
     """Field of the chat request -> the client's field, where they differ."""
 
     def conversation(self, services: Services, request_id: str) -> Conversation:
-        """Return the conversation. Slow: call it in the pool.
+        """Return the conversation. Blocks: call it in a thread pool.
 
         Raises:
-            RequestProblem: 400 that names the field of the client's request.
-            UnknownModelError: the server has no model or adapter of that name.
+            RequestProblem: 400; the message names the invalid field of the client's request.
+            UnknownModelError: the server has no model or adapter with the requested name.
         """
         with self.with_client_fields():
             return Conversation.of(services, self.chat, request_id)

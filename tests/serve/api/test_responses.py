@@ -231,10 +231,10 @@ async def test_a_background_response_can_be_polled_and_streamed() -> None:
         assert [event.sequence_number async for event in resumed_stream] == [
             event.sequence_number for event in events[3:]
         ]
-        with pytest.raises(openai.BadRequestError, match="background needs store"):
+        with pytest.raises(openai.BadRequestError, match="background requires store"):
             await client.responses.create(model="demo", input="Hi", background=True, store=False)
         plain_response = await client.responses.create(model="demo", input="Hi")
-        with pytest.raises(openai.BadRequestError, match="only a response with background"):
+        with pytest.raises(openai.BadRequestError, match="only a background response"):
             await client.responses.cancel(plain_response.id)
 
 

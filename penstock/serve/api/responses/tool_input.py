@@ -11,13 +11,13 @@ CUSTOM_ARGUMENT = "input"
 
 
 def chat_tools(
-    body: ResponsesBody, offered: OfferedTools, hosted_tools: str
+    body: ResponsesBody, offered_tools: OfferedTools, hosted_tools: str
 ) -> tuple[list[dict[str, object]], list[str]]:
     """Return the tools of the chat request, and for each tool the field of the Responses request.
 
     Args:
         body: the request.
-        offered: the tools of tool servers.
+        offered_tools: the tools of tool servers.
         hosted_tools: ``skip`` omits hosted tools, ``refuse`` refuses them.
 
     Raises:
@@ -43,7 +43,7 @@ def chat_tools(
             raise missing_field(f"{field_path}.name")
         tools.append({"type": "function", "function": _function(tool)})
         field_paths.append(field_path)
-    for name, offered_tool in offered.functions.items():
+    for name, offered_tool in offered_tools.functions.items():
         tools.append(offered_tool.function(name))
         field_paths.append(offered_tool.field_path)
     return tools, field_paths
@@ -77,11 +77,11 @@ def custom_tools_of(body: ResponsesBody) -> frozenset[str]:
     return frozenset(tool.name or "" for tool in body.tools or () if tool.type == "custom")
 
 
-def tool_choice(body: ResponsesBody, offered: OfferedTools) -> dict[str, object]:
+def tool_choice(body: ResponsesBody, offered_tools: OfferedTools) -> dict[str, object]:
     """Return ``tool_choice`` of the chat request, if the request has one.
 
     Raises:
-        RequestProblem: 400 that names the field.
+        RequestProblem: 400; the message names the invalid field.
     """
     choice = body.tool_choice
     if not isinstance(choice, ToolSelection):
@@ -92,25 +92,28 @@ def tool_choice(body: ResponsesBody, offered: OfferedTools) -> dict[str, object]
                 raise missing_field("tool_choice.name")
             return {"tool_choice": _function_choice(choice.name)}
         case "mcp":
-            names = _server_functions(offered, choice.server_label, choice.name, "tool_choice")
+            names = _server_functions(offered_tools, choice.server_label, choice.name, "tool_choice")
             if choice.name is not None:
                 return {"tool_choice": _function_choice(names[0])}
             allowed_tools = {"mode": "required", "tools": [_function_choice(name) for name in names]}
             return {"tool_choice": {"type": "allowed_tools", "allowed_tools": allowed_tools}}
         case "allowed_tools":
             return {
-                "tool_choice": {"type": "allowed_tools", "allowed_tools": _allowed_tools(choice, offered)}
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": _allowed_tools(choice, offered_tools),
+                }
             }
     raise _hosted_choice("tool_choice.type", choice.type)
 
 
-def _server_functions(offered: OfferedTools, label: object, tool: object, field_path: str) -> list[str]:
+def _server_functions(offered_tools: OfferedTools, label: object, tool: object, field_path: str) -> list[str]:
     """Return the function names of a tool server's tool, or of all its tools if `tool` is None."""
     if not isinstance(label, str):
         raise missing_field(f"{field_path}.server_label")
-    names = offered.names_of(label)
+    names = offered_tools.function_names(label)
     if tool is not None:
-        names = [name for name in names if offered.functions[name].tool.name == tool]
+        names = [name for name in names if offered_tools.functions[name].tool.name == tool]
     if not names:
         requested_tool = (
             f"the tool {str(tool)[:100]!r} of {label[:100]!r}" if tool is not None else repr(label[:100])
@@ -124,7 +127,7 @@ def _function_choice(name: str) -> dict[str, object]:
     return {"type": "function", "function": {"name": name}}
 
 
-def _allowed_tools(choice: ToolSelection, offered: OfferedTools) -> dict[str, object]:
+def _allowed_tools(choice: ToolSelection, offered_tools: OfferedTools) -> dict[str, object]:
     if choice.mode is None:
         raise missing_field("tool_choice.mode")
     if choice.tools is None:
@@ -135,7 +138,8 @@ def _allowed_tools(choice: ToolSelection, offered: OfferedTools) -> dict[str, ob
         if tool.get("type") == MCP:
             label, name = tool.get("server_label"), tool.get("name")
             allowed_tools += [
-                _function_choice(function) for function in _server_functions(offered, label, name, field_path)
+                _function_choice(function)
+                for function in _server_functions(offered_tools, label, name, field_path)
             ]
             continue
         if tool.get("type") not in ("function", "custom"):
