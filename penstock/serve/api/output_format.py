@@ -103,7 +103,7 @@ def _response_format_grammar(response_format: ResponseFormat) -> tuple[Grammar, 
     json_schema = response_format.json_schema
     schema = (
         json_schema.model_dump(exclude_unset=True, by_alias=True)
-        if json_schema.is_bare
+        if json_schema.is_plain_schema
         else json_schema.schema_
     )
     field_path = "response_format.json_schema"

@@ -33,7 +33,7 @@ from penstock.serve.api.schemas import (
     StreamOptions,
     ToolCall,
 )
-from penstock.serve.api.unsupported import Refused
+from penstock.serve.api.unsupported import RefusedField
 from penstock.serve.http.problems import RequestProblem, problem_of
 from penstock.text.tokenizer import TextTokenizer
 
@@ -51,99 +51,105 @@ _USE_FORMAT = "send response_format, or structured_outputs: {json: ...} or {gram
 _NO_SAMPLER = "the server does not have this sampler: use top_k, top_p, min_p and temperature"
 _ONE_PROVIDER = "this server runs one model"
 
-_GENERATION_FIELDS: Mapping[str, Refused] = {
-    "use_beam_search": Refused(_NO_BEAM_SEARCH, (False,)),
-    "length_penalty": Refused(_NO_BEAM_SEARCH, (1, 1.0)),
-    "early_stopping": Refused(_NO_BEAM_SEARCH, (False,)),
-    "spaces_between_special_tokens": Refused("no spaces are added between special tokens", (True, False)),
-    "truncation_side": Refused("the end of the prompt is kept", ("left",)),
-    "logits_processors": Refused("requests cannot contain code", ([],)),
-    "stream_interval": Refused("tokens are sent when they are generated", (1,)),
-    "service_tier": Refused("there is only one service tier", ("auto", "default")),
-    "store": Refused("responses are not stored", (False,)),
+_GENERATION_FIELDS: Mapping[str, RefusedField] = {
+    "use_beam_search": RefusedField(_NO_BEAM_SEARCH, (False,)),
+    "length_penalty": RefusedField(_NO_BEAM_SEARCH, (1, 1.0)),
+    "early_stopping": RefusedField(_NO_BEAM_SEARCH, (False,)),
+    "spaces_between_special_tokens": RefusedField(
+        "no spaces are added between special tokens", (True, False)
+    ),
+    "truncation_side": RefusedField("the end of the prompt is kept", ("left",)),
+    "logits_processors": RefusedField("requests cannot contain code", ([],)),
+    "stream_interval": RefusedField("tokens are sent when they are generated", (1,)),
+    "service_tier": RefusedField("there is only one service tier", ("auto", "default")),
+    "store": RefusedField("responses are not stored", (False,)),
     # Fields of llama.cpp and Ollama. The accepted values of samplers disable the sampler.
-    "cache_prompt": Refused("the prefix cache is always on; cache_salt keeps prompts apart", (True,)),
-    "id_slot": Refused("the scheduler chooses the slot", (-1,)),
-    "n_keep": Refused("the server has no context shift", (0,)),
-    "min_keep": Refused("at least one token is always kept", (0, 1)),
-    "repeat_last_n": Refused("repetition_penalty covers the prompt and the whole output", (-1,)),
-    "typical_p": Refused(_NO_SAMPLER, (1, 1.0)),
-    "tfs_z": Refused(_NO_SAMPLER, (1, 1.0)),
-    "top_a": Refused(_NO_SAMPLER, (0, 0.0)),
-    "top_n_sigma": Refused(_NO_SAMPLER, (-1, -1.0)),
-    "mirostat": Refused(_NO_SAMPLER, (0,)),
-    "dynatemp_range": Refused(_NO_SAMPLER, (0, 0.0)),
-    "xtc_probability": Refused(_NO_SAMPLER, (0, 0.0)),
-    "dry_multiplier": Refused(_NO_SAMPLER, (0, 0.0)),
-    "samplers": Refused(_NO_SAMPLER),
-    "timings_per_token": Refused("timings are in /metrics and in the log", (False,)),
-    "post_sampling_probs": Refused("log probabilities are those before sampling filters", (False,)),
-    "n_probs": Refused("send logprobs"),
-    "n_predict": Refused(_USE_MAX_TOKENS),
-    "num_predict": Refused(_USE_MAX_TOKENS),
-    "max_new_tokens": Refused(_USE_MAX_TOKENS),
-    "grammar": Refused(_USE_FORMAT),
-    "json_schema": Refused(_USE_FORMAT),
-    "format": Refused(_USE_FORMAT),
-    "options": Refused("send its fields at the top level of the body"),
-    "extra_body": Refused("send its fields at the top level of the body"),
-    "num_ctx": Refused("the server's --max-length limits the length of a request"),
-    "keep_alive": Refused("the model stays loaded", (-1, "-1")),
+    "cache_prompt": RefusedField("the prefix cache is always on; cache_salt keeps prompts apart", (True,)),
+    "id_slot": RefusedField("the scheduler chooses the slot", (-1,)),
+    "n_keep": RefusedField("the server has no context shift", (0,)),
+    "min_keep": RefusedField("at least one token is always kept", (0, 1)),
+    "repeat_last_n": RefusedField("repetition_penalty covers the prompt and the whole output", (-1,)),
+    "typical_p": RefusedField(_NO_SAMPLER, (1, 1.0)),
+    "tfs_z": RefusedField(_NO_SAMPLER, (1, 1.0)),
+    "top_a": RefusedField(_NO_SAMPLER, (0, 0.0)),
+    "top_n_sigma": RefusedField(_NO_SAMPLER, (-1, -1.0)),
+    "mirostat": RefusedField(_NO_SAMPLER, (0,)),
+    "dynatemp_range": RefusedField(_NO_SAMPLER, (0, 0.0)),
+    "xtc_probability": RefusedField(_NO_SAMPLER, (0, 0.0)),
+    "dry_multiplier": RefusedField(_NO_SAMPLER, (0, 0.0)),
+    "samplers": RefusedField(_NO_SAMPLER),
+    "timings_per_token": RefusedField("timings are in /metrics and in the log", (False,)),
+    "post_sampling_probs": RefusedField("log probabilities are those before sampling filters", (False,)),
+    "n_probs": RefusedField("send logprobs"),
+    "n_predict": RefusedField(_USE_MAX_TOKENS),
+    "num_predict": RefusedField(_USE_MAX_TOKENS),
+    "max_new_tokens": RefusedField(_USE_MAX_TOKENS),
+    "grammar": RefusedField(_USE_FORMAT),
+    "json_schema": RefusedField(_USE_FORMAT),
+    "format": RefusedField(_USE_FORMAT),
+    "options": RefusedField("send its fields at the top level of the body"),
+    "extra_body": RefusedField("send its fields at the top level of the body"),
+    "num_ctx": RefusedField("the server's --max-length limits the length of a request"),
+    "keep_alive": RefusedField("the model stays loaded", (-1, "-1")),
     # Fields of OpenRouter.
-    "transforms": Refused("prompts are not changed; truncate_prompt_tokens shortens them", ([],)),
-    "plugins": Refused("there are no plugins", ([],)),
-    "models": Refused(_ONE_PROVIDER, ([],)),
-    "provider": Refused(_ONE_PROVIDER, ({},)),
-    "route": Refused(_ONE_PROVIDER),
-    "usage": Refused("responses always have it; for streams send stream_options: {include_usage: true}"),
+    "transforms": RefusedField("prompts are not changed; truncate_prompt_tokens shortens them", ([],)),
+    "plugins": RefusedField("there are no plugins", ([],)),
+    "models": RefusedField(_ONE_PROVIDER, ([],)),
+    "provider": RefusedField(_ONE_PROVIDER, ({},)),
+    "route": RefusedField(_ONE_PROVIDER),
+    "usage": RefusedField("responses always have it; for streams send stream_options: {include_usage: true}"),
 }
-_SPECIAL_TOKENS = Refused("texts are encoded with the tokenizer's own special tokens", (True,))
+_SPECIAL_TOKENS = RefusedField("texts are encoded with the tokenizer's own special tokens", (True,))
 
-UNSUPPORTED: Mapping[type[RequestBody], Mapping[str, Refused]] = {
+UNSUPPORTED: Mapping[type[RequestBody], Mapping[str, RefusedField]] = {
     ChatBody: {
         **_GENERATION_FIELDS,
-        "audio": Refused(_TEXT_ONLY),
-        "best_of": Refused(_NO_BEAM_SEARCH, (1,)),
-        "chat_template": Refused("a request cannot set the template: start the server with --chat-template"),
-        "documents": Refused("send them in chat_template_kwargs, if the template reads them", ([],)),
-        "add_special_tokens": Refused("the chat template adds the special tokens", (False,)),
-        "echo": Refused("use continue_final_message, or /v1/completions with echo", (False,)),
-        "function_call": Refused(_USE_TOOLS, ("none", "auto")),
-        "functions": Refused(_USE_TOOLS, ([],)),
-        "modalities": Refused(_TEXT_ONLY, (["text"],)),
-        "moderation": Refused("there is no moderation"),
-        "prediction": Refused("predicted outputs are not supported"),
-        "prompt_cache_options": Refused("the prefix cache has no per-request options", ({},)),
-        "prompt_cache_retention": Refused(
+        "audio": RefusedField(_TEXT_ONLY),
+        "best_of": RefusedField(_NO_BEAM_SEARCH, (1,)),
+        "chat_template": RefusedField(
+            "a request cannot set the template: start the server with --chat-template"
+        ),
+        "documents": RefusedField("send them in chat_template_kwargs, if the template reads them", ([],)),
+        "add_special_tokens": RefusedField("the chat template adds the special tokens", (False,)),
+        "echo": RefusedField("use continue_final_message, or /v1/completions with echo", (False,)),
+        "function_call": RefusedField(_USE_TOOLS, ("none", "auto")),
+        "functions": RefusedField(_USE_TOOLS, ([],)),
+        "modalities": RefusedField(_TEXT_ONLY, (["text"],)),
+        "moderation": RefusedField("there is no moderation"),
+        "prediction": RefusedField("predicted outputs are not supported"),
+        "prompt_cache_options": RefusedField("the prefix cache has no per-request options", ({},)),
+        "prompt_cache_retention": RefusedField(
             "cached prefixes stay in memory while there is room", ("in_memory", "in-memory", "24h")
         ),
-        "reasoning": Refused("send reasoning_effort, and include_reasoning"),
-        "think": Refused("send reasoning_effort, or chat_template_kwargs"),
-        "verbosity": Refused("the model has no verbosity setting", ("low", "medium", "high")),
-        "web_search_options": Refused("there is no web search"),
+        "reasoning": RefusedField("send reasoning_effort, and include_reasoning"),
+        "think": RefusedField("send reasoning_effort, or chat_template_kwargs"),
+        "verbosity": RefusedField("the model has no verbosity setting", ("low", "medium", "high")),
+        "web_search_options": RefusedField("there is no web search"),
     },
     CompletionBody: {
         **_GENERATION_FIELDS,
-        "add_special_tokens": Refused("prompts are encoded with the tokenizer's own special tokens", (True,)),
+        "add_special_tokens": RefusedField(
+            "prompts are encoded with the tokenizer's own special tokens", (True,)
+        ),
     },
     ChatMessage: {
-        "annotations": Refused("there is no web search", ([],)),
-        "audio": Refused(_TEXT_ONLY),
-        "function_call": Refused("this is the old form of tool_calls"),
+        "annotations": RefusedField("there is no web search", ([],)),
+        "audio": RefusedField(_TEXT_ONLY),
+        "function_call": RefusedField("this is the old form of tool_calls"),
     },
-    ToolCall: {"index": Refused("the order of the list is the index", tuple(range(128)))},
+    ToolCall: {"index": RefusedField("the order of the list is the index", tuple(range(128)))},
     EmbeddingsBody: {"add_special_tokens": _SPECIAL_TOKENS},
     PoolingBody: {"add_special_tokens": _SPECIAL_TOKENS},
     ClassifyBody: {"add_special_tokens": _SPECIAL_TOKENS},
     RerankBody: {
-        "max_chunks_per_doc": Refused("a document is not split: send max_tokens_per_doc", (1,)),
-        "rank_fields": Refused("documents have the field text only", (["text"],)),
+        "max_chunks_per_doc": RefusedField("a document is not split: send max_tokens_per_doc", (1,)),
+        "rank_fields": RefusedField("documents have the field text only", (["text"],)),
     },
-    StreamOptions: {"include_obfuscation": Refused("chunks are not padded", (False,))},
+    StreamOptions: {"include_obfuscation": RefusedField("chunks are not padded", (False,))},
 }
 
 
-def unsupported_fields(kind: type[RequestBody]) -> Mapping[str, Refused]:
+def unsupported_fields(kind: type[RequestBody]) -> Mapping[str, RefusedField]:
     """Return the unsupported fields of a schema by name."""
     return UNSUPPORTED.get(kind) or kind.unsupported
 
@@ -200,7 +206,7 @@ class UnknownFields:
         self.log.warning("a request has the unknown field %r, which is ignored%s", param, hint)
 
 
-def _check_value(param: str, value: object, field: Refused) -> None:
+def _check_value(param: str, value: object, field: RefusedField) -> None:
     if field.accepts_all or any(
         type(value) is type(accepted_value) and value == accepted_value for accepted_value in field.accepted
     ):
@@ -317,7 +323,7 @@ def sampling_params(
         "min_new_tokens": body.min_tokens,
         "ignore_eos": body.ignore_eos,
         "seed": body.seed,
-        "stop": body.stops or None,
+        "stop": body.stop_strings or None,
         "stop_token_ids": _checked_ids("stop_token_ids", body.stop_token_ids, vocab_size),
         "logit_bias": _logit_biases(body.logit_bias, vocab_size),
         "allowed_token_ids": _checked_ids("allowed_token_ids", body.allowed_token_ids, vocab_size),

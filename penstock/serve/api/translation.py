@@ -1,4 +1,4 @@
-"""Requests of other APIs as chat requests. Errors name the field of the original request."""
+"""`Translation`: a chat request that is made from a request of another API, with the names of its fields."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ _INDEXED_FIELD = re.compile(r"(messages|tools)\[(\d+)\](.*)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Translation:
-    """A chat request made from the request of another API."""
+    """A chat request that is made from a client's request of another API.
+
+    Errors of the chat request are converted, so that they name the fields of the client's request.
+    """
 
     chat: Mapping[str, object]
     """The decoded body of the chat request."""
     message_paths: Sequence[str]
-    """For each message, the field of the client's request that it comes from."""
+    """The field of the client's request from which each message comes."""
     tool_paths: Sequence[str] = ()
-    """For each tool, the field of the client's request."""
+    """The field of the client's request from which each tool comes."""
     fields: Mapping[str, str] = field(default_factory=dict)
-    """Field of the chat request -> the client's field, where they differ."""
+    """Field of the chat request -> field of the client's request, for fields with different names."""
 
     def conversation(self, services: Services, request_id: str) -> Conversation:
-        """Return the conversation. Blocks: call it in a thread pool.
+        """Validate and render the chat request. Blocks: call it in a thread pool.
 
         Raises:
             RequestProblem: 400; the message names the invalid field of the client's request.
@@ -39,12 +42,12 @@ class Translation:
 
     @contextmanager
     def with_client_fields(self) -> Iterator[None]:
-        """In a `RequestProblem` of the block, replace fields of the chat request by the client's fields."""
+        """Replace the field names in a `RequestProblem` of the ``with`` block by the client's field names."""
         try:
             yield
         except RequestProblem as problem:
             param = None if problem.param is None else self._client_path(problem.param)
-            message = self._text(problem.message, problem.param, param)
+            message = self._translated_message(problem.message, problem.param, param)
             raise RequestProblem(
                 problem.status_code,
                 message,
@@ -71,7 +74,7 @@ class Translation:
         name = path.removeprefix(".function").removeprefix(".")
         return f".{self.fields.get(f'tools.{name}', name)}" if name else ""
 
-    def _text(self, message: str, param: str | None, field_path: str | None) -> str:
+    def _translated_message(self, message: str, param: str | None, field_path: str | None) -> str:
         if param is not None and field_path is not None:
             message = message.replace(param, field_path)
         for name, client_field in self.fields.items():

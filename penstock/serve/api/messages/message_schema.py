@@ -8,10 +8,10 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from penstock.serve.api.schemas import Count, Label, Number, RequestBody, Texts
-from penstock.serve.api.unsupported import Refused
+from penstock.serve.api.unsupported import RefusedField
 
-_CACHE_CONTROL = Refused("the prefix cache needs no markers", accepts_all=True)
-_CALLED_DIRECTLY = Refused("the model calls tools directly", ({"type": "direct"},))
+_CACHE_CONTROL = RefusedField("the prefix cache needs no markers", accepts_all=True)
+_CALLED_DIRECTLY = RefusedField("the model calls tools directly", ({"type": "direct"},))
 
 
 class MediaSource(RequestBody):
@@ -26,10 +26,10 @@ class MediaSource(RequestBody):
 class ResultBlock(RequestBody):
     """A content block of a tool's output."""
 
-    unsupported: ClassVar[Mapping[str, Refused]] = {
+    unsupported: ClassVar[Mapping[str, RefusedField]] = {
         "cache_control": _CACHE_CONTROL,
-        "citations": Refused("the server makes no citations", accepts_all=True),
-        "context": Refused("put it into the text of the document"),
+        "citations": RefusedField("the server makes no citations", accepts_all=True),
+        "context": RefusedField("put it into the text of the document"),
     }
 
     type: str
@@ -43,12 +43,12 @@ class ResultBlock(RequestBody):
 class MessageBlock(ResultBlock):
     """A content block of a message."""
 
-    unsupported: ClassVar[Mapping[str, Refused]] = {
+    unsupported: ClassVar[Mapping[str, RefusedField]] = {
         **ResultBlock.unsupported,
         "caller": _CALLED_DIRECTLY,
-        "signature": Refused("thinking is not signed", accepts_all=True),
-        "data": Refused("redacted thinking cannot be read", accepts_all=True),
-        "toolset_name": Refused("there are no toolsets"),
+        "signature": RefusedField("thinking is not signed", accepts_all=True),
+        "data": RefusedField("redacted thinking cannot be read", accepts_all=True),
+        "toolset_name": RefusedField("there are no toolsets"),
     }
 
     id: str | None = None
@@ -70,12 +70,12 @@ class ConversationMessage(RequestBody):
 class MessageTool(RequestBody):
     """A tool of the client or a tool of Anthropic's servers. The latter has a type and further fields."""
 
-    unsupported: ClassVar[Mapping[str, Refused]] = {
-        "allowed_callers": Refused("the model calls tools directly", (["direct"],)),
+    unsupported: ClassVar[Mapping[str, RefusedField]] = {
+        "allowed_callers": RefusedField("the model calls tools directly", (["direct"],)),
         "cache_control": _CACHE_CONTROL,
-        "defer_loading": Refused("all tools are in the prompt", accepts_all=True),
-        "eager_input_streaming": Refused("the input of a tool is always streamed", accepts_all=True),
-        "input_examples": Refused("chat templates do not read them", accepts_all=True),
+        "defer_loading": RefusedField("all tools are in the prompt", accepts_all=True),
+        "eager_input_streaming": RefusedField("the input of a tool is always streamed", accepts_all=True),
+        "input_examples": RefusedField("chat templates do not read them", accepts_all=True),
     }
 
     type: str | None = None
@@ -123,7 +123,9 @@ class OutputFormat(RequestBody):
 class OutputConfig(RequestBody):
     """The reasoning effort and the format of the output."""
 
-    unsupported: ClassVar[Mapping[str, Refused]] = {"task_budget": Refused("there are no task budgets")}
+    unsupported: ClassVar[Mapping[str, RefusedField]] = {
+        "task_budget": RefusedField("there are no task budgets")
+    }
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
@@ -138,17 +140,17 @@ class MessageMetadata(RequestBody):
 class CountTokensBody(RequestBody):
     """``POST /v1/messages/count_tokens``."""
 
-    unsupported: ClassVar[Mapping[str, Refused]] = {
+    unsupported: ClassVar[Mapping[str, RefusedField]] = {
         "cache_control": _CACHE_CONTROL,
-        "container": Refused("there are no containers"),
-        "context_management": Refused("the server does not edit the conversation", accepts_all=True),
-        "diagnostics": Refused("there are no diagnostics", accepts_all=True),
-        "inference_geo": Refused("the server has one location"),
-        "mcp_servers": Refused("only the Responses API calls tool servers", ([],)),
-        "service_tier": Refused("there is only one service tier", ("auto", "standard_only")),
-        "speed": Refused("there is only one speed", ("standard",)),
-        "user_profile_id": Refused("there are no user profiles"),
-        "workspace_id": Refused("there are no workspaces"),
+        "container": RefusedField("there are no containers"),
+        "context_management": RefusedField("the server does not edit the conversation", accepts_all=True),
+        "diagnostics": RefusedField("there are no diagnostics", accepts_all=True),
+        "inference_geo": RefusedField("the server has one location"),
+        "mcp_servers": RefusedField("only the Responses API calls tool servers", ([],)),
+        "service_tier": RefusedField("there is only one service tier", ("auto", "standard_only")),
+        "speed": RefusedField("there is only one speed", ("standard",)),
+        "user_profile_id": RefusedField("there are no user profiles"),
+        "workspace_id": RefusedField("there are no workspaces"),
     }
 
     model: str = ""
@@ -163,7 +165,7 @@ class CountTokensBody(RequestBody):
 class MessagesBody(CountTokensBody):
     """``POST /v1/messages``."""
 
-    unsupported: ClassVar[Mapping[str, Refused]] = CountTokensBody.unsupported
+    unsupported: ClassVar[Mapping[str, RefusedField]] = CountTokensBody.unsupported
 
     max_tokens: Annotated[Count, Field(ge=1)]
     stop_sequences: Texts | None = None

@@ -8,9 +8,9 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from penstock.serve.api.schemas import Number, RequestBody, Texts, Tool
-from penstock.serve.api.unsupported import Refused
+from penstock.serve.api.unsupported import RefusedField
 
-_SERVER_SETTING = Refused("it is a setting of the server", accepts_all=True)
+_SERVER_SETTING = RefusedField("it is a setting of the server", accepts_all=True)
 _NO_SAMPLER = "the server does not have this sampler: use top_k, top_p, min_p and temperature"
 Think = bool | Literal["low", "medium", "high", "max"]
 
@@ -18,19 +18,19 @@ Think = bool | Literal["low", "medium", "high", "max"]
 class OllamaOptions(RequestBody):
     """The ``options`` of a request."""
 
-    unsupported: ClassVar[Mapping[str, Refused]] = {
+    unsupported: ClassVar[Mapping[str, RefusedField]] = {
         **dict.fromkeys(
             "numa num_batch num_gpu main_gpu low_vram use_mmap use_mlock num_thread f16_kv".split(),
             _SERVER_SETTING,
         ),
-        "num_keep": Refused("the server has no context shift", accepts_all=True),
-        "repeat_last_n": Refused("the penalty covers the prompt and the whole output", accepts_all=True),
-        "penalize_newline": Refused("newlines are penalised like other tokens", (True,)),
-        "tfs_z": Refused(_NO_SAMPLER, (1, 1.0)),
-        "typical_p": Refused(_NO_SAMPLER, (1, 1.0)),
-        "mirostat": Refused(_NO_SAMPLER, (0,)),
-        "mirostat_eta": Refused(_NO_SAMPLER, accepts_all=True),
-        "mirostat_tau": Refused(_NO_SAMPLER, accepts_all=True),
+        "num_keep": RefusedField("the server has no context shift", accepts_all=True),
+        "repeat_last_n": RefusedField("the penalty covers the prompt and the whole output", accepts_all=True),
+        "penalize_newline": RefusedField("newlines are penalised like other tokens", (True,)),
+        "tfs_z": RefusedField(_NO_SAMPLER, (1, 1.0)),
+        "typical_p": RefusedField(_NO_SAMPLER, (1, 1.0)),
+        "mirostat": RefusedField(_NO_SAMPLER, (0,)),
+        "mirostat_eta": RefusedField(_NO_SAMPLER, accepts_all=True),
+        "mirostat_tau": RefusedField(_NO_SAMPLER, accepts_all=True),
     }
 
     num_predict: Annotated[int, Field(ge=-2, lt=2**31)] | None = None
@@ -51,8 +51,8 @@ class OllamaOptions(RequestBody):
 class OllamaFunction(RequestBody):
     """The function of a tool call."""
 
-    unsupported: ClassVar[Mapping[str, Refused]] = {
-        "index": Refused("the order of the list is the index", accepts_all=True)
+    unsupported: ClassVar[Mapping[str, RefusedField]] = {
+        "index": RefusedField("the order of the list is the index", accepts_all=True)
     }
 
     name: str
@@ -62,7 +62,9 @@ class OllamaFunction(RequestBody):
 class OllamaCall(RequestBody):
     """A tool call in an earlier message of the conversation."""
 
-    unsupported: ClassVar[Mapping[str, Refused]] = {"type": Refused("all tools are functions", ("function",))}
+    unsupported: ClassVar[Mapping[str, RefusedField]] = {
+        "type": RefusedField("all tools are functions", ("function",))
+    }
 
     id: str | None = None
     function: OllamaFunction
@@ -84,13 +86,13 @@ class OllamaMessage(RequestBody):
 class OllamaBody(RequestBody):
     """The fields that ``/api/chat`` and ``/api/generate`` share."""
 
-    unsupported: ClassVar[Mapping[str, Refused]] = {
-        "keep_alive": Refused("the model stays loaded", accepts_all=True),
-        "truncate": Refused("a prompt that is too long is refused", (False, True)),
-        "shift": Refused("the server has no context shift", (False, True)),
-        "logprobs": Refused("use the OpenAI routes", (False,)),
-        "top_logprobs": Refused("use the OpenAI routes", (0,)),
-        "dimensions": Refused("it is for /api/embed"),
+    unsupported: ClassVar[Mapping[str, RefusedField]] = {
+        "keep_alive": RefusedField("the model stays loaded", accepts_all=True),
+        "truncate": RefusedField("a prompt that is too long is refused", (False, True)),
+        "shift": RefusedField("the server has no context shift", (False, True)),
+        "logprobs": RefusedField("use the OpenAI routes", (False,)),
+        "top_logprobs": RefusedField("use the OpenAI routes", (0,)),
+        "dimensions": RefusedField("it is for /api/embed"),
     }
 
     model: str
@@ -110,7 +112,7 @@ class OllamaBody(RequestBody):
 class OllamaChatBody(OllamaBody):
     """``POST /api/chat``."""
 
-    unsupported: ClassVar[Mapping[str, Refused]] = OllamaBody.unsupported
+    unsupported: ClassVar[Mapping[str, RefusedField]] = OllamaBody.unsupported
 
     messages: Annotated[list[OllamaMessage], Field(fail_fast=True)] | None = None
     """A request without messages loads the model. The model is always loaded, so it has no effect."""
@@ -120,10 +122,10 @@ class OllamaChatBody(OllamaBody):
 class OllamaGenerateBody(OllamaBody):
     """``POST /api/generate``."""
 
-    unsupported: ClassVar[Mapping[str, Refused]] = {
+    unsupported: ClassVar[Mapping[str, RefusedField]] = {
         **OllamaBody.unsupported,
-        "context": Refused("send the conversation to /api/chat", ([],)),
-        "template": Refused("a request cannot set the template", ("",)),
+        "context": RefusedField("send the conversation to /api/chat", ([],)),
+        "template": RefusedField("a request cannot set the template", ("",)),
     }
 
     prompt: str | None = None
@@ -138,9 +140,9 @@ class OllamaGenerateBody(OllamaBody):
 class OllamaEmbedBody(RequestBody):
     """``POST /api/embed``."""
 
-    unsupported: ClassVar[Mapping[str, Refused]] = {
-        "keep_alive": Refused("the model stays loaded", accepts_all=True),
-        "options": Refused("they do not concern embeddings", accepts_all=True),
+    unsupported: ClassVar[Mapping[str, RefusedField]] = {
+        "keep_alive": RefusedField("the model stays loaded", accepts_all=True),
+        "options": RefusedField("they do not concern embeddings", accepts_all=True),
     }
 
     model: str
@@ -153,8 +155,8 @@ class OllamaEmbedBody(RequestBody):
 class OllamaShowBody(RequestBody):
     """``POST /api/show``."""
 
-    unsupported: ClassVar[Mapping[str, Refused]] = {
-        "verbose": Refused("the answer always contains all details", (False, True))
+    unsupported: ClassVar[Mapping[str, RefusedField]] = {
+        "verbose": RefusedField("the answer always contains all details", (False, True))
     }
 
     model: str | None = None

@@ -13,7 +13,7 @@ from penstock.serve.api.responses.response_builder import ResponseBuilder
 from penstock.serve.api.responses.response_request import PreparedResponse
 from penstock.serve.api.responses.response_run import Pool, ResponseRun
 from penstock.serve.api.responses.response_store import ResponseStore
-from penstock.serve.api.text_generation import note_error, response_events
+from penstock.serve.api.text_generation import record_error, response_events
 from penstock.serve.http.problems import problem_of
 from penstock.serve.observability.access_log import log_request
 from penstock.serve.observability.request_record import RequestRecord
@@ -127,7 +127,7 @@ class BackgroundRun:
                             break
                         self._publish(encoded_event)
             except Exception as error:
-                note_error(services, self._record, error)
+                record_error(services, self._record, error)
                 builder.end_with_error(problem_of(error))
                 if not self._is_cancelled:
                     self._publish(builder.error(problem_of(error)))

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from penstock.serve.api.parameters import UnknownFields
 from penstock.serve.api.schemas import RequestBody
-from penstock.serve.api.unsupported import Refused
+from penstock.serve.api.unsupported import RefusedField
 from penstock.serve.api.validation import validated
 from penstock.serve.http.problems import RequestProblem
 from penstock.serve.mcp.tool_server import ServerTools, ToolServers
@@ -51,14 +51,14 @@ class ApprovalFilter(RequestBody):
 class McpTool(RequestBody):
     """A tool of type ``mcp``. It offers the tools of a server that is configured with ``--mcp-server``."""
 
-    unsupported: ClassVar[Mapping[str, Refused]] = {
-        "allowed_callers": Refused("the model calls tools directly", (["direct"],)),
-        "authorization": Refused("the server sends the token of --mcp-token"),
-        "connector_id": Refused("the server has no connectors: send server_label"),
-        "defer_loading": Refused("all tools are in the prompt", accepts_all=True),
-        "headers": Refused("the server sends the token of --mcp-token", ({},)),
-        "server_description": Refused("chat templates describe tools only", accepts_all=True),
-        "tunnel_id": Refused("the server has no tunnels: send server_label"),
+    unsupported: ClassVar[Mapping[str, RefusedField]] = {
+        "allowed_callers": RefusedField("the model calls tools directly", (["direct"],)),
+        "authorization": RefusedField("the server sends the token of --mcp-token"),
+        "connector_id": RefusedField("the server has no connectors: send server_label"),
+        "defer_loading": RefusedField("all tools are in the prompt", accepts_all=True),
+        "headers": RefusedField("the server sends the token of --mcp-token", ({},)),
+        "server_description": RefusedField("chat templates describe tools only", accepts_all=True),
+        "tunnel_id": RefusedField("the server has no tunnels: send server_label"),
     }
 
     type: Literal["mcp"]

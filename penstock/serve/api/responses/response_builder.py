@@ -14,7 +14,7 @@ from penstock.serve.api.responses.response_output import OutputItems
 from penstock.serve.api.responses.response_request import PreparedResponse
 from penstock.serve.api.responses.response_run import ResponseRun
 from penstock.serve.api.responses.response_schema import ENCRYPTED_REASONING
-from penstock.serve.api.responses.tool_input import custom_tools_of
+from penstock.serve.api.responses.tool_input import custom_tool_names
 from penstock.serve.api.token_scores import ChatScores
 from penstock.serve.api.usage import Usage
 from penstock.serve.http.problems import Problem
@@ -43,7 +43,7 @@ class ResponseBuilder:
         body, conversation = prepared_response.body, prepared_response.conversation
         self._run = run
         self._output = OutputItems(
-            custom_tools_of(body),
+            custom_tool_names(body),
             prepared_response.offered_tools,
             encodes_reasoning=body.includes(ENCRYPTED_REASONING),
         )

@@ -16,7 +16,12 @@ from penstock.serve.api.responses.response_schema import (
     InputPart,
     ResponsesBody,
 )
-from penstock.serve.api.responses.tool_input import CUSTOM_ARGUMENT, chat_tools, missing_field, tool_choice
+from penstock.serve.api.responses.tool_input import (
+    CUSTOM_ARGUMENT,
+    chat_tool_choice,
+    chat_tools,
+    missing_field_error,
+)
 from penstock.serve.api.translation import Translation
 from penstock.serve.http.problems import RequestProblem
 from penstock.serve.mcp.tool_session import ToolOutput
@@ -73,7 +78,7 @@ def chat_request(
         raise RequestProblem(400, "input is an empty list", param="input")
     messages.merge_instructions(services.tokenizer.template_mentions("developer"))
     chat = {name: getattr(body, name) for name in SAME_NAMES if getattr(body, name) is not None}
-    chat |= {"messages": messages.chat, **_response_format(body), **tool_choice(body, offered_tools)}
+    chat |= {"messages": messages.chat, **_response_format(body), **chat_tool_choice(body, offered_tools)}
     if tools:
         chat["tools"] = tools
     if body.max_output_tokens is not None:
@@ -147,7 +152,7 @@ class ChatMessages:
             case "function_call_output" | "custom_tool_call_output":
                 output = item.output
                 if output is None:
-                    raise missing_field(f"{field_path}.output")
+                    raise missing_field_error(f"{field_path}.output")
                 content = (
                     output if isinstance(output, str) else _message_content(output, f"{field_path}.output")
                 )
@@ -187,9 +192,9 @@ class ChatMessages:
 
     def _add_message(self, item: InputItem, field_path: str) -> None:
         if item.role is None:
-            raise missing_field(f"{field_path}.role")
+            raise missing_field_error(f"{field_path}.role")
         if item.content is None:
-            raise missing_field(f"{field_path}.content")
+            raise missing_field_error(f"{field_path}.content")
         content = (
             item.content
             if isinstance(item.content, str)
@@ -221,7 +226,7 @@ class ChatMessages:
         """Add a tool call that the client has rejected. `ResponseRun` runs and adds approved calls."""
         name = _required_text(item, "approval_request_id", field_path)
         if item.approve is None:
-            raise missing_field(f"{field_path}.approve")
+            raise missing_field_error(f"{field_path}.approve")
         request = self._approval_requests.get(name)
         if request is None:
             raise RequestProblem(
@@ -290,13 +295,13 @@ def _content_part(part: InputPart, field_path: str) -> dict[str, object]:
     match part.type:
         case "input_text" | "output_text" | "text":
             if part.text is None:
-                raise missing_field(f"{field_path}.text")
+                raise missing_field_error(f"{field_path}.text")
             return {"type": "text", "text": part.text}
         case "refusal":
             return {"type": "refusal", "refusal": part.refusal or ""}
         case "input_image":
             if part.image_url is None:
-                raise missing_field(f"{field_path}.image_url")
+                raise missing_field_error(f"{field_path}.image_url")
             detail = {} if part.detail is None else {"detail": part.detail}
             return {"type": "image_url", "image_url": {"url": part.image_url, **detail}}
     raise RequestProblem(
@@ -318,7 +323,7 @@ def _response_format(body: ResponsesBody) -> dict[str, object]:
     if text_format.type == "json_object":
         return {"response_format": {"type": "json_object"}}
     if text_format.schema_ is None:
-        raise missing_field("text.format.schema")
+        raise missing_field_error("text.format.schema")
     schema = {"name": text_format.name or "output", "schema": text_format.schema_}
     return {"response_format": {"type": "json_schema", "json_schema": schema}}
 
@@ -326,6 +331,6 @@ def _response_format(body: ResponsesBody) -> dict[str, object]:
 def _required_text(item: InputItem, name: str, field_path: str) -> str:
     value = getattr(item, name)
     if value is None:
-        raise missing_field(f"{field_path}.{name}")
+        raise missing_field_error(f"{field_path}.{name}")
     assert isinstance(value, str)
     return value

@@ -13,7 +13,7 @@ from penstock.serve.api.responses.response_input import chat_request
 from penstock.serve.api.responses.response_output import new_id
 from penstock.serve.api.responses.response_schema import LOGPROBS, InputItem, ResponsesBody
 from penstock.serve.api.responses.response_store import StoredResponse
-from penstock.serve.api.responses.tool_input import hosted_tools_of
+from penstock.serve.api.responses.tool_input import hosted_tool_types
 from penstock.serve.api.text_generation import checked_body
 from penstock.serve.api.translation import Translation
 from penstock.serve.http.problems import RequestProblem
@@ -67,7 +67,7 @@ class PreparedResponse:
             services, body, earlier_items, offered_tools, hosted_tools=services.config.hosted_tools
         )
         warnings += [
-            f"the hosted tool {name}, which the server does not have" for name in hosted_tools_of(body)
+            f"the hosted tool {name}, which the server does not have" for name in hosted_tool_types(body)
         ]
         conversation = _conversation(services, body, translation, new_id("resp"))
         assert isinstance(raw, dict)

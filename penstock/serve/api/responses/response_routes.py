@@ -18,7 +18,7 @@ from penstock.serve.api.responses.response_request import PreparedResponse
 from penstock.serve.api.responses.response_run import Pool, ResponseRun
 from penstock.serve.api.responses.response_schema import ResponsesBody
 from penstock.serve.api.responses.response_store import StoredResponse
-from penstock.serve.api.text_generation import answer_request, note_error, record_logged_fields
+from penstock.serve.api.text_generation import answer_request, record_error, record_logged_fields
 from penstock.serve.http.bodies import JsonRoute
 from penstock.serve.http.openapi import responses, route_options
 from penstock.serve.http.problems import RequestProblem
@@ -241,7 +241,7 @@ def _event_stream(services: Services, record: RequestRecord, run: BackgroundRun,
     """Return a stream of a background response's events. A disconnect does not cancel the response."""
     return EventStream(
         run.events(after),
-        on_error=lambda error: note_error(services, record, error),
+        on_error=lambda error: record_error(services, record, error),
         on_disconnect=lambda: None,
         error_event=run.builder.error,
     )
