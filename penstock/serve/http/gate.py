@@ -1,4 +1,4 @@
-"""The gate: tracks whether the server accepts requests, and the number of active requests."""
+"""`Gate`: tracks whether the server accepts requests, and counts the active requests."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 
 class Gate:
-    """Accepts requests from the call of `open` until the call of `close` at shutdown.
+    """Tracks whether the server accepts requests: from the call of `open` until the call of `close`.
 
     Args:
-        is_open: False if the model is not loaded yet.
+        is_open: whether the gate is open from the beginning. False while the model is being loaded.
     """
 
     def __init__(self, *, is_open: bool = True) -> None:
@@ -43,7 +43,7 @@ class Gate:
 
     @contextmanager
     def track(self) -> Iterator[None]:
-        """Count a request as active while the block runs."""
+        """Count a request as active for the duration of the ``with`` block."""
         self._num_active += 1
         self._idle.clear()
         try:
