@@ -28,12 +28,12 @@ class RayConfig:
     ray_address: str | None = setting(
         None,
         TEXT,
-        "Address of the Ray cluster, as for ray.init; local starts Ray on this machine. Default: "
-        "RAY_ADDRESS, or a cluster on this machine. If there is no cluster, Ray is started.",
+        "Address of the Ray cluster, as in ray.init. The value local starts Ray on this machine. Default: "
+        "RAY_ADDRESS, else a cluster that runs on this machine, else local.",
     )
     ray_min_replicas: int = setting(1, COUNT, "Minimum number of replicas or actors, each with the model.")
     ray_max_replicas: int | None = setting(
-        None, COUNT, "Maximum number of replicas or actors. Default: as ray-min-replicas."
+        None, COUNT, "Maximum number of replicas or actors. Default: ray-min-replicas."
     )
     ray_target_requests: float = setting(
         8.0,
@@ -48,8 +48,9 @@ class RayConfig:
     ray_cpus: int | None = setting(
         None,
         COUNT,
-        "CPUs that each replica or actor reserves, and its compute threads. Default: num-threads if it is "
-        "set; otherwise 1 for each GPU, or the CPUs of this machine divided by ray-min-replicas.",
+        "Number of CPUs that each replica or actor reserves, and of its compute threads. Default: "
+        "num-threads if it is set, else 1 per GPU for a model on GPUs, else the CPUs of this machine divided "
+        "by ray-min-replicas.",
     )
     ray_ingress_replicas: int = setting(
         1, COUNT, "Number of processes that serve HTTP, read prompts and write answers. They reserve no CPU."
@@ -58,7 +59,7 @@ class RayConfig:
     ray_batch_size: int = setting(
         64,
         COUNT,
-        "Rows per block of a dataset, the unit of work of an actor; lost blocks are computed again.",
+        "Rows per block of a dataset. If an actor ends, its blocks are computed again.",
     )
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     """Flat name -> source of the value, for fields that were set."""

@@ -112,8 +112,8 @@ def embed(
         text_column: the column of texts.
         output_column: the new column of embeddings. The column ``error`` is added, too. The embedding is null
             if the row has an error.
-        prompt_name, dimensions, normalize, truncate: see `AsyncLLM.embed`. concurrency, batch_size, num_cpus,
-        **config: see `generate`.
+        prompt_name, dimensions, normalize, truncate: see `AsyncLLM.embed`.
+        concurrency, batch_size, num_cpus, **config: see `generate`.
 
     Raises:
         MissingDependencyError: Ray is not installed.

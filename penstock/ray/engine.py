@@ -37,7 +37,7 @@ _FIRST_DELAY, _MAX_DELAY = 0.1, 5.0
 _POLL_SECONDS = 2.0
 """Seconds between two reads of the replicas' statistics."""
 _MAX_MISSING_REPORTS = 64
-"""Maximum number of silent replicas whose last report is kept. Beyond it, the oldest ones count as ended."""
+"""Maximum number of replicas without a recent report. If there are more, the oldest count as ended."""
 _GAUGES = (
     "num_running",
     "num_waiting",
@@ -111,7 +111,7 @@ class RayEngine:
         """Name of each LoRA adapter in the configuration -> path."""
         self._info: WorkerInfo | None = None
         self._reports: dict[str, ReplicaReport] = {}
-        self._missing_reports: dict[str, ReplicaReport] = {}  # last reports of silent replicas
+        self._missing_reports: dict[str, ReplicaReport] = {}  # last reports of replicas that stopped
         self._ended_stats = WorkerStats()  # totals of replicas that have ended
         self._num_ended_restarts = 0
         self._generations: dict[str, Generation] = {}
@@ -359,7 +359,7 @@ class RayEngine:
         for name, report in self._reports.items():
             if name not in new_reports:
                 self._missing_reports[name] = report
-        for name in new_reports:  # a silent replica may have answered again
+        for name in new_reports:  # a replica can report again after it has stopped reporting
             self._missing_reports.pop(name, None)
         while len(self._missing_reports) > _MAX_MISSING_REPORTS:
             report = self._missing_reports.pop(next(iter(self._missing_reports)))

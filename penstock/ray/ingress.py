@@ -1,4 +1,4 @@
-"""The Ray Serve deployment that serves HTTP. It runs the ASGI application of a server on one machine."""
+"""The Ray Serve deployment that serves HTTP. It runs the same ASGI application as a server without Ray."""
 
 from __future__ import annotations
 

@@ -4,9 +4,10 @@
 
     config = LLMConfig(
         model_loading_config={"model_id": "chat", "model_source": "./model"},
-        server_cls="penstock.ray.llm_server:PenstockServer", engine_kwargs={"max_length": 4096, "ray_cpus":
-        8},
-    ) serve.run(build_openai_app({"llm_configs": [config]}))
+        server_cls="penstock.ray.llm_server:PenstockServer",
+        engine_kwargs={"max_length": 4096, "ray_cpus": 8},
+    )
+    serve.run(build_openai_app({"llm_configs": [config]}))
 
 ``engine_kwargs`` contains settings of the model, the server and Ray by their flat names
 (docs/configuration.md).

@@ -38,7 +38,7 @@ class ToolUse:
 
     @property
     def callable_names(self) -> frozenset[str]:
-        """Names of the tools that a required call may use."""
+        """Names of the tools that the model may call if a call is required."""
         if isinstance(self.choice, dict):
             return frozenset({self.choice["function"]["name"]})
         return frozenset(tool["function"]["name"] for tool in self.tools)

@@ -163,7 +163,9 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str 
 def _with_fill_in_prompts(
     services: Services, body: CompletionBody, prompts: list[str | list[int]]
 ) -> tuple[CompletionBody, list[str | list[int]]]:
-    """Return the body with added stop tokens, and fill-in-the-middle prompts, of a request with ``suffix``.
+    """Return the body and the prompts of a request with ``suffix``, converted for filling in the middle.
+
+    The prompts become fill-in-the-middle prompts. Tokens that end the generated middle become stop tokens.
 
     Raises:
         RequestProblem: 400; ``echo`` is set, a prompt is not a text, or the tokenizer has no

@@ -83,7 +83,7 @@ async def _list_response(
 
 
 def _outputs(response: EmbeddingsResponse, *, as_base64: bool) -> dict[str, Parts]:
-    """Return the name of each output in a response -> its JSON."""
+    """Return the outputs of a response: name of the output -> its JSON."""
     outputs: dict[str, Parts] = {}
     if response.embeddings.size:
         outputs["dense"] = _vector(response.embeddings, as_base64=as_base64)

@@ -17,7 +17,7 @@ class FillInMiddleTokens:
     suffix: str
     middle: str
     suffix_first: bool = False
-    """Whether the prompt is suffix then prefix, without the middle token."""
+    """Whether the suffix precedes the prefix in a prompt. Such a prompt has no middle token."""
 
 
 FAMILIES = (

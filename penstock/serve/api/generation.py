@@ -135,7 +135,9 @@ class GenerationRun:
             self._record.admitted()
 
     async def deltas(self) -> AsyncGenerator[tuple[int, ChoiceDelta] | None, None]:
-        """Yield (index of the choice, delta) when output arrives. Yield None after a pause of `stream_ping`.
+        """Yield (index of the choice, delta) when output arrives.
+
+        Yields None after `stream_ping` seconds without output.
 
         Raises:
             PenstockError: a choice failed; the other choices are cancelled.

@@ -32,7 +32,7 @@ def num_prompt_logprobs(
     Args:
         body: the request. Its ``prompt_logprobs`` is the number of top tokens per prompt token.
         contexts: the contexts of the request.
-        echo_top: number of top tokens per echo_top prompt token; None if the echo has no log probabilities.
+        echo_top: number of top tokens per repeated prompt token; None if the echo has no log probabilities.
     """
     num_tokens = sum(len(context.prompt_tokens) for context in contexts)
     return sum(num_tokens * (top + 1) for top in (body.prompt_logprobs, echo_top) if top is not None)

@@ -73,7 +73,7 @@ class SpeechRun:
         self._record.admitted()
 
     async def chunks(self) -> AsyncGenerator[npt.NDArray[np.float32] | None, None]:
-        """Yield the samples when they arrive. Yield None after a pause of `stream_ping`.
+        """Yield the samples when they arrive. Yield None after `stream_ping` seconds without samples.
 
         Raises:
             PenstockError: a part failed.

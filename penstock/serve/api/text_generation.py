@@ -62,7 +62,7 @@ class ChoiceResponseBuilder(Protocol):
 
 
 class ChoiceRun(Protocol):
-    """The running choices of one request: the interface of `GenerationRun`."""
+    """Interface of an object that runs the choices of one request, such as `GenerationRun`."""
 
     async def admitted(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""A cache of JSON fragments of tokens. They are most of a response with log probabilities."""
+"""A cache of JSON fragments of tokens. Most of a response with log probabilities consists of them."""
 
 from __future__ import annotations
 

@@ -147,7 +147,10 @@ class BatchManager:
         await asyncio.to_thread(self._finish, batch, "completed")
 
     def _lines(self, batch: BatchObject) -> Iterator[BatchRequest | InvalidLine]:
-        """Yield the lines of a batch. A line whose ``url`` is not the batch's endpoint is a `InvalidLine`."""
+        """Yield the lines of a batch.
+
+        A line whose ``url`` is not the batch's endpoint is an `InvalidLine`.
+        """
         path = self.files.content_path(batch["input_file_id"])
         for line in read_lines(path, *self._services.json_limits):
             if isinstance(line, BatchRequest) and line.url != batch["endpoint"]:

@@ -20,7 +20,7 @@ from penstock.serve.mcp.tool_session import ServerTool, ToolServer
 from penstock.serve.services import Services
 
 MCP = "mcp"
-"""The type of a tool in a request that stands for a tool server."""
+"""The value of ``type`` for a tool that stands for all tools of a tool server."""
 _INVALID_NAME_CHARACTERS = re.compile(r"[^a-zA-Z0-9_.-]")
 _MAX_NAME_LENGTH = 64
 _MAX_LISTED_NAMES = 20

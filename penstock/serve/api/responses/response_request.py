@@ -141,7 +141,7 @@ def _without_unsupported_effort(services: Services, body: ResponsesBody) -> tupl
 def _approved_calls(
     items: Sequence[InputItem], num_earlier: int, offered_tools: OfferedTools
 ) -> list[ApprovedCall]:
-    """Return the calls that the last items approve, except calls that have already run.
+    """Return the calls that this request approves, except calls that have already run.
 
     Args:
         items: the items of previous responses, then the items of this request.
@@ -190,7 +190,7 @@ def _conversation(
 def _truncated_conversation(
     services: Services, body: ResponsesBody, translation: Translation, request_id: str
 ) -> Conversation:
-    """Return the conversation without its oldest turns, so that the maximum length has room for the output.
+    """Return the conversation without its oldest turns, so that prompt and output fit the maximum length.
 
     Removes as few turns as possible. Keeps the instructions at the beginning. The first remaining turn begins
     with a user message.

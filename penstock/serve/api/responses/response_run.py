@@ -141,7 +141,7 @@ class ResponseRun:
             return [item[1] async for item in items if item is not None]
 
     async def deltas(self) -> AsyncGenerator[tuple[int, ChoiceDelta] | None, None]:
-        """Yield (0, delta) when output arrives. Yield None after a pause of `stream_ping`.
+        """Yield (0, delta) when output arrives. Yield None after `stream_ping` seconds without output.
 
         Raises:
             PenstockError: a turn failed.
@@ -246,7 +246,10 @@ class ResponseRun:
     async def _call_tools(
         self, calls: Sequence[tuple[_GeneratedCall, OfferedTool, str]]
     ) -> AsyncGenerator[tuple[int, ChoiceDelta] | None, None]:
-        """Run calls to tool servers concurrently and yield their outcomes. Yield None after a pause."""
+        """Run calls to tool servers concurrently and yield their outcomes.
+
+        Yields None after `stream_ping` seconds without an outcome.
+        """
         outputs: dict[str, ToolOutput] = {}
         for call, tool, arguments in calls:
             self._tasks[asyncio.ensure_future(self._call_tool(tool, arguments))] = call.id

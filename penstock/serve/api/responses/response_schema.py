@@ -115,7 +115,7 @@ class ResponseTool(RequestBody):
 
     @property
     def is_hosted(self) -> bool:
-        """Whether the client does not run the tool: it is a hosted tool or a tool server."""
+        """Whether the tool is a hosted tool or a tool server. The client does not run such tools."""
         return self.type not in ("function", "custom")
 
     @property
