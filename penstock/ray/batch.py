@@ -65,23 +65,24 @@ def run_batch(
     """
     ray = import_ray("penstock batch run --ray")
     config.model.checkpoint  # noqa: B018  # raises here, not in an actor, if the model is missing
-    finished = finished_request_ids(output)
+    ids_with_results = finished_request_ids(output)
     is_parquet = requests.is_dir() or requests.suffix == PARQUET
     chunks: list[Chunk] = []
     if is_parquet:
-        pending_ids = pending_row_ids(requests, finished)
+        pending_ids = pending_row_ids(requests, ids_with_results)
     else:
-        chunks, pending_ids = pending_chunks(requests, finished, ray_config.ray_batch_size)
-    if finished:
+        chunks, pending_ids = pending_chunks(requests, ids_with_results, ray_config.ray_batch_size)
+    if ids_with_results:
         click.echo(
-            f"penstock: {len(finished)} requests have results, {len(pending_ids)} requests are left", err=True
+            f"penstock: {len(ids_with_results)} requests have results, {len(pending_ids)} requests are left",
+            err=True,
         )
     if not pending_ids:
         return 0
     with ray_connection(ray_config, "penstock batch run --ray"):
         if is_parquet:
             rows = ray.data.read_parquet(str(requests.absolute())).map(
-                PendingRows(ray.put(finished) if finished else None)
+                PendingRows(ray.put(ids_with_results) if ids_with_results else None)
             )
             rows = rows.filter(lambda row: row["number"] >= 0)
         else:
@@ -146,22 +147,23 @@ class PendingRows:
     """Converts a parquet row to a JSON line and a ``number``: -1 if the request has a result, else 0.
 
     Args:
-        finished: a Ray object reference to the set of ids that have results; None if no request has a result.
+        ids_with_results: a Ray object reference to the set of ids that have results; None if no request has a
+            result.
     """
 
-    def __init__(self, finished: Any) -> None:
-        self._finished_ref = finished
-        self._finished_ids: set[str] | None = None
+    def __init__(self, ids_with_results: Any) -> None:
+        self._result_ids_ref = ids_with_results
+        self._result_ids: set[str] | None = None
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         """Return the ``line`` and the ``number`` of a row."""
-        if self._finished_ids is None:
-            self._finished_ids = (
+        if self._result_ids is None:
+            self._result_ids = (
                 set()
-                if self._finished_ref is None
-                else import_ray("penstock batch run --ray").get(self._finished_ref)
+                if self._result_ids_ref is None
+                else import_ray("penstock batch run --ray").get(self._result_ids_ref)
             )
-        number = -1 if row["custom_id"] in self._finished_ids else 0
+        number = -1 if row["custom_id"] in self._result_ids else 0
         return {"line": row_to_line(row), "number": number}
 
 

@@ -39,12 +39,12 @@ class Chunk:
     """The line number of each line, starting at 1."""
 
 
-def pending_chunks(path: Path, finished: Container[str], size: int) -> tuple[list[Chunk], set[str]]:
+def pending_chunks(path: Path, ids_with_results: Container[str], size: int) -> tuple[list[Chunk], set[str]]:
     """Return the lines that have no result, in chunks of up to ``size`` lines, and the ids of these lines.
 
     Args:
         path: a file of JSON lines.
-        finished: the ids of requests that have results.
+        ids_with_results: the ids of requests that have results.
         size: lines per chunk.
 
     Raises:
@@ -58,9 +58,9 @@ def pending_chunks(path: Path, finished: Container[str], size: int) -> tuple[lis
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    request_id = _result_id(line, number)
+                    request_id = _request_id(line, number)
                     _check_unique(request_id, seen_ids)
-                    if request_id not in finished:
+                    if request_id not in ids_with_results:
                         pending_ids.add(request_id)
                         if not chunks or len(chunks[-1].numbers) == size:
                             chunks.append(Chunk([], []))
@@ -80,7 +80,7 @@ def read_chunk(path: Path, chunk: Chunk) -> Iterator[dict[str, object]]:
             yield {"line": file.readline(), "number": number}
 
 
-def _result_id(line: bytes, number: int) -> str:
+def _request_id(line: bytes, number: int) -> str:
     """Return the ``custom_id`` of a line; ``line-N`` if line N has no valid ``custom_id``."""
     try:
         raw_id = msgspec.json.decode(line, type=dict[str, msgspec.Raw]).get("custom_id")
@@ -100,12 +100,12 @@ def _check_unique(request_id: str, seen_ids: set[str]) -> None:
     seen_ids.add(request_id)
 
 
-def pending_row_ids(path: Path, finished: Container[str]) -> set[str]:
+def pending_row_ids(path: Path, ids_with_results: Container[str]) -> set[str]:
     """Return the ids of all rows that have no result.
 
     Args:
         path: a parquet file, or a folder of parquet files.
-        finished: the ids of requests that have results.
+        ids_with_results: the ids of requests that have results.
 
     Raises:
         InputError: two rows have the same ``custom_id``, or a row has no ``custom_id``.
@@ -124,7 +124,7 @@ def pending_row_ids(path: Path, finished: Container[str]) -> set[str]:
                 if not isinstance(request_id, str) or not request_id:
                     raise InputError(f"{file} has a row without a custom_id: give each row a custom_id")
                 _check_unique(request_id, seen_ids)
-                if request_id not in finished:
+                if request_id not in ids_with_results:
                     pending_ids.add(request_id)
     return pending_ids
 
@@ -241,10 +241,10 @@ class ParquetWriter:
 
         types = {"custom_id": "string", "status_code": "int32", "body": "string", "error": "string"}
         schema = pyarrow.schema([(name, pyarrow.type_for_alias(kind)) for name, kind in types.items()])
-        target = self._path / f"part-{self._number:06}{PARQUET}"
-        unfinished = target.with_suffix(".unfinished")
-        write_table(pyarrow.Table.from_pylist(self._rows, schema=schema), unfinished)
-        os.replace(unfinished, target)
+        final_path = self._path / f"part-{self._number:06}{PARQUET}"
+        unfinished_path = final_path.with_suffix(".unfinished")
+        write_table(pyarrow.Table.from_pylist(self._rows, schema=schema), unfinished_path)
+        os.replace(unfinished_path, final_path)
         self._number += 1
         self._rows = []
 

@@ -30,7 +30,7 @@ class CacheLog:
     """
 
     def __init__(self) -> None:
-        self._cached: dict[bytes, set[int]] = {}
+        self._cached_blocks: dict[bytes, set[int]] = {}
         """Digest -> workers that have the block, in the order in which blocks were stored."""
         self._events: deque[CacheEvent] = deque()
         self._position = 0  # number of events added since the start
@@ -38,34 +38,34 @@ class CacheLog:
 
     def add(self, events: Sequence[CacheEvent], worker: int = 0) -> None:
         """Append events of the prefix cache of one worker."""
-        cached = self._cached
+        cached_blocks = self._cached_blocks
         for event in events:
             match event:
                 case BlocksStored():
                     for digest in event.digests:
-                        cached.setdefault(digest, set()).add(worker)
+                        cached_blocks.setdefault(digest, set()).add(worker)
                     event = BlocksStored(event.digests, None, [])  # routers do not use tokens
                 case BlocksRemoved():
                     event = BlocksRemoved(self._without_owner(event.digests, worker))
                 case _:
-                    digests = [digest for digest, workers in cached.items() if worker in workers]
-                    removed = self._without_owner(digests, worker)
-                    event = BlocksRemoved(removed) if cached else BlocksCleared()
+                    digests = [digest for digest, workers in cached_blocks.items() if worker in workers]
+                    removed_blocks = self._without_owner(digests, worker)
+                    event = BlocksRemoved(removed_blocks) if cached_blocks else BlocksCleared()
             self._events.append(event)
             self._position += 1
             self._num_logged += _num_digests(event)
-        while self._num_logged > max(len(cached), _MIN_CAPACITY):
+        while self._num_logged > max(len(cached_blocks), _MIN_CAPACITY):
             self._num_logged -= _num_digests(self._events.popleft())
 
     def _without_owner(self, digests: Sequence[bytes], worker: int) -> list[bytes]:
         """Remove a worker from the owners of blocks. Return the digests of blocks without any owner left."""
-        removed = []
+        removed_blocks = []
         for digest in digests:
-            workers = self._cached.get(digest, set())
+            workers = self._cached_blocks.get(digest, set())
             workers.discard(worker)
-            if not workers and self._cached.pop(digest, None) is not None:
-                removed.append(digest)
-        return removed
+            if not workers and self._cached_blocks.pop(digest, None) is not None:
+                removed_blocks.append(digest)
+        return removed_blocks
 
     def since(self, position: int) -> CacheChanges:
         """Return the events after a position. Position 0 is before the first event, with an empty cache."""
@@ -73,7 +73,7 @@ class CacheLog:
         if 0 <= num_new <= len(self._events):
             events = list(self._events)[len(self._events) - num_new :]
         else:
-            events = [BlocksCleared(), BlocksStored(list(self._cached), None, [])]
+            events = [BlocksCleared(), BlocksStored(list(self._cached_blocks), None, [])]
         return CacheChanges(self._position, events)
 
 

@@ -174,14 +174,17 @@ def map_with_actors(
     from ray.data import ActorPoolStrategy
 
     resources = Resources.of(config, ray_config)
-    reserved, available = ray_config.ray_min_replicas * resources.num_cpus, cluster_resources().get("CPU", 0)
-    if reserved >= available:
+    reserved_cpus, available_cpus = (
+        ray_config.ray_min_replicas * resources.num_cpus,
+        cluster_resources().get("CPU", 0),
+    )
+    if reserved_cpus >= available_cpus:
         _LOG.warning(
             "%d actors with %d CPUs each reserve all %d CPUs of the cluster: tasks that read and write data "
             "wait until the cluster has more CPUs. Use fewer actors, or fewer CPUs per actor.",
             ray_config.ray_min_replicas,
             resources.num_cpus,
-            available,
+            available_cpus,
         )
     pool = ActorPoolStrategy(
         min_size=ray_config.ray_min_replicas,

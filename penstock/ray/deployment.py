@@ -67,8 +67,8 @@ class Resources:
 
 def usable_cpus() -> int:
     """Return the number of CPUs that this process may use, within the limit of its container."""
-    (share,) = divide_processors(1)
-    return share.num_threads
+    (cpu_share,) = divide_processors(1)
+    return cpu_share.num_threads
 
 
 def replica_config(config: PipelineConfig, resources: Resources) -> PipelineConfig:

@@ -116,7 +116,7 @@ class RayEngine:
         self._num_ended_restarts = 0
         self._generations: dict[str, Generation] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._polling: asyncio.Task[None] | None = None
+        self._polling_task: asyncio.Task[None] | None = None
         self._request_ended: asyncio.Future[None] | None = None
         self._encode, self._decode = command_encoder(), results_decoder()
         self._decode_report = report_decoder()
@@ -326,13 +326,13 @@ class RayEngine:
         self._info = next(iter(self._reports.values())).info
         self.adapters = dict(self._info.adapters)
         self.state = "ready"
-        self._polling = asyncio.create_task(self._keep_polling())
+        self._polling_task = asyncio.create_task(self._keep_polling())
 
     async def stop(self, grace: float) -> None:
         """Refuse new requests, wait up to ``grace`` seconds for running ones, and fail those that remain."""
         self.state = "stopping"
-        if self._polling is not None:
-            self._polling.cancel()
+        if self._polling_task is not None:
+            self._polling_task.cancel()
         if self._tasks:
             await asyncio.wait([*self._tasks.values()], timeout=grace)
         for generation in list(self._generations.values()):

@@ -27,7 +27,7 @@ class ServeReplicas:
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
-        self._any_handle = handle.options(method_name="generate", stream=True)
+        self._generate_handle = handle.options(method_name="generate", stream=True)
         self._preferred_handles: dict[str, Any] = {}  # name of the preferred replica -> handle
 
     async def generate(self, frames: Sequence[bytes], replica: str) -> AsyncIterator[bytes]:
@@ -40,7 +40,7 @@ class ServeReplicas:
             ReplicaLostError: the replica has ended or cannot be reached.
             UnavailableError: the replica raised an exception.
         """
-        handle = self._any_handle
+        handle = self._generate_handle
         if replica:
             if replica not in self._preferred_handles:
                 self._preferred_handles[replica] = handle.options(session_id=replica)

@@ -38,7 +38,7 @@ class Application:
         self._services = services
         self._engine = engine
         self._app: ASGIApp = create_app(services)
-        self._background: list[asyncio.Task[None]] = []
+        self._background_tasks: list[asyncio.Task[None]] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle an HTTP request or the lifespan events of ASGI."""
@@ -64,9 +64,9 @@ class Application:
         services.metrics.describe_build(model=services.model_name, isa=engine.info.isa)
         services.gate.open()
         watchdog = Watchdog(engine, services.config.watchdog_timeout)
-        self._background.append(asyncio.create_task(watchdog.run()))
+        self._background_tasks.append(asyncio.create_task(watchdog.run()))
         if engine.info.grammars_enabled:
-            self._background.append(asyncio.create_task(self._warm_up_grammars()))
+            self._background_tasks.append(asyncio.create_task(self._warm_up_grammars()))
 
     async def _warm_up_grammars(self) -> None:
         try:
@@ -78,7 +78,7 @@ class Application:
         """Refuse new requests, wait up to ``shutdown_grace`` seconds for active requests, and stop."""
         services, gate = self._services, self._services.gate
         gate.close()
-        for task in self._background:
+        for task in self._background_tasks:
             task.cancel()
         await gate.wait_until_idle(services.config.shutdown_grace)
         await self._engine.stop(0)

@@ -207,7 +207,7 @@ class PenstockServer:
                 async for part in response.parts:
                     yield part.decode()
             else:
-                yield _types()[kind].model_validate(msgspec.json.decode(await response.body()))
+                yield _response_types()[kind].model_validate(msgspec.json.decode(await response.body()))
 
 
 def read_llm_config(llm_config: Any) -> tuple[PipelineConfig, ServeConfig, RayConfig]:
@@ -216,15 +216,19 @@ def read_llm_config(llm_config: Any) -> tuple[PipelineConfig, ServeConfig, RayCo
     Raises:
         ConfigError: ``engine_kwargs`` has an unknown name or an invalid value.
     """
-    loading = llm_config.model_loading_config
-    source = loading.model_source or loading.model_id
-    flat = {"served_model_name": loading.model_id, **llm_config.engine_kwargs, "model_path": str(source)}
+    loading_config = llm_config.model_loading_config
+    source = loading_config.model_source or loading_config.model_id
+    flat = {
+        "served_model_name": loading_config.model_id,
+        **llm_config.engine_kwargs,
+        "model_path": str(source),
+    }
     fields = [*config_fields(), *serve_fields(), *ray_fields()]
     given = collect_values(fields, flat, "argument", {})
     return PipelineConfig.from_given(given), ServeConfig.from_given(given), RayConfig.from_given(given)
 
 
-def _types() -> dict[str, Any]:
+def _response_types() -> dict[str, Any]:
     """Return name -> response class of Ray Serve LLM. Its application checks the class of each response."""
     from ray.llm._internal.serve.core.configs import openai_api_models
 
@@ -233,5 +237,5 @@ def _types() -> dict[str, Any]:
 
 def _error(status: int, message: str, kind: str) -> Any:
     """Return an error as an object of Ray Serve LLM."""
-    types = _types()
+    types = _response_types()
     return types["ErrorResponse"](error=types["ErrorInfo"](message=message, type=kind, code=status))

@@ -53,7 +53,7 @@ class EngineReplica:
             max_queue_size=max_queue_size,
             hang_limit=serve_config.worker_timeout,
             memory_limit=serve_config.worker_memory_limit,
-            memory=_memory(config, num_cpus),
+            memory=_replica_memory(config, num_cpus),
         )
         self._cache = CacheLog()
         self._engine.watch_cache(lambda number, events: self._cache.add(events, number))
@@ -132,7 +132,7 @@ def _own_id() -> str:
     return str(get_replica_context().replica_tag)
 
 
-def _memory(config: PipelineConfig, num_cpus: int) -> int | None:
+def _replica_memory(config: PipelineConfig, num_cpus: int) -> int | None:
     """Return the bytes of host memory that a replica may use; None for a model on GPUs."""
     if not config.model.devices[0].is_host:
         return None

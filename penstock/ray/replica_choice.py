@@ -86,27 +86,27 @@ class ReplicaChoice:
                 self._prefixes.clear_expected(expected_blocks)
             replica.blocks_before_report, replica.blocks_since_report = replica.blocks_since_report, []
 
-    def assign(self, context: RequestContext, lost: Collection[str] = ()) -> Assignment | None:
+    def assign(self, context: RequestContext, lost_replicas: Collection[str] = ()) -> Assignment | None:
         """Choose the replica of a request.
 
         Args:
             context: the request.
-            lost: the names of replicas that cannot be chosen.
+            lost_replicas: the names of replicas that cannot be chosen.
 
         Returns:
             The assignment, which must be passed to `end` when the request has ended or has left the replica.
             None if there is no replica to choose.
         """
-        usable = self._usable_replicas
+        usable_replicas = self._usable_replicas
         for number, replica in enumerate(self._replicas):
-            if replica is not None and replica.name in lost:
-                usable &= ~(1 << number)
-        if not usable:
+            if replica is not None and replica.name in lost_replicas:
+                usable_replicas &= ~(1 << number)
+        if not usable_replicas:
             return None
         assert self._info is not None
         assert self._policy is not None
         digests = prompt_digests(context, self._info)
-        number = self._policy.choose(context, digests, self._loads, usable)
+        number = self._policy.choose(context, digests, self._loads, usable_replicas)
         replica = self._replicas[number]
         assert replica is not None
         depth = self._prefixes.depth(number, digests)

@@ -29,9 +29,9 @@ class PreferredReplicaRouter(RequestRouter):  # type: ignore[misc]  # Ray has no
         Ray Serve uses the first group that has capacity.
         """
         name = pending_request.metadata.session_id if pending_request is not None else ""
-        preferred = [
+        preferred_replicas = [
             replica for replica in candidate_replicas if name and replica.replica_id.unique_id == name
         ]
-        others = [replica for replica in candidate_replicas if replica not in preferred]
-        sample = random.sample(others, min(_NUM_FALLBACK_REPLICAS, len(others)))
-        return [rank for rank in (preferred, sample) if rank]
+        other_replicas = [replica for replica in candidate_replicas if replica not in preferred_replicas]
+        fallback_replicas = random.sample(other_replicas, min(_NUM_FALLBACK_REPLICAS, len(other_replicas)))
+        return [rank for rank in (preferred_replicas, fallback_replicas) if rank]

@@ -78,7 +78,7 @@ def create_app(services: Services, *extra_routers: APIRouter, is_inner: bool = F
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,  # redirects would go to the host in the Host header
-        middleware=[] if is_inner else middleware_of(services),
+        middleware=[] if is_inner else make_middleware(services),
         exception_handlers={
             PenstockError: problems.handle,
             HTTPException: problems.handle,
@@ -129,7 +129,7 @@ def task_for_path(path: str) -> PipelineTask | None:
     return None
 
 
-def middleware_of(services: Services) -> list[Middleware]:
+def make_middleware(services: Services) -> list[Middleware]:
     """Return the middleware of the application, outermost first."""
     layers = [
         Middleware(ObservabilityMiddleware, services=services),

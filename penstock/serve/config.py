@@ -58,7 +58,7 @@ _WORDS = Rule(
 )
 
 
-def _split(text: str) -> tuple[str, ...]:
+def _split_at_commas(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
@@ -82,14 +82,14 @@ class ServeConfig:
         _WORDS,
         "API key that clients must send; may be given several times. In an environment variable, commas "
         "separate several keys.",
-        parse=_split,
+        parse=_split_at_commas,
         secret=True,
     )
     cors_origins: tuple[str, ...] = setting(
         (),
         _WORDS,
         "Origin whose pages may call the server, * for any; may be given several times. Default: none.",
-        parse=_split,
+        parse=_split_at_commas,
     )
     allowed_hosts: tuple[str, ...] = setting(
         (),
@@ -97,7 +97,7 @@ class ServeConfig:
         "Host name that requests may use besides localhost and the address, such as example.org or "
         "*.example.org, * for any; may be given several times. Default: any, except at a loopback address "
         "without an API key.",
-        parse=_split,
+        parse=_split_at_commas,
     )
     max_body_size: int = setting(8 * 2**20, NUM_BYTES, "Maximum size of a request body, in bytes.")
     max_json_values: int = setting(
@@ -188,13 +188,13 @@ class ServeConfig:
         _TOOL_SERVERS,
         "A tool server of the Model Context Protocol (streamable HTTP) as NAME=URL; the Responses API offers "
         "its tools to the model and calls them. May be given several times.",
-        parse=_split,
+        parse=_split_at_commas,
     )
     mcp_token: tuple[str, ...] = setting(
         (),
         _WORDS,
         "Bearer token for a tool server as NAME=TOKEN; may be given several times.",
-        parse=_split,
+        parse=_split_at_commas,
         secret=True,
     )
     mcp_timeout: float = setting(
@@ -248,7 +248,7 @@ class ServeConfig:
         "An additional name for a gauge in /metrics, for routers that expect this name, such as "
         "waiting=vllm:num_requests_waiting. The gauges are waiting, running, kv_usage and adapters. May be "
         "given several times.",
-        parse=_split,
+        parse=_split_at_commas,
     )
     cache_events: str | None = setting(
         None,

@@ -12,7 +12,7 @@ from penstock.serve.api.conversation import Conversation
 from penstock.serve.api.generation import GenerationJob, GenerationRun, run_in_pool
 from penstock.serve.api.json_parts import Parts, json_response
 from penstock.serve.api.schemas import ChatBody
-from penstock.serve.api.text_generation import answer_request, envelope_of, record_logged_fields
+from penstock.serve.api.text_generation import answer_request, make_envelope, record_logged_fields
 from penstock.serve.api.token_scores import ChatScores, prompt_parts
 from penstock.serve.http.bodies import JsonRoute
 from penstock.serve.http.openapi import route_options
@@ -31,7 +31,7 @@ async def create_chat_completion(request: Request) -> Response:
     record_logged_fields(chat.body, record, chat.context)
     body, job = chat.body, chat.job(services)
     response = ChatResponse(
-        envelope_of(services, chat.context.request_id, body),
+        make_envelope(services, chat.context.request_id, body),
         scores=ChatScores(services.fragments_for(body), body.top_logprobs or 0) if body.logprobs else None,
         prompt_scores=_prompt_scores(services, chat, job),
         prompt_token_ids=chat.context.prompt_tokens.tolist() if body.return_token_ids else None,
@@ -70,14 +70,14 @@ async def render_chat_completion(request: Request) -> Response:
 
 def _prompt_scores(services: Services, chat: Conversation, job: GenerationJob) -> Callable[[], Parts] | None:
     """Return a function that encodes ``prompt_logprobs`` after the generation, or None if not requested."""
-    top = chat.body.prompt_logprobs
-    if top is None:
+    num_top = chat.body.prompt_logprobs
+    if num_top is None:
         return None
     return lambda: prompt_parts(
         services.fragments_for(chat.body),
         chat.context.prompt_tokens.tolist(),
         job.choices[0].prompt_scores,
-        top,
+        num_top,
         chat.context.log_probabilities or 0,
     )
 

@@ -243,20 +243,20 @@ class ChoiceDecoder:
         last position is that of the generated token. The positions before it belong to the prompt.
         """
         scores = []
-        for token_id, rows in zip(token_ids, log_probabilities, strict=False):
-            if rows is not None:
-                *prompt_scores, (logprob, top) = _positions(rows)
+        for token_id, position_logprobs in zip(token_ids, log_probabilities, strict=False):
+            if position_logprobs is not None:
+                *prompt_scores, (logprob, top) = _position_scores(position_logprobs)
                 self.prompt_scores += prompt_scores
                 scores.append(Score(token_id, logprob, top))
         return scores
 
-    def _add_prompt_scores(self, rows: AnyLogProbabilities) -> None:
-        self.prompt_scores += _positions(rows)
+    def _add_prompt_scores(self, position_logprobs: AnyLogProbabilities) -> None:
+        self.prompt_scores += _position_scores(position_logprobs)
 
 
-def _positions(rows: AnyLogProbabilities) -> Iterator[PromptScore]:
-    tops: Sequence[TopTokens] = rows.top_log_probabilities
-    return zip(rows.token_log_probabilities, tops, strict=True)
+def _position_scores(position_logprobs: AnyLogProbabilities) -> Iterator[PromptScore]:
+    top_tokens_by_position: Sequence[TopTokens] = position_logprobs.top_log_probabilities
+    return zip(position_logprobs.token_log_probabilities, top_tokens_by_position, strict=True)
 
 
 class _TextDecoder(Protocol):

@@ -165,7 +165,7 @@ class CompletionResponse(OpenAIStream):
             return None
         ids = [score.token_id for score in delta.scores]
         logprobs: list[float | None] = [score.logprob for score in delta.scores]
-        tops: list[TopTokens | None] = [score.top for score in delta.scores]
+        top_tokens_by_position: list[TopTokens | None] = [score.top for score in delta.scores]
         if self._echoes is not None and is_first:
             echo, prompt_scores = self._echoes[index], self._prompt_scores_at(index)
             assert len(prompt_scores) == len(echo.token_ids) - 1, (
@@ -173,8 +173,8 @@ class CompletionResponse(OpenAIStream):
             )
             ids = [*echo.token_ids, *ids]
             logprobs = [None, *(logprob for logprob, _ in prompt_scores), *logprobs]
-            tops = [None, *(top for _, top in prompt_scores), *tops]
-        return self._scores[index].parts(ids, logprobs, tops) if ids or is_first else None
+            top_tokens_by_position = [None, *(top for _, top in prompt_scores), *top_tokens_by_position]
+        return self._scores[index].parts(ids, logprobs, top_tokens_by_position) if ids or is_first else None
 
     def _prompt_scores_at(self, index: int) -> Sequence[PromptScore]:
         """Return the prompt scores of a choice, or else those of the first choice of its prompt."""

@@ -14,11 +14,16 @@ from penstock.serve.api.completion_response import CompletionResponse, Echo, Pro
 from penstock.serve.api.fill_in_middle import fill_in_end_ids, fill_in_prompt
 from penstock.serve.api.generation import GenerationJob, GenerationRun, check_choices, run_in_pool
 from penstock.serve.api.logprob_limit import check_num_logprobs, num_prompt_logprobs, num_top_logprobs
-from penstock.serve.api.models import adapter_named
+from penstock.serve.api.models import requested_adapter
 from penstock.serve.api.output_format import check_enabled, output_grammar
 from penstock.serve.api.request_context import contexts_for_choices, request_context
 from penstock.serve.api.schemas import CompletionBody
-from penstock.serve.api.text_generation import answer_request, checked_body, envelope_of, record_logged_fields
+from penstock.serve.api.text_generation import (
+    answer_request,
+    checked_body,
+    make_envelope,
+    record_logged_fields,
+)
 from penstock.serve.api.token_scores import CompletionScores, prompt_parts
 from penstock.serve.http.bodies import JsonRoute
 from penstock.serve.http.openapi import route_options
@@ -39,7 +44,7 @@ async def create_completion(request: Request) -> Response:
     body, job = completion.body, completion.job
     record_logged_fields(body, record, job.contexts[0])
     response = CompletionResponse(
-        envelope_of(services, completion.id, body),
+        make_envelope(services, completion.id, body),
         job.choices,
         prompt_token_ids=(
             [context.prompt_tokens.tolist() for context in job.contexts] if body.return_token_ids else None
@@ -88,7 +93,7 @@ class CompletionRequest:
         """
         body = checked_body(services, CompletionBody, raw)
 
-        adapter = adapter_named(services, body.model)
+        adapter = requested_adapter(services, body.model)
         grammar_and_field = output_grammar(services, body)
         if grammar_and_field is not None:
             check_enabled(services, body, grammar_and_field[1])
@@ -107,7 +112,7 @@ class CompletionRequest:
                 index=index,
                 param="prompt" if is_single else f"prompt[{index}]",
                 adapter=adapter,
-                top=body.logprobs,
+                num_top=body.logprobs,
                 echo=(bool(body.echo) and body.logprobs is not None) or body.prompt_logprobs is not None,
                 default_limit=services.config.default_max_tokens_completions,
                 prompt=prompt,
@@ -118,8 +123,10 @@ class CompletionRequest:
         check_num_logprobs(
             services,
             contexts,
-            top=body.logprobs,
-            prompt_count=num_prompt_logprobs(body, contexts, echo_top=body.logprobs if body.echo else None),
+            num_top=body.logprobs,
+            prompt_count=num_prompt_logprobs(
+                body, contexts, num_echo_top=body.logprobs if body.echo else None
+            ),
             param="prompt_logprobs" if body.logprobs is None else "logprobs",
         )
         choices = [
@@ -138,11 +145,11 @@ class CompletionRequest:
 
 def _prompt_scores(services: Services, body: CompletionBody) -> PromptScores | None:
     """Return a function that encodes the ``prompt_logprobs`` of a choice, or None if not requested."""
-    top = body.prompt_logprobs
-    if top is None:
+    num_top = body.prompt_logprobs
+    if num_top is None:
         return None
-    num_top, fragments = num_top_logprobs(body, body.logprobs), services.fragments_for(body)
-    return lambda ids, scores: prompt_parts(fragments, ids, scores, top, num_top)
+    num_computed, fragments = num_top_logprobs(body, body.logprobs), services.fragments_for(body)
+    return lambda ids, scores: prompt_parts(fragments, ids, scores, num_top, num_computed)
 
 
 def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:

@@ -20,7 +20,7 @@ from penstock.serve.api.choice_decoder import ChoiceDecoder
 from penstock.serve.api.generation import GenerationJob, check_choices
 from penstock.serve.api.images import ImageFields
 from penstock.serve.api.logprob_limit import check_num_logprobs, num_prompt_logprobs, with_bounded_output
-from penstock.serve.api.models import adapter_named
+from penstock.serve.api.models import requested_adapter
 from penstock.serve.api.output_format import check_enabled, check_tools, checked_grammar, output_grammar
 from penstock.serve.api.parameters import map_input_errors, output_limit
 from penstock.serve.api.request_context import contexts_for_choices, request_context
@@ -68,14 +68,14 @@ class Conversation:
         options = template_options(body, tokenizer, can_reason=parsers.reasoning_format is not None)
         with map_input_errors("messages"):
             check_roles(messages, tokenizer, tool_use.tools or None, options)
-        top = (body.top_logprobs or 0) if body.logprobs else None
+        num_top = (body.top_logprobs or 0) if body.logprobs else None
         context = request_context(
             services,
             body,
             request_id,
             param="messages",
-            adapter=adapter_named(services, body.model),
-            top=top,
+            adapter=requested_adapter(services, body.model),
+            num_top=num_top,
             echo=body.prompt_logprobs is not None,
             messages=messages,
             tools=tool_use.tools or None,
@@ -83,12 +83,14 @@ class Conversation:
             **image_fields(services, chat_messages),
         )
         prompt_count = num_prompt_logprobs(body, [context])
-        if top is not None and output_limit(body) is None:
-            context = with_bounded_output(services, context, body.n or 1, top=top, prompt_count=prompt_count)
+        if num_top is not None and output_limit(body) is None:
+            context = with_bounded_output(
+                services, context, body.n or 1, num_top=num_top, prompt_count=prompt_count
+            )
         check_num_logprobs(
             services,
             [context] * (body.n or 1),
-            top=top,
+            num_top=num_top,
             prompt_count=prompt_count,
             param="top_logprobs" if body.logprobs else "prompt_logprobs",
         )

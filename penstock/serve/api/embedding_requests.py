@@ -24,7 +24,7 @@ from penstock.pipelines.core.embeddings import EmbeddingsFields, EmbeddingsOptio
 from penstock.serve.api.embedding_run import EmbeddingRun
 from penstock.serve.api.embedding_schemas import EncodingBody, TextsOrIds, VectorBody
 from penstock.serve.api.generation import cancel_on_disconnect, run_in_pool
-from penstock.serve.api.models import adapter_named
+from penstock.serve.api.models import requested_adapter
 from penstock.serve.api.parameters import map_input_errors
 from penstock.serve.api.text_generation import checked_body
 from penstock.serve.http.problems import RequestProblem
@@ -70,7 +70,7 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
     raw = await request.json()
     body = await run_in_pool(request, lambda: checked_body(services, kind, raw))
     record.model, record.user = body.model, body.user
-    adapter_named(services, body.model)
+    requested_adapter(services, body.model)
     return body
 
 
@@ -176,7 +176,7 @@ def vector_inputs(
             check_dimensions(body.dimensions, size, services.pipeline_config.model.trained_dimensions)
     prompt_name = body.prompt_name
     if body.input_type is not None:
-        prompt_name = tokenizer_of(services).layout.prompt_for(
+        prompt_name = embeddings_tokenizer(services).layout.prompt_for(
             "query" if body.input_type == "query" else "document"
         )
     if body.input_type is not None and body.task is not None:
@@ -198,7 +198,7 @@ def vector_inputs(
     ]
 
 
-def tokenizer_of(services: Services) -> EmbeddingsTokenizer:
+def embeddings_tokenizer(services: Services) -> EmbeddingsTokenizer:
     """Return the tokenizer of an embeddings model."""
     return cast(EmbeddingsTokenizer, services.tokenizer)
 
@@ -218,7 +218,7 @@ def _contexts(
     services: Services, body: EncodingBody, inputs: Sequence[ModelInput]
 ) -> tuple[list[EmbeddingsContext], list[str]]:
     """Return the contexts of all inputs and their names. Blocks: call it in a thread pool."""
-    adapter = adapter_named(services, body.model)
+    adapter = requested_adapter(services, body.model)
     is_single = len(inputs) == 1
     requests: list[EmbeddingsGenerationRequest] = []
     for model_input in inputs:
@@ -232,7 +232,7 @@ def _contexts(
         with _input_errors(model_input.name, is_single=is_single):
             requests.append(EmbeddingsGenerationRequest(id=uuid4().hex, model_name=body.model, **fields))
     # One call for all requests, because the tokenizer encodes batches of texts faster.
-    new_contexts = tokenizer_of(services).build_embeddings_contexts(requests)
+    new_contexts = embeddings_tokenizer(services).build_embeddings_contexts(requests)
     contexts: list[EmbeddingsContext] = []
     for model_input in inputs:
         with _input_errors(model_input.name, is_single=is_single):

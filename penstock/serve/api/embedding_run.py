@@ -137,10 +137,10 @@ class EmbeddingRun:
     def _problem(self, index: int, error: PenstockError) -> RequestProblem:
         """Return the error of an input as a `RequestProblem` that names the input."""
         problem, name = problem_of(error), self._names[index]
-        where = f"{name}: " if len(self._contexts) > 1 else ""
+        prefix = f"{name}: " if len(self._contexts) > 1 else ""
         return RequestProblem(
             problem.status,
-            f"{where}{problem.message}",
+            f"{prefix}{problem.message}",
             param=problem.param or name,
             code=problem.code,
             type=problem.type,

@@ -12,30 +12,33 @@ from penstock.serve.http.problems import RequestProblem
 from penstock.serve.services import Services
 
 
-def num_top_logprobs(body: GenerationBody, top: int | None) -> int:
+def num_top_logprobs(body: GenerationBody, num_top: int | None) -> int:
     """Return the number of top tokens that the worker computes per position; 0 for no log probabilities.
 
     Args:
         body: the request. Its ``prompt_logprobs`` is the number of top tokens per prompt token.
-        top: number of top tokens per generated token; None if the response has no log probabilities of
+        num_top: number of top tokens per generated token; None if the response has no log probabilities of
             generated tokens.
     """
-    counts = [max(1, num_top) for num_top in (top, body.prompt_logprobs) if num_top is not None]
+    counts = [max(1, count) for count in (num_top, body.prompt_logprobs) if count is not None]
     return max(counts, default=0)
 
 
 def num_prompt_logprobs(
-    body: GenerationBody, contexts: Sequence[TextContext], *, echo_top: int | None = None
+    body: GenerationBody, contexts: Sequence[TextContext], *, num_echo_top: int | None = None
 ) -> int:
     """Return the number of prompt log probabilities in a response.
 
     Args:
         body: the request. Its ``prompt_logprobs`` is the number of top tokens per prompt token.
         contexts: the contexts of the request.
-        echo_top: number of top tokens per repeated prompt token; None if the echo has no log probabilities.
+        num_echo_top: number of top tokens per repeated prompt token; None if the echo has no log
+            probabilities.
     """
     num_tokens = sum(len(context.prompt_tokens) for context in contexts)
-    return sum(num_tokens * (top + 1) for top in (body.prompt_logprobs, echo_top) if top is not None)
+    return sum(
+        num_tokens * (count + 1) for count in (body.prompt_logprobs, num_echo_top) if count is not None
+    )
 
 
 def without_prompt_logprobs(context: TextContext, *, has_logprobs: bool) -> TextContext:
@@ -52,7 +55,7 @@ def without_prompt_logprobs(context: TextContext, *, has_logprobs: bool) -> Text
 
 
 def with_bounded_output(
-    services: Services, context: TextContext, num_choices: int, *, top: int, prompt_count: int = 0
+    services: Services, context: TextContext, num_choices: int, *, num_top: int, prompt_count: int = 0
 ) -> TextContext:
     """Return a copy of a context whose maximum length keeps the log probabilities within the limit.
 
@@ -64,10 +67,10 @@ def with_bounded_output(
         services: its configuration has the limit.
         context: the context of the request.
         num_choices: the number of choices.
-        top: number of top tokens per generated token.
+        num_top: number of top tokens per generated token.
         prompt_count: number of log probabilities of the prompt in the response.
     """
-    max_tokens = (services.config.max_logprobs_per_request - prompt_count) // (num_choices * (top + 1))
+    max_tokens = (services.config.max_logprobs_per_request - prompt_count) // (num_choices * (num_top + 1))
     length = len(context.prompt_tokens) + max_tokens
     if max_tokens < 1 or length >= context.max_length:
         return context
@@ -78,7 +81,7 @@ def check_num_logprobs(
     services: Services,
     contexts: Sequence[TextContext],
     *,
-    top: int | None,
+    num_top: int | None,
     prompt_count: int = 0,
     param: str,
 ) -> None:
@@ -87,7 +90,7 @@ def check_num_logprobs(
     Args:
         services: its configuration has the limit.
         contexts: one context per choice. Each context may generate up to its maximum length.
-        top: number of top tokens per generated token; None if the response has no log
+        num_top: number of top tokens per generated token; None if the response has no log
             probabilities of generated tokens.
         prompt_count: number of log probabilities of all prompts in the response.
         param: the field that the error names.
@@ -97,12 +100,12 @@ def check_num_logprobs(
     """
     limit = services.config.max_logprobs_per_request
     lengths = [context.max_length - len(context.prompt_tokens) for context in contexts]
-    count = prompt_count + (0 if top is None else sum(lengths) * (top + 1))
+    count = prompt_count + (0 if num_top is None else sum(lengths) * (num_top + 1))
     if count <= limit:
         return
     terms = []
-    if top is not None:
-        terms.append(f"{len(lengths)} choice(s) x {max(lengths)} tokens x {top + 1}")
+    if num_top is not None:
+        terms.append(f"{len(lengths)} choice(s) x {max(lengths)} tokens x {num_top + 1}")
     if prompt_count:
         terms.append(f"{prompt_count} of the prompt")
     raise RequestProblem(

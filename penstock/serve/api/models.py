@@ -61,7 +61,7 @@ async def retrieve_model(model: str, request: Request) -> Model:
     return models[model]
 
 
-def adapter_named(services: Services, model: str) -> str | None:
+def requested_adapter(services: Services, model: str) -> str | None:
     """Return the adapter that a request names in its field ``model``; None if it names the model itself.
 
     Raises:

@@ -9,7 +9,7 @@ from fastapi import Request
 from penstock.serve.services import Services
 
 
-def owner_of(request: Request) -> str:
+def request_owner(request: Request) -> str:
     """Return the owner of the objects that a client stores.
 
     The owner is the hash of the client's API key. It is an empty string if the server has fewer than two

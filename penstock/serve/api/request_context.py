@@ -40,7 +40,7 @@ def request_context(
     index: int = 0,
     param: str,
     adapter: str | None,
-    top: int | None,
+    num_top: int | None,
     echo: bool,
     default_limit: int | None = None,
     **prompt: Unpack[PromptFields],
@@ -56,7 +56,7 @@ def request_context(
         index: the index of the prompt in the request.
         param: the request field that errors of the prompt name.
         adapter: the name of the adapter; None for the model itself.
-        top: number of top tokens per generated token; None if the response has no log
+        num_top: number of top tokens per generated token; None if the response has no log
             probabilities of generated tokens.
         echo: whether log probabilities of the prompt are computed.
         default_limit: the output limit of a request without ``max_tokens``; None for the limit of the model.
@@ -70,7 +70,7 @@ def request_context(
         request_id,
         index,
         body.model,
-        logprobs=num_top_logprobs(body, top),
+        logprobs=num_top_logprobs(body, num_top),
         echo=echo,
         sampling_params=sampling_params(
             body, services.pipeline_config, tokenizer=tokenizer, default_limit=default_limit

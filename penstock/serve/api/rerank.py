@@ -11,10 +11,10 @@ from penstock.serve.api.embedding_requests import (
     EncodedInputs,
     ModelInput,
     check_count,
+    embeddings_tokenizer,
     encode_inputs,
     read_body,
     response_id,
-    tokenizer_of,
 )
 from penstock.serve.api.embedding_schemas import RerankBody
 from penstock.serve.api.generation import run_in_pool
@@ -61,7 +61,7 @@ async def _rerank(request: Request, version: str) -> Response:
             [body.query] * len(texts),
             texts,
             outputs=services.worker.info.outputs,
-            layout=tokenizer_of(services).layout,
+            layout=embeddings_tokenizer(services).layout,
             activation=body.activation,
         )
     encoded_inputs = await encode_inputs(request, body, lambda: _inputs(services, body, scoring, texts))
@@ -79,7 +79,7 @@ def _inputs(
     services: Services, body: RerankBody, scoring: PairScoring, texts: Sequence[str]
 ) -> list[ModelInput]:
     """Return the inputs of the model. Documents are cut to ``max_tokens_per_doc``."""
-    limit, tokenizer = body.max_tokens_per_doc, tokenizer_of(services)
+    limit, tokenizer = body.max_tokens_per_doc, embeddings_tokenizer(services)
     inputs = []
     for pair_input in scoring.inputs:
         fields: EmbeddingsFields = {**pair_input.fields, "outputs": (scoring.output,)}

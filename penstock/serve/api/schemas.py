@@ -300,12 +300,12 @@ class GenerationBody(RequestBody):
     @field_validator("stop")
     @classmethod
     def _check_stop_length(cls, stop: str | list[str] | None) -> str | list[str] | None:
-        stops = [stop] if isinstance(stop, str) else stop or []
-        if len(stops) > MAX_STOP_STRINGS:
-            raise ValueError(f"there are {len(stops)} stop strings; the maximum is {MAX_STOP_STRINGS}")
-        if sum(map(len, stops)) > MAX_STOP_CHARACTERS:
+        stop_strings = [stop] if isinstance(stop, str) else stop or []
+        if len(stop_strings) > MAX_STOP_STRINGS:
+            raise ValueError(f"there are {len(stop_strings)} stop strings; the maximum is {MAX_STOP_STRINGS}")
+        if sum(map(len, stop_strings)) > MAX_STOP_CHARACTERS:
             raise ValueError(
-                f"the stop strings have {sum(map(len, stops))} characters; "
+                f"the stop strings have {sum(map(len, stop_strings))} characters; "
                 f"the maximum is {MAX_STOP_CHARACTERS}"
             )
         return stop

@@ -9,10 +9,10 @@ from fastapi import APIRouter, Request, Response
 from penstock.serve.api.embedding_requests import (
     ModelInput,
     check_count,
+    embeddings_tokenizer,
     encode_inputs,
     read_body,
     response_id,
-    tokenizer_of,
 )
 from penstock.serve.api.embedding_schemas import ScoreBody
 from penstock.serve.api.generation import run_in_pool
@@ -41,7 +41,7 @@ async def score(request: Request) -> Response:
             queries,
             texts,
             outputs=services.worker.info.outputs,
-            layout=tokenizer_of(services).layout,
+            layout=embeddings_tokenizer(services).layout,
             activation=body.activation,
         )
     inputs = [

@@ -14,7 +14,7 @@ from penstock.errors import InputError, MissingDependencyError
 from penstock.media.audio_files import AudioEncoder, Samples
 from penstock.pipelines.core import AudioGenerationRequest, TTSContext
 from penstock.serve.api.generation import cancel_on_disconnect, run_in_pool
-from penstock.serve.api.models import adapter_named
+from penstock.serve.api.models import requested_adapter
 from penstock.serve.api.parameters import map_input_errors
 from penstock.serve.api.speech_run import SpeechRun
 from penstock.serve.api.speech_schemas import SpeechBody
@@ -81,7 +81,7 @@ async def list_voices(request: Request) -> dict[str, object]:
     services = Services.of(request)
     cloned_voices = [voice.name for voice in services.worker.info.voices]
     trained_voices = [
-        name for name in _tokenizer_of(services).speech_format.voices if name not in cloned_voices
+        name for name in _speech_tokenizer(services).speech_format.voices if name not in cloned_voices
     ]
     kinds = {**dict.fromkeys(cloned_voices, "imitated"), **dict.fromkeys(trained_voices, "trained")}
     data = [{"id": name, "object": "voice", "type": kind} for name, kind in kinds.items()]
@@ -150,8 +150,8 @@ def _prepare(services: Services, raw: object) -> tuple[SpeechBody, list[TTSConte
         UnknownModelError: the server has no model or adapter with the requested name.
     """
     body = checked_body(services, SpeechBody, raw)
-    adapter = adapter_named(services, body.model)
-    tokenizer, info = _tokenizer_of(services), services.worker.info
+    adapter = requested_adapter(services, body.model)
+    tokenizer, info = _speech_tokenizer(services), services.worker.info
     speech_format = tokenizer.speech_format
     try:
         encoder = AudioEncoder(body.response_format, info.sample_rate)
@@ -199,7 +199,7 @@ def _prepare(services: Services, raw: object) -> tuple[SpeechBody, list[TTSConte
     return body, contexts, encoder
 
 
-def _tokenizer_of(services: Services) -> SpeechTokenizer:
+def _speech_tokenizer(services: Services) -> SpeechTokenizer:
     """Return the tokenizer of a speech model."""
     return cast(SpeechTokenizer, services.tokenizer)
 

@@ -115,7 +115,7 @@ def record_logged_fields(body: GenerationBody, record: RequestRecord, context: T
         record.details["prompt_cache_key"] = body.prompt_cache_key
 
 
-def envelope_of(services: Services, request_id: str, body: GenerationBody) -> Envelope:
+def make_envelope(services: Services, request_id: str, body: GenerationBody) -> Envelope:
     """Return the members that all objects of a response share."""
     return Envelope(
         id=request_id,

@@ -25,12 +25,12 @@ class ChatScores:
 
     Args:
         fragments: the cache of JSON fragments.
-        top: number of top tokens per position.
+        num_top: number of top tokens per position.
     """
 
-    def __init__(self, fragments: TokenFragments, top: int) -> None:
+    def __init__(self, fragments: TokenFragments, num_top: int) -> None:
         self._fragments = fragments
-        self._top = top
+        self._num_top = num_top
 
     def parts(self, scores: Sequence[Score]) -> Parts:
         """Yield the JSON of the ``logprobs`` object of consecutive tokens of a choice."""
@@ -39,7 +39,7 @@ class ChatScores:
         separator = b""
         for score in scores:
             prefix, _, suffix = entries[score.token_id]
-            ids, values = best_tokens(score.top, self._top)
+            ids, values = best_tokens(score.top, self._num_top)
             number = prefix, b"", suffix[:-1] + b',"top_logprobs":['
             writer.add_row(separator, [number], [score.logprob], b"" if ids else b"]}")
             if ids:
@@ -57,7 +57,7 @@ class CompletionScores:
     Args:
         tokenizer: the tokenizer of the model.
         fragments: the cache of JSON fragments.
-        top: number of top tokens per position.
+        num_top: number of top tokens per position.
         prompt: the tokens of the prompt; empty if the text of the response begins with the prompt.
         skip_special_tokens: whether special tokens are left out of the text.
     """
@@ -66,28 +66,31 @@ class CompletionScores:
         self,
         tokenizer: TextTokenizer,
         fragments: TokenFragments,
-        top: int,
+        num_top: int,
         *,
         prompt: AnyTokenIds = (),
         skip_special_tokens: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
         self._fragments = fragments
-        self._top = top
+        self._num_top = num_top
         self._prompt = prompt
         self._is_first = True
         self._skip_special_tokens = skip_special_tokens
         self._offset = 0  # position of the next token in the text, in characters
 
     def parts(
-        self, token_ids: Sequence[int], logprobs: Sequence[float | None], tops: Sequence[TopTokens | None]
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float | None],
+        top_tokens_by_position: Sequence[TopTokens | None],
     ) -> Parts:
         """Yield the JSON of the ``logprobs`` object of the next tokens.
 
         Args:
             token_ids: the tokens.
             logprobs: the log probability of each token; None for the first token of a prompt.
-            tops: the top tokens of each position; None for the first token of a prompt.
+            top_tokens_by_position: the top tokens of each position; None for the first token of a prompt.
         """
         yield b'{"text_offset":['
         yield from _comma_joined(self._offsets(run) for run in _slices(token_ids, UNCACHED_TOKEN_COST))
@@ -99,7 +102,7 @@ class CompletionScores:
             [keys[token_id][0][1:-1] for token_id in run] for run in _slices(token_ids, UNCACHED_TOKEN_COST)
         )
         yield b'],"top_logprobs":['
-        yield from self._top_logprobs(token_ids, logprobs, tops)
+        yield from self._top_logprobs(token_ids, logprobs, top_tokens_by_position)
         yield b"]}"
 
     def _offsets(self, token_ids: Sequence[int]) -> list[bytes]:
@@ -120,17 +123,20 @@ class CompletionScores:
         return sum(byte & 0xC0 != 0x80 for byte in self._tokenizer.token_bytes(token_id))
 
     def _top_logprobs(
-        self, token_ids: Sequence[int], logprobs: Sequence[float | None], tops: Sequence[TopTokens | None]
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float | None],
+        top_tokens_by_position: Sequence[TopTokens | None],
     ) -> Parts:
         writer, keys = NumberWriter(self._fragments), self._fragments.completion_keys
         separator = b""
-        for token_id, logprob, top in zip(token_ids, logprobs, tops, strict=True):
+        for token_id, logprob, top in zip(token_ids, logprobs, top_tokens_by_position, strict=True):
             if logprob is None or top is None:
                 yield writer.part()
                 yield separator + b"null"
                 separator = b","
                 continue
-            ids, values = best_tokens(top, self._top)
+            ids, values = best_tokens(top, self._num_top)
             if token_id not in ids:
                 ids, values = [*ids, token_id], [*values, logprob]
             row = dict(zip(map(keys.__getitem__, ids), values, strict=True))
@@ -147,7 +153,7 @@ def prompt_parts(
     fragments: TokenFragments,
     token_ids: Sequence[int],
     scores: Sequence[PromptScore],
-    top: int,
+    num_top: int,
     num_computed: int,
 ) -> Parts:
     """Yield the JSON of ``prompt_logprobs``: null for the first prompt token, then an object for each token.
@@ -160,7 +166,7 @@ def prompt_parts(
         fragments: the cache of JSON fragments.
         token_ids: the prompt tokens.
         scores: the scores of all prompt tokens except the first one.
-        top: number of top tokens per position in the JSON.
+        num_top: number of top tokens per position in the JSON.
         num_computed: number of top tokens per position that the worker has computed. The top tokens of a
             score may have the prompt token as an additional entry.
     """
@@ -170,7 +176,7 @@ def prompt_parts(
     for token_id, (logprob, row) in zip(token_ids[1:], scores, strict=True):
         ids, values = best_tokens(row, num_computed)
         ranks = {token_id: rank for rank, token_id in enumerate(ids, 1)}
-        logprobs_by_id = {token_id: logprob} | dict(zip(ids[:top], values[:top], strict=True))
+        logprobs_by_id = {token_id: logprob} | dict(zip(ids[:num_top], values[:num_top], strict=True))
         templates = (
             (prefix, b"", b',"rank":%b%b' % (encode(ranks.get(token_id)), suffix))
             for token_id in logprobs_by_id

@@ -12,7 +12,7 @@ from penstock.pipelines.core import TokenGeneratorRequest
 from penstock.serve.api.chat_prompt import raw_messages, template_messages, template_options, template_tools
 from penstock.serve.api.conversation import image_fields
 from penstock.serve.api.generation import run_in_pool
-from penstock.serve.api.models import adapter_named
+from penstock.serve.api.models import requested_adapter
 from penstock.serve.api.parameters import map_input_errors
 from penstock.serve.api.roles import check_roles
 from penstock.serve.api.schemas import DetokenizeBody, TokenizeBody
@@ -131,4 +131,4 @@ def _detokenize(services: Services, raw: object) -> DetokenizeResponse:
 
 def _check_model(services: Services, model: str | None) -> None:
     if model is not None:
-        adapter_named(services, model)
+        requested_adapter(services, model)

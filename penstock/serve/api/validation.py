@@ -80,7 +80,7 @@ def _first_problem(error: ValidationError, body: Mapping[str, object]) -> Reques
         for detail, field_path in zip(details, field_paths, strict=True)
         if field_path == deepest_path
     ]
-    text = " or ".join(dict.fromkeys(_sentence(message) for message in messages))
+    text = " or ".join(dict.fromkeys(_error_text(message) for message in messages))
     is_missing = details[field_paths.index(deepest_path)]["type"] == "missing"
     if is_missing:
         return RequestProblem(
@@ -94,11 +94,11 @@ def _first_problem(error: ValidationError, body: Mapping[str, object]) -> Reques
 def _error_path(error: ErrorDetails, body: Mapping[str, object]) -> str:
     """Return the path of a field, such as ``messages[0].content``, without pydantic's union members."""
     field_path, value = "", _Value(body)
-    absent = error["loc"][-1:] if error["type"] == "missing" else ()
+    absent_key = error["loc"][-1:] if error["type"] == "missing" else ()
     for part in error["loc"]:
         if isinstance(part, int) and value.has_index(part):
             field_path, value = f"{field_path}[{part}]", value.at(part)
-        elif isinstance(part, str) and (value.has_key(part) or (part,) == absent):
+        elif isinstance(part, str) and (value.has_key(part) or (part,) == absent_key):
             field_path, value = f"{field_path}.{part}" if field_path else part, value.at(part)
     return field_path
 
@@ -124,7 +124,7 @@ class _Value:
         return _Value(None)
 
 
-def _sentence(message: str) -> str:
+def _error_text(message: str) -> str:
     message = message.removeprefix("Value error, ")
     return message[:1].lower() + message[1:]
 

@@ -13,7 +13,7 @@ from starlette.responses import FileResponse
 from starlette.types import ASGIApp
 
 from penstock.serve.api.json_parts import json_response
-from penstock.serve.api.owners import owner_of
+from penstock.serve.api.owners import request_owner
 from penstock.serve.api.schemas import MAX_METADATA, Label, RequestBody
 from penstock.serve.api.text_generation import checked_body
 from penstock.serve.batches.batch_lines import ENDPOINTS
@@ -61,7 +61,7 @@ async def upload_file(request: Request) -> Response:
             raise RequestProblem(400, f"unknown field {field!r}", param=field)
         if form.fields.get("purpose") != "batch":
             raise RequestProblem(400, "purpose must be batch", param="purpose")
-        file = file_object(name, owner_of(request), form.file_name or "file", "batch", form.size)
+        file = file_object(name, request_owner(request), form.file_name or "file", "batch", form.size)
         await asyncio.to_thread(manager.files.put, file)
     except BaseException:
         await asyncio.to_thread(path.unlink, missing_ok=True)
@@ -78,7 +78,7 @@ async def list_files(
     order: Literal["asc", "desc"] = "desc",
 ) -> Response:
     """Return a list of the stored files. By default, the newest file comes first."""
-    files = await asyncio.to_thread(_manager(request).files.all, owner_of(request))
+    files = await asyncio.to_thread(_manager(request).files.all, request_owner(request))
     matching_files = [file for file in files if purpose is None or file["purpose"] == purpose]
     if order == "asc":
         matching_files.reverse()
@@ -113,7 +113,7 @@ async def create_batch(request: Request) -> Response:
     """Start a batch, which runs the requests of a file with a lower priority than other requests."""
     services = Services.of(request)
     raw = await request.json()
-    manager, owner = _manager(request), owner_of(request)
+    manager, owner = _manager(request), request_owner(request)
     body = checked_body(services, BatchBody, raw)
     if body.endpoint not in ENDPOINTS:
         raise RequestProblem(400, f"endpoint must be one of {', '.join(ENDPOINTS)}", param="endpoint")
@@ -159,7 +159,7 @@ async def create_batch(request: Request) -> Response:
 async def list_batches(request: Request, limit: PageSize = 20, after: str | None = None) -> Response:
     """Return a list of the batches. The newest batch comes first."""
     manager = _manager(request)
-    batches = await asyncio.to_thread(manager.batches.all, owner_of(request))
+    batches = await asyncio.to_thread(manager.batches.all, request_owner(request))
     return _page([manager.current_state(batch) for batch in batches], limit, after)
 
 
@@ -208,7 +208,7 @@ def open_manager(services: Services, app: ASGIApp) -> BatchManager:
 
 
 async def _stored_object(request: Request, store: ObjectStore[ObjectT], name: str) -> ObjectT:
-    stored_object = await asyncio.to_thread(store.get, name, owner_of(request))
+    stored_object = await asyncio.to_thread(store.get, name, request_owner(request))
     if stored_object is None:
         raise RequestProblem(404, f"there is no file or batch {name[:100]!r}")
     return stored_object

@@ -26,7 +26,7 @@ _MAX_INLINE_BYTES = 64 * 1024
 class JsonRequest(Request):
     """A request with limits on its body and with strict JSON decoding."""
 
-    _read_body: bytes | None = None
+    _body_bytes: bytes | None = None
     _holds_large_body_slot = False
 
     async def body(self) -> bytes:
@@ -37,19 +37,19 @@ class JsonRequest(Request):
                 is not JSON.
             OverloadedError: 429; the body is large, and too many large bodies are being processed.
         """
-        if self._read_body is None:
+        if self._body_bytes is None:
             self._check_media_type()
             config = Services.of(self).config
             try:
                 async with asyncio.timeout(config.body_timeout):
-                    self._read_body = await self._read(config.max_body_size)
+                    self._body_bytes = await self._read(config.max_body_size)
             except TimeoutError:
                 raise RequestProblem(
                     408,
                     f"the body did not arrive within {config.body_timeout:g} seconds",
                     headers={"connection": "close"},
                 ) from None
-        return self._read_body
+        return self._body_bytes
 
     async def json(self) -> object:
         """Return the decoded body.

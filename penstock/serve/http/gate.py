@@ -18,8 +18,8 @@ class Gate:
         self._reason = "" if is_open else "the model is being loaded"
         self._is_closed = False
         self._num_active = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._idle_event = asyncio.Event()
+        self._idle_event.set()
 
     @property
     def reason(self) -> str:
@@ -45,19 +45,19 @@ class Gate:
     def track(self) -> Iterator[None]:
         """Count a request as active for the duration of the ``with`` block."""
         self._num_active += 1
-        self._idle.clear()
+        self._idle_event.clear()
         try:
             yield
         finally:
             self._num_active -= 1
             if not self._num_active:
-                self._idle.set()
+                self._idle_event.set()
 
     async def wait_until_idle(self, seconds: float) -> bool:
         """Wait until no request is active. Return False if that takes longer than ``seconds``."""
         try:
             async with asyncio.timeout(seconds):
-                await self._idle.wait()
+                await self._idle_event.wait()
         except TimeoutError:
             return False
         return True

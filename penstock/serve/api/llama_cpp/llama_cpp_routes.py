@@ -72,7 +72,7 @@ class LlamaCppBuilder(OpenAIStream):
     def whole_response(self, outputs: Sequence[ChoiceDelta], usage: Usage) -> Iterable[bytes]:
         """Yield the JSON of a response that is not streamed."""
         output = outputs[0]
-        yield msgspec.json.encode(self._last(output.content, output.token_ids, usage))
+        yield msgspec.json.encode(self._final_object(output.content, output.token_ids, usage))
 
     def begin(self) -> bytes:
         """Return no events. This API has none before the first delta."""
@@ -87,9 +87,9 @@ class LlamaCppBuilder(OpenAIStream):
 
     def end(self, usage: Usage) -> bytes:
         """Return the last event."""
-        return event(self._last("", [], usage))
+        return event(self._final_object("", [], usage))
 
-    def _last(self, text: str, token_ids: list[int], usage: Usage) -> dict[str, object]:
+    def _final_object(self, text: str, token_ids: list[int], usage: Usage) -> dict[str, object]:
         choice, context = self._choice, self._completion.job.contexts[0]
         stop = choice.stop_match
         stop_type = "limit" if choice.finish_reason == "length" else "eos" if stop is None else "word"

@@ -30,7 +30,7 @@ FIELDS: Mapping[str, str] = {
 """Field of a chat request -> field of Ollama's request, for error messages."""
 
 
-def model_of(services: Services, name: str) -> str:
+def served_model_name(services: Services, name: str) -> str:
     """Return the served model or adapter that a name means.
 
     The name may have the additional tag ``:latest``.
@@ -79,7 +79,7 @@ def translate_generate_to_completion(services: Services, body: OllamaGenerateBod
 
 
 def _shared_fields(services: Services, body: OllamaBody) -> dict[str, object]:
-    fields: dict[str, object] = {"model": model_of(services, body.model), "stream": body.streams}
+    fields: dict[str, object] = {"model": served_model_name(services, body.model), "stream": body.streams}
     if body.format == "json":
         fields["response_format"] = {"type": "json_object"}
     elif isinstance(body.format, dict):

@@ -25,10 +25,10 @@ from penstock.serve.api.json_parts import (
     json_response,
     with_members,
 )
-from penstock.serve.api.models import adapter_named
+from penstock.serve.api.models import requested_adapter
 from penstock.serve.api.ollama.ollama_builder import OllamaBuilder, current_time
 from penstock.serve.api.ollama.ollama_input import (
-    model_of,
+    served_model_name,
     translate_chat,
     translate_generate_to_chat,
     translate_generate_to_completion,
@@ -63,7 +63,7 @@ async def ollama_chat(request: Request) -> Response:
     def prepare() -> tuple[OllamaChatBody, Conversation | None]:
         body = checked_body(services, OllamaChatBody, raw)
         if not body.messages:
-            adapter_named(services, model_of(services, body.model))
+            requested_adapter(services, served_model_name(services, body.model))
             return body, None
         return body, translate_chat(services, body).conversation(services, _new_id())
 
@@ -85,7 +85,7 @@ async def ollama_generate(request: Request) -> Response:
     def prepare() -> tuple[OllamaGenerateBody, Conversation | CompletionRequest | None]:
         body = checked_body(services, OllamaGenerateBody, raw)
         if not body.prompt and not body.suffix:
-            adapter_named(services, model_of(services, body.model))
+            requested_adapter(services, served_model_name(services, body.model))
             return body, None
         if body.raw or body.suffix:
             translation = translate_generate_to_completion(services, body)
@@ -111,12 +111,12 @@ async def ollama_embed(request: Request) -> Response:
     services, record = Services.of(request), RequestRecord.of(request)
     raw = await request.json()
     body = await run_in_pool(request, lambda: checked_body(services, OllamaEmbedBody, raw))
-    adapter_named(services, model_of(services, body.model))
+    requested_adapter(services, served_model_name(services, body.model))
     check_outputs(services, ["dense"])
     embeddings_body = validated(
         EmbeddingsBody,
         {
-            "model": model_of(services, body.model),
+            "model": served_model_name(services, body.model),
             "input": body.input,
             "truncate": body.truncate is not False,
             "dimensions": body.dimensions,
@@ -170,8 +170,8 @@ async def ollama_show(request: Request) -> Response:
     services = Services.of(request)
     raw = await request.json()
     body = await run_in_pool(request, lambda: checked_body(services, OllamaShowBody, raw))
-    name = model_of(services, body.model or body.name or services.model_name)
-    adapter_named(services, name)
+    name = served_model_name(services, body.model or body.name or services.model_name)
+    requested_adapter(services, name)
     parsers, config = services.parsers, services.pipeline_config.model.huggingface_config
     is_text = services.task is PipelineTask.TEXT_GENERATION
     capabilities = ["completion"] if is_text else ["embedding"]

@@ -50,7 +50,7 @@ class BackgroundRun:
     Args:
         services: the objects that routes use.
         state: stores the response.
-        owner: the owner of the response, as `owner_of` returns it.
+        owner: the owner of the response, as `request_owner` returns it.
         prepared_response: the request.
         pool: runs the preparation of later turns.
         record: a request record for the task, for metrics and the access log.
@@ -74,7 +74,7 @@ class BackgroundRun:
         self.builder = ResponseBuilder(services, prepared_response, self._run)
         self.keeps_events = bool(prepared_response.body.stream)
         self.is_done = False
-        self.builder.with_status("queued")
+        self.builder.set_status("queued")
         self._services = services
         self._state = state
         self._items = prepared_response.items
@@ -120,7 +120,7 @@ class BackgroundRun:
         with services.gate.track():
             try:
                 await self._run.admitted()
-                builder.with_status("in_progress")
+                builder.set_status("in_progress")
                 async with aclosing(response_events(self._run, builder, services.encoding_turns)) as events:
                     async for encoded_event in events:
                         if self._is_cancelled:

@@ -74,17 +74,20 @@ class McpTool(RequestBody):
             return allowed.matches(tool)
         return allowed is None or tool.name in allowed
 
-    def needs_approval(self, tool: ServerTool, default: str) -> bool:
-        """Return whether calls of a tool require approval. `default` applies without ``require_approval``."""
+    def needs_approval(self, tool: ServerTool, default_approval: str) -> bool:
+        """Return whether calls of a tool require approval.
+
+        `default_approval` applies without ``require_approval``.
+        """
         rule = self.require_approval
         if not isinstance(rule, ApprovalFilter):
-            return (rule or default) == "always"
+            return (rule or default_approval) == "always"
         if rule.always is not None and rule.always.matches(tool):
             return True
         if rule.never is not None and rule.never.matches(tool):
             return False
         return (
-            rule.never is not None or default == "always"
+            rule.never is not None or default_approval == "always"
         )  # a filter "never" alone means that all other tools require approval
 
 
@@ -174,13 +177,13 @@ async def find_offered_tools(services: Services, raw: object) -> OfferedTools:
     if (not mcp_tools and not services.config.mcp_server) or not isinstance(raw, dict):
         return OfferedTools()
     servers = tool_servers(services)
-    entries = [(field_path, _entry(services, tool, field_path)) for field_path, tool in mcp_tools]
+    entries = [(field_path, _validated_entry(services, tool, field_path)) for field_path, tool in mcp_tools]
     implied_servers = [] if mcp_tools or raw.get("tool_choice") == "none" else servers.names
     if implied_servers and not services.tokenizer.template_mentions("tools"):
         services.warn_once(["tools of tool servers, which the chat template omits"])
         implied_servers = []
     entries += [("tools", McpTool(type="mcp", server_label=name)) for name in implied_servers]
-    configured_servers = [_server(servers, entry, field_path) for field_path, entry in entries]
+    configured_servers = [_configured_server(servers, entry, field_path) for field_path, entry in entries]
     labels = [entry.server_label for _, entry in entries]
     for index, label in enumerate(labels):
         if label in labels[:index]:
@@ -192,7 +195,7 @@ async def find_offered_tools(services: Services, raw: object) -> OfferedTools:
     taken_names = {str(tool.get("name")) for tool in tools if tool.get("type") in ("function", "custom")}
     functions: dict[str, OfferedTool] = {}
     listings = []
-    default = services.config.mcp_require_approval
+    default_approval = services.config.mcp_require_approval
     for (field_path, entry), server, tool_list in zip(entries, configured_servers, tool_lists, strict=True):
         _check_allowed(entry, tool_list, field_path)
         allowed = [tool for tool in tool_list.tools if entry.allows(tool)]
@@ -203,12 +206,12 @@ async def find_offered_tools(services: Services, raw: object) -> OfferedTools:
             name = _free_name(entry.server_label, tool.name, taken_names)
             taken_names.add(name)
             functions[name] = OfferedTool(
-                entry.server_label, server, tool, entry.needs_approval(tool, default), field_path
+                entry.server_label, server, tool, entry.needs_approval(tool, default_approval), field_path
             )
     return OfferedTools(functions, listings, implied_servers)
 
 
-def _entry(services: Services, raw: Mapping[str, object], field_path: str) -> McpTool:
+def _validated_entry(services: Services, raw: Mapping[str, object], field_path: str) -> McpTool:
     """Validate and return a tool of type ``mcp``."""
     try:
         entry = validated(McpTool, raw)
@@ -220,7 +223,7 @@ def _entry(services: Services, raw: Mapping[str, object], field_path: str) -> Mc
     return entry
 
 
-def _server(servers: ToolServers, entry: McpTool, field_path: str) -> ToolServer:
+def _configured_server(servers: ToolServers, entry: McpTool, field_path: str) -> ToolServer:
     """Return the configured server that an entry names. Raises for servers that are not configured."""
     url = entry.server_url
     server = servers.by_name(entry.server_label) if url is None else servers.by_url(url)

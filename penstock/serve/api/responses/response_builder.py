@@ -52,10 +52,10 @@ class ResponseBuilder:
             self._scores = ChatScores(services.fragments_for(conversation.body), body.top_logprobs or 0)
         self._sequence_number = 0
         self._fixed_members = _response_members(prepared_response)
-        self.result: dict[str, object] = self.with_status("in_progress")
+        self.result: dict[str, object] = self.set_status("in_progress")
         """The response in its current state."""
 
-    def with_status(self, status: str, **members: object) -> dict[str, object]:
+    def set_status(self, status: str, **members: object) -> dict[str, object]:
         """Set the status and further members of the response, and return the response."""
         self.result = {**self._fixed_members, "status": status, "output": self._output.items, **members}
         return self.result
@@ -97,12 +97,12 @@ class ResponseBuilder:
         """End the response with an error and return the response."""
         self._end_open_items()
         error = {"code": problem.code or "server_error", "message": problem.message, "param": problem.param}
-        return self.with_status("failed", error=error)
+        return self.set_status("failed", error=error)
 
     def end_as_cancelled(self) -> dict[str, object]:
         """End the response with the status ``cancelled`` and return the response."""
         self._end_open_items()
-        return self.with_status("cancelled")
+        return self.set_status("cancelled")
 
     def _end_open_items(self) -> None:
         self._output.close(is_complete=False)
@@ -117,7 +117,7 @@ class ResponseBuilder:
         is_complete = self._run.finish_reason != "length"
         new_events = self._output.finish(is_complete=is_complete)
         details = None if is_complete else {"reason": "max_output_tokens"}
-        self.with_status(
+        self.set_status(
             "completed" if is_complete else "incomplete",
             usage=_usage(usage),
             incomplete_details=details,

@@ -210,7 +210,7 @@ def _truncated_conversation(
     limit = services.worker.info.max_length
     num_output_tokens = min(body.max_output_tokens or limit // 4, limit // 2)
 
-    def attempt(start: int) -> Conversation | None:
+    def conversation_from(start: int) -> Conversation | None:
         indices = [*range(num_instructions), *range(start, len(messages))]
         chat = {**translation.chat, "messages": [messages[index] for index in indices]}
         field_paths = [translation.message_paths[index] for index in indices]
@@ -229,16 +229,16 @@ def _truncated_conversation(
             else None
         )
 
-    if (whole_conversation := attempt(num_instructions)) is not None:
+    if (whole_conversation := conversation_from(num_instructions)) is not None:
         return whole_conversation
     low, high, shortest_cut = 0, len(turn_starts) - 1, None
     while low < high:  # binary search for the first turn from which the prompt fits
         middle = (low + high) // 2
-        if (conversation := attempt(turn_starts[middle])) is not None:
+        if (conversation := conversation_from(turn_starts[middle])) is not None:
             shortest_cut, high = conversation, middle
         else:
             low = middle + 1
-    fitting_conversation = attempt(turn_starts[-1]) if shortest_cut is None else shortest_cut
+    fitting_conversation = conversation_from(turn_starts[-1]) if shortest_cut is None else shortest_cut
     assert fitting_conversation is not None
     return fitting_conversation
 

@@ -10,7 +10,7 @@ import msgspec
 from fastapi import APIRouter, Query, Request, Response
 
 from penstock.serve.api.generation import run_in_pool
-from penstock.serve.api.owners import owner_of
+from penstock.serve.api.owners import request_owner
 from penstock.serve.api.responses.background import BackgroundRun, ResponseState
 from penstock.serve.api.responses.offered_tools import find_offered_tools
 from penstock.serve.api.responses.response_builder import ResponseBuilder
@@ -33,7 +33,7 @@ router = APIRouter(route_class=JsonRoute, tags=["responses"])
 async def create_response(request: Request) -> Response:
     """Generate a response to a list of items."""
     services, record = Services.of(request), RequestRecord.of(request)
-    state, owner = open_state(services), owner_of(request)
+    state, owner = open_state(services), request_owner(request)
     prepared_response = await _prepared_response(request, state, owner)
     services.warn_once(prepared_response.warnings)
     body, pool = prepared_response.body, cast("Pool", partial(run_in_pool, request))
@@ -66,7 +66,7 @@ async def create_response(request: Request) -> Response:
 async def count_input_tokens(request: Request) -> Response:
     """Return the number of prompt tokens of a request without running the model."""
     services = Services.of(request)
-    prepared_response = await _prepared_response(request, open_state(services), owner_of(request))
+    prepared_response = await _prepared_response(request, open_state(services), request_owner(request))
     count = len(prepared_response.conversation.context.prompt_tokens)
     return _json(msgspec.json.encode({"object": "response.input_tokens", "input_tokens": count}))
 
@@ -80,7 +80,7 @@ async def retrieve_response(
 ) -> Response:
     """Return a stored response. With `stream`, return the events of a background response."""
     services = Services.of(request)
-    state, owner = open_state(services), owner_of(request)
+    state, owner = open_state(services), request_owner(request)
     run = _background_run(state, owner, response_id)
     if not stream:
         if run is not None:
@@ -99,7 +99,7 @@ async def retrieve_response(
 @router.delete("/v1/responses/{response_id}", response_class=Response, responses=responses(401, 404, 503))
 async def delete_response(request: Request, response_id: str) -> Response:
     """Delete a stored response. Cancels a background response that is still running."""
-    state, owner = open_state(Services.of(request)), owner_of(request)
+    state, owner = open_state(Services.of(request)), request_owner(request)
     run = _background_run(state, owner, response_id)
     if run is not None:
         await run.cancel()
@@ -114,7 +114,7 @@ async def delete_response(request: Request, response_id: str) -> Response:
 )
 async def cancel_response(request: Request, response_id: str) -> Response:
     """Cancel a background response. Does nothing if the response has ended."""
-    state, owner = open_state(Services.of(request)), owner_of(request)
+    state, owner = open_state(Services.of(request)), request_owner(request)
     run = _background_run(state, owner, response_id)
     if run is not None:
         return _json(msgspec.json.encode(await run.cancel()))
@@ -138,7 +138,7 @@ async def list_input_items(
 ) -> Response:
     """Return the input items of a stored response, including the items of its previous responses."""
     services = Services.of(request)
-    stored_response = await _stored_response(open_state(services), owner_of(request), response_id)
+    stored_response = await _stored_response(open_state(services), request_owner(request), response_id)
 
     def page() -> bytes:
         items: list[dict[str, object]] = msgspec.json.decode(stored_response.input)
@@ -165,14 +165,14 @@ async def _prepared_response(request: Request, state: ResponseState, owner: str)
     """Read and prepare a request. Loads the previous response and referenced items from the store."""
     services = Services.of(request)
     raw = await request.json()
-    previous = None
+    previous_response = None
     if isinstance(raw, dict):
         if isinstance(name := raw.get("previous_response_id"), str):
-            previous = await _previous_response(state, owner, name)
+            previous_response = await _previous_response(state, owner, name)
         if isinstance(raw.get("input"), list):
             raw = {**raw, "input": await _with_references(state, owner, raw["input"])}
     tools = await find_offered_tools(services, raw)
-    return await run_in_pool(request, lambda: PreparedResponse.of(services, raw, previous, tools))
+    return await run_in_pool(request, lambda: PreparedResponse.of(services, raw, previous_response, tools))
 
 
 async def _previous_response(state: ResponseState, owner: str, name: str) -> StoredResponse:
