@@ -61,7 +61,8 @@ def run_batch(
     Raises:
         MissingDependencyError: Ray is not installed.
         InputError: the requests cannot be read, or two requests have the same id.
-        PenstockError: Ray Data ended without a result for a request. Running the command again continues.
+        PenstockError: Ray Data ended without a result for a request. Running the command again continues the
+            batch.
     """
     ray = import_ray("penstock batch run --ray")
     config.model.checkpoint  # noqa: B018  # raises here, not in an actor, if the model is missing
@@ -110,7 +111,7 @@ def _write_results(results: Any, output: Path, pending_ids: set[str]) -> int:
                     pending_ids.remove(request_id)
                     writer.add(line)
                     num_results += 1
-                    num_failed += not row["is_good"]
+                    num_failed += not row["is_success"]
                     num_tokens += result_tokens
                     progress.advance(num_tokens=result_tokens, num_prompts=1)
     finally:
@@ -194,7 +195,7 @@ class LineActor:
             max_attempts=_MAX_ATTEMPTS,
         )
         await dispatcher.run(iter(lines))
-        names = ("result", "is_good", "num_tokens")
+        names = ("result", "is_success", "num_tokens")
         yield pyarrow.table(
             {name: list(column) for name, column in zip(names, zip(*results, strict=True), strict=True)}
         )

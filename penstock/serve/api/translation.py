@@ -1,4 +1,4 @@
-"""`Translation`: a chat request that is made from a request of another API, with the names of its fields."""
+"""`Translation`: a chat request that is made from a client's request of another API."""
 
 from __future__ import annotations
 

@@ -57,11 +57,10 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         """Start the timer for the first request."""
-        listener = transport.get_extra_info("socket")
-        if listener.family in (socket.AF_INET, socket.AF_INET6):
-            # The headers and the body of a response are two writes. The second write must not wait for an
-            # ACK.
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        client_socket = transport.get_extra_info("socket")
+        if client_socket.family in (socket.AF_INET, socket.AF_INET6):
+            # The headers and the body of a response are two writes. The second must not wait for an ACK.
+            client_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         super().connection_made(ClosingTransport(transport, self._is_client_sending))  # type: ignore[arg-type]
         self._wait_for_request()
 
@@ -137,9 +136,7 @@ class Connection(asyncio.Protocol):
         cycle = self.cycle
         if cycle is None or cycle.response_complete or not cycle.response_started:
             self.transport.write(refusal)
-        if (
-            cycle is not None and not cycle.response_complete
-        ):  # the invalid bytes are in the current request's body
+        if cycle is not None and not cycle.response_complete:  # invalid bytes in the body of this request
             cycle.disconnected = True
             cycle.message_event.set()
         self.transport.close()

@@ -96,7 +96,7 @@ async def _start(niceness: int) -> asyncio.subprocess.Process:
         *command,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C must not reach the process: the server stops it
+        start_new_session=True,  # Ctrl-C must not reach the process, because the server stops it
         limit=_READ_LIMIT,
     )
 

@@ -137,8 +137,8 @@ def _assistant_message(blocks: Sequence[MessageBlock], field_path: str) -> dict[
                         "function": function,
                     }
                 )
-            case other:
-                raise _unsupported_type(other, block_path, "text, thinking or tool_use")
+            case block_type:
+                raise _unsupported_type(block_type, block_path, "text, thinking or tool_use")
     message: dict[str, object] = {"role": "assistant", "content": "".join(texts)}
     if reasoning_texts:
         message["reasoning_content"] = "".join(reasoning_texts)

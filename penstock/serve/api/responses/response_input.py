@@ -168,10 +168,10 @@ class ChatMessages:
                 self._approval_requests[item.id] = item
             case "mcp_approval_response":
                 self._add_approval(item, field_path)
-            case other:
+            case item_type:
                 raise RequestProblem(
                     400,
-                    f"{field_path} has the type {other!r}, which is not supported: send message, "
+                    f"{field_path} has the type {item_type!r}, which is not supported: send message, "
                     "function_call, function_call_output, custom_tool_call, custom_tool_call_output, "
                     "reasoning, item_reference, mcp_list_tools, mcp_call, mcp_approval_request or "
                     "mcp_approval_response",

@@ -94,7 +94,10 @@ class OutputItems:
         return new_events
 
     def finish(self, *, is_complete: bool) -> list[dict[str, object]]:
-        """End the output and return the last stream events. Output without items gets an empty message."""
+        """End the output and return the last stream events.
+
+        If the output has no items, or only tool lists, an empty message is added.
+        """
         new_events: list[dict[str, object]] = []
         if all(item["type"] == "mcp_list_tools" for item in self.items):
             self._begin("message", new_events)
@@ -102,10 +105,7 @@ class OutputItems:
         return new_events + self.end_calls()
 
     def end_calls(self) -> list[dict[str, object]]:
-        """Set the status of tool-server calls without an outcome to ``incomplete``.
-
-        Return the stream events.
-        """
+        """Set the status of tool-server calls without an outcome to ``incomplete``. Return the events."""
         new_events = []
         for index in self._pending_calls.values():
             self.items[index]["status"] = "incomplete"

@@ -1,4 +1,4 @@
-"""Translates the tools and the tool choice of a Responses request for a chat request."""
+"""Translates the tools and the tool choice of Responses requests to the format of chat requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CUSTOM_ARGUMENT = "input"
 def chat_tools(
     body: ResponsesBody, offered_tools: OfferedTools, hosted_tools: str
 ) -> tuple[list[dict[str, object]], list[str]]:
-    """Return the tools of the chat request, and the field of the Responses request of each tool.
+    """Return the tools of the chat request, and the field of the Responses request that each tool comes from.
 
     Args:
         body: the request.
