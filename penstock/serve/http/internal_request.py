@@ -50,9 +50,8 @@ async def internal_request(
     async def receive() -> Message:
         if requests:
             return requests.pop()
-        await (
-            asyncio.Event().wait()
-        )  # blocks until cancellation, because an internal client does not disconnect
+        # Blocks until cancellation, because an internal client does not disconnect.
+        await asyncio.Event().wait()
         raise AssertionError
 
     all_headers = {"host": "localhost", "content-type": "application/json", **headers}

@@ -86,9 +86,8 @@ class McpTool(RequestBody):
             return True
         if rule.never is not None and rule.never.matches(tool):
             return False
-        return (
-            rule.never is not None or default_approval == "always"
-        )  # a filter "never" alone means that all other tools require approval
+        # A filter "never" means that all other tools require approval.
+        return rule.never is not None or default_approval == "always"
 
 
 @dataclass(frozen=True)
