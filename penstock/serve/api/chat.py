@@ -22,7 +22,7 @@ from penstock.serve.services import Services
 router = APIRouter(route_class=JsonRoute, tags=["chat"])
 
 
-@router.post("/v1/chat/completions", **route_options(ChatBody, "The answer; with `stream`, in chunks."))
+@router.post("/v1/chat/completions", **route_options(ChatBody, "The answer, in chunks with `stream`."))
 async def create_chat_completion(request: Request) -> Response:
     """Generate the next message of a conversation."""
     services, record = Services.of(request), RequestRecord.of(request)

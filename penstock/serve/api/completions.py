@@ -35,7 +35,7 @@ from penstock.text.detokenizer import prompt_text
 router = APIRouter(route_class=JsonRoute, tags=["completions"])
 
 
-@router.post("/v1/completions", **route_options(CompletionBody, "The completions; with `stream`, in chunks."))
+@router.post("/v1/completions", **route_options(CompletionBody, "The completions, in chunks with `stream`."))
 async def create_completion(request: Request) -> Response:
     """Generate a continuation of each prompt."""
     services, record = Services.of(request), RequestRecord.of(request)

@@ -167,22 +167,22 @@ class BatchManager:
         batch["completed_at" if status == "completed" else "cancelled_at"] = int(time.time())
         self.batches.put(batch)
 
-    def _register_result_file(self, batch: BatchObject, name: str, title: str) -> str | None:
+    def _register_result_file(self, batch: BatchObject, file_id: str, title: str) -> str | None:
         """Store the file object of a result file and return its id. For an empty file, delete it.
 
         Args:
             batch: the batch.
-            name: the id of the file.
+            file_id: the id of the file.
             title: ``output`` or ``error``, for the file name that clients get.
         """
-        path = self.files.content_path(name)
+        path = self.files.content_path(file_id)
         size = path.stat().st_size if path.exists() else 0
         if not size:
             path.unlink(missing_ok=True)
             return None
         file_name = f"{batch['id']}_{title}.jsonl"
-        self.files.put(file_object(name, batch["owner"], file_name, "batch_output", size))
-        return name
+        self.files.put(file_object(file_id, batch["owner"], file_name, "batch_output", size))
+        return file_id
 
     def _fail(self, batch: BatchObject, code: str, message: str) -> None:
         data = [{"code": code, "message": message, "param": None, "line": None}]

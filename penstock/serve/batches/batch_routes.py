@@ -51,8 +51,8 @@ class BatchBody(RequestBody):
 async def upload_file(request: Request) -> Response:
     """Store a file of requests. The request body is a form with the fields `file` and `purpose`."""
     services, manager = Services.of(request), _manager(request)
-    name = manager.files.new_id()
-    path = manager.files.content_path(name)
+    file_id = manager.files.new_id()
+    path = manager.files.content_path(file_id)
     config = services.config
     try:
         form = await read_form(request, path, max_bytes=config.max_file_size, timeout=config.body_timeout)
@@ -61,7 +61,7 @@ async def upload_file(request: Request) -> Response:
             raise RequestProblem(400, f"unknown field {field!r}", param=field)
         if form.fields.get("purpose") != "batch":
             raise RequestProblem(400, "purpose must be batch", param="purpose")
-        file = file_object(name, request_owner(request), form.file_name or "file", "batch", form.size)
+        file = file_object(file_id, request_owner(request), form.file_name or "file", "batch", form.size)
         await asyncio.to_thread(manager.files.put, file)
     except BaseException:
         await asyncio.to_thread(path.unlink, missing_ok=True)
@@ -207,18 +207,18 @@ def open_manager(services: Services, app: ASGIApp) -> BatchManager:
     return services.states.get_or_make(BatchManager, lambda: BatchManager(services, app, folder))
 
 
-async def _stored_object(request: Request, store: ObjectStore[ObjectT], name: str) -> ObjectT:
-    stored_object = await asyncio.to_thread(store.get, name, request_owner(request))
+async def _stored_object(request: Request, store: ObjectStore[ObjectT], object_id: str) -> ObjectT:
+    stored_object = await asyncio.to_thread(store.get, object_id, request_owner(request))
     if stored_object is None:
-        raise RequestProblem(404, f"there is no file or batch {name[:100]!r}")
+        raise RequestProblem(404, f"there is no file or batch {object_id[:100]!r}")
     return stored_object
 
 
 def _page(objects: Sequence[StoredObject], limit: int, after: str | None) -> Response:
-    names = [item["id"] for item in objects]
-    if after is not None and after not in names:
+    object_ids = [item["id"] for item in objects]
+    if after is not None and after not in object_ids:
         raise RequestProblem(400, f"after is {after[:100]!r}, which is not in the list", param="after")
-    start = 0 if after is None else names.index(after) + 1
+    start = 0 if after is None else object_ids.index(after) + 1
     data = [public_members(item) for item in objects[start : start + limit]]
     page: dict[str, object] = {
         "object": "list",

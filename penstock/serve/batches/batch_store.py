@@ -98,9 +98,9 @@ class ObjectStore(Generic[ObjectT]):
         """Return a new random id."""
         return f"{self._id_prefix}{uuid4().hex}"
 
-    def content_path(self, name: str) -> Path:
+    def content_path(self, object_id: str) -> Path:
         """Return the path of a file's content."""
-        return self._folder / f"{name}.jsonl"
+        return self._folder / f"{object_id}.jsonl"
 
     def put(self, value: ObjectT) -> None:
         """Store an object by its id. Replaces an existing object with the same id atomically."""
@@ -109,32 +109,32 @@ class ObjectStore(Generic[ObjectT]):
         temporary_path.write_bytes(msgspec.json.encode(value))
         os.replace(temporary_path, path)
 
-    def get(self, name: str, owner: str | None = None) -> ObjectT | None:
+    def get(self, object_id: str, owner: str | None = None) -> ObjectT | None:
         """Return an object. Return None if it does not exist or has another owner."""
-        if not _ID.fullmatch(name) or not name.startswith(self._id_prefix):
+        if not _ID.fullmatch(object_id) or not object_id.startswith(self._id_prefix):
             return None
         try:
-            value: ObjectT = msgspec.json.decode(self._path(name).read_bytes())
+            value: ObjectT = msgspec.json.decode(self._path(object_id).read_bytes())
         except FileNotFoundError:
             return None
         return value if owner is None or value["owner"] == owner else None
 
-    def delete(self, name: str) -> None:
+    def delete(self, object_id: str) -> None:
         """Delete an object and its content."""
-        self._path(name).unlink(missing_ok=True)
-        self.content_path(name).unlink(missing_ok=True)
+        self._path(object_id).unlink(missing_ok=True)
+        self.content_path(object_id).unlink(missing_ok=True)
 
     def all(self, owner: str | None = None) -> list[ObjectT]:
         """Return all objects of an owner, or of all owners if `owner` is None.
 
         The newest object comes first.
         """
-        names = (path.stem for path in self._folder.glob(f"{self._id_prefix}*.json"))
-        objects = [value for name in names if (value := self.get(name, owner)) is not None]
+        object_ids = (path.stem for path in self._folder.glob(f"{self._id_prefix}*.json"))
+        objects = [value for object_id in object_ids if (value := self.get(object_id, owner)) is not None]
         return sorted(objects, key=lambda value: (-value["created_at"], value["id"]))
 
-    def _path(self, name: str) -> Path:
-        return self._folder / f"{name}.json"
+    def _path(self, object_id: str) -> Path:
+        return self._folder / f"{object_id}.json"
 
 
 def public_members(value: Mapping[str, object]) -> dict[str, object]:
@@ -142,10 +142,10 @@ def public_members(value: Mapping[str, object]) -> dict[str, object]:
     return {name: member for name, member in value.items() if name not in ("owner", "results", "failures")}
 
 
-def file_object(name: str, owner: str, file_name: str, purpose: str, size: int) -> FileObject:
+def file_object(file_id: str, owner: str, file_name: str, purpose: str, size: int) -> FileObject:
     """Return a new file object."""
     return {
-        "id": name,
+        "id": file_id,
         "object": "file",
         "bytes": size,
         "created_at": time.time_ns() // 10**9,

@@ -39,7 +39,7 @@ _SAME_NAMES = (
 
 
 @router.post(
-    "/completion", **route_options(LlamaCppCompletionBody, "The completion; with `stream`, its events.")
+    "/completion", **route_options(LlamaCppCompletionBody, "The completion, or its events with `stream`.")
 )
 async def llama_cpp_completion(request: Request) -> Response:
     """Continue a prompt. Request and response have llama.cpp's format."""
@@ -47,7 +47,7 @@ async def llama_cpp_completion(request: Request) -> Response:
 
 
 @router.post(
-    "/infill", **route_options(InfillBody, "The text between prefix and suffix; with `stream`, its events.")
+    "/infill", **route_options(InfillBody, "The text between prefix and suffix, or its events with `stream`.")
 )
 async def llama_cpp_infill(request: Request) -> Response:
     """Fill in the middle of a text. Request and response have llama.cpp's format."""

@@ -21,7 +21,7 @@ from penstock.serve.services import Services
 router = APIRouter(route_class=JsonRoute, tags=["messages"])
 
 
-@router.post("/v1/messages", **route_options(MessagesBody, "The message; with `stream`, its events."))
+@router.post("/v1/messages", **route_options(MessagesBody, "The message, or its events with `stream`."))
 async def create_message(request: Request) -> Response:
     """Generate the next message of a conversation. Request and response have Anthropic's format."""
     services, record = Services.of(request), RequestRecord.of(request)

@@ -29,7 +29,7 @@ from penstock.serve.services import Services
 router = APIRouter(route_class=JsonRoute, tags=["responses"])
 
 
-@router.post("/v1/responses", **route_options(ResponsesBody, "The response; with `stream`, its events."))
+@router.post("/v1/responses", **route_options(ResponsesBody, "The response, or its events with `stream`."))
 async def create_response(request: Request) -> Response:
     """Generate a response to a list of items."""
     services, record = Services.of(request), RequestRecord.of(request)
@@ -144,10 +144,10 @@ async def list_input_items(
         items: list[dict[str, object]] = msgspec.json.decode(stored_response.input)
         if order == "desc":
             items.reverse()
-        names = [item["id"] for item in items]
-        if after is not None and after not in names:
+        item_ids = [item["id"] for item in items]
+        if after is not None and after not in item_ids:
             raise RequestProblem(400, f"after is {after[:100]!r}, which is not an input item", param="after")
-        start = 0 if after is None else names.index(after) + 1
+        start = 0 if after is None else item_ids.index(after) + 1
         page_items = items[start : start + limit]
         page_object = {
             "object": "list",
@@ -167,25 +167,25 @@ async def _prepared_response(request: Request, state: ResponseState, owner: str)
     raw = await request.json()
     previous_response = None
     if isinstance(raw, dict):
-        if isinstance(name := raw.get("previous_response_id"), str):
-            previous_response = await _previous_response(state, owner, name)
+        if isinstance(previous_id := raw.get("previous_response_id"), str):
+            previous_response = await _previous_response(state, owner, previous_id)
         if isinstance(raw.get("input"), list):
             raw = {**raw, "input": await _with_references(state, owner, raw["input"])}
     tools = await find_offered_tools(services, raw)
     return await run_in_pool(request, lambda: PreparedResponse.of(services, raw, previous_response, tools))
 
 
-async def _previous_response(state: ResponseState, owner: str, name: str) -> StoredResponse:
-    run = _background_run(state, owner, name)
+async def _previous_response(state: ResponseState, owner: str, response_id: str) -> StoredResponse:
+    run = _background_run(state, owner, response_id)
     if run is not None and not run.is_done:
         raise RequestProblem(
-            400, f"the response {name} has not ended: wait for its end", param="previous_response_id"
+            400, f"the response {response_id} has not ended: wait for its end", param="previous_response_id"
         )
-    stored_response = await state.store.get(owner, name)
+    stored_response = await state.store.get(owner, response_id)
     if stored_response is None:
         raise RequestProblem(
             400,
-            f"there is no stored response {name[:100]!r}: send the whole conversation as input",
+            f"there is no stored response {response_id[:100]!r}: send the whole conversation as input",
             param="previous_response_id",
             code="previous_response_not_found",
         )
