@@ -168,7 +168,7 @@ class BatchManager:
         self.batches.put(batch)
 
     def _register_result_file(self, batch: BatchObject, file_id: str, title: str) -> str | None:
-        """Store the file object of a result file and return its id. For an empty file, delete it.
+        """Store the file object of a result file and return its id. Delete an empty file and return None.
 
         Args:
             batch: the batch.
