@@ -64,8 +64,8 @@ class TokenFragments:
     def text(self, token_id: int) -> str:
         """Return the text of a token for the log probabilities of a completion.
 
-        If the bytes of a token are not valid UTF-8, the text is ``bytes:\\xe2\\x80``, as in OpenAI's API. Two
-        such tokens therefore have different texts.
+        If the bytes of a token are not valid UTF-8, the text is, for example, ``bytes:\\xe2\\x80``, as in
+        OpenAI's API. Two such tokens therefore have different texts.
         """
         if self._as_ids:
             return self._token_text(token_id)

@@ -92,7 +92,10 @@ def _first_problem(error: ValidationError, body: Mapping[str, object]) -> Reques
 
 
 def _error_path(error: ErrorDetails, body: Mapping[str, object]) -> str:
-    """Return the path of a field, such as ``messages[0].content``, without pydantic's union members."""
+    """Return the path of the invalid field, such as ``messages[0].content``.
+
+    The path leaves out the names that pydantic gives the types of a union.
+    """
     field_path, value = "", _Value(body)
     absent_key = error["loc"][-1:] if error["type"] == "missing" else ()
     for part in error["loc"]:

@@ -174,7 +174,7 @@ async def retrieve_batch(request: Request, batch_id: str) -> Response:
 
 @router.post("/v1/batches/{batch_id}/cancel", response_class=Response, responses=responses(401, 404, 503))
 async def cancel_batch(request: Request, batch_id: str) -> Response:
-    """Cancel a batch. The results that it has are stored in files."""
+    """Cancel a batch. Its existing results are stored in files."""
     manager = _manager(request)
     return json_response(
         public_members(await manager.cancel(await _stored_object(request, manager.batches, batch_id)))

@@ -31,9 +31,9 @@ FIELDS: Mapping[str, str] = {
 
 
 def served_model_name(services: Services, name: str) -> str:
-    """Return the served model or adapter that a name means.
+    """Return the name of the served model or adapter for a requested name.
 
-    The name may have the additional tag ``:latest``.
+    A requested name may have the additional tag ``:latest``.
     """
     model_names = {services.model_name, *services.worker.adapters}
     untagged_name = name.removesuffix(":latest")

@@ -69,10 +69,10 @@ class McpTool(RequestBody):
 
     def allows(self, tool: ServerTool) -> bool:
         """Return whether the request allows a tool."""
-        allowed = self.allowed_tools
-        if isinstance(allowed, ToolFilter):
-            return allowed.matches(tool)
-        return allowed is None or tool.name in allowed
+        allowed_tools = self.allowed_tools
+        if isinstance(allowed_tools, ToolFilter):
+            return allowed_tools.matches(tool)
+        return allowed_tools is None or tool.name in allowed_tools
 
     def needs_approval(self, tool: ServerTool, default_approval: str) -> bool:
         """Return whether calls of a tool require approval.
@@ -172,21 +172,25 @@ async def find_offered_tools(services: Services, raw: object) -> OfferedTools:
     tools = (
         [tool if isinstance(tool, dict) else {} for tool in raw_tools] if isinstance(raw_tools, list) else []
     )
-    mcp_tools = [(f"tools[{index}]", tool) for index, tool in enumerate(tools) if tool.get("type") == MCP]
-    if (not mcp_tools and not services.config.mcp_server) or not isinstance(raw, dict):
+    raw_mcp_tools = [(f"tools[{index}]", tool) for index, tool in enumerate(tools) if tool.get("type") == MCP]
+    if (not raw_mcp_tools and not services.config.mcp_server) or not isinstance(raw, dict):
         return OfferedTools()
     servers = tool_servers(services)
-    entries = [(field_path, _validated_entry(services, tool, field_path)) for field_path, tool in mcp_tools]
-    implied_servers = [] if mcp_tools or raw.get("tool_choice") == "none" else servers.names
+    mcp_tools = [
+        (field_path, _validated_mcp_tool(services, tool, field_path)) for field_path, tool in raw_mcp_tools
+    ]
+    implied_servers = [] if raw_mcp_tools or raw.get("tool_choice") == "none" else servers.names
     if implied_servers and not services.tokenizer.template_mentions("tools"):
         services.warn_once(["tools of tool servers, which the chat template omits"])
         implied_servers = []
-    entries += [("tools", McpTool(type="mcp", server_label=name)) for name in implied_servers]
-    configured_servers = [_configured_server(servers, entry, field_path) for field_path, entry in entries]
-    labels = [entry.server_label for _, entry in entries]
+    mcp_tools += [("tools", McpTool(type="mcp", server_label=name)) for name in implied_servers]
+    configured_servers = [
+        _configured_server(servers, mcp_tool, field_path) for field_path, mcp_tool in mcp_tools
+    ]
+    labels = [mcp_tool.server_label for _, mcp_tool in mcp_tools]
     for index, label in enumerate(labels):
         if label in labels[:index]:
-            field_path = f"{entries[index][0]}.server_label"
+            field_path = f"{mcp_tools[index][0]}.server_label"
             raise RequestProblem(
                 400, f"{field_path} is {label!r}, but another tool has the same label", param=field_path
             )
@@ -195,41 +199,52 @@ async def find_offered_tools(services: Services, raw: object) -> OfferedTools:
     functions: dict[str, OfferedTool] = {}
     listings = []
     default_approval = services.config.mcp_require_approval
-    for (field_path, entry), server, tool_list in zip(entries, configured_servers, tool_lists, strict=True):
-        _check_allowed(entry, tool_list, field_path)
-        allowed = [tool for tool in tool_list.tools if entry.allows(tool)]
+    for (field_path, mcp_tool), server, tool_list in zip(
+        mcp_tools, configured_servers, tool_lists, strict=True
+    ):
+        _check_allowed(mcp_tool, tool_list, field_path)
+        allowed_tools = [tool for tool in tool_list.tools if mcp_tool.allows(tool)]
         listings.append(
-            ToolListing(entry.server_label, [_tool_description(tool) for tool in allowed], tool_list.error)
+            ToolListing(
+                mcp_tool.server_label, [_tool_description(tool) for tool in allowed_tools], tool_list.error
+            )
         )
-        for tool in allowed:
-            name = _free_name(entry.server_label, tool.name, taken_names)
+        for tool in allowed_tools:
+            name = _free_name(mcp_tool.server_label, tool.name, taken_names)
             taken_names.add(name)
             functions[name] = OfferedTool(
-                entry.server_label, server, tool, entry.needs_approval(tool, default_approval), field_path
+                mcp_tool.server_label,
+                server,
+                tool,
+                mcp_tool.needs_approval(tool, default_approval),
+                field_path,
             )
     return OfferedTools(functions, listings, implied_servers)
 
 
-def _validated_entry(services: Services, raw: Mapping[str, object], field_path: str) -> McpTool:
+def _validated_mcp_tool(services: Services, raw: Mapping[str, object], field_path: str) -> McpTool:
     """Validate and return a tool of type ``mcp``."""
     try:
-        entry = validated(McpTool, raw)
+        mcp_tool = validated(McpTool, raw)
     except RequestProblem as problem:
         param = f"{field_path}.{problem.param}" if problem.param else field_path
         message = problem.message.replace(problem.param, param, 1) if problem.param else problem.message
         raise RequestProblem(400, message, param=param, code=problem.code) from None
-    UnknownFields(services.config.unknown_fields == "error", services.log).check(entry, field_path)
-    return entry
+    UnknownFields(services.config.unknown_fields == "error", services.log).check(mcp_tool, field_path)
+    return mcp_tool
 
 
-def _configured_server(servers: ToolServers, entry: McpTool, field_path: str) -> ToolServer:
-    """Return the configured server that an entry names. Raises for servers that are not configured."""
-    url = entry.server_url
-    server = servers.by_name(entry.server_label) if url is None else servers.by_url(url)
+def _configured_server(servers: ToolServers, mcp_tool: McpTool, field_path: str) -> ToolServer:
+    """Return the configured server that a tool of type ``mcp`` names.
+
+    Raises for servers that are not configured.
+    """
+    url = mcp_tool.server_url
+    server = servers.by_name(mcp_tool.server_label) if url is None else servers.by_url(url)
     if server is not None:
         return server
     param = f"{field_path}.{'server_label' if url is None else 'server_url'}"
-    requested_server = repr((entry.server_label if url is None else url)[:200])
+    requested_server = repr((mcp_tool.server_label if url is None else url)[:200])
     names = servers.names
     hint = f"send server_label {_joined_names(names)}" if names else "set tool servers with --mcp-server"
     raise RequestProblem(
@@ -240,9 +255,9 @@ def _configured_server(servers: ToolServers, entry: McpTool, field_path: str) ->
     )
 
 
-def _check_allowed(entry: McpTool, tool_list: ServerTools, field_path: str) -> None:
+def _check_allowed(mcp_tool: McpTool, tool_list: ServerTools, field_path: str) -> None:
     """Raise if ``allowed_tools`` names a tool that the server does not have."""
-    allowed = entry.allowed_tools
+    allowed = mcp_tool.allowed_tools
     path = f"{field_path}.allowed_tools"
     if isinstance(allowed, ToolFilter):
         allowed, path = allowed.tool_names, f"{path}.tool_names"
