@@ -39,7 +39,7 @@ class RequestBody(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
     unsupported: ClassVar[Mapping[str, RefusedField]] = {}
-    """The unsupported fields. For some classes, `penstock.serve.api.parameters` has them."""
+    """The unsupported fields of this class, unless `penstock.serve.api.parameters` lists them."""
 
     @property
     def has_open_fields(self) -> bool:
