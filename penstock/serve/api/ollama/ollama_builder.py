@@ -137,7 +137,7 @@ class OllamaBuilder:
 
 def current_time() -> str:
     """Return the current time in Ollama's format."""
-    return datetime.current_time(UTC).isoformat().replace("+00:00", "Z")
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
 def _nanoseconds(seconds: float) -> int:
