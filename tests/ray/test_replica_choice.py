@@ -133,10 +133,10 @@ def test_replicas_are_removed_and_added() -> None:
 def test_a_replica_without_a_report_returns_without_load() -> None:
     choice = ReplicaChoice()
     report(choice, a=[], b=[])
-    running_requests = [choice.assign(make_request(""), lost=("b",)) for _ in range(3)]
+    running_requests = [choice.assign(make_request(""), lost_replicas=("b",)) for _ in range(3)]
     report(choice, b=[])
     report(choice, a=[], b=[])
-    later_request = choice.assign(make_request(""), lost=("b",))
+    later_request = choice.assign(make_request(""), lost_replicas=("b",))
     for assignment in (*running_requests, later_request):
         assert assignment is not None
         choice.start(assignment)

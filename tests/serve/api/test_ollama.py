@@ -160,7 +160,7 @@ async def test_model_lists_and_errors(server: InProcessServer) -> None:
         (
             "/api/chat",
             {"messages": make_user_message("x"), "options": {"num_ctx": 10**6}},
-            "--max-length is 2048",
+            "--max-length 2048",
         ),
         ("/api/chat", {"messages": [{"role": "user", "images": ["aaaa"]}]}, "image"),
         ("/api/chat", {"messages": make_user_message("x"), "think": "high"}, "has no such effort"),

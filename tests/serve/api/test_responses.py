@@ -338,7 +338,7 @@ async def test_invalid_values_are_refused_with_the_field(body: dict[str, Any], p
         refusal_error = await server.expect_refusal("/v1/responses", **body)
         assert refusal_error["param"] == param
         if "min_tokens" in body:
-            assert "but max_output_tokens 2" in refusal_error["message"]
+            assert "but max_output_tokens is 2" in refusal_error["message"]
 
 
 async def test_truncation_drops_the_oldest_turns() -> None:
