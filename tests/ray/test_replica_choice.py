@@ -137,10 +137,10 @@ def test_replicas_are_removed_and_added() -> None:
 def test_a_replica_that_is_removed_and_added_again_has_no_load() -> None:
     choice = ReplicaChoice()
     report_events(choice, a=[], b=[])
-    running_assignments = [choice.assign(make_request(""), lost=("b",)) for _ in range(3)]
+    running_assignments = [choice.assign(make_request(""), lost_replicas=("b",)) for _ in range(3)]
     report_events(choice, b=[])
     report_events(choice, a=[], b=[])
-    later_assignment = choice.assign(make_request(""), lost=("b",))
+    later_assignment = choice.assign(make_request(""), lost_replicas=("b",))
     for assignment in (*running_assignments, later_assignment):
         assert assignment is not None
         choice.start(assignment)

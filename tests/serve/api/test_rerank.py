@@ -103,7 +103,7 @@ async def test_long_documents_are_truncated_or_refused(cross_encoder: Path) -> N
         ("/v1/rerank", {"query": "a", "documents": ["b", ""]}, "documents[1]", "documents[1]: the input"),
         ("/v1/rerank", {"query": "", "documents": ["b"]}, "query", "query: the input is empty"),
         ("/v1/rerank", {"query": "a", "documents": ["b"], "activation": False}, "activation", "embedder"),
-        ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a"] * 3}, "text_1", "2 texts and text_2 3"),
+        ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a"] * 3}, "text_1", "2 texts, but text_2 has 3"),
         ("/v1/score", {"text_1": [], "text_2": ["a"]}, "text_1", "text_1 is an empty list"),
         ("/v1/score", {"text_1": "a", "text_2": []}, "text_2", "text_2 is an empty list"),
         ("/v1/score", {"text_1": "a", "text_2": ["b", ""]}, "text_2[1]", "the input is empty"),
