@@ -57,20 +57,20 @@ def plot(measurement: Measurement, title: str, path: Path) -> None:
     successful = [outcome for outcome in measurement.outcomes if outcome.error is None]
     failed = [outcome for outcome in measurement.outcomes if outcome.error is not None]
     figure = Figure(figsize=(11, 7), layout="constrained")
-    FigureCanvasAgg(figure)  # renders without a display
+    FigureCanvasAgg(figure)  # a canvas that needs no display
     wrap_title(figure, title)
-    over_time, throughput, latencies, gaps = figure.subplots(2, 2).flat
+    request_times, throughput, latencies, event_gaps = figure.subplots(2, 2).flat
 
     start = measurement.started
-    over_time.set(title="requests", xlabel="due at, s", ylabel="s")
-    over_time.scatter(
+    request_times.set(title="requests", xlabel="due at, s", ylabel="s")
+    request_times.scatter(
         [outcome.scheduled - start for outcome in successful],
         [outcome.seconds for outcome in successful],
         s=9,
         label="end",
     )
     streamed = [outcome for outcome in successful if outcome.text_times]
-    over_time.scatter(
+    request_times.scatter(
         [outcome.scheduled - start for outcome in streamed],
         [outcome.text_times[0] - outcome.scheduled for outcome in streamed],
         s=9,
@@ -78,15 +78,15 @@ def plot(measurement: Measurement, title: str, path: Path) -> None:
     )
     if failed:
         points = [outcome.scheduled - start for outcome in failed], [outcome.seconds for outcome in failed]
-        over_time.scatter(*points, s=20, marker="x", color="red", label="failed")
-    over_time.legend()
+        request_times.scatter(*points, s=20, marker="x", color="red", label="failed")
+    request_times.legend()
 
     ends = sorted((outcome.ended - start, outcome.completion_tokens) for outcome in successful)
-    total, steps = 0, [(0.0, 0)]
-    for when, tokens in ends:
+    total, token_counts = 0, [(0.0, 0)]
+    for end, tokens in ends:
         total += tokens
-        steps.append((when, total))
-    throughput.step([when for when, _ in steps], [count for _, count in steps], where="post")
+        token_counts.append((end, total))
+    throughput.step([end for end, _ in token_counts], [count for _, count in token_counts], where="post")
     throughput.set(title="tokens of completed responses", xlabel="s", ylabel="tokens")
 
     _draw_distribution(
@@ -98,7 +98,7 @@ def plot(measurement: Measurement, title: str, path: Path) -> None:
         },
     )
     _draw_distribution(
-        gaps, "between two events", {"gap": [gap for outcome in streamed for gap in outcome.gaps]}
+        event_gaps, "between two events", {"gap": [gap for outcome in streamed for gap in outcome.gaps]}
     )
     figure.savefig(path, format="png", dpi=120)
 
@@ -110,9 +110,9 @@ def _draw_distribution(axes: object, title: str, series: dict[str, list[float]])
     assert isinstance(axes, Axes)
     for name, values in series.items():
         if values:
-            ordered = [1000 * value for value in sorted(values)]
-            shares = [100 * (index + 1) / len(ordered) for index in range(len(ordered))]
-            axes.plot(ordered, shares, label=name)
+            milliseconds = [1000 * value for value in sorted(values)]
+            percentages = [100 * (index + 1) / len(milliseconds) for index in range(len(milliseconds))]
+            axes.plot(milliseconds, percentages, label=name)
     axes.set(title=title, xlabel="ms", ylabel="% of values")
     axes.grid(alpha=0.3)
     if axes.has_data():

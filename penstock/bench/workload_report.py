@@ -38,12 +38,12 @@ def plot_figures(figures: Sequence[Figure], title: str, path: Path) -> None:
         from matplotlib.figure import Figure as Picture
     except ImportError as error:
         raise MissingDependencyError("matplotlib", "bench", "--plot") from error
-    works = list(dict.fromkeys(figure.work for figure in figures))
-    picture = Picture(figsize=(3.2 * len(works) + 1, 4), layout="constrained")
+    workloads = list(dict.fromkeys(figure.work for figure in figures))
+    picture = Picture(figsize=(3.2 * len(workloads) + 1, 4), layout="constrained")
     FigureCanvasAgg(picture)  # renders without a display
     wrap_title(picture, title)
-    for column, work in enumerate(works, 1):
-        axes = picture.add_subplot(1, len(works), column)
+    for column, work in enumerate(workloads, 1):
+        axes = picture.add_subplot(1, len(workloads), column)
         work_figures = [figure for figure in figures if figure.work == work]
         axes.bar(
             [figure.of for figure in work_figures], [figure.median for figure in work_figures], alpha=0.5

@@ -29,7 +29,7 @@ class Clock:
         self.at(self.now + seconds, action)
 
     def run(self) -> None:
-        """Run all events, including events that are added meanwhile."""
+        """Run all events, including events that other events add."""
         while self._events:
             self.now, _, action = heapq.heappop(self._events)
             action()

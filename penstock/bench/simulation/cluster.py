@@ -1,6 +1,6 @@
 """`Cluster`: runs a trace of requests in virtual time.
 
-The router and the schedulers of the workers are the real ones. Only the forwards are simulated.
+The simulation uses the router and the schedulers of the engine. Only the forwards are simulated.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock.worker.router import WorkerRouter
 from penstock.worker.routing import LeastLoaded, RoutingPolicy, WorkerLoads
 
 _WARM_UP = 0.25
-"""Fraction of the trace at its beginning that is not measured, because the prefix caches are still filled."""
+"""Fraction of the trace that is not measured at its beginning, because the prefix caches are not yet full."""
 
 
 class RandomWorker:
@@ -51,7 +51,7 @@ POLICIES: Mapping[str, Callable[[], RoutingPolicy | None]] = {
     "least-loaded": LeastLoaded,
     "random": RandomWorker,
 }
-"""Name -> the policy of the router. None is the default of the router, which is prefix-aware."""
+"""Name -> function that returns the routing policy. None stands for the router's default, `PrefixAware`."""
 
 
 @dataclass(slots=True)
@@ -77,17 +77,17 @@ class ClusterReport:
     tokens_per_second: float
     """Number of generated tokens per second."""
     first_token: tuple[float, float]
-    """Seconds from arrival to the first token: median and 99th percentile."""
+    """Median and 99th percentile of the seconds from arrival to the first token."""
     latency: tuple[float, float]
-    """Seconds from arrival to the end: median and 99th percentile."""
+    """Median and 99th percentile of the seconds from arrival to the end."""
     hit_rate: float
     """Fraction of the prompt tokens that were in a prefix cache."""
     worker_utilization: float
-    """Fraction of the time in which a worker ran steps, mean of all workers."""
+    """Fraction of the time in which a worker ran steps, averaged over all workers."""
     router_utilization: float
     """Fraction of the time in which the thread of the router was busy."""
     router_wait: float
-    """Seconds that a message waited for the thread of the router, 99th percentile."""
+    """99th percentile of the seconds that a message waited for the thread of the router."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class _Request:
 
 
 class Cluster:
-    """Runs a trace on simulated workers behind the real router.
+    """Runs a trace on simulated workers behind the engine's router.
 
     Args:
         costs: the measured times and limits of workers and router.
@@ -141,7 +141,7 @@ class Cluster:
         return self._report(end, *np.subtract(busy[1], busy[0]).tolist())
 
     def _busy_seconds(self) -> tuple[float, float]:
-        """Return the busy seconds so far: the sum of all workers, and those of the router."""
+        """Return the busy seconds so far: the sum over all workers, and the busy seconds of the router."""
         return sum(worker.busy_seconds for worker in self._workers), self._router_thread.busy_seconds
 
     def _arrive(self, conversation: SimulatedConversation, turn_index: int, previous_tokens: Tokens) -> None:
@@ -173,11 +173,11 @@ class Cluster:
             deliver(report)
             for result in report.results:
                 assert isinstance(result, TextResult)
-                self._count(result)
+                self._record_result(result)
 
         self._router_thread.serve(self._costs.router.report_seconds(len(report.results)), process)
 
-    def _count(self, result: TextResult) -> None:
+    def _record_result(self, result: TextResult) -> None:
         """Record the tokens of a request. If the request has ended, schedule the next turn."""
         request, now = self._requests[result.request_id], self._clock.now
         outcome = request.outcome
@@ -227,16 +227,21 @@ def capacity(costs: ClusterCosts, shape: TraceShape) -> float:
     limits, step = costs.limits, costs.step
     trace = make_trace(shape)
     answers = [turn.num_new_tokens for conversation in trace for turn in conversation.turns]
-    prompt, answer = _mean_prompt(trace), sum(answers) / len(answers)
+    mean_prompt, mean_answer = _mean_prompt(trace), sum(answers) / len(answers)
     step_tokens = min(limits.max_batch_input_tokens, 512)
-    prefill = (
+    prefill_token_seconds = (
         step.step_seconds(StepShape(step_tokens, 1, step_tokens * step_tokens // 2, step_tokens))
         / step_tokens
     )
-    batch = max(1, min(limits.max_batch_size, int(limits.num_blocks * limits.block_size / (prompt + answer))))
-    keys = int(batch * (prompt + answer / 2))
-    decode = step.step_seconds(StepShape(batch, batch, keys, keys)) / batch
-    return 1 / (prompt * prefill + answer * decode)
+    batch_size = max(
+        1,
+        min(limits.max_batch_size, int(limits.num_blocks * limits.block_size / (mean_prompt + mean_answer))),
+    )
+    num_keys = int(batch_size * (mean_prompt + mean_answer / 2))
+    decode_token_seconds = (
+        step.step_seconds(StepShape(batch_size, batch_size, num_keys, num_keys)) / batch_size
+    )
+    return 1 / (mean_prompt * prefill_token_seconds + mean_answer * decode_token_seconds)
 
 
 def _mean_prompt(trace: Sequence[SimulatedConversation]) -> float:

@@ -1,4 +1,4 @@
-"""`SimulatedWorker`: the real scheduler and KV cache in virtual time, with a pipeline that only adds up step
+"""`SimulatedWorker`: the scheduler and the KV cache of the engine, with a pipeline that only adds up step
 times.
 """
 
@@ -27,7 +27,9 @@ _LATENCY_BUDGET = 0.02
 _MAX_STEPS = 8
 """Maximum number of steps in one call of the pipeline, as in `penstock.pipelines.runner`."""
 _READY_POLL_SECONDS = 0.004
-"""Seconds between calls of `Scheduler.step` while no context is ready, as in a real worker."""
+"""Virtual seconds between calls of `Scheduler.step` while no context is ready. A worker process waits equally
+long.
+"""
 _VOCAB_SIZE = 32_000
 
 
@@ -79,7 +81,7 @@ def _next_token(context: TextContext) -> int:
 
 
 class SimulatedWorker:
-    """A worker in virtual time. It has those members of `EngineClient` that `WorkerRouter` uses.
+    """A worker in virtual time. It has all members of `EngineClient` that `WorkerRouter` uses.
 
     Args:
         clock: the virtual time.
@@ -161,13 +163,13 @@ class SimulatedWorker:
         self._is_busy = scheduler.has_work
         if not self._is_busy:
             return
-        before = pipeline.seconds
+        start = pipeline.seconds
         outputs = scheduler.step(pipeline.num_steps_for(_LATENCY_BUDGET))
         if scheduler.failures:
             raise next(iter(scheduler.failures.values()))
-        seconds = pipeline.seconds - before
+        seconds = pipeline.seconds - start
         self.busy_seconds += seconds
-        if not seconds:  # no context is ready; a context can wait for a prefix that another context computes
+        if not seconds:  # no context ran: all wait for a prefix that another context computes
             self._clock.after(_READY_POLL_SECONDS, self._step)
             return
         report = StepResults(
