@@ -20,7 +20,7 @@ def print_figures(figures: Sequence[Figure], title: str, console: Console) -> No
         table.add_column(name, justify="left" if name == "unit" else "right")
     for figure in figures:
         values = (figure.median, min(figure.runs), max(figure.runs))
-        table.add_row(figure.work, figure.of, *map(_format_value, values), figure.unit)
+        table.add_row(figure.work, figure.quantity, *map(_format_value, values), figure.unit)
     console.print(table)
     for work in dict.fromkeys(figure.work for figure in figures):
         console.print(f"{work}: {WORKLOADS[work]}", markup=False, highlight=False, style="dim")
@@ -46,10 +46,12 @@ def plot_figures(figures: Sequence[Figure], title: str, path: Path) -> None:
         axes = picture.add_subplot(1, len(workloads), column)
         work_figures = [figure for figure in figures if figure.work == work]
         axes.bar(
-            [figure.of for figure in work_figures], [figure.median for figure in work_figures], alpha=0.5
+            [figure.quantity for figure in work_figures],
+            [figure.median for figure in work_figures],
+            alpha=0.5,
         )
         for figure in work_figures:
-            axes.scatter([figure.of] * len(figure.runs), figure.runs, s=9, color="black")
+            axes.scatter([figure.quantity] * len(figure.runs), figure.runs, s=9, color="black")
         axes.set(title=work, ylabel=work_figures[0].unit)
         axes.tick_params(axis="x", labelrotation=20)
     picture.savefig(path, format="png", dpi=120)

@@ -37,7 +37,7 @@ T = TypeVar("T")
 WORKLOADS = {
     "decode": "one prompt: tokens per second after the first token",
     "prefill": "one prompt: prompt tokens per second",
-    "batch": "several prompts at once: output tokens per second over the whole run",
+    "batch": "several concurrent prompts: output tokens per second over the whole run",
     "start": "a new process, with its files in the page cache: seconds from its start to the first token",
     "memory": "a new process: peak of its anonymous memory (without mapped files) until the first token",
     "step": "one decode step; Python: the step time minus the time of its compiled kernels, or, if the step"
@@ -48,10 +48,7 @@ WORKLOADS = {
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes of the workloads.
-
-    Lengths are in tokens, ``batch`` is a number of prompts, ``repeats`` of runs.
-    """
+    """The sizes of the workloads: lengths in tokens, the prompts of a batch, and the runs of a workload."""
 
     prompt_length: int = 128
     prefill_length: int = 1024
@@ -65,7 +62,7 @@ class Figure:
     """One figure of a workload."""
 
     work: str
-    of: str
+    quantity: str
     """The measured quantity, such as a phase of the start-up."""
     unit: str
     runs: list[float]
@@ -79,7 +76,7 @@ class Figure:
     def as_dict(self) -> dict[str, object]:
         """Return the figure as data for JSON."""
         spread = {"median": self.median, "lowest": min(self.runs), "highest": max(self.runs)}
-        return {"work": self.work, "of": self.of, "unit": self.unit, **spread, "runs": self.runs}
+        return {"work": self.work, "of": self.quantity, "unit": self.unit, **spread, "runs": self.runs}
 
 
 class _TimedRunner(BatchRunner):
@@ -92,12 +89,16 @@ class _TimedRunner(BatchRunner):
 
     def run(self, builders: Sequence[BuilderT], *, seconds: float) -> Iterator[list[BuilderT]]:
         self.num_first_tokens = 0
-        for served in super().run(builders, seconds=seconds):
+        for returned_builders in super().run(builders, seconds=seconds):
             if not self.num_first_tokens:
                 self.first_time = perf_counter()
-                counts = [builder.num_new_tokens for builder in served if isinstance(builder, OutputBuilder)]
+                counts = [
+                    builder.num_new_tokens
+                    for builder in returned_builders
+                    if isinstance(builder, OutputBuilder)
+                ]
                 self.num_first_tokens = sum(counts)
-            yield served
+            yield returned_builders
 
 
 class InstrumentedLLM(LLM):
@@ -156,26 +157,27 @@ class Bench:
         """Check that the workloads do not exceed the model's maximum length.
 
         Raises:
-            ConfigError: a workload does. The message has the workload and both lengths.
+            ConfigError: a workload exceeds the maximum length. The message contains the workload and both
+                lengths.
         """
         sizes, max_length = self.sizes, self._llm.pipeline.memory_plan.max_length
-        needed = {
+        num_tokens = {
             "decode": sizes.prompt_length + sizes.new_tokens,
             "batch": sizes.prompt_length + sizes.new_tokens,
             "prefill": sizes.prefill_length + 1,
             "step": sizes.prompt_length + sizes.new_tokens,
         }
         for work in works:
-            if needed.get(work, 0) > max_length:
+            if num_tokens.get(work, 0) > max_length:
                 raise ConfigError(
                     work,
-                    f"needs {needed[work]} tokens, but the maximum length is {max_length}: "
+                    f"needs {num_tokens[work]} tokens, but the maximum length is {max_length}: "
                     "choose shorter lengths",
                 )
 
     def measure(self, work: str) -> list[Figure]:
         """Run one of `WORKLOADS` and return its figures."""
-        figures: dict[str, Callable[[], list[Figure]]] = {
+        workloads: dict[str, Callable[[], list[Figure]]] = {
             "decode": self._decode,
             "prefill": self._prefill,
             "batch": self._batch,
@@ -183,12 +185,12 @@ class Bench:
             "memory": self._memory,
             "step": self._step,
         }
-        return figures[work]()
+        return workloads[work]()
 
     def speed(self, work: str) -> float:
         """Return the tokens per second of one run of ``decode`` or ``prefill``.
 
-        It allows to measure several models alternately.
+        A caller can measure several models alternately with this method.
         """
         if work == "decode":
             return 1 / self._step_seconds(self._llm)
@@ -238,10 +240,10 @@ class Bench:
             return [max(value - kernels, 1e-9) for value in step_times]
         with TemporaryDirectory(prefix="penstock-") as folder:
             length = self.sizes.prompt_length + self.sizes.new_tokens
-            whole_config = self.config.model.huggingface_config.to_dict()
-            narrow = narrow_config(whole_config, max_length=length)
-            narrow["dtype"] = self._llm.pipeline.model.dtype.value
-            write_random_checkpoint(Path(folder), narrow)
+            config_values = self.config.model.huggingface_config.to_dict()
+            narrow_values = narrow_config(config_values, max_length=length)
+            narrow_values["dtype"] = self._llm.pipeline.model.dtype.value
+            write_random_checkpoint(Path(folder), narrow_values)
             model_config = self.config.model
             model = ModelConfig(model_path=folder, devices=model_config.devices, kernels=model_config.kernels)
             config = replace(self.config, model=model, speculative=SpeculativeConfig())
@@ -262,9 +264,8 @@ class Bench:
             self._graph_status = llm.pipeline.session.graph_status
         if llm.num_first_tokens < count:
             return after_first / (count - llm.num_first_tokens)
-        return max(total - _generation_seconds(llm, prompts, 1), 1e-9) / (
-            count - 1
-        )  # all tokens were returned at once
+        # All tokens were returned at once. A second run measures the time to the first token.
+        return max(total - _generation_seconds(llm, prompts, 1), 1e-9) / (count - 1)
 
     def _time_generation(self, llm: LLM, count: int, length: int, new_tokens: int) -> float:
         return _generation_seconds(llm, self._prompts(llm, count, length), new_tokens)
@@ -295,7 +296,7 @@ def cold_start(config: PipelineConfig) -> ColdStart:
     with TemporaryFile() as stdin, TemporaryFile() as stdout, TemporaryFile() as stderr:
         stdin.write(pickle.dumps(config))
         stdin.seek(0)
-        started, peak = perf_counter(), 0
+        start, peak = perf_counter(), 0
         command = [sys.executable, "-m", "penstock.bench.cold_start"]
         with subprocess.Popen(command, stdin=stdin, stdout=stdout, stderr=stderr) as child:
             while child.poll() is None:
@@ -306,12 +307,12 @@ def cold_start(config: PipelineConfig) -> ColdStart:
             lines = stderr.read().decode(errors="replace").strip().splitlines() or ["it wrote no message"]
             raise PenstockError(f"a new process failed: {lines[-1]}")
         phases: dict[str, float] = json.loads(stdout.read())
-    ended = phases.pop("ended")
+    end = phases.pop("ended")
     seconds = {
-        "imports": phases["began"] - started + phases["imports"],
+        "imports": phases["began"] - start + phases["imports"],
         "model": phases["model"],
         "first token": phases["first"],
-        "all": ended - started,
+        "all": end - start,
     }
     return ColdStart(seconds, peak)
 

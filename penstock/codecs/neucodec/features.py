@@ -1,8 +1,8 @@
 """Features of the semantic encoder: log mel spectrograms as in Kaldi, with two frames concatenated in each
 row.
 
-Source: Povey et al. 2011, "The Kaldi speech recognition toolkit". The parameters are those of Seamless M4T
-(arXiv:2312.05187, section 3.2.1), because NeuCodec uses its encoder.
+Source: Povey et al. 2011, "The Kaldi speech recognition toolkit". The parameters are the parameters of
+    Seamless M4T (arXiv:2312.05187, section 3.2.1), because NeuCodec uses its encoder.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def mel_rows(samples: Tensor) -> Tensor:
         return torch.zeros(0, FRAMES_PER_ROW * MEL_BINS)
     frames = samples.double().mul(_FULL_SCALE).unfold(0, _WINDOW, _SHIFT)  # [F, 400]
     frames = frames - frames.mean(1, keepdim=True)
-    before = torch.cat([frames[:, :1], frames[:, :-1]], 1)
-    frames = (frames - _PREEMPHASIS * before) * _povey_window()
+    previous_samples = torch.cat([frames[:, :1], frames[:, :-1]], 1)
+    frames = (frames - _PREEMPHASIS * previous_samples) * _povey_window()
     power: Tensor = torch.fft.rfft(frames, _FFT).abs().square()  # [F, 257]
     bins: Tensor = (power @ mel_filters()).clamp(min=_FLOOR).log()  # [F, 80]
     bins = (bins - bins.mean(0)) / (bins.var(0) + 1e-7).sqrt()

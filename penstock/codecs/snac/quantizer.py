@@ -29,9 +29,8 @@ class Codebook:
         return ops.take_rows(rows, torch.arange(len(rows) * self.stride) // self.stride)
 
     def nearest(self, latents: Tensor, ops: Ops) -> Tensor:
-        """Return the codes whose vectors have the smallest angle to latent rows: ``[N * stride, latent] ->
-        [N]``.
-        """
+        """Return the nearest code of each ``stride`` latent rows: ``[N * stride, latent] -> [N]``."""
+        # The nearest code has the smallest angle between its vector and the projected mean of the rows.
         means = latents.view(-1, self.stride, latents.shape[1]).mean(1)
         queries = F.normalize(ops.linear(means, self.project_in))
         return (queries @ F.normalize(self.table).t()).argmax(1)
@@ -43,7 +42,7 @@ class Quantizer:
 
     codebooks: tuple[Codebook, ...]
     columns: tuple[Tensor, ...]
-    """For each codebook, the columns of a frame with its codes, int64."""
+    """For each codebook, the columns of a frame that contain its codes, int64."""
 
     def latents(self, frames: Tensor, ops: Ops) -> Tensor:
         """Return the latent rows of frames: ``[F, C] -> [F * strides[0], latent]``."""
@@ -67,7 +66,7 @@ class Quantizer:
 
 
 def frame_columns(strides: Sequence[int]) -> tuple[Tensor, ...]:
-    """Return the columns of a frame with the codes of each codebook.
+    """Return for each codebook the columns of a frame that contain its codes.
 
     The codes are sorted by the latent row at which they begin. Codes with the same row are sorted from coarse
     to fine.
