@@ -167,9 +167,9 @@ class CompiledLLGuidance:
         """Return the text of a token. Incomplete characters become U+FFFD."""
         return self._backend.tokens[token].decode(errors="replace")
 
-    def new_matcher(self, ends: Sequence[int]) -> LLGuidanceMatcher:
-        """Return a matcher in its initial state. ``ends`` are the ids of tokens that end an output."""
-        return LLGuidanceMatcher(self, self._matcher.deep_copy(), ends)
+    def new_matcher(self, stop_token_ids: Sequence[int]) -> LLGuidanceMatcher:
+        """Return a matcher in its initial state. ``stop_token_ids`` are the tokens that end an output."""
+        return LLGuidanceMatcher(self, self._matcher.deep_copy(), stop_token_ids)
 
 
 class LLGuidanceMatcher:
@@ -180,18 +180,20 @@ class LLGuidanceMatcher:
             that the mask of the batch can be computed, and `accept_token` raises the error.
     """
 
-    def __init__(self, compiled: CompiledLLGuidance, matcher: LLMatcher, ends: Sequence[int]) -> None:
+    def __init__(
+        self, compiled: CompiledLLGuidance, matcher: LLMatcher, stop_token_ids: Sequence[int]
+    ) -> None:
         self.failure: InputError | None = None
         self._compiled = compiled
         self._matcher = matcher
-        self._ends = list(ends)
+        self._stop_token_ids = list(stop_token_ids)
         self._is_terminated = False
         self._row: np.ndarray | None = None  # [ceil(V / 32)] uint32: cached mask of the next tokens
 
     @property
     def stop_token_ids(self) -> list[int]:
         """The ids of the tokens that end an output."""
-        return self._ends
+        return self._stop_token_ids
 
     def accept_token(self, token: int) -> bool:
         """Advance by a token. If the grammar does not allow the token, change nothing and return False.
@@ -203,7 +205,7 @@ class LLGuidanceMatcher:
             raise self.failure
         if self._is_terminated or not 0 <= token < self._compiled.vocab_size:
             return False
-        if token in self._ends:
+        if token in self._stop_token_ids:
             self._is_terminated = self._matcher.is_accepting()
             return self._is_terminated
         if self._matcher.try_consume_tokens([token]) == 1:
@@ -270,8 +272,8 @@ class LLGuidanceMatcher:
         words = row.view(np.uint32)
         extra_eos = self._compiled.vocab_size
         words[extra_eos >> 5] &= np.uint32(~(1 << (extra_eos & 31)) & 0xFFFFFFFF)
-        may_end = bool(self._ends) and self._matcher.is_accepting()
-        for end in self._ends:
+        may_end = bool(self._stop_token_ids) and self._matcher.is_accepting()
+        for end in self._stop_token_ids:
             bit = np.uint32(1 << (end & 31))
             words[end >> 5] = words[end >> 5] | bit if may_end else words[end >> 5] & ~bit
         self._row = words[:num_words]

@@ -86,14 +86,14 @@ def forced_tokens(context: TextContext, limit: int, vocabulary: int) -> list[int
     matcher = context.matcher
     if matcher is None or limit <= 0 or matcher.is_terminated() or not (is_certain := _is_certain(matcher)):
         return []
-    ends = set(matcher.stop_token_ids)
+    stop_token_ids = set(matcher.stop_token_ids)
     tokens: list[int] = []
     mask = _new_row(vocabulary)
     with _restoring_state(matcher) as lookahead:
         while len(tokens) < limit and is_certain:
             matcher.fill_next_token_bitmask(mask)
             token = only_token(_allowed_words(mask, vocabulary))
-            if token is None or token in ends or not lookahead.accept(token):
+            if token is None or token in stop_token_ids or not lookahead.accept(token):
                 break
             tokens.append(token)
             is_certain = _is_certain(matcher)

@@ -73,8 +73,10 @@ class XGrammarBackend:
         import xgrammar as xgr
 
         tokens = token_bytes(self._tokenizer.backend, self._vocab_size)
-        ends = sorted(self._tokenizer.eos_token_ids)  # defaults, which each matcher overrides
-        info = xgr.TokenizerInfo(tokens, xgr.VocabType.RAW, vocab_size=self._vocab_size, stop_token_ids=ends)
+        stop_token_ids = sorted(self._tokenizer.eos_token_ids)  # defaults, which each matcher overrides
+        info = xgr.TokenizerInfo(
+            tokens, xgr.VocabType.RAW, vocab_size=self._vocab_size, stop_token_ids=stop_token_ids
+        )
         # Few threads, to leave cores to the model. No cache, because `GrammarCompiler` has one.
         threads = max((os.cpu_count() or 1) // 4, 1)
         return xgr.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
@@ -89,11 +91,13 @@ class CompiledXGrammar:
         self.num_bytes = int(compiled.memory_size_bytes)
         self._compiled = compiled
 
-    def new_matcher(self, ends: Sequence[int]) -> GrammarMatcher:
-        """Return a matcher in its initial state. ``ends`` are the ids of tokens that end an output."""
+    def new_matcher(self, stop_token_ids: Sequence[int]) -> GrammarMatcher:
+        """Return a matcher in its initial state. ``stop_token_ids`` are the tokens that end an output."""
         import xgrammar as xgr
 
-        matcher: GrammarMatcher = xgr.GrammarMatcher(self._compiled, override_stop_tokens=list(ends))
+        matcher: GrammarMatcher = xgr.GrammarMatcher(
+            self._compiled, override_stop_tokens=list(stop_token_ids)
+        )
         return matcher
 
 
