@@ -33,7 +33,7 @@ def simplified(rules: Rules, root: str) -> Rules:
     useful = {
         name: _without_recursion(name, _without_unproductive(rules[name], productive)) for name in productive
     }
-    return _reachable_rules(_with_counts(_reachable_rules(useful, root)), root)
+    return _reachable_rules(_with_repetitions(_reachable_rules(useful, root)), root)
 
 
 def _reachable_rules(rules: Rules, root: str) -> Rules:
@@ -47,15 +47,15 @@ def _reachable_rules(rules: Rules, root: str) -> Rules:
     return result
 
 
-def _with_counts(rules: Rules) -> Rules:
-    """Replace chains of rules by repetitions, if each rule of the chain adds the same part.
+def _with_repetitions(rules: Rules) -> Rules:
+    """Replace chains of rules by repetitions if each rule of the chain adds the same part.
 
     For example, ``a = x b`` and ``b = (x | "") end`` become ``a = x{1,2} end``.
     """
     # rule -> (part, minimum, maximum, following node)
     counted_rules: dict[str, tuple[Node, int, int, Node]] = {}
     result = dict(rules)
-    for name in order(rules)[0]:
+    for name in post_order(rules)[0]:
         repetition = _extract_counted(rules[name], counted_rules)
         if repetition is not None:
             counted_rules[name] = part, min_count, max_count, end = repetition
@@ -91,7 +91,7 @@ def _extract_counted(
 
 def unrolled(rules: Rules, root: str, times: int) -> Rules:
     """Return rules without recursion, which match only texts with at most ``times`` levels of recursion."""
-    recursive = order(rules)[1]
+    recursive = post_order(rules)[1]
     result: Rules = {}
     pending = [(root, times)]
     while pending:
@@ -131,8 +131,8 @@ def _at_level(
     return with_copied_rules(node)
 
 
-def order(rules: Rules) -> tuple[list[str], set[str], int]:
-    """Return (names in post-order, recursive names, depth of the search).
+def post_order(rules: Rules) -> tuple[list[str], set[str], int]:
+    """Return (names in post-order, names of recursive rules, depth of the search).
 
     The depth is the length of the longest chain of references that the depth-first search followed.
     """
@@ -143,26 +143,26 @@ def order(rules: Rules) -> tuple[list[str], set[str], int]:
     on_stack: set[str] = set()
     finished: list[str] = []
     recursive: set[str] = set()
-    deepest = 0
+    max_depth = 0
     for start in rules:  # Tarjan's algorithm with an explicit stack
-        calls = [] if start in index else [(start, iter(callees[start]))]
-        while calls:
-            name, rest = calls[-1]
-            deepest = max(deepest, len(calls))
+        call_stack = [] if start in index else [(start, iter(callees[start]))]
+        while call_stack:
+            name, unvisited_callees = call_stack[-1]
+            max_depth = max(max_depth, len(call_stack))
             if name not in index:
                 index[name] = low[name] = len(index)
                 stack.append(name)
                 on_stack.add(name)
-            for other in rest:
-                if other not in index:
-                    calls.append((other, iter(callees[other])))
+            for callee in unvisited_callees:
+                if callee not in index:
+                    call_stack.append((callee, iter(callees[callee])))
                     break
-                if other in on_stack:
-                    low[name] = min(low[name], index[other])
+                if callee in on_stack:
+                    low[name] = min(low[name], index[callee])
             else:
-                calls.pop()
-                if calls:
-                    low[calls[-1][0]] = min(low[calls[-1][0]], low[name])
+                call_stack.pop()
+                if call_stack:
+                    low[call_stack[-1][0]] = min(low[call_stack[-1][0]], low[name])
                 if low[name] == index[name]:
                     component = stack[stack.index(name) :] if stack[-1] != name else [name]
                     del stack[len(stack) - len(component) :]
@@ -170,15 +170,15 @@ def order(rules: Rules) -> tuple[list[str], set[str], int]:
                     finished += component
                     if len(component) > 1 or name in callees[name]:
                         recursive.update(component)
-    return finished, recursive, deepest
+    return finished, recursive, max_depth
 
 
 def _productive(rules: Rules) -> set[str]:
     """Return the rules that match some finite text."""
     users: dict[str, list[str]] = {}
     for name, node in rules.items():
-        for other in references(node):
-            users.setdefault(other, []).append(name)
+        for user in references(node):
+            users.setdefault(user, []).append(name)
     productive: set[str] = set()
     pending = list(rules)
     while pending:
@@ -230,7 +230,7 @@ def _refers_to(node: Node, name: str) -> bool:
 
 
 def _split_recursion(node: Node, name: str, at_end: bool) -> tuple[Node, Node] | None:
-    """Split a node with recursion at one end: ``a name | b`` (if `at_end`) or ``name a | b`` to (a, b).
+    """Return (a, b) for a node with recursion at one end: ``a name | b`` (if `at_end`) or ``name a | b``.
 
     Returns None if the node refers to `name` at any other place.
     """
@@ -239,13 +239,17 @@ def _split_recursion(node: Node, name: str, at_end: bool) -> tuple[Node, Node] |
     if not _refers_to(node, name):
         return NOTHING, node
     if isinstance(node, Seq):
-        rest, side = (node.parts[:-1], node.parts[-1]) if at_end else (node.parts[1:], node.parts[0])
-        if any(_refers_to(part, name) for part in rest):
+        other_parts, end_part = (
+            (node.parts[:-1], node.parts[-1]) if at_end else (node.parts[1:], node.parts[0])
+        )
+        if any(_refers_to(part, name) for part in other_parts):
             return None
-        split = _split_recursion(side, name, at_end)
+        split = _split_recursion(end_part, name, at_end)
         if split is None:
             return None
-        repeated_part, last = (sequence([*rest, child] if at_end else [child, *rest]) for child in split)
+        repeated_part, last = (
+            sequence([*other_parts, child] if at_end else [child, *other_parts]) for child in split
+        )
         return repeated_part, last
     if isinstance(node, Alt):
         pairs = [_split_recursion(option, name, at_end) for option in node.options]

@@ -113,38 +113,38 @@ class _Reader:
 
     def _tag(self, part: TagFormat) -> Node:
         begin, end = part.get("begin"), part.get("end")
-        first = _text(begin) if isinstance(begin, str) else self.node(begin)
+        begin_node = _text(begin) if isinstance(begin, str) else self.node(begin)
         if isinstance(end, dict):
             token = self.node(end)
-            return sequence([first, self._before_token(_field(part, "content", dict), token), token])
-        ends = (end,) if isinstance(end, str) else tuple(end) if isinstance(end, list) else ()
-        if not ends or not all(isinstance(end, str) for end in ends):
+            return sequence([begin_node, self._before_token(_field(part, "content", dict), token), token])
+        end_texts = (end,) if isinstance(end, str) else tuple(end) if isinstance(end, list) else ()
+        if not end_texts or not all(isinstance(end, str) for end in end_texts):
             raise InputError("a tag of a structural_tag needs an end: a string, strings or a token")
-        return sequence([first, self._with_end(_field(part, "content", dict), ends)])
+        return sequence([begin_node, self._with_end(_field(part, "content", dict), end_texts)])
 
     def _before_token(self, content: TagFormat, token: Node) -> Node:
         if _format_type(content) in ("token_triggered_tags", "token_dispatch") and isinstance(token, Tokens):
             return self._token_triggered_tags(content, list(token.ranges))
         return self.node(content)
 
-    def _with_end(self, part: TagFormat, ends: tuple[str, ...]) -> Node:
-        """Return the node of a format followed by one of ``ends``. Free text ends at the first of them."""
-        if ends == ("",):
+    def _with_end(self, part: TagFormat, end_texts: tuple[str, ...]) -> Node:
+        """Return the node of a format and one of ``end_texts``. Free text ends at the first end text."""
+        if end_texts == ("",):
             return self.node(part)
-        end_marker = choice(map(_text, ends))
+        end_marker = choice(map(_text, end_texts))
         match _format_type(part):
             case "any_text":
                 _refuse_fields(part, "max_tokens", "max_chars")
-                return _text_until(ends, (), ends, _words(part, "excludes"))
+                return _text_until(end_texts, (), end_texts, _words(part, "excludes"))
             case "triggered_tags" | "dispatch":
-                return self._triggered_tags(part, ends)
+                return self._triggered_tags(part, end_texts)
             case "sequence":
                 *parts, last = _elements(part)
-                return sequence([*map(self.node, parts), self._with_end(last, ends)])
+                return sequence([*map(self.node, parts), self._with_end(last, end_texts)])
             case "or":
-                return choice(self._with_end(option, ends) for option in _elements(part))
+                return choice(self._with_end(option, end_texts) for option in _elements(part))
             case "optional":
-                return choice([end_marker, self._with_end(_field(part, "content", dict), ends)])
+                return choice([end_marker, self._with_end(_field(part, "content", dict), end_texts)])
         return sequence([self.node(part), end_marker])
 
     def _tags_with_separator(self, part: TagFormat) -> Node:
@@ -155,35 +155,39 @@ class _Reader:
         tags = sequence([tag, further_tags])
         return tags if part.get("at_least_one") else choice([EMPTY, tags])
 
-    def _triggered_tags(self, part: TagFormat, ends: tuple[str, ...]) -> Node:
-        """Return the node of free text in which triggers start formats.
+    def _triggered_tags(self, part: TagFormat, end_texts: tuple[str, ...]) -> Node:
+        """Return the node of free text in which a trigger text starts a format.
 
-        The text ends at the first of ``ends``. Without ``ends`` it has no end marker.
+        The text ends at the first end text. If ``end_texts`` is empty, the text has no end marker.
         """
         contents = self._contents_by_trigger(part)
         excludes, triggers = _words(part, "excludes"), tuple(contents)
-        only_one = part.get("stop_after_first") or (part["type"] == "dispatch" and not part.get("loop", True))
-        words = (*triggers, *ends)
+        is_single = part.get("stop_after_first") or (
+            part["type"] == "dispatch" and not part.get("loop", True)
+        )
+        words = (*triggers, *end_texts)
         text_and_tag = choice(
-            sequence([_text_until((trigger,), triggers, ends, excludes), content])
+            sequence([_text_until((trigger,), triggers, end_texts, excludes), content])
             for trigger, content in contents.items()
         )
-        end_marker = choice(map(_text, ends)) if ends else EMPTY
+        end_marker = choice(map(_text, end_texts)) if end_texts else EMPTY
         free_text: Node = (
-            FreeText((*words, *excludes)) if not ends else _text_until(ends, triggers, ends, excludes)
+            FreeText((*words, *excludes))
+            if not end_texts
+            else _text_until(end_texts, triggers, end_texts, excludes)
         )
         result = (
             choice([free_text, sequence([text_and_tag, end_marker])])
-            if only_one
+            if is_single
             else sequence([repeated(text_and_tag, 0, None), free_text])
         )
         if not part.get("at_least_one"):
             return result
-        first = choice(map(self.node, _list(part, "tags")))
-        return sequence([first, end_marker if only_one else result])
+        first_tag = choice(map(self.node, _list(part, "tags")))
+        return sequence([first_tag, end_marker if is_single else result])
 
     def _contents_by_trigger(self, part: TagFormat) -> dict[str, Node]:
-        """Return trigger -> node of the formats that can follow it."""
+        """Return trigger text -> node of the formats that can follow it."""
         nodes: dict[str, list[Node]] = {}
         if part["type"] == "dispatch":
             for rule in _list(part, "rules"):
@@ -211,10 +215,10 @@ class _Reader:
             raise InputError(f"the {part['type']} of a structural_tag has no tags")
         return {trigger: choice(options) for trigger, options in nodes.items()}
 
-    def _token_triggered_tags(self, part: TagFormat, ends: list[tuple[int, int]]) -> Node:
-        """Return the node of tokens in which trigger tokens start formats.
+    def _token_triggered_tags(self, part: TagFormat, end_ids: list[tuple[int, int]]) -> Node:
+        """Return the node of tokens in which a trigger token starts a format.
 
-        Like `_triggered_tags`, but triggers and ends are token ids instead of texts.
+        This is `_triggered_tags` with token ids instead of trigger texts and end texts.
         """
         if part["type"] == "token_dispatch":
             rules = _list(part, "rules")
@@ -222,31 +226,34 @@ class _Reader:
                 raise InputError("a rule of a token_dispatch must be a pair: a token and a format")
             triggers = [rule[0] for rule in rules]
             tags = [sequence([Tokens(_ids([token])), self.node(content)]) for token, content in rules]
-            only_one = not part.get("loop", True)
+            is_single = not part.get("loop", True)
         else:
             triggers = _list(part, "trigger_tokens")
             tags = [self.node(tag) for tag in _list(part, "tags")]
-            only_one = bool(part.get("stop_after_first"))
+            is_single = bool(part.get("stop_after_first"))
         excluded_ids = _ids([*triggers, *part.get("exclude_tokens", [])])
-        text = repeated(Tokens(tuple(sorted({*excluded_ids, *ends})), negated=True), 0, None)
+        text = repeated(Tokens(tuple(sorted({*excluded_ids, *end_ids})), negated=True), 0, None)
         text_and_tag = sequence([text, choice(tags)])
         result = (
-            choice([text, text_and_tag]) if only_one else sequence([repeated(text_and_tag, 0, None), text])
+            choice([text, text_and_tag]) if is_single else sequence([repeated(text_and_tag, 0, None), text])
         )
         if not part.get("at_least_one"):
             return result
-        return sequence([choice(tags), EMPTY if only_one else result])
+        return sequence([choice(tags), EMPTY if is_single else result])
 
 
 def _text_until(
-    end_texts: tuple[str, ...], triggers: tuple[str, ...], ends: tuple[str, ...], excludes: tuple[str, ...]
+    allowed_ends: tuple[str, ...],
+    triggers: tuple[str, ...],
+    end_texts: tuple[str, ...],
+    excludes: tuple[str, ...],
 ) -> Node:
-    """Return the node of free text up to the first trigger or end, which must be one of ``end_texts``."""
-    if "" in ends:
+    """Return the node of free text up to the first trigger or end text, which must be in ``allowed_ends``."""
+    if "" in end_texts:
         raise InputError("free text in a tag of a structural_tag needs an end that is not empty")
-    words = {*triggers, *ends}
+    words = {*triggers, *end_texts}
     forbidden_words = tuple(word for word in excludes if word not in words)
-    return choice(TextUntil(word, tuple(sorted(words - {word})), forbidden_words) for word in end_texts)
+    return choice(TextUntil(word, tuple(sorted(words - {word})), forbidden_words) for word in allowed_ends)
 
 
 def _format_type(part: object) -> str:

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from penstock.errors import UnsupportedSchemaError
 from penstock.grammar.schema import regex
 from penstock.grammar.schema.automata import Automaton, Bound, TooLargeError, intersection
-from penstock.grammar.schema.counted import Counting, counting_of
+from penstock.grammar.schema.counted import Counting, make_counting
 from penstock.grammar.schema.formats import simple_tree
 from penstock.grammar.schema.shapes import StringShape
 
@@ -92,7 +92,7 @@ def _reduced_language(
                 continue
             if max_count is None:
                 return automaton
-            counting = counting_of(automaton, max_count)
+            counting = make_counting(automaton, max_count)
             if counting is not None:
                 return CountedLanguage(counting, expression)
     return expression
