@@ -8,15 +8,15 @@ from penstock.errors import UnsupportedSchemaError
 from penstock.grammar.schema import formats
 from penstock.grammar.schema.intersections import has_shape
 from penstock.grammar.schema.keywords import (
-    counts_of,
-    escaped,
-    format_of,
+    escape_pointer,
     invalid_keyword,
-    mapping_of,
-    number_of,
-    pattern_of,
-    strings_of,
-    types_of,
+    read_counts,
+    read_format,
+    read_mapping,
+    read_number,
+    read_pattern,
+    read_strings,
+    read_types,
 )
 from penstock.grammar.schema.numbers import Bounds
 from penstock.grammar.schema.shapes import (
@@ -50,7 +50,7 @@ def typed_shapes(schemas: Schemas, node: SchemaNode, is_older: bool) -> list[Sha
         node: the schema.
         is_older: whether the document uses a draft before 2020-12.
     """
-    types = types_of(node)
+    types = read_types(node)
     shapes: list[Shape] = []
     if "null" in types:
         shapes.append(Literal(None))
@@ -69,10 +69,10 @@ def typed_shapes(schemas: Schemas, node: SchemaNode, is_older: bool) -> list[Sha
 
 def _numeric(node: SchemaNode, is_integer: bool) -> Numeric:
     numbers = {
-        keyword: number_of(node, keyword)
+        keyword: read_number(node, keyword)
         for keyword in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
     }
-    bounds = Bounds(numbers["minimum"], numbers["maximum"]).both(
+    bounds = Bounds(numbers["minimum"], numbers["maximum"]).intersection(
         Bounds(numbers["exclusiveMinimum"], numbers["exclusiveMaximum"], True, True)
     )
     factor = numbers["multipleOf"]
@@ -84,16 +84,16 @@ def _numeric(node: SchemaNode, is_integer: bool) -> Numeric:
 
 
 def _text(node: SchemaNode) -> StringShape:
-    min_count, max_count = counts_of(node, "minLength", "maxLength")
+    min_count, max_count = read_counts(node, "minLength", "maxLength")
     conditions: list[Condition] = []
     pattern = node.schema.get("pattern")
     if pattern is not None:
-        tree, lookaheads = pattern_of(node)
+        tree, lookaheads = read_pattern(node)
         conditions.append(Condition(tree, node, "pattern"))
         conditions += [
             Condition(lookahead, node, "pattern", is_negated) for lookahead, is_negated in lookaheads
         ]
-    name = format_of(node)
+    name = read_format(node)
     if name in formats.UNSUPPORTED:
         supported_formats = ", ".join(formats.SUPPORTED)
         reason = f"{name!r} needs enum or const; a grammar can express {supported_formats}"
@@ -108,7 +108,7 @@ def _array(node: SchemaNode, is_older: bool) -> Array:
     is_unique = schema.get("uniqueItems", False)
     if not isinstance(is_unique, bool):
         raise invalid_keyword(node, "uniqueItems", "true or false")
-    min_count, max_count = counts_of(node, "minItems", "maxItems")
+    min_count, max_count = read_counts(node, "minItems", "maxItems")
     if "prefixItems" in schema and is_older:
         reason = "the draft in $schema does not define it: use draft 2020-12"
         raise UnsupportedSchemaError("prefixItems", node.where, reason)
@@ -133,11 +133,11 @@ def _array(node: SchemaNode, is_older: bool) -> Array:
 def _object(schemas: Schemas, node: SchemaNode) -> Object:
     schema = node.schema
     properties: dict[str, Conjunction] = {
-        name: (SchemaNode(property_schema, f"{node.where}/properties/{escaped(name)}"),)
-        for name, property_schema in mapping_of(node, "properties").items()
+        name: (SchemaNode(property_schema, f"{node.where}/properties/{escape_pointer(name)}"),)
+        for name, property_schema in read_mapping(node, "properties").items()
     }
-    required = frozenset(strings_of(node, "required", schema.get("required", [])))
-    min_count, max_count = counts_of(node, "minProperties", "maxProperties")
+    required = frozenset(read_strings(node, "required", schema.get("required", [])))
+    min_count, max_count = read_counts(node, "minProperties", "maxProperties")
     additional_schemas, restricts_additional, name_schema = ANYTHING, False, None
     if "additionalProperties" in schema:
         additional_schemas = (
@@ -173,7 +173,7 @@ def _closes(node: SchemaNode, keyword: str) -> bool:
 
 
 def _with_patterns(schemas: Schemas, node: SchemaNode, result: Object) -> Object:
-    patterns = mapping_of(node, "patternProperties")
+    patterns = read_mapping(node, "patternProperties")
     if not patterns:
         return result
 
@@ -190,7 +190,7 @@ def _with_patterns(schemas: Schemas, node: SchemaNode, result: Object) -> Object
         if has_shape(schemas, names, name):
             raise unsupported_pattern(f"the property {name!r} matches the pattern {pattern!r} too")
     additional_properties = (
-        SchemaNode(pattern_schema, f"{node.where}/patternProperties/{escaped(pattern)}"),
+        SchemaNode(pattern_schema, f"{node.where}/patternProperties/{escape_pointer(pattern)}"),
     )
     properties = result.properties
     if not result.restricts_additional:

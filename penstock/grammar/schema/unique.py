@@ -7,7 +7,7 @@ from math import comb
 
 from penstock.errors import UnsupportedSchemaError
 from penstock.grammar.schema.ebnf import NOTHING, EbnfRules, choice, sequence
-from penstock.grammar.schema.keywords import identity
+from penstock.grammar.schema.keywords import equality_key
 from penstock.grammar.schema.shapes import Array, Conjunction, Literal, Numeric, Schemas
 
 MAX_SUBSETS = 256  # maximum number of sets of used values, each of which is a rule
@@ -32,14 +32,14 @@ def listed_values(schemas: Schemas, conjunction: Conjunction) -> list[object] | 
     values_by_identity: dict[Hashable, object] = {}
     for shape in schemas.shapes(conjunction):
         if isinstance(shape, Literal):
-            values_by_identity.setdefault(identity(shape.value), shape.value)
+            values_by_identity.setdefault(equality_key(shape.value), shape.value)
         elif isinstance(shape, Numeric) and shape.is_integer:
             low, high = shape.bounds.integers()
             factor = shape.multiple_of
             if low is None or high is None or (high - low) // factor > MAX_VALUES:
                 return None
             for value in range(-(-low // factor) * factor, high + 1, factor):
-                values_by_identity.setdefault(identity(value), value)
+                values_by_identity.setdefault(equality_key(value), value)
         else:
             return None
     return list(values_by_identity.values())
@@ -97,8 +97,8 @@ class UniqueWriter:
 
     def refused(self, shape: Array, reason: str) -> UnsupportedSchemaError:
         """Return the error for an unsupported array."""
-        assert shape.unique_at is not None
-        return UnsupportedSchemaError("uniqueItems", shape.unique_at.where, reason)
+        assert shape.unique_items_node is not None
+        return UnsupportedSchemaError("uniqueItems", shape.unique_items_node.where, reason)
 
     def add(self, options: list[str]) -> str | None:
         """Return the name of a rule with these options; None without options."""
@@ -163,7 +163,7 @@ class _AnyOrder:
             if count < self._max_count:
                 values = self._prefix[count] if count < len(self._prefix) else self._rest
                 for value in values:
-                    name = identity(value)
+                    name = equality_key(value)
                     if (
                         name not in used_values
                         and (rest := self._after(count + 1, used_values | {name})) is not None
@@ -185,7 +185,7 @@ def _are_distinct(lists: list[list[object]], min_count: int) -> bool:
 
     def assign(index: int, visited_values: set[Hashable]) -> bool:
         for value in item_values[index]:
-            name = identity(value)
+            name = equality_key(value)
             if name not in visited_values:
                 visited_values.add(name)
                 if name not in items_by_value or assign(items_by_value[name], visited_values):

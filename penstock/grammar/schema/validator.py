@@ -13,19 +13,19 @@ from penstock.grammar.schema import regex
 from penstock.grammar.schema.formats import has_format
 from penstock.grammar.schema.keywords import (
     are_unique,
-    branches_of,
-    counts_of,
-    decimal_of,
-    escaped,
-    format_of,
-    identity,
+    equality_key,
+    escape_pointer,
     invalid_keyword,
     is_number,
-    mapping_of,
-    number_of,
-    pattern_of,
-    strings_of,
-    types_of,
+    read_branches,
+    read_counts,
+    read_format,
+    read_mapping,
+    read_number,
+    read_pattern,
+    read_strings,
+    read_types,
+    to_decimal,
 )
 from penstock.grammar.schema.shapes import SchemaNode
 
@@ -110,22 +110,22 @@ class Validator:
 
     def _matches_enum(self, node: SchemaNode, value: object) -> bool:
         schema = node.schema
-        if "const" in schema and identity(schema["const"]) != identity(value):
+        if "const" in schema and equality_key(schema["const"]) != equality_key(value):
             return False
         if "enum" not in schema:
             return True
         if node.where not in self._enum_identities:
             if not isinstance(schema["enum"], list):
                 raise invalid_keyword(node, "enum", "an array")
-            self._enum_identities[node.where] = frozenset(map(identity, schema["enum"]))
-        return identity(value) in self._enum_identities[node.where]
+            self._enum_identities[node.where] = frozenset(map(equality_key, schema["enum"]))
+        return equality_key(value) in self._enum_identities[node.where]
 
     def _satisfies_string_keywords(self, node: SchemaNode, value: str) -> bool:
-        if not _is_between(len(value), counts_of(node, "minLength", "maxLength")):
+        if not _is_between(len(value), read_counts(node, "minLength", "maxLength")):
             return False
         if "pattern" in node.schema and not self._matches(node, value):
             return False
-        return has_format(format_of(node), value)
+        return has_format(read_format(node), value)
 
     def _matches(self, node: SchemaNode, value: str) -> bool:
         """Return whether a text matches the pattern of a schema.
@@ -135,7 +135,7 @@ class Validator:
         """
         pattern = node.schema["pattern"]
         if not isinstance(pattern, str) or pattern not in self._patterns:
-            self._patterns[pattern if isinstance(pattern, str) else ""] = pattern_of(node)
+            self._patterns[pattern if isinstance(pattern, str) else ""] = read_pattern(node)
         tree, lookaheads = self._patterns[pattern]
         is_match = regex.matches(tree, value) and all(
             regex.matches(lookahead, value) != is_negated for lookahead, is_negated in lookaheads
@@ -146,7 +146,7 @@ class Validator:
 
     def _satisfies_array_keywords(self, node: SchemaNode, value: list[object]) -> bool:
         schema = node.schema
-        if not _is_between(len(value), counts_of(node, "minItems", "maxItems")):
+        if not _is_between(len(value), read_counts(node, "minItems", "maxItems")):
             return False
         if schema.get("uniqueItems", False) is not False and not are_unique(value):
             return False
@@ -165,22 +165,22 @@ class Validator:
             return False
         if "contains" not in schema:
             return True
-        min_count, max_count = counts_of(node, "minContains", "maxContains")
+        min_count, max_count = read_counts(node, "minContains", "maxContains")
         count = sum(self._holds(_subschema(node, "contains", schema["contains"]), item) for item in value)
         return _is_between(count, (min_count if "minContains" in schema else 1, max_count))
 
     def _satisfies_object_keywords(self, node: SchemaNode, value: dict[str, object]) -> bool:
         schema = node.schema
-        if not _is_between(len(value), counts_of(node, "minProperties", "maxProperties")):
+        if not _is_between(len(value), read_counts(node, "minProperties", "maxProperties")):
             return False
-        if not set(strings_of(node, "required", schema.get("required", []))) <= value.keys():
+        if not set(read_strings(node, "required", schema.get("required", []))) <= value.keys():
             return False
-        for name, names in mapping_of(node, "dependentRequired").items():
-            if name in value and not set(strings_of(node, "dependentRequired", names)) <= value.keys():
+        for name, names in read_mapping(node, "dependentRequired").items():
+            if name in value and not set(read_strings(node, "dependentRequired", names)) <= value.keys():
                 return False
-        for name, dependent in mapping_of(node, "dependentSchemas").items():
+        for name, dependent in read_mapping(node, "dependentSchemas").items():
             if name in value and not self._holds(
-                _subschema(node, f"dependentSchemas/{escaped(name)}", dependent), value
+                _subschema(node, f"dependentSchemas/{escape_pointer(name)}", dependent), value
             ):
                 return False
         return all(self._satisfies_property_schemas(node, name, member) for name, member in value.items())
@@ -188,11 +188,11 @@ class Validator:
     def _satisfies_property_schemas(self, node: SchemaNode, name: str, value: object) -> bool:
         schema = node.schema
         parts = []
-        properties = mapping_of(node, "properties")
+        properties = read_mapping(node, "properties")
         if name in properties:
-            parts.append(_subschema(node, f"properties/{escaped(name)}", properties[name]))
-        for pattern, pattern_schema in mapping_of(node, "patternProperties").items():
-            where = f"patternProperties/{escaped(pattern)}"
+            parts.append(_subschema(node, f"properties/{escape_pointer(name)}", properties[name]))
+        for pattern, pattern_schema in read_mapping(node, "patternProperties").items():
+            where = f"patternProperties/{escape_pointer(pattern)}"
             if self._matches(_subschema(node, where, {"pattern": pattern}), name):
                 parts.append(_subschema(node, where, pattern_schema))
         if not parts:
@@ -212,12 +212,14 @@ class Validator:
         schema = node.schema
         if "$ref" in schema and not self._holds(self._resolve(node), value):
             return False
-        if not all(self._holds(branch, value) for branch in branches_of(node, "allOf")):
+        if not all(self._holds(branch, value) for branch in read_branches(node, "allOf")):
             return False
-        if "anyOf" in schema and not any(self._holds(branch, value) for branch in branches_of(node, "anyOf")):
+        if "anyOf" in schema and not any(
+            self._holds(branch, value) for branch in read_branches(node, "anyOf")
+        ):
             return False
         if "oneOf" in schema:
-            branches = branches_of(node, "oneOf")
+            branches = read_branches(node, "oneOf")
             if sum(self._holds(branch, value) for branch in branches) != 1:
                 return False
         if "not" in schema and self._holds(_subschema(node, "not", schema["not"]), value):
@@ -246,21 +248,24 @@ def _has_type(node: SchemaNode, value: object) -> bool:
         int: ("integer", "number"),
         float: ("integer", "number") if isinstance(value, float) and value.is_integer() else ("number",),
     }
-    types = types_of(node)
+    types = read_types(node)
     return any(name in types for name in names[type(value)])
 
 
 def _is_in_range(node: SchemaNode, value: int | float) -> bool:
-    number = decimal_of(value)
-    low, high = number_of(node, "minimum"), number_of(node, "maximum")
-    exclusive_low, exclusive_high = number_of(node, "exclusiveMinimum"), number_of(node, "exclusiveMaximum")
+    number = to_decimal(value)
+    low, high = read_number(node, "minimum"), read_number(node, "maximum")
+    exclusive_low, exclusive_high = (
+        read_number(node, "exclusiveMinimum"),
+        read_number(node, "exclusiveMaximum"),
+    )
     if (low is not None and number < low) or (high is not None and number > high):
         return False
     if (exclusive_low is not None and number <= exclusive_low) or (
         exclusive_high is not None and number >= exclusive_high
     ):
         return False
-    factor = number_of(node, "multipleOf")
+    factor = read_number(node, "multipleOf")
     if factor is None:
         return True
     if factor <= 0:
