@@ -1,4 +1,4 @@
-"""Compiles and matches grammars with xgrammar. It has no limits on memory or time per mask."""
+"""Compiles and matches grammars with xgrammar, which has no limits on the memory and the time of a mask."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class XGrammarBackend:
                 compiled = self._compiler.compile_grammar(source.text)
         except PenstockError:
             raise
-        except Exception as error:  # the library raises RuntimeError, ValueError and errors of tvm
+        except Exception as error:  # xgrammar raises RuntimeError, ValueError and errors of tvm
             raise InputError(f"the {grammar.kind} grammar is not valid: {_readable_error(error)}") from None
         self._check_start(compiled)
         return CompiledXGrammar(compiled)
@@ -62,7 +62,7 @@ class XGrammarBackend:
         mask = torch.empty((1, -(-self._vocab_size // 32)), dtype=torch.int32)
         xgr.GrammarMatcher(compiled).fill_next_token_bitmask(mask)
         if not mask.any():
-            raise InputError("the grammar allows no output: no token can begin one")
+            raise InputError("the grammar allows no output: it allows no first token")
 
     def _token_id(self, token: str) -> int | None:
         token_id = self._tokenizer.backend.token_to_id(token)
@@ -77,7 +77,7 @@ class XGrammarBackend:
         info = xgr.TokenizerInfo(
             tokens, xgr.VocabType.RAW, vocab_size=self._vocab_size, stop_token_ids=stop_token_ids
         )
-        # Few threads, to leave cores to the model. No cache, because `GrammarCompiler` has one.
+        # Few threads, so that the model has enough cores. No cache, because `GrammarCompiler` has a cache.
         threads = max((os.cpu_count() or 1) // 4, 1)
         return xgr.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
 

@@ -1,4 +1,4 @@
-"""The blocks of one group of layers: free, referenced, or cached.
+"""`BlockPool`: the blocks of one group of layers, which are free, referenced or cached.
 
 Each block except the null block is in exactly one of three states::
 
@@ -14,8 +14,9 @@ Each block except the null block is in exactly one of three states::
                evict: the least |  oldest  ...  newest |
                recently used    +---------------------+
 
-Block 0 is the null block. It pads block tables and stands for blocks before a window. It is never allocated
-and has no references and no content. Allocation is deterministic: the same calls give the same blocks.
+Block 0 is the null block. It pads block tables and replaces freed blocks before a window. It is never
+allocated, and has neither references nor content. Allocation is deterministic: the same calls give the same
+blocks.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class BlockPool:
         assert num_blocks >= 1, f"a pool has at least the null block, not {num_blocks} blocks"
         self._references = [0] * num_blocks
         self._digests: list[bytes | None] = [None] * num_blocks
-        self._block_of: dict[bytes, int] = {}
+        self._blocks_by_digest: dict[bytes, int] = {}
         self._free = list(range(num_blocks - 1, 0, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self.on_evict: Callable[[bytes], None] | None = None
@@ -83,11 +84,11 @@ class BlockPool:
 
     def lookup(self, digest: bytes) -> int | None:
         """Return the block with this digest, or None. The block can be evicted unless it is retained."""
-        return self._block_of.get(digest)
+        return self._blocks_by_digest.get(digest)
 
     def find(self, digest: bytes) -> int:
         """Return the block with this digest, which must be registered."""
-        return self._block_of[digest]
+        return self._blocks_by_digest[digest]
 
     def retain(self, blocks: Iterable[int]) -> None:
         """Add a reference to each block. The blocks must be referenced or cached."""
@@ -99,8 +100,8 @@ class BlockPool:
     def release(self, blocks: Iterable[int]) -> None:
         """Remove one reference from each block.
 
-        Of the blocks in one call, the last block is evicted first. The beginning of a prompt is shared more
-        often than its end, and the end cannot be used without the beginning.
+        The last of the ``blocks`` is evicted first, because the beginning of a prompt is shared more often
+        than its end, and later blocks cannot be used without the earlier blocks.
         """
         for block in reversed(list(blocks)):
             assert self._references[block] > 0, f"block {block} is released but not in use"
@@ -120,23 +121,24 @@ class BlockPool:
             ``block`` then becomes free when its last reference is removed.
         """
         assert self._references[block] > 0, f"block {block} is registered but not in use"
-        assert self._digests[block] is None, f"block {block} has a known content already"
-        if digest in self._block_of:
+        assert self._digests[block] is None, f"the content of block {block} is already registered"
+        if digest in self._blocks_by_digest:
             return False
         self._digests[block] = digest
-        self._block_of[digest] = block
+        self._blocks_by_digest[digest] = block
         return True
 
     def forget(self) -> None:
         """Unregister the content of all blocks. Cached blocks become free; referenced blocks stay in use."""
         self._free += reversed(self._cached)
         self._cached.clear()
-        self._block_of.clear()
+        self._blocks_by_digest.clear()
         self._digests = [None] * len(self._digests)
 
     def check_integrity(self) -> None:
         """Raise an AssertionError with the block counts unless each block is in exactly one state."""
-        # The scheduler calls this when it becomes idle. The loops over all blocks run in C, to be fast.
+        # The scheduler calls this method when it becomes idle. The loops over all blocks run in C to save
+        # time.
         references, digests = self._references.__getitem__, self._digests.__getitem__
         free, cached = len(self._free), len(self._cached)
         referenced = sum(map(bool, self._references))
@@ -145,21 +147,24 @@ class BlockPool:
         )
         assert self._references[NULL_BLOCK] == 0, f"null block: {self._references[NULL_BLOCK]} references"
         assert len({NULL_BLOCK, *self._free, *self._cached}) == 1 + free + cached, "a block is free twice"
-        wrong = sum(map(references, self._free)) + sum(map(references, self._cached))
-        assert wrong == 0, f"{wrong} references to free or cached blocks"
+        num_wrong = sum(map(references, self._free)) + sum(map(references, self._cached))
+        assert num_wrong == 0, f"{num_wrong} references to free or cached blocks"
         assert not any(map(digests, self._free)), "the content of a free block is known"
         assert all(map(digests, self._cached)), "the content of a cached block is not known"
-        known = len(self._digests) - self._digests.count(None)
-        found = sum(map(operator.eq, map(digests, self._block_of.values()), self._block_of))
-        assert known == found == len(self._block_of), (
-            f"{known} blocks have a digest, {found} of {len(self._block_of)} digests map to their block"
+        num_digests = len(self._digests) - self._digests.count(None)
+        num_consistent = sum(
+            map(operator.eq, map(digests, self._blocks_by_digest.values()), self._blocks_by_digest)
+        )
+        assert num_digests == num_consistent == len(self._blocks_by_digest), (
+            f"{num_digests} blocks have a digest, {num_consistent} of {len(self._blocks_by_digest)} digests "
+            "map to their block"
         )
 
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)
         digest = self._digests[block]
         assert digest is not None, f"cached block {block} has no known content"
-        del self._block_of[digest]
+        del self._blocks_by_digest[digest]
         self._digests[block] = None
         if self.on_evict is not None:
             self.on_evict(digest)

@@ -1,4 +1,4 @@
-"""Digests of blocks. A digest covers the tokens of a block and all tokens before the block."""
+"""Computes the digests of blocks. A digest covers the tokens of a block and all tokens before the block."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from penstock.pipelines.core import InputContext, TextAndVisionContext
 
-DIGEST_SIZE = 32  # in bytes; after a collision, a request would reuse the KV of another prompt
+DIGEST_SIZE = 32  # bytes; long, because after a collision a request would reuse the KV of another prompt
 
 
 def chain_root(adapter_digest: bytes | None, cache_salt: str | None, regime: int = 0) -> bytes:
@@ -34,8 +34,8 @@ def context_root(
 
     An adapter changes keys and values, so the digest of its content is part of the root. The name of an
     adapter is not enough, because it can later refer to another adapter. Without a digest, no blocks are
-    shared. All images have the same tokens, so blocks with images are shared only if ``token_hash_overrides``
-    identifies the images. The regime is part of the root as well.
+    shared. All images have the same token ids. Blocks with images are therefore shared only if
+    ``token_hash_overrides`` identifies the images. The regime is also part of the root.
     """
     if isinstance(context, TextAndVisionContext) and not context.identifies_images:
         return None
@@ -72,7 +72,7 @@ def chain_digests(
     data, width = ids.tobytes(), 8 * block_size
     digests = []
     for offset, block in enumerate(blocks):
-        # The positions of overrides are hashed too, so that an override differs from a token with the same
+        # The positions of overrides are also hashed, so that an override differs from a token with the same
         # id.
         overridden = np.array(marks[block], dtype="<u8").tobytes() if block in marks else b""
         parent = _digest(parent + data[offset * width : (offset + 1) * width] + overridden)

@@ -43,7 +43,7 @@ def all_types() -> list[Shape]:
 
 
 def typed_shapes(schemas: Schemas, node: SchemaNode, is_older: bool) -> list[Shape]:
-    """Return one or more shapes for each type that a schema allows, restricted by the keywords of the type.
+    """Return the shapes of each type that a schema allows, restricted by the keywords of the type.
 
     Args:
         schemas: reads nested schemas.
@@ -79,7 +79,9 @@ def _numeric(node: SchemaNode, is_integer: bool) -> Numeric:
     if factor is None:
         return Numeric(bounds, is_integer)
     if factor != int(factor) or factor <= 0:
-        raise UnsupportedSchemaError("multipleOf", node.where, f"only whole numbers are, was {factor}")
+        raise UnsupportedSchemaError(
+            "multipleOf", node.where, f"only whole numbers are supported, was {factor}"
+        )
     return Numeric(bounds, True, int(factor), node.where)
 
 
@@ -121,11 +123,11 @@ def _array(node: SchemaNode, is_older: bool) -> Array:
     )
     items = ANYTHING
     if isinstance(schema.get("items"), list):
-        reason = "an array of schemas is an old spelling: use prefixItems"
+        reason = "an array of schemas is the syntax of older drafts: use prefixItems"
         raise UnsupportedSchemaError("items", node.where, reason)
     if "items" in schema:
         items = (SchemaNode(schema["items"], f"{node.where}/items"),)
-    elif _closes(node, "unevaluatedItems"):
+    elif _forbids_others(node, "unevaluatedItems"):
         items = NEVER
     return Array(prefix, items, min_count, max_count, node if is_unique else None)
 
@@ -144,7 +146,7 @@ def _object(schemas: Schemas, node: SchemaNode) -> Object:
             SchemaNode(schema["additionalProperties"], f"{node.where}/additionalProperties"),
         )
         restricts_additional = True
-    elif _closes(node, "unevaluatedProperties"):
+    elif _forbids_others(node, "unevaluatedProperties"):
         additional_schemas, restricts_additional = NEVER, True
     result = Object(
         properties,
@@ -160,12 +162,12 @@ def _object(schemas: Schemas, node: SchemaNode) -> Object:
     return _with_names(schemas, node, result)
 
 
-def _closes(node: SchemaNode, keyword: str) -> bool:
+def _forbids_others(node: SchemaNode, keyword: str) -> bool:
     """Return whether an ``unevaluated...`` keyword is false, which excludes all other items or properties."""
     if node.schema.get(keyword, True) is True:
         return False
     if node.schema[keyword] is not False:
-        raise UnsupportedSchemaError(keyword, node.where, "only true and false are")
+        raise UnsupportedSchemaError(keyword, node.where, "only true and false are supported")
     if any(applicator in node.schema for applicator in _APPLICATORS):
         reason = f"not together with {', '.join(_APPLICATORS)}: set it in each branch"
         raise UnsupportedSchemaError(keyword, node.where, reason)
@@ -194,7 +196,8 @@ def _with_patterns(schemas: Schemas, node: SchemaNode, result: Object) -> Object
     )
     properties = result.properties
     if not result.restricts_additional:
-        # Names that do not match the pattern stay allowed, so required names become named properties.
+        # Names that do not match the pattern stay allowed. Required names must therefore become named
+        # properties.
         unnamed_properties = sorted(result.required - properties.keys())
         properties = properties | dict.fromkeys(unnamed_properties, ANYTHING)
     return replace(

@@ -1,4 +1,4 @@
-"""Arrays with ``uniqueItems``, whose items have a limited number of possible values."""
+"""Writes arrays with ``uniqueItems``. Their items must have a limited number of possible values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def has_enough_items(schemas: Schemas, shape: Array) -> bool:
 
 
 def listed_values(schemas: Schemas, conjunction: Conjunction) -> list[object] | None:
-    """Return the distinct values of a conjunction; None if they are neither listed nor few integers."""
+    """Return the distinct values of a conjunction: listed values or a few integers. None for others."""
     values_by_identity: dict[Hashable, object] = {}
     for shape in schemas.shapes(conjunction):
         if isinstance(shape, Literal):
@@ -48,8 +48,8 @@ def listed_values(schemas: Schemas, conjunction: Conjunction) -> list[object] | 
 class UniqueWriter:
     """Writes the grammars of arrays with unique items.
 
-    Any order needs one rule per set of used values. If there would be more than `MAX_SUBSETS` rules, the
-    values come in the order of the schema.
+    A grammar for items in any order has one rule per set of used values. If this would result in more than
+    `MAX_SUBSETS` rules, the values must come in the order of the schema.
 
     Args:
         rules: receives the new rules.
@@ -90,43 +90,45 @@ class UniqueWriter:
     def _values(self, shape: Array, conjunction: Conjunction) -> list[object]:
         values = listed_values(self._schemas, conjunction)
         if values is None or len(values) > MAX_VALUES:
-            raise self.refused(
+            raise self.unsupported_error(
                 shape, f"only where the items are of enum, const, boolean, or at most {MAX_VALUES} integers"
             )
         return values
 
-    def refused(self, shape: Array, reason: str) -> UnsupportedSchemaError:
+    def unsupported_error(self, shape: Array, reason: str) -> UnsupportedSchemaError:
         """Return the error for an unsupported array."""
         assert shape.unique_items_node is not None
         return UnsupportedSchemaError("uniqueItems", shape.unique_items_node.where, reason)
 
     def add(self, options: list[str]) -> str | None:
-        """Return the name of a rule with these options; None without options."""
+        """Return the name of a rule with ``options``; None if there are no options."""
         return self._rules.add("unique", choice(options)) if options else None
 
     def item(self, value: object, is_first: bool) -> str:
-        """Return the expression of an item, with a comma before it unless it is the first."""
+        """Return the expression of an item. A comma precedes every item except the first."""
         return sequence(NOTHING if is_first else self._comma, self._rules.add("item", self._write(value)))
 
     def _in_order(self, values: list[object], min_count: int, max_count: int) -> str | None:
         """Return the expression of items in the order of the schema.
 
-        Counts the items only as far as a bound can be violated.
+        The items are counted only up to the number from which no bound can be violated.
         """
-        highest = max(min_count, max_count if max_count < len(values) else 1)
-        rests: list[str | None] = [NOTHING if count >= min_count else None for count in range(highest + 1)]
+        max_state = max(min_count, max_count if max_count < len(values) else 1)
+        expressions: list[str | None] = [
+            NOTHING if count >= min_count else None for count in range(max_state + 1)
+        ]
         for value in reversed(values):
-            new_rests: list[str | None] = []
-            for count in range(highest + 1):
+            new_expressions: list[str | None] = []
+            for count in range(max_state + 1):
                 options = []
                 can_add = count < max_count or max_count == len(values)
-                if can_add and (rest := rests[min(count + 1, highest)]) is not None:
+                if can_add and (rest := expressions[min(count + 1, max_state)]) is not None:
                     options.append(sequence(self.item(value, count == 0), rest))
-                if (rest_without_value := rests[count]) is not None:
+                if (rest_without_value := expressions[count]) is not None:
                     options.append(rest_without_value)
-                new_rests.append(self.add(options))
-            rests = new_rests
-        return rests[0]
+                new_expressions.append(self.add(options))
+            expressions = new_expressions
+        return expressions[0]
 
 
 class _AnyOrder:
@@ -148,7 +150,7 @@ class _AnyOrder:
         self._rules_by_state: dict[tuple[int, frozenset[Hashable]], str | None] = {}
 
     def write(self) -> str | None:
-        """Return the expression of all items; None if there can be no array."""
+        """Return the expression of all items; None if no array is possible."""
         return self._after(0, frozenset())
 
     def _after(self, count: int, used_values: frozenset[Hashable]) -> str | None:
@@ -157,16 +159,16 @@ class _AnyOrder:
         if key not in self._rules_by_state:
             if len(self._rules_by_state) > 2 * MAX_SUBSETS:
                 reason = f"with prefixItems, only up to {2 * MAX_SUBSETS} sets of items"
-                raise self._writer.refused(self._shape, reason)
+                raise self._writer.unsupported_error(self._shape, reason)
             self._rules_by_state[key] = None
             options = [NOTHING] if count >= self._shape.min_count else []
             if count < self._max_count:
                 values = self._prefix[count] if count < len(self._prefix) else self._rest
                 for value in values:
-                    name = equality_key(value)
+                    value_key = equality_key(value)
                     if (
-                        name not in used_values
-                        and (rest := self._after(count + 1, used_values | {name})) is not None
+                        value_key not in used_values
+                        and (rest := self._after(count + 1, used_values | {value_key})) is not None
                     ):
                         options.append(sequence(self._writer.item(value, count == 0), rest))
             self._rules_by_state[key] = self._writer.add(options)
@@ -176,7 +178,7 @@ class _AnyOrder:
 def _are_distinct(lists: list[list[object]], min_count: int) -> bool:
     """Return whether `min_count` items can have distinct values, by bipartite matching.
 
-    Item i has a value of ``lists[i]``, or of the last list for all further items.
+    Item i has a value in ``lists[i]``. Items beyond the lists have a value in the last list.
     """
     item_values = [*lists, *[lists[-1]] * (min_count - len(lists))]
     if min_count > sum(map(len, lists)):
@@ -185,11 +187,11 @@ def _are_distinct(lists: list[list[object]], min_count: int) -> bool:
 
     def assign(index: int, visited_values: set[Hashable]) -> bool:
         for value in item_values[index]:
-            name = equality_key(value)
-            if name not in visited_values:
-                visited_values.add(name)
-                if name not in items_by_value or assign(items_by_value[name], visited_values):
-                    items_by_value[name] = index
+            value_key = equality_key(value)
+            if value_key not in visited_values:
+                visited_values.add(value_key)
+                if value_key not in items_by_value or assign(items_by_value[value_key], visited_values):
+                    items_by_value[value_key] = index
                     return True
         return False
 

@@ -1,7 +1,7 @@
 """Tests whether a value satisfies a schema.
 
-Used for values that a schema lists with `enum` or `const`. It also evaluates keywords that grammars
-do not support.
+The validator is used for values that a schema lists with `enum` or `const`. It also evaluates keywords that
+grammars do not support.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from penstock.grammar.schema.shapes import SchemaNode
 
 _MAX_DEPTH = 100
 _EVALUATED_KEYWORDS = frozenset({"not", "if", "then", "else", "contains", "minContains", "maxContains"})
-# Characters that are in the same classes in all regex dialects.
+# Characters that belong to the same character classes in all dialects of regular expressions.
 _PORTABLE_CHARACTERS = frozenset(map(chr, range(32, 127)))
 
 
 class _DialectsDifferError(Exception):
-    """ECMA 262 and Python may disagree on whether a value matches a pattern."""
+    """A value may match a pattern in ECMA 262 but not in Python, or the reverse."""
 
 
 class Validator:
@@ -66,13 +66,13 @@ class Validator:
             InputError: a schema is malformed.
         """
         try:
-            return self._holds(node, value)
+            return self._satisfies(node, value)
         except _DialectsDifferError:
             return False
         finally:
             self._depth = 0
 
-    def _holds(self, node: SchemaNode, value: object) -> bool:
+    def _satisfies(self, node: SchemaNode, value: object) -> bool:
         schema = node.schema
         if isinstance(schema, bool):
             return schema
@@ -85,9 +85,7 @@ class Validator:
             raise UnsupportedSchemaError("$id", node.where, "only the outermost schema may have one")
         self._depth += 1
         if self._depth > _MAX_DEPTH:
-            raise UnsupportedSchemaError(
-                "$ref", node.where, f"more than {_MAX_DEPTH} schemas inside each other"
-            )
+            raise UnsupportedSchemaError("$ref", node.where, f"more than {_MAX_DEPTH} nested schemas")
         try:
             return (
                 _has_type(node, value)
@@ -154,19 +152,21 @@ class Validator:
         if not isinstance(prefix, list):
             raise invalid_keyword(node, "prefixItems", "an array")
         if isinstance(schema.get("items"), list):
-            reason = "an array of schemas is an old spelling: use prefixItems"
+            reason = "an array of schemas is the syntax of older drafts: use prefixItems"
             raise UnsupportedSchemaError("items", node.where, reason)
         other_items = schema["items"] if "items" in schema else _allows_others(node, "unevaluatedItems")
-        parts = [
+        item_schemas = [
             _subschema(node, f"prefixItems/{i}", prefix_schema) for i, prefix_schema in enumerate(prefix)
         ]
-        parts += [_subschema(node, "items", other_items)] * (len(value) - len(parts))
-        if not all(self._holds(part, item) for part, item in zip(parts, value, strict=False)):
+        item_schemas += [_subschema(node, "items", other_items)] * (len(value) - len(item_schemas))
+        if not all(
+            self._satisfies(item_schema, item) for item_schema, item in zip(item_schemas, value, strict=False)
+        ):
             return False
         if "contains" not in schema:
             return True
         min_count, max_count = read_counts(node, "minContains", "maxContains")
-        count = sum(self._holds(_subschema(node, "contains", schema["contains"]), item) for item in value)
+        count = sum(self._satisfies(_subschema(node, "contains", schema["contains"]), item) for item in value)
         return _is_between(count, (min_count if "minContains" in schema else 1, max_count))
 
     def _satisfies_object_keywords(self, node: SchemaNode, value: dict[str, object]) -> bool:
@@ -179,7 +179,7 @@ class Validator:
             if name in value and not set(read_strings(node, "dependentRequired", names)) <= value.keys():
                 return False
         for name, dependent in read_mapping(node, "dependentSchemas").items():
-            if name in value and not self._holds(
+            if name in value and not self._satisfies(
                 _subschema(node, f"dependentSchemas/{escape_pointer(name)}", dependent), value
             ):
                 return False
@@ -187,47 +187,49 @@ class Validator:
 
     def _satisfies_property_schemas(self, node: SchemaNode, name: str, value: object) -> bool:
         schema = node.schema
-        parts = []
+        subschemas = []
         properties = read_mapping(node, "properties")
         if name in properties:
-            parts.append(_subschema(node, f"properties/{escape_pointer(name)}", properties[name]))
+            subschemas.append(_subschema(node, f"properties/{escape_pointer(name)}", properties[name]))
         for pattern, pattern_schema in read_mapping(node, "patternProperties").items():
             where = f"patternProperties/{escape_pointer(pattern)}"
             if self._matches(_subschema(node, where, {"pattern": pattern}), name):
-                parts.append(_subschema(node, where, pattern_schema))
-        if not parts:
-            is_given = "additionalProperties" in schema
+                subschemas.append(_subschema(node, where, pattern_schema))
+        if not subschemas:
+            is_matched = "additionalProperties" in schema
             additional_schema = (
-                schema["additionalProperties"] if is_given else _allows_others(node, "unevaluatedProperties")
+                schema["additionalProperties"]
+                if is_matched
+                else _allows_others(node, "unevaluatedProperties")
             )
-            parts.append(_subschema(node, "additionalProperties", additional_schema))
-        if "propertyNames" in schema and not self._holds(
+            subschemas.append(_subschema(node, "additionalProperties", additional_schema))
+        if "propertyNames" in schema and not self._satisfies(
             _subschema(node, "propertyNames", schema["propertyNames"]), name
         ):
             return False
-        return all(self._holds(part, value) for part in parts)
+        return all(self._satisfies(subschema, value) for subschema in subschemas)
 
     def _satisfies_nested_schemas(self, node: SchemaNode, value: object) -> bool:
-        """Return whether a value satisfies the keywords whose schemas apply to the same value."""
+        """Return whether a value satisfies keywords such as ``allOf``, whose schemas apply to the value."""
         schema = node.schema
-        if "$ref" in schema and not self._holds(self._resolve(node), value):
+        if "$ref" in schema and not self._satisfies(self._resolve(node), value):
             return False
-        if not all(self._holds(branch, value) for branch in read_branches(node, "allOf")):
+        if not all(self._satisfies(branch, value) for branch in read_branches(node, "allOf")):
             return False
         if "anyOf" in schema and not any(
-            self._holds(branch, value) for branch in read_branches(node, "anyOf")
+            self._satisfies(branch, value) for branch in read_branches(node, "anyOf")
         ):
             return False
         if "oneOf" in schema:
             branches = read_branches(node, "oneOf")
-            if sum(self._holds(branch, value) for branch in branches) != 1:
+            if sum(self._satisfies(branch, value) for branch in branches) != 1:
                 return False
-        if "not" in schema and self._holds(_subschema(node, "not", schema["not"]), value):
+        if "not" in schema and self._satisfies(_subschema(node, "not", schema["not"]), value):
             return False
         if "if" not in schema:
             return True
-        keyword = "then" if self._holds(_subschema(node, "if", schema["if"]), value) else "else"
-        return keyword not in schema or self._holds(_subschema(node, keyword, schema[keyword]), value)
+        keyword = "then" if self._satisfies(_subschema(node, "if", schema["if"]), value) else "else"
+        return keyword not in schema or self._satisfies(_subschema(node, keyword, schema[keyword]), value)
 
 
 def _subschema(node: SchemaNode, path: str, schema: object) -> SchemaNode:
@@ -282,5 +284,7 @@ def _allows_others(node: SchemaNode, keyword: str) -> bool:
     if allows is not True and (
         allows is not False or any(applicator in node.schema for applicator in applicators)
     ):
-        raise UnsupportedSchemaError(keyword, node.where, "only true and false are, without other schemas")
+        raise UnsupportedSchemaError(
+            keyword, node.where, "only true and false are supported, without other schemas"
+        )
     return allows is True
