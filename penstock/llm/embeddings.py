@@ -284,9 +284,7 @@ class EmbeddingsMethods:
                 self._run_embeddings(results, use_tqdm)
             except BaseException:
                 for result in results:
-                    self.pipeline.release(
-                        result.context
-                    )  # frees the adapter slot that `ready` may have reserved
+                    self.pipeline.release(result.context)  # frees an adapter slot that `ready` reserved
                 raise
         return [result.response for result in results if result.response is not None]
 

@@ -334,7 +334,7 @@ class TextTokenizer:
                 "tools and chat_template_options need messages: a prompt does not go through the template"
             )
         if isinstance(request.prompt, str):
-            text = self._expanded(RenderedPrompt(request.prompt), request).text
+            text = self._expand_placeholders(RenderedPrompt(request.prompt), request).text
             return text, self._encode_prompt(text, add_special_tokens=True, is_limited=is_limited)
         assert request.prompt is not None
         return None, checked_prompt_ids(request.prompt, self.vocab_size)
@@ -350,7 +350,7 @@ class TextTokenizer:
             prompt = RenderedPrompt(render(messages))
         else:
             prompt = self._special_tokens.render(messages, render)
-        prompt = self._expanded(prompt, request)
+        prompt = self._expand_placeholders(prompt, request)
         if not prompt.boundaries:
             tokens = self._encode_prompt(prompt.text, add_special_tokens=False, is_limited=is_limited)
             return prompt.text, tokens
@@ -359,7 +359,7 @@ class TextTokenizer:
         ids = self._special_tokens.encode(self.backend, prompt, self.token_bytes)
         return prompt.text, checked_prompt_ids(ids, self.vocab_size)
 
-    def _expanded(self, prompt: RenderedPrompt, request: TokenGeneratorRequest) -> RenderedPrompt:
+    def _expand_placeholders(self, prompt: RenderedPrompt, request: TokenGeneratorRequest) -> RenderedPrompt:
         """Return the prompt with the placeholders of images expanded. Overridden for vision models."""
         return prompt
 
