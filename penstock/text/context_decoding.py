@@ -1,4 +1,4 @@
-"""State of `TextTokenizer.decode`: determines which tokens precede the passed tokens."""
+"""Determines which tokens of a text precede the tokens that are passed to `TextTokenizer.decode`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.pipelines.core import TextContext, TextGenerationStatus
-from penstock.text.detokenizer import TokenDecoder, text_of_delta
+from penstock.text.detokenizer import TokenDecoder, delta_text
 
 _NUM_PRECEDING = 64
-"""Number of preceding tokens to keep: the text of a token depends on a few visible tokens before it."""
+"""Number of preceding tokens to store, because the text of a token depends on a few visible tokens before it.
+"""
 _STATE = "_decode_state"
 
 
@@ -28,9 +29,9 @@ class TokenDelta:
     def text(self, tokenizer: TokenDecoder, skip_special_tokens: bool = True) -> str:
         """Return the text that these tokens add.
 
-        An incomplete character at the end belongs to the next delta, unless this delta is the last.
+        An incomplete character at the end belongs to the next delta, unless this delta is the last delta.
         """
-        return text_of_delta(
+        return delta_text(
             tokenizer,
             self.prompt,
             self.before,
@@ -44,7 +45,7 @@ class TokenDelta:
 class _DecodeState:
     """The position after the last call, in the generated tokens of a context and in its separate text.
 
-    The separate text consists of tokens that the caller passed but that the context has not generated.
+    The separate text consists of tokens that the caller has passed, but that the context has not generated.
     """
 
     num_generated: int = 0
@@ -59,15 +60,16 @@ class _DecodeState:
 def next_delta(context: TextContext, ids: list[int], bos: int | None) -> TokenDelta:
     """Return ``ids`` with the tokens before them, and store the position on the context.
 
-    This function must be called in the order in which the tokens are decoded. ``ids`` are searched among the
+    This function must be called in the order in which the tokens are decoded. It searches ``ids`` in the
     generated tokens of the context: after the tokens of the last call, then at the end, then at the
-    beginning. If they are not found, they continue the separate text. The separate text restarts if ``ids``
-    begin with ``bos``, the begin-of-sequence token, or if a call passes all of the separate text again.
+    beginning. If ``ids`` are not found, they continue the separate text. The separate text restarts if
+    ``ids`` begin with ``bos``, the begin-of-sequence token, or if a call passes all of the separate text
+    again.
     """
     state: _DecodeState = vars(context).setdefault(_STATE, _DecodeState())
     start = _position_in_generated(context, state, ids)
     if start is None:
-        return _delta_of_separate_text(state, ids, bos)
+        return _separate_text_delta(state, ids, bos)
     generated_tokens = context.generated_tokens
     end = state.num_generated = start + len(ids)
     state.had_all_generated = len(ids) == len(generated_tokens) > 1
@@ -90,7 +92,7 @@ def _position_in_generated(context: TextContext, state: _DecodeState, ids: list[
     return None
 
 
-def _delta_of_separate_text(state: _DecodeState, ids: list[int], bos: int | None) -> TokenDelta:
+def _separate_text_delta(state: _DecodeState, ids: list[int], bos: int | None) -> TokenDelta:
     start, separate_ids = state.num_separate, state.separate_ids
     if ids and ids[0] == bos:
         start, separate_ids = 0, []
