@@ -162,9 +162,8 @@ class FakePipeline:
 
     def _next_token(self, context: TextContext) -> int:
         if context.active_idx < context.end_idx:
-            return int(
-                context.all_tokens[context.active_idx]
-            )  # update() ignores this token, because the prompt continues
+            # update() ignores this token, because the prompt continues
+            return int(context.all_tokens[context.active_idx])
         token = self._choose(context)
         if token in context.eos_token_ids and len(context.generated_tokens) < context.min_tokens:
             return next(letter for letter in _LETTERS if letter not in context.eos_token_ids)

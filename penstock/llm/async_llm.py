@@ -183,7 +183,7 @@ class AsyncLLM(AsyncSpeechMethods):
             "adapter": adapter,
             "priority": priority,
         }
-        options = OutputOptions.of(1, None, logprobs, prompt_logprobs)
+        options = OutputOptions.from_arguments(1, None, logprobs, prompt_logprobs)
         return self._stream(sampling_params, options, fields)
 
     @hinting
@@ -209,7 +209,7 @@ class AsyncLLM(AsyncSpeechMethods):
             TaskMismatchError: the model does not generate text.
             UnavailableError: the worker process has crashed.
         """
-        options = OutputOptions.of(n, best_of, logprobs, prompt_logprobs)
+        options = OutputOptions.from_arguments(n, best_of, logprobs, prompt_logprobs)
         batch = BatchFields(
             response_format=response_format, grammar=grammar, adapter=adapter, priority=priority
         )
@@ -239,7 +239,7 @@ class AsyncLLM(AsyncSpeechMethods):
             TaskMismatchError: the model does not generate text.
             UnavailableError: the worker process has crashed.
         """
-        options = OutputOptions.of(n, best_of, logprobs, prompt_logprobs)
+        options = OutputOptions.from_arguments(n, best_of, logprobs, prompt_logprobs)
         batch = BatchFields(
             response_format=response_format, grammar=grammar, adapter=adapter, priority=priority
         )

@@ -64,9 +64,9 @@ def _as_response(delta: RequestDelta, builder: OutputBuilder) -> TextGenerationR
     rows: list[PackedLogProbabilities | None] = [*delta.log_probabilities]
     rows += [None] * (len(delta.token_ids) - len(rows))
     if delta.prompt_log_probabilities is not None:  # sent without an output token
-        builder.take_prompt_log_probabilities(delta.prompt_log_probabilities.unpacked())
+        builder.take_prompt_log_probabilities(delta.prompt_log_probabilities.unpack())
     tokens = [
-        TextResponse(token, None if row is None else row.unpacked())
+        TextResponse(token, None if row is None else row.unpack())
         for token, row in zip(delta.token_ids, rows, strict=True)
     ]
     return TextGenerationResponse(tokens, delta.status)

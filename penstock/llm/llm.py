@@ -147,7 +147,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
         batch = BatchFields(
             response_format=response_format, grammar=grammar, adapter=adapter, priority=priority
         )
-        options = OutputOptions.of(n, best_of, logprobs, prompt_logprobs)
+        options = OutputOptions.from_arguments(n, best_of, logprobs, prompt_logprobs)
         return self._text.generate(batch.for_prompts(prompts, images), sampling_params, options, use_tqdm)
 
     @hinting
@@ -191,7 +191,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
             response_format=response_format, grammar=grammar, adapter=adapter, priority=priority
         )
         fields = batch.for_conversations(messages, tools, chat_template_kwargs)
-        options = OutputOptions.of(n, best_of, logprobs, prompt_logprobs)
+        options = OutputOptions.from_arguments(n, best_of, logprobs, prompt_logprobs)
         return self._text.generate(fields, sampling_params, options, use_tqdm)
 
     @hinting
@@ -224,7 +224,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
         if (prompt is None) == (messages is None):
             raise InputError("give either a prompt or messages")
         (prompt_images,) = images_per_prompt(images, 1, is_one_prompt=True)
-        options = OutputOptions.of(1, None, logprobs, prompt_logprobs)
+        options = OutputOptions.from_arguments(1, None, logprobs, prompt_logprobs)
         request = self._text.request(
             0,
             params_for_each(self.config, sampling_params, 1)[0],

@@ -79,7 +79,9 @@ class OutputOptions:
     prompt_logprobs: int | None = None
 
     @classmethod
-    def of(cls, n: int, best_of: int | None, logprobs: int | None, prompt_logprobs: int | None) -> Self:
+    def from_arguments(
+        cls, n: int, best_of: int | None, logprobs: int | None, prompt_logprobs: int | None
+    ) -> Self:
         """Return the checked options.
 
         Raises:

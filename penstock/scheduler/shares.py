@@ -23,9 +23,8 @@ class ClientShares:
     def __init__(self) -> None:
         self._num_present: dict[str, int] = {}
         self._num_running: dict[str, int] = {}
-        self._turns: dict[
-            str, int
-        ] = {}  # client -> number of its last turn; the client with the smallest number comes first
+        # Client -> number of its last turn; the client with the smallest number comes first
+        self._turns: dict[str, int] = {}
         self._num_served = 0
         self._num_served_before = 0  # `_num_served` at the start of this step
 

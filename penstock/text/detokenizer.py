@@ -123,9 +123,8 @@ class Detokenizer:
         tail = self._held_text.encode() + run[-max(map(len, self._stop_bytes)) :]
         if not tail.endswith(self._stop_bytes):
             return ""
-        text = (
-            self._held_text + self._stream.peek()
-        )  # `tail` cannot be used, because decoders may strip its leading space
+        # `tail` cannot be used, because decoders may strip its leading space
+        text = self._held_text + self._stream.peek()
         return "" if _first_stop(text, self._stops) is None else self._release(self._stream.finish())
 
     def _record(self, text: str) -> str:

@@ -20,7 +20,7 @@ def stop_sequences(
 ) -> list[list[int]]:
     """Return the token sequences that usually spell a stop string.
 
-    A tokenizer merges a string with adjacent characters (``".\\n\\n"`` is one token in many vocabularies).
+    A tokenizer can merge a string with adjacent characters (``".\\n\\n"`` is one token in many vocabularies).
     Therefore the string is encoded alone, and with spaces, letters and punctuation before and after it. The
     first result is the sequence of the string alone. The text of every other sequence contains the string, so
     no sequence ends an output too early. Other token sequences that a model may generate for the string are
@@ -55,7 +55,7 @@ class StopSequenceCache:
         self._token_bytes = token_bytes
         self._sequences: dict[str, list[list[int]]] = {}
 
-    def of(self, stops: Iterable[str]) -> list[list[int]]:
+    def sequences(self, stops: Iterable[str]) -> list[list[int]]:
         """Return the token sequences of all stop strings (see `stop_sequences`)."""
         return [list(ids) for stop in stops for ids in self._cached_sequences(stop)]
 
@@ -72,7 +72,7 @@ class StopSequenceCache:
 def _shortest_sequence(
     ids: Sequence[int], target: bytes, token_bytes: Callable[[int], bytes]
 ) -> list[int] | None:
-    """Return the tokens that contain the first occurrence of ``target``; None if normalisation changed it."""
+    """Return the tokens that contain the first occurrence of ``target``; None if there is no occurrence."""
     token_texts = [token_bytes(token_id) for token_id in ids]
     start = b"".join(token_texts).find(target)
     if start < 0:

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 
 class ThreadTokenizers:
-    """Provides a separate copy of a tokenizer for each thread. The first thread gets the original.
+    """Provides a separate copy of a tokenizer for each thread. The first thread gets the original tokenizer.
 
     A copy takes up to 100 MB.
     """

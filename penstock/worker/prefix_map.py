@@ -12,16 +12,17 @@ _COUNT_MASK = (1 << _COUNT_BITS) - 1
 
 
 class PrefixMap:
-    """Maps the digest of a block to the set of workers that have it, bit ``i`` for worker ``i``.
+    """Maps the digest of a block to the set of workers that have the block: bit ``i`` for worker ``i``.
 
-    The cache events of the workers keep it exact. A block that a running request will store counts as
-    cached. Requests with the same prompt that arrive together then go to one worker, which computes it once.
+    The cache events of the workers update the map. A block that a running request will store counts as
+    cached. Simultaneous requests with the same prompt are therefore sent to one worker, which computes the
+    prompt once.
     """
 
     def __init__(self) -> None:
         self._cached: dict[bytes, int] = {}
         self._expected: dict[bytes, int] = {}
-        """Digest -> set of workers; the low bits are the number of requests."""
+        """Digest -> number of requests in the low bits, set of workers in the high bits."""
 
     @property
     def num_blocks(self) -> int:
@@ -44,7 +45,7 @@ class PrefixMap:
                         self._remove(digest, bit)
 
     def depth(self, worker: int, digests: Sequence[bytes]) -> int:
-        """Return the number of leading blocks that a worker has, as `depths` counts them."""
+        """Return the number of leading blocks that a worker has, including expected blocks."""
         bit, cached, expected = 1 << worker, self._cached.get, self._expected.get
         return bisect_left(
             digests,
@@ -67,7 +68,7 @@ class PrefixMap:
         return recorded
 
     def clear_expected(self, recorded: Sequence[bytes]) -> None:
-        """Remove the record of a request that has ended; ``recorded`` is the result of `expect`."""
+        """Remove the blocks that `expect` recorded for a request that has ended."""
         expected = self._expected
         for digest in recorded:
             entry = expected[digest]
@@ -77,7 +78,7 @@ class PrefixMap:
                 expected[digest] = entry - 1
 
     def depths(self, digests: Sequence[bytes], workers: int) -> dict[int, int]:
-        """Return worker -> number of leading blocks that it has, without workers that lack the first block.
+        """Return worker -> number of leading blocks of the worker, for workers that have the first block.
 
         A worker that has a block has all blocks before it, because caches evict the end of a prompt first.
         The function therefore uses binary search, with a few lookups for each distinct depth.
@@ -93,26 +94,29 @@ class PrefixMap:
             digest = digests[depth - 1]
             return (cached(digest, 0) | expected(digest, 0) >> _COUNT_BITS) & workers
 
-        found: dict[int, int] = {}
+        depths_by_worker: dict[int, int] = {}
         count = len(digests)
-        first = workers_at(1) if count else 0
-        if not first:
-            return found
-        last = workers_at(count)
-        found.update(dict.fromkeys(_members(last), count))
-        ranges = [(1, first, count, last)]
+        workers_with_first = workers_at(1) if count else 0
+        if not workers_with_first:
+            return depths_by_worker
+        workers_with_all = workers_at(count)
+        depths_by_worker.update(dict.fromkeys(_worker_numbers(workers_with_all), count))
+        ranges = [(1, workers_with_first, count, workers_with_all)]
         while ranges:
-            low, at_low, high, at_high = ranges.pop()
-            dropped_workers = at_low & ~at_high
+            low, workers_at_low, high, workers_at_high = ranges.pop()
+            dropped_workers = workers_at_low & ~workers_at_high
             if not dropped_workers:
                 continue
             if high - low == 1:
-                found.update(dict.fromkeys(_members(dropped_workers), low))
+                depths_by_worker.update(dict.fromkeys(_worker_numbers(dropped_workers), low))
                 continue
             middle = (low + high) // 2
-            at_middle = workers_at(middle) & at_low | at_high
-            ranges += [(low, at_low, middle, at_middle), (middle, at_middle, high, at_high)]
-        return found
+            workers_at_middle = workers_at(middle) & workers_at_low | workers_at_high
+            ranges += [
+                (low, workers_at_low, middle, workers_at_middle),
+                (middle, workers_at_middle, high, workers_at_high),
+            ]
+        return depths_by_worker
 
     def _remove(self, digest: bytes, bit: int) -> None:
         workers = self._cached.get(digest, 0) & ~bit
@@ -122,7 +126,7 @@ class PrefixMap:
             self._cached.pop(digest, None)
 
 
-def _members(workers: int) -> list[int]:
+def _worker_numbers(workers: int) -> list[int]:
     """Return the numbers of the workers in a bit set."""
     members = []
     while workers:

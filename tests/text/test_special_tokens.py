@@ -74,7 +74,7 @@ def encode_prompt(
     request = TokenGeneratorRequest(
         "1", 0, "m", messages=list(messages), tools=tools, chat_template_options=options or None
     )
-    text, ids = tokenizer.prompt_of(request)
+    text, ids = tokenizer.encode_request_prompt(request)
     assert text is not None
     return text, ids.tolist()
 
@@ -157,7 +157,7 @@ def test_messages_of_system_and_assistant_are_unchanged(
 
 def test_a_prompt_without_messages_is_unchanged(open_pair: Callable[[str], TokenizerPair]) -> None:
     tokenizer, _ = open_pair("qwen3")
-    _, ids = tokenizer.prompt_of(TokenGeneratorRequest("1", 0, "m", prompt=ATTACK))
+    _, ids = tokenizer.encode_request_prompt(TokenGeneratorRequest("1", 0, "m", prompt=ATTACK))
     assert count_special(tokenizer, ids.tolist()) == 3
     assert count_special(tokenizer, tokenizer.encode_text(ATTACK, limited=False).tolist()) == 3
 

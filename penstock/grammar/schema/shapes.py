@@ -89,9 +89,8 @@ class Array:
     items: Conjunction = ANYTHING
     min_count: int = 0
     max_count: int | None = None
-    unique_items_node: SchemaNode | None = field(
-        default=None, compare=False
-    )  # the schema with uniqueItems, if any
+    # The schema with uniqueItems, if any
+    unique_items_node: SchemaNode | None = field(default=None, compare=False)
 
     def item(self, index: int) -> Conjunction:
         """Return the conjunction that the item at an index must satisfy."""

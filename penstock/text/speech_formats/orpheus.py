@@ -1,4 +1,4 @@
-"""Orpheus: a Llama that writes the codes of SNAC, 7 per frame, as ``<custom_token_N>``.
+"""Orpheus: a Llama that generates the codes of SNAC, 7 per frame, as ``<custom_token_N>``.
 
 The codes of position ``p`` of a frame are the tokens ``10 + p * size`` to ``10 + (p + 1) * size - 1``.
 """
