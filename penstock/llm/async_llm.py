@@ -65,7 +65,8 @@ class AsyncLLM(AsyncSpeechMethods):
 
     The model runs in a worker process, which the program reaches through the same client as the server. Any
     number of tasks may call the methods concurrently. Their requests are batched. Cancelling a task cancels
-    its requests. If the worker process crashes, it is restarted, and its requests raise `UnavailableError`.
+    its requests. If the worker process ends unexpectedly, it is restarted, and its requests raise
+    `UnavailableError`.
 
     The worker process is spawned, so a script needs the guard ``if __name__ == "__main__":``.
 
@@ -167,7 +168,7 @@ class AsyncLLM(AsyncSpeechMethods):
         Raises:
             InputError: the prompt cannot be served.
             TaskMismatchError: the model does not generate text.
-            UnavailableError: the worker process has crashed.
+            UnavailableError: the worker process has ended unexpectedly.
         """
         if (prompt is None) == (messages is None):
             raise InputError("give either a prompt or messages")
@@ -207,7 +208,7 @@ class AsyncLLM(AsyncSpeechMethods):
         Raises:
             InputError: a prompt cannot be served; all other prompts are cancelled.
             TaskMismatchError: the model does not generate text.
-            UnavailableError: the worker process has crashed.
+            UnavailableError: the worker process has ended unexpectedly.
         """
         options = OutputOptions.from_arguments(n, best_of, logprobs, prompt_logprobs)
         batch = BatchFields(
@@ -237,7 +238,7 @@ class AsyncLLM(AsyncSpeechMethods):
         Raises:
             InputError: a conversation cannot be served; all other conversations are cancelled.
             TaskMismatchError: the model does not generate text.
-            UnavailableError: the worker process has crashed.
+            UnavailableError: the worker process has ended unexpectedly.
         """
         options = OutputOptions.from_arguments(n, best_of, logprobs, prompt_logprobs)
         batch = BatchFields(
@@ -277,7 +278,7 @@ class AsyncLLM(AsyncSpeechMethods):
         Raises:
             InputError: an input cannot be served; all other inputs are cancelled.
             TaskMismatchError: the model computes no embeddings.
-            UnavailableError: the worker process has crashed.
+            UnavailableError: the worker process has ended unexpectedly.
         """
         self._check_task("AsyncLLM.embed", PipelineTask.EMBEDDINGS_GENERATION)
         batch = as_inputs(inputs)

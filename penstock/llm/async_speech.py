@@ -67,7 +67,7 @@ class AsyncSpeechMethods:
             InputError: a text cannot be converted to speech; no text has been converted.
             RequestFailedError: the model generated no speech for a text; all other texts are cancelled.
             TaskMismatchError: the model does not generate audio.
-            UnavailableError: the worker process has crashed.
+            UnavailableError: the worker process has ended unexpectedly.
         """
         self._check_task("AsyncLLM.speak", PipelineTask.AUDIO_GENERATION)
         fields = self._speech_fields(
@@ -107,7 +107,7 @@ class AsyncSpeechMethods:
             InputError: the text cannot be spoken.
             RequestFailedError: the model generated no speech.
             TaskMismatchError: the model does not generate audio.
-            UnavailableError: the worker process has crashed.
+            UnavailableError: the worker process has ended unexpectedly.
         """
         import torch
 

@@ -128,9 +128,9 @@ class PrefixMap:
 
 def _worker_numbers(workers: int) -> list[int]:
     """Return the numbers of the workers in a bit set."""
-    members = []
+    numbers = []
     while workers:
-        lowest = workers & -workers
-        members.append(lowest.bit_length() - 1)
-        workers ^= lowest
-    return members
+        lowest_bit = workers & -workers
+        numbers.append(lowest_bit.bit_length() - 1)
+        workers ^= lowest_bit
+    return numbers
