@@ -235,11 +235,11 @@ def test_other_tokenizers_build_one_context_at_a_time() -> None:
 def count_encoded_texts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that collects the number of texts of each call of the tokenizer's library."""
     counts: list[int] = []
-    encode = EmbeddingsTokenizer._encode_samples
+    encode = EmbeddingsTokenizer._encode_batch
 
     def counted(self: EmbeddingsTokenizer, samples: Any, cut_to: int | None) -> Any:
         counts.append(len(samples))
         return encode(self, samples, cut_to)
 
-    monkeypatch.setattr(EmbeddingsTokenizer, "_encode_samples", counted)
+    monkeypatch.setattr(EmbeddingsTokenizer, "_encode_batch", counted)
     return counts

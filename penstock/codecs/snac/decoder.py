@@ -149,7 +149,7 @@ def read_decoder(loader: CodecLoader, config: SnacConfig) -> SnacDecoder:
 
 def _margins(strides: Sequence[int]) -> list[int]:
     """Return the number of rows of context on each side that the input of each block needs."""
-    margins, margin = [], _KERNEL_MARGIN  # the last convolution needs _SIDE rows
+    margins, margin = [], _KERNEL_MARGIN  # the last convolution needs _KERNEL_MARGIN rows
     for stride in reversed(strides):
         # Output row o of an upsampling layer depends on input rows floor(o / stride) and ceil(o / stride).
         margin = -(-(margin + UNITS_MARGIN) // stride) + 1
