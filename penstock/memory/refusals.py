@@ -72,8 +72,8 @@ def refuse_cache(
             "--kv-cache-block-size, or use a smaller model or encoding"
         )
     raise InsufficientMemoryError(
-        f"the KV cache needs {format_bytes(needed)} for {' and '.join(configured_values) or 'one block'}, but "
-        f"only {format_bytes(available)} are left for it: {advice}",
+        f"the KV cache needs {format_bytes(needed)} for {' and '.join(configured_values) or 'one block'}, "
+        f"but only {format_bytes(available)} are left for it: {advice}",
         needed=needed,
         available=available,
     )

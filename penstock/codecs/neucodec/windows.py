@@ -30,7 +30,7 @@ class FrameBlock:
 
     @property
     def window(self) -> tuple[int, int]:
-        """The range ``(first, end)`` of frames that are decoded for the block. ``end`` can exceed the stream."""
+        """The range ``(first, end)`` of frames to decode for the block. ``end`` can exceed the stream."""
         return max(self.start - LEFT_CONTEXT, 0), self.stop + RIGHT_CONTEXT
 
 
