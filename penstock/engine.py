@@ -95,9 +95,10 @@ class InferenceSession:
     def free_memory_of(cls, devices: Sequence[Device]) -> int:
         """Return the free bytes of devices, minus host memory that sessions of this process have reserved."""
         with cls._sessions_lock:
-            reserved = sum(session.reservations.num_bytes for session in cls._sessions)
+            reserved_bytes = sum(session.reservations.num_bytes for session in cls._sessions)
         return sum(
-            max(device.stats["free_memory"] - (reserved if device.is_host else 0), 0) for device in devices
+            max(device.stats["free_memory"] - (reserved_bytes if device.is_host else 0), 0)
+            for device in devices
         )
 
     @property
@@ -178,8 +179,8 @@ class InferenceSession:
         eager_features = [
             name for name, owner in self.ops.implementations().items() if owner != self.ops.name
         ]
-        without = f" without {', '.join(eager_features)}" if eager_features else ""
-        return f"of up to {graphs.max_rows} rows{without}"
+        exceptions = f" without {', '.join(eager_features)}" if eager_features else ""
+        return f"of up to {graphs.max_rows} rows{exceptions}"
 
 
 def default_threads_per_rank(world: int) -> int:

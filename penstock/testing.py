@@ -177,8 +177,8 @@ def _letter_after(context: TextContext) -> int:
 
 def _zero_log_probabilities(context: TextContext, token: int) -> LogProbabilities:
     """Return log probability 0 for the new token, and with echo also for the prompt tokens of the step."""
-    echoed = context.all_tokens[context.start_idx + 1 : context.active_idx].tolist()
-    tokens = [*(echoed if context.log_probabilities_echo else ()), token]
+    echoed_tokens = context.all_tokens[context.start_idx + 1 : context.active_idx].tolist()
+    tokens = [*(echoed_tokens if context.log_probabilities_echo else ()), token]
     return LogProbabilities([0.0] * len(tokens), [{token: 0.0} for token in tokens])
 
 

@@ -65,7 +65,7 @@ class HttpClient:
         self._path = url_parts.path.rstrip("/")
         all_headers = {"Host": url_parts.netloc.rpartition("@")[2], "Accept": "*/*", **(headers or {})}
         self._header_lines = "".join(f"{name}: {value}\r\n" for name, value in all_headers.items())
-        self._idle: list[_Connection] = []
+        self._idle_connections: list[_Connection] = []
 
     async def get(self, path: str) -> HttpResponse:
         """Send a GET request and return the response."""
@@ -89,12 +89,12 @@ class HttpClient:
 
     def close(self) -> None:
         """Close the idle connections."""
-        while self._idle:
-            self._idle.pop().close()
+        while self._idle_connections:
+            self._idle_connections.pop().close()
 
     async def _request(self, data: bytes) -> HttpResponse:
-        while self._idle:
-            connection = self._idle.pop()
+        while self._idle_connections:
+            connection = self._idle_connections.pop()
             if connection.is_open:
                 try:
                     return await self._exchange(connection, data)
@@ -114,7 +114,7 @@ class HttpClient:
             connection.close()
             raise
         if connection.is_open:
-            self._idle.append(connection)
+            self._idle_connections.append(connection)
         return answer
 
 

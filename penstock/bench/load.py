@@ -118,10 +118,10 @@ class _Run:
 
     async def run_closed_loop(self, bodies: Sequence[Mapping[str, object]]) -> None:
         """Send all requests. The next request is sent when a request ends."""
-        unsent = iter(enumerate(bodies))
+        unsent_bodies = iter(enumerate(bodies))
 
         async def send_requests() -> None:
-            for index, body in unsent:
+            for index, body in unsent_bodies:
                 await self._send(index, body, time.perf_counter())
 
         count = min(self._load.concurrency or len(bodies), len(bodies))

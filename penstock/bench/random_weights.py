@@ -92,14 +92,18 @@ def narrow_config(config: Mapping[str, object], *, max_length: int) -> dict[str,
     """
     architecture = PIPELINE_REGISTRY.retrieve_architecture(HuggingFaceConfig(config), "config.json")
     assert architecture.tiny_config is not None
-    tiny = architecture.tiny_config()
-    depth = tiny.get("num_hidden_layers", tiny.get("n_layer"))
+    tiny_config = architecture.tiny_config()
+    depth = tiny_config.get("num_hidden_layers", tiny_config.get("n_layer"))
     scalar_values = {
-        key: value for key, value in tiny.items() if not (isinstance(value, list) and len(value) == depth)
+        key: value
+        for key, value in tiny_config.items()
+        if not (isinstance(value, list) and len(value) == depth)
     }
     layer_values = {key: config[key] for key in _LAYER_KEYS if key in config}
     lengths = {
-        key: max(max_length, length) for key in _LENGTH_KEYS if isinstance(length := tiny.get(key), int)
+        key: max(max_length, length)
+        for key in _LENGTH_KEYS
+        if isinstance(length := tiny_config.get(key), int)
     }
     return {**scalar_values, **layer_values, **lengths}
 

@@ -54,8 +54,8 @@ def plot(measurement: Measurement, title: str, path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingDependencyError("matplotlib", "bench", "--plot") from error
-    successful = [outcome for outcome in measurement.outcomes if outcome.error is None]
-    failed = [outcome for outcome in measurement.outcomes if outcome.error is not None]
+    successful_outcomes = [outcome for outcome in measurement.outcomes if outcome.error is None]
+    failed_outcomes = [outcome for outcome in measurement.outcomes if outcome.error is not None]
     figure = Figure(figsize=(11, 7), layout="constrained")
     FigureCanvasAgg(figure)  # a canvas that needs no display
     wrap_title(figure, title)
@@ -64,24 +64,27 @@ def plot(measurement: Measurement, title: str, path: Path) -> None:
     start = measurement.started
     request_times.set(title="requests", xlabel="due at, s", ylabel="s")
     request_times.scatter(
-        [outcome.scheduled - start for outcome in successful],
-        [outcome.seconds for outcome in successful],
+        [outcome.scheduled - start for outcome in successful_outcomes],
+        [outcome.seconds for outcome in successful_outcomes],
         s=9,
         label="end",
     )
-    streamed = [outcome for outcome in successful if outcome.text_times]
+    streamed_outcomes = [outcome for outcome in successful_outcomes if outcome.text_times]
     request_times.scatter(
-        [outcome.scheduled - start for outcome in streamed],
-        [outcome.text_times[0] - outcome.scheduled for outcome in streamed],
+        [outcome.scheduled - start for outcome in streamed_outcomes],
+        [outcome.text_times[0] - outcome.scheduled for outcome in streamed_outcomes],
         s=9,
         label="first token",
     )
-    if failed:
-        points = [outcome.scheduled - start for outcome in failed], [outcome.seconds for outcome in failed]
+    if failed_outcomes:
+        points = (
+            [outcome.scheduled - start for outcome in failed_outcomes],
+            [outcome.seconds for outcome in failed_outcomes],
+        )
         request_times.scatter(*points, s=20, marker="x", color="red", label="failed")
     request_times.legend()
 
-    ends = sorted((outcome.ended - start, outcome.completion_tokens) for outcome in successful)
+    ends = sorted((outcome.ended - start, outcome.completion_tokens) for outcome in successful_outcomes)
     total, token_counts = 0, [(0.0, 0)]
     for end, tokens in ends:
         total += tokens
@@ -93,12 +96,14 @@ def plot(measurement: Measurement, title: str, path: Path) -> None:
         latencies,
         "latency from the due time",
         {
-            "first token": [outcome.text_times[0] - outcome.scheduled for outcome in streamed],
-            "end": [outcome.seconds for outcome in successful],
+            "first token": [outcome.text_times[0] - outcome.scheduled for outcome in streamed_outcomes],
+            "end": [outcome.seconds for outcome in successful_outcomes],
         },
     )
     _draw_distribution(
-        event_gaps, "between two events", {"gap": [gap for outcome in streamed for gap in outcome.gaps]}
+        event_gaps,
+        "between two events",
+        {"gap": [gap for outcome in streamed_outcomes for gap in outcome.gaps]},
     )
     figure.savefig(path, format="png", dpi=120)
 

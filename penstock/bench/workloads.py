@@ -61,7 +61,7 @@ class Sizes:
 class Figure:
     """One figure of a workload."""
 
-    work: str
+    workload: str
     quantity: str
     """The measured quantity, such as a phase of the start-up."""
     unit: str
@@ -75,8 +75,14 @@ class Figure:
 
     def as_dict(self) -> dict[str, object]:
         """Return the figure as data for JSON."""
-        spread = {"median": self.median, "lowest": min(self.runs), "highest": max(self.runs)}
-        return {"work": self.work, "of": self.quantity, "unit": self.unit, **spread, "runs": self.runs}
+        median_and_bounds = {"median": self.median, "lowest": min(self.runs), "highest": max(self.runs)}
+        return {
+            "work": self.workload,
+            "of": self.quantity,
+            "unit": self.unit,
+            **median_and_bounds,
+            "runs": self.runs,
+        }
 
 
 class _TimedRunner(BatchRunner):
@@ -85,7 +91,7 @@ class _TimedRunner(BatchRunner):
     first_time: float = 0.0
     """The time of the first tokens, in seconds of `perf_counter`."""
     num_first_tokens: int = 0
-    """The number of tokens that were returned first."""
+    """The number of tokens in the first outputs. One call of the scheduler can generate several."""
 
     def run(self, builders: Sequence[BuilderT], *, seconds: float) -> Iterator[list[BuilderT]]:
         self.num_first_tokens = 0
@@ -114,7 +120,7 @@ class InstrumentedLLM(LLM):
 
     @property
     def num_first_tokens(self) -> int:
-        """The number of tokens that were returned first."""
+        """The number of tokens in the first outputs."""
         return self._runner.num_first_tokens
 
 
@@ -153,7 +159,7 @@ class Bench:
         """How decode steps ran: ``compiled``, or ``eager`` with the reason."""
         return self._graph_status
 
-    def check(self, works: Sequence[str]) -> None:
+    def check(self, workload_names: Sequence[str]) -> None:
         """Check that the workloads do not exceed the model's maximum length.
 
         Raises:
@@ -167,15 +173,15 @@ class Bench:
             "prefill": sizes.prefill_length + 1,
             "step": sizes.prompt_length + sizes.new_tokens,
         }
-        for work in works:
-            if num_tokens.get(work, 0) > max_length:
+        for workload in workload_names:
+            if num_tokens.get(workload, 0) > max_length:
                 raise ConfigError(
-                    work,
-                    f"needs {num_tokens[work]} tokens, but the maximum length is {max_length}: "
+                    workload,
+                    f"needs {num_tokens[workload]} tokens, but the maximum length is {max_length}: "
                     "choose shorter lengths",
                 )
 
-    def measure(self, work: str) -> list[Figure]:
+    def measure(self, workload: str) -> list[Figure]:
         """Run one of `WORKLOADS` and return its figures."""
         workloads: dict[str, Callable[[], list[Figure]]] = {
             "decode": self._decode,
@@ -185,14 +191,14 @@ class Bench:
             "memory": self._memory,
             "step": self._step,
         }
-        return workloads[work]()
+        return workloads[workload]()
 
-    def speed(self, work: str) -> float:
+    def speed(self, workload: str) -> float:
         """Return the tokens per second of one run of ``decode`` or ``prefill``.
 
         A caller can measure several models alternately with this method.
         """
-        if work == "decode":
+        if workload == "decode":
             return 1 / self._step_seconds(self._llm)
         length = self.sizes.prefill_length
         return length / self._time_generation(self._llm, 1, length, 1)

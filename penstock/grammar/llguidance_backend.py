@@ -248,7 +248,7 @@ class LLGuidanceMatcher:
         """Return the text of the next token if only one is allowed, else ""."""
         fill_bitmasks([(self, 0)], torch.empty((1, -(-self._compiled.vocab_size // 32)), dtype=torch.int32))
         assert self._row is not None
-        token = only_token(self._row)
+        token = single_allowed_token(self._row)
         return "" if token is None else self._compiled.token_text(token)
 
     def fill_next_token_bitmask(self, bitmask: Tensor, index: int = 0) -> None:
@@ -310,7 +310,7 @@ def fill_bitmasks(rows: Sequence[tuple[LLGuidanceMatcher, int]], bitmask: Tensor
         words[index] = matcher._row
 
 
-def only_token(words: np.ndarray) -> int | None:
+def single_allowed_token(words: np.ndarray) -> int | None:
     """Return the token id of a row ``[ceil(V / 32)]`` that allows one token; None for several or none."""
     nonzero_words = np.flatnonzero(words)
     if len(nonzero_words) != 1:

@@ -13,7 +13,7 @@ from penstock.errors import InputError
 from penstock.grammar.llguidance_backend import (
     LLGuidanceMatcher,
     fill_bitmasks,
-    only_token,
+    single_allowed_token,
 )
 from penstock.pipelines.core import GrammarMatcher, TextContext
 
@@ -97,7 +97,7 @@ def forced_tokens(context: TextContext, limit: int, vocabulary: int) -> list[int
     with _restoring_state(matcher) as lookahead:
         while len(tokens) < limit and is_next_byte_forced:
             matcher.fill_next_token_bitmask(mask)
-            token = only_token(_allowed_words(mask, vocabulary))
+            token = single_allowed_token(_allowed_words(mask, vocabulary))
             if token is None or token in stop_token_ids or not lookahead.accept(token):
                 break
             tokens.append(token)

@@ -38,8 +38,8 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._digests: list[bytes | None] = [None] * num_blocks
         self._blocks_by_digest: dict[bytes, int] = {}
-        self._free = list(range(num_blocks - 1, 0, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._free_blocks = list(range(num_blocks - 1, 0, -1))
+        self._cached_blocks: OrderedDict[int, None] = OrderedDict()
         self.on_evict: Callable[[bytes], None] | None = None
         """Function that is called with the digest of each evicted block."""
         self.on_reuse: Callable[[int, bytes], None] | None = None
@@ -54,12 +54,12 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """The number of blocks that can be allocated now, including cached blocks."""
-        return len(self._free) + len(self._cached)
+        return len(self._free_blocks) + len(self._cached_blocks)
 
     @property
     def num_cached(self) -> int:
         """The number of blocks with known content and no references."""
-        return len(self._cached)
+        return len(self._cached_blocks)
 
     def references(self, block: int) -> int:
         """Return the number of block tables that hold ``block``."""
@@ -77,7 +77,7 @@ class BlockPool:
         """
         if count > self.num_free:
             raise InsufficientBlocksError(count, self.num_free, self.num_blocks)
-        blocks = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        blocks = [self._free_blocks.pop() if self._free_blocks else self._evict() for _ in range(count)]
         for block in blocks:
             self._references[block] = 1
         return blocks
@@ -94,7 +94,7 @@ class BlockPool:
         """Add a reference to each block. The blocks must be referenced or cached."""
         for block in blocks:
             if not self._references[block]:
-                del self._cached[block]
+                del self._cached_blocks[block]
             self._references[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
@@ -109,9 +109,9 @@ class BlockPool:
             if self._references[block]:
                 continue
             if self._digests[block] is None:
-                self._free.append(block)
+                self._free_blocks.append(block)
             else:
-                self._cached[block] = None
+                self._cached_blocks[block] = None
 
     def register(self, block: int, digest: bytes) -> bool:
         """Register a referenced block under the digest of its content.
@@ -130,8 +130,8 @@ class BlockPool:
 
     def forget(self) -> None:
         """Unregister the content of all blocks. Cached blocks become free; referenced blocks stay in use."""
-        self._free += reversed(self._cached)
-        self._cached.clear()
+        self._free_blocks += reversed(self._cached_blocks)
+        self._cached_blocks.clear()
         self._blocks_by_digest.clear()
         self._digests = [None] * len(self._digests)
 
@@ -140,17 +140,19 @@ class BlockPool:
         # The scheduler calls this method when it becomes idle. The loops over all blocks run in C to save
         # time.
         references, digests = self._references.__getitem__, self._digests.__getitem__
-        free, cached = len(self._free), len(self._cached)
+        free, cached = len(self._free_blocks), len(self._cached_blocks)
         referenced = sum(map(bool, self._references))
         assert free + referenced + cached == self.num_blocks, (
             f"{free} free + {referenced} referenced + {cached} cached blocks != {self.num_blocks}"
         )
         assert self._references[NULL_BLOCK] == 0, f"null block: {self._references[NULL_BLOCK]} references"
-        assert len({NULL_BLOCK, *self._free, *self._cached}) == 1 + free + cached, "a block is free twice"
-        num_wrong = sum(map(references, self._free)) + sum(map(references, self._cached))
+        assert len({NULL_BLOCK, *self._free_blocks, *self._cached_blocks}) == 1 + free + cached, (
+            "a block is free twice"
+        )
+        num_wrong = sum(map(references, self._free_blocks)) + sum(map(references, self._cached_blocks))
         assert num_wrong == 0, f"{num_wrong} references to free or cached blocks"
-        assert not any(map(digests, self._free)), "the content of a free block is known"
-        assert all(map(digests, self._cached)), "the content of a cached block is not known"
+        assert not any(map(digests, self._free_blocks)), "the content of a free block is known"
+        assert all(map(digests, self._cached_blocks)), "the content of a cached block is not known"
         num_digests = len(self._digests) - self._digests.count(None)
         num_consistent = sum(
             map(operator.eq, map(digests, self._blocks_by_digest.values()), self._blocks_by_digest)
@@ -161,7 +163,7 @@ class BlockPool:
         )
 
     def _evict(self) -> int:
-        block, _ = self._cached.popitem(last=False)
+        block, _ = self._cached_blocks.popitem(last=False)
         digest = self._digests[block]
         assert digest is not None, f"cached block {block} has no known content"
         del self._blocks_by_digest[digest]

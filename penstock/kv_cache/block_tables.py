@@ -34,7 +34,7 @@ class BlockTables:
         self,
         slots: Sequence[int],  # [B]
         length: int,
-        ends: npt.NDArray[np.int64],  # [B]
+        end_positions: npt.NDArray[np.int64],  # [B]
         counts: Sequence[int],  # [B]
         block_size: int,
     ) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]:
@@ -43,15 +43,15 @@ class BlockTables:
         Args:
             slots: the slot of each sequence.
             length: the number of columns.
-            ends: the position after the last token of each sequence in the step.
+            end_positions: the position after the last token of each sequence in the step.
             counts: the number of tokens of each sequence in the step.
             block_size: S, the tokens of a block. Entries of the slot mapping are ``block * S + offset in the
                 block``.
         """
-        rows, positions = np.arange(len(slots)), ends - 1  # correct if each sequence has one token
+        rows, positions = np.arange(len(slots)), end_positions - 1  # correct if each sequence has one token
         if sum(counts) > len(slots):
             rows = np.repeat(rows, counts)  # [T]
-            positions = np.arange(len(rows)) + (ends - np.cumsum(counts))[rows]  # [T]
+            positions = np.arange(len(rows)) + (end_positions - np.cumsum(counts))[rows]  # [T]
         columns, offsets = np.divmod(positions, block_size)
         tables = [table[slots, :length] for table in self.values]  # [B, length], copies
         return [(table, table[rows, columns].astype(np.int64) * block_size + offsets) for table in tables]

@@ -65,17 +65,19 @@ def chain_digests(
     """
     first, stop = blocks.start * block_size, blocks.stop * block_size
     ids = np.ascontiguousarray(tokens[first:stop]).astype("<i8").view("<u8")
-    marks: dict[int, list[int]] = {}
+    override_offsets: dict[int, list[int]] = {}
     for index in sorted(index for index in overrides if first <= index < stop):
         ids[index - first] = overrides[index] % 2**64
-        marks.setdefault(index // block_size, []).append(index % block_size)
+        override_offsets.setdefault(index // block_size, []).append(index % block_size)
     data, width = ids.tobytes(), 8 * block_size
     digests = []
     for offset, block in enumerate(blocks):
         # The positions of overrides are also hashed, so that an override differs from a token with the same
         # id.
-        overridden = np.array(marks[block], dtype="<u8").tobytes() if block in marks else b""
-        parent = _digest(parent + data[offset * width : (offset + 1) * width] + overridden)
+        offset_bytes = (
+            np.array(override_offsets[block], dtype="<u8").tobytes() if block in override_offsets else b""
+        )
+        parent = _digest(parent + data[offset * width : (offset + 1) * width] + offset_bytes)
         digests.append(parent)
     return digests
 

@@ -34,7 +34,7 @@ class HostBlocks:
         self._device: list[list[Tensor]] = []  # for each group: tensors [2, N, ...]
         self._host: list[list[Tensor]] = []  # for each group: tensors [2, C, ...]
         self._slots: list[OrderedDict[bytes, int]] = []  # digest -> slot, least recently used first
-        self._free: list[list[int]] = []
+        self._free_slots: list[list[int]] = []
         self.num_saved = self.num_restored = 0
         for index, (group, pool) in enumerate(zip(spec.groups, pools, strict=True)):
             tensors = [tensor for layer in group.layers for tensor in storage.block_tensors(layer)]
@@ -42,13 +42,16 @@ class HostBlocks:
             self._device.append(tensors)
             self._host.append([_host_tensor(tensor, capacity) for tensor in tensors])
             self._slots.append(OrderedDict())
-            self._free.append(list(range(capacity)))
+            self._free_slots.append(list(range(capacity)))
             pool.on_reuse = lambda block, digest, index=index: self._save(index, block, digest)
 
     @property
     def num_blocks(self) -> int:
         """The number of blocks that fit into host memory, in the group of layers with the fewest blocks."""
-        return min(len(slots) + len(free) for slots, free in zip(self._slots, self._free, strict=True))
+        return min(
+            len(slots) + len(free_slots)
+            for slots, free_slots in zip(self._slots, self._free_slots, strict=True)
+        )
 
     def restore(self, digests: Sequence[bytes], num_cached: int) -> None:
         """Copy the blocks after a cached prefix back to the device, in order.
@@ -82,20 +85,20 @@ class HostBlocks:
 
     def clear(self) -> None:
         """Forget all blocks."""
-        for slots, free in zip(self._slots, self._free, strict=True):
-            free += slots.values()
+        for slots, free_slots in zip(self._slots, self._free_slots, strict=True):
+            free_slots += slots.values()
             slots.clear()
 
     def _save(self, index: int, block: int, digest: bytes) -> None:
-        slots, free = self._slots[index], self._free[index]
+        slots, free_slots = self._slots[index], self._free_slots[index]
         if digest in slots:
             slots.move_to_end(digest)
             return
-        if not free:
+        if not free_slots:
             if not slots:
                 return
-            free.append(slots.popitem(last=False)[1])
-        slots[digest] = slot = free.pop()
+            free_slots.append(slots.popitem(last=False)[1])
+        slots[digest] = slot = free_slots.pop()
         for source, target in zip(self._device[index], self._host[index], strict=True):
             target[:, slot].copy_(source[:, block], non_blocking=True)
         self.num_saved += 1
@@ -106,7 +109,7 @@ class HostBlocks:
         (block,) = self._pools[index].allocate(1)
         for target, source in zip(self._device[index], self._host[index], strict=True):
             target[:, block].copy_(source[:, slot], non_blocking=True)
-        self._free[index].append(slot)
+        self._free_slots[index].append(slot)
         self._pools[index].register(block, digest)
         self.num_restored += 1
         return block

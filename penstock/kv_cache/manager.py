@@ -82,7 +82,7 @@ class KVCacheManager(PrefixCacheControls):
         self.device = device
         self.storage = KVCacheStorage(spec, num_blocks, block_size, device, fixed_scales)
         self._group_of_layer = spec.group_of_layer
-        self._windowed = [(i, group) for i, group in enumerate(spec.groups) if group.window is not None]
+        self._window_groups = [(i, group) for i, group in enumerate(spec.groups) if group.window is not None]
         self._enable_prefix_caching = enable_prefix_caching
         self._pools = [BlockPool(count) for count in num_blocks]
         self._prefixes = PrefixIndex(spec, self._pools, block_size, adapter_digest)
@@ -176,7 +176,7 @@ class KVCacheManager(PrefixCacheControls):
         if num_full > sequence.num_full:
             self._register(context, sequence, num_full)
             context.set_token_indices(committed_idx=num_full * self.block_size)
-        for index, group in self._windowed:
+        for index, group in self._window_groups:
             first = min(group.first_visible(context.start_idx) // self.block_size, sequence.num_full)
             if first > sequence.num_dropped[index]:
                 row = self._tables.row(index, sequence.slot)[sequence.num_dropped[index] : first]
@@ -203,13 +203,13 @@ class KVCacheManager(PrefixCacheControls):
         sequence.num_full, sequence.num_blocks = num_full, num_full + num_partial
         self._tables.grow(length=sequence.num_blocks)
         for index, pool in enumerate(self._pools):
-            original = self._tables.row(index, source.slot)
-            copy = self._tables.row(index, sequence.slot)
-            pool.retain(original[source.num_dropped[index] : num_full].tolist())
-            copy[:num_full] = original[:num_full]
+            source_blocks = self._tables.row(index, source.slot)
+            child_blocks = self._tables.row(index, sequence.slot)
+            pool.retain(source_blocks[source.num_dropped[index] : num_full].tolist())
+            child_blocks[:num_full] = source_blocks[:num_full]
             for block in pool.allocate(num_partial):
-                self.storage.copy_block(index, int(original[num_full]), block)
-                copy[num_full] = block
+                self.storage.copy_block(index, int(source_blocks[num_full]), block)
+                child_blocks[num_full] = block
         child.set_token_indices(start_idx=start, committed_idx=num_full * self.block_size)
 
     def release(self, context: InputContext) -> None:
@@ -258,8 +258,8 @@ class KVCacheManager(PrefixCacheControls):
         sequences = [self._sequence(context) for context in contexts]
         slots = [sequence.slot for sequence in sequences]
         max_blocks = max([1, *[sequence.num_blocks for sequence in sequences]])
-        ends = np.array(starts, np.int64) + np.array(counts, np.int64)  # [B]
-        tables = self._tables.batch_tables(slots, max_blocks, ends, counts, self.block_size)
+        end_positions = np.array(starts, np.int64) + np.array(counts, np.int64)  # [B]
+        tables = self._tables.batch_tables(slots, max_blocks, end_positions, counts, self.block_size)
         with uploaded_together(self.device):
             groups = tuple(
                 KVGroupInputs(
@@ -267,7 +267,7 @@ class KVCacheManager(PrefixCacheControls):
                 )
                 for group, (table, slot_mapping) in zip(self.spec.groups, tables, strict=True)
             )
-            lengths = upload(ends.astype(np.int32), self.device)
+            lengths = upload(end_positions.astype(np.int32), self.device)
         return KVCacheInputs(
             lengths=lengths,
             groups=groups,
@@ -297,8 +297,8 @@ class KVCacheManager(PrefixCacheControls):
                 f"and is in {num_tables[block]} tables"
             )
         in_flight = sum(len(sequence.in_flight) for sequence in self._sequences.values())
-        num_marks = self._prefixes.num_in_flight
-        assert in_flight == num_marks, f"{in_flight} != {num_marks} blocks in flight"
+        num_in_flight = self._prefixes.num_in_flight
+        assert in_flight == num_in_flight, f"{in_flight} != {num_in_flight} blocks in flight"
         slots = sorted([*self._sequences, *self._free_slots])
         assert slots == list(range(len(slots))), f"slots {slots}"
 
@@ -361,14 +361,14 @@ class KVCacheManager(PrefixCacheControls):
             return True
         return any(
             group.first_visible(start) // self.block_size < sequence.num_dropped[index]
-            for index, group in self._windowed
+            for index, group in self._window_groups
         )
 
     def _roll_back(self, context: InputContext, sequence: _Sequence) -> None:
         """Roll a context back to the last block boundary from which it can continue."""
         length = min(context.start_idx, context.committed_idx) // self.block_size
         length = context.boundary_before(length * self.block_size) // self.block_size
-        for index, group in self._windowed:
+        for index, group in self._window_groups:
             if group.first_visible(length * self.block_size) // self.block_size < sequence.num_dropped[index]:
                 length = 0  # needed blocks were freed: compute all tokens again
         self._truncate(sequence, length)

@@ -44,7 +44,7 @@ class PrefixIndex:
         self._pools_without_window = [
             pool for pool, group in zip(pools, spec.groups, strict=True) if group.window is None
         ]
-        self._windowed = [
+        self._window_pools = [
             (pool, group) for pool, group in zip(pools, spec.groups, strict=True) if group.window is not None
         ]
         self._pools = pools
@@ -205,7 +205,7 @@ class PrefixIndex:
 
     def _last_missing_block(self, chain: Chain, num_cached: int) -> int | None:
         """Return the last block before ``num_cached`` that a window needs and that is not cached, or None."""
-        for pool, group in self._windowed:
+        for pool, group in self._window_pools:
             first = group.first_visible(num_cached * self._block_size) // self._block_size
             for block in range(num_cached - 1, first - 1, -1):
                 if pool.lookup(chain.digests[block]) is None:

@@ -84,7 +84,7 @@ class KVGroup:
         num_blocks = -(-num_tokens // block_size)
         if self.window is None or chunk_size is None:
             return num_blocks
-        # Positions in use at once; the first of them can be anywhere in a block
+        # number of positions that a step uses; the first position can be anywhere in a block
         span = self.window - 1 + chunk_size
         return min(num_blocks, (span + block_size - 2) // block_size + 1)
 

@@ -63,7 +63,7 @@ def _as_response(delta: RequestDelta, builder: OutputBuilder) -> TextGenerationR
     """Convert a delta to the response of a pipeline, which the builder expects."""
     rows: list[PackedLogProbabilities | None] = [*delta.log_probabilities]
     rows += [None] * (len(delta.token_ids) - len(rows))
-    if delta.prompt_log_probabilities is not None:  # sent without an output token
+    if delta.prompt_log_probabilities is not None:  # can come before the first output token
         builder.take_prompt_log_probabilities(delta.prompt_log_probabilities.unpack())
     tokens = [
         TextResponse(token, None if row is None else row.unpack())

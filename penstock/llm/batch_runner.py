@@ -109,7 +109,7 @@ class BatchRunner:
                     builder.take(response)
                     if builder.is_done:
                         del running[builder.context.request_id]
-                        if not response.is_done:  # at a stop string, which only the builder matches
+                        if not response.is_done:  # a stop string, which the scheduler does not see
                             self._scheduler.cancel(builder.context.request_id)
                 yield updated_builders
                 if not updated_builders and not self._scheduler.last_batch[0]:

@@ -193,7 +193,7 @@ class BeamSearch:
         running = [prompt for prompt in self._prompts if prompt.beams]
         scores = self._score([beam.context for prompt in running for beam in prompt.beams])
         for prompt in running:
-            continuations = self._choose(prompt, scores)
+            continuations = self._choose_continuations(prompt, scores)
             self._assign_contexts(prompt, continuations)
 
     def close(self) -> None:
@@ -206,7 +206,9 @@ class BeamSearch:
 
     # -- Choice of beams --------------------------------------------------------------------------------
 
-    def _choose(self, prompt: _Prompt, scores: Mapping[str, Mapping[int, float]]) -> list[_Continuation]:
+    def _choose_continuations(
+        self, prompt: _Prompt, scores: Mapping[str, Mapping[int, float]]
+    ) -> list[_Continuation]:
         """Return the continuations that keep running. Add ended continuations to the finished beams."""
         options = self._options
         prompt.num_steps += 1

@@ -54,7 +54,7 @@ class GenerationOutput:
         """Return the output of a finished beam."""
         tokens = beam.token_ids[:-1] if beam.ended else beam.token_ids
         values = beam.log_probabilities[: len(tokens)]
-        tops = [{token: value} for token, value in zip(tokens, values, strict=True)]
+        top_log_probabilities = [{token: value} for token, value in zip(tokens, values, strict=True)]
         return cls(
             text=text_after_prompt(tokenizer, context.prompt_tokens, tokens),
             token_ids=tokens,
@@ -64,7 +64,7 @@ class GenerationOutput:
             num_generated_tokens=len(beam.token_ids),
             prompt=context.prompt if isinstance(context.prompt, str) else None,
             index=index,
-            log_probabilities=LogProbabilities(values, tops),
+            log_probabilities=LogProbabilities(values, top_log_probabilities),
             score=beam.score,
         )
 
@@ -213,11 +213,11 @@ class OutputBuilder:
 
         With echo, the rows of the first token begin with the rows of the prompt.
         """
-        values, tops = rows.token_log_probabilities, rows.top_log_probabilities
+        values, top_log_probabilities = rows.token_log_probabilities, rows.top_log_probabilities
         if self.context.log_probabilities_echo and self._prompt_log_probabilities is None:
-            self._prompt_log_probabilities = LogProbabilities(values[:-1], tops[:-1])
+            self._prompt_log_probabilities = LogProbabilities(values[:-1], top_log_probabilities[:-1])
         self._log_probabilities.token_log_probabilities.append(values[-1])
-        self._log_probabilities.top_log_probabilities.append(tops[-1])
+        self._log_probabilities.top_log_probabilities.append(top_log_probabilities[-1])
 
 
 def best_first(choices: Sequence[OutputBuilder], options: OutputOptions) -> list[GenerationOutput]:

@@ -70,8 +70,8 @@ def audio_format(name: str) -> AudioFormat:
 
 def pcm_bytes(samples: Samples) -> bytes:
     """Return samples as 16-bit little-endian integers. Samples outside -1 to 1 are clipped."""
-    scaled = np.rint(np.clip(samples, -1.0, 1.0) * 32767.0)
-    data: bytes = scaled.astype("<i2").tobytes()
+    scaled_samples = np.rint(np.clip(samples, -1.0, 1.0) * 32767.0)
+    data: bytes = scaled_samples.astype("<i2").tobytes()
     return data
 
 
@@ -285,13 +285,13 @@ def resample(samples: Samples, source_rate: int, target_rate: int) -> Samples:
     offsets = np.arange(-half_width, half_width + 1)
     for start in range(0, count, 8192):
         positions = np.arange(start, min(start + 8192, count)) * (source_rate / target_rate)
-        nearest = np.rint(positions).astype(np.int64)
-        distance = (nearest[:, None] + offsets) - positions[:, None]
+        nearest_samples = np.rint(positions).astype(np.int64)
+        distance = (nearest_samples[:, None] + offsets) - positions[:, None]
         window = np.where(
             np.abs(distance) < half_width, np.cos(np.pi * distance / (2 * half_width)) ** 2, 0.0
         )
         weights = cutoff * np.sinc(cutoff * distance) * window
-        neighbors = padded[np.clip(nearest[:, None] + offsets + half_width + 1, 0, len(padded) - 1)]
+        neighbors = padded[np.clip(nearest_samples[:, None] + offsets + half_width + 1, 0, len(padded) - 1)]
         result[start : start + len(positions)] = (weights * neighbors).sum(axis=1)
     return result
 

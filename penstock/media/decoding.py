@@ -44,8 +44,8 @@ def decode_image(data: bytes, max_pixels: int) -> Image:
                     raise InputError(f"the image is animated or has several pages ({frames}): send one frame")
                 image.load()
                 has_16_bits = image.format == "PPM" and image.mode == "I"
-                rotated = pil.ImageOps.exif_transpose(image)
-                return _as_rgb(rotated.convert("I;16") if has_16_bits else rotated)
+                rotated_image = pil.ImageOps.exif_transpose(image)
+                return _as_rgb(rotated_image.convert("I;16") if has_16_bits else rotated_image)
     except InputError:
         raise
     except pil.Image.DecompressionBombError as error:

@@ -177,17 +177,17 @@ class ProcessorPool:
         self, checkpoint: Path, num_processes: int, timeout: float, module: str = "penstock.media.process"
     ) -> None:
         self._timeout = timeout
-        self._idle: queue.LifoQueue[_Process] = queue.LifoQueue()
-        self._all = [_Process([module, str(checkpoint)]) for _ in range(num_processes)]
-        for process in self._all:
-            self._idle.put(process)
+        self._idle_processes: queue.LifoQueue[_Process] = queue.LifoQueue()
+        self._processes = [_Process([module, str(checkpoint)]) for _ in range(num_processes)]
+        for process in self._processes:
+            self._idle_processes.put(process)
 
     def process(
         self, data: bytes, options: Mapping[str, object], max_pixels: int
     ) -> tuple[Arrays, tuple[int, int]]:
         deadline = time.monotonic() + self._timeout
         try:
-            process = self._idle.get(timeout=self._timeout)
+            process = self._idle_processes.get(timeout=self._timeout)
         except queue.Empty:
             raise OverloadedError(
                 f"all image processes were busy for {self._timeout:g} s (--image-timeout): try again"
@@ -195,14 +195,14 @@ class ProcessorPool:
         try:
             return process.run(data, options, max_pixels, max(deadline - time.monotonic(), 0.001))
         finally:
-            self._idle.put(process)
+            self._idle_processes.put(process)
 
     def start(self) -> None:
-        for process in self._all:
+        for process in self._processes:
             process.start()
 
     def close(self) -> None:
-        for process in self._all:
+        for process in self._processes:
             process.stop()
 
 
@@ -345,6 +345,6 @@ def read_processor_config(checkpoint: Path) -> dict[str, object]:
             raise CheckpointError(path, f"is not readable as JSON: {error}") from error
         if not isinstance(values, dict):
             raise CheckpointError(path, f"must contain a JSON object, contains a {type(values).__name__}")
-        nested = values.get("image_processor")
-        merged |= {**(nested if isinstance(nested, dict) else {}), **values}
+        image_values = values.get("image_processor")
+        merged |= {**(image_values if isinstance(image_values, dict) else {}), **values}
     return merged

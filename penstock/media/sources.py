@@ -281,10 +281,10 @@ class _Reader(io.RawIOBase):
     A plain socket timeout is not enough, because it restarts with each byte that the server sends.
     """
 
-    def __init__(self, connected: socket.socket, deadline: float, max_bytes: int) -> None:
-        self._socket = connected
+    def __init__(self, connected_socket: socket.socket, deadline: float, max_bytes: int) -> None:
+        self._socket = connected_socket
         self._deadline = deadline
-        self._left = max_bytes
+        self._bytes_left = max_bytes
 
     def readable(self) -> bool:
         return True
@@ -295,8 +295,8 @@ class _Reader(io.RawIOBase):
             raise TimeoutError
         self._socket.settimeout(seconds)
         count = self._socket.recv_into(buffer)
-        self._left -= count
-        if self._left < 0:
+        self._bytes_left -= count
+        if self._bytes_left < 0:
             raise InputError("the response of an image server exceeds the size limit")
         return count
 
@@ -307,9 +307,9 @@ class _DeadlineConnection:
     The caller closes the socket.
     """
 
-    def __init__(self, connected: socket.socket, deadline: float, max_bytes: int) -> None:
-        self._socket = connected
-        self._reader = _Reader(connected, deadline, max_bytes)
+    def __init__(self, connected_socket: socket.socket, deadline: float, max_bytes: int) -> None:
+        self._socket = connected_socket
+        self._reader = _Reader(connected_socket, deadline, max_bytes)
 
     def sendall(self, data: bytes) -> None:
         self._socket.sendall(data)
@@ -328,13 +328,15 @@ def _connect(parts: SplitResult, address: str, port: int, deadline: float) -> so
     Each operation, such as the whole TLS handshake, must end before the deadline.
     """
     seconds = max(deadline - time.monotonic(), 0.001)
-    raw = socket.create_connection((address, port), timeout=seconds)
+    stream_socket = socket.create_connection((address, port), timeout=seconds)
     try:
         if parts.scheme == "https":
-            raw.settimeout(max(deadline - time.monotonic(), 0.001))
-            raw = ssl.create_default_context().wrap_socket(raw, server_hostname=parts.hostname)
-        raw.settimeout(max(deadline - time.monotonic(), 0.001))
+            stream_socket.settimeout(max(deadline - time.monotonic(), 0.001))
+            stream_socket = ssl.create_default_context().wrap_socket(
+                stream_socket, server_hostname=parts.hostname
+            )
+        stream_socket.settimeout(max(deadline - time.monotonic(), 0.001))
     except BaseException:
-        raw.close()
+        stream_socket.close()
         raise
-    return raw
+    return stream_socket

@@ -117,8 +117,8 @@ class TextAndVisionTokenizer(TextTokenizer):
 
     def _prepare_image(self, data: bytes, detail: str) -> ProcessedImage:
         if detail != "auto" and detail not in self._family.details:
-            supported = ", ".join(sorted({"auto", *self._family.details}))
-            raise UnsupportedFeatureError(f"detail {detail!r}", f"this model supports {supported}")
+            supported_details = ", ".join(sorted({"auto", *self._family.details}))
+            raise UnsupportedFeatureError(f"detail {detail!r}", f"this model supports {supported_details}")
         if len(data) > self._vision.max_bytes:
             raise InputError(
                 f"the image has {len(data)} bytes, but the limit is {self._vision.max_bytes} "

@@ -126,11 +126,11 @@ def estimate_activation_memory(
     """
     bytes_per_element = _encoding(pipeline_config).compute_dtype.size_in_bytes
     shapes = _linear_shapes(pipeline_config, _names_or_default(names))
-    widest = max((max(shape[-2:]) for shape in shapes), default=0)
+    max_width = max((max(shape[-2:]) for shape in shapes), default=0)
     row_bytes = (
         max(requested_step_tokens(pipeline_config), min_step_tokens)
         * _ROWS_PER_TOKEN
-        * widest
+        * max_width
         * bytes_per_element
     )
     return row_bytes + max_logit_rows(pipeline_config) * huggingface_config.vocabulary_size * _SAMPLING_BYTES

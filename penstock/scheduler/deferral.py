@@ -50,12 +50,12 @@ class Deferral:
         if prompt is None or not may_defer:
             return decoding
         counts: Counter[str] = Counter()
-        selected = []
+        selected_entries = []
         for entry in decoding:
             counts[entry.client_id] += 1
             if entry.client_id == prompt.client_id or counts[entry.client_id] <= _MAX_ROWS_WITH_PROMPT:
-                selected.append(entry)
-        if (len(decoding) - len(selected)) * PROMPT_TOKENS_PER_ROW <= prompt.num_remaining:
+                selected_entries.append(entry)
+        if (len(decoding) - len(selected_entries)) * PROMPT_TOKENS_PER_ROW <= prompt.num_remaining:
             return decoding
         self._has_deferred = True
-        return selected
+        return selected_entries

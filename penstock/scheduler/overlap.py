@@ -82,7 +82,7 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
         """The step that has been sampled but not collected."""
         self._launched_step: _LaunchedStep[ContextT] | None = None
         """The next step, which has been launched but not sampled; None between two calls of `step`."""
-        self._ending: set[str] = set()
+        self._ending_request_ids: set[str] = set()
         """Request ids of contexts that end with the sampled step."""
         self._runs_without_overlap = False
         """Whether the next step runs through `Pipeline.execute`, because a launch has failed."""
@@ -116,7 +116,7 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
         if self._sampled_step is not None and self._steps.collects_first(self._sampled_step.step):
             outputs = self._collect()
         if self._sampled_step is not None:
-            self._ending = self._steps.advance(self._sampled_step.step, self._running)
+            self._ending_request_ids = self._steps.advance(self._sampled_step.step, self._running)
         try:
             batch = self._next_batch(1)
         except _CollectFirstError:
@@ -166,7 +166,7 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
 
     def _collect(self) -> dict[str, OutputT]:
         """Collect the sampled step, remove its finished and failed contexts, and return the outputs."""
-        step, self._sampled_step, self._ending = self._sampled_step, None, set()
+        step, self._sampled_step, self._ending_request_ids = self._sampled_step, None, set()
         assert step is not None
         failures: dict[str, PenstockError]
         try:
@@ -231,7 +231,9 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
         return entry is not None and entry.context is launched.batch.get(request_id)
 
     def _decoding_entries(self) -> list[Entry[ContextT]]:
-        return [entry for entry in super()._decoding_entries() if entry.request_id not in self._ending]
+        return [
+            entry for entry in super()._decoding_entries() if entry.request_id not in self._ending_request_ids
+        ]
 
     def _check_collected(self) -> None:
         if self._sampled_step is not None:

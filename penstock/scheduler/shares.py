@@ -67,8 +67,10 @@ class ClientShares:
         if self.max_running < min_slots:
             return None
         candidates = (entry for entry in running if entry.key[0] >= waiting.key[0])
-        preemptible = (entry for entry in candidates if self.num_running(entry.client_id) >= min_slots)
-        return max(preemptible, key=self.preemption_key, default=None)
+        preemptible_entries = (
+            entry for entry in candidates if self.num_running(entry.client_id) >= min_slots
+        )
+        return max(preemptible_entries, key=self.preemption_key, default=None)
 
     @property
     def max_running(self) -> int:

@@ -41,9 +41,9 @@ class StepTime:
     """
 
     def __init__(self) -> None:
-        self.fixed: float | None = None
+        self.fixed_seconds: float | None = None
         """Seconds of a step without rows; None until it is known."""
-        self.per_row = 0.0
+        self.seconds_per_row = 0.0
         """Seconds per row."""
         self._weight = self._rows = self._seconds = self._rows_squared = self._products = 0.0
 
@@ -58,9 +58,9 @@ class StepTime:
         variance = self._rows_squared / self._weight - mean_rows * mean_rows
         if variance <= (_MIN_SPREAD * mean_rows) ** 2:
             return
-        per_row = (self._products / self._weight - mean_rows * mean_seconds) / variance
-        self.per_row = min(max(per_row, 0.0), mean_seconds / mean_rows)
-        self.fixed = mean_seconds - self.per_row * mean_rows
+        seconds_per_row = (self._products / self._weight - mean_rows * mean_seconds) / variance
+        self.seconds_per_row = min(max(seconds_per_row, 0.0), mean_seconds / mean_rows)
+        self.fixed_seconds = mean_seconds - self.seconds_per_row * mean_rows
 
 
 class StepLimit:
@@ -96,7 +96,7 @@ class StepLimit:
             decoding: all entries that decode, in order.
             num_steps: the requested number of steps.
         """
-        fixed_seconds, seconds_per_row = self._time.fixed, self._time.per_row
+        fixed_seconds, seconds_per_row = self._time.fixed_seconds, self._time.seconds_per_row
         counts = Counter(entry.client_id for entry in decoding)
         is_recent = self._clock() - self._contended_at <= _RECENT_SECONDS
         if fixed_seconds is not None and is_recent and max(counts.values(), default=0) > _MIN_ROWS:

@@ -90,7 +90,7 @@ class ChatTemplate:
         continues_last_message = bool(variables.pop("continue_final_message", False))
         messages = [_with_content(message) for message in messages]
         messages = _with_end_mark(messages) if continues_last_message else messages
-        template = self._compile(self._choose(tools))
+        template = self._compile(self._template_name(tools))
         try:
             # The variables are passed as a mapping, because a variable named "self" would conflict with a
             # parameter.
@@ -136,22 +136,22 @@ class ChatTemplate:
         """Whether the template supports content that is a list of text parts. Most support only strings."""
         part = {"type": "text", "text": "Dear reader"}
         try:
-            without_parts = self.render([{"role": "user", "content": part["text"]}])
-            with_parts = self.render([{"role": "user", "content": [part]}])
+            text_without_parts = self.render([{"role": "user", "content": part["text"]}])
+            text_with_parts = self.render([{"role": "user", "content": [part]}])
         except InputError:
             return False
-        return without_parts == with_parts
+        return text_without_parts == text_with_parts
 
     @cached_property
     def needs_parts(self) -> bool:
         """Whether the template omits content that is a string, as some templates of vision models do."""
         text = "Dear reader"
         try:
-            without_parts = self.render([{"role": "user", "content": text}])
-            with_parts = self.render([{"role": "user", "content": [{"type": "text", "text": text}]}])
+            text_without_parts = self.render([{"role": "user", "content": text}])
+            text_with_parts = self.render([{"role": "user", "content": [{"type": "text", "text": text}]}])
         except InputError:
             return False
-        return text not in without_parts and text in with_parts
+        return text not in text_without_parts and text in text_with_parts
 
     @cached_property
     def takes_argument_objects(self) -> bool:
@@ -172,7 +172,7 @@ class ChatTemplate:
         pattern = re.compile(rf"\b{re.escape(word)}\b")
         return any(pattern.search(source) for source in self.sources.values())
 
-    def _choose(self, tools: Sequence[Mapping[str, object]] | None) -> str:
+    def _template_name(self, tools: Sequence[Mapping[str, object]] | None) -> str:
         if tools is not None and "tool_use" in self.sources:
             return "tool_use"
         if "default" in self.sources:

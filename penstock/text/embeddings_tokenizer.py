@@ -73,7 +73,7 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
 
     async def new_embeddings_context(self, request: EmbeddingsGenerationRequest) -> EmbeddingsContext:
         """Run `build_embeddings_context` in a thread."""
-        return await self._in_thread(lambda: self.build_embeddings_context(request))
+        return await self._run_in_thread(lambda: self.build_embeddings_context(request))
 
     def build_embeddings_context(self, request: EmbeddingsGenerationRequest) -> EmbeddingsContext:
         """Return the context of a request.

@@ -23,8 +23,10 @@ def sampling_params_with_stops(request: TokenGeneratorRequest) -> SamplingParams
     request_stops = [request.stop] if isinstance(request.stop, str) else (request.stop or [])
     if not all(isinstance(stop, str) for stop in request_stops):
         raise InputError(f"stop must be a string or a list of strings, was {request.stop!r}")
-    stops = dict.fromkeys(stop for stop in [*request_stops, *(request.sampling_params.stop or [])] if stop)
-    return replace(request.sampling_params, stop=list(stops) or None)
+    stop_strings = dict.fromkeys(
+        stop for stop in [*request_stops, *(request.sampling_params.stop or [])] if stop
+    )
+    return replace(request.sampling_params, stop=list(stop_strings) or None)
 
 
 def output_format(request: TokenGeneratorRequest) -> tuple[str | None, Grammar | None]:

@@ -164,10 +164,11 @@ def _poolings(path: Path) -> tuple[tuple[PoolingType, ...], bool]:
     pooling_mode = config.get("pooling_mode")
     if pooling_mode is not None:
         names = [pooling_mode] if isinstance(pooling_mode, str) else list(cast("Iterable[str]", pooling_mode))
-        unknown = [name for name in names if name not in _POOLING_NAMES]
-        if unknown:
+        unknown_names = [name for name in names if name not in _POOLING_NAMES]
+        if unknown_names:
             raise CheckpointError(
-                path / "config.json", f"pooling_mode {unknown} is unknown: use {', '.join(_POOLING_NAMES)}"
+                path / "config.json",
+                f"pooling_mode {unknown_names} is unknown: use {', '.join(_POOLING_NAMES)}",
             )
         poolings = [_POOLING_NAMES[name] for name in names]
     else:

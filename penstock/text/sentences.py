@@ -48,4 +48,4 @@ def _largest_units(text: str, limit: int) -> Iterator[str]:
 
 
 def _stripped_matches(pattern: re.Pattern[str], text: str) -> Iterator[str]:
-    return (stripped for match in pattern.finditer(text) if (stripped := match.group().strip()))
+    return (stripped_text for match in pattern.finditer(text) if (stripped_text := match.group().strip()))

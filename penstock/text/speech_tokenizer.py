@@ -110,7 +110,7 @@ class SpeechTokenizer(TextTokenizer):
 
     async def new_speech_context(self, request: AudioGenerationRequest) -> TTSContext:
         """Run `build_speech_context` in a thread."""
-        return await self._in_thread(lambda: self.build_speech_context(request))
+        return await self._run_in_thread(lambda: self.build_speech_context(request))
 
     def split(self, text: str) -> list[str]:
         """Split a text at sentences into parts of at most `text_limit` characters.

@@ -31,12 +31,12 @@ def stop_sequences(
         encode: converts texts to token ids, without adding special tokens.
         token_bytes: returns the bytes that a token adds in the middle of a text.
     """
-    ids_alone, *within_context = encode(
+    ids_alone, *ids_in_contexts = encode(
         [before + stop + after for before in _TEXTS_BEFORE for after in _TEXTS_AFTER]
     )
     target = stop.encode(errors="replace")
     sequences = [_shortest_sequence(ids_alone, target, token_bytes) or ids_alone]
-    sequences += [_shortest_sequence(ids, target, token_bytes) or [] for ids in within_context]
+    sequences += [_shortest_sequence(ids, target, token_bytes) or [] for ids in ids_in_contexts]
     return [list(ids) for ids in dict.fromkeys(map(tuple, sequences)) if ids]
 
 
@@ -77,5 +77,5 @@ def _shortest_sequence(
     start = b"".join(token_texts).find(target)
     if start < 0:
         return None
-    ends = list(accumulate(map(len, token_texts)))  # byte offset of the end of each token
-    return list(ids[bisect_right(ends, start) : bisect_left(ends, start + len(target)) + 1])
+    end_offsets = list(accumulate(map(len, token_texts)))  # byte offset of the end of each token
+    return list(ids[bisect_right(end_offsets, start) : bisect_left(end_offsets, start + len(target)) + 1])

@@ -154,11 +154,11 @@ class TextTokenizer:
         self, request: TokenGeneratorRequest, *, stops_as_tokens: bool = True
     ) -> TextContext:
         """Run `build_context` in a thread."""
-        return await self._in_thread(lambda: self.build_context(request, stops_as_tokens=stops_as_tokens))
+        return await self._run_in_thread(lambda: self.build_context(request, stops_as_tokens=stops_as_tokens))
 
     async def encode(self, prompt: str, add_special_tokens: bool = True) -> TokenIds:
         """Run `encode_text` in a thread."""
-        return await self._in_thread(lambda: self.encode_text(prompt, add_special_tokens))
+        return await self._run_in_thread(lambda: self.encode_text(prompt, add_special_tokens))
 
     async def decode(
         self, context: TextContext, encoded: Sequence[int] | npt.NDArray[np.integer] | int, **kwargs: object
@@ -179,7 +179,7 @@ class TextTokenizer:
             raise UnknownParameterError("decode", next(iter(kwargs)), "the keyword is skip_special_tokens")
         ids = [encoded] if isinstance(encoded, SupportsIndex) and np.ndim(encoded) == 0 else encoded
         delta = next_delta(context, checked_ids_to_decode(cast("Iterable[SupportsIndex]", ids)), self._bos)
-        return await self._in_thread(lambda: delta.text(self, bool(skip_special_tokens)))
+        return await self._run_in_thread(lambda: delta.text(self, bool(skip_special_tokens)))
 
     def build_context(self, request: TokenGeneratorRequest, *, stops_as_tokens: bool = True) -> TextContext:
         """Return the context of a request, without a cache slot.
@@ -397,5 +397,5 @@ class TextTokenizer:
         encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
-    async def _in_thread(self, function: Callable[[], T]) -> T:
+    async def _run_in_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function)

@@ -288,14 +288,14 @@ class AudioResult(msgspec.Struct, array_like=True, tag=2):
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
             return NotImplemented
-        same = (self.request_id, self.status, self.num_tokens) == (
+        has_same_progress = (self.request_id, self.status, self.num_tokens) == (
             other.request_id,
             other.status,
             other.num_tokens,
         )
         if self.audio is None or other.audio is None:
-            return same and self.audio is other.audio
-        return same and np.array_equal(self.audio, other.audio)
+            return has_same_progress and self.audio is other.audio
+        return has_same_progress and np.array_equal(self.audio, other.audio)
 
 
 RequestResult: TypeAlias = TextResult | EmbeddingsResult | AudioResult

@@ -20,18 +20,18 @@ class PrefixMap:
     """
 
     def __init__(self) -> None:
-        self._cached: dict[bytes, int] = {}
-        self._expected: dict[bytes, int] = {}
+        self._cached_workers: dict[bytes, int] = {}
+        self._expected_workers: dict[bytes, int] = {}
         """Digest -> number of requests in the low bits, set of workers in the high bits."""
 
     @property
     def num_blocks(self) -> int:
         """The number of different blocks that any worker has."""
-        return len(self._cached)
+        return len(self._cached_workers)
 
     def update(self, worker: int, events: Iterable[CacheEvent]) -> None:
         """Apply the events of a worker."""
-        bit, cached = 1 << worker, self._cached
+        bit, cached = 1 << worker, self._cached_workers
         for event in events:
             match event:
                 case BlocksStored():
@@ -46,7 +46,7 @@ class PrefixMap:
 
     def depth(self, worker: int, digests: Sequence[bytes]) -> int:
         """Return the number of leading blocks that a worker has, including expected blocks."""
-        bit, cached, expected = 1 << worker, self._cached.get, self._expected.get
+        bit, cached, expected = 1 << worker, self._cached_workers.get, self._expected_workers.get
         return bisect_left(
             digests,
             True,
@@ -59,18 +59,18 @@ class PrefixMap:
         Returns:
             The recorded blocks, for `clear_expected`. Blocks that the worker already has are not recorded.
         """
-        bit, cached, expected = 1 << worker, self._cached.get, self._expected
+        bit, cached, expected = 1 << worker, self._cached_workers.get, self._expected_workers
         start = bisect_left(digests, True, key=lambda digest: not cached(digest, 0) & bit)
-        recorded = digests[start:]
+        recorded_digests = digests[start:]
         mark = bit << _COUNT_BITS
-        for digest in recorded:
+        for digest in recorded_digests:
             expected[digest] = (expected.get(digest, 0) | mark) + 1
-        return recorded
+        return recorded_digests
 
-    def clear_expected(self, recorded: Sequence[bytes]) -> None:
+    def clear_expected(self, recorded_digests: Sequence[bytes]) -> None:
         """Remove the blocks that `expect` recorded for a request that has ended."""
-        expected = self._expected
-        for digest in recorded:
+        expected = self._expected_workers
+        for digest in recorded_digests:
             entry = expected[digest]
             if entry & _COUNT_MASK == 1:
                 del expected[digest]
@@ -87,7 +87,7 @@ class PrefixMap:
             digests: the digests of a prompt's blocks, in order.
             workers: the set of workers to look for.
         """
-        cached, expected = self._cached.get, self._expected.get
+        cached, expected = self._cached_workers.get, self._expected_workers.get
 
         def workers_at(depth: int) -> int:
             """Return the set of workers that have ``depth`` leading blocks."""
@@ -119,11 +119,11 @@ class PrefixMap:
         return depths_by_worker
 
     def _remove(self, digest: bytes, bit: int) -> None:
-        workers = self._cached.get(digest, 0) & ~bit
+        workers = self._cached_workers.get(digest, 0) & ~bit
         if workers:
-            self._cached[digest] = workers
+            self._cached_workers[digest] = workers
         else:
-            self._cached.pop(digest, None)
+            self._cached_workers.pop(digest, None)
 
 
 def _worker_numbers(workers: int) -> list[int]:

@@ -158,20 +158,20 @@ class _Loop:
         self._is_stopping = False
 
     def run(self) -> None:
-        wait = True
+        should_wait = True
         while not self._is_stopping:
-            self._receive_commands(wait)
-            wait = not self._step()
+            self._receive_commands(should_wait)
+            should_wait = not self._step()
 
     # -- Commands ----------------------------------------------------------------------------------------
 
-    def _receive_commands(self, wait: bool) -> None:
+    def _receive_commands(self, should_wait: bool) -> None:
         """Process all commands that have arrived.
 
-        With ``wait``, first pack pending weights, then block until a command arrives or contexts must be
-        checked again.
+        With ``should_wait``, first pack pending weights. Then block until a command arrives or contexts must
+        be checked again.
         """
-        if wait:
+        if should_wait:
             has_work = self._scheduler.has_work
             while not self._commands.poll(0) and self._runtime.pack_pending() and not has_work:
                 heartbeat.beat()

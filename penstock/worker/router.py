@@ -334,27 +334,27 @@ class WorkerRouter:
 
     async def _replace(self, number: int, grace: float) -> None:
         assert self._make_worker is not None, "this router has no make_worker"
-        old, new = self._workers[number], self._make_worker(number)
+        old_worker, new_worker = self._workers[number], self._make_worker(number)
         self._draining |= 1 << number
         try:
             if len(self._workers) > 1:
                 await self._drain(number, grace)
-                await old.stop(0)
+                await old_worker.stop(0)
             if self._listeners or len(self._workers) > 1:
-                new.watch_cache(self._reporter(number, new))
-            await new.start()
+                new_worker.watch_cache(self._reporter(number, new_worker))
+            await new_worker.start()
             try:
-                await _copy_adapters(old, new)
+                await _copy_adapters(old_worker, new_worker)
             except BaseException:
-                await new.stop(0)
+                await new_worker.stop(0)
                 raise
-            self._workers[number] = new
+            self._workers[number] = new_worker
             self._report(number, [BlocksCleared()])
-            self._num_lost_restarts += old.num_restarts
+            self._num_lost_restarts += old_worker.num_restarts
         finally:
             self._draining &= ~(1 << number)
         if len(self._workers) == 1:
-            await old.stop(grace)
+            await old_worker.stop(grace)
         _LOG.info("worker %d is replaced", number)
 
     async def _drain(self, number: int, grace: float) -> None:
@@ -369,14 +369,14 @@ class WorkerRouter:
             raise UnavailableError("the model is being reloaded: try again later", retry_after=5)
 
 
-async def _copy_adapters(old: EngineClient, new: EngineClient) -> None:
+async def _copy_adapters(old_worker: EngineClient, new_worker: EngineClient) -> None:
     """Load the adapters of a worker into its replacement, and unload all other adapters."""
-    old_adapters = old.adapters
-    for name in new.adapters.keys() - old_adapters.keys():
-        await new.unload_adapter(name)
+    old_adapters = old_worker.adapters
+    for name in new_worker.adapters.keys() - old_adapters.keys():
+        await new_worker.unload_adapter(name)
     for name, path in old_adapters.items():
-        if new.adapters.get(name) != path:
-            await new.load_adapter(name, path)
+        if new_worker.adapters.get(name) != path:
+            await new_worker.load_adapter(name, path)
 
 
 async def _gather(calls: Iterable[Coroutine[None, None, None]]) -> None:

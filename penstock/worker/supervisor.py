@@ -84,7 +84,7 @@ class WorkerSupervisor:
         self._on_report = on_report
         self._on_start = on_start
         self._on_end = on_end
-        self._in_thread = in_thread
+        self._runs_in_thread = in_thread
         self._hang_limit = hang_limit
         self._memory_limit = memory_limit
         self._endpoint_numbers = count()
@@ -343,7 +343,7 @@ class WorkerSupervisor:
             self._context,
             self._factory,
             endpoint,
-            in_thread=self._in_thread,
+            in_thread=self._runs_in_thread,
             memory_limit=self._memory_limit,
         )
         return self._connection

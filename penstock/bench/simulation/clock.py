@@ -19,14 +19,14 @@ class Clock:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
 
-    def at(self, time: float, action: Callable[[], None]) -> None:
+    def call_at(self, time: float, action: Callable[[], None]) -> None:
         """Call ``action`` at the virtual time ``time``, which must not be in the past."""
         assert time >= self.now, f"{time} is before {self.now}"
         heapq.heappush(self._events, (time, next(self._numbers), action))
 
-    def after(self, seconds: float, action: Callable[[], None]) -> None:
+    def call_after(self, seconds: float, action: Callable[[], None]) -> None:
         """Call ``action`` after ``seconds`` of virtual time."""
-        self.at(self.now + seconds, action)
+        self.call_at(self.now + seconds, action)
 
     def run(self) -> None:
         """Run all events, including events that other events add."""
@@ -56,4 +56,4 @@ class BusyServer:
         self.waits.append(begin - self._clock.now)
         self._free_at = begin + seconds
         self.busy_seconds += seconds
-        self._clock.at(self._free_at, action)
+        self._clock.call_at(self._free_at, action)

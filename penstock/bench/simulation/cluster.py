@@ -58,10 +58,10 @@ POLICIES: Mapping[str, Callable[[], RoutingPolicy | None]] = {
 class TurnOutcome:
     """The times of a request, in virtual seconds."""
 
-    arrived: float
+    arrival_time: float
     num_prompt_tokens: int
-    first_token: float = 0.0
-    ended: float = 0.0
+    first_token_time: float = 0.0
+    end_time: float = 0.0
     num_new_tokens: int = 0
     num_cached_tokens: int = 0
 
@@ -76,7 +76,7 @@ class ClusterReport:
     requests_per_second: float
     tokens_per_second: float
     """Number of generated tokens per second."""
-    first_token: tuple[float, float]
+    first_token_time: tuple[float, float]
     """Median and 99th percentile of the seconds from arrival to the first token."""
     latency: tuple[float, float]
     """Median and 99th percentile of the seconds from arrival to the end."""
@@ -132,19 +132,21 @@ class Cluster:
             raise InputError("a trace needs two conversations that begin at different times")
         no_tokens = np.empty(0, np.int64)
         for conversation in trace:
-            self._clock.at(conversation.begin, partial(self._arrive, conversation, 0, no_tokens))
+            self._clock.call_at(conversation.begin, partial(self._send_turn, conversation, 0, no_tokens))
         end = trace[-1].begin
-        busy: list[tuple[float, float]] = []
+        busy_seconds: list[tuple[float, float]] = []
         for time in (_WARM_UP * end, end):
-            self._clock.at(time, lambda: busy.append(self._busy_seconds()))
+            self._clock.call_at(time, lambda: busy_seconds.append(self._busy_seconds()))
         self._clock.run()
-        return self._report(end, *np.subtract(busy[1], busy[0]).tolist())
+        return self._report(end, *np.subtract(busy_seconds[1], busy_seconds[0]).tolist())
 
     def _busy_seconds(self) -> tuple[float, float]:
         """Return the busy seconds so far: the sum over all workers, and the busy seconds of the router."""
         return sum(worker.busy_seconds for worker in self._workers), self._router_thread.busy_seconds
 
-    def _arrive(self, conversation: SimulatedConversation, turn_index: int, previous_tokens: Tokens) -> None:
+    def _send_turn(
+        self, conversation: SimulatedConversation, turn_index: int, previous_tokens: Tokens
+    ) -> None:
         """Send a turn to the router, with the tokens of the previous turns."""
         turn = conversation.turns[turn_index]
         tokens = np.concatenate([previous_tokens, turn.message])
@@ -182,36 +184,38 @@ class Cluster:
         request, now = self._requests[result.request_id], self._clock.now
         outcome = request.outcome
         if result.tokens and not outcome.num_new_tokens:
-            outcome.first_token = now
+            outcome.first_token_time = now
         outcome.num_new_tokens += len(result.tokens)
         if not result.status.is_done:
             return
         del self._requests[result.request_id]
-        outcome.ended = now
+        outcome.end_time = now
         outcome.num_cached_tokens = request.context.num_cached_tokens
         turn_index, turns = request.turn_index + 1, request.conversation.turns
         if turn_index < len(turns):
             tokens = request.context.all_tokens.astype(np.int64)
-            self._clock.after(
+            self._clock.call_after(
                 turns[turn_index].think_seconds,
-                partial(self._arrive, request.conversation, turn_index, tokens),
+                partial(self._send_turn, request.conversation, turn_index, tokens),
             )
 
     def _report(self, last_begin: float, workers_busy: float, router_busy: float) -> ClusterReport:
         begin = _WARM_UP * last_begin
-        arrived = [outcome for outcome in self.outcomes if begin <= outcome.arrived <= last_begin]
-        ended = [outcome for outcome in self.outcomes if begin <= outcome.ended <= last_begin]
+        arrived_turns = [outcome for outcome in self.outcomes if begin <= outcome.arrival_time <= last_begin]
+        ended_turns = [outcome for outcome in self.outcomes if begin <= outcome.end_time <= last_begin]
         span, num_workers = last_begin - begin, len(self._workers)
-        num_prompt_tokens = sum(outcome.num_prompt_tokens for outcome in arrived)
+        num_prompt_tokens = sum(outcome.num_prompt_tokens for outcome in arrived_turns)
         return ClusterReport(
             num_workers=num_workers,
             policy=self._policy,
-            num_requests=len(arrived),
-            requests_per_second=len(ended) / span,
-            tokens_per_second=sum(outcome.num_new_tokens for outcome in ended) / span,
-            first_token=_percentiles([outcome.first_token - outcome.arrived for outcome in arrived]),
-            latency=_percentiles([outcome.ended - outcome.arrived for outcome in arrived]),
-            hit_rate=sum(outcome.num_cached_tokens for outcome in arrived) / num_prompt_tokens,
+            num_requests=len(arrived_turns),
+            requests_per_second=len(ended_turns) / span,
+            tokens_per_second=sum(outcome.num_new_tokens for outcome in ended_turns) / span,
+            first_token_time=_percentiles(
+                [outcome.first_token_time - outcome.arrival_time for outcome in arrived_turns]
+            ),
+            latency=_percentiles([outcome.end_time - outcome.arrival_time for outcome in arrived_turns]),
+            hit_rate=sum(outcome.num_cached_tokens for outcome in arrived_turns) / num_prompt_tokens,
             worker_utilization=workers_busy / span / num_workers,
             router_utilization=router_busy / span,
             router_wait=float(np.percentile(self._router_thread.waits, 99)),

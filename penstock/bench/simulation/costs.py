@@ -181,9 +181,9 @@ def non_negative_least_squares(
     result = np.zeros(matrix.shape[1])
     while free_columns:
         solution, *_ = np.linalg.lstsq(matrix[:, free_columns], target, rcond=None)
-        lowest = int(np.argmin(solution))
-        if solution[lowest] >= 0:
+        lowest_index = int(np.argmin(solution))
+        if solution[lowest_index] >= 0:
             result[free_columns] = solution
             break
-        del free_columns[lowest]
+        del free_columns[lowest_index]
     return result

@@ -143,7 +143,7 @@ class SimulatedWorker:
         assert isinstance(context, TextContext)
         generation = Generation(context.request_id, lambda request_id: None)
         self._generations[context.request_id] = generation
-        self._clock.after(self._message_seconds, lambda: self._receive(context))
+        self._clock.call_after(self._message_seconds, lambda: self._receive(context))
         return generation
 
     # -- The worker --------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class SimulatedWorker:
         seconds = pipeline.seconds - start
         self.busy_seconds += seconds
         if not seconds:  # no context ran: all wait for a prefix that another context computes
-            self._clock.after(_READY_POLL_SECONDS, self._step)
+            self._clock.call_after(_READY_POLL_SECONDS, self._step)
             return
         report = StepResults(
             WorkerStats(),
@@ -180,10 +180,10 @@ class SimulatedWorker:
         )
 
         def end() -> None:
-            self._clock.after(self._message_seconds, lambda: self._send(report, self._deliver))
+            self._clock.call_after(self._message_seconds, lambda: self._send(report, self._deliver))
             self._step()
 
-        self._clock.after(seconds, end)
+        self._clock.call_after(seconds, end)
 
     def _result(self, request_id: str, output: TextGenerationResponse) -> RequestResult | None:
         context = self._contexts[request_id]

@@ -148,14 +148,14 @@ class NeuCodec(AudioCodec):
         for chunk in chunks:
             self.check_chunk(chunk)
         windows = [self._windows(chunk) for chunk in chunks]
-        uncached = {
+        uncached_windows = {
             window.key: window
             for chunk_windows in windows
             for window in chunk_windows
             if window.key not in self._cache
         }
-        decoded_samples = self._decode([window.frames for window in uncached.values()])
-        for (key, window), samples in zip(uncached.items(), decoded_samples, strict=True):
+        decoded_samples = self._decode([window.frames for window in uncached_windows.values()])
+        for (key, window), samples in zip(uncached_windows.items(), decoded_samples, strict=True):
             left = window.frame_block.start - window.frame_block.window[0]
             self._cache[key] = samples[left * self.samples_per_frame :].clone()
         results = [self._join(*chunk_and_windows) for chunk_and_windows in zip(chunks, windows, strict=True)]
@@ -189,11 +189,11 @@ class NeuCodec(AudioCodec):
         """Return the windows of the block before a chunk (if there is one) and of the chunk's blocks."""
         if not chunk.num_frames:
             return []
-        stop, current = chunk.start + chunk.num_frames, block_at(chunk.start)
-        windows = [self._window(chunk, frame_block(current.index - 1))] if current.index else []
-        while current.start < stop:
-            windows.append(self._window(chunk, current))
-            current = frame_block(current.index + 1)
+        stop, current_block = chunk.start + chunk.num_frames, block_at(chunk.start)
+        windows = [self._window(chunk, frame_block(current_block.index - 1))] if current_block.index else []
+        while current_block.start < stop:
+            windows.append(self._window(chunk, current_block))
+            current_block = frame_block(current_block.index + 1)
         return windows
 
     def _window(self, chunk: CodecChunk, frame_block: FrameBlock) -> _Window:
@@ -206,29 +206,29 @@ class NeuCodec(AudioCodec):
         Overlapping samples of two windows are cross-faded.
         """
         hop, stop, block_samples = self.samples_per_frame, chunk.start + chunk.num_frames, [torch.zeros(0)]
-        overlap: Tensor | None = None
+        overlapping_samples: Tensor | None = None
         for window in windows:
             start, end, samples = window.frame_block.start, window.frame_block.stop, self._cache[window.key]
             self._cache.move_to_end(window.key)
             samples_of_block = samples[: (end - start) * hop]
             if end > chunk.start:
-                if overlap is not None:
-                    samples_of_block = _cross_fade(overlap, samples_of_block, RIGHT_CONTEXT * hop)
+                if overlapping_samples is not None:
+                    samples_of_block = _cross_fade(overlapping_samples, samples_of_block, RIGHT_CONTEXT * hop)
                 block_samples.append(
                     samples_of_block[max(chunk.start - start, 0) * hop : (stop - start) * hop]
                 )
-            overlap = samples[(end - start) * hop :]
+            overlapping_samples = samples[(end - start) * hop :]
         return torch.cat(block_samples)
 
 
-def _cross_fade(previous_samples: Tensor, samples: Tensor, overlap: int) -> Tensor:
+def _cross_fade(previous_samples: Tensor, samples: Tensor, num_overlapping: int) -> Tensor:
     """Return the samples of a block, with a linear cross-fade from the previous window at the start.
 
     Args:
         previous_samples: the samples that the previous window computed after its own block.
         samples: the samples of the block.
-        overlap: the number of samples of the cross-fade.
+        num_overlapping: the number of samples of the cross-fade.
     """
     count = min(len(previous_samples), len(samples))
-    weights = (torch.arange(count) + 0.5) / overlap
+    weights = (torch.arange(count) + 0.5) / num_overlapping
     return torch.cat([torch.lerp(previous_samples[:count], samples[:count], weights), samples[count:]])

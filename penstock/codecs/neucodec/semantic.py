@@ -30,8 +30,8 @@ class HalfFeedForward:
     down: PackedLinear  # the weights include the factor 0.5
 
     def __call__(self, x: Tensor, eps: float, ops: Ops) -> Tensor:  # [T, E] -> [T, E]
-        inner = ops.activation(ops.linear(ops.layer_norm(x, *self.norm, eps), self.up), "silu")
-        return ops.linear(inner, self.down)
+        hidden_rows = ops.activation(ops.linear(ops.layer_norm(x, *self.norm, eps), self.up), "silu")
+        return ops.linear(hidden_rows, self.down)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +76,11 @@ class ConvolutionModule:
 
     def __call__(self, x: Tensor, eps: float, ops: Ops) -> Tensor:  # [T, E] -> [T, E]
         values, gates = ops.linear(ops.layer_norm(x, *self.norm, eps), self.values_and_gates).chunk(2, 1)
-        inner = values * torch.sigmoid(gates)
-        before = inner.new_zeros(self.depthwise.packed.kernel_size - 1, inner.shape[1])
-        padded = RaggedRows(torch.cat([before, inner]), [len(before) + len(inner)])
-        inner = ops.layer_norm(self.depthwise(padded, ops).rows, *self.depthwise_norm, eps)
-        return ops.linear(ops.activation(inner, "silu"), self.output)
+        hidden_rows = values * torch.sigmoid(gates)
+        before = hidden_rows.new_zeros(self.depthwise.packed.kernel_size - 1, hidden_rows.shape[1])
+        padded = RaggedRows(torch.cat([before, hidden_rows]), [len(before) + len(hidden_rows)])
+        hidden_rows = ops.layer_norm(self.depthwise(padded, ops).rows, *self.depthwise_norm, eps)
+        return ops.linear(ops.activation(hidden_rows, "silu"), self.output)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,14 +144,14 @@ def read_semantic_encoder(loader: CodecLoader, config: SemanticConfig) -> Semant
 
 
 def _read_layer(loader: CodecLoader, name: str, config: SemanticConfig) -> ConformerLayer:
-    size, inner, ops = config.hidden_size, config.intermediate_size, loader.ops
+    size, hidden_rows, ops = config.hidden_size, config.intermediate_size, loader.ops
 
     def feed_forward(part: str) -> HalfFeedForward:
-        weight = loader.tensor(f"{name}.{part}.output_dense.weight", size, inner)
+        weight = loader.tensor(f"{name}.{part}.output_dense.weight", size, hidden_rows)
         bias = loader.tensor(f"{name}.{part}.output_dense.bias", size)
         return HalfFeedForward(
             loader.norm(f"{name}.{part}_layer_norm", size),
-            loader.linear(f"{name}.{part}.intermediate_dense", size, inner),
+            loader.linear(f"{name}.{part}.intermediate_dense", size, hidden_rows),
             ops.pack_linear(weight / 2, "float32", bias=bias / 2),
         )
 

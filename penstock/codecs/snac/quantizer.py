@@ -71,9 +71,11 @@ def frame_columns(strides: Sequence[int]) -> tuple[Tensor, ...]:
     The codes are sorted by the latent row at which they begin. Codes with the same row are sorted from coarse
     to fine.
     """
-    order = [level for row in range(strides[0]) for level, stride in enumerate(strides) if row % stride == 0]
+    levels_in_frame = [
+        level for row in range(strides[0]) for level, stride in enumerate(strides) if row % stride == 0
+    ]
     return tuple(
-        torch.tensor([column for column, code_level in enumerate(order) if code_level == level])
+        torch.tensor([column for column, code_level in enumerate(levels_in_frame) if code_level == level])
         for level in range(len(strides))
     )
 

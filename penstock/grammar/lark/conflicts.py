@@ -64,12 +64,12 @@ def find_conflicts(
         for name, node in lexemes.items():
             nfa.add_lexeme(name, node)
         check_time()
-        positions = LexemePositions(rules, lexemes, nfa.nullable, nfa.first_sets(), root)
+        positions = LexemePositions(rules, lexemes, nfa.nullable_lexemes, nfa.first_sets(), root)
         check_time()
         conflicts: dict[str, str] = {}
         # lexemes at a group of positions -> pairs of lexemes that match a common text
         overlapping_pairs: dict[frozenset[str], set[frozenset[str]]] = {}
-        visited, pending = {positions.start}, [positions.start]
+        visited_groups, pending = {positions.start}, [positions.start]
         while pending:
             group = pending.pop()
             names = positions.lexemes_at(group)
@@ -80,8 +80,8 @@ def find_conflicts(
                     conflicts.setdefault(name, ending_lexeme)
             for next_group in positions.next_groups(group, overlapping_pairs[names]):
                 nfa.add_work(1)
-                if next_group not in visited:
-                    visited.add(next_group)
+                if next_group not in visited_groups:
+                    visited_groups.add(next_group)
                     pending.append(next_group)
         return conflicts, nfa.work
     except _WorkLimitError:
@@ -103,21 +103,23 @@ def _longer_matches(
     conflicts: dict[str, str] = {}
     overlapping: set[frozenset[str]] = set()
     start = nfa.closure([nfa.starts[name] for name in sorted(names)])
-    visited, pending = {start}, [start]
+    visited_groups, pending = {start}, [start]
     while pending:
         states = pending.pop()
         if states != start:
-            ending_lexemes = sorted(nfa.finals[state] for state in states if state in nfa.finals)
+            ending_lexemes = sorted(
+                nfa.lexeme_by_final_state[state] for state in states if state in nfa.lexeme_by_final_state
+            )
             overlapping.update(frozenset(pair) for pair in combinations(ending_lexemes, 2))
             for ending_lexeme in ending_lexemes:
-                allowed = follow.get(ending_lexeme, 0)
+                follow_mask = follow.get(ending_lexeme, 0)
                 for state in states:
-                    if any(mask & allowed for mask, _ in nfa.edges[state]):
+                    if any(mask & follow_mask for mask, _ in nfa.edges[state]):
                         conflicts.setdefault(nfa.owners[state], ending_lexeme)
         for targets in _successors(nfa, states):
             next_state = nfa.closure(targets)
-            if next_state not in visited:
-                visited.add(next_state)
+            if next_state not in visited_groups:
+                visited_groups.add(next_state)
                 pending.append(next_state)
     return {
         name: ending_lexeme for name, ending_lexeme in conflicts.items() if nfa.sizes[name] > 1
@@ -201,9 +203,9 @@ class _Nfa:
         self.edges: list[list[tuple[int, int]]] = []  # per state: (mask of characters, next state)
         self.owners: list[str] = []
         self.starts: dict[str, int] = {}
-        self.finals: dict[int, str] = {}
+        self.lexeme_by_final_state: dict[int, str] = {}
         self.sizes: dict[str, int] = {}
-        self.nullable: set[str] = set()
+        self.nullable_lexemes: set[str] = set()
         self.work = 0
 
     def add_lexeme(self, name: str, node: Node) -> None:
@@ -212,11 +214,11 @@ class _Nfa:
         start = self._add_state()
         end = self._add_node(node, start)
         self.starts[name] = start
-        self.finals[end] = name
+        self.lexeme_by_final_state[end] = name
         is_single_character = isinstance(node, Chars) or (isinstance(node, Text) and len(node.text) == 1)
         self.sizes[name] = 1 if is_single_character else len(self.edges) - num_states
         if end in self.closure([start]):
-            self.nullable.add(name)
+            self.nullable_lexemes.add(name)
 
     def first_sets(self) -> dict[str, int]:
         """Return for each lexeme the classes of the characters with which it can begin, as a bit mask."""
@@ -234,22 +236,22 @@ class _Nfa:
         result: set[int] = set()
         for state in states:  # type: ignore[attr-defined]
             if state not in self._closures:
-                reachable, pending = {state}, [state]
+                reachable_states, pending = {state}, [state]
                 while pending:
                     new_states = [
                         successor
                         for successor in self._empty_edges[pending.pop()]
-                        if successor not in reachable
+                        if successor not in reachable_states
                     ]
-                    reachable.update(new_states)
+                    reachable_states.update(new_states)
                     pending += new_states
                 states_with_edges = (
                     successor
-                    for successor in reachable
+                    for successor in reachable_states
                     if self.edges[successor] or not self._empty_edges[successor]
                 )
                 self._closures[state] = frozenset(states_with_edges)
-                self.add_work(len(reachable))
+                self.add_work(len(reachable_states))
             result |= self._closures[state]
         self.add_work(len(result))
         return frozenset(result)

@@ -138,11 +138,11 @@ class _FirstAndFollowSets:
         return self._follow
 
     def _compute_first_sets(self) -> None:
-        users: dict[str, set[str]] = {}
+        rules_by_reference: dict[str, set[str]] = {}
         for name, node in self._rules.items():
             for child in walk(node):
                 if isinstance(child, Ref):
-                    users.setdefault(child.name, set()).add(name)
+                    rules_by_reference.setdefault(child.name, set()).add(name)
         pending = dict.fromkeys(reversed(self._rules))
         while pending:
             name, _ = pending.popitem()
@@ -151,7 +151,7 @@ class _FirstAndFollowSets:
                 self._first_sets[name] = first
                 if is_nullable:
                     self._nullable_rules.add(name)
-                pending.update(dict.fromkeys(users.get(name, ())))
+                pending.update(dict.fromkeys(rules_by_reference.get(name, ())))
 
     def _first_set(self, node: Node) -> tuple[int, bool]:
         """Return the first set of a node, and whether it matches the empty text."""

@@ -116,13 +116,15 @@ class _Reader:
         begin_node = _text(begin) if isinstance(begin, str) else self.node(begin)
         if isinstance(end, dict):
             token = self.node(end)
-            return sequence([begin_node, self._before_token(_field(part, "content", dict), token), token])
+            return sequence(
+                [begin_node, self._content_before_token(_field(part, "content", dict), token), token]
+            )
         end_texts = (end,) if isinstance(end, str) else tuple(end) if isinstance(end, list) else ()
         if not end_texts or not all(isinstance(end, str) for end in end_texts):
             raise InputError("a tag of a structural_tag needs an end: a string, strings or a token")
         return sequence([begin_node, self._with_end(_field(part, "content", dict), end_texts)])
 
-    def _before_token(self, content: TagFormat, token: Node) -> Node:
+    def _content_before_token(self, content: TagFormat, token: Node) -> Node:
         if _format_type(content) in ("token_triggered_tags", "token_dispatch") and isinstance(token, Tokens):
             return self._token_triggered_tags(content, list(token.ranges))
         return self.node(content)
@@ -162,7 +164,7 @@ class _Reader:
         """
         contents = self._contents_by_trigger(part)
         excludes, triggers = _words(part, "excludes"), tuple(contents)
-        is_single = part.get("stop_after_first") or (
+        stops_after_first = part.get("stop_after_first") or (
             part["type"] == "dispatch" and not part.get("loop", True)
         )
         words = (*triggers, *end_texts)
@@ -178,13 +180,13 @@ class _Reader:
         )
         result = (
             choice([free_text, sequence([text_and_tag, end_marker])])
-            if is_single
+            if stops_after_first
             else sequence([repeated(text_and_tag, 0, None), free_text])
         )
         if not part.get("at_least_one"):
             return result
         first_tag = choice(map(self.node, _list(part, "tags")))
-        return sequence([first_tag, end_marker if is_single else result])
+        return sequence([first_tag, end_marker if stops_after_first else result])
 
     def _contents_by_trigger(self, part: TagFormat) -> dict[str, Node]:
         """Return trigger text -> node of the formats that can follow it."""
@@ -226,20 +228,22 @@ class _Reader:
                 raise InputError("a rule of a token_dispatch must be a pair: a token and a format")
             triggers = [rule[0] for rule in rules]
             tags = [sequence([Tokens(_ids([token])), self.node(content)]) for token, content in rules]
-            is_single = not part.get("loop", True)
+            stops_after_first = not part.get("loop", True)
         else:
             triggers = _list(part, "trigger_tokens")
             tags = [self.node(tag) for tag in _list(part, "tags")]
-            is_single = bool(part.get("stop_after_first"))
+            stops_after_first = bool(part.get("stop_after_first"))
         excluded_ids = _ids([*triggers, *part.get("exclude_tokens", [])])
         text = repeated(Tokens(tuple(sorted({*excluded_ids, *end_ids})), negated=True), 0, None)
         text_and_tag = sequence([text, choice(tags)])
         result = (
-            choice([text, text_and_tag]) if is_single else sequence([repeated(text_and_tag, 0, None), text])
+            choice([text, text_and_tag])
+            if stops_after_first
+            else sequence([repeated(text_and_tag, 0, None), text])
         )
         if not part.get("at_least_one"):
             return result
-        return sequence([choice(tags), EMPTY if is_single else result])
+        return sequence([choice(tags), EMPTY if stops_after_first else result])
 
 
 def _text_until(

@@ -118,20 +118,20 @@ class _Writer:
         if isinstance(node, Ref):
             return self._lexeme_rule_name(node.name)
         if isinstance(node, FreeText):
-            return f"{_ANY} & {_excluding(node.excludes)}" if node.excludes else _ANY
+            return f"{_ANY} & {_text_without(node.excludes)}" if node.excludes else _ANY
         if isinstance(node, TextUntil):
             parts = [
                 f"({_ANY} /{_string_literal(node.end)}/)",
-                _excluding((node.end, *node.others), "(?s:.+)"),
+                _text_without((node.end, *node.others), "(?s:.+)"),
             ]
-            return " & ".join([*parts, *([_excluding(node.excludes)] if node.excludes else [])])
+            return " & ".join([*parts, *([_text_without(node.excludes)] if node.excludes else [])])
         return _operator_text(node, self._lexeme_text)
 
 
 _ANY = "/(?s:.*)/"
 
 
-def _excluding(words: tuple[str, ...], suffix: str = "(?s:.*)") -> str:
+def _text_without(words: tuple[str, ...], suffix: str = "(?s:.*)") -> str:
     """Return an expression that matches texts which do not contain a word followed by ``suffix``."""
     return f"~/(?s:.*)(?:{'|'.join(map(_string_literal, words))}){suffix}/"
 

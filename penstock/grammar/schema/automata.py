@@ -94,7 +94,7 @@ def intersection(
                     raise TooLargeError
             row.append((union(ranges), numbers[target]))
         steps.append(row)
-    result = _minimal(_without_dead_states(Automaton(steps, [product.accepts(state) for state in states])))
+    result = _minimize(_without_dead_states(Automaton(steps, [product.accepts(state) for state in states])))
     if result is not None and len(result.steps) > MAX_STATES:
         raise TooLargeError
     return result
@@ -142,17 +142,17 @@ class _Positions:
                     events += [(low, 1, rest), (high + 1, -1, rest)]
         self._add_work(len(events))
         result: _Row = []
-        active: Counter[int] = Counter()
+        active_positions: Counter[int] = Counter()
         start = 0
-        for border, group in itertools.groupby(sorted(events), key=lambda event: event[0]):
-            if active:
-                self._add_work(len(active))
-                result.append((start, border - 1, frozenset(active)))
+        for boundary, group in itertools.groupby(sorted(events), key=lambda event: event[0]):
+            if active_positions:
+                self._add_work(len(active_positions))
+                result.append((start, boundary - 1, frozenset(active_positions)))
             for _, change, rest in group:
-                active[rest] += change
-                if not active[rest]:
-                    del active[rest]
-            start = border
+                active_positions[rest] += change
+                if not active_positions[rest]:
+                    del active_positions[rest]
+            start = boundary
         return result
 
     def _step(self, position: int) -> tuple[bool, list[tuple[Ranges, int]]]:
@@ -241,7 +241,7 @@ class _Product:
         self, required: Sequence[regex.RegexNode], excluded: Sequence[regex.RegexNode], bound: Bound
     ) -> None:
         self._operands = [_Positions(tree) for tree in (*required, *excluded)]
-        self._required = self._operands[: len(required)]
+        self._required_operands = self._operands[: len(required)]
         self._bound = bound
         self.start = self._normalized_state(tuple(operand.start for operand in self._operands), 0)
 
@@ -253,7 +253,7 @@ class _Product:
         can_end = [
             operand.can_end(group) for operand, group in zip(self._operands, position_sets, strict=True)
         ]
-        num_required = len(self._required)
+        num_required = len(self._required_operands)
         return all(can_end[:num_required]) and not any(can_end[num_required:])
 
     def steps(self, state: _State) -> Iterator[tuple[Ranges, _State]]:
@@ -262,7 +262,7 @@ class _Product:
         if self._bound.max_count is not None and count >= self._bound.max_count:
             return
         rows = [operand.row(group) for operand, group in zip(self._operands, position_sets, strict=True)]
-        for low, high, target in _merged_rows(rows, len(self._required)):
+        for low, high, target in _merged_rows(rows, len(self._required_operands)):
             if self._fits_max_length(target, count + 1):
                 yield ((low, high),), self._normalized_state(target, count + 1 if count >= 0 else -1)
 
@@ -273,14 +273,14 @@ class _Product:
         remaining = self._bound.max_count - count
         return all(
             operand.min_length(positions) <= remaining
-            for operand, positions in zip(self._required, position_sets, strict=False)
+            for operand, positions in zip(self._required_operands, position_sets, strict=False)
         )
 
     def _normalized_state(self, position_sets: tuple[frozenset[int], ...], count: int) -> _State:
         """Return the state with a count of -1 if no further text can violate a bound of the length."""
         min_count, max_count = self._bound.min_count, self._bound.max_count
         if count >= 0 and max_count is not None:
-            groups = zip(self._required, position_sets, strict=False)
+            groups = zip(self._required_operands, position_sets, strict=False)
             max_lengths = [operand.max_length(positions) for operand, positions in groups]
             is_safe = any(length is not None and count + length <= max_count for length in max_lengths)
         else:
@@ -299,42 +299,42 @@ def _merged_rows(
         for low, high, target in row:
             events += [(low, index, target), (high + 1, index, frozenset())]
     if num_required == 0:
-        events += [(border, -1, frozenset()) for border in (0, 0xD800, 0xE000, 0x110000)]
+        events += [(boundary, -1, frozenset()) for boundary in (0, 0xD800, 0xE000, 0x110000)]
     targets = [frozenset[int]()] * len(rows)
     start = 0
     # At a boundary, the end of one range comes before the start of another.
     events.sort(key=lambda event: (event[0], bool(event[2])))
-    for border, group in itertools.groupby(events, key=lambda event: event[0]):
-        is_character = start < border <= 0x110000 and start != 0xD800
+    for boundary, group in itertools.groupby(events, key=lambda event: event[0]):
+        is_character = start < boundary <= 0x110000 and start != 0xD800
         if is_character and all(targets[:num_required]):
-            yield start, border - 1, tuple(targets)
+            yield start, boundary - 1, tuple(targets)
         for _, index, target in group:
             if index >= 0:
                 targets[index] = target
-        start = border
+        start = boundary
 
 
 def _without_dead_states(automaton: Automaton) -> Automaton | None:
     """Return the automaton without states that cannot reach an accepting state."""
     predecessors = _predecessors(automaton)
     pending = [state for state, is_end in enumerate(automaton.accepting) if is_end]
-    live = set(pending)
+    live_states = set(pending)
     while pending:
         for predecessor in predecessors[pending.pop()]:
-            if predecessor not in live:
-                live.add(predecessor)
+            if predecessor not in live_states:
+                live_states.add(predecessor)
                 pending.append(predecessor)
-    if 0 not in live:
+    if 0 not in live_states:
         return None
-    numbers = {state: number for number, state in enumerate(sorted(live))}
+    numbers = {state: number for number, state in enumerate(sorted(live_states))}
     steps = [
-        [(ranges, numbers[target]) for ranges, target in automaton.steps[state] if target in live]
+        [(ranges, numbers[target]) for ranges, target in automaton.steps[state] if target in live_states]
         for state in numbers
     ]
     return Automaton(steps, [automaton.accepting[state] for state in numbers])
 
 
-def _minimal(automaton: Automaton | None) -> Automaton | None:
+def _minimize(automaton: Automaton | None) -> Automaton | None:
     """Return the minimal automaton (Moore's partition refinement)."""
     if automaton is None:
         return None
@@ -344,7 +344,7 @@ def _minimal(automaton: Automaton | None) -> Automaton | None:
         count = len(set(classes))
         keys: dict[object, int] = {}
         classes = [
-            keys.setdefault((classes[state], _by_target_class(row, classes)), len(keys))
+            keys.setdefault((classes[state], _transitions_by_class(row, classes)), len(keys))
             for state, row in enumerate(automaton.steps)
         ]
     # Classes are numbered by first appearance, so the class of state 0 is 0.
@@ -353,7 +353,7 @@ def _minimal(automaton: Automaton | None) -> Automaton | None:
     for state, class_ in enumerate(classes):
         accepting[class_] = automaton.accepting[state]
         steps[class_] = [
-            (ranges, target) for target, ranges in _by_target_class(automaton.steps[state], classes)
+            (ranges, target) for target, ranges in _transitions_by_class(automaton.steps[state], classes)
         ]
     return Automaton(steps, accepting)
 
@@ -391,7 +391,7 @@ def _classes_by_length(automaton: Automaton) -> list[int]:
     ]
 
 
-def _by_target_class(
+def _transitions_by_class(
     row: Sequence[tuple[Ranges, int]], classes: Sequence[int]
 ) -> tuple[tuple[int, tuple[tuple[int, int], ...]], ...]:
     """Return the transitions (class of the target, characters), one per class."""

@@ -62,7 +62,9 @@ class Counting:
     def _has_one_exit(self, state: int) -> bool:
         return not self.automaton.accepting[state] and len(self.automaton.steps[state]) == 1
 
-    def enter(self, state: int, remaining: int, source: int | None = None) -> _CountedState | None:
+    def make_counted_state(
+        self, state: int, remaining: int, source: int | None = None
+    ) -> _CountedState | None:
         """Return the counted state of a state; None if no text fits into the remaining length."""
         if remaining < self.min_lengths[state]:
             return None
@@ -80,7 +82,9 @@ class Counting:
         for ranges, target in self.automaton.steps[counted_state.state]:
             if target in (counted_state.state, detour_state):
                 continue
-            if (next_state := self.enter(target, remaining - 1, counted_state.state)) is not None:
+            if (
+                next_state := self.make_counted_state(target, remaining - 1, counted_state.state)
+            ) is not None:
                 yield ranges, next_state
 
     def self_loops(self, counted_state: _CountedState) -> tuple[int, int, bool]:
@@ -102,7 +106,7 @@ class Counting:
         ) // characters_per_repetition
         return repetitions, repetitions * characters_per_repetition, False
 
-    def after_block(self, counted_state: _CountedState) -> _CountedState:
+    def counted_state_after_block(self, counted_state: _CountedState) -> _CountedState:
         """Return the counted state after a whole block of repetitions."""
         return _CountedState(
             counted_state.state, counted_state.remaining - self.block_size, counted_state.after_detour
@@ -119,7 +123,9 @@ class Counting:
                 next_state
                 for _, next_state in self.exits(counted_state, counted_state.remaining - num_characters)
             ]
-            for successor in [*successors, self.after_block(counted_state)] if has_block else successors:
+            for successor in (
+                [*successors, self.counted_state_after_block(counted_state)] if has_block else successors
+            ):
                 if successor not in seen:
                     seen.add(successor)
                     pending.append(successor)
@@ -128,7 +134,7 @@ class Counting:
     @property
     def start(self) -> _CountedState:
         """The start state."""
-        next_state = self.enter(0, self.max_count)
+        next_state = self.make_counted_state(0, self.max_count)
         assert next_state is not None
         return next_state
 
@@ -168,20 +174,20 @@ class CountedWriter:
         self._options = options
         self._end = end
         self._names: dict[_CountedState, str] = {}
-        self._pending: list[_CountedState] = []
+        self._pending_states: list[_CountedState] = []
 
     def write(self) -> str:
         """Write all rules. Return the name of the start rule."""
         first = self._name(self._counting.start)
-        while self._pending:
-            counted_state = self._pending.pop()
+        while self._pending_states:
+            counted_state = self._pending_states.pop()
             self._rules.define(self._names[counted_state], choice(self._body(counted_state)))
         return first
 
     def _name(self, counted_state: _CountedState) -> str:
         if counted_state not in self._names:
             self._names[counted_state] = self._rules.reserve("state")
-            self._pending.append(counted_state)
+            self._pending_states.append(counted_state)
         return self._names[counted_state]
 
     def _body(self, counted_state: _CountedState) -> list[str]:
@@ -198,7 +204,9 @@ class CountedWriter:
         result = [sequence(partial_block, choice(exits))] if exits else []
         if has_block:
             whole_block = self._rules.add("block", repeated(self_loops, repetitions + 1, repetitions + 1))
-            result.append(sequence(whole_block, self._name(self._counting.after_block(counted_state))))
+            result.append(
+                sequence(whole_block, self._name(self._counting.counted_state_after_block(counted_state)))
+            )
         return result
 
     def _write_self_loops(self, counted_state: _CountedState) -> str:

@@ -76,9 +76,13 @@ def sequence(*parts: str) -> str:
 
 def choice(alternatives: Iterable[str]) -> str:
     """Return a choice of at least one alternative."""
-    unique = list(dict.fromkeys(alternatives))
-    assert unique, "a choice without alternatives"
-    return unique[0] if len(unique) == 1 else f"({' | '.join(unique)})"
+    distinct_alternatives = list(dict.fromkeys(alternatives))
+    assert distinct_alternatives, "a choice without alternatives"
+    return (
+        distinct_alternatives[0]
+        if len(distinct_alternatives) == 1
+        else f"({' | '.join(distinct_alternatives)})"
+    )
 
 
 def repeated(part: str, min_count: int, max_count: int | None) -> str:

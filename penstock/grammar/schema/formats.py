@@ -83,18 +83,18 @@ def _ipv6(groups: int) -> str:
             return ""
         return f"(?:{_GROUP}{more_groups(left - 1)}" + (f"|{_IPV4}" if left >= 2 else "") + ")?"
 
-    def after_groups(count: int) -> str:
+    def groups_after(count: int) -> str:
         """Return the expression after ``count`` groups at the start."""
         if count == 8:
             return ""
-        options = [f"{_GROUP}{after_groups(count + 1)}"]
+        options = [f"{_GROUP}{groups_after(count + 1)}"]
         if count <= groups:
             options.append(f":{shortened_address(groups - count)}")
         if count == 6:
             options.append(_IPV4)
         return f":(?:{'|'.join(options)})"
 
-    return f"(?:::{shortened_address(groups)}|{_GROUP}{after_groups(1)})"
+    return f"(?:::{shortened_address(groups)}|{_GROUP}{groups_after(1)})"
 
 
 _IPV6 = _ipv6(7)

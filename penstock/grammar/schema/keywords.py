@@ -62,11 +62,11 @@ def read_number(node: SchemaNode, keyword: str) -> Decimal | None:
 
 def read_counts(node: SchemaNode, min_count: str, max_count: str) -> tuple[int, int | None]:
     """Return (minimum, maximum) of a count: the values of two keywords, by default 0 and None."""
-    low, high = _count(node, min_count), _count(node, max_count)
+    low, high = _read_count(node, min_count), _read_count(node, max_count)
     return low or 0, high
 
 
-def _count(node: SchemaNode, keyword: str) -> int | None:
+def _read_count(node: SchemaNode, keyword: str) -> int | None:
     value = node.schema.get(keyword)
     if keyword not in node.schema:
         return None
@@ -123,12 +123,12 @@ def read_format(node: SchemaNode) -> str:
     return name
 
 
-def invalid_keyword(node: SchemaNode, keyword: str, legal: str) -> InputError:
+def invalid_keyword(node: SchemaNode, keyword: str, allowed_values: str) -> InputError:
     """Return the error for a keyword with an invalid value."""
     value_text = repr(node.schema[keyword])
     value_text = value_text if len(value_text) <= 80 else f"{value_text[:80]}..."
     return InputError(
-        f"the JSON schema keyword {keyword!r} (at {node.where}) must be {legal}, was {value_text}"
+        f"the JSON schema keyword {keyword!r} (at {node.where}) must be {allowed_values}, was {value_text}"
     )
 
 

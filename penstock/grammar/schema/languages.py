@@ -41,7 +41,7 @@ def string_language(text: StringShape) -> Language | None:
     excluded_trees = [condition.tree for condition in text.conditions if condition.is_negated]
     bound = Bound(text.min_count, text.max_count)
     if len(required_trees) == 1 and not excluded_trees:
-        bounded_tree = _with_length(required_trees[0], bound)
+        bounded_tree = _with_length_bound(required_trees[0], bound)
         if bounded_tree is not None:
             return bounded_tree
     for tree in required_trees:
@@ -98,7 +98,7 @@ def _reduced_language(
     return expression
 
 
-def _with_length(tree: regex.RegexNode, bound: Bound) -> regex.RegexNode | None:
+def _with_length_bound(tree: regex.RegexNode, bound: Bound) -> regex.RegexNode | None:
     """Return an expression of the texts of ``tree`` whose length is within a bound.
 
     The result is ``tree`` itself if the bound has no effect, or a single repetition with other counts.
@@ -139,17 +139,20 @@ def shortened(node: regex.RegexNode, max_count: int) -> regex.RegexNode:
         return _shortened_repeat(node, max_count)
     assert isinstance(node, regex.RegexSeq)
     lengths = [regex.lengths(part) for part in node.parts]
-    optional = {
+    num_optional = {
         i: None if max_length is None else max_length - min_length
         for i, (min_length, max_length) in enumerate(lengths)
         if min_length != max_length
     }
     remaining_count = max_count - low
     max_counts = {i: min_length for i, (min_length, _) in enumerate(lengths)}
-    # Parts with few optional characters keep all of them. The other parts share the rest evenly.
-    for num_done, i in enumerate(sorted(optional, key=lambda i: (optional[i] is None, optional[i] or 0))):
-        share = remaining_count // (len(optional) - num_done)
-        count = optional[i]
+    # Parts with few optional characters keep all of them. The other parts get equal shares of the remaining
+    # characters.
+    for num_done, i in enumerate(
+        sorted(num_optional, key=lambda i: (num_optional[i] is None, num_optional[i] or 0))
+    ):
+        share = remaining_count // (len(num_optional) - num_done)
+        count = num_optional[i]
         extra_count = share if count is None else min(count, share)
         max_counts[i] += extra_count
         remaining_count -= extra_count

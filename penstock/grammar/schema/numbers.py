@@ -97,8 +97,10 @@ def numbers_between(bounds: Bounds) -> str | None:
     if any(bound is not None and bound.copy_abs() >= _LARGE_BOUND for bound in (bounds.low, bounds.high)):
         # Rounding to a float could move a number with a fraction, but not an integer, beyond such a bound.
         fraction_interval = bounds.intersection(Bounds(-_MAX_WITH_FRACTION, _MAX_WITH_FRACTION))
-        with_fraction = None if fraction_interval.is_empty else numbers_between(fraction_interval)
-        parts = [part for part in (integers_between(*bounds.integers()), with_fraction) if part is not None]
+        fraction_expression = None if fraction_interval.is_empty else numbers_between(fraction_interval)
+        parts = [
+            part for part in (integers_between(*bounds.integers()), fraction_expression) if part is not None
+        ]
         return choice(parts) if parts else None
     options: list[str] = []
     if bounds.low is None or bounds.low < 0 or (bounds.low == 0 and not bounds.excludes_low):
@@ -127,27 +129,29 @@ def _naturals(low: int, high: int | None) -> list[str]:
         first = 0 if size == 1 else 10 ** (size - 1)
         last = 10**size - 1 if high is None else min(high, 10**size - 1)
         if max(low, first) <= last:
-            options += _same_length(str(max(low, first)), str(last))
+            options += _numbers_of_same_length(str(max(low, first)), str(last))
     if high is None:
         options.append(sequence("[1-9]", repeated(_DIGIT, max_size, None)))
     return options
 
 
-def _same_length(low: str, high: str) -> list[str]:
+def _numbers_of_same_length(low: str, high: str) -> list[str]:
     """Return alternatives for the digit strings from ``low`` to ``high``. Both have the same length."""
     if not low:
         return [NOTHING]
     if low[0] == high[0]:
-        return [sequence(literal(low[0]), rest) for rest in _same_length(low[1:], high[1:])]
+        return [sequence(literal(low[0]), rest) for rest in _numbers_of_same_length(low[1:], high[1:])]
     first, last = int(low[0]), int(high[0])
     size = len(low) - 1
     options = []
     if low[1:].strip("0"):
-        options += [sequence(literal(low[0]), rest) for rest in _same_length(low[1:], "9" * size)]
+        options += [sequence(literal(low[0]), rest) for rest in _numbers_of_same_length(low[1:], "9" * size)]
         first += 1
     last_options: list[str] = []
     if high[1:].strip("9"):
-        last_options = [sequence(literal(high[0]), rest) for rest in _same_length("0" * size, high[1:])]
+        last_options = [
+            sequence(literal(high[0]), rest) for rest in _numbers_of_same_length("0" * size, high[1:])
+        ]
         last -= 1
     if first <= last:
         digit = literal(str(first)) if first == last else f"[{first}-{last}]"
@@ -167,19 +171,19 @@ def _decimals(bounds: Bounds) -> Iterator[str]:
         digits = max(_EXACT_DIGITS - len(str(integer)), 1)
     low, low_fraction = _integer_and_fraction(bounds.low)
     high, high_fraction = (None, "") if bounds.high is None else _integer_and_fraction(bounds.high)
-    lower = (low_fraction, bounds.excludes_low)
-    upper = (high_fraction, bounds.excludes_high)
+    low_bound = (low_fraction, bounds.excludes_low)
+    high_bound = (high_fraction, bounds.excludes_high)
     if low == high:
-        yield from _with_fraction(literal(str(low)), _fraction(lower, upper, digits))
+        yield from _with_fraction(literal(str(low)), _fraction(low_bound, high_bound, digits))
         return
-    yield from _with_fraction(literal(str(low)), _fraction(lower, None, digits))
-    whole_numbers = (
+    yield from _with_fraction(literal(str(low)), _fraction(low_bound, None, digits))
+    inner_integers = (
         _naturals(low + 1, None if high is None else high - 1) if high is None or high > low + 1 else []
     )
-    if whole_numbers:
-        yield from _with_fraction(choice(whole_numbers), _fraction(None, None, digits))
+    if inner_integers:
+        yield from _with_fraction(choice(inner_integers), _fraction(None, None, digits))
     if high is not None:
-        yield from _with_fraction(literal(str(high)), _fraction(None, upper, digits))
+        yield from _with_fraction(literal(str(high)), _fraction(None, high_bound, digits))
 
 
 def _integer_and_fraction(value: Decimal) -> tuple[int, str]:

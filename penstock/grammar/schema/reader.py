@@ -152,7 +152,7 @@ class Reader:
             for name, value in read_mapping(node, "dependentSchemas").items()
         ]
         for index, (name, consequence) in enumerate(dependencies):
-            where = f"{node.where}#dependent/{index}"  # a key for `key_of`, not a pointer into the document
+            where = f"{node.where}#dependent/{index}"  # unique, for `conjunction_key`; not a JSON pointer
             absent_property = SchemaNode({"properties": {name: False}}, f"{where}/absent")
             yield union(
                 [self.shapes((absent_property,)), self.shapes((SchemaNode(consequence, where),))], node

@@ -140,8 +140,8 @@ class _Parser:
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
         self._position = 0
-        # Whether a class is the union of both dialects instead of the intersection. The union is for negated
-        # lookaheads, which must exclude the texts of both dialects.
+        # Whether a class is the union of its meanings in Python and ECMA 262 instead of the intersection. The
+        # union is for negated lookaheads, which must exclude the texts of both dialects.
         self._uses_union = False
         if any("\ud800" <= char <= "\udfff" for char in pattern):
             raise self.error("a surrogate code point, which UTF-8 cannot encode,")
@@ -150,9 +150,11 @@ class _Parser:
     def remaining_pattern(self) -> str:
         return self._pattern[self._position :]
 
-    def error(self, what: str) -> InputError:
+    def error(self, problem: str) -> InputError:
         pattern_start = self._pattern if len(self._pattern) <= 80 else f"{self._pattern[:80]}..."
-        return InputError(f"the regular expression {pattern_start!r} has {what} at position {self._position}")
+        return InputError(
+            f"the regular expression {pattern_start!r} has {problem} at position {self._position}"
+        )
 
     def skip(self, count: int) -> None:
         """Skip characters."""
@@ -248,7 +250,7 @@ class _Parser:
         is_complement = self._skip_character("^")
         ranges: list[tuple[int, int]] = []
         # Characters of members that only one dialect has. A negated class excludes them.
-        either_dialect: list[tuple[int, int]] = []
+        either_dialect_ranges: list[tuple[int, int]] = []
         while not self._skip_character("]"):
             low, in_either = self._member()
             if self._peek() == "-" and self.remaining_pattern[1:2] not in ("]", ""):
@@ -258,11 +260,15 @@ class _Parser:
                     raise self.error("a range of characters that is out of order")
                 low, in_either = [(low[0][0], high[0][0])], []
             ranges += low
-            either_dialect += in_either
+            either_dialect_ranges += in_either
         if self._uses_union:
-            ranges = without(ALL_CHARACTERS, ranges) if is_complement else union([*ranges, *either_dialect])
+            ranges = (
+                without(ALL_CHARACTERS, ranges) if is_complement else union([*ranges, *either_dialect_ranges])
+            )
         else:
-            ranges = without(ALL_CHARACTERS, [*ranges, *either_dialect]) if is_complement else union(ranges)
+            ranges = (
+                without(ALL_CHARACTERS, [*ranges, *either_dialect_ranges]) if is_complement else union(ranges)
+            )
         if not ranges:
             raise self.error("a class without characters")
         return Char(tuple(ranges))

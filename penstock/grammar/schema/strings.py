@@ -44,7 +44,7 @@ class StringWriter:
     def __init__(self, rules: EbnfRules, escaped: list[int]) -> None:
         self._rules = rules
         self._escaped = escaped
-        self._plain = without(_PLAIN, [(point, point) for point in escaped])
+        self._plain = without(_PLAIN, [(code_point, code_point) for code_point in escaped])
 
     def text(self, shape: StringShape) -> str | None:
         """Return the name of the rule of a string shape; None if no string has the shape."""
@@ -104,10 +104,14 @@ class StringWriter:
     def _any_escape(self) -> str:
         """Return the name of a rule for all JSON escapes. A surrogate pair is one escape."""
         digit = "[0-9a-fA-F]"
-        single = f"([0-9a-cA-CefEF] {digit} {digit} {digit} | [dD] [0-7] {digit} {digit})"
-        pair = f"[dD] [89abAB] {digit} {digit} {literal(ESCAPE + 'u')} [dD] [c-fC-F] {digit} {digit}"
+        single_escape = f"([0-9a-cA-CefEF] {digit} {digit} {digit} | [dD] [0-7] {digit} {digit})"
+        surrogate_pair = (
+            f"[dD] [89abAB] {digit} {digit} {literal(ESCAPE + 'u')} [dD] [c-fC-F] {digit} {digit}"
+        )
         short_escape = '["\\\\/bfnrt]'
-        return self._rules.add("escape", f'{literal(ESCAPE)} ({short_escape} | "u" ({single} | {pair}))')
+        return self._rules.add(
+            "escape", f'{literal(ESCAPE)} ({short_escape} | "u" ({single_escape} | {surrogate_pair}))'
+        )
 
     def _characters(self, ranges: Ranges, min_count: int, max_count: int | None) -> str:
         """Return the expression of ``min_count`` to ``max_count`` characters in their shortest spelling."""
@@ -120,14 +124,18 @@ class StringWriter:
             if plain_range[0] <= plain_range[1]
         ]
         long_escape_points = [
-            *(point for first, last in _CONTROLS_WITHOUT_SHORT_ESCAPE for point in range(first, last + 1)),
+            *(
+                code_point
+                for first, last in _CONTROLS_WITHOUT_SHORT_ESCAPE
+                for code_point in range(first, last + 1)
+            ),
             *self._escaped,
         ]
-        controls = [(point, f"u{point:04x}") for point in long_escape_points]
+        controls = [(code_point, f"u{code_point:04x}") for code_point in long_escape_points]
         escapes = [
             literal(f"{ESCAPE}{escape_text}")
-            for point, escape_text in [*_SHORT_ESCAPES.items(), *controls]
-            if any(low <= point <= high for low, high in ranges)
+            for code_point, escape_text in [*_SHORT_ESCAPES.items(), *controls]
+            if any(low <= code_point <= high for low, high in ranges)
         ]
         escape = self._rules.add("short_escape", choice(escapes)) if escapes else None
         return char_class(unescaped) if unescaped else None, escape
@@ -144,11 +152,11 @@ class StringWriter:
         """
         unescaped, escape = spelling
         if unescaped is None or escape is None:
-            single = unescaped or escape
-            assert single is not None
+            character = unescaped or escape
+            assert character is not None
             if max_count is None or end == NOTHING:
-                return sequence(repeated(single, min_count, max_count), end)
-            spellings = [single]
+                return sequence(repeated(character, min_count, max_count), end)
+            spellings = [character]
         else:
             if (min_count, max_count) == (1, 1) and end == NOTHING:
                 return choice([unescaped, escape])
@@ -184,12 +192,12 @@ class StringWriter:
         for name in taken_names:
             if len(name) > depth:
                 branches.setdefault(name[depth], []).append(name)
-        # One level of recursion per shared character.
+        # One level of recursion per character that several taken names share.
         options = [] if is_taken else [literal('"')]
-        points = [(ord(character), ord(character)) for character in branches]
-        options.append(sequence(self._characters(without(ALL_CHARACTERS, points), 1, 1), any_rest))
+        branch_ranges = [(ord(character), ord(character)) for character in branches]
+        options.append(sequence(self._characters(without(ALL_CHARACTERS, branch_ranges), 1, 1), any_rest))
         for character, names in branches.items():
-            point = ord(character)
+            code_point = ord(character)
             rest = self._name_outside(names, depth + 1, any_rest)
-            options.append(sequence(self._characters([(point, point)], 1, 1), rest))
+            options.append(sequence(self._characters([(code_point, code_point)], 1, 1), rest))
         return self._rules.add("name", choice(options))

@@ -127,7 +127,7 @@ def _array(node: SchemaNode, is_older: bool) -> Array:
         raise UnsupportedSchemaError("items", node.where, reason)
     if "items" in schema:
         items = (SchemaNode(schema["items"], f"{node.where}/items"),)
-    elif _forbids_others(node, "unevaluatedItems"):
+    elif _forbids_unevaluated(node, "unevaluatedItems"):
         items = NEVER
     return Array(prefix, items, min_count, max_count, node if is_unique else None)
 
@@ -146,7 +146,7 @@ def _object(schemas: Schemas, node: SchemaNode) -> Object:
             SchemaNode(schema["additionalProperties"], f"{node.where}/additionalProperties"),
         )
         restricts_additional = True
-    elif _forbids_others(node, "unevaluatedProperties"):
+    elif _forbids_unevaluated(node, "unevaluatedProperties"):
         additional_schemas, restricts_additional = NEVER, True
     result = Object(
         properties,
@@ -158,11 +158,11 @@ def _object(schemas: Schemas, node: SchemaNode) -> Object:
         max_count,
         node.where,
     )
-    result = _with_patterns(schemas, node, result)
-    return _with_names(schemas, node, result)
+    result = _with_pattern_properties(schemas, node, result)
+    return _with_property_names(schemas, node, result)
 
 
-def _forbids_others(node: SchemaNode, keyword: str) -> bool:
+def _forbids_unevaluated(node: SchemaNode, keyword: str) -> bool:
     """Return whether an ``unevaluated...`` keyword is false, which excludes all other items or properties."""
     if node.schema.get(keyword, True) is True:
         return False
@@ -174,7 +174,7 @@ def _forbids_others(node: SchemaNode, keyword: str) -> bool:
     return True
 
 
-def _with_patterns(schemas: Schemas, node: SchemaNode, result: Object) -> Object:
+def _with_pattern_properties(schemas: Schemas, node: SchemaNode, result: Object) -> Object:
     patterns = read_mapping(node, "patternProperties")
     if not patterns:
         return result
@@ -209,7 +209,7 @@ def _with_patterns(schemas: Schemas, node: SchemaNode, result: Object) -> Object
     )
 
 
-def _with_names(schemas: Schemas, node: SchemaNode, result: Object) -> Object:
+def _with_property_names(schemas: Schemas, node: SchemaNode, result: Object) -> Object:
     if "propertyNames" not in node.schema:
         return result
     names = (SchemaNode(node.schema["propertyNames"], f"{node.where}/propertyNames"),)

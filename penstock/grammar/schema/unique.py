@@ -28,21 +28,24 @@ def has_enough_items(schemas: Schemas, shape: Array) -> bool:
 
 
 def listed_values(schemas: Schemas, conjunction: Conjunction) -> list[object] | None:
-    """Return the distinct values of a conjunction: listed values or a few integers. None for others."""
-    values_by_identity: dict[Hashable, object] = {}
+    """Return the distinct values of a conjunction: listed values, and integers between two bounds.
+
+    Returns None if the values are not listed or are more than `MAX_VALUES` integers.
+    """
+    values_by_key: dict[Hashable, object] = {}
     for shape in schemas.shapes(conjunction):
         if isinstance(shape, Literal):
-            values_by_identity.setdefault(equality_key(shape.value), shape.value)
+            values_by_key.setdefault(equality_key(shape.value), shape.value)
         elif isinstance(shape, Numeric) and shape.is_integer:
             low, high = shape.bounds.integers()
             factor = shape.multiple_of
             if low is None or high is None or (high - low) // factor > MAX_VALUES:
                 return None
             for value in range(-(-low // factor) * factor, high + 1, factor):
-                values_by_identity.setdefault(equality_key(value), value)
+                values_by_key.setdefault(equality_key(value), value)
         else:
             return None
-    return list(values_by_identity.values())
+    return list(values_by_key.values())
 
 
 class UniqueWriter:
@@ -84,14 +87,14 @@ class UniqueWriter:
         if shape.min_count > max_count:
             return None
         if not prefix and sum(comb(len(rest), size) for size in range(max_count + 1)) > MAX_SUBSETS:
-            return self._in_order(rest, shape.min_count, max_count)
+            return self._items_in_order(rest, shape.min_count, max_count)
         return _AnyOrder(self, shape, prefix, rest, max_count).write()
 
     def _values(self, shape: Array, conjunction: Conjunction) -> list[object]:
         values = listed_values(self._schemas, conjunction)
         if values is None or len(values) > MAX_VALUES:
             raise self.unsupported_error(
-                shape, f"only where the items are of enum, const, boolean, or at most {MAX_VALUES} integers"
+                shape, f"only for items with enum, const, boolean, or at most {MAX_VALUES} integers"
             )
         return values
 
@@ -108,21 +111,22 @@ class UniqueWriter:
         """Return the expression of an item. A comma precedes every item except the first."""
         return sequence(NOTHING if is_first else self._comma, self._rules.add("item", self._write(value)))
 
-    def _in_order(self, values: list[object], min_count: int, max_count: int) -> str | None:
+    def _items_in_order(self, values: list[object], min_count: int, max_count: int) -> str | None:
         """Return the expression of items in the order of the schema.
 
-        The items are counted only up to the number from which no bound can be violated.
+        If there are at most ``max_count`` values, items are counted only up to ``min_count``, but at least up
+        to 1, because only the first item has no comma.
         """
-        max_state = max(min_count, max_count if max_count < len(values) else 1)
+        max_tracked_count = max(min_count, max_count if max_count < len(values) else 1)
         expressions: list[str | None] = [
-            NOTHING if count >= min_count else None for count in range(max_state + 1)
+            NOTHING if count >= min_count else None for count in range(max_tracked_count + 1)
         ]
         for value in reversed(values):
             new_expressions: list[str | None] = []
-            for count in range(max_state + 1):
+            for count in range(max_tracked_count + 1):
                 options = []
                 can_add = count < max_count or max_count == len(values)
-                if can_add and (rest := expressions[min(count + 1, max_state)]) is not None:
+                if can_add and (rest := expressions[min(count + 1, max_tracked_count)]) is not None:
                     options.append(sequence(self.item(value, count == 0), rest))
                 if (rest_without_value := expressions[count]) is not None:
                     options.append(rest_without_value)
@@ -151,9 +155,9 @@ class _AnyOrder:
 
     def write(self) -> str | None:
         """Return the expression of all items; None if no array is possible."""
-        return self._after(0, frozenset())
+        return self._expression_after(0, frozenset())
 
-    def _after(self, count: int, used_values: frozenset[Hashable]) -> str | None:
+    def _expression_after(self, count: int, used_values: frozenset[Hashable]) -> str | None:
         """Return the expression after ``count`` items with the values ``used_values``."""
         key = (count, used_values)
         if key not in self._rules_by_state:
@@ -168,7 +172,7 @@ class _AnyOrder:
                     value_key = equality_key(value)
                     if (
                         value_key not in used_values
-                        and (rest := self._after(count + 1, used_values | {value_key})) is not None
+                        and (rest := self._expression_after(count + 1, used_values | {value_key})) is not None
                     ):
                         options.append(sequence(self._writer.item(value, count == 0), rest))
             self._rules_by_state[key] = self._writer.add(options)

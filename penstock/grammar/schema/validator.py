@@ -154,7 +154,7 @@ class Validator:
         if isinstance(schema.get("items"), list):
             reason = "an array of schemas is the syntax of older drafts: use prefixItems"
             raise UnsupportedSchemaError("items", node.where, reason)
-        other_items = schema["items"] if "items" in schema else _allows_others(node, "unevaluatedItems")
+        other_items = schema["items"] if "items" in schema else _allows_unevaluated(node, "unevaluatedItems")
         item_schemas = [
             _subschema(node, f"prefixItems/{i}", prefix_schema) for i, prefix_schema in enumerate(prefix)
         ]
@@ -200,7 +200,7 @@ class Validator:
             additional_schema = (
                 schema["additionalProperties"]
                 if is_matched
-                else _allows_others(node, "unevaluatedProperties")
+                else _allows_unevaluated(node, "unevaluatedProperties")
             )
             subschemas.append(_subschema(node, "additionalProperties", additional_schema))
         if "propertyNames" in schema and not self._satisfies(
@@ -277,7 +277,7 @@ def _is_in_range(node: SchemaNode, value: int | float) -> bool:
     return numerator * factor_denominator % (denominator * factor_numerator) == 0
 
 
-def _allows_others(node: SchemaNode, keyword: str) -> bool:
+def _allows_unevaluated(node: SchemaNode, keyword: str) -> bool:
     """Return the value of an ``unevaluated...`` keyword. Raise if it is neither true nor false."""
     allows = node.schema.get(keyword, True)
     applicators = ("$ref", "allOf", "anyOf", "oneOf", "dependentSchemas", "if")

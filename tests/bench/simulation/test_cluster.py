@@ -27,9 +27,9 @@ def make_turn(seed: int, length: int, num_new: int, think: float = 0.0) -> Turn:
 
 def test_events_run_in_order_of_time() -> None:
     clock, event_names = Clock(), []
-    clock.at(2.0, lambda: event_names.append(("b", clock.now)))
-    clock.at(1.0, lambda: clock.after(1.0, lambda: event_names.append(("c", clock.now))))
-    clock.at(1.0, lambda: event_names.append(("a", clock.now)))
+    clock.call_at(2.0, lambda: event_names.append(("b", clock.now)))
+    clock.call_at(1.0, lambda: clock.call_after(1.0, lambda: event_names.append(("c", clock.now))))
+    clock.call_at(1.0, lambda: event_names.append(("a", clock.now)))
     clock.run()
     assert event_names == [("a", 1.0), ("b", 2.0), ("c", 2.0)]
 
@@ -38,7 +38,7 @@ def test_a_busy_server_queues_its_jobs() -> None:
     clock, ends = Clock(), []
     server = BusyServer(clock)
     for time in (0.0, 0.1, 5.0):
-        clock.at(time, lambda: server.serve(0.5, lambda: ends.append(clock.now)))
+        clock.call_at(time, lambda: server.serve(0.5, lambda: ends.append(clock.now)))
     clock.run()
     assert ends == pytest.approx([0.5, 1.0, 5.5])
     assert server.waits == pytest.approx([0.0, 0.4, 0.0])
@@ -56,10 +56,10 @@ def test_the_times_of_a_request_are_the_sums_of_its_steps() -> None:
     cluster = Cluster(COSTS, 1, "prefix-aware")
     report = cluster.run(trace)
     first, second = cluster.outcomes
-    assert (first.first_token, first.ended) == pytest.approx((0.1, 0.109))
-    assert (second.first_token, second.ended) == pytest.approx((1.107, 1.149))
+    assert (first.first_token_time, first.end_time) == pytest.approx((0.1, 0.109))
+    assert (second.first_token_time, second.end_time) == pytest.approx((1.107, 1.149))
     assert report.num_requests == 1  # the warm-up contains the first request
-    assert report.first_token == pytest.approx((0.107, 0.107))
+    assert report.first_token_time == pytest.approx((0.107, 0.107))
     assert report.latency == pytest.approx((0.149, 0.149))
     assert report.hit_rate == 0
 
@@ -72,7 +72,7 @@ def test_router_decisions_and_messages_add_their_times() -> None:
     costs = msgspec.structs.replace(COSTS, router=router, message_seconds=0.1)
     report = Cluster(costs, 2, "random").run(trace)
     decision, step, reading = 0.01 + 2 * 0.001 + 6 * 0.002, 0.096, 0.008
-    assert report.first_token[0] == pytest.approx(decision + 0.1 + step + 0.1 + reading)
+    assert report.first_token_time[0] == pytest.approx(decision + 0.1 + step + 0.1 + reading)
     assert report.router_utilization == pytest.approx(decision + reading, rel=0.1)
 
 
@@ -93,7 +93,7 @@ def test_prefix_aware_routing_hits_more_and_the_result_is_deterministic() -> Non
     trace = make_trace(shape)
     reports = {policy: Cluster(costs, 4, policy).run(trace) for policy in POLICIES}
     assert reports["prefix-aware"].hit_rate > 1.2 * reports["random"].hit_rate
-    assert reports["prefix-aware"].first_token[0] < reports["random"].first_token[0]
+    assert reports["prefix-aware"].first_token_time[0] < reports["random"].first_token_time[0]
     assert Cluster(costs, 4, "prefix-aware").run(trace) == reports["prefix-aware"]
 
 
@@ -112,7 +112,7 @@ def test_the_waiting_time_of_one_worker_agrees_with_queueing_theory() -> None:
     ]
     cluster = Cluster(costs, 1, "least-loaded")
     report = cluster.run(trace)
-    waits = [outcome.ended - outcome.arrived - 0.1 for outcome in cluster.outcomes]
+    waits = [outcome.end_time - outcome.arrival_time - 0.1 for outcome in cluster.outcomes]
     assert np.mean(waits) == pytest.approx(0.1 * 0.7 / (2 * 0.3), rel=0.15)
     assert report.worker_utilization == pytest.approx(0.7, rel=0.05)
 
