@@ -86,8 +86,8 @@ CATALOG = Catalog()
 def load_tokenizer(config: PipelineConfig, catalog: Catalog = CATALOG) -> Any:
     """Return the tokenizer of the configured model, without importing torch.
 
-    The class is that of the model's architecture or task. The ``max_length`` of the tokenizer is the
-    checkpoint's limit; the caller sets it to the planned maximum length.
+    The model's architecture or its task determines the class. The ``max_length`` of the tokenizer is the
+    checkpoint's limit. The caller sets it to the planned maximum length.
 
     Raises:
         CheckpointError: the model cannot be served, or its tokenizer is missing or damaged.
@@ -120,10 +120,7 @@ def load_serving_tokenizer(config: PipelineConfig, catalog: Catalog = CATALOG) -
 
 
 def close_tokenizer(tokenizer: object) -> None:
-    """End the processes of a tokenizer.
-
-    Does nothing for a tokenizer without the optional ``close`` method.
-    """
+    """End the processes of a tokenizer. Do nothing if it does not have the optional method ``close``."""
     close = getattr(tokenizer, "close", None)
     if close is not None:
         close()
@@ -132,7 +129,7 @@ def close_tokenizer(tokenizer: object) -> None:
 def prefault_weights(config: PipelineConfig) -> PrefaultedMemory:
     """Start a thread that prefaults memory for packed weights, and return this memory.
 
-    Call it before importing torch, so that the thread runs during the imports.
+    Call this function before importing torch, so that the thread runs during the imports.
     """
     from penstock.kernels.backend import BACKENDS
     from penstock.memory import estimate_packed_size

@@ -165,7 +165,6 @@ class TextTokenizer:
     ) -> str:
         """Return the text of tokens, as the continuation of the previous call with this context.
 
-        - The method runs in a thread.
         - The generated tokens of the context can be passed one by one or several at a time, in order. The
           concatenated results are the text after the prompt, including spaces between words.
         - A call with all generated tokens returns the whole text, also repeatedly.

@@ -211,9 +211,8 @@ class _Positions:
             rest_low, rest_high = self._lengths[rest]
             self._position_numbers[key] = len(self._nodes_and_rests)
             self._nodes_and_rests.append((node, rest))
-            self._lengths.append(
-                (low + rest_low, None if high is None or rest_high is None else high + rest_high)
-            )
+            max_length = None if high is None or rest_high is None else high + rest_high
+            self._lengths.append((low + rest_low, max_length))
         return self._position_numbers[key]
 
     def _repeat(self, part: regex.RegexNode, min_count: int, max_count: int | None) -> regex.RegexNode:
