@@ -120,7 +120,7 @@ class UnknownModelError(InputError):
 
 
 class UnknownParameterError(InputError, TypeError):
-    """A call has an unknown keyword argument. Also a ``TypeError``, like Python's own exception."""
+    """A call has an unknown keyword argument. It is also a ``TypeError``, like Python's exception."""
 
     def __init__(self, owner: str, parameter: str, hint: str) -> None:
         super().__init__(f"{owner}: unknown parameter {parameter}; {hint}")

@@ -36,7 +36,7 @@ class Quality:
     divergence: float
     """Mean Kullback-Leibler divergence from the distributions of the reference, in nats."""
     agreement: float
-    """Fraction of positions where the most probable token is that of the reference."""
+    """Fraction of positions where model and reference have the same most probable token."""
     num_tokens: int
 
 

@@ -14,7 +14,7 @@ DIGEST_SIZE = 32  # bytes; long, because after a collision a request would reuse
 
 
 def chain_root(adapter_digest: bytes | None, cache_salt: str | None, regime: int = 0) -> bytes:
-    """Return the root of a chain of digests: the parent of the first block's digest. ¶
+    """Return the root of a chain of digests: the parent of the first block's digest.
 
     Args:
         adapter_digest: the digest of the adapter's content.

@@ -19,7 +19,7 @@ _SHORT_SECONDS = 0.005
 """Duration in seconds up to which a step is never limited."""
 
 _MAX_FIXED_MULTIPLE = 2
-"""Maximum duration of a limited step, as a multiple of the fixed time of a step (`StepTime.fixed`)."""
+"""Maximum duration of a limited step, as a multiple of `StepTime.fixed_seconds`."""
 
 _MIN_ROWS = 8
 """Minimum number of rows per client in a limited step. A step with this number of rows takes about as long as

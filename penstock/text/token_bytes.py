@@ -41,7 +41,7 @@ def single_token_bytes(tokenizer: Tokenizer, token_id: int, byte_tokens: Mapping
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return the byte-level alphabet: printable bytes map to themselves, others to U+0100 and above."""
+    """Return the byte-level alphabet: printable bytes map to themselves, other bytes to U+0100 and above."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1)]
     printable += range(ord("®"), ord("ÿ") + 1)
     unprintable = sorted(set(range(256)).difference(printable))

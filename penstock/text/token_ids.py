@@ -40,7 +40,7 @@ def checked_ids_to_decode(ids: Iterable[SupportsIndex]) -> list[int]:
     values = list(ids)
     for token_id in values:
         if not _is_id(token_id, 2**32):
-            raise InputError(f"{token_id!r} is not a token id: ids are integers from 0")
+            raise InputError(f"{token_id!r} is not a token id: ids are integers of at least 0")
     return [int(token_id) for token_id in values]
 
 

@@ -50,7 +50,7 @@ class EngineClient(Protocol):
 
     @property
     def adapters(self) -> dict[str, str]:
-        """The loaded LoRA adapters, name to path."""
+        """Name -> path of the loaded LoRA adapters."""
         ...
 
     @property

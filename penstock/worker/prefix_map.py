@@ -21,6 +21,7 @@ class PrefixMap:
 
     def __init__(self) -> None:
         self._cached_workers: dict[bytes, int] = {}
+        """Digest -> set of workers that have the block."""
         self._expected_workers: dict[bytes, int] = {}
         """Digest -> number of requests in the low bits, set of workers in the high bits."""
 

@@ -110,7 +110,7 @@ class WorkerRouter:
 
     @property
     def adapters(self) -> dict[str, str]:
-        """The LoRA adapters that all workers have loaded, name to path."""
+        """Name -> path of the LoRA adapters that all workers have loaded."""
         adapters = [worker.adapters for worker in self._workers]
         return {name: path for name, path in adapters[0].items() if all(name in names for names in adapters)}
 

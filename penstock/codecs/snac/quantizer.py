@@ -1,4 +1,4 @@
-"""The residual vector quantizer of SNAC: each codebook encodes the residual of the coarser ones."""
+"""The residual vector quantizer of SNAC: each codebook encodes the residual of the coarser codebooks."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ A conflict is a text w of a lexeme and a character c such that
 - the rules allow c after the lexeme, so that the lexeme may end after w, and
 - w c is the prefix of a text of a lexeme that can start at the same position.
 
-A longest-match lexer then continues with the longer text, although the rules may need the shorter one.
+A longest-match lexer then continues with the longer text, although the rules may need the shorter text.
 If there are no conflicts, the longest match is always right. The search treats long repetitions as unbounded
 and ignores the nesting of rules. It may therefore report a conflict that does not exist, but it never misses
 a conflict.

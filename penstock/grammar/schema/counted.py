@@ -9,7 +9,7 @@ from penstock.grammar.schema.automata import Automaton
 from penstock.grammar.schema.ebnf import NOTHING, EbnfRules, Ranges, choice, repeated, sequence
 
 MAX_COUNTED = 700  # maximum number of counted states, each of which is a rule of the grammar
-_MAX_SMALL_BLOCK_STATES = 400  # maximum number of counted states for block sizes below the largest
+_MAX_SMALL_BLOCK_STATES = 400  # maximum number of counted states, unless blocks have the largest size
 _BLOCKS = 16  # a block has at most 1/16 of the maximum length
 
 

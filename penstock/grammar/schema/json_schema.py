@@ -75,7 +75,7 @@ class _Writer:
 
     def text(self) -> str:
         root = self._reader.root
-        if not self._satisfiability.holds_for(root):
+        if not self._satisfiability.is_satisfiable(root):
             raise InputError("no value satisfies the JSON schema: its parts exclude each other")
         root_rule = self._value(root)
         while self._pending_rules:
@@ -172,10 +172,10 @@ class _Writer:
         length = len(shape.prefix)
         max_count = shape.max_count
         for index, item in enumerate(shape.prefix):
-            if not self._satisfiability.holds_for(item):
+            if not self._satisfiability.is_satisfiable(item):
                 max_count = index if max_count is None else min(max_count, index)
                 break
-        if not self._satisfiability.holds_for(shape.items):
+        if not self._satisfiability.is_satisfiable(shape.items):
             max_count = length if max_count is None else min(max_count, length)
         if max_count is not None and shape.min_count > max_count:
             return None
@@ -215,17 +215,17 @@ class _Writer:
 
     def _object(self, shape: Object) -> str | None:
         names = [
-            *(name for name in shape.properties if self._satisfiability.holds_for(shape.property(name))),
+            *(name for name in shape.properties if self._satisfiability.is_satisfiable(shape.property(name))),
             *sorted(shape.required - shape.properties.keys()),
         ]
         unnamed_pair = (
             None
-            if is_closed(shape) or not self._satisfiability.holds_for(shape.additional_properties)
+            if is_closed(shape) or not self._satisfiability.is_satisfiable(shape.additional_properties)
             else self._unnamed_pair(shape)
         )
         is_counted = shape.min_count > len(shape.required) or shape.max_count is not None
         if is_counted and len(names) > _MAX_COUNTED:
-            reason = f"the number of properties is bounded only where at most {_MAX_COUNTED} are named"
+            reason = f"a schema with such bounds can name at most {_MAX_COUNTED} properties"
             raise UnsupportedSchemaError("minProperties", shape.min_properties_location, reason)
         if shape.min_count > len(names) + (unnamed_pair is not None):
             if unnamed_pair is None:

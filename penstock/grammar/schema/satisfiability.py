@@ -28,19 +28,19 @@ class _Requirements:
     """The conjunctions that must be satisfiable before a shape is satisfiable."""
 
     key: tuple[str, ...]  # the conjunction whose union of shapes contains the shape
-    all: set[tuple[str, ...]]  # conjunctions that must all be satisfiable
+    required_keys: set[tuple[str, ...]]  # conjunctions that must all be satisfiable
     # Conjunctions of optional properties, ``num_missing`` of which must be satisfiable.
-    optional: Counter[tuple[str, ...]]
+    optional_keys: Counter[tuple[str, ...]]
     num_missing: int
 
     @property
     def is_satisfied(self) -> bool:
-        return not self.all and self.num_missing <= 0
+        return not self.required_keys and self.num_missing <= 0
 
     def mark_satisfiable(self, key: tuple[str, ...]) -> None:
         """Record that a conjunction is satisfiable."""
-        self.all.discard(key)
-        self.num_missing -= self.optional.pop(key, 0)
+        self.required_keys.discard(key)
+        self.num_missing -= self.optional_keys.pop(key, 0)
 
 
 class Satisfiability:
@@ -54,7 +54,7 @@ class Satisfiability:
         self._schemas = schemas
         self._results: dict[tuple[str, ...], bool] = {}
 
-    def holds_for(self, conjunction: Conjunction) -> bool:
+    def is_satisfiable(self, conjunction: Conjunction) -> bool:
         """Return whether some value satisfies a conjunction."""
         key = conjunction_key(conjunction)
         if key not in self._results:
@@ -64,13 +64,13 @@ class Satisfiability:
     def has_value(self, shape: Shape) -> bool:
         """Return whether some value matches the shape."""
         if not self._is_possible(shape) or not all(
-            self.holds_for(conjunction) for conjunction in _required_conjunctions(shape)
+            self.is_satisfiable(conjunction) for conjunction in _required_conjunctions(shape)
         ):
             return False
         if not isinstance(shape, Object) or shape.min_count <= len(shape.required):
             return True
-        optional, num_missing = _optional_properties(shape)
-        return sum(self.holds_for(conjunction) for conjunction in optional) >= num_missing
+        optional_conjunctions, num_missing = _optional_properties(shape)
+        return sum(self.is_satisfiable(conjunction) for conjunction in optional_conjunctions) >= num_missing
 
     def _is_possible(self, shape: Shape) -> bool:
         return is_possible(shape) and (
@@ -82,8 +82,8 @@ class Satisfiability:
     def _requirements(self, key: tuple[str, ...], shape: Shape) -> _Requirements:
         """Return the conjunctions that a shape needs, without those that are known to be satisfiable."""
         required_keys = {conjunction_key(conjunction) for conjunction in _required_conjunctions(shape)}
-        optional, num_missing = _optional_properties(shape)
-        optional_keys = Counter(conjunction_key(conjunction) for conjunction in optional)
+        optional_conjunctions, num_missing = _optional_properties(shape)
+        optional_keys = Counter(conjunction_key(conjunction) for conjunction in optional_conjunctions)
         result = _Requirements(key, required_keys, optional_keys, num_missing)
         for needed_key in [*required_keys, *optional_keys]:
             if self._results.get(needed_key):
@@ -117,7 +117,7 @@ class Satisfiability:
                 if not self._is_possible(shape):
                     continue
                 requirements = self._requirements(key, shape)
-                for needed_key in requirements.all | set(requirements.optional):
+                for needed_key in requirements.required_keys | set(requirements.optional_keys):
                     dependents.setdefault(needed_key, []).append(requirements)
                 if requirements.is_satisfied:
                     new_keys.append(key)
