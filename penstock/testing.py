@@ -192,7 +192,7 @@ def _byte_tokenizer(*special_tokens: str) -> Tokenizer:
 
 
 def _byte_vocabulary() -> dict[str, int]:
-    """Return the byte-level vocabulary: printable bytes as their characters, other bytes as U+0100 and above."""
+    """Return the byte-level vocabulary: printable bytes as their characters, others from U+0100 on."""
     printable_bytes = {
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),
