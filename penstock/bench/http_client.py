@@ -130,7 +130,7 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray()
         self._response = HttpResponse()
-        self._done: asyncio.Future[HttpResponse] | None = None
+        self._response_future: asyncio.Future[HttpResponse] | None = None
         self._has_head = False
         self._is_chunked = False
         self._bytes_left: int | None = None  # None if the body ends when the server closes the connection
@@ -139,9 +139,9 @@ class _Connection(asyncio.Protocol):
         """Send a request and return a future of the response."""
         assert self._transport is not None
         self._response, self._has_head = HttpResponse(), False
-        self._done = asyncio.get_running_loop().create_future()
+        self._response_future = asyncio.get_running_loop().create_future()
         self._transport.write(data)
-        return self._done
+        return self._response_future
 
     def close(self) -> None:
         """Close the connection at once."""
@@ -227,9 +227,9 @@ class _Connection(asyncio.Protocol):
     def _end(self) -> None:
         if self._response.headers.get("connection", "").lower() == "close":
             self.close()
-        if self._done is not None and not self._done.done():
-            self._done.set_result(self._response)
+        if self._response_future is not None and not self._response_future.done():
+            self._response_future.set_result(self._response)
 
     def _fail(self, error: Exception) -> None:
-        if self._done is not None and not self._done.done():
-            self._done.set_exception(error)
+        if self._response_future is not None and not self._response_future.done():
+            self._response_future.set_exception(error)

@@ -263,7 +263,7 @@ class Bench:
 
     def _step_seconds(self, llm: InstrumentedLLM) -> float:
         """Return the mean seconds of a decode step of one context, without the first step."""
-        count, prompts = self.sizes.new_tokens, self._prompts(llm, 1, self.sizes.prompt_length)
+        count, prompts = self.sizes.new_tokens, self._random_prompts(llm, 1, self.sizes.prompt_length)
         total = _generation_seconds(llm, prompts, count)
         after_first = perf_counter() - llm.first_time
         if llm is self._llm:
@@ -274,9 +274,9 @@ class Bench:
         return max(total - _generation_seconds(llm, prompts, 1), 1e-9) / (count - 1)
 
     def _time_generation(self, llm: LLM, count: int, length: int, new_tokens: int) -> float:
-        return _generation_seconds(llm, self._prompts(llm, count, length), new_tokens)
+        return _generation_seconds(llm, self._random_prompts(llm, count, length), new_tokens)
 
-    def _prompts(self, llm: LLM, count: int, length: int) -> list[list[int]]:
+    def _random_prompts(self, llm: LLM, count: int, length: int) -> list[list[int]]:
         tokens = self._random.integers(0, llm.tokenizer.vocab_size, (count, length))
         return [[int(token) for token in row] for row in tokens]
 

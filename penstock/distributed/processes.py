@@ -271,13 +271,13 @@ def main() -> None:
     except BaseException as error:
         _LOG.debug("rank %d failed", rank, exc_info=True)
         if not isinstance(error, RankFailedError):  # only the error of the rank that failed first is reported
-            _report(store, rank, error)
+            _report_error(store, rank, error)
         status = 1
     logging.shutdown()
     os._exit(status)  # exits without waiting for threads of libraries
 
 
-def _report(store: Store, rank: int, error: BaseException) -> None:
+def _report_error(store: Store, rank: int, error: BaseException) -> None:
     """Store the error of a rank, for rank 0."""
     if not isinstance(error, PenstockError):
         _LOG.critical("rank %d failed", rank, exc_info=error)

@@ -123,8 +123,8 @@ class KVCacheManager(PrefixCacheControls):
         num_needed = -(-context.current_length // self.block_size)
         for group, pool in zip(self.spec.groups, self._pools, strict=True):
             first = group.first_visible(len(digests) * self.block_size) // self.block_size
-            hits = [pool.lookup(digest) for digest in digests[first:]]
-            num_shared = sum(block is not None and pool.references(block) > 0 for block in hits)
+            cached_blocks = [pool.lookup(digest) for digest in digests[first:]]
+            num_shared = sum(block is not None and pool.references(block) > 0 for block in cached_blocks)
             max_blocks = group.max_blocks(context.current_length, self.block_size, chunk_size)
             if pool.num_free < min(max_blocks, num_needed - first - num_shared) + headroom:
                 return False

@@ -79,7 +79,7 @@ class _Beam:
     context: TextContext
     token_ids: list[int]
     log_probabilities: list[float]
-    total: float
+    total_log_probability: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +89,8 @@ class _Continuation:
     log_probability: float
 
     @property
-    def total(self) -> float:
-        return self.beam.total + self.log_probability
+    def total_log_probability(self) -> float:
+        return self.beam.total_log_probability + self.log_probability
 
 
 @dataclass(slots=True)
@@ -218,7 +218,7 @@ class BeamSearch:
                 for beam in prompt.beams
                 for token, log_probability in scores[beam.context.request_id].items()
             ),
-            key=lambda candidate: -candidate.total,
+            key=lambda candidate: -candidate.total_log_probability,
         )[: self._num_candidates(prompt.end_tokens)]
         at_limit = prompt.num_steps == prompt.max_new_tokens
         for candidate in best_candidates[: options.num_beams]:
@@ -239,7 +239,7 @@ class BeamSearch:
         return Hypothesis(
             [*continuation.beam.token_ids, continuation.token],
             [*continuation.beam.log_probabilities, continuation.log_probability],
-            continuation.total / prompt.num_steps**self._options.length_penalty,
+            continuation.total_log_probability / prompt.num_steps**self._options.length_penalty,
             continuation.token in prompt.end_tokens,
         )
 
@@ -254,7 +254,7 @@ class BeamSearch:
         length_penalty = self._options.length_penalty
         can_grow = self._options.early_stopping == "never" and length_penalty > 0
         length = prompt.max_new_tokens if can_grow else prompt.num_steps
-        best_score: float = running[0].total / length**length_penalty
+        best_score: float = running[0].total_log_probability / length**length_penalty
         return best_score <= prompt.finished[-1].score
 
     # -- Contexts ----------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ class BeamSearch:
                 contexts[id(candidate)],
                 [*candidate.beam.token_ids, candidate.token],
                 [*candidate.beam.log_probabilities, candidate.log_probability],
-                candidate.total,
+                candidate.total_log_probability,
             )
             for candidate in continuations
         ]

@@ -52,8 +52,8 @@ def prompts_with_images(
     Raises:
         InputError: the list has another length than the prompts.
     """
-    batch, is_one = split_prompts(prompts)
-    return list(zip(batch, images_per_prompt(images, len(batch), is_one_prompt=is_one), strict=True))
+    batch, is_one_prompt = split_prompts(prompts)
+    return list(zip(batch, images_per_prompt(images, len(batch), is_one_prompt=is_one_prompt), strict=True))
 
 
 def images_per_prompt(images: object, num_prompts: int, *, is_one_prompt: bool) -> list[list[Image] | None]:

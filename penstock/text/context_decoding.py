@@ -19,7 +19,7 @@ class TokenDelta:
     """Consecutive tokens of a text (a delta), with the tokens before them."""
 
     ids: list[int]
-    before: list[int]
+    preceding_ids: list[int]
     """The last tokens of the same text before ``ids``."""
     prompt: list[int]
     """The last tokens of the prompt before the text; empty without a prompt."""
@@ -34,7 +34,7 @@ class TokenDelta:
         return delta_text(
             tokenizer,
             self.prompt,
-            self.before,
+            self.preceding_ids,
             self.ids,
             skip_special_tokens=skip_special_tokens,
             is_last=self.is_last,
@@ -76,7 +76,7 @@ def next_delta(context: TextContext, ids: list[int], bos: int | None) -> TokenDe
     num_hidden = context.status is TextGenerationStatus.END_OF_SEQUENCE  # the end-of-sequence token
     return TokenDelta(
         ids,
-        before=generated_tokens[max(0, start - _NUM_PRECEDING) : start].tolist(),
+        preceding_ids=generated_tokens[max(0, start - _NUM_PRECEDING) : start].tolist(),
         prompt=context.prompt_tokens[-_NUM_PRECEDING:].tolist(),
         is_last=context.is_done and end >= len(generated_tokens) - num_hidden,
     )
@@ -105,7 +105,7 @@ def _separate_text_delta(state: _DecodeState, ids: list[int], bos: int | None) -
     )
     state.separate_ids, state.num_separate = separate_ids, start + len(ids)
     return TokenDelta(
-        ids, before=separate_ids[max(0, start - _NUM_PRECEDING) : start], prompt=[], is_last=False
+        ids, preceding_ids=separate_ids[max(0, start - _NUM_PRECEDING) : start], prompt=[], is_last=False
     )
 
 

@@ -232,13 +232,13 @@ def text_after_prompt(
 def delta_text(
     tokenizer: TokenDecoder,
     prompt: AnyTokenIds,
-    before: Sequence[int],
+    preceding_ids: Sequence[int],
     ids: Sequence[int],
     *,
     skip_special_tokens: bool = True,
     is_last: bool = False,
 ) -> str:
-    """Return the text that ``ids`` add after ``prompt`` and ``before``.
+    """Return the text that ``ids`` add after ``prompt`` and ``preceding_ids``.
 
     For every division of a text into deltas, the concatenated results equal its `text_after_prompt`.
     Without ``is_last``, an incomplete character at the end belongs to the next delta.
@@ -246,9 +246,9 @@ def delta_text(
     The results differ in one case: a character of consecutive byte tokens is returned before a later byte
     makes these tokens invalid UTF-8. Later deltas then have fewer U+FFFD.
     """
-    visible_ids = [token_id for token_id in before if tokenizer.is_visible(token_id, skip_special_tokens)][
-        -_PROMPT_WINDOW:
-    ]
+    visible_ids = [
+        token_id for token_id in preceding_ids if tokenizer.is_visible(token_id, skip_special_tokens)
+    ][-_PROMPT_WINDOW:]
     if len(visible_ids) < _PROMPT_WINDOW:
         visible_ids = [*_context(tokenizer, prompt), *visible_ids]
     context = _skip_partial_character(tokenizer, visible_ids)

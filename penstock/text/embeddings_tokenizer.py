@@ -110,7 +110,7 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
             if request.text_pair is not None and self.pair_template is not None:
                 continue
             try:
-                max_tokens = self._limit(request) if request.truncate else None
+                max_tokens = self._requested_max_tokens(request) if request.truncate else None
                 text = self._prompt_text(request, self._task(request)) + request.input
                 text_input = self._tokenizer_input(text, request.text_pair, max_tokens)
             except InputError:
@@ -142,7 +142,7 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
             )
         task = self._task(request)
         prompt = self._prompt_text(request, task)
-        limit = self._limit(request)
+        limit = self._requested_max_tokens(request)
         types = None
         if isinstance(request.input, str):
             if not request.input and request.text_pair is None:
@@ -216,7 +216,7 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
             raise InputError(f"prompt_name {name!r} is unknown: the checkpoint has {known_names}")
         return self.layout.prompts[name]
 
-    def _limit(self, request: EmbeddingsGenerationRequest) -> int | None:
+    def _requested_max_tokens(self, request: EmbeddingsGenerationRequest) -> int | None:
         if request.max_tokens is None:
             return self.max_length
         if request.max_tokens < 1:

@@ -239,13 +239,13 @@ class WorkerClient:
         supervisor.check_ready()
         supervisor.is_asleep = True
         try:
-            await self._until_idle(grace)
+            await self._wait_until_idle(grace)
             for generation in list(self._generations.values()):
                 self._cancel(generation.request_id)
                 generation.fail(UnavailableError("the model was put to sleep", retry_after=1))
             if level == 1:
                 # The worker confirms the cancellations after its step. If the worker ends, all requests end.
-                await self._until_idle(math.inf)
+                await self._wait_until_idle(math.inf)
                 await self._call(Control(next(self._call_ids), "discard_cache"))
             else:
                 self._fail_all("the model was put to sleep")
@@ -271,7 +271,7 @@ class WorkerClient:
         await self.sleep(2, grace)
         await self.wake_up()
 
-    async def _until_idle(self, seconds: float) -> None:
+    async def _wait_until_idle(self, seconds: float) -> None:
         """Wait until no request is outstanding, for at most ``seconds``."""
         deadline = time.monotonic() + seconds
         while self.num_outstanding and time.monotonic() < deadline:
@@ -326,7 +326,7 @@ class WorkerClient:
         """Stop accepting requests, wait up to ``grace`` seconds for running requests, and end the worker."""
         if not self._supervisor.begin_stop():
             return
-        await self._until_idle(grace)
+        await self._wait_until_idle(grace)
         self._fail_all("the server is shutting down")
         await self._supervisor.finish_stop()
 

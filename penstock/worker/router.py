@@ -196,7 +196,9 @@ class WorkerRouter:
 
         for future in futures:
             future.add_done_callback(complete)
-        combined_future.add_done_callback(lambda _: [f.remove_done_callback(complete) for f in futures])
+        combined_future.add_done_callback(
+            lambda _: [future.remove_done_callback(complete) for future in futures]
+        )
         return combined_future
 
     def watch_cache(self, listener: CacheListener) -> None:

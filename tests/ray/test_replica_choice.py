@@ -94,7 +94,9 @@ def test_expected_blocks_of_an_ended_request_count_until_its_replica_has_reporte
     assert choose_replica(choice, LONG_PROMPT) == "b"
     report(choice, a=[], b=[])
     report(choice, a=[], b=[])
-    assert choice._prefixes._expected_workers.keys() == set(prompt_digests(make_request("", "z" * 8), CACHING_INFO))
+    assert choice._prefixes._expected_workers.keys() == set(
+        prompt_digests(make_request("", "z" * 8), CACHING_INFO)
+    )
     assert choose_replica(choice, LONG_PROMPT) == "a"
 
 

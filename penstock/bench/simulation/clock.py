@@ -47,13 +47,13 @@ class BusyServer:
         self._free_at = 0.0
         self.busy_seconds = 0.0
         """Total seconds of the tasks that were passed to `serve`."""
-        self.waits: list[float] = []
+        self.wait_seconds: list[float] = []
         """For each task, the seconds from the call of `serve` until the task began."""
 
     def serve(self, seconds: float, action: Callable[[], None]) -> None:
         """Run a task of ``seconds`` after all earlier tasks, and then call ``action``."""
         begin = max(self._clock.now, self._free_at)
-        self.waits.append(begin - self._clock.now)
+        self.wait_seconds.append(begin - self._clock.now)
         self._free_at = begin + seconds
         self.busy_seconds += seconds
         self._clock.call_at(self._free_at, action)

@@ -218,7 +218,7 @@ class Cluster:
             hit_rate=sum(outcome.num_cached_tokens for outcome in arrived_turns) / num_prompt_tokens,
             worker_utilization=workers_busy / span / num_workers,
             router_utilization=router_busy / span,
-            router_wait=float(np.percentile(self._router_thread.waits, 99)),
+            router_wait=float(np.percentile(self._router_thread.wait_seconds, 99)),
         )
 
 

@@ -164,6 +164,6 @@ def _one_sequence(rows: Tensor) -> RaggedRows:
     return RaggedRows(rows, [len(rows)])
 
 
-def _pad_with_edges(rows: Tensor, before: int, after: int) -> Tensor:
-    """Return the rows padded with ``before`` copies of the first row and ``after`` copies of the last row."""
-    return torch.cat([rows[:1].expand(before, -1), rows, rows[-1:].expand(after, -1)])
+def _pad_with_edges(rows: Tensor, num_before: int, num_after: int) -> Tensor:
+    """Return the rows with ``num_before`` copies of the first and ``num_after`` copies of the last row."""
+    return torch.cat([rows[:1].expand(num_before, -1), rows, rows[-1:].expand(num_after, -1)])

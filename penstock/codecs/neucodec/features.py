@@ -46,13 +46,13 @@ def _povey_window() -> Tensor:
 def mel_filters() -> Tensor:
     """Return the weights ``[257, 80]`` of triangular filters, which are evenly spaced in mel."""
     frequencies = torch.arange(_FFT // 2 + 1, dtype=torch.float64) * SAMPLE_RATE / _FFT
-    bounds = _mel(torch.tensor([_MIN_FREQUENCY, SAMPLE_RATE / 2], dtype=torch.float64))
+    bounds = _hertz_to_mel(torch.tensor([_MIN_FREQUENCY, SAMPLE_RATE / 2], dtype=torch.float64))
     edges = torch.linspace(float(bounds[0]), float(bounds[1]), MEL_BINS + 2, dtype=torch.float64)
     left, center, right = edges[:-2], edges[1:-1], edges[2:]
-    mels = _mel(frequencies)[:, None]
+    mels = _hertz_to_mel(frequencies)[:, None]
     return torch.minimum((mels - left) / (center - left), (right - mels) / (right - center)).clamp(min=0)
 
 
-def _mel(frequencies: Tensor) -> Tensor:
+def _hertz_to_mel(frequencies: Tensor) -> Tensor:
     mels: Tensor = 1127.0 * torch.log1p(frequencies / 700.0)
     return mels

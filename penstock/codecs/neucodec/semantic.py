@@ -77,9 +77,11 @@ class ConvolutionModule:
     def __call__(self, x: Tensor, eps: float, ops: Ops) -> Tensor:  # [T, E] -> [T, E]
         values, gates = ops.linear(ops.layer_norm(x, *self.norm, eps), self.values_and_gates).chunk(2, 1)
         hidden_rows = values * torch.sigmoid(gates)
-        before = hidden_rows.new_zeros(self.depthwise.packed.kernel_size - 1, hidden_rows.shape[1])
-        padded = RaggedRows(torch.cat([before, hidden_rows]), [len(before) + len(hidden_rows)])
-        hidden_rows = ops.layer_norm(self.depthwise(padded, ops).rows, *self.depthwise_norm, eps)
+        padding_rows = hidden_rows.new_zeros(self.depthwise.packed.kernel_size - 1, hidden_rows.shape[1])
+        padded_rows = RaggedRows(
+            torch.cat([padding_rows, hidden_rows]), [len(padding_rows) + len(hidden_rows)]
+        )
+        hidden_rows = ops.layer_norm(self.depthwise(padded_rows, ops).rows, *self.depthwise_norm, eps)
         return ops.linear(ops.activation(hidden_rows, "silu"), self.output)
 
 

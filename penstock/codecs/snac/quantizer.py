@@ -28,7 +28,7 @@ class Codebook:
         rows = ops.linear(ops.embedding(codes, self.table), self.project_out)
         return ops.take_rows(rows, torch.arange(len(rows) * self.stride) // self.stride)
 
-    def nearest(self, latents: Tensor, ops: Ops) -> Tensor:
+    def nearest_codes(self, latents: Tensor, ops: Ops) -> Tensor:
         """Return the nearest code of each ``stride`` latent rows: ``[N * stride, latent] -> [N]``."""
         # The nearest code has the smallest angle between its vector and the projected mean of the rows.
         means = latents.view(-1, self.stride, latents.shape[1]).mean(1)
@@ -59,7 +59,7 @@ class Quantizer:
         frames = torch.empty(count, sum(map(len, self.columns)), dtype=torch.int64)
         residual = latents
         for codebook, columns in zip(self.codebooks, self.columns, strict=True):
-            codes = codebook.nearest(residual, ops)
+            codes = codebook.nearest_codes(residual, ops)
             frames[:, columns] = codes.view(count, -1)
             residual = residual - codebook.latents(codes, ops)
         return frames

@@ -162,7 +162,7 @@ class _CharacterClasses:
                 if isinstance(node, Chars):
                     bounds.update(bound for low, high in node.ranges for bound in (low, high + 1))
                 elif isinstance(node, Text | FreeText | TextUntil):
-                    points = {ord(char) for text in _texts(node) for char in text}
+                    points = {ord(char) for text in _literal_texts(node) for char in text}
                     bounds.update(bound for point in points for bound in (point, point + 1))
                 elif isinstance(node, Ref) and node.name not in seen:
                     seen.add(node.name)
@@ -185,10 +185,10 @@ class _CharacterClasses:
         return self.mask(((ord(char), ord(char)),))
 
 
-def _texts(node: Text | FreeText | TextUntil) -> tuple[str, ...]:
+def _literal_texts(node: Text | FreeText | TextUntil) -> tuple[str, ...]:
     if isinstance(node, Text):
         return (node.text,)
-    return node.excludes if isinstance(node, FreeText) else (node.end, *node.others, *node.excludes)
+    return node.excludes if isinstance(node, FreeText) else (node.end, *node.other_ends, *node.excludes)
 
 
 class _Nfa:
@@ -321,7 +321,7 @@ class _Nfa:
 
     def _add_free_text(self, node: FreeText | TextUntil, start: int) -> int:
         """Add an Aho-Corasick automaton of the node's words, with one state per prefix of a word."""
-        words = [word for word in _texts(node) if word]
+        words = [word for word in _literal_texts(node) if word]
         prefixes = {word[:length] for word in words for length in range(len(word) + 1)} | {""}
         end = self._add_state()
         states = {prefix: self._add_state() for prefix in prefixes if not _ends_with_any(prefix, words)}

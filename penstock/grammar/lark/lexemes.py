@@ -150,7 +150,7 @@ def _node_size(node: Node) -> int:
     if isinstance(node, FreeText):
         return 1 + sum(map(len, node.excludes))
     if isinstance(node, TextUntil):
-        return len(node.end) + sum(map(len, node.others + node.excludes))
+        return len(node.end) + sum(map(len, node.other_ends + node.excludes))
     return 1
 
 

@@ -73,11 +73,11 @@ class FreeText:
 class TextUntil:
     """Any text that ends with the first occurrence of ``end`` and contains none of ``excludes``.
 
-    A text of ``others`` may end at the last character of ``end``, but not at an earlier character.
+    A text of ``other_ends`` may end at the last character of ``end``, but not at an earlier character.
     """
 
     end: str
-    others: tuple[str, ...] = ()
+    other_ends: tuple[str, ...] = ()
     excludes: tuple[str, ...] = ()
 
 

@@ -58,12 +58,12 @@ class _Reader:
         """Return the node of a format."""
         match _format_type(part):
             case "const_string":
-                return _text(_field(part, "value", str))
+                return _text_node(_field(part, "value", str))
             case "grammar":
                 return self._grammar(_field(part, "grammar", str))
             case "any_text":
                 _refuse_fields(part, "max_tokens", "max_chars")
-                return FreeText(_words(part, "excludes"))
+                return FreeText(_string_list(part, "excludes"))
             case "sequence":
                 return sequence(map(self.node, _elements(part)))
             case "or":
@@ -83,12 +83,14 @@ class _Reader:
             case "triggered_tags" | "dispatch":
                 return self._triggered_tags(part, ())
             case "token":
-                return Tokens(_ids([part.get("token")]))
+                return Tokens(_token_id_ranges([part.get("token")]))
             case "exclude_token":
-                return Tokens(_ids(part.get("exclude_tokens", [])), negated=True)
+                return Tokens(_token_id_ranges(part.get("exclude_tokens", [])), negated=True)
             case "any_tokens":
                 _refuse_fields(part, "max_tokens")
-                return repeated(Tokens(_ids(part.get("exclude_tokens", [])), negated=True), 0, None)
+                return repeated(
+                    Tokens(_token_id_ranges(part.get("exclude_tokens", [])), negated=True), 0, None
+                )
             case "token_triggered_tags" | "token_dispatch":
                 return self._token_triggered_tags(part, [])
             case kind:
@@ -113,7 +115,7 @@ class _Reader:
 
     def _tag(self, part: TagFormat) -> Node:
         begin, end = part.get("begin"), part.get("end")
-        begin_node = _text(begin) if isinstance(begin, str) else self.node(begin)
+        begin_node = _text_node(begin) if isinstance(begin, str) else self.node(begin)
         if isinstance(end, dict):
             token = self.node(end)
             return sequence(
@@ -133,11 +135,11 @@ class _Reader:
         """Return the node of a format and one of ``end_texts``. Free text ends at the first end text."""
         if end_texts == ("",):
             return self.node(part)
-        end_marker = choice(map(_text, end_texts))
+        end_marker = choice(map(_text_node, end_texts))
         match _format_type(part):
             case "any_text":
                 _refuse_fields(part, "max_tokens", "max_chars")
-                return _text_until(end_texts, (), end_texts, _words(part, "excludes"))
+                return _text_until(end_texts, (), end_texts, _string_list(part, "excludes"))
             case "triggered_tags" | "dispatch":
                 return self._triggered_tags(part, end_texts)
             case "sequence":
@@ -150,10 +152,10 @@ class _Reader:
         return sequence([self.node(part), end_marker])
 
     def _tags_with_separator(self, part: TagFormat) -> Node:
-        tag = choice(map(self.node, _list(part, "tags")))
+        tag = choice(map(self.node, _non_empty_list(part, "tags")))
         further_tags: Node = EMPTY
         if not part.get("stop_after_first"):
-            further_tags = repeated(sequence([_text(_field(part, "separator", str)), tag]), 0, None)
+            further_tags = repeated(sequence([_text_node(_field(part, "separator", str)), tag]), 0, None)
         tags = sequence([tag, further_tags])
         return tags if part.get("at_least_one") else choice([EMPTY, tags])
 
@@ -163,7 +165,7 @@ class _Reader:
         The text ends at the first end text. If ``end_texts`` is empty, the text has no end marker.
         """
         contents = self._contents_by_trigger(part)
-        excludes, triggers = _words(part, "excludes"), tuple(contents)
+        excludes, triggers = _string_list(part, "excludes"), tuple(contents)
         stops_after_first = part.get("stop_after_first") or (
             part["type"] == "dispatch" and not part.get("loop", True)
         )
@@ -172,7 +174,7 @@ class _Reader:
             sequence([_text_until((trigger,), triggers, end_texts, excludes), content])
             for trigger, content in contents.items()
         )
-        end_marker = choice(map(_text, end_texts)) if end_texts else EMPTY
+        end_marker = choice(map(_text_node, end_texts)) if end_texts else EMPTY
         free_text: Node = (
             FreeText((*words, *excludes))
             if not end_texts
@@ -185,14 +187,14 @@ class _Reader:
         )
         if not part.get("at_least_one"):
             return result
-        first_tag = choice(map(self.node, _list(part, "tags")))
+        first_tag = choice(map(self.node, _non_empty_list(part, "tags")))
         return sequence([first_tag, end_marker if stops_after_first else result])
 
     def _contents_by_trigger(self, part: TagFormat) -> dict[str, Node]:
         """Return trigger text -> node of the formats that can follow it."""
         nodes: dict[str, list[Node]] = {}
         if part["type"] == "dispatch":
-            for rule in _list(part, "rules"):
+            for rule in _non_empty_list(part, "rules"):
                 trigger, content = rule if isinstance(rule, list) and len(rule) == 2 else (None, None)
                 if not isinstance(trigger, str) or not trigger:
                     raise InputError(
@@ -200,8 +202,8 @@ class _Reader:
                     )
                 nodes.setdefault(trigger, []).append(self.node(content))
         else:
-            triggers = _words(part, "triggers")
-            for tag in _list(part, "tags"):
+            triggers = _string_list(part, "triggers")
+            for tag in _non_empty_list(part, "tags"):
                 begin = tag.get("begin") if isinstance(tag, dict) else None
                 matching_triggers = [
                     trigger for trigger in triggers if isinstance(begin, str) and begin.startswith(trigger)
@@ -223,17 +225,19 @@ class _Reader:
         This is `_triggered_tags` with token ids instead of trigger texts and end texts.
         """
         if part["type"] == "token_dispatch":
-            rules = _list(part, "rules")
+            rules = _non_empty_list(part, "rules")
             if not all(isinstance(rule, list) and len(rule) == 2 for rule in rules):
                 raise InputError("a rule of a token_dispatch must be a pair: a token and a format")
             triggers = [rule[0] for rule in rules]
-            tags = [sequence([Tokens(_ids([token])), self.node(content)]) for token, content in rules]
+            tags = [
+                sequence([Tokens(_token_id_ranges([token])), self.node(content)]) for token, content in rules
+            ]
             stops_after_first = not part.get("loop", True)
         else:
-            triggers = _list(part, "trigger_tokens")
-            tags = [self.node(tag) for tag in _list(part, "tags")]
+            triggers = _non_empty_list(part, "trigger_tokens")
+            tags = [self.node(tag) for tag in _non_empty_list(part, "tags")]
             stops_after_first = bool(part.get("stop_after_first"))
-        excluded_ids = _ids([*triggers, *part.get("exclude_tokens", [])])
+        excluded_ids = _token_id_ranges([*triggers, *part.get("exclude_tokens", [])])
         text = repeated(Tokens(tuple(sorted({*excluded_ids, *end_ids})), negated=True), 0, None)
         text_and_tag = sequence([text, choice(tags)])
         result = (
@@ -274,7 +278,7 @@ def _field(part: TagFormat, name: str, kind: type[FieldT]) -> FieldT:
     return value
 
 
-def _list(part: TagFormat, name: str) -> list[Any]:
+def _non_empty_list(part: TagFormat, name: str) -> list[Any]:
     value = part.get(name)
     if not isinstance(value, list) or not value:
         raise InputError(f"the {part['type']} of a structural_tag needs {name}, a list that is not empty")
@@ -282,21 +286,21 @@ def _list(part: TagFormat, name: str) -> list[Any]:
 
 
 def _elements(part: TagFormat) -> list[Any]:
-    return _list(part, "elements")
+    return _non_empty_list(part, "elements")
 
 
-def _words(part: TagFormat, name: str) -> tuple[str, ...]:
+def _string_list(part: TagFormat, name: str) -> tuple[str, ...]:
     words = part.get(name) or []
     if not isinstance(words, list) or not all(isinstance(word, str) and word for word in words):
         raise InputError(f"{name} of a structural_tag must be strings that are not empty")
     return tuple(words)
 
 
-def _text(text: str) -> Node:
+def _text_node(text: str) -> Node:
     return Text(text) if text else EMPTY
 
 
-def _ids(tokens: Sequence[object]) -> Ranges:
+def _token_id_ranges(tokens: Sequence[object]) -> Ranges:
     ids = [token for token in tokens if isinstance(token, int) and token >= 0]
     if len(ids) < len(tokens):
         raise InputError("the tokens of a structural_tag must be ids or texts of tokens of this model")

@@ -28,11 +28,11 @@ MAX_UNROLLED = 12  # maximum levels of recursion in a grammar that is written as
 MAX_RULE_DEPTH = 3_000  # maximum length of a chain of rules; llguidance recurses once per rule
 
 
-def _no_limit() -> None:
+def _no_time_limit() -> None:
     pass
 
 
-def lark_text(rules: Rules, root: str = "root", *, check_time: Callable[[], None] = _no_limit) -> str:
+def lark_text(rules: Rules, root: str = "root", *, check_time: Callable[[], None] = _no_time_limit) -> str:
     """Return the grammar of ``root`` in llguidance's Lark notation.
 
     Args:
@@ -122,7 +122,7 @@ class _Writer:
         if isinstance(node, TextUntil):
             parts = [
                 f"({_ANY} /{_string_literal(node.end)}/)",
-                _text_without((node.end, *node.others), "(?s:.+)"),
+                _text_without((node.end, *node.other_ends), "(?s:.+)"),
             ]
             return " & ".join([*parts, *([_text_without(node.excludes)] if node.excludes else [])])
         return _operator_text(node, self._lexeme_text)

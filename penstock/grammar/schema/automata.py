@@ -375,13 +375,13 @@ def _classes_by_length(automaton: Automaton) -> list[int]:
     predecessors = _predecessors(automaton)
     min_count = automaton.min_lengths
     max_count = [-1] * len(automaton.steps)  # -1 if the length is unbounded
-    missing = [len(row) for row in automaton.steps]
-    pending = [state for state, num_missing in enumerate(missing) if not num_missing]
+    num_pending_targets = [len(row) for row in automaton.steps]
+    pending = [state for state, num_missing in enumerate(num_pending_targets) if not num_missing]
     for state in pending:
         max_count[state] = max((max_count[target] + 1 for _, target in automaton.steps[state]), default=0)
         for predecessor in predecessors[state]:
-            missing[predecessor] -= 1
-            if not missing[predecessor]:
+            num_pending_targets[predecessor] -= 1
+            if not num_pending_targets[predecessor]:
                 pending.append(predecessor)
     keys: dict[object, int] = {}
     return [

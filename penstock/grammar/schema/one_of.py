@@ -71,15 +71,15 @@ def _forbid_rival(schemas: Schemas, shape: Shape, rival: Shape) -> Shape | None:
     if not isinstance(shape, Object) or not isinstance(rival, Object):
         return None
     # A name that matches the pattern of the shape's other properties cannot be forbidden.
-    missing = [
+    forbidden_names = [
         name
         for name in sorted(rival.required - shape.required)
         if name in shape.properties or shape.names is None or not has_shape(schemas, shape.names, name)
     ]
-    if not missing:
+    if not forbidden_names:
         return None
     # Prefer a property that the shape does not name, which excludes the fewest values.
-    name = min(missing, key=lambda name: name in shape.properties)
+    name = min(forbidden_names, key=lambda name: name in shape.properties)
     return replace(shape, properties={**shape.properties, name: NEVER})
 
 

@@ -162,9 +162,9 @@ class Reader:
         reference = node.schema["$ref"]
         if not isinstance(reference, str):
             raise invalid_keyword(node, "$ref", "a string")
-        base = self._document.get("$id") if isinstance(self._document, dict) else None
-        if isinstance(base, str) and reference.startswith(f"{base.rstrip('#')}#"):
-            reference = reference[len(base.rstrip("#")) :]
+        base_uri = self._document.get("$id") if isinstance(self._document, dict) else None
+        if isinstance(base_uri, str) and reference.startswith(f"{base_uri.rstrip('#')}#"):
+            reference = reference[len(base_uri.rstrip("#")) :]
         if reference != "#" and not reference.startswith("#/"):
             reason = f"only locations in the same schema are resolved, written #/... (was {reference!r})"
             raise UnsupportedSchemaError("$ref", node.where, reason)

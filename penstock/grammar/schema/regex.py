@@ -34,7 +34,7 @@ def lengths(node: RegexNode) -> tuple[int, int | None]:
         return min_count * node.min_count, None if is_unbounded else (max_count or 0) * (node.max_count or 0)
     if isinstance(node, RegexSeq):
         pairs = [lengths(part) for part in node.parts]
-        return sum(low for low, _ in pairs), _sum([high for _, high in pairs])
+        return sum(low for low, _ in pairs), _sum_or_none([high for _, high in pairs])
     assert isinstance(node, RegexAlt)
     pairs = [lengths(option) for option in node.options]
     max_lengths = [high for _, high in pairs]
@@ -110,5 +110,5 @@ def _end_positions(node: RegexNode, text: str, starts: frozenset[int]) -> frozen
     return ends
 
 
-def _sum(values: list[int | None]) -> int | None:
+def _sum_or_none(values: list[int | None]) -> int | None:
     return None if None in values else sum(value or 0 for value in values)

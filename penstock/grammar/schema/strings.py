@@ -44,13 +44,13 @@ class StringWriter:
     def __init__(self, rules: EbnfRules, escaped: list[int]) -> None:
         self._rules = rules
         self._escaped = escaped
-        self._plain = without(_PLAIN, [(code_point, code_point) for code_point in escaped])
+        self._plain_ranges = without(_PLAIN, [(code_point, code_point) for code_point in escaped])
 
     def text(self, shape: StringShape) -> str | None:
         """Return the name of the rule of a string shape; None if no string has the shape."""
         quote = literal('"')
         if not shape.conditions:
-            spelling: _Spelling = (char_class(self._plain), self._any_escape())
+            spelling: _Spelling = (char_class(self._plain_ranges), self._any_escape())
             content = self._repeated_character(spelling, shape.min_count, shape.max_count, quote)
         else:
             language = string_language(shape)
@@ -120,7 +120,7 @@ class StringWriter:
     def _spelling(self, ranges: Ranges) -> _Spelling:
         unescaped = [
             plain_range
-            for plain_range in ((max(a, c), min(b, d)) for a, b in ranges for c, d in self._plain)
+            for plain_range in ((max(a, c), min(b, d)) for a, b in ranges for c, d in self._plain_ranges)
             if plain_range[0] <= plain_range[1]
         ]
         long_escape_points = [

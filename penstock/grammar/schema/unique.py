@@ -148,8 +148,8 @@ class _AnyOrder:
     ) -> None:
         self._writer = writer
         self._shape = shape
-        self._prefix = prefix
-        self._rest = rest
+        self._prefix_values = prefix
+        self._rest_values = rest
         self._max_count = max_count
         self._rules_by_state: dict[tuple[int, frozenset[Hashable]], str | None] = {}
 
@@ -167,7 +167,7 @@ class _AnyOrder:
             self._rules_by_state[key] = None
             options = [NOTHING] if count >= self._shape.min_count else []
             if count < self._max_count:
-                values = self._prefix[count] if count < len(self._prefix) else self._rest
+                values = self._prefix_values[count] if count < len(self._prefix_values) else self._rest_values
                 for value in values:
                     value_key = equality_key(value)
                     if (

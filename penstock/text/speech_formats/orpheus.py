@@ -48,10 +48,10 @@ class OrpheusFormat(SpeechFormat):
         reference: list[int] = []
         if len(codes):
             speech_ids = [*self.codes.token_ids(codes), self.token(_SPEECH_END), self.token(_AI_END)]
-            reference = [*self._turn(transcription), *speech_ids]
-        return [*reference, *self._turn(text if voice is None else f"{voice}: {text}")]
+            reference = [*self._turn_tokens(transcription), *speech_ids]
+        return [*reference, *self._turn_tokens(text if voice is None else f"{voice}: {text}")]
 
-    def _turn(self, text: str) -> list[int]:
+    def _turn_tokens(self, text: str) -> list[int]:
         """Return the tokens of a text and of the beginning of its speech."""
         ends = (_TEXT_END, _HUMAN_END, _AI_START, _SPEECH_START)
         ids = self._tokenizer.encode_plain(text, add_special_tokens=True)

@@ -41,7 +41,7 @@ def test_a_busy_server_queues_its_jobs() -> None:
         clock.call_at(time, lambda: server.serve(0.5, lambda: ends.append(clock.now)))
     clock.run()
     assert ends == pytest.approx([0.5, 1.0, 5.5])
-    assert server.waits == pytest.approx([0.0, 0.4, 0.0])
+    assert server.wait_seconds == pytest.approx([0.0, 0.4, 0.0])
 
 
 def test_the_times_of_a_request_are_the_sums_of_its_steps() -> None:
