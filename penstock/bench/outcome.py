@@ -53,7 +53,7 @@ class Outcome:
     @property
     def gaps(self) -> list[float]:
         """Seconds between consecutive events with text."""
-        return [after - before for before, after in pairwise(self.text_times)]
+        return [next_time - previous_time for previous_time, next_time in pairwise(self.text_times)]
 
     def record_error(self, kind: str, detail: str = "") -> None:
         """Record the first error of a request. Later errors are ignored."""

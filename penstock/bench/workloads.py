@@ -265,11 +265,11 @@ class Bench:
         """Return the mean seconds of a decode step of one context, without the first step."""
         count, prompts = self.sizes.new_tokens, self._random_prompts(llm, 1, self.sizes.prompt_length)
         total = _generation_seconds(llm, prompts, count)
-        after_first = perf_counter() - llm.first_time
+        seconds_after_first = perf_counter() - llm.first_time
         if llm is self._llm:
             self._graph_status = llm.pipeline.session.graph_status
         if llm.num_first_tokens < count:
-            return after_first / (count - llm.num_first_tokens)
+            return seconds_after_first / (count - llm.num_first_tokens)
         # All tokens were returned at once. A second run measures the time to the first token.
         return max(total - _generation_seconds(llm, prompts, 1), 1e-9) / (count - 1)
 
@@ -302,11 +302,11 @@ def cold_start(config: PipelineConfig) -> ColdStart:
     with TemporaryFile() as stdin, TemporaryFile() as stdout, TemporaryFile() as stderr:
         stdin.write(pickle.dumps(config))
         stdin.seek(0)
-        start, peak = perf_counter(), 0
+        start, peak_memory = perf_counter(), 0
         command = [sys.executable, "-m", "penstock.bench.cold_start"]
         with subprocess.Popen(command, stdin=stdin, stdout=stdout, stderr=stderr) as child:
             while child.poll() is None:
-                peak = max(peak, _anonymous_memory(child.pid))
+                peak_memory = max(peak_memory, _anonymous_memory(child.pid))
                 sleep(0.02)
         stdout.seek(0), stderr.seek(0)
         if child.returncode:
@@ -320,7 +320,7 @@ def cold_start(config: PipelineConfig) -> ColdStart:
         "first token": phases["first"],
         "all": end - start,
     }
-    return ColdStart(seconds, peak)
+    return ColdStart(seconds, peak_memory)
 
 
 def _anonymous_memory(pid: int) -> int:

@@ -105,12 +105,12 @@ class Ranks:
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         """Return ``[T, sum(widths)]``: the columns ``x [T, widths[r]]`` of all ranks r, concatenated."""
         max_width = max(widths)
-        padded = (
+        padded_columns = (
             x.contiguous()
             if x.shape[1] == max_width
             else torch.nn.functional.pad(x, (0, max_width - x.shape[1]))
         )
-        rank_tensors = self._gather(padded)
+        rank_tensors = self._gather(padded_columns)
         return torch.cat(
             [tensor[:, :width] for tensor, width in zip(rank_tensors, widths, strict=True)], dim=1
         )
@@ -118,8 +118,8 @@ class Ranks:
     def minimum(self, values: Sequence[int]) -> list[int]:
         """Return the element-wise minimum of ``values`` over all ranks."""
         rank_tensors = self._gather(torch.tensor(list(values), dtype=torch.int64))
-        smallest: list[int] = torch.stack(rank_tensors).amin(0).tolist()
-        return smallest
+        minimums: list[int] = torch.stack(rank_tensors).amin(0).tolist()
+        return minimums
 
     def check(self) -> None:
         """Raise the error of a collective that failed in shared memory, if any.

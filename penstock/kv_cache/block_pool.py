@@ -140,13 +140,13 @@ class BlockPool:
         # The scheduler calls this method when it becomes idle. The loops over all blocks run in C to save
         # time.
         references, digests = self._references.__getitem__, self._digests.__getitem__
-        free, cached = len(self._free_blocks), len(self._cached_blocks)
-        referenced = sum(map(bool, self._references))
-        assert free + referenced + cached == self.num_blocks, (
-            f"{free} free + {referenced} referenced + {cached} cached blocks != {self.num_blocks}"
+        num_free, num_cached = len(self._free_blocks), len(self._cached_blocks)
+        num_referenced = sum(map(bool, self._references))
+        assert num_free + num_referenced + num_cached == self.num_blocks, (
+            f"{num_free} free + {num_referenced} referenced + {num_cached} cached blocks != {self.num_blocks}"
         )
         assert self._references[NULL_BLOCK] == 0, f"null block: {self._references[NULL_BLOCK]} references"
-        assert len({NULL_BLOCK, *self._free_blocks, *self._cached_blocks}) == 1 + free + cached, (
+        assert len({NULL_BLOCK, *self._free_blocks, *self._cached_blocks}) == 1 + num_free + num_cached, (
             "a block is free twice"
         )
         num_wrong = sum(map(references, self._free_blocks)) + sum(map(references, self._cached_blocks))

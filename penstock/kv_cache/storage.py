@@ -45,8 +45,8 @@ class KVCacheStorage:
             dtype = group.dtype.to_torch()
             caches.append(zeros((*scales_shape, group.head_dim), dtype, device))
             if group.has_fixed_scales:
-                ones = torch.ones(2, group.kv_heads)
-                fixed_tensor = ones if fixed_scales is None else fixed_scales[len(scales)]
+                unit_scales = torch.ones(2, group.kv_heads)
+                fixed_tensor = unit_scales if fixed_scales is None else fixed_scales[len(scales)]
                 scales.append(fixed_tensor.to(device, torch.float32)[:, None, :, None].expand(scales_shape))
             else:
                 scales.append(zeros(scales_shape, torch.float32, device) if group.is_quantized else None)

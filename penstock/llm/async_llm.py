@@ -308,8 +308,8 @@ class AsyncLLM(AsyncSpeechMethods):
         """Run one request for each entry of `fields`."""
         params = params_for_each(self.config, sampling_params, len(fields))
         calls = [
-            partial(self._outputs, own_params, options, own_fields)
-            for own_params, own_fields in zip(params, fields, strict=True)
+            partial(self._outputs, prompt_params, options, prompt_fields)
+            for prompt_params, prompt_fields in zip(params, fields, strict=True)
         ]
         return [output for outputs in await gather_all(calls) for output in outputs]
 

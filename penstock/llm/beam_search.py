@@ -220,16 +220,16 @@ class BeamSearch:
             ),
             key=lambda candidate: -candidate.total_log_probability,
         )[: self._num_candidates(prompt.end_tokens)]
-        at_limit = prompt.num_steps == prompt.max_new_tokens
+        is_at_limit = prompt.num_steps == prompt.max_new_tokens
         for candidate in best_candidates[: options.num_beams]:
-            if at_limit or candidate.token in prompt.end_tokens:
+            if is_at_limit or candidate.token in prompt.end_tokens:
                 prompt.finished.append(self._hypothesis(prompt, candidate))
         prompt.finished.sort(key=lambda candidate: -candidate.score)
         del prompt.finished[options.num_beams :]
         running = [candidate for candidate in best_candidates if candidate.token not in prompt.end_tokens][
             : options.num_beams
         ]
-        return [] if at_limit or self._has_ended(prompt, running) else running
+        return [] if is_at_limit or self._has_ended(prompt, running) else running
 
     def _num_candidates(self, end_tokens: frozenset[int]) -> int:
         """Return the number of candidates per step, of which at least ``num_beams`` do not end."""
@@ -366,7 +366,7 @@ def _replace_last(context: TextContext, token: int) -> None:
     """Replace the last sampled token, whose key and value are not computed yet."""
     if int(context.all_tokens[-1]) == token:
         return
-    committed = context.committed_idx
+    num_committed = context.committed_idx
     context.rollback(1)
     context.update(token)
-    context.set_token_indices(committed_idx=committed)  # the blocks before this token stay valid
+    context.set_token_indices(committed_idx=num_committed)  # the blocks before this token stay valid

@@ -47,7 +47,8 @@ def prompts_with_images(
 
     Args:
         prompts: one prompt or a list of prompts.
-        images: an image or a list of images for one prompt; a list of such entries for a list of prompts.
+        images: an image or a list of images for one prompt. For a list of prompts it is a list with one entry
+            for each prompt.
 
     Raises:
         InputError: the list has another length than the prompts.
@@ -60,7 +61,8 @@ def images_per_prompt(images: object, num_prompts: int, *, is_one_prompt: bool) 
     """Return the images of each prompt. No file is read.
 
     Args:
-        images: an image or a list of images for one prompt; a list of such entries for a list of prompts.
+        images: an image or a list of images for one prompt. For a list of prompts it is a list with one entry
+            for each prompt.
         num_prompts: the number of prompts.
         is_one_prompt: whether a single prompt was given instead of a list.
 

@@ -133,8 +133,8 @@ class LLM(EmbeddingsMethods, SpeechMethods):
                 each.
             images: the images of the prompt for a model that reads images: one image or a list. An image is a
                 PIL image, an array ``[H, W, 3]`` of uint8, a path, or the bytes of a file. For a list of
-                prompts, a list with one entry for each. The prompt must contain the model's placeholder, such
-                as ``<image>``, for each image.
+                prompts, ``images`` is a list with one entry for each prompt. The prompt must contain the
+                model's placeholder, such as ``<image>``, for each image.
 
         Returns:
             ``n`` outputs for each prompt, in the order of the prompts.

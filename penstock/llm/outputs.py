@@ -189,8 +189,8 @@ class OutputBuilder:
             prompt_builder: the builder that has the prompt's log probabilities; by default this builder.
         """
         is_stopped = self._detokenizer is not None and self._detokenizer.stop_match is not None
-        at_end = self._status is TextGenerationStatus.END_OF_SEQUENCE
-        has_ended = at_end and not is_stopped and self._collects_tokens
+        is_end_of_sequence = self._status is TextGenerationStatus.END_OF_SEQUENCE
+        has_ended = is_end_of_sequence and not is_stopped and self._collects_tokens
         prompt_tokens = self.context.prompt_tokens.tolist()
         return GenerationOutput(
             text=self._detokenizer.text if self._detokenizer is not None else "",

@@ -286,9 +286,9 @@ class SpeechMethods:
         self, voice: str | None, codes: Sequence[int], transcription: str, adapter: str | None
     ) -> SpeechFields:
         """Return the request fields that are the same for all parts of all texts."""
-        known, form = self.pipeline.voices, self.tokenizer.speech_format
+        configured_voices, speech_format = self.pipeline.voices, self.tokenizer.speech_format
         return {
-            **voice_options(voice, codes, transcription, known, form),
+            **voice_options(voice, codes, transcription, configured_voices, speech_format),
             "streaming": False,
             "adapter": adapter,
             "cache_salt": None,

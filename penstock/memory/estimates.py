@@ -46,16 +46,16 @@ def estimate_weights_size(
     names = _names_or_default(names)
     model = pipeline_config.model
     kernels = backend.BACKENDS.candidates(model.devices[0].device_type, model.kernels)[0]
-    floats = _encoding(pipeline_config).compute_dtype.value
+    float_dtype = _encoding(pipeline_config).compute_dtype.value
     size = 0.0
     for name, header in model.tensor_headers.items():
         role = names.role(name)
         shape = _linear_shape(name, header, names)
         if shape:
             *experts, out_features, in_features = shape
-            encoding = _router_encoding(names, floats) if role == "router" else model.encoding
+            encoding = _router_encoding(names, float_dtype) if role == "router" else model.encoding
             if model.keeps_stored_layers:
-                encoding = header.encoding or floats
+                encoding = header.encoding or float_dtype
             elif encoding != header.encoding:
                 layer_role: LayerRole = "values" if role == "values" else "linear"
                 if role != "values" and (experts or role == "expert"):
@@ -67,13 +67,13 @@ def estimate_weights_size(
             if model.keeps_stored_layers and isinstance(header, QuantizedHeader):
                 size += len(header.order)
         elif role != "head":
-            size += _plain_size(header, floats) * (share(name) if role == "table" else 1)
+            size += _plain_size(header, float_dtype) * (share(name) if role == "table" else 1)
     kind = _encoding(pipeline_config)
     head_shapes = _head_shapes(pipeline_config, names)
     table = f"{names.embedding_path}.weight"
     # Without an embedding table in the checkpoint, the table is a copy of the head.
     if not any(names.is_embedding(name) for name in model.tensor_headers):
-        size += sum(prod(shape) for shape in head_shapes) * DType(floats).size_in_bytes * share(table)
+        size += sum(prod(shape) for shape in head_shapes) * DType(float_dtype).size_in_bytes * share(table)
     stored_head = _stored_head(pipeline_config, names)
     for vocabulary, hidden in head_shapes:
         head = encoding_named(stored_head or kind.for_layer("head", vocabulary, hidden))
@@ -170,8 +170,8 @@ def _names_or_default(names: TensorNames | None) -> TensorNames:
     return names or LLAMA_NAMES
 
 
-def _router_encoding(names: TensorNames, floats: str) -> str:
-    return DType.float32.value if names.is_router_float32 else floats
+def _router_encoding(names: TensorNames, float_dtype: str) -> str:
+    return DType.float32.value if names.is_router_float32 else float_dtype
 
 
 def _encoding(pipeline_config: PipelineConfig) -> LinearEncoding:

@@ -48,11 +48,13 @@ class _DecodeState:
     The separate text consists of tokens that the caller has passed, but that the context has not generated.
     """
 
-    num_generated: int = 0
+    generated_position: int = 0
+    """Number of generated tokens before the next call's tokens."""
     had_all_generated: bool = False
     """Whether the last call passed all generated tokens."""
     separate_ids: list[int] = field(default_factory=list)
-    num_separate: int = 0
+    separate_position: int = 0
+    """Number of ``separate_ids`` before the next call's tokens."""
     was_passed_at_once: bool = False
     """Whether one call passed all of ``separate_ids``."""
 
@@ -71,7 +73,7 @@ def next_delta(context: TextContext, ids: list[int], bos: int | None) -> TokenDe
     if start is None:
         return _separate_text_delta(state, ids, bos)
     generated_tokens = context.generated_tokens
-    end = state.num_generated = start + len(ids)
+    end = state.generated_position = start + len(ids)
     state.had_all_generated = len(ids) == len(generated_tokens) > 1
     num_hidden = context.status is TextGenerationStatus.END_OF_SEQUENCE  # the end-of-sequence token
     return TokenDelta(
@@ -86,14 +88,14 @@ def _position_in_generated(context: TextContext, state: _DecodeState, ids: list[
     generated_tokens = context.generated_tokens
     last_start = len(generated_tokens) - len(ids)
     fallbacks = [0, last_start] if state.had_all_generated else [last_start, 0]
-    for start in [state.num_generated, *fallbacks]:
+    for start in [state.generated_position, *fallbacks]:
         if start >= 0 and ids and generated_tokens[start : start + len(ids)].tolist() == ids:
             return start
     return None
 
 
 def _separate_text_delta(state: _DecodeState, ids: list[int], bos: int | None) -> TokenDelta:
-    start, separate_ids = state.num_separate, state.separate_ids
+    start, separate_ids = state.separate_position, state.separate_ids
     if ids and ids[0] == bos:
         start, separate_ids = 0, []
     elif separate_ids[start : start + len(ids)] != ids and _is_restart(state, ids):
@@ -103,7 +105,7 @@ def _separate_text_delta(state: _DecodeState, ids: list[int], bos: int | None) -
     state.was_passed_at_once = (start == 0 and len(ids) == len(separate_ids) > 1) or (
         state.was_passed_at_once and separate_ids is state.separate_ids
     )
-    state.separate_ids, state.num_separate = separate_ids, start + len(ids)
+    state.separate_ids, state.separate_position = separate_ids, start + len(ids)
     return TokenDelta(
         ids, preceding_ids=separate_ids[max(0, start - _NUM_PRECEDING) : start], prompt=[], is_last=False
     )
@@ -112,5 +114,7 @@ def _separate_text_delta(state: _DecodeState, ids: list[int], bos: int | None) -
 def _is_restart(state: _DecodeState, ids: Sequence[int]) -> bool:
     is_whole = state.was_passed_at_once or len(ids) == len(state.separate_ids) > 1
     return (
-        is_whole and state.num_separate == len(state.separate_ids) and state.separate_ids[: len(ids)] == ids
+        is_whole
+        and state.separate_position == len(state.separate_ids)
+        and state.separate_ids[: len(ids)] == ids
     )

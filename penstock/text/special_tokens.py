@@ -173,7 +173,10 @@ class SpecialTokens:
             else cast("Message", self._mark_value(message, marker, in_partial_token))
             for message in messages
         ]
-        return marked_messages, any(new != old for new, old in zip(marked_messages, messages, strict=True))
+        return marked_messages, any(
+            marked_message != original_message
+            for marked_message, original_message in zip(marked_messages, messages, strict=True)
+        )
 
     def _mark_value(
         self, value: object, marker: str, in_partial_token: bool, is_content: bool = False

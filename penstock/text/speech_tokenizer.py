@@ -145,13 +145,13 @@ class SpeechTokenizer(TextTokenizer):
         check_token_ids_in_params(params, self.vocab_size)
         tokens = self._speech_prompt(request)
         prompt = request.prompt if request.prompt is not None else request.input
-        ends = () if params.ignore_eos else (*self.speech_format.end_token_ids, *self._eos_token_ids)
+        end_token_ids = () if params.ignore_eos else (*self.speech_format.end_token_ids, *self._eos_token_ids)
         return TTSContext(
             np.array(request.audio_prompt_tokens, np.int32),
             prompt=prompt if isinstance(prompt, str) else tokens.tolist(),
             max_length=total_length(len(tokens), params, self.max_length),
             tokens=tokens,
-            eos_token_ids={*ends, *(params.stop_token_ids or ())},
+            eos_token_ids={*end_token_ids, *(params.stop_token_ids or ())},
             ignore_eos=params.ignore_eos,
             sampling_params=params,
             request_id=request.id,

@@ -32,7 +32,7 @@ def stop_sequences(
         token_bytes: returns the bytes that a token adds in the middle of a text.
     """
     ids_alone, *ids_in_contexts = encode(
-        [before + stop + after for before in _TEXTS_BEFORE for after in _TEXTS_AFTER]
+        [text_before + stop + text_after for text_before in _TEXTS_BEFORE for text_after in _TEXTS_AFTER]
     )
     target = stop.encode(errors="replace")
     sequences = [_shortest_sequence(ids_alone, target, token_bytes) or ids_alone]

@@ -32,26 +32,32 @@ class PrefixMap:
 
     def update(self, worker: int, events: Iterable[CacheEvent]) -> None:
         """Apply the events of a worker."""
-        bit, cached = 1 << worker, self._cached_workers
+        bit, cached_workers = 1 << worker, self._cached_workers
         for event in events:
             match event:
                 case BlocksStored():
                     for digest in event.digests:
-                        cached[digest] = cached.get(digest, 0) | bit
+                        cached_workers[digest] = cached_workers.get(digest, 0) | bit
                 case BlocksRemoved():
                     for digest in event.digests:
                         self._remove(digest, bit)
                 case _:
-                    for digest in [digest for digest, workers in cached.items() if workers & bit]:
+                    for digest in [digest for digest, workers in cached_workers.items() if workers & bit]:
                         self._remove(digest, bit)
 
     def depth(self, worker: int, digests: Sequence[bytes]) -> int:
         """Return the number of leading blocks that a worker has, including expected blocks."""
-        bit, cached, expected = 1 << worker, self._cached_workers.get, self._expected_workers.get
+        bit, cached_workers, expected_workers = (
+            1 << worker,
+            self._cached_workers.get,
+            self._expected_workers.get,
+        )
         return bisect_left(
             digests,
             True,
-            key=lambda digest: not (cached(digest, 0) | expected(digest, 0) >> _COUNT_BITS) & bit,
+            key=lambda digest: (
+                not (cached_workers(digest, 0) | expected_workers(digest, 0) >> _COUNT_BITS) & bit
+            ),
         )
 
     def expect(self, worker: int, digests: Sequence[bytes]) -> Sequence[bytes]:
@@ -60,23 +66,23 @@ class PrefixMap:
         Returns:
             The recorded blocks, for `clear_expected`. Blocks that the worker already has are not recorded.
         """
-        bit, cached, expected = 1 << worker, self._cached_workers.get, self._expected_workers
-        start = bisect_left(digests, True, key=lambda digest: not cached(digest, 0) & bit)
+        bit, cached_workers, expected_workers = 1 << worker, self._cached_workers.get, self._expected_workers
+        start = bisect_left(digests, True, key=lambda digest: not cached_workers(digest, 0) & bit)
         recorded_digests = digests[start:]
         mark = bit << _COUNT_BITS
         for digest in recorded_digests:
-            expected[digest] = (expected.get(digest, 0) | mark) + 1
+            expected_workers[digest] = (expected_workers.get(digest, 0) | mark) + 1
         return recorded_digests
 
     def clear_expected(self, recorded_digests: Sequence[bytes]) -> None:
         """Remove the blocks that `expect` recorded for a request that has ended."""
-        expected = self._expected_workers
+        expected_workers = self._expected_workers
         for digest in recorded_digests:
-            entry = expected[digest]
+            entry = expected_workers[digest]
             if entry & _COUNT_MASK == 1:
-                del expected[digest]
+                del expected_workers[digest]
             else:
-                expected[digest] = entry - 1
+                expected_workers[digest] = entry - 1
 
     def depths(self, digests: Sequence[bytes], workers: int) -> dict[int, int]:
         """Return worker -> number of leading blocks of the worker, for workers that have the first block.
@@ -88,12 +94,12 @@ class PrefixMap:
             digests: the digests of a prompt's blocks, in order.
             workers: the set of workers to look for.
         """
-        cached, expected = self._cached_workers.get, self._expected_workers.get
+        cached_workers, expected_workers = self._cached_workers.get, self._expected_workers.get
 
         def workers_at(depth: int) -> int:
             """Return the set of workers that have ``depth`` leading blocks."""
             digest = digests[depth - 1]
-            return (cached(digest, 0) | expected(digest, 0) >> _COUNT_BITS) & workers
+            return (cached_workers(digest, 0) | expected_workers(digest, 0) >> _COUNT_BITS) & workers
 
         depths_by_worker: dict[int, int] = {}
         count = len(digests)

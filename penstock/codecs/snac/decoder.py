@@ -37,7 +37,7 @@ class Span:
         """Return the span of the same frames at a rate that is ``stride`` times as high."""
         return Span(self.begin * stride, self.output_begin * stride, self.end * stride)
 
-    def without_context(self, margin: int, length: int) -> tuple[int, int]:
+    def trimmed_range(self, margin: int, length: int) -> tuple[int, int]:
         """Return ``(first, end)``, the rows of the output with ``margin`` rows of context on each side."""
         first = max(self.output_begin - margin - self.begin, 0)
         return first, min(self.end + margin - self.begin, length)
@@ -95,7 +95,7 @@ class SnacDecoder:
 
 
 def _trim_context(x: RaggedRows, spans: Sequence[Span], margin: int) -> tuple[RaggedRows, list[Span]]:
-    ranges = [span.without_context(margin, length) for span, length in zip(spans, x.lengths, strict=True)]
+    ranges = [span.trimmed_range(margin, length) for span, length in zip(spans, x.lengths, strict=True)]
     trimmed_spans = [
         Span(span.begin + first, span.output_begin, span.end)
         for span, (first, _) in zip(spans, ranges, strict=True)
@@ -124,11 +124,15 @@ def read_decoder(loader: CodecLoader, config: SnacConfig) -> SnacDecoder:
     margins = _margins(config.decoder_rates)
     blocks = []
     for index, stride in enumerate(config.decoder_rates):
-        name, inputs, channels = f"decoder.model.{len(first_convs) + index}.block", channels, channels // 2
+        name, in_channels, channels = (
+            f"decoder.model.{len(first_convs) + index}.block",
+            channels,
+            channels // 2,
+        )
         blocks.append(
             UpsamplingBlock(
-                loader.snake(f"{name}.0", inputs),
-                loader.upsample(f"{name}.1", inputs, channels, stride),
+                loader.snake(f"{name}.0", in_channels),
+                loader.upsample(f"{name}.1", in_channels, channels, stride),
                 loader.conv1d(f"{name}.2.linear", channels, channels, 1, has_bias=False)
                 if config.has_noise
                 else None,

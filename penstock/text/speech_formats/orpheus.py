@@ -53,9 +53,9 @@ class OrpheusFormat(SpeechFormat):
 
     def _turn_tokens(self, text: str) -> list[int]:
         """Return the tokens of a text and of the beginning of its speech."""
-        ends = (_TEXT_END, _HUMAN_END, _AI_START, _SPEECH_START)
+        end_tokens = (_TEXT_END, _HUMAN_END, _AI_START, _SPEECH_START)
         ids = self._tokenizer.encode_plain(text, add_special_tokens=True)
-        return [self.token(_HUMAN_START), *ids, *map(self.token, ends)]
+        return [self.token(_HUMAN_START), *ids, *map(self.token, end_tokens)]
 
 
 FORMAT = OrpheusFormat
