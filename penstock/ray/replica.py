@@ -100,7 +100,7 @@ class EngineReplica:
             while results := await generation.next_results():
                 yield self._encode(ReplicaResults(generation.num_cached_tokens, results))
         except PenstockError as error:
-            yield self._encode(ReplicaResults(error=ErrorRecord.of(error)))
+            yield self._encode(ReplicaResults(error=ErrorRecord.from_error(error)))
         finally:
             if generation is not None:
                 generation.cancel()

@@ -224,7 +224,7 @@ async def test_prompts_with_a_common_prefix_share_a_replica() -> None:
         await read_deltas(other_request)
         for _ in range(3):
             await engine._poll()
-        assert not engine._choice._prefixes._expected
+        assert not engine._choice._prefixes._expected_workers
         assert engine._choice._prefixes.num_blocks > 100
         await read_deltas(engine.submit(make_request("d", "x" * 400 + "d", max_length=500)))
         await read_deltas(engine.submit(make_request("e", "z" * 39)))

@@ -122,7 +122,7 @@ def build_context(tokenizer: TextTokenizer, request: TokenGeneratorRequest, limi
     """
     if limit is None:
         return tokenizer.build_context(request, stops_as_tokens=False)
-    text, token_ids = tokenizer.prompt_of(request)
+    text, token_ids = tokenizer.encode_request_prompt(request)
     tokens: list[int] = token_ids.tolist()
     if limit == -1:
         max_new_tokens = request.sampling_params.max_new_tokens

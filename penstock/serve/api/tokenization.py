@@ -104,7 +104,7 @@ def _tokenize(services: Services, raw: object) -> TokenizeResponse:
         )
         with map_input_errors("messages"):
             check_roles(messages, tokenizer, tools, options)
-            ids = tokenizer.prompt_of(chat)[1].tolist()
+            ids = tokenizer.encode_request_prompt(chat)[1].tolist()
     texts = (
         [tokenizer.token_bytes(token).decode(errors="replace") for token in ids]
         if body.return_token_strs

@@ -76,14 +76,14 @@ async def test_the_texts_of_a_request_are_encoded_together(
     embedder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts: list[int] = []
-    encode = EmbeddingsTokenizer._encode_samples
+    encode = EmbeddingsTokenizer._encode_batch
 
     def counted(self: EmbeddingsTokenizer, samples: Any, cut_to: int | None) -> Any:
         counts.append(len(samples))
         return encode(self, samples, cut_to)
 
     async with embedding_server(embedder) as server:
-        monkeypatch.setattr(EmbeddingsTokenizer, "_encode_samples", counted)
+        monkeypatch.setattr(EmbeddingsTokenizer, "_encode_batch", counted)
         await request_embeddings(server, input=TEXTS)
         assert counts == [len(TEXTS)]
 

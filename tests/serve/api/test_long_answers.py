@@ -119,7 +119,7 @@ async def test_a_long_document_is_sent_in_several_messages() -> None:
 
 
 def test_rows_are_unpacked_when_they_are_encoded() -> None:
-    packed_log_probabilities = PackedLogProbabilities.of(LogProbabilities([-1.0], [{3: -1.0, 4: -2.0}]))
+    packed_log_probabilities = PackedLogProbabilities.pack(LogProbabilities([-1.0], [{3: -1.0, 4: -2.0}]))
     (top_entries,) = packed_log_probabilities.top_log_probabilities
     assert not isinstance(top_entries, dict)
     assert top_tokens(top_entries) == {3: -1.0, 4: -2.0}

@@ -135,6 +135,6 @@ async def test_classify_equals_the_library(classifier: Path) -> None:
         [same] = (await post_ok(server, "/v1/classify", input=ids, activation=False))["data"]
         assert same == single_response
         error = await server.expect_refusal("/v1/rerank", model="tiny", query="a", documents=["b"])
-        assert "the model has 3 labels: a cross-encoder has one" in error["message"]
+        assert "the model has 3 labels, but a cross-encoder has one" in error["message"]
         [raw_item] = (await post_ok(server, "/pooling", input=TEXTS[1], activation=False))["data"]
         np.testing.assert_allclose(raw_item["scores"], single_response["probs"], atol=1e-6)
