@@ -302,7 +302,7 @@ def _classes_with_refused_fields(kind: type[schemas.RequestBody]) -> Iterator[ty
         yield from _classes_with_refused_fields(subclass)
 
 
-def _accepted(field: unsupported.RefusedField) -> str:
+def _accepted_values(field: unsupported.RefusedField) -> str:
     if field.accepts_all:
         return "all"
     values = [code(json.dumps(value)) for value in field.accepted]
@@ -310,11 +310,11 @@ def _accepted(field: unsupported.RefusedField) -> str:
 
 
 def _reason(field: unsupported.RefusedField) -> str:
-    """Return why a field has no effect or is refused, in the form of the tables."""
+    """Return why a field has no effect or is refused. Frequent reasons are abbreviated."""
     return SHORT_REASONS.get(field.reason, field.reason)
 
 
-def _how(name: str, honoured: Mapping[str, Any], refused: Mapping[str, unsupported.RefusedField]) -> str:
+def _support(name: str, honoured: Mapping[str, Any], refused: Mapping[str, unsupported.RefusedField]) -> str:
     if name in parameters.LOGGED_FIELDS:
         return "log"
     if name in honoured:

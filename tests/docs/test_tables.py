@@ -86,4 +86,4 @@ def test_fields_marked_as_extensions_are_missing_in_openai() -> None:
     accepted_names = {
         field.alias or name for body_type in body_types for name, field in body_type.model_fields.items()
     }
-    assert accepted_names - openai_fields == set(TOOL["OURS"])
+    assert accepted_names - openai_fields == set(TOOL["PENSTOCK_FIELDS"])

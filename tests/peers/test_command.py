@@ -47,7 +47,7 @@ def test_checkpoint_has_the_files_that_peers_require_and_is_written_once(shape: 
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert config["max_position_embeddings"] == 8192
-    assert vocabulary_of(folder) == 320
+    assert read_vocabulary_size(folder) == 320
     modification_time = (folder / "model.safetensors").stat().st_mtime_ns
     assert checkpoint(str(shape), tmp_path / "checkpoints") == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == modification_time
@@ -98,7 +98,7 @@ def test_max_loads_the_checkpoint_or_the_gguf_file_of_llama_cpp(tmp_path: Path) 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", PEERS)
 def test_a_small_model_runs_on_a_real_peer(name: str, shape: Path, tmp_path: Path) -> None:
-    if not python_of(DEFAULT_FOLDER / name).exists():
+    if not interpreter_path(DEFAULT_FOLDER / name).exists():
         pytest.skip(f"{name} is not installed: python -m benchmarks.peers setup {name}")
     checkpoint = DEFAULT_FOLDER / "checkpoints" / shape.name
     encoding = next(iter(PEERS[name].encodings))
