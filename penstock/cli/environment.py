@@ -40,8 +40,7 @@ class DeviceMemory:
     kernels: dict[str, str]
     """Operation -> the back end that computes it on this device."""
     compiled_steps: str
-    """The steps of a model that run as one compiled call on this device, such as ``of up to 512 rows``, or
-    ``none``."""
+    """Which steps run as compiled steps on this device: ``of up to 128 rows``, for example, or ``none``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ class Environment:
     cores: int
     """The number of processors that this process may use."""
     cpu_features: list[str]
-    """The features that the kernels can use; empty if the C++ kernels are not built."""
+    """The CPU features that the C++ kernels can use; empty if the kernels are not built."""
     isa: str
     """The instruction set of the C++ kernels; ``none`` if they are not built."""
     torch_cpu_capability: str

@@ -17,8 +17,8 @@ from penstock.serve.config import ServeConfig, serve_fields
 
 Decorated = TypeVar("Decorated", bound=Callable[..., object])
 
-_SHORTER = {"model_path": "--model"}
-"""Field -> an additional, shorter flag."""
+_SHORT_FLAGS = {"model_path": "--model"}
+"""Flat name of a setting -> an additional, shorter flag."""
 
 _GROUPS = {
     "model": "Model",
@@ -88,8 +88,8 @@ def take_ray_config(flags: dict[str, object]) -> RayConfig:
     Raises:
         ConfigError: unknown name, wrong type or impossible value.
     """
-    own = {field.name: flags.pop(field.name) for field in ray_fields()}
-    return RayConfig.from_given(_collect_settings({**own, CONFIG_FILE: flags.get(CONFIG_FILE)}))
+    ray_flags = {field.name: flags.pop(field.name) for field in ray_fields()}
+    return RayConfig.from_given(_collect_settings({**ray_flags, CONFIG_FILE: flags.get(CONFIG_FILE)}))
 
 
 def config_from_flags(flags: Mapping[str, object], *, default_model: str | None = None) -> PipelineConfig:
@@ -130,13 +130,13 @@ def _collect_settings(flags: Mapping[str, object]) -> dict[str, tuple[object, st
     """Return the settings of all commands from flags, the environment and the file."""
     given = {
         name: value for name, value in flags.items() if value != ()
-    }  # () if a repeatable flag is not given
+    }  # click returns () for a repeatable flag that is not given
     return collect_values([*config_fields(), *serve_fields(), *ray_fields()], given, "flag", os.environ)
 
 
 def print_settings(rows: Iterable[tuple[str, object, str]]) -> None:
     """Print the rows of ``describe()``: name, value and source."""
-    shown = [(name, _plain(value), source) for name, value, source in rows]
+    shown = [(name, _format_value(value), source) for name, value, source in rows]
     widths = [max(len(row[column]) for row in shown) for column in range(2)]
     for name, value, source in shown:
         click.echo(f"{name:{widths[0]}}  {value:{widths[1]}}  {source}")
@@ -172,14 +172,14 @@ def _with_options(
 
 
 def _option(field: ConfigField, group: str, *, is_repeated: bool = False) -> Callable[[Decorated], Decorated]:
-    # Given values remain text, and absent values are None. `from_flat` converts and checks them.
+    # Values remain text, and are None for absent flags. `collect_values` converts and checks them.
     name = field.name.replace("_", "-")
     has_default = field.default not in (None, False, ())
-    help = f"{field.help}  [default: {_shown(field.default)}]" if has_default else field.help
+    help = f"{field.help}  [default: {_format_default(field.default)}]" if has_default else field.help
     if isinstance(field.default, bool):
         flag = f"--{name}/--no-{name}"
         return click.option(flag, field.name, default=None, help=help, cls=GroupedOption, group=group)
-    flags = [_SHORTER[field.name]] if field.name in _SHORTER else []
+    flags = [_SHORT_FLAGS[field.name]] if field.name in _SHORT_FLAGS else []
     is_text = field.parse is not None or isinstance("", field.type)
     metavar = "|".join(field.rule.choices) or ("TEXT" if is_text else "N")
     return click.option(
@@ -195,13 +195,13 @@ def _option(field: ConfigField, group: str, *, is_repeated: bool = False) -> Cal
     )
 
 
-def _shown(value: object) -> str:
+def _format_default(value: object) -> str:
     if isinstance(value, bool):
         return "on"
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _plain(value: object) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, tuple):
         return ",".join(map(str, value)) or "-"
     return "-" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

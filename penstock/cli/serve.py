@@ -50,14 +50,14 @@ _PACKAGES = {
 def command(print_config: bool, **flags: object) -> int:
     """Serve models through an OpenAI-compatible API until a signal arrives.
 
-    Give --model several times to serve several models. --model PATH,name=value,... sets settings of one
-    model, and memory=SIZE the memory that it may use. The first one is loaded at the start, every other one
-    when a request names it.
+    Give --model several times to serve several models. In --model PATH,name=value,... each setting applies to
+    this model only, and memory=SIZE limits its memory. The first model is loaded at the start, every other
+    model when a request names it.
 
-    With --ray the server runs on a Ray cluster, with one model in replicas that start and end with the load.
+    With --ray, one model is served on a Ray cluster, in replicas whose number follows the load.
 
-    After the first SIGTERM or Ctrl-C the server finishes the running requests; the second one stops it at
-    once.
+    After the first SIGTERM or Ctrl-C, the server finishes the running requests. A second signal stops the
+    server at once.
     """
     ray_config = take_ray_config(flags)
     models = _models(flags)
@@ -110,13 +110,14 @@ def _run_on_ray(config: ServeConfig, configs: Sequence[PipelineConfig], ray_conf
 
     if len(configs) > 1:
         raise UnsupportedFeatureError(
-            f"--ray with {len(configs)} models", "start a server with its own --ray-app-name for each"
+            f"--ray with {len(configs)} models",
+            "start one server for each model, with its own --ray-app-name",
         )
     return run_server(configs[0], config, ray_config)
 
 
 def _print_settings(config: ServeConfig, configs: Sequence[PipelineConfig], ray_config: RayConfig) -> None:
-    """Print all settings of the server and the first model, and the differing settings of other models."""
+    """Print the settings of the server and the first model, and the settings in which other models differ."""
     first, *others = configs
     print_settings([*config.describe(), *ray_config.describe(), *first.describe()])
     for other in others:
