@@ -39,7 +39,7 @@ HELP = """\
 /undo                remove the last question and its answer
 /retry               answer the last question again
 /save FILE           write the conversation and the settings to a JSON file
-/load FILE           read a conversation and its settings from such a file
+/load FILE           read a saved conversation and its settings
 /help                show this list
 /exit                end the chat; Ctrl-D does the same
 Ctrl-C stops an answer. A line that ends with \\ continues on the next line, and a text between

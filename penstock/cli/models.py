@@ -60,8 +60,9 @@ def parse_model(text: str) -> ModelFlag:
     size = read_size(memory_text)
     if isinstance(size, str):
         size = int(size) if size.isdecimal() else 0
-    if not NUM_BYTES.holds(size):
-        raise ConfigError(_MEMORY, f"must be {NUM_BYTES.legal}, was {memory_text!r} (in --model {text!r})")
+    if not NUM_BYTES.is_allowed(size):
+        allowed = NUM_BYTES.allowed_values
+        raise ConfigError(_MEMORY, f"must be {allowed}, was {memory_text!r} (in --model {text!r})")
     return ModelFlag(path, settings, size)
 
 

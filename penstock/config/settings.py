@@ -23,11 +23,12 @@ from penstock.plain_numbers import plain
 class Rule:
     """The allowed values of a field.
 
-    ``legal`` describes them, ``holds`` checks a value, and ``choices`` lists them if there are only a few.
+    ``allowed_values`` describes them for messages, and ``is_allowed`` checks a value. ``choices`` lists them
+    if there are only a few.
     """
 
-    legal: str
-    holds: Callable[[Any], bool]
+    allowed_values: str
+    is_allowed: Callable[[Any], bool]
     choices: tuple[str, ...] = ()
     read: Callable[[str], object] | None = None
     """Converts text to a value. Text that it does not recognise is returned unchanged."""
@@ -54,7 +55,7 @@ class ConfigField:
 
         Args:
             value: the value as given.
-            from_text: whether a string may stand for a number or a boolean, as in a flag.
+            from_text: whether a string is converted to a number or a boolean, as for flags.
             source: the file or variable that gave the value, for error messages; empty for an argument.
 
         Raises:
@@ -74,14 +75,14 @@ class ConfigField:
                 converted = msgspec.convert(value, self.type, strict=strict)
         except msgspec.ValidationError:
             raise self._error(value, source) from None
-        if converted is not None and not self.rule.holds(converted):
+        if converted is not None and not self.rule.is_allowed(converted):
             raise self._error(value, source)
         return converted
 
     def _error(self, value: object, source: str) -> ConfigError:
-        where = f" (from {source})" if source else ""
-        what = "the given value is not" if self.secret else f"was {value!r}"
-        return ConfigError(self.name, f"must be {self.rule.legal}, {what}{where}")
+        source_text = f" (from {source})" if source else ""
+        given_text = "the given value is not" if self.secret else f"was {value!r}"
+        return ConfigError(self.name, f"must be {self.rule.allowed_values}, {given_text}{source_text}")
 
 
 def setting(

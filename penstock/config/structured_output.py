@@ -27,7 +27,7 @@ class StructuredOutputConfig:
     enable: bool = setting(
         True,
         FLAG,
-        "Accept requests with a schema or another grammar for their output.",
+        "Accept requests whose output must follow a schema or another grammar.",
         flat="enable_structured_output",
     )
     compile_timeout: float = setting(
