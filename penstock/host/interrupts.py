@@ -22,7 +22,7 @@ def deferred_interrupts() -> Iterator[Callable[[], None]]:
         return
     num_caught = 0
 
-    def hold(_signal: int, _frame: FrameType | None) -> None:
+    def defer(_signal: int, _frame: FrameType | None) -> None:
         nonlocal num_caught
         num_caught += 1
         if num_caught > 1:
@@ -32,7 +32,7 @@ def deferred_interrupts() -> Iterator[Callable[[], None]]:
         if num_caught:
             raise KeyboardInterrupt
 
-    signal.signal(signal.SIGINT, hold)
+    signal.signal(signal.SIGINT, defer)
     try:
         yield raise_deferred
     finally:
