@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 from starlette.types import ASGIApp, Message
 
-from penstock.serve.http.middleware import INTERNAL
+from penstock.serve.http.middleware import INTERNAL_SCOPE_KEY
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +66,19 @@ async def internal_request(
         "client": (client, 0),
         "server": ("localhost", 80),
         "state": {},
-        INTERNAL: True,
+        INTERNAL_SCOPE_KEY: True,
     }
     task = asyncio.ensure_future(_run(app, scope, receive, sent_messages))
 
     async def parts() -> AsyncIterator[bytes]:
-        more = True
-        while more:
+        has_more = True
+        while has_more:
             message = await sent_messages.get()
             if message["type"] != "http.response.body":
                 raise await _application_error(task)
             if part := message.get("body"):
                 yield part
-            more = message.get("more_body", False)
+            has_more = message.get("more_body", False)
 
     try:
         start = await sent_messages.get()

@@ -1,7 +1,7 @@
 """Strict JSON with limits, and the process that decodes long bodies.
 
-Decoding holds the GIL: in the server's process a long body would block all other requests. This file is
-also the script of the decoding process, so it imports the standard library only:
+Decoding holds the GIL. In the server's process, the decoding of a long body would block all other requests.
+This file is also the script of the decoding process and therefore imports the standard library only:
 
     bodies.py  --size, limits, body-->  json_process.py  --kind, size, marshalled value or message-->
 """
@@ -22,11 +22,11 @@ MAX_DEPTH = 64
 """Maximum nesting of objects and arrays. Deeper nesting overflows the stack of recursive code."""
 
 REQUEST = struct.Struct("<QQQ")
-"""Bytes of the body, maximum number of values, maximum number of items."""
+"""Header of a request: bytes of the body, maximum number of values, maximum number of items."""
 REPLY = struct.Struct("<BQ")
-"""Kind of the reply, bytes of its data."""
+"""Header of a reply: kind of the reply, bytes of its data."""
 VALUE, INVALID, TOO_MANY = range(3)
-"""Kinds of replies: a value, an `InvalidJsonError`, a `TooManyValuesError`."""
+"""Kinds of replies: the decoded value, an `InvalidJsonError`, a `TooManyValuesError`."""
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -49,7 +49,7 @@ def decode(body: bytes, max_values: int, max_items: int) -> Any:
 
     Raises:
         InvalidJsonError: the body is not strict JSON. The message contains the error and its position.
-        TooManyValuesError: a limit is exceeded. The message contains the number.
+        TooManyValuesError: a limit is exceeded. The message contains the number of values.
     """
     _check_values(body, max_values, max_items)
     try:
@@ -66,7 +66,7 @@ def decode(body: bytes, max_values: int, max_items: int) -> Any:
         _invalid(f"it is nested deeper than {MAX_DEPTH} levels")
     except InvalidJsonError:
         raise
-    except ValueError:  # an integer with more digits than Python's limit
+    except ValueError:  # an integer has more digits than Python's int() converts
         _invalid("a number has too many digits")
     if body.count(b"[") + body.count(b"{") > MAX_DEPTH and _is_deeper(value, MAX_DEPTH):
         _invalid(f"it is nested deeper than {MAX_DEPTH} levels")
@@ -78,8 +78,8 @@ def decode(body: bytes, max_values: int, max_items: int) -> Any:
 def _check_values(body: bytes, max_values: int, max_items: int) -> None:
     """Check the limits before decoding.
 
-    The first count is fast and includes the punctuation inside strings. Only if it exceeds a limit, strings
-    are removed and the rest is counted.
+    The first count is fast. It includes punctuation inside strings. If it exceeds a limit, strings are
+    removed and the remaining punctuation is counted.
     """
     num_values, num_items = _count(body)
     if num_values <= max_values and num_items <= max_items:

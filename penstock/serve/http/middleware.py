@@ -1,4 +1,4 @@
-"""Middleware for every request. Plain ASGI: no middleware buffers a stream."""
+"""Middleware for every request. All of it is plain ASGI, so that no middleware buffers a stream."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from penstock.serve.services import Services
 
 _log = logging.getLogger(__name__)
 
-PROBES = (
+PROBE_PATHS = (
     frozenset({"/health", "/ping", "/load", "/ready", "/version", "/metrics", "/playground/stats"})
     | playground.PATHS
 )
 """Paths of probes and of the playground page: always public, not counted, and logged at level debug."""
 
-PUBLIC = PROBES | {"/openapi.json"}
+PUBLIC_PATHS = PROBE_PATHS | {"/openapi.json"}
 """Paths that need no API key and work while the model is being loaded. They expose no request data."""
 
-INTERNAL = "penstock.internal"
-"""The key of a scope without a connection, such as a line of a batch. No client can set it."""
+INTERNAL_SCOPE_KEY = "penstock.internal"
+"""Key in the ASGI scope of requests without a connection, such as lines of a batch. No client can set it."""
 
 _MAX_DRAIN_BYTES = 64 * 1024
 _DRAIN_TIMEOUT = 1.0
@@ -57,7 +57,7 @@ class ObservabilityMiddleware:
         if scope["method"] == "HEAD":  # handled as GET; the HTTP server omits the body
             scope = {**scope, "method": "GET"}
         record = exchange.record
-        is_probe = scope["path"] in PROBES
+        is_probe = scope["path"] in PROBE_PATHS
         metrics = None if is_probe else self._services.metrics.request_received()
         tracing = None if is_probe else self._services.tracing
         span = tracing.begin(record, scope["headers"]) if tracing is not None else None
@@ -112,7 +112,7 @@ class _Exchange:
         await self._send(message)
 
     async def fail(self, error: Exception) -> None:
-        """Answer an unhandled error by a response, an error event, or the end of the connection."""
+        """Report an unhandled error by a response, by an error event, or by closing the connection."""
         # Starlette raises a RuntimeError from an error whose response has already started.
         cause = error.__cause__ if isinstance(error, RuntimeError) and self.record.status else None
         problem = problem_of(cause or error)
@@ -127,7 +127,7 @@ class _Exchange:
             event = b"data: " + problem.encode() + b"\n\n"
             await self.send({"type": "http.response.body", "body": event})
         else:
-            raise error  # part of a response is sent: the HTTP server closes the connection
+            raise error  # part of the response has been sent, so the HTTP server closes the connection
 
 
 class AdmissionMiddleware:
@@ -140,11 +140,11 @@ class AdmissionMiddleware:
         self._session_header = services.config.session_header.lower().encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in PUBLIC:
+        if scope["type"] != "http" or scope["path"] in PUBLIC_PATHS:
             await self._app(scope, receive, send)
             return
         try:
-            is_internal = INTERNAL in scope
+            is_internal = INTERNAL_SCOPE_KEY in scope
             key = None if is_internal else self._keys.check(scope["headers"])
             record: RequestRecord = scope["state"]["record"]
             record.client_id = _client_id(key, scope)
@@ -191,13 +191,13 @@ async def _drain_body(receive: Receive) -> None:
 
     Closing a connection with unread bytes resets it, and the client may lose the response.
     """
-    size, more = 0, True
+    size, has_more = 0, True
     with suppress(TimeoutError):
         async with asyncio.timeout(_DRAIN_TIMEOUT):
-            while more and size <= _MAX_DRAIN_BYTES:
+            while has_more and size <= _MAX_DRAIN_BYTES:
                 message = await receive()
                 size += len(message.get("body", b""))
-                more = message.get("more_body", False)
+                has_more = message.get("more_body", False)
 
 
 def _request_id(scope: Scope) -> str:

@@ -52,8 +52,8 @@ def responses(*statuses: int) -> dict[int | str, dict[str, object]]:
     return {status: {"description": _REASONS[status], "content": content} for status in statuses}
 
 
-def body_of(kind: type[RequestBody]) -> dict[str, object]:
-    """Return the ``openapi_extra`` of a route with this request body."""
+def request_body(kind: type[RequestBody]) -> dict[str, object]:
+    """Return the argument ``openapi_extra`` of a route whose request body has this class."""
     schema = json_schema(kind)
     properties = schema["properties"]
     assert isinstance(properties, dict)
@@ -74,7 +74,7 @@ def route_options(kind: type[RequestBody], description: str, *, streams: bool = 
     """Return the arguments of a route with this request body."""
     return {
         "response_class": Response,
-        "openapi_extra": body_of(kind),
+        "openapi_extra": request_body(kind),
         "responses": body_responses(description, streams=streams),
     }
 

@@ -24,7 +24,7 @@ class HttpServer(uvicorn.Server):
 
     Args:
         app: the application.
-        config: sets the keep-alive time, and the time in which a request must start.
+        config: has the keep-alive time, and the seconds within which a request must start on a new connection.
     """
 
     def __init__(self, app: FastAPI, config: ServeConfig) -> None:
@@ -52,7 +52,7 @@ class HttpServer(uvicorn.Server):
 
     @asynccontextmanager
     async def listening(self, listener: socket.socket) -> AsyncIterator[None]:
-        """Serve while the block runs. Then close connections, after an exception immediately."""
+        """Serve while the block runs, then close the connections; immediately after an exception."""
         serve_task = asyncio.create_task(self.serve(sockets=[listener]))
         try:
             yield

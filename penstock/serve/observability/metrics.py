@@ -69,39 +69,43 @@ class Metrics:
             "Requests that have arrived and not ended",
             registry=self.registry,
         )
-        self._total = self._histogram("penstock_request_seconds", "From arrival to the end", ["route"])
-        self._queue = self._histogram("penstock_queue_seconds", "From arrival to admission into the batch")
-        self._first_token = self._histogram(
+        self._request_seconds = self._histogram(
+            "penstock_request_seconds", "From arrival to the end", ["route"]
+        )
+        self._queue_seconds = self._histogram(
+            "penstock_queue_seconds", "From arrival to admission into the batch"
+        )
+        self._time_to_first_token = self._histogram(
             "penstock_time_to_first_token_seconds", "From arrival to the first token"
         )
-        self._inter_token = self._histogram(
+        self._inter_token_latency = self._histogram(
             "penstock_inter_token_seconds", "Time between two tokens of one choice", buckets=_TOKEN_BUCKETS
         )
         self._image_preparation = self._histogram(
             "penstock_image_preparation_seconds",
             "Duration of the preparation of a request with images",
         )
-        self._prompt = self._counter("penstock_prompt_tokens", "Prompt tokens of requests that ended")
+        self._prompt_tokens = self._counter("penstock_prompt_tokens", "Prompt tokens of requests that ended")
         self._cached_tokens = self._counter(
             "penstock_cached_prompt_tokens", "Prompt tokens found in the prefix cache"
         )
-        self._completion = self._counter(
+        self._completion_tokens = self._counter(
             "penstock_completion_tokens", "Generated tokens of requests that ended"
         )
-        self._first_audio = self._histogram(
+        self._time_to_first_audio = self._histogram(
             "penstock_time_to_first_audio_seconds", "From arrival to the first audio"
         )
-        self._real_time = self._histogram(
+        self._real_time_factor = self._histogram(
             "penstock_real_time_factor",
             "Seconds from arrival to the last audio, per second of audio",
             buckets=_FACTOR_BUCKETS,
         )
-        self._audio = self._counter("penstock_audio_seconds", "Duration of the generated audio")
+        self._audio_seconds = self._counter("penstock_audio_seconds", "Duration of the generated audio")
         self._finished_choices = self._counter(
             "penstock_finished", "Choices that ended, by reason", ["reason"]
         )
-        self._build = Info("penstock_build", "Version, model and kernels", registry=self.registry)
-        self._startup = Gauge(
+        self._build_info = Info("penstock_build", "Version, model and kernels", registry=self.registry)
+        self._startup_seconds = Gauge(
             "penstock_startup_seconds", "Seconds of a start-up phase", ["phase"], registry=self.registry
         )
         if with_process:
@@ -122,24 +126,26 @@ class Metrics:
         return Histogram(name, help, labels, registry=self.registry, buckets=buckets)
 
     def request_received(self) -> RequestMetrics:
-        """Count the arrival of a request. Only the middleware calls this."""
+        """Count the arrival of a request and return its metrics. Only the middleware calls this method."""
         return RequestMetrics(self)
 
     def images_prepared(self, seconds: float) -> None:
         """Record the duration of the preparation of a request with images, successful or not."""
         self._image_preparation.observe(seconds)
 
-    def describe_build(self, **more: str) -> None:
-        """Set the labels of ``penstock_build_info``: the version and ``more``."""
-        self._build.info({"version": __version__, **more})
+    def describe_build(self, **labels: str) -> None:
+        """Set the labels of ``penstock_build_info``: the version and ``labels``."""
+        self._build_info.info({"version": __version__, **labels})
 
     def report_startup(self, phases: Iterable[tuple[str, float]]) -> None:
         """Set the seconds of each start-up phase."""
         for phase, seconds in phases:
-            self._startup.labels(phase).set(seconds)
+            self._startup_seconds.labels(phase).set(seconds)
 
-    def watch(self, engine: EngineClient, gauges: Mapping[str, str] | None = None, model: str = "") -> None:
-        """Add the metrics of an engine. With several engines, they have the label ``model``.
+    def add_engine(
+        self, engine: EngineClient, gauges: Mapping[str, str] | None = None, model: str = ""
+    ) -> None:
+        """Add the metrics of an engine. With several engines, the metrics have the label ``model``.
 
         Args:
             engine: the engine.
@@ -166,18 +172,18 @@ class RequestMetrics:
     def admitted(self, record: RequestRecord) -> None:
         """Record the admission into the batch."""
         assert record.admitted_at is not None
-        self._metrics._queue.observe(record.admitted_at - record.received)
+        self._metrics._queue_seconds.observe(record.admitted_at - record.received)
 
     def tokens(self, record: RequestRecord, count: int, seconds: float | None) -> None:
-        """Record new tokens. Divides the time since the previous tokens by the number of new ones."""
+        """Record new tokens. The time since the previous tokens is divided evenly among the new tokens."""
         if not self._had_token:
             assert record.first_token_at is not None
             self._had_token = True
-            self._metrics._first_token.observe(record.first_token_at - record.received)
+            self._metrics._time_to_first_token.observe(record.first_token_at - record.received)
         if seconds is None:
             return
         for _ in range(count):
-            self._metrics._inter_token.observe(seconds / count)
+            self._metrics._inter_token_latency.observe(seconds / count)
 
     def finished(self, record: RequestRecord) -> None:
         """Record the end of the request."""
@@ -185,22 +191,22 @@ class RequestMetrics:
         assert record.ended_at is not None
         metrics._in_progress.dec()
         metrics._requests.labels(record.route, record.method, str(record.final_status)).inc()
-        metrics._total.labels(record.route).observe(record.ended_at - record.received)
-        metrics._prompt.inc(record.prompt_tokens)
+        metrics._request_seconds.labels(record.route).observe(record.ended_at - record.received)
+        metrics._prompt_tokens.inc(record.prompt_tokens)
         metrics._cached_tokens.inc(record.cached_tokens)
-        metrics._completion.inc(record.completion_tokens)
+        metrics._completion_tokens.inc(record.completion_tokens)
         if record.audio_seconds:
             assert record.first_audio_at is not None
             assert record.last_audio_at is not None
-            metrics._first_audio.observe(record.first_audio_at - record.received)
-            metrics._real_time.observe((record.last_audio_at - record.received) / record.audio_seconds)
-            metrics._audio.inc(record.audio_seconds)
+            metrics._time_to_first_audio.observe(record.first_audio_at - record.received)
+            metrics._real_time_factor.observe((record.last_audio_at - record.received) / record.audio_seconds)
+            metrics._audio_seconds.inc(record.audio_seconds)
         for reason in record.finish_reasons:
             metrics._finished_choices.labels(reason).inc()
 
 
 class EngineCollector(Collector):
-    """The newest statistics of the engines as metrics. Totals restart at 0 when a worker restarts."""
+    """Reports the newest statistics of the engines as metrics. Totals restart at 0 when a worker restarts."""
 
     def __init__(self, engines: Mapping[str, EngineClient], gauges: Mapping[str, str]) -> None:
         self._engines = engines
@@ -239,7 +245,7 @@ class EngineMetric:
     """A number that is read from the engine at each scrape."""
 
     name: str
-    """The metric is a counter if the name ends in ``_total``, else a gauge."""
+    """The metric is a counter if the name ends in ``_request_seconds``, else a gauge."""
     help: str
     read: Callable[[EngineClient], float]
 
