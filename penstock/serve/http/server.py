@@ -24,7 +24,7 @@ class HttpServer(uvicorn.Server):
 
     Args:
         app: the application.
-        config: has the keep-alive time, and the seconds within which a request must start on a new connection.
+        config: has the keep-alive time, and the time within which a new connection must start a request.
     """
 
     def __init__(self, app: FastAPI, config: ServeConfig) -> None:

@@ -26,7 +26,7 @@ def constant(text: str) -> Tag:
 def by_schema(schema: Schema | bool, escaped: str = "") -> Tag:
     """Return the tag of JSON that matches a schema.
 
-    The text can contain the characters in `escaped` only as escapes inside strings.
+    The JSON text contains the characters in `escaped` only as escapes inside strings.
     """
     return {"type": "json_schema", "json_schema": schema, **({"escaped": escaped} if escaped else {})}
 
@@ -63,14 +63,14 @@ def pattern(expression: str) -> Tag:
 def any_number(part: Tag) -> Tag:
     """Return the tag of 0 to 63 repetitions of `part`.
 
-    The number is limited because free text must not contain unbounded repetitions.
+    The number is limited, because the formats inside free text must have a bounded number of repetitions.
     """
     return {"type": "repeat", "min": 0, "max": _MAX_REPETITIONS, "content": part}
 
 
-def text_until(end: str, without: Sequence[str] = ()) -> Tag:
-    """Return the tag of text, without any of the strings `without`, up to and including an end marker."""
-    content: Tag = {"type": "any_text", **({"excludes": list(without)} if without else {})}
+def text_until(end: str, excluded: Sequence[str] = ()) -> Tag:
+    """Return the tag of text up to and including an end marker, without any of the `excluded` strings."""
+    content: Tag = {"type": "any_text", **({"excludes": list(excluded)} if excluded else {})}
     return {"type": "tag", "begin": "", "content": content, "end": end}
 
 
@@ -79,28 +79,30 @@ def rest_of_text() -> Tag:
     return {"type": "any_text"}
 
 
-def triggered_tags(after: Mapping[str, Tag], parallel: bool) -> Tag:
-    """Return the tag of free text in which the given tag must follow each marker.
+def triggered_tags(tags_after_markers: Mapping[str, Tag], parallel: bool) -> Tag:
+    """Return the tag of free text in which each marker must be followed by text of the marker's tag.
 
-    Unless `parallel`, the text ends after the first marker and its tag. No marker may be a prefix of another.
+    Without `parallel`, the output ends after the first marker and its tag. No marker may be a prefix of
+    another marker.
 
     Args:
-        after: marker -> tag of the text after the marker.
+        tags_after_markers: marker -> tag of the text after the marker.
         parallel: allow several markers.
     """
     tags = [
-        {"type": "tag", "begin": marker, "content": content, "end": ""} for marker, content in after.items()
+        {"type": "tag", "begin": marker, "content": content, "end": ""}
+        for marker, content in tags_after_markers.items()
     ]
     return {
         "type": "triggered_tags",
-        "triggers": list(after),
+        "triggers": list(tags_after_markers),
         "tags": tags,
         "stop_after_first": not parallel,
     }
 
 
 def repeated(part: Tag, separator: str, parallel: bool) -> Tag:
-    """Return the tag of one `part`, or with `parallel` of one or more, separated by `separator`."""
+    """Return the tag of one `part`, or with `parallel` of one or more parts with `separator` between them."""
     return sequence(part, any_number(sequence(constant(separator), part))) if parallel else part
 
 
@@ -128,7 +130,7 @@ def tag_of(grammar: Grammar) -> Tag:
 
 
 def with_tokens(tag: Tag, special_tokens: Iterable[str]) -> Tag:
-    """Replace the special tokens in constants by token tags, because no other tokens can match them.
+    """Replace the special tokens in constants by token tags, which match only the special token itself.
 
     Raises:
         UnsupportedFeatureError: only some of the markers that begin calls in free text are single special

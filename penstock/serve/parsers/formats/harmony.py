@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from penstock.serve.parsers.formats.json_calls import read_arguments, read_end_marker
 from penstock.serve.parsers.formats.tool_format import ToolFormat
 from penstock.serve.parsers.output_parser import ReasoningToolParser
-from penstock.serve.parsers.stream import MarkerSearch, NotAToolCallError, Steps
+from penstock.serve.parsers.stream import MarkerSearch, NotAToolCallError, Reader
 from penstock.serve.parsers.structural_tags import Tag, by_schema, constant, either, sequence
 from penstock.serve.parsers.tools import Tools
 
@@ -30,11 +30,11 @@ class HarmonyCalls(ToolFormat):
     def markers(self) -> tuple[str, ...]:
         return (f"{_CHANNEL}commentary {_TO}", f"{_CHANNEL}analysis {_TO}", f"{_START} {_TO}")
 
-    def read(self, parser: ReasoningToolParser, marker: str) -> Steps[None]:
+    def read(self, parser: ReasoningToolParser, marker: str) -> Reader[None]:
         stream = parser.stream
         if not marker:
             yield from stream.expect(_TO)
-        head = yield from stream.until(_HEAD, _MAX_HEAD)
+        head = yield from stream.take_until(_HEAD, _MAX_HEAD)
         name = head.split("<", 1)[0].split()[:1]
         if not name:
             raise NotAToolCallError
