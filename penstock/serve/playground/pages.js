@@ -16,7 +16,7 @@ const ELEMENT_IDS = {
   scores: ["panel"],
 };
 
-/** Kind of page -> id of the target of the skip link; #draft for all other kinds. */
+/** Kind of page -> id of the target of the skip link. For all other kinds the target is #draft. */
 const SKIP_TARGETS = { similarity: "similarity-texts", speech: "speech-text", metrics: "metrics", scores: "model" };
 
 export class Pages {

@@ -8,7 +8,7 @@ const NUM_BARS = 240;
 const EXAMPLE_TEXT = "A penstock is a pipe that carries water to a turbine.";
 
 /** Returns the sample rate in a WAV header. */
-export const rateOf = (header) => new DataView(header.buffer, header.byteOffset).getUint32(24, true);
+export const sampleRateOf = (header) => new DataView(header.buffer, header.byteOffset).getUint32(24, true);
 
 /** Decodes a WAV stream with 16-bit samples. Chunks can end inside the header or a sample. */
 export class WavDecoder {
@@ -24,7 +24,7 @@ export class WavDecoder {
     all.set(bytes, this._incompleteBytes.length);
     if (!this.rate) {
       if (all.length < HEADER_SIZE) return this._keep(all, new Float32Array(0));
-      this.rate = rateOf(all);
+      this.rate = sampleRateOf(all);
       all = all.slice(HEADER_SIZE);
     }
     const count = all.length >> 1;
