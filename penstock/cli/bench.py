@@ -178,18 +178,20 @@ async def _measure(client: HttpClient, options: _ServeOptions) -> int:
     )
     bodies = [template.body(index, prompt) for index, prompt in enumerate(prompts)]
     concurrency = options["concurrency"] or (None if options["rate"] else 8)
-    stop = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
+    stop_event = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop_event.set)
     if bodies[count:]:
-        warmup = await measure(client, template.path, bodies[count:], Load(concurrency=8), stop=stop)
-        failed = [outcome for outcome in warmup.outcomes if outcome.error is not None]
-        if failed and len(failed) == len(warmup.outcomes) and not stop.is_set():
-            raise InputError(f"every warm-up request failed: {failed[0].error}: {failed[0].detail}")
+        warmup = await measure(client, template.path, bodies[count:], Load(concurrency=8), stop=stop_event)
+        failed_outcomes = [outcome for outcome in warmup.outcomes if outcome.error is not None]
+        if failed_outcomes and len(failed_outcomes) == len(warmup.outcomes) and not stop_event.is_set():
+            raise InputError(
+                f"every warm-up request failed: {failed_outcomes[0].error}: {failed_outcomes[0].detail}"
+            )
     idle_round_trips = await round_trips(client, "/v1/models", _ROUND_TRIPS)
     load = Load(
         concurrency=concurrency, rate=options["rate"], timeout=options["timeout"], seed=options["seed"]
     )
-    result = await measure(client, template.path, bodies[:count], load, stop=stop)
+    result = await measure(client, template.path, bodies[:count], load, stop=stop_event)
     result.round_trips = idle_round_trips
     summary = Summary.from_measurement(result)
     print_summary(summary, Console())

@@ -101,10 +101,10 @@ class ServerBackend:
             self._headers["authorization"] = f"Bearer {api_key}"
         if model is None:
             with closing(self._open("/v1/models", None)) as response:
-                listed = json.load(response)["data"]
-            if not listed:
+                model_list = json.load(response)["data"]
+            if not model_list:
                 raise InputError(f"the server at {self._url} lists no model: give the model name as MODEL")
-            model = str(listed[0]["id"])
+            model = str(model_list[0]["id"])
         self.name = model
 
     def answer(self, messages: ChatMessages, settings: Mapping[str, object]) -> Iterator[AnswerPiece]:

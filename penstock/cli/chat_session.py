@@ -157,7 +157,7 @@ class ChatSession:
         begin, first_piece_at = time.perf_counter(), None
         num_tokens: int | None = None
         texts: list[str] = []
-        stopped = ""
+        stop_note = ""
         with closing(self._backend.answer(messages, self.settings)) as pieces:  # type: ignore[type-var]
             try:
                 for piece in pieces:
@@ -170,11 +170,11 @@ class ChatSession:
                     texts.append(piece.text)
                     click.echo(piece.text, nl=False)
             except KeyboardInterrupt:
-                stopped = ", stopped"
+                stop_note = ", stopped"
         click.echo()
         end = time.perf_counter()
         first_piece_at = end if first_piece_at is None else first_piece_at
-        line = f"first token after {(first_piece_at - begin) * 1000:.0f} ms{stopped}"
+        line = f"first token after {(first_piece_at - begin) * 1000:.0f} ms{stop_note}"
         if num_tokens is not None:  # a server reports it at the end of a complete answer
             speed = num_tokens / max(end - begin, 1e-9)
             line = f"{num_tokens} tokens, {speed:.1f} tokens/s, {line}"

@@ -27,23 +27,23 @@ FIELDS = {"dense": "embedding", "scores": "scores", "multi_vector": "multi_vecto
 """Output kind -> its name in the file."""
 
 
-def chosen_format(output: Path | None, given: str | None) -> str:
-    """Return the format of the output: ``given``, else the suffix of the output file, else JSON lines.
+def chosen_format(output: Path | None, requested_format: str | None) -> str:
+    """Return the requested format, else the format of the output file's suffix, else JSON lines.
 
     Raises:
         click.UsageError: the suffix names no format, or a binary format would go to a terminal.
     """
-    chosen = given
-    if chosen is None and output is not None:
-        chosen = output.suffix.removeprefix(".")
-        if chosen not in FORMATS:
+    output_format = requested_format
+    if output_format is None and output is not None:
+        output_format = output.suffix.removeprefix(".")
+        if output_format not in FORMATS:
             suffixes = ", ".join(f".{name}" for name in FORMATS)
             raise click.UsageError(f"--output {output} ends in none of {suffixes}: give --format")
-    if chosen is None:
-        chosen = "jsonl"
-    if chosen != "jsonl" and output is None and sys.stdout.isatty():
-        raise click.UsageError(f"the format {chosen} is binary: give --output FILE")
-    return chosen
+    if output_format is None:
+        output_format = "jsonl"
+    if output_format != "jsonl" and output is None and sys.stdout.isatty():
+        raise click.UsageError(f"the format {output_format} is binary: give --output FILE")
+    return output_format
 
 
 def check_format(file_format: str, kind: str) -> None:

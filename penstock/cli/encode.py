@@ -84,8 +84,8 @@ def command(
     if print_config:
         print_settings(config.describe())
         return
-    chosen = chosen_format(output, file_format)
-    check_format(chosen, output_kind or "dense")
+    output_format = chosen_format(output, file_format)
+    check_format(output_format, output_kind or "dense")
     inputs = read_texts(texts, file, "--text")
     check_embeddings_model(config, "encode")
     from penstock import LLM  # loads torch
@@ -93,7 +93,7 @@ def command(
     with LLM.from_config(config) as llm:
         load_seconds = time.perf_counter() - start
         kind = cast("EmbeddingsOutput", output_kind or llm.pipeline.outputs[0])
-        check_format(chosen, kind)
+        check_format(output_format, kind)
         begin = time.perf_counter()
         responses = llm.encode(
             inputs,
@@ -106,7 +106,7 @@ def command(
             truncate=truncate,
         )
         seconds = time.perf_counter() - begin
-    write_outputs(output, chosen, kind, inputs, responses)
+    write_outputs(output, output_format, kind, inputs, responses)
     click.echo(f"penstock: {summary(responses, load_seconds, seconds)}", err=True)
 
 

@@ -194,12 +194,14 @@ class _Request:
 
     def outputs(self, llm: LLM, n: int) -> list[GenerationOutput]:
         """Generate ``n`` outputs and return them."""
-        form, logprobs = self.response_format, self.logprobs
+        response_format, logprobs = self.response_format, self.logprobs
         if self.messages is not None:
-            return llm.chat([self.messages], self.params, n=n, logprobs=logprobs, response_format=form)
+            return llm.chat(
+                [self.messages], self.params, n=n, logprobs=logprobs, response_format=response_format
+            )
         images = self.images or None
         return llm.generate(
-            self.prompt, self.params, n=n, logprobs=logprobs, response_format=form, images=images
+            self.prompt, self.params, n=n, logprobs=logprobs, response_format=response_format, images=images
         )
 
     def stream(self, llm: LLM) -> TextStream:
@@ -247,9 +249,9 @@ def _check_task(config: PipelineConfig) -> None:
         )
 
 
-def _checked_prompt(given: str | None) -> str:
+def _checked_prompt(prompt_flag: str | None) -> str:
     """Return the prompt of ``--prompt``, or the text of standard input without its last line end."""
-    text = _standard_input() if given is None else given
+    text = _standard_input() if prompt_flag is None else prompt_flag
     _check_utf8("the prompt", text)
     if not text:
         raise InputError("the prompt is empty: give --prompt TEXT, or text on standard input")

@@ -135,7 +135,7 @@ def _join_names(names: list[str]) -> str:
     return ", ".join(names) or "-"
 
 
-def _print_table(head: list[str], rows: list[list[str]]) -> None:
-    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
-    for row in [head, *rows]:
+def _print_table(header: list[str], rows: list[list[str]]) -> None:
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    for row in [header, *rows]:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -128,29 +128,29 @@ def configs_from_flags(
 
 def _collect_settings(flags: Mapping[str, object]) -> dict[str, tuple[object, str]]:
     """Return the settings of all commands from flags, the environment and the file."""
-    given = {
+    given_flags = {
         name: value for name, value in flags.items() if value != ()
     }  # click returns () for a repeatable flag that is not given
-    return collect_values([*config_fields(), *serve_fields(), *ray_fields()], given, "flag", os.environ)
+    return collect_values([*config_fields(), *serve_fields(), *ray_fields()], given_flags, "flag", os.environ)
 
 
 def print_settings(rows: Iterable[tuple[str, object, str]]) -> None:
     """Print the rows of ``describe()``: name, value and source."""
-    shown = [(name, _format_value(value), source) for name, value, source in rows]
-    widths = [max(len(row[column]) for row in shown) for column in range(2)]
-    for name, value, source in shown:
+    formatted_rows = [(name, _format_value(value), source) for name, value, source in rows]
+    widths = [max(len(row[column]) for row in formatted_rows) for column in range(2)]
+    for name, value, source in formatted_rows:
         click.echo(f"{name:{widths[0]}}  {value:{widths[1]}}  {source}")
 
 
 def _with_model(flags: Mapping[str, object]) -> dict[str, object]:
     """Return the flags with the argument MODEL as the flag --model."""
-    given = dict(flags)
-    model, flag = given.pop("model", None), given.get("model_path")
+    given_flags = dict(flags)
+    model, flag = given_flags.pop("model", None), given_flags.get("model_path")
     if model is None:
-        return given
+        return given_flags
     if flag is not None and flag != model:
         raise click.UsageError(f"the model is given twice, as {model!r} and as --model {flag!r}: give one")
-    return given | {"model_path": model}
+    return given_flags | {"model_path": model}
 
 
 def _serve_group(field: ConfigField) -> str:

@@ -69,10 +69,10 @@ def command(
     if print_config:
         print_settings(config.describe())
         return
-    chosen = chosen_format(output, file_format)
+    output_format = chosen_format(output, file_format)
     from penstock.media.audio_files import audio_format, encode_audio
 
-    audio_format(chosen)  # raises before the model is loaded if a library for the format is missing
+    audio_format(output_format)  # raises before the model is loaded if a library for the format is missing
     text = sys.stdin.read() if text is None else text
     if not text.strip():
         raise InputError("there is no text to speak: give it as an argument or on standard input")
@@ -88,7 +88,7 @@ def command(
         begin = time.perf_counter()
         speech = llm.speak(text, params, voice=voice_name)
         seconds = time.perf_counter() - begin
-    data = encode_audio(speech.audio, speech.sample_rate, chosen)
+    data = encode_audio(speech.audio, speech.sample_rate, output_format)
     if str(output) == "-":
         sys.stdout.buffer.write(data)
     else:

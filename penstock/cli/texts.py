@@ -30,26 +30,26 @@ def check_embeddings_model(config: PipelineConfig, command: str) -> None:
         raise TaskMismatchError(f"penstock {command}", TASK, task)
 
 
-def read_texts(given: tuple[str, ...], file: Path | None, flag: str) -> list[str]:
+def read_texts(flag_texts: tuple[str, ...], file: Path | None, flag: str) -> list[str]:
     """Return the texts of the flags, else of the file, else of standard input.
 
     A file ending in ``.jsonl`` has one JSON string or object per line; any other file has one text per line.
     Empty lines are skipped.
 
     Args:
-        given: the values of a flag that may be repeated.
+        flag_texts: the values of a flag that may be repeated.
         file: the value of ``--file``; ``-`` is standard input.
         flag: the name of the flag in errors, such as ``--text``.
 
     Raises:
         InputError: there is no text, or a line cannot be read.
     """
-    if given and file is not None:
+    if flag_texts and file is not None:
         raise click.UsageError(f"{flag} and --file are both given: give one of them")
-    if given:
-        for text in given:
+    if flag_texts:
+        for text in flag_texts:
             _check_utf8(flag, text)
-        return list(given)
+        return list(flag_texts)
     if file is None or str(file) == "-":
         name, data = "standard input", _standard_input(flag)
     else:

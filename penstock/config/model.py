@@ -82,15 +82,15 @@ def _is_encoding(name: str) -> bool:
 
 
 @cache
-def _warn_encoding_fallback(encoding: str, requested: str, device: str) -> None:
+def _warn_encoding_fallback(encoding: str, requested_encoding: str, device: str) -> None:
     """Log that another encoding is used. The cache of this function drops repeated warnings."""
     logging.getLogger(__name__).warning(
         "%s weights run in %s on %s, which does not support %s: use --quantization-encoding float32 for full "
         "precision in twice the memory",
-        requested,
+        requested_encoding,
         encoding,
         device,
-        requested,
+        requested_encoding,
     )
 
 
@@ -209,9 +209,9 @@ class ModelConfig:
         """
         if self.matryoshka_dimensions:
             return self.matryoshka_dimensions
-        listed = self.huggingface_config.get("matryoshka_dimensions")
-        if isinstance(listed, list | tuple):
-            return tuple(item for item in listed if isinstance(item, int))
+        listed_dimensions = self.huggingface_config.get("matryoshka_dimensions")
+        if isinstance(listed_dimensions, list | tuple):
+            return tuple(item for item in listed_dimensions if isinstance(item, int))
         return None if self.huggingface_config.get("is_matryoshka") is True else ()
 
     @cached_property
@@ -269,10 +269,10 @@ class ModelConfig:
         Raises:
             ConfigError: no encoding is configured, and the checkpoint's type is not an encoding.
         """
-        requested = self.quantization_encoding or self._stored_encoding()
-        encoding = encoding_named(requested).on_device(self.devices[0].device_type)
-        if encoding != requested:
-            _warn_encoding_fallback(encoding, requested, str(self.devices[0]))
+        requested_encoding = self.quantization_encoding or self._stored_encoding()
+        encoding = encoding_named(requested_encoding).on_device(self.devices[0].device_type)
+        if encoding != requested_encoding:
+            _warn_encoding_fallback(encoding, requested_encoding, str(self.devices[0]))
         return encoding
 
     @property
@@ -289,16 +289,16 @@ class ModelConfig:
 
     def _stored_encoding(self) -> str:
         opened = self.opened_checkpoint
-        stored = opened.format.model_encoding(opened.headers)
-        if stored is not None:
-            return stored
-        stored = self._stored_type()
-        if stored not in FLOAT_ENCODINGS:
+        stored_encoding = opened.format.model_encoding(opened.headers)
+        if stored_encoding is not None:
+            return stored_encoding
+        stored_encoding = self._stored_type()
+        if stored_encoding not in FLOAT_ENCODINGS:
             raise ConfigError(
                 "quantization_encoding",
-                f"must be one of {', '.join(ENCODINGS.names)}: the checkpoint is stored in {stored}",
+                f"must be one of {', '.join(ENCODINGS.names)}: the checkpoint is stored in {stored_encoding}",
             )
-        return stored
+        return stored_encoding
 
     @cached_property
     def opened_checkpoint(self) -> Checkpoint:
@@ -336,16 +336,16 @@ class ModelConfig:
 
     def _stored_type(self) -> str:
         config = self.huggingface_config
-        declared = config.get("dtype") or config.section("text_config").get("dtype")
-        if declared:
-            return str(declared).removeprefix("torch.")
+        declared_type = config.get("dtype") or config.section("text_config").get("dtype")
+        if declared_type:
+            return str(declared_type).removeprefix("torch.")
         # The float tensors, not the quantized weights, determine the type of the activations.
         headers = [
             header
             for header in self.tensor_headers.values()
             if header.type_name != "U8" and not isinstance(header, QuantizedHeader)
         ]
-        largest = max(headers, key=lambda header: header.num_bytes, default=None)
-        if largest is None:
+        largest_header = max(headers, key=lambda header: header.num_bytes, default=None)
+        if largest_header is None:
             return "no tensors"
-        return largest.dtype.value if largest.dtype else largest.type_name
+        return largest_header.dtype.value if largest_header.dtype else largest_header.type_name

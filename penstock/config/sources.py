@@ -80,8 +80,8 @@ def _add_values(
         if names.setdefault(field.name, name) != name:
             origin = f" (from {where})" if where else ""
             raise ConfigError(name, f"is another name of {names[field.name]}{origin}: give one of them")
-        plain = os.fspath(value) if isinstance(value, os.PathLike) else value
-        given[field.name] = (field.convert(plain, from_text=from_text, source=where), source)
+        plain_value = os.fspath(value) if isinstance(value, os.PathLike) else value
+        given[field.name] = (field.convert(plain_value, from_text=from_text, source=where), source)
 
 
 def _unknown_field_error(name: str, field_names: Iterable[str], where: str) -> ConfigError:
@@ -99,16 +99,16 @@ def _environment_values(environment: Mapping[str, str], names: Sequence[str]) ->
     Raises:
         ConfigError: the name of a variable is similar to the name of a field, so it is probably misspelt.
     """
-    found = {}
+    values_by_name = {}
     for variable, text in environment.items():
         name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
         if not variable.startswith(ENVIRONMENT_PREFIX) or not text.strip():
             continue
         if name in names:
-            found[name] = text
+            values_by_name[name] = text
         elif get_close_matches(name, names, n=1, cutoff=0.65):
             raise _unknown_field_error(name, names, f"environment {variable}")
-    return found
+    return values_by_name
 
 
 def _read_file(file: str | os.PathLike[str]) -> dict[str, object]:

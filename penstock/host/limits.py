@@ -55,14 +55,14 @@ def _groups(controller: str) -> Iterator[tuple[Path, int]]:
     for line in (_text(_MEMBERSHIP) or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if controller in controllers.split(","):
-            top, version = _MOUNT / controller, 1
+            root_folder, version = _MOUNT / controller, 1
         elif not controllers:
-            top, version = _MOUNT, 2
+            root_folder, version = _MOUNT, 2
         else:
             continue
         parts = [part for part in path.split("/") if part]
         for count in range(len(parts) + 1) if ".." not in parts else [0]:
-            yield top.joinpath(*parts[:count]), version
+            yield root_folder.joinpath(*parts[:count]), version
 
 
 def _file_cache(folder: Path, prefix: str) -> int:

@@ -44,8 +44,8 @@ def huge_pages(num_bytes: int) -> Bytes:
 
 def _map(num_bytes: int) -> tuple[mmap.mmap, int]:
     """Return a mapping and the offset of its first huge page. At least ``num_bytes`` bytes start there."""
-    rounded = -(-num_bytes // _HUGE_PAGE) * _HUGE_PAGE
-    pages = mmap.mmap(-1, rounded + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    rounded_size = -(-num_bytes // _HUGE_PAGE) * _HUGE_PAGE
+    pages = mmap.mmap(-1, rounded_size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     advise_huge_pages(pages)
     return pages, -_view(pages).ctypes.data % _HUGE_PAGE
 

@@ -55,7 +55,7 @@ def free() -> int | None:
 
 
 @contextmanager
-def mapping(num_bytes: int) -> Iterator[None]:
+def allow_mapping(num_bytes: int) -> Iterator[None]:
     """Raise ``RLIMIT_DATA`` by ``num_bytes`` inside the block, which maps a file of this size."""
     if _limit is None:
         yield

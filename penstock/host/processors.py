@@ -37,13 +37,19 @@ def divide_processors(count: int) -> tuple[ProcessorShare, ...]:
     threads, not the number of processors.
     """
     assert count >= 1, f"{count} shares"
-    available = _sort_by_distance(os.sched_getaffinity(0))
+    available_processors = _sort_by_distance(os.sched_getaffinity(0))
     cpu_limit = limits.cores()
-    num_threads = len(available) if cpu_limit is None else min(len(available), max(int(cpu_limit), 1))
+    num_threads = (
+        len(available_processors)
+        if cpu_limit is None
+        else min(len(available_processors), max(int(cpu_limit), 1))
+    )
     thread_counts = [max(len(numbers), 1) for numbers in _split(range(num_threads), count)]
-    processor_groups = _split(available, count)
+    processor_groups = _split(available_processors, count)
     return tuple(
-        ProcessorShare(tuple(processors) or (available[index % len(available)],), num_threads)
+        ProcessorShare(
+            tuple(processors) or (available_processors[index % len(available_processors)],), num_threads
+        )
         for index, (processors, num_threads) in enumerate(zip(processor_groups, thread_counts, strict=True))
     )
 
@@ -73,11 +79,11 @@ def parse_processors(text: str) -> tuple[int, ...]:
     >>> parse_processors("0-2,8")
     (0, 1, 2, 8)
     """
-    found: list[int] = []
+    processors: list[int] = []
     for range_text in filter(None, text.split(",")):
         first, _, last = range_text.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    return tuple(found)
+        processors += range(int(first), int(last or first) + 1)
+    return tuple(processors)
 
 
 def format_processors(processors: Iterable[int]) -> str:

@@ -25,7 +25,7 @@ REQUEST = struct.Struct("<QQQ")
 """Header of a request: bytes of the body, maximum number of values, maximum number of items."""
 REPLY = struct.Struct("<BQ")
 """Header of a reply: kind of the reply, bytes of its data."""
-VALUE, INVALID, TOO_MANY = range(3)
+DECODED, INVALID_JSON, TOO_MANY_VALUES = range(3)
 """Kinds of replies: the decoded value, an `InvalidJsonError`, a `TooManyValuesError`."""
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -68,7 +68,7 @@ def decode(body: bytes, max_values: int, max_items: int) -> Any:
         raise
     except ValueError:  # an integer has more digits than Python's int() converts
         _invalid("a number has too many digits")
-    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and _is_deeper(value, MAX_DEPTH):
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and _is_nested_deeper(value, MAX_DEPTH):
         _invalid(f"it is nested deeper than {MAX_DEPTH} levels")
     if _SURROGATE.search(body) and not _is_unicode(value):
         _invalid("it contains an unpaired surrogate")
@@ -101,11 +101,11 @@ def _count(body: bytes) -> tuple[int, int]:
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     members = dict(pairs)
     if len(members) < len(pairs):
-        seen: set[str] = set()
+        seen_keys: set[str] = set()
         for name, _ in pairs:
-            if name in seen:
+            if name in seen_keys:
                 _invalid(f"the key {name[:100]!r} occurs twice in one object")
-            seen.add(name)
+            seen_keys.add(name)
     return members
 
 
@@ -128,7 +128,7 @@ def _is_unicode(value: object) -> bool:
     return True
 
 
-def _is_deeper(value: object, limit: int) -> bool:
+def _is_nested_deeper(value: object, limit: int) -> bool:
     level: list[object] = [value]
     for _ in range(limit + 1):
         parents = [item for item in level if isinstance(item, dict | list)]
@@ -150,11 +150,11 @@ def _invalid(problem: str) -> NoReturn:
 def reply_to(body: bytes, max_values: int, max_items: int) -> tuple[int, bytes]:
     """Decode a body. Return the kind of the reply and its data."""
     try:
-        return VALUE, marshal.dumps(decode(body, max_values, max_items), 2)
+        return DECODED, marshal.dumps(decode(body, max_values, max_items), 2)
     except InvalidJsonError as error:
-        return INVALID, str(error).encode("utf-8", "backslashreplace")
+        return INVALID_JSON, str(error).encode("utf-8", "backslashreplace")
     except TooManyValuesError as error:
-        return TOO_MANY, str(error).encode()
+        return TOO_MANY_VALUES, str(error).encode()
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:

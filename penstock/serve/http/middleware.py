@@ -67,7 +67,7 @@ class ObservabilityMiddleware:
         except ClientDisconnect:
             record.client_left = True
         except Exception as error:
-            await exchange.fail(error)
+            await exchange.report_error(error)
         except BaseException:  # an immediate shutdown cancels the request
             record.failed("cancelled", 503)
             raise
@@ -111,7 +111,7 @@ class _Exchange:
             self._is_complete = True
         await self._send(message)
 
-    async def fail(self, error: Exception) -> None:
+    async def report_error(self, error: Exception) -> None:
         """Report an unhandled error by a response, by an error event, or by closing the connection."""
         # Starlette raises a RuntimeError from an error whose response has already started.
         cause = error.__cause__ if isinstance(error, RuntimeError) and self.record.status else None
@@ -148,7 +148,7 @@ class AdmissionMiddleware:
             key = None if is_internal else self._keys.check(scope["headers"])
             record: RequestRecord = scope["state"]["record"]
             record.client_id = _client_id(key, scope)
-            record.session_header = _session(scope, self._session_header)
+            record.session_header = _session_id(scope, self._session_header)
             if self._gate.reason:
                 headers = {"connection": "close", "retry-after": "1"}
                 raise RequestProblem(503, f"{self._gate.reason}: try again", headers=headers)
@@ -171,7 +171,7 @@ def _client_id(key: int | None, scope: Scope) -> str:
     return f"{host}:{port}"
 
 
-def _session(scope: Scope, header: bytes) -> str:
+def _session_id(scope: Scope, header: bytes) -> str:
     """Return the session id in a header, cut to `_MAX_SESSION_LENGTH` characters; "" without the header."""
     for name, value in scope["headers"]:
         if name == header:

@@ -123,9 +123,9 @@ class Problem:
 
     def encode(self) -> bytes:
         """Return `body` as JSON."""
-        return msgspec.json.encode(self.printable().body)
+        return msgspec.json.encode(self.without_surrogates().body)
 
-    def printable(self) -> Problem:
+    def without_surrogates(self) -> Problem:
         """Return the problem without unpaired surrogates, which UTF-8 cannot encode."""
         escaped_message = self.message.encode("utf-8", "backslashreplace").decode()
         param = self.param and self.param.encode("utf-8", "backslashreplace").decode()
@@ -144,12 +144,12 @@ class Problem:
 def anthropic_error(problem: Problem) -> dict[str, object]:
     """Return an error in Anthropic's format, also the data of a stream's error event."""
     kind = _ANTHROPIC_TYPES.get(problem.status, INVALID_REQUEST if problem.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": problem.printable().message}}
+    return {"type": "error", "error": {"type": kind, "message": problem.without_surrogates().message}}
 
 
 def ollama_error(problem: Problem) -> dict[str, object]:
     """Return an error in Ollama's format, also the last line of a stream."""
-    return {"error": problem.printable().message}
+    return {"error": problem.without_surrogates().message}
 
 
 _ANTHROPIC_TYPES = {
@@ -200,16 +200,16 @@ async def handle(request: Request, error: Exception) -> Response:
 
 def validation_problem(errors: Sequence[ErrorDetails]) -> Problem:
     """Return the 400 for the first validation error of a body, with the path of the field."""
-    first = errors[0]
-    path = field_path(first["loc"])
-    message = str(first["msg"])
-    if first["type"] == "json_invalid":
+    first_error = errors[0]
+    path = field_path(first_error["loc"])
+    message = str(first_error["msg"])
+    if first_error["type"] == "json_invalid":
         return Problem(
-            400, f"the body is not valid JSON: {first['ctx']['error']}", INVALID_REQUEST, "invalid_json"
+            400, f"the body is not valid JSON: {first_error['ctx']['error']}", INVALID_REQUEST, "invalid_json"
         )
-    if first["type"] == "extra_forbidden":
+    if first_error["type"] == "extra_forbidden":
         return Problem(400, f"unknown field: {path}", INVALID_REQUEST, "unknown_field", path)
-    code = {"missing": "missing_field"}.get(first["type"], "invalid_value")
+    code = {"missing": "missing_field"}.get(first_error["type"], "invalid_value")
     where = f"{path}: " if path else "the body: "
     return Problem(400, f"{where}{message}", INVALID_REQUEST, code, path or None)
 

@@ -251,66 +251,90 @@ class EngineMetric:
 
 
 ENGINE_METRICS = (
-    EngineMetric("penstock_worker_up", "1 while the worker is ready", lambda w: w.state == "ready"),
-    EngineMetric("penstock_worker_restarts_total", "Unexpected ends of the worker", lambda w: w.num_restarts),
-    EngineMetric("penstock_requests_outstanding", "Requests at the worker", lambda w: w.num_outstanding),
-    EngineMetric("penstock_requests_running", "Requests in the batch", lambda w: w.stats.num_running),
+    EngineMetric("penstock_worker_up", "1 while the worker is ready", lambda engine: engine.state == "ready"),
     EngineMetric(
-        "penstock_requests_waiting", "Requests that wait for admission", lambda w: w.stats.num_waiting
-    ),
-    EngineMetric("penstock_batch_size", "Requests in the last step", lambda w: w.stats.last_batch_size),
-    EngineMetric("penstock_batch_tokens", "Tokens in the last step", lambda w: w.stats.last_batch_tokens),
-    EngineMetric("penstock_steps_total", "Steps with at least one request", lambda w: w.stats.num_steps),
-    EngineMetric(
-        "penstock_step_seconds_total", "Total duration of all steps", lambda w: w.stats.step_seconds
+        "penstock_worker_restarts_total", "Unexpected ends of the worker", lambda engine: engine.num_restarts
     ),
     EngineMetric(
-        "penstock_encoded_images_total", "Images that were encoded", lambda w: w.stats.num_encoded_images
+        "penstock_requests_outstanding", "Requests at the worker", lambda engine: engine.num_outstanding
+    ),
+    EngineMetric(
+        "penstock_requests_running", "Requests in the batch", lambda engine: engine.stats.num_running
+    ),
+    EngineMetric(
+        "penstock_requests_waiting",
+        "Requests that wait for admission",
+        lambda engine: engine.stats.num_waiting,
+    ),
+    EngineMetric(
+        "penstock_batch_size", "Requests in the last step", lambda engine: engine.stats.last_batch_size
+    ),
+    EngineMetric(
+        "penstock_batch_tokens", "Tokens in the last step", lambda engine: engine.stats.last_batch_tokens
+    ),
+    EngineMetric(
+        "penstock_steps_total", "Steps with at least one request", lambda engine: engine.stats.num_steps
+    ),
+    EngineMetric(
+        "penstock_step_seconds_total", "Total duration of all steps", lambda engine: engine.stats.step_seconds
+    ),
+    EngineMetric(
+        "penstock_encoded_images_total",
+        "Images that were encoded",
+        lambda engine: engine.stats.num_encoded_images,
     ),
     EngineMetric(
         "penstock_encoder_cache_hits_total",
         "Images whose rows were in the encoder cache",
-        lambda w: w.stats.num_cached_images,
+        lambda engine: engine.stats.num_cached_images,
     ),
-    EngineMetric("penstock_preemptions_total", "Requests preempted", lambda w: w.stats.num_preemptions),
-    EngineMetric("penstock_kv_blocks", "Blocks of the KV cache", lambda w: w.stats.num_blocks),
-    EngineMetric("penstock_kv_cache_usage", "Used part of the KV cache, 0 to 1", kv_usage),
-    EngineMetric("penstock_adapters_loaded", "Loaded LoRA adapters", lambda w: len(w.adapters)),
-    EngineMetric("penstock_kv_blocks_used", "Blocks in use by requests", lambda w: w.stats.num_used_blocks),
     EngineMetric(
-        "penstock_kv_blocks_cached", "Free blocks with a known prefix", lambda w: w.stats.num_cached_blocks
+        "penstock_preemptions_total", "Requests preempted", lambda engine: engine.stats.num_preemptions
+    ),
+    EngineMetric("penstock_kv_blocks", "Blocks of the KV cache", lambda engine: engine.stats.num_blocks),
+    EngineMetric("penstock_kv_cache_usage", "Used part of the KV cache, 0 to 1", kv_usage),
+    EngineMetric("penstock_adapters_loaded", "Loaded LoRA adapters", lambda engine: len(engine.adapters)),
+    EngineMetric(
+        "penstock_kv_blocks_used", "Blocks in use by requests", lambda engine: engine.stats.num_used_blocks
+    ),
+    EngineMetric(
+        "penstock_kv_blocks_cached",
+        "Free blocks with a known prefix",
+        lambda engine: engine.stats.num_cached_blocks,
     ),
     EngineMetric(
         "penstock_prefix_cache_queries_total",
         "Prompt tokens of admitted requests",
-        lambda w: w.stats.num_prefix_query_tokens,
+        lambda engine: engine.stats.num_prefix_query_tokens,
     ),
     EngineMetric(
         "penstock_prefix_cache_hits_total",
         "Prompt tokens found in the prefix cache at admission",
-        lambda w: w.stats.num_prefix_hit_tokens,
+        lambda engine: engine.stats.num_prefix_hit_tokens,
     ),
     EngineMetric(
         "penstock_prefilled_tokens_total",
         "Prompt tokens of admitted requests, log probabilities of prompts included",
-        lambda w: w.stats.num_prompt_tokens,
+        lambda engine: engine.stats.num_prompt_tokens,
     ),
     EngineMetric(
         "penstock_generated_tokens_total",
         "Tokens sampled and kept, end-of-sequence tokens and tokens after a stop string included",
-        lambda w: w.stats.num_generated_tokens,
+        lambda engine: engine.stats.num_generated_tokens,
     ),
     EngineMetric(
-        "penstock_draft_tokens_total", "Tokens proposed by speculation", lambda w: w.stats.num_draft_tokens
+        "penstock_draft_tokens_total",
+        "Tokens proposed by speculation",
+        lambda engine: engine.stats.num_draft_tokens,
     ),
     EngineMetric(
         "penstock_draft_tokens_accepted_total",
         "Draft tokens that the model accepted",
-        lambda w: w.stats.num_accepted_draft_tokens,
+        lambda engine: engine.stats.num_accepted_draft_tokens,
     ),
     EngineMetric(
         "penstock_draft_verifications_total",
         "Verifications of drafts, per request and forward",
-        lambda w: w.stats.num_verified_steps,
+        lambda engine: engine.stats.num_verified_steps,
     ),
 )

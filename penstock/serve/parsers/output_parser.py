@@ -133,7 +133,7 @@ class ReasoningToolParser:
         self._call_is_open = False
         self._has_call = False  # whether a call has begun after the current marker
         self._has_unknown_tool = False  # whether the taken text contains a call of an unknown tool
-        self._reader = self._read()
+        self._reader = self._read_output()
         advance(self._reader)
 
     def push(self, text: str) -> list[Event]:
@@ -147,9 +147,9 @@ class ReasoningToolParser:
             return []
         self.stream.has_ended = True
         events = self._run_reader()
-        space = "".join(self._pending_space)
-        if space and not self._after_markup and not self.done:
-            events.append(Reasoning(space) if self._in_reasoning else Content(space))
+        white_space = "".join(self._pending_space)
+        if white_space and not self._after_markup and not self.done:
+            events.append(Reasoning(white_space) if self._in_reasoning else Content(white_space))
         return events
 
     # Methods for call readers.
@@ -209,7 +209,7 @@ class ReasoningToolParser:
     def commit(self) -> None:
         """Drop the taken text, which is markup of a call. Emit it as content if its tool is unknown."""
         if self._has_unknown_tool:
-            self._emit_taken()
+            self._emit_taken_text()
         elif self._has_call:
             self.stream.clear_taken()
 
@@ -220,7 +220,7 @@ class ReasoningToolParser:
         events, self._events = self._events, []
         return events
 
-    def _read(self) -> Reader[None]:
+    def _read_output(self) -> Reader[None]:
         if not self._in_reasoning:
             yield from self._read_unmarked_calls()
         while not self.done:
@@ -258,11 +258,11 @@ class ReasoningToolParser:
         if self._call_reader is None or not self._call_reader.unmarked_starts:
             return
         yield from self.stream.skip_space()
-        first = yield from self.stream.peek()
-        if first and first in self._call_reader.unmarked_starts:
+        next_character = yield from self.stream.peek()
+        if next_character and next_character in self._call_reader.unmarked_starts:
             yield from self._read_calls("")
         else:
-            self._emit_taken()
+            self._emit_taken_text()
 
     def _read_calls(self, marker: str) -> Reader[None]:
         """Read calls after a marker; the marker "" means calls without a marker."""
@@ -282,16 +282,16 @@ class ReasoningToolParser:
             self.done = True
         if self._has_unknown_tool or not self._has_call:
             self._look_for_json()
-            self._emit_taken()
+            self._emit_taken_text()
         self.stream.clear_taken()
 
     def _look_for_json(self) -> None:
         """Find the beginning of JSON in taken text that becomes content, and start to scan the JSON value."""
         text = self.stream.taken_text
-        starts = [position for position in map(text.find, self._unmarked_in_text) if position >= 0]
-        if starts and "{" in self._unmarked_in_text:
+        json_starts = [position for position in map(text.find, self._unmarked_in_text) if position >= 0]
+        if json_starts and "{" in self._unmarked_in_text:
             self._json = JsonScanner()
-            self._scan_json(text[min(starts) :])
+            self._scan_json(text[min(json_starts) :])
 
     def _scan_json(self, text: str) -> None:
         if self._json is not None:
@@ -299,7 +299,7 @@ class ReasoningToolParser:
             if self._json.is_complete or self._json.is_invalid:
                 self._json = None
 
-    def _emit_taken(self) -> None:
+    def _emit_taken_text(self) -> None:
         text = self.stream.taken_text
         self.stream.clear_taken()
         self._has_unknown_tool = self._has_call = False
@@ -310,11 +310,11 @@ class ReasoningToolParser:
         if not visible_text:
             self._pending_space.append(text)
             return
-        space = "".join(self._pending_space)
+        white_space = "".join(self._pending_space)
         if self._after_markup and (self._in_reasoning or not self._has_content):
-            visible_text = (space + visible_text).lstrip("\r\n")
+            visible_text = (white_space + visible_text).lstrip("\r\n")
         else:
-            visible_text = space + visible_text
+            visible_text = white_space + visible_text
         self._pending_space = [text[len(text.rstrip()) :]]
         self._after_markup = False
         self._has_content = self._has_content or not self._in_reasoning

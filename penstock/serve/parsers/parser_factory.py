@@ -284,10 +284,10 @@ class ParserFactory:
         if self.reasoning is None:
             return tag
         block, continuation = self._reasoning_tags(self.reasoning, excluded)
-        gap = constant("") if self.reasoning.text_between else spaces()
+        space_tag = constant("") if self.reasoning.text_between else spaces()
         if in_reasoning is None:
-            return sequence(optional(either([block, continuation])), gap, tag)
-        return sequence(continuation if in_reasoning else optional(block), gap, tag)
+            return sequence(optional(either([block, continuation])), space_tag, tag)
+        return sequence(continuation if in_reasoning else optional(block), space_tag, tag)
 
     def _reasoning_tags(self, reasoning: ReasoningFormat, excluded: Sequence[str] = ()) -> tuple[Tag, Tag]:
         """Return the tags of a whole reasoning block and of a block whose begin marker is in the prompt."""

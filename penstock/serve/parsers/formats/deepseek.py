@@ -57,13 +57,13 @@ class DeepSeekCalls(ToolFormat):
         yield from read_end_marker(parser, _END)
 
     def after_marker(self, marker: str, tools: Tools, parallel: bool) -> Tag:
-        def head(name: str) -> str:
+        def call_begin(name: str) -> str:
             return f"function{_SEPARATOR}{name}\n```json\n" if self.is_fenced else f"{name}{_SEPARATOR}"
 
         begin = "" if marker == _CALL else _CALL
         calls = [
             sequence(
-                constant(begin + head(name)),
+                constant(begin + call_begin(name)),
                 by_schema(schema),
                 constant(("\n```" if self.is_fenced else "") + _CALL_END),
             )

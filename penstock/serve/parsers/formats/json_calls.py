@@ -67,12 +67,12 @@ class JsonCalls(ToolFormat):
         return sequence(constant(call_begin), by_schema(schema), constant("}"))
 
 
-def read_json_calls(parser: ReasoningToolParser, starts: str = "{[") -> Reader[None]:
+def read_json_calls(parser: ReasoningToolParser, call_starts: str = "{[") -> Reader[None]:
     """Read call objects and lists of call objects, one after another.
 
     Args:
         parser: the parser of the output.
-        starts: the characters that may begin a further object or list.
+        call_starts: the characters that may begin a further object or list.
     """
     stream = parser.stream
     yield from stream.skip_space()
@@ -81,7 +81,7 @@ def read_json_calls(parser: ReasoningToolParser, starts: str = "{[") -> Reader[N
             yield from read_json_list(parser)
         else:
             yield from read_json_call(parser)
-        if not (yield from another_call_follows(parser, starts)):
+        if not (yield from another_call_follows(parser, call_starts)):
             return
 
 
@@ -98,9 +98,8 @@ def read_json_list(parser: ReasoningToolParser, *, is_unmarked: bool = False) ->
     parser.commit()
 
 
-def another_call_follows(parser: ReasoningToolParser, starts: str, *marker: str) -> Reader[bool]:
-    """Skip the text between two calls. Return whether another call follows: the next character is in
-    `starts`.
+def another_call_follows(parser: ReasoningToolParser, call_starts: str, *marker: str) -> Reader[bool]:
+    """Skip the text between two calls. Return whether the next character is in `call_starts`.
 
     The text between two calls is white space, an optional comma or semicolon, and an optional marker.
     """
@@ -110,8 +109,8 @@ def another_call_follows(parser: ReasoningToolParser, starts: str, *marker: str)
     yield from stream.skip_space()
     if marker and (yield from stream.accept(*marker)):
         yield from stream.skip_space()
-    first = yield from stream.peek()
-    return bool(first) and first in starts
+    next_character = yield from stream.peek()
+    return bool(next_character) and next_character in call_starts
 
 
 def check_no_text_after_calls(parser: ReasoningToolParser) -> None:
@@ -124,17 +123,19 @@ def check_no_text_after_calls(parser: ReasoningToolParser) -> None:
         raise NotAToolCallError
 
 
-def read_end_marker(parser: ReasoningToolParser, *ends: str, one_token: bool = False) -> Reader[None]:
+def read_end_marker(
+    parser: ReasoningToolParser, *end_markers: str, is_single_token: bool = False
+) -> Reader[None]:
     """Read an end marker. At the end of the text it may be missing or incomplete.
 
     Args:
-        one_token: whether the marker is a single token. A part of the marker's text is then content, because
-            a token is never incomplete.
+        is_single_token: whether the marker is a single token. A part of the marker's text is then content,
+            because a token is never incomplete.
     """
     stream = parser.stream
     yield from stream.skip_space()
-    if (yield from stream.peek()) and not (yield from stream.accept(*ends)):
-        if not stream.has_ended or one_token:
+    if (yield from stream.peek()) and not (yield from stream.accept(*end_markers)):
+        if not stream.has_ended or is_single_token:
             raise NotAToolCallError
         if stream.take_rest() == "<":
             raise NotAToolCallError  # more likely content than the beginning of a marker
@@ -196,7 +197,7 @@ def stream_arguments(parser: ReasoningToolParser, name: str, call_id: str = "") 
         return
     call_begin: str | None = ""
 
-    def write(text: str) -> None:
+    def emit_arguments(text: str) -> None:
         nonlocal call_begin
         if call_begin is None:
             parser.add_arguments(text)
@@ -207,7 +208,7 @@ def stream_arguments(parser: ReasoningToolParser, name: str, call_id: str = "") 
             parser.add_arguments(call_begin)
             call_begin = None
 
-    yield from scan_value(parser.stream, JsonScanner(), write)
+    yield from scan_value(parser.stream, JsonScanner(), emit_arguments)
     parser.end_call()
 
 

@@ -30,7 +30,7 @@ class MistralCalls(JsonCalls):
         stream = parser.stream
         yield from stream.skip_space()
         if (yield from stream.peek()) in ("[", "{"):
-            yield from read_json_calls(parser, starts="{")  # "[" may be the beginning of the next marker
+            yield from read_json_calls(parser, call_starts="{")  # "[" may be the beginning of the next marker
             check_no_text_after_calls(parser)
             return
         name = yield from read_name(parser)

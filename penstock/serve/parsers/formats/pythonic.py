@@ -57,12 +57,12 @@ class PythonicCalls(ToolFormat):
             check_no_text_after_calls(parser)
 
     def grammar(self, tools: Tools, parallel: bool) -> Tag:
-        return self._list(tools, parallel) if self.unmarked_starts else super().grammar(tools, parallel)
+        return self._list_tag(tools, parallel) if self.unmarked_starts else super().grammar(tools, parallel)
 
     def after_marker(self, marker: str, tools: Tools, parallel: bool) -> Tag:
-        return sequence(self._list(tools, parallel), constant(self.end))
+        return sequence(self._list_tag(tools, parallel), constant(self.end))
 
-    def _list(self, tools: Tools, parallel: bool) -> Tag:
+    def _list_tag(self, tools: Tools, parallel: bool) -> Tag:
         calls = either([call_grammar(name, schema) for name, schema in tools.schemas.items()])
         return sequence(constant("["), repeated(calls, ", ", parallel), constant("]"))
 
@@ -125,8 +125,8 @@ def call_grammar(name: str, schema: Schema) -> Tag:
     parts = [constant(f"{name}(")]
     if arguments.is_unrestricted:
         keyword = sequence(pattern("[A-Za-z_][A-Za-z0-9_]{0,63}"), constant("="), by_schema(True))
-        more_keywords = any_number(sequence(constant(", "), keyword))
-        return sequence(*parts, optional(sequence(keyword, more_keywords)), constant(")"))
+        further_keywords = any_number(sequence(constant(", "), keyword))
+        return sequence(*parts, optional(sequence(keyword, further_keywords)), constant(")"))
     required_names = [key for key in arguments.schemas if key in arguments.required]
     values = {
         key: sequence(constant(f"{key}="), by_schema(value)) for key, value in arguments.schemas.items()
@@ -146,7 +146,9 @@ def _any_of_in_order(values: list[Tag]) -> Tag:
     """Return the tag of one or more of the values, in their order, separated by commas."""
     return either(
         [
-            sequence(first, *(optional(sequence(constant(", "), value)) for value in values[index + 1 :]))
-            for index, first in enumerate(values)
+            sequence(
+                first_value, *(optional(sequence(constant(", "), value)) for value in values[index + 1 :])
+            )
+            for index, first_value in enumerate(values)
         ]
     )
