@@ -159,9 +159,11 @@ class ReasoningToolParser:
         return name in self._tools
 
     def schema_types(self, name: str, argument: str) -> frozenset[str] | None:
+        """Return the JSON types that an argument of a tool may have; None if they are not restricted."""
         return self._tools.argument_types(name, argument)
 
     def properties(self, name: str) -> dict[str, Schema | bool]:
+        """Return argument name -> schema, for the arguments of a tool."""
         return self._tools.properties(name)
 
     def mark_unknown_tool(self) -> None:
@@ -174,6 +176,7 @@ class ReasoningToolParser:
 
     @property
     def num_calls(self) -> int:
+        """The number of calls that have begun in this output."""
         return self._num_calls
 
     def start_call(self, name: str, call_id: str = "") -> None:
@@ -195,6 +198,7 @@ class ReasoningToolParser:
         self._has_call = self._call_is_open = True
 
     def add_arguments(self, text: str) -> None:
+        """Emit the next part of the arguments of the call that has begun last."""
         self.stream.clear_taken()
         if text:
             self._events.append(ToolCallArguments(self._num_calls - 1, text))

@@ -29,6 +29,7 @@ class ReasoningFormat:
     """Texts that every chat template of this format contains. If empty, only the flag selects the format."""
 
     def matches(self, template: str) -> bool:
+        """Return whether a chat template writes reasoning in this format."""
         return bool(self.hints) and all(hint in template for hint in self.hints)
 
     def is_opened_by(self, prompt: str) -> bool:

@@ -82,6 +82,7 @@ class IncrementalText:
         self._taken_parts: list[str] = []
 
     def push(self, text: str) -> None:
+        """Append text that has arrived."""
         self._text = self._text[self._position :] + text
         self._position = 0
 
@@ -95,6 +96,7 @@ class IncrementalText:
 
     @property
     def taken_text(self) -> str:
+        """The text that was taken since the last `clear_taken`."""
         return "".join(self._taken_parts)
 
     def put_back(self, count: int) -> None:
@@ -108,6 +110,7 @@ class IncrementalText:
         return self.take(len(self._text) - self._position)
 
     def clear_taken(self) -> None:
+        """Clear `taken_text`: it was emitted, or it is markup."""
         self._taken_parts.clear()
 
     def wait_for_text(self) -> Reader[tuple[str, int]]:
@@ -139,6 +142,11 @@ class IncrementalText:
         return ""
 
     def expect(self, *literals: str) -> Reader[str]:
+        """Take and return the first literal that the text continues with.
+
+        Raises:
+            NotAToolCallError: the text continues with none of them.
+        """
         literal = yield from self.accept(*literals)
         if not literal:
             raise NotAToolCallError

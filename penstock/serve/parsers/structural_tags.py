@@ -20,6 +20,7 @@ _MAX_REPETITIONS = 63
 
 
 def constant(text: str) -> Tag:
+    """Return the tag of a constant string."""
     return {"type": "const_string", "value": text}
 
 
@@ -40,10 +41,12 @@ def sequence(*parts: Tag) -> Tag:
 
 
 def either(parts: Sequence[Tag]) -> Tag:
+    """Return the tag of text that matches one of the parts."""
     return parts[0] if len(parts) == 1 else {"type": "or", "elements": list(parts)}
 
 
 def optional(part: Tag) -> Tag:
+    """Return the tag of text that matches ``part`` or is empty."""
     return {"type": "optional", "content": part}
 
 
@@ -107,6 +110,7 @@ def repeated(part: Tag, separator: str, parallel: bool) -> Tag:
 
 
 def grammar_of(tag: Tag) -> Grammar:
+    """Return the grammar of a structural tag."""
     text = json.dumps({"type": "structural_tag", "format": tag}, ensure_ascii=False)
     return Grammar("structural_tag", text)
 

@@ -58,6 +58,7 @@ class ArgumentWriter:
             yield from self._read_typed(end, is_padded, types)
 
     def close(self) -> None:
+        """End the arguments object and the call."""
         if not self._is_known:
             return
         self._write("}" if self._separator == ", " else "{}", without_separator=True)
