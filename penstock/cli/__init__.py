@@ -80,7 +80,7 @@ class _Commands(click.Group):
         except PenstockError as error:
             _fail(" ".join([str(error), *getattr(error, "__notes__", ())]))
         except MemoryError:
-            _fail("out of memory: use a smaller model, --max-length or --max-batch-size")
+            _fail("out of memory: use a smaller model, or a lower --max-length or --max-batch-size")
         except OSError as error:
             _fail(_os_error_message(error))
         except RuntimeError as error:

@@ -52,8 +52,8 @@ def run(requests: Path, output: Path, overwrite: bool, print_config: bool, **fla
     """Run the requests in the file REQUESTS and write each result when its request has ended.
 
     A line is {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {...}}. Results are
-    in the order in which they finish. After an interruption, run the same command to continue. The exit
-    status is 1 if a line failed.
+    written in the order in which the requests end. After an interruption, run the same command to continue.
+    The exit status is 1 if a line failed.
 
     With --ray the requests run in several actors of a Ray cluster. REQUESTS is then a file that all nodes can
     read, or a parquet file or folder with the columns custom_id, url and body.

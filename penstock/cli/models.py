@@ -121,7 +121,8 @@ def served_models(
     config: ServeConfig,
     listener: CacheListener | None,
 ) -> list[ServedModel]:
-    """Return the models of a server, the first one awake. Finds or downloads their checkpoints."""
+    """Return the models of a server. All engines except the first are asleep. Downloads missing
+    checkpoints."""
     from penstock.assembly import load_serving_tokenizer
     from penstock.serve.models.registry import ServedModel
 

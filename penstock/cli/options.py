@@ -86,7 +86,7 @@ def take_ray_config(flags: dict[str, object]) -> RayConfig:
     """Remove the flags of `ray_options` from all flags, and return their configuration.
 
     Raises:
-        ConfigError: unknown name, wrong type or impossible value.
+        ConfigError: unknown name, wrong type or invalid value.
     """
     ray_flags = {field.name: flags.pop(field.name) for field in ray_fields()}
     return RayConfig.from_given(_collect_settings({**ray_flags, CONFIG_FILE: flags.get(CONFIG_FILE)}))
@@ -100,7 +100,7 @@ def config_from_flags(flags: Mapping[str, object], *, default_model: str | None 
         default_model: the model of the command if none of the three sources sets one.
 
     Raises:
-        ConfigError: unknown name, wrong type or impossible value.
+        ConfigError: unknown name, wrong type or invalid value.
     """
     return configs_from_flags(flags, default_model=default_model)[0]
 
@@ -117,7 +117,7 @@ def configs_from_flags(
         default_model: the model of the command if none of the three sources sets one.
 
     Raises:
-        ConfigError: unknown name, wrong type or impossible value.
+        ConfigError: unknown name, wrong type or invalid value.
         click.UsageError: MODEL and --model name different models.
     """
     values = _collect_settings(_with_model(flags))

@@ -123,8 +123,8 @@ class ModelConfig:
     max_length: int | None = setting(
         None,
         COUNT,
-        "Maximum length of prompt and output together, in tokens; by default what the model and the memory "
-        "allow.",
+        "Maximum length of prompt and output together, in tokens; by default the maximum that the model "
+        "and the memory allow.",
     )
     devices: tuple[DeviceSpec, ...] = setting(
         (DeviceSpec.cpu(),), _DEVICES, "Devices to run on: cpu, gpu, gpu:1 or gpu:0,1.", parse=parse_devices
@@ -132,7 +132,7 @@ class ModelConfig:
     kernels: str | None = setting(
         None,
         TEXT,
-        "Kernel back end: cpu or reference; by default the fastest one for the device.",
+        "Kernel back end: cpu, cuda or reference; by default the fastest back end for the device.",
     )
     chat_template: str | None = setting(
         None, TEXT, "Jinja chat template file to use instead of the checkpoint's template."

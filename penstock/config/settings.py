@@ -102,8 +102,8 @@ def setting(
         rule: the allowed values. None is also allowed if the type includes it.
         help: one or two sentences for flags and documentation.
         flat: the flat name; by default the name of the attribute.
-        parse: converts text to the value, if the type does not determine how.
-        secret: whether messages and lists of settings hide the value.
+        parse: converts text to the value, for types without a standard conversion from text.
+        secret: whether the value is hidden in messages and in lists of settings.
         aliases: other flat names.
     """
     metadata = {"rule": rule, "help": help, "flat": flat, "parse": parse, "secret": secret}

@@ -40,7 +40,7 @@ def packages_in(package: str, folders: Iterable[Path] = ()) -> Iterator[ModuleTy
 
 
 def _as_package(folder: Path) -> str:
-    """Return the name of a package that contains the modules of a folder."""
+    """Create a package whose modules are the files of a folder, unless it exists. Return its name."""
     folder = folder.resolve()
     name = f"penstock_found_{blake2b(str(folder).encode(), digest_size=6).hexdigest()}"
     if name not in sys.modules:

@@ -1,4 +1,4 @@
-"""Deferral of Ctrl-C until bookkeeping is complete."""
+"""Deferral of Ctrl-C while code runs that must not be interrupted."""
 
 from __future__ import annotations
 

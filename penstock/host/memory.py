@@ -25,8 +25,8 @@ CACHE_LINE = 64
 """Size of a cache line in bytes. Aligned vector loads from memory that starts on a cache line read one line
 only."""
 _PREFAULT_STEP = 16 << 20
-"""Bytes that the thread prefaults between two checks for a stop. The first allocation waits at most for one
-such step."""
+"""Bytes that the thread prefaults per step. The first allocation stops the thread, and waits for one step at
+most."""
 
 
 def advise_huge_pages(pages: mmap.mmap) -> None:

@@ -228,7 +228,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        reason = (error.strerror or str(error)).partition(" (")[0]  # after " (", asyncio repeats the address
+        reason = (error.strerror or str(error)).partition(" (")[0]  # asyncio appends the address after " ("
         field = "port" if error.errno in _PORT_ERRORS else "host"
         raise ConfigError(field, f"cannot listen at {host}:{port}: {reason}") from error
 

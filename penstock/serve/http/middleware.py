@@ -164,7 +164,7 @@ class AdmissionMiddleware:
 
 
 def _client_id(key: int | None, scope: Scope) -> str:
-    """Return the client id for fair scheduling: the index of its API key, or its address without one."""
+    """Return the client id for fair scheduling: the index of the API key, or without a key the address."""
     if key is not None:
         return f"key {key}"
     host, port = scope.get("client") or ("", 0)

@@ -36,7 +36,7 @@ _REASONS = {
     409: "The name is in use.",
     413: "The body is too long.",
     415: "The content type of the body is not JSON.",
-    421: "The Host is unknown.",
+    421: "The Host header names an unknown host.",
     429: "The queue is full; see Retry-After.",
     500: "An internal error ended the request.",
     503: "The model is not ready, or the request took too long; see Retry-After.",

@@ -1,4 +1,4 @@
-"""uvicorn inside an event loop that the caller runs, without its signal handlers."""
+"""The uvicorn server. It runs in the caller's event loop and installs no signal handlers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ class HttpServer(uvicorn.Server):
 
     @asynccontextmanager
     async def listening(self, listener: socket.socket) -> AsyncIterator[None]:
-        """Serve while the block runs, then close the connections; immediately after an exception."""
+        """Serve while the block runs, then close the connections; at once if the block raises an
+        exception."""
         serve_task = asyncio.create_task(self.serve(sockets=[listener]))
         try:
             yield

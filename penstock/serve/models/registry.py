@@ -4,7 +4,7 @@
 
 Models are loaded and unloaded one at a time. Before a model is unloaded, its running requests finish. New
 requests for the model wait until it is loaded again. If
-two models do not fit into the budget together, requests for both make them load in turn.
+two models do not fit into the budget together, they are loaded in turn while requests for both arrive.
 """
 
 from __future__ import annotations

@@ -245,7 +245,7 @@ class EngineMetric:
     """A number that is read from the engine at each scrape."""
 
     name: str
-    """The metric is a counter if the name ends in ``_request_seconds``, else a gauge."""
+    """The metric is a counter if the name ends in ``_total``, else a gauge."""
     help: str
     read: Callable[[EngineClient], float]
 

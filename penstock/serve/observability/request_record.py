@@ -14,7 +14,7 @@ from fastapi import Request
 
 
 class RecordObserver(Protocol):
-    """Receives the events of a request: its metrics and its span."""
+    """Receives the events of a request. The metrics and the span of the request implement it."""
 
     def admitted(self, record: RequestRecord) -> None:
         """Called when the scheduler admits the request."""

@@ -59,9 +59,9 @@ class ParserFactory:
         tool_formats: Mapping[str, ToolFormat] = TOOL_FORMATS,
         reasoning_formats: Mapping[str, ReasoningFormat] = REASONING_FORMATS,
     ) -> ParserFactory:
-        """Select the formats of a model by the two flags.
+        """Select the formats of a model by ``--tool-call-parser`` and ``--reasoning-parser``.
 
-        A flag is the name of a format, "none", or "auto", which selects the first format that matches the
+        Each flag is the name of a format, "none", or "auto". "auto" selects the first format that matches the
         chat template.
 
         Args:

@@ -23,7 +23,7 @@ class NotAToolCallError(Exception):
 
 
 class MarkerSearch:
-    """Searches a text for markers. If several markers match at a position, the longest is found."""
+    """Searches a text for markers. If several markers match at a position, the longest marker counts."""
 
     def __init__(self, markers: Iterable[str]) -> None:
         ordered_markers = sorted(
@@ -68,8 +68,8 @@ class MarkerSearch:
 class IncrementalText:
     """The text of one choice. Readers take characters from its front.
 
-    ``taken_text`` is the text taken since the last `clear_taken`. If it turns out not to be a call, it
-    becomes content.
+    ``taken_text`` is the text taken since the last `clear_taken`. If this text is not a call, it becomes
+    content.
     """
 
     def __init__(self) -> None:

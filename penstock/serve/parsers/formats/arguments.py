@@ -153,7 +153,7 @@ class TaggedArguments:
     ) -> list[Tag]:
         """Return the structural tags of the strings that a schema allows, without quotes.
 
-        For each of these texts, the parser determines the type string and returns the same string.
+        The parser reads each of these texts as this string, and not as a value of another type.
         """
         assert isinstance(schema, dict)
         schema = {

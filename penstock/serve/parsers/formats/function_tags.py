@@ -20,7 +20,7 @@ _FUNCTION = "<function="
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionTags(ToolFormat):
-    """``<function=name>`` around ``<parameter=key>value</parameter>``."""
+    """Calls in a tag ``<function=name>``, with each value in a tag ``<parameter=key>``."""
 
     begin: str
     end: str
