@@ -30,8 +30,7 @@ class Timings:
     """The number of tokens in the first piece of text."""
 
     def tokens_per_second(self, num_tokens: int) -> float:
-        """Return the tokens per second after the first piece of text, or in total if there is only one
-        piece."""
+        """Return the tokens per second after the first piece of text, or in total for a single piece."""
         if num_tokens > self.num_first_tokens and self.remaining > 0:
             return (num_tokens - self.num_first_tokens) / self.remaining
         return num_tokens / max(self.first_token, 1e-9)

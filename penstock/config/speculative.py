@@ -38,7 +38,7 @@ class SpeculativeConfig:
         True,
         FLAG,
         "Draft fewer tokens, or none, if the measured acceptance rate and step times show that more drafts "
-        "would not be faster. false always drafts num_speculative_tokens. The output is the same in both cases.",
+        "would not be faster. false always drafts num_speculative_tokens. The output is the same.",
     )
     ngram_min: int = setting(2, COUNT, "Minimum number of matching tokens for ngram to draft.")
     ngram_max: int = setting(4, COUNT, "Maximum number of tokens that ngram matches.")

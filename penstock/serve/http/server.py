@@ -52,8 +52,7 @@ class HttpServer(uvicorn.Server):
 
     @asynccontextmanager
     async def listening(self, listener: socket.socket) -> AsyncIterator[None]:
-        """Serve while the block runs, then close the connections; at once if the block raises an
-        exception."""
+        """Serve while the block runs, then close the connections; immediately if the block raises."""
         serve_task = asyncio.create_task(self.serve(sockets=[listener]))
         try:
             yield
