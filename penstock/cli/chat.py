@@ -71,6 +71,7 @@ def command(
     **flags: object,
 ) -> None:
     """Chat in the terminal with a model that runs in this process or on a server.
+
     /help lists the commands. Ctrl-C stops an answer, and Ctrl-D ends the chat.
     """
     sampling_values = {

@@ -198,10 +198,9 @@ class ParserFactory:
         parallel: bool = True,
         in_reasoning: bool | None = None,
     ) -> Grammar:
-        """Return the grammar for the choice "auto": free text in which calls of strict tools match their
-        schemas.
+        """Return the grammar for the choice "auto": free text with strict calls that match their schemas.
 
-        If the format has calls without a marker, free text must not begin with a character that begins a
+        If the format has calls without a marker, free text must not begin with a character that can begin a
         call.
 
         Args:

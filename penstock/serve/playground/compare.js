@@ -123,7 +123,7 @@ export class CompareView {
     this._sides.forEach((side) => side.shade(shades));
   }
 
-  /** Sends a prompt with both settings; the last prompt if text and images are empty. Returns whether it was sent. */
+  /** Sends a prompt with both settings. Without text and images, sends the last prompt again. Returns whether it was sent. */
   send(text, images) {
     const prompt = text.trim() || images.length ? new Message("user", text, { images: [...images] }) : this._lastPrompt;
     if (!prompt || this.isRunning) return false;

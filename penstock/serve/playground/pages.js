@@ -25,8 +25,8 @@ export class Pages {
     this._onpage = onpage;
     this.current = "chat"; // chat (the page of the model's task), compare or metrics
     this.kind = "chat"; // the page of the model's task: chat, similarity, speech, scores
-    window.addEventListener("hashchange", () => this._follow());
-    this._follow();
+    window.addEventListener("hashchange", () => this._openFragment());
+    this._openFragment();
     this._show();
   }
 
@@ -39,7 +39,7 @@ export class Pages {
     else this._show();
   }
 
-  _follow() {
+  _openFragment() {
     const name = location.hash.slice(1);
     if (name === "compare" && this.kind !== "chat") return;
     if (PAGE_NAMES.includes(name) && name !== this.current) this._open(name);

@@ -35,7 +35,7 @@ export class Scrape {
   }
 }
 
-/** Returns the growth of a counter since the scrape `before`; its value if `before` is null or it has restarted. */
+/** Returns the growth of a counter since `before`; its whole value if `before` is null or the counter has restarted. */
 export function growth(now, before, name) {
   const [end, begin] = [now.sum(name), before?.sum(name) ?? 0];
   return end < begin ? end : end - begin;
