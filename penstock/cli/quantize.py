@@ -37,7 +37,7 @@ def command(encoding: str, out: str | None, as_json: bool, print_config: bool, *
     if flags.get("quantization_encoding"):
         raise ConfigError(
             "quantization_encoding",
-            f"is not used here: --encoding, which is {encoding}, is the encoding to write",
+            f"is set by --encoding, which is {encoding}: omit quantization_encoding",
         )
     config = config_from_flags(flags | {"quantization_encoding": encoding})
     if print_config:

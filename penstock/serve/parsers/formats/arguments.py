@@ -121,16 +121,16 @@ class TaggedArguments:
         return sequence(*parts) if parts else constant("")
 
     def _string_tag(self, name: Tag) -> Tag:
-        return self._enclosed(name, True, text_until(self.end))
+        return self._enclosed_tag(name, True, text_until(self.end))
 
-    def _enclosed(self, name: Tag, is_string: bool, *value: Tag) -> Tag:
+    def _enclosed_tag(self, name: Tag, is_string: bool, *value: Tag) -> Tag:
         return sequence(
             self.begin_tag(name, is_string), constant(self.padding), *value, constant(self.text_after)
         )
 
     def _json_tag(self, name: Tag, schema: Schema | bool) -> Tag:
         value = by_schema(schema, escaped=self.end[0])  # an end marker in a string would end the value
-        return self._enclosed(name, False, value, constant(self.padding + self.end))
+        return self._enclosed_tag(name, False, value, constant(self.padding + self.end))
 
     def _argument_tag(self, name: str, schema: Schema | bool, root: Schema) -> Tag:
         types = types_of(schema, root)
@@ -182,7 +182,7 @@ class TaggedArguments:
             end_character = self.end[0]
             text = pattern(f"[^{end_character}]{{{minimum},{maximum}}}")
             if len(types) == 1 or self.has_type:
-                return [self._enclosed(name_tag, True, text, constant(self.padding + self.end))]
+                return [self._enclosed_tag(name_tag, True, text, constant(self.padding + self.end))]
         elif not keywords:
             return [self._free_text_tag(name_tag, types)]
         raise UnsupportedSchemaError(
@@ -195,7 +195,7 @@ class TaggedArguments:
         # The parser reads a text that begins like a value of another allowed type as that type.
         first_characters = "".join(sorted({_FIRST_CHARACTERS[type_] for type_ in types if type_ != "string"}))
         first_character_tag = pattern(f'[^"\\s{first_characters}{self.end[0]}]')
-        return self._enclosed(name_tag, True, first_character_tag, text_until(self.end))
+        return self._enclosed_tag(name_tag, True, first_character_tag, text_until(self.end))
 
     def _fixed_text_tag(self, name_tag: Tag, text: str, types: frozenset[str], path: str) -> Tag:
         is_text = len(types) == 1 or self.has_type
@@ -203,7 +203,7 @@ class TaggedArguments:
             is_text or typed_json(text, types) == json.dumps(text, ensure_ascii=False)
         ):
             raise UnsupportedSchemaError("enum", path, f"{text!r} as text is ambiguous")
-        return self._enclosed(name_tag, True, constant(text + self.padding + self.end))
+        return self._enclosed_tag(name_tag, True, constant(text + self.padding + self.end))
 
 
 def _reference_target(reference: object, root: Mapping[str, object]) -> object:
