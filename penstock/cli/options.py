@@ -128,9 +128,8 @@ def configs_from_flags(
 
 def _collect_settings(flags: Mapping[str, object]) -> dict[str, tuple[object, str]]:
     """Return the settings of all commands from flags, the environment and the file."""
-    given_flags = {
-        name: value for name, value in flags.items() if value != ()
-    }  # click returns () for a repeatable flag that is not given
+    # click returns () for a repeatable flag that is not given.
+    given_flags = {name: value for name, value in flags.items() if value != ()}
     return collect_values([*config_fields(), *serve_fields(), *ray_fields()], given_flags, "flag", os.environ)
 
 

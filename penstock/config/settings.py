@@ -67,9 +67,8 @@ class ConfigField:
             value = plain(value)
             if self.parse is not None:
                 converted = self.parse(value) if isinstance(value, str) else value
-                converted = (
-                    tuple(converted) if isinstance(converted, list) else converted
-                )  # a list from a file
+                # Files have lists, while the values of settings are tuples.
+                converted = tuple(converted) if isinstance(converted, list) else converted
             else:
                 strict = not (from_text and isinstance(value, str))
                 converted = msgspec.convert(value, self.type, strict=strict)

@@ -35,12 +35,11 @@ def cores() -> float | None:
     """Return the CPU limit of the process in cores; None without a limit."""
     limits = []
     for folder, version in _groups("cpu"):
+        # Without a limit, the first word is "max" in version 2 and "-1" in version 1.
         if version == 2:
-            words = (_text(folder / "cpu.max") or "").split()  # "max 100000" without a limit
+            words = (_text(folder / "cpu.max") or "").split()
         else:
-            words = [
-                _text(folder / f"cpu.cfs_{name}_us") or "" for name in ("quota", "period")
-            ]  # -1 without a limit
+            words = [_text(folder / f"cpu.cfs_{name}_us") or "" for name in ("quota", "period")]
         if len(words) == 2 and all(word.isdigit() and int(word) for word in words):
             limits.append(int(words[0]) / int(words[1]))
     return min(limits, default=None)

@@ -112,9 +112,8 @@ def _set_rlimit(num_bytes: int) -> None:
 def _mapped_bytes() -> int:
     """Return the bytes of files that are mapped privately and writable."""
     size = 0
-    for line in (
-        Path("/proc/self/maps").read_text().splitlines()
-    ):  # "7f00-7f10 rw-p 00000000 08:01 1234 /path"
+    # A line is like "7f00-7f10 rw-p 00000000 08:01 1234 /path".
+    for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, access, _, _, inode, *_ = line.split(maxsplit=5)
         if access[1] == "w" and access[3] == "p" and inode != "0":
             first, last = addresses.split("-")

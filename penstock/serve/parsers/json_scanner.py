@@ -101,9 +101,8 @@ class JsonScanner(ValueScanner):
             self._number.append(run.group())
             self._json_parts.append(run.group())
             return run.end()
-        number = "".join(
-            self._number
-        )  # the current character is not part of the number, so the number is complete
+        # The current character is not part of the number, so the number is complete.
+        number = "".join(self._number)
         self.is_invalid = len(number) > MAX_WORD or NUMBER.fullmatch(number) is None
         self._end_value()
         return position

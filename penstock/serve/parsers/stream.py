@@ -74,9 +74,8 @@ class IncrementalText:
 
     def __init__(self) -> None:
         self.has_ended = False
-        self.num_examined = (
-            0  # number of examined characters; tests check that it grows linearly with the length of the text
-        )
+        # Number of examined characters. Tests check that it grows linearly with the length of the text.
+        self.num_examined = 0
         self._text = ""
         self._position = 0
         self._taken_parts: list[str] = []
@@ -110,7 +109,7 @@ class IncrementalText:
         return self.take(len(self._text) - self._position)
 
     def clear_taken(self) -> None:
-        """Clear `taken_text`: it was emitted, or it is markup."""
+        """Clear `taken_text`, which was emitted or is markup."""
         self._taken_parts.clear()
 
     def wait_for_text(self) -> Reader[tuple[str, int]]:

@@ -53,7 +53,7 @@ class App {
     const text = draft.value;
     if (this._pages.current === "compare") {
       if (!this._compare.send(text, this._attachments.urls)) return;
-      this._attachments.take();
+      this._attachments.removeAll();
       draft.value = "";
       fitHeight(draft);
       return;
@@ -63,7 +63,7 @@ class App {
     if (!isNew && (!lastMessage || lastMessage.role === "assistant")) return;
     if (!this._checkSettings()) return;
     if (isNew) {
-      this._add(new Message("user", text, { images: this._attachments.take() }));
+      this._add(new Message("user", text, { images: this._attachments.removeAll() }));
       draft.value = "";
       fitHeight(draft);
     }

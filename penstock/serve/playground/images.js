@@ -36,7 +36,7 @@ export class Attachments {
   enable(isEnabled) {
     this.isEnabled = isEnabled;
     byId("attach").hidden = !isEnabled;
-    if (!isEnabled) this.take();
+    if (!isEnabled) this.removeAll();
   }
 
   /** Adds image files. */
@@ -47,7 +47,7 @@ export class Attachments {
   }
 
   /** Returns the images and removes them from the next message. */
-  take() {
+  removeAll() {
     const { urls } = this;
     this.urls = [];
     this._show();
