@@ -121,7 +121,7 @@ def served_models(
     config: ServeConfig,
     listener: CacheListener | None,
 ) -> list[ServedModel]:
-    """Return the models of a server, with all engines except the first asleep. Finds their checkpoints."""
+    """Return the models of a server, downloaded if needed. All engines except the first are asleep."""
     from penstock.assembly import load_serving_tokenizer
     from penstock.serve.models.registry import ServedModel
 

@@ -132,7 +132,7 @@ class PipelineConfig:
     enable_chunked_prefill: bool = setting(
         True,
         FLAG,
-        "Compute long prompts in chunks, so that other requests generate tokens between two chunks.",
+        "Compute long prompts in chunks, so that other requests generate tokens in the meantime.",
     )
     max_num_steps: int | None = setting(
         None,

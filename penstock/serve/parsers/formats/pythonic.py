@@ -100,7 +100,7 @@ def read_keywords(parser: ReasoningToolParser, name: str) -> Reader[None]:
         yield from stream.skip_space()
         yield from stream.expect("=")
         yield from stream.skip_space()
-        # A call begins only after the first "=", because content can also contain a tool name and a parenthesis.
+        # A call begins after the first "=", because content can also contain a tool name and a parenthesis.
         if separator == "{":
             parser.start_call(name)
         parser.add_arguments(f"{separator}{json.dumps(keyword, ensure_ascii=False)}: ")
