@@ -70,7 +70,7 @@ class GenerationProgress:
         self._start = time.perf_counter()
         self._bar: Progress | None = None
         if not shown or not _is_terminal():
-            return  # creating a bar takes longer than a short call
+            return  # creating a bar takes longer than a short generation
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
