@@ -45,7 +45,11 @@ MARKUP_PARTS = [
 ]
 MARKERS = sorted(
     {marker for row in TOOL_FORMATS.values() for marker in row.markers}
-    | {m for row in REASONING_FORMATS.values() for m in (*row.begins, *row.ends, *row.dropped_markers)}
+    | {
+        m
+        for row in REASONING_FORMATS.values()
+        for m in (*row.begin_markers, *row.end_markers, *row.dropped_markers)
+    }
 )
 
 
