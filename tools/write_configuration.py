@@ -73,7 +73,7 @@ def _item(field: ConfigField) -> str:
     """Return the list item of a setting, wrapped at 120 columns."""
     names = ", ".join(f"`{name}`" for name in (field.name, *field.aliases))
     default = _format_default(field.default)
-    values = f"{field.rule.legal}; default {default}" if default else field.rule.legal
+    values = f"{field.rule.allowed_values}; default {default}" if default else field.rule.allowed_values
     return textwrap.fill(
         f"- {names} ({values}): {field.help}",
         width=120,

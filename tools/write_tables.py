@@ -145,7 +145,7 @@ def routes() -> str:
                 continue  # static files of the playground
             text = (route.endpoint.__doc__ or "The playground.").strip().splitlines()[0].replace("``", "`")
             methods = " ".join(sorted(route.methods - {"HEAD"}))
-            key = "open" if route.path in middleware.PUBLIC else "key"
+            key = "open" if route.path in middleware.PUBLIC_PATHS else "key"
             rows.append([methods, code(route.path), key, text])
     return table("method | path | access | description", rows)
 
@@ -385,7 +385,7 @@ def errors() -> str:
     """Return the table of exceptions and their HTTP responses."""
     rows = [
         [f"`{cls.__name__}`", str(status), code(kind), code(name) if name else ""]
-        for cls, (status, kind, name) in problems.TABLE.items()
+        for cls, (status, kind, name) in problems.ERROR_TABLE.items()
     ]
     return table("exception | status | type | code", rows)
 
@@ -393,7 +393,7 @@ def errors() -> str:
 def statuses() -> str:
     """Return the table of error responses of the HTTP layer."""
     rows = [
-        [str(status), code(kind), code(name or "")] for status, (kind, name) in problems._STATUS_TABLE.items()
+        [str(status), code(kind), code(name or "")] for status, (kind, name) in problems._HTTP_ERRORS.items()
     ]
     return table("status | type | code", rows)
 
@@ -555,7 +555,7 @@ def reasoning_formats() -> str:
             code(reasoning_format.name),
             *(
                 " ".join(code(marker.replace("\n", "\\n")) for marker in markers)
-                for markers in (reasoning_format.begins, reasoning_format.ends)
+                for markers in (reasoning_format.begin_markers, reasoning_format.end_markers)
             ),
         ]
         for reasoning_format in REASONING_FORMATS.values()

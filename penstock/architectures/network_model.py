@@ -187,7 +187,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
             return None
         ranks = (len(down) for adapter in tasks.values() for down, _ in adapter.matrices.values())
         adapters = LoRAManager(
-            config.lora.with_room_for(len(tasks), max(ranks, default=0)),
+            config.lora.with_checkpoint_adapters(len(tasks), max(ranks, default=0)),
             self.adapted_layers(loader),
             self.weights,
             [config.model.model_path, config.model.name],

@@ -1,7 +1,7 @@
 """The command ``penstock``.
 
-An error that the user can fix is one line on standard error and exit status 2. A command's module is imported
-when the command runs, and torch when a model is loaded, so that ``--help`` is fast.
+An error that the user can fix is printed as one line on standard error, with exit status 2. The module of a
+command is imported when the command runs, and torch when a model is loaded. ``--help`` is therefore fast.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.errors import PenstockError
 _COMMANDS = {
     "generate": "Generate text from a prompt and stream it.",
     "chat": "Chat with a model in the terminal.",
-    "speak": "Speak a text.",
+    "speak": "Convert a text to speech.",
     "encode": "Compute embeddings of texts.",
     "rerank": "Order documents by their score for a query.",
     "serve": "Serve a model through an OpenAI-compatible API.",
@@ -36,18 +36,18 @@ _COMMANDS = {
     "quantize": "Write a quantized checkpoint.",
     "env": "Show versions, processor, devices and kernels.",
 }
-"""Command -> short help. The command is the function ``command`` of the module of that name, ``_`` replacing
-``-``."""
+"""Name of a command -> short help. The function ``command`` of the module with this name implements it.
+Module names have ``_`` instead of ``-``."""
 
 
-_MAX_MESSAGE = 2000
+_MAX_MESSAGE = 2000  # characters
 
 
 class _Commands(click.Group):
     """The group of all commands; prints an error as one line."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*_COMMANDS]  # `list` may be the module penstock.cli.list here
+        return [*_COMMANDS]  # not list(): an import of penstock.cli.list rebinds `list` in this module
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
@@ -80,7 +80,7 @@ class _Commands(click.Group):
         except PenstockError as error:
             _fail(" ".join([str(error), *getattr(error, "__notes__", ())]))
         except MemoryError:
-            _fail("out of memory: use a smaller model, --max-length or --max-batch-size")
+            _fail("out of memory: use a smaller model, or a lower --max-length or --max-batch-size")
         except OSError as error:
             _fail(_os_error_message(error))
         except RuntimeError as error:
@@ -115,7 +115,7 @@ def main() -> NoReturn:
 
 
 def _fail(message: str) -> NoReturn:
-    """Print an error message as one line, cut if it is long, and exit with status 2."""
+    """Print an error message as one line and exit with status 2. The middle of a long message is left out."""
     line = " ".join(message.split())
     if len(line) > _MAX_MESSAGE:
         line = f"{line[: _MAX_MESSAGE // 2]} ... {line[-_MAX_MESSAGE // 2 :]}"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from penstock.serve.config import ServeConfig
 
 _BATCHES_AT_ONCE = 2
-"""Number of batches of lines that are submitted at once: one runs while the other waits."""
+"""Batches of requests that are submitted at once. One batch runs and one waits."""
 
 
 @click.group("batch")
@@ -42,20 +42,20 @@ def command() -> None:
     "--output",
     required=True,
     type=click.Path(path_type=Path),
-    help="The file for the results. Lines whose results are already in this file are skipped. With "
-    "--ray a name that ends in .parquet is a folder of parquet files.",
+    help="The file for the results. Requests whose results are already in this file are skipped. With "
+    "--ray, a name that ends in .parquet is a folder of parquet files.",
 )
 @click.option("--overwrite", is_flag=True, help="Delete the results that are already in the file.")
 @ray_options
 @config_options
 def run(requests: Path, output: Path, overwrite: bool, print_config: bool, **flags: object) -> int:
-    """Run the lines of REQUESTS and write each result as soon as it is known.
+    """Run the requests in the file REQUESTS and write each result when its request has ended.
 
     A line is {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {...}}. Results are
-    in the order in which they finish. After an interruption, run the same command to continue. The exit
-    status is 1 if a line failed.
+    written in the order in which the requests end. After an interruption, run the same command to continue.
+    The exit status is 1 if a line failed.
 
-    With --ray the lines run in several actors of a Ray cluster. REQUESTS is then a file that all nodes can
+    With --ray the requests run in several actors of a Ray cluster. REQUESTS is then a file that all nodes can
     read, or a parquet file or folder with the columns custom_id, url and body.
     """
     ray_config = take_ray_config(flags)
@@ -106,16 +106,18 @@ async def _run(requests: Path, output: Path, pipeline_config: PipelineConfig, co
     from penstock.serve.service_factory import build_services, close_services
 
     config = replace(config, access_log=False, state_dir=None)
-    pipeline_config.model.checkpoint  # noqa: B018  # find or download it once for both processes
+    pipeline_config.model.checkpoint  # noqa: B018  # finds or downloads the checkpoint once for both processes
     tokenizer = load_tokenizer(pipeline_config)
     worker = make_engine(pipeline_config)
     services = build_services(config, pipeline_config, worker, tokenizer)
     lines = partial(read_lines, requests, *services.json_limits)
-    done = finished_ids(output)
-    num_left = check_unique(remaining_lines(lines(), done))
-    if done:
-        click.echo(f"penstock: {len(done)} lines have results, {num_left} lines are left", err=True)
-    counts = {"good": 0, "bad": 0, "tokens": 0}
+    ids_with_results = finished_ids(output)
+    num_left = check_unique(remaining_lines(lines(), ids_with_results))
+    if ids_with_results:
+        click.echo(
+            f"penstock: {len(ids_with_results)} lines have results, {num_left} lines are left", err=True
+        )
+    counts = {"succeeded": 0, "failed": 0, "tokens": 0}
     try:
         if num_left:
             await worker.start()
@@ -124,10 +126,10 @@ async def _run(requests: Path, output: Path, pipeline_config: PipelineConfig, co
             begin = time.perf_counter()
             with output.open("ab") as file, GenerationProgress(num_left) as progress:
 
-                def keep(line: bytes, is_good: bool, num_tokens: int) -> None:
+                def write_result(line: bytes, has_succeeded: bool, num_tokens: int) -> None:
                     file.write(line + b"\n")
                     file.flush()
-                    counts["good" if is_good else "bad"] += 1
+                    counts["succeeded" if has_succeeded else "failed"] += 1
                     counts["tokens"] += num_tokens
                     progress.advance(num_tokens=num_tokens, num_prompts=1)
 
@@ -135,21 +137,21 @@ async def _run(requests: Path, output: Path, pipeline_config: PipelineConfig, co
                     create_app(services),
                     _BATCHES_AT_ONCE * worker.info.max_batch_size * pipeline_config.data_parallel_size,
                     is_stopping=lambda: False,
-                    on_result=keep,
+                    on_result=write_result,
                 )
-                await runner.run(remaining_lines(lines(), done))
+                await runner.run(remaining_lines(lines(), ids_with_results))
             seconds = max(time.perf_counter() - begin, 1e-9)
-            num = counts["good"] + counts["bad"]
+            num_lines = counts["succeeded"] + counts["failed"]
             click.echo(
-                f"penstock: {num} lines in {seconds:.2f} s, {counts['bad']} failed: {num / seconds:,.1f} "
-                f"lines/s, {counts['tokens'] / seconds:,.0f} tokens/s",
+                f"penstock: {num_lines} lines in {seconds:.2f} s, {counts['failed']} failed: "
+                f"{num_lines / seconds:,.1f} lines/s, {counts['tokens'] / seconds:,.0f} tokens/s",
                 err=True,
             )
     except asyncio.CancelledError:
-        num = counts["good"] + counts["bad"]
-        click.echo(f"penstock: stopped after {num} lines; to continue, run the same command", err=True)
+        num_lines = counts["succeeded"] + counts["failed"]
+        click.echo(f"penstock: stopped after {num_lines} lines; to continue, run the same command", err=True)
         raise
     finally:
         await worker.stop(0)
         await close_services(services)
-    return 1 if counts["bad"] else 0
+    return 1 if counts["failed"] else 0

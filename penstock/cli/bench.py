@@ -46,7 +46,7 @@ class _ServeOptions(TypedDict):
 
 
 _ROUND_TRIPS = 50
-"""Number of small requests that measure the round-trip time before the load."""
+"""Number of small requests before the benchmark. They measure the round-trip time of the idle server."""
 
 
 @click.group("bench")
@@ -65,13 +65,14 @@ command.add_command(run)
 @click.option(
     "--concurrency",
     type=click.IntRange(1),
-    help="Concurrent requests: the next is sent when one ends. With --rate, the upper limit.  [default: 8]",
+    help="Number of concurrent requests: when one ends, the next is sent. With --rate, their maximum "
+    "number.  [default: 8]",
 )
 @click.option(
     "--rate",
     type=click.FloatRange(0, min_open=True),
-    help="Requests per second, at random times that do not depend on responses; latencies count from the "
-    "scheduled time.",
+    help="Requests per second, sent at random times that do not depend on responses. Latencies count from "
+    "the scheduled time of a request.",
 )
 @click.option("--requests", "num_requests", type=click.IntRange(1), default=64, show_default=True)
 @click.option(
@@ -94,7 +95,7 @@ command.add_command(run)
     "--ignore-eos/--no-ignore-eos",
     default=True,
     show_default=True,
-    help="Generate exactly --output-length tokens; not every server supports the field.",
+    help="Generate exactly --output-length tokens. Not every server supports the request field ignore_eos.",
 )
 @click.option("--temperature", type=float, default=0.0, show_default=True)
 @click.option("--extra-body", metavar="JSON", help="A JSON object of further fields for each request.")
@@ -106,7 +107,11 @@ command.add_command(run)
     help="Warm-up requests before the measurement.",
 )
 @click.option(
-    "--seed", type=int, default=0, show_default=True, help="The seed of prompts, times and sampling."
+    "--seed",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Seed of the random prompts, the send times and the sampling.",
 )
 @click.option(
     "--timeout",
@@ -173,19 +178,21 @@ async def _measure(client: HttpClient, options: _ServeOptions) -> int:
     )
     bodies = [template.body(index, prompt) for index, prompt in enumerate(prompts)]
     concurrency = options["concurrency"] or (None if options["rate"] else 8)
-    stop = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
+    stop_event = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop_event.set)
     if bodies[count:]:
-        warmup = await measure(client, template.path, bodies[count:], Load(concurrency=8), stop=stop)
-        failed = [outcome for outcome in warmup.outcomes if outcome.error is not None]
-        if failed and len(failed) == len(warmup.outcomes) and not stop.is_set():
-            raise InputError(f"every warm-up request failed: {failed[0].error}: {failed[0].detail}")
-    idle = await round_trips(client, "/v1/models", _ROUND_TRIPS)
+        warmup = await measure(client, template.path, bodies[count:], Load(concurrency=8), stop=stop_event)
+        failed_outcomes = [outcome for outcome in warmup.outcomes if outcome.error is not None]
+        if failed_outcomes and len(failed_outcomes) == len(warmup.outcomes) and not stop_event.is_set():
+            raise InputError(
+                f"every warm-up request failed: {failed_outcomes[0].error}: {failed_outcomes[0].detail}"
+            )
+    idle_round_trips = await round_trips(client, "/v1/models", _ROUND_TRIPS)
     load = Load(
         concurrency=concurrency, rate=options["rate"], timeout=options["timeout"], seed=options["seed"]
     )
-    result = await measure(client, template.path, bodies[:count], load, stop=stop)
-    result.round_trips = idle
+    result = await measure(client, template.path, bodies[:count], load, stop=stop_event)
+    result.round_trips = idle_round_trips
     summary = Summary.from_measurement(result)
     print_summary(summary, Console())
     shown_options = [
@@ -198,15 +205,17 @@ async def _measure(client: HttpClient, options: _ServeOptions) -> int:
         )
         options["json_path"].write_text(json.dumps(report, indent=2))
     if options["plot_path"] is not None:
-        how = f"{options['rate']:g} requests/s" if options["rate"] else f"{concurrency} at a time"
-        plot(result, f"{model}, {endpoint}, {how}", options["plot_path"])
+        load_description = (
+            f"{options['rate']:g} requests/s" if options["rate"] else f"{concurrency} at a time"
+        )
+        plot(result, f"{model}, {endpoint}, {load_description}", options["plot_path"])
     if result.is_interrupted:
         return 130
     return 1 if summary.errors else 0
 
 
 async def _model_and_prompts(client: HttpClient, options: _ServeOptions) -> tuple[str, list[BenchPrompt]]:
-    """Return the model, and the prompts of the measurement, followed by the prompts of the warm-up."""
+    """Return the model name and the prompts: those of the measurement first, then those of the warm-up."""
     from penstock.bench.http_client import IncompleteResponseError
     from penstock.bench.prompts import random_prompts, read_prompts, repeat_prompts, served_model
 

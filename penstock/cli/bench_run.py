@@ -28,7 +28,7 @@ _WORKLOADS = ("decode", "prefill", "batch", "start", "memory", "step")
     "workloads",
     type=click.Choice(_WORKLOADS),
     multiple=True,
-    help="What to measure; may be repeated.  [default: all]",
+    help="The workload to measure; may be repeated.  [default: all]",
 )
 @click.option(
     "--shape", help="Use random weights instead of --model: l110m, l1b or the path of a config.json."
@@ -38,7 +38,7 @@ _WORKLOADS = ("decode", "prefill", "batch", "start", "memory", "step")
     type=click.IntRange(1),
     default=128,
     show_default=True,
-    help="Prompt tokens of decode, batch and step.",
+    help="Prompt length in tokens, for the workloads decode, batch and step.",
 )
 @click.option("--prefill-length", type=click.IntRange(1), default=1024, show_default=True)
 @click.option(
@@ -46,9 +46,15 @@ _WORKLOADS = ("decode", "prefill", "batch", "start", "memory", "step")
     type=click.IntRange(2),
     default=64,
     show_default=True,
-    help="Output tokens of decode, batch and step.",
+    help="Output length in tokens, for the workloads decode, batch and step.",
 )
-@click.option("--batch", type=click.IntRange(1), default=32, show_default=True, help="Prompts in the batch.")
+@click.option(
+    "--batch",
+    type=click.IntRange(1),
+    default=32,
+    show_default=True,
+    help="Number of prompts of the workload batch.",
+)
 @click.option(
     "--repeats",
     type=click.IntRange(1),
@@ -92,7 +98,9 @@ def command(
         print_settings(config.describe())
         return
     if shape is not None and "model_path" in config.sources:
-        raise click.UsageError("--shape and --model exclude each other: --shape creates its own weights")
+        raise click.UsageError(
+            "--shape and --model exclude each other: --shape creates a model with random weights"
+        )
     if plot_path is not None:
         check_plot()
     for path in (json_path, plot_path):
@@ -101,14 +109,14 @@ def command(
     from penstock.bench.workloads import Sizes
 
     sizes = Sizes(prompt_length, prefill_length, new_tokens, batch, repeats)
-    chosen = [workload for workload in _WORKLOADS if not workloads or workload in workloads]
+    chosen_workloads = [workload for workload in _WORKLOADS if not workloads or workload in workloads]
     with TemporaryDirectory(prefix="penstock-") if shape else nullcontext() as folder:
         if shape is not None:
             assert folder is not None
             config = _with_random_weights(config, shape, Path(folder))
-        figures, kernels, plan = _run_workloads(config, sizes, chosen)
+        figures, kernels, graph_status = _run_workloads(config, sizes, chosen_workloads)
     model = (shape or config.model.model_path, config.model.encoding)
-    _report(figures, model, kernels, plan, sizes, json_path, plot_path)
+    _report(figures, model, kernels, graph_status, sizes, json_path, plot_path)
 
 
 def _with_random_weights(config: PipelineConfig, shape: str, folder: Path) -> PipelineConfig:
@@ -136,7 +144,7 @@ def _report(
     figures: list[Figure],
     model: tuple[str, str],  # (model, encoding)
     kernels: str,
-    plan: str,
+    graph_status: str,
     sizes: Sizes,
     json_path: Path | None,
     plot_path: Path | None,
@@ -146,18 +154,18 @@ def _report(
     from penstock.bench.workload_report import plot_figures, print_figures
     from penstock.cli.environment import describe_environment
 
-    found = describe_environment()
-    machine = f"{found.threads} threads, {found.processor}"
-    title = f"{', '.join(model)}, kernels {kernels}, {machine}; decoding {plan}"
+    environment = describe_environment()
+    machine = f"{environment.threads} threads, {environment.processor}"
+    title = f"{', '.join(model)}, kernels {kernels}, {machine}; decoding {graph_status}"
     print_figures(figures, title, Console())
     if json_path is not None:
         report = {
             "model": model[0],
             "encoding": model[1],
             "kernels": kernels,
-            "decoding": plan,
+            "decoding": graph_status,
             "sizes": asdict(sizes),
-            "environment": found.as_dict(),
+            "environment": environment.as_dict(),
             "figures": [figure.as_dict() for figure in figures],
         }
         json_path.write_text(json.dumps(report, indent=2))

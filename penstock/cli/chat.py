@@ -19,14 +19,18 @@ from penstock.errors import PenstockError
 
 DEFAULT_MAX_TOKENS = 1024
 _MAX_HISTORY = 1000
-"""Maximum number of lines in the file of the input history."""
+"""Maximum number of lines in the file with the input history."""
 
 sampling_option = partial(click.option, cls=GroupedOption, group="Sampling")
 
 
 @click.command("chat", cls=GroupedCommand)
 @click.option("--system", metavar="TEXT", help="The system message.")
-@click.option("--url", metavar="URL", help="Use a server with the OpenAI API; MODEL is a name on the server.")
+@click.option(
+    "--url",
+    metavar="URL",
+    help="Use the server at this address, which has the OpenAI API. MODEL is a model name of the server.",
+)
 @click.option(
     "--api-key",
     metavar="KEY",
@@ -36,7 +40,9 @@ sampling_option = partial(click.option, cls=GroupedOption, group="Sampling")
 @click.option("--load", type=click.Path(path_type=Path), help="Continue a saved conversation.")
 @sampling_option("--temperature", type=float, help="Randomness: values above 1 increase it, 0 is greedy.")
 @sampling_option("--top-k", type=int, help="Sample from the K most probable tokens.")
-@sampling_option("--top-p", type=float, help="Sample from the tokens whose total probability reaches P.")
+@sampling_option(
+    "--top-p", type=float, help="Sample from the most probable tokens whose total probability reaches P."
+)
 @sampling_option(
     "--min-p", type=float, help="Sample from tokens with at least this share of the highest probability."
 )
@@ -64,11 +70,11 @@ def command(
     print_config: bool,
     **flags: object,
 ) -> None:
-    """Chat with a model in the terminal, in this process or on a server.
+    """Chat in the terminal with a model that runs in this process or on a server.
 
-    /help lists the commands. Ctrl-C stops an answer, Ctrl-D leaves.
+    /help lists the commands. Ctrl-C stops an answer, and Ctrl-D ends the chat.
     """
-    given = {
+    sampling_values = {
         "temperature": temperature,
         "top_k": top_k,
         "top_p": top_p,
@@ -76,12 +82,18 @@ def command(
         "seed": seed,
         "max_tokens": max_tokens,
     }
-    settings: dict[str, object] = {name: value for name, value in given.items() if value is not None}
+    settings: dict[str, object] = {
+        name: value for name, value in sampling_values.items() if value is not None
+    }
     if url is not None:
-        others = sorted(name for name, value in flags.items() if value not in (None, ()) and name != "model")
-        if others or print_config:
-            name = others[0] if others else "print_config"
-            raise click.UsageError(f"--{name.replace('_', '-')} is for a model in this process: omit --url")
+        local_options = sorted(
+            name for name, value in flags.items() if value not in (None, ()) and name != "model"
+        )
+        if local_options or print_config:
+            name = local_options[0] if local_options else "print_config"
+            raise click.UsageError(
+                f"--{name.replace('_', '-')} is for a model in this process: omit it, or omit --url"
+            )
         model = flags["model"]
         _converse(ServerBackend(url, None if model is None else str(model), api_key), system, settings, load)
         return
@@ -104,7 +116,7 @@ def _converse(
         session.load(load)
     is_terminal = sys.stdin.isatty()
     if is_terminal:
-        click.echo(f"{backend.name}: /help lists the commands, Ctrl-D leaves", err=True)
+        click.echo(f"{backend.name}: /help lists the commands, Ctrl-D ends the chat", err=True)
     with _history() if is_terminal else nullcontext():
         while True:
             try:
@@ -116,34 +128,34 @@ def _converse(
                     click.echo()
                 return
             except KeyboardInterrupt:
-                click.echo("\nCtrl-D or /exit leaves", err=True)
+                click.echo("\nCtrl-D or /exit ends the chat", err=True)
             except PenstockError as error:
                 click.echo(f"penstock: {error}", err=True)
 
 
 def _read(prompt: str) -> str:
-    r"""Return the next input: a line, lines that end with ``\``, or the lines between two ``\"\"\"``.
+    r"""Return the next input: a line, lines joined by ``\``, or the lines between two lines ``\"\"\"``.
 
     Raises:
         EOFError: the input has ended.
     """
-    more = "... " if prompt else ""
+    continuation_prompt = "... " if prompt else ""
     line = input(prompt)
     if line.strip() == '"""':
         lines = []
-        while (line := input(more)).strip() != '"""':
+        while (line := input(continuation_prompt)).strip() != '"""':
             lines.append(line)
         return "\n".join(lines)
     lines = [line]
     while lines[-1].endswith("\\"):
         lines[-1] = lines[-1][:-1]
-        lines.append(input(more))
+        lines.append(input(continuation_prompt))
     return "\n".join(lines)
 
 
 @contextmanager
 def _history() -> Iterator[None]:
-    """Keep the history of the input in a file, if Python has the module ``readline``."""
+    """Load the input history from a file and store it at the end, if Python has the module ``readline``."""
     try:
         import readline
     except ImportError:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 ChatMessages: TypeAlias = Sequence[Mapping[str, object]]
 
 _TIMEOUT = 600.0
-"""Seconds without data after which the server is assumed to be dead."""
+"""Seconds without data after which a request to the server fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +63,11 @@ class LocalBackend:
         from penstock.serve.parsers import Content, Reasoning
 
         names = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
-        given: dict[str, Any] = {names.get(name, name): value for name, value in settings.items()}
-        params = self._llm.config.default_sampling_params(**given)
+        known_settings: dict[str, Any] = {names.get(name, name): value for name, value in settings.items()}
+        params = self._llm.config.default_sampling_params(**known_settings)
         with closing(self._llm.stream(sampling_params=params, messages=messages)) as stream:
-            opens = self._parsers.prompt_opens_reasoning(stream.prompt)
-            parser = self._parsers.new(in_reasoning=opens)
+            in_reasoning = self._parsers.prompt_opens_reasoning(stream.prompt)
+            parser = self._parsers.new(in_reasoning=in_reasoning)
             events = []
             for text in stream:
                 events = parser.push(text)
@@ -84,7 +84,7 @@ class ServerBackend:
 
     Args:
         url: its address, with or without ``/v1``.
-        model: the name of the model; None takes the first one that the server lists.
+        model: the name of the model; None selects the first model that the server lists.
         api_key: the API key, if the server needs one.
 
     Raises:
@@ -101,10 +101,10 @@ class ServerBackend:
             self._headers["authorization"] = f"Bearer {api_key}"
         if model is None:
             with closing(self._open("/v1/models", None)) as response:
-                listed = json.load(response)["data"]
-            if not listed:
-                raise InputError(f"the server at {self._url} lists no model: name one")
-            model = str(listed[0]["id"])
+                model_list = json.load(response)["data"]
+            if not model_list:
+                raise InputError(f"the server at {self._url} lists no model: give the model name as MODEL")
+            model = str(model_list[0]["id"])
         self.name = model
 
     def answer(self, messages: ChatMessages, settings: Mapping[str, object]) -> Iterator[AnswerPiece]:
@@ -121,7 +121,7 @@ class ServerBackend:
                 data = line.decode().strip()
                 if not data.startswith("data: ") or data == "data: [DONE]":
                     continue
-                yield from _pieces(json.loads(data.removeprefix("data: ")))
+                yield from _answer_pieces(json.loads(data.removeprefix("data: ")))
 
     def _open(self, path: str, body: Mapping[str, object] | None) -> HTTPResponse:
         data = None if body is None else json.dumps(body).encode()
@@ -131,7 +131,7 @@ class ServerBackend:
         except urllib.error.HTTPError as error:
             with error:
                 raise RequestFailedError(
-                    f"the server refuses the request: {_message(error.read())}"
+                    f"the server refuses the request: {_error_message(error.read())}"
                 ) from None
         except OSError as error:
             reason = getattr(error, "reason", error)
@@ -157,7 +157,7 @@ class _Chunk(TypedDict, total=False):
     choices: list[_Choice]
 
 
-def _pieces(chunk: _Chunk) -> Iterator[AnswerPiece]:
+def _answer_pieces(chunk: _Chunk) -> Iterator[AnswerPiece]:
     """Yield the pieces of one event of a stream."""
     if "error" in chunk:
         raise RequestFailedError(f"the server ended the answer: {chunk['error'].get('message')}")
@@ -172,7 +172,7 @@ def _pieces(chunk: _Chunk) -> Iterator[AnswerPiece]:
             yield AnswerPiece(text)
 
 
-def _message(body: bytes) -> str:
+def _error_message(body: bytes) -> str:
     """Return the message of an error response."""
     try:
         return str(json.loads(body)["error"]["message"])

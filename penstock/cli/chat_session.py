@@ -35,13 +35,13 @@ HELP = """\
 /set [NAME [VALUE]]  set a sampling parameter, also as NAME=VALUE; without a value, remove it; without
                      a name, list all
 /image FILE          add an image to the next question; /image none removes the images
-/clear               forget the conversation, and keep the system message and the settings
-/undo                forget the last question and its answer
+/clear               remove the conversation; the system message and the settings remain
+/undo                remove the last question and its answer
 /retry               answer the last question again
 /save FILE           write the conversation and the settings to a JSON file
-/load FILE           read them
+/load FILE           read a saved conversation and its settings
 /help                show this list
-/exit                leave; Ctrl-D does the same
+/exit                end the chat; Ctrl-D does the same
 Ctrl-C stops an answer. A line that ends with \\ continues on the next line, and a text between
 lines with \"\"\" may have several lines."""
 
@@ -51,7 +51,7 @@ class ChatSession:
 
     Args:
         backend: answers the questions.
-        system: the system message; None without one.
+        system: the system message, or None.
         settings: the sampling parameters by their names in the OpenAI API.
     """
 
@@ -65,7 +65,7 @@ class ChatSession:
         self._backend = backend
 
     def handle(self, line: str) -> bool:
-        """Run a command or answer a question. Return False if the user wants to leave.
+        """Run a command or answer a question. Return False if the command is /exit or /quit.
 
         Raises:
             InputError: the command is unknown or has wrong arguments.
@@ -74,19 +74,19 @@ class ChatSession:
         if not line.startswith("/"):
             self.ask(line)
             return True
-        name, _, rest = line[1:].partition(" ")
-        rest = rest.strip()
+        name, _, argument = line[1:].partition(" ")
+        argument = argument.strip()
         match name:
             case "exit" | "quit":
                 return False
             case "help":
                 click.echo(HELP)
             case "system":
-                self._set_system(rest)
+                self._set_system(argument)
             case "set":
-                self._set(rest)
+                self._change_setting(argument)
             case "image":
-                self._add_image(rest)
+                self._add_image(argument)
             case "clear":
                 self.messages.clear()
                 self.images.clear()
@@ -95,9 +95,9 @@ class ChatSession:
             case "retry":
                 self._ask(self._undo())
             case "save":
-                self.save(_file(rest))
+                self.save(_file_path(argument))
             case "load":
-                self.load(_file(rest))
+                self.load(_file_path(argument))
             case _:
                 raise InputError(f"the command /{name} is unknown: /help lists the commands")
         return True
@@ -144,7 +144,7 @@ class ChatSession:
             for message in messages:
                 _check_message(message)
             for name in settings:
-                _reader(name)
+                _setting_parser(name)
             self.messages, self.settings, self.system = messages, settings, state["system"]
         except OSError as error:
             raise InputError(f"{path} cannot be read: {error.strerror}") from None
@@ -153,28 +153,28 @@ class ChatSession:
         click.echo(f"loaded {len(self.messages)} messages from {path}", err=True)
 
     def _print(self, messages: ChatMessages) -> str:
-        """Print an answer as it is generated, then its speed. Return its text."""
-        begin, first = time.perf_counter(), None
+        """Print an answer while it is generated, then its token rate. Return the text of the answer."""
+        begin, first_piece_at = time.perf_counter(), None
         num_tokens: int | None = None
         texts: list[str] = []
-        stopped = ""
+        stop_note = ""
         with closing(self._backend.answer(messages, self.settings)) as pieces:  # type: ignore[type-var]
             try:
                 for piece in pieces:
                     num_tokens = num_tokens if piece.num_tokens is None else piece.num_tokens
-                    if first is None:
-                        first = time.perf_counter()
+                    if first_piece_at is None:
+                        first_piece_at = time.perf_counter()
                     if piece.is_reasoning:
                         click.echo(click.style(piece.text, dim=True), nl=False)
                         continue
                     texts.append(piece.text)
                     click.echo(piece.text, nl=False)
             except KeyboardInterrupt:
-                stopped = ", stopped"
+                stop_note = ", stopped"
         click.echo()
         end = time.perf_counter()
-        first = end if first is None else first
-        line = f"first token after {(first - begin) * 1000:.0f} ms{stopped}"
+        first_piece_at = end if first_piece_at is None else first_piece_at
+        line = f"first token after {(first_piece_at - begin) * 1000:.0f} ms{stop_note}"
         if num_tokens is not None:  # a server reports it at the end of a complete answer
             speed = num_tokens / max(end - begin, 1e-9)
             line = f"{num_tokens} tokens, {speed:.1f} tokens/s, {line}"
@@ -187,7 +187,7 @@ class ChatSession:
         else:
             click.echo("no system message" if self.system is None else self.system)
 
-    def _set(self, text: str) -> None:
+    def _change_setting(self, text: str) -> None:
         name, _, value = text.replace("=", " ", 1).partition(" ")
         if not name:
             for setting in SETTINGS:
@@ -195,12 +195,12 @@ class ChatSession:
                     f"{setting:20}{json.dumps(self.settings[setting]) if setting in self.settings else '-'}"
                 )
             return
-        read = _reader(name)
+        parse = _setting_parser(name)
         if not value.strip():
             self.settings.pop(name, None)
             return
         try:
-            self.settings[name] = read(value.strip())
+            self.settings[name] = parse(value.strip())
         except ValueError:
             raise InputError(f"{name} cannot be {value.strip()!r}") from None
 
@@ -208,15 +208,15 @@ class ChatSession:
         if text == "none":
             self.images.clear()
             return
-        path = _file(text)
+        path = _file_path(text)
         try:
             data = base64.b64encode(path.read_bytes()).decode()
         except OSError as error:
             raise InputError(f"{path} cannot be read: {error.strerror}") from None
-        kind = mimetypes.guess_type(path.name)[0] or "image/png"  # decoders ignore this type
-        if not kind.startswith("image/"):
-            raise InputError(f"{path} is not an image: its suffix means {kind}")
-        self.images.append(f"data:{kind};base64,{data}")
+        media_type = mimetypes.guess_type(path.name)[0] or "image/png"  # decoders ignore this type
+        if not media_type.startswith("image/"):
+            raise InputError(f"{path} is not an image: its suffix means {media_type}")
+        self.images.append(f"data:{media_type};base64,{data}")
         click.echo(f"the next question has {len(self.images)} images", err=True)
 
     def _undo(self) -> Mapping[str, object]:
@@ -228,7 +228,7 @@ class ChatSession:
         raise InputError("there is no question yet")
 
 
-def _reader(name: str) -> Callable[[str], object]:
+def _setting_parser(name: str) -> Callable[[str], object]:
     if name not in SETTINGS:
         raise InputError(f"{name!r} is not a setting: use one of {', '.join(SETTINGS)}")
     return SETTINGS[name]
@@ -239,7 +239,7 @@ def _check_message(message: Mapping[str, object]) -> None:
         raise ValueError("not a message")
 
 
-def _file(text: str) -> Path:
+def _file_path(text: str) -> Path:
     if not text:
         raise InputError("name a file")
     return Path(text).expanduser()

@@ -27,34 +27,34 @@ FIELDS = {"dense": "embedding", "scores": "scores", "multi_vector": "multi_vecto
 """Output kind -> its name in the file."""
 
 
-def chosen_format(output: Path | None, given: str | None) -> str:
-    """Return the given format, or else the format of the output file's suffix, or else JSON lines.
+def chosen_format(output: Path | None, requested_format: str | None) -> str:
+    """Return the requested format, else the format of the output file's suffix, else JSON lines.
 
     Raises:
         click.UsageError: the suffix names no format, or a binary format would go to a terminal.
     """
-    chosen = given
-    if chosen is None and output is not None:
-        chosen = output.suffix.removeprefix(".")
-        if chosen not in FORMATS:
+    output_format = requested_format
+    if output_format is None and output is not None:
+        output_format = output.suffix.removeprefix(".")
+        if output_format not in FORMATS:
             suffixes = ", ".join(f".{name}" for name in FORMATS)
             raise click.UsageError(f"--output {output} ends in none of {suffixes}: give --format")
-    if chosen is None:
-        chosen = "jsonl"
-    if chosen != "jsonl" and output is None and sys.stdout.isatty():
-        raise click.UsageError(f"the format {chosen} is binary: give --output FILE")
-    return chosen
+    if output_format is None:
+        output_format = "jsonl"
+    if output_format != "jsonl" and output is None and sys.stdout.isatty():
+        raise click.UsageError(f"the format {output_format} is binary: give --output FILE")
+    return output_format
 
 
 def check_format(file_format: str, kind: str) -> None:
-    """Check that a format can hold the outputs, and that the package that it needs is installed.
+    """Check that a format can store outputs of this kind and that its package is installed.
 
     Raises:
-        InputError: ``npy`` holds one array, and the outputs have different lengths.
+        InputError: the format is ``npy``, which stores one array, and outputs of this kind differ in length.
         MissingDependencyError: pyarrow is not installed.
     """
     if file_format == "npy" and kind in ("sparse", "multi_vector"):
-        raise InputError(f"npy holds one array, but {kind} outputs differ in length: use jsonl or parquet")
+        raise InputError(f"npy stores one array, but {kind} outputs differ in length: use jsonl or parquet")
     if file_format == "parquet":
         _pyarrow()
 
@@ -67,19 +67,19 @@ def write_outputs(
     responses: Sequence[EmbeddingsResponse],
 ) -> None:
     """Write one row for each text, in order, to a file or to standard output."""
-    rows = [_values(kind, response) for response in responses]
+    rows = [_output_arrays(kind, response) for response in responses]
     with _open_output(output) as file:
         if file_format == "npy":
             np.save(file, np.stack(cast("Sequence[npt.NDArray[np.floating]]", rows)))
         elif file_format == "jsonl":
             for index, row in enumerate(rows):
-                line = json.dumps({"index": index, FIELDS[kind]: _plain(row)}, ensure_ascii=False)
+                line = json.dumps({"index": index, FIELDS[kind]: _as_lists(row)}, ensure_ascii=False)
                 file.write(line.encode() + b"\n")
         else:
             _write_parquet(file, kind, texts, rows)
 
 
-def _values(kind: str, response: EmbeddingsResponse) -> Row:
+def _output_arrays(kind: str, response: EmbeddingsResponse) -> Row:
     if kind == "sparse":
         assert response.sparse is not None
         return {"token_ids": response.sparse.token_ids, "weights": response.sparse.weights}
@@ -87,7 +87,7 @@ def _values(kind: str, response: EmbeddingsResponse) -> Row:
     return row
 
 
-def _plain(row: Row) -> object:
+def _as_lists(row: Row) -> object:
     return {name: value.tolist() for name, value in row.items()} if isinstance(row, dict) else row.tolist()
 
 
@@ -98,7 +98,7 @@ def _write_parquet(file: IO[bytes], kind: str, texts: Sequence[str], rows: Seque
         "multi_vector": pyarrow.list_(floats),
         "sparse": pyarrow.struct([("token_ids", pyarrow.list_(pyarrow.int32())), ("weights", floats)]),
     }
-    values = pyarrow.array([_plain(row) for row in rows], type=types.get(kind, floats))
+    values = pyarrow.array([_as_lists(row) for row in rows], type=types.get(kind, floats))
     table = pyarrow.table({"text": pyarrow.array(list(texts), type=pyarrow.string()), FIELDS[kind]: values})
     from pyarrow import parquet
 
@@ -110,8 +110,8 @@ def _pyarrow() -> ModuleType:
         import pyarrow
     except ImportError as error:
         raise MissingDependencyError("pyarrow", "parquet", "the format parquet") from error
-    found: ModuleType = pyarrow
-    return found
+    module: ModuleType = pyarrow
+    return module
 
 
 @contextmanager

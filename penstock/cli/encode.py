@@ -84,16 +84,16 @@ def command(
     if print_config:
         print_settings(config.describe())
         return
-    chosen = chosen_format(output, file_format)
-    check_format(chosen, output_kind or "dense")
+    output_format = chosen_format(output, file_format)
+    check_format(output_format, output_kind or "dense")
     inputs = read_texts(texts, file, "--text")
     check_embeddings_model(config, "encode")
     from penstock import LLM  # loads torch
 
     with LLM.from_config(config) as llm:
-        loaded = time.perf_counter() - start
+        load_seconds = time.perf_counter() - start
         kind = cast("EmbeddingsOutput", output_kind or llm.pipeline.outputs[0])
-        check_format(chosen, kind)
+        check_format(output_format, kind)
         begin = time.perf_counter()
         responses = llm.encode(
             inputs,
@@ -106,15 +106,15 @@ def command(
             truncate=truncate,
         )
         seconds = time.perf_counter() - begin
-    write_outputs(output, chosen, kind, inputs, responses)
-    click.echo(f"penstock: {summary(responses, loaded, seconds)}", err=True)
+    write_outputs(output, output_format, kind, inputs, responses)
+    click.echo(f"penstock: {summary(responses, load_seconds, seconds)}", err=True)
 
 
-def summary(responses: Sequence[EmbeddingsResponse], loaded: float, seconds: float) -> str:
-    """Return the line with the throughput."""
+def summary(responses: Sequence[EmbeddingsResponse], load_seconds: float, seconds: float) -> str:
+    """Return the last line of the command's output: load time, number of tokens, throughput."""
     num_tokens = sum(response.num_tokens for response in responses)
     seconds = max(seconds, 1e-9)
     return (
-        f"loaded in {loaded:.2f} s, {len(responses)} texts with {num_tokens} tokens in {seconds:.2f} s: "
-        f"{len(responses) / seconds:,.1f} texts/s, {num_tokens / seconds:,.0f} tokens/s"
+        f"loaded in {load_seconds:.2f} s, {len(responses)} texts with {num_tokens} tokens in "
+        f"{seconds:.2f} s: {len(responses) / seconds:,.1f} texts/s, {num_tokens / seconds:,.0f} tokens/s"
     )

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     type=click.IntRange(1, 256),
     default=1,
     metavar="N",
-    help="Also show how N workers divide the processors.",
+    help="Also show the threads and the processors of N workers.",
 )
 @click.option(
     "--tensor-parallel-size",
@@ -27,48 +27,48 @@ if TYPE_CHECKING:
     type=click.IntRange(1, 64),
     default=1,
     metavar="N",
-    help="Also show threads and processors of N ranks that divide a model.",
+    help="Also show the threads and the processors of N ranks that divide a model.",
 )
 def command(as_json: bool, num_workers: int, num_ranks: int) -> None:
     """Show versions, processor, devices, kernels, OpenMP and threads."""
     from penstock.cli.environment import describe_environment  # loads torch
 
-    found = describe_environment(num_workers, num_ranks)
+    environment = describe_environment(num_workers, num_ranks)
     if as_json:
-        click.echo(json.dumps(found.as_dict()))
+        click.echo(json.dumps(environment.as_dict()))
     else:
-        _print(found)
+        _print_report(environment)
 
 
-def _print(found: Environment) -> None:
-    _section("versions", {"python": found.python, **found.versions})
+def _print_report(environment: Environment) -> None:
+    _section("versions", {"python": environment.python, **environment.versions})
     _section(
         "processor",
         {
-            "system": found.system,
-            "model": found.processor,
-            "cores": str(found.cores),
-            "features": " ".join(found.cpu_features) or "unknown",
-            "kernels' ISA": found.isa,
-            "torch's ISA": found.torch_cpu_capability,
-            "threads": str(found.threads),
-            **{f"NUMA node {node}": f"processors {text}" for node, text in found.numa_nodes.items()},
-            "OpenMP": ", ".join(found.openmp) or "none",
+            "system": environment.system,
+            "model": environment.processor,
+            "cores": str(environment.cores),
+            "features": " ".join(environment.cpu_features) or "unknown",
+            "kernels' ISA": environment.isa,
+            "torch's ISA": environment.torch_cpu_capability,
+            "threads": str(environment.threads),
+            **{f"NUMA node {node}": f"processors {text}" for node, text in environment.numa_nodes.items()},
+            "OpenMP": ", ".join(environment.openmp) or "none",
         },
     )
-    if found.workers:
-        _section("workers", {f"worker {index}": text for index, text in enumerate(found.workers)})
-    if found.ranks:
-        _section("ranks", {f"rank {index}": text for index, text in enumerate(found.ranks)})
+    if environment.workers:
+        _section("workers", {f"worker {index}": text for index, text in enumerate(environment.workers)})
+    if environment.ranks:
+        _section("ranks", {f"rank {index}": text for index, text in enumerate(environment.ranks)})
     _section(
         "kernels",
         {
             backend.name: f"for {', '.join(backend.device_types)}"
             + ("" if backend.is_usable else ": cannot run here")
-            for backend in found.backends
+            for backend in environment.backends
         },
     )
-    for device in found.devices:
+    for device in environment.devices:
         memory = f"{_gib(device.free_memory)} free of {_gib(device.total_memory)}"
         _section(
             f"device {device.device}",

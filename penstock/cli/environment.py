@@ -40,8 +40,7 @@ class DeviceMemory:
     kernels: dict[str, str]
     """Operation -> the back end that computes it on this device."""
     compiled_steps: str
-    """The steps of a model that run as one compiled call on this device, such as ``of up to 512 rows``, or
-    ``none``."""
+    """Which steps run as compiled steps on this device: ``of up to 128 rows``, for example, or ``none``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ class Environment:
     cores: int
     """The number of processors that this process may use."""
     cpu_features: list[str]
-    """The features that the kernels can use; empty if the C++ kernels are not built."""
+    """The CPU features that the C++ kernels can use; empty if the kernels are not built."""
     isa: str
     """The instruction set of the C++ kernels; ``none`` if they are not built."""
     torch_cpu_capability: str
@@ -99,9 +98,9 @@ def describe_environment(num_workers: int = 1, num_ranks: int = 1) -> Environmen
     from penstock.kernels import BACKENDS, cpu
 
     host = CPU()
-    found = [host, *(device for device in load_devices(scan_available_devices()) if not device.is_host)]
+    all_devices = [host, *(device for device in load_devices(scan_available_devices()) if not device.is_host)]
     devices = []
-    for device in found:
+    for device in all_devices:
         session = InferenceSession([device])
         kernels, compiled = session.ops.implementations(), session.compiled_steps
         devices.append(DeviceMemory(str(device), **device.stats, kernels=kernels, compiled_steps=compiled))
@@ -128,13 +127,13 @@ def describe_environment(num_workers: int = 1, num_ranks: int = 1) -> Environmen
 
 
 def _versions() -> dict[str, str]:
-    found = {"penstock": __version__}
+    versions = {"penstock": __version__}
     for package in PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            versions[package] = "not installed"
+    return versions
 
 
 def _processor() -> str:
@@ -155,11 +154,11 @@ def _openmp_runtimes() -> list[str]:
     return sorted(path for path in paths if _OPENMP.search(path))
 
 
-def _ranks(world: int) -> list[str]:
+def _ranks(num_ranks: int) -> list[str]:
     """Return the processors and the threads of each rank."""
-    shares, threads = rank_processors(world), default_threads_per_rank(world)
+    shares, threads = rank_processors(num_ranks), default_threads_per_rank(num_ranks)
     if shares:
         return [
             f"{threads} threads on the processors {format_processors(share.processors)}" for share in shares
         ]
-    return [f"{threads} threads on any processor"] * world
+    return [f"{threads} threads on any processor"] * num_ranks

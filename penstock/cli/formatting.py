@@ -50,9 +50,11 @@ def file_size(num_bytes: int) -> str:
 
 def unknown_command(name: str, commands: Iterable[str], ctx: click.Context) -> click.UsageError:
     """Return the error for a command that does not exist, with the names of similar commands."""
-    known = [*commands]
-    nearest = get_close_matches(name, known, n=2, cutoff=0.5)
+    command_names = [*commands]
+    nearest = get_close_matches(name, command_names, n=2, cutoff=0.5)
     hint = (
-        f"Did you mean {' or '.join(map(repr, nearest))}?" if nearest else f"Use one of {', '.join(known)}."
+        f"Did you mean {' or '.join(map(repr, nearest))}?"
+        if nearest
+        else f"Use one of {', '.join(command_names)}."
     )
     return click.UsageError(f"No such command {name!r}. {hint}", ctx)

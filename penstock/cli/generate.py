@@ -1,4 +1,4 @@
-"""``penstock generate``: streams text to standard output, and prints timings to standard error."""
+"""``penstock generate``: streams generated text to standard output and prints timings on standard error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import click
 from penstock.cli.formatting import GroupedCommand, GroupedOption
 from penstock.cli.generate_output import (
     print_memory_plan,
-    print_several,
+    print_outputs,
     print_speculation,
     print_stream,
     speculation_counts,
@@ -74,7 +74,7 @@ sampling_option = partial(click.option, cls=GroupedOption, group="Sampling")
     "--n",
     type=click.IntRange(min=1),
     default=1,
-    help="The number of outputs; they are printed when all are done.",
+    help="The number of outputs. They are printed when all of them have ended.",
 )
 @click.option(
     "--num-beams",
@@ -89,7 +89,9 @@ sampling_option = partial(click.option, cls=GroupedOption, group="Sampling")
 @click.option(
     "--logprobs",
     type=click.IntRange(min=0),
-    help="Report log probabilities of the tokens and of this many top tokens; needs --json.",
+    metavar="N",
+    help="Report log probabilities: of each output token, and of the N most probable tokens at its position. "
+    "Needs --json.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
 @click.option("--verbose", is_flag=True, help="Print the memory plan on standard error.")
@@ -133,11 +135,11 @@ def command(
         raise click.UsageError("--system needs --chat")
     if logprobs is not None and not as_json:
         raise click.UsageError("--logprobs needs --json: text output cannot show them")
-    sampling = (
+    sampling_options = (
         *(temperature, top_k, top_p, min_p, seed, stop or None, chat or None, image or None),
         *(json_schema, logprobs),
     )
-    if num_beams is not None and any(value is not None for value in sampling):
+    if num_beams is not None and any(value is not None for value in sampling_options):
         raise click.UsageError("--num-beams can only be combined with --n, --max-new-tokens and --ignore-eos")
     _check_utf8("--system", system or "")
     _check_utf8("--stop", "".join(stop))
@@ -154,23 +156,25 @@ def command(
     from penstock import LLM  # loads torch
 
     with LLM.from_config(config) as llm:
-        loaded = time.perf_counter() - start
+        load_seconds = time.perf_counter() - start
         if verbose:
             print_memory_plan(llm)
         if num_beams is not None:
             beams = partial(llm.beam_search, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos)
             search = partial(beams, [text], num_beams=num_beams, num_return_sequences=n)
-            print_several(*timed(search), loaded, as_json=as_json)
-            return  # beam search uses no drafts, so there are no counts to print
+            print_outputs(*timed(search), load_seconds, as_json=as_json)
+            return  # beam search uses no drafts, so there are no speculation counts to print
         if image and not chat:
             chat = not llm.tokenizer.reads_images or llm.tokenizer.image_placeholder not in text
         messages = _messages(text, system, image) if chat else None
         request = _Request(text, messages, list(image), params, _response_format(json_schema), logprobs)
         if n > 1:
             outputs, seconds = timed(partial(request.outputs, llm, n))
-            print_several(outputs, seconds, loaded, as_json=as_json, more=speculation_counts(llm))
+            print_outputs(
+                outputs, seconds, load_seconds, as_json=as_json, more_members=speculation_counts(llm)
+            )
         else:
-            print_stream(llm, request.stream(llm), loaded, as_json=as_json)
+            print_stream(llm, request.stream(llm), load_seconds, as_json=as_json)
         if verbose:
             print_speculation(llm)
 
@@ -189,17 +193,19 @@ class _Request:
     logprobs: int | None
 
     def outputs(self, llm: LLM, n: int) -> list[GenerationOutput]:
-        """Return several outputs."""
-        form, logprobs = self.response_format, self.logprobs
+        """Generate ``n`` outputs and return them."""
+        response_format, logprobs = self.response_format, self.logprobs
         if self.messages is not None:
-            return llm.chat([self.messages], self.params, n=n, logprobs=logprobs, response_format=form)
+            return llm.chat(
+                [self.messages], self.params, n=n, logprobs=logprobs, response_format=response_format
+            )
         images = self.images or None
         return llm.generate(
-            self.prompt, self.params, n=n, logprobs=logprobs, response_format=form, images=images
+            self.prompt, self.params, n=n, logprobs=logprobs, response_format=response_format, images=images
         )
 
     def stream(self, llm: LLM) -> TextStream:
-        """Return the stream of one output."""
+        """Start to generate one output and return its stream."""
         return llm.stream(
             None if self.messages else self.prompt,
             self.params,
@@ -212,8 +218,8 @@ class _Request:
 
 def _messages(text: str, system: str | None, images: Sequence[Path]) -> list[Mapping[str, object]]:
     parts = [*({"type": "image", "image": path} for path in images), {"type": "text", "text": text}]
-    before = [{"role": "system", "content": system}] if system is not None else []
-    return [*before, {"role": "user", "content": parts if images else text}]
+    system_messages = [{"role": "system", "content": system}] if system is not None else []
+    return [*system_messages, {"role": "user", "content": parts if images else text}]
 
 
 def _response_format(path: Path | None) -> dict[str, object] | None:
@@ -232,20 +238,20 @@ def _check_model(name: object) -> None:
 
 
 def _check_task(config: PipelineConfig) -> None:
-    """Check that the model generates text, before it is loaded."""
+    """Check before the load that the model generates text."""
     from penstock.pipelines.core import PipelineTask
 
-    served = config.model.pipeline_task
-    if config.model.task == "auto" and served is PipelineTask.EMBEDDINGS_GENERATION:
+    task = config.model.pipeline_task
+    if config.model.task == "auto" and task is PipelineTask.EMBEDDINGS_GENERATION:
         raise InputError(
-            f"this model is loaded for {served.option} and generates no text: use penstock encode or "
+            f"this model is loaded for {task.option} and generates no text: use penstock encode or "
             "penstock rerank, or load it with --task text-generation if its architecture supports that"
         )
 
 
-def _checked_prompt(given: str | None) -> str:
-    """Return the prompt from the flag, or from standard input without its last line end."""
-    text = _standard_input() if given is None else given
+def _checked_prompt(prompt_flag: str | None) -> str:
+    """Return the prompt of ``--prompt``, or the text of standard input without its last line end."""
+    text = _standard_input() if prompt_flag is None else prompt_flag
     _check_utf8("the prompt", text)
     if not text:
         raise InputError("the prompt is empty: give --prompt TEXT, or text on standard input")
@@ -255,7 +261,7 @@ def _checked_prompt(given: str | None) -> str:
 def _check_utf8(name: str, text: str) -> None:
     try:
         text.encode("utf-8")
-    except UnicodeEncodeError:  # Python decodes other bytes of the command line as lone surrogates
+    except UnicodeEncodeError:  # Python decodes invalid UTF-8 on the command line to lone surrogates
         raise InputError(f"{name} is not valid UTF-8") from None
 
 

@@ -30,7 +30,7 @@ class Timings:
     """The number of tokens in the first piece of text."""
 
     def tokens_per_second(self, num_tokens: int) -> float:
-        """Return the speed after the first piece of text, or the total speed if there was only one piece."""
+        """Return the tokens per second after the first piece of text, or in total for a single piece."""
         if num_tokens > self.num_first_tokens and self.remaining > 0:
             return (num_tokens - self.num_first_tokens) / self.remaining
         return num_tokens / max(self.first_token, 1e-9)
@@ -49,39 +49,39 @@ def timed(generate: Callable[[], list[GenerationOutput]]) -> tuple[list[Generati
     return generate(), time.perf_counter() - start
 
 
-def print_several(
+def print_outputs(
     outputs: list[GenerationOutput],
     seconds: float,
-    loaded: float,
+    load_seconds: float,
     *,
     as_json: bool,
-    more: dict[str, object] | None = None,
+    more_members: dict[str, object] | None = None,
 ) -> None:
-    """Print several outputs of one prompt; `more` has further members of the JSON object."""
+    """Print several outputs of one prompt. ``more_members`` are additional members of the JSON object."""
     num_generated = sum(output.num_generated_tokens for output in outputs)
     speed = num_generated / max(seconds, 1e-9)
     if as_json:
-        several = {
+        report = {
             "outputs": [{"index": output.index, **_output_as_json(output)} for output in outputs],
             "usage": _usage(outputs),
-            "timings": {"load_s": round(loaded, 4), "tokens_per_s": round(speed, 2)},
-            **(more or {}),
+            "timings": {"load_s": round(load_seconds, 4), "tokens_per_s": round(speed, 2)},
+            **(more_members or {}),
         }
-        click.echo(json.dumps(several, ensure_ascii=False))
+        click.echo(json.dumps(report, ensure_ascii=False))
         return
     for output in outputs:
         click.echo(f"[{output.index}] {output.text}")
     click.echo(
-        f"penstock: loaded in {loaded:.2f} s, {len(outputs)} outputs with {num_generated} tokens in total "
-        f"at {speed:.1f} tokens/s",
+        f"penstock: loaded in {load_seconds:.2f} s, {len(outputs)} outputs with {num_generated} tokens in "
+        f"total at {speed:.1f} tokens/s",
         err=True,
     )
 
 
-def print_stream(llm: LLM, stream: TextStream, loaded: float, *, as_json: bool) -> None:
+def print_stream(llm: LLM, stream: TextStream, load_seconds: float, *, as_json: bool) -> None:
     """Print the output of a stream: text as it is generated, or one JSON object at the end."""
     with closing(stream):
-        timings = _run(stream, loaded, silent=as_json)
+        timings = _run(stream, load_seconds, silent=as_json)
         output = stream.output
     if as_json:
         click.echo(json.dumps(_as_json(output, timings) | speculation_counts(llm), ensure_ascii=False))
@@ -89,20 +89,20 @@ def print_stream(llm: LLM, stream: TextStream, loaded: float, *, as_json: bool) 
         click.echo(f"penstock: {timings.summary(output.num_generated_tokens)}", err=True)
 
 
-def _run(stream: TextStream, loaded: float, *, silent: bool) -> Timings:
+def _run(stream: TextStream, load_seconds: float, *, silent: bool) -> Timings:
     """Print the text as it is generated, unless ``silent``, and return the timings."""
     start = time.perf_counter()
-    first, num_first_tokens = None, 1
+    first_piece_at, num_first_tokens = None, 1
     for piece in stream:
-        if first is None:
-            first, num_first_tokens = time.perf_counter(), stream.num_tokens
+        if first_piece_at is None:
+            first_piece_at, num_first_tokens = time.perf_counter(), stream.num_tokens
         if not silent:
             click.echo(piece, nl=False)
     end = time.perf_counter()
     if not silent:
         click.echo()
-    first = first or end
-    return Timings(loaded, first - start, end - first, num_first_tokens)
+    first_piece_at = first_piece_at or end
+    return Timings(load_seconds, first_piece_at - start, end - first_piece_at, num_first_tokens)
 
 
 def _as_json(output: GenerationOutput, timings: Timings) -> dict[str, object]:
@@ -119,18 +119,18 @@ def _as_json(output: GenerationOutput, timings: Timings) -> dict[str, object]:
 
 
 def _output_as_json(output: GenerationOutput) -> dict[str, object]:
-    shown: dict[str, object] = {
+    members: dict[str, object] = {
         "text": output.text,
         "token_ids": output.token_ids,
         "finish_reason": output.finish_reason,
     }
     if output.score is not None:
-        shown["score"] = output.score
+        members["score"] = output.score
     rows = output.log_probabilities
     if rows is not None:
-        shown["token_log_probabilities"] = rows.token_log_probabilities
-        shown["top_log_probabilities"] = rows.top_log_probabilities
-    return shown
+        members["token_log_probabilities"] = rows.token_log_probabilities
+        members["top_log_probabilities"] = rows.top_log_probabilities
+    return members
 
 
 def _usage(outputs: list[GenerationOutput]) -> dict[str, int]:
@@ -159,7 +159,7 @@ def speculation_counts(llm: LLM) -> dict[str, object]:
 
 
 def print_speculation(llm: LLM) -> None:
-    """Print the speculation counts on standard error; nothing without speculation."""
+    """Print the speculation counts on standard error. Prints nothing without speculation."""
     stats = llm.pipeline.speculation_stats
     if speculation_counts(llm):
         click.echo(

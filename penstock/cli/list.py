@@ -1,4 +1,4 @@
-"""``penstock list``: supported architectures, tasks, encodings and formats; with --local, downloads."""
+"""``penstock list``: supported architectures, tasks, encodings and formats, or downloaded models."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def command(local: bool, as_json: bool) -> None:
     if local:
         _list_local(as_json)
         return
-    found = describe()
+    support = describe()
     if as_json:
-        click.echo(json.dumps(found, ensure_ascii=False))
+        click.echo(json.dumps(support, ensure_ascii=False))
         return
     rows = [
         [
@@ -32,14 +32,14 @@ def command(local: bool, as_json: bool) -> None:
             _join_names(architecture["encodings"]),
             _join_names(architecture["examples"]),
         ]
-        for architecture in found["architectures"]
+        for architecture in support["architectures"]
     ]
     _print_table(["architecture", "task", "encodings", "known to work"], rows)
     for title, names in (
-        ("tool calls", found["tool_call_parsers"]),
-        ("reasoning", found["reasoning_parsers"]),
-        ("checkpoint formats", found["checkpoint_formats"]),
-        ("GGUF blocks", found["gguf_types"]),
+        ("tool calls", support["tool_call_parsers"]),
+        ("reasoning", support["reasoning_parsers"]),
+        ("checkpoint formats", support["checkpoint_formats"]),
+        ("GGUF blocks", support["gguf_types"]),
     ):
         click.echo(f"\n{title}: {_join_names(names)}")
 
@@ -135,7 +135,7 @@ def _join_names(names: list[str]) -> str:
     return ", ".join(names) or "-"
 
 
-def _print_table(head: list[str], rows: list[list[str]]) -> None:
-    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
-    for row in [head, *rows]:
+def _print_table(header: list[str], rows: list[list[str]]) -> None:
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    for row in [header, *rows]:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from penstock.worker.process import WorkerRuntime
     from penstock.worker.router import WorkerRouter
 
-_SETTING = re.compile(r",(?=[a-z][a-z0-9_-]*=)")
+_SETTING_SEPARATOR = re.compile(r",(?=[a-z][a-z0-9_-]*=)")
 _MEMORY = "memory"
-_RESERVE = 512 << 20
+_RESERVE = 512 << 20  # bytes per worker, in addition to 1.5 times the weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class ModelFlag:
 
 
 def parse_model(text: str) -> ModelFlag:
-    """Parse ``PATH,setting=value,...``. The settings are those of the configuration, and ``memory``.
+    """Parse ``PATH,setting=value,...``. A setting is a flat name of the configuration, or ``memory``.
 
     >>> parse_model("./a,served-model-name=small,devices=gpu:0,1").settings
     {'served_model_name': 'small', 'devices': 'gpu:0,1'}
@@ -46,32 +46,33 @@ def parse_model(text: str) -> ModelFlag:
     Raises:
         ConfigError: a setting is given twice, or the memory is not a size.
     """
-    path, *rest = _SETTING.split(text)
+    path, *setting_texts = _SETTING_SEPARATOR.split(text)
     settings: dict[str, str] = {}
-    for part in rest:
-        name, _, value = part.partition("=")
+    for setting_text in setting_texts:
+        name, _, value = setting_text.partition("=")
         name = name.replace("-", "_")
         if name in settings:
             raise ConfigError(name, f"is given twice in --model {text!r}")
         settings[name] = value
-    given = settings.pop(_MEMORY, None)
-    if given is None:
+    memory_text = settings.pop(_MEMORY, None)
+    if memory_text is None:
         return ModelFlag(path, settings)
-    size = read_size(given)
+    size = read_size(memory_text)
     if isinstance(size, str):
         size = int(size) if size.isdecimal() else 0
-    if not NUM_BYTES.holds(size):
-        raise ConfigError(_MEMORY, f"must be {NUM_BYTES.legal}, was {given!r} (in --model {text!r})")
+    if not NUM_BYTES.is_allowed(size):
+        allowed = NUM_BYTES.allowed_values
+        raise ConfigError(_MEMORY, f"must be {allowed}, was {memory_text!r} (in --model {text!r})")
     return ModelFlag(path, settings, size)
 
 
 def model_configs(
     models: Sequence[ModelFlag], flags: Mapping[str, object]
 ) -> list[tuple[PipelineConfig, ServeConfig]]:
-    """Return the configurations of each model, from the common flags and the settings of its flag.
+    """Return the configurations of each model, from the common flags and the settings in its ``--model``.
 
     Raises:
-        ConfigError: unknown name, wrong type or impossible value.
+        ConfigError: unknown name, wrong type or invalid value.
     """
     return [configs_from_flags({**flags, **model.settings, "model_path": model.path}) for model in models]
 
@@ -120,7 +121,7 @@ def served_models(
     config: ServeConfig,
     listener: CacheListener | None,
 ) -> list[ServedModel]:
-    """Return the models of a server, the first one awake. Finds or downloads their checkpoints."""
+    """Return the models of a server, downloaded if needed. All engines except the first are asleep."""
     from penstock.assembly import load_serving_tokenizer
     from penstock.serve.models.registry import ServedModel
 
@@ -140,13 +141,19 @@ def served_models(
 
 
 def estimate_memory(config: PipelineConfig) -> int:
-    """Return bytes for a model without ``memory=``: 1.5 times its weights plus 512 MiB, per worker."""
+    """Return the bytes that a model without ``memory=`` may use.
+
+    Each worker may use 1.5 times the size of the weights plus 512 MiB.
+    """
     size = sum(header.num_bytes for header in config.model.tensor_headers.values())
     return config.data_parallel_size * (size + size // 2 + _RESERVE)
 
 
 def memory_budget(config: ServeConfig, pipeline_config: PipelineConfig) -> int:
-    """Return the bytes for all loaded models: ``--model-memory``, or a fraction of the free memory."""
+    """Return the bytes that all loaded models may use together.
+
+    The value is ``--model-memory``, or by default ``--device-memory-utilization`` of the free memory.
+    """
     from penstock.driver import CPU
 
     if config.model_memory is not None:

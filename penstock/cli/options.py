@@ -17,8 +17,8 @@ from penstock.serve.config import ServeConfig, serve_fields
 
 Decorated = TypeVar("Decorated", bound=Callable[..., object])
 
-_SHORTER = {"model_path": "--model"}
-"""Field -> an additional, shorter flag."""
+_SHORT_FLAGS = {"model_path": "--model"}
+"""Flat name of a setting -> an additional, shorter flag."""
 
 _GROUPS = {
     "model": "Model",
@@ -86,10 +86,10 @@ def take_ray_config(flags: dict[str, object]) -> RayConfig:
     """Remove the flags of `ray_options` from all flags, and return their configuration.
 
     Raises:
-        ConfigError: unknown name, wrong type or impossible value.
+        ConfigError: unknown name, wrong type or invalid value.
     """
-    own = {field.name: flags.pop(field.name) for field in ray_fields()}
-    return RayConfig.from_given(_collect_settings({**own, CONFIG_FILE: flags.get(CONFIG_FILE)}))
+    ray_flags = {field.name: flags.pop(field.name) for field in ray_fields()}
+    return RayConfig.from_given(_collect_settings({**ray_flags, CONFIG_FILE: flags.get(CONFIG_FILE)}))
 
 
 def config_from_flags(flags: Mapping[str, object], *, default_model: str | None = None) -> PipelineConfig:
@@ -100,7 +100,7 @@ def config_from_flags(flags: Mapping[str, object], *, default_model: str | None 
         default_model: the model of the command if none of the three sources sets one.
 
     Raises:
-        ConfigError: unknown name, wrong type or impossible value.
+        ConfigError: unknown name, wrong type or invalid value.
     """
     return configs_from_flags(flags, default_model=default_model)[0]
 
@@ -117,7 +117,7 @@ def configs_from_flags(
         default_model: the model of the command if none of the three sources sets one.
 
     Raises:
-        ConfigError: unknown name, wrong type or impossible value.
+        ConfigError: unknown name, wrong type or invalid value.
         click.UsageError: MODEL and --model name different models.
     """
     values = _collect_settings(_with_model(flags))
@@ -128,29 +128,28 @@ def configs_from_flags(
 
 def _collect_settings(flags: Mapping[str, object]) -> dict[str, tuple[object, str]]:
     """Return the settings of all commands from flags, the environment and the file."""
-    given = {
-        name: value for name, value in flags.items() if value != ()
-    }  # () if a repeatable flag is not given
-    return collect_values([*config_fields(), *serve_fields(), *ray_fields()], given, "flag", os.environ)
+    # click returns () for a repeatable flag that is not given.
+    given_flags = {name: value for name, value in flags.items() if value != ()}
+    return collect_values([*config_fields(), *serve_fields(), *ray_fields()], given_flags, "flag", os.environ)
 
 
 def print_settings(rows: Iterable[tuple[str, object, str]]) -> None:
     """Print the rows of ``describe()``: name, value and source."""
-    shown = [(name, _plain(value), source) for name, value, source in rows]
-    widths = [max(len(row[column]) for row in shown) for column in range(2)]
-    for name, value, source in shown:
+    formatted_rows = [(name, _format_value(value), source) for name, value, source in rows]
+    widths = [max(len(row[column]) for row in formatted_rows) for column in range(2)]
+    for name, value, source in formatted_rows:
         click.echo(f"{name:{widths[0]}}  {value:{widths[1]}}  {source}")
 
 
 def _with_model(flags: Mapping[str, object]) -> dict[str, object]:
     """Return the flags with the argument MODEL as the flag --model."""
-    given = dict(flags)
-    model, flag = given.pop("model", None), given.get("model_path")
+    given_flags = dict(flags)
+    model, flag = given_flags.pop("model", None), given_flags.get("model_path")
     if model is None:
-        return given
+        return given_flags
     if flag is not None and flag != model:
         raise click.UsageError(f"the model is given twice, as {model!r} and as --model {flag!r}: give one")
-    return given | {"model_path": model}
+    return given_flags | {"model_path": model}
 
 
 def _serve_group(field: ConfigField) -> str:
@@ -172,14 +171,14 @@ def _with_options(
 
 
 def _option(field: ConfigField, group: str, *, is_repeated: bool = False) -> Callable[[Decorated], Decorated]:
-    # Given values remain text, and absent values are None. `from_flat` converts and checks them.
+    # Values remain text, and are None for absent flags. `collect_values` converts and checks them.
     name = field.name.replace("_", "-")
     has_default = field.default not in (None, False, ())
-    help = f"{field.help}  [default: {_shown(field.default)}]" if has_default else field.help
+    help = f"{field.help}  [default: {_format_default(field.default)}]" if has_default else field.help
     if isinstance(field.default, bool):
         flag = f"--{name}/--no-{name}"
         return click.option(flag, field.name, default=None, help=help, cls=GroupedOption, group=group)
-    flags = [_SHORTER[field.name]] if field.name in _SHORTER else []
+    flags = [_SHORT_FLAGS[field.name]] if field.name in _SHORT_FLAGS else []
     is_text = field.parse is not None or isinstance("", field.type)
     metavar = "|".join(field.rule.choices) or ("TEXT" if is_text else "N")
     return click.option(
@@ -195,13 +194,13 @@ def _option(field: ConfigField, group: str, *, is_repeated: bool = False) -> Cal
     )
 
 
-def _shown(value: object) -> str:
+def _format_default(value: object) -> str:
     if isinstance(value, bool):
         return "on"
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _plain(value: object) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, tuple):
         return ",".join(map(str, value)) or "-"
     return "-" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

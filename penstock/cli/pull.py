@@ -38,13 +38,13 @@ def command(model: str, revision: str, gguf_file: str | None, codec: bool, as_js
     files = [file for file in folder.rglob("*") if file.is_file()]
     size = sum(os.stat(file).st_size for file in files)
     if as_json:
-        found = {
+        report = {
             "model": model,
             "path": str(path),
             "revision": cached_revision(path),
             "num_files": len(files),
             "num_bytes": size,
         }
-        click.echo(json.dumps(found, ensure_ascii=False))
+        click.echo(json.dumps(report, ensure_ascii=False))
         return
     click.echo(f"{model}: {file_size(size)} in {len(files)} files, {path}")

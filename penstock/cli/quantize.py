@@ -12,14 +12,14 @@ from penstock.cli.options import config_from_flags, config_options, print_settin
 from penstock.errors import ConfigError
 from penstock.kernels.encodings import ENCODINGS
 
-_CHOICES = tuple(name for name in ENCODINGS.names if not ENCODINGS[name].is_float)
+_ENCODING_NAMES = tuple(name for name in ENCODINGS.names if not ENCODINGS[name].is_float)
 
 
 @click.command("quantize", cls=GroupedCommand)
 @click.option(
     "--encoding",
-    type=click.Choice(_CHOICES),
-    default=_CHOICES[-1],
+    type=click.Choice(_ENCODING_NAMES),
+    default=_ENCODING_NAMES[-1],
     show_default=True,
     help="Encoding of the linear layers.",
 )
@@ -29,13 +29,15 @@ _CHOICES = tuple(name for name in ENCODINGS.names if not ENCODINGS[name].is_floa
 def command(encoding: str, out: str | None, as_json: bool, print_config: bool, **flags: object) -> None:
     """Write a quantized checkpoint in the format of compressed-tensors.
 
-    Penstock and transformers load it. All linear layers have the encoding: int4 has 4-bit integers in
-    groups of 32 inputs, calibrated like an int4 load; int8 has 8-bit integers with a scale per output.
-    Embeddings, norms, routers and the output head are copied.
+    Penstock and transformers load it. All linear layers except routers and the output head have the
+    encoding. int4 means 4-bit integers with a scale for each group of 32 inputs, calibrated as when
+    Penstock loads a model in int4. int8 means 8-bit integers with a scale for each output. Embeddings,
+    norms, routers and the output head are copied.
     """
     if flags.get("quantization_encoding"):
         raise ConfigError(
-            "quantization_encoding", f"use --encoding, which is {encoding}, for the encoding to write"
+            "quantization_encoding",
+            f"is set by --encoding, which is {encoding}: omit quantization_encoding",
         )
     config = config_from_flags(flags | {"quantization_encoding": encoding})
     if print_config:
@@ -54,8 +56,8 @@ def command(encoding: str, out: str | None, as_json: bool, print_config: bool, *
         "after": sum(file.stat().st_size for file in folder.glob("*.safetensors")),
     }
     if as_json:
-        found = {"out": str(folder), "encoding": encoding, "num_layers": len(names), "bytes": sizes}
-        click.echo(json.dumps(found))
+        report = {"out": str(folder), "encoding": encoding, "num_layers": len(names), "bytes": sizes}
+        click.echo(json.dumps(report))
         return
     click.echo(f"{folder}: {len(names)} layers in {encoding}")
     click.echo(f"  {sizes['before'] / 2**20:,.1f} MiB became {sizes['after'] / 2**20:,.1f} MiB")

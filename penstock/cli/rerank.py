@@ -38,7 +38,7 @@ def command(
     """Print documents by descending score for a query.
 
     A cross-encoder scores each pair of query and document. For an embedder the score is the similarity of the
-    two embeddings, with the prompts for queries and documents that the checkpoint has.
+    two embeddings. They are computed with the checkpoint's prompts for queries and documents.
     """
     start = time.perf_counter()
     config = config_from_flags(flags)
@@ -52,7 +52,7 @@ def command(
     from penstock import LLM  # loads torch
 
     with LLM.from_config(config) as llm:
-        loaded = time.perf_counter() - start
+        load_seconds = time.perf_counter() - start
         begin = time.perf_counter()
         results = llm.rerank(query, texts, top_n=top_n, truncate=truncate)
         seconds = max(time.perf_counter() - begin, 1e-9)
@@ -66,7 +66,7 @@ def command(
     for result in results:
         click.echo(f"{result.score:.4f}  [{result.index}]  {result.document}")
     click.echo(
-        f"penstock: loaded in {loaded:.2f} s, {len(texts)} documents in {seconds:.2f} s: "
+        f"penstock: loaded in {load_seconds:.2f} s, {len(texts)} documents in {seconds:.2f} s: "
         f"{len(texts) / seconds:,.1f} documents/s",
         err=True,
     )

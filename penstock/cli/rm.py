@@ -18,9 +18,11 @@ def command(models: tuple[str, ...], revision: str | None, yes: bool) -> None:
     """
     from penstock.weights.hub_cache import delete_model, find_cached_models
 
-    found = {name: find_cached_models(name, revision) for name in dict.fromkeys(models)}
-    for name, cached in found.items():
-        what = ", ".join(model.revision[:12] if model.revision else "a partial download" for model in cached)
-        if not yes and not click.confirm(f"Delete {name} ({what})?", err=True):
+    cached_models = {name: find_cached_models(name, revision) for name in dict.fromkeys(models)}
+    for name, cached in cached_models.items():
+        revisions = ", ".join(
+            model.revision[:12] if model.revision else "a partial download" for model in cached
+        )
+        if not yes and not click.confirm(f"Delete {name} ({revisions})?", err=True):
             continue
         click.echo(f"{name}: {file_size(delete_model(name, revision))} freed")

@@ -50,14 +50,14 @@ _PACKAGES = {
 def command(print_config: bool, **flags: object) -> int:
     """Serve models through an OpenAI-compatible API until a signal arrives.
 
-    Give --model several times to serve several models. --model PATH,name=value,... sets settings of one
-    model, and memory=SIZE the memory that it may use. The first one is loaded at the start, every other one
-    when a request names it.
+    Give --model several times to serve several models. In --model PATH,name=value,... each setting applies to
+    this model only, and memory=SIZE limits its memory. The first model is loaded at the start, every other
+    model when a request names it.
 
-    With --ray the server runs on a Ray cluster, with one model in replicas that start and end with the load.
+    With --ray, one model is served on a Ray cluster, in replicas whose number follows the load.
 
-    After the first SIGTERM or Ctrl-C the server finishes the running requests; the second one stops it at
-    once.
+    After the first SIGTERM or Ctrl-C, the server finishes the running requests. A second signal stops the
+    server at once.
     """
     ray_config = take_ray_config(flags)
     models = _models(flags)
@@ -90,12 +90,12 @@ def _models(flags: dict[str, object]) -> list[ModelFlag]:
     Raises:
         click.UsageError: MODEL and --model are both given.
     """
-    argument, given = flags.pop("model"), flags.pop("model_path")
-    assert isinstance(given, tuple)
-    if argument is not None and given not in ((), (argument,)):
-        shown = " ".join(f"--model {text!r}" for text in given)
-        raise click.UsageError(f"the model is given twice, as {argument!r} and as {shown}: give one")
-    texts = given or (() if argument is None else (argument,))
+    argument, model_flags = flags.pop("model"), flags.pop("model_path")
+    assert isinstance(model_flags, tuple)
+    if argument is not None and model_flags not in ((), (argument,)):
+        flag_list = " ".join(f"--model {text!r}" for text in model_flags)
+        raise click.UsageError(f"the model is given twice, as {argument!r} and as {flag_list}: give one")
+    texts = model_flags or (() if argument is None else (argument,))
     return [parse_model(str(text)) for text in texts] or [ModelFlag(None, {})]
 
 
@@ -110,18 +110,19 @@ def _run_on_ray(config: ServeConfig, configs: Sequence[PipelineConfig], ray_conf
 
     if len(configs) > 1:
         raise UnsupportedFeatureError(
-            f"--ray with {len(configs)} models", "start a server with its own --ray-app-name for each"
+            f"--ray with {len(configs)} models",
+            "start one server for each model, with its own --ray-app-name",
         )
     return run_server(configs[0], config, ray_config)
 
 
 def _print_settings(config: ServeConfig, configs: Sequence[PipelineConfig], ray_config: RayConfig) -> None:
-    """Print all settings of the server and the first model, and the differing settings of other models."""
-    first, *others = configs
-    print_settings([*config.describe(), *ray_config.describe(), *first.describe()])
-    for other in others:
-        click.echo(f"\n{other.model.name}")
-        print_settings(row for row in other.describe() if row not in first.describe())
+    """Print the settings of the server and the first model, and the settings in which other models differ."""
+    first_config, *other_configs = configs
+    print_settings([*config.describe(), *ray_config.describe(), *first_config.describe()])
+    for other_config in other_configs:
+        click.echo(f"\n{other_config.model.name}")
+        print_settings(row for row in other_config.describe() if row not in first_config.describe())
 
 
 def _server(
@@ -136,8 +137,8 @@ def _server(
     if len(models) > 1:
         from penstock.serve.models.server import ModelsServer
 
-        served = served_models(models, configs, config, listener)
-        return ModelsServer(config, served, memory_budget(config, configs[0]), startup)
+        served_model_list = served_models(models, configs, config, listener)
+        return ModelsServer(config, served_model_list, memory_budget(config, configs[0]), startup)
     from penstock.assembly import load_serving_tokenizer
     from penstock.serve.http.lifecycle import Server
 
@@ -145,7 +146,7 @@ def _server(
     return Server(config, configs[0], engine, partial(load_serving_tokenizer, configs[0]), startup)
 
 
-def check_packages(what: str) -> None:
+def check_packages(command_name: str) -> None:
     """Check that the extra ``serve`` is installed.
 
     Raises:
@@ -153,4 +154,4 @@ def check_packages(what: str) -> None:
     """
     for module, package in _PACKAGES.items():
         if find_spec(module) is None:
-            raise MissingDependencyError(package, "serve", what)
+            raise MissingDependencyError(package, "serve", command_name)

@@ -55,52 +55,52 @@ def command(
     print_config: bool,
     **flags: object,
 ) -> None:
-    """Convert a text to speech; by default the text of standard input.
+    """Convert TEXT to speech; by default the text of standard input.
 
     The model is demo-voice if none is given.
     Long texts are split at sentences. Prints the duration and the real-time factor on standard error.
     """
     start = time.perf_counter()
-    names = ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
-    sampling = {name: flags.pop(name) for name in names}
+    sampling_names = ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
+    sampling = {name: flags.pop(name) for name in sampling_names}
     from penstock.weights.hub import DEMO_VOICE
 
     config = config_from_flags(flags, default_model=DEMO_VOICE)
     if print_config:
         print_settings(config.describe())
         return
-    chosen = chosen_format(output, file_format)
+    output_format = chosen_format(output, file_format)
     from penstock.media.audio_files import audio_format, encode_audio
 
-    audio_format(chosen)  # before the model is loaded, so that a missing library is reported at once
+    audio_format(output_format)  # raises before the model is loaded if a library for the format is missing
     text = sys.stdin.read() if text is None else text
     if not text.strip():
         raise InputError("there is no text to speak: give it as an argument or on standard input")
-    served = config.model.pipeline_task.option
-    if served != TASK:
-        raise TaskMismatchError("penstock speak", TASK, served)
+    task = config.model.pipeline_task.option
+    if task != TASK:
+        raise TaskMismatchError("penstock speak", TASK, task)
     from penstock import LLM  # loads torch
 
     with LLM.from_config(config) as llm:
-        loaded = time.perf_counter() - start
+        load_seconds = time.perf_counter() - start
         defaults = llm.tokenizer.speech_format.sampling_defaults
         params = config.default_sampling_params(defaults=defaults, **sampling)
         begin = time.perf_counter()
         speech = llm.speak(text, params, voice=voice_name)
         seconds = time.perf_counter() - begin
-    data = encode_audio(speech.audio, speech.sample_rate, chosen)
+    data = encode_audio(speech.audio, speech.sample_rate, output_format)
     if str(output) == "-":
         sys.stdout.buffer.write(data)
     else:
         output.write_bytes(data)
-    click.echo(f"penstock: {summary(speech, loaded, seconds)}", err=True)
+    click.echo(f"penstock: {summary(speech, load_seconds, seconds)}", err=True)
 
 
 def chosen_format(output: Path, file_format: str | None) -> str:
-    """Return the format of a file.
+    """Return the audio format of the output file.
 
     Raises:
-        InputError: its suffix is not a known format, and no format is given.
+        InputError: the suffix of the file is not a known format, and no format is given.
     """
     suffix = output.suffix.lower().removeprefix(".")
     if file_format is not None:
@@ -112,11 +112,11 @@ def chosen_format(output: Path, file_format: str | None) -> str:
     return suffix
 
 
-def summary(speech: Speech, loaded: float, seconds: float) -> str:
-    """Return the line with duration and speed."""
-    factor = seconds / max(speech.seconds, 1e-9)
-    cut = "; cut at the maximum length" if speech.is_cut else ""
+def summary(speech: Speech, load_seconds: float, seconds: float) -> str:
+    """Return the last line of the command's output: load time, duration and real-time factor."""
+    real_time_factor = seconds / max(speech.seconds, 1e-9)
+    cut_note = "; cut at the maximum length" if speech.is_cut else ""
     return (
-        f"loaded in {loaded:.2f} s, {speech.seconds:.2f} s of audio ({speech.num_tokens} tokens) in "
-        f"{seconds:.2f} s: real-time factor {factor:.2f}{cut}"
+        f"loaded in {load_seconds:.2f} s, {speech.seconds:.2f} s of audio ({speech.num_tokens} tokens) in "
+        f"{seconds:.2f} s: real-time factor {real_time_factor:.2f}{cut_note}"
     )

@@ -20,38 +20,38 @@ TEXT_KEYS = ("text", "input", "document")
 
 
 def check_embeddings_model(config: PipelineConfig, command: str) -> None:
-    """Check that the model is an embeddings model, before it is loaded.
+    """Check before the load that the model is an embeddings model.
 
     Raises:
         TaskMismatchError: the model generates text.
     """
-    served = config.model.pipeline_task.option
-    if served != TASK:
-        raise TaskMismatchError(f"penstock {command}", TASK, served)
+    task = config.model.pipeline_task.option
+    if task != TASK:
+        raise TaskMismatchError(f"penstock {command}", TASK, task)
 
 
-def read_texts(given: tuple[str, ...], file: Path | None, what: str) -> list[str]:
-    """Return the texts of the flags, or else of the file, or else of standard input.
+def read_texts(flag_texts: tuple[str, ...], file: Path | None, flag: str) -> list[str]:
+    """Return the texts of the flags, else of the file, else of standard input.
 
     A file ending in ``.jsonl`` has one JSON string or object per line; any other file has one text per line.
     Empty lines are skipped.
 
     Args:
-        given: the values of a flag that may be repeated.
+        flag_texts: the values of a flag that may be repeated.
         file: the value of ``--file``; ``-`` is standard input.
-        what: the name of the flag in errors, such as ``--text``.
+        flag: the name of the flag in errors, such as ``--text``.
 
     Raises:
         InputError: there is no text, or a line cannot be read.
     """
-    if given and file is not None:
-        raise click.UsageError(f"{what} and --file are both given: give one of them")
-    if given:
-        for text in given:
-            _check_utf8(what, text)
-        return list(given)
+    if flag_texts and file is not None:
+        raise click.UsageError(f"{flag} and --file are both given: give one of them")
+    if flag_texts:
+        for text in flag_texts:
+            _check_utf8(flag, text)
+        return list(flag_texts)
     if file is None or str(file) == "-":
-        name, data = "standard input", _standard_input(what)
+        name, data = "standard input", _standard_input(flag)
     else:
         name, data = str(file), file.read_bytes()
     lines = _lines(name, data)
@@ -60,7 +60,7 @@ def read_texts(given: tuple[str, ...], file: Path | None, what: str) -> list[str
     else:
         texts = [line for _, line in lines]
     if not texts:
-        raise InputError(f"{name} has no texts: give {what} TEXT, or one text per line")
+        raise InputError(f"{name} has no texts: give {flag} TEXT, or one text per line")
     return texts
 
 
@@ -88,9 +88,9 @@ def _line_text(name: str, number: int, line: str) -> str:
     return value
 
 
-def _standard_input(what: str) -> bytes:
+def _standard_input(flag: str) -> bytes:
     if sys.stdin is None:
-        raise InputError(f"there are no texts: give {what} TEXT, --file FILE, or lines on standard input")
+        raise InputError(f"there are no texts: give {flag} TEXT, --file FILE, or lines on standard input")
     if sys.stdin.isatty():
         click.echo("penstock: reading one text per line from the terminal; end with Ctrl-D", err=True)
     return sys.stdin.buffer.read()
@@ -99,5 +99,5 @@ def _standard_input(what: str) -> bytes:
 def _check_utf8(name: str, text: str) -> None:
     try:
         text.encode("utf-8")
-    except UnicodeEncodeError:  # Python decodes other bytes of the command line as lone surrogates
+    except UnicodeEncodeError:  # Python decodes invalid UTF-8 on the command line to lone surrogates
         raise InputError(f"{name} is not valid UTF-8") from None

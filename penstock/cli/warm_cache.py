@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 @click.option(
     "--pack",
     is_flag=True,
-    help="Write the packed CPU weights to a file, which is as large as the weights in memory. Later starts "
-    "map it.",
+    help="Write the packed CPU weights to a file, which later starts map into memory. The file is as large "
+    "as the packed weights.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @config_options
@@ -84,7 +84,7 @@ def _check_model(config: PipelineConfig, checksums: bool, pack: bool) -> Checked
     tokenizer = check_checkpoint(config)
     packed = pack_checkpoint(config) if pack else None
     headers = model.tensor_headers
-    found: CheckedModel = {
+    report: CheckedModel = {
         "model": model.model_path,
         "checkpoint": str(model.checkpoint),
         "architecture": str(model.huggingface_config.model_type),
@@ -95,10 +95,10 @@ def _check_model(config: PipelineConfig, checksums: bool, pack: bool) -> Checked
         "has_chat_template": tokenizer.has_chat_template,
     }
     if num_checksums is not None:
-        found["num_checksums"] = num_checksums
+        report["num_checksums"] = num_checksums
     if packed is not None:
-        found["packed"], found["num_packed_bytes"] = str(packed), packed.stat().st_size
-    return found
+        report["packed"], report["num_packed_bytes"] = str(packed), packed.stat().st_size
+    return report
 
 
 def _check_adapters(config: PipelineConfig) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The configuration of a pipeline: frozen objects, built from flags, environment variables and a file.
+"""The configuration of a pipeline: frozen dataclasses, built from flags, environment variables and a file.
 
 Importing this package loads no torch.
 """

@@ -13,9 +13,9 @@ from penstock.errors import CheckpointError
 from penstock.pipelines.core import SamplingParams
 
 OPENAI_DEFAULTS: Mapping[str, float] = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
-"""Defaults of the OpenAI API: sample from all tokens."""
+"""Defaults of the OpenAI API. They sample from all tokens."""
 
-_KEYS: Mapping[str, type[float] | type[int]] = {
+_SAMPLING_KEYS: Mapping[str, type[float] | type[int]] = {
     "temperature": float,
     "top_k": int,
     "top_p": float,
@@ -40,10 +40,10 @@ def complete_sampling_params(
 
     Args:
         given: fields of `SamplingParams`.
-        generation_config: the checkpoint's ``generation_config.json``. Keys that do not concern sampling are
-            ignored.
+        generation_config: the checkpoint's ``generation_config.json``. Keys other than sampling parameters
+            are ignored.
         path: the path of that file, for error messages.
-        more_defaults: fields of `SamplingParams`.
+        more_defaults: fields of `SamplingParams`, used where ``generation_config`` has no value.
 
     Raises:
         CheckpointError: the file has a value of the wrong type or out of range.
@@ -57,9 +57,9 @@ def complete_sampling_params(
 
 def _sampling_values(generation_config: Mapping[str, object], path: Path) -> dict[str, float]:
     values: dict[str, float] = {}
-    for key, kind in _KEYS.items():
+    for key, value_type in _SAMPLING_KEYS.items():
         if generation_config.get(key) is not None:
-            values[key] = _checked_value(key, generation_config[key], kind, path)
+            values[key] = _checked_value(key, generation_config[key], value_type, path)
     do_sample = generation_config.get("do_sample")
     if not isinstance(do_sample, bool | None):
         raise CheckpointError(path, f"do_sample must be true or false, is {do_sample!r}")
@@ -68,7 +68,7 @@ def _sampling_values(generation_config: Mapping[str, object], path: Path) -> dic
     return values
 
 
-def _checked_value(key: str, value: object, kind: type[float] | type[int], path: Path) -> float:
+def _checked_value(key: str, value: object, value_type: type[float] | type[int], path: Path) -> float:
     """Return the value converted to its type, checked by `SamplingParams`.
 
     Raises:
@@ -76,8 +76,8 @@ def _checked_value(key: str, value: object, kind: type[float] | type[int], path:
             the request.
     """
     try:
-        converted: Any = msgspec.convert(value, kind)
+        converted: Any = msgspec.convert(value, value_type)
         SamplingParams(**{key: converted})
     except ValueError as problem:  # msgspec's errors are ValueErrors too
         raise CheckpointError(path, f"{key} {value!r} cannot be used: {problem}") from problem
-    return float(converted) if kind is float else int(converted)
+    return float(converted) if value_type is float else int(converted)

@@ -14,14 +14,14 @@ from penstock.weights.json_files import read_json_object
 
 _MAX_INTEGER = 2**31 - 1
 _MAX_NUMBER = sys.float_info.max
-_OTHER_SPELLING = {"dtype": "torch_dtype", "torch_dtype": "dtype"}  # new and old key of one setting
+_KEY_SYNONYMS = {"dtype": "torch_dtype", "torch_dtype": "dtype"}  # new and old key of the element type
 
 
 class HuggingFaceConfig(Mapping[str, object]):
     """The values of a ``config.json``, as a mapping, as attributes, and through typed accessors.
 
     Nested objects (``text_config``, ``rope_scaling``) are instances of this class as well. ``dtype`` and
-    ``torch_dtype`` are two spellings of one key. All other keys and values are unchanged. Reading a missing
+    ``torch_dtype`` are synonyms. All other keys and values are unchanged. Reading a missing
     key raises a `CheckpointError` with the name of the key. The error is also an `AttributeError` or
     `KeyError`, so ``getattr`` with a default, ``get`` and ``in`` work.
 
@@ -53,7 +53,7 @@ class HuggingFaceConfig(Mapping[str, object]):
 
     def to_dict(self) -> dict[str, object]:
         """Return a deep copy as a plain dict."""
-        return {key: _plain(value) for key, value in self._values.items()}
+        return {key: _plain_value(value) for key, value in self._values.items()}
 
     def integer(
         self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = _MAX_INTEGER
@@ -182,11 +182,12 @@ class HuggingFaceConfig(Mapping[str, object]):
 
     @property
     def vocabulary_size(self) -> int:
-        """The vocabulary size of the (text) model, in tokens; 0 if the file does not contain it."""
+        """The vocabulary size of the text model, in tokens; 0 if the file does not contain it."""
         return (self.section("text_config") or self).integer("vocab_size", default=0)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("_values", "_path"):  # read by copy and pickle before __init__
+        # copy and pickle read attributes before __init__ has set them.
+        if name.startswith("__") or name in ("_values", "_path"):
             raise AttributeError(name)
         try:
             return self[name]
@@ -195,7 +196,7 @@ class HuggingFaceConfig(Mapping[str, object]):
 
     def __getitem__(self, key: str) -> object:
         if key not in self._values:
-            key = _OTHER_SPELLING.get(key, key)
+            key = _KEY_SYNONYMS.get(key, key)
         if key not in self._values:
             raise _MissingKeyError(self._path, f"has no {key!r}")
         value = self._values[key]
@@ -219,7 +220,7 @@ class _MissingKeyError(CheckpointError, KeyError):
     __str__ = Exception.__str__  # KeyError would put quotes around the message
 
 
-def _plain(value: object) -> object:
+def _plain_value(value: object) -> object:
     if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, list) else value
+        return {key: _plain_value(inner) for key, inner in value.items()}
+    return [_plain_value(inner) for inner in value] if isinstance(value, list) else value

@@ -12,15 +12,15 @@ def _split(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
-def _pairs(value: Iterable[str]) -> list[tuple[str, str]]:
+def _names_and_paths(value: Iterable[str]) -> list[tuple[str, str]]:
     return [(name.strip(), path.strip()) for name, _, path in (entry.partition("=") for entry in value)]
 
 
-def _are_adapters(value: object) -> bool:
+def _are_valid_adapters(value: object) -> bool:
     if not isinstance(value, tuple) or not all(isinstance(entry, str) for entry in value):
         return False
-    names = [name for name, _ in _pairs(value)]
-    return all(name and path for name, path in _pairs(value)) and len(set(names)) == len(names)
+    names = [name for name, _ in _names_and_paths(value)]
+    return all(name and path for name, path in _names_and_paths(value)) and len(set(names)) == len(names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +36,9 @@ class LoRAConfig:
 
     lora: tuple[str, ...] = setting(
         (),
-        Rule("name=path, each name once", _are_adapters),
-        "LoRA adapter to load at start-up, as name=path of a PEFT directory; repeat the flag for several, or "
-        "separate them by commas in a variable or file. Requests select an adapter by its name.",
+        Rule("name=path, each name once", _are_valid_adapters),
+        "LoRA adapter to load at start-up, as name=path of a PEFT directory. For several adapters, repeat "
+        "the flag, or separate them by commas in a variable or file. Requests select an adapter by its name.",
         parse=_split,
     )
     enable_lora: bool = setting(
@@ -50,10 +50,10 @@ class LoRAConfig:
         "The only directory from which a running server loads adapters; by default any readable directory.",
     )
     max_loras: int = setting(
-        4, COUNT, "Maximum number of adapters that run at once; requests with other adapters wait."
+        4, COUNT, "Maximum number of adapters in a batch; requests with further adapters wait."
     )
     max_loaded_loras: int = setting(
-        64, COUNT, "Maximum number of loaded adapters; adapters that do not run are kept in host memory."
+        64, COUNT, "Maximum number of loaded adapters; adapters that no request uses are kept in host memory."
     )
     max_lora_rank: int = setting(64, COUNT, "Maximum rank of an adapter; memory is reserved for this rank.")
 
@@ -65,25 +65,27 @@ class LoRAConfig:
         """Whether adapters are enabled."""
         return self.enable_lora or bool(self.lora)
 
-    def with_room_for(self, count: int, rank: int) -> LoRAConfig:
-        """Return the limits with room for ``count`` adapters of the checkpoint in addition to the user's.
+    def with_checkpoint_adapters(self, count: int, rank: int) -> LoRAConfig:
+        """Return a configuration whose limits also allow ``count`` adapters of the checkpoint.
 
         Args:
-            count: the adapters of the checkpoint. All of them can run at once.
-            rank: their largest rank.
+            count: number of adapters in the checkpoint. All of them can run at once.
+            rank: the largest rank of these adapters.
         """
         if not count:
             return self
-        own = self if self.is_enabled else LoRAConfig(max_loras=1, max_loaded_loras=1, max_lora_rank=1)
-        num_more = count if self.is_enabled else count - 1
+        user_limits = (
+            self if self.is_enabled else LoRAConfig(max_loras=1, max_loaded_loras=1, max_lora_rank=1)
+        )
+        num_additional = count if self.is_enabled else count - 1
         return replace(
             self,
-            max_loras=own.max_loras + num_more,
-            max_loaded_loras=own.max_loaded_loras + num_more,
-            max_lora_rank=max(own.max_lora_rank, rank),
+            max_loras=user_limits.max_loras + num_additional,
+            max_loaded_loras=user_limits.max_loaded_loras + num_additional,
+            max_lora_rank=max(user_limits.max_lora_rank, rank),
         )
 
     @property
     def adapters(self) -> tuple[tuple[str, str], ...]:
         """Name and path of each adapter to load at start-up."""
-        return tuple(_pairs(self.lora))
+        return tuple(_names_and_paths(self.lora))

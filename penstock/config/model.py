@@ -41,9 +41,9 @@ def parse_devices(text: str) -> tuple[DeviceSpec, ...]:
     """
     kind, colon, numbers = text.strip().partition(":")
     ids = numbers.split(",") if colon else ["0"]
-    numbered = all(number.isdecimal() for number in ids)
-    if not (kind == "gpu" and numbered) and not (kind == "cpu" and not colon):
-        raise ConfigError("devices", f"must be {_DEVICES.legal}, was {text!r}")
+    are_indices = all(number.isdecimal() for number in ids)
+    if not (kind == "gpu" and are_indices) and not (kind == "cpu" and not colon):
+        raise ConfigError("devices", f"must be {_DEVICES.allowed_values}, was {text!r}")
     if len({int(number) for number in ids}) < len(ids):
         raise ConfigError("devices", f"{text!r} names a device twice")
     return tuple(DeviceSpec(int(number), kind) for number in ids)
@@ -57,7 +57,7 @@ def parse_dimensions(text: str) -> tuple[int, ...]:
     """
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not all(part.isdecimal() for part in parts):
-        raise ConfigError("matryoshka_dimensions", f"must be {_DIMENSIONS.legal}, was {text!r}")
+        raise ConfigError("matryoshka_dimensions", f"must be {_DIMENSIONS.allowed_values}, was {text!r}")
     return tuple(int(part) for part in parts)
 
 
@@ -82,15 +82,15 @@ def _is_encoding(name: str) -> bool:
 
 
 @cache
-def _warn_encoding_fallback(encoding: str, requested: str, device: str) -> None:
-    """Log a warning, once per process although copies of a configuration compute their encoding again."""
+def _warn_encoding_fallback(encoding: str, requested_encoding: str, device: str) -> None:
+    """Log that another encoding is used. The cache of this function drops repeated warnings."""
     logging.getLogger(__name__).warning(
         "%s weights run in %s on %s, which does not support %s: use --quantization-encoding float32 for full "
         "precision in twice the memory",
-        requested,
+        requested_encoding,
         encoding,
         device,
-        requested,
+        requested_encoding,
     )
 
 
@@ -112,7 +112,7 @@ class ModelConfig:
     gguf_file: str | None = setting(
         None,
         TEXT,
-        "GGUF file to load from a folder or a hub model: the file name or a part of it, such as Q4_K_M.",
+        "GGUF file to load from a folder or a hub model: its name or a part of its name, such as Q4_K_M.",
     )
     quantization_encoding: str | None = setting(
         None,
@@ -123,8 +123,8 @@ class ModelConfig:
     max_length: int | None = setting(
         None,
         COUNT,
-        "Maximum length of prompt and output together, in tokens; by default what the model and the memory "
-        "allow.",
+        "Maximum length of prompt and output together, in tokens; by default the maximum that the model "
+        "and the memory allow.",
     )
     devices: tuple[DeviceSpec, ...] = setting(
         (DeviceSpec.cpu(),), _DEVICES, "Devices to run on: cpu, gpu, gpu:1 or gpu:0,1.", parse=parse_devices
@@ -132,7 +132,7 @@ class ModelConfig:
     kernels: str | None = setting(
         None,
         TEXT,
-        "Kernel back end: cpu or reference; by default the fastest one for the device.",
+        "Kernel back end: cpu, cuda or reference; by default the fastest back end for the device.",
     )
     chat_template: str | None = setting(
         None, TEXT, "Jinja chat template file to use instead of the checkpoint's template."
@@ -155,8 +155,8 @@ class ModelConfig:
             TASK_OPTIONS,
             read=lambda text: text.replace("_", "-"),
         ),
-        "Task to load the model for; auto detects it from modules.json and 1_Pooling, then from "
-        "architectures in config.json, speech_config.json and speech tokens in the vocabulary.",
+        "Task of the model. auto detects it from modules.json and 1_Pooling, then from architectures in "
+        "config.json, from speech_config.json and from speech tokens in the vocabulary.",
     )
     model_impl: str = setting(
         "auto",
@@ -165,19 +165,20 @@ class ModelConfig:
             lambda value: value in MODEL_IMPLEMENTATIONS,
             MODEL_IMPLEMENTATIONS,
         ),
-        "Implementation of the network: penstock; or transformers, whose module runs with the attention and "
-        "the KV cache of Penstock. auto uses transformers for families that Penstock does not have.",
+        "Implementation of the network: penstock or transformers. A module of transformers runs with the "
+        "attention and the KV cache of Penstock. auto uses transformers for model types that Penstock does "
+        "not implement.",
     )
     trust_remote_code: bool = setting(
         False,
         FLAG,
-        "Run the Python code of the checkpoint, if model_impl is transformers and the family needs it.",
+        "Run the Python code of the checkpoint, if model_impl is transformers and the model type needs it.",
     )
     matryoshka_dimensions: tuple[int, ...] = setting(
         (),
         _DIMENSIONS,
-        "Lengths that requests may cut dense embeddings to, such as 64,128,256; by default the lengths "
-        "that the checkpoint names.",
+        "Lengths to which requests may cut dense embeddings, such as 64,128,256; by default the lengths in "
+        "the checkpoint's config.json.",
         parse=parse_dimensions,
     )
 
@@ -208,9 +209,9 @@ class ModelConfig:
         """
         if self.matryoshka_dimensions:
             return self.matryoshka_dimensions
-        named = self.huggingface_config.get("matryoshka_dimensions")
-        if isinstance(named, list | tuple):
-            return tuple(item for item in named if isinstance(item, int))
+        listed_dimensions = self.huggingface_config.get("matryoshka_dimensions")
+        if isinstance(listed_dimensions, list | tuple):
+            return tuple(item for item in listed_dimensions if isinstance(item, int))
         return None if self.huggingface_config.get("is_matryoshka") is True else ()
 
     @cached_property
@@ -268,17 +269,17 @@ class ModelConfig:
         Raises:
             ConfigError: no encoding is configured, and the checkpoint's type is not an encoding.
         """
-        requested = self.quantization_encoding or self._stored_encoding()
-        encoding = encoding_named(requested).on_device(self.devices[0].device_type)
-        if encoding != requested:
-            _warn_encoding_fallback(encoding, requested, str(self.devices[0]))
+        requested_encoding = self.quantization_encoding or self._stored_encoding()
+        encoding = encoding_named(requested_encoding).on_device(self.devices[0].device_type)
+        if encoding != requested_encoding:
+            _warn_encoding_fallback(encoding, requested_encoding, str(self.devices[0]))
         return encoding
 
     @property
     def keeps_stored_layers(self) -> bool:
-        """Whether layers keep the encodings and floats that the checkpoint stores.
+        """Whether each layer keeps the encoding or the float type in which the checkpoint stores it.
 
-        True for quantized checkpoints, unless ``quantization_encoding`` is given.
+        True for quantized checkpoints unless ``quantization_encoding`` is set.
 
         Raises:
             CheckpointError: the checkpoint is missing or malformed.
@@ -288,16 +289,16 @@ class ModelConfig:
 
     def _stored_encoding(self) -> str:
         opened = self.opened_checkpoint
-        stored = opened.format.model_encoding(opened.headers)
-        if stored is not None:
-            return stored
-        stored = self._stored_type()
-        if stored not in FLOAT_ENCODINGS:
+        stored_encoding = opened.format.model_encoding(opened.headers)
+        if stored_encoding is not None:
+            return stored_encoding
+        stored_encoding = self._stored_type()
+        if stored_encoding not in FLOAT_ENCODINGS:
             raise ConfigError(
                 "quantization_encoding",
-                f"must be one of {', '.join(ENCODINGS.names)}, as the checkpoint is stored in {stored}",
+                f"must be one of {', '.join(ENCODINGS.names)}: the checkpoint is stored in {stored_encoding}",
             )
-        return stored
+        return stored_encoding
 
     @cached_property
     def opened_checkpoint(self) -> Checkpoint:
@@ -321,7 +322,7 @@ class ModelConfig:
 
     @property
     def packed_key(self) -> PackedKey:
-        """Return the identity of this model's packed weights.
+        """The key under which the packed weights of this model are stored.
 
         Raises:
             CheckpointError: the checkpoint is missing or malformed.
@@ -335,16 +336,16 @@ class ModelConfig:
 
     def _stored_type(self) -> str:
         config = self.huggingface_config
-        declared = config.get("dtype") or config.section("text_config").get("dtype")
-        if declared:
-            return str(declared).removeprefix("torch.")
+        declared_type = config.get("dtype") or config.section("text_config").get("dtype")
+        if declared_type:
+            return str(declared_type).removeprefix("torch.")
         # The float tensors, not the quantized weights, determine the type of the activations.
         headers = [
             header
             for header in self.tensor_headers.values()
             if header.type_name != "U8" and not isinstance(header, QuantizedHeader)
         ]
-        largest = max(headers, key=lambda header: header.num_bytes, default=None)
-        if largest is None:
+        largest_header = max(headers, key=lambda header: header.num_bytes, default=None)
+        if largest_header is None:
             return "no tensors"
-        return largest.dtype.value if largest.dtype else largest.type_name
+        return largest_header.dtype.value if largest_header.dtype else largest_header.type_name

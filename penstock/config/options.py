@@ -11,9 +11,9 @@ Path: TypeAlias = str | PathLike[str]
 
 
 class PipelineOptions(TypedDict, total=False):
-    """Keyword arguments of `LLM` besides the model: the flat names of `config_fields` with their types.
+    """Keyword arguments of `LLM` except the model: the flat names of `config_fields` with their types.
 
-    None counts as not given. ``docs/configuration.md`` describes the settings.
+    None means that the argument is not given. ``docs/configuration.md`` describes the settings.
     """
 
     config_file: Path | None

@@ -20,18 +20,20 @@ class ParallelConfig:
     tensor_parallel_size: int = setting(
         1,
         Rule("a whole number from 1 to 64", lambda value: 1 <= value <= 64),
-        "Number of processes that one model is divided among, one for each device; on a CPU they divide its "
+        "Number of processes among which a model is divided: one for each device; on a CPU they divide the "
         "cores.",
     )
     expert_parallel: bool = setting(
         False,
         FLAG,
-        "Give each process of a divided model whole experts, in place of a part of each expert.",
+        "Divide a mixture-of-experts model by experts: each process has whole experts instead of a part of "
+        "each expert.",
     )
     collective_timeout: float = setting(
         120.0,
         Rule("a number of seconds above 0", lambda value: isfinite(value) and value > 0),
-        "Seconds that a rank of a divided model waits for the other ranks before the step fails.",
+        "Seconds that a rank of a divided model waits for the other ranks. After this time the model is "
+        "restarted.",
     )
     collective_transport: str | None = setting(
         None,

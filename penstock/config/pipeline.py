@@ -61,8 +61,8 @@ class KVCacheConfig:
     dtype: str | None = setting(
         None,
         one_of("float32", "bfloat16", "float16", "int8", "fp8"),
-        "Element type of the KV cache; by default the type of the activations. fp8 is E4M3 with the "
-        "scales of the checkpoint, or with one scale per token and head.",
+        "Element type of the KV cache; by default that of the activations. fp8 is E4M3 with the scales of "
+        "the checkpoint, or else with one scale for each token and KV head.",
         flat="kv_cache_dtype",
     )
     memory: int | None = setting(
@@ -130,13 +130,15 @@ class PipelineConfig:
         None, COUNT, "Maximum number of input tokens per step; by default 1024 on a CPU and 8192 on a GPU."
     )
     enable_chunked_prefill: bool = setting(
-        True, FLAG, "Compute long prompts in chunks, between the steps of other requests."
+        True,
+        FLAG,
+        "Compute long prompts in chunks, so that other requests generate tokens in the meantime.",
     )
     max_num_steps: int | None = setting(
         None,
         COUNT,
-        "Maximum number of tokens that a request generates per scheduler iteration; by default derived "
-        "from measured step times.",
+        "Maximum number of decode steps per scheduler iteration; by default derived from measured step "
+        "times.",
     )
     overlap_steps: bool = setting(
         True,
@@ -195,8 +197,8 @@ class PipelineConfig:
     ) -> PipelineConfig:
         """Build the configuration from flat names, as `config_fields` lists them.
 
-        Precedence: ``values``, ``environment``, the file that ``config_file`` in either of them names, the
-        defaults. None counts as not given.
+        Precedence: ``values``, ``environment``, the configuration file, the defaults. ``config_file`` in
+        ``values`` or ``environment`` is the path of the file. None means that a value is not given.
 
         Args:
             values: flat name -> value; also ``config_file``, a JSON or TOML file of flat names.
@@ -222,7 +224,7 @@ class PipelineConfig:
             if config_field.name in given:
                 sections[config_field.section][config_field.attribute] = given[config_field.name][0]
         return cls(
-            sources={name: where for name, (_, where) in given.items()},
+            sources={name: source for name, (_, source) in given.items()},
             **{name: section(**sections[name]) for name, section in _SECTIONS.items()},
             **sections[""],
         )
@@ -241,8 +243,8 @@ class PipelineConfig:
         for config_field in config_fields():
             section = getattr(self, config_field.section) if config_field.section else self
             value = getattr(section, config_field.attribute)
-            fallback = "default" if value == config_field.default else "argument"
-            rows.append((config_field.name, value, self.sources.get(config_field.name, fallback)))
+            unknown_source = "default" if value == config_field.default else "argument"
+            rows.append((config_field.name, value, self.sources.get(config_field.name, unknown_source)))
         return rows
 
     def default_sampling_params(
@@ -282,7 +284,7 @@ _SECTIONS: Mapping[str, type] = {
 
 @cache
 def config_fields() -> tuple[ConfigField, ...]:
-    """Return every setting of `PipelineConfig` and its sections, under unique flat names.
+    """Return every setting of `PipelineConfig` and its sections. Their flat names are unique.
 
     >>> [field.name for field in config_fields() if field.section == "sampling"]
     ['use_generation_config']

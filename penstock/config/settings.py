@@ -23,11 +23,12 @@ from penstock.plain_numbers import plain
 class Rule:
     """The allowed values of a field.
 
-    ``legal`` describes them, ``holds`` checks a value, and ``choices`` lists them if there are only a few.
+    ``allowed_values`` describes them for messages, and ``is_allowed`` checks a value. ``choices`` lists them
+    if there are only a few.
     """
 
-    legal: str
-    holds: Callable[[Any], bool]
+    allowed_values: str
+    is_allowed: Callable[[Any], bool]
     choices: tuple[str, ...] = ()
     read: Callable[[str], object] | None = None
     """Converts text to a value. Text that it does not recognise is returned unchanged."""
@@ -54,7 +55,7 @@ class ConfigField:
 
         Args:
             value: the value as given.
-            from_text: whether a string may stand for a number or a boolean, as in a flag.
+            from_text: whether a string is converted to a number or a boolean, as for flags.
             source: the file or variable that gave the value, for error messages; empty for an argument.
 
         Raises:
@@ -66,22 +67,21 @@ class ConfigField:
             value = plain(value)
             if self.parse is not None:
                 converted = self.parse(value) if isinstance(value, str) else value
-                converted = (
-                    tuple(converted) if isinstance(converted, list) else converted
-                )  # a list from a file
+                # Files have lists, while the values of settings are tuples.
+                converted = tuple(converted) if isinstance(converted, list) else converted
             else:
                 strict = not (from_text and isinstance(value, str))
                 converted = msgspec.convert(value, self.type, strict=strict)
         except msgspec.ValidationError:
             raise self._error(value, source) from None
-        if converted is not None and not self.rule.holds(converted):
+        if converted is not None and not self.rule.is_allowed(converted):
             raise self._error(value, source)
         return converted
 
     def _error(self, value: object, source: str) -> ConfigError:
-        where = f" (from {source})" if source else ""
-        what = "the given value is not" if self.secret else f"was {value!r}"
-        return ConfigError(self.name, f"must be {self.rule.legal}, {what}{where}")
+        source_text = f" (from {source})" if source else ""
+        given_text = "the given value is not" if self.secret else f"was {value!r}"
+        return ConfigError(self.name, f"must be {self.rule.allowed_values}, {given_text}{source_text}")
 
 
 def setting(
@@ -101,8 +101,8 @@ def setting(
         rule: the allowed values. None is also allowed if the type includes it.
         help: one or two sentences for flags and documentation.
         flat: the flat name; by default the name of the attribute.
-        parse: converts text to the value, if the type does not determine how.
-        secret: whether messages and lists of settings hide the value.
+        parse: converts text to the value, for types without a standard conversion from text.
+        secret: whether the value is hidden in messages and in lists of settings.
         aliases: other flat names.
     """
     metadata = {"rule": rule, "help": help, "flat": flat, "parse": parse, "secret": secret}

@@ -1,4 +1,4 @@
-"""Collects configuration values from arguments or flags, environment variables and a file."""
+"""Collects the values of settings from arguments or flags, environment variables and a file."""
 
 from __future__ import annotations
 
@@ -28,58 +28,70 @@ def collect_values(
     Raises:
         ConfigError: unknown name, wrong type, invalid value, or a file that cannot be read.
     """
-    known = {name: field for field in fields for name in (field.name, *field.aliases)}
+    fields_by_name = {name: field for field in fields for name in (field.name, *field.aliases)}
     values = {name: value for name, value in values.items() if value is not None}
-    variables = _variables(environment, [*known, CONFIG_FILE])
+    variables = _environment_values(environment, [*fields_by_name, CONFIG_FILE])
     file = values.pop(CONFIG_FILE, variables.pop(CONFIG_FILE, None))
     given: dict[str, tuple[object, str]] = {}
     if file is not None:
         where = f"file {file}"
-        _add(given, known, _read_file(cast(str, file)), where, where)
-    taken: dict[str, str] = {}
+        _add_values(given, fields_by_name, _read_file(cast(str, file)), where, where)
+    given_names: dict[str, str] = {}
     for name, text in variables.items():
         where = f"environment {ENVIRONMENT_PREFIX}{name.upper()}"
-        if taken.setdefault(known[name].name, name) != name:
+        if given_names.setdefault(fields_by_name[name].name, name) != name:
             raise ConfigError(
-                name, f"is another name of {taken[known[name].name]} (from {where}): give one of them"
+                name,
+                f"is another name of {given_names[fields_by_name[name].name]} (from {where}): "
+                "give one of them",
             )
-        _add(given, known, {name: text}, where, where, from_text=True)
+        _add_values(given, fields_by_name, {name: text}, where, where, from_text=True)
     # Errors about arguments do not name a source, because the caller has just passed the arguments.
-    _add(given, known, values, source, "", from_text=source == "flag")
+    _add_values(given, fields_by_name, values, source, "", from_text=source == "flag")
     return given
 
 
-def _add(
+def _add_values(
     given: dict[str, tuple[object, str]],
-    known: Mapping[str, ConfigField],
+    fields_by_name: Mapping[str, ConfigField],
     values: Mapping[str, object],
     source: str,
     where: str,
     *,
     from_text: bool = False,
 ) -> None:
+    """Convert the values of one source and add them to ``given``. They replace values of earlier sources.
+
+    Args:
+        given: flat name -> (converted value, source).
+        fields_by_name: name or alias -> field.
+        values: name or alias -> value as given.
+        source: the source of the values.
+        where: the source for error messages; empty for arguments.
+        from_text: whether strings are converted to the types of the fields.
+    """
     names: dict[str, str] = {}
     for name, value in values.items():
-        if name not in known:
-            raise _unknown(name, [*known, CONFIG_FILE], where)
+        if name not in fields_by_name:
+            raise _unknown_field_error(name, [*fields_by_name, CONFIG_FILE], where)
         if value is None:
             continue
-        field = known[name]
+        field = fields_by_name[name]
         if names.setdefault(field.name, name) != name:
             origin = f" (from {where})" if where else ""
             raise ConfigError(name, f"is another name of {names[field.name]}{origin}: give one of them")
-        plain = os.fspath(value) if isinstance(value, os.PathLike) else value
-        given[field.name] = (field.convert(plain, from_text=from_text, source=where), source)
+        plain_value = os.fspath(value) if isinstance(value, os.PathLike) else value
+        given[field.name] = (field.convert(plain_value, from_text=from_text, source=where), source)
 
 
-def _unknown(name: str, known: Iterable[str], where: str) -> ConfigError:
-    nearest = get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"did you mean {nearest[0]}?" if nearest else f"the fields are {', '.join(known)}"
+def _unknown_field_error(name: str, field_names: Iterable[str], where: str) -> ConfigError:
+    nearest = get_close_matches(name, field_names, n=1, cutoff=0.5)
+    hint = f"did you mean {nearest[0]}?" if nearest else f"the fields are {', '.join(field_names)}"
     origin = f" (from {where})" if where else ""
     return ConfigError(name, f"is not a configuration field{origin}: {hint}")
 
 
-def _variables(environment: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
+def _environment_values(environment: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
     """Return the environment variables that set fields.
 
     Other variables with the prefix are ignored, because another program may use them.
@@ -87,16 +99,16 @@ def _variables(environment: Mapping[str, str], names: Sequence[str]) -> dict[str
     Raises:
         ConfigError: the name of a variable is similar to the name of a field, so it is probably misspelt.
     """
-    found = {}
+    values_by_name = {}
     for variable, text in environment.items():
         name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
         if not variable.startswith(ENVIRONMENT_PREFIX) or not text.strip():
             continue
         if name in names:
-            found[name] = text
+            values_by_name[name] = text
         elif get_close_matches(name, names, n=1, cutoff=0.65):
-            raise _unknown(name, names, f"environment {variable}")
-    return found
+            raise _unknown_field_error(name, names, f"environment {variable}")
+    return values_by_name
 
 
 def _read_file(file: str | os.PathLike[str]) -> dict[str, object]:

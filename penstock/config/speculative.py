@@ -10,7 +10,7 @@ from penstock.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """Speculative decoding: the source and the number of draft tokens, verified in one forward.
+    """Speculative decoding: the source and the number of draft tokens. One forward verifies all of them.
 
     Raises:
         ConfigError: a field has an invalid value, or two fields contradict each other.
@@ -19,9 +19,9 @@ class SpeculativeConfig:
     speculative_method: str | None = setting(
         None,
         one_of("ngram", "draft_model"),
-        "Source of draft tokens: ngram copies what followed the last occurrence of the current n-gram in the "
-        "text; draft_model runs a small model with the same tokenizer, given by draft_model_path. By default "
-        "draft_model if draft_model_path is given, otherwise no speculation.",
+        "Source of draft tokens. ngram copies the tokens after the last occurrence of the current n-gram in "
+        "the text. draft_model runs draft_model_path, a small model with the same tokenizer. By default "
+        "draft_model if draft_model_path is set, otherwise no speculation.",
     )
     draft_model_path: str | None = setting(
         None, TEXT, "The draft model: a checkpoint's folder or a model's id on the Hugging Face hub."
@@ -37,8 +37,8 @@ class SpeculativeConfig:
     adaptive_speculation: bool = setting(
         True,
         FLAG,
-        "Draft fewer tokens, or none, if the measured acceptance rate and step times show that more are not "
-        "faster; false always drafts num_speculative_tokens. The output is the same.",
+        "Draft fewer tokens, or none, if the measured acceptance rate and step times show that more drafts "
+        "would not be faster. false always drafts num_speculative_tokens. The output is the same.",
     )
     ngram_min: int = setting(2, COUNT, "Minimum number of matching tokens for ngram to draft.")
     ngram_max: int = setting(4, COUNT, "Maximum number of tokens that ngram matches.")

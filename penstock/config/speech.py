@@ -17,7 +17,7 @@ _VOICES = Rule(
 
 
 def _split(text: str) -> tuple[str, ...]:
-    """Split at commas that are followed by a name."""
+    """Split at commas that are followed by ``NAME=``."""
     return tuple(part for part in re.split(r",(?=[^,=]+=)", text) if part)
 
 
@@ -32,8 +32,8 @@ class SpeechConfig:
     codec: str | None = setting(
         None,
         TEXT,
-        "Checkpoint of the audio codec: a folder or an id on the Hugging Face hub; by default the codec "
-        "that the speech format names.",
+        "Checkpoint of the audio codec: a folder or an id on the Hugging Face hub; by default the codec of "
+        "the speech format.",
     )
     codec_encoding: str | None = setting(
         None,
@@ -44,22 +44,22 @@ class SpeechConfig:
     speech_format: str | None = setting(
         None,
         TEXT,
-        "Format of the model's speech tokens: orpheus or neutts; by default detected from speech_config.json "
+        "Format of prompts and speech tokens: orpheus or neutts; by default detected from speech_config.json "
         "and the vocabulary.",
     )
     voice: tuple[str, ...] = setting(
         (),
         _VOICES,
-        "Voice to clone, as NAME=FILE (an audio file, or a JSON file with codes and transcription) or "
-        "NAME=CODES; may be given several times. In a variable or file, commas separate several voices. "
-        "The transcription of speech.wav is read from speech.txt.",
+        "A voice to clone, as NAME=FILE or NAME=CODES. FILE is an audio file, such as anna.wav with its "
+        "transcription in anna.txt, or a JSON file with codes and transcription. May be repeated; in a "
+        "variable or file, commas separate voices.",
         parse=_split,
     )
     audio_chunk_frames: int | None = setting(
         None,
         COUNT,
-        "Number of codec frames per chunk of a stream; by default, chunks start at 0.2 seconds and grow to 2 "
-        "seconds.",
+        "Number of codec frames in each chunk of an audio stream; by default chunks have 0.2 seconds at "
+        "first and grow to 2 seconds.",
     )
 
     def __post_init__(self) -> None:

@@ -27,7 +27,7 @@ class StructuredOutputConfig:
     enable: bool = setting(
         True,
         FLAG,
-        "Accept requests with a schema or another grammar for their output.",
+        "Accept requests whose output must follow a schema or another grammar.",
         flat="enable_structured_output",
     )
     compile_timeout: float = setting(
@@ -81,8 +81,8 @@ class StructuredOutputConfig:
     whitespace: str = setting(
         "flexible",
         one_of("flexible", "compact"),
-        "White space in JSON output: `flexible` lets the model choose up to 20 characters in a row; "
-        "`compact` allows none, which is faster because the grammar determines more tokens.",
+        "White space in JSON output. `flexible` allows up to 20 characters in a row. `compact` allows none "
+        "and is faster, because the grammar determines more tokens.",
         flat="json_whitespace",
     )
 

@@ -19,8 +19,8 @@ TASK_OPTIONS = (
     "audio-generation",
     "speech-token-generation",
 )
-"""The values of ``--task``: auto and each `PipelineTask`. They are text here, so that ``--help`` imports no
-numpy."""
+"""The values of ``--task``: auto and each `PipelineTask`. They are written as text, because an
+import of `PipelineTask` imports numpy and would slow down ``--help``."""
 
 _TEXT_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _EMBEDDINGS_SUFFIXES = (
@@ -35,12 +35,11 @@ _EMBEDDINGS_SUFFIXES = (
 def detect_task(checkpoint: Path, huggingface_config: HuggingFaceConfig) -> PipelineTask:
     """Return the task of a checkpoint.
 
-    A causal language model with ``speech_config.json``, or with the tokens of a speech format in its
-    vocabulary, generates audio.
-
-    A sentence-transformers layout (``modules.json`` or ``1_Pooling``) is an embeddings model. Otherwise the
-    first entry of ``architectures`` decides: ``*ForCausalLM`` generates text; encoders, headless models and
-    sequence classifiers are embeddings models. A checkpoint without a known entry generates text.
+    A checkpoint in the layout of sentence-transformers (``modules.json`` or ``1_Pooling``) is an embeddings
+    model. Otherwise the first entry of ``architectures`` determines the task. Encoders, models without a
+    head and sequence classifiers are embeddings models. ``*ForCausalLM`` generates audio if the checkpoint
+    has ``speech_config.json`` or the tokens of a speech format in its vocabulary, else text. A checkpoint
+    without a known entry generates text.
 
     Args:
         checkpoint: a checkpoint's folder, or a GGUF file.
@@ -54,15 +53,17 @@ def detect_task(checkpoint: Path, huggingface_config: HuggingFaceConfig) -> Pipe
 
     if _has_sentence_transformers_modules(checkpoint) or (checkpoint / "1_Pooling" / "config.json").is_file():
         return PipelineTask.EMBEDDINGS_GENERATION
-    names = huggingface_config.get("architectures") or []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+    architecture_names = huggingface_config.get("architectures") or []
+    if not isinstance(architecture_names, list) or not all(
+        isinstance(name, str) for name in architecture_names
+    ):
         raise CheckpointError(
-            checkpoint, f"architectures in config.json must be a list of names, was {names!r}"
+            checkpoint, f"architectures in config.json must be a list of names, was {architecture_names!r}"
         )
-    first = names[0] if names else ""
-    if not first.endswith(_TEXT_SUFFIXES) and first.endswith(_EMBEDDINGS_SUFFIXES):
+    architecture_name = architecture_names[0] if architecture_names else ""
+    if not architecture_name.endswith(_TEXT_SUFFIXES) and architecture_name.endswith(_EMBEDDINGS_SUFFIXES):
         return PipelineTask.EMBEDDINGS_GENERATION
-    if first.endswith("ForCausalLM") and is_speech_checkpoint(checkpoint):
+    if architecture_name.endswith("ForCausalLM") and is_speech_checkpoint(checkpoint):
         return PipelineTask.AUDIO_GENERATION
     return PipelineTask.TEXT_GENERATION
 

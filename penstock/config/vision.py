@@ -39,7 +39,7 @@ class VisionConfig:
     timeout: float = setting(
         30.0,
         Rule("a number of seconds above 0", lambda value: isfinite(value) and value > 0),
-        "Time limit for preparing an image, in seconds, and for fetching it.",
+        "Time limit in seconds for fetching an image, and for preparing it.",
         flat="image_timeout",
     )
 

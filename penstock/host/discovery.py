@@ -12,7 +12,7 @@ from types import ModuleType
 
 
 def modules_in(package: str, folders: Iterable[Path] = ()) -> Iterator[ModuleType]:
-    """Import and return the modules of a package and of further folders.
+    """Import and yield the modules of a package and of further folders.
 
     Modules whose names begin with an underscore are left out.
 
@@ -27,7 +27,7 @@ def modules_in(package: str, folders: Iterable[Path] = ()) -> Iterator[ModuleTyp
 
 
 def packages_in(package: str, folders: Iterable[Path] = ()) -> Iterator[ModuleType]:
-    """Import and return the packages inside a package and inside further folders, without other modules.
+    """Import and yield the subpackages of a package and of further folders. Plain modules are left out.
 
     Args:
         package: name of the package.
@@ -40,7 +40,7 @@ def packages_in(package: str, folders: Iterable[Path] = ()) -> Iterator[ModuleTy
 
 
 def _as_package(folder: Path) -> str:
-    """Return the name of a package that contains the modules of a folder."""
+    """Create a package whose modules are the files of a folder, unless it exists. Return its name."""
     folder = folder.resolve()
     name = f"penstock_found_{blake2b(str(folder).encode(), digest_size=6).hexdigest()}"
     if name not in sys.modules:

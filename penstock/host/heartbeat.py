@@ -1,8 +1,8 @@
 """A progress counter of this process that another process can read.
 
-Long-running code calls `beat` after each part of its work: a layer, a tensor read, a weight packed. The
-kernels increase the same counter. With this counter the supervisor can distinguish a process that computes a
-long step from a process that hangs. Neither answers messages.
+Long-running code calls `beat` after each part of its work, such as a layer, a tensor that was read, or a
+weight that was packed. The kernels increment the same counter. A process in a long step and a process that
+hangs both answer no messages. The supervisor distinguishes them by this counter.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _SIZE = ctypes.sizeof(ctypes.c_int64)
 
 
 class ProgressFile:
-    """A counter in a file. The working process increases it, and another process reads it.
+    """A counter in a file. One process increments it by `beat`, and another process reads it.
 
     Args:
-        path: where to create the file.
+        path: path of the file, which is created.
     """
 
     def __init__(self, path: str) -> None:
@@ -52,7 +52,7 @@ def publish(path: str) -> None:
 
 
 def beat() -> None:
-    """Increase the counter. Takes 50 ns. Two concurrent calls may count as one."""
+    """Increment the counter. A call takes 50 ns. Two concurrent calls may count as one."""
     _counter.value += 1
 
 

@@ -1,4 +1,4 @@
-"""Deferral of Ctrl-C until bookkeeping is complete."""
+"""Deferral of Ctrl-C while code runs that must not be interrupted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def deferred_interrupts() -> Iterator[Callable[[], None]]:
         return
     num_caught = 0
 
-    def hold(_signal: int, _frame: FrameType | None) -> None:
+    def defer(_signal: int, _frame: FrameType | None) -> None:
         nonlocal num_caught
         num_caught += 1
         if num_caught > 1:
@@ -32,7 +32,7 @@ def deferred_interrupts() -> Iterator[Callable[[], None]]:
         if num_caught:
             raise KeyboardInterrupt
 
-    signal.signal(signal.SIGINT, hold)
+    signal.signal(signal.SIGINT, defer)
     try:
         yield raise_deferred
     finally:

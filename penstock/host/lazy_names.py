@@ -7,11 +7,11 @@ from importlib import import_module
 
 
 def lazy_names(module: str, modules: Mapping[str, str]) -> Callable[[str], object]:
-    """Return the ``__getattr__`` of a module.
+    """Return the ``__getattr__`` of a module, which imports a name on its first use.
 
     Args:
         module: the name of the module.
-        modules: name -> the module that defines it.
+        modules: name -> the module that defines the name.
     """
 
     def __getattr__(name: str) -> object:

@@ -1,7 +1,7 @@
 """Limits of Linux control groups on this process: memory and CPU time of a container or a service.
 
-``/proc/meminfo`` and the number of cores describe the whole machine, even inside a container. Control groups
-of versions 1 and 2 are read. The limits of parent groups apply to a group too.
+``/proc/meminfo`` and the number of cores describe the whole machine, even inside a container. This module
+reads control groups of versions 1 and 2. The limits of parent groups also apply to a group.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def memory() -> tuple[int, int] | None:
-    """Return the lowest limit and the lowest free memory of all groups, in bytes; None without a limit.
+    """Return the lowest memory limit and free memory of all groups, in bytes; None without a limit.
 
     The file cache is charged to a group but is dropped when memory is short, so it counts as free.
     """
@@ -35,10 +35,11 @@ def cores() -> float | None:
     """Return the CPU limit of the process in cores; None without a limit."""
     limits = []
     for folder, version in _groups("cpu"):
+        # Without a limit, the first word is "max" in version 2 and "-1" in version 1.
         if version == 2:
-            words = (_text(folder / "cpu.max") or "").split()  # "max 100000" without a limit
+            words = (_text(folder / "cpu.max") or "").split()
         else:
-            words = [_text(folder / f"cpu.cfs_{name}_us") or "" for name in ("quota", "period")]  # -1: none
+            words = [_text(folder / f"cpu.cfs_{name}_us") or "" for name in ("quota", "period")]
         if len(words) == 2 and all(word.isdigit() and int(word) for word in words):
             limits.append(int(words[0]) / int(words[1]))
     return min(limits, default=None)
@@ -53,21 +54,21 @@ def _groups(controller: str) -> Iterator[tuple[Path, int]]:
     for line in (_text(_MEMBERSHIP) or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if controller in controllers.split(","):
-            top, version = _MOUNT / controller, 1
+            root_folder, version = _MOUNT / controller, 1
         elif not controllers:
-            top, version = _MOUNT, 2
+            root_folder, version = _MOUNT, 2
         else:
             continue
         parts = [part for part in path.split("/") if part]
         for count in range(len(parts) + 1) if ".." not in parts else [0]:
-            yield top.joinpath(*parts[:count]), version
+            yield root_folder.joinpath(*parts[:count]), version
 
 
 def _file_cache(folder: Path, prefix: str) -> int:
     """Return the bytes of the page cache that are charged to a group, without shared memory."""
-    wanted = (f"{prefix}inactive_file", f"{prefix}active_file")
+    counted_fields = (f"{prefix}inactive_file", f"{prefix}active_file")
     rows = (line.split() for line in (_text(folder / "memory.stat") or "").splitlines())
-    return sum(int(value) for name, value in rows if name in wanted)
+    return sum(int(value) for name, value in rows if name in counted_fields)
 
 
 def _number(file: Path) -> int | None:

@@ -1,8 +1,8 @@
 """Host memory in huge pages, and memory that a thread prefaults before a load needs it.
 
 The system allocates and clears a page on its first access. If a virtual machine has returned free memory to
-its host, the host must allocate the page again, which takes many times as long. Imports of libraries use one
-core. Meanwhile `PrefaultedMemory` touches the memory for the packed weights on another core.
+its host, the host must allocate the page again, which takes many times as long. While the imports of
+libraries use one core, `PrefaultedMemory` touches the memory for the packed weights on another core.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ CACHE_LINE = 64
 """Size of a cache line in bytes. Aligned vector loads from memory that starts on a cache line read one line
 only."""
 _PREFAULT_STEP = 16 << 20
-"""Bytes to prefault per step; bounds how long the first allocation waits."""
+"""Bytes that the thread prefaults per step. The first allocation stops the thread, and waits for one step at
+most."""
 
 
 def advise_huge_pages(pages: mmap.mmap) -> None:
@@ -36,22 +37,22 @@ def advise_huge_pages(pages: mmap.mmap) -> None:
 
 
 def huge_pages(num_bytes: int) -> Bytes:
-    """Return at least ``num_bytes`` bytes that start on a huge page; pages are allocated on first write."""
+    """Return at least ``num_bytes`` bytes, starting on a huge page. A first write allocates a page."""
     pages, start = _map(num_bytes)
     return _view(pages)[start:]
 
 
 def _map(num_bytes: int) -> tuple[mmap.mmap, int]:
     """Return a mapping and the offset of its first huge page. At least ``num_bytes`` bytes start there."""
-    rounded = -(-num_bytes // _HUGE_PAGE) * _HUGE_PAGE
-    pages = mmap.mmap(-1, rounded + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    rounded_size = -(-num_bytes // _HUGE_PAGE) * _HUGE_PAGE
+    pages = mmap.mmap(-1, rounded_size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     advise_huge_pages(pages)
     return pages, -_view(pages).ctypes.data % _HUGE_PAGE
 
 
 def _view(pages: mmap.mmap) -> Bytes:
     """Return the bytes of a mapping; the array keeps the mapping alive."""
-    import numpy as np  # imported late: this module must be cheap to import
+    import numpy as np  # not at the top, because this module must be cheap to import
 
     return np.frombuffer(pages, np.uint8)
 
@@ -134,16 +135,16 @@ class PrefaultedBuffer:
 class PrefaultedMemory:
     """The prefaulted memory of one load, for its packed weights.
 
-    As a context manager it returns unallocated memory to the system at the end of the block.
+    At the end of a ``with`` block, unallocated memory is returned to the system.
 
     Args:
-        num_bytes: size; 0 prefaults nothing. Nothing is prefaulted either if the system refuses the mapping.
+        num_bytes: size; with 0, or if the system refuses the mapping, nothing is prefaulted.
     """
 
     def __init__(self, num_bytes: int = 0) -> None:
         self._buffer: PrefaultedBuffer | None = None
         if num_bytes:
-            with suppress(OSError):  # smaller mappings may succeed later
+            with suppress(OSError):  # the load continues with smaller mappings, which may succeed
                 self._buffer = PrefaultedBuffer(num_bytes)
 
     @property

@@ -18,7 +18,12 @@ from penstock.errors import ConfigError, InsufficientMemoryError
 
 _limit: int | None = None
 
-_WORDS = ("can't allocate memory", "Cannot allocate memory", "bad_alloc", "can't start new thread")
+_ALLOCATION_FAILURES = (
+    "can't allocate memory",
+    "Cannot allocate memory",
+    "bad_alloc",
+    "can't start new thread",
+)
 """Messages of exceptions other than MemoryError that report failed allocations, from torch, ld.so and
 threads."""
 
@@ -38,7 +43,7 @@ def set_limit(num_bytes: int) -> None:
     if not sys.platform.startswith("linux"):
         raise ConfigError("worker_memory_limit", "needs Linux: remove this setting")
     _limit = num_bytes
-    follow_mapped_files()
+    exempt_mapped_files()
 
 
 def free() -> int | None:
@@ -50,32 +55,32 @@ def free() -> int | None:
 
 
 @contextmanager
-def mapping(num_bytes: int) -> Iterator[None]:
-    """Raise ``RLIMIT_DATA`` by ``num_bytes`` while a file of this size is mapped, which must not count."""
+def allow_mapping(num_bytes: int) -> Iterator[None]:
+    """Raise ``RLIMIT_DATA`` by ``num_bytes`` inside the block, which maps a file of this size."""
     if _limit is None:
         yield
         return
-    _set(_limit + _mapped_bytes() + num_bytes)
+    _set_rlimit(_limit + _mapped_bytes() + num_bytes)
     try:
         yield
     finally:
-        follow_mapped_files()
+        exempt_mapped_files()
 
 
-def follow_mapped_files() -> None:
-    """Set ``RLIMIT_DATA`` according to the files that are mapped now. Does nothing without a limit."""
+def exempt_mapped_files() -> None:
+    """Set ``RLIMIT_DATA`` to the limit plus the size of the mapped files. Does nothing without a limit."""
     if _limit is not None:
-        _set(_limit + _mapped_bytes())
+        _set_rlimit(_limit + _mapped_bytes())
 
 
 def is_exceeded(error: BaseException) -> bool:
-    """Return whether there is a limit, and an error or its cause reports a failed allocation."""
+    """Return whether a limit is set and an error, or one of its causes, reports a failed allocation."""
     cause: BaseException | None = error if _limit is not None else None
     while cause is not None:
         has_no_memory = isinstance(cause, MemoryError) or (
             isinstance(cause, OSError) and cause.errno == errno.ENOMEM
         )
-        if has_no_memory or any(words in str(cause) for words in _WORDS):
+        if has_no_memory or any(message in str(cause) for message in _ALLOCATION_FAILURES):
             return True
         cause = cause.__cause__
     return False
@@ -96,20 +101,19 @@ def limit_error_for_load() -> ConfigError:
     """Return the error for a load that reached the limit."""
     size = f"{_limit or 0:,} bytes"
     return ConfigError(
-        "worker_memory_limit", f"the model cannot be loaded within {size} of private memory: raise it"
+        "worker_memory_limit", f"the model cannot be loaded within {size} of private memory: raise the limit"
     )
 
 
-def _set(num_bytes: int) -> None:
+def _set_rlimit(num_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
 def _mapped_bytes() -> int:
     """Return the bytes of files that are mapped privately and writable."""
     size = 0
-    for line in (
-        Path("/proc/self/maps").read_text().splitlines()
-    ):  # "7f00-7f10 rw-p 00000000 08:01 1234 /path"
+    # A line is like "7f00-7f10 rw-p 00000000 08:01 1234 /path".
+    for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, access, _, _, inode, *_ = line.split(maxsplit=5)
         if access[1] == "w" and access[3] == "p" and inode != "0":
             first, last = addresses.split("-")

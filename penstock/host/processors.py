@@ -29,21 +29,28 @@ class ProcessorShare:
 
 
 def divide_processors(count: int) -> tuple[ProcessorShare, ...]:
-    """Return ``count`` shares of the processors that this process may use.
+    """Divide the processors that this process may use into ``count`` shares.
 
-    Shares are disjoint and differ by at most one processor. A share contains processors of one NUMA node and
-    both threads of a core, as far as the numbers allow. With more shares than processors, several shares have
-    the same processor. A CPU limit of the control group reduces the threads, not the processors.
+    Shares are disjoint and differ by at most one processor. As far as the numbers allow, the processors of a
+    share belong to one NUMA node, and both threads of a core are in the same share. With more shares than
+    processors, several shares have the same processor. A CPU limit of the control group reduces the number of
+    threads, not the number of processors.
     """
     assert count >= 1, f"{count} shares"
-    available = _sort_by_distance(os.sched_getaffinity(0))
-    granted = limits.cores()
-    num_threads = len(available) if granted is None else min(len(available), max(int(granted), 1))
-    threads = [max(len(part), 1) for part in _split(range(num_threads), count)]
-    parts = _split(available, count)
+    available_processors = _sort_by_distance(os.sched_getaffinity(0))
+    cpu_limit = limits.cores()
+    num_threads = (
+        len(available_processors)
+        if cpu_limit is None
+        else min(len(available_processors), max(int(cpu_limit), 1))
+    )
+    thread_counts = [max(len(numbers), 1) for numbers in _split(range(num_threads), count)]
+    processor_groups = _split(available_processors, count)
     return tuple(
-        ProcessorShare(tuple(part) or (available[index % len(available)],), size)
-        for index, (part, size) in enumerate(zip(parts, threads, strict=True))
+        ProcessorShare(
+            tuple(processors) or (available_processors[index % len(available_processors)],), num_threads
+        )
+        for index, (processors, num_threads) in enumerate(zip(processor_groups, thread_counts, strict=True))
     )
 
 
@@ -62,8 +69,8 @@ def numa_nodes() -> dict[int, tuple[int, ...]]:
             )
         except OSError:
             continue
-    filled = {node: processors for node, processors in sorted(nodes.items()) if processors}
-    return filled or {0: tuple(sorted(os.sched_getaffinity(0)))}
+    nodes_with_processors = {node: processors for node, processors in sorted(nodes.items()) if processors}
+    return nodes_with_processors or {0: tuple(sorted(os.sched_getaffinity(0)))}
 
 
 def parse_processors(text: str) -> tuple[int, ...]:
@@ -72,11 +79,11 @@ def parse_processors(text: str) -> tuple[int, ...]:
     >>> parse_processors("0-2,8")
     (0, 1, 2, 8)
     """
-    found: list[int] = []
-    for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    return tuple(found)
+    processors: list[int] = []
+    for range_text in filter(None, text.split(",")):
+        first, _, last = range_text.partition("-")
+        processors += range(int(first), int(last or first) + 1)
+    return tuple(processors)
 
 
 def format_processors(processors: Iterable[int]) -> str:

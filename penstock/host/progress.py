@@ -18,14 +18,14 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-_MIN_LOAD = 256 << 20  # bytes; smaller loads end before a user can read the bar
+_MIN_LOAD = 256 << 20  # bytes; a smaller load ends before a user can read the bar
 
 
 class LoadingProgress:
-    """A bar that counts the bytes of a checkpoint read and packed, or checked. It vanishes at the end.
+    """A progress bar over the bytes of a checkpoint that are loaded or checked. It is removed at the end.
 
     Args:
-        num_bytes: total.
+        num_bytes: total number of bytes.
         title: text before the bar.
     """
 
@@ -58,11 +58,11 @@ class LoadingProgress:
 
 
 class GenerationProgress:
-    """A bar that counts finished prompts and tokens per second.
+    """A progress bar over finished prompts, with the number of tokens per second.
 
     Args:
-        num_prompts: total.
-        shown: draw the bar, if standard error is a terminal.
+        num_prompts: total number of prompts.
+        shown: whether to draw the bar. It is drawn only if standard error is a terminal.
     """
 
     def __init__(self, num_prompts: int, *, shown: bool = True) -> None:
@@ -70,7 +70,7 @@ class GenerationProgress:
         self._start = time.perf_counter()
         self._bar: Progress | None = None
         if not shown or not _is_terminal():
-            return  # creating a bar takes longer than a short call
+            return  # creating a bar takes longer than a short generation
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),

@@ -30,7 +30,7 @@ def build_services(
     tokenizer: TextTokenizer,
     sibling: Services | None = None,
 ) -> Services:
-    """Return services with a closed gate. The worker need not have started.
+    """Return the services of a server. Their gate is closed. The worker may still be starting.
 
     Args:
         config: the configuration of the server.
@@ -41,7 +41,7 @@ def build_services(
             on the model: gate, metrics, traces, thread pools, and the state of routes.
     """
     if sibling is not None:
-        sibling.metrics.watch(worker, parse_gauges(config.router_gauge), pipeline_config.model.name)
+        sibling.metrics.add_engine(worker, parse_gauges(config.router_gauge), pipeline_config.model.name)
         return replace(
             sibling,
             pipeline_config=pipeline_config,
@@ -51,7 +51,7 @@ def build_services(
             parsers=_parsers(config, tokenizer),
         )
     metrics = Metrics()
-    metrics.watch(worker, parse_gauges(config.router_gauge), pipeline_config.model.name)
+    metrics.add_engine(worker, parse_gauges(config.router_gauge), pipeline_config.model.name)
     return Services(
         config=config,
         pipeline_config=pipeline_config,

@@ -39,7 +39,7 @@ class Closable(Protocol):
 State = TypeVar("State", bound=Closable)
 
 LARGE_BODY_BYTES = 512 * 1024
-"""Bodies with more bytes are large. Prompts of most models are shorter."""
+"""A body with more bytes counts as large. The longest prompts of most models are shorter."""
 
 
 _MAX_LARGE_BODIES = 8
@@ -113,7 +113,7 @@ class Services:
     large_body_pool: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="penstock-long")
     )
-    """Runs the same work for large bodies: they take many seconds and would delay the requests in `pool`."""
+    """Runs the same work for large bodies. It takes many seconds and would delay other requests in `pool`."""
     decoder: JsonDecoder = field(default_factory=JsonDecoder)
     """Decodes bodies that would block the event loop for too long."""
     large_body_decoder: JsonDecoder = field(default_factory=lambda: JsonDecoder(niceness=10))
@@ -164,7 +164,7 @@ class Services:
 
     @property
     def json_limits(self) -> tuple[int, int]:
-        """(maximum number of objects, arrays and keys, maximum number of elements and members) of a body.
+        """Limits for a JSON body: (number of objects, arrays and keys; number of elements and members).
 
         Token ids need less memory than other values. The second limit is therefore high enough for four
         prompts of token ids, or for all inputs of a request to an embeddings model.

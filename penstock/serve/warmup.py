@@ -1,4 +1,4 @@
-"""Warm-up requests, run before the server is ready, so that no request of a user includes one-time work."""
+"""Warm-up requests. They run before the server is ready and do the one-time work of the first requests."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def warm_up(worker: EngineClient, tokenizer: TextTokenizer) -> None:
 
 
 def _contexts(tokenizer: TextTokenizer) -> Iterator[TextContext]:
-    kinds = {
+    warm_up_params = {
         "greedy": (SamplingParams(max_new_tokens=_NUM_TOKENS, temperature=0.0, ignore_eos=True), 0),
         "sampled": (
             SamplingParams(max_new_tokens=_NUM_TOKENS, temperature=1.0, top_p=0.9, top_k=50, ignore_eos=True),
@@ -64,7 +64,7 @@ def _contexts(tokenizer: TextTokenizer) -> Iterator[TextContext]:
             1,
         ),
     }
-    for name, (params, num_logprobs) in kinds.items():
+    for name, (params, num_logprobs) in warm_up_params.items():
         request = TokenGeneratorRequest(
             f"warm-up-{name}", 0, "", prompt=[0], sampling_params=params, logprobs=num_logprobs
         )
@@ -88,10 +88,14 @@ async def warm_up_speech(worker: EngineClient, tokenizer: SpeechTokenizer) -> No
     Raises:
         PenstockError: the request failed. Requests of users would fail too.
     """
-    form = tokenizer.speech_format
-    frame = form.codes.token_ids([0] * form.codes.codes_per_frame)
-    params = SamplingParams(max_new_tokens=2 * len(frame), ignore_eos=True, allowed_token_ids=frame)
-    request = AudioGenerationRequest("warm-up", 0, "", prompt=frame, sampling_params=params, streaming=True)
+    speech_format = tokenizer.speech_format
+    frame_token_ids = speech_format.codes.token_ids([0] * speech_format.codes.codes_per_frame)
+    params = SamplingParams(
+        max_new_tokens=2 * len(frame_token_ids), ignore_eos=True, allowed_token_ids=frame_token_ids
+    )
+    request = AudioGenerationRequest(
+        "warm-up", 0, "", prompt=frame_token_ids, sampling_params=params, streaming=True
+    )
     with suppress(RequestFailedError):  # a model with random weights may generate no whole frame
         await _run(worker, tokenizer.build_speech_context(request))
 
@@ -102,7 +106,7 @@ async def warm_up_grammars(worker: EngineClient, tokenizer: TextTokenizer) -> No
     Raises:
         PenstockError: the request failed.
     """
-    params = SamplingParams(max_new_tokens=_NUM_TOKENS)  # generation ends earlier, where the grammar ends
+    params = SamplingParams(max_new_tokens=_NUM_TOKENS)  # the grammar may end the output earlier
     grammar = Grammar("json_object")
     request = TokenGeneratorRequest(
         "warm-up-grammar", 0, "", prompt=[0], sampling_params=params, grammar=grammar

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.errors import WeightsError
 from penstock.host.memory import advise_huge_pages
-from penstock.host.private_memory import mapping
+from penstock.host.private_memory import allow_mapping
 
 
 def map_file(file: Path) -> Tensor:
@@ -24,7 +24,7 @@ def map_file(file: Path) -> Tensor:
     """
     try:
         size = file.stat().st_size
-        with mapping(size):
+        with allow_mapping(size):
             return torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)
     except (OSError, RuntimeError) as problem:
         raise WeightsError(file, f"cannot be mapped: {problem}") from problem
@@ -39,7 +39,7 @@ def map_in_huge_pages(file: Path) -> Tensor:
         WeightsError: the file cannot be mapped.
     """
     try:
-        with file.open("rb") as stream, mapping(file.stat().st_size):
+        with file.open("rb") as stream, allow_mapping(file.stat().st_size):
             content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
     except (OSError, ValueError) as problem:
         raise WeightsError(file, f"cannot be mapped: {problem}") from problem

@@ -20,7 +20,7 @@ from torch import Tensor
 from penstock.dtype import DType
 from penstock.errors import WeightsError
 from penstock.host.heartbeat import beat
-from penstock.host.private_memory import mapping
+from penstock.host.private_memory import allow_mapping
 from penstock.weights.checkpoint import Checkpoint, open_checkpoint
 from penstock.weights.gguf_names import GGUFTensor
 from penstock.weights.mapping import drop_pages, map_file
@@ -333,7 +333,7 @@ class _Files:
 
     def open_safetensors(self, file: Path) -> _SafetensorsFile:
         if file not in self._opened:
-            with mapping(file.stat().st_size):
+            with allow_mapping(file.stat().st_size):
                 self._opened[file] = safe_open(file, framework="pt")
         return self._opened[file]
 

@@ -213,7 +213,7 @@ class _Loop:
             case WatchCache():
                 self._scheduler.kv.record_events()
             case Ping():
-                private_memory.follow_mapped_files()
+                private_memory.exempt_mapped_files()
                 self._send(Pong(self._current_stats()))
             case Stop():
                 self._is_stopping = True

@@ -194,7 +194,7 @@ def test_rerank_prints_the_ranked_documents(model: Path, files: dict[str, Path],
         ),
         "npy of vectors of different lengths": (
             ["encode", "--text", "cat", "--output-kind", "multi_vector", "--format", "npy"],
-            "npy holds one array, but multi_vector outputs differ in length",
+            "npy stores one array, but multi_vector outputs differ in length",
         ),
         "unknown suffix": (["encode", "--text", "cat", "--output", "a.csv"], "give --format"),
         "no folder": (["encode", "--text", "cat", "--output", "none/a.npy"], "none/a.npy: No such file"),

@@ -42,7 +42,7 @@ for allocate in (lambda: bytearray(free), lambda: torch.empty(free, dtype=torch.
         errors.append(error)
 assert [private_memory.is_exceeded(error) for error in errors] == [True, True], errors
 del mapped
-private_memory.follow_mapped_files()
+private_memory.exempt_mapped_files()
 assert free - private_memory.free() >= 100 * MIB
 """
 

@@ -113,7 +113,7 @@ def test_user_adapters_and_task_adapters_run_in_one_batch(jina: JinaV3, tmp_path
 
 
 def test_limits_are_raised_for_the_task_adapters() -> None:
-    default_config = LoRAConfig().with_room_for(5, 4)
+    default_config = LoRAConfig().with_checkpoint_adapters(5, 4)
     assert (default_config.max_loras, default_config.max_loaded_loras, default_config.max_lora_rank) == (
         5,
         5,
@@ -121,9 +121,9 @@ def test_limits_are_raised_for_the_task_adapters() -> None:
     )
     raised_config = LoRAConfig(
         enable_lora=True, max_loras=2, max_loaded_loras=3, max_lora_rank=8
-    ).with_room_for(5, 4)
+    ).with_checkpoint_adapters(5, 4)
     assert (raised_config.max_loras, raised_config.max_loaded_loras, raised_config.max_lora_rank) == (7, 8, 8)
-    assert LoRAConfig().with_room_for(0, 0) == LoRAConfig()
+    assert LoRAConfig().with_checkpoint_adapters(0, 0) == LoRAConfig()
 
 
 def test_adapters_that_do_not_match_the_tasks_are_refused(jina: JinaV3, tmp_path: Path) -> None:

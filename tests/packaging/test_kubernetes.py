@@ -18,7 +18,7 @@ from penstock.ray.config import RayConfig, ray_fields
 from penstock.ray.deployment import Resources, check_supported
 from penstock.serve.app import create_app
 from penstock.serve.config import ServeConfig, serve_fields
-from penstock.serve.http.middleware import PROBES
+from penstock.serve.http.middleware import PROBE_PATHS
 from penstock.serve.observability.metrics import ENGINE_METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,7 +69,7 @@ def test_the_probes_are_routes_without_authentication() -> None:
         probe = server_container()[probe_name]["httpGet"]
         assert (probe["path"], probe["port"]) == (path, "http")
         assert path in paths
-        assert path in PROBES
+        assert path in PROBE_PATHS
 
 
 def test_ports_users_and_selectors_agree() -> None:

@@ -62,7 +62,7 @@ async def test_an_engine_that_is_not_ready_gets_no_request() -> None:
 async def test_adapters_and_metrics_come_from_the_engine() -> None:
     engine = FakeEngine(stats=WorkerStats(num_steps=7))
     services = make_services(engine)
-    services.metrics.watch(engine)
+    services.metrics.add_engine(engine)
     async with app_client(services) as client:
         loaded = await client.post("/v1/load_lora_adapter", json={"lora_name": "tone", "lora_path": "/a"})
         missing_response = await client.post(

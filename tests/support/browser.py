@@ -61,7 +61,7 @@ async def open_playground(
     """Open the playground of a server with a fake model; `config` is passed to `run_in_process`."""
     async with run_in_process(pipeline, **config) as chat:
         chat.services.gate.open()
-        chat.services.metrics.watch(chat.services.worker)
+        chat.services.metrics.add_engine(chat.services.worker)
         listener = socket.create_server(("127.0.0.1", 0))
         server = uvicorn.Server(uvicorn.Config(create_app(chat.services), log_config=None))
         server_task = asyncio.create_task(server.serve(sockets=[listener]))

@@ -15,7 +15,7 @@ from penstock.serve.api.generation import run_in_pool
 from penstock.serve.api.schemas import LoadAdapterBody, UnloadAdapterBody
 from penstock.serve.api.text_generation import checked_body
 from penstock.serve.http.bodies import JsonRoute
-from penstock.serve.http.openapi import BODY_ERRORS, body_of, responses
+from penstock.serve.http.openapi import BODY_ERRORS, request_body, responses
 from penstock.serve.http.origins import is_loopback
 from penstock.serve.http.problems import RequestProblem
 from penstock.serve.services import Services
@@ -25,7 +25,7 @@ router = APIRouter(route_class=JsonRoute, tags=["adapters"], default_response_cl
 
 @router.post(
     "/v1/load_lora_adapter",
-    openapi_extra=body_of(LoadAdapterBody),
+    openapi_extra=request_body(LoadAdapterBody),
     responses=responses(*BODY_ERRORS, 409),
 )
 async def load_adapter(request: Request) -> str:
@@ -60,7 +60,7 @@ async def load_adapter(request: Request) -> str:
 
 @router.post(
     "/v1/unload_lora_adapter",
-    openapi_extra=body_of(UnloadAdapterBody),
+    openapi_extra=request_body(UnloadAdapterBody),
     responses=responses(*BODY_ERRORS),
 )
 async def unload_adapter(request: Request) -> str:

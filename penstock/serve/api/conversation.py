@@ -115,7 +115,7 @@ class Conversation:
                     in_reasoning=self.opens_reasoning,
                     parallel=parallel,
                     shows_special_tokens=self.body.shows_special_tokens,
-                    bare_in_text=self.context.grammar is None,
+                    unmarked_in_text=self.context.grammar is None,
                 ),
                 skip_special_tokens=parsers.skip_special_tokens and not self.body.shows_special_tokens,
                 token_by_token=parsers.reasoning_format is not None or not parallel,

@@ -20,7 +20,7 @@ from penstock.serve.api.speech_run import SpeechRun
 from penstock.serve.api.speech_schemas import SpeechBody
 from penstock.serve.api.text_generation import checked_body, record_error
 from penstock.serve.http.bodies import JsonRoute
-from penstock.serve.http.openapi import BODY_ERRORS, body_of, responses
+from penstock.serve.http.openapi import BODY_ERRORS, request_body, responses
 from penstock.serve.http.problems import Problem, RequestProblem
 from penstock.serve.http.sse import PING, EventStream, event
 from penstock.serve.observability.request_record import RequestRecord
@@ -49,7 +49,10 @@ class AudioCutOffError(Exception):
 
 
 @router.post(
-    "/v1/audio/speech", response_class=Response, openapi_extra=body_of(SpeechBody), responses=_AUDIO_RESPONSE
+    "/v1/audio/speech",
+    response_class=Response,
+    openapi_extra=request_body(SpeechBody),
+    responses=_AUDIO_RESPONSE,
 )
 async def create_speech(request: Request) -> Response:
     """Return the speech for a text. The response begins when the first audio has been generated."""

@@ -18,7 +18,7 @@ from penstock.serve.api.roles import check_roles
 from penstock.serve.api.schemas import DetokenizeBody, TokenizeBody
 from penstock.serve.api.text_generation import checked_body
 from penstock.serve.http.bodies import JsonRoute
-from penstock.serve.http.openapi import BODY_ERRORS, body_of, responses
+from penstock.serve.http.openapi import BODY_ERRORS, request_body, responses
 from penstock.serve.http.problems import RequestProblem
 from penstock.serve.services import Services
 
@@ -44,13 +44,13 @@ class DetokenizeResponse(BaseModel):
     prompt: str
 
 
-@router.post("/tokenize", openapi_extra=body_of(TokenizeBody), responses=responses(*BODY_ERRORS))
+@router.post("/tokenize", openapi_extra=request_body(TokenizeBody), responses=responses(*BODY_ERRORS))
 async def tokenize(request: Request) -> TokenizeResponse:
     """Return the tokens of a text, or of the messages that the chat template renders."""
     return await _run(request, _tokenize)
 
 
-@router.post("/detokenize", openapi_extra=body_of(DetokenizeBody), responses=responses(*BODY_ERRORS))
+@router.post("/detokenize", openapi_extra=request_body(DetokenizeBody), responses=responses(*BODY_ERRORS))
 async def detokenize(request: Request) -> DetokenizeResponse:
     """Return the text of tokens, including special tokens."""
     return await _run(request, _detokenize)

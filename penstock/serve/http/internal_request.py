@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 from starlette.types import ASGIApp, Message
 
-from penstock.serve.http.middleware import INTERNAL
+from penstock.serve.http.middleware import INTERNAL_SCOPE_KEY
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ async def internal_request(
         "client": (client, 0),
         "server": ("localhost", 80),
         "state": {},
-        INTERNAL: True,
+        INTERNAL_SCOPE_KEY: True,
     }
     task = asyncio.ensure_future(_run(app, scope, receive, sent_messages))
 

@@ -11,10 +11,10 @@ from contextlib import suppress
 from penstock.errors import UnavailableError
 from penstock.serve.http import json_process
 from penstock.serve.http.json_process import (
-    INVALID,
+    DECODED,
+    INVALID_JSON,
     REPLY,
     REQUEST,
-    VALUE,
     InvalidJsonError,
     TooManyValuesError,
 )
@@ -55,12 +55,12 @@ class JsonDecoder:
             except BaseException:
                 self._kill()  # otherwise the reply to this body would be read as the reply to the next body
                 raise
-        if kind == VALUE:
+        if kind == DECODED:
             if len(data) <= _MAX_INLINE_REPLY_BYTES:
                 return marshal.loads(data)
             return await asyncio.to_thread(_unmarshal, data)
         message = data.decode(errors="replace")
-        raise InvalidJsonError(message) if kind == INVALID else TooManyValuesError(message)
+        raise InvalidJsonError(message) if kind == INVALID_JSON else TooManyValuesError(message)
 
     async def close(self) -> None:
         """Stop the process if it is running."""

@@ -1,7 +1,7 @@
 """Strict JSON with limits, and the process that decodes long bodies.
 
-Decoding holds the GIL: in the server's process a long body would block all other requests. This file is
-also the script of the decoding process, so it imports the standard library only:
+Decoding holds the GIL. In the server's process, the decoding of a long body would block all other requests.
+This file is also the script of the decoding process and therefore imports the standard library only:
 
     bodies.py  --size, limits, body-->  json_process.py  --kind, size, marshalled value or message-->
 """
@@ -22,11 +22,11 @@ MAX_DEPTH = 64
 """Maximum nesting of objects and arrays. Deeper nesting overflows the stack of recursive code."""
 
 REQUEST = struct.Struct("<QQQ")
-"""Bytes of the body, maximum number of values, maximum number of items."""
+"""Header of a request: bytes of the body, maximum number of values, maximum number of items."""
 REPLY = struct.Struct("<BQ")
-"""Kind of the reply, bytes of its data."""
-VALUE, INVALID, TOO_MANY = range(3)
-"""Kinds of replies: a value, an `InvalidJsonError`, a `TooManyValuesError`."""
+"""Header of a reply: kind of the reply, bytes of its data."""
+DECODED, INVALID_JSON, TOO_MANY_VALUES = range(3)
+"""Kinds of replies: the decoded value, an `InvalidJsonError`, a `TooManyValuesError`."""
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -49,7 +49,7 @@ def decode(body: bytes, max_values: int, max_items: int) -> Any:
 
     Raises:
         InvalidJsonError: the body is not strict JSON. The message contains the error and its position.
-        TooManyValuesError: a limit is exceeded. The message contains the number.
+        TooManyValuesError: a limit is exceeded. The message contains the number of values.
     """
     _check_values(body, max_values, max_items)
     try:
@@ -66,9 +66,9 @@ def decode(body: bytes, max_values: int, max_items: int) -> Any:
         _invalid(f"it is nested deeper than {MAX_DEPTH} levels")
     except InvalidJsonError:
         raise
-    except ValueError:  # an integer with more digits than Python's limit
+    except ValueError:  # an integer has more digits than Python's int() converts
         _invalid("a number has too many digits")
-    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and _is_deeper(value, MAX_DEPTH):
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and _is_nested_deeper(value, MAX_DEPTH):
         _invalid(f"it is nested deeper than {MAX_DEPTH} levels")
     if _SURROGATE.search(body) and not _is_unicode(value):
         _invalid("it contains an unpaired surrogate")
@@ -78,8 +78,8 @@ def decode(body: bytes, max_values: int, max_items: int) -> Any:
 def _check_values(body: bytes, max_values: int, max_items: int) -> None:
     """Check the limits before decoding.
 
-    The first count is fast and includes the punctuation inside strings. Only if it exceeds a limit, strings
-    are removed and the rest is counted.
+    The first count is fast. It includes punctuation inside strings. If it exceeds a limit, strings are
+    removed and the remaining punctuation is counted.
     """
     num_values, num_items = _count(body)
     if num_values <= max_values and num_items <= max_items:
@@ -101,11 +101,11 @@ def _count(body: bytes) -> tuple[int, int]:
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     members = dict(pairs)
     if len(members) < len(pairs):
-        seen: set[str] = set()
+        seen_keys: set[str] = set()
         for name, _ in pairs:
-            if name in seen:
+            if name in seen_keys:
                 _invalid(f"the key {name[:100]!r} occurs twice in one object")
-            seen.add(name)
+            seen_keys.add(name)
     return members
 
 
@@ -128,7 +128,7 @@ def _is_unicode(value: object) -> bool:
     return True
 
 
-def _is_deeper(value: object, limit: int) -> bool:
+def _is_nested_deeper(value: object, limit: int) -> bool:
     level: list[object] = [value]
     for _ in range(limit + 1):
         parents = [item for item in level if isinstance(item, dict | list)]
@@ -150,11 +150,11 @@ def _invalid(problem: str) -> NoReturn:
 def reply_to(body: bytes, max_values: int, max_items: int) -> tuple[int, bytes]:
     """Decode a body. Return the kind of the reply and its data."""
     try:
-        return VALUE, marshal.dumps(decode(body, max_values, max_items), 2)
+        return DECODED, marshal.dumps(decode(body, max_values, max_items), 2)
     except InvalidJsonError as error:
-        return INVALID, str(error).encode("utf-8", "backslashreplace")
+        return INVALID_JSON, str(error).encode("utf-8", "backslashreplace")
     except TooManyValuesError as error:
-        return TOO_MANY, str(error).encode()
+        return TOO_MANY_VALUES, str(error).encode()
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:

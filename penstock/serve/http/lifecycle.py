@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from penstock.errors import ConfigError, PenstockError
 from penstock.host.garbage_collection import gc_disabled
 from penstock.serve.config import ServeConfig
-from penstock.serve.http.startup import Startup, announce
+from penstock.serve.http.startup import Startup, report_ready
 from penstock.serve.observability.logs import configure_logging, log_event
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 _SWITCH_INTERVAL = 0.001
 """Seconds after which a pool thread yields the GIL to the event loop. Python's default is 0.005."""
 SHUTDOWN_TIMEOUT = 2.0
-"""Seconds to send the final error of each aborted request."""
+"""Seconds at shutdown in which aborted requests can send their final errors."""
 
 
 class Server:
@@ -80,7 +80,7 @@ class Server:
         configure_logging(self._config)
         sys.setswitchinterval(_SWITCH_INTERVAL)
         with listening_socket(self._config.host, self._config.port) as listener:
-            with self._startup.phase("find the model"):  # may download it; the worker then finds the files
+            with self._startup.phase("find the model"):  # may download the files, which the worker then uses
                 self._pipeline_config.model.checkpoint  # noqa: B018
             with self._startup.phase("start the worker's process"):
                 self._worker.launch()
@@ -158,7 +158,7 @@ class Server:
         with self._startup.phase("warm up"):
             await warm_up_model(self._worker, services.tokenizer, services.task)
         gc.collect()
-        gc.freeze()  # garbage collections then skip the objects that live as long as the server
+        gc.freeze()  # the collector then skips these objects, which live as long as the server
         services.gate.open()
         if self._config.state_dir is not None:
             from penstock.serve.batches.batch_manager import BatchManager
@@ -167,7 +167,7 @@ class Server:
         services.metrics.describe_build(model=services.model_name, isa=info.isa)
         services.metrics.report_startup((phase.name, phase.seconds) for phase in self._startup.phases)
         url = url_of(listener)
-        announce(self._startup, url, services.model_name, self._config.log_format)
+        report_ready(self._startup, url, services.model_name, self._config.log_format)
         from penstock.serve.http.origins import is_loopback
 
         if not self._config.api_key and not is_loopback(self._config.host):
@@ -213,7 +213,7 @@ class Server:
 
 
 _PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES, errno.EPERM)
-"""Socket errors that can be avoided by choosing a different port."""
+"""Errors of a socket that the choice of another port can avoid."""
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
@@ -228,7 +228,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        reason = (error.strerror or str(error)).partition(" (")[0]  # after " (", asyncio repeats the address
+        reason = (error.strerror or str(error)).partition(" (")[0]  # asyncio appends the address after " ("
         field = "port" if error.errno in _PORT_ERRORS else "host"
         raise ConfigError(field, f"cannot listen at {host}:{port}: {reason}") from error
 

@@ -1,4 +1,4 @@
-"""Middleware for every request. Plain ASGI: no middleware buffers a stream."""
+"""Middleware for every request. All of it is plain ASGI, so that no middleware buffers a stream."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from penstock.serve.services import Services
 
 _log = logging.getLogger(__name__)
 
-PROBES = (
+PROBE_PATHS = (
     frozenset({"/health", "/ping", "/load", "/ready", "/version", "/metrics", "/playground/stats"})
     | playground.PATHS
 )
 """Paths of probes and of the playground page: always public, not counted, and logged at level debug."""
 
-PUBLIC = PROBES | {"/openapi.json"}
+PUBLIC_PATHS = PROBE_PATHS | {"/openapi.json"}
 """Paths that need no API key and work while the model is being loaded. They expose no request data."""
 
-INTERNAL = "penstock.internal"
-"""The key of a scope without a connection, such as a line of a batch. No client can set it."""
+INTERNAL_SCOPE_KEY = "penstock.internal"
+"""Key in the ASGI scope of requests without a connection, such as lines of a batch. No client can set it."""
 
 _MAX_DRAIN_BYTES = 64 * 1024
 _DRAIN_TIMEOUT = 1.0
@@ -57,7 +57,7 @@ class ObservabilityMiddleware:
         if scope["method"] == "HEAD":  # handled as GET; the HTTP server omits the body
             scope = {**scope, "method": "GET"}
         record = exchange.record
-        is_probe = scope["path"] in PROBES
+        is_probe = scope["path"] in PROBE_PATHS
         metrics = None if is_probe else self._services.metrics.request_received()
         tracing = None if is_probe else self._services.tracing
         span = tracing.begin(record, scope["headers"]) if tracing is not None else None
@@ -67,7 +67,7 @@ class ObservabilityMiddleware:
         except ClientDisconnect:
             record.client_left = True
         except Exception as error:
-            await exchange.fail(error)
+            await exchange.report_error(error)
         except BaseException:  # an immediate shutdown cancels the request
             record.failed("cancelled", 503)
             raise
@@ -111,8 +111,8 @@ class _Exchange:
             self._is_complete = True
         await self._send(message)
 
-    async def fail(self, error: Exception) -> None:
-        """Answer an unhandled error by a response, an error event, or the end of the connection."""
+    async def report_error(self, error: Exception) -> None:
+        """Report an unhandled error by a response, by an error event, or by closing the connection."""
         # Starlette raises a RuntimeError from an error whose response has already started.
         cause = error.__cause__ if isinstance(error, RuntimeError) and self.record.status else None
         problem = problem_of(cause or error)
@@ -127,7 +127,7 @@ class _Exchange:
             event = b"data: " + problem.encode() + b"\n\n"
             await self.send({"type": "http.response.body", "body": event})
         else:
-            raise error  # part of a response is sent: the HTTP server closes the connection
+            raise error  # part of the response has been sent, so the HTTP server closes the connection
 
 
 class AdmissionMiddleware:
@@ -140,15 +140,15 @@ class AdmissionMiddleware:
         self._session_header = services.config.session_header.lower().encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in PUBLIC:
+        if scope["type"] != "http" or scope["path"] in PUBLIC_PATHS:
             await self._app(scope, receive, send)
             return
         try:
-            is_internal = INTERNAL in scope
+            is_internal = INTERNAL_SCOPE_KEY in scope
             key = None if is_internal else self._keys.check(scope["headers"])
             record: RequestRecord = scope["state"]["record"]
             record.client_id = _client_id(key, scope)
-            record.session_header = _session(scope, self._session_header)
+            record.session_header = _session_id(scope, self._session_header)
             if self._gate.reason:
                 headers = {"connection": "close", "retry-after": "1"}
                 raise RequestProblem(503, f"{self._gate.reason}: try again", headers=headers)
@@ -164,14 +164,14 @@ class AdmissionMiddleware:
 
 
 def _client_id(key: int | None, scope: Scope) -> str:
-    """Return the client id for fair scheduling: the index of its API key, or its address without one."""
+    """Return the client id for fair scheduling: the index of the API key, or without a key the address."""
     if key is not None:
         return f"key {key}"
     host, port = scope.get("client") or ("", 0)
     return f"{host}:{port}"
 
 
-def _session(scope: Scope, header: bytes) -> str:
+def _session_id(scope: Scope, header: bytes) -> str:
     """Return the session id in a header, cut to `_MAX_SESSION_LENGTH` characters; "" without the header."""
     for name, value in scope["headers"]:
         if name == header:
@@ -191,13 +191,13 @@ async def _drain_body(receive: Receive) -> None:
 
     Closing a connection with unread bytes resets it, and the client may lose the response.
     """
-    size, more = 0, True
+    size, has_more = 0, True
     with suppress(TimeoutError):
         async with asyncio.timeout(_DRAIN_TIMEOUT):
-            while more and size <= _MAX_DRAIN_BYTES:
+            while has_more and size <= _MAX_DRAIN_BYTES:
                 message = await receive()
                 size += len(message.get("body", b""))
-                more = message.get("more_body", False)
+                has_more = message.get("more_body", False)
 
 
 def _request_id(scope: Scope) -> str:

@@ -36,7 +36,7 @@ _REASONS = {
     409: "The name is in use.",
     413: "The body is too long.",
     415: "The content type of the body is not JSON.",
-    421: "The Host is unknown.",
+    421: "The Host header names an unknown host.",
     429: "The queue is full; see Retry-After.",
     500: "An internal error ended the request.",
     503: "The model is not ready, or the request took too long; see Retry-After.",
@@ -52,8 +52,8 @@ def responses(*statuses: int) -> dict[int | str, dict[str, object]]:
     return {status: {"description": _REASONS[status], "content": content} for status in statuses}
 
 
-def body_of(kind: type[RequestBody]) -> dict[str, object]:
-    """Return the ``openapi_extra`` of a route with this request body."""
+def request_body(kind: type[RequestBody]) -> dict[str, object]:
+    """Return the argument ``openapi_extra`` of a route whose request body has this class."""
     schema = json_schema(kind)
     properties = schema["properties"]
     assert isinstance(properties, dict)
@@ -74,7 +74,7 @@ def route_options(kind: type[RequestBody], description: str, *, streams: bool = 
     """Return the arguments of a route with this request body."""
     return {
         "response_class": Response,
-        "openapi_extra": body_of(kind),
+        "openapi_extra": request_body(kind),
         "responses": body_responses(description, streams=streams),
     }
 

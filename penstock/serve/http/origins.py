@@ -27,7 +27,8 @@ class OriginMiddleware:
 
     Without an API key, a request with side effects must have no ``Origin``, the server's own origin, or one
     of ``--cors-origins``. ``Host`` is checked if ``--allowed-hosts`` is set, or if the server listens at a
-    loopback address without a key. In other cases the server cannot know all of its host names.
+    loopback address without a key. In other cases it is not checked, because the server may have host names
+    that are not configured.
     """
 
     def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
@@ -40,7 +41,7 @@ class OriginMiddleware:
             self._hosts = ()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
+        """Pass a request to the application, or refuse it."""
         if scope["type"] == "http":
             try:
                 self.check(scope)

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's format: one table from exceptions to status, type and code.
+"""Error responses in OpenAI's format. One table maps exception classes to status, type and code.
 
 Every error response is ``{"error": {"message", "type", "param", "code"}}``, for errors of the HTTP layer, of
 body validation, of the tokenizer and of the scheduler, and for unexpected exceptions.
@@ -39,18 +39,18 @@ from penstock.serve.observability.request_record import RequestRecord
 
 _log = logging.getLogger(__name__)
 
-INVALID = "invalid_request_error"
+INVALID_REQUEST = "invalid_request_error"
 
-TABLE: Mapping[type[PenstockError], tuple[int, str, str | None]] = {
-    PromptTooLongError: (400, INVALID, "context_length_exceeded"),
-    UnknownModelError: (404, INVALID, "model_not_found"),
-    TaskMismatchError: (400, INVALID, "unsupported_task"),
-    UnsupportedSchemaError: (400, INVALID, "unsupported_schema"),
-    UnsupportedFeatureError: (400, INVALID, "unsupported_value"),
-    InputError: (400, INVALID, None),
-    CheckpointError: (400, INVALID, "invalid_path"),  # the checkpoint of an adapter
-    ConfigError: (400, INVALID, "invalid_value"),
-    MissingDependencyError: (400, INVALID, "unsupported_value"),
+ERROR_TABLE: Mapping[type[PenstockError], tuple[int, str, str | None]] = {
+    PromptTooLongError: (400, INVALID_REQUEST, "context_length_exceeded"),
+    UnknownModelError: (404, INVALID_REQUEST, "model_not_found"),
+    TaskMismatchError: (400, INVALID_REQUEST, "unsupported_task"),
+    UnsupportedSchemaError: (400, INVALID_REQUEST, "unsupported_schema"),
+    UnsupportedFeatureError: (400, INVALID_REQUEST, "unsupported_value"),
+    InputError: (400, INVALID_REQUEST, None),
+    CheckpointError: (400, INVALID_REQUEST, "invalid_path"),  # the checkpoint of an adapter
+    ConfigError: (400, INVALID_REQUEST, "invalid_value"),
+    MissingDependencyError: (400, INVALID_REQUEST, "unsupported_value"),
     OverloadedError: (429, "rate_limit_error", "rate_limit_exceeded"),
     UnavailableError: (503, "service_unavailable_error", "service_unavailable"),
     InsufficientMemoryError: (503, "service_unavailable_error", "insufficient_memory"),
@@ -58,32 +58,32 @@ TABLE: Mapping[type[PenstockError], tuple[int, str, str | None]] = {
     RequestFailedError: (500, "server_error", "internal_error"),
     PenstockError: (500, "server_error", "internal_error"),
 }
-"""Status, OpenAI's ``type`` and ``code`` of an exception class. Subclasses without an entry inherit one."""
+"""Exception class -> status, OpenAI's ``type`` and ``code``. Subclasses without an entry inherit one."""
 
-_STATUS_TABLE: Mapping[int, tuple[str, str | None]] = {
+_HTTP_ERRORS: Mapping[int, tuple[str, str | None]] = {
     401: ("authentication_error", "invalid_api_key"),
-    403: (INVALID, "forbidden"),
-    404: (INVALID, "not_found"),
-    405: (INVALID, "method_not_allowed"),
-    408: (INVALID, "request_timeout"),
-    413: (INVALID, "request_too_large"),
-    415: (INVALID, "unsupported_media_type"),
-    421: (INVALID, "unknown_host"),
+    403: (INVALID_REQUEST, "forbidden"),
+    404: (INVALID_REQUEST, "not_found"),
+    405: (INVALID_REQUEST, "method_not_allowed"),
+    408: (INVALID_REQUEST, "request_timeout"),
+    413: (INVALID_REQUEST, "request_too_large"),
+    415: (INVALID_REQUEST, "unsupported_media_type"),
+    421: (INVALID_REQUEST, "unknown_host"),
     429: ("rate_limit_error", "rate_limit_exceeded"),
     503: ("service_unavailable_error", "service_unavailable"),
 }
-"""Type and code of errors that the HTTP layer raises."""
+"""Status -> OpenAI's ``type`` and ``code``, for errors that the HTTP layer raises."""
 
 
 class RequestProblem(HTTPException):
-    """An error that the HTTP layer raises.
+    """An error of a request that the HTTP layer or a route raises.
 
     Args:
         status: the status code.
-        message: tells the client what is wrong and what to do.
+        message: the cause of the error and the remedy, for the client.
         param: the invalid field, for example ``messages[0].content``.
-        code: OpenAI's code. Default: from the status.
-        type: OpenAI's type. Default: from the status.
+        code: OpenAI's code; by default the code of the status.
+        type: OpenAI's type; by default the type of the status.
         headers: additional headers of the response.
     """
 
@@ -123,9 +123,9 @@ class Problem:
 
     def encode(self) -> bytes:
         """Return `body` as JSON."""
-        return msgspec.json.encode(self.printable().body)
+        return msgspec.json.encode(self.without_surrogates().body)
 
-    def printable(self) -> Problem:
+    def without_surrogates(self) -> Problem:
         """Return the problem without unpaired surrogates, which UTF-8 cannot encode."""
         escaped_message = self.message.encode("utf-8", "backslashreplace").decode()
         param = self.param and self.param.encode("utf-8", "backslashreplace").decode()
@@ -143,13 +143,13 @@ class Problem:
 
 def anthropic_error(problem: Problem) -> dict[str, object]:
     """Return an error in Anthropic's format, also the data of a stream's error event."""
-    kind = _ANTHROPIC_TYPES.get(problem.status, INVALID if problem.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": problem.printable().message}}
+    kind = _ANTHROPIC_TYPES.get(problem.status, INVALID_REQUEST if problem.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": problem.without_surrogates().message}}
 
 
 def ollama_error(problem: Problem) -> dict[str, object]:
     """Return an error in Ollama's format, also the last line of a stream."""
-    return {"error": problem.printable().message}
+    return {"error": problem.without_surrogates().message}
 
 
 _ANTHROPIC_TYPES = {
@@ -171,7 +171,7 @@ _ERROR_FORMATS: Mapping[str, Callable[[Problem], dict[str, object]]] = {
 def problem_of(error: BaseException) -> Problem:
     """Return the error response for an exception. Unexpected exceptions give a 500 without details."""
     if isinstance(error, RequestProblem):
-        type_, code = _STATUS_TABLE.get(error.status_code, (INVALID, None))
+        type_, code = _HTTP_ERRORS.get(error.status_code, (INVALID_REQUEST, None))
         return Problem(
             error.status_code,
             error.message,
@@ -200,16 +200,18 @@ async def handle(request: Request, error: Exception) -> Response:
 
 def validation_problem(errors: Sequence[ErrorDetails]) -> Problem:
     """Return the 400 for the first validation error of a body, with the path of the field."""
-    first = errors[0]
-    path = field_path(first["loc"])
-    message = str(first["msg"])
-    if first["type"] == "json_invalid":
-        return Problem(400, f"the body is not valid JSON: {first['ctx']['error']}", INVALID, "invalid_json")
-    if first["type"] == "extra_forbidden":
-        return Problem(400, f"unknown field: {path}", INVALID, "unknown_field", path)
-    code = {"missing": "missing_field"}.get(first["type"], "invalid_value")
+    first_error = errors[0]
+    path = field_path(first_error["loc"])
+    message = str(first_error["msg"])
+    if first_error["type"] == "json_invalid":
+        return Problem(
+            400, f"the body is not valid JSON: {first_error['ctx']['error']}", INVALID_REQUEST, "invalid_json"
+        )
+    if first_error["type"] == "extra_forbidden":
+        return Problem(400, f"unknown field: {path}", INVALID_REQUEST, "unknown_field", path)
+    code = {"missing": "missing_field"}.get(first_error["type"], "invalid_value")
     where = f"{path}: " if path else "the body: "
-    return Problem(400, f"{where}{message}", INVALID, code, path or None)
+    return Problem(400, f"{where}{message}", INVALID_REQUEST, code, path or None)
 
 
 def field_path(location: Sequence[str | int]) -> str:
@@ -225,7 +227,7 @@ def field_path(location: Sequence[str | int]) -> str:
 
 
 def _framework_problem(status: int, detail: str, headers: Mapping[str, str]) -> Problem:
-    type_, code = _STATUS_TABLE.get(status, (INVALID if status < 500 else "server_error", None))
+    type_, code = _HTTP_ERRORS.get(status, (INVALID_REQUEST if status < 500 else "server_error", None))
     message = {404: "this route does not exist", 405: "this route does not support the method"}.get(
         status, detail
     )
@@ -233,7 +235,7 @@ def _framework_problem(status: int, detail: str, headers: Mapping[str, str]) -> 
 
 
 def _penstock_problem(error: PenstockError) -> Problem:
-    status, type_, code = next(TABLE[cls] for cls in type(error).__mro__ if cls in TABLE)
+    status, type_, code = next(ERROR_TABLE[cls] for cls in type(error).__mro__ if cls in ERROR_TABLE)
     param = "model" if isinstance(error, UnknownModelError) else None
     headers = {}
     if status in (429, 503):

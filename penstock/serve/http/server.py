@@ -1,4 +1,4 @@
-"""uvicorn inside an event loop that the caller runs, without its signal handlers."""
+"""The uvicorn server. It runs in the caller's event loop and installs no signal handlers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class HttpServer(uvicorn.Server):
 
     Args:
         app: the application.
-        config: sets the keep-alive time, and the time in which a request must start.
+        config: has the keep-alive time, and the time within which a new connection must start a request.
     """
 
     def __init__(self, app: FastAPI, config: ServeConfig) -> None:
@@ -52,7 +52,7 @@ class HttpServer(uvicorn.Server):
 
     @asynccontextmanager
     async def listening(self, listener: socket.socket) -> AsyncIterator[None]:
-        """Serve while the block runs. Then close connections, after an exception immediately."""
+        """Serve while the block runs, then close the connections; immediately if the block raises."""
         serve_task = asyncio.create_task(self.serve(sockets=[listener]))
         try:
             yield

@@ -49,7 +49,7 @@ class OpenAIStream:
     media_type = "text/event-stream"
 
     def ping(self) -> bytes:
-        """Return the comment that keeps a silent stream open."""
+        """Return a comment that is sent while the stream has no events, so that the connection stays open."""
         return PING
 
     def error(self, problem: Problem) -> bytes:
@@ -58,7 +58,7 @@ class OpenAIStream:
 
 
 class EventTemplate:
-    """An event in which only one value changes. The constant part is encoded once.
+    """An event of which only one value varies. The constant part is encoded once.
 
     >>> template = EventTemplate({"id": "x", "text": EventTemplate.PLACEHOLDER})
     >>> template.with_value("He said \\"1\\"\\n")

@@ -1,4 +1,4 @@
-"""Start-up times: the phases, and the output when the server is ready."""
+"""Start-up times of the server: its phases, and the lines that are printed when it is ready."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StartupPhase:
-    """A phase of the start in one of the two processes, which run in parallel."""
+    """A phase of the start, in the server or in the worker. The two processes start in parallel."""
 
     name: str
     process: str
@@ -26,7 +26,7 @@ class StartupPhase:
 
 
 class Startup:
-    """Measures a start, from the start of the process if the system reports it."""
+    """Measures the start of the server, from the start of its process if the system reports this time."""
 
     def __init__(self) -> None:
         self._started_at = time.perf_counter() - process_age()
@@ -59,7 +59,7 @@ def process_age() -> float:
     return max(0.0, uptime - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
 
 
-def announce(startup: Startup, url: str, model: str, log_format: str) -> None:
+def report_ready(startup: Startup, url: str, model: str, log_format: str) -> None:
     """Report that the server is ready: print the phases and the address, or log them as JSON."""
     total = startup.seconds
     if log_format == "json":

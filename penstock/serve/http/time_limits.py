@@ -35,7 +35,8 @@ class TimeLimits:
     ) -> AsyncGenerator[T | None, None]:
         """Yield the items, and None whenever no item has arrived for ``ping`` seconds.
 
-        The stream time limit does not apply before the first item, because a long prompt takes long.
+        The stream time limit does not apply before the first item, because the prefill of a long prompt can
+        take longer.
 
         Args:
             deltas: the items. Cancelling its ``__anext__`` must not lose an item.

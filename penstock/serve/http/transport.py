@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 LINGER_BYTES = 64 * 2**20
-"""Maximum bytes of a request to discard after its response. With more, the connection is reset."""
+"""Maximum bytes of a request that are discarded after its response. After more bytes, the connection is
+reset."""
 LINGER_SECONDS = 30.0
-"""Maximum seconds for which bytes are discarded."""
+"""Maximum seconds in which received bytes are discarded."""
 LINGER_IDLE_SECONDS = 5.0
 """Seconds without a received byte after which the connection closes."""
 
@@ -22,9 +23,9 @@ _PROBE_PAUSES = (0.05, 0.05, 0.3, 1.0, 4.0, 15.0, 40.0, 120.0, 420.0)
 class ClosingTransport:
     """A wrapper of asyncio's or uvloop's transport, which uvicorn uses.
 
-    If a socket is closed while the client sends, the kernel resets the connection, and the client may lose a
-    response that it has not read. This transport therefore closes the sending side first, and discards
-    received bytes for up to `LINGER_SECONDS`.
+    If a socket is closed while the client is sending, the kernel resets the connection. The client may then
+    lose a response that it has not read yet. This transport therefore closes the sending side first, and
+    discards received bytes for up to `LINGER_SECONDS`.
 
     Args:
         transport: the wrapped transport.
@@ -93,7 +94,7 @@ class ClosingTransport:
             self._idle_timer = asyncio.get_running_loop().call_later(LINGER_IDLE_SECONDS, self.abort)
 
     def probe(self, is_unanswered: Callable[[], bool]) -> None:
-        """Detect whether a client that stopped sending still reads.
+        """Detect that a client which has stopped sending has also closed its socket.
 
         Sends the common first bytes of all responses, one byte at a time. If the client has closed its
         socket, its kernel answers the first byte with a reset, and the next write fails.

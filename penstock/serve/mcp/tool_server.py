@@ -23,7 +23,7 @@ FAILURE_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class ServerTools:
-    """The tools of a server, or the error of listing them."""
+    """The tools of a server, or the error that occurred when they were listed."""
 
     tools: Sequence[ServerTool] = ()
     error: str | None = None
@@ -93,7 +93,7 @@ class ToolServers:
             return tools
 
     def close(self) -> None:
-        """Clear the cached lists. `ResponseRun` closes the sessions that it opened."""
+        """Clear the cached lists of tools. Sessions are closed by `ResponseRun`, which opens them."""
         self._lists.clear()
 
 

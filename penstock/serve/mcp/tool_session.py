@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 MAX_OUTPUT_CHARACTERS = 2**18
 """Maximum number of characters of a tool's output; longer outputs are cut."""
 MAX_TOOLS = 1000
-"""Maximum number of tools of one server that are offered."""
+"""Maximum number of tools of one server. Further tools are ignored."""
 _CLOSE_SECONDS = 2.0
 """Maximum seconds to close a session."""
 
@@ -58,7 +58,7 @@ class ToolOutput:
 
     @classmethod
     def failed(cls, code: int, message: str, kind: str = "http_error") -> ToolOutput:
-        """Return an error with a code and a message."""
+        """Return the result of a call that failed with a code and a message."""
         return cls(error={"type": kind, "code": code, "message": message})
 
     @property
@@ -78,10 +78,10 @@ class ToolServerError(Exception):
 
 
 class ToolSession:
-    """A session with a tool server, an async context manager. The first call connects.
+    """A session with a tool server; an async context manager. The first call opens the connection.
 
-    The client of the package ``mcp`` must be opened and closed in the same task. The session creates a task
-    for this, so that any task may call it.
+    The client of the package ``mcp`` must be opened and closed in the same task. The session has a task for
+    this, so that its methods can be called from any task.
 
     Args:
         server: the server.
@@ -116,7 +116,7 @@ class ToolSession:
                 client = await self._connect()
                 while True:
                     page = await client.list_tools(cursor=cursor)
-                    tools += [_tool(tool) for tool in page.tools]
+                    tools += [_server_tool(tool) for tool in page.tools]
                     cursor = page.next_cursor
                     if cursor is None or len(tools) >= MAX_TOOLS:
                         return tools[:MAX_TOOLS]
@@ -136,10 +136,10 @@ class ToolSession:
         except TimeoutError:
             return ToolOutput.failed(TIMED_OUT, self._timeout_message())
         except MCPError as error:
-            return ToolOutput.failed(error.code, _cut(error.message), "mcp_protocol_error")
+            return ToolOutput.failed(error.code, _shortened(error.message), "mcp_protocol_error")
         except Exception as error:  # no common base class, as in `list_tools`
             return ToolOutput.failed(UNREACHABLE, self._error_message(error))
-        return _output(result)
+        return _tool_output(result)
 
     async def close(self) -> None:
         """Close the session. Running calls fail."""
@@ -176,7 +176,7 @@ class ToolSession:
                 client = await stack.enter_async_context(Client(transport))
                 connection.set_result(client)
                 await self._close_event.wait()
-        except Exception as error:  # an error of connecting; the calls report later errors
+        except Exception as error:  # the connection failed; the calls report errors that occur later
             if not connection.done():
                 connection.set_exception(error)
                 # If the caller has timed out, asyncio would log the exception as never retrieved.
@@ -189,7 +189,7 @@ class ToolSession:
 
     def _error_message(self, error: BaseException) -> str:
         reason = "; ".join(dict.fromkeys(str(leaf) or type(leaf).__name__ for leaf in _leaf_errors(error)))
-        return _cut(f"the tool server {self._server.name} cannot be used: {reason}")
+        return _shortened(f"the tool server {self._server.name} cannot be used: {reason}")
 
 
 def _leaf_errors(error: BaseException) -> Iterator[BaseException]:
@@ -201,7 +201,7 @@ def _leaf_errors(error: BaseException) -> Iterator[BaseException]:
         yield error
 
 
-def _tool(tool: Any) -> ServerTool:
+def _server_tool(tool: Any) -> ServerTool:
     annotations = tool.annotations
     return ServerTool(
         tool.name,
@@ -211,16 +211,19 @@ def _tool(tool: Any) -> ServerTool:
     )
 
 
-def _output(result: Any) -> ToolOutput:
+def _tool_output(result: Any) -> ToolOutput:
     """Return a result in the format of the Responses API."""
     text = "\n".join(_texts(result.content))
     if not result.content and result.structured_content is not None:
         text = json.dumps(result.structured_content, ensure_ascii=False)
     if result.is_error:
         return ToolOutput(
-            error={"type": "mcp_tool_execution_error", "content": [{"type": "text", "text": _cut(text)}]}
+            error={
+                "type": "mcp_tool_execution_error",
+                "content": [{"type": "text", "text": _shortened(text)}],
+            }
         )
-    return ToolOutput(_cut(text))
+    return ToolOutput(_shortened(text))
 
 
 def _texts(blocks: Sequence[Any]) -> Iterator[str]:
@@ -239,6 +242,6 @@ def _texts(blocks: Sequence[Any]) -> Iterator[str]:
                 yield f"[{kind} {getattr(block, 'mime_type', '')}, not text]"
 
 
-def _cut(text: str) -> str:
+def _shortened(text: str) -> str:
     num_cut = len(text) - MAX_OUTPUT_CHARACTERS
     return text if num_cut <= 0 else f"{text[:MAX_OUTPUT_CHARACTERS]}\n[{num_cut} more characters]"

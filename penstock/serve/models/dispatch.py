@@ -1,4 +1,4 @@
-"""Passes each request to the routes of the model that it names."""
+"""Passes each request to the application of the model that the request names."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from starlette.types import Message, Receive, Scope, Send
 
 from penstock.errors import PenstockError
 from penstock.pipelines.core import PipelineTask
-from penstock.serve.http.middleware import PUBLIC, send_problem
+from penstock.serve.http.middleware import PUBLIC_PATHS, send_problem
 from penstock.serve.http.problems import problem_of
 from penstock.serve.models.registry import ModelRegistry, ServedModel
 from penstock.serve.observability.request_record import RequestRecord
 
 _PATHS_WITHOUT_MODEL = frozenset({"/sleep", "/is_sleeping", "/tokenize", "/detokenize"})
-"""Paths that need no loaded model."""
+"""Paths whose routes work while the model is not loaded."""
 _SHARED_PREFIXES = ("/v1/files", "/v1/batches", "/v1/models")
 """Path prefixes of routes that do not belong to a single model."""
 
@@ -57,18 +57,18 @@ class ModelDispatcher:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
-        if scope["type"] != "http" or path in PUBLIC or path.startswith(_SHARED_PREFIXES):
+        if scope["type"] != "http" or path in PUBLIC_PATHS or path.startswith(_SHARED_PREFIXES):
             await self._run(self._registry.default, scope, receive, send)
             return
         body = _Body(receive)
         try:
             await body.read(self._max_body_size, self._body_timeout)
             model = self._registry.find(_requested_name(scope, body), self._task_of(path))
-            is_read = scope["method"] == "GET" and not path.startswith("/v1/audio/")
-            if path in _PATHS_WITHOUT_MODEL or is_read:
+            is_read_only = scope["method"] == "GET" and not path.startswith("/v1/audio/")
+            if path in _PATHS_WITHOUT_MODEL or is_read_only:
                 await self._run(model, scope, body.receive, send)
                 return
-            async with self._registry.loaded(model):
+            async with self._registry.keep_loaded(model):
                 await self._run(model, scope, body.receive, send)
         except PenstockError as error:
             # Only errors of the dispatcher arrive here. The models' applications handle their own errors.
@@ -91,14 +91,14 @@ class _Body:
 
     async def read(self, max_size: int, seconds: float) -> None:
         """Read until the end of the body, or until it is too long or too slow."""
-        size, more = 0, True
+        size, has_more = 0, True
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while more and size <= max_size:
+                while has_more and size <= max_size:
                     message = await self._receive()
                     self._messages.append(message)
                     size += len(message.get("body", b""))
-                    more = message["type"] == "http.request" and message.get("more_body", False)
+                    has_more = message["type"] == "http.request" and message.get("more_body", False)
 
     @property
     def data(self) -> bytes:

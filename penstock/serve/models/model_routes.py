@@ -17,7 +17,7 @@ from penstock.serve.services import Services
 
 
 def model_router(registry: ModelRegistry) -> APIRouter:
-    """Return the routes. They take precedence over the routes of the same paths for a single model."""
+    """Return the routes. They replace the routes with the same paths of the default model's application."""
     router = APIRouter(tags=["models"])
 
     @router.get("/v1/models", responses=responses(401, 421, 503))

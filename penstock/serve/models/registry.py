@@ -1,9 +1,10 @@
-"""The models of a server, of which as many are loaded as fit into the memory budget.
+"""The models of a server. As many of them are loaded as fit into the memory budget.
 
     unloaded --- a request names it ---> loaded --- another model needs its memory ---> unloaded
 
 Models are loaded and unloaded one at a time. Before a model is unloaded, its running requests finish. New
-requests for the model wait until it is loaded again. Two models that do not fit together therefore alternate.
+requests for the model wait until it is loaded again. If
+two models do not fit into the budget together, they are loaded in turn while requests for both arrive.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ class ServedModel:
     last_used: float = 0.0
     is_loaded: bool = False
     was_loaded: bool = False
-    is_closing: bool = False
-    """Whether the model will be unloaded when its running requests have ended."""
-    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    is_unloading: bool = False
+    """Whether the model is being unloaded. It waits until its running requests have ended."""
+    idle_event: asyncio.Event = field(default_factory=asyncio.Event)
     services: Services | None = None
     """The services of the model's routes; set when the server is created."""
     app: ASGIApp | None = None
@@ -64,7 +65,7 @@ class ServedModel:
 
 
 class ModelRegistry:
-    """Loads models when requests name them. Unloads the least recently used to stay within a memory budget.
+    """Loads models when requests name them, and unloads the least recently used models to free memory.
 
     Args:
         models: the models, the default first.
@@ -136,25 +137,25 @@ class ModelRegistry:
         raise UnknownModelError(name[:200], self.names)
 
     @asynccontextmanager
-    async def loaded(self, model: ServedModel) -> AsyncIterator[None]:
-        """Keep a model loaded while the block runs. Loads it first if needed.
+    async def keep_loaded(self, model: ServedModel) -> AsyncIterator[None]:
+        """Keep a model loaded while the block runs. If the model is not loaded, load it first.
 
         Raises:
             PenstockError: the model cannot be loaded.
         """
-        while not model.is_loaded or model.is_closing:
+        while not model.is_loaded or model.is_unloading:
             async with self._load_lock:
                 if not model.is_loaded:
                     await self._load(model)
         model.num_users += 1
-        model.idle.clear()
+        model.idle_event.clear()
         try:
             yield
         finally:
             model.last_used = time.monotonic()
             model.num_users -= 1
             if not model.num_users:
-                model.idle.set()
+                model.idle_event.set()
 
     async def stop(self) -> None:
         """Stop the workers of all models."""
@@ -170,19 +171,19 @@ class ModelRegistry:
         model.is_loaded = model.was_loaded = True
         model.last_used = time.monotonic()
         if not model.num_users:
-            model.idle.set()
+            model.idle_event.set()
         log_event(
             _log, logging.INFO, "model loaded", model=model.name, for_s=round(time.perf_counter() - begin, 1)
         )
 
     async def _unload(self, model: ServedModel) -> None:
-        model.is_closing = True
+        model.is_unloading = True
         try:
-            await model.idle.wait()
+            await model.idle_event.wait()
             await model.engine.sleep(2, self._grace)
             model.is_loaded = False
         finally:
-            model.is_closing = False
+            model.is_unloading = False
         log_event(_log, logging.INFO, "model unloaded", model=model.name)
 
     @property

@@ -63,7 +63,8 @@ class ModelsServer(Server):
             return first_services, HttpServer(cast("FastAPI", make_front(self._registry)), self._config)
 
     async def _open(self, services: Services, listener: socket.socket) -> None:
-        async with self._registry.loaded(self._registry.default):  # its worker is already running
+        # The worker of the default model is already running.
+        async with self._registry.keep_loaded(self._registry.default):
             await super()._open(services, listener)
 
     async def _prepare(self, model: ServedModel) -> None:

@@ -69,39 +69,43 @@ class Metrics:
             "Requests that have arrived and not ended",
             registry=self.registry,
         )
-        self._total = self._histogram("penstock_request_seconds", "From arrival to the end", ["route"])
-        self._queue = self._histogram("penstock_queue_seconds", "From arrival to admission into the batch")
-        self._first_token = self._histogram(
+        self._request_seconds = self._histogram(
+            "penstock_request_seconds", "From arrival to the end", ["route"]
+        )
+        self._queue_seconds = self._histogram(
+            "penstock_queue_seconds", "From arrival to admission into the batch"
+        )
+        self._time_to_first_token = self._histogram(
             "penstock_time_to_first_token_seconds", "From arrival to the first token"
         )
-        self._inter_token = self._histogram(
+        self._inter_token_latency = self._histogram(
             "penstock_inter_token_seconds", "Time between two tokens of one choice", buckets=_TOKEN_BUCKETS
         )
         self._image_preparation = self._histogram(
             "penstock_image_preparation_seconds",
             "Duration of the preparation of a request with images",
         )
-        self._prompt = self._counter("penstock_prompt_tokens", "Prompt tokens of requests that ended")
+        self._prompt_tokens = self._counter("penstock_prompt_tokens", "Prompt tokens of requests that ended")
         self._cached_tokens = self._counter(
             "penstock_cached_prompt_tokens", "Prompt tokens found in the prefix cache"
         )
-        self._completion = self._counter(
+        self._completion_tokens = self._counter(
             "penstock_completion_tokens", "Generated tokens of requests that ended"
         )
-        self._first_audio = self._histogram(
+        self._time_to_first_audio = self._histogram(
             "penstock_time_to_first_audio_seconds", "From arrival to the first audio"
         )
-        self._real_time = self._histogram(
+        self._real_time_factor = self._histogram(
             "penstock_real_time_factor",
             "Seconds from arrival to the last audio, per second of audio",
             buckets=_FACTOR_BUCKETS,
         )
-        self._audio = self._counter("penstock_audio_seconds", "Duration of the generated audio")
+        self._audio_seconds = self._counter("penstock_audio_seconds", "Duration of the generated audio")
         self._finished_choices = self._counter(
             "penstock_finished", "Choices that ended, by reason", ["reason"]
         )
-        self._build = Info("penstock_build", "Version, model and kernels", registry=self.registry)
-        self._startup = Gauge(
+        self._build_info = Info("penstock_build", "Version, model and kernels", registry=self.registry)
+        self._startup_seconds = Gauge(
             "penstock_startup_seconds", "Seconds of a start-up phase", ["phase"], registry=self.registry
         )
         if with_process:
@@ -122,24 +126,26 @@ class Metrics:
         return Histogram(name, help, labels, registry=self.registry, buckets=buckets)
 
     def request_received(self) -> RequestMetrics:
-        """Count the arrival of a request. Only the middleware calls this."""
+        """Count the arrival of a request and return its metrics. Only the middleware calls this method."""
         return RequestMetrics(self)
 
     def images_prepared(self, seconds: float) -> None:
         """Record the duration of the preparation of a request with images, successful or not."""
         self._image_preparation.observe(seconds)
 
-    def describe_build(self, **more: str) -> None:
-        """Set the labels of ``penstock_build_info``: the version and ``more``."""
-        self._build.info({"version": __version__, **more})
+    def describe_build(self, **labels: str) -> None:
+        """Set the labels of ``penstock_build_info``: the version and ``labels``."""
+        self._build_info.info({"version": __version__, **labels})
 
     def report_startup(self, phases: Iterable[tuple[str, float]]) -> None:
         """Set the seconds of each start-up phase."""
         for phase, seconds in phases:
-            self._startup.labels(phase).set(seconds)
+            self._startup_seconds.labels(phase).set(seconds)
 
-    def watch(self, engine: EngineClient, gauges: Mapping[str, str] | None = None, model: str = "") -> None:
-        """Add the metrics of an engine. With several engines, they have the label ``model``.
+    def add_engine(
+        self, engine: EngineClient, gauges: Mapping[str, str] | None = None, model: str = ""
+    ) -> None:
+        """Add the metrics of an engine. With several engines, the metrics have the label ``model``.
 
         Args:
             engine: the engine.
@@ -166,18 +172,18 @@ class RequestMetrics:
     def admitted(self, record: RequestRecord) -> None:
         """Record the admission into the batch."""
         assert record.admitted_at is not None
-        self._metrics._queue.observe(record.admitted_at - record.received)
+        self._metrics._queue_seconds.observe(record.admitted_at - record.received)
 
     def tokens(self, record: RequestRecord, count: int, seconds: float | None) -> None:
-        """Record new tokens. Divides the time since the previous tokens by the number of new ones."""
+        """Record new tokens. The time since the previous tokens is divided evenly among the new tokens."""
         if not self._had_token:
             assert record.first_token_at is not None
             self._had_token = True
-            self._metrics._first_token.observe(record.first_token_at - record.received)
+            self._metrics._time_to_first_token.observe(record.first_token_at - record.received)
         if seconds is None:
             return
         for _ in range(count):
-            self._metrics._inter_token.observe(seconds / count)
+            self._metrics._inter_token_latency.observe(seconds / count)
 
     def finished(self, record: RequestRecord) -> None:
         """Record the end of the request."""
@@ -185,22 +191,22 @@ class RequestMetrics:
         assert record.ended_at is not None
         metrics._in_progress.dec()
         metrics._requests.labels(record.route, record.method, str(record.final_status)).inc()
-        metrics._total.labels(record.route).observe(record.ended_at - record.received)
-        metrics._prompt.inc(record.prompt_tokens)
+        metrics._request_seconds.labels(record.route).observe(record.ended_at - record.received)
+        metrics._prompt_tokens.inc(record.prompt_tokens)
         metrics._cached_tokens.inc(record.cached_tokens)
-        metrics._completion.inc(record.completion_tokens)
+        metrics._completion_tokens.inc(record.completion_tokens)
         if record.audio_seconds:
             assert record.first_audio_at is not None
             assert record.last_audio_at is not None
-            metrics._first_audio.observe(record.first_audio_at - record.received)
-            metrics._real_time.observe((record.last_audio_at - record.received) / record.audio_seconds)
-            metrics._audio.inc(record.audio_seconds)
+            metrics._time_to_first_audio.observe(record.first_audio_at - record.received)
+            metrics._real_time_factor.observe((record.last_audio_at - record.received) / record.audio_seconds)
+            metrics._audio_seconds.inc(record.audio_seconds)
         for reason in record.finish_reasons:
             metrics._finished_choices.labels(reason).inc()
 
 
 class EngineCollector(Collector):
-    """The newest statistics of the engines as metrics. Totals restart at 0 when a worker restarts."""
+    """Reports the newest statistics of the engines as metrics. Totals restart at 0 when a worker restarts."""
 
     def __init__(self, engines: Mapping[str, EngineClient], gauges: Mapping[str, str]) -> None:
         self._engines = engines
@@ -245,66 +251,90 @@ class EngineMetric:
 
 
 ENGINE_METRICS = (
-    EngineMetric("penstock_worker_up", "1 while the worker is ready", lambda w: w.state == "ready"),
-    EngineMetric("penstock_worker_restarts_total", "Unexpected ends of the worker", lambda w: w.num_restarts),
-    EngineMetric("penstock_requests_outstanding", "Requests at the worker", lambda w: w.num_outstanding),
-    EngineMetric("penstock_requests_running", "Requests in the batch", lambda w: w.stats.num_running),
+    EngineMetric("penstock_worker_up", "1 while the worker is ready", lambda engine: engine.state == "ready"),
     EngineMetric(
-        "penstock_requests_waiting", "Requests that wait for admission", lambda w: w.stats.num_waiting
-    ),
-    EngineMetric("penstock_batch_size", "Requests in the last step", lambda w: w.stats.last_batch_size),
-    EngineMetric("penstock_batch_tokens", "Tokens in the last step", lambda w: w.stats.last_batch_tokens),
-    EngineMetric("penstock_steps_total", "Steps with at least one request", lambda w: w.stats.num_steps),
-    EngineMetric(
-        "penstock_step_seconds_total", "Total duration of all steps", lambda w: w.stats.step_seconds
+        "penstock_worker_restarts_total", "Unexpected ends of the worker", lambda engine: engine.num_restarts
     ),
     EngineMetric(
-        "penstock_encoded_images_total", "Images that were encoded", lambda w: w.stats.num_encoded_images
+        "penstock_requests_outstanding", "Requests at the worker", lambda engine: engine.num_outstanding
+    ),
+    EngineMetric(
+        "penstock_requests_running", "Requests in the batch", lambda engine: engine.stats.num_running
+    ),
+    EngineMetric(
+        "penstock_requests_waiting",
+        "Requests that wait for admission",
+        lambda engine: engine.stats.num_waiting,
+    ),
+    EngineMetric(
+        "penstock_batch_size", "Requests in the last step", lambda engine: engine.stats.last_batch_size
+    ),
+    EngineMetric(
+        "penstock_batch_tokens", "Tokens in the last step", lambda engine: engine.stats.last_batch_tokens
+    ),
+    EngineMetric(
+        "penstock_steps_total", "Steps with at least one request", lambda engine: engine.stats.num_steps
+    ),
+    EngineMetric(
+        "penstock_step_seconds_total", "Total duration of all steps", lambda engine: engine.stats.step_seconds
+    ),
+    EngineMetric(
+        "penstock_encoded_images_total",
+        "Images that were encoded",
+        lambda engine: engine.stats.num_encoded_images,
     ),
     EngineMetric(
         "penstock_encoder_cache_hits_total",
         "Images whose rows were in the encoder cache",
-        lambda w: w.stats.num_cached_images,
+        lambda engine: engine.stats.num_cached_images,
     ),
-    EngineMetric("penstock_preemptions_total", "Requests preempted", lambda w: w.stats.num_preemptions),
-    EngineMetric("penstock_kv_blocks", "Blocks of the KV cache", lambda w: w.stats.num_blocks),
-    EngineMetric("penstock_kv_cache_usage", "Used part of the KV cache, 0 to 1", kv_usage),
-    EngineMetric("penstock_adapters_loaded", "Loaded LoRA adapters", lambda w: len(w.adapters)),
-    EngineMetric("penstock_kv_blocks_used", "Blocks in use by requests", lambda w: w.stats.num_used_blocks),
     EngineMetric(
-        "penstock_kv_blocks_cached", "Free blocks with a known prefix", lambda w: w.stats.num_cached_blocks
+        "penstock_preemptions_total", "Requests preempted", lambda engine: engine.stats.num_preemptions
+    ),
+    EngineMetric("penstock_kv_blocks", "Blocks of the KV cache", lambda engine: engine.stats.num_blocks),
+    EngineMetric("penstock_kv_cache_usage", "Used part of the KV cache, 0 to 1", kv_usage),
+    EngineMetric("penstock_adapters_loaded", "Loaded LoRA adapters", lambda engine: len(engine.adapters)),
+    EngineMetric(
+        "penstock_kv_blocks_used", "Blocks in use by requests", lambda engine: engine.stats.num_used_blocks
+    ),
+    EngineMetric(
+        "penstock_kv_blocks_cached",
+        "Free blocks with a known prefix",
+        lambda engine: engine.stats.num_cached_blocks,
     ),
     EngineMetric(
         "penstock_prefix_cache_queries_total",
         "Prompt tokens of admitted requests",
-        lambda w: w.stats.num_prefix_query_tokens,
+        lambda engine: engine.stats.num_prefix_query_tokens,
     ),
     EngineMetric(
         "penstock_prefix_cache_hits_total",
         "Prompt tokens found in the prefix cache at admission",
-        lambda w: w.stats.num_prefix_hit_tokens,
+        lambda engine: engine.stats.num_prefix_hit_tokens,
     ),
     EngineMetric(
         "penstock_prefilled_tokens_total",
         "Prompt tokens of admitted requests, log probabilities of prompts included",
-        lambda w: w.stats.num_prompt_tokens,
+        lambda engine: engine.stats.num_prompt_tokens,
     ),
     EngineMetric(
         "penstock_generated_tokens_total",
         "Tokens sampled and kept, end-of-sequence tokens and tokens after a stop string included",
-        lambda w: w.stats.num_generated_tokens,
+        lambda engine: engine.stats.num_generated_tokens,
     ),
     EngineMetric(
-        "penstock_draft_tokens_total", "Tokens proposed by speculation", lambda w: w.stats.num_draft_tokens
+        "penstock_draft_tokens_total",
+        "Tokens proposed by speculation",
+        lambda engine: engine.stats.num_draft_tokens,
     ),
     EngineMetric(
         "penstock_draft_tokens_accepted_total",
         "Draft tokens that the model accepted",
-        lambda w: w.stats.num_accepted_draft_tokens,
+        lambda engine: engine.stats.num_accepted_draft_tokens,
     ),
     EngineMetric(
         "penstock_draft_verifications_total",
         "Verifications of drafts, per request and forward",
-        lambda w: w.stats.num_verified_steps,
+        lambda engine: engine.stats.num_verified_steps,
     ),
 )

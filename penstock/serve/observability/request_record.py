@@ -14,7 +14,7 @@ from fastapi import Request
 
 
 class RecordObserver(Protocol):
-    """Receives the events of a request: its metrics and its span."""
+    """Receives the events of a request. The metrics and the span of the request implement it."""
 
     def admitted(self, record: RequestRecord) -> None:
         """Called when the scheduler admits the request."""
@@ -59,7 +59,7 @@ class RequestRecord:
     details: dict[str, object] = field(default_factory=dict)
     """Additional fields of the log line, such as a random seed: name -> JSON value."""
     error_code: str | None = None
-    """The code of the error that ended the request, also after the start of a stream."""
+    """The code of the error that ended the request, before or after the start of a stream."""
     error_status: int | None = None
     """The status code of that error. A stream that has started cannot send it."""
 
@@ -113,14 +113,14 @@ class RequestRecord:
         self._last_token_at.clear()
 
     def audio(self, seconds: float) -> None:
-        """Record new audio of a duration."""
+        """Record ``seconds`` of new audio."""
         self.last_audio_at = time.perf_counter()
         if self.first_audio_at is None:
             self.first_audio_at = self.last_audio_at
         self.audio_seconds += seconds
 
     def failed(self, code: str | None, status: int) -> None:
-        """Record the error that ended the request, also after the start of a stream."""
+        """Record the error that ended the request, before or after the start of a stream."""
         self.error_code = code
         self.error_status = status
 

@@ -1,4 +1,4 @@
-"""Gauges with the names that external routers expect, such as the Kubernetes Gateway API's."""
+"""Gauges with names that external routers read, such as those of the Kubernetes Gateway API."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Tracing:
 
     @classmethod
     def to_endpoint(cls, endpoint: str) -> Tracing:
-        """Return tracing that sends spans in batches by OTLP over HTTP, from a thread.
+        """Return an object that sends spans in batches, by OTLP over HTTP, from a separate thread.
 
         Args:
             endpoint: the complete URL, such as ``http://127.0.0.1:4318/v1/traces``.

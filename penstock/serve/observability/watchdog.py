@@ -22,8 +22,8 @@ class Watchdog:
 
     Args:
         engine: the engine to watch.
-        limit: seconds without a finished step after which an error is logged, and again after as many
-            seconds.
+        limit: seconds without a finished step after which an error is logged. The error is repeated at this
+            interval.
         interval: seconds between two checks.
     """
 

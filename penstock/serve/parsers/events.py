@@ -47,17 +47,17 @@ def merge_events(events: list[Event]) -> list[Event]:
     """
     result: list[Event] = []
     for event in events:
-        last = result[-1] if result else None
-        if isinstance(event, Content) and isinstance(last, Content):
-            result[-1] = Content(last.text + event.text)
-        elif isinstance(event, Reasoning) and isinstance(last, Reasoning):
-            result[-1] = Reasoning(last.text + event.text)
+        last_event = result[-1] if result else None
+        if isinstance(event, Content) and isinstance(last_event, Content):
+            result[-1] = Content(last_event.text + event.text)
+        elif isinstance(event, Reasoning) and isinstance(last_event, Reasoning):
+            result[-1] = Reasoning(last_event.text + event.text)
         elif (
             isinstance(event, ToolCallArguments)
-            and isinstance(last, ToolCallArguments)
-            and event.index == last.index
+            and isinstance(last_event, ToolCallArguments)
+            and event.index == last_event.index
         ):
-            result[-1] = ToolCallArguments(last.index, last.text + event.text)
+            result[-1] = ToolCallArguments(last_event.index, last_event.text + event.text)
         else:
             result.append(event)
     return result

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-from penstock.serve.parsers.stream import IncrementalText, Steps
+from penstock.serve.parsers.stream import IncrementalText, Reader
 from penstock.serve.parsers.value_scanner import HEX_DIGITS, MAX_WORD, NUMBER, ValueScanner, scan_value
 
 _NUMBER_RUN = re.compile(r"[0-9+\-.eE]+")
@@ -14,10 +14,10 @@ _CONTROL = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\b": "\\b", "\f": "\\f"}
 
 
 class JsonScanner(ValueScanner):
-    """Scans a value as defined by RFC 8259, and writes its text unchanged, with one exception.
+    """Scans a JSON value as defined by RFC 8259, and writes its text unchanged, with one exception.
 
-    RFC 8259 forbids control characters in strings. Models write them, mostly line ends, and their meaning is
-    clear. The scanner accepts them and emits escapes.
+    RFC 8259 forbids control characters in strings, but models write them, mostly line ends. The scanner
+    accepts control characters and writes them as escapes.
     """
 
     STRING_RUNS: ClassVar = {'"': re.compile(r'[^"\\\x00-\x1f]+')}
@@ -26,36 +26,36 @@ class JsonScanner(ValueScanner):
 
     def __init__(self) -> None:
         super().__init__()
-        self._remaining = ""  # expected rest of a literal, or one placeholder per missing hex digit
+        self._remaining = ""  # the characters of a literal that must follow, or one "0" per missing hex digit
         self._number: list[str] = []
 
     def _write_space(self, char: str) -> None:
-        self._out.append(char)
+        self._json_parts.append(char)
 
     def _write_colon(self) -> None:
-        self._out.append(":")
+        self._json_parts.append(":")
 
-    def _comma(self) -> None:
-        self._out.append(",")
+    def _process_comma(self) -> None:
+        self._json_parts.append(",")
 
-    def _open(self, char: str) -> None:
-        self._out.append(char)
+    def _open_bracket(self, char: str) -> None:
+        self._json_parts.append(char)
 
-    def _close(self, char: str) -> None:
-        self._out.append(char)
+    def _close_bracket(self, char: str) -> None:
+        self._json_parts.append(char)
 
     def _begin_string(self) -> None:
-        self._out.append('"')
+        self._json_parts.append('"')
 
     def _write_in_string(self, text: str) -> None:
         is_control = len(text) == 1 and text < " "
-        self._out.append((_CONTROL.get(text) or f"\\u{ord(text):04x}") if is_control else text)
+        self._json_parts.append((_CONTROL.get(text) or f"\\u{ord(text):04x}") if is_control else text)
 
     def _begin_escape(self) -> None:
-        self._out.append("\\")
+        self._json_parts.append("\\")
 
-    def _scan_escape(self, text: str, at: int) -> int:
-        char = text[at]
+    def _scan_escape(self, text: str, position: int) -> int:
+        char = text[position]
         if self._inside == "escape" and char == "u":
             self._inside, self._remaining = "hex", "0000"
         elif self._inside == "escape" and char in '"\\/bfnrt':
@@ -64,10 +64,10 @@ class JsonScanner(ValueScanner):
             self._remaining = self._remaining[1:]
             self._inside = "hex" if self._remaining else "string"
         else:
-            self.broken = True
-            return at
-        self._out.append(char)
-        return at + 1
+            self.is_invalid = True
+            return position
+        self._json_parts.append(char)
+        return position + 1
 
     def _begin_word(self, char: str) -> bool:
         if char in _LITERALS:
@@ -78,32 +78,37 @@ class JsonScanner(ValueScanner):
             return False
         return True
 
-    def _scan_word(self, text: str, at: int) -> int:
-        return self._scan_literal(text, at) if self._inside == "literal" else self._scan_number(text, at)
+    def _scan_word(self, text: str, position: int) -> int:
+        return (
+            self._scan_literal(text, position)
+            if self._inside == "literal"
+            else self._scan_number(text, position)
+        )
 
-    def _scan_literal(self, text: str, at: int) -> int:
-        if text[at] != self._remaining[0]:
-            self.broken = True
-            return at
-        self._out.append(text[at])
+    def _scan_literal(self, text: str, position: int) -> int:
+        if text[position] != self._remaining[0]:
+            self.is_invalid = True
+            return position
+        self._json_parts.append(text[position])
         self._remaining = self._remaining[1:]
         if not self._remaining:
             self._end_value()
-        return at + 1
+        return position + 1
 
-    def _scan_number(self, text: str, at: int) -> int:
-        run = _NUMBER_RUN.match(text, at)
+    def _scan_number(self, text: str, position: int) -> int:
+        run = _NUMBER_RUN.match(text, position)
         if run is not None:
             self._number.append(run.group())
-            self._out.append(run.group())
+            self._json_parts.append(run.group())
             return run.end()
-        number = "".join(self._number)  # the number is complete: the current character is not part of it
-        self.broken = len(number) > MAX_WORD or NUMBER.fullmatch(number) is None
+        # The current character is not part of the number, so the number is complete.
+        number = "".join(self._number)
+        self.is_invalid = len(number) > MAX_WORD or NUMBER.fullmatch(number) is None
         self._end_value()
-        return at
+        return position
 
 
-def json_value(stream: IncrementalText) -> Steps[str]:
+def json_value(stream: IncrementalText) -> Reader[str]:
     """Take one JSON value from the stream and return its text.
 
     Raises:

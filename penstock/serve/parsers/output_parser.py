@@ -12,12 +12,12 @@ from typing import Protocol
 from penstock.serve.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 from penstock.serve.parsers.json_scanner import JsonScanner
 from penstock.serve.parsers.reasoning import ReasoningFormat
-from penstock.serve.parsers.stream import IncrementalText, MarkerSearch, NotAToolCallError, Steps, is_finished
+from penstock.serve.parsers.stream import IncrementalText, MarkerSearch, NotAToolCallError, Reader, advance
 from penstock.serve.parsers.tools import Schema, Tools
 
 
 class OutputParser(Protocol):
-    """Translates the text of one choice to events."""
+    """Converts the text of one choice to events."""
 
     @property
     def done(self) -> bool:
@@ -28,7 +28,7 @@ class OutputParser(Protocol):
         ...
 
     def push(self, text: str) -> list[Event]:
-        """Process the next text and return the events that further text cannot change."""
+        """Process the next chunk of text. Return the events that later text cannot change."""
         ...
 
     def finish(self) -> list[Event]:
@@ -45,20 +45,20 @@ class ToolCallReader(Protocol):
         ...
 
     @property
-    def bare_starts(self) -> str:
+    def unmarked_starts(self) -> str:
         """Characters that can begin a call without a marker at the beginning of the output."""
         ...
 
     @property
-    def bare_in_text(self) -> bool:
+    def unmarked_in_text(self) -> bool:
         """Whether calls without a marker may also follow other text."""
         ...
 
-    def read(self, parser: ReasoningToolParser, marker: str) -> Steps[None]:
-        """Read calls after `marker`, which is already taken; the marker "" means a call without a marker.
+    def read(self, parser: ReasoningToolParser, marker: str) -> Reader[None]:
+        """Read calls after `marker`, which the parser has taken. The marker "" means a call without a marker.
 
         Raises:
-            NotAToolCallError: the text is not a call. The text since the last call is plain text.
+            NotAToolCallError: the text is not a call. The text since the last call becomes content.
         """
         ...
 
@@ -91,7 +91,7 @@ class ReasoningToolParser:
         dropped_markers: Iterable[str],
         in_reasoning: bool,
         parallel: bool,
-        bare_in_text: bool,
+        unmarked_in_text: bool,
         new_id: Callable[[], str],
     ) -> None:
         self.stream = IncrementalText()
@@ -101,28 +101,30 @@ class ReasoningToolParser:
         self._reasoning = reasoning
         self._allows_parallel = parallel
         self._new_id = new_id
-        self._reasoning_begins = reasoning.begins if reasoning else ()
-        self._reasoning_ends = reasoning.ends if reasoning else ()
+        self._reasoning_begin_markers = reasoning.begin_markers if reasoning else ()
+        self._reasoning_end_markers = reasoning.end_markers if reasoning else ()
         self._call_markers = call_reader.markers if call_reader else ()
-        self._bare_in_text = (
-            call_reader.bare_starts if call_reader and call_reader.bare_in_text and bare_in_text else ""
+        self._unmarked_in_text = (
+            call_reader.unmarked_starts
+            if call_reader and call_reader.unmarked_in_text and unmarked_in_text
+            else ""
         )
         ignored_markers = (*dropped_markers, *(reasoning.dropped_markers if reasoning else ()))
         self._markers = MarkerSearch(
             [
-                *self._reasoning_begins,
-                *self._reasoning_ends,
+                *self._reasoning_begin_markers,
+                *self._reasoning_end_markers,
                 *self._call_markers,
                 *ignored_markers,
-                *self._bare_in_text,
+                *self._unmarked_in_text,
             ]
         )
-        # Set while the content contains an unfinished JSON value. Inside it, no call without a marker can
-        # begin.
+        # The scanner of a JSON value in the content that is not complete yet, else None. No call without a
+        # marker can begin inside this value.
         self._json: JsonScanner | None = None
         self._events: list[Event] = []
         self._in_reasoning = in_reasoning
-        # White space at the end of the text so far; emitted only if text follows.
+        # White space at the end of the text so far. It is emitted only if text follows.
         self._pending_space: list[str] = []
         self._after_markup = in_reasoning
         self._has_content = False
@@ -131,8 +133,8 @@ class ReasoningToolParser:
         self._call_is_open = False
         self._has_call = False  # whether a call has begun after the current marker
         self._has_unknown_tool = False  # whether the taken text contains a call of an unknown tool
-        self._reader = self._read()
-        is_finished(self._reader)
+        self._reader = self._read_output()
+        advance(self._reader)
 
     def push(self, text: str) -> list[Event]:
         if self.done or not text:
@@ -141,13 +143,13 @@ class ReasoningToolParser:
         return self._run_reader()
 
     def finish(self) -> list[Event]:
-        if self.done or self.stream.ended:
+        if self.done or self.stream.has_ended:
             return []
-        self.stream.ended = True
+        self.stream.has_ended = True
         events = self._run_reader()
-        space = "".join(self._pending_space)
-        if space and not self._after_markup and not self.done:
-            events.append(Reasoning(space) if self._in_reasoning else Content(space))
+        white_space = "".join(self._pending_space)
+        if white_space and not self._after_markup and not self.done:
+            events.append(Reasoning(white_space) if self._in_reasoning else Content(white_space))
         return events
 
     # Methods for call readers.
@@ -157,9 +159,11 @@ class ReasoningToolParser:
         return name in self._tools
 
     def schema_types(self, name: str, argument: str) -> frozenset[str] | None:
+        """Return the JSON types that an argument of a tool may have; None if they are not restricted."""
         return self._tools.argument_types(name, argument)
 
     def properties(self, name: str) -> dict[str, Schema | bool]:
+        """Return argument name -> schema, for the arguments of a tool."""
         return self._tools.properties(name)
 
     def mark_unknown_tool(self) -> None:
@@ -172,10 +176,11 @@ class ReasoningToolParser:
 
     @property
     def num_calls(self) -> int:
+        """The number of calls that have begun in this output."""
         return self._num_calls
 
     def start_call(self, name: str, call_id: str = "") -> None:
-        """Begin a call. It cannot be undone.
+        """Begin a call and emit its start. A call that has begun cannot become content.
 
         Args:
             call_id: the id that the model wrote. If it is empty or another call has it, a new id is
@@ -184,7 +189,7 @@ class ReasoningToolParser:
         if not call_id or call_id in self._call_ids:
             call_id = self._new_id()
         self._call_ids.add(call_id)
-        self.stream.forget()
+        self.stream.clear_taken()
         self._in_reasoning = False
         self._pending_space.clear()
         self._after_markup = True
@@ -193,13 +198,14 @@ class ReasoningToolParser:
         self._has_call = self._call_is_open = True
 
     def add_arguments(self, text: str) -> None:
-        self.stream.forget()
+        """Emit the next part of the arguments of the call that has begun last."""
+        self.stream.clear_taken()
         if text:
             self._events.append(ToolCallArguments(self._num_calls - 1, text))
 
     def end_call(self) -> None:
         """End a call whose arguments are complete."""
-        self.stream.forget()
+        self.stream.clear_taken()
         self._call_is_open = False
         if not self._allows_parallel:
             raise _OutputDone
@@ -207,59 +213,62 @@ class ReasoningToolParser:
     def commit(self) -> None:
         """Drop the taken text, which is markup of a call. Emit it as content if its tool is unknown."""
         if self._has_unknown_tool:
-            self._emit_taken()
+            self._emit_taken_text()
         elif self._has_call:
-            self.stream.forget()
+            self.stream.clear_taken()
 
     # The main loop.
 
     def _run_reader(self) -> list[Event]:
-        is_finished(self._reader)
+        advance(self._reader)
         events, self._events = self._events, []
         return events
 
-    def _read(self) -> Steps[None]:
+    def _read_output(self) -> Reader[None]:
         if not self._in_reasoning:
-            yield from self._bare_calls()
+            yield from self._read_unmarked_calls()
         while not self.done:
-            text, marker = yield from self.stream.text_or_marker(self._markers)
+            text, marker = yield from self.stream.take_text_or_marker(self._markers)
             if marker in self._call_markers:
                 yield from self._read_calls(marker)
                 continue
-            if marker and marker in self._bare_in_text:
+            if marker and marker in self._unmarked_in_text:
                 self._scan_json(marker)
                 if not self._in_reasoning and self._json is None:
                     self.stream.put_back(len(marker))
                     yield from self._read_calls("")
                     continue
-                self.stream.forget()
+                self.stream.clear_taken()
                 self._emit_text(marker)
                 continue
-            self.stream.forget()
+            self.stream.clear_taken()
             if text:
                 self._scan_json(text)
                 self._emit_text(text)
             elif not marker:
                 return
-            elif marker in self._reasoning_begins or marker in self._reasoning_ends:
-                was_in_reasoning, self._in_reasoning = self._in_reasoning, marker in self._reasoning_begins
+            elif marker in self._reasoning_begin_markers or marker in self._reasoning_end_markers:
+                was_in_reasoning, self._in_reasoning = (
+                    self._in_reasoning,
+                    marker in self._reasoning_begin_markers,
+                )
                 if was_in_reasoning != self._in_reasoning:
                     self._pending_space.clear()
                     self._after_markup = True
                 if was_in_reasoning and not self._in_reasoning:
-                    yield from self._bare_calls()
+                    yield from self._read_unmarked_calls()
 
-    def _bare_calls(self) -> Steps[None]:
-        if self._call_reader is None or not self._call_reader.bare_starts:
+    def _read_unmarked_calls(self) -> Reader[None]:
+        if self._call_reader is None or not self._call_reader.unmarked_starts:
             return
         yield from self.stream.skip_space()
-        first = yield from self.stream.peek()
-        if first and first in self._call_reader.bare_starts:
+        next_character = yield from self.stream.peek()
+        if next_character and next_character in self._call_reader.unmarked_starts:
             yield from self._read_calls("")
         else:
-            self._emit_taken()
+            self._emit_taken_text()
 
-    def _read_calls(self, marker: str) -> Steps[None]:
+    def _read_calls(self, marker: str) -> Reader[None]:
         """Read calls after a marker; the marker "" means calls without a marker."""
         assert self._call_reader is not None
         self._json = None
@@ -268,7 +277,7 @@ class ReasoningToolParser:
             yield from self._call_reader.read(self, marker)
         except NotAToolCallError:
             # If the output ends inside a call, its incomplete markup at the end is dropped.
-            is_cut_short = self._call_is_open and self.stream.ended
+            is_cut_short = self._call_is_open and self.stream.has_ended
             self._has_unknown_tool = not is_cut_short
             self._call_is_open = False
             if is_cut_short:
@@ -277,26 +286,26 @@ class ReasoningToolParser:
             self.done = True
         if self._has_unknown_tool or not self._has_call:
             self._look_for_json()
-            self._emit_taken()
-        self.stream.forget()
+            self._emit_taken_text()
+        self.stream.clear_taken()
 
     def _look_for_json(self) -> None:
-        """Find JSON in taken text that is not a call and becomes content, and start to scan it."""
-        text = self.stream.taken
-        starts = [position for position in map(text.find, self._bare_in_text) if position >= 0]
-        if starts and "{" in self._bare_in_text:
+        """Find the beginning of JSON in taken text that becomes content, and start to scan the JSON value."""
+        text = self.stream.taken_text
+        json_starts = [position for position in map(text.find, self._unmarked_in_text) if position >= 0]
+        if json_starts and "{" in self._unmarked_in_text:
             self._json = JsonScanner()
-            self._scan_json(text[min(starts) :])
+            self._scan_json(text[min(json_starts) :])
 
     def _scan_json(self, text: str) -> None:
         if self._json is not None:
             self._json.feed(text)
-            if self._json.done or self._json.broken:
+            if self._json.is_complete or self._json.is_invalid:
                 self._json = None
 
-    def _emit_taken(self) -> None:
-        text = self.stream.taken
-        self.stream.forget()
+    def _emit_taken_text(self) -> None:
+        text = self.stream.taken_text
+        self.stream.clear_taken()
         self._has_unknown_tool = self._has_call = False
         self._emit_text(text)
 
@@ -305,11 +314,11 @@ class ReasoningToolParser:
         if not visible_text:
             self._pending_space.append(text)
             return
-        space = "".join(self._pending_space)
+        white_space = "".join(self._pending_space)
         if self._after_markup and (self._in_reasoning or not self._has_content):
-            visible_text = (space + visible_text).lstrip("\r\n")
+            visible_text = (white_space + visible_text).lstrip("\r\n")
         else:
-            visible_text = space + visible_text
+            visible_text = white_space + visible_text
         self._pending_space = [text[len(text.rstrip()) :]]
         self._after_markup = False
         self._has_content = self._has_content or not self._in_reasoning

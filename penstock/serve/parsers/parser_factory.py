@@ -59,9 +59,9 @@ class ParserFactory:
         tool_formats: Mapping[str, ToolFormat] = TOOL_FORMATS,
         reasoning_formats: Mapping[str, ReasoningFormat] = REASONING_FORMATS,
     ) -> ParserFactory:
-        """Select the formats of a model by the two flags.
+        """Select the formats of a model by ``--tool-call-parser`` and ``--reasoning-parser``.
 
-        A flag is the name of a format, "none", or "auto", which selects the first format that matches the
+        Each flag is the name of a format, "none", or "auto". "auto" selects the first format that matches the
         chat template.
 
         Args:
@@ -81,21 +81,27 @@ class ParserFactory:
 
     @property
     def tool_format(self) -> str | None:
+        """The name of the tool-call format, or None."""
         return self.tools.name if self.tools else None
 
     @property
     def reasoning_format(self) -> str | None:
+        """The name of the reasoning format, or None."""
         return self.reasoning.name if self.reasoning else None
 
     @property
     def skip_special_tokens(self) -> bool:
-        """Whether detokenisation omits special tokens. False if special tokens are part of the markup.
+        """Whether detokenisation omits special tokens. False if the markup contains special tokens.
 
-        If False, the parser drops the special tokens that are not markup.
+        If False, the parser drops all special tokens that are not part of the markup.
         """
         markup = [*(self.tools.markers if self.tools else ())]
         if self.reasoning:
-            markup += [*self.reasoning.begins, *self.reasoning.ends, *self.reasoning.dropped_markers]
+            markup += [
+                *self.reasoning.begin_markers,
+                *self.reasoning.end_markers,
+                *self.reasoning.dropped_markers,
+            ]
         return not any(token in marker for token in self.special_tokens for marker in markup)
 
     def prompt_opens_reasoning(self, prompt: str, prefill: str = "") -> bool:
@@ -107,9 +113,9 @@ class ParserFactory:
         """
         if self.reasoning is None:
             return False
-        begin_position = max(prefill.rfind(marker) for marker in self.reasoning.begins)
-        end_position = max(prefill.rfind(marker) for marker in self.reasoning.ends)
-        return begin_position > end_position or (not prefill and self.reasoning.opened_by(prompt))
+        begin_position = max(prefill.rfind(marker) for marker in self.reasoning.begin_markers)
+        end_position = max(prefill.rfind(marker) for marker in self.reasoning.end_markers)
+        return begin_position > end_position or (not prefill and self.reasoning.is_opened_by(prompt))
 
     def new(
         self,
@@ -119,7 +125,7 @@ class ParserFactory:
         in_reasoning: bool = False,
         parallel: bool = True,
         shows_special_tokens: bool = False,
-        bare_in_text: bool = True,
+        unmarked_in_text: bool = True,
         new_id: Callable[[], str] | None = None,
     ) -> OutputParser:
         """Create the parser of one choice.
@@ -130,15 +136,15 @@ class ParserFactory:
         Args:
             tools: the tools of the request.
             tool_choice: the tool choice of the request.
-            in_reasoning: the prompt ends inside a reasoning block.
+            in_reasoning: whether the prompt ends inside a reasoning block.
             parallel: allow several calls; otherwise the output ends with the first call.
-            shows_special_tokens: keep special tokens that are not markup in the text.
-            bare_in_text: also read calls without a marker after other text, if the format allows them. Pass
-                False with a grammar that enforces schemas, because such a grammar checks a call without a
-                marker only at the beginning of the output.
+            shows_special_tokens: keep special tokens in the text that are not part of the markup.
+            unmarked_in_text: whether calls without a marker are also read after other text, if the format
+                allows them. Pass False with a grammar that enforces schemas. Such a grammar checks calls
+                without a marker only at the beginning of the output.
             new_id: generates ids for calls without an id; random ids by default.
         """
-        callable_tools = Tools.of(tools, tool_choice)
+        callable_tools = Tools.from_request(tools, tool_choice)
         call_reader = self.tools if callable_tools else None
         dropped_tokens = self.special_tokens
         if self.skip_special_tokens or shows_special_tokens:
@@ -152,7 +158,7 @@ class ParserFactory:
             dropped_markers=dropped_tokens,
             in_reasoning=in_reasoning and self.reasoning is not None,
             parallel=parallel,
-            bare_in_text=bare_in_text,
+            unmarked_in_text=unmarked_in_text,
             new_id=new_id or self._new_id,
         )
 
@@ -165,7 +171,7 @@ class ParserFactory:
         reasoning: bool = False,
         in_reasoning: bool | None = None,
     ) -> Grammar | None:
-        """Return the grammar that forces calls; None unless the choice is "required" or a named tool.
+        """Return the grammar that forces calls, or None if the choice is neither "required" nor a named tool.
 
         Args:
             tools: the tools of the request.
@@ -181,7 +187,7 @@ class ParserFactory:
             return None
         # OpenAI's API calls a named function exactly once.
         parallel = parallel and tool_choice == "required"
-        tag = self._calls_tag("tool_choice", Tools.of(tools, tool_choice), parallel)
+        tag = self._calls_tag("tool_choice", Tools.from_request(tools, tool_choice), parallel)
         return grammar_of(self._after_reasoning(tag, in_reasoning) if reasoning else tag)
 
     def strict_grammar(
@@ -192,9 +198,10 @@ class ParserFactory:
         parallel: bool = True,
         in_reasoning: bool | None = None,
     ) -> Grammar:
-        """Return the grammar for the choice "auto": free text in which calls of strict tools match schemas.
+        """Return the grammar for the choice "auto": free text with strict calls that match their schemas.
 
-        If calls need no marker, the text must not begin with a character that begins a call.
+        If the format has calls without a marker, free text must not begin with a character that can begin a
+        call.
 
         Args:
             tools: the tools of the request.
@@ -207,7 +214,7 @@ class ParserFactory:
                 inside free text.
             UnsupportedSchemaError: a schema has a keyword that the grammar cannot enforce.
         """
-        strict_tools = Tools.of(tools, "auto").with_strict(strict)
+        strict_tools = Tools.from_request(tools, "auto").with_strict(strict)
         calls_tag = self._calls_tag("strict tools", strict_tools, parallel)
         assert self.tools is not None
         if self.reasoning is not None and self.reasoning.answer_marker:
@@ -216,15 +223,15 @@ class ParserFactory:
             marker: self.tools.after_marker(marker, strict_tools, parallel) for marker in self.tools.markers
         }
         text = self._markup(triggered_tags(tags_after_markers, parallel))
-        if not self.tools.bare_starts:
+        if not self.tools.unmarked_starts:
             return grammar_of(text)
         marked_calls = [
             self._markup(sequence(constant(marker), tag)) for marker, tag in tags_after_markers.items()
         ]
-        starts = "".join(sorted({*self.tools.bare_starts, *(marker[0] for marker in tags_after_markers)}))
+        starts = "".join(sorted({*self.tools.unmarked_starts, *(marker[0] for marker in tags_after_markers)}))
         first_character = pattern(f"[^\\s{re.escape(starts)}]")
         tag = either([calls_tag, *marked_calls, constant(""), sequence(first_character, text)])
-        return grammar_of(self._after_reasoning(tag, in_reasoning, without=self.tools.markers))
+        return grammar_of(self._after_reasoning(tag, in_reasoning, excluded=self.tools.markers))
 
     def calls_or_format_grammar(
         self,
@@ -235,19 +242,21 @@ class ParserFactory:
         parallel: bool = True,
         in_reasoning: bool | None = None,
     ) -> Grammar:
-        """Return the grammar for the choice "auto" and an output format: either calls or text in the format.
+        """Return the grammar for the choice "auto" with an output format: calls, or text in this format.
 
         The arguments and errors are those of `strict_grammar`.
         """
         calls_tag = self._calls_tag(
-            "an output format together with tools", Tools.of(tools, "auto").with_strict(strict), parallel
+            "an output format together with tools",
+            Tools.from_request(tools, "auto").with_strict(strict),
+            parallel,
         )
         return grammar_of(
             self._after_reasoning(either([calls_tag, self._content_tag(grammar)]), in_reasoning)
         )
 
     def after_reasoning(self, grammar: Grammar, *, in_reasoning: bool | None = None) -> Grammar:
-        """Return the grammar of reasoning followed by `grammar`; without a reasoning format, `grammar`.
+        """Return the grammar of reasoning followed by `grammar`, or `grammar` without a reasoning format.
 
         Args:
             grammar: the grammar of the content.
@@ -258,7 +267,7 @@ class ParserFactory:
         return grammar_of(self._after_reasoning(self._content_tag(grammar), in_reasoning))
 
     def _calls_tag(self, feature: str, tools: Tools, parallel: bool) -> Tag:
-        """Return the tag of one or more calls and no other text."""
+        """Return the structural tag of one or more calls without other text."""
         if self.tools is None:
             raise UnsupportedFeatureError(
                 feature,
@@ -268,25 +277,26 @@ class ParserFactory:
         return self._markup(self.tools.grammar(tools, parallel))
 
     def _content_tag(self, grammar: Grammar) -> Tag:
-        """Return the tag of content that matches a grammar, with the markup before it."""
+        """Return the structural tag of content that matches a grammar, with the marker before the content."""
         marker = self.reasoning.answer_marker if self.reasoning else ""
         return sequence(self._markup(constant(marker)), tag_of(grammar))
 
-    def _after_reasoning(self, tag: Tag, in_reasoning: bool | None, without: Sequence[str] = ()) -> Tag:
+    def _after_reasoning(self, tag: Tag, in_reasoning: bool | None, excluded: Sequence[str] = ()) -> Tag:
         if self.reasoning is None:
             return tag
-        block, continuation = self._reasoning_tags(self.reasoning, without)
-        gap = constant("") if self.reasoning.between else spaces()
+        block, continuation = self._reasoning_tags(self.reasoning, excluded)
+        space_tag = constant("") if self.reasoning.text_between else spaces()
         if in_reasoning is None:
-            return sequence(optional(either([block, continuation])), gap, tag)
-        return sequence(continuation if in_reasoning else optional(block), gap, tag)
+            return sequence(optional(either([block, continuation])), space_tag, tag)
+        return sequence(continuation if in_reasoning else optional(block), space_tag, tag)
 
-    def _reasoning_tags(self, reasoning: ReasoningFormat, without: Sequence[str] = ()) -> tuple[Tag, Tag]:
-        """Return the tags of a whole reasoning block, and of a block whose begin marker is in the prompt."""
+    def _reasoning_tags(self, reasoning: ReasoningFormat, excluded: Sequence[str] = ()) -> tuple[Tag, Tag]:
+        """Return the tags of a whole reasoning block and of a block whose begin marker is in the prompt."""
         continuation = sequence(
-            either([text_until(end, without) for end in reasoning.ends]), constant(reasoning.between)
+            either([text_until(end, excluded) for end in reasoning.end_markers]),
+            constant(reasoning.text_between),
         )
-        block = sequence(either([constant(begin) for begin in reasoning.begins]), continuation)
+        block = sequence(either([constant(begin) for begin in reasoning.begin_markers]), continuation)
         return self._markup(block), self._markup(continuation)
 
     def _channels_tag(self, reasoning: ReasoningFormat, calls_tag: Tag, in_reasoning: bool | None) -> Tag:
@@ -294,7 +304,9 @@ class ParserFactory:
         block, continuation = self._reasoning_tags(reasoning)
         remark = self._markup(
             sequence(
-                constant(reasoning.remark_marker), text_until(reasoning.ends[0]), constant(reasoning.between)
+                constant(reasoning.remark_marker),
+                text_until(reasoning.end_markers[0]),
+                constant(reasoning.text_between),
             )
         )
         text = sequence(self._markup(constant(reasoning.answer_marker)), rest_of_text())

@@ -1,4 +1,4 @@
-"""The scanner of one Python literal, translated to JSON. Some models write tool calls in Python."""
+"""The scanner of a Python literal, which it translates to JSON. Some models write tool calls in Python."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class PythonScanner(ValueScanner):
         self._word: list[str] = []
         self._digits = ""  # digits of a hexadecimal or octal escape so far
         self._hex_length = 0
-        # For each open parenthesis without a comma so far, the JSON text inside it. Parentheses with a comma
-        # are a tuple. Parentheses without a comma enclose a single value.
+        # The JSON text inside each open parenthesis that had no comma yet. Parentheses with a comma are a
+        # tuple, and parentheses without a comma enclose a single value.
         self._groups: list[list[str]] = []
-        # For each open bracket in `_closers`, whether it has an entry in `_groups`.
+        # Whether the open bracket at the same index of `_closers` has an entry in `_groups`.
         self._is_group: list[bool] = []
 
     def _emit(self, text: str) -> None:
-        (self._groups[-1] if self._groups else self._out).append(text)
+        (self._groups[-1] if self._groups else self._json_parts).append(text)
 
     def _emit_value(self, text: str) -> None:
         self._emit(self._pending_comma + text)
@@ -52,12 +52,12 @@ class PythonScanner(ValueScanner):
     def _write_colon(self) -> None:
         self._emit(": ")
 
-    def _comma(self) -> None:
+    def _process_comma(self) -> None:
         if self._is_group[-1]:
             self._end_group(is_tuple=True)
         self._pending_comma = ", "
 
-    def _open(self, char: str) -> None:
+    def _open_bracket(self, char: str) -> None:
         self._is_group.append(char == "(")
         if char == "(":
             self._emit_value("")
@@ -65,7 +65,7 @@ class PythonScanner(ValueScanner):
         else:
             self._emit_value(char)
 
-    def _close(self, char: str) -> None:
+    def _close_bracket(self, char: str) -> None:
         if self._is_group[-1]:
             is_empty = self._expected_syntax == "value or end"
             self._end_group(is_tuple=is_empty)
@@ -91,12 +91,12 @@ class PythonScanner(ValueScanner):
     def _begin_escape(self) -> None:
         pass
 
-    def _scan_escape(self, text: str, at: int) -> int:
-        char = text[at]
+    def _scan_escape(self, text: str, position: int) -> int:
+        char = text[position]
         if self._inside == "hex":
             if char not in HEX_DIGITS:
-                self.broken = True
-                return at
+                self.is_invalid = True
+                return position
             self._digits += char
             if len(self._digits) == self._hex_length:
                 self._write_character(int(self._digits, 16))
@@ -104,21 +104,21 @@ class PythonScanner(ValueScanner):
             self._inside, self._digits = "octal", (self._digits if self._inside == "octal" else "") + char
         elif self._inside == "octal":
             self._write_character(int(self._digits, 8))
-            return at
+            return position
         elif char in _HEX_LENGTHS:
             self._inside, self._digits, self._hex_length = "hex", "", _HEX_LENGTHS[char]
         else:
             # Python keeps the backslash of an unknown escape.
             self._write_in_string(char if char in "'\"\\" else _ESCAPES.get(char, f"\\{char}"))
             self._inside = "string"
-        return at + 1
+        return position + 1
 
     def _write_character(self, code: int) -> None:
         self._inside = "string"
         if code > 0x10FFFF:
-            self.broken = True
+            self.is_invalid = True
         elif 0xD800 <= code <= 0xDFFF:
-            # Half of a surrogate pair. JSON readers join the escapes of both halves.
+            # One half of a surrogate pair. A JSON decoder joins the escapes of both halves.
             self._emit(f"\\u{code:04x}")
         else:
             self._write_in_string(chr(code))
@@ -129,18 +129,18 @@ class PythonScanner(ValueScanner):
         self._inside, self._word = "word", []
         return True
 
-    def _scan_word(self, text: str, at: int) -> int:
-        run = _WORD_RUN.match(text, at)
+    def _scan_word(self, text: str, position: int) -> int:
+        run = _WORD_RUN.match(text, position)
         if run is not None:
             self._word.append(run.group())
             return run.end()
         word = _json_word("".join(self._word))
         if word is None:
-            self.broken = True
+            self.is_invalid = True
         else:
             self._emit_value(word)
             self._end_value()
-        return at
+        return position
 
 
 def _json_word(word: str) -> str | None:

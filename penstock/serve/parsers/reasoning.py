@@ -9,29 +9,32 @@ from dataclasses import dataclass
 class ReasoningFormat:
     """The markers around reasoning.
 
-    An end marker without a begin marker is dropped. A call ends the reasoning, with or without an end marker.
+    An end marker without a begin marker is dropped. A call ends the reasoning even if the end marker is
+    missing.
     """
 
     name: str
-    begins: tuple[str, ...]
-    ends: tuple[str, ...]
+    begin_markers: tuple[str, ...]
+    end_markers: tuple[str, ...]
     dropped_markers: tuple[str, ...] = ()
-    """Markers to remove from the content, such as a marker before or after the answer."""
-    between: str = ""
+    """Markers that are removed from the content, such as markers around the answer."""
+    text_between: str = ""
     """Text between the end marker and the output that follows."""
     answer_marker: str = ""
     """Marker before the content, with or without reasoning before it."""
     remark_marker: str = ""
-    """Marker before harmony's commentary: visible text before a call or the answer. Needs answer_marker."""
+    """Marker before a remark: visible text before a call or before the answer (the channel ``commentary`` of
+    harmony). Only formats with an ``answer_marker`` can have it."""
     hints: tuple[str, ...] = ()
     """Texts that every chat template of this format contains. If empty, only the flag selects the format."""
 
     def matches(self, template: str) -> bool:
+        """Return whether a chat template writes reasoning in this format."""
         return bool(self.hints) and all(hint in template for hint in self.hints)
 
-    def opened_by(self, prompt: str) -> bool:
+    def is_opened_by(self, prompt: str) -> bool:
         """Return whether a prompt ends with a begin marker, ignoring white space at the end."""
-        return prompt.rstrip().endswith(tuple(marker.rstrip() for marker in self.begins))
+        return prompt.rstrip().endswith(tuple(marker.rstrip() for marker in self.begin_markers))
 
 
 # ParserFactory.choose uses the first row whose hints are all in the chat template, so specific formats come
@@ -49,7 +52,7 @@ REASONING_FORMATS = {
                 "<|channel|>commentary<|message|>",
                 "<|return|>",
             ),
-            between="<|start|>assistant",
+            text_between="<|start|>assistant",
             answer_marker="<|channel|>final<|message|>",
             remark_marker="<|channel|>commentary<|message|>",
             hints=("<|channel|>analysis<|message|>",),
@@ -94,4 +97,4 @@ def prompt_opens_reasoning(prompt: str) -> bool:
     >>> prompt_opens_reasoning("What is <think>?<|im_end|>\\n<|im_start|>assistant\\n")
     False
     """
-    return any(row.opened_by(prompt) for row in REASONING_FORMATS.values())
+    return any(row.is_opened_by(prompt) for row in REASONING_FORMATS.values())

@@ -1,7 +1,7 @@
-"""Incremental text: readers process text that arrives in chunks.
+"""Incremental parsing: readers process text that arrives in chunks.
 
-A reader is a generator that yields when it needs more text. Its decisions do not depend on the chunk
-boundaries, so the events are the same for every chunking.
+A reader is a generator that yields when it needs more text. It takes characters from the front of the text.
+Its results do not depend on the chunk boundaries, so the events are the same for every chunking.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from collections.abc import Generator, Iterable
 from typing import TypeVar
 
 T = TypeVar("T")
-Steps = Generator[None, None, T]
-"""A reader: yields when it needs more text, and returns its result."""
+Reader = Generator[None, None, T]
+"""The type of a reader. It yields when it needs more text, and returns a result of type T."""
 
 SPACE = " \t\r\n"
 _RUN_OF_SPACE = re.compile(r"[ \t\r\n]+")
 
 
 class NotAToolCallError(Exception):
-    """The text is not a tool call. The part that was not emitted yet is plain text."""
+    """The text is not a tool call. The part of it that was not emitted yet becomes content."""
 
 
 class MarkerSearch:
-    """Searches a text for markers. If several markers match at a position, the longest is found."""
+    """Searches a text for markers. If several markers match at a position, the longest marker counts."""
 
     def __init__(self, markers: Iterable[str]) -> None:
         ordered_markers = sorted(
@@ -35,117 +35,136 @@ class MarkerSearch:
         )
         self._longest = max(map(len, ordered_markers), default=0)
 
-    def find(self, text: str, at: int, ended: bool, limit: int | None = None) -> tuple[int, int]:
-        """Return the span (start, end) of the first marker from position `at`; start == end if there is none.
+    def find(self, text: str, position: int, has_ended: bool, limit: int | None = None) -> tuple[int, int]:
+        """Return the span (start, end) of the first marker at or after `position`.
 
-        The text before `start` certainly contains no marker. Without a marker, `start` is the end of the
-        text, or the position from which later text may complete a marker, unless the text has `ended`. With a
-        `limit`, at most that many characters are searched.
+        Without a marker, both are the position up to which the text contains no marker. This is the end of
+        the text, or the beginning of a possible marker that later text may complete. After the end of the
+        text (`has_ended`), no marker can be completed.
+
+        Args:
+            text: the available text.
+            position: where the search begins.
+            has_ended: whether no more text will arrive.
+            limit: maximum number of characters to search.
         """
-        if limit is not None and len(text) - at >= limit + self._longest:
-            last = at + limit
-            match = self._search.search(text, at, last + self._longest)
-            return match.span() if match is not None and match.start() < last else (last, last)
-        open_at = len(text) if ended else self._open_end(text, at)
-        match = self._search.search(text, at)
-        if match is None or match.start() >= open_at:
-            return open_at, open_at
+        if limit is not None and len(text) - position >= limit + self._longest:
+            limit_end = position + limit
+            match = self._search.search(text, position, limit_end + self._longest)
+            return match.span() if match is not None and match.start() < limit_end else (limit_end, limit_end)
+        possible_start = len(text) if has_ended else self._possible_marker_start(text, position)
+        match = self._search.search(text, position)
+        if match is None or match.start() >= possible_start:
+            return possible_start, possible_start
         return match.span()
 
-    def _open_end(self, text: str, at: int) -> int:
-        for start in range(max(at, len(text) - self._longest + 1), len(text)):
+    def _possible_marker_start(self, text: str, position: int) -> int:
+        for start in range(max(position, len(text) - self._longest + 1), len(text)):
             if text[start:] in self._beginnings:
                 return start
         return len(text)
 
 
 class IncrementalText:
-    """The text of one choice, consumed from the front.
+    """The text of one choice. Readers take characters from its front.
 
-    ``taken`` is the text consumed since the last `forget`. If the text is not a call, it becomes content.
+    ``taken_text`` is the text taken since the last `clear_taken`. If this text is not a call, it becomes
+    content.
     """
 
     def __init__(self) -> None:
-        self.ended = False
-        self.num_examined = 0  # tests check that this grows linearly with the text length
+        self.has_ended = False
+        # Number of examined characters. Tests check that it grows linearly with the length of the text.
+        self.num_examined = 0
         self._text = ""
-        self._at = 0
-        self._taken_texts: list[str] = []
+        self._position = 0
+        self._taken_parts: list[str] = []
 
     def push(self, text: str) -> None:
-        self._text = self._text[self._at :] + text
-        self._at = 0
+        """Append text that has arrived."""
+        self._text = self._text[self._position :] + text
+        self._position = 0
 
     def take(self, count: int) -> str:
         """Take the next `count` characters, which must be available."""
-        text = self._text[self._at : self._at + count]
+        text = self._text[self._position : self._position + count]
         assert len(text) == count, "the text is not available yet"
-        self._at += count
-        self._taken_texts.append(text)
+        self._position += count
+        self._taken_parts.append(text)
         return text
 
     @property
-    def taken(self) -> str:
-        return "".join(self._taken_texts)
+    def taken_text(self) -> str:
+        """The text that was taken since the last `clear_taken`."""
+        return "".join(self._taken_parts)
 
     def put_back(self, count: int) -> None:
-        """Undo the last `take`, which took `count` characters."""
-        assert len(self._taken_texts[-1]) == count
-        self._taken_texts.pop()
-        self._at -= count
+        """Undo the last `take`, which must have taken `count` characters."""
+        assert len(self._taken_parts[-1]) == count
+        self._taken_parts.pop()
+        self._position -= count
 
     def take_rest(self) -> str:
         """Take all available text."""
-        return self.take(len(self._text) - self._at)
+        return self.take(len(self._text) - self._position)
 
-    def forget(self) -> None:
-        self._taken_texts.clear()
+    def clear_taken(self) -> None:
+        """Clear `taken_text`, which was emitted or is markup."""
+        self._taken_parts.clear()
 
-    def available(self) -> Steps[tuple[str, int]]:
-        """Return (text, position of its unread part). The unread part is empty only after the end."""
-        while self._at >= len(self._text) and not self.ended:
+    def wait_for_text(self) -> Reader[tuple[str, int]]:
+        """Wait until text is available. Return (text, position of the first character that is not taken).
+
+        The position is the end of the text only if the text has ended.
+        """
+        while self._position >= len(self._text) and not self.has_ended:
             yield
-        return self._text, self._at
+        return self._text, self._position
 
-    def peek(self) -> Steps[str]:
+    def peek(self) -> Reader[str]:
         """Return the next character; "" at the end of the text."""
-        text, at = yield from self.available()
+        text, position = yield from self.wait_for_text()
         self.num_examined += 1
-        return text[at : at + 1]
+        return text[position : position + 1]
 
-    def accept(self, *literals: str) -> Steps[str]:
-        """Take and return the first of the literals that comes next in the text; "" if none does."""
+    def accept(self, *literals: str) -> Reader[str]:
+        """Take and return the first literal that the text continues with; "" if it continues with none."""
         for literal in literals:
             while True:
-                next_text = self._text[self._at : self._at + len(literal)]
+                next_text = self._text[self._position : self._position + len(literal)]
                 self.num_examined += len(next_text)
                 if next_text == literal:
                     return self.take(len(literal))
-                if self.ended or not literal.startswith(next_text):
+                if self.has_ended or not literal.startswith(next_text):
                     break
                 yield
         return ""
 
-    def expect(self, *literals: str) -> Steps[str]:
+    def expect(self, *literals: str) -> Reader[str]:
+        """Take and return the first literal that the text continues with.
+
+        Raises:
+            NotAToolCallError: the text continues with none of them.
+        """
         literal = yield from self.accept(*literals)
         if not literal:
             raise NotAToolCallError
         return literal
 
-    def skip_space(self) -> Steps[str]:
-        """Take all white space."""
+    def skip_space(self) -> Reader[str]:
+        """Take and return all white space that comes next."""
         parts: list[str] = []
         while True:
-            text, at = yield from self.available()
-            match = _RUN_OF_SPACE.match(text, at)
+            text, position = yield from self.wait_for_text()
+            match = _RUN_OF_SPACE.match(text, position)
             if match is None:
                 self.num_examined += 1
                 return "".join(parts)
-            self.num_examined += match.end() - at
-            parts.append(self.take(match.end() - at))
+            self.num_examined += match.end() - position
+            parts.append(self.take(match.end() - position))
 
-    def until(self, end: MarkerSearch, max_length: int) -> Steps[str]:
-        """Take the text before the next end marker, and the marker. Return the text.
+    def take_until(self, end: MarkerSearch, max_length: int) -> Reader[str]:
+        """Take the text up to and including the next end marker. Return the text without the marker.
 
         Raises:
             NotAToolCallError: the text is longer than `max_length`, or no marker ends it.
@@ -154,7 +173,7 @@ class IncrementalText:
         size = 0
         while True:
             # Take at most `max_length` + 1 characters. Otherwise the taken text would depend on the chunking.
-            text, marker = yield from self.text_or_marker(end, max_length + 1 - size)
+            text, marker = yield from self.take_text_or_marker(end, max_length + 1 - size)
             parts.append(text)
             size += len(text)
             if marker:
@@ -162,53 +181,54 @@ class IncrementalText:
             if not text or size > max_length:
                 raise NotAToolCallError
 
-    def run(self, pattern: re.Pattern[str], max_length: int) -> Steps[str]:
+    def take_run(self, pattern: re.Pattern[str], max_length: int) -> Reader[str]:
         """Take and return the longest run of characters that match `pattern`, a repeated character class.
 
         Raises:
-            NotAToolCallError: there are none, or more than `max_length`.
+            NotAToolCallError: the run is empty or longer than `max_length`.
         """
         parts: list[str] = []
         size = 0
         while True:
-            text, at = yield from self.available()
-            match = pattern.match(text, at, at + max_length + 1 - size)
-            count = 0 if match is None else match.end() - at
+            text, position = yield from self.wait_for_text()
+            match = pattern.match(text, position, position + max_length + 1 - size)
+            count = 0 if match is None else match.end() - position
             self.num_examined += count + 1
             if count:
                 parts.append(self.take(count))
                 size += count
-            if size > max_length or (not size and at + count < len(text)) or at == len(text):
-                raise NotAToolCallError  # an empty run at the end may still grow
-            if at + count < len(text):
+            # An empty run is an error only if another character follows or the text has ended.
+            if size > max_length or (not size and position + count < len(text)) or position == len(text):
+                raise NotAToolCallError
+            if position + count < len(text):
                 return "".join(parts)
 
-    def text_or_marker(self, markers: MarkerSearch, limit: int | None = None) -> Steps[tuple[str, str]]:
-        """Take the available text before the next marker, or the marker if it is next.
+    def take_text_or_marker(self, markers: MarkerSearch, limit: int | None = None) -> Reader[tuple[str, str]]:
+        """Take the available text before the next marker, or the marker if it comes next.
 
-        With a `limit`, which is at least 1, take at most that many characters of text.
+        With a `limit` of at least 1, take at most that many characters of text.
 
         Returns:
             (text, ""), or ("", marker), or ("", "") at the end.
         """
         while True:
-            text, at = yield from self.available()
-            start, end = markers.find(text, at, self.ended, limit)
-            self.num_examined += max(end, start + 1) - at
-            if start > at:
-                count = start - at
+            text, position = yield from self.wait_for_text()
+            start, end = markers.find(text, position, self.has_ended, limit)
+            self.num_examined += max(end, start + 1) - position
+            if start > position:
+                count = start - position
                 return self.take(count if limit is None else min(count, limit)), ""
             if end > start:
                 return "", self.take(end - start)
-            if self.ended:
+            if self.has_ended:
                 return "", ""
             yield
 
 
-def is_finished(steps: Steps[None]) -> bool:
-    """Run a reader until it needs more text. Return whether it has finished."""
+def advance(reader: Reader[None]) -> bool:
+    """Run a reader until it needs more text or returns. Return whether it has returned."""
     try:
-        next(steps)
+        next(reader)
     except StopIteration:
         return True
     return False

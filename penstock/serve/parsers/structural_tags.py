@@ -20,13 +20,14 @@ _MAX_REPETITIONS = 63
 
 
 def constant(text: str) -> Tag:
+    """Return the tag of a constant string."""
     return {"type": "const_string", "value": text}
 
 
 def by_schema(schema: Schema | bool, escaped: str = "") -> Tag:
     """Return the tag of JSON that matches a schema.
 
-    The text can contain the characters in `escaped` only as escapes inside strings.
+    The JSON text contains the characters in `escaped` only as escapes inside strings.
     """
     return {"type": "json_schema", "json_schema": schema, **({"escaped": escaped} if escaped else {})}
 
@@ -40,10 +41,12 @@ def sequence(*parts: Tag) -> Tag:
 
 
 def either(parts: Sequence[Tag]) -> Tag:
+    """Return the tag of text that matches one of the parts."""
     return parts[0] if len(parts) == 1 else {"type": "or", "elements": list(parts)}
 
 
 def optional(part: Tag) -> Tag:
+    """Return the tag of text that matches ``part`` or is empty."""
     return {"type": "optional", "content": part}
 
 
@@ -63,14 +66,14 @@ def pattern(expression: str) -> Tag:
 def any_number(part: Tag) -> Tag:
     """Return the tag of 0 to 63 repetitions of `part`.
 
-    The number is limited because free text must not contain unbounded repetitions.
+    The number is limited, because the formats inside free text must have a bounded number of repetitions.
     """
     return {"type": "repeat", "min": 0, "max": _MAX_REPETITIONS, "content": part}
 
 
-def text_until(end: str, without: Sequence[str] = ()) -> Tag:
-    """Return the tag of text, without any of the strings `without`, up to and including an end marker."""
-    content: Tag = {"type": "any_text", **({"excludes": list(without)} if without else {})}
+def text_until(end: str, excluded: Sequence[str] = ()) -> Tag:
+    """Return the tag of text up to and including an end marker, without any of the `excluded` strings."""
+    content: Tag = {"type": "any_text", **({"excludes": list(excluded)} if excluded else {})}
     return {"type": "tag", "begin": "", "content": content, "end": end}
 
 
@@ -79,32 +82,35 @@ def rest_of_text() -> Tag:
     return {"type": "any_text"}
 
 
-def triggered_tags(after: Mapping[str, Tag], parallel: bool) -> Tag:
-    """Return the tag of free text in which the given tag must follow each marker.
+def triggered_tags(tags_after_markers: Mapping[str, Tag], parallel: bool) -> Tag:
+    """Return the tag of free text in which each marker must be followed by text of the marker's tag.
 
-    Unless `parallel`, the text ends after the first marker and its tag. No marker may be a prefix of another.
+    Without `parallel`, the output ends after the first marker and its tag. No marker may be a prefix of
+    another marker.
 
     Args:
-        after: marker -> tag of the text after the marker.
+        tags_after_markers: marker -> tag of the text after the marker.
         parallel: allow several markers.
     """
     tags = [
-        {"type": "tag", "begin": marker, "content": content, "end": ""} for marker, content in after.items()
+        {"type": "tag", "begin": marker, "content": content, "end": ""}
+        for marker, content in tags_after_markers.items()
     ]
     return {
         "type": "triggered_tags",
-        "triggers": list(after),
+        "triggers": list(tags_after_markers),
         "tags": tags,
         "stop_after_first": not parallel,
     }
 
 
 def repeated(part: Tag, separator: str, parallel: bool) -> Tag:
-    """Return the tag of one `part`, or with `parallel` of one or more, separated by `separator`."""
+    """Return the tag of one `part`, or with `parallel` of one or more parts with `separator` between them."""
     return sequence(part, any_number(sequence(constant(separator), part))) if parallel else part
 
 
 def grammar_of(tag: Tag) -> Grammar:
+    """Return the grammar of a structural tag."""
     text = json.dumps({"type": "structural_tag", "format": tag}, ensure_ascii=False)
     return Grammar("structural_tag", text)
 
@@ -128,7 +134,7 @@ def tag_of(grammar: Grammar) -> Tag:
 
 
 def with_tokens(tag: Tag, special_tokens: Iterable[str]) -> Tag:
-    """Replace the special tokens in constants by token tags, because no other tokens can match them.
+    """Replace the special tokens in constants by token tags, which match only the special token itself.
 
     Raises:
         UnsupportedFeatureError: only some of the markers that begin calls in free text are single special

@@ -44,10 +44,10 @@ class Tools:
     schemas: dict[str, Schema]
 
     @classmethod
-    def of(cls, tools: Sequence[TokenGeneratorRequestTool], tool_choice: ToolChoice) -> Tools:
+    def from_request(cls, tools: Sequence[TokenGeneratorRequestTool], tool_choice: ToolChoice) -> Tools:
         """Return the callable tools, given validated ``tools`` and ``tool_choice`` of the OpenAI API.
 
-        With the choice ``"none"`` no tool is callable, and with a named choice only that tool is.
+        With the choice ``"none"`` no tool is callable. With a named choice only the named tool is callable.
         """
         if tool_choice == "none":
             return cls({})

@@ -1,4 +1,4 @@
-"""The incremental scanner that `JsonScanner` and `PythonScanner` share: structure, strings and nesting."""
+"""The base class of `JsonScanner` and `PythonScanner`: structure, strings and nesting."""
 
 from __future__ import annotations
 
@@ -7,23 +7,25 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import ClassVar, Literal
 
-from penstock.serve.parsers.stream import SPACE, IncrementalText, NotAToolCallError, Steps
+from penstock.serve.parsers.stream import SPACE, IncrementalText, NotAToolCallError, Reader
 
-MAX_DEPTH = 128  # json.loads and the parsers of many clients support only a few hundred levels
+MAX_DEPTH = 128  # levels; json.loads and the parsers of many clients support only a few hundred
 MAX_WORD = 4096  # characters; Python's limit is 4300 digits
 HEX_DIGITS = "0123456789abcdefABCDEF"
 NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 
 _ExpectedSyntax = Literal["value", "value or end", "key", "key or end", ":", ", or end"]
+"""What may follow at the current position."""
 _Inside = Literal["", "string", "escape", "hex", "octal", "word", "literal"]
+"""The token at the current position; "" between tokens. A word is a number or a name."""
 
 
 class ValueScanner(ABC):
-    """Checks one value character by character and writes it as JSON.
+    """Scans one value character by character and writes it as JSON.
 
-    The caller passes text to `feed` until the scanner is ``done`` or ``broken``. The run time is linear in
-    the length of the text. A subclass defines the syntax of literals (strings, numbers, names) and the JSON
-    text to write.
+    The caller passes text to `feed` until ``is_complete`` or ``is_invalid`` is True. The run time is linear
+    in the length of the text. A subclass defines the syntax of literals (strings, numbers, names) and the
+    JSON text to write.
     """
 
     STRING_RUNS: ClassVar[Mapping[str, re.Pattern[str]]]
@@ -34,36 +36,36 @@ class ValueScanner(ABC):
     """Whether a comma is allowed before a closing bracket."""
 
     def __init__(self) -> None:
-        self.done = False
-        self.broken = False
+        self.is_complete = False
+        self.is_invalid = False
         self._closers: list[str] = []
         self._expected_syntax: _ExpectedSyntax = "value"
         self._inside: _Inside = ""
         self._is_key = False
         self._quote = ""
-        self._out: list[str] = []
+        self._json_parts: list[str] = []
 
-    def feed(self, text: str, at: int = 0) -> tuple[int, str]:
-        """Scan `text` from position `at`.
+    def feed(self, text: str, position: int = 0) -> tuple[int, str]:
+        """Scan `text` from `position` on.
 
         Returns:
             The position after the last character of the value, and the JSON text of the scanned part.
         """
-        self._out = []
-        while at < len(text) and not self.done and not self.broken:
+        self._json_parts = []
+        while position < len(text) and not self.is_complete and not self.is_invalid:
             match self._inside:
                 case "":
-                    at = self._scan_structure(text, at)
+                    position = self._scan_structure(text, position)
                 case "string":
-                    at = self._scan_string(text, at)
+                    position = self._scan_string(text, position)
                 case "escape" | "hex" | "octal":
-                    at = self._scan_escape(text, at)
+                    position = self._scan_escape(text, position)
                 case _:
-                    at = self._scan_word(text, at)
-        return at, "".join(self._out)
+                    position = self._scan_word(text, position)
+        return position, "".join(self._json_parts)
 
-    def _scan_structure(self, text: str, at: int) -> int:
-        char = text[at]
+    def _scan_structure(self, text: str, position: int) -> int:
+        char = text[position]
         expected_syntax = self._expected_syntax
         is_value = expected_syntax in ("value", "value or end")
         if char in SPACE:
@@ -75,23 +77,23 @@ class ValueScanner(ABC):
         elif is_value and char in self.CLOSERS and len(self._closers) < MAX_DEPTH:
             self._closers.append(self.CLOSERS[char])
             self._expected_syntax = "key or end" if char == "{" else "value or end"
-            self._open(char)
+            self._open_bracket(char)
         elif is_value and self._begin_word(char):
-            return at  # `_scan_word` reads the whole word
+            return position  # `_scan_word` reads the whole word
         elif char == ":" and expected_syntax == ":":
             self._expected_syntax = "value"
             self._write_colon()
         elif char == "," and expected_syntax == ", or end":
-            self._comma()
+            self._process_comma()
             self._expected_syntax = self._after_comma()
         elif char in self._closers[-1:] and expected_syntax.endswith("end"):
-            self._close(char)
+            self._close_bracket(char)
             self._closers.pop()
             self._end_value()
         else:
-            self.broken = True
-            return at
-        return at + 1
+            self.is_invalid = True
+            return position
+        return position + 1
 
     def _after_comma(self) -> _ExpectedSyntax:
         if self._closers[-1] == "}":
@@ -101,14 +103,14 @@ class ValueScanner(ABC):
     def _end_value(self) -> None:
         self._inside = ""
         self._expected_syntax = ", or end"
-        self.done = not self._closers
+        self.is_complete = not self._closers
 
-    def _scan_string(self, text: str, at: int) -> int:
-        run = self.STRING_RUNS[self._quote].match(text, at)
+    def _scan_string(self, text: str, position: int) -> int:
+        run = self.STRING_RUNS[self._quote].match(text, position)
         if run is not None:
             self._write_in_string(run.group())
             return run.end()
-        char = text[at]
+        char = text[position]
         if char == self._quote:
             self._emit('"')
             if self._is_key:
@@ -120,11 +122,11 @@ class ValueScanner(ABC):
             self._begin_escape()
         else:
             self._write_in_string(char)
-        return at + 1
+        return position + 1
 
     def _emit(self, text: str) -> None:
         """Write JSON text."""
-        self._out.append(text)
+        self._json_parts.append(text)
 
     @abstractmethod
     def _write_space(self, char: str) -> None:
@@ -135,15 +137,15 @@ class ValueScanner(ABC):
         """Write the colon after a key."""
 
     @abstractmethod
-    def _comma(self) -> None:
+    def _process_comma(self) -> None:
         """Process a comma between two values."""
 
     @abstractmethod
-    def _open(self, char: str) -> None:
+    def _open_bracket(self, char: str) -> None:
         """Process an opening bracket; its closing bracket is already on the stack."""
 
     @abstractmethod
-    def _close(self, char: str) -> None:
+    def _close_bracket(self, char: str) -> None:
         """Process a closing bracket, which is still on the stack."""
 
     @abstractmethod
@@ -159,7 +161,7 @@ class ValueScanner(ABC):
         """Process the backslash of an escape."""
 
     @abstractmethod
-    def _scan_escape(self, text: str, at: int) -> int:
+    def _scan_escape(self, text: str, position: int) -> int:
         """Scan one character after a backslash. Return the next position."""
 
     @abstractmethod
@@ -167,21 +169,21 @@ class ValueScanner(ABC):
         """Return whether a number or a name begins with `char`; if so, set the scanner's state."""
 
     @abstractmethod
-    def _scan_word(self, text: str, at: int) -> int:
+    def _scan_word(self, text: str, position: int) -> int:
         """Scan part of a number or a name. Return the next position."""
 
 
-def scan_value(stream: IncrementalText, scanner: ValueScanner, write: Callable[[str], None]) -> Steps[None]:
+def scan_value(stream: IncrementalText, scanner: ValueScanner, write: Callable[[str], None]) -> Reader[None]:
     """Take one value from the stream. Pass its JSON text to `write` as it arrives.
 
     Raises:
         NotAToolCallError: the text is not a value, or the text ends inside the value.
     """
-    while not scanner.done:
-        text, at = yield from stream.available()
-        end, json_text = scanner.feed(text, at)
-        stream.num_examined += end - at + 1
-        stream.take(end - at)
+    while not scanner.is_complete:
+        text, position = yield from stream.wait_for_text()
+        end, json_text = scanner.feed(text, position)
+        stream.num_examined += end - position + 1
+        stream.take(end - position)
         write(json_text)
-        if scanner.broken or at == len(text):
+        if scanner.is_invalid or position == len(text):
             raise NotAToolCallError

@@ -3,10 +3,10 @@
 import { ApiError, postStream } from "./api.js";
 import { TokenGroups } from "./tokens.js";
 
-const MIN_SECONDS = 0.05; // minimum duration for a rate; shorter streams arrive as one buffered read
+const MIN_SECONDS = 0.05; // minimum duration for a token rate; a shorter stream arrives in a single read
 
 export class Message {
-  constructor(role, text = "", more = {}) {
+  constructor(role, text = "", fields = {}) {
     this.role = role; // user, assistant, tool
     this.text = text;
     this.images = []; // data: URLs
@@ -17,7 +17,7 @@ export class Message {
     this.numbers = null;
     this.error = null;
     this.isLive = false;
-    Object.assign(this, more);
+    Object.assign(this, fields);
   }
 
   /** Whether the message has no text, reasoning or calls. */
@@ -33,7 +33,7 @@ export class Message {
     this.error = null;
   }
 
-  /** Returns the text, or parts if the message has images. */
+  /** Returns the content for a request: the text, or an array of parts if the message has images. */
   _content() {
     if (!this.images.length) return this.text;
     const images = this.images.map((url) => ({ type: "image_url", image_url: { url } }));
@@ -63,14 +63,14 @@ export class Receiver {
     this._clock = clock;
     this._sentAt = clock();
     this._firstTokenAt = null;
-    this._firstCount = 0;
+    this._numFirstTokens = 0;
     this._lastTokenAt = null;
     this._usage = null;
-    this._finish = null;
+    this._finishReason = null;
   }
 
-  /** Adds a chunk. */
-  take(chunk) {
+  /** Adds a chunk of the stream. */
+  addChunk(chunk) {
     const usage = chunk.usage ?? null;
     if (usage) this._usage = usage;
     const choice = chunk.choices[0];
@@ -79,16 +79,16 @@ export class Receiver {
       const message = this._message;
       message.text += delta.content ?? "";
       message.reasoning += delta.reasoning_content ?? delta.reasoning ?? "";
-      for (const part of delta.tool_calls ?? []) this._takeCall(part);
+      for (const part of delta.tool_calls ?? []) this._addCall(part);
       if (logprobs?.content) message.tokens.push(logprobs.content);
-      this._finish = choice.finish_reason ?? this._finish;
+      this._finishReason = choice.finish_reason ?? this._finishReason;
       const isText = delta.content || delta.reasoning_content || delta.reasoning;
       const hasOutput = isText || delta.tool_calls || logprobs?.content?.length;
       if (hasOutput) {
         this._lastTokenAt = this._clock();
         if (this._firstTokenAt === null) {
           this._firstTokenAt = this._lastTokenAt;
-          this._firstCount = usage?.completion_tokens ?? 0;
+          this._numFirstTokens = usage?.completion_tokens ?? 0;
         }
       }
     }
@@ -97,13 +97,13 @@ export class Receiver {
 
   /** Ends the message. `reason` is "stopped" or "error"; null if the model ended the output. */
   end(reason = null) {
-    this._finish = reason ?? this._finish;
+    this._finishReason = reason ?? this._finishReason;
     this._message.tokens.end();
     this._message.numbers = this._numbers();
     this._message.isLive = false;
   }
 
-  _takeCall({ index, id, function: part }) {
+  _addCall({ index, id, function: part }) {
     const calls = this._message.calls;
     calls[index] ??= { id, name: part.name ?? "", arguments: "" };
     calls[index].arguments += part.arguments ?? "";
@@ -112,14 +112,14 @@ export class Receiver {
   _numbers() {
     const usage = this._usage;
     const seconds = this._firstTokenAt === null ? 0 : (this._lastTokenAt - this._firstTokenAt) / 1000;
-    const later = (usage?.completion_tokens ?? 0) - this._firstCount;
+    const numLaterTokens = (usage?.completion_tokens ?? 0) - this._numFirstTokens;
     return {
       firstToken: this._firstTokenAt === null ? null : (this._firstTokenAt - this._sentAt) / 1000,
-      perSecond: seconds >= MIN_SECONDS && later > 0 ? later / seconds : null,
+      perSecond: seconds >= MIN_SECONDS && numLaterTokens > 0 ? numLaterTokens / seconds : null,
       prompt: usage?.prompt_tokens ?? null,
       cached: usage?.prompt_tokens_details?.cached_tokens ?? 0,
       completion: usage?.completion_tokens ?? null,
-      finish: this._finish,
+      finish: this._finishReason,
     };
   }
 }
@@ -130,11 +130,11 @@ export class Receiver {
  */
 export async function streamInto(message, request, signal, onchunk) {
   const receiver = new Receiver(message);
-  // With the usage in each chunk, an aborted response has token counts too.
+  // The usage is in each chunk, so that an aborted response also has token counts.
   const options = { stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
   try {
     for await (const chunk of postStream("v1/chat/completions", { ...request, ...options }, signal)) {
-      receiver.take(chunk);
+      receiver.addChunk(chunk);
       onchunk();
     }
     receiver.end();

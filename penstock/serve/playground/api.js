@@ -14,7 +14,7 @@ export class ApiError extends Error {
 export const key = {
   get: () => sessionStorage.getItem(KEY),
   set: (value) => sessionStorage.setItem(KEY, value),
-  forget: () => sessionStorage.removeItem(KEY),
+  remove: () => sessionStorage.removeItem(KEY),
 };
 
 /** Returns the URL of a route, relative to the page, so that a proxy may serve the page under a path prefix. */
@@ -23,7 +23,7 @@ export const urlOf = (path) => new URL(path, document.baseURI).href;
 /** Sends a GET request and returns the decoded response. */
 export async function getJson(path) {
   const response = await send(path, {});
-  return await decoded(response);
+  return await decodeJson(response);
 }
 
 /** Sends a GET request and returns the response as text. */
@@ -33,7 +33,7 @@ export async function getText(path) {
 
 /** Sends a POST request and returns the decoded response. */
 export async function postJson(path, body, signal) {
-  return await decoded(await send(path, jsonPost(body, signal)));
+  return await decodeJson(await send(path, jsonPost(body, signal)));
 }
 
 /** Sends a POST request and yields the data of each event; returns after `[DONE]`. */
@@ -71,11 +71,11 @@ async function send(path, options) {
     if (error.name === "AbortError") throw error;
     throw new ApiError("The server cannot be reached.");
   }
-  if (!response.ok) throw errorOf(await decoded(response), response);
+  if (!response.ok) throw errorOf(await decodeJson(response), response);
   return response;
 }
 
-async function decoded(response) {
+async function decodeJson(response) {
   try {
     return await response.json();
   } catch (error) {

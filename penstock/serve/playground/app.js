@@ -17,7 +17,7 @@ import { SpeechView } from "./speech.js";
 import { hideAlternatives } from "./tokens.js";
 
 const EXAMPLES = ["What is a penstock?", "Tell me a story about a river.", "Write a JSON object that describes a cat."];
-const NEAR_END = 80; // pixels from the end within which the conversation scrolls with new text
+const NEAR_END = 80; // pixels; closer to its end, the conversation scrolls with new text
 
 const log = byId("log");
 const draft = byId("draft");
@@ -47,13 +47,13 @@ class App {
 
   // Actions of the user.
 
-  /** Adds the text in the input field to the conversation and requests a response; on the Compare page, two responses. */
+  /** Adds the text in the input field to the conversation and requests a response. On the Compare page, requests two. */
   send() {
     if (this._isBusy) return;
     const text = draft.value;
     if (this._pages.current === "compare") {
       if (!this._compare.send(text, this._attachments.urls)) return;
-      this._attachments.take();
+      this._attachments.removeAll();
       draft.value = "";
       fitHeight(draft);
       return;
@@ -63,7 +63,7 @@ class App {
     if (!isNew && (!lastMessage || lastMessage.role === "assistant")) return;
     if (!this._checkSettings()) return;
     if (isNew) {
-      this._add(new Message("user", text, { images: this._attachments.take() }));
+      this._add(new Message("user", text, { images: this._attachments.removeAll() }));
       draft.value = "";
       fitHeight(draft);
     }
@@ -82,9 +82,9 @@ class App {
   edit(message, text, andAnswer) {
     if (andAnswer && !this._checkSettings()) return;
     message.edit(text);
-    this._view(message).shade(this._settings.shades);
+    this._viewOf(message).shade(this._settings.shades);
     if (andAnswer) {
-      this._cut(this._views.indexOf(this._view(message)) + 1);
+      this._removeViewsFrom(this._views.indexOf(this._viewOf(message)) + 1);
       this._answer();
     }
     this.updateButtons();
@@ -93,17 +93,17 @@ class App {
 
   /** Opens a new conversation with a copy of the messages up to `message`. */
   branch(message) {
-    const kept = this._views.slice(0, this._views.indexOf(this._view(message)) + 1);
+    const keptViews = this._views.slice(0, this._views.indexOf(this._viewOf(message)) + 1);
     this._save();
     this._conversations.begin();
-    this._show(kept.map((view) => view.message));
+    this._show(keptViews.map((view) => view.message));
     this._save();
     this._announce("This is a new conversation with a copy of the messages up to the chosen message.");
     draft.focus();
   }
 
   remove(message) {
-    const view = this._view(message);
+    const view = this._viewOf(message);
     this._views = this._views.filter((other) => other !== view);
     view.element.remove();
     this.updateButtons();
@@ -113,7 +113,7 @@ class App {
 
   regenerate(message) {
     if (!this._checkSettings()) return;
-    this._cut(this._views.indexOf(this._view(message)));
+    this._removeViewsFrom(this._views.indexOf(this._viewOf(message)));
     this._answer();
   }
 
@@ -131,7 +131,7 @@ class App {
     this.stop();
     this._save();
     this._conversations.begin();
-    this._cut(0);
+    this._removeViewsFrom(0);
     this._listConversations();
     this.updateButtons();
     draft.focus();
@@ -168,10 +168,10 @@ class App {
 
   /** Updates the view of a message in the next animation frame. */
   _scheduleSync(view) {
-    if (view.isDue) return;
-    view.isDue = true;
+    if (view.isSyncScheduled) return;
+    view.isSyncScheduled = true;
     requestAnimationFrame(() => {
-      view.isDue = false;
+      view.isSyncScheduled = false;
       if (view.message.isLive) this._keepScrolled(() => view.sync());
     });
   }
@@ -194,7 +194,7 @@ class App {
   }
 
   _show(messages) {
-    this._cut(0);
+    this._removeViewsFrom(0);
     for (const message of messages) this._add(message);
     this.updateButtons();
   }
@@ -212,12 +212,12 @@ class App {
   /** Returns the next request. With `withDraft`, for the code view, it includes the text in the input field. */
   _request(withDraft = false) {
     const messages = this._views.map((view) => view.message).filter((message) => !message.isEmpty);
-    const sent = messages.map((message) => message.toRequest());
+    const requestMessages = messages.map((message) => message.toRequest());
     const images = this._attachments.urls;
-    if (withDraft && (draft.value.trim() || images.length || !sent.length)) {
-      sent.push(new Message("user", draft.value || "Hello", { images }).toRequest());
+    if (withDraft && (draft.value.trim() || images.length || !requestMessages.length)) {
+      requestMessages.push(new Message("user", draft.value || "Hello", { images }).toRequest());
     }
-    return this._settings.request(sent);
+    return this._settings.request(requestMessages);
   }
 
   /** Returns whether the settings are valid; otherwise the page shows the error. */
@@ -240,11 +240,11 @@ class App {
     return view;
   }
 
-  _cut(from) {
-    for (const view of this._views.splice(from)) view.element.remove();
+  _removeViewsFrom(index) {
+    for (const view of this._views.splice(index)) view.element.remove();
   }
 
-  _view(message) {
+  _viewOf(message) {
     return this._views.find((view) => view.message === message);
   }
 
@@ -262,7 +262,7 @@ class App {
     byId("send").hidden = isBusy;
     byId("stop-answer").hidden = !isBusy;
     log.setAttribute("aria-busy", String(this._controller !== null));
-    this._views.forEach((view, i) => view.place({ isLast: i === this._views.length - 1, isBusy }));
+    this._views.forEach((view, i) => view.updateControls({ isLast: i === this._views.length - 1, isBusy }));
   }
 
   _keepScrolled(change) {
@@ -282,9 +282,9 @@ class App {
     const select = byId("model");
     try {
       const { data } = await getJson("v1/models");
-      const chosen = select.value;
+      const selectedModel = select.value;
       select.replaceChildren(...data.map(({ id }) => new Option(id, id)));
-      if (data.some(({ id }) => id === chosen)) select.value = chosen;
+      if (data.some(({ id }) => id === selectedModel)) select.value = selectedModel;
       select.title = `at most ${data[0].max_model_len} tokens, prompt and output together`;
       select.disabled = false;
       this._compare.setModels(data.map(({ id }) => id));
@@ -305,8 +305,8 @@ class App {
     this._attachments.enable(model.input_modalities.includes("image"));
     this._pages.setModel(model);
     if (this._pages.kind === "speech") this._speech.load().catch((error) => this._onError(error));
-    const scores = "This model scores texts. Use it through /v1/rerank, /v1/score or /classify.";
-    this._notice(this._pages.kind === "scores" ? scores : "");
+    const scoresNotice = "This model scores texts. Use it through /v1/rerank, /v1/score or /classify.";
+    this._notice(this._pages.kind === "scores" ? scoresNotice : "");
   }
 
   _onPage(page) {
@@ -360,7 +360,7 @@ class App {
       this._loadModels();
       this._metrics.show(this._pages.current === "metrics");
     });
-    byId("forget-key").addEventListener("click", () => (key.forget(), this._loadModels()));
+    byId("forget-key").addEventListener("click", () => (key.remove(), this._loadModels()));
     for (const text of EXAMPLES) byId("examples").append(button(text, () => ((draft.value = text), this.send())));
     new CodeDialog({ check: () => this._checkSettings(), request: () => this._request(true) });
   }

@@ -24,7 +24,7 @@ export class CodeDialog {
     }
     byId("copy-code").addEventListener("click", async () => {
       const isCopied = await copyText(byId("snippet").textContent);
-      byId("copy-code").textContent = isCopied ? "Copied" : "Select it and copy";
+      byId("copy-code").textContent = isCopied ? "Copied" : "Select and copy";
       if (!isCopied) getSelection().selectAllChildren(byId("snippet"));
     });
   }

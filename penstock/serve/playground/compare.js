@@ -16,8 +16,8 @@ const FIELDS = {
 /** Returns the index of the first character in which two texts differ; -1 if they are equal. */
 export function firstDifference(a, b) {
   const [charactersA, charactersB] = [[...a], [...b]];
-  const at = charactersA.findIndex((character, i) => character !== charactersB[i]);
-  if (at >= 0) return at;
+  const index = charactersA.findIndex((character, i) => character !== charactersB[i]);
+  if (index >= 0) return index;
   return charactersA.length === charactersB.length ? -1 : charactersA.length;
 }
 
@@ -80,12 +80,12 @@ class Side {
     const view = new MessageView(message, { shades: this._settings.shades, name: `Answer ${this.name}` });
     this._view = view;
     this._answer.replaceChildren(view.element);
-    let isDue = false;
+    let isSyncScheduled = false;
     await streamInto(message, body, signal, () => {
-      if (isDue) return;
-      isDue = true;
+      if (isSyncScheduled) return;
+      isSyncScheduled = true;
       requestAnimationFrame(() => {
-        isDue = false;
+        isSyncScheduled = false;
         if (message.isLive) view.sync();
       });
     });
@@ -123,7 +123,7 @@ export class CompareView {
     this._sides.forEach((side) => side.shade(shades));
   }
 
-  /** Sends a prompt with both settings; the last prompt if text and images are empty. Returns whether it was sent. */
+  /** Sends a prompt with both settings. Without text and images, sends the last prompt again. Returns whether it was sent. */
   send(text, images) {
     const prompt = text.trim() || images.length ? new Message("user", text, { images: [...images] }) : this._lastPrompt;
     if (!prompt || this.isRunning) return false;
@@ -173,8 +173,8 @@ export class CompareView {
   _showNote() {
     const [a, b] = this._sides.map((side) => side.message);
     if (a.error || b.error) return;
-    const at = firstDifference(a.text, b.text);
+    const index = firstDifference(a.text, b.text);
     byId("compare-note").textContent =
-      at < 0 ? "Both answers have the same text." : `The answers differ from character ${at + 1} on.`;
+      index < 0 ? "Both answers have the same text." : `The answers differ from character ${index + 1} on.`;
   }
 }

@@ -45,7 +45,7 @@ export class Conversations {
     return conversation.messages.map(messageOf);
   }
 
-  /** Begins a new conversation. `save` stores it when it has a message. */
+  /** Begins a new conversation. The first call of `save` with a message stores it. */
   begin() {
     this.current = null;
   }

@@ -36,7 +36,7 @@ export class Attachments {
   enable(isEnabled) {
     this.isEnabled = isEnabled;
     byId("attach").hidden = !isEnabled;
-    if (!isEnabled) this.take();
+    if (!isEnabled) this.removeAll();
   }
 
   /** Adds image files. */
@@ -47,7 +47,7 @@ export class Attachments {
   }
 
   /** Returns the images and removes them from the next message. */
-  take() {
+  removeAll() {
     const { urls } = this;
     this.urls = [];
     this._show();
@@ -69,12 +69,12 @@ export class Attachments {
       this.add([...this._field.files]);
       this._field.value = "";
     });
-    byId("draft").addEventListener("paste", (event) => this._take(event, event.clipboardData));
+    byId("draft").addEventListener("paste", (event) => this._addFrom(event, event.clipboardData));
     document.addEventListener("dragover", (event) => this.isEnabled && event.preventDefault());
-    document.addEventListener("drop", (event) => this._take(event, event.dataTransfer));
+    document.addEventListener("drop", (event) => this._addFrom(event, event.dataTransfer));
   }
 
-  _take(event, transfer) {
+  _addFrom(event, transfer) {
     const files = imagesOf(transfer);
     if (!this.isEnabled || !files.length) return;
     event.preventDefault();

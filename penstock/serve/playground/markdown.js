@@ -31,10 +31,10 @@ export class MarkdownText {
 
   show(text) {
     const blocks = blocksOf(text);
-    let same = 0;
-    while (same < blocks.length && blocks[same] === this._blocks[same]) same += 1;
-    while (this.element.children.length > same) this.element.lastChild.remove();
-    this.element.append(...blocks.slice(same).map(elementOf));
+    let numUnchanged = 0;
+    while (numUnchanged < blocks.length && blocks[numUnchanged] === this._blocks[numUnchanged]) numUnchanged += 1;
+    while (this.element.children.length > numUnchanged) this.element.lastChild.remove();
+    this.element.append(...blocks.slice(numUnchanged).map(elementOf));
     this._blocks = blocks;
     this.element.hidden = !text;
   }
@@ -81,11 +81,11 @@ export function blocksOf(text) {
   return blocks.map((block) => (FENCE.test(block) ? block : block.trimEnd()));
 }
 
-function kindOf(line, before) {
+function kindOf(line, previousKind) {
   if (!line.trim()) return "blank";
   if (HEADING.test(line)) return "heading";
   if (RULE.test(line)) return "rule";
-  if (ITEM.test(line) || (before === "list" && /^\s/.test(line))) return "list";
+  if (ITEM.test(line) || (previousKind === "list" && /^\s/.test(line))) return "list";
   if (QUOTE.test(line)) return "quote";
   if (ROW.test(line)) return "table";
   return "paragraph";
@@ -112,7 +112,7 @@ function codeOf(lines, [, mark, language]) {
   const isClosed = lines.length > 1 && lines.at(-1).trim().startsWith(mark);
   const text = lines.slice(1, isClosed ? -1 : undefined).join("\n");
   const copy = button("Copy code", async () => {
-    copy.textContent = (await copyText(text)) ? "Copied" : "Not allowed";
+    copy.textContent = (await copyText(text)) ? "Copied" : "Copy failed";
     setTimeout(() => (copy.textContent = "Copy code"), 1500);
   });
   const head = make("figcaption", {}, make("span", { textContent: language || "text" }), copy);

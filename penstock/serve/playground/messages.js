@@ -7,7 +7,7 @@ import { ShadedText } from "./tokens.js";
 
 const NAMES = { user: "You", assistant: "Model", tool: "Tool" };
 
-const FINISHES = {
+const FINISH_TEXTS = {
   stop: "complete",
   length: "token limit reached",
   tool_calls: "tool calls",
@@ -15,7 +15,7 @@ const FINISHES = {
   error: "stopped by an error",
 };
 
-/** An element for growing text. Appends to its text node, so that a selection of existing text remains. */
+/** An element for text that grows. New text is appended to its text node, so that a selection remains. */
 class GrowingText {
   constructor(properties) {
     this._text = document.createTextNode("");
@@ -68,10 +68,10 @@ export class MessageView {
     this._numbers.replaceChildren(...numbersOf(message.numbers));
   }
 
-  /** Enables the buttons unless `isBusy`. Shows the fields for tool results under the last message. */
-  place({ isLast, isBusy }) {
-    for (const element of this._acts.querySelectorAll("button")) element.disabled = isBusy;
-    if (this._error.firstChild) this._retry.hidden = !isLast || isBusy;
+  /** Disables the buttons if `isBusy`. Shows the fields for tool results if this is the last message. */
+  updateControls({ isLast, isBusy }) {
+    for (const element of this._buttonBar.querySelectorAll("button")) element.disabled = isBusy;
+    if (this._errorBox.firstChild) this._retryButton.hidden = !isLast || isBusy;
     this._showResults(isLast && !isBusy && !this.message.isLive);
   }
 
@@ -87,11 +87,11 @@ export class MessageView {
     this._tokens = new ShadedText(message.tokens);
     this._calls = make("div", { class: "calls" });
     this._callTexts = [];
-    this._results = make("form", { class: "results", hidden: true });
-    this._error = make("div", { class: "error", role: "alert" });
-    this._retry = button("Try again", () => this._actions.retry(message), { class: "quiet" });
+    this._resultsForm = make("form", { class: "results", hidden: true });
+    this._errorBox = make("div", { class: "error", role: "alert" });
+    this._retryButton = button("Try again", () => this._actions.retry(message), { class: "quiet" });
     this._numbers = make("p", { class: "numbers" });
-    this._acts = make("div", { class: "acts" }, ...this._buttons());
+    this._buttonBar = make("div", { class: "acts" }, ...this._buttons());
     const name = message.role === "tool" ? `Tool · ${message.callId}` : this._name;
     this._body = make("div", { class: "body" });
     this._body.append(
@@ -101,10 +101,10 @@ export class MessageView {
       this._answerText.element,
       this._tokens.element,
       this._calls,
-      this._results,
-      this._error,
+      this._resultsForm,
+      this._errorBox,
     );
-    const head = make("header", {}, make("span", { class: "role", textContent: name }), this._acts);
+    const head = make("header", {}, make("span", { class: "role", textContent: name }), this._buttonBar);
     this.element.replaceChildren(head, this._body, this._numbers);
     this.sync();
     this._showError();
@@ -113,7 +113,7 @@ export class MessageView {
   /** Shows the error of the message. */
   _showError() {
     const { error } = this.message;
-    this._error.replaceChildren();
+    this._errorBox.replaceChildren();
     if (!error) return;
     const facts = [
       error.status ? `status ${error.status}` : null,
@@ -122,15 +122,15 @@ export class MessageView {
       error.retryAfter && `try again in ${error.retryAfter} s`,
       error.requestId && `request ${error.requestId}`,
     ].filter(Boolean);
-    this._error.append(make("p", { textContent: error.message }));
-    if (facts.length) this._error.append(make("p", { class: "facts", textContent: facts.join(" · ") }));
-    if (this._actions) this._error.append(this._retry);
+    this._errorBox.append(make("p", { textContent: error.message }));
+    if (facts.length) this._errorBox.append(make("p", { class: "facts", textContent: facts.join(" · ") }));
+    if (this._actions) this._errorBox.append(this._retryButton);
   }
 
   _buttons() {
     const { message, _actions: actions } = this;
     const copy = button("Copy", async () => {
-      copy.textContent = (await copyText(message.text)) ? "Copied" : "Not allowed";
+      copy.textContent = (await copyText(message.text)) ? "Copied" : "Copy failed";
       setTimeout(() => (copy.textContent = "Copy"), 1500);
     });
     if (!actions) return [copy];
@@ -157,11 +157,11 @@ export class MessageView {
       event.preventDefault();
       event.stopPropagation();
     });
-    const answers = button("Save and send", () => save(true), { class: "primary" });
+    const saveAndSend = button("Save and send", () => save(true), { class: "primary" });
     const row = make("p", { class: "row" }, button("Save", () => save(false)), button("Cancel", cancel));
-    if (message.role !== "assistant") row.prepend(answers);
+    if (message.role !== "assistant") row.prepend(saveAndSend);
     this._body.replaceChildren(field, row);
-    this._acts.replaceChildren();
+    this._buttonBar.replaceChildren();
     fitHeight(field, 400);
     field.focus();
   }
@@ -181,12 +181,12 @@ export class MessageView {
   /** Shows input fields for the results of the tool calls. */
   _showResults(isOpen) {
     const { calls } = this.message;
-    this._results.hidden = !isOpen || !calls.length;
-    if (this._results.hidden || this._results.firstChild) return;
+    this._resultsForm.hidden = !isOpen || !calls.length;
+    if (this._resultsForm.hidden || this._resultsForm.firstChild) return;
     const fields = calls.map((call) => make("input", { "aria-label": `Result of ${call.name}`, placeholder: `return value of ${call.name}` }));
     const submit = make("button", { type: "submit", textContent: calls.length > 1 ? "Send results" : "Send result" });
-    this._results.append(...fields, submit);
-    this._results.onsubmit = (event) => {
+    this._resultsForm.append(...fields, submit);
+    this._resultsForm.onsubmit = (event) => {
       event.preventDefault();
       this._actions.sendResults(this.message, fields.map((field) => field.value));
     };
@@ -200,10 +200,10 @@ function numbersOf(numbers) {
   const facts = [];
   const add = (value, label, title) => facts.push(make("span", { title }, make("b", { textContent: value }), ` ${label}`));
   if (firstToken !== null) add(seconds(firstToken), "to first token", "Time from sending the request to the first token");
-  if (perSecond !== null) add(perSecond.toFixed(perSecond < 10 ? 1 : 0), "tokens/s", "Rate of the tokens after the first, as received by this page");
+  if (perSecond !== null) add(perSecond.toFixed(perSecond < 10 ? 1 : 0), "tokens/s", "Rate of the tokens after the first chunk, measured by this page");
   if (prompt !== null) add(String(prompt), cached ? `prompt (${cached} cached)` : "prompt", "Tokens of the prompt");
   if (completion !== null) add(String(completion), "completion", "Generated tokens");
-  if (finish) facts.push(make("span", { class: "finish", title: `finish_reason: ${finish}`, textContent: FINISHES[finish] ?? finish }));
+  if (finish) facts.push(make("span", { class: "finish", title: `finish_reason: ${finish}`, textContent: FINISH_TEXTS[finish] ?? finish }));
   return facts;
 }
 

@@ -12,7 +12,7 @@ const MIN_RATE = 10; // tokens/s: minimum upper end of the chart
 
 const count = (value) => Math.round(value).toLocaleString("en");
 const rate = (value, unit) => `${value < 10 ? value.toFixed(1) : count(value)} ${unit}/s`;
-const percent = (part) => `${(100 * part).toFixed(part > 0 && part < 0.1 ? 1 : 0)} %`;
+const percent = (fraction) => `${(100 * fraction).toFixed(fraction > 0 && fraction < 0.1 ? 1 : 0)} %`;
 
 /** Returns a duration with its unit. */
 export function duration(seconds) {
@@ -31,8 +31,8 @@ const counter = (label, name, unit) => ({
 /** A histogram of durations: its median and its 95th percentile. */
 function durations(label, name) {
   const text = (now, before) => {
-    const [half, most] = [0.5, 0.95].map((part) => quantile(now, before, name, part));
-    return half === null ? "–" : `${duration(half)}, 95 % below ${duration(most)}`;
+    const [median, percentile95] = [0.5, 0.95].map((fraction) => quantile(now, before, name, fraction));
+    return median === null ? "–" : `${duration(median)}, 95 % below ${duration(percentile95)}`;
   };
   return { label, recent: (now, before, seconds) => (seconds ? text(now, before) : "–"), total: (now) => text(now, null) };
 }
@@ -67,9 +67,9 @@ export class MetricsPage {
     Object.assign(this, { _onerror: onerror, _onannounce: onannounce });
     this._isShown = false;
     this._timer = null;
-    this._round = 0; // increased by each restart; `_poll` drops responses of earlier rounds
+    this._round = 0; // number of the polling round; `_poll` drops responses of earlier rounds
     this._scrapes = [];
-    this._num = 0;
+    this._numScrapes = 0;
     this._cells = ROWS.map(({ label }) => {
       const cells = [make("td", { textContent: "–" }), make("td", { textContent: "–" })];
       byId("metrics-rows").append(make("tr", {}, make("th", { scope: "row", textContent: label }), ...cells));
@@ -78,7 +78,7 @@ export class MetricsPage {
     document.addEventListener("visibilitychange", () => this._restart());
   }
 
-  /** Starts or stops the polling. Polling stops after a 401; a call with `true` continues it. */
+  /** Starts or stops the polling. It also stops after a 401, until the next call with `true`. */
   show(isShown) {
     this._isShown = isShown;
     this._restart();
@@ -117,7 +117,7 @@ export class MetricsPage {
     });
     this._showNow(now, previous);
     this._draw();
-    if (this._num++ % ANNOUNCE_EVERY === 0 && byId("metrics-announce").checked) this._announce();
+    if (this._numScrapes++ % ANNOUNCE_EVERY === 0 && byId("metrics-announce").checked) this._announce();
   }
 
   /** Shows the current figures. */
@@ -139,9 +139,9 @@ export class MetricsPage {
     byId("metrics-rate-note").textContent = `at most ${rate(highest, "tokens")}`;
     const uses = this._scrapes.map(kvUse).slice(-HISTORY);
     drawLine(byId("metrics-kv-line"), uses, { count: HISTORY, max: 1 });
-    const most = percent(Math.max(...uses));
-    byId("metrics-kv-line").setAttribute("aria-label", `KV cache use in the last minute, at most ${most}`);
-    byId("metrics-kv-note").textContent = `at most ${most}`;
+    const highestUse = percent(Math.max(...uses));
+    byId("metrics-kv-line").setAttribute("aria-label", `KV cache use in the last minute, at most ${highestUse}`);
+    byId("metrics-kv-note").textContent = `at most ${highestUse}`;
   }
 
   _announce() {

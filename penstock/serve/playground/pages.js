@@ -16,7 +16,7 @@ const ELEMENT_IDS = {
   scores: ["panel"],
 };
 
-/** Kind of page -> id of the target of the skip link; #draft for all other kinds. */
+/** Kind of page -> id of the target of the skip link. For all other kinds the target is #draft. */
 const SKIP_TARGETS = { similarity: "similarity-texts", speech: "speech-text", metrics: "metrics", scores: "model" };
 
 export class Pages {
@@ -25,8 +25,8 @@ export class Pages {
     this._onpage = onpage;
     this.current = "chat"; // chat (the page of the model's task), compare or metrics
     this.kind = "chat"; // the page of the model's task: chat, similarity, speech, scores
-    window.addEventListener("hashchange", () => this._follow());
-    this._follow();
+    window.addEventListener("hashchange", () => this._openFragment());
+    this._openFragment();
     this._show();
   }
 
@@ -39,7 +39,7 @@ export class Pages {
     else this._show();
   }
 
-  _follow() {
+  _openFragment() {
     const name = location.hash.slice(1);
     if (name === "compare" && this.kind !== "chat") return;
     if (PAGE_NAMES.includes(name) && name !== this.current) this._open(name);

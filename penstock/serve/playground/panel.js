@@ -34,7 +34,7 @@ export class Panel {
     clearTimeout(this._timer);
     this._timer = null;
     if (document.visibilityState === "visible") this._poll();
-    else this._previousStats = null; // otherwise the next rate would be an average over the hidden time
+    else this._previousStats = null; // otherwise the next rate would include the time in which the page was hidden
   }
 
   async _poll() {
@@ -69,11 +69,11 @@ export class Panel {
   }
 
   _showCache({ kv_blocks: all, kv_blocks_used: used, kv_blocks_cached: cached }) {
-    const part = (count) => (all ? count / all : 0);
-    byId("kv").textContent = all ? `${(100 * part(used)).toFixed(used && part(used) < 0.1 ? 1 : 0)} %` : "–";
+    const fraction = (count) => (all ? count / all : 0);
+    byId("kv").textContent = all ? `${(100 * fraction(used)).toFixed(used && fraction(used) < 0.1 ? 1 : 0)} %` : "–";
     const meter = byId("kv-meter");
-    meter.style.setProperty("--used", part(used).toFixed(4));
-    meter.style.setProperty("--cached", part(cached).toFixed(4));
+    meter.style.setProperty("--used", fraction(used).toFixed(4));
+    meter.style.setProperty("--cached", fraction(cached).toFixed(4));
     const text = all ? `${used} of ${all} blocks in use, ${cached} cached` : "no cache";
     meter.setAttribute("aria-label", `KV cache: ${text}`);
     byId("kv-note").textContent = text;

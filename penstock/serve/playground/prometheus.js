@@ -2,7 +2,7 @@
 
 const LINE = /^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)/;
 const LABEL = /(\w+)="((?:[^"\\]|\\.)*)"/g;
-const SPECIAL = { "+Inf": Infinity, "-Inf": -Infinity };
+const SPECIAL_NUMBERS = { "+Inf": Infinity, "-Inf": -Infinity };
 
 /** The values of one scrape, taken at `seconds`. */
 export class Scrape {
@@ -12,10 +12,10 @@ export class Scrape {
     for (const line of text.split("\n")) {
       const match = LINE.exec(line);
       if (!match) continue;
-      const [, name, inner, number] = match;
-      const labels = Object.fromEntries([...(inner ?? "").matchAll(LABEL)].map(([, key, value]) => [key, value]));
+      const [, name, labelsText, number] = match;
+      const labels = Object.fromEntries([...(labelsText ?? "").matchAll(LABEL)].map(([, key, value]) => [key, value]));
       if (!this._series.has(name)) this._series.set(name, []);
-      this._series.get(name).push({ labels, value: SPECIAL[number] ?? Number(number) });
+      this._series.get(name).push({ labels, value: SPECIAL_NUMBERS[number] ?? Number(number) });
     }
   }
 
@@ -28,36 +28,36 @@ export class Scrape {
   buckets(name) {
     const counts = new Map();
     for (const { labels, value } of this._series.get(`${name}_bucket`) ?? []) {
-      const bound = SPECIAL[labels.le] ?? Number(labels.le);
+      const bound = SPECIAL_NUMBERS[labels.le] ?? Number(labels.le);
       counts.set(bound, (counts.get(bound) ?? 0) + value);
     }
     return [...counts].sort(([a], [b]) => a - b);
   }
 }
 
-/** Returns the growth of a counter since the scrape `before`; its value if `before` is null or it has restarted. */
+/** Returns the growth of a counter since `before`; its whole value if `before` is null or the counter has restarted. */
 export function growth(now, before, name) {
   const [end, begin] = [now.sum(name), before?.sum(name) ?? 0];
   return end < begin ? end : end - begin;
 }
 
 /**
- * Returns the quantile `part` (0 to 1) of the values that a histogram has counted since the scrape `before`, or since
- * the start if `before` is null. Returns null if there are no values. Interpolates linearly within a bucket. For the
- * last bucket, which has no upper bound, returns its lower bound.
+ * Returns the quantile `fraction` (0 to 1) of the values that a histogram has counted since the scrape `before`, or since
+ * the start if `before` is null. Returns null if there are no values. Interpolates linearly within a bucket. If the
+ * quantile is in the last bucket, which has no upper bound, returns the lower bound of this bucket.
  */
-export function quantile(now, before, name, part) {
+export function quantile(now, before, name, fraction) {
   const countsBefore = new Map(before?.buckets(name) ?? []);
   const buckets = now.buckets(name).map(([bound, count]) => [bound, count - (countsBefore.get(bound) ?? 0)]);
   const total = buckets.at(-1)?.[1] ?? 0;
   if (total <= 0) return null;
-  const rank = part * total;
-  let [low, below] = [0, 0];
+  const rank = fraction * total;
+  let [lowerBound, countBelow] = [0, 0];
   for (const [bound, count] of buckets) {
-    if (count >= rank && count > below) {
-      return bound === Infinity ? low : low + ((bound - low) * (rank - below)) / (count - below);
+    if (count >= rank && count > countBelow) {
+      return bound === Infinity ? lowerBound : lowerBound + ((bound - lowerBound) * (rank - countBelow)) / (count - countBelow);
     }
-    [low, below] = [bound, count];
+    [lowerBound, countBelow] = [bound, count];
   }
-  return low;
+  return lowerBound;
 }

@@ -48,7 +48,7 @@ class Stats(BaseModel):
     """State of the worker: starting, ready, restarting, stopping, stopped."""
     version: str
     seconds: float
-    """Time of the statistics, from a monotonic clock."""
+    """Time of the statistics in seconds, from a monotonic clock."""
     running: int
     waiting: int
     kv_blocks: int

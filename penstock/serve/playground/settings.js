@@ -90,12 +90,12 @@ export class Settings {
     throw new WrongSetting(field.validationMessage);
   }
 
-  /** Returns the tools, [] without any. If the JSON is invalid, shows the error and returns undefined. */
+  /** Returns the tools, or [] if the field is empty. If the JSON is invalid, shows the error and returns undefined. */
   _checkTools() {
     return this._parseJson("tools", [], (value) => (Array.isArray(value) ? "" : "This must be an array."));
   }
 
-  /** Returns the schema, null without one. If the JSON is invalid, shows the error and returns undefined. */
+  /** Returns the schema, or null if the field is empty. If the JSON is invalid, shows the error and returns undefined. */
   _checkSchema() {
     const isObject = (value) => value === null || (typeof value === "object" && !Array.isArray(value));
     return this._parseJson("schema", null, (value) => (isObject(value) ? "" : "This must be an object."));

@@ -9,7 +9,7 @@ const EXAMPLES = ["The cat sat on the mat.", "A kitten rests on a rug.", "The st
 /** Returns the lines of a field that are not empty. */
 export const textsOf = (value) => value.split("\n").map((line) => line.trim()).filter(Boolean);
 
-/** Returns the cosine of each pair of vectors, `[n][n]`. The cosine with a vector of length 0 is 0. */
+/** Returns the cosine similarity of each pair of vectors, `[n][n]`; 0 for a vector of norm 0. */
 export function cosines(vectors) {
   const dot = (a, b) => a.reduce((sum, value, i) => sum + value * b[i], 0);
   const norms = vectors.map((vector) => Math.sqrt(dot(vector, vector)));
@@ -27,8 +27,8 @@ export function matrixTable(texts, matrix) {
   return make("table", { class: "matrix" }, make("thead", {}, head), make("tbody", {}, ...rows));
 }
 
-function cell(value, first, second) {
-  const element = make("td", { title: `${first}\n${second}`, textContent: value.toFixed(2) });
+function cell(value, rowText, columnText) {
+  const element = make("td", { title: `${rowText}\n${columnText}`, textContent: value.toFixed(2) });
   element.style.setProperty("--part", String(Math.max(0, Math.min(1, value))));
   return element;
 }

@@ -8,7 +8,7 @@ const NUM_BARS = 240;
 const EXAMPLE_TEXT = "A penstock is a pipe that carries water to a turbine.";
 
 /** Returns the sample rate in a WAV header. */
-export const rateOf = (header) => new DataView(header.buffer, header.byteOffset).getUint32(24, true);
+export const sampleRateOf = (header) => new DataView(header.buffer, header.byteOffset).getUint32(24, true);
 
 /** Decodes a WAV stream with 16-bit samples. Chunks can end inside the header or a sample. */
 export class WavDecoder {
@@ -19,21 +19,21 @@ export class WavDecoder {
 
   /** Adds bytes of the stream and returns the samples that are now complete, from -1 to 1. */
   add(bytes) {
-    let all = new Uint8Array(this._incompleteBytes.length + bytes.length);
-    all.set(this._incompleteBytes);
-    all.set(bytes, this._incompleteBytes.length);
+    let streamBytes = new Uint8Array(this._incompleteBytes.length + bytes.length);
+    streamBytes.set(this._incompleteBytes);
+    streamBytes.set(bytes, this._incompleteBytes.length);
     if (!this.rate) {
-      if (all.length < HEADER_SIZE) return this._keep(all, new Float32Array(0));
-      this.rate = rateOf(all);
-      all = all.slice(HEADER_SIZE);
+      if (streamBytes.length < HEADER_SIZE) return this._storeIncomplete(streamBytes, new Float32Array(0));
+      this.rate = sampleRateOf(streamBytes);
+      streamBytes = streamBytes.slice(HEADER_SIZE);
     }
-    const count = all.length >> 1;
-    const view = new DataView(all.buffer, all.byteOffset);
+    const count = streamBytes.length >> 1;
+    const view = new DataView(streamBytes.buffer, streamBytes.byteOffset);
     const samples = Float32Array.from({ length: count }, (_, i) => view.getInt16(2 * i, true) / 32768);
-    return this._keep(all.slice(2 * count), samples);
+    return this._storeIncomplete(streamBytes.slice(2 * count), samples);
   }
 
-  _keep(incompleteBytes, samples) {
+  _storeIncomplete(incompleteBytes, samples) {
     this._incompleteBytes = incompleteBytes;
     return samples;
   }

@@ -1,10 +1,10 @@
-// Log probabilities: one span per token, darker if less probable, with the alternatives on hover or focus.
+// Log probabilities: one span per token, darker for less probable tokens, with the alternatives on hover or focus.
 
 import { byId, make } from "./dom.js";
 
 const FULL_SHADE = Math.log(100); // -log(1 %): tokens at or below 1 % have the darkest shade
 
-/** Entries of `logprobs.content` in groups. Tokens that share a character are in one group. */
+/** Groups of entries of `logprobs.content`. Tokens that encode parts of one character are in one group. */
 export class TokenGroups {
   constructor() {
     this.groups = []; // {text, entries}
@@ -39,7 +39,7 @@ export class TokenGroups {
 export class ShadedText {
   constructor(tokens) {
     this._tokens = tokens;
-    this._shown = [];
+    this._spans = [];
     this._groupOf = new WeakMap();
     this.element = make("div", {
       class: "text tokens",
@@ -49,21 +49,21 @@ export class ShadedText {
       onfocusout: hideAlternatives,
       onmouseover: (event) => this._showFor(event.target),
       onmouseout: hideAlternatives,
-      onkeydown: (event) => this._move(event),
+      onkeydown: (event) => this._moveFocus(event),
     });
   }
 
   sync() {
     const { groups } = this._tokens;
-    for (const group of groups.slice(this._shown.length)) {
+    for (const group of groups.slice(this._spans.length)) {
       const span = make("span", { class: "token", textContent: group.text });
-      span.tabIndex = this._shown.length ? -1 : 0;
-      const surprise = Math.max(0, ...group.entries.map((entry) => -entry.logprob));
-      span.style.setProperty("--shade", Math.min(1, surprise / FULL_SHADE).toFixed(3));
+      span.tabIndex = this._spans.length ? -1 : 0;
+      const surprisal = Math.max(0, ...group.entries.map((entry) => -entry.logprob));
+      span.style.setProperty("--shade", Math.min(1, surprisal / FULL_SHADE).toFixed(3));
       if (group.text.startsWith("\n")) span.classList.add("newline");
       if (group.text === "") span.classList.add("nothing");
       this._groupOf.set(span, group);
-      this._shown.push(span);
+      this._spans.push(span);
       this.element.append(span);
     }
   }
@@ -73,13 +73,13 @@ export class ShadedText {
     if (group?.entries.length) showAlternatives(span, group.entries);
   }
 
-  _move(event) {
-    const at = this._shown.indexOf(document.activeElement);
-    const to = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: this._shown.length - 1 }[event.key];
-    if (at < 0 || to === undefined) return;
+  _moveFocus(event) {
+    const index = this._spans.indexOf(document.activeElement);
+    const target = { ArrowRight: index + 1, ArrowLeft: index - 1, Home: 0, End: this._spans.length - 1 }[event.key];
+    if (index < 0 || target === undefined) return;
     event.preventDefault();
-    const span = this._shown[Math.max(0, Math.min(to, this._shown.length - 1))];
-    this._shown[at].tabIndex = -1;
+    const span = this._spans[Math.max(0, Math.min(target, this._spans.length - 1))];
+    this._spans[index].tabIndex = -1;
     span.tabIndex = 0;
     span.focus();
   }
@@ -105,11 +105,11 @@ function showAlternatives(span, entries) {
   box.replaceChildren(...entries.map(tableOf));
   box.hidden = false;
   span.setAttribute("aria-describedby", "alternatives");
-  const at = span.getClientRects()[0] ?? span.getBoundingClientRect();
+  const rectangle = span.getClientRects()[0] ?? span.getBoundingClientRect();
   const { width, height } = box.getBoundingClientRect();
-  const left = Math.max(8, Math.min(at.left, document.documentElement.clientWidth - width - 8));
-  const below = at.bottom + 6;
-  const top = below + height > window.innerHeight ? Math.max(8, at.top - height - 6) : below;
+  const left = Math.max(8, Math.min(rectangle.left, document.documentElement.clientWidth - width - 8));
+  const below = rectangle.bottom + 6;
+  const top = below + height > window.innerHeight ? Math.max(8, rectangle.top - height - 6) : below;
   box.style.left = `${left}px`;
   box.style.top = `${top}px`;
 }
@@ -121,9 +121,9 @@ export function hideAlternatives(event) {
 
 /** Returns a table of the top tokens with the chosen token marked. */
 function tableOf(entry) {
-  const best = entry.top_logprobs;
+  const topTokens = entry.top_logprobs;
   const isChosen = (candidate) => candidate.token === entry.token && String(candidate.bytes) === String(entry.bytes);
-  const rows = best.some(isChosen) ? best : [...best, entry];
+  const rows = topTokens.some(isChosen) ? topTokens : [...topTokens, entry];
   return make(
     "table",
     {},

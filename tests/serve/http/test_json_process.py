@@ -148,7 +148,11 @@ def test_the_process_serves_until_its_input_ends() -> None:
     while head := replies.read(REPLY.size):
         kind, size = REPLY.unpack(head)
         received.append((kind, replies.read(size)))
-    assert [kind for kind, _ in received] == [json_process.VALUE, json_process.INVALID, json_process.TOO_MANY]
+    assert [kind for kind, _ in received] == [
+        json_process.DECODED,
+        json_process.INVALID_JSON,
+        json_process.TOO_MANY_VALUES,
+    ]
     assert marshal.loads(received[0][1]) == [1]
     assert received[1] == reply_to(b"{", 5, 5)
 

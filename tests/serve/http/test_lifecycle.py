@@ -59,7 +59,7 @@ class ServerRun:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._listening: queue.Queue[str] = queue.Queue()
         self.ready = threading.Event()
-        announce = lifecycle.announce
+        report_ready = lifecycle.report_ready
 
         def listen(host: str, port: int) -> socket.socket:
             listener = listening_socket(host, port)
@@ -67,11 +67,11 @@ class ServerRun:
             return listener
 
         def record_address(*args: Any) -> None:
-            announce(*args)
+            report_ready(*args)
             self.ready.set()
 
         monkeypatch.setattr(lifecycle, "listening_socket", listen)
-        monkeypatch.setattr(lifecycle, "announce", record_address)
+        monkeypatch.setattr(lifecycle, "report_ready", record_address)
 
     def serve(
         self,

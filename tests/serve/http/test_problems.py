@@ -29,7 +29,7 @@ from penstock.errors import (
     UnsupportedSchemaError,
 )
 from penstock.serve.http.bodies import JsonRoute
-from penstock.serve.http.problems import TABLE, RequestProblem, field_path, problem_of
+from penstock.serve.http.problems import ERROR_TABLE, RequestProblem, field_path, problem_of
 
 INVALID = "invalid_request_error"
 UNAVAILABLE = "service_unavailable_error"
@@ -95,7 +95,7 @@ def test_the_table_covers_every_error_class() -> None:
     for kind in kinds:
         if issubclass(kind, PenstockError) and kind is not PenstockError:
             subclasses = kind.__mro__[: kind.__mro__.index(PenstockError)]
-            assert any(parent in TABLE for parent in subclasses), kind
+            assert any(parent in ERROR_TABLE for parent in subclasses), kind
 
 
 def test_a_message_with_a_lone_surrogate_can_be_sent() -> None:

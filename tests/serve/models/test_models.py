@@ -93,7 +93,7 @@ async def open_application(
             tokenizer=FakeTokenizer(),
         )
         model.services = services
-        services.metrics.watch(model.engine, {"waiting": "waits"}, model.name)
+        services.metrics.add_engine(model.engine, {"waiting": "waits"}, model.name)
     assert services is not None
     transport = httpx.ASGITransport(make_front(registry))  # type: ignore[arg-type]
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:

@@ -139,7 +139,7 @@ def test_statistics_of_the_worker_become_metrics() -> None:
         num_cached_images=16,
     )
     metrics, worker = Metrics(with_process=False), FakeEngine(stats=stats, num_outstanding=3, num_restarts=2)
-    metrics.watch(worker)
+    metrics.add_engine(worker)
     values = read_samples(metrics)
     assert {metric.name: values[metric.name] for metric in ENGINE_METRICS} == {
         "penstock_worker_up": 1,
@@ -178,7 +178,7 @@ def test_metrics_of_several_workers_are_summed_and_per_worker() -> None:
         FakeEngine(stats=WorkerStats(num_running=1, num_steps=10)),
         FakeEngine(stats=WorkerStats(num_running=2, num_steps=5), state="restarting"),
     ]
-    metrics.watch(WorkerRouter(workers))
+    metrics.add_engine(WorkerRouter(workers))
     values = read_samples(metrics)
     assert values["penstock_requests_running"] == 3
     assert values["penstock_per_worker_requests_running worker=0"] == 1
@@ -196,7 +196,7 @@ def test_gauges_for_external_routers_have_the_configured_names() -> None:
         "kv_usage=kv",
         "adapters=vllm:lora_requests_info",
     ]
-    metrics.watch(FakeEngine(stats=stats, adapters={"b": "/b", "a": "/a"}), parse_gauges(names), "m")
+    metrics.add_engine(FakeEngine(stats=stats, adapters={"b": "/b", "a": "/a"}), parse_gauges(names), "m")
     samples = read_samples(metrics)
     values = [samples[f"{name} model_name=m"] for name in ("vllm:num_requests_waiting", "r", "kv")]
     assert values == [2, 1, 0.25]
@@ -206,7 +206,7 @@ def test_gauges_for_external_routers_have_the_configured_names() -> None:
 
 def test_each_metric_has_a_description() -> None:
     metrics = Metrics()
-    metrics.watch(FakeEngine())
+    metrics.add_engine(FakeEngine())
     documentation = sys.modules[Metrics.__module__].__doc__ or ""
     of_worker = {metric.name for metric in ENGINE_METRICS}
     for family in text_string_to_metric_families(metrics.render().decode()):
@@ -255,7 +255,7 @@ async def test_which_requests_are_counted() -> None:
 async def test_metrics_count_a_served_workload() -> None:
     """The model always generates ``Hello!`` and EOS: seven tokens."""
     async with run_in_process() as server:
-        server.services.metrics.watch(server.services.worker)
+        server.services.metrics.add_engine(server.services.worker)
         await server.complete(prompt="abc", max_tokens=50)
         await server.complete(prompt=["abcd", "ab"], n=2, max_tokens=3)
         stream = await server.post("/v1/completions", prompt="abcde", stream=True, max_tokens=50)

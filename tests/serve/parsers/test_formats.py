@@ -45,7 +45,11 @@ MARKUP_PARTS = [
 ]
 MARKERS = sorted(
     {marker for row in TOOL_FORMATS.values() for marker in row.markers}
-    | {m for row in REASONING_FORMATS.values() for m in (*row.begins, *row.ends, *row.dropped_markers)}
+    | {
+        m
+        for row in REASONING_FORMATS.values()
+        for m in (*row.begin_markers, *row.end_markers, *row.dropped_markers)
+    }
 )
 
 
@@ -226,7 +230,7 @@ def test_events_of_long_text_do_not_depend_on_chunking(name: str, data: st.DataO
     one_call = draw_calls(name).map(lambda call: RENDERERS[name]([call]))
     parts = st.sampled_from(UNPARSABLE + NAMES * 3) | long | one_call
     text = "".join(data.draw(st.lists(parts, max_size=25)))
-    options = {"in_reasoning": data.draw(st.booleans()), "bare_in_text": data.draw(st.booleans())}
+    options = {"in_reasoning": data.draw(st.booleans()), "unmarked_in_text": data.draw(st.booleans())}
     events = parse(make_parser(name, **options), text)
     assert events == parse(make_parser(name, **options), text, (1,))
     assert events == parse(make_parser(name, **options), text, data.draw(SIZES))

@@ -79,9 +79,9 @@ def scan(value: JsonScanner | PythonScanner, text: str, sizes: list[int]) -> tup
         end, scanned = value.feed(chunk)
         json_text += scanned
         num_scanned += end
-        if value.done or value.broken:
+        if value.is_complete or value.is_invalid:
             break
-    return json_text, value.done and not value.broken, num_scanned
+    return json_text, value.is_complete and not value.is_invalid, num_scanned
 
 
 @settings(max_examples=num_examples(80))

@@ -202,8 +202,8 @@ def test_calls_without_markers_are_found_after_other_text(name: str) -> None:
         assert parse_text(f"{before} {text} So", name) == [Content(before), *called, Content(" So")]
     fenced = f"```json\n{text}\n```"
     assert parse_text(fenced, name) == [Content("```json"), *called, Content("\n```")]
-    assert parse_text(f"Well. {text}", name, bare_in_text=False) == [Content(f"Well. {text}")]
-    assert parse_text(f" {text}", name, bare_in_text=False) == called
+    assert parse_text(f"Well. {text}", name, unmarked_in_text=False) == [Content(f"Well. {text}")]
+    assert parse_text(f" {text}", name, unmarked_in_text=False) == called
 
 
 @pytest.mark.parametrize(

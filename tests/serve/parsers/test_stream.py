@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from support.call_formats import split_text
 from support.random_draws import num_examples
 
-from penstock.serve.parsers.stream import IncrementalText, MarkerSearch, Steps, is_finished
+from penstock.serve.parsers.stream import IncrementalText, MarkerSearch, Reader, advance
 
 WORDS = st.text("ab<", min_size=1, max_size=4)
 
@@ -16,10 +16,10 @@ def find_markers(markers: list[str], text: str, sizes: list[int]) -> list[tuple[
     """Return (text, marker after it) pairs."""
     stream, result, text_before = IncrementalText(), [], ""
 
-    def read() -> Steps[None]:
+    def read() -> Reader[None]:
         nonlocal text_before
         while True:
-            chunk, marker = yield from stream.text_or_marker(MarkerSearch(markers))
+            chunk, marker = yield from stream.take_text_or_marker(MarkerSearch(markers))
             text_before += chunk
             if marker:
                 result.append((text_before, marker))
@@ -30,10 +30,10 @@ def find_markers(markers: list[str], text: str, sizes: list[int]) -> list[tuple[
     reader = read()
     for chunk in split_text(text, sizes):
         stream.push(chunk)
-        assert not is_finished(reader)
-    stream.ended = True
-    assert is_finished(reader)
-    assert stream.taken == text
+        assert not advance(reader)
+    stream.has_ended = True
+    assert advance(reader)
+    assert stream.taken_text == text
     return [*result, (text_before, "")]
 
 

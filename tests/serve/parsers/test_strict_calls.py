@@ -275,7 +275,7 @@ def test_markers_can_be_special_tokens() -> None:
     assert not accepts(forced_grammar, text.removeprefix("Well. "))
 
 
-def test_a_strict_bare_call_may_follow_its_marker_and_reasoning() -> None:
+def test_a_strict_call_without_a_marker_may_follow_its_marker_and_reasoning() -> None:
     parsers = ParserFactory.choose(None, "llama3_json", "think", SPECIAL)
     grammar = parsers.strict_grammar(TOOLS, {"search"}, in_reasoning=False)
     call = render_calls("llama3_json", SEARCH)

@@ -19,7 +19,7 @@ const figures = (...times) => {
   const receiver = new Receiver(message, () => now);
   times.forEach(([time, tokens]) => {
     now = time;
-    receiver.take(chunk("x", tokens));
+    receiver.addChunk(chunk("x", tokens));
   });
   receiver.end();
   return [message.numbers.firstToken, message.numbers.perSecond, message.numbers.completion];

@@ -41,7 +41,7 @@ byId("image-file").listeners.change();
 await settle();
 results.push([byId("attach").hidden, byId("attached").children.length]);
 byId("attached").children[0].children[1].listeners.click();
-const urls = images.take();
+const urls = images.removeAll();
 results.push([urls, images.urls, byId("attached").hidden]);
 results.push(new Message("user", "What?", { images: urls.slice(0, 1) }).toRequest());
 results.push(new Message("user", "", { images: urls.slice(0, 1) }).toRequest().content.length);

@@ -1,7 +1,7 @@
-"""Grammars of arguments for formats that do not write the arguments as one JSON object.
+"""Grammars of call arguments, for formats that do not write all arguments as one JSON object.
 
-The schema of the arguments object is split into one schema per argument. A keyword that cannot be enforced
-per argument is refused.
+The schema of the arguments object is split into one schema per argument. Keywords that cannot be enforced
+for each argument alone are refused.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Arguments:
     root: Schema
 
     @classmethod
-    def of(cls, schema: Schema) -> Arguments:
+    def from_schema(cls, schema: Schema) -> Arguments:
         """Split the schema of an arguments object.
 
         Raises:
@@ -80,56 +80,64 @@ class Arguments:
 
 @dataclass(frozen=True)
 class TaggedArguments:
-    """A format in which a head with the name and an end marker enclose each argument. Strings have no quotes.
+    """A format in which a begin tag with the name and an end marker enclose each argument.
+
+    Strings are written without quotes.
 
     Args:
-        head: returns the text before a value, given the argument's name and whether the value is a string.
+        begin_tag: returns the text before a value, given the argument's name and whether the value is a
+            string.
         end: the marker after a value.
-        after: text after the end marker, as chat templates write it.
-        padding: text before and after a value that is not part of the value, such as a line end.
-        has_type: whether the head states if the value is a string. Otherwise the type follows from the
-            schema.
+        text_after: text after the end marker, as chat templates write it.
+        padding: text on both sides of a value that is not part of the value, such as a line end.
+        has_type: whether the begin tag states if the value is a string. If not, the schema determines the
+            type of the value.
     """
 
-    head: Callable[[Tag, bool], Tag]
+    begin_tag: Callable[[Tag, bool], Tag]
     end: str
-    after: str = "\n"
+    text_after: str = "\n"
     padding: str = ""
     has_type: bool = False
 
     def grammar(self, schema: Schema) -> Tag:
-        """Return the grammar of the arguments of a schema, in schema order. Optional arguments may be absent.
+        """Return the grammar of the arguments in schema order. Optional arguments can be left out.
 
         Raises:
             UnsupportedSchemaError: a keyword cannot be enforced in text that is not JSON.
         """
-        arguments = Arguments.of(schema)
+        arguments = Arguments.from_schema(schema)
         if arguments.is_unrestricted:
-            texts = [self._text(_ANY_NAME), *([self._json(_ANY_NAME, True)] if self.has_type else [])]
+            texts = [
+                self._string_tag(_ANY_NAME),
+                *([self._json_tag(_ANY_NAME, True)] if self.has_type else []),
+            ]
             return any_number(either(texts))
         parts = [
             part if name in arguments.required else optional(part)
             for name, argument_schema in arguments.schemas.items()
-            for part in [self._argument(name, argument_schema, schema)]
+            for part in [self._argument_tag(name, argument_schema, schema)]
         ]
         return sequence(*parts) if parts else constant("")
 
-    def _text(self, name: Tag) -> Tag:
-        return self._argument_tag(name, True, text_until(self.end))
+    def _string_tag(self, name: Tag) -> Tag:
+        return self._enclosed_tag(name, True, text_until(self.end))
 
-    def _argument_tag(self, name: Tag, is_string: bool, *value: Tag) -> Tag:
-        return sequence(self.head(name, is_string), constant(self.padding), *value, constant(self.after))
+    def _enclosed_tag(self, name: Tag, is_string: bool, *value: Tag) -> Tag:
+        return sequence(
+            self.begin_tag(name, is_string), constant(self.padding), *value, constant(self.text_after)
+        )
 
-    def _json(self, name: Tag, schema: Schema | bool) -> Tag:
+    def _json_tag(self, name: Tag, schema: Schema | bool) -> Tag:
         value = by_schema(schema, escaped=self.end[0])  # an end marker in a string would end the value
-        return self._argument_tag(name, False, value, constant(self.padding + self.end))
+        return self._enclosed_tag(name, False, value, constant(self.padding + self.end))
 
-    def _argument(self, name: str, schema: Schema | bool, root: Schema) -> Tag:
+    def _argument_tag(self, name: str, schema: Schema | bool, root: Schema) -> Tag:
         types = types_of(schema, root)
-        key = constant(name)
+        name_tag = constant(name)
         if types is None or "string" not in types:
-            return self._json(key, schema)
-        options = self._strings(key, schema, types, root, f"#/properties/{name}")
+            return self._json_tag(name_tag, schema)
+        options = self._string_tags(name_tag, schema, types, root, f"#/properties/{name}")
         other_types = sorted(types - {"string"})
         if other_types:
             assert isinstance(schema, dict)
@@ -137,15 +145,15 @@ class TaggedArguments:
             other_schema |= {
                 keyword: schema[keyword] for keyword in ("$defs", "definitions") if keyword in schema
             }
-            options.append(self._json(key, other_schema))
+            options.append(self._json_tag(name_tag, other_schema))
         return either(options)
 
-    def _strings(
-        self, key: Tag, schema: object, types: frozenset[str], root: Schema, where: str, depth: int = 0
+    def _string_tags(
+        self, name_tag: Tag, schema: object, types: frozenset[str], root: Schema, path: str, depth: int = 0
     ) -> list[Tag]:
-        """Return the tags of the strings that a schema allows, without quotes.
+        """Return the structural tags of the strings that a schema allows, without quotes.
 
-        The parser reads each of these texts as the same string.
+        The parser reads each of these texts as this string, and not as a value of another type.
         """
         assert isinstance(schema, dict)
         schema = {
@@ -158,44 +166,44 @@ class TaggedArguments:
             if keyword == "$ref":
                 target = _reference_target(value, root)
                 if isinstance(target, dict) and "type" not in schema:
-                    return self._strings(key, target, types, root, where, depth + 1)
+                    return self._string_tags(name_tag, target, types, root, path, depth + 1)
             elif keyword == "anyOf" and "type" not in schema:
                 return [
                     option
                     for part in value
                     if "string" in (types_of(part, root) or ())
-                    for option in self._strings(key, part, types, root, where, depth + 1)
+                    for option in self._string_tags(name_tag, part, types, root, path, depth + 1)
                 ]
             elif keyword in ("const", "enum"):
                 texts = [text for text in (value if keyword == "enum" else [value]) if isinstance(text, str)]
-                return [self._fixed_text(key, text, types, where) for text in texts]
+                return [self._fixed_text_tag(name_tag, text, types, path) for text in texts]
         if set(keywords) <= {"minLength", "maxLength"} and keywords:
             minimum, maximum = schema.get("minLength", 0), schema.get("maxLength", "")
-            first = self.end[0]
-            text = pattern(f"[^{first}]{{{minimum},{maximum}}}")
+            end_character = self.end[0]
+            text = pattern(f"[^{end_character}]{{{minimum},{maximum}}}")
             if len(types) == 1 or self.has_type:
-                return [self._argument_tag(key, True, text, constant(self.padding + self.end))]
+                return [self._enclosed_tag(name_tag, True, text, constant(self.padding + self.end))]
         elif not keywords:
-            return [self._free_text(key, types)]
+            return [self._free_text_tag(name_tag, types)]
         raise UnsupportedSchemaError(
-            keywords[0], where, "this model writes strings as plain text: only enum, const and lengths work"
+            keywords[0], path, "this model writes strings as plain text: only enum, const and lengths work"
         )
 
-    def _free_text(self, key: Tag, types: frozenset[str]) -> Tag:
+    def _free_text_tag(self, name_tag: Tag, types: frozenset[str]) -> Tag:
         if len(types) == 1 or self.has_type:
-            return self._text(key)
-        # A string must not begin like a value of another allowed type, or it would be read as that type.
+            return self._string_tag(name_tag)
+        # The parser reads a text that begins like a value of another allowed type as that type.
         first_characters = "".join(sorted({_FIRST_CHARACTERS[type_] for type_ in types if type_ != "string"}))
-        first = pattern(f'[^"\\s{first_characters}{self.end[0]}]')
-        return self._argument_tag(key, True, first, text_until(self.end))
+        first_character_tag = pattern(f'[^"\\s{first_characters}{self.end[0]}]')
+        return self._enclosed_tag(name_tag, True, first_character_tag, text_until(self.end))
 
-    def _fixed_text(self, key: Tag, text: str, types: frozenset[str], where: str) -> Tag:
+    def _fixed_text_tag(self, name_tag: Tag, text: str, types: frozenset[str], path: str) -> Tag:
         is_text = len(types) == 1 or self.has_type
         if self.end in text or not (
             is_text or typed_json(text, types) == json.dumps(text, ensure_ascii=False)
         ):
-            raise UnsupportedSchemaError("enum", where, f"{text!r} as text is ambiguous")
-        return self._argument_tag(key, True, constant(text + self.padding + self.end))
+            raise UnsupportedSchemaError("enum", path, f"{text!r} as text is ambiguous")
+        return self._enclosed_tag(name_tag, True, constant(text + self.padding + self.end))
 
 
 def _reference_target(reference: object, root: Mapping[str, object]) -> object:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from penstock.serve.parsers.formats.json_calls import read_arguments, read_end_marker, read_name
 from penstock.serve.parsers.formats.tool_format import ToolFormat
 from penstock.serve.parsers.output_parser import ReasoningToolParser
-from penstock.serve.parsers.stream import MarkerSearch, NotAToolCallError, Steps
+from penstock.serve.parsers.stream import MarkerSearch, NotAToolCallError, Reader
 from penstock.serve.parsers.structural_tags import Tag, by_schema, constant, either, repeated, sequence
 from penstock.serve.parsers.tools import Tools
 
@@ -25,7 +25,7 @@ _NAME_END = MarkerSearch([_SEPARATOR])
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSeekCalls(ToolFormat):
-    """Parses both variants; the grammar forces the variant of the model."""
+    """Calls of both variants. The parser accepts both, and the grammar forces the variant of the model."""
 
     is_fenced: bool
     """Whether the arguments are in a code fence."""
@@ -34,12 +34,12 @@ class DeepSeekCalls(ToolFormat):
     def markers(self) -> tuple[str, ...]:
         return (_BEGIN, _CALL)  # models sometimes omit the outer marker
 
-    def read(self, parser: ReasoningToolParser, marker: str) -> Steps[None]:
+    def read(self, parser: ReasoningToolParser, marker: str) -> Reader[None]:
         stream = parser.stream
         yield from stream.skip_space()
         while marker == _CALL or (yield from stream.accept(_CALL)):
             marker = ""
-            name = (yield from stream.until(_NAME_END, 256)).strip()
+            name = (yield from stream.take_until(_NAME_END, 256)).strip()
             yield from stream.skip_space()
             is_fenced = False
             if (yield from stream.peek()) != "{":
@@ -57,13 +57,13 @@ class DeepSeekCalls(ToolFormat):
         yield from read_end_marker(parser, _END)
 
     def after_marker(self, marker: str, tools: Tools, parallel: bool) -> Tag:
-        def head(name: str) -> str:
+        def call_begin(name: str) -> str:
             return f"function{_SEPARATOR}{name}\n```json\n" if self.is_fenced else f"{name}{_SEPARATOR}"
 
         begin = "" if marker == _CALL else _CALL
         calls = [
             sequence(
-                constant(begin + head(name)),
+                constant(begin + call_begin(name)),
                 by_schema(schema),
                 constant(("\n```" if self.is_fenced else "") + _CALL_END),
             )

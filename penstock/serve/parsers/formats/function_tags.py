@@ -9,7 +9,7 @@ from penstock.serve.parsers.formats.json_calls import read_end_marker, read_name
 from penstock.serve.parsers.formats.tagged_calls import ArgumentWriter
 from penstock.serve.parsers.formats.tool_format import ToolFormat
 from penstock.serve.parsers.output_parser import ReasoningToolParser
-from penstock.serve.parsers.stream import MarkerSearch, Steps
+from penstock.serve.parsers.stream import MarkerSearch, Reader
 from penstock.serve.parsers.structural_tags import Tag, constant, either, sequence
 from penstock.serve.parsers.tools import Tools
 
@@ -20,18 +20,18 @@ _FUNCTION = "<function="
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionTags(ToolFormat):
-    """``<function=name>`` around ``<parameter=key>value</parameter>``."""
+    """Calls in a tag ``<function=name>``, with each value in a tag ``<parameter=key>``."""
 
     begin: str
     end: str
     is_padded: bool
-    """Whether a line end precedes and follows each value. Both line ends are not part of the value."""
+    """Whether each value is between two line ends that are not part of the value."""
 
     @property
     def markers(self) -> tuple[str, ...]:
         return (self.begin, _FUNCTION)  # models often omit the outer tag
 
-    def read(self, parser: ReasoningToolParser, marker: str) -> Steps[None]:
+    def read(self, parser: ReasoningToolParser, marker: str) -> Reader[None]:
         stream = parser.stream
         if marker == self.begin:
             yield from stream.skip_space()
@@ -41,7 +41,7 @@ class FunctionTags(ToolFormat):
         writer = ArgumentWriter(parser, name)
         yield from stream.skip_space()
         while (yield from stream.accept("<parameter=")):
-            key = yield from stream.until(_TAG_END, 256)
+            key = yield from stream.take_until(_TAG_END, 256)
             yield from writer.argument(key, _VALUE_END, is_padded=self.is_padded)
             yield from stream.skip_space()
         end = yield from stream.expect("</function>", self.end)
@@ -57,7 +57,7 @@ class FunctionTags(ToolFormat):
         parser.commit()
 
     def after_marker(self, marker: str, tools: Tools, parallel: bool) -> Tag:
-        arguments = TaggedArguments(_head, "</parameter>", padding="\n" if self.is_padded else "")
+        arguments = TaggedArguments(_begin_tag, "</parameter>", padding="\n" if self.is_padded else "")
         begin, end = ("", "") if marker == _FUNCTION else (f"\n{_FUNCTION}", f"\n{self.end}")
         return either(
             [
@@ -69,5 +69,5 @@ class FunctionTags(ToolFormat):
         )
 
 
-def _head(name: Tag, is_string: bool) -> Tag:
+def _begin_tag(name: Tag, is_string: bool) -> Tag:
     return sequence(constant("<parameter="), name, constant(">"))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from penstock.serve.parsers.formats.json_calls import read_arguments, read_end_marker, read_name
 from penstock.serve.parsers.formats.tool_format import ToolFormat
 from penstock.serve.parsers.output_parser import ReasoningToolParser
-from penstock.serve.parsers.stream import Steps
+from penstock.serve.parsers.stream import Reader
 from penstock.serve.parsers.structural_tags import Tag, by_schema, constant, either, sequence
 from penstock.serve.parsers.tools import Tools
 
@@ -20,7 +20,7 @@ class FunctionaryCalls(ToolFormat):
     def markers(self) -> tuple[str, ...]:
         return ("<function=",)
 
-    def read(self, parser: ReasoningToolParser, marker: str) -> Steps[None]:
+    def read(self, parser: ReasoningToolParser, marker: str) -> Reader[None]:
         name = yield from read_name(parser)
         yield from parser.stream.expect(">")
         yield from parser.stream.skip_space()

@@ -9,7 +9,7 @@ from penstock.serve.parsers.formats.json_calls import read_name
 from penstock.serve.parsers.formats.tagged_calls import ArgumentWriter
 from penstock.serve.parsers.formats.tool_format import ToolFormat
 from penstock.serve.parsers.output_parser import ReasoningToolParser
-from penstock.serve.parsers.stream import MarkerSearch, Steps
+from penstock.serve.parsers.stream import MarkerSearch, Reader
 from penstock.serve.parsers.structural_tags import Tag, constant, either, sequence
 from penstock.serve.parsers.tools import Tools
 
@@ -25,13 +25,13 @@ class GlmCalls(ToolFormat):
     def markers(self) -> tuple[str, ...]:
         return ("<tool_call>",)
 
-    def read(self, parser: ReasoningToolParser, marker: str) -> Steps[None]:
+    def read(self, parser: ReasoningToolParser, marker: str) -> Reader[None]:
         stream = parser.stream
         yield from stream.skip_space()
         writer = ArgumentWriter(parser, (yield from read_name(parser)))
         yield from stream.skip_space()
         while (yield from stream.accept("<arg_key>")):
-            key = yield from stream.until(_KEY_END, 256)
+            key = yield from stream.take_until(_KEY_END, 256)
             yield from stream.skip_space()
             yield from stream.expect("<arg_value>")
             yield from writer.argument(key.strip(), _VALUE_END, is_padded=False)
@@ -49,8 +49,8 @@ class GlmCalls(ToolFormat):
         )
 
 
-def _head(name: Tag, is_string: bool) -> Tag:
+def _begin_tag(name: Tag, is_string: bool) -> Tag:
     return sequence(constant("<arg_key>"), name, constant("</arg_key>\n<arg_value>"))
 
 
-_ARGUMENTS = TaggedArguments(_head, "</arg_value>")
+_ARGUMENTS = TaggedArguments(_begin_tag, "</arg_value>")

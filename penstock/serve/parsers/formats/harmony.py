@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from penstock.serve.parsers.formats.json_calls import read_arguments, read_end_marker
 from penstock.serve.parsers.formats.tool_format import ToolFormat
 from penstock.serve.parsers.output_parser import ReasoningToolParser
-from penstock.serve.parsers.stream import MarkerSearch, NotAToolCallError, Steps
+from penstock.serve.parsers.stream import MarkerSearch, NotAToolCallError, Reader
 from penstock.serve.parsers.structural_tags import Tag, by_schema, constant, either, sequence
 from penstock.serve.parsers.tools import Tools
 
 _TO, _PREFIX = "to=", "functions."
 _START, _CHANNEL, _MESSAGE = "<|start|>assistant", "<|channel|>", "<|message|>"
-_HEAD = MarkerSearch([_MESSAGE])
-_MAX_HEAD = 256
+_HEADER_END = MarkerSearch([_MESSAGE])
+_MAX_HEADER = 256
 
 
 @dataclass(frozen=True)
@@ -30,24 +30,24 @@ class HarmonyCalls(ToolFormat):
     def markers(self) -> tuple[str, ...]:
         return (f"{_CHANNEL}commentary {_TO}", f"{_CHANNEL}analysis {_TO}", f"{_START} {_TO}")
 
-    def read(self, parser: ReasoningToolParser, marker: str) -> Steps[None]:
+    def read(self, parser: ReasoningToolParser, marker: str) -> Reader[None]:
         stream = parser.stream
         if not marker:
             yield from stream.expect(_TO)
-        head = yield from stream.until(_HEAD, _MAX_HEAD)
-        name = head.split("<", 1)[0].split()[:1]
+        call_header = yield from stream.take_until(_HEADER_END, _MAX_HEADER)
+        name = call_header.split("<", 1)[0].split()[:1]
         if not name:
             raise NotAToolCallError
         yield from stream.skip_space()
         yield from read_arguments(parser, name[0].removeprefix(_PREFIX))
-        yield from read_end_marker(parser, "<|call|>", "<|end|>", one_token=True)
+        yield from read_end_marker(parser, "<|call|>", "<|end|>", is_single_token=True)
 
     def after_marker(self, marker: str, tools: Tools, parallel: bool) -> Tag:
         # The grammar has no end marker, because the token that ends a call also ends the output.
-        head = f"{_CHANNEL}commentary json" if marker.startswith(_START) else " <|constrain|>json"
+        call_header = f"{_CHANNEL}commentary json" if marker.startswith(_START) else " <|constrain|>json"
         return either(
             [
-                sequence(constant(f"{_PREFIX}{name}{head}{_MESSAGE}"), by_schema(schema))
+                sequence(constant(f"{_PREFIX}{name}{call_header}{_MESSAGE}"), by_schema(schema))
                 for name, schema in tools.schemas.items()
             ]
         )

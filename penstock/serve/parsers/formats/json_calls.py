@@ -1,4 +1,4 @@
-"""Calls written as JSON objects with a name and arguments. Also the readers that most formats share."""
+"""Calls that are JSON objects with a name and arguments, and the readers that most formats share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from penstock.serve.parsers.formats.tool_format import ToolFormat
 from penstock.serve.parsers.json_scanner import JsonScanner, json_value
 from penstock.serve.parsers.output_parser import ReasoningToolParser
-from penstock.serve.parsers.stream import NotAToolCallError, Steps
+from penstock.serve.parsers.stream import NotAToolCallError, Reader
 from penstock.serve.parsers.structural_tags import Tag, by_schema, constant, either, repeated, sequence
 from penstock.serve.parsers.tools import Tools
 from penstock.serve.parsers.value_scanner import scan_value
@@ -23,7 +23,7 @@ _MAX_NAME = 256
 
 @dataclass(frozen=True, kw_only=True)
 class JsonCalls(ToolFormat):
-    """A begin marker, one JSON object or a list of objects, an end marker.
+    """Calls between a begin marker and an end marker, as one JSON object or a list of objects.
 
     The reader always accepts both an object and a list. The grammar forces a list if ``separator`` is None,
     else one object per marker.
@@ -37,42 +37,42 @@ class JsonCalls(ToolFormat):
     padding: str = ""
     """Text on both sides of the object or list."""
     first_keys: str = ""
-    """JSON text of the members that the models write before the name."""
+    """JSON text of the members that models write before the name."""
 
     @property
     def markers(self) -> tuple[str, ...]:
         return (self.begin,)
 
-    def read(self, parser: ReasoningToolParser, marker: str) -> Steps[None]:
+    def read(self, parser: ReasoningToolParser, marker: str) -> Reader[None]:
         yield from read_json_calls(parser)
         if self.end:
-            yield from parser.stream.accept("}")  # some models write one brace too many
+            yield from parser.stream.accept("}")  # some models write an additional closing brace
             yield from read_end_marker(parser, self.end)
         else:
             check_no_text_after_calls(parser)
 
     def after_marker(self, marker: str, tools: Tools, parallel: bool) -> Tag:
-        calls = self.calls(tools)
+        calls = self.call_tag(tools)
         if self.separator is None:
             call_list = repeated(calls, ", ", parallel)
             return sequence(constant(f"{self.padding}["), call_list, constant(f"]{self.end}"))
         return sequence(constant(self.padding), calls, constant(f"{self.padding}{self.end}"))
 
-    def calls(self, tools: Tools) -> Tag:
+    def call_tag(self, tools: Tools) -> Tag:
         """Return the grammar of one call object."""
-        return either([self._call(name, schema) for name, schema in tools.schemas.items()])
+        return either([self._call_tag(name, schema) for name, schema in tools.schemas.items()])
 
-    def _call(self, name: str, schema: dict[str, object]) -> Tag:
-        head = f'{{{self.first_keys}"{self.name_key}": {json.dumps(name)}, "{self.arguments_key}": '
-        return sequence(constant(head), by_schema(schema), constant("}"))
+    def _call_tag(self, name: str, schema: dict[str, object]) -> Tag:
+        call_begin = f'{{{self.first_keys}"{self.name_key}": {json.dumps(name)}, "{self.arguments_key}": '
+        return sequence(constant(call_begin), by_schema(schema), constant("}"))
 
 
-def read_json_calls(parser: ReasoningToolParser, starts: str = "{[") -> Steps[None]:
+def read_json_calls(parser: ReasoningToolParser, call_starts: str = "{[") -> Reader[None]:
     """Read call objects and lists of call objects, one after another.
 
     Args:
         parser: the parser of the output.
-        starts: the characters that may begin an object or list after the first one.
+        call_starts: the characters that may begin a further object or list.
     """
     stream = parser.stream
     yield from stream.skip_space()
@@ -81,16 +81,16 @@ def read_json_calls(parser: ReasoningToolParser, starts: str = "{[") -> Steps[No
             yield from read_json_list(parser)
         else:
             yield from read_json_call(parser)
-        if not (yield from another_follows(parser, starts)):
+        if not (yield from another_call_follows(parser, call_starts)):
             return
 
 
-def read_json_list(parser: ReasoningToolParser, *, bare: bool = False) -> Steps[None]:
-    """Read the objects of a list and its end; the "[" is already taken."""
+def read_json_list(parser: ReasoningToolParser, *, is_unmarked: bool = False) -> Reader[None]:
+    """Read the objects of a list and the closing bracket. The caller has taken the opening bracket."""
     stream = parser.stream
     while True:
         yield from stream.skip_space()
-        yield from read_json_call(parser, bare=bare)
+        yield from read_json_call(parser, is_unmarked=is_unmarked)
         yield from stream.skip_space()
         if not (yield from stream.accept(",")):
             break
@@ -98,10 +98,10 @@ def read_json_list(parser: ReasoningToolParser, *, bare: bool = False) -> Steps[
     parser.commit()
 
 
-def another_follows(parser: ReasoningToolParser, starts: str, *marker: str) -> Steps[bool]:
-    """Return whether another call follows, that is, whether the next character is in `starts`.
+def another_call_follows(parser: ReasoningToolParser, call_starts: str, *marker: str) -> Reader[bool]:
+    """Skip the text between two calls. Return whether the next character is in `call_starts`.
 
-    Takes the optional text between two calls before: white space, a comma or semicolon, and a marker.
+    The text between two calls is white space, an optional comma or semicolon, and an optional marker.
     """
     stream = parser.stream
     yield from stream.skip_space()
@@ -109,42 +109,44 @@ def another_follows(parser: ReasoningToolParser, starts: str, *marker: str) -> S
     yield from stream.skip_space()
     if marker and (yield from stream.accept(*marker)):
         yield from stream.skip_space()
-    first = yield from stream.peek()
-    return bool(first) and first in starts
+    next_character = yield from stream.peek()
+    return bool(next_character) and next_character in call_starts
 
 
 def check_no_text_after_calls(parser: ReasoningToolParser) -> None:
-    """Check that no text was taken after the last call, for formats without an end marker.
+    """Check, for formats without an end marker, that the reader took no text after the last call.
 
     Raises:
-        NotAToolCallError: text was taken after the last call. The parser emits it as content.
+        NotAToolCallError: the reader took text after the last call. The parser emits this text as content.
     """
-    if parser.stream.taken:
+    if parser.stream.taken_text:
         raise NotAToolCallError
 
 
-def read_end_marker(parser: ReasoningToolParser, *ends: str, one_token: bool = False) -> Steps[None]:
+def read_end_marker(
+    parser: ReasoningToolParser, *end_markers: str, is_single_token: bool = False
+) -> Reader[None]:
     """Read an end marker. At the end of the text it may be missing or incomplete.
 
     Args:
-        one_token: the marker is a single token. A prefix of its text is then content, not an incomplete
-            marker.
+        is_single_token: whether the marker is a single token. A part of the marker's text is then content,
+            because a token is never incomplete.
     """
     stream = parser.stream
     yield from stream.skip_space()
-    if (yield from stream.peek()) and not (yield from stream.accept(*ends)):
-        if not stream.ended or one_token:
+    if (yield from stream.peek()) and not (yield from stream.accept(*end_markers)):
+        if not stream.has_ended or is_single_token:
             raise NotAToolCallError
         if stream.take_rest() == "<":
             raise NotAToolCallError  # more likely content than the beginning of a marker
     parser.commit()
 
 
-def read_json_call(parser: ReasoningToolParser, *, bare: bool = False) -> Steps[None]:
+def read_json_call(parser: ReasoningToolParser, *, is_unmarked: bool = False) -> Reader[None]:
     """Read one call object. Its keys can have any order, and unknown keys are skipped.
 
-    A `bare` object has no marker. It is a call only if it has no unknown key, has both a name and arguments,
-    and names a tool of the request.
+    An object without a marker (`is_unmarked`) is a call only if it has no unknown key, has both a name and
+    arguments, and names a tool of the request.
     """
     stream = parser.stream
     name, pending_arguments, is_called = "", "", False
@@ -158,7 +160,7 @@ def read_json_call(parser: ReasoningToolParser, *, bare: bool = False) -> Steps[
         if key in _NAME_KEYS and not name:
             name = yield from read_string(parser)
             if not parser.has_tool(name):
-                _reject_unknown_tool(parser, bare)
+                _reject_unknown_tool(parser, is_unmarked)
             elif pending_arguments:
                 _emit_call(parser, name, pending_arguments)
                 is_called = True
@@ -167,7 +169,7 @@ def read_json_call(parser: ReasoningToolParser, *, bare: bool = False) -> Steps[
             is_called = True
         elif key in _ARGUMENT_KEYS and not name and not pending_arguments:
             pending_arguments = yield from _read_arguments_text(parser)
-        elif bare and key not in _OTHER_KEYS:
+        elif is_unmarked and key not in _OTHER_KEYS:
             raise NotAToolCallError
         else:
             yield from json_value(stream)
@@ -177,41 +179,41 @@ def read_json_call(parser: ReasoningToolParser, *, bare: bool = False) -> Steps[
         yield from stream.skip_space()
     has_brace = yield from stream.accept("}")
     if not is_called:
-        if not has_brace or not name or bare:
+        if not has_brace or not name or is_unmarked:
             raise NotAToolCallError
         if parser.has_tool(name):
             _emit_call(parser, name, "{}")
     parser.commit()
 
 
-def stream_arguments(parser: ReasoningToolParser, name: str, call_id: str = "") -> Steps[None]:
+def stream_arguments(parser: ReasoningToolParser, name: str, call_id: str = "") -> Reader[None]:
     """Read the arguments of a call of a known tool and emit them incrementally.
 
-    `ToolCallStart` is emitted when the first key or the end of the arguments object has arrived. It cannot be
-    undone: if the JSON becomes invalid after that, the arguments end there and the remaining text is content.
+    `ToolCallStart` is emitted when the first key or the end of the arguments object has arrived. If the JSON
+    becomes invalid later, the arguments end at this point, and the remaining text is content.
     """
     if (yield from parser.stream.peek()) != "{":
         _emit_call(parser, name, (yield from _read_arguments_text(parser)), call_id)
         return
-    head: str | None = ""
+    call_begin: str | None = ""
 
-    def write(text: str) -> None:
-        nonlocal head
-        if head is None:
+    def emit_arguments(text: str) -> None:
+        nonlocal call_begin
+        if call_begin is None:
             parser.add_arguments(text)
             return
-        head += text
-        if len(head.rstrip()) > 1:
+        call_begin += text
+        if len(call_begin.rstrip()) > 1:
             parser.start_call(name, call_id)
-            parser.add_arguments(head)
-            head = None
+            parser.add_arguments(call_begin)
+            call_begin = None
 
-    yield from scan_value(parser.stream, JsonScanner(), write)
+    yield from scan_value(parser.stream, JsonScanner(), emit_arguments)
     parser.end_call()
 
 
-def read_arguments(parser: ReasoningToolParser, name: str, call_id: str = "") -> Steps[None]:
-    """Read the arguments after a name. A call of an unknown tool becomes content."""
+def read_arguments(parser: ReasoningToolParser, name: str, call_id: str = "") -> Reader[None]:
+    """Read the arguments of a call whose name was read. A call of an unknown tool becomes content."""
     if parser.has_tool(name):
         yield from stream_arguments(parser, name, call_id)
     else:
@@ -219,9 +221,9 @@ def read_arguments(parser: ReasoningToolParser, name: str, call_id: str = "") ->
         yield from json_value(parser.stream)
 
 
-def read_name(parser: ReasoningToolParser) -> Steps[str]:
-    """Read and return a name without quotes."""
-    name = yield from parser.stream.run(_NAME, _MAX_NAME)
+def read_name(parser: ReasoningToolParser) -> Reader[str]:
+    """Read a tool name that is not in quotes, and return it."""
+    name = yield from parser.stream.take_run(_NAME, _MAX_NAME)
     return name
 
 
@@ -231,13 +233,13 @@ def _emit_call(parser: ReasoningToolParser, name: str, arguments: str, call_id: 
     parser.end_call()
 
 
-def _reject_unknown_tool(parser: ReasoningToolParser, bare: bool) -> None:
-    if bare:
+def _reject_unknown_tool(parser: ReasoningToolParser, is_unmarked: bool) -> None:
+    if is_unmarked:
         raise NotAToolCallError
     parser.mark_unknown_tool()
 
 
-def read_string(parser: ReasoningToolParser) -> Steps[str]:
+def read_string(parser: ReasoningToolParser) -> Reader[str]:
     """Read a JSON string and return its value."""
     if (yield from parser.stream.peek()) != '"':
         raise NotAToolCallError
@@ -246,7 +248,7 @@ def read_string(parser: ReasoningToolParser) -> Steps[str]:
     return value
 
 
-def _read_arguments_text(parser: ReasoningToolParser) -> Steps[str]:
+def _read_arguments_text(parser: ReasoningToolParser) -> Reader[str]:
     """Read arguments and return them as the JSON text of an object.
 
     Models write an object, a string with the JSON text of an object, or null for no arguments.
@@ -256,7 +258,7 @@ def _read_arguments_text(parser: ReasoningToolParser) -> Steps[str]:
         text = json.loads(text).strip()
         value = JsonScanner()
         end, text = value.feed(text)
-        if not value.done or value.broken or end != len(text):
+        if not value.is_complete or value.is_invalid or end != len(text):
             raise NotAToolCallError
     if text == "null":
         return "{}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from penstock.serve.parsers.formats.json_calls import read_arguments, read_end_marker
 from penstock.serve.parsers.formats.tool_format import ToolFormat
 from penstock.serve.parsers.output_parser import ReasoningToolParser
-from penstock.serve.parsers.stream import MarkerSearch, Steps
+from penstock.serve.parsers.stream import MarkerSearch, Reader
 from penstock.serve.parsers.structural_tags import (
     Tag,
     by_schema,
@@ -37,12 +37,12 @@ class KimiK2Calls(ToolFormat):
     def markers(self) -> tuple[str, ...]:
         return (_BEGIN, _CALL)  # models sometimes omit the outer marker
 
-    def read(self, parser: ReasoningToolParser, marker: str) -> Steps[None]:
+    def read(self, parser: ReasoningToolParser, marker: str) -> Reader[None]:
         stream = parser.stream
         yield from stream.skip_space()
         while marker == _CALL or (yield from stream.accept(_CALL)):
             marker = ""
-            model_id = (yield from stream.until(_ID_END, 256)).strip()
+            model_id = (yield from stream.take_until(_ID_END, 256)).strip()
             name = _tool_name(parser, model_id)
             yield from stream.skip_space()
             yield from read_arguments(parser, name, _call_id(parser, model_id, name))
@@ -76,9 +76,9 @@ def _tool_name(parser: ReasoningToolParser, model_id: str) -> str:
 
 
 def _call_id(parser: ReasoningToolParser, model_id: str, name: str) -> str:
-    """Return the call id, with a new number if the model's id is incomplete or repeated.
+    """Return the model's call id, or an id with a new number if the model's id is incomplete or repeated.
 
-    The chat template copies the id of an earlier call into the prompt, so it must have the model's form.
+    The chat template copies call ids into later prompts, so a new id has the form of the model's ids.
     """
     if _COMPLETE_ID.fullmatch(model_id) and not parser.has_id(model_id):
         return model_id

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from penstock.serve.parsers.formats.json_calls import (
     JsonCalls,
-    another_follows,
+    another_call_follows,
     check_no_text_after_calls,
     read_json_call,
     read_json_list,
@@ -15,15 +15,15 @@ from penstock.serve.parsers.formats.json_calls import (
 )
 from penstock.serve.parsers.formats.pythonic import read_keywords
 from penstock.serve.parsers.output_parser import ReasoningToolParser
-from penstock.serve.parsers.stream import NotAToolCallError, Steps
+from penstock.serve.parsers.stream import NotAToolCallError, Reader
 from penstock.serve.parsers.structural_tags import Tag, repeated
 from penstock.serve.parsers.tools import Tools
 
 
 class Llama3Calls(JsonCalls):
-    """Objects with or without a marker."""
+    """JSON objects with or without a marker, and calls of built-in tools after ``<|python_tag|>``."""
 
-    def read(self, parser: ReasoningToolParser, marker: str) -> Steps[None]:
+    def read(self, parser: ReasoningToolParser, marker: str) -> Reader[None]:
         stream = parser.stream
         yield from stream.skip_space()
         if marker and (yield from stream.peek()) not in ("{", "["):
@@ -31,14 +31,14 @@ class Llama3Calls(JsonCalls):
             return
         while True:
             if (yield from stream.accept("[")):
-                yield from read_json_list(parser, bare=True)
+                yield from read_json_list(parser, is_unmarked=True)
             else:
-                yield from read_json_call(parser, bare=True)
-            if not (yield from another_follows(parser, self.bare_starts, self.begin)):
+                yield from read_json_call(parser, is_unmarked=True)
+            if not (yield from another_call_follows(parser, self.unmarked_starts, self.begin)):
                 break
         check_no_text_after_calls(parser)
 
-    def _read_built_in_call(self, parser: ReasoningToolParser) -> Steps[None]:
+    def _read_built_in_call(self, parser: ReasoningToolParser) -> Reader[None]:
         name = yield from read_name(parser)
         method = ".call"
         if not name.endswith(method) or not parser.has_tool(name.removesuffix(method)):
@@ -47,7 +47,7 @@ class Llama3Calls(JsonCalls):
         yield from read_keywords(parser, name.removesuffix(method))
 
     def grammar(self, tools: Tools, parallel: bool) -> Tag:
-        return repeated(self.calls(tools), "; ", parallel)
+        return repeated(self.call_tag(tools), "; ", parallel)
 
     def after_marker(self, marker: str, tools: Tools, parallel: bool) -> Tag:
         return self.grammar(tools, parallel)

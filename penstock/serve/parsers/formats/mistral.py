@@ -1,7 +1,7 @@
 """Calls of Mistral: ``[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]``.
 
-Since tokenizer version 11, each call is ``[TOOL_CALLS]f[ARGS]{"a": 1}``. Before ``[ARGS]`` there may be
-``[CALL_ID]123456789``.
+Since tokenizer version 11, each call is ``[TOOL_CALLS]f[ARGS]{"a": 1}``, optionally with
+``[CALL_ID]123456789`` before ``[ARGS]``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock.serve.parsers.formats.json_calls import (
     read_name,
 )
 from penstock.serve.parsers.output_parser import ReasoningToolParser
-from penstock.serve.parsers.stream import Steps
+from penstock.serve.parsers.stream import Reader
 from penstock.serve.parsers.structural_tags import Tag, by_schema, constant, either, sequence
 from penstock.serve.parsers.tools import Tools
 
@@ -24,19 +24,19 @@ _CALL_ID = re.compile(r"[A-Za-z0-9]+")
 
 
 class MistralCalls(JsonCalls):
-    """Parses all variants. The grammar forces a list, or one call per marker if ``separator`` is set."""
+    """Calls of all variants. The grammar forces a list, or one call per marker if ``separator`` is set."""
 
-    def read(self, parser: ReasoningToolParser, marker: str) -> Steps[None]:
+    def read(self, parser: ReasoningToolParser, marker: str) -> Reader[None]:
         stream = parser.stream
         yield from stream.skip_space()
         if (yield from stream.peek()) in ("[", "{"):
-            yield from read_json_calls(parser, starts="{")  # "[" may be the beginning of the next marker
+            yield from read_json_calls(parser, call_starts="{")  # "[" may be the beginning of the next marker
             check_no_text_after_calls(parser)
             return
         name = yield from read_name(parser)
         call_id = ""
         if (yield from stream.accept("[CALL_ID]")):
-            call_id = yield from stream.run(_CALL_ID, 64)
+            call_id = yield from stream.take_run(_CALL_ID, 64)
         yield from stream.accept("[ARGS]")
         yield from stream.skip_space()
         yield from read_arguments(parser, name, call_id)

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from penstock.serve.parsers.formats.arguments import Arguments
 from penstock.serve.parsers.formats.json_calls import (
-    another_follows,
+    another_call_follows,
     check_no_text_after_calls,
     read_end_marker,
 )
 from penstock.serve.parsers.formats.tool_format import ToolFormat
 from penstock.serve.parsers.output_parser import ReasoningToolParser
 from penstock.serve.parsers.python_scanner import PythonScanner
-from penstock.serve.parsers.stream import NotAToolCallError, Steps
+from penstock.serve.parsers.stream import NotAToolCallError, Reader
 from penstock.serve.parsers.structural_tags import (
     Tag,
     any_number,
@@ -45,11 +45,11 @@ class PythonicCalls(ToolFormat):
     def markers(self) -> tuple[str, ...]:
         return (self.begin,)
 
-    def read(self, parser: ReasoningToolParser, marker: str) -> Steps[None]:
+    def read(self, parser: ReasoningToolParser, marker: str) -> Reader[None]:
         yield from parser.stream.skip_space()
         while True:
             yield from _read_list(parser)
-            if not (yield from another_follows(parser, "[")):
+            if not (yield from another_call_follows(parser, "[")):
                 break
         if marker:
             yield from read_end_marker(parser, self.end)
@@ -57,17 +57,17 @@ class PythonicCalls(ToolFormat):
             check_no_text_after_calls(parser)
 
     def grammar(self, tools: Tools, parallel: bool) -> Tag:
-        return self._list(tools, parallel) if self.bare_starts else super().grammar(tools, parallel)
+        return self._list_tag(tools, parallel) if self.unmarked_starts else super().grammar(tools, parallel)
 
     def after_marker(self, marker: str, tools: Tools, parallel: bool) -> Tag:
-        return sequence(self._list(tools, parallel), constant(self.end))
+        return sequence(self._list_tag(tools, parallel), constant(self.end))
 
-    def _list(self, tools: Tools, parallel: bool) -> Tag:
+    def _list_tag(self, tools: Tools, parallel: bool) -> Tag:
         calls = either([call_grammar(name, schema) for name, schema in tools.schemas.items()])
         return sequence(constant("["), repeated(calls, ", ", parallel), constant("]"))
 
 
-def _read_list(parser: ReasoningToolParser) -> Steps[None]:
+def _read_list(parser: ReasoningToolParser) -> Reader[None]:
     stream = parser.stream
     yield from stream.expect("[")
     yield from stream.skip_space()
@@ -81,26 +81,27 @@ def _read_list(parser: ReasoningToolParser) -> Steps[None]:
     parser.commit()
 
 
-def read_call(parser: ReasoningToolParser) -> Steps[None]:
+def read_call(parser: ReasoningToolParser) -> Reader[None]:
     """Read the call ``name(a=1, b="x")`` of a known tool and emit its arguments as JSON."""
-    name = yield from parser.stream.run(_NAME, _MAX_NAME)
+    name = yield from parser.stream.take_run(_NAME, _MAX_NAME)
     yield from parser.stream.expect("(")
     if not parser.has_tool(name):
         raise NotAToolCallError
     yield from read_keywords(parser, name)
 
 
-def read_keywords(parser: ReasoningToolParser, name: str) -> Steps[None]:
+def read_keywords(parser: ReasoningToolParser, name: str) -> Reader[None]:
     """Read ``a=1, b="x")`` after the open parenthesis of a call and emit it as JSON."""
     stream = parser.stream
     separator = "{"
     yield from stream.skip_space()
     while not (yield from stream.accept(")")):
-        keyword = yield from stream.run(_NAME, _MAX_NAME)
+        keyword = yield from stream.take_run(_NAME, _MAX_NAME)
         yield from stream.skip_space()
         yield from stream.expect("=")
         yield from stream.skip_space()
-        if separator == "{":  # not earlier: content can also contain a name and a parenthesis
+        # A call begins after the first "=", because content can also contain a tool name and a parenthesis.
+        if separator == "{":
             parser.start_call(name)
         parser.add_arguments(f"{separator}{json.dumps(keyword, ensure_ascii=False)}: ")
         separator = ", "
@@ -119,12 +120,12 @@ def read_keywords(parser: ReasoningToolParser, name: str) -> Steps[None]:
 
 def call_grammar(name: str, schema: Schema) -> Tag:
     """Return the grammar of one call: keywords in schema order, with JSON values."""
-    arguments = Arguments.of(schema)
+    arguments = Arguments.from_schema(schema)
     parts = [constant(f"{name}(")]
     if arguments.is_unrestricted:
         keyword = sequence(pattern("[A-Za-z_][A-Za-z0-9_]{0,63}"), constant("="), by_schema(True))
-        more_keywords = any_number(sequence(constant(", "), keyword))
-        return sequence(*parts, optional(sequence(keyword, more_keywords)), constant(")"))
+        further_keywords = any_number(sequence(constant(", "), keyword))
+        return sequence(*parts, optional(sequence(keyword, further_keywords)), constant(")"))
     required_names = [key for key in arguments.schemas if key in arguments.required]
     values = {
         key: sequence(constant(f"{key}="), by_schema(value)) for key, value in arguments.schemas.items()
@@ -141,10 +142,12 @@ def call_grammar(name: str, schema: Schema) -> Tag:
 
 
 def _any_of_in_order(values: list[Tag]) -> Tag:
-    """Return the tag of one or more of the values, in order, separated by commas."""
+    """Return the tag of one or more of the values, in their order, separated by commas."""
     return either(
         [
-            sequence(first, *(optional(sequence(constant(", "), value)) for value in values[index + 1 :]))
-            for index, first in enumerate(values)
+            sequence(
+                first_value, *(optional(sequence(constant(", "), value)) for value in values[index + 1 :])
+            )
+            for index, first_value in enumerate(values)
         ]
     )

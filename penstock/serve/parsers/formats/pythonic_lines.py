@@ -8,14 +8,14 @@ from penstock.serve.parsers.formats.json_calls import read_end_marker
 from penstock.serve.parsers.formats.pythonic import call_grammar, read_call
 from penstock.serve.parsers.formats.tool_format import ToolFormat
 from penstock.serve.parsers.output_parser import ReasoningToolParser
-from penstock.serve.parsers.stream import Steps
+from penstock.serve.parsers.stream import Reader
 from penstock.serve.parsers.structural_tags import Tag, constant, either, repeated, sequence
 from penstock.serve.parsers.tools import Tools
 
 
 @dataclass(frozen=True, kw_only=True)
 class PythonicLines(ToolFormat):
-    """A begin marker, Python calls with keyword arguments and literal values, an end marker."""
+    """Python calls with keyword arguments and literal values, between a begin marker and an end marker."""
 
     begin: str
     end: str
@@ -24,7 +24,7 @@ class PythonicLines(ToolFormat):
     def markers(self) -> tuple[str, ...]:
         return (self.begin,)
 
-    def read(self, parser: ReasoningToolParser, marker: str) -> Steps[None]:
+    def read(self, parser: ReasoningToolParser, marker: str) -> Reader[None]:
         stream = parser.stream
         yield from stream.skip_space()
         while True:

@@ -1,4 +1,4 @@
-"""Calls whose arguments are plain text in tags. Their types come from the schema."""
+"""Calls whose arguments are plain text in tags. The schema determines the types of the arguments."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 from penstock.serve.parsers.json_scanner import JsonScanner
 from penstock.serve.parsers.output_parser import ReasoningToolParser
-from penstock.serve.parsers.stream import MarkerSearch, NotAToolCallError, Steps
+from penstock.serve.parsers.stream import MarkerSearch, NotAToolCallError, Reader
 
 _PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
 _STRING_ONLY = frozenset({"string"})
@@ -24,8 +24,8 @@ _INTEGER = re.compile(r"-?[0-9]+(?:\.0+)?")
 class ArgumentWriter:
     """Emits the arguments of one call as a JSON object, argument by argument.
 
-    `ToolCallStart` is emitted with the first argument or at the end of a call without arguments. A call of an
-    unknown tool emits no events.
+    `ToolCallStart` is emitted with the first argument, or at the end of a call without arguments. A call of
+    an unknown tool emits no events.
     """
 
     def __init__(self, parser: ReasoningToolParser, name: str) -> None:
@@ -38,13 +38,13 @@ class ArgumentWriter:
 
     def argument(
         self, key: str, end: MarkerSearch, *, is_padded: bool, is_string: bool | None = None
-    ) -> Steps[None]:
+    ) -> Reader[None]:
         """Read the value of an argument and its end marker.
 
         Args:
             key: the name of the argument.
             end: the end marker.
-            is_padded: the value is between two line ends, which are not part of the value.
+            is_padded: whether a line end before and after the value is not part of the value.
             is_string: whether the model declares the value a string. None means that the schema determines
                 the type.
         """
@@ -58,6 +58,7 @@ class ArgumentWriter:
             yield from self._read_typed(end, is_padded, types)
 
     def close(self) -> None:
+        """End the arguments object and the call."""
         if not self._is_known:
             return
         self._write("}" if self._separator == ", " else "{}", without_separator=True)
@@ -75,13 +76,13 @@ class ArgumentWriter:
         if self._is_known:
             self._parser.add_arguments(text)
 
-    def _read_string(self, end: MarkerSearch, is_padded: bool) -> Steps[None]:
-        """Emit a string incrementally. Hold back a line end, which may be padding before the end marker."""
+    def _read_string(self, end: MarkerSearch, is_padded: bool) -> Reader[None]:
+        """Emit a string incrementally. A line end may be padding and is emitted only if text follows."""
         stream = self._parser.stream
         self._emit('"')
         line_end, is_first, marker = "", is_padded, ""
         while not marker:
-            text, marker = yield from stream.text_or_marker(end)
+            text, marker = yield from stream.take_text_or_marker(end)
             if not text and not marker:
                 raise NotAToolCallError
             if is_first and text:
@@ -91,14 +92,15 @@ class ArgumentWriter:
             self._emit(_json_escaped(text[: len(text) - len(line_end)]))
         self._emit('"')
 
-    def _read_typed(self, end: MarkerSearch, is_padded: bool, types: frozenset[str] | None) -> Steps[None]:
+    def _read_typed(self, end: MarkerSearch, is_padded: bool, types: frozenset[str] | None) -> Reader[None]:
         stream = self._parser.stream
         parts, marker = [], ""
         while not marker:
-            text, marker = yield from stream.text_or_marker(end)
+            text, marker = yield from stream.take_text_or_marker(end)
             parts.append(text)
             if not text and not marker:
-                # Emit a string without its closing quote, so that the JSON is visibly incomplete.
+                # The text has ended inside the value. A string without closing quote marks the JSON as
+                # incomplete.
                 self._emit(f'"{_json_escaped("".join(parts))}')
                 raise NotAToolCallError
         value = "".join(parts)
@@ -116,8 +118,8 @@ def typed_json(text: str, types: frozenset[str] | None) -> str:
     stripped_text = text.strip()
     stripped_text = _PYTHON_NAMES.get(stripped_text, stripped_text)
     value = JsonScanner()
-    end, json_text = value.feed(f"{stripped_text} ")  # the scanner needs a character after a number to end it
-    if not value.done or value.broken or end < len(stripped_text):
+    end, json_text = value.feed(f"{stripped_text} ")  # a number ends only when another character follows
+    if not value.is_complete or value.is_invalid or end < len(stripped_text):
         return json.dumps(text, ensure_ascii=False)
     if types is None or "string" not in types:
         return json_text

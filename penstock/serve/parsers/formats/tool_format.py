@@ -6,14 +6,14 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from penstock.serve.parsers.output_parser import ReasoningToolParser
-from penstock.serve.parsers.stream import Steps
+from penstock.serve.parsers.stream import Reader
 from penstock.serve.parsers.structural_tags import Tag, constant, repeated, sequence
 from penstock.serve.parsers.tools import Tools
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolFormat(ABC):
-    """The tool-call syntax of one family of models: a parser, and grammars that force calls."""
+    """The tool-call syntax of a model family: the reader that parses calls, and grammars that force calls."""
 
     name: str
     """The value of ``--tool-call-parser``."""
@@ -24,10 +24,11 @@ class ToolFormat(ABC):
     hints: tuple[str, ...]
     """Texts that every chat template of this format contains. If empty, only the flag selects the format."""
     separator: str | None = None
-    """Text between two calls that each have markers; None if one pair of markers encloses all calls."""
-    bare_starts: str = ""
+    """Text between two calls that each have markers. None means that one pair of markers encloses all
+    calls."""
+    unmarked_starts: str = ""
     """Characters that can begin a call without a marker at the beginning of the output."""
-    bare_in_text: bool = False
+    unmarked_in_text: bool = False
     """Whether calls without a marker may also follow other text."""
     id_length: int = 0
     """Length of call ids if the format fixes it, else 0."""
@@ -35,14 +36,14 @@ class ToolFormat(ABC):
     @property
     @abstractmethod
     def markers(self) -> tuple[str, ...]:
-        """Texts that begin calls. Grammars force the first one."""
+        """Texts that begin calls. Grammars force the first marker."""
 
     @abstractmethod
-    def read(self, parser: ReasoningToolParser, marker: str) -> Steps[None]:
-        """Read calls after `marker`, which is already taken; the marker "" means a call without a marker.
+    def read(self, parser: ReasoningToolParser, marker: str) -> Reader[None]:
+        """Read calls after `marker`, which the parser has taken. The marker "" means a call without a marker.
 
         Raises:
-            NotAToolCallError: the text is not a call. The text since the last call is plain text.
+            NotAToolCallError: the text is not a call. The text since the last call becomes content.
         """
 
     @abstractmethod
@@ -56,7 +57,7 @@ class ToolFormat(ABC):
         """
 
     def grammar(self, tools: Tools, parallel: bool) -> Tag:
-        """Return the grammar of one call of these tools, or with `parallel` of one or more calls.
+        """Return the grammar of one call of these tools, or of one or more calls if `parallel` is True.
 
         Raises:
             UnsupportedSchemaError: as for `after_marker`.
