@@ -1,9 +1,9 @@
-"""`TransformersModel`: runs a family without a folder through its module in the transformers library.
+"""`TransformersModel`: runs a family that Penstock does not implement through its transformers module.
 
-The module computes everything except attention, for which it calls `paged_attention`. Steps run eagerly. The
-module must call the attention interface of transformers in each layer, pass the arguments of a forward on to
-it, and read its positions from ``position_ids``. Modules with recurrent layers, encoders, positions that
-depend on the whole batch, or quantized weights are refused.
+The module calls `paged_attention` for attention and computes all other operations itself. Steps run eagerly.
+The module must call the attention interface of transformers in each layer, pass the keyword arguments of a
+forward to this interface, and read its positions from ``position_ids``. Modules with recurrent layers,
+encoders, positions that depend on the whole batch, or quantized weights are refused.
 """
 
 from __future__ import annotations
@@ -64,18 +64,18 @@ class ModuleNetwork:
         return logits
 
     def head(self, x: Tensor, step: StepInputs) -> Tensor:
-        """Never called: the module applies its head."""
+        """Not used, because the module applies its head itself."""
         raise NotImplementedError
 
     def __call__(
         self, tokens: Tensor, step: StepInputs, input_embeds: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Never called: see `logits`."""
+        """Not used; `logits` runs the module."""
         raise NotImplementedError
 
 
 class TransformersModel(DecoderModel):
-    """The pipeline model of a family that runs through its module in transformers."""
+    """The pipeline model of a family that runs through its transformers module."""
 
     network: ModuleNetwork
 
@@ -137,7 +137,7 @@ class TransformersModel(DecoderModel):
                 trust_remote_code=model.trust_remote_code,
                 local_files_only=True,
             )
-        except ValueError as problem:  # code of the checkpoint that does not call the attention interface
+        except ValueError as problem:  # raised if the checkpoint's code does not use the attention interface
             raise ConfigError("model_impl", f"transformers cannot load the module: {problem}") from problem
         network = ModuleNetwork(module.eval().to(self.torch_device), spec)
         with torch.inference_mode():
@@ -150,7 +150,7 @@ class TransformersModel(DecoderModel):
         return None
 
     def execute_steps(
-        self, model_inputs: ModelInputs, sampling: SamplingInputs, uniforms: Tensor, ends: Tensor
+        self, model_inputs: ModelInputs, sampling: SamplingInputs, uniforms: Tensor, stop_ids: Tensor
     ) -> Tensor | None:
         return None
 
@@ -167,15 +167,16 @@ def check_positions(network: ModuleNetwork, ops: Ops, device: torch.device) -> N
     """
     name = type(network.module).__name__
 
-    def logits(*positions: Sequence[int]) -> Tensor:  # [T, V]
-        offsets = torch.tensor([0, *map(len, positions)]).cumsum(0).int().to(device)
-        flat = torch.tensor([position for sequence in positions for position in sequence], device=device)
-        tokens = torch.arange(len(flat), device=device).flip(0) + 1
-        rows = torch.arange(len(flat), device=device)
-        return network.logits(tokens, StepInputs(ops, flat, offsets), rows).float()
+    def logits(*sequences: Sequence[int]) -> Tensor:  # positions of each sequence -> [T, V]
+        row_offsets = torch.tensor([0, *map(len, sequences)]).cumsum(0).int().to(device)
+        positions = torch.tensor([position for sequence in sequences for position in sequence], device=device)
+        tokens = torch.arange(len(positions), device=device).flip(0) + 1
+        rows = torch.arange(len(positions), device=device)
+        return network.logits(tokens, StepInputs(ops, positions, row_offsets), rows).float()
 
-    first, last = [0, 1, 2], [0, 1, 2, 3]
-    single, batched, shifted = logits(last), logits(first, last)[3:], logits([0, 1, 2, 9])
+    # The tokens count down to 1, so the last sequence has the tokens 4, 3, 2, 1 in each call.
+    single, shifted = logits([0, 1, 2, 3]), logits([0, 1, 2, 9])
+    batched = logits([0, 1, 2], [0, 1, 2, 3])[3:]
     tolerance = (0.02 if network.module.dtype == torch.float32 else 0.2) * float(single.std())
     if float((single - batched).abs().max()) > tolerance:
         raise UnsupportedFeatureError(name, "its results for a sequence depend on the rest of the batch")
@@ -187,7 +188,8 @@ def _module_config(pipeline_config: PipelineConfig) -> PreTrainedConfig:
     """Return the configuration of the module.
 
     Raises:
-        ConfigError: transformers cannot read it, or it needs code without ``trust_remote_code``.
+        ConfigError: transformers cannot read the configuration, or the checkpoint needs its own Python code
+            and ``trust_remote_code`` is not set.
     """
     from transformers import AutoConfig
 
