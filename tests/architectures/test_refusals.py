@@ -68,7 +68,7 @@ def load_blueprint(family: str, changes: dict[str, Any]) -> Any:
         (
             "exaone4",
             {"sliding_window_pattern": "LLX"},
-            "sliding_window_pattern: must be a number or a text of the letters",
+            "sliding_window_pattern: must be a number or a string of the letters",
         ),
         (
             "exaone4",

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _LAYER_TYPES = (FULL, SLIDING)
 _BASES = {FULL: 1_000_000.0, SLIDING: 10_000.0}
 _GLOBAL_HEADS = (512, 1)
-"""Head size and number of kv heads of layers without a window, if the file has no ``per_layer_config``."""
+"""Head size and number of kv heads of full-attention layers if the file has no ``per_layer_config``."""
 
 
 class EmbeddingGemma2TextModel(EncoderModel):
@@ -91,7 +91,7 @@ class EmbeddingGemma2TextModel(EncoderModel):
 
 
 def _types(config: HuggingFaceConfig) -> tuple[str, ...]:
-    """Return the type of each layer. The last layer never has a window."""
+    """Return the type of each layer. The last layer always has full attention."""
     default = tuple(FULL if (layer + 1) % 6 == 0 else SLIDING for layer in range(num_layers(config)))
     return (*layer_types(config, default)[:-1], FULL)
 
@@ -120,7 +120,7 @@ def _head_sizes(config: HuggingFaceConfig, layer: int, kind: str) -> tuple[int, 
 def _rotaries(config: HuggingFaceConfig) -> Mapping[str, RotaryConfig]:
     """Return the rotary embedding of each layer type.
 
-    A type without layers gets the head size of the last layer.
+    If no layer has a type, the rotary embedding of this type gets the head size of the last layer.
     """
     rope_section, kinds = config.section("rope_parameters"), _types(config)
     configs = {}

@@ -1,6 +1,6 @@
 """ERNIE 4.5 with experts (ERNIE Team, Baidu 2025, ERNIE 4.5 Technical Report).
 
-It has softmax routing with a correction bias, shared experts, and interleaved RoPE.
+The family has softmax routing with a correction bias, shared experts, and interleaved RoPE.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class Ernie45MoeModel(TransformerModel):
     """The pipeline model of ERNIE 4.5 with experts."""
 
-    ignored_weights = (*TransformerModel.ignored_weights, "model.mtp_*")  # multi-token prediction
+    ignored_weights = (*TransformerModel.ignored_weights, "model.mtp_*")  # multi-token prediction layers
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

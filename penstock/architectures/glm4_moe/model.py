@@ -1,7 +1,7 @@
-"""GLM 4 with experts (Zeng et al. 2025, arXiv:2508.06471): the routing of DeepSeek-V3, and partial RoPE.
+"""GLM 4 with experts (Zeng et al. 2025, arXiv:2508.06471): routing as in DeepSeek-V3, and partial RoPE.
 
-The first layers are dense. All other layers have shared experts, and routed experts in groups. Routing
-selects them by their sigmoid scores plus a bias. The multi-token prediction layers at the end are not loaded.
+The first layers are dense. All other layers have shared experts, and groups of routed experts. The router
+selects experts by sigmoid score plus a bias. The multi-token prediction layers at the end are not loaded.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def group_routing(config: HuggingFaceConfig, experts: int) -> ScoreRouting:
     """Return the grouped routing of a ``config.json`` with the keys of DeepSeek-V3.
 
     Raises:
-        ConfigError: the groups do not divide the experts, or more groups are selected than there are.
+        ConfigError: the number of groups does not divide the number of experts, or ``topk_group`` exceeds it.
     """
     groups, top_groups = config.integer("n_group", 1), config.integer("topk_group", 1)
     if experts % groups:

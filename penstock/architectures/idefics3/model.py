@@ -19,7 +19,7 @@ _PREFIX = re.compile(r"^model\.(text_model\.|(?=vision_model\.|connector\.))")
 
 
 def model_tensor_name(name: str) -> str:
-    """Return the name under which the model reads a tensor of the checkpoint."""
+    """Return the model's name of a checkpoint tensor."""
     return _PREFIX.sub(lambda match: "model." if match[1] else "", name)
 
 
@@ -60,7 +60,7 @@ class Idefics3Model(VisionLanguageModel):
 
     @classmethod
     def max_image_rows(cls, huggingface_config: HuggingFaceConfig) -> int:
-        # one tile, because the tiles of an image are encoded in parts
+        # The rows of one tile, because the tiles of an image are encoded in several calls.
         return cls.vision_sizes(huggingface_config).grid ** 2
 
     def encoder_rows(self, image: ImageMetadata) -> int:

@@ -16,7 +16,7 @@ def vision_config(config: HuggingFaceConfig) -> HuggingFaceConfig:
 
 
 def has_class_row(config: HuggingFaceConfig) -> bool:
-    """Return whether the tower has a row for the class token before the patches, as in CLIP."""
+    """Return whether the tower puts a row for the class token before the patches, as CLIP does."""
     return vision_config(config).text("model_type") == CLIP
 
 
@@ -31,7 +31,7 @@ def drops_first_row(config: HuggingFaceConfig) -> bool:
 
 
 class LlavaImages(VisionFamily):
-    """LLaVA: each image becomes one token for each patch of the tower."""
+    """Images of LLaVA: one token for each patch of the tower."""
 
     @property
     def image_token_id(self) -> int:

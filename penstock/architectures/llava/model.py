@@ -1,4 +1,4 @@
-"""LLaVA (Liu et al. 2023, arXiv:2304.08485): rows of a CLIP or SigLIP tower, projected to embeddings."""
+"""LLaVA (Liu et al. 2023, arXiv:2304.08485): a CLIP or SigLIP tower, a projector and a decoder."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LlavaEncoder:
-    """A tower, and two linear layers that project its rows to embeddings of the decoder."""
+    """A tower, and two linear layers that project the tower's output rows to decoder embeddings."""
 
     tower: VisionTower
     layers: tuple[int, ...]
-    """Indices of the blocks whose output rows are used. The rows of several blocks are concatenated."""
+    """The numbers of blocks after which hidden states are used. Several hidden states are concatenated."""
     has_class_row: bool
     drops_first_row: bool
     up: Linear
@@ -87,14 +87,14 @@ _PREFIXES: Mapping[str, str] = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
-"""Prefix of a tensor name in the checkpoint -> prefix in the model.
+"""Maps the prefix of a tensor name in the checkpoint to the prefix in the model.
 
 Versions of transformers write different prefixes.
 """
 
 
 def model_tensor_name(name: str) -> str:
-    """Return the name under which the model reads a tensor of the checkpoint."""
+    """Return the model's name of a checkpoint tensor."""
     for prefix, model_prefix in _PREFIXES.items():
         if name.startswith(prefix):
             return model_prefix + name.removeprefix(prefix)
@@ -108,7 +108,7 @@ class LlavaModel(VisionLanguageModel):
     ignored_weights = (
         "*rotary_emb.inv_freq",
         "*position_ids",
-        "vision_tower.encoder.layers.*",  # blocks after the last one in use
+        "vision_tower.encoder.layers.*",  # blocks after the last used block
         "vision_tower.post_layernorm.*",
         "vision_tower.head.*",
     )
@@ -183,7 +183,9 @@ class LlavaModel(VisionLanguageModel):
 
 
 def _feature_layers(config: HuggingFaceConfig, layers: int) -> tuple[int, ...]:
-    """Return ``vision_feature_layer`` as numbers of blocks; 0 means the embeddings, -1 the last block."""
+    """Return the numbers of blocks that ``vision_feature_layer`` selects: its values, with negative indices
+    counted from the last hidden state. 0 selects the embeddings.
+    """
     configured = config.get("vision_feature_layer")
     indices = config.integers("vision_feature_layer") if isinstance(configured, list) else None
     if indices is None:

@@ -27,7 +27,7 @@ def upper_layer_windows(config: HuggingFaceConfig) -> tuple[int | None, ...]:
     With ``use_sliding_window``, the layers from index ``max_window_layers`` on have a window.
 
     Raises:
-        ConfigError: ``layer_types`` has sliding attention, but there is no window.
+        ConfigError: ``layer_types`` has sliding attention, but no window is configured.
     """
     first = config.integer("max_window_layers", 28, minimum=0)
     layers = num_layers(config)

@@ -1,4 +1,4 @@
-"""Images in prompts of Qwen2-VL, as in Qwen2.5-VL."""
+"""Images in prompts of Qwen2-VL; the format is Qwen2.5-VL's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images in prompts of Qwen3-VL, as in Qwen2.5-VL."""
+"""Images in prompts of Qwen3-VL; the format is Qwen2.5-VL's."""
 
 from __future__ import annotations
 

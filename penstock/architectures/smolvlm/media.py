@@ -1,4 +1,4 @@
-"""Images in prompts of SmolVLM, as in Idefics3."""
+"""Images in prompts of SmolVLM; the format is Idefics3's."""
 
 from __future__ import annotations
 
