@@ -1,4 +1,4 @@
-"""ERNIE 4.5, the dense model."""
+"""Dense ERNIE 4.5 models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LLaVA: LLaVA 1.5, BakLLaVA and other models with ``model_type`` ``llava``; reads images."""
+"""LLaVA: LLaVA 1.5, BakLLaVA and other models with ``model_type`` ``llava``, which read images."""
 
 from __future__ import annotations
 

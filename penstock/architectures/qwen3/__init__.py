@@ -1,4 +1,4 @@
-"""Qwen 3, dense."""
+"""Dense Qwen 3 models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SmolVLM and SmolVLM2: the network and prompts of Idefics3; reads images, not videos."""
+"""SmolVLM and SmolVLM2, with the network and prompts of Idefics3, for images; videos are refused."""
 
 from __future__ import annotations
 
