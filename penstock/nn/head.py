@@ -1,4 +1,4 @@
-"""The output head: from the last hidden states to logits."""
+"""The output head, which maps the last hidden states to logits."""
 
 from __future__ import annotations
 

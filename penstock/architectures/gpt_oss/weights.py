@@ -29,14 +29,14 @@ def load_experts(load: Loader, name: str, experts: int, hidden: int, inner: int)
     gate_up = _matrix_reader(load, f"{name}.gate_up_proj", experts, 2 * inner, hidden)
     down = _matrix_reader(load, f"{name}.down_proj", experts, hidden, inner)
     local = find_local_experts(load, experts, inner, f"{name}.down_proj.0")
-    inner_part = local.inputs or Part(0, inner)
+    inner_part = local.inner_part or Part(0, inner)
     gate_up_rows = slice(2 * inner_part.start, 2 * inner_part.stop)
     for tensor, shape in (("gate_up_proj", (2 * inner, hidden)), ("down_proj", (hidden, inner))):
         for i in local.remote_experts(experts):
             if f"{name}.{tensor}.{i}.weight" in load.source:
                 load.source.expect(f"{name}.{tensor}.{i}.weight", shape)
     # Exactly one rank adds a down bias: rank 0 if experts are divided, otherwise the rank of the expert.
-    adds_bias = local.inputs is None or load.shard.rank == 0
+    adds_bias = local.inner_part is None or load.shard.rank == 0
     # Packed matrices get no names, because adapters do not apply to single experts.
     packed = local.combine(
         (
