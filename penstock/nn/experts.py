@@ -1,4 +1,4 @@
-"""Mixtures of experts: a router selects a few experts for each row (Shazeer et al. 2017, arXiv:1701.06538)."""
+"""Mixtures of experts: a router selects a few experts per row (Shazeer et al. 2017, arXiv:1701.06538)."""
 
 from __future__ import annotations
 

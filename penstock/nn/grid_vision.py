@@ -2,7 +2,7 @@
 
 An image is a grid of patches. Each patch is one input row. Each square of ``merge`` x ``merge`` patches
 becomes one output row. The patches of a square are adjacent input rows. Squares are ordered from left to
-right and from top to bottom. The patches within a square have the same order.
+right and from top to bottom. Patches within a square have the same order.
 """
 
 from __future__ import annotations
