@@ -176,8 +176,8 @@ def _classify_tensors(
     """Divide the tensors of an adapter's file into LoRA matrices and copies of the base model's tensors.
 
     Returns:
-        For all layers of the adapter: a map from layer and ``A`` or ``B`` to the tensor name. And the names of
-        all copies.
+        For all layers of the adapter, a map from layer and ``A`` or ``B`` to the tensor name; and the names
+        of all copies.
 
     Raises:
         WeightsError: a tensor matches no layer, or the adapter has no matrices.

@@ -30,7 +30,7 @@ class EncoderCache:
         return rows
 
     def put(self, image_hash: bytes | None, rows: Tensor) -> None:
-        """Cache the rows of an image, unless it has no digest or its rows exceed the budget."""
+        """Cache the rows of an image. Does nothing if it has no digest or its rows exceed ``max_bytes``."""
         self.num_encoded += 1
         if image_hash is None or image_hash in self._rows or rows.nbytes > self.max_bytes:
             return

@@ -49,7 +49,7 @@ class SpeechTokenGenerationPipeline(TextGenerationPipeline):
         pipeline_config: the configuration.
         pipeline_model: the class of the model; the pipeline creates the instance.
         eos_token_id: see `TextGenerationPipeline`.
-        codes: the tokens that represent codes.
+        codes: the mapping from tokens to codes.
         **options: see `TextGenerationPipeline`.
     """
 
@@ -84,11 +84,11 @@ class SpeechTokenGenerationPipeline(TextGenerationPipeline):
 
         Args:
             batch: the contexts, by request id. Contexts whose tokens have ended are left out.
-            num_steps: maximum number of tokens of a context.
-            tokens_to_generate: maximum number of tokens of each context, by request id.
+            num_steps: maximum number of new tokens of any context.
+            tokens_to_generate: maximum number of new tokens of each context, by request id.
 
         Returns:
-            The new tokens of each context that generated any.
+            The new tokens of each context that has generated at least one token.
 
         Raises:
             InputError: ``tokens_to_generate`` has no entry for a context.
@@ -100,35 +100,37 @@ class SpeechTokenGenerationPipeline(TextGenerationPipeline):
         num_left = {request_id: min(tokens_to_generate[request_id], num_steps) for request_id in batch}
         responses: dict[str, TextGenerationResponse] = {}
         while True:
-            rows = {
+            generating = {
                 request_id: context
                 for request_id, context in batch.items()
                 if num_left[request_id] > 0
                 and not context.generation_status.is_done
                 and request_id not in self.failures
             }
-            if not rows:
+            if not generating:
                 return responses
-            before = {request_id: len(context.generated_tokens) for request_id, context in rows.items()}
-            steps = min(num_left[request_id] for request_id in rows)
-            for request_id, response in self.execute(rows, steps).items():
-                num_left[request_id] -= len(rows[request_id].generated_tokens) - before[request_id]
-                known_response = responses.setdefault(
+            lengths = {
+                request_id: len(context.generated_tokens) for request_id, context in generating.items()
+            }
+            steps = min(num_left[request_id] for request_id in generating)
+            for request_id, response in self.execute(generating, steps).items():
+                num_left[request_id] -= len(generating[request_id].generated_tokens) - lengths[request_id]
+                total_response = responses.setdefault(
                     request_id, TextGenerationResponse([], response.final_status)
                 )
-                known_response.tokens.extend(response.tokens)
-                known_response.update_status(response.final_status)
+                total_response.tokens.extend(response.tokens)
+                total_response.update_status(response.final_status)
 
 
 def add_speech_codes(context: TTSContext, codes: SpeechCodes) -> None:
-    """Move the whole frames of the newly generated tokens to ``context.speech_tokens``.
+    """Append the whole frames of newly generated tokens to ``context.speech_tokens``.
 
-    After the end of the tokens, an incomplete frame is dropped.
+    If generation has ended, an incomplete last frame is dropped.
     """
     status = context.generation_status
     tokens = context.generated_tokens[context.num_parsed_tokens :]
     if status is TextGenerationStatus.END_OF_SEQUENCE:
-        tokens = tokens[:-1]  # the last token ended the speech and is no code
+        tokens = tokens[:-1]  # the last token is an end-of-sequence token
     frames, num_parsed, num_dropped = codes.parse(tokens)
     if status.is_done:
         num_dropped += len(tokens) - num_parsed
