@@ -341,8 +341,8 @@ class DecoderModel(NetworkModel[TextContext]):
     ) -> Tensor | None:  # [T]
         """Return the sequence length that determines the rotary angles of each row.
 
-        It is the prompt length or the row's position + 1, whichever is larger, as in transformers, and at
-        least the shortest length of the context's `KVCacheSpec.regime`. Recomputation yields the same keys.
+        It is the prompt length or the row's position + 1, whichever is larger, as in transformers. To make
+        recomputed keys equal, it is at least the shortest length of the context's `KVCacheSpec.regime`.
         """
         spec = self.kv_cache_spec
         if not self.network.length_dependent or spec is None:

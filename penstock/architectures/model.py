@@ -44,7 +44,7 @@ BaseContextType = TypeVar("BaseContextType", bound=InputContext)
 WeightsAdapter = Callable[[str], str | None]
 """Maps a checkpoint tensor name to the name that the model uses, or to None to drop the tensor."""
 
-_UNSET: Any = None  # a subclass with other inputs need not set these fields
+_UNSET: Any = None  # a default, so that a subclass with other inputs can leave fields unset
 
 
 @dataclass(kw_only=True)
@@ -145,7 +145,7 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         return_logits: ReturnLogits = ReturnLogits.VARIABLE,
         return_hidden_states: ReturnHiddenStates = ReturnHiddenStates.NONE,
     ) -> None:
-        if kv_cache_config is not None:  # the memory plan also uses this argument
+        if kv_cache_config is not None:  # set in the configuration, because the memory plan reads it there
             pipeline_config = replace(pipeline_config, kv_cache=kv_cache_config)
         pipeline_config.check_determinism()
         self.pipeline_config = pipeline_config

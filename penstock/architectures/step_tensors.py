@@ -39,7 +39,7 @@ def step_key(inputs: ModelInputs, columns: Callable[[int], int]) -> Hashable:
         inputs.logit_rows.shape[0],
         inputs.text_lengths is None,
         None if embeds is None else (embeds[1].shape, embeds[1].dtype),
-        kv.caches[0].data_ptr(),  # a compiled step writes to the cache that it was recorded with
+        kv.caches[0].data_ptr(),  # a compiled step writes to the cache with which it was recorded
         _adapter_key(inputs.lora),
         *(columns(group.block_tables.shape[1]) for group in kv.groups),
     )
@@ -77,7 +77,7 @@ def step_tensors(inputs: ModelInputs) -> dict[str, Tensor]:
     if inputs.input_embeds is not None:
         rows, embeddings = inputs.input_embeds
         tensors["embedded_rows"] = rows
-        tensors["embeddings"] = embeddings[:, None]  # [P, 1, W]: two-dimensional inputs would be padded
+        tensors["embeddings"] = embeddings[:, None]  # [P, 1, W]: compiled steps pad two-dimensional inputs
     return tensors
 
 

@@ -1,4 +1,4 @@
-"""`TransformersModel`: runs a family that Penstock does not implement through its transformers module.
+"""`TransformersModel`: runs the transformers module of a family that Penstock does not implement.
 
 The module calls `paged_attention` for attention and computes all other operations itself. Steps run eagerly.
 The module must call the attention interface of transformers in each layer, pass the keyword arguments of a
@@ -38,7 +38,7 @@ _FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_atte
 
 @dataclass(frozen=True, slots=True)
 class ModuleNetwork:
-    """A module of transformers with its head."""
+    """A transformers module, including its head."""
 
     module: nn.Module
     spec: KVCacheSpec
@@ -75,7 +75,7 @@ class ModuleNetwork:
 
 
 class TransformersModel(DecoderModel):
-    """The pipeline model of a family that runs through its transformers module."""
+    """The pipeline model of a family that Penstock runs with its transformers module."""
 
     network: ModuleNetwork
 
@@ -212,10 +212,10 @@ def _module_config(pipeline_config: PipelineConfig) -> PreTrainedConfig:
 
 
 def _check(pipeline_config: PipelineConfig) -> None:
-    """Refuse settings and modules that this model cannot run.
+    """Refuse settings that `TransformersModel` does not support and modules that it cannot run.
 
     Raises:
-        ConfigError: names the setting or the property of the module.
+        ConfigError: the message names the setting, or the property of the module.
     """
     if pipeline_config.lora.is_enabled:
         raise ConfigError("enable_lora", "adapters cannot be applied to the module of transformers")
@@ -267,7 +267,7 @@ def _class_problem(config: PreTrainedConfig, pipeline_config: PipelineConfig) ->
 
 
 def _windows(config: PreTrainedConfig) -> list[tuple[int | None, bool]]:  # [L]
-    """Return for each layer its window, and whether the window is a chunk."""
+    """Return for each layer its window or chunk size, and whether attention is chunked."""
     layers = int(config.num_hidden_layers)
     window = getattr(config, "sliding_window", None) or None
     types = getattr(config, "layer_types", None)

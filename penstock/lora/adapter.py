@@ -140,7 +140,7 @@ def _weights_file(folder: Path) -> Path:
 
 
 def _base_tensor_name(name: str, rename: Rename) -> str:
-    """Return an adapter's tensor name in which the layer has its name in the base model."""
+    """Return an adapter's tensor name, with PEFT's layer name replaced by the base model's layer name."""
     stripped = name.removeprefix(_PREFIX)
     match = _MATRIX_NAME.fullmatch(stripped)
     if match is None:

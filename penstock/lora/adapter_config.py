@@ -40,7 +40,7 @@ _REFUSED: Mapping[str, str] = {
 _WITHOUT_EFFECT = {
     "auto_mapping",
     "base_model_name_or_path",
-    "corda_config",  # initialization, checked by `init_lora_weights`
+    "corda_config",  # an option of ``init_lora_weights``, which is checked
     "eva_config",
     "fan_in_fan_out",  # memory layout of the base model's weights
     "inference_mode",
@@ -83,7 +83,7 @@ DECODER = "model."
 class AdapterConfig:
     """The fields of an ``adapter_config.json`` that affect results.
 
-    Arguments ``layer`` are names of the base model.
+    The argument ``layer`` of the methods is a layer name of the base model.
     """
 
     path: Path
@@ -98,9 +98,9 @@ class AdapterConfig:
     layers_pattern: tuple[str, ...]
     base_model: str | None
     decoder: str = DECODER
-    """The prefix of decoder layers in PEFT's model, whose names the patterns match.
+    """The prefix of decoder layers in PEFT's model. The patterns are compared with names of PEFT's model.
 
-    It differs from ``model.`` in models with an image encoder, in which the decoder is a submodule.
+    The prefix differs from ``model.`` in models with an image encoder, in which the decoder is a submodule.
     """
 
     @classmethod

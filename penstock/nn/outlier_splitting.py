@@ -111,7 +111,7 @@ def with_repeated_inputs(weight: Tensor, repeated: Tensor) -> Tensor:  # [out, i
     """Return ``weight [out, in]`` in float32, followed by copies of the inputs ``repeated [R]``.
 
     The weights of an input and its copies add up to the original weight. At most one of them has a rounding
-    error in the quantized weight: each other one is 0 or has the largest magnitude of the output's row, and
+    error in the quantized weight: every other one is 0 or has the largest magnitude of the output's row, and
     these values are exact multiples of the row's scale.
     """
     remainder = weight.float()

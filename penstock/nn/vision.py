@@ -46,7 +46,7 @@ class EncoderRunner:
         Args:
             key: identifies the operations of the step. It contains the encoder and the grids of the images.
             inputs: the tensors of the step by name, in the same order for each call with this key.
-            step: computes the results from operations and inputs, with these operations and with views only.
+            step: computes the results from operations and inputs. It may use only these operations and views.
         """
         results = None if self.graphs is None else self.graphs.run(key, inputs, step)
         return tuple(step(self.ops, inputs)) if results is None else results
@@ -291,9 +291,9 @@ class VisionTower:
     def hidden_states(
         self, patches: Tensor, positions: Tensor, step: StepInputs, layers: Sequence[int]
     ) -> list[Tensor]:
-        """Return the hidden states ``[T, E]`` after 0, 1, 2, ... blocks, for each number in ``layers``.
+        """Return the hidden states ``[T, E]`` after n blocks, for each number n in ``layers``.
 
-        0 means the embeddings. The final norm is not applied. See `__call__` for the other arguments.
+        n = 0 means the embeddings. The final norm is not applied. See `__call__` for the other arguments.
         """
         x, residual = self._embed(patches, positions, step), None
         states = {0: x}

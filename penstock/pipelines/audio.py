@@ -96,7 +96,7 @@ def create_audio(required: PipelineRequirements, codecs: CodecRegistry = CODECS)
 
 
 def codec_folder(config: PipelineConfig, speech_format: SpeechFormat) -> Path:
-    """Return the folder of the configured codec, or else of the checkpoint's, or else of the format's."""
+    """Return the folder of the codec: the configured codec, else the checkpoint's, else the format's."""
     configured_codec, checkpoint_codec = config.speech.codec, speech_format.description.codec
     if (
         configured_codec is None
@@ -177,7 +177,7 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
     ) -> dict[str, AudioGenerationResponse]:
         """Generate up to ``num_tokens`` speech tokens for each context, and decode the complete frames.
 
-        The last frames are only right context of the codec. The next call decodes them.
+        The codec uses the last frames as right context only. The next call decodes these frames.
 
         Raises:
             InputError: ``num_tokens`` is less than 1, or a context has ended.
@@ -197,7 +197,7 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
     ) -> dict[str, AudioGenerationResponse]:
         """Run up to ``num_steps`` steps of the language model, and decode complete chunks.
 
-        Contexts that have generated all tokens take part in decoding only. Their cache blocks are already
+        For contexts that have generated all tokens, only audio is decoded. Their cache blocks are already
         free.
         """
         if num_steps < 1:

@@ -49,7 +49,7 @@ def draft_tokens(
     Args:
         contexts: the batch.
         limits: the maximum number of drafts of each context.
-        proposer: drafts tokens for contexts whose grammar forces no token; None for no such drafts.
+        proposer: drafts tokens for contexts whose grammar forces no token; None disables these drafts.
         draft_lengths: limits the drafts of the proposer further; None sets no further limit.
         vocabulary: V; 0 before the first forward, when V is not known yet.
     """

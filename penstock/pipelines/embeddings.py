@@ -144,7 +144,7 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
         """Refuse placeholder tokens of images, audio and other inputs that are not text.
 
         Raises:
-            UnsupportedFeatureError: names the first placeholder token.
+            UnsupportedFeatureError: the message names the first placeholder token.
         """
         placeholders = self.model.placeholders
         if not placeholders:

@@ -46,7 +46,7 @@ class SampledTokens:
     tokens: list[int] = field(default_factory=list)
     """The accepted drafts and the token after them; without drafts one token per step."""
     log_probabilities: list[LogProbabilities] = field(default_factory=list)
-    """One entry per token if requested. With echo, the first entry begins with those of the prompt."""
+    """One entry per token if requested. With echo, the first entry includes the prompt tokens."""
     fault: str | None = None
     """The reason why the tokens are invalid; None if they are valid."""
     has_no_allowed_token: bool = False
@@ -73,7 +73,7 @@ class LaunchHandle:
     outputs: ModelOutputs | None = None
     """Outputs of the forward if log probabilities were requested."""
     begin: float | None = None
-    """Time of the launch in seconds, if all contexts decode."""
+    """Time of the launch in seconds; None if a context computes a prompt or drafts are verified."""
 
 
 class ModelRunner:

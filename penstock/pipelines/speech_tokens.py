@@ -31,11 +31,11 @@ def create_speech_tokens(
         CheckpointError: the model cannot be loaded.
         InsufficientMemoryError: weights and the smallest useful KV cache do not fit.
     """
-    form = required.tokenizer.speech_format
+    speech_format = required.tokenizer.speech_format
     pipeline = create_text_pipeline(
         required,
-        partial(SpeechTokenGenerationPipeline, codes=form.codes),
-        form.end_token_ids[0],
+        partial(SpeechTokenGenerationPipeline, codes=speech_format.codes),
+        speech_format.end_token_ids[0],
         session,
     )
     assert isinstance(pipeline, SpeechTokenGenerationPipeline)
@@ -80,10 +80,10 @@ class SpeechTokenGenerationPipeline(TextGenerationPipeline):
     def next_speech_token(
         self, batch: Mapping[str, TTSContext], num_steps: int, tokens_to_generate: Mapping[str, int]
     ) -> dict[str, TextGenerationResponse]:
-        """Generate speech tokens, until ``num_steps`` steps have run or all contexts have ended.
+        """Generate speech tokens until ``num_steps`` steps have run or all contexts have ended.
 
         Args:
-            batch: the contexts, by request id. Contexts whose tokens have ended are left out.
+            batch: the contexts, by request id. Contexts that have generated all tokens are skipped.
             num_steps: maximum number of new tokens of any context.
             tokens_to_generate: maximum number of new tokens of each context, by request id.
 

@@ -88,7 +88,7 @@ class TaskRecord:
     tokenizer: str | type = "penstock.text.tokenizer:TextTokenizer"
     """The tokenizer or processor of architectures that do not name one."""
     tokenizer_settings: tuple[str, ...] = ()
-    """Flat names of the settings that are passed to the tokenizer's constructor as keyword arguments."""
+    """The names of settings that are passed to the tokenizer's constructor as keyword arguments."""
 
     def load_factory(self) -> PipelineFactory:
         """Return the factory; loads torch."""

@@ -144,7 +144,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
     def ready(self, context: TextContext) -> bool:
         """Return whether the context can be scheduled.
 
-        Starts compiling its grammar and loading its adapter if needed.
+        Starts compiling the grammar of the context if needed, and reserves a slot for its adapter.
 
         Raises:
             PenstockError: the context can never be scheduled.
@@ -266,7 +266,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
 
     @property
     def image_counts(self) -> tuple[int, int]:
-        """The numbers of encoded images and of hits in the encoder cache."""
+        """The number of encoded images, and the number of hits in the encoder cache."""
         images = self.runner.images
         return (0, 0) if images is None else (images.cache.num_encoded, images.cache.num_hits)
 

@@ -7,7 +7,7 @@ from penstock.nn import ClassifierNames, EncoderNames, MaskedLMNames
 
 
 def model_tensor_name(name: str) -> str:
-    """Return the model's name of a checkpoint tensor, without the prefix ``bert.`` of models with a head.
+    """Return a tensor name without the prefix ``bert.``, which only models with a head have.
 
     Checkpoints converted from TensorFlow call the weight and bias of layer norms ``gamma`` and ``beta``.
     """

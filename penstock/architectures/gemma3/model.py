@@ -26,7 +26,7 @@ _PREFIXES = (
 
 
 def model_tensor_name(name: str) -> str:
-    """Return the model's name of a checkpoint tensor."""
+    """Return the name that the model uses for a checkpoint tensor."""
     for pattern, prefix in _PREFIXES:
         name = pattern.sub(prefix, name)
     return name

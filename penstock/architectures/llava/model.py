@@ -94,7 +94,7 @@ Versions of transformers write different prefixes.
 
 
 def model_tensor_name(name: str) -> str:
-    """Return the model's name of a checkpoint tensor."""
+    """Return the name that the model uses for a checkpoint tensor."""
     for prefix, model_prefix in _PREFIXES.items():
         if name.startswith(prefix):
             return model_prefix + name.removeprefix(prefix)

@@ -80,7 +80,7 @@ _REQUIRED_VALUES = {
     "qk_norm_type": "per_layer",
     "shared_intermediate_size": 0,
 }
-"""Keys of ``config.json`` with the only supported value."""
+"""The only supported value of each of these keys in ``config.json``."""
 
 
 def _check_options(config: HuggingFaceConfig) -> None:

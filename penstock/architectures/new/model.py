@@ -18,7 +18,7 @@ _REQUIRED_VALUES = {
     "logn_attention_clip1": False,
     "pack_qkv": True,
 }
-"""Options of the custom code with the only supported value, which all published checkpoints use."""
+"""The only supported value of each of these options of the custom code. All published checkpoints use it."""
 
 
 class NewModel(GteModel):

@@ -30,7 +30,7 @@ _REQUIRED_OLDER_VALUES = {
     "rotary_emb_scale_base": None,
     "rotary_scaling_factor": None,
 }
-"""Keys of older files with the only supported value."""
+"""The only supported value of each of these keys in older files."""
 
 
 class NomicBertModel(PostNormModel):

@@ -23,7 +23,7 @@ _PREFIX = re.compile(r"^model\.(language_model\.|(?=visual\.))")
 
 
 def model_tensor_name(name: str) -> str:
-    """Return the model's name of a checkpoint tensor."""
+    """Return the name that the model uses for a checkpoint tensor."""
     return _PREFIX.sub(lambda match: "model." if match[1] else "", name)
 
 

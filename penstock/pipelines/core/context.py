@@ -46,7 +46,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
     eos_sequences: list[list[int]] = msgspec.field(default_factory=list)
     """Sequences of generated tokens that end the output. Empty sequences are removed."""
     log_probabilities: int | None = None
-    """Report the log probabilities of this many top tokens for each token; 0 or None reports none."""
+    """The number of top tokens whose log probabilities are reported for each token; 0 or None for none."""
     log_probabilities_echo: bool = False
     """Whether log probabilities of prompt tokens are reported too."""
     ignore_eos: bool = False
@@ -65,7 +65,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
     cache_salt: str | None = None
     """Only contexts with the same salt share cached prefixes."""
     token_hash_overrides: dict[int, int] = msgspec.field(default_factory=dict)
-    """Token index -> the id to hash instead of the token id in block hashes."""
+    """Maps token indices to the ids that block hashes use instead of the token ids."""
     priority: int = 0
     """Contexts with a higher number are scheduled first."""
     client_id: str = ""
@@ -73,7 +73,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
     session_id: str = ""
     """Session of the request. With several workers, all requests of a session go to the same worker."""
     num_cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache; set by the KV cache."""
+    """Number of prompt tokens found in the prefix cache; set by the KV cache."""
 
     _status: TextGenerationStatus = _ACTIVE
     _cache_seq_id: int | None = None
@@ -98,7 +98,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
         self.grammar, self.json_schema = resolved_grammar(self.grammar, self.json_schema)
         self._check_end_tokens()
 
-    # Progress: update after each step, until is_done.
+    # Progress. `update` is called after each step until `is_done`.
 
     def update(self, new_token: int, log_probabilities: LogProbabilities | None = None) -> None:
         """Append a sampled token, with the log probabilities of the step's positions.

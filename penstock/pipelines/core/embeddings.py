@@ -13,7 +13,7 @@ from penstock.errors import InputError
 from penstock.pipelines.core.context import TextContext
 
 EmbeddingsOutput = Literal["dense", "sparse", "multi_vector", "scores"]
-"""``dense``: one pooled vector. ``sparse``: a weight for each of some token ids. ``multi_vector``: one vector
+"""``dense``: one pooled vector. ``sparse``: the weights of some token ids. ``multi_vector``: one vector
 for each token. ``scores``: one number for each label of a classification or reranking head."""
 PoolingType = Literal["cls", "mean", "max", "mean_sqrt_len", "weighted_mean", "last_token"]
 """How the hidden states of an input become one vector; see ``PoolingMode`` of sentence-transformers."""
@@ -78,7 +78,7 @@ class EmbeddingsGenerationRequest:
     instruction: str | None = None
     """The task description for rerankers whose prompt template contains one."""
     pooling: PoolingType | None = None
-    """None uses the checkpoint's pooling."""
+    """The pooling of the hidden states; None uses the pooling of the checkpoint."""
     dimensions: int | None = None
     """Keep this many leading dimensions of a dense vector; None keeps all."""
     normalize: bool | None = None
@@ -88,7 +88,7 @@ class EmbeddingsGenerationRequest:
     truncate: bool = False
     """Cut an input that exceeds the maximum length; otherwise such an input is refused."""
     max_tokens: int | None = None
-    """The length to cut to; None uses the model's maximum length. Needs ``truncate``."""
+    """The length in tokens to which the input is cut; None for the model's maximum. Requires ``truncate``."""
     adapter: str | None = None
     """The LoRA adapter, or a task adapter of the checkpoint. It is used without the prompt of its task."""
     task: str | None = None
@@ -138,7 +138,7 @@ class EmbeddingsFields(EmbeddingsOptions, total=False):
 class EmbeddingsContext(TextContext, kw_only=True, tag=True, omit_defaults=True):
     """The context of one embeddings request, which one forward computes.
 
-    ``tokens`` hold the whole model input: special tokens, prompt, text, and the second text of a pair. The
+    ``tokens`` contains the whole model input: special tokens, prompt, text, and the second text of a pair. The
     context generates no tokens, so the input may be as long as ``max_length``.
     """
 
@@ -149,7 +149,7 @@ class EmbeddingsContext(TextContext, kw_only=True, tag=True, omit_defaults=True)
     num_unpooled_tokens: int = 0
     """Number of leading tokens that pooling and multi-vector output skip, such as those of a prompt."""
     pooling: PoolingType | None = None
-    """None uses the checkpoint's pooling."""
+    """The pooling of the hidden states; None uses the pooling of the checkpoint."""
     dimensions: int | None = None
     """Keep this many leading dimensions of a dense vector; None keeps all."""
     normalize: bool | None = None

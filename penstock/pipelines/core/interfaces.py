@@ -88,7 +88,7 @@ class InputContext(Protocol):
 
     @property
     def token_hash_overrides(self) -> dict[int, int]:
-        """Token index -> the id to hash instead of the token id in block hashes; distinguishes images."""
+        """Maps token indices to the ids that block hashes use instead of the token ids, for images."""
 
     @property
     def priority(self) -> int:
@@ -99,7 +99,7 @@ class InputContext(Protocol):
         """Client of the request, an opaque id. Clients share the batch evenly within each priority."""
 
     num_cached_tokens: int
-    """Prompt tokens found in the prefix cache; the KV cache writes it."""
+    """Number of prompt tokens found in the prefix cache; set by the KV cache."""
 
     @property
     def eos_token_ids(self) -> set[int]:
@@ -119,7 +119,7 @@ class InputContext(Protocol):
 
     @property
     def log_probabilities(self) -> int | None:
-        """Report the log probabilities of this many top tokens for each token; 0 or None reports none."""
+        """The number of top tokens whose log probabilities are reported for each token; 0 or None for none."""
 
     @property
     def log_probabilities_echo(self) -> bool:

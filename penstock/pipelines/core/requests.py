@@ -103,7 +103,7 @@ class TokenGeneratorRequest:
     tools: list[TokenGeneratorRequestTool] | None = None
     response_format: TokenGeneratorResponseFormat | None = None
     timestamp_ns: int = 0
-    """When the server received the request, in nanoseconds."""
+    """Time at which the server received the request, in nanoseconds."""
     request_path: str = "/"
     """The HTTP path of the request."""
     logprobs: int = 0
@@ -158,7 +158,7 @@ class AudioGenerationRequest:
     voice: str | None = None
     """The name of a voice on which the model was trained."""
     streaming: bool = False
-    """Whether the audio is streamed: the first chunk is short, for low latency."""
+    """Whether the audio is streamed. The first chunk is then short, for low latency."""
     adapter: str | None = None
     """The name of the LoRA adapter to use."""
     cache_salt: str | None = None

@@ -34,7 +34,7 @@ class _SpeechContext(TextContext, kw_only=True, omit_defaults=True):
     """The keyword-only fields of a `TTSContext`."""
 
     streaming: bool = False
-    """Whether audio is streamed: the first chunks are short, for low latency."""
+    """Whether audio is streamed. The first chunks are then short, for low latency."""
     num_dropped_tokens: int = 0
     """Number of generated tokens that are no speech codes or belong to an incomplete frame."""
 

@@ -18,7 +18,7 @@ class TextGenerationStatus(str, Enum):
 
     @property
     def is_done(self) -> bool:
-        """True for every status but ``ACTIVE``."""
+        """True for all statuses except ``ACTIVE``."""
         return self is not TextGenerationStatus.ACTIVE
 
 

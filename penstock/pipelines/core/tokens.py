@@ -25,7 +25,7 @@ import numpy.typing as npt
 from penstock.errors import InputError
 
 CHUNK_SIZE = 128
-"""The array's capacity is a multiple of this."""
+"""The array's capacity is a multiple of this number of tokens."""
 
 
 class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):

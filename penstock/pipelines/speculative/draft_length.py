@@ -33,8 +33,8 @@ class AdaptiveDraftLength:
 
     Draft j of a context is accepted with probability ``p ** j``, where p is the recent acceptance rate of the
     context. The drafts of all contexts are sorted by probability, and the number of most probable drafts with
-    the highest predicted speed is chosen. If no number of drafts is faster than a step without drafts, only
-    occasional probes are drafted.
+    the highest predicted speed is chosen. If the predicted speedup is at most `_MIN_SPEEDUP`, only occasional
+    probes are drafted.
 
     Args:
         max_drafts: the maximum number of drafts of a context.
@@ -162,7 +162,7 @@ class StepCosts:
     The estimate never decreases with the number of rows, which corrects single slow measurements. It is
     interpolated linearly between measured numbers of rows. Outside the measured range, the estimate is
     optimistic, so that unmeasured numbers of rows are tried. Below the range it is proportional to the number
-    of rows. Above the range, twice the rows take `_ASSUMED_COST_OF_DOUBLING` more time.
+    of rows. Above the range, twice the rows take 5 % more time (`_ASSUMED_COST_OF_DOUBLING`).
     """
 
     def __init__(self) -> None:

@@ -75,7 +75,7 @@ class _Index:
     last_ends: dict[tuple[int, ...], int] = field(default_factory=dict)
     """Maps each n-gram to the index after its last occurrence."""
     previous_ends: dict[int, int] = field(default_factory=dict)
-    """Maps the end of each longest n-gram to the end of its previous occurrence."""
+    """Maps the end of each n-gram of the maximum size to the end of its previous occurrence."""
 
     def extend(self, tokens: list[int]) -> None:
         """Add tokens.
