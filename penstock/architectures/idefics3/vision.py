@@ -1,6 +1,6 @@
 """The vision encoder of Idefics3 and SmolVLM (Laurençon et al. 2024, arXiv:2408.12637).
 
-It is a SigLIP tower with a pixel shuffle, which concatenates the rows of a square of patches.
+The encoder is a SigLIP model with a pixel shuffle, which concatenates the rows of a square of patches.
 """
 
 from __future__ import annotations

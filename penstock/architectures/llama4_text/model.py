@@ -211,7 +211,10 @@ def _chunk_sizes(config: HuggingFaceConfig) -> tuple[int | None, ...]:  # [L]
 
 
 def _expert_layers(config: HuggingFaceConfig, layers: int) -> set[int]:
-    """Return the indices of layers with experts: ``moe_layers``, or each ``interleave_moe_layer_step``-th."""
+    """Return the indices of layers with experts: ``moe_layers``, or every N-th layer.
+
+    N is ``interleave_moe_layer_step``.
+    """
     configured = config.integers("moe_layers")
     if configured is not None:
         return set(configured)

@@ -24,7 +24,10 @@ class Qwen3Embedder(EmbedderModel):
 
     @cached_property
     def huggingface_config(self) -> HuggingFaceConfig:
-        """The checkpoint's configuration. A reranker's has the token ids of the answers as ``answer_ids``."""
+        """The checkpoint's configuration.
+
+        The configuration of a reranker also has ``answer_ids``, the token ids of the two answers.
+        """
         config = super().huggingface_config
         token_ids = answer_ids(self.pipeline_config.model.checkpoint)
         if token_ids is None:

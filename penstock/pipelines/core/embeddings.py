@@ -138,8 +138,8 @@ class EmbeddingsFields(EmbeddingsOptions, total=False):
 class EmbeddingsContext(TextContext, kw_only=True, tag=True, omit_defaults=True):
     """The context of one embeddings request, which one forward computes.
 
-    ``tokens`` contains the whole model input: special tokens, prompt, text, and the second text of a pair. The
-    context generates no tokens, so the input may be as long as ``max_length``.
+    ``tokens`` contains the whole model input: special tokens, prompt, text, and the second text of a pair.
+    The context generates no tokens, so the input may be as long as ``max_length``.
     """
 
     outputs: tuple[EmbeddingsOutput, ...] = ()

@@ -119,7 +119,7 @@ class InputContext(Protocol):
 
     @property
     def log_probabilities(self) -> int | None:
-        """The number of top tokens whose log probabilities are reported for each token; 0 or None for none."""
+        """Number of top tokens whose log probabilities are reported for each token; 0 or None for none."""
 
     @property
     def log_probabilities_echo(self) -> bool:
