@@ -47,7 +47,7 @@ class VisionModel(ABC):
     @classmethod
     @abstractmethod
     def encoder_row_size(cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig) -> int:
-        """Return the size in bytes of the tower's activations for one row."""
+        """Return the size in bytes of the vision tower's activations for one row."""
 
     @classmethod
     def estimate_encoder_memory(

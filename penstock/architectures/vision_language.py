@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from penstock.nn import BlockParts, LoadBlock
 
 _ROWS_PER_PATCH = 6
-"""Activations that the tower holds at once per patch, as a multiple of the width of its widest layer."""
+"""Activations that the vision tower holds at once per patch, in widths of its widest layer."""
 
 
 MAX_ENCODER_GRAPHS = 8
@@ -34,7 +34,7 @@ MAX_ENCODER_GRAPHS = 8
 
 
 class ImageEncoder(Protocol):
-    """The computation from images to embeddings: a tower and its connector to the decoder."""
+    """The computation from images to embeddings: a vision tower and a projection."""
 
     def __call__(self, images: Sequence[ImageMetadata], run: EncoderRunner) -> list[Tensor]:
         """Return the embeddings ``[embedding_rows, W]`` of each image; see `VisionModel.encode_images`."""

@@ -102,7 +102,7 @@ class Blueprint:
 
         Args:
             config: the checkpoint's configuration, a `HuggingFaceConfig`.
-            head_dim: the family's default head size; None for E / H.
+            head_dim: the family's default head size; None for hidden size / heads.
             activation: the key of the activation function; None if the family has no such key.
             default_activation: the family's activation function, used if the file has none.
             default_base: the family's base of the rotary embedding.
@@ -204,7 +204,7 @@ def interleaved(blueprint: Blueprint) -> Blueprint:
 
 
 def check_head_dim(config: ConfigValues) -> None:
-    """Check that ``head_dim`` is absent or E / H, for families that do not read the key.
+    """Check that ``head_dim`` is absent or hidden size / heads. Families that do not read the key call it.
 
     Raises:
         ConfigError: ``head_dim`` has another value.

@@ -1,6 +1,8 @@
-"""Layers of vision encoders: patch embedding, pre-norm blocks, and the towers of CLIP and SigLIP.
+"""Layers of vision encoders: patch embedding, pre-norm blocks, and the encoders of CLIP and SigLIP.
 
-A tower processes a ragged batch of images. Each image is a sequence of the step, and each patch is a row.
+A vision tower is the part of a vision encoder before the pooling and the projection to the decoder. It
+processes a ragged batch of images. Each image is a sequence of the step, and each patch is a row.
+
 Sources: Dosovitskiy et al. 2020 (ViT, arXiv:2010.11929), Radford et al. 2021 (CLIP, arXiv:2103.00020), Zhai
 et al. 2023 (SigLIP, arXiv:2303.15343).
 """
@@ -172,7 +174,7 @@ class VisionBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionSizes:
-    """Sizes of a CLIP or SigLIP tower, read from a checkpoint's ``vision_config``."""
+    """Sizes of a CLIP or SigLIP vision tower, read from a checkpoint's ``vision_config``."""
 
     hidden: int  # E
     inner: int  # F
@@ -189,7 +191,7 @@ class VisionSizes:
         """Read a ``vision_config`` with the usual key names.
 
         Args:
-            config: the section of the tower.
+            config: the section of the vision tower.
             activation: the family's default activation function.
             norm_eps: the family's default epsilon of norms.
 
@@ -241,14 +243,14 @@ class VisionTower:
         num_blocks: int | None = None,
         post_norm: bool = True,
     ) -> VisionTower:
-        """Read a tower.
+        """Read a vision tower.
 
         Args:
             load: reads and packs the tensors.
-            name: the full name of the tower in the checkpoint.
+            name: the prefix of the names of its tensors.
             sizes: sizes and options.
-            is_clip: whether the tower is CLIP's: each image starts with a class row, the patch embedding has
-                no bias, and a norm follows the embeddings.
+            is_clip: whether it is the tower of CLIP. In CLIP, each image starts with a class row, the patch
+                embedding has no bias, and a norm follows the embeddings.
             num_blocks: the number of blocks to load and run; by default all.
             post_norm: whether the final norm is applied.
         """

@@ -1,4 +1,4 @@
-"""The vision encoder of Gemma 3 (arXiv:2503.19786): a SigLIP tower, average pooling and a projection."""
+"""The vision encoder of Gemma 3 (arXiv:2503.19786): a SigLIP encoder, average pooling and a projection."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PROJECTION = "multi_modal_projector.mm_input_projection_weight"
 
 @dataclass(frozen=True, slots=True)
 class Gemma3Vision:
-    """The tower, average pooling of squares of patches, and the projection to decoder embeddings."""
+    """The vision tower, average pooling of squares of patches, and the projection to decoder embeddings."""
 
     tower: VisionTower
     norm: RMSNorm

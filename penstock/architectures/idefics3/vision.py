@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from penstock.pipelines.core import ImageMetadata
 
 MAX_ROWS = 4096
-"""Maximum number of rows that the tower computes in one call, unless a single tile has more rows."""
+"""Maximum number of rows that the vision tower computes in one call, unless a single tile has more rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Idefics3Vision:
-    """The tower, and the projection of squares of patches to decoder embeddings."""
+    """The vision tower, and the projection of squares of patches to decoder embeddings."""
 
     tower: VisionTower
     projection: Linear  # [s^2 E] -> [E of the decoder]

@@ -1,4 +1,4 @@
-"""LLaVA (Liu et al. 2023, arXiv:2304.08485): a CLIP or SigLIP tower, a projector and a decoder."""
+"""LLaVA (Liu et al. 2023, arXiv:2304.08485): a CLIP or SigLIP encoder, a projector and a decoder."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LlavaEncoder:
-    """A tower, and two linear layers that project the tower's output rows to decoder embeddings."""
+    """A vision tower, and two linear layers that project its output rows to decoder embeddings."""
 
     tower: VisionTower
     layers: tuple[int, ...]
@@ -56,7 +56,7 @@ class LlavaEncoder:
         pixels = torch.stack([torch.from_numpy(image.pixel_values) for image in images])
         pixels = pixels.to(self.device, self.dtype)  # [N, C, h, w]
         patches = flatten_patches(pixels, self.tower.sizes.patch_size).view(
-            len(images), -1, _width(self.tower)
+            len(images), -1, _flat_patch_size(self.tower)
         )
         if self.has_class_row:
             patches = torch.cat([patches.new_zeros(len(images), 1, patches.shape[2]), patches], dim=1)
@@ -193,11 +193,11 @@ def _feature_layers(config: HuggingFaceConfig, layers: int) -> tuple[int, ...]:
     numbers = tuple(layers + 1 + index if index < 0 else index for index in indices)
     if not numbers or min(numbers) < 0 or max(numbers) > layers:
         raise ConfigError(
-            "vision_feature_layer", f"{configured!r} is not within the {layers} layers of the tower"
+            "vision_feature_layer", f"{configured!r} is not within the {layers} layers of the vision tower"
         )
     return numbers
 
 
-def _width(tower: VisionTower) -> int:
-    """Return the size of a flattened patch."""
+def _flat_patch_size(tower: VisionTower) -> int:
+    """Return the number of values of a patch: C p p."""
     return tower.sizes.channels * tower.sizes.patch_size**2

@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """Return a small ``config.json`` for tests: windows of 2 x 2 merged patches, and a block with none."""
+    """Return a small ``config.json`` for tests: windows in two of three vision blocks."""
     return {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
         "model_type": "qwen2_5_vl",
