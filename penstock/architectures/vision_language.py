@@ -89,7 +89,7 @@ class VisionLanguageModel(VisionModel, TransformerModel):
 
     @classmethod
     def vision_config(cls, huggingface_config: HuggingFaceConfig) -> HuggingFaceConfig:
-        """Return the configuration of the tower."""
+        """Return the configuration of the vision tower."""
         section = huggingface_config.section("vision_config").to_dict()
         return HuggingFaceConfig({**cls.vision_defaults, **section}, "config.json: vision_config")
 

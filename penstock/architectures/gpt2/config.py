@@ -66,7 +66,7 @@ class GPT2Config:
         if config.flag("add_cross_attention"):
             raise ConfigError("add_cross_attention", "is true: cross attention is not supported")
         scale = (hidden // heads) ** -0.5 if config.flag("scale_attn_weights", True) else 1.0
-        by_layer = config.flag("scale_attn_by_inverse_layer_idx")
+        divides_by_layer = config.flag("scale_attn_by_inverse_layer_idx")
         return cls(
             vocabulary=config.integer("vocab_size"),
             positions=config.integer("n_positions"),
@@ -74,7 +74,7 @@ class GPT2Config:
             inner=config.integer("n_inner", 4 * hidden),
             heads=heads,
             scales=tuple(
-                scale / (layer + 1) if by_layer else scale
+                scale / (layer + 1) if divides_by_layer else scale
                 for layer in range(config.integer("n_layer", maximum=MAX_LAYERS))
             ),
             norm_eps=config.number("layer_norm_epsilon", 1e-5),

@@ -49,7 +49,7 @@ class Idefics3Model(VisionLanguageModel):
 
     @classmethod
     def vision_sizes(cls, huggingface_config: HuggingFaceConfig) -> VisionSizes:
-        """Return the sizes of the tower."""
+        """Return the sizes of the vision tower."""
         vision = cls.vision_config(huggingface_config)
         return VisionSizes.from_huggingface(vision, activation="gelu_pytorch_tanh", norm_eps=1e-6)
 

@@ -25,7 +25,7 @@ class VoicePrompt(msgspec.Struct, frozen=True):
 
     name: str
     codes: list[int]
-    """Codes of the audio codec: the frames, flattened."""
+    """Codes of the audio codec, frame after frame."""
     transcription: str = ""
     """The transcription of the recording."""
 
@@ -36,7 +36,7 @@ class _SpeechContext(TextContext, kw_only=True, omit_defaults=True):
     streaming: bool = False
     """Whether audio is streamed. The first chunks are then short, for low latency."""
     num_dropped_tokens: int = 0
-    """Number of generated tokens that are no speech codes or belong to an incomplete frame."""
+    """Number of generated tokens that are not speech codes or belong to an incomplete frame."""
 
     _num_parsed_tokens: int = 0
 
@@ -55,7 +55,7 @@ class TTSContext(_SpeechContext, tag=True, omit_defaults=True):
     audio_prompt_tokens: npt.NDArray[np.int32] = msgspec.field(default_factory=_no_tokens)
     """Speech tokens of the voice to imitate."""
     prev_samples_beyond_offset: int = 0
-    """Number of samples after the last chunk that the decoder keeps. Only the decoder uses this field."""
+    """Number of audio samples after the last chunk. For decoders of callers; Penstock does not use it."""
 
     _speech_tokens: npt.NDArray[np.int32] = msgspec.field(default_factory=_empty_chunk)
     _speech_token_end_idx: int = 0
@@ -69,7 +69,7 @@ class TTSContext(_SpeechContext, tag=True, omit_defaults=True):
 
     @property
     def speech_tokens(self) -> npt.NDArray[np.int32]:
-        """The speech tokens so far, as a view."""
+        """The speech tokens so far: a view of the buffer, which changes when tokens are added."""
         return self._speech_tokens[: self._speech_token_end_idx]
 
     @property
@@ -94,9 +94,9 @@ class TTSContext(_SpeechContext, tag=True, omit_defaults=True):
         end = start + len(new_tokens)
         if end >= self._speech_tokens.size:
             capacity = -(-len(new_tokens) // CHUNK_SIZE) * CHUNK_SIZE
-            larger = np.zeros(self._speech_tokens.size + capacity, dtype=self._speech_tokens.dtype)
-            larger[:start] = self.speech_tokens
-            self._speech_tokens = larger
+            larger_buffer = np.zeros(self._speech_tokens.size + capacity, dtype=self._speech_tokens.dtype)
+            larger_buffer[:start] = self.speech_tokens
+            self._speech_tokens = larger_buffer
         self._speech_tokens[start:end] = new_tokens
         self._speech_token_end_idx = end
         self._block_counter += 1
