@@ -249,8 +249,8 @@ class VisionTower:
             load: reads and packs the tensors.
             name: the prefix of the names of its tensors.
             sizes: sizes and options.
-            is_clip: whether the model is CLIP. In CLIP, each image starts with a class row, the patch embedding
-                has no bias, and a norm follows the embeddings.
+            is_clip: whether the model is CLIP. In CLIP, each image starts with a class row, the patch
+                embedding has no bias, and a norm follows the embeddings.
             num_blocks: the number of blocks to load and run; by default all.
             post_norm: whether the final norm is applied.
         """
