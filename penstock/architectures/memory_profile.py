@@ -1,6 +1,6 @@
 """Plans memory from the measured size of the weights and of the largest step.
 
-This happens before the KV cache is allocated.
+The plan is made before the KV cache is allocated.
 """
 
 from __future__ import annotations

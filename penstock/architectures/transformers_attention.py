@@ -12,9 +12,9 @@ from penstock.errors import UnsupportedFeatureError
 from penstock.kernels import StepInputs
 from penstock.kv_cache import KVCacheSpec, KVGroup
 
-NAME = "penstock_paged"
+ATTENTION_NAME = "penstock_paged"
 """The name under which transformers finds the attention function."""
-STEP = "penstock_step"
+STEP_ARGUMENT = "penstock_step"
 """The keyword argument of a forward that transformers passes to the attention function."""
 
 
@@ -39,8 +39,8 @@ def register() -> None:
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(NAME, paged_attention)
-    AttentionMaskInterface.register(NAME, _no_mask)
+    AttentionInterface.register(ATTENTION_NAME, paged_attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
 
 
 def _no_mask(*args: object, **kwargs: object) -> None:
@@ -64,7 +64,7 @@ def paged_attention(
     Raises:
         UnsupportedFeatureError: the layer requests an attention that does not match the KV cache.
     """
-    module_step = options.pop(STEP, None)
+    module_step = options.pop(STEP_ARGUMENT, None)
     if not isinstance(module_step, ModuleStep):
         raise UnsupportedFeatureError(
             type(module).__name__, "its forward does not pass keyword arguments to the attention layers"

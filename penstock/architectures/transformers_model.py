@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from penstock.architectures.decoder import DecoderModel, Network, kv_dtype
 from penstock.architectures.model import ModelInputs
-from penstock.architectures.transformers_attention import NAME, STEP, ModuleStep, register
+from penstock.architectures.transformers_attention import ATTENTION_NAME, STEP_ARGUMENT, ModuleStep, register
 from penstock.config import upper_bounded_default
 from penstock.errors import ConfigError, UnsupportedFeatureError
 from penstock.kernels import Ops, SamplingInputs, StepInputs, encoding_named
@@ -52,7 +52,7 @@ class ModuleNetwork:
             position_ids=step.positions[None],
             use_cache=False,
             logits_to_keep=rows,
-            **{STEP: module_step},
+            **{STEP_ARGUMENT: module_step},
         )
         if sorted(module_step.calls) != list(range(self.spec.num_layers)):
             raise UnsupportedFeatureError(
@@ -133,7 +133,7 @@ class TransformersModel(DecoderModel):
                 model.checkpoint,
                 config=_module_config(self.pipeline_config),
                 dtype=self.dtype.to_torch(),
-                attn_implementation=NAME,
+                attn_implementation=ATTENTION_NAME,
                 trust_remote_code=model.trust_remote_code,
                 local_files_only=True,
             )

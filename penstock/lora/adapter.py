@@ -16,13 +16,13 @@ from torch import Tensor
 
 from penstock.errors import CheckpointError, UnsupportedFeatureError, WeightsError
 from penstock.kernels import PackedLinear, encoding_named, unpack_linear
-from penstock.lora.adapter_config import DECODER, AdapterConfig
+from penstock.lora.adapter_config import DECODER_PREFIX, AdapterConfig
 from penstock.nn.layer_parts import LayerPart, concatenated
 from penstock.weights import Weights
 from penstock.weights.safetensors import read_header
 
 WEIGHTS_FILE = "adapter_model.safetensors"
-_PICKLE = "adapter_model.bin"
+_PICKLE_FILE = "adapter_model.bin"
 _PREFIX = "base_model.model."
 _MATRIX_NAME = re.compile(r"(?P<layer>.+)\.lora_(?P<letter>[AB])(?:\.(?P<adapter>[^.]+))?\.weight")
 _OTHER_KINDS = {
@@ -130,10 +130,10 @@ def _weights_file(folder: Path) -> Path:
     file = folder / WEIGHTS_FILE
     if file.is_file():
         return file
-    if (folder / _PICKLE).is_file():
+    if (folder / _PICKLE_FILE).is_file():
         raise CheckpointError(
             folder,
-            f"has pickled weights only ({_PICKLE}), which can run code when read: load the adapter with "
+            f"has pickled weights only ({_PICKLE_FILE}), which can run code when read: load the adapter with "
             "peft and save it again, PeftModel.from_pretrained(...).save_pretrained(folder)",
         )
     raise CheckpointError(folder, f"has no {WEIGHTS_FILE}")
@@ -145,11 +145,11 @@ def _base_tensor_name(name: str, rename: Rename) -> str:
     match = _MATRIX_NAME.fullmatch(stripped)
     if match is None:
         return _PREFIX + (rename(stripped) or stripped)
-    layer = _layer(match["layer"], rename)
+    layer = _base_layer_name(match["layer"], rename)
     return f"{_PREFIX}{layer}{stripped.removeprefix(match['layer'])}"
 
 
-def _layer(module: str, rename: Rename) -> str:
+def _base_layer_name(module: str, rename: Rename) -> str:
     """Return the base model's name of the layer that PEFT's model calls ``module``."""
     return (rename(f"{module}.weight") or f"{module}.weight").removesuffix(".weight")
 
@@ -158,11 +158,11 @@ def _decoder_prefix(names: Iterable[str], rename: Rename) -> str:
     """Return the prefix of decoder layers in PEFT's model. In the base model, the prefix is ``model.``."""
     for name in names:
         if match := _MATRIX_NAME.fullmatch(name.removeprefix(_PREFIX)):
-            layer = _layer(match["layer"], rename)
-            rest = layer.removeprefix(DECODER)
+            layer = _base_layer_name(match["layer"], rename)
+            rest = layer.removeprefix(DECODER_PREFIX)
             if rest != layer and match["layer"].endswith(rest):
                 return match["layer"].removesuffix(rest)
-    return DECODER
+    return DECODER_PREFIX
 
 
 def _stored_names(file: Path) -> list[str]:
@@ -273,7 +273,7 @@ def _check_copies(
             )
 
 
-def _part(layers: Layers, layer: str) -> slice:
+def _output_slice(layers: Layers, layer: str) -> slice:
     part = next(part for part in layers[layer].slices if part.name == layer)
     return slice(part.start, part.stop)
 
@@ -286,12 +286,12 @@ def whole_shape(layers: Layers, layer: str, parts: Parts) -> tuple[int, int]:
 
 def layer_shape(layers: Layers, layer: str) -> tuple[int, int]:
     """Return the numbers of outputs and inputs of this rank's part of a layer of the base model."""
-    part = _part(layers, layer)
+    part = _output_slice(layers, layer)
     return part.stop - part.start, layers[layer].in_features
 
 
 def _unpacked_weight(layers: Layers, layer: str) -> Tensor:  # [out, in]
-    return unpack_linear(layers[layer])[_part(layers, layer)].cpu()
+    return unpack_linear(layers[layer])[_output_slice(layers, layer)].cpu()
 
 
 def _as_packed(weight: Tensor, packed: PackedLinear) -> Tensor:  # [out, in] -> [out, in]

@@ -18,7 +18,7 @@ from penstock.weights.json_files import read_json_object
 
 CONFIG_FILE = "adapter_config.json"
 
-_REFUSED: Mapping[str, str] = {
+_REFUSED_FIELDS: Mapping[str, str] = {
     "use_dora": "DoRA",
     "modules_to_save": "fully trained layers in addition to the adapter",
     "trainable_token_indices": "trained embeddings of some tokens",
@@ -37,7 +37,7 @@ _REFUSED: Mapping[str, str] = {
 }
 """Maps unsupported fields, which change results when set, to the kind of adapter that uses them."""
 
-_WITHOUT_EFFECT = {
+_IGNORED_FIELDS = {
     "auto_mapping",
     "base_model_name_or_path",
     "corda_config",  # an option of ``init_lora_weights``, which is checked
@@ -55,7 +55,7 @@ _WITHOUT_EFFECT = {
 }
 """Fields that have no effect on the results of a trained adapter."""
 
-_READ = {
+_READ_FIELDS = {
     "alpha_pattern",
     "bias",
     "exclude_modules",
@@ -75,7 +75,7 @@ _SUPPORTED_INITS = (None, True, False, "gaussian", "orthogonal", "eva")
 """Values of ``init_lora_weights`` that do not change the weights of the base model."""
 
 _HEAD = "lm_head"
-DECODER = "model."
+DECODER_PREFIX = "model."
 """The prefix of decoder layers in the base model."""
 
 
@@ -97,7 +97,7 @@ class AdapterConfig:
     layers: tuple[int, ...]
     layers_pattern: tuple[str, ...]
     base_model: str | None
-    decoder: str = DECODER
+    decoder: str = DECODER_PREFIX
     """The prefix of decoder layers in PEFT's model. The patterns are compared with names of PEFT's model.
 
     The prefix differs from ``model.`` in models with an image encoder, in which the decoder is a submodule.
@@ -127,7 +127,7 @@ class AdapterConfig:
 
     def _module(self, layer: str) -> str:
         """Return the name of a layer in PEFT's model."""
-        rest = layer.removeprefix(DECODER)
+        rest = layer.removeprefix(DECODER_PREFIX)
         return layer if rest == layer else self.decoder + rest
 
     def layer_rank(self, layer: str) -> int:
@@ -274,13 +274,14 @@ def _refuse_unsupported(path: Path, fields: Mapping[str, object]) -> None:
         raise UnsupportedFeatureError(f"task_type {task!r}", f"{path} is not an adapter for text generation")
     if fields.get("bias", "none") != "none":
         refuse(f"bias {fields['bias']!r}", "has biases trained with the adapter")
-    for name, meaning in _REFUSED.items():
+    for name, meaning in _REFUSED_FIELDS.items():
         if fields.get(name):
             refuse(f"{meaning} ({name})", f"sets it to {fields[name]!r}")
     init = fields.get("init_lora_weights")
     if init not in _SUPPORTED_INITS:
         refuse(f"init_lora_weights {init!r}", "was trained on a base model that this setting changes")
-    unknown = [name for name in fields if name not in {*_REFUSED, *_WITHOUT_EFFECT, *_READ} and fields[name]]
+    known = {*_REFUSED_FIELDS, *_IGNORED_FIELDS, *_READ_FIELDS}
+    unknown = [name for name, value in fields.items() if name not in known and value]
     if unknown:
         refuse(f"the field {unknown[0]!r}", f"sets it to {fields[unknown[0]]!r}")
 

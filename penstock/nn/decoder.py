@@ -53,8 +53,8 @@ LoadBlock: TypeAlias = Callable[[int], Block]
 class Branch:
     """A residual branch: the norms before and after a layer, and the scale of the layer's output."""
 
-    before: Norm | None
-    after: Norm | None
+    norm_before: Norm | None
+    norm_after: Norm | None
     scale: float = 1.0
 
     def enter(self, x: Tensor, residual: Tensor | None, step: StepInputs) -> tuple[Tensor, Tensor]:
@@ -65,8 +65,8 @@ class Branch:
             residual: the residual stream; None in the first branch of a model.
             step: the inputs of the step.
         """
-        if self.before is not None:
-            return self.before.add(x, residual, step)
+        if self.norm_before is not None:
+            return self.norm_before.add(x, residual, step)
         total = x if residual is None else step.ops.add(x, residual)
         return total, total
 
@@ -75,8 +75,8 @@ class Branch:
 
         The caller adds the output to the residual stream.
         """
-        if self.after is not None:
-            x = self.after(x, step)
+        if self.norm_after is not None:
+            x = self.norm_after(x, step)
         return x if self.scale == 1 else step.ops.scale(x, self.scale)
 
 

@@ -21,7 +21,7 @@ class Embedding:
     scale: float = 1.0  # multiplies rows of the table, not `input_embeds`
     ranks: Collectives | None = None
     """The ranks among which the table is divided; None for a whole table."""
-    first: int = 0
+    first_token_id: int = 0
     """The token id of the first row of `table`."""
 
     def __call__(
@@ -33,7 +33,9 @@ class Embedding:
         if self.ranks is None:
             x = step.ops.embedding(tokens, self.table)
         else:
-            x = step.ops.all_reduce(step.ops.embedding_part(tokens, self.table, self.first), self.ranks)
+            x = step.ops.all_reduce(
+                step.ops.embedding_part(tokens, self.table, self.first_token_id), self.ranks
+            )
         if self.scale != 1:
             x = step.ops.scale(x, self.scale)
         return x if input_embeds is None else step.ops.put_rows(x, *input_embeds)

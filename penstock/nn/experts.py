@@ -139,22 +139,23 @@ def load_experts(
         tensors = f"{name}.gate_up_proj", f"{name}.down_proj"
         names = [tuple(f"{name}.{i}.{part}" for part in parts) for i in range(experts)]
         return load_stacked_experts(load, tensors, experts, hidden, inner, names=names)
-    local = find_local_experts(load, experts, inner, f"{name}.0.{parts[2]}")
+    local_experts = find_local_experts(load, experts, inner, f"{name}.0.{parts[2]}")
     gate, up, down = parts
-    outputs = {gate: local.gate_outputs, up: local.gate_outputs}
-    for i in local.remote_experts(experts):  # other ranks read these experts; this rank checks their shapes
+    outputs = {gate: local_experts.gate_outputs, up: local_experts.gate_outputs}
+    # Other ranks read the remote experts. This rank checks their shapes.
+    for i in local_experts.remote_experts(experts):
         for part in parts:
             shape = (hidden, inner) if part == down else (inner, hidden)
             load.source.expect(f"{name}.{i}.{part}.weight", shape)
     gate_ups = (
         load.fused(f"{name}.{i}", {gate: inner, up: inner}, hidden, is_expert=True, outputs=outputs)
-        for i in local.experts
+        for i in local_experts.experts
     )
     downs = (
-        load.linear(f"{name}.{i}.{down}", hidden, inner, is_expert=True, inputs=local.inner_part)
-        for i in local.experts
+        load.linear(f"{name}.{i}.{down}", hidden, inner, is_expert=True, inputs=local_experts.inner_part)
+        for i in local_experts.experts
     )
-    return local.combine(gate_ups, downs)
+    return local_experts.combine(gate_ups, downs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +235,7 @@ def load_stacked_experts(
             applies.
         transposed: whether the tensors are stored ``[N, E, 2F]`` and ``[N, F, E]``.
     """
-    local = find_local_experts(load, experts, inner, tensors[1])
+    local_experts = find_local_experts(load, experts, inner, tensors[1])
 
     def read(tensor: str, out_features: int, in_features: int) -> Sequence[Tensor]:
         if transposed:
@@ -245,23 +246,25 @@ def load_stacked_experts(
     gate_ups, downs = read(tensors[0], 2 * inner, hidden), read(tensors[1], hidden, inner)
 
     def pack(weight: Tensor, keys: Sequence[str], part: LayerPart) -> Linear:
-        rank_parts = None if local.inner_part is None else dict.fromkeys(keys, part)
+        rank_parts = None if local_experts.inner_part is None else dict.fromkeys(keys, part)
         sizes = dict.fromkeys(keys, part.out_features)
         return load.pack(weight, sizes, is_expert=True, rank_parts=rank_parts)
 
     def gate_up(i: int) -> Linear:
-        weight, part = gate_ups[i], LayerPart(inner, hidden, local.gate_outputs)
-        if local.inner_part is not None:
-            gate_and_up_rows = (local.inner_part, local.inner_part.shifted(inner))
+        weight, part = gate_ups[i], LayerPart(inner, hidden, local_experts.gate_outputs)
+        if local_experts.inner_part is not None:
+            gate_and_up_rows = (local_experts.inner_part, local_experts.inner_part.shifted(inner))
             weight = concatenated(LayerPart(2 * inner, hidden, gate_and_up_rows).slice_rows(weight))
         return pack(weight, names[i][:2] if names else (), part)
 
     def down(i: int) -> Linear:
-        part = LayerPart(hidden, inner, (), local.inner_part)
+        part = LayerPart(hidden, inner, (), local_experts.inner_part)
         (weight,) = part.slice_weight(downs[i])
         return pack(weight, names[i][2:] if names else (), part)
 
-    packed = local.combine((gate_up(i) for i in local.experts), (down(i) for i in local.experts))
+    packed = local_experts.combine(
+        (gate_up(i) for i in local_experts.experts), (down(i) for i in local_experts.experts)
+    )
     for tensor in tensors:
         load.source.release(tensor)
     return packed

@@ -29,7 +29,7 @@ from penstock.nn.mlp import MLP
 from penstock.nn.norm import LayerNorm, RMSNorm
 from penstock.nn.rotary import RotaryRows
 
-_QUICK_GELU = 1.702
+_QUICK_GELU_FACTOR = 1.702
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,8 @@ class QuickGeluMLP:
 
     def __call__(self, x: Tensor, step: StepInputs) -> Tensor:  # [T, E] -> [T, E]
         ops = step.ops
-        inner = ops.activation(ops.scale(self.up(x, step), _QUICK_GELU), "silu")
-        return self.down(ops.scale(inner, 1 / _QUICK_GELU), step)
+        inner = ops.activation(ops.scale(self.up(x, step), _QUICK_GELU_FACTOR), "silu")
+        return self.down(ops.scale(inner, 1 / _QUICK_GELU_FACTOR), step)
 
 
 def load_mlp(

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-_FIRST_CHUNK, _LARGEST_CHUNK, _WHOLE_CHUNK = 0.15, 2.0, 10.0
+_FIRST_CHUNK, _LARGEST_CHUNK, _RESPONSE_CHUNK = 0.15, 2.0, 10.0
 """Seconds of audio per chunk: the first and the largest chunk of a stream, and chunks of requests without
 streaming. Short chunks reduce latency. Long chunks recompute less context.
 """
@@ -96,7 +96,11 @@ def create_audio(required: PipelineRequirements, codecs: CodecRegistry = CODECS)
 
 
 def codec_folder(config: PipelineConfig, speech_format: SpeechFormat) -> Path:
-    """Return the folder of the codec: the configured codec, else the checkpoint's, else the format's."""
+    """Return the folder of the codec.
+
+    The configured codec takes precedence over the codec of the checkpoint, and that over the default codec of
+    the speech format.
+    """
     configured_codec, checkpoint_codec = config.speech.codec, speech_format.description.codec
     if (
         configured_codec is None
@@ -118,7 +122,7 @@ def check_codec(codec: AudioCodec, speech_format: SpeechFormat) -> None:
     """Check that the codec can decode the codes of a speech format.
 
     Raises:
-        ConfigError: the codes per frame differ, or the format has the larger codebook.
+        ConfigError: the codes per frame differ, or the codebook of the codec is too small.
     """
     format_sizes = (speech_format.codes.codes_per_frame, speech_format.codes.codebook_size)
     codec_sizes = (codec.codes_per_frame, codec.codebook_size)
@@ -156,13 +160,14 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
         self.speech_lm_pipeline = speech_lm_pipeline
         self.codec = codec
         self._voices = dict(voices or {})
-        first, largest, whole = (
+        first, largest, response_size = (
             ceil(seconds * codec.frame_rate) if chunk_frames is None else chunk_frames
-            for seconds in (_FIRST_CHUNK, _LARGEST_CHUNK, _WHOLE_CHUNK)
+            for seconds in (_FIRST_CHUNK, _LARGEST_CHUNK, _RESPONSE_CHUNK)
         )
-        self._stream_sizes, self._response_sizes = ChunkSizes(first, largest), ChunkSizes(whole, whole)
+        self._stream_sizes = ChunkSizes(first, largest)
+        self._response_sizes = ChunkSizes(response_size, response_size)
         self._chunk_ends: dict[int, int] = {}
-        self._max_frames = max(whole, largest)
+        self._max_frames = max(response_size, largest)
         """Number of frames, over all contexts, after which a call of ``execute`` decodes no further chunk."""
 
     # -- AudioGenerator ---------------------------------------------------------------------------------

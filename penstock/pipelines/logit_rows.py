@@ -87,7 +87,7 @@ def rows_as_sequences(
 
 
 def last_rows(outputs: ModelOutputs, counts: Sequence[int]) -> Tensor:  # [R, V]
-    """Return the last rows of logits of each sequence; ``counts [B]`` are their numbers."""
+    """Return the last ``counts[b]`` rows of logits of each sequence b."""
     if outputs.next_token_logits is not None and max(counts) == 1:
         return outputs.next_token_logits
     assert outputs.logits is not None, "the model returned no logits"

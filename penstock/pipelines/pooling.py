@@ -48,7 +48,7 @@ def _weighted_mean(rows: Tensor, counted: Tensor) -> Tensor:
     return (counted * weights[:, None]).sum(0) / weights.sum()
 
 
-# Functions of all rows, and of the rows that are counted.
+# The arguments are all rows of a text, and the rows without those to skip.
 _POOLINGS: Mapping[PoolingType, Callable[[Tensor, Tensor], Tensor]] = {
     "cls": lambda rows, counted: counted[0],
     "mean": lambda rows, counted: counted.mean(0),

@@ -43,21 +43,21 @@ class XIELUMLP:
 
     @classmethod
     def load(
-        cls, load: Loader, blueprint: Blueprint, name: str, stored: Mapping[str, float] | None
+        cls, load: Loader, blueprint: Blueprint, name: str, stored_parameters: Mapping[str, float] | None
     ) -> XIELUMLP:
-        """Read the layer with this full name.
+        """Read the layer called ``name``.
 
         Args:
             load: reads and packs the tensors.
             blueprint: the sizes of the network.
             name: the full name of the layer in the checkpoint.
-            stored: the layer's parameters of xIELU from the configuration; None to read them as tensors of
-                the checkpoint.
+            stored_parameters: the layer's parameters of xIELU from the configuration; None to read them as
+                tensors of the checkpoint.
         """
 
         def read_parameter(parameter: str, *shape: int) -> Tensor:
-            if stored is not None:
-                return torch.full(shape, stored[parameter])
+            if stored_parameters is not None:
+                return torch.full(shape, stored_parameters[parameter])
             return load.source.tensor(f"{name}.act_fn.{parameter}", shape).float()
 
         positive, negative = softplus(read_parameter("alpha_p", 1)), softplus(read_parameter("alpha_n", 1))
@@ -112,8 +112,10 @@ class ApertusModel(TransformerModel):
     def feed_forward(
         cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig
     ) -> LoadFeedForward:
-        stored = stored_activations(huggingface_config, blueprint.layers)
-        return lambda name, layer: XIELUMLP.load(load, blueprint, name, stored[layer] if stored else None)
+        stored_parameters = stored_activations(huggingface_config, blueprint.layers)
+        return lambda name, layer: XIELUMLP.load(
+            load, blueprint, name, stored_parameters[layer] if stored_parameters else None
+        )
 
 
 def stored_activations(config: HuggingFaceConfig, num_layers: int) -> list[dict[str, float]] | None:

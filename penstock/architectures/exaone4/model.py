@@ -19,7 +19,7 @@ class Exaone4Model(TransformerModel):
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
         config = huggingface_config
         has_windows = config.optional_integer("sliding_window", _WINDOW) is not None
-        types = layer_types(config, _default_types(config, has_windows))
+        types = layer_types(config, _default_layer_types(config, has_windows))
         return Blueprint.from_huggingface(
             config,
             norm_eps=config.number("rms_norm_eps", 1e-5),
@@ -30,7 +30,7 @@ class Exaone4Model(TransformerModel):
         )
 
 
-def _default_types(config: HuggingFaceConfig, has_windows: bool) -> tuple[str, ...]:  # [L]
+def _default_layer_types(config: HuggingFaceConfig, has_windows: bool) -> tuple[str, ...]:  # [L]
     """Return the types of the layers for a file without ``layer_types``.
 
     ``sliding_window_pattern`` is a number n or a string. With a number, each n-th layer has full attention. A

@@ -28,17 +28,17 @@ def load_experts(load: Loader, name: str, experts: int, hidden: int, inner: int)
         )
     gate_up = _matrix_reader(load, f"{name}.gate_up_proj", experts, 2 * inner, hidden)
     down = _matrix_reader(load, f"{name}.down_proj", experts, hidden, inner)
-    local = find_local_experts(load, experts, inner, f"{name}.down_proj.0")
-    inner_part = local.inner_part or Part(0, inner)
+    local_experts = find_local_experts(load, experts, inner, f"{name}.down_proj.0")
+    inner_part = local_experts.inner_part or Part(0, inner)
     gate_up_rows = slice(2 * inner_part.start, 2 * inner_part.stop)
     for tensor, shape in (("gate_up_proj", (2 * inner, hidden)), ("down_proj", (hidden, inner))):
-        for i in local.remote_experts(experts):
+        for i in local_experts.remote_experts(experts):
             if f"{name}.{tensor}.{i}.weight" in load.source:
                 load.source.expect(f"{name}.{tensor}.{i}.weight", shape)
     # Exactly one rank adds a down bias: rank 0 if experts are divided, otherwise the rank of the expert.
-    adds_bias = local.inner_part is None or load.shard.rank == 0
+    adds_bias = local_experts.inner_part is None or load.shard.rank == 0
     # Packed matrices get no names, because adapters do not apply to single experts.
-    packed = local.combine(
+    packed = local_experts.combine(
         (
             load.pack(
                 _deinterleave(gate_up(i)[gate_up_rows]),
@@ -46,7 +46,7 @@ def load_experts(load: Loader, name: str, experts: int, hidden: int, inner: int)
                 bias=_deinterleave(gate_up_bias[i][gate_up_rows]),
                 is_expert=True,
             )
-            for i in local.experts
+            for i in local_experts.experts
         ),
         (
             load.pack(
@@ -55,7 +55,7 @@ def load_experts(load: Loader, name: str, experts: int, hidden: int, inner: int)
                 bias=down_bias[i] if adds_bias else None,
                 is_expert=True,
             )
-            for i in local.experts
+            for i in local_experts.experts
         ),
     )
     for tensor in (f"{name}.gate_up_proj", f"{name}.down_proj"):

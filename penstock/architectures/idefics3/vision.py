@@ -108,7 +108,7 @@ def num_patches(image: ImageMetadata, patch_size: int) -> int:
 
 
 def tile_positions(rows: int, columns: int, side: int) -> Tensor:
-    """Return the row of each patch of a grid in a table of ``side * side`` learned positions."""
+    """Return, for each patch of a grid, its row in the table of ``side * side`` learned positions."""
     return (_table_indices(rows, side)[:, None] * side + _table_indices(columns, side)).flatten()
 
 

@@ -117,7 +117,7 @@ class ModernBertModel(EncoderModel):
         config = huggingface_config
         hidden = config.integer("hidden_size")
         tokens = load.table("embeddings.tok_embeddings", config.integer("vocab_size"), hidden)
-        types = _types(config)
+        types = _layer_types(config)
         network = ModernBertNetwork(
             tokens,
             _norm(load, config, "embeddings.norm"),
@@ -130,7 +130,7 @@ class ModernBertModel(EncoderModel):
         return network
 
 
-def _types(config: HuggingFaceConfig) -> tuple[str, ...]:
+def _layer_types(config: HuggingFaceConfig) -> tuple[str, ...]:
     period = config.integer("global_attn_every_n_layers", 3)
     default = tuple(SLIDING if layer % period else FULL for layer in range(num_layers(config)))
     return layer_types(config, default)

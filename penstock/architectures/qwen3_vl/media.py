@@ -1,4 +1,4 @@
-"""Images in prompts of Qwen3-VL; the format is Qwen2.5-VL's."""
+"""Images in prompts of Qwen3-VL, in the format of Qwen2.5-VL."""
 
 from __future__ import annotations
 

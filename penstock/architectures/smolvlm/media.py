@@ -1,4 +1,4 @@
-"""Images in prompts of SmolVLM; the format is Idefics3's."""
+"""Images in prompts of SmolVLM, in the format of Idefics3."""
 
 from __future__ import annotations
 

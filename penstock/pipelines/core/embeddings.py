@@ -54,7 +54,7 @@ def check_dimensions(dimensions: int, size: int, trained: Sequence[int] | None) 
         raise InputError(f"dimensions must be one of {sizes}, was {dimensions}")
     raise InputError(
         f"dimensions is {dimensions}, but the model has {size} dimensions and its checkpoint names no "
-        "others: leave dimensions out, or load a model that is trained for it with --matryoshka-dimensions"
+        "shorter lengths: omit dimensions, or list the lengths of its training in --matryoshka-dimensions"
     )
 
 

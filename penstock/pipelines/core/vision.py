@@ -14,7 +14,7 @@ from penstock.errors import InputError
 from penstock.pipelines.core.context import TextContext
 
 _HASH_SIZE = 32  # bytes
-_WORDS = "<u8"
+_WORD_TYPE = "<u8"
 
 
 class ImageMetadata(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -125,7 +125,7 @@ class TextAndVisionContext(TextContext, kw_only=True, tag=True, omit_defaults=Tr
 
     @property
     def identifies_images(self) -> bool:
-        """Whether block hashes depend on the images, so that requests may share blocks with images."""
+        """Whether the contents of the images are part of block hashes, so that requests may share blocks."""
         if self.images:
             return all(image.image_hash is not None for image in self.images)
         return bool(self.token_hash_overrides) or not self.pixel_values
@@ -208,7 +208,7 @@ def image_hash_overrides(image: ImageMetadata) -> dict[int, int]:
     """
     if image.image_hash is None:
         return {}
-    words = np.frombuffer(image.image_hash, _WORDS).tolist()
+    words = np.frombuffer(image.image_hash, _WORD_TYPE).tolist()
     return dict(zip(range(image.start_idx, image.end_idx), words, strict=False))
 
 

@@ -45,7 +45,7 @@ class _DraftState:
     """The state of a context in the draft model."""
 
     context: TextContext
-    text: TextContext
+    draft_context: TextContext
     """A copy of ``context`` with a slot in the draft cache. It contains drafts only during `propose`."""
     drafts: list[int] = field(default_factory=list)
     """The last drafts. All of them except the last one are in the draft cache."""
@@ -53,26 +53,26 @@ class _DraftState:
     @property
     def num_computed(self) -> int:
         """Number of leading tokens with KV in the draft cache; never counts the last token."""
-        return self.text.start_idx
+        return self.draft_context.start_idx
 
     def catch_up(self) -> bool:
         """Append the new tokens of the context. Return False if its earlier tokens have changed.
 
         New tokens that equal the drafts are already in the cache.
         """
-        tokens, text = self.context.all_tokens, self.text
-        num_known = text.end_idx
-        if len(tokens) < num_known or tokens[num_known - 1] != text.tokens[num_known - 1]:
+        tokens, draft_context = self.context.all_tokens, self.draft_context
+        num_known = draft_context.end_idx
+        if len(tokens) < num_known or tokens[num_known - 1] != draft_context.tokens[num_known - 1]:
             return False
-        text.set_token_indices(active_idx=num_known)
+        draft_context.set_token_indices(active_idx=num_known)
         for token in tokens[num_known:].tolist():
-            text.jump_ahead(token)
+            draft_context.jump_ahead(token)
         if self.drafts:
             new_tokens = tokens[num_known : num_known + len(self.drafts) - 1].tolist()
             matching = 0
             while matching < len(new_tokens) and new_tokens[matching] == self.drafts[matching]:
                 matching += 1
-            text.set_token_indices(start_idx=min(num_known + matching, text.end_idx - 1))
+            draft_context.set_token_indices(start_idx=min(num_known + matching, draft_context.end_idx - 1))
             self.drafts = []
         return True
 
@@ -115,7 +115,7 @@ class DraftModelProposer:
             if limit > 0 or context.active_idx < context.end_idx:
                 state = self._updated_state(context)
                 if self._prepare(state, limit, num_left, contexts):
-                    num_left -= state.text.active_length
+                    num_left -= state.draft_context.active_length
                     indices[context.request_id] = index
                     batch.append(state)
         drafts: list[list[int]] = [[] for _ in contexts]
@@ -138,11 +138,11 @@ class DraftModelProposer:
     def release(self, context: TextContext) -> None:
         state = self._states.pop(context.request_id, None)
         if state is not None:
-            self.kv.release(state.text)
+            self.kv.release(state.draft_context)
 
     def discard_cache(self) -> None:
         for state in self._states.values():
-            self.kv.release(state.text)
+            self.kv.release(state.draft_context)
         self._states.clear()
         self.kv.discard_storage()
 
@@ -152,10 +152,10 @@ class DraftModelProposer:
         """Return the state of a context, with all tokens of the context."""
         state = self._states.pop(context.request_id, None)
         if state is not None and not (state.context is context and state.catch_up()):
-            self.kv.release(state.text)
+            self.kv.release(state.draft_context)
             state = None
         if state is None:
-            text = TextContext(
+            draft_context = TextContext(
                 prompt="",
                 max_length=context.max_length,
                 tokens=context.all_tokens,
@@ -163,7 +163,7 @@ class DraftModelProposer:
                 cache_salt=context.cache_salt,
                 token_hash_overrides=context.token_hash_overrides,
             )
-            state = _DraftState(context, text)
+            state = _DraftState(context, draft_context)
         self._states[context.request_id] = state
         return state
 
@@ -171,30 +171,32 @@ class DraftModelProposer:
         self, state: _DraftState, limit: int, num_left: int, contexts: Sequence[TextContext]
     ) -> bool:
         """Select the tokens to compute next and reserve their blocks. Return False if there are none."""
-        text, end = state.text, state.context.active_idx
+        draft_context, end = state.draft_context, state.context.active_idx
         if num_left == 0 or end > self._max_length(state):
             return False
-        claim(self.kv, text)
-        if text.start_idx >= end:
+        claim(self.kv, draft_context)
+        if draft_context.start_idx >= end:
             return False  # the draft cache already contains the part of the prompt that the target computes
-        text.set_token_indices(active_idx=min(end, text.start_idx + num_left))
-        lookahead = self._num_drafts(state, limit) - 1 if text.active_idx == text.end_idx else 0
-        return self._reserve(text, max(lookahead, 0), contexts)
+        draft_context.set_token_indices(active_idx=min(end, draft_context.start_idx + num_left))
+        lookahead = (
+            self._num_drafts(state, limit) - 1 if draft_context.active_idx == draft_context.end_idx else 0
+        )
+        return self._reserve(draft_context, max(lookahead, 0), contexts)
 
     def _num_drafts(self, state: _DraftState, limit: int) -> int:
         """Return the number of tokens to draft. All but the last count towards the maximum length."""
-        return max(min(limit, self._max_length(state) - state.text.end_idx + 1), 0)
+        return max(min(limit, self._max_length(state) - state.draft_context.end_idx + 1), 0)
 
     def _max_length(self, state: _DraftState) -> int:
         return min(self.model.max_seq_len, state.context.max_length)
 
-    def _reserve(self, text: TextContext, lookahead: int, contexts: Sequence[TextContext]) -> bool:
+    def _reserve(self, draft_context: TextContext, lookahead: int, contexts: Sequence[TextContext]) -> bool:
         """Reserve blocks for the next tokens. May release states of contexts outside the batch."""
         batch_ids = {context.request_id for context in contexts}
         idle_states = [state for request_id, state in self._states.items() if request_id not in batch_ids]
         while True:
             try:
-                self.kv.reserve(text, lookahead)
+                self.kv.reserve(draft_context, lookahead)
                 return True
             except InsufficientBlocksError:
                 if not idle_states:
@@ -207,13 +209,16 @@ class DraftModelProposer:
         """Compute the tokens that `_prepare` has selected, then draft. Return the states with drafts."""
         if not batch:
             return []
-        logits = self._runner.forward([state.text for state in batch])
+        logits = self._runner.forward([state.draft_context for state in batch])
         active_states, rows = [], []
         for row, (state, limit) in enumerate(zip(batch, limits, strict=True)):
-            text = state.text
-            is_computed = text.active_idx == text.end_idx
-            text.set_token_indices(start_idx=min(text.active_idx, text.end_idx - 1), active_idx=text.end_idx)
-            self.kv.commit(text)
+            draft_context = state.draft_context
+            is_computed = draft_context.active_idx == draft_context.end_idx
+            draft_context.set_token_indices(
+                start_idx=min(draft_context.active_idx, draft_context.end_idx - 1),
+                active_idx=draft_context.end_idx,
+            )
+            self.kv.commit(draft_context)
             if is_computed and self._num_drafts(state, limit) > 0:
                 active_states.append((state, self._num_drafts(state, limit)))
                 rows.append(row)
@@ -234,18 +239,18 @@ class DraftModelProposer:
                 ]
                 if active_states:
                     for state, _ in active_states:
-                        state.text.jump_ahead(state.drafts[-1])
-                        state.text.set_token_indices(start_idx=state.text.end_idx - 1)
-                    logits = self._runner.forward([state.text for state, _ in active_states])
+                        state.draft_context.jump_ahead(state.drafts[-1])
+                        state.draft_context.set_token_indices(start_idx=state.draft_context.end_idx - 1)
+                    logits = self._runner.forward([state.draft_context for state, _ in active_states])
         for state in all_states:
-            state.text.rollback(len(state.drafts) - 1)
+            state.draft_context.rollback(len(state.drafts) - 1)
         return all_states
 
     def _sample(self, batch: Sequence[_DraftState], logits: Tensor) -> None:  # [B, V]
         """Sample the next draft of each state with the random numbers that the target will use."""
         contexts = [state.context for state in batch]
         sequences = np.arange(len(batch))
-        positions = np.array([state.text.end_idx for state in batch])
+        positions = np.array([state.draft_context.end_idx for state in batch])
         bitmask = None
         if logits.shape[-1] == self._vocabulary:
             drafts = [state.drafts for state in batch]
