@@ -114,8 +114,8 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
             ValueError: the configured length exceeds the positions of the network.
         """
         positions = cls.max_positions(huggingface_config)
-        trained = pipeline_config.model.embedding_layout.max_seq_length
-        default = pipeline_config.model.max_length or min(trained or positions, positions)
+        trained_length = pipeline_config.model.embedding_layout.max_seq_length
+        default = pipeline_config.model.max_length or min(trained_length or positions, positions)
         return upper_bounded_default(positions, default)
 
     @classmethod

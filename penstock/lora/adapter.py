@@ -93,11 +93,11 @@ def read_adapter(
         weights = weights.renamed(lambda name: _base_tensor_name(name, rename))
     names, copies = _classify_tensors(weights, config, layers)
     adapted_layers = sorted({layer for layer, _ in names})
-    largest = max(adapted_layers, key=config.layer_rank)
-    if config.layer_rank(largest) > max_rank:
+    largest_layer = max(adapted_layers, key=config.layer_rank)
+    if config.layer_rank(largest_layer) > max_rank:
         raise UnsupportedFeatureError(
-            f"rank {config.layer_rank(largest)}",
-            f"{config.path} sets this rank for {largest}, and the maximum is {max_rank}: "
+            f"rank {config.layer_rank(largest_layer)}",
+            f"{config.path} sets this rank for {largest_layer}, and the maximum is {max_rank}: "
             "raise --max-lora-rank",
         )
     _check_copies(folder, weights, copies, layers, base, parts)
@@ -106,9 +106,9 @@ def read_adapter(
         rank, (out_features, in_features) = config.layer_rank(layer), whole_shape(layers, layer, parts)
         down = weights.tensor(names.get((layer, "A"), f"{_PREFIX}{layer}.lora_A.weight"), (rank, in_features))
         up = weights.tensor(names.get((layer, "B"), f"{_PREFIX}{layer}.lora_B.weight"), (out_features, rank))
-        scaled = up.float() * config.layer_scale(layer)
+        scaled_up = up.float() * config.layer_scale(layer)
         # Copied, because the file may change while the adapter is in use.
-        matrices[layer] = (down.to(dtype, copy=True), scaled.to(dtype))
+        matrices[layer] = (down.to(dtype, copy=True), scaled_up.to(dtype))
     weights.finish()
     _check_finite(folder, matrices)
     return Adapter(path, content_digest(matrices), matrices)

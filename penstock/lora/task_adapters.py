@@ -54,10 +54,10 @@ def read_task_adapters(
             downs, ups = downs.mT, ups.mT
         rank = downs.shape[1]
         for matrices, down, up in zip(task_matrices, downs, ups, strict=True):
-            scaled = up.float() * (alpha / rank)
+            scaled_up = up.float() * (alpha / rank)
             matrices[layer] = (
                 down.to(dtype).clone(memory_format=torch.contiguous_format),
-                scaled.to(dtype).clone(memory_format=torch.contiguous_format),
+                scaled_up.to(dtype).clone(memory_format=torch.contiguous_format),
             )
     if not all(task_matrices):
         raise WeightsError(path, f"has no adapters for its tasks ({', '.join(tasks)})")

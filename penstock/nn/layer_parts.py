@@ -88,11 +88,13 @@ def shard_inner_dim(
     Raises:
         ConfigError: there are fewer groups of inputs with a common scale than ranks.
     """
-    stored = source.stored_encoding(f"{name}.weight")
-    unit = (encoding if stored is None else encoding_named(stored)).divisible_inputs or 1
-    if stored is None and size < unit * shard.world:
-        unit = 1  # float weights can be divided anywhere, because they are packed after the division
-    return shard.part(size, f"inputs of {name}", unit)
+    stored_encoding = source.stored_encoding(f"{name}.weight")
+    group_size = (
+        encoding if stored_encoding is None else encoding_named(stored_encoding)
+    ).divisible_inputs or 1
+    if stored_encoding is None and size < group_size * shard.world:
+        group_size = 1  # float weights can be divided anywhere, because they are packed after the division
+    return shard.part(size, f"inputs of {name}", group_size)
 
 
 def concatenated(parts: Sequence[Tensor]) -> Tensor:
@@ -178,8 +180,8 @@ def _read_part(
     if part.outputs and not transposed and not source.is_mapped(weight):
         return _read_rows(source, name, part, encoding)
     if source.stored_encoding(weight) == encoding:
-        stored, tensors = source.read_linear(weight, shape, transposed=transposed)
-        if stored == encoding:
+        stored_encoding, tensors = source.read_linear(weight, shape, transposed=transposed)
+        if stored_encoding == encoding:
             return part.slice_encoded(name, encoding, tensors)
         return part.slice_weight(tensors["weight"])
     floats = source.tensor(weight, shape[::-1] if transposed else shape)
@@ -190,11 +192,11 @@ def _read_rows(source: TensorSource, name: str, part: LayerPart, encoding: str) 
     """Return the same as `_read_part`, but read only this rank's rows of a file that is not memory-mapped."""
     shape = (part.out_features, part.in_features)
     slices = [source.rows(f"{name}.weight", shape, output.start, output.stop) for output in part.outputs]
-    stored = slices[0][0]
-    if stored is not None and stored == encoding:
+    stored_encoding = slices[0][0]
+    if stored_encoding is not None and stored_encoding == encoding:
         return {key: concatenated([rows[key] for _, rows in slices]) for key in slices[0][1]}
-    if stored is not None:
-        order = stored_input_order(source, [name], stored)
-        weights = [encoding_named(stored).unpack(rows) for _, rows in slices]
+    if stored_encoding is not None:
+        order = stored_input_order(source, [name], stored_encoding)
+        weights = [encoding_named(stored_encoding).unpack(rows) for _, rows in slices]
         return weights if order is None else [weight[:, order.argsort()] for weight in weights]
     return [rows["weight"] for _, rows in slices]

@@ -186,12 +186,12 @@ class Loader:
             out_features, in_features: outputs and inputs of the value projection.
             fused_with: name of the query projection.
         """
-        stored = self.source.stored_encoding(f"{name}.weight")
+        stored_encoding = self.source.stored_encoding(f"{name}.weight")
         if self._keep_stored:
             orders = {self.source.input_order(f"{layer}.weight") for layer in (name, fused_with)}
-            return stored != self.source.stored_encoding(f"{fused_with}.weight") or len(orders) > 1
+            return stored_encoding != self.source.stored_encoding(f"{fused_with}.weight") or len(orders) > 1
         encoding = self._kind.for_layer("values", out_features, in_features)
-        return not self._is_uniform and encoding != self.encoding and stored != self.encoding
+        return not self._is_uniform and encoding != self.encoding and stored_encoding != self.encoding
 
     def values(
         self,
@@ -245,8 +245,8 @@ class Loader:
         parts = {name: LayerPart(vocabulary, hidden, outputs)}
         biases = self._biases(parts) if bias else None
         if tied_to is None or f"{name}.weight" in self.source:
-            stored = self.source.stored_encoding(f"{name}.weight") if self._keep_stored else None
-            packed = self._pack_stored(parts, biases, stored or encoding)
+            stored_encoding = self.source.stored_encoding(f"{name}.weight") if self._keep_stored else None
+            packed = self._pack_stored(parts, biases, stored_encoding or encoding)
         else:
             packed = self._packer.layer(parts, biases, encoding, lambda: [tied_to], is_mapped=True)
         if self.shard.is_whole:

@@ -70,13 +70,13 @@ def load_split_mlp(
         return torch.cat([load.source.tensor(f"{name}.{kind}", (size, *shape)) for name, size in up])
 
     parts = {name: size + size // inner * len(repeated) for name, size in up}
-    first = load.pack(
+    split_up = load.pack(
         repeat_features(read("weight", hidden)),
         parts,
         bias=repeat_features(read("bias")) if up_bias else None,
     )
     bias = load.source.tensor(f"{down}.bias", (hidden,)) if down_bias else None
-    return first, load.pack(with_repeated_inputs(weight, repeated), {down: hidden}, bias=bias)
+    return split_up, load.pack(with_repeated_inputs(weight, repeated), {down: hidden}, bias=bias)
 
 
 def repeated_inputs(weight: Tensor, count: int) -> Tensor:

@@ -245,21 +245,23 @@ def _linear(config: RotaryConfig) -> tuple[Tensor, float]:
 
 def _llama3(config: RotaryConfig) -> tuple[Tensor, float]:
     """Keep high frequencies, divide low frequencies by the factor, and interpolate the others linearly."""
-    plain = _plain_frequencies(config)
+    frequencies = _plain_frequencies(config)
     factor = _number(config.parameters, "factor")
-    low = _number(config.parameters, "low_freq_factor")
-    high = _number(config.parameters, "high_freq_factor")
-    original = _number(config.parameters, "original_max_position_embeddings")
-    rotations = original * plain / (2 * math.pi)  # full rotations within the original length
-    kept = ((rotations - low) / (high - low)).clamp(0, 1)
-    return (1 - kept) * plain / factor + kept * plain, 1.0
+    low_freq_factor = _number(config.parameters, "low_freq_factor")
+    high_freq_factor = _number(config.parameters, "high_freq_factor")
+    original_length = _number(config.parameters, "original_max_position_embeddings")
+    rotations = (
+        original_length * frequencies / (2 * math.pi)
+    )  # full rotations within the original length
+    kept_share = ((rotations - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
+    return (1 - kept_share) * frequencies / factor + kept_share * frequencies, 1.0
 
 
 def _yarn(config: RotaryConfig) -> tuple[Tensor, float]:
     """Keep high frequencies, divide low frequencies by the factor, and interpolate the others linearly."""
     parameters = config.parameters
     factor = _number(parameters, "factor")
-    plain = _plain_frequencies(config)
+    frequencies = _plain_frequencies(config)
 
     def pair_with_rotations(rotations: float) -> float:
         """Return the fractional index of the pair of dims with this many rotations in the original length."""
@@ -268,14 +270,16 @@ def _yarn(config: RotaryConfig) -> tuple[Tensor, float]:
 
     if config.base <= 1:
         raise ConfigError("rope_theta", f"must be above 1 for rope type 'yarn', was {config.base}")
-    first = pair_with_rotations(_number(parameters, "beta_fast", 32))
-    last = pair_with_rotations(_number(parameters, "beta_slow", 1))
+    first_pair = pair_with_rotations(_number(parameters, "beta_fast", 32))
+    last_pair = pair_with_rotations(_number(parameters, "beta_slow", 1))
     if parameters.get("truncate", True):
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, config.dim - 1)
+        first_pair, last_pair = math.floor(first_pair), math.ceil(last_pair)
+    first_pair, last_pair = max(first_pair, 0), min(last_pair, config.dim - 1)
     pairs = torch.arange(config.dim // 2, dtype=torch.float32)
-    divided = ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)
-    return plain / factor * divided + plain * (1 - divided), _yarn_magnitude(parameters, factor)
+    divided_share = ((pairs - first_pair) / max(last_pair - first_pair, 0.001)).clamp(0, 1)
+    return frequencies / factor * divided_share + frequencies * (1 - divided_share), _yarn_magnitude(
+        parameters, factor
+    )
 
 
 def _yarn_magnitude(parameters: Mapping[str, object], factor: float) -> float:

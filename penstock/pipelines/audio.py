@@ -255,12 +255,12 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
 
     def _generating_contexts(self, batch: Mapping[str, TTSContext]) -> dict[str, TTSContext]:
         """Return the contexts that still generate tokens, as a `ReservedBatch` if ``batch`` is one."""
-        generating = {
+        generating_contexts = {
             request_id: context
             for request_id, context in batch.items()
             if not context.generation_status.is_done
         }
-        return ReservedBatch(generating) if isinstance(batch, ReservedBatch) else generating
+        return ReservedBatch(generating_contexts) if isinstance(batch, ReservedBatch) else generating_contexts
 
     # -- Audio ------------------------------------------------------------------------------------------
 

@@ -100,21 +100,24 @@ class SpeechTokenGenerationPipeline(TextGenerationPipeline):
         num_left = {request_id: min(tokens_to_generate[request_id], num_steps) for request_id in batch}
         responses: dict[str, TextGenerationResponse] = {}
         while True:
-            generating = {
+            generating_contexts = {
                 request_id: context
                 for request_id, context in batch.items()
                 if num_left[request_id] > 0
                 and not context.generation_status.is_done
                 and request_id not in self.failures
             }
-            if not generating:
+            if not generating_contexts:
                 return responses
-            lengths = {
-                request_id: len(context.generated_tokens) for request_id, context in generating.items()
+            old_lengths = {
+                request_id: len(context.generated_tokens)
+                for request_id, context in generating_contexts.items()
             }
-            steps = min(num_left[request_id] for request_id in generating)
-            for request_id, response in self.execute(generating, steps).items():
-                num_left[request_id] -= len(generating[request_id].generated_tokens) - lengths[request_id]
+            steps = min(num_left[request_id] for request_id in generating_contexts)
+            for request_id, response in self.execute(generating_contexts, steps).items():
+                num_left[request_id] -= (
+                    len(generating_contexts[request_id].generated_tokens) - old_lengths[request_id]
+                )
                 total_response = responses.setdefault(
                     request_id, TextGenerationResponse([], response.final_status)
                 )

@@ -92,13 +92,13 @@ def _encode_recording(path: Path, codec: AudioCodec, folder: Path) -> list[int]:
         )
     samples = resample(samples, rate, codec.encoder_sample_rate)
     with torch.inference_mode():
-        encoded: Any = codec.encode(torch.from_numpy(samples)).reshape(-1).to(torch.int32).numpy()
-    if not len(encoded):
+        code_array: Any = codec.encode(torch.from_numpy(samples)).reshape(-1).to(torch.int32).numpy()
+    if not len(code_array):
         raise ValueError(
             f"{path} has {len(samples)} samples, which is less than a frame: use a longer recording"
         )
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary_file = file.with_suffix(f".{os.getpid()}.tmp.npy")
-    np.save(temporary_file, encoded)
+    np.save(temporary_file, code_array)
     temporary_file.replace(file)
-    return list(map(int, encoded))
+    return list(map(int, code_array))

@@ -49,9 +49,12 @@ class Glm4MoeModel(TransformerModel):
 
     @classmethod
     def ignored_tensors(cls, huggingface_config: HuggingFaceConfig) -> tuple[str, ...]:
-        first = num_layers(huggingface_config)
+        first_draft_layer = num_layers(huggingface_config)
         num_draft_layers = huggingface_config.integer("num_nextn_predict_layers", 1, minimum=0)
-        patterns = (f"model.layers.{layer}.*" for layer in range(first, first + num_draft_layers))
+        patterns = (
+            f"model.layers.{layer}.*"
+            for layer in range(first_draft_layer, first_draft_layer + num_draft_layers)
+        )
         return (*cls.ignored_weights, *patterns)
 
     @classmethod

@@ -41,14 +41,14 @@ class WindowLayout:
             window: merged patches per window, in each direction.
         """
         windows: list[Tensor] = []
-        first = 0
+        first_index = 0
         for height, width in grids:
             rows, columns = height // merge, width // merge
-            merged = torch.arange(first, first + rows * columns).view(rows, columns)
+            merged_indices = torch.arange(first_index, first_index + rows * columns).view(rows, columns)
             for top in range(0, rows, window):
                 for left in range(0, columns, window):
-                    windows.append(merged[top : top + window, left : left + window].flatten())
-            first += rows * columns
+                    windows.append(merged_indices[top : top + window, left : left + window].flatten())
+            first_index += rows * columns
         merged_order, square = torch.cat(windows), merge * merge
         window_sizes = torch.tensor([0, *(len(merged_patches) * square for merged_patches in windows)])
         patch_order = (merged_order[:, None] * square + torch.arange(square)).flatten()

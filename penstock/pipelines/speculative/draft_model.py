@@ -328,8 +328,8 @@ def share_memory(
         free_memory=free_memory,
         adapters_size=estimate_adapters_size(config, model.tensor_names(config.model.huggingface_config)),
     )
-    longest = draft.calculate_max_seq_len(configs[1], configs[1].model.huggingface_config)
-    lengths = (plan.max_length, min(plan.max_length, longest))
+    draft_max_length = draft.calculate_max_seq_len(configs[1], configs[1].model.huggingface_config)
+    lengths = (plan.max_length, min(plan.max_length, draft_max_length))
     num_blocks = (plan.num_blocks[:num_target_groups], plan.num_blocks[num_target_groups:])
     target_config, planned_draft_config = (
         replace(
