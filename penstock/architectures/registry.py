@@ -167,7 +167,7 @@ class PipelineRegistry:
             ConfigError: the encoding is not supported.
         """
         name = str(huggingface_config.model_type)
-        records = self._records_of_type(name)
+        records = self._records_for_type(name)
         if not records:
             raise UnknownArchitectureError(path, name, {record.name for record in self.architectures})
         architecture = records.get(task)
@@ -183,7 +183,7 @@ class PipelineRegistry:
         Raises:
             ConfigError: the name and the task are already registered, and ``allow_override`` is false.
         """
-        if not allow_override and architecture.task in self._records_of_type(architecture.name):
+        if not allow_override and architecture.task in self._records_for_type(architecture.name):
             raise ConfigError(
                 "architecture",
                 f"{architecture.name!r} is already registered for {architecture.task.option}: pass "
@@ -191,7 +191,7 @@ class PipelineRegistry:
             )
         self._registered[_key(architecture)] = architecture
 
-    def _records_of_type(self, name: str) -> dict[PipelineTask, SupportedArchitecture]:
+    def _records_for_type(self, name: str) -> dict[PipelineTask, SupportedArchitecture]:
         """Return the records of a model type, by task."""
         folder = _folder_name(name)
         records = list(self._load_folder(folder)) if folder in self._folders else []

@@ -149,11 +149,11 @@ class AdapterConfig:
         module = self._module(layer)
         if self.target_modules is None:
             return False
-        if self.exclude_modules is not None and _is_named(self.exclude_modules, module):
+        if self.exclude_modules is not None and _includes_layer(self.exclude_modules, module):
             return False
         if self.target_modules == "all-linear":
             return module != _HEAD
-        if not _is_named(self.target_modules, module):
+        if not _includes_layer(self.target_modules, module):
             return False
         if isinstance(self.target_modules, str) or module in self.target_modules or not self.layers:
             return True
@@ -294,7 +294,7 @@ def _first_match(patterns: Mapping[str, float], layer: str, default: float) -> f
     return default
 
 
-def _is_named(names: tuple[str, ...] | str, layer: str) -> bool:
+def _includes_layer(names: tuple[str, ...] | str, layer: str) -> bool:
     """Return whether ``names`` includes a layer.
 
     A pattern must match the whole name of the layer. A name in a list must equal the name of the layer or its

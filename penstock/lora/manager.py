@@ -136,7 +136,7 @@ class LoRAManager:
         Raises:
             UnknownModelError: the request's adapter is not loaded.
         """
-        return self._use(context).adapter.digest
+        return self._adapter_use(context).adapter.digest
 
     def ready(self, context: InputContext) -> bool:
         """Return whether a request may run. If so, its adapter keeps a slot until the request is released.
@@ -149,7 +149,7 @@ class LoRAManager:
         """
         if context.adapter is None:
             return True
-        use = self._use(context)
+        use = self._adapter_use(context)
         if use.is_admitted:
             return True
         digest = use.adapter.digest
@@ -200,7 +200,7 @@ class LoRAManager:
             row_counts: ``[B]``: the number of rows of each context in the step.
         """
         used_adapters = [
-            None if context.adapter is None else self._use(context).adapter for context in contexts
+            None if context.adapter is None else self._adapter_use(context).adapter for context in contexts
         ]
         adapters = {adapter.digest: adapter for adapter in used_adapters if adapter is not None}
         if not adapters:
@@ -227,7 +227,7 @@ class LoRAManager:
         """Return the adapter inputs of a batch; ``rows [T]`` has the slot of each row, or -1."""
         return LoRAInputs(rows, self._slots.matrices, self._slots.ranks)
 
-    def _use(self, context: InputContext) -> _AdapterUse:
+    def _adapter_use(self, context: InputContext) -> _AdapterUse:
         """Return the use of a request. Resolves the name of the adapter if this is the first use."""
         use = self._uses.get(context.request_id)
         if use is not None and use.context is context:

@@ -250,9 +250,7 @@ def _llama3(config: RotaryConfig) -> tuple[Tensor, float]:
     low_freq_factor = _number(config.parameters, "low_freq_factor")
     high_freq_factor = _number(config.parameters, "high_freq_factor")
     original_length = _number(config.parameters, "original_max_position_embeddings")
-    rotations = (
-        original_length * frequencies / (2 * math.pi)
-    )  # full rotations within the original length
+    rotations = original_length * frequencies / (2 * math.pi)  # full rotations within the original length
     kept_share = ((rotations - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
     return (1 - kept_share) * frequencies / factor + kept_share * frequencies, 1.0
 

@@ -253,12 +253,12 @@ class ModelRunner:
         """Return the inputs of a step. They request the logits for sampling and for log probabilities."""
         if any(drafts):
             num_logits: int | Sequence[int] = [
-                context.active_length + len(draft) if _echoes(context) else len(draft) + 1
+                context.active_length + len(draft) if _requests_echo(context) else len(draft) + 1
                 for context, draft in zip(contexts, drafts, strict=True)
             ]
             return self._prepare(contexts, drafts, num_logits)
-        if any(_echoes(context) for context in contexts):
-            num_logits = [context.active_length if _echoes(context) else 1 for context in contexts]
+        if any(_requests_echo(context) for context in contexts):
+            num_logits = [context.active_length if _requests_echo(context) else 1 for context in contexts]
             return self._prepare(contexts, None, num_logits)
         return self._prepare(contexts, None, 1)
 
@@ -345,7 +345,7 @@ class ModelRunner:
             targets += scored
             context_indices += [index] * len(scored)
             top_n += [context.log_probabilities or 0] * len(scored)
-            echo += [_echoes(context)] + [False] * (len(scored) - 1) if scored else []
+            echo += [_requests_echo(context)] + [False] * (len(scored) - 1) if scored else []
         if any(drafts):
             inputs, outputs = rows_as_sequences(inputs, outputs, drafts, context_indices)
         try:
@@ -359,7 +359,7 @@ class ModelRunner:
                 results[index].log_probabilities.append(entry)
 
 
-def _echoes(context: TextContext) -> bool:
+def _requests_echo(context: TextContext) -> bool:
     return bool(context.log_probabilities) and context.log_probabilities_echo
 
 

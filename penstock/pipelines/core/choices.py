@@ -30,10 +30,10 @@ def choice_contexts(context: TextContext, n: int) -> list[TextContext]:
     n = checked_integer("n", n, minimum=1)
     assert not context.is_assigned_to_cache, f"{context.request_id} has started"
     assert not len(context.generated_tokens), f"{context.request_id} has started"
-    return [context] if n == 1 else [_choice(context, i) for i in range(n)]
+    return [context] if n == 1 else [_choice_context(context, i) for i in range(n)]
 
 
-def _choice(context: TextContext, i: int) -> TextContext:
+def _choice_context(context: TextContext, i: int) -> TextContext:
     params = context.sampling_params
     seed = splitmix64(params.seed, i) if i > 0 else params.seed
     choice = msgspec.structs.replace(

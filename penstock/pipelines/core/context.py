@@ -117,7 +117,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
         self._advance_matcher(new_token)
         rows = None if log_probabilities is None else self._unreported_rows(log_probabilities)
         self._start_idx = position = self._append(new_token)
-        self._count(position, new_token)
+        self._update_counts(position, new_token)
         self._is_initial_prompt = False
         is_output = self._status is _ACTIVE and not self._ends_with(new_token)
         if is_output:
@@ -142,7 +142,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
             )
         self._advance_matcher(new_token)
         position = self._append(new_token)
-        self._count(position, new_token)
+        self._update_counts(position, new_token)
         self._is_initial_prompt = False
         if self._status is _ACTIVE:
             if new_token in self.eos_token_ids:
@@ -346,7 +346,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
                 "allowed_token_ids ends the output: allow a token that does not end it"
             )
 
-    def _count(self, position: int, token: int) -> None:
+    def _update_counts(self, position: int, token: int) -> None:
         """Update the token counts if they are in use."""
         counts: TokenCounts | None = self.__dict__.get("_token_counts")
         if counts is None:

@@ -22,9 +22,9 @@ def context_type(context: InputContext) -> type[InputContext]:
     The member is the class of the context, or the nearest of its base classes. A context of a class
     ``MyContext(TextContext)`` belongs to `TextContext`. A `TTSContext` belongs to `TTSContext` only.
     """
-    return _context_type_of_class(type(context))
+    return _class_context_type(type(context))
 
 
 @cache
-def _context_type_of_class(kind: type[InputContext]) -> type[InputContext]:
+def _class_context_type(kind: type[InputContext]) -> type[InputContext]:
     return next((base for base in kind.__mro__ if base in CONTEXT_TYPES), kind)

@@ -71,7 +71,7 @@ class SamplingParams:
     with the tokens before it. The request ends with an error if a grammar allows no other token."""
 
     def __post_init__(self) -> None:
-        for name, value in self._checked().items():
+        for name, value in self._checked_fields().items():
             if value is not getattr(self, name):
                 object.__setattr__(self, name, value)
         self._check_allowed_tokens()
@@ -92,7 +92,7 @@ class SamplingParams:
         """Whether logits are adjusted before sampling: by rules, penalties or a minimum length."""
         return self.min_new_tokens > 0 or self.has_logit_rules or self.needs_penalties
 
-    def _checked(self) -> dict[str, object]:
+    def _checked_fields(self) -> dict[str, object]:
         """Return each field as a plain Python value.
 
         Raises:

@@ -48,7 +48,7 @@ class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         if self._end_idx < 0:
-            self._set_up()
+            self._initialize()
         else:
             self.tokens = np.array(self.tokens)  # a writable copy
         self._check_indices(self._start_idx, self._active_idx, self._end_idx, self._committed_idx)
@@ -184,12 +184,12 @@ class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
         if type(other) is not type(self):
             return NotImplemented
         return np.array_equal(self.all_tokens, other.all_tokens) and all(
-            _same(getattr(self, name), getattr(other, name))
+            _is_equal(getattr(self, name), getattr(other, name))
             for name in self.__struct_fields__
             if name != "tokens"
         )
 
-    def _set_up(self) -> None:
+    def _initialize(self) -> None:
         tokens = np.asarray(self.tokens)
         if tokens.ndim != 1:
             raise InputError(f"tokens must be one dimensional array: got shape '{tokens.shape}'")
@@ -248,11 +248,11 @@ def _pad(tokens: npt.NDArray[np.integer], capacity: int) -> npt.NDArray[np.integ
     return padded
 
 
-def _same(a: object, b: object) -> bool:
+def _is_equal(a: object, b: object) -> bool:
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         return a.dtype == b.dtype and np.array_equal(a, b)
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_same(value, b[key]) for key, value in a.items())
+        return a.keys() == b.keys() and all(_is_equal(value, b[key]) for key, value in a.items())
     if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
-        return len(a) == len(b) and all(map(_same, a, b))
+        return len(a) == len(b) and all(map(_is_equal, a, b))
     return type(a) is type(b) and a == b

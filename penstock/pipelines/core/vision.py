@@ -61,9 +61,9 @@ class ImageMetadata(msgspec.Struct, kw_only=True, omit_defaults=True):
         return (
             (self.start_idx, self.end_idx, self.image_hash, self.num_embedding_rows)
             == (other.start_idx, other.end_idx, other.image_hash, other.num_embedding_rows)
-            and _equal(self.pixel_values, other.pixel_values)
+            and _is_equal_array(self.pixel_values, other.pixel_values)
             and self.arguments.keys() == other.arguments.keys()
-            and all(_equal(array, other.arguments[name]) for name, array in self.arguments.items())
+            and all(_is_equal_array(array, other.arguments[name]) for name, array in self.arguments.items())
         )
 
 
@@ -212,5 +212,5 @@ def image_hash_overrides(image: ImageMetadata) -> dict[int, int]:
     return dict(zip(range(image.start_idx, image.end_idx), words, strict=False))
 
 
-def _equal(a: npt.NDArray[np.generic], b: npt.NDArray[np.generic]) -> bool:
+def _is_equal_array(a: npt.NDArray[np.generic], b: npt.NDArray[np.generic]) -> bool:
     return a.dtype == b.dtype and np.array_equal(a, b)

@@ -215,17 +215,17 @@ class _Average:
 
     def __init__(self) -> None:
         self._value = 0.0
-        self._count = 0
+        self._num_samples = 0
 
     @property
     def value(self) -> float:
-        return self._value * min(0.5 + self._count / 6, 1.0)
+        return self._value * min(0.5 + self._num_samples / 6, 1.0)
 
     def add(self, sample: float) -> None:
-        self._count += 1
-        if self._count == 1:
+        self._num_samples += 1
+        if self._num_samples == 1:
             self._value = sample
-        elif self._count <= 3:
+        elif self._num_samples <= 3:
             self._value = min(self._value, sample)
         else:
             self._value += 0.2 * (min(sample, 2 * self._value) - self._value)
