@@ -275,7 +275,7 @@ def test_missing_files_are_refused_by_name(adapter: Path, manager: LoRAManager) 
         ({"use_rslora": "yes"}, "use_rslora must be true or false, is 'yes'"),
         (
             {"target_modules": ["q_proj"], "layers_to_transform": ["0"]},
-            "layers_to_transform must be whole numbers",
+            "layers_to_transform must be a whole number or a list of them",
         ),
         ({"target_modules": ".*q_proj", "layers_to_transform": [0]}, "needs a list of target_modules"),
     ],
