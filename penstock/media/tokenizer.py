@@ -44,7 +44,7 @@ class TextAndVisionTokenizer(TextTokenizer):
         checkpoint: the folder of the checkpoint.
         family: the representation of images in prompts.
         vision: limits for images.
-        text_options: the keyword arguments of `TextTokenizer`.
+        **text_options: the keyword arguments of `TextTokenizer`.
     """
 
     reads_images = True

@@ -136,11 +136,13 @@ class Loader:
 
         Args:
             name: the name of the layer in the checkpoint.
-            out_features, in_features: outputs and inputs of the whole layer.
+            out_features: outputs of the whole layer.
+            in_features: inputs of the whole layer.
             bias: whether it has a bias.
             transposed: whether its weight is stored ``[in, out]``.
             is_expert: whether the layer belongs to an expert. The caller then adds the ranks' partial sums.
-            outputs, inputs: this rank's outputs or inputs, if the layer is column- or row-parallel.
+            outputs: the outputs of this rank, if the layer is column-parallel.
+            inputs: the inputs of this rank, if the layer is row-parallel.
         """
         part = LayerPart(out_features, in_features, tuple(outputs), inputs)
         return self._read({name: part}, bias, transposed=transposed, is_expert=is_expert)
@@ -183,7 +185,8 @@ class Loader:
 
         Args:
             name: name of the value projection.
-            out_features, in_features: outputs and inputs of the value projection.
+            out_features: outputs of the value projection.
+            in_features: inputs of the value projection.
             fused_with: name of the query projection.
         """
         stored_encoding = self.source.stored_encoding(f"{name}.weight")
@@ -220,13 +223,7 @@ class Loader:
         return rows.to(self.device, self.dtype)
 
     def head(
-        self,
-        name: str,
-        vocabulary: int,
-        hidden: int,
-        *,
-        tied_to: Tensor | None = None,
-        bias: bool = False,
+        self, name: str, vocabulary: int, hidden: int, *, tied_to: Tensor | None = None, bias: bool = False
     ) -> Linear:
         """Return the output head.
 
@@ -306,7 +303,8 @@ class Loader:
 
         Args:
             name: name of the layer in the checkpoint.
-            out_features, in_features: outputs and inputs of the layer.
+            out_features: outputs of the layer.
+            in_features: inputs of the layer.
             bias: ``[out]``, in the order of the layer's outputs.
             order: reorders the stored rows ``[out, ...]`` to the order of the layer's outputs.
         """

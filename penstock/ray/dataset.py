@@ -106,8 +106,14 @@ def embed(
         text_column: the column of texts.
         output_column: the new column of embeddings. The column ``error`` is added, too; the embedding is null
             if the row has an error.
-        prompt_name, dimensions, normalize, truncate: see `AsyncLLM.embed`.
-        concurrency, batch_size, num_cpus, **config: see `generate`.
+        prompt_name: see `AsyncLLM.embed`.
+        dimensions: see `AsyncLLM.embed`.
+        normalize: see `AsyncLLM.embed`.
+        truncate: see `AsyncLLM.embed`.
+        concurrency: see `generate`.
+        batch_size: see `generate`.
+        num_cpus: see `generate`.
+        **config: see `generate`.
 
     Raises:
         MissingDependencyError: Ray is not installed.

@@ -65,7 +65,7 @@ def create_app(services: Services, *more: APIRouter, is_inner: bool = False) -> 
 
     Args:
         services: the objects that the routes use.
-        more: additional routes, matched first.
+        *more: additional routes, matched first.
         is_inner: whether an outer application mounts this one and applies the middleware.
 
     The application has ``/openapi.json`` but no documentation pages, which would load scripts from other

@@ -49,7 +49,8 @@ class WorkerClient:
         max_queue_size: maximum number of requests that wait for a slot in the batch. Default: 4 batches, at
             least 64. Clients with less than one batch of outstanding requests may exceed the limit, by at
             most one batch in total.
-        hang_limit, memory_limit: see `WorkerSupervisor`.
+        hang_limit: see `WorkerSupervisor`.
+        memory_limit: see `WorkerSupervisor`.
         is_asleep: whether the worker is asleep at first. Then `wake_up` starts it, and `start` is not called.
     """
 

@@ -39,7 +39,9 @@ def test_orpheus_prompts_contain_voice_and_cloned_codes(tokenizers: dict[str, Sp
     cloning_prompt = build_prompt(
         tokenizer, input="Hi", audio_prompt_tokens=[0, 1, 15], audio_prompt_transcription="Ho"
     )
-    codes = "".join(f"<custom_token_{10 + p * SIZE + code}>" for p, code in enumerate([0, 1, 15]))
+    codes = "".join(
+        f"<custom_token_{10 + position * SIZE + code}>" for position, code in enumerate([0, 1, 15])
+    )
     assert cloning_prompt == f"{start}Ho{end}{codes}<custom_token_2><custom_token_6>{start}Hi{end}"
     with pytest.raises(InputError, match="voice 'eve' is unknown: the model has tara, leah"):
         build_prompt(tokenizer, input="Hi", voice="eve")
@@ -173,7 +175,7 @@ def test_an_invalid_speech_config_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("text", "limit", "parts"),
+    ("text", "limit", "expected"),
     [
         ("One. Two!", 50, ["One. Two!"]),
         ("One sentence. Another one! A third?", 26, ["One sentence. Another one!", "A third?"]),
@@ -184,8 +186,8 @@ def test_an_invalid_speech_config_is_refused(
         ("  ", 5, []),
     ],
 )
-def test_long_texts_are_split(text: str, limit: int, parts: list[str]) -> None:
-    assert split_text(text, limit) == parts
+def test_long_texts_are_split(text: str, limit: int, expected: list[str]) -> None:
+    assert split_text(text, limit) == expected
 
 
 def test_texts_are_split_at_each_sentence_if_configured(tmp_path: Path) -> None:

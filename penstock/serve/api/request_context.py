@@ -60,7 +60,7 @@ def request_context(
             probabilities of generated tokens.
         echo: whether the prompt is scored too.
         default_limit: the output limit of a request without one; None is the limit of the model.
-        prompt: ``prompt``, or ``messages``, ``tools`` and ``chat_template_options``.
+        **prompt: ``prompt``, or ``messages``, ``tools`` and ``chat_template_options``.
 
     Raises:
         RequestProblem: 400 that names the field.
