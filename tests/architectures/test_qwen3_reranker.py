@@ -99,5 +99,5 @@ def test_a_checkpoint_with_a_pooling_module_is_an_embedder(folder: Path, tmp_pat
     (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_lasttoken": True}))
     with LLM(str(tmp_path), quantization_encoding="float32") as llm:
         assert llm.pipeline.outputs == ("dense", "multi_vector")
-        with pytest.raises(UnsupportedFeatureError, match="no template for it"):
+        with pytest.raises(UnsupportedFeatureError, match="no template with an instruction"):
             llm.encode(QUERY, use_tqdm=False, instruction="is it")

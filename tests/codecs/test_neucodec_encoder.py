@@ -108,7 +108,7 @@ def test_module_outputs_and_codes_equal_transformers(
             result, reference_output, rtol=0, atol=2e-5 * max(1.0, float(reference_output.std()))
         )
     levels = reference.outputs["quantizer.project_in"]
-    assert torch.equal(encoder._codes(levels), expected)
+    assert torch.equal(encoder._quantize(levels), expected)
     codes = codec.encode(samples)
     assert codes.shape == (length // 320, 1)
     assert codes.dtype == torch.int64

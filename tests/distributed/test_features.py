@@ -149,7 +149,9 @@ def test_a_rank_holds_only_its_shard(rank_pair: RankPair, tiny_checkpoint: Path)
 
 def test_a_model_that_cannot_be_sharded_is_refused_by_name(tmp_path: Path) -> None:
     checkpoint = write_tiny_llm(tmp_path)
-    with pytest.raises(ConfigError, match="a draft model cannot draft for a model that several processes"):
+    with pytest.raises(
+        ConfigError, match="a draft model is not supported for a model that several processes"
+    ):
         LLM(checkpoint, tensor_parallel_size=2, draft_model_path=str(checkpoint))
     with pytest.raises(ConfigError, match="expert_parallel: needs tensor_parallel_size to be 2 or more"):
         LLM(checkpoint, expert_parallel=True)

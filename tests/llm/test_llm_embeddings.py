@@ -211,7 +211,7 @@ def test_classify_returns_probabilities_of_the_labels(classifier: LLM, llm: LLM)
     np.testing.assert_allclose(results[0].scores, exponents / exponents.sum(), atol=1e-6)
     with pytest.raises(UnsupportedFeatureError, match="the output scores"):
         llm.classify("cat")
-    with pytest.raises(InputError, match=r"the model has 3 labels: a cross-encoder has one"):
+    with pytest.raises(InputError, match=r"the model has 3 labels, but a cross-encoder has one"):
         classifier.score("cat", "dog")
 
 

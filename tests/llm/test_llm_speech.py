@@ -83,7 +83,7 @@ def test_joined_stream_chunks_equal_the_audio_of_speak(llm: LLM) -> None:
 def test_a_closed_stream_frees_its_request(llm: LLM) -> None:
     stream = llm.stream_speech(TEXTS[0], PARAMS)
     next(stream)
-    with pytest.raises(UnsupportedFeatureError, match="two places at once"):
+    with pytest.raises(UnsupportedFeatureError, match="two calls at the same time"):
         llm.speak("a", PARAMS)
     stream.close()
     assert llm.speak("a", PARAMS).num_tokens

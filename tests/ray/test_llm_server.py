@@ -59,7 +59,9 @@ async def open_server(pipeline: FakePipeline) -> AsyncIterator[PenstockServer]:
 @pytest.fixture(autouse=True)
 def _fake_response_types(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("CompletionResponse", "TokenizeResponse", "ErrorResponse", "ErrorInfo")
-    monkeypatch.setattr(llm_server, "_types", lambda: {name: type(name, (Body,), {}) for name in names})
+    monkeypatch.setattr(
+        llm_server, "_response_types", lambda: {name: type(name, (Body,), {}) for name in names}
+    )
 
 
 BODY = {"model": "chat", "prompt": [5, 6], "max_tokens": 3, "ignore_eos": True}

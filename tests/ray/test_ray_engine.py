@@ -224,7 +224,7 @@ async def test_prompts_with_a_common_prefix_share_a_replica() -> None:
         await read_deltas(other_request)
         for _ in range(3):
             await engine._poll()
-        assert not engine._choice._prefixes._expected
+        assert not engine._choice._prefixes._expected_workers
         assert engine._choice._prefixes.num_blocks > 100
         await read_deltas(engine.submit(make_request("d", "x" * 400 + "d", max_length=500)))
         await read_deltas(engine.submit(make_request("e", "z" * 39)))
@@ -280,16 +280,17 @@ async def test_controls_of_a_single_process_server_are_refused() -> None:
     async with open_engine(make_pipeline) as (engine, replicas):
         await engine.reset_prefix_cache()
         assert replicas.num_resets == 1
-        for call in (engine.sleep(1, 0), engine.wake_up(), engine.reload(0), engine.start_profile()):
-            with pytest.raises(UnsupportedFeatureError, match="deploy the application again"):
-                await call
-        for unsupported_call in (
+        for control in (
+            engine.sleep(1, 0),
+            engine.wake_up(),
+            engine.reload(0),
             engine.load_adapter("a", "b"),
-            engine.unload_adapter("a"),
-            engine.stop_profile(),
         ):
+            with pytest.raises(UnsupportedFeatureError, match="deploy the application again"):
+                await control
+        for control in (engine.start_profile(), engine.stop_profile(), engine.unload_adapter("a")):
             with pytest.raises(UnsupportedFeatureError, match="on Ray is not supported"):
-                await unsupported_call
+                await control
         with pytest.raises(UnsupportedFeatureError, match="cache events"):
             engine.watch_cache(lambda number, events: None)
 

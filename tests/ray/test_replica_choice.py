@@ -98,7 +98,9 @@ def test_expected_blocks_of_an_ended_request_count_until_its_replica_has_reporte
     assert choose_replica(choice, LONG_PROMPT) == "b"
     report_events(choice, a=[], b=[])
     report_events(choice, a=[], b=[])
-    assert choice._prefixes._expected.keys() == set(prompt_digests(make_request("", "z" * 8), CACHING_INFO))
+    assert choice._prefixes._expected_workers.keys() == set(
+        prompt_digests(make_request("", "z" * 8), CACHING_INFO)
+    )
     assert choose_replica(choice, LONG_PROMPT) == "a"
 
 
@@ -129,7 +131,7 @@ def test_replicas_are_removed_and_added() -> None:
     assert choice._loads.num_requests == choice._loads.costs == [0, 0]
     assert choice.positions == {"a": 0, "c": 0}
     report_events(choice, a=[], c=[])
-    assert not choice._prefixes._expected
+    assert not choice._prefixes._expected_workers
     report_events(choice)
     assert choose_replica(choice) == ""
 
@@ -137,10 +139,10 @@ def test_replicas_are_removed_and_added() -> None:
 def test_a_replica_that_is_removed_and_added_again_has_no_load() -> None:
     choice = ReplicaChoice()
     report_events(choice, a=[], b=[])
-    running_assignments = [choice.assign(make_request(""), lost=("b",)) for _ in range(3)]
+    running_assignments = [choice.assign(make_request(""), lost_replicas=("b",)) for _ in range(3)]
     report_events(choice, b=[])
     report_events(choice, a=[], b=[])
-    later_assignment = choice.assign(make_request(""), lost=("b",))
+    later_assignment = choice.assign(make_request(""), lost_replicas=("b",))
     for assignment in (*running_assignments, later_assignment):
         assert assignment is not None
         choice.start(assignment)

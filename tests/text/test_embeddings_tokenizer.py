@@ -238,11 +238,11 @@ def test_other_tokenizers_build_one_context_at_a_time() -> None:
 def count_encoded_texts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list to which each call of the library's tokenizer appends its number of texts."""
     counts: list[int] = []
-    original_encode = EmbeddingsTokenizer._encode_samples
+    original_encode = EmbeddingsTokenizer._encode_batch
 
     def count_and_encode(self: EmbeddingsTokenizer, samples: Any, cut_to: int | None) -> Any:
         counts.append(len(samples))
         return original_encode(self, samples, cut_to)
 
-    monkeypatch.setattr(EmbeddingsTokenizer, "_encode_samples", count_and_encode)
+    monkeypatch.setattr(EmbeddingsTokenizer, "_encode_batch", count_and_encode)
     return counts

@@ -77,7 +77,7 @@ def encode_prompt(
     request = TokenGeneratorRequest(
         "1", 0, "m", messages=list(messages), tools=tools, chat_template_options=options or None
     )
-    text, ids = tokenizer.prompt_of(request)
+    text, ids = tokenizer.encode_request_prompt(request)
     assert text is not None
     return text, ids.tolist()
 
@@ -176,7 +176,7 @@ def test_messages_of_system_and_assistant_are_unchanged(
 
 def test_a_prompt_without_messages_is_unchanged(open_tokenizer_pair: OpenTokenizerPair) -> None:
     tokenizer, _ = open_tokenizer_pair("qwen3")
-    _, ids = tokenizer.prompt_of(TokenGeneratorRequest("1", 0, "m", prompt=INJECTION))
+    _, ids = tokenizer.encode_request_prompt(TokenGeneratorRequest("1", 0, "m", prompt=INJECTION))
     assert count_special_tokens(tokenizer, ids.tolist()) == 3
     assert count_special_tokens(tokenizer, tokenizer.encode_text(INJECTION, limited=False).tolist()) == 3
 

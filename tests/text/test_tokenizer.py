@@ -332,7 +332,7 @@ class TestLengths:
 
     def test_the_tokens_of_any_text_can_be_counted(self) -> None:
         tokenizer = FakeTokenizer(max_length=40)
-        assert len(tokenizer.prompt_of(make_request("x" * 100_000))[1]) == 100_000
+        assert len(tokenizer.encode_request_prompt(make_request("x" * 100_000))[1]) == 100_000
         assert len(tokenizer.encode_text("x" * 100_000, limited=False)) == 100_000
 
     def test_without_a_maximum_length_the_request_must_have_a_limit(self) -> None:

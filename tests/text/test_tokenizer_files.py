@@ -126,7 +126,7 @@ class TestInvalidFiles:
         "name", ["tokenizer_config.json", "special_tokens_map.json", "config.json", "generation_config.json"]
     )
     @pytest.mark.parametrize(
-        ("text", "problem"), [("{", "is not readable as JSON"), ("[]", "must hold a JSON object")]
+        ("text", "problem"), [("{", "is not readable as JSON"), ("[]", "must contain a JSON object")]
     )
     def test_a_damaged_configuration_is_refused(
         self, name: str, text: str, problem: str, folder: Path

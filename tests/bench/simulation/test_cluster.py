@@ -27,9 +27,9 @@ def make_turn(seed: int, length: int, num_new_tokens: int, think_seconds: float 
 
 def test_events_run_in_order_of_time() -> None:
     clock, event_names = Clock(), []
-    clock.at(2.0, lambda: event_names.append(("b", clock.now)))
-    clock.at(1.0, lambda: clock.after(1.0, lambda: event_names.append(("c", clock.now))))
-    clock.at(1.0, lambda: event_names.append(("a", clock.now)))
+    clock.call_at(2.0, lambda: event_names.append(("b", clock.now)))
+    clock.call_at(1.0, lambda: clock.call_after(1.0, lambda: event_names.append(("c", clock.now))))
+    clock.call_at(1.0, lambda: event_names.append(("a", clock.now)))
     clock.run()
     assert event_names == [("a", 1.0), ("b", 2.0), ("c", 2.0)]
 
@@ -38,10 +38,10 @@ def test_a_busy_server_queues_its_jobs() -> None:
     clock, end_times = Clock(), []
     server = BusyServer(clock)
     for time in (0.0, 0.1, 5.0):
-        clock.at(time, lambda: server.serve(0.5, lambda: end_times.append(clock.now)))
+        clock.call_at(time, lambda: server.serve(0.5, lambda: end_times.append(clock.now)))
     clock.run()
     assert end_times == pytest.approx([0.5, 1.0, 5.5])
-    assert server.waits == pytest.approx([0.0, 0.4, 0.0])
+    assert server.wait_seconds == pytest.approx([0.0, 0.4, 0.0])
 
 
 def test_the_latency_of_a_request_is_the_sum_of_its_steps() -> None:
@@ -56,10 +56,10 @@ def test_the_latency_of_a_request_is_the_sum_of_its_steps() -> None:
     cluster = Cluster(COSTS, 1, "prefix-aware")
     report = cluster.run(trace)
     first_outcome, second_outcome = cluster.outcomes
-    assert (first_outcome.first_token, first_outcome.ended) == pytest.approx((0.1, 0.109))
-    assert (second_outcome.first_token, second_outcome.ended) == pytest.approx((1.107, 1.149))
+    assert (first_outcome.first_token_time, first_outcome.end_time) == pytest.approx((0.1, 0.109))
+    assert (second_outcome.first_token_time, second_outcome.end_time) == pytest.approx((1.107, 1.149))
     assert report.num_requests == 1  # The first request is in the warm-up, which is not counted.
-    assert report.first_token == pytest.approx((0.107, 0.107))
+    assert report.first_token_time == pytest.approx((0.107, 0.107))
     assert report.latency == pytest.approx((0.149, 0.149))
     assert report.hit_rate == 0
 
@@ -72,7 +72,7 @@ def test_latency_includes_router_decisions_and_messages() -> None:
     costs = msgspec.structs.replace(COSTS, router=router, message_seconds=0.1)
     report = Cluster(costs, 2, "random").run(trace)
     decision_seconds, step_seconds, result_seconds = 0.01 + 2 * 0.001 + 6 * 0.002, 0.096, 0.008
-    assert report.first_token[0] == pytest.approx(
+    assert report.first_token_time[0] == pytest.approx(
         decision_seconds + 0.1 + step_seconds + 0.1 + result_seconds
     )
     assert report.router_utilization == pytest.approx(decision_seconds + result_seconds, rel=0.1)
@@ -95,7 +95,7 @@ def test_prefix_aware_routing_has_a_higher_hit_rate_and_is_deterministic() -> No
     trace = make_trace(shape)
     reports = {policy: Cluster(costs, 4, policy).run(trace) for policy in POLICIES}
     assert reports["prefix-aware"].hit_rate > 1.2 * reports["random"].hit_rate
-    assert reports["prefix-aware"].first_token[0] < reports["random"].first_token[0]
+    assert reports["prefix-aware"].first_token_time[0] < reports["random"].first_token_time[0]
     assert Cluster(costs, 4, "prefix-aware").run(trace) == reports["prefix-aware"]
 
 
@@ -114,7 +114,7 @@ def test_the_waiting_time_of_one_worker_agrees_with_queueing_theory() -> None:
     ]
     cluster = Cluster(costs, 1, "least-loaded")
     report = cluster.run(trace)
-    waiting_times = [outcome.ended - outcome.arrived - 0.1 for outcome in cluster.outcomes]
+    waiting_times = [outcome.end_time - outcome.arrival_time - 0.1 for outcome in cluster.outcomes]
     assert np.mean(waiting_times) == pytest.approx(0.1 * 0.7 / (2 * 0.3), rel=0.15)
     assert report.worker_utilization == pytest.approx(0.7, rel=0.05)
 

@@ -13,7 +13,7 @@ from support.byte_grammar import accepts, compile_grammar
 
 from penstock.errors import InputError, UnsupportedSchemaError
 from penstock.grammar.schema import schema_ebnf
-from penstock.grammar.schema.keywords import identity
+from penstock.grammar.schema.keywords import equality_key
 
 # (schema with enum or const, its valid values)
 CASES: list[tuple[dict[str, Any], list[Any]]] = [
@@ -126,7 +126,7 @@ _KEYWORDS: dict[str, st.SearchStrategy[Any]] = {
 
 @given(
     # 1 and 1.0 are equal values in JSON schema.
-    values=st.lists(_VALUES, min_size=1, max_size=5, unique_by=identity),
+    values=st.lists(_VALUES, min_size=1, max_size=5, unique_by=equality_key),
     keywords=st.sets(st.sampled_from(sorted(_KEYWORDS)), max_size=4).flatmap(
         lambda names: st.fixed_dictionaries({name: _KEYWORDS[name] for name in names})
     ),
