@@ -565,13 +565,12 @@ def reasoning_formats() -> str:
 
 def peft_fields() -> str:
     """Return the table of fields of an adapter's configuration and how each is treated."""
-    rows = [[code(name), "read"] for name in sorted(adapter_config._READ)]
+    rows = [[code(name), "read"] for name in sorted(adapter_config._READ_FIELDS)]
     rows += [
-        [code(name), "no effect on a trained adapter"] for name in sorted(adapter_config._WITHOUT_EFFECT)
+        [code(name), "no effect on a trained adapter"] for name in sorted(adapter_config._IGNORED_FIELDS)
     ]
-    rows += [
-        [code(name), f"refused if set: {what}"] for name, what in sorted(adapter_config._REFUSED.items())
-    ]
+    refused = sorted(adapter_config._REFUSED_FIELDS.items())
+    rows += [[code(name), f"refused if set: {what}"] for name, what in refused]
     return table("field | treatment", sorted(rows))
 
 

@@ -1,4 +1,4 @@
-"""The element type of a model's KV cache, and the scales for it that the checkpoint stores."""
+"""The element type of a model's KV cache, and the cache scales that a checkpoint stores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def kv_dtype(pipeline_config: PipelineConfig) -> DType:
-    """Return the element type of the KV cache: the configured one, or that of the activations."""
+    """Return the element type of the KV cache: the configured type, or the type of the activations."""
     configured = pipeline_config.kv_cache.dtype
     if configured == "fp8":
         return DType.float8_e4m3fn
@@ -25,7 +25,7 @@ def kv_dtype(pipeline_config: PipelineConfig) -> DType:
 
 
 def with_stored_scales(spec: KVCacheSpec, pipeline_config: PipelineConfig) -> KVCacheSpec:
-    """Return the cache with fixed scales in the layers whose scales the checkpoint stores."""
+    """Return ``spec`` with fixed scales for the layers whose scales the checkpoint stores."""
     if all(group.dtype is not DType.float8_e4m3fn for group in spec.groups):
         return spec
     return spec.with_fixed_scales(pipeline_config.model.opened_checkpoint.cache_scales)
@@ -34,7 +34,7 @@ def with_stored_scales(spec: KVCacheSpec, pipeline_config: PipelineConfig) -> KV
 def fixed_scales(
     pipeline_config: PipelineConfig, spec: KVCacheSpec, shard: Shard
 ) -> dict[int, Tensor] | None:
-    """Return layer -> ``[2, K]``, the stored scales of keys and values for the kv heads of a rank.
+    """Return a map from layer to ``[2, K]``: the stored scales of keys and values of a rank's K kv heads.
 
     Args:
         pipeline_config: the configuration with the checkpoint.
@@ -45,7 +45,7 @@ def fixed_scales(
         None if no layer has fixed scales.
 
     Raises:
-        WeightsError: a scale has another type or size, or is not a positive number.
+        WeightsError: a scale has an unsupported type or a wrong size, or is not a positive number.
     """
     spec = with_stored_scales(spec, pipeline_config)
     heads = {
@@ -53,8 +53,9 @@ def fixed_scales(
     }
     if not heads:
         return None
-    stored = read_cache_scales(pipeline_config.model.opened_checkpoint.cache_scales, heads)
-    head_parts = {layer: shard.kv_heads(count) for layer, count in heads.items()}
+    stored_scales = read_cache_scales(pipeline_config.model.opened_checkpoint.cache_scales, heads)
+    rank_heads = {layer: shard.kv_heads(count) for layer, count in heads.items()}
     return {
-        layer: scales[:, head_parts[layer].start : head_parts[layer].stop] for layer, scales in stored.items()
+        layer: scales[:, rank_heads[layer].start : rank_heads[layer].stop]
+        for layer, scales in stored_scales.items()
     }

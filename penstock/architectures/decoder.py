@@ -1,7 +1,7 @@
 """`DecoderModel`: the base class of decoder-only transformers.
 
-An architecture subclasses it. It defines the KV cache (`kv_spec`), the length of the longest sequence
-(`calculate_max_seq_len`), and the network, which it reads from a checkpoint (`build`).
+Each architecture is a subclass. It defines the KV cache (`kv_spec`) and the length of the longest sequence
+(`calculate_max_seq_len`), and reads the network from a checkpoint (`build`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from penstock.engine import InferenceSession
     from penstock.kernels import GraphCache
 
-
 __all__ = ["DecoderModel", "Network", "kv_dtype"]
 
 
@@ -56,7 +55,7 @@ class Network(Protocol):
 
     @property
     def length_dependent(self) -> bool:
-        """Whether keys depend on the length of the sequence. Then steps need `StepInputs.text_lengths`."""
+        """Whether keys depend on the length of the sequence. If so, steps need `StepInputs.text_lengths`."""
         ...
 
     def __call__(
@@ -71,7 +70,7 @@ class DecoderModel(NetworkModel[TextContext]):
 
     network: Network
     is_divisible: ClassVar[bool] = False
-    """Whether each layer declares the part that a rank stores, which tensor parallelism requires."""
+    """Whether the network supports tensor parallelism: each layer declares the part that a rank stores."""
 
     @classmethod
     @abstractmethod
@@ -122,12 +121,12 @@ class DecoderModel(NetworkModel[TextContext]):
         *,
         drafts: Sequence[Sequence[int]] | None = None,
     ) -> ModelInputs:
-        """Return a ragged batch of the active tokens of all contexts, each followed by its drafted tokens.
+        """Return a ragged batch: the active tokens of each context, followed by its drafted tokens.
 
         Args:
             replica_batches: the contexts of each data-parallel replica.
             kv_cache_inputs: the block tables of the batch.
-            return_n_logits: the number of rows of logits, for all sequences or for each.
+            return_n_logits: the number of rows of logits per sequence: one number, or one per sequence.
             drafts: the drafted tokens of each context.
         """
         contexts = [context for replica in replica_batches for context in replica]
@@ -140,15 +139,15 @@ class DecoderModel(NetworkModel[TextContext]):
                 token_arrays.append(np.array(draft))
         tokens = np.concatenate(token_arrays)
         draft_lengths = [len(draft) for draft in drafts]
-        counts = np.array([context.active_length for context in contexts]) + draft_lengths
+        row_counts = np.array([context.active_length for context in contexts]) + draft_lengths
         positions = np.array([context.start_idx for context in contexts])
         with uploaded_together(self.torch_device):
             if len(tokens) == len(contexts):
                 row_offsets, logit_rows, logit_offsets = _single_row_offsets(len(contexts), self.torch_device)
             else:
-                ends = counts.cumsum()
-                positions = (positions + counts - ends).repeat(counts) + np.arange(len(tokens))
-                num_logits = self._num_logits(counts, return_n_logits)
+                ends = row_counts.cumsum()
+                positions = (positions + row_counts - ends).repeat(row_counts) + np.arange(len(tokens))
+                num_logits = self._num_logits(row_counts, return_n_logits)
                 logit_ends = num_logits.cumsum()
                 logit_indices = np.arange(logit_ends[-1]) + (ends - logit_ends).repeat(num_logits)
                 row_offsets = self._to_device(np.append(0, ends), np.int32)
@@ -161,10 +160,10 @@ class DecoderModel(NetworkModel[TextContext]):
                 logit_rows=logit_rows,
                 logit_offsets=logit_offsets,
                 kv=kv_cache_inputs,
-                lora=self.lora_manager.inputs(contexts, counts) if self.lora_manager else None,
+                lora=self.lora_manager.inputs(contexts, row_counts) if self.lora_manager else None,
                 drafts=tuple(draft_lengths),
-                text_lengths=self._text_lengths(contexts, counts, positions),
-                spans=self._image_spans(contexts, counts, positions),
+                text_lengths=self._text_lengths(contexts, row_counts, positions),
+                spans=self._image_spans(contexts, row_counts, positions),
             )
 
     def prepare_next_token_inputs(self, next_tokens: Tensor, prev_model_inputs: ModelInputs) -> ModelInputs:
@@ -217,10 +216,7 @@ class DecoderModel(NetworkModel[TextContext]):
 
     @property
     def _graphs(self) -> GraphCache | None:
-        """The compiled steps; None if the ranks exchange tensors through torch.distributed.
-
-        A compiled step can only contain collectives in shared memory.
-        """
+        """The compiled steps; None if ranks use torch.distributed, whose collectives cannot be compiled."""
         ranks = self.session.ranks
         return self.session.graphs if ranks is None or ranks.region else None
 
@@ -244,28 +240,27 @@ class DecoderModel(NetworkModel[TextContext]):
         model_inputs: ModelInputs,
         sampling: SamplingInputs,
         uniforms: Tensor,  # [n, B]
-        ends: Tensor,  # [B, E]
+        stop_ids: Tensor,  # [B, k]
     ) -> Tensor | None:  # [m, B]
         graphs, ranks = self._graphs, self.session.ranks
         if graphs is None or eager_reason(model_inputs, graphs.max_rows) is not None:
             return None
-        if model_inputs.input_embeds is not None:  # they are those of the first step only
+        if model_inputs.input_embeds is not None:  # image rows belong to the first step only
             return None
         key = self._graph_key(model_inputs, graphs)
         if ranks is not None and ranks.rank == 0 and not graphs.has(key):
             return None
         with nullcontext() if ranks is None else ranks.step():
             if ranks is not None and ranks.rank == 0:
-                self.announce(
-                    "execute_steps", StepMessage.from_inputs(model_inputs), len(uniforms), ends.cpu().numpy()
-                )
+                message = StepMessage.from_inputs(model_inputs)
+                self.announce("execute_steps", message, len(uniforms), stop_ids.cpu().numpy())
             return graphs.run_loop(
                 key,
                 step_tensors(model_inputs),
                 later_step_tensors(model_inputs, len(uniforms)),
                 sampling,
                 uniforms,
-                ends,
+                stop_ids,
                 ranks,
             )
 
@@ -273,7 +268,7 @@ class DecoderModel(NetworkModel[TextContext]):
         return (id(self.network), self.return_hidden_states, step_key(model_inputs, graphs.columns))
 
     def _run_eagerly(self, model_inputs: ModelInputs, ops: Ops) -> tuple[Tensor, ...]:
-        """Return logits, and the hidden states of all rows if any are requested."""
+        """Return logits. Return the hidden states of all rows too if hidden states are requested."""
         lora, rows, kv = model_inputs.lora, model_inputs.logit_rows, model_inputs.kv
         spans = None
         if model_inputs.spans is not None and kv is not None:
@@ -332,22 +327,22 @@ class DecoderModel(NetworkModel[TextContext]):
             )
         return plan.num_blocks
 
-    def _num_logits(self, counts: np.ndarray, return_n_logits: int | Sequence[int]) -> np.ndarray:  # [B]
+    def _num_logits(self, row_counts: np.ndarray, return_n_logits: int | Sequence[int]) -> np.ndarray:  # [B]
         if self.return_logits is ReturnLogits.ALL:
-            return counts
+            return row_counts
         if self.return_logits is ReturnLogits.LAST_TOKEN:
-            return np.ones_like(counts)
-        rows: np.ndarray = np.minimum(np.broadcast_to(np.asarray(return_n_logits), counts.shape), counts)
-        return rows
+            return np.ones_like(row_counts)
+        requested = np.broadcast_to(np.asarray(return_n_logits), row_counts.shape)
+        num_logits: np.ndarray = np.minimum(requested, row_counts)
+        return num_logits
 
     def _text_lengths(
-        self, contexts: Sequence[TextContext], counts: np.ndarray, positions: np.ndarray
+        self, contexts: Sequence[TextContext], row_counts: np.ndarray, positions: np.ndarray
     ) -> Tensor | None:  # [T]
         """Return the sequence length that determines the rotary angles of each row.
 
-        This length is that of the prompt, or the row's position + 1 if that is larger, as in transformers. In
-        a regime of longer sequences (see `KVCacheSpec.regime`), it is at least the length at which the regime
-        begins. A context that is computed again therefore has the same rows.
+        It is the prompt length or the row's position + 1, whichever is larger, as in transformers. To make
+        recomputed keys equal, it is at least the shortest length of the context's `KVCacheSpec.regime`.
         """
         spec = self.kv_cache_spec
         if not self.network.length_dependent or spec is None:
@@ -355,7 +350,7 @@ class DecoderModel(NetworkModel[TextContext]):
         lengths = [
             max(len(context.prompt_tokens), spec.shortest(context.current_length)) for context in contexts
         ]
-        return self._to_device(np.maximum(np.array(lengths).repeat(counts), positions + 1), np.int64)
+        return self._to_device(np.maximum(np.array(lengths).repeat(row_counts), positions + 1), np.int64)
 
     def _check_images(self, contexts: Sequence[TextContext]) -> None:
         """Refuse images that the model cannot read."""
@@ -370,12 +365,12 @@ class DecoderModel(NetworkModel[TextContext]):
                 )
 
     def _image_spans(
-        self, contexts: Sequence[TextContext], counts: np.ndarray, positions: np.ndarray
+        self, contexts: Sequence[TextContext], row_counts: np.ndarray, positions: np.ndarray
     ) -> Tensor | None:  # [T, 2]
-        """Return `ImageSpans.bounds` (for each row the span of its image, or the row itself), or None."""
+        """Return `ImageSpans.bounds`: each row's image span, or the row alone. None without images."""
         spans: np.ndarray | None = None
         first_row = 0
-        for context, count in zip(contexts, counts.tolist(), strict=True):
+        for context, count in zip(contexts, row_counts.tolist(), strict=True):
             if isinstance(context, TextAndVisionContext) and context.has_bidirectional_images:
                 for image in context.next_images_in_window:
                     if spans is None:

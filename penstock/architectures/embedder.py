@@ -1,6 +1,6 @@
-"""`EmbedderModel`: a decoder network that serves embedders, rerankers and sequence classifiers.
+"""`EmbedderModel`: the base class of embedders, rerankers and classifiers with a decoder network.
 
-It computes whole inputs in one step, without a KV cache. A family subclasses it and sets `decoder`.
+The model computes whole inputs in one step, without a KV cache. A subclass sets `decoder`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ class EmbedderNetwork:
 
 
 def remove_model_prefix(name: str) -> str:
-    """Return the name of a tensor without the prefix ``model.``, which only models with a head have."""
+    """Return the name of a tensor without the prefix ``model.``.
+
+    Only checkpoints of models with a head have this prefix.
+    """
     return name.removeprefix("model.")
 
 

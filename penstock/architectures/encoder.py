@@ -1,7 +1,6 @@
 """`EncoderModel`: the base class of encoder models. It runs whole inputs in one step, without a KV cache.
 
-A subclass defines the longest sequence (`max_positions`) and how the network is read from a checkpoint
-(`build`).
+A subclass defines the longest sequence (`max_positions`) and reads the network from a checkpoint (`build`).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 
 _HIDDEN_SIZES = ("hidden_size", "dim", "d_model", "n_embd")
-"""The keys of ``config.json`` with the size of the hidden states."""
+"""The keys under which families store the hidden size in ``config.json``; the first present key is used."""
 
 
 class EncoderNetwork(Protocol):
@@ -59,7 +58,7 @@ class EncoderInputs(ModelInputs):
     """A ragged batch of whole inputs."""
 
     token_types: Tensor | None = None
-    """``[T]`` int64: the segment of each token; None if all are in the first."""
+    """``[T]`` int64: the segment of each token; None if all tokens are in segment 0."""
 
 
 class EncoderModel(NetworkModel[EmbeddingsContext]):
@@ -71,7 +70,7 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
 
     @property
     def pools_logits(self) -> bool:
-        """Whether a sequence classifier computes the logits of each token before it pools them."""
+        """Whether a sequence classifier applies its head to each token and pools the logits."""
         return False
 
     @property
@@ -86,7 +85,7 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
 
     @property
     def placeholders(self) -> Mapping[int, str]:
-        """Ids of tokens that stand for images, audio and the like -> the kind of input. They are refused."""
+        """Map from placeholder token ids to the kind of input, such as images. Such inputs are refused."""
         return {}
 
     @property
@@ -115,8 +114,8 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
             ValueError: the configured length exceeds the positions of the network.
         """
         positions = cls.max_positions(huggingface_config)
-        trained = pipeline_config.model.embedding_layout.max_seq_length
-        default = pipeline_config.model.max_length or min(trained or positions, positions)
+        trained_length = pipeline_config.model.embedding_layout.max_seq_length
+        default = pipeline_config.model.max_length or min(trained_length or positions, positions)
         return upper_bounded_default(positions, default)
 
     @classmethod
@@ -141,12 +140,14 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
         counts = np.array([context.active_length for context in contexts])
         ends = counts.cumsum()
         positions = np.arange(ends[-1]) - (ends - counts).repeat(counts)
-        types = [context.token_type_ids for context in contexts]
+        context_types = [context.token_type_ids for context in contexts]
         token_types = None
-        if self.reads_token_types and any(type_ is not None for type_ in types):
-            zeros = [np.zeros(count) for count in counts]
+        if self.reads_token_types and any(types is not None for types in context_types):
             token_types = np.concatenate(
-                [z if one is None else one for z, one in zip(zeros, types, strict=True)]
+                [
+                    np.zeros(count) if types is None else types
+                    for count, types in zip(counts, context_types, strict=True)
+                ]
             )
         return EncoderInputs(
             tokens=self._to_device(np.concatenate([context.next_tokens for context in contexts]), np.int64),
@@ -170,7 +171,7 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
 
         Args:
             model_inputs: the batch.
-            step: its `step_inputs`, which the heads use too.
+            step: the `step_inputs` of the batch. The heads use them too.
         """
         self.begin_step()
         states = self._run_compiled(model_inputs, step)
@@ -179,8 +180,8 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
     def _run_compiled(self, model_inputs: EncoderInputs, step: StepInputs) -> Tensor | None:
         """Return the hidden states from a compiled step; None if the step must run eagerly.
 
-        Only steps of one input are compiled: their shape depends on the length only. Batches have many more
-        shapes.
+        Only steps with a single input are compiled, because their shape depends only on the input's length.
+        Batches of several inputs have too many different shapes.
         """
         graphs = self.session.graphs
         if graphs is None:
@@ -198,20 +199,20 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
         }
         if step.text_lengths is not None:
             tensors["text_lengths"] = step.text_lengths
-        types = model_inputs.token_types
-        tensors["token_types"] = torch.zeros_like(model_inputs.tokens) if types is None else types
+        token_types = model_inputs.token_types
+        tensors["token_types"] = torch.zeros_like(model_inputs.tokens) if token_types is None else token_types
 
-        def run(ops: Ops, given: Mapping[str, Tensor]) -> tuple[Tensor]:
-            own = replace(
+        def forward(ops: Ops, tensors: Mapping[str, Tensor]) -> tuple[Tensor]:
+            forward_step = replace(
                 step,
                 ops=ops,
-                positions=given["positions"],
-                row_offsets=given["row_offsets"],
-                text_lengths=given.get("text_lengths"),
+                positions=tensors["positions"],
+                row_offsets=tensors["row_offsets"],
+                text_lengths=tensors.get("text_lengths"),
             )
-            return (self.network(given["tokens"], own, given["token_types"]),)
+            return (self.network(tensors["tokens"], forward_step, tensors["token_types"]),)
 
-        results = graphs.run((id(self.network), len(model_inputs.tokens)), tensors, run)
+        results = graphs.run((id(self.network), len(model_inputs.tokens)), tensors, forward)
         return None if results is None else results[0]
 
     def step_inputs(self, model_inputs: EncoderInputs) -> StepInputs:

@@ -1,9 +1,9 @@
 """`Follower`: runs the steps of rank 0 on another rank.
 
-Only rank 0 schedules, prepares inputs and samples. For each forward, it sends one message of a few kilobytes
-with the tensors of the step. Then all ranks run the network. The other ranks have no contexts, text or
-sampling parameters. The tokens that rank 0 samples are part of its next message. Block tables and cache slots
-are equal on all ranks: a block contains the same tokens on each rank, but different heads.
+Only rank 0 schedules, prepares inputs and samples. For each forward, rank 0 sends one message of a few
+kilobytes with the tensors of the step. Then all ranks run the network. Ranks above 0 have no contexts, text
+or sampling parameters. The tokens that rank 0 samples are part of its next message. Block tables and cache
+slots are equal on all ranks: a block contains the same tokens on each rank, but different heads.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from penstock.kv_cache import KVCacheManager
 
 
 class Follower:
-    """Runs the calls of rank 0 on a model of rank 1 or above.
+    """Runs the calls that rank 0 sends, on the model of a rank above 0.
 
     Args:
-        model: the loaded part of this rank.
+        model: this rank's part of the model, loaded.
         kv: the KV cache with the heads of this rank. Its block tables are not used.
     """
 
@@ -48,11 +48,11 @@ class Follower:
         """Run one forward with the inputs of a message."""
         self._model.execute(message.inputs(self._kv, self._model.lora_manager))
 
-    def execute_steps(self, message: StepMessage, num_steps: int, ends: np.ndarray) -> None:
-        """Run several decode steps in one call. Rank 0 samples, so the sampling parameters have no effect."""
+    def execute_steps(self, message: StepMessage, num_steps: int, stop_ids: np.ndarray) -> None:
+        """Run several decode steps in one call. Only rank 0 samples, so the sampling inputs are dummies."""
         inputs = message.inputs(self._kv, self._model.lora_manager)
         rows = len(inputs.tokens)
-        unused = SamplingInputs(
+        dummy_sampling = SamplingInputs(
             torch.zeros(rows),
             torch.zeros(rows, dtype=torch.int64),
             torch.ones(rows),
@@ -60,7 +60,7 @@ class Follower:
             torch.zeros(rows, dtype=torch.float64),
         )
         uniforms = torch.zeros(num_steps, rows, dtype=torch.float64)
-        sampled = self._model.execute_steps(inputs, unused, uniforms, torch.from_numpy(ends))
+        sampled = self._model.execute_steps(inputs, dummy_sampling, uniforms, torch.from_numpy(stop_ids))
         assert sampled is not None, "rank 0 runs a step that this rank has not compiled"
 
     def pack_pending(self) -> None:
@@ -78,7 +78,7 @@ class Follower:
     def put_adapter(self, slot: int, matrices: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Put an adapter into a slot.
 
-        ``matrices`` are those of whole layers, of which this rank stores its part.
+        ``matrices`` contains the adapter matrices of whole layers. This rank stores only its part of them.
         """
         adapters = self._model.lora_manager
         assert adapters is not None

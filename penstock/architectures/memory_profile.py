@@ -1,4 +1,7 @@
-"""Measures the memory of the weights and of the largest step, before the KV cache is allocated."""
+"""Plans memory from the measured size of the weights and of the largest step.
+
+The plan is made before the KV cache is allocated.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,14 @@ from penstock.pipelines.core import TextContext
 def plan_from_measurement(model: PipelineModel[Any], spec: KVCacheSpec, memory: DeviceMemory) -> MemoryPlan:
     """Return the memory plan of a loaded model, with measured sizes of weights and activations.
 
-    Runs a step of ``max_batch_input_tokens`` tokens in ``max_batch_size`` sequences, and samples. The maximum
-    length is at most that of the first plan, because the layers were built for that length.
+    Runs and samples one step of ``max_batch_input_tokens`` tokens in ``max_batch_size`` sequences. The
+    maximum sequence length of the result never exceeds ``model.memory_plan.max_length``, because the layers
+    were built for that length.
 
     Args:
-        model: the model, whose weights are loaded.
-        spec: the layers of its KV cache.
-        memory: counts the memory of its device.
+        model: the model with loaded weights.
+        spec: the layers of the model's KV cache.
+        memory: measures free and peak memory of the model's device.
 
     Raises:
         InsufficientMemoryError: the largest step and the smallest useful KV cache do not fit together.
@@ -85,7 +89,8 @@ def run_largest_step(model: PipelineModel[Any], spec: KVCacheSpec, plan: MemoryP
         torch.zeros(rows, device=device),
         torch.full((rows,), 0.5, dtype=torch.float64, device=device),
     )
-    model.session.ops.sample(logits.float().clone(), sampling)  # a copy of this size, as penalties need it
+    # The clone has the size of the copy that penalties make of the logits.
+    model.session.ops.sample(logits.float().clone(), sampling)
 
 
 def _largest_batch(plan: MemoryPlan) -> list[TextContext]:

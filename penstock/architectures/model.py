@@ -1,6 +1,6 @@
 """`PipelineModel`, the interface between a pipeline and a model, with its inputs and outputs.
 
-A model subclasses `PipelineModel` and defines all methods, or subclasses a class that defines some of them.
+A model is a subclass of `PipelineModel` or of one of two base classes that define some of its methods.
 `penstock.architectures.network_model.NetworkModel` reads and packs a network from a checkpoint.
 `penstock.architectures.decoder.DecoderModel` adds the KV cache and the inputs of a decoder.
 """
@@ -44,7 +44,7 @@ BaseContextType = TypeVar("BaseContextType", bound=InputContext)
 WeightsAdapter = Callable[[str], str | None]
 """Maps a checkpoint tensor name to the name that the model uses, or to None to drop the tensor."""
 
-_UNSET: Any = None  # a subclass with other inputs need not set these fields
+_UNSET: Any = None  # a default, so that a subclass with other inputs can leave fields unset
 
 
 @dataclass(kw_only=True)
@@ -76,13 +76,13 @@ class ModelInputs:
     hidden_states: Tensor | None = None
     """``[T, E]``: hidden states of the target model, for a draft model that reads them."""
     drafts: tuple[int, ...] | None = None
-    """The number of drafted tokens at the end of each sequence's rows."""
+    """The number of drafted tokens of each sequence; their rows are the last rows of the sequence."""
     text_lengths: Tensor | None = None
     """``[T]`` int64, see `StepInputs.text_lengths`."""
 
     @property
     def buffers(self) -> Iterator[Tensor]:
-        """All tensors of the inputs."""
+        """Yield all tensors of the inputs."""
         values = (vars(self)[name] for name in vars(self))
         return (value for value in values if isinstance(value, Tensor))
 
@@ -94,7 +94,7 @@ class ModelOutputs:
     next_token_logits: Tensor | None = None
     """``[B, V]``: logits of the last row of each sequence."""
     logits: Tensor | None = None
-    """``[R, V]``: the requested rows, grouped by sequence."""
+    """``[R, V]``: the requested rows of logits, grouped by sequence."""
     logit_offsets: Tensor | None = None
     """``[B + 1]``: sequence b owns rows ``logit_offsets[b]:logit_offsets[b + 1]`` of ``logits``."""
     hidden_states: Tensor | None = None
@@ -145,7 +145,7 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         return_logits: ReturnLogits = ReturnLogits.VARIABLE,
         return_hidden_states: ReturnHiddenStates = ReturnHiddenStates.NONE,
     ) -> None:
-        if kv_cache_config is not None:  # the memory plan also uses this argument
+        if kv_cache_config is not None:  # set in the configuration, because the memory plan reads it there
             pipeline_config = replace(pipeline_config, kv_cache=kv_cache_config)
         pipeline_config.check_determinism()
         self.pipeline_config = pipeline_config
@@ -206,7 +206,7 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         """Return the maximum length in tokens of a sequence, prompt and output together.
 
         Raises:
-            ValueError: the configured maximum exceeds that of the model.
+            ValueError: the configured maximum exceeds the maximum of the model.
         """
 
     @classmethod
@@ -218,7 +218,7 @@ class PipelineModel(ABC, Generic[BaseContextType]):
 
     @classmethod
     def tensor_names(cls, huggingface_config: HuggingFaceConfig) -> TensorNames:
-        """Return the tensor names of the family for the memory planner; by default those of Llama."""
+        """Return the tensor names of the family for the memory planner; by default the names of Llama."""
         return LLAMA_NAMES
 
     @classmethod
@@ -243,11 +243,11 @@ class PipelineModel(ABC, Generic[BaseContextType]):
 
     @classmethod
     def min_step_tokens(cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig) -> int:
-        """Return the length in tokens of the longest input that cannot be split; 0 if there is none."""
+        """Return the length in tokens of the longest input that cannot be split; 0 if inputs can be split."""
         return 0
 
     def measure_memory(self) -> None:
-        """Plan the KV cache again with measured sizes of the loaded weights; by default does nothing."""
+        """Plan the KV cache again with the measured size of the loaded weights; by default, do nothing."""
 
     def estimate_memory_footprint(self) -> int:
         """Return the number of bytes that remain for the KV cache after weights and activations."""
@@ -262,7 +262,7 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         """Pack one lazily packed weight, which takes a fraction of a second. An idle worker calls this.
 
         Returns:
-            Whether weights remain to be packed. `execute` packs the rest when necessary.
+            Whether weights remain to be packed. `execute` packs the remaining weights when necessary.
         """
         return False
 
@@ -272,11 +272,7 @@ class PipelineModel(ABC, Generic[BaseContextType]):
             pass
 
     def execute_steps(
-        self,
-        model_inputs: Any,
-        sampling: SamplingInputs,
-        uniforms: Tensor,
-        ends: Tensor,
+        self, model_inputs: Any, sampling: SamplingInputs, uniforms: Tensor, stop_ids: Tensor
     ) -> Tensor | None:
         """Run several decode steps in one call, if possible.
 
@@ -284,14 +280,14 @@ class PipelineModel(ABC, Generic[BaseContextType]):
 
         Args:
             model_inputs: the inputs of the first step, one row for each sequence.
-            sampling: the sampling parameters of all steps; their uniforms are not used.
-            uniforms: ``[n, B]`` float64: the random numbers of each step.
-            ends: ``[B, E]`` int64: tokens that end a sequence, -1 for none.
+            sampling: the sampling parameters of all steps; the field ``uniforms`` is not used.
+            uniforms: ``[n, B]`` float64: the random numbers of the n steps, in [0, 1).
+            stop_ids: ``[B, k]`` int64: the tokens that end each sequence, padded with -1.
 
         Returns:
-            None, without any change, if the model cannot run these steps in one call. Otherwise the
-            sampled tokens ``[m, B]`` int64, with -1 for a row of non-finite logits. m is less than n if all
-            sequences have ended.
+            The sampled tokens ``[m, B]`` int64, with -1 for a row of non-finite logits. m is less than n if
+            all sequences have ended. None, without any change, if the model cannot run these steps in one
+            call.
         """
         return None
 
@@ -309,8 +305,8 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         Args:
             replica_batches: the batch of each data-parallel replica.
             kv_cache_inputs: the block tables of the batch, for a model with a KV cache.
-            return_n_logits: the number of rows of logits for each sequence with `ReturnLogits.VARIABLE`: one
-                number for all sequences, or one for each. The latter is passed only for drafts and echoed
+            return_n_logits: the rows of logits per sequence with `ReturnLogits.VARIABLE`: one number for all
+                sequences, or a list with a number for each. A list is passed only for drafts and echoed
                 prompts.
             drafts: drafted tokens of each context, appended to its active tokens. Passed only with
                 speculative decoding.
@@ -321,7 +317,7 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         """Return the inputs of the next forward of the same batch, without its contexts.
 
         Args:
-            next_tokens: ``[B]``, the token just sampled for each sequence.
+            next_tokens: ``[B]``, the last sampled token of each sequence.
             prev_model_inputs: the inputs of the previous forward.
         """
 
@@ -343,31 +339,29 @@ class PipelineModel(ABC, Generic[BaseContextType]):
             next_tokens: ``[B]``, the sampled tokens.
             batch_top_n: for each sequence the number of most probable tokens to return; 0 for no log
                 probabilities.
-            batch_echo: for each sequence whether to return those of the input tokens as well.
+            batch_echo: for each sequence whether to include the log probabilities of its input tokens.
 
         Returns:
-            One entry for each sequence, None if its ``batch_top_n`` is 0.
+            One entry for each sequence; None for a sequence with a ``batch_top_n`` of 0.
         """
         raise NotImplementedError(f"Log probabilities not implemented for {type(self).__name__}.")
 
     def _free_memory(self, weights_size: int) -> int:
-        """Return the memory for weights, activations and KV cache, before anything is loaded."""
-        free = self.session.prefaulted.num_idle  # read first: a thread moves free memory into it
+        """Return the bytes available for weights, activations and KV cache before the model is loaded."""
+        # Read before the free memory, because a thread moves free memory to the prefaulted buffer.
+        free = self.session.prefaulted.num_idle
         free += self.session.free_memory_of(self.devices)
         private = private_memory.free()
         if private is not None and free >= private and self.pipeline_config.model.packed_key.file.is_file():
-            free += weights_size  # the packed file is mapped: the memory limit does not count it
+            free += weights_size  # the memory limit does not count the mapped file of packed weights
         ranks = self.session.ranks
         if ranks is None:
             return free
-        # Ranks on CPUs share the memory of the host.
-        rank_memory = free // ranks.world if self.devices[0].is_host else free
+        rank_memory = free // ranks.world if self.devices[0].is_host else free  # CPU ranks share host memory
         return ranks.minimum([rank_memory])[0]
 
     def _rank_weights_size(self) -> int:
-        """Return the size in bytes of the weights of the rank with the largest part; without ranks, of all
-        weights.
-        """
+        """Return the size in bytes of the weights of the rank that stores the most."""
         config, shard = self.pipeline_config, self.session.shard
         size = self.estimate_weights_size(config)
         if shard.is_whole:
@@ -399,7 +393,7 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         )
         if plan.is_shortened:
             logging.getLogger(__name__).warning(
-                "the maximum length is %d tokens, not the model's %d: the KV cache would not fit in memory",
+                "the maximum length is %d tokens, not the model's %d, whose KV cache would not fit in memory",
                 plan.max_length,
                 plan.model_max_length,
             )

@@ -47,12 +47,12 @@ class MultimodalRopeModel(DecoderModel):
         contexts = [context for replica in replica_batches for context in replica]
         if not any(isinstance(context, TextAndVisionContext) and context.images for context in contexts):
             return inputs
-        added = inputs.drafts or [0] * len(contexts)
-        parts = [
-            multimodal_positions(context, context.active_length + count, self.merge_size)
-            for context, count in zip(contexts, added, strict=True)
+        draft_counts = inputs.drafts or [0] * len(contexts)
+        context_positions = [
+            multimodal_positions(context, context.active_length + draft_count, self.merge_size)
+            for context, draft_count in zip(contexts, draft_counts, strict=True)
         ]
-        positions = np.concatenate(parts, axis=1)  # [3, T]
+        positions = np.concatenate(context_positions, axis=1)  # [3, T]
         if (positions == positions[0]).all():
             positions = positions[0]
         return replace(inputs, positions=self._to_device(positions, np.int64))
@@ -66,10 +66,10 @@ class MultimodalRopeModel(DecoderModel):
 
 
 def multimodal_positions(context: TextContext, count: int, merge: int) -> npt.NDArray[np.int64]:
-    """Return the positions ``[3, count]`` of a context's tokens from its start index on.
+    """Return the positions ``[3, count]`` of ``count`` tokens of a context, from its ``start_idx``.
 
-    They depend only on the images and on the indices of the tokens. A chunk, a recomputed context and a
-    context with a cached prefix therefore have the same positions.
+    The positions depend only on the images and the token indices. Chunked prefill, preemption and prefix
+    caching therefore do not change them.
     """
     first_index = context.start_idx
     indices = np.arange(first_index, first_index + count)
@@ -90,7 +90,7 @@ def multimodal_positions(context: TextContext, count: int, merge: int) -> npt.ND
 def patches_and_grid(
     image: ImageMetadata, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, list[tuple[int, int]]]:
-    """Return the patches ``[T, C 2 p p]`` of an image on a device, and its grid as a list."""
+    """Return the patches ``[T, C 2 p p]`` of an image on a device, and a list with its one grid."""
     _, height, width = image.arguments[GRID].tolist()
     return torch.from_numpy(image.pixel_values).to(device, dtype), [(height, width)]
 
@@ -102,7 +102,7 @@ def merged_grid(image: ImageMetadata, merge: int) -> tuple[int, int]:
 
 
 def sectioned_axes(sections: Sequence[int], pairs: int) -> tuple[int, ...]:
-    """Return the axis of each pair of dims, where each axis rotates a contiguous section of pairs.
+    """Return the position axis of each pair of dims if each axis rotates a contiguous section of pairs.
 
     Raises:
         ConfigError: the sections do not cover the pairs of a head.
@@ -116,15 +116,16 @@ def sectioned_axes(sections: Sequence[int], pairs: int) -> tuple[int, ...]:
 
 
 def interleaved_axes(sections: Sequence[int], pairs: int) -> tuple[int, ...]:
-    """Return the axis of each pair of dims, where the axes are interleaved.
+    """Return the position axis of each pair of dims if the axes are interleaved.
 
-    Axes 1 and 2 each rotate every third pair, up to the length of their section. Axis 0 rotates the rest.
+    Axes 1 and 2 each rotate every third pair, up to the length of their section. Axis 0 rotates all other
+    pairs.
     """
     return tuple(pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(pairs))
 
 
 def rope_sections(parameters: ConfigValues, default: Sequence[int]) -> tuple[int, ...]:
-    """Return ``mrope_section``: the number of dim pairs for time, rows and columns.
+    """Return ``mrope_section``: the number of dim pairs for each of the axes time, row and column.
 
     Raises:
         ConfigError: the value is not a list of three numbers.

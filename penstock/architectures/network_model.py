@@ -1,7 +1,7 @@
 """`NetworkModel`: a model whose network is read from a checkpoint and packed for the back end.
 
-It is the base class of decoders and encoders. A subclass builds the network (`build`), prepares inputs and
-runs forwards. It calls `begin_step` before each forward.
+This is the base class of decoders and encoders. A subclass builds the network (`build`), prepares inputs and
+runs forwards. The subclass calls `begin_step` before each forward.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
         has_store = ops.packs_weights and shard.is_whole
         store = open_packed(model.packed_key, ops.layout) if has_store else None
         if store is not None or not ops.packs_weights:
-            self.session.prefaulted.release()  # no weights will be packed into this memory
+            self.session.prefaulted.release()  # this memory is only for weights packed in this process
         load_packed = None if store is None else store.take
         self._warn_about_dequantized_weights()
         loader = Loader(
@@ -158,7 +158,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
                 spec = spec.with_kv_heads(shard.num_kv_heads)
             pack_calibrated(network, spec, ops, config, pack)
             for weight in lazy_weights:
-                pack(weight)  # a layer that the calibration forward did not use
+                pack(weight)  # packs layers that the calibration forward did not use
 
     def measure_memory(self) -> None:
         memory, spec = self.session.memory, self.kv_cache_spec
@@ -166,7 +166,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
             self.memory_plan = plan_from_measurement(self, spec, memory)
 
     def begin_step(self) -> None:
-        """Check that this process may compute. Before the second forward, also pack the remaining weights."""
+        """Check that this process was not forked. Before the second forward, pack the remaining weights."""
         self.session.check_process()
         self.lazy_packing.begin_step()
 
@@ -176,7 +176,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
         return self.lazy_packing.pack_next()
 
     def announce(self, method: str, *arguments: object) -> None:
-        """Send a call of a `Follower` method to the other ranks. Does nothing on ranks above 0."""
+        """Make the other ranks call a method of their `Follower`. Does nothing on ranks above 0."""
         ranks = self.session.ranks
         if ranks is not None and ranks.rank == 0:
             ranks.send(pickle.dumps((method, arguments), protocol=pickle.HIGHEST_PROTOCOL))
@@ -212,7 +212,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
 
     @property
     def adapter_name(self) -> Callable[[str], str | None] | None:
-        """A function from tensor names in peft's model to names in this model; None if they are equal."""
+        """Maps tensor names of PEFT's model to names of this model; None if the names are equal."""
         return None
 
     def _warn_about_dequantized_weights(self) -> None:

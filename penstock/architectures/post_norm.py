@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def prefix_remover(prefix: str) -> Callable[[str], str]:
-    """Return a weights adapter that removes a prefix, which only models with a head have."""
+    """Return a weights adapter that removes a prefix. Only checkpoints of models with a head have it."""
     return lambda name: name.removeprefix(prefix)
 
 
@@ -61,7 +61,7 @@ class PostNormModel(EncoderModel):
 
     @classmethod
     def encoder_names(cls, config: HuggingFaceConfig) -> EncoderNames:
-        """Return the names of the tensors of a checkpoint; by default those of the family."""
+        """Return the tensor names of a checkpoint; by default the names of the family."""
         return cls.names
 
     @classmethod
@@ -69,8 +69,8 @@ class PostNormModel(EncoderModel):
         """Read a ``config.json`` with the keys of BERT.
 
         Raises:
-            ConfigError: the heads do not divide the size, or positions of this type or the activation are not
-                supported.
+            ConfigError: the heads do not divide the hidden size, or the position type or the activation is
+                not supported.
             CheckpointError: a size is missing or has an invalid value.
         """
         hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
@@ -106,7 +106,7 @@ class PostNormModel(EncoderModel):
     def attention_bias(
         cls, load: Loader, huggingface_config: HuggingFaceConfig, sizes: PostNormSizes
     ) -> Callable[[int], Tensor] | None:
-        """Return a function from a length P to the attention bias ``[H, 2P - 1]``; None without a bias."""
+        """Return a function that maps a length P to the attention bias ``[H, 2P - 1]``; None without bias."""
         return None
 
     @classmethod

@@ -31,10 +31,11 @@ _BUILT_IN = "penstock.architectures"
 
 @dataclass(frozen=True, kw_only=True)
 class SupportedArchitecture:
-    """The registry's record of a model family and a task. Creating it does not import the code of the family.
+    """The registry's record of a model family and a task. Creating it does not import the family's modules.
 
-    Classes are stored as the class itself or as the text ``"module:Class"``. The module is relative to the
-    family's folder. It is absolute if `package` is None, as in records that `PipelineRegistry.register` adds.
+    A field for a class contains the class itself or the text ``"module:Class"``. The module name is relative
+    to the family's folder if `package` is set. It is absolute if `package` is None, for example in records
+    that `PipelineRegistry.register` adds.
     """
 
     name: str
@@ -44,15 +45,15 @@ class SupportedArchitecture:
     pipeline_model: str | type
     """The `PipelineModel`."""
     supported_encodings: tuple[str, ...] | None = None
-    """The supported encodings; None for all, which a network supports if a `penstock.nn.Loader` reads it."""
+    """The supported encodings; None for all. A network read by a `penstock.nn.Loader` supports all."""
     example_repo_ids: tuple[str, ...] = ()
-    """Ids of models on the Hugging Face hub that Penstock runs."""
+    """Hugging Face ids of example models that Penstock runs."""
     tokenizer: str | type | None = None
-    """The `PipelineTokenizer`, in an absolute module; None selects the tokenizer of the task in
+    """The `PipelineTokenizer`, with an absolute module name; None selects the tokenizer of the task in
     `penstock.pipelines.tasks`.
 
-    It is constructed with the checkpoint and the keyword arguments ``chat_template`` and
-    ``special_tokens_in_content``, as `penstock.text.tokenizer.TextTokenizer` is."""
+    The constructor takes the checkpoint and the keyword arguments ``chat_template`` and
+    ``special_tokens_in_content``, like `penstock.text.tokenizer.TextTokenizer`."""
     media: str | type | None = None
     """The `penstock.media.family.VisionFamily` of a family that reads images.
 
@@ -99,8 +100,8 @@ def speech_architectures(
 ) -> tuple[SupportedArchitecture, SupportedArchitecture]:
     """Return the records of a decoder that can generate speech: one for speech tokens, one for audio.
 
-    Both use the family's text generation model. The speech format of the checkpoint defines prompt and
-    tokens.
+    Both use the family's text generation model. The speech format of the checkpoint defines the prompt and
+    the speech tokens.
     """
     tasks = (PipelineTask.SPEECH_TOKEN_GENERATION, PipelineTask.AUDIO_GENERATION)
     tokens, audio = (
@@ -117,10 +118,10 @@ def speech_architectures(
 
 
 class PipelineRegistry:
-    """Architectures by model type and task: those in folders, and those that `register` adds.
+    """Finds architectures by model type and task, in folders and among those added by `register`.
 
     Args:
-        folders: searched in addition to Penstock's own folder. Each contains one package per family.
+        folders: folders to search in addition to Penstock's own. Each contains one package per family.
     """
 
     def __init__(self, folders: Iterable[Path] = ()) -> None:
@@ -155,18 +156,18 @@ class PipelineRegistry:
 
         Args:
             huggingface_config: the checkpoint's ``config.json``.
-            path: the checkpoint, for messages.
+            path: the path of the checkpoint, for error messages.
             task: the task that the checkpoint is loaded for.
             encoding: an encoding to check; None to check none.
 
         Raises:
-            UnknownArchitectureError: no architecture has this type; lists the known ones.
-            UnsupportedTaskError: the architecture does not serve the task; lists the tasks that it serves.
+            UnknownArchitectureError: no architecture has this type; the message lists the known types.
+            UnsupportedTaskError: the architecture does not support the task; the message lists its tasks.
             CheckpointError: ``config.json`` has no ``model_type``.
             ConfigError: the encoding is not supported.
         """
         name = str(huggingface_config.model_type)
-        records = self._records_of_type(name)
+        records = self._records_for_type(name)
         if not records:
             raise UnknownArchitectureError(path, name, {record.name for record in self.architectures})
         architecture = records.get(task)
@@ -180,9 +181,9 @@ class PipelineRegistry:
         """Add an architecture that has no folder.
 
         Raises:
-            ConfigError: its name and task are already registered, and ``allow_override`` is false.
+            ConfigError: the name and the task are already registered, and ``allow_override`` is false.
         """
-        if not allow_override and architecture.task in self._records_of_type(architecture.name):
+        if not allow_override and architecture.task in self._records_for_type(architecture.name):
             raise ConfigError(
                 "architecture",
                 f"{architecture.name!r} is already registered for {architecture.task.option}: pass "
@@ -190,7 +191,7 @@ class PipelineRegistry:
             )
         self._registered[_key(architecture)] = architecture
 
-    def _records_of_type(self, name: str) -> dict[PipelineTask, SupportedArchitecture]:
+    def _records_for_type(self, name: str) -> dict[PipelineTask, SupportedArchitecture]:
         """Return the records of a model type, by task."""
         folder = _folder_name(name)
         records = list(self._load_folder(folder)) if folder in self._folders else []
@@ -199,7 +200,7 @@ class PipelineRegistry:
 
     @cached_property
     def _folders(self) -> Mapping[str, str]:
-        """Folder -> its parent package. Lists the folders without importing them."""
+        """Map from folder name to parent package. Lists the folders without importing them."""
         packages = [_BUILT_IN, *map(_as_package, self._extra_folders)]
         return {
             module.name: package
@@ -209,7 +210,7 @@ class PipelineRegistry:
         }
 
     def _load_folder(self, folder: str) -> tuple[SupportedArchitecture, ...]:
-        """Return the records of a folder: its ``ARCHITECTURE``, or all of its ``ARCHITECTURES``."""
+        """Return the records of a folder: its ``ARCHITECTURE`` or its ``ARCHITECTURES``."""
         package = f"{self._folders[folder]}.{folder}"
         module = vars(import_module(package))
         records = module.get("ARCHITECTURES", (module.get("ARCHITECTURE"),))
@@ -261,10 +262,12 @@ def _as_package(folder: Path) -> str:
 
 
 def load_class(target: str | type, package: str | None = None) -> type[Any]:
-    """Return the class ``target``, or the class that it names as ``"module:Class"``, relative to ``package``.
+    """Return ``target`` if it is a class; import the class if ``target`` is the text ``"module:Class"``.
+
+    The module name is relative to ``package`` if that is not None.
 
     Raises:
-        ConfigError: the text has another form.
+        ConfigError: the text does not have this form.
     """
     if isinstance(target, type):
         return target
@@ -274,10 +277,12 @@ def load_class(target: str | type, package: str | None = None) -> type[Any]:
 
 
 def load_object(target: str, package: str | None = None) -> Any:
-    """Import and return the object ``"module:name"``, with the module relative to ``package`` if not None.
+    """Import and return the object that the text ``"module:name"`` names.
+
+    The module name is relative to ``package`` if that is not None.
 
     Raises:
-        ConfigError: the text has another form.
+        ConfigError: the text does not have this form.
     """
     module, colon, name = target.partition(":")
     if not colon:

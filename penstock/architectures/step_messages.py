@@ -1,4 +1,4 @@
-"""The inputs of a step as a message from rank 0 to the other ranks."""
+"""`StepMessage`: the inputs of a step, sent from rank 0 to the other ranks."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class StepMessage:
     spans: np.ndarray | None
     lengths: np.ndarray
     groups: tuple[tuple[np.ndarray, np.ndarray, int | None, bool], ...]
-    """For each group of the cache: block tables, slots, window, and whether the windows are chunks."""
+    """For each KV cache group: block tables, slots, window, and whether attention is chunked."""
     adapters: np.ndarray | None
     embeds: tuple[np.ndarray, np.ndarray, torch.dtype] | None
-    """The indices of rows, their embeddings as float32, and the original type of the embeddings."""
+    """The indices of image rows, their embeddings as float32, and the original type of the embeddings."""
 
     @classmethod
     def from_inputs(cls, inputs: ModelInputs) -> StepMessage:
-        """Return the message with the inputs of a step."""
+        """Return the message that contains the inputs of a step."""
         kv, embeds = inputs.kv, inputs.input_embeds
         assert kv is not None
         return cls(

@@ -1,4 +1,4 @@
-"""The tensors that change between steps of the same shape: the inputs of a compiled step."""
+"""The inputs of a compiled step: the tensors that change between steps of the same shape."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def eager_reason(inputs: ModelInputs, max_rows: int) -> str | None:
 
 
 def step_key(inputs: ModelInputs, columns: Callable[[int], int]) -> Hashable:
-    """Return a key of all properties of the inputs that affect the operations of a step.
+    """Return the key of a compiled step: all properties of the inputs that affect its operations.
 
     Args:
         inputs: the inputs of the step.
@@ -39,7 +39,7 @@ def step_key(inputs: ModelInputs, columns: Callable[[int], int]) -> Hashable:
         inputs.logit_rows.shape[0],
         inputs.text_lengths is None,
         None if embeds is None else (embeds[1].shape, embeds[1].dtype),
-        kv.caches[0].data_ptr(),  # a compiled step writes to the cache that it was recorded with
+        kv.caches[0].data_ptr(),  # a compiled step writes to the cache with which it was recorded
         _adapter_key(inputs.lora),
         *(columns(group.block_tables.shape[1]) for group in kv.groups),
     )
@@ -48,8 +48,8 @@ def step_key(inputs: ModelInputs, columns: Callable[[int], int]) -> Hashable:
 def _adapter_key(lora: LoRAInputs | None) -> Hashable:
     """Return a key of the adapter matrices of a step.
 
-    Their number and the address of the first one suffice, because layers are only added, never moved or
-    removed.
+    The number of layers with adapters and the address of the first matrix identify the matrices, because the
+    memory of a layer is never moved or freed.
     """
     if lora is None:
         return ()
@@ -77,12 +77,12 @@ def step_tensors(inputs: ModelInputs) -> dict[str, Tensor]:
     if inputs.input_embeds is not None:
         rows, embeddings = inputs.input_embeds
         tensors["embedded_rows"] = rows
-        tensors["embeddings"] = embeddings[:, None]  # [P, 1, W]: two-dimensional inputs would be padded
+        tensors["embeddings"] = embeddings[:, None]  # [P, 1, W]: compiled steps pad two-dimensional inputs
     return tensors
 
 
 def with_tensors(inputs: ModelInputs, tensors: Mapping[str, Tensor]) -> ModelInputs:
-    """Return a copy of the inputs with these tensors."""
+    """Return a copy of the inputs in which ``tensors``, named as in `step_tensors`, replace the originals."""
     assert inputs.kv is not None
     groups = tuple(
         replace(group, block_tables=tensors[f"tables.{index}"], slots=tensors[f"slots.{index}"])
@@ -107,7 +107,8 @@ def with_tensors(inputs: ModelInputs, tensors: Mapping[str, Tensor]) -> ModelInp
 def later_step_tensors(inputs: ModelInputs, num_steps: int) -> dict[str, Tensor]:
     """Return the tensors of ``num_steps`` decode steps by name, ``[n, ...]`` each, except the tokens.
 
-    The blocks of all steps must be reserved already. `KVCacheInputs.advance` returns the same for one step.
+    The blocks of all steps must be reserved already. `KVCacheInputs.advance` computes the same values for one
+    step.
     """
     kv = inputs.kv
     assert kv is not None

@@ -1,8 +1,8 @@
 """`TransformerModel`: a decoder that a `Blueprint` describes.
 
-An architecture subclasses it and reads a blueprint from ``config.json``. By default, blocks are those of
-Llama. An architecture overrides `feed_forward` for another feed-forward layer, `parts` for other norms or
-another attention, and `block` for another order of these parts.
+An architecture is a subclass that reads a blueprint from ``config.json``. The default blocks are Llama's. An
+architecture overrides `feed_forward` for another feed-forward layer, `parts` for other norms or another
+attention, and `block` for another order of these parts.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class TransformerModel(DecoderModel):
 
     @classmethod
     def parts(cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig) -> BlockParts:
-        """Return functions that read the parts of a block; by default attention and norms of Llama."""
+        """Return functions that read the parts of a block; by default Llama's attention and norms."""
         feed_forward = cls.feed_forward(load, blueprint, huggingface_config)
         return replace(llama_parts(load, blueprint), feed_forward=feed_forward)
 

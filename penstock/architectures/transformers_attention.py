@@ -12,20 +12,20 @@ from penstock.errors import UnsupportedFeatureError
 from penstock.kernels import StepInputs
 from penstock.kv_cache import KVCacheSpec, KVGroup
 
-NAME = "penstock_paged"
+ATTENTION_NAME = "penstock_paged"
 """The name under which transformers finds the attention function."""
-STEP = "penstock_step"
-"""The keyword argument of a forward that transformers passes on to the attention."""
+STEP_ARGUMENT = "penstock_step"
+"""The keyword argument of a forward that transformers passes to the attention function."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleStep:
-    """The inputs of a step for the attention layers of a module."""
+    """The inputs of a step, passed to all attention layers of a transformers module."""
 
     step: StepInputs
     spec: KVCacheSpec
     calls: list[int] = field(default_factory=list)
-    """The layers that have called the attention in this step."""
+    """The indices of the layers that have called `paged_attention` in this step."""
 
     def layer_group(self, layer: int) -> KVGroup:
         """Return the group of the cache that contains a layer."""
@@ -33,14 +33,14 @@ class ModuleStep:
 
 
 def register() -> None:
-    """Register the attention with transformers.
+    """Register `paged_attention` with transformers, without a mask function.
 
-    It needs no mask, because the cache determines the visible keys.
+    The KV cache determines the visible keys, so transformers need not build a mask.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(NAME, paged_attention)
-    AttentionMaskInterface.register(NAME, _no_mask)
+    AttentionInterface.register(ATTENTION_NAME, paged_attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
 
 
 def _no_mask(*args: object, **kwargs: object) -> None:
@@ -57,12 +57,14 @@ def paged_attention(
     dropout: float = 0.0,
     **options: Any,
 ) -> tuple[Tensor, None]:  # [1, T, H, D]
-    """Return the attention of a step, as transformers calls it from the attention layers of a module.
+    """Store the keys and values of a step in the KV cache and return the attention output.
+
+    The attention layers of a transformers module call this function.
 
     Raises:
         UnsupportedFeatureError: the layer requests an attention that does not match the KV cache.
     """
-    module_step = options.pop(STEP, None)
+    module_step = options.pop(STEP_ARGUMENT, None)
     if not isinstance(module_step, ModuleStep):
         raise UnsupportedFeatureError(
             type(module).__name__, "its forward does not pass keyword arguments to the attention layers"
@@ -131,7 +133,7 @@ def _check(
         shape = (tensor.shape[1], tensor.shape[3])
         if shape != expected:
             raise UnsupportedFeatureError(
-                name, f"its {part} have [heads, size] {shape}, those of the cache have {expected}"
+                name, f"its {part} have [heads, size] {shape}, but the KV cache has {expected}"
             )
     window = options.get("sliding_window")
     if (
@@ -140,7 +142,9 @@ def _check(
         and window != group.window
         and not (group.window is None and window >= _NO_WINDOW)
     ):
-        raise UnsupportedFeatureError(name, f"its window is {window}, that of the cache is {group.window}")
+        raise UnsupportedFeatureError(
+            name, f"its window is {window}, but the window of the KV cache is {group.window}"
+        )
     if attention_mask is not None:
         raise UnsupportedFeatureError(name, "it creates an attention mask")
     is_causal = options.get("is_causal")
@@ -156,4 +160,4 @@ def _check(
 
 
 _NO_WINDOW = 1 << 30
-"""A window of at least this number of keys means no window."""
+"""A window of at least this number of keys counts as no window."""

@@ -1,9 +1,9 @@
-"""`TransformersModel`: runs a family without a folder through its module in the transformers library.
+"""`TransformersModel`: runs the transformers module of a family that Penstock does not implement.
 
-The module computes everything except attention, for which it calls `paged_attention`. Steps run eagerly. The
-module must call the attention interface of transformers in each layer, pass the arguments of a forward on to
-it, and read its positions from ``position_ids``. Modules with recurrent layers, encoders, positions that
-depend on the whole batch, or quantized weights are refused.
+The module calls `paged_attention` for attention and computes all other operations itself. Steps run eagerly.
+The module must call the attention interface of transformers in each layer, pass the keyword arguments of a
+forward to this interface, and read its positions from ``position_ids``. Modules with recurrent layers,
+encoders, positions that depend on the whole batch, or quantized weights are refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from penstock.architectures.decoder import DecoderModel, Network, kv_dtype
 from penstock.architectures.model import ModelInputs
-from penstock.architectures.transformers_attention import NAME, STEP, ModuleStep, register
+from penstock.architectures.transformers_attention import ATTENTION_NAME, STEP_ARGUMENT, ModuleStep, register
 from penstock.config import upper_bounded_default
 from penstock.errors import ConfigError, UnsupportedFeatureError
 from penstock.kernels import Ops, SamplingInputs, StepInputs, encoding_named
@@ -38,7 +38,7 @@ _FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_atte
 
 @dataclass(frozen=True, slots=True)
 class ModuleNetwork:
-    """A module of transformers with its head."""
+    """A transformers module, including its head."""
 
     module: nn.Module
     spec: KVCacheSpec
@@ -52,7 +52,7 @@ class ModuleNetwork:
             position_ids=step.positions[None],
             use_cache=False,
             logits_to_keep=rows,
-            **{STEP: module_step},
+            **{STEP_ARGUMENT: module_step},
         )
         if sorted(module_step.calls) != list(range(self.spec.num_layers)):
             raise UnsupportedFeatureError(
@@ -64,18 +64,18 @@ class ModuleNetwork:
         return logits
 
     def head(self, x: Tensor, step: StepInputs) -> Tensor:
-        """Never called: the module applies its head."""
+        """Not used, because the module applies its head itself."""
         raise NotImplementedError
 
     def __call__(
         self, tokens: Tensor, step: StepInputs, input_embeds: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Never called: see `logits`."""
+        """Not used; `logits` runs the module."""
         raise NotImplementedError
 
 
 class TransformersModel(DecoderModel):
-    """The pipeline model of a family that runs through its module in transformers."""
+    """The pipeline model of a family that Penstock runs with its transformers module."""
 
     network: ModuleNetwork
 
@@ -133,11 +133,11 @@ class TransformersModel(DecoderModel):
                 model.checkpoint,
                 config=_module_config(self.pipeline_config),
                 dtype=self.dtype.to_torch(),
-                attn_implementation=NAME,
+                attn_implementation=ATTENTION_NAME,
                 trust_remote_code=model.trust_remote_code,
                 local_files_only=True,
             )
-        except ValueError as problem:  # code of the checkpoint that does not call the attention interface
+        except ValueError as problem:  # raised if the checkpoint's code does not use the attention interface
             raise ConfigError("model_impl", f"transformers cannot load the module: {problem}") from problem
         network = ModuleNetwork(module.eval().to(self.torch_device), spec)
         with torch.inference_mode():
@@ -150,7 +150,7 @@ class TransformersModel(DecoderModel):
         return None
 
     def execute_steps(
-        self, model_inputs: ModelInputs, sampling: SamplingInputs, uniforms: Tensor, ends: Tensor
+        self, model_inputs: ModelInputs, sampling: SamplingInputs, uniforms: Tensor, stop_ids: Tensor
     ) -> Tensor | None:
         return None
 
@@ -167,15 +167,16 @@ def check_positions(network: ModuleNetwork, ops: Ops, device: torch.device) -> N
     """
     name = type(network.module).__name__
 
-    def logits(*positions: Sequence[int]) -> Tensor:  # [T, V]
-        offsets = torch.tensor([0, *map(len, positions)]).cumsum(0).int().to(device)
-        flat = torch.tensor([position for sequence in positions for position in sequence], device=device)
-        tokens = torch.arange(len(flat), device=device).flip(0) + 1
-        rows = torch.arange(len(flat), device=device)
-        return network.logits(tokens, StepInputs(ops, flat, offsets), rows).float()
+    def logits(*sequences: Sequence[int]) -> Tensor:  # positions of each sequence -> [T, V]
+        row_offsets = torch.tensor([0, *map(len, sequences)]).cumsum(0).int().to(device)
+        positions = torch.tensor([position for sequence in sequences for position in sequence], device=device)
+        tokens = torch.arange(len(positions), device=device).flip(0) + 1
+        rows = torch.arange(len(positions), device=device)
+        return network.logits(tokens, StepInputs(ops, positions, row_offsets), rows).float()
 
-    first, last = [0, 1, 2], [0, 1, 2, 3]
-    single, batched, shifted = logits(last), logits(first, last)[3:], logits([0, 1, 2, 9])
+    # The tokens count down to 1, so the last sequence has the tokens 4, 3, 2, 1 in each call.
+    single, shifted = logits([0, 1, 2, 3]), logits([0, 1, 2, 9])
+    batched = logits([0, 1, 2], [0, 1, 2, 3])[3:]
     tolerance = (0.02 if network.module.dtype == torch.float32 else 0.2) * float(single.std())
     if float((single - batched).abs().max()) > tolerance:
         raise UnsupportedFeatureError(name, "its results for a sequence depend on the rest of the batch")
@@ -187,7 +188,8 @@ def _module_config(pipeline_config: PipelineConfig) -> PreTrainedConfig:
     """Return the configuration of the module.
 
     Raises:
-        ConfigError: transformers cannot read it, or it needs code without ``trust_remote_code``.
+        ConfigError: transformers cannot read the configuration, or the checkpoint needs its own Python code
+            and ``trust_remote_code`` is not set.
     """
     from transformers import AutoConfig
 
@@ -210,10 +212,10 @@ def _module_config(pipeline_config: PipelineConfig) -> PreTrainedConfig:
 
 
 def _check(pipeline_config: PipelineConfig) -> None:
-    """Refuse settings and modules that this model cannot run.
+    """Refuse settings that `TransformersModel` does not support and modules that it cannot run.
 
     Raises:
-        ConfigError: names the setting or the property of the module.
+        ConfigError: the message names the setting, or the property of the module.
     """
     if pipeline_config.lora.is_enabled:
         raise ConfigError("enable_lora", "adapters cannot be applied to the module of transformers")
@@ -265,7 +267,7 @@ def _class_problem(config: PreTrainedConfig, pipeline_config: PipelineConfig) ->
 
 
 def _windows(config: PreTrainedConfig) -> list[tuple[int | None, bool]]:  # [L]
-    """Return for each layer its window, and whether the window is a chunk."""
+    """Return for each layer its window or chunk size, and whether attention is chunked."""
     layers = int(config.num_hidden_layers)
     window = getattr(config, "sliding_window", None) or None
     types = getattr(config, "layer_types", None)

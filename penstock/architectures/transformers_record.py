@@ -1,4 +1,4 @@
-"""The record of families that run through transformers. Imports neither torch nor transformers."""
+"""The registry record of a family that runs through transformers. Imports neither torch nor transformers."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ class VisionModel(ABC):
     """
 
     max_encoder_rows: ClassVar[int] = 4096
-    """Maximum number of rows that one call of `encode_images` computes, over all images. An image with more
-    rows is encoded in a separate call.
+    """Maximum number of rows of all images in one call of `encode_images`. An image with more rows is encoded
+    in a separate call.
     """
 
     @abstractmethod
@@ -37,7 +37,7 @@ class VisionModel(ABC):
 
     @abstractmethod
     def encoder_rows(self, image: ImageMetadata) -> int:
-        """Return the number of rows that the vision tower computes for an image: its patches."""
+        """Return the number of rows that the vision tower computes for an image: one row per patch."""
 
     @classmethod
     @abstractmethod
@@ -47,13 +47,13 @@ class VisionModel(ABC):
     @classmethod
     @abstractmethod
     def encoder_row_size(cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig) -> int:
-        """Return the size in bytes of the activations per row, at the widest layer of the tower."""
+        """Return the size in bytes of the vision tower's activations for one row."""
 
     @classmethod
     def estimate_encoder_memory(
         cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig
     ) -> int:
-        """Return the size in bytes of the activations of the largest `encode_images` call, and of its graphs.
+        """Return the size in bytes of the activations of the largest `encode_images` call and of the graphs.
 
         Graphs are captured for calls of up to ``max_encoder_rows`` rows. They hold at most the activations of
         one call.

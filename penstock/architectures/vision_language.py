@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from penstock.nn import BlockParts, LoadBlock
 
 _ROWS_PER_PATCH = 6
-"""Rows of the width of the widest layer, per patch, that the tower has in memory at once."""
+"""Activations that the vision tower holds at once per patch, in widths of its widest layer."""
 
 
 MAX_ENCODER_GRAPHS = 8
@@ -34,7 +34,7 @@ MAX_ENCODER_GRAPHS = 8
 
 
 class ImageEncoder(Protocol):
-    """The computation from images to embeddings: a tower and its connector to the decoder."""
+    """The computation from images to embeddings: a vision tower and a projection."""
 
     def __call__(self, images: Sequence[ImageMetadata], run: EncoderRunner) -> list[Tensor]:
         """Return the embeddings ``[embedding_rows, W]`` of each image; see `VisionModel.encode_images`."""
@@ -66,17 +66,17 @@ class VisionLanguageNetwork:
 
 
 class VisionLanguageModel(VisionModel, TransformerModel):
-    """A decoder that another family defines, with an image encoder.
+    """A decoder of another family with an image encoder.
 
-    After `weights_adapter`, the tensors of the decoder have the names of its own family. A subclass reads the
-    encoder (`load_encoder`) and defines `encoder_rows` and `max_image_rows`.
+    `weights_adapter` maps the tensor names of the decoder to the names of the decoder's own family. A
+    subclass reads the encoder (`load_encoder`) and defines `encoder_rows` and `max_image_rows`.
     """
 
     network: VisionLanguageNetwork
     encoder_graphs: GraphCache | None = None
-    """The graphs of the encoder; None before the first image, and if operations run eagerly."""
+    """The graphs of the encoder; None before the first image, or if operations run eagerly."""
     text_defaults: ClassVar[Mapping[str, Mapping[str, object]]] = {}
-    """Model type of the decoder -> transformers' defaults of keys missing in ``text_config``."""
+    """For each model type of a decoder: transformers' defaults of keys missing in ``text_config``."""
     vision_defaults: ClassVar[Mapping[str, object]] = {}
     """transformers' defaults of keys missing in ``vision_config``."""
     vision_tables: ClassVar[tuple[str, ...]] = ()
@@ -89,7 +89,7 @@ class VisionLanguageModel(VisionModel, TransformerModel):
 
     @classmethod
     def vision_config(cls, huggingface_config: HuggingFaceConfig) -> HuggingFaceConfig:
-        """Return the configuration of the tower."""
+        """Return the configuration of the vision tower."""
         section = huggingface_config.section("vision_config").to_dict()
         return HuggingFaceConfig({**cls.vision_defaults, **section}, "config.json: vision_config")
 
@@ -108,11 +108,12 @@ class VisionLanguageModel(VisionModel, TransformerModel):
     def text_config(cls, huggingface_config: HuggingFaceConfig) -> HuggingFaceConfig:
         """Return the configuration of the decoder."""
         section = huggingface_config.section("text_config")
-        kind = section.text("model_type", "llama")
+        model_type = section.text("model_type", "llama")
         tied_values: dict[str, object] = {}
         if huggingface_config.flag("tie_word_embeddings"):
             tied_values = {"tie_word_embeddings": True}
-        values = {"model_type": kind, **cls.text_defaults.get(kind, {}), **section.to_dict(), **tied_values}
+        defaults = {"model_type": model_type, **cls.text_defaults.get(model_type, {})}
+        values = {**defaults, **section.to_dict(), **tied_values}
         return HuggingFaceConfig(values, "config.json: text_config")
 
     @classmethod
@@ -126,7 +127,7 @@ class VisionLanguageModel(VisionModel, TransformerModel):
         record = PIPELINE_REGISTRY.retrieve_architecture(text_config, "text_config")
         model = record.load_pipeline_model()
         if not issubclass(model, TransformerModel) or model.weights_adapter is not None:
-            raise ConfigError("text_config.model_type", f"{name!r} is not supported as a decoder of images")
+            raise ConfigError("text_config.model_type", f"{name!r} cannot be the decoder of a vision model")
         return model
 
     @classmethod
@@ -154,7 +155,7 @@ class VisionLanguageModel(VisionModel, TransformerModel):
         return VisionLanguageNetwork(text, cls.load_encoder(load, huggingface_config))
 
     def adapted_layers(self, loader: Loader) -> Mapping[str, PackedLinear]:
-        """Return the layers of the decoder only: the encoder computes an image once for all adapters."""
+        """Return the layers of the decoder only. Requests with different adapters share encoder outputs."""
         names = self.tensor_names(self.pipeline_config.model.huggingface_config)
         return {
             name: layer

@@ -1,4 +1,6 @@
-"""LoRA adapters (Hu et al. 2021, arXiv:2106.09685), read from PEFT directories. A batch can mix adapters.
+"""LoRA adapters (Hu et al. 2021, arXiv:2106.09685), read from PEFT directories.
+
+The requests of a batch can use different adapters.
 
 `adapter_config` and `adapter` read adapters; `task_adapters` reads adapters that are part of a checkpoint.
 `slots` holds the running adapters on the device, and `manager` decides which adapters run.

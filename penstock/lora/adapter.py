@@ -16,15 +16,15 @@ from torch import Tensor
 
 from penstock.errors import CheckpointError, UnsupportedFeatureError, WeightsError
 from penstock.kernels import PackedLinear, encoding_named, unpack_linear
-from penstock.lora.adapter_config import DECODER, AdapterConfig
+from penstock.lora.adapter_config import DECODER_PREFIX, AdapterConfig
 from penstock.nn.layer_parts import LayerPart, concatenated
 from penstock.weights import Weights
 from penstock.weights.safetensors import read_header
 
 WEIGHTS_FILE = "adapter_model.safetensors"
-_PICKLE = "adapter_model.bin"
+_PICKLE_FILE = "adapter_model.bin"
 _PREFIX = "base_model.model."
-_HALF = re.compile(r"(?P<layer>.+)\.lora_(?P<half>[AB])(?:\.(?P<adapter>[^.]+))?\.weight")
+_MATRIX_NAME = re.compile(r"(?P<layer>.+)\.lora_(?P<letter>[AB])(?:\.(?P<adapter>[^.]+))?\.weight")
 _OTHER_KINDS = {
     "lora_magnitude_vector": "DoRA",
     "lora_embedding_": "an adapter on an embedding table",
@@ -32,14 +32,14 @@ _OTHER_KINDS = {
     "token_adapter": "trained embeddings of some tokens (trainable_token_indices)",
     "lora_bias": "a bias in the adapter's matrices (lora_bias)",
 }
-"""Part of a tensor name -> the unsupported kind of adapter that uses it."""
+"""Maps a part of a tensor name to the unsupported kind of adapter that has such tensors."""
 
 Rename = Callable[[str], str | None]
-"""Maps the name of a tensor in peft's model to its name in the base model."""
+"""Maps the name of a tensor in PEFT's model to its name in the base model."""
 Layers = Mapping[str, PackedLinear]
 """The linear layers of the base model by their names in the checkpoint. A fused layer has several names."""
 Parts = Mapping[str, LayerPart]
-"""Layer -> part of this rank, for layers that are divided among ranks."""
+"""Maps each layer that is divided among ranks to this rank's part."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,9 +50,10 @@ class Adapter:
     digest: bytes
     """Hash of everything that affects results. Adapters with equal digests give equal results."""
     matrices: Mapping[str, tuple[Tensor, Tensor]]
-    """Layer -> A ``[r, in]``, and B ``[out, r]`` multiplied by the scale, in the type of the activations.
+    """Maps each layer to A ``[r, in]`` and B ``[out, r]``, in the type of the activations.
 
-    For an embedding table ``[V, E]``, A is ``[r, V]`` and B is ``[E, r]``."""
+    B is already multiplied by the scale. For an embedding table ``[V, E]``, A is ``[r, V]`` and B is
+    ``[E, r]``."""
 
 
 def read_adapter(
@@ -64,7 +65,7 @@ def read_adapter(
     rename: Rename | None = None,
     parts: Parts = MappingProxyType({}),
 ) -> Adapter:
-    """Return the adapter in a PEFT directory. Each of its tensors must match a layer of the base model.
+    """Return the adapter in a PEFT directory, after checking its tensors against the base model.
 
     Args:
         path: the directory.
@@ -73,9 +74,9 @@ def read_adapter(
             equal.
         dtype: the type of the activations.
         max_rank: the maximum rank of an adapter.
-        rename: maps the name of a tensor in peft's model to its name in the base model, see
+        rename: maps the name of a tensor in PEFT's model to its name in the base model, see
             `Weights.renamed`.
-        parts: the layers that are divided among ranks. The result always contains whole matrices.
+        parts: this rank's parts of divided layers. The result always contains whole matrices.
 
     Raises:
         CheckpointError: the directory or a file in it is missing or damaged.
@@ -90,32 +91,33 @@ def read_adapter(
     if rename is not None:
         config = config.with_decoder_prefix(_decoder_prefix(_stored_names(file), rename))
         weights = weights.renamed(lambda name: _base_tensor_name(name, rename))
-    keys, copies = _classify_tensors(weights, config, layers)
-    adapted_layers = sorted({layer for layer, _ in keys})
-    largest = max(adapted_layers, key=config.layer_rank)
-    if config.layer_rank(largest) > max_rank:
+    names, copies = _classify_tensors(weights, config, layers)
+    adapted_layers = sorted({layer for layer, _ in names})
+    largest_layer = max(adapted_layers, key=config.layer_rank)
+    if config.layer_rank(largest_layer) > max_rank:
         raise UnsupportedFeatureError(
-            f"rank {config.layer_rank(largest)}",
-            f"{config.path} sets this rank for {largest}, and the maximum is {max_rank}: "
+            f"rank {config.layer_rank(largest_layer)}",
+            f"{config.path} sets this rank for {largest_layer}, and the maximum is {max_rank}: "
             "raise --max-lora-rank",
         )
     _check_copies(folder, weights, copies, layers, base, parts)
     matrices = {}
     for layer in adapted_layers:
         rank, (out_features, in_features) = config.layer_rank(layer), whole_shape(layers, layer, parts)
-        down = weights.tensor(keys.get((layer, "A"), f"{_PREFIX}{layer}.lora_A.weight"), (rank, in_features))
-        up = weights.tensor(keys.get((layer, "B"), f"{_PREFIX}{layer}.lora_B.weight"), (out_features, rank))
-        scaled = up.float() * config.layer_scale(layer)
-        matrices[layer] = (down.to(dtype, copy=True), scaled.to(dtype))  # copies: the files may change
+        down = weights.tensor(names.get((layer, "A"), f"{_PREFIX}{layer}.lora_A.weight"), (rank, in_features))
+        up = weights.tensor(names.get((layer, "B"), f"{_PREFIX}{layer}.lora_B.weight"), (out_features, rank))
+        scaled_up = up.float() * config.layer_scale(layer)
+        # Copied, because the file may change while the adapter is in use.
+        matrices[layer] = (down.to(dtype, copy=True), scaled_up.to(dtype))
     weights.finish()
     _check_finite(folder, matrices)
     return Adapter(path, content_digest(matrices), matrices)
 
 
 def warn_base_model_mismatch(path: str, model: str) -> None:
-    """Log a warning if an adapter names another base model.
+    """Log a warning if an adapter's configuration names another base model.
 
-    This is not an error: the same model can have different names.
+    This is not an error, because the same model can have several names.
     """
     trained_on = AdapterConfig.read(Path(path).expanduser()).base_model
     if trained_on is not None and Path(trained_on).name != Path(model).name:
@@ -128,92 +130,91 @@ def _weights_file(folder: Path) -> Path:
     file = folder / WEIGHTS_FILE
     if file.is_file():
         return file
-    if (folder / _PICKLE).is_file():
+    if (folder / _PICKLE_FILE).is_file():
         raise CheckpointError(
             folder,
-            f"has pickled weights only ({_PICKLE}), which can run code when read: load the adapter with "
+            f"has pickled weights only ({_PICKLE_FILE}), which can run code when read: load the adapter with "
             "peft and save it again, PeftModel.from_pretrained(...).save_pretrained(folder)",
         )
     raise CheckpointError(folder, f"has no {WEIGHTS_FILE}")
 
 
 def _base_tensor_name(name: str, rename: Rename) -> str:
-    """Return the name of an adapter's tensor, with the base model's name of the layer."""
+    """Return an adapter's tensor name, with PEFT's layer name replaced by the base model's layer name."""
     stripped = name.removeprefix(_PREFIX)
-    match = _HALF.fullmatch(stripped)
+    match = _MATRIX_NAME.fullmatch(stripped)
     if match is None:
         return _PREFIX + (rename(stripped) or stripped)
-    layer = _layer(match["layer"], rename)
+    layer = _base_layer_name(match["layer"], rename)
     return f"{_PREFIX}{layer}{stripped.removeprefix(match['layer'])}"
 
 
-def _layer(module: str, rename: Rename) -> str:
-    """Convert the name of a layer in peft's model to its name in the base model."""
+def _base_layer_name(module: str, rename: Rename) -> str:
+    """Return the base model's name of the layer that PEFT's model calls ``module``."""
     return (rename(f"{module}.weight") or f"{module}.weight").removesuffix(".weight")
 
 
 def _decoder_prefix(names: Iterable[str], rename: Rename) -> str:
-    """Return the prefix of decoder layers in peft's model; the base model has ``model.`` instead."""
+    """Return the prefix of decoder layers in PEFT's model. In the base model, the prefix is ``model.``."""
     for name in names:
-        if match := _HALF.fullmatch(name.removeprefix(_PREFIX)):
-            layer = _layer(match["layer"], rename)
-            rest = layer.removeprefix(DECODER)
+        if match := _MATRIX_NAME.fullmatch(name.removeprefix(_PREFIX)):
+            layer = _base_layer_name(match["layer"], rename)
+            rest = layer.removeprefix(DECODER_PREFIX)
             if rest != layer and match["layer"].endswith(rest):
                 return match["layer"].removesuffix(rest)
-    return DECODER
+    return DECODER_PREFIX
 
 
 def _stored_names(file: Path) -> list[str]:
-    """Return the names of the tensors in a file, including prefixes that `Weights` removes."""
+    """Return the tensor names of a file, including the prefixes that `Weights` removes."""
     return list(read_header(file))
 
 
 def _classify_tensors(
     weights: Weights, config: AdapterConfig, layers: Layers
 ) -> tuple[dict[tuple[str, str], str], list[str]]:
-    """Classify the tensors of an adapter's file.
+    """Divide the tensors of an adapter's file into LoRA matrices and copies of the base model's tensors.
 
     Returns:
-        (Layer, ``A`` or ``B``) -> name in the file, for all layers of the adapter; and the names of tensors
-        that are copies of the base model's.
+        For all layers of the adapter, a map from layer and ``A`` or ``B`` to the tensor name; and the names
+        of all copies.
 
     Raises:
         WeightsError: a tensor matches no layer, or the adapter has no matrices.
         UnsupportedFeatureError: a tensor belongs to an unsupported kind of adapter.
     """
-    keys: dict[tuple[str, str], str] = {}
+    names: dict[tuple[str, str], str] = {}
     copies: list[str] = []
     unknown: list[str] = []
     for name in weights.names:
-        match = _HALF.fullmatch(name.removeprefix(_PREFIX))
+        match = _MATRIX_NAME.fullmatch(name.removeprefix(_PREFIX))
         if match is None:
             _refuse_other_kinds(config.path.parent, name)
             copies.append(name)
         elif match["layer"] not in layers:
             unknown.append(name)
-        elif (match["layer"], match["half"]) in keys:
-            raise WeightsError(
-                config.path.parent, f"{name} and {keys[match['layer'], match['half']]} are the same"
-            )
+        elif (match["layer"], match["letter"]) in names:
+            other_name = names[match["layer"], match["letter"]]
+            raise WeightsError(config.path.parent, f"{name} and {other_name} are the same matrix")
         else:
-            keys[match["layer"], match["half"]] = name
+            names[match["layer"], match["letter"]] = name
     if unknown:
         _refuse_unknown(config.path.parent, unknown, sorted(layers))
-    for layer in layers:  # add the expected names, so that `Weights.tensor` reports absent matrices
+    for layer in layers:  # add the expected names, so that `Weights.tensor` reports missing matrices
         if config.targets(layer):
-            for half in "AB":
-                keys.setdefault((layer, half), f"{_PREFIX}{layer}.lora_{half}.weight")
+            for letter in "AB":
+                names.setdefault((layer, letter), f"{_PREFIX}{layer}.lora_{letter}.weight")
     excluded_layers = [
-        layer for layer, _ in keys if config.target_modules is not None and not config.targets(layer)
+        layer for layer, _ in names if config.target_modules is not None and not config.targets(layer)
     ]
     if excluded_layers:
         raise WeightsError(
             config.path.parent,
             f"has matrices for {excluded_layers[0]}, which target_modules does not include",
         )
-    if not keys:
+    if not names:
         raise WeightsError(config.path.parent, "has no matrices for any layer of the model")
-    return keys, copies
+    return names, copies
 
 
 def _refuse_other_kinds(folder: Path, name: str) -> None:
@@ -247,7 +248,7 @@ def _check_copies(
         layer = base_name.removesuffix(".weight")
         if base_name in base:
             base_tensor = base.tensor(base_name, base.shape(base_name))
-        elif layer in layers:  # the checkpoint has no tensor for a tied head
+        elif layer in layers:  # a tied head, which has no tensor in the checkpoint
             base_tensor = _unpacked_weight(layers, layer)
         else:
             raise WeightsError(folder, f"{name} is neither part of an adapter nor a tensor of the model")
@@ -264,50 +265,50 @@ def _check_copies(
         is_equal = torch.equal(copy.to(base_tensor.dtype), base_tensor) or torch.equal(
             copy, base_tensor.to(copy.dtype)
         )
-        if not is_equal and base_name not in base:  # the values of a packed head are rounded
+        if not is_equal and base_name not in base:  # packing has rounded the weights of the head
             is_equal = torch.equal(_as_packed(copy, layers[layer]), base_tensor)
         if not is_equal:
             raise UnsupportedFeatureError(
-                f"a retrained {base_name}", f"{folder} would replace the base model's for all requests"
+                f"a retrained {base_name}", f"{folder} would replace this tensor for all requests"
             )
 
 
-def _part(layers: Layers, layer: str) -> slice:
+def _output_slice(layers: Layers, layer: str) -> slice:
     part = next(part for part in layers[layer].slices if part.name == layer)
     return slice(part.start, part.stop)
 
 
 def whole_shape(layers: Layers, layer: str, parts: Parts) -> tuple[int, int]:
-    """Return the output and input sizes of a whole layer of the base model, over all ranks."""
+    """Return the numbers of outputs and inputs of a whole layer of the base model, over all ranks."""
     part = parts.get(layer)
     return layer_shape(layers, layer) if part is None else (part.out_features, part.in_features)
 
 
 def layer_shape(layers: Layers, layer: str) -> tuple[int, int]:
-    """Return the output and input sizes of this rank's part of a layer of the base model."""
-    part = _part(layers, layer)
+    """Return the numbers of outputs and inputs of this rank's part of a layer of the base model."""
+    part = _output_slice(layers, layer)
     return part.stop - part.start, layers[layer].in_features
 
 
 def _unpacked_weight(layers: Layers, layer: str) -> Tensor:  # [out, in]
-    return unpack_linear(layers[layer])[_part(layers, layer)].cpu()
+    return unpack_linear(layers[layer])[_output_slice(layers, layer)].cpu()
 
 
 def _as_packed(weight: Tensor, packed: PackedLinear) -> Tensor:  # [out, in] -> [out, in]
-    """Return a weight rounded by the encoding of ``packed``."""
+    """Return a weight after packing it in the encoding of ``packed`` and unpacking it."""
     encoding = encoding_named(packed.encoding)
     return encoding.unpack(encoding.pack(weight.to(encoding.compute_dtype.to_torch())))
 
 
 def _check_finite(folder: Path, matrices: Mapping[str, tuple[Tensor, Tensor]]) -> None:
     for layer, pair in matrices.items():
-        for half, matrix in zip("AB", pair, strict=True):
+        for letter, matrix in zip("AB", pair, strict=True):
             if not matrix.isfinite().all():
-                raise WeightsError(folder, f"lora_{half} of {layer} holds NaN or infinite numbers")
+                raise WeightsError(folder, f"lora_{letter} of {layer} contains NaN or infinite numbers")
 
 
 def content_digest(matrices: Mapping[str, tuple[Tensor, Tensor]]) -> bytes:
-    """Return the hash of the matrices of an adapter, see `Adapter.digest`."""
+    """Return the `Adapter.digest` of these matrices."""
     content = blake2b(digest_size=32)
     for layer, pair in matrices.items():
         for matrix in pair:

@@ -1,8 +1,8 @@
 """``adapter_config.json`` of a PEFT directory: the adapted layers with their ranks and scales.
 
 The format and the matching of patterns follow PEFT (https://huggingface.co/docs/peft, ``LoraConfig``).
-Unsupported settings that change results are errors, and so are unknown fields that are set. An adapter is
-applied exactly as it was trained, or rejected.
+Unsupported settings that change results are errors. Unknown fields with a value are errors, too. An adapter
+is applied exactly as it was trained, or rejected.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.weights.json_files import read_json_object
 
 CONFIG_FILE = "adapter_config.json"
 
-_REFUSED: Mapping[str, str] = {
+_REFUSED_FIELDS: Mapping[str, str] = {
     "use_dora": "DoRA",
     "modules_to_save": "fully trained layers in addition to the adapter",
     "trainable_token_indices": "trained embeddings of some tokens",
@@ -35,12 +35,12 @@ _REFUSED: Mapping[str, str] = {
     "velora_config": "VeLoRA",
     "ensure_weight_tying": "an adapter that keeps head and embedding tied",
 }
-"""Field that is not supported and changes results when set -> the kind of adapter that it describes."""
+"""Maps unsupported fields, which change results when set, to the kind of adapter that uses them."""
 
-_WITHOUT_EFFECT = {
+_IGNORED_FIELDS = {
     "auto_mapping",
     "base_model_name_or_path",
-    "corda_config",  # initialization, checked by `init_lora_weights`
+    "corda_config",  # an option of ``init_lora_weights``, which is checked
     "eva_config",
     "fan_in_fan_out",  # memory layout of the base model's weights
     "inference_mode",
@@ -53,9 +53,9 @@ _WITHOUT_EFFECT = {
     "revision",
     "runtime_config",
 }
-"""Fields that have no effect on the result of a trained adapter."""
+"""Fields that have no effect on the results of a trained adapter."""
 
-_READ = {
+_READ_FIELDS = {
     "alpha_pattern",
     "bias",
     "exclude_modules",
@@ -75,7 +75,7 @@ _SUPPORTED_INITS = (None, True, False, "gaussian", "orthogonal", "eva")
 """Values of ``init_lora_weights`` that do not change the weights of the base model."""
 
 _HEAD = "lm_head"
-DECODER = "model."
+DECODER_PREFIX = "model."
 """The prefix of decoder layers in the base model."""
 
 
@@ -83,7 +83,7 @@ DECODER = "model."
 class AdapterConfig:
     """The fields of an ``adapter_config.json`` that affect results.
 
-    Layers have the names of the base model.
+    The argument ``layer`` of the methods is a layer name of the base model.
     """
 
     path: Path
@@ -97,19 +97,19 @@ class AdapterConfig:
     layers: tuple[int, ...]
     layers_pattern: tuple[str, ...]
     base_model: str | None
-    decoder: str = DECODER
-    """The prefix of decoder layers in peft's model. It differs from ``model.`` if
-    the decoder is a part of the model, as in models that read images. Patterns match the names in peft's
-    model.
+    decoder: str = DECODER_PREFIX
+    """The prefix of decoder layers in PEFT's model. The patterns are compared with names of PEFT's model.
+
+    The prefix differs from ``model.`` in models with an image encoder, in which the decoder is a submodule.
     """
 
     @classmethod
     def read(cls, folder: Path) -> AdapterConfig:
-        """Read the ``adapter_config.json`` of an adapter's folder.
+        """Read the ``adapter_config.json`` of a PEFT directory.
 
         Raises:
-            CheckpointNotFoundError: the folder does not exist.
-            CheckpointError: the folder holds no adapter, or the file is damaged.
+            CheckpointNotFoundError: the directory does not exist.
+            CheckpointError: the directory contains no adapter, or the file is damaged.
             UnsupportedFeatureError: the kind of adapter is not supported.
         """
         if not folder.is_dir():
@@ -122,12 +122,12 @@ class AdapterConfig:
         return _Reader(path, fields).config()
 
     def with_decoder_prefix(self, decoder: str) -> AdapterConfig:
-        """Return the configuration with this prefix of decoder layers (`decoder`)."""
+        """Return a copy of the configuration with another value of `decoder`."""
         return replace(self, decoder=decoder)
 
     def _module(self, layer: str) -> str:
-        """Return the name of a layer in peft's model."""
-        rest = layer.removeprefix(DECODER)
+        """Return the name of a layer in PEFT's model."""
+        rest = layer.removeprefix(DECODER_PREFIX)
         return layer if rest == layer else self.decoder + rest
 
     def layer_rank(self, layer: str) -> int:
@@ -137,40 +137,40 @@ class AdapterConfig:
     def layer_scale(self, layer: str) -> float:
         """Return the factor by which the product B A of a layer's matrices is multiplied.
 
-        It is ``alpha / rank``; with rsLoRA ``alpha / sqrt(rank)`` (Kalajdzievski 2023, arXiv:2312.03732).
+        The factor is ``alpha / rank``, with rsLoRA ``alpha / sqrt(rank)`` (Kalajdzievski 2023,
+        arXiv:2312.03732).
         """
-        rank, alpha = (
-            self.layer_rank(layer),
-            _first_match(self.alpha_pattern, self._module(layer), self.alpha),
-        )
+        rank = self.layer_rank(layer)
+        alpha = _first_match(self.alpha_pattern, self._module(layer), self.alpha)
         return alpha / (rank**0.5 if self.use_rslora else rank)
 
     def targets(self, layer: str) -> bool:
-        """Return whether ``target_modules`` includes a layer. False for all layers if it is not set."""
-        layer = self._module(layer)
+        """Return whether ``target_modules`` includes a layer; False for all layers if it is not set."""
+        module = self._module(layer)
         if self.target_modules is None:
             return False
-        if self.exclude_modules is not None and _is_named(self.exclude_modules, layer):
+        if self.exclude_modules is not None and _includes_layer(self.exclude_modules, module):
             return False
         if self.target_modules == "all-linear":
-            return layer != _HEAD
-        if not _is_named(self.target_modules, layer):
+            return module != _HEAD
+        if not _includes_layer(self.target_modules, module):
             return False
-        if isinstance(self.target_modules, str) or layer in self.target_modules or not self.layers:
+        if isinstance(self.target_modules, str) or module in self.target_modules or not self.layers:
             return True
-        return self._layer_index(layer) in self.layers
+        return self._layer_index(module) in self.layers
 
-    def _layer_index(self, layer: str) -> int | None:
+    def _layer_index(self, module: str) -> int | None:
+        """Return the number of the block that contains a module; None if no pattern matches its name."""
         patterns = [rf"(?:.*\.)?(?:{pattern})" for pattern in self.layers_pattern] or [r".*\.[^.]*"]
         for pattern in patterns:
-            match = re.match(rf"{pattern}\.(?P<index>\d+)\.", layer)
+            match = re.match(rf"{pattern}\.(?P<index>\d+)\.", module)
             if match:
                 return int(match["index"])
         return None
 
 
 class _Reader:
-    """Reads the fields of the file and checks their types."""
+    """Reads the fields of an ``adapter_config.json`` and checks their types."""
 
     def __init__(self, path: Path, fields: Mapping[str, object]) -> None:
         self._path, self._fields = path, fields
@@ -181,10 +181,11 @@ class _Reader:
             rank=self._rank("r", self._fields.get("r", 8)),
             alpha=self._number("lora_alpha", self._fields.get("lora_alpha", 8)),
             rank_pattern={
-                key: self._rank(f"rank_pattern {key!r}", r) for key, r in self._items("rank_pattern")
+                key: self._rank(f"rank_pattern {key!r}", rank) for key, rank in self._items("rank_pattern")
             },
             alpha_pattern={
-                key: self._number(f"alpha_pattern {key!r}", a) for key, a in self._items("alpha_pattern")
+                key: self._number(f"alpha_pattern {key!r}", alpha)
+                for key, alpha in self._items("alpha_pattern")
             },
             use_rslora=self._flag("use_rslora"),
             target_modules=self._names("target_modules"),
@@ -230,7 +231,7 @@ class _Reader:
         if isinstance(value, str):
             return value
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            self._refuse(f"{name} must be text or a list of texts, is {value!r}")
+            self._refuse(f"{name} must be a string or a list of strings, is {value!r}")
         return tuple(value)
 
     def _patterns(self) -> tuple[str, ...]:
@@ -241,7 +242,7 @@ class _Reader:
         value = self._fields.get("layers_to_transform")
         value = [] if value is None else [value] if isinstance(value, int) else value
         if not isinstance(value, list) or not all(type(item) is int for item in value):
-            self._refuse(f"layers_to_transform must be whole numbers, is {value!r}")
+            self._refuse(f"layers_to_transform must be a whole number or a list of them, is {value!r}")
         return tuple(value)
 
     def _base_model(self) -> str | None:
@@ -259,40 +260,46 @@ class _Reader:
 
 
 def _refuse_unsupported(path: Path, fields: Mapping[str, object]) -> None:
-    def refuse(feature: str, what: str) -> NoReturn:
+    def refuse(feature: str, reason: str) -> NoReturn:
         raise UnsupportedFeatureError(
-            feature, f"{path} {what}; merge the adapter into its base model (merge_and_unload) and serve that"
+            feature,
+            f"{path} {reason}; merge the adapter into its base model (merge_and_unload) and serve the result",
         )
 
-    kind = fields.get("peft_type")
-    if kind != "LORA":
-        raise UnsupportedFeatureError(f"the adapter type {kind!r}", f"{path} must have peft_type 'LORA'")
+    peft_type = fields.get("peft_type")
+    if peft_type != "LORA":
+        raise UnsupportedFeatureError(f"the adapter type {peft_type!r}", f"{path} must have peft_type 'LORA'")
     task = fields.get("task_type")
     if task not in (None, "CAUSAL_LM"):
         raise UnsupportedFeatureError(f"task_type {task!r}", f"{path} is not an adapter for text generation")
     if fields.get("bias", "none") != "none":
         refuse(f"bias {fields['bias']!r}", "has biases trained with the adapter")
-    for name, meaning in _REFUSED.items():
+    for name, meaning in _REFUSED_FIELDS.items():
         if fields.get(name):
             refuse(f"{meaning} ({name})", f"sets it to {fields[name]!r}")
     init = fields.get("init_lora_weights")
     if init not in _SUPPORTED_INITS:
         refuse(f"init_lora_weights {init!r}", "was trained on a base model that this setting changes")
-    unknown = [name for name in fields if name not in {*_REFUSED, *_WITHOUT_EFFECT, *_READ} and fields[name]]
+    known = {*_REFUSED_FIELDS, *_IGNORED_FIELDS, *_READ_FIELDS}
+    unknown = [name for name, value in fields.items() if name not in known and value]
     if unknown:
         refuse(f"the field {unknown[0]!r}", f"sets it to {fields[unknown[0]]!r}")
 
 
 def _first_match(patterns: Mapping[str, float], layer: str, default: float) -> float:
-    """Return the value of the first pattern that matches a layer's name or the part after one of its dots."""
+    """Return the value of the first pattern that matches a layer's name, or its end after one of the dots."""
     for pattern, value in patterns.items():
         if re.match(rf"(?:.*\.)?(?:{pattern})$", layer):
             return value
     return default
 
 
-def _is_named(names: tuple[str, ...] | str, layer: str) -> bool:
-    """Return whether a pattern matches the whole name, or a name in a list equals its last parts."""
+def _includes_layer(names: tuple[str, ...] | str, layer: str) -> bool:
+    """Return whether ``names`` includes a layer.
+
+    A pattern must match the whole name of the layer. A name in a list must equal the name of the layer or its
+    end after one of the dots.
+    """
     if isinstance(names, str):
         return re.fullmatch(names, layer) is not None
     return any(layer == name or layer.endswith(f".{name}") for name in names)

@@ -20,14 +20,14 @@ from penstock.pipelines.core import InputContext
 from penstock.weights import Weights
 
 MAX_SKIPS = 64
-"""Number of times that later requests may overtake a request waiting for a slot. After that, it is admitted
-first.
+"""Number of times that later requests may overtake a request that waits for a slot. After that, no later
+request is admitted before the waiting request.
 """
 
 
 @dataclass(slots=True)
-class _Use:
-    """The adapter of a request, from its first use until the request is released."""
+class _AdapterUse:
+    """The adapter that a request uses, from its first use until the request is released."""
 
     context: InputContext
     adapter: Adapter
@@ -36,14 +36,14 @@ class _Use:
 
 
 class LoRAManager:
-    """Holds adapters by name, limits running adapters to the number of slots, and prepares batch inputs.
+    """Stores adapters by name, limits running adapters to the number of slots, and prepares batch inputs.
 
-    A request resolves the name of its adapter once, at first use. It uses the content of this adapter until
-    it is released, even if the name is unloaded or loaded again. The digest of the content is the root of
-    block hashes, so cached blocks of different contents never mix.
+    The name of a request's adapter is resolved once, at first use. The request uses the content of this
+    adapter until its release, even if the name is unloaded or loaded again. The digest of the content is the
+    root of block hashes, so requests with different contents never share cached blocks.
 
-    Any thread may call `load`, `unload` and `names`. `load` checks everything first and then changes the
-    state in one assignment. Only the thread that runs the steps may call the other methods.
+    Any thread may call `load`, `unload` and `names`. `load` first checks the adapter and then changes the
+    state in one assignment. All other methods may be called only by the thread that runs the steps.
 
     Args:
         config: the maximum number and the maximum rank of adapters.
@@ -53,7 +53,7 @@ class LoRAManager:
         dtype: the type of the activations.
         device: where the matrices of running adapters are stored.
         rename: see `read_adapter`.
-        parts: the layers that are divided among ranks.
+        parts: this rank's parts of the layers that are divided among ranks.
         task_adapters: the adapters of the checkpoint, by name. They are always loaded.
         is_leader: whether this process is rank 0, which loads adapters and assigns slots. Other ranks use the
             slots that rank 0 assigns.
@@ -83,17 +83,17 @@ class LoRAManager:
         self._tasks = task_adapters
         self._adapters_by_name: dict[str, Adapter] = dict(task_adapters)
         self._slots = AdapterSlots(config.max_loras, config.max_lora_rank, layers, dtype, device, parts)
-        self._uses: dict[str, _Use] = {}  # request id -> its adapter
-        self._num_running_requests: Counter[bytes] = (
-            Counter()
-        )  # digest -> number of admitted requests that use it
+        self._uses: dict[str, _AdapterUse] = {}  # by request id
+        self._num_running_requests: Counter[bytes] = Counter()  # admitted requests, by digest of the adapter
         for name, path in config.adapters if is_leader else ():
             self.load(name, path)
 
     # -- Adapters by name -------------------------------------------------------------------------------
 
     def load(self, name: str, path: str) -> None:
-        """Load a PEFT directory under a name, and replace an adapter of that name. A failure has no effect.
+        """Load the adapter in a PEFT directory under a name. Replaces an adapter of the same name.
+
+        A failure changes nothing.
 
         Raises:
             InputError: the name cannot be used, or the maximum number of adapters is loaded.
@@ -117,7 +117,7 @@ class LoRAManager:
 
         Raises:
             UnknownModelError: no adapter of this name is loaded.
-            InputError: it is an adapter of the checkpoint.
+            InputError: the adapter is a task adapter of the checkpoint.
         """
         if name in self._tasks:
             raise InputError(f"{name!r} is a task adapter of the checkpoint: it cannot be unloaded")
@@ -136,10 +136,10 @@ class LoRAManager:
         Raises:
             UnknownModelError: the request's adapter is not loaded.
         """
-        return self._use(context).adapter.digest
+        return self._adapter_use(context).adapter.digest
 
     def ready(self, context: InputContext) -> bool:
-        """Return whether a request may run. An admitted request keeps its adapter's slot until its release.
+        """Return whether a request may run. If so, its adapter keeps a slot until the request is released.
 
         Requests whose adapters are running may overtake a request that waits for a slot, at most `MAX_SKIPS`
         times.
@@ -149,7 +149,7 @@ class LoRAManager:
         """
         if context.adapter is None:
             return True
-        use = self._use(context)
+        use = self._adapter_use(context)
         if use.is_admitted:
             return True
         digest = use.adapter.digest
@@ -157,7 +157,7 @@ class LoRAManager:
             digest in self._num_running_requests or len(self._num_running_requests) < self._config.max_loras
         )
         overtakes = use.num_skips < MAX_SKIPS and any(
-            other.num_skips >= MAX_SKIPS and not other.is_admitted for other in self._uses.values()
+            waiting.num_skips >= MAX_SKIPS and not waiting.is_admitted for waiting in self._uses.values()
         )
         if not has_slot or overtakes:
             use.num_skips += 1
@@ -167,7 +167,7 @@ class LoRAManager:
         return True
 
     def release(self, context: InputContext) -> None:
-        """Release the slot of a request. Calling it again has no effect."""
+        """Release the slot of a request. Does nothing if it is released already."""
         use = self._uses.get(context.request_id)
         if use is None or use.context is not context:
             return
@@ -179,7 +179,7 @@ class LoRAManager:
                 del self._num_running_requests[digest]
 
     def check(self, contexts: Sequence[InputContext]) -> None:
-        """Check that a batch can run together.
+        """Check that the requests of a batch can run in one step.
 
         Raises:
             UnknownModelError: the adapter of a request is not loaded.
@@ -192,39 +192,43 @@ class LoRAManager:
                 "at once: split it, or raise --max-loras"
             )
 
-    def inputs(self, contexts: Sequence[InputContext], counts: np.ndarray) -> LoRAInputs | None:
+    def inputs(self, contexts: Sequence[InputContext], row_counts: np.ndarray) -> LoRAInputs | None:
         """Return the adapter inputs of a batch, or None if no context uses an adapter.
 
         Args:
             contexts: the batch.
-            counts: ``[B]`` number of rows of each context.
+            row_counts: ``[B]``: the number of rows of each context in the step.
         """
         used_adapters = [
-            None if context.adapter is None else self._use(context).adapter for context in contexts
+            None if context.adapter is None else self._adapter_use(context).adapter for context in contexts
         ]
         adapters = {adapter.digest: adapter for adapter in used_adapters if adapter is not None}
         if not adapters:
             return None
         slots = self._slots.assign(adapters, keep=self._num_running_requests)
         indices = np.array([-1 if adapter is None else slots[adapter.digest] for adapter in used_adapters])
-        rows = upload(indices.repeat(counts), self._device)
+        rows = upload(indices.repeat(row_counts), self._device)
         return LoRAInputs(rows, self._slots.matrices, self._slots.ranks)
 
-    # -- Slots of other processes -------------------------------------------------------------------------
+    # -- Slots of other ranks -----------------------------------------------------------------------------
 
     def on_put(self, call: Callable[[int, Mapping[str, tuple[Tensor, Tensor]]], None]) -> None:
-        """Call ``call(slot, whole matrices)`` before each assignment of an adapter to a slot."""
+        """Set a function to call as ``call(slot, matrices)`` before an adapter is put into a slot.
+
+        The matrices are those of whole layers.
+        """
         self._slots.on_put = lambda slot, adapter: call(slot, adapter.matrices)
 
     def put(self, slot: int, matrices: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Put an adapter that the leader has loaded into the slot that the leader has chosen."""
+        """Put an adapter that rank 0 has loaded into the slot that rank 0 has assigned."""
         self._slots.put(slot, matrices)
 
     def inputs_for_rows(self, rows: Tensor) -> LoRAInputs:
         """Return the adapter inputs of a batch; ``rows [T]`` has the slot of each row, or -1."""
         return LoRAInputs(rows, self._slots.matrices, self._slots.ranks)
 
-    def _use(self, context: InputContext) -> _Use:
+    def _adapter_use(self, context: InputContext) -> _AdapterUse:
+        """Return the use of a request. Resolves the name of the adapter if this is the first use."""
         use = self._uses.get(context.request_id)
         if use is not None and use.context is context:
             return use
@@ -234,7 +238,7 @@ class LoRAManager:
             raise UnknownModelError(context.adapter, [*self._model_names, *self._adapters_by_name])
         if use is not None:  # an earlier request with the same id was not released
             self.release(use.context)
-        use = self._uses[context.request_id] = _Use(context, adapter)
+        use = self._uses[context.request_id] = _AdapterUse(context, adapter)
         return use
 
     def _check_name(self, name: str) -> None:

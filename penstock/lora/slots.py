@@ -1,4 +1,4 @@
-"""The stacked matrices of running adapters on the device, one slot per adapter."""
+"""`AdapterSlots`: the stacked matrices of running adapters on the device, with one slot per adapter."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class AdapterSlots:
         layers: the linear layers of the base model.
         dtype: the type of the activations.
         device: where the matrices are stored.
-        parts: the layers that are divided among ranks. The slots hold this rank's part of the matrices.
+        parts: this rank's parts of the layers that are divided among ranks.
     """
 
     def __init__(
@@ -40,18 +40,18 @@ class AdapterSlots:
     ) -> None:
         self._parts = parts
         self.on_put: Callable[[int, Adapter], None] = lambda slot, adapter: None
-        """Function that is called with the slot and the adapter before an adapter is put into a slot."""
+        """Function that is called with slot and adapter before `assign` puts an adapter into a slot."""
         self._max_rank, self._layers, self._dtype, self._device = max_rank, layers, dtype, device
         self._slot_adapters: list[Adapter | None] = [None] * num_slots
         self._last_used = [0] * num_slots
         self._clock = count(1)
         self.matrices: Mapping[str, tuple[Tensor, Tensor]] = {}
-        """Layer -> A ``[n, R, in]`` and B ``[n, out, R]``, a view of ``[n, R, out]``.
+        """Maps each layer to A ``[n, R, in]`` and B ``[n, out, R]``. B is a view of ``[n, R, out]``.
 
-        Adding layers replaces the mapping, so a batch with the old mapping keeps its layers."""
+        Adding a layer replaces the mapping, so that the inputs of launched steps do not change."""
         self.ranks: Mapping[str, Tensor] = {}
-        """Layer -> rank of the adapter in each slot, ``[n]`` int64 in host memory. Matrix entries beyond a
-        slot's rank are undefined."""
+        """Maps each layer to the ranks of the adapters in the slots, ``[n]`` int64 in host memory. Matrix
+        entries beyond a slot's rank are undefined."""
 
     @property
     def slot_digests(self) -> list[bytes | None]:
@@ -59,11 +59,11 @@ class AdapterSlots:
         return [None if adapter is None else adapter.digest for adapter in self._slot_adapters]
 
     def assign(self, adapters: Mapping[bytes, Adapter], keep: Collection[bytes] = ()) -> dict[bytes, int]:
-        """Give each adapter a slot, and return the slot of each digest.
+        """Put each adapter into a slot if it has none, and return the slot of each digest.
 
         Args:
-            adapters: digest -> adapter, at most one per slot.
-            keep: digests of other adapters to evict last.
+            adapters: the adapters by digest, at most as many as there are slots.
+            keep: digests of further adapters, which are evicted last.
         """
         assert len(adapters) <= len(self._slot_adapters), (
             f"{len(adapters)} adapters for {len(self._slot_adapters)} slots"
@@ -78,12 +78,13 @@ class AdapterSlots:
             self._last_used[slots[digest]] = next(self._clock)
         return slots
 
-    def _slot_to_evict(self, taken: Collection[int], keep: Collection[bytes]) -> int:
-        def cost(slot: int) -> tuple[bool, int]:
+    def _slot_to_evict(self, used_slots: Collection[int], keep: Collection[bytes]) -> int:
+        def eviction_order(slot: int) -> tuple[bool, int]:
             adapter = self._slot_adapters[slot]
             return adapter is not None and adapter.digest in keep, self._last_used[slot]
 
-        return min((slot for slot in range(len(self._slot_adapters)) if slot not in taken), key=cost)
+        slots = (slot for slot in range(len(self._slot_adapters)) if slot not in used_slots)
+        return min(slots, key=eviction_order)
 
     def _put(self, slot: int, adapter: Adapter) -> None:
         self.on_put(slot, adapter)
@@ -91,35 +92,39 @@ class AdapterSlots:
         self._slot_adapters[slot] = adapter
 
     def put(self, slot: int, matrices: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Copy the matrices of an adapter, or this process's part of them, into a slot.
+        """Copy this rank's part of an adapter's matrices into a slot.
 
         Args:
             slot: the number of the slot.
-            matrices: layer -> A ``[r, in]`` and B ``[out, r]`` of the whole layer.
+            matrices: A ``[r, in]`` and B ``[out, r]`` of each whole layer.
         """
         for ranks in self.ranks.values():
             ranks[slot] = 0
-        new = [layer for layer in matrices if layer not in self.matrices]
-        if new:
-            own = {layer: self._allocate(layer, matrices[layer]) for layer in new}
-            self.matrices = {**self.matrices, **own}
-            no_ranks = {
-                layer: host_zeros(len(self._slot_adapters), torch.int64, self._device) for layer in new
+        new_layers = [layer for layer in matrices if layer not in self.matrices]
+        if new_layers:
+            new_matrices = {layer: self._allocate(layer, matrices[layer]) for layer in new_layers}
+            self.matrices = {**self.matrices, **new_matrices}
+            zero_ranks = {
+                layer: host_zeros(len(self._slot_adapters), torch.int64, self._device) for layer in new_layers
             }
-            self.ranks = {**self.ranks, **no_ranks}
+            self.ranks = {**self.ranks, **zero_ranks}
         for layer, (down, up) in matrices.items():
             part = self._parts.get(layer)
-            if part is not None:  # column-parallel: outputs of B; row-parallel: inputs of A
+            if part is not None:  # row-parallel: a part of A's inputs; column-parallel: a part of B's outputs
                 down = down if part.inputs is None else down[:, part.inputs.start : part.inputs.stop]
                 up = concatenated(part.slice_rows(up))
-            all_down, all_up = self.matrices[layer]
+            slot_down, slot_up = (stacked[slot] for stacked in self.matrices[layer])
             rank = down.shape[0]
-            all_down[slot, :rank].copy_(down)
-            all_up[slot, :, :rank].copy_(up)
+            slot_down[:rank].copy_(down)
+            slot_up[:, :rank].copy_(up)
             self.ranks[layer][slot] = rank
 
     def _allocate(self, layer: str, matrices: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return memory for a layer, or for an embedding table, whose adapters all have the same rank."""
+        """Allocate the stacked matrices of a layer.
+
+        Adapters of an embedding table are task adapters. They all have the same rank, so their stack has this
+        rank instead of the maximum rank.
+        """
         num_slots, rank = len(self._slot_adapters), self._max_rank
         options = {"dtype": self._dtype, "device": self._device}
         if layer not in self._layers:

@@ -24,7 +24,7 @@ class Attention:
     """
 
     is_by_head: ClassVar[bool] = False
-    """Whether the rows of `qkv` are ordered by head: query, key and value of head 0, then those of head 1."""
+    """Whether `qkv` stores query, key and value of head 0, then query, key and value of head 1, and so on."""
 
     qkv: Linear  # [E] -> [(H + 2K) D]; [(H + K) D] if values have a separate layer
     output: Linear  # [H D] -> [E]
@@ -36,13 +36,14 @@ class Attention:
     rotary: int | None = 0
     """The index of the rotary embedding for queries and keys; None for no rotation."""
     soft_cap: float | None = None
-    """The scores become ``cap * tanh(score / cap)``."""
+    """Attention scores become ``soft_cap * tanh(score / soft_cap)``; None for no cap."""
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     """Norms of queries and keys, applied before the rotation.
 
-    A norm covers each head or all heads together. The weights are ``[D]`` if all heads share them, ``[H, D]``
-    and ``[K, D]`` if each head has its own, and ``[H D]`` and ``[K D]`` for all heads together.
+    A norm is computed for each head separately or for all heads together. Separate norms have weights ``[D]``
+    if heads share the weights, otherwise ``[H, D]`` and ``[K, D]``. Norms of all heads together have weights
+    ``[H D]`` and ``[K D]``.
     """
     sinks: Tensor | None = None  # [H]: attention sinks, an extra logit of each head in the softmax
     values: Linear | None = None  # [E] -> [K D]: the value projection, if it is not a part of `qkv`
@@ -75,7 +76,7 @@ class Attention:
         return step.ops.rotary(q, k, *rows[self.rotary], is_interleaved=self.is_interleaved)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, step: StepInputs) -> Tensor:
-        """Return the attention of ``q [T, H, D]``, ``k [T, K, D]`` and ``v [T, K, D]``: ``[T, H, D]``."""
+        """Return the attention output ``[T, H, D]`` of ``q [T, H, D]``, ``k [T, K, D]``, ``v [T, K, D]``."""
         if step.kv is None:
             window = None if self.window is None else self.window - 1
             return step.ops.encoder_attention(
@@ -103,14 +104,14 @@ class Attention:
 
     def _project(self, x: Tensor, step: StepInputs) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries ``[T, H, D]``, keys and values ``[T, K, D]`` of ``x [T, E]``, as views."""
-        keys = self.heads + self.kv_heads
+        qk_heads = self.heads + self.kv_heads
         if self.values is None:
-            heads = self.qkv(x, step).view(-1, keys + self.kv_heads, self.head_dim)
-            v = heads[:, keys:]
+            heads = self.qkv(x, step).view(-1, qk_heads + self.kv_heads, self.head_dim)
+            v = heads[:, qk_heads:]
         else:
-            heads = self.qkv(x, step).view(-1, keys, self.head_dim)
+            heads = self.qkv(x, step).view(-1, qk_heads, self.head_dim)
             v = self.values(x, step).view(-1, self.kv_heads, self.head_dim)
-        return heads[:, : self.heads], heads[:, self.heads : keys], v
+        return heads[:, : self.heads], heads[:, self.heads : qk_heads], v
 
     def _apply_norm(
         self, heads: Tensor, norm: Norm | None, step: StepInputs

@@ -1,4 +1,4 @@
-"""`BlockParts`: functions that load the parts of a decoder block; `llama_parts` has those of Llama."""
+"""`BlockParts`: functions that read the parts of a decoder block. `llama_parts` returns Llama's parts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LoadAttention: TypeAlias = Callable[[str, int], Attention]
 
 @dataclass(frozen=True, slots=True)
 class BlockParts:
-    """Functions that load the parts of a block. `norm` also loads the final norm of the network."""
+    """Functions that read the parts of a block. `norm` also reads the final norm of the network."""
 
     attention: LoadAttention
     feed_forward: LoadFeedForward
@@ -64,7 +64,7 @@ def gated_mlps(load: Loader, blueprint: Blueprint) -> LoadFeedForward:
 def plain_mlps(load: Loader, blueprint: Blueprint) -> LoadFeedForward:
     """Return a function that reads `MLP` layers.
 
-    The last name in ``names.gate_up`` is that of the up matrix.
+    The last name in ``blueprint.names.gate_up`` is the name of the up matrix.
     """
     hidden, inner, bias = blueprint.hidden, blueprint.inner, blueprint.mlp_bias
     up, down = blueprint.names.gate_up[-1], blueprint.names.down
@@ -100,14 +100,14 @@ def layer_norms(load: Loader, blueprint: Blueprint, *, bias: bool = True) -> Loa
 
 
 def llama_parts(load: Loader, blueprint: Blueprint) -> BlockParts:
-    """Return the parts of Llama's blocks: `Attention`, `GatedMLP` and `RMSNorm`."""
+    """Return functions that read the parts of Llama's blocks: `Attention`, `GatedMLP` and `RMSNorm`."""
     return BlockParts(attentions(load, blueprint), gated_mlps(load, blueprint), rms_norms(load, blueprint))
 
 
 def attentions(
     load: Loader, blueprint: Blueprint, kind: type[Attention] = Attention, norm: LoadNorm | None = None
 ) -> LoadAttention:
-    """Return a function that reads attention layers of this class; see `load_attention`."""
+    """Return a function that reads attention layers of class ``kind``; see `load_attention`."""
     return lambda name, layer: load_attention(load, blueprint, name, layer, kind, norm)
 
 
@@ -124,9 +124,9 @@ def load_attention(
     Args:
         load: reads and packs the tensors.
         blueprint: sizes, options and tensor names.
-        name: the full name of the attention in the checkpoint.
+        name: the full name of the attention layer in the checkpoint.
         layer: the number of the block.
-        kind: the class of the attention.
+        kind: the class to create.
         norm: reads the norms of queries and keys, if the blueprint has them; by default RMS norms.
     """
     norm = norm or rms_norms(load, blueprint)
@@ -138,8 +138,8 @@ def load_attention(
     if names.values is None:
         output_sizes = {names.qkv[0]: sum(sizes)}
         starts = (0, sizes[0], sizes[0] + sizes[1])
-        shifted = [rows.shifted(start) for rows, start in zip(rank_parts, starts, strict=True)]
-        outputs = {names.qkv[0]: shifted}
+        qkv_rows = [rows.shifted(start) for rows, start in zip(rank_parts, starts, strict=True)]
+        outputs = {names.qkv[0]: qkv_rows}
         if kind.is_by_head:
             outputs = {names.qkv[0]: [part.heads.times(3 * dim)]}
     else:

@@ -56,11 +56,11 @@ class Blueprint:
     activation: Activation
     tied_head: bool
     max_length: int
-    """The longest sequence that the checkpoint supports, in tokens."""
+    """Length in tokens of the longest sequence that the checkpoint supports."""
 
     rotaries: tuple[RotaryConfig, ...]
     rotary_indices: tuple[int | None, ...]  # [L]
-    """The index of each layer's rotary embedding; None for a layer without positions."""
+    """The index of each layer's rotary embedding; None for a layer without RoPE."""
     windows: tuple[int | None, ...]  # [L]
     """The number of keys that a query of the layer sees, including its own; None for all keys."""
 
@@ -71,9 +71,9 @@ class Blueprint:
     output_bias: bool = False
     mlp_bias: bool = False
     head_norms: HeadNorms | None = None
-    """Whether queries and keys have a norm before the rotation, over each head or over all heads together."""
+    """Norms of queries and keys before RoPE: for each head or for all heads together; None without norms."""
     block_norms: BlockNorms = "before"
-    """Whether the norms are before, after, or before and after the attention and the feed-forward layer."""
+    """Whether attention and feed-forward layer each have a norm before them, after them, or both."""
     norm_offset: float = 0.0
     """The number added to the stored weights of norms."""
     embedding_scale: float = 1.0
@@ -102,22 +102,22 @@ class Blueprint:
 
         Args:
             config: the checkpoint's configuration, a `HuggingFaceConfig`.
-            head_dim: the family's default head size. Without a default it is E / H.
+            head_dim: the family's default head size; None for hidden size / heads.
             activation: the key of the activation function; None if the family has no such key.
             default_activation: the family's activation function, used if the file has none.
             default_base: the family's base of the rotary embedding.
-            rope_parameters: replace the rotary parameters of the file.
+            rope_parameters: parameters of the rotary embedding that replace those of the file.
             partial_rotary: the family's default for ``partial_rotary_factor``; None if the family has no such
                 key.
             tied_head: the family's default for ``tie_word_embeddings``.
             windows: the window of each layer. By default no layer has a window, and `SLIDING` in
                 ``layer_types`` is an error.
-            **fields: further fields of the blueprint. They replace defaults and values of the file.
+            **fields: further fields of the blueprint, which replace the defaults and the values of the file.
 
         Raises:
             ConfigError: the kv heads do not divide the heads, the activation or rope type is unknown, or the
                 file sets windows in a family without windows.
-            CheckpointError: a size is missing or has an impossible value.
+            CheckpointError: a size is missing or has an invalid value.
         """
         hidden = config.integer("hidden_size")
         layers = num_layers(config)
@@ -148,8 +148,8 @@ class Blueprint:
             "rotary_indices": (0,) * layers,
             **fields,
         }
-        # A window of at least max_length tokens hides no key. Without a window, the layer can share a cache
-        # group with the layers of full attention.
+        # A window of at least max_length tokens hides no key. It is dropped, so that the layer can share a
+        # cache group with the layers of full attention.
         max_length = values["max_length"]
         effective_windows = (None if window and window >= max_length else window for window in windows)
         return cls(
@@ -204,7 +204,7 @@ def interleaved(blueprint: Blueprint) -> Blueprint:
 
 
 def check_head_dim(config: ConfigValues) -> None:
-    """Check that ``head_dim`` is absent or E / H, for families that do not read the key.
+    """Check that ``head_dim`` is absent or hidden size / heads. Families that do not read the key call it.
 
     Raises:
         ConfigError: ``head_dim`` has another value.
@@ -262,7 +262,7 @@ def layer_types(config: ConfigValues, default: tuple[str, ...]) -> tuple[str, ..
 def layer_windows(
     config: ConfigValues, types: tuple[str, ...], default: int, *, has_windows: bool = True
 ) -> tuple[int | None, ...]:
-    """Return the window of each layer: ``sliding_window`` for layers of type `SLIDING`, else None.
+    """Return the window of each layer: ``sliding_window`` for layers of type `SLIDING`, None for others.
 
     Args:
         config: the checkpoint's configuration.

@@ -13,7 +13,9 @@ class ConfigValues(Protocol):
     """
 
     def integer(self, key: str, default: int | None = None, *, minimum: int = ..., maximum: int = ...) -> int:
-        """Return a whole number, or ``default`` if the key is absent or null; required without a default."""
+        """Return a whole number, or ``default`` if the key is absent or null. Without a default, the key is
+        required.
+        """
         ...
 
     def optional_integer(self, key: str, default: int | None = None, *, minimum: int = ...) -> int | None:

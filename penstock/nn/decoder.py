@@ -22,7 +22,7 @@ from penstock.nn.rotary import Rotary, RotaryRows
 
 
 class Block(Protocol):
-    """A block of a decoder: attention and feed-forward layer."""
+    """A decoder block: attention and a feed-forward layer."""
 
     @property
     def attention(self) -> Attention:
@@ -36,11 +36,11 @@ class Block(Protocol):
     def __call__(
         self, x: Tensor, residual: Tensor | None, rows: Sequence[RotaryRows], step: StepInputs
     ) -> tuple[Tensor, Tensor]:
-        """Return the block's last output and the residual stream, ``[T, E]`` each.
+        """Return the output of the block's last layer and the residual stream, ``[T, E]`` each.
 
-        The next block or the final norm adds the output to the residual stream, so that addition and norm are
-        one operation. ``x`` and ``residual`` are the results of the previous block. The first block receives
-        the embeddings and None.
+        The next block or the final norm adds the output to the residual stream, because addition and norm are
+        one fused operation. ``x`` and ``residual`` are the results of the previous block. The first block
+        receives the embeddings and None.
         """
         ...
 
@@ -53,8 +53,8 @@ LoadBlock: TypeAlias = Callable[[int], Block]
 class Branch:
     """A residual branch: the norms before and after a layer, and the scale of the layer's output."""
 
-    before: Norm | None
-    after: Norm | None
+    norm_before: Norm | None
+    norm_after: Norm | None
     scale: float = 1.0
 
     def enter(self, x: Tensor, residual: Tensor | None, step: StepInputs) -> tuple[Tensor, Tensor]:
@@ -65,24 +65,24 @@ class Branch:
             residual: the residual stream; None in the first branch of a model.
             step: the inputs of the step.
         """
-        if self.before is not None:
-            return self.before.add(x, residual, step)
+        if self.norm_before is not None:
+            return self.norm_before.add(x, residual, step)
         total = x if residual is None else step.ops.add(x, residual)
         return total, total
 
     def leave(self, x: Tensor, step: StepInputs) -> Tensor:
         """Return the layer's output with norm and scale applied.
 
-        The caller adds it to the residual stream.
+        The caller adds the output to the residual stream.
         """
-        if self.after is not None:
-            x = self.after(x, step)
+        if self.norm_after is not None:
+            x = self.norm_after(x, step)
         return x if self.scale == 1 else step.ops.scale(x, self.scale)
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderBlock:
-    """Attention, then the feed-forward layer, each in its own branch."""
+    """Attention, then the feed-forward layer, each in its own residual branch."""
 
     attention_branch: Branch
     attention: Attention
@@ -143,7 +143,7 @@ class ParallelBlock:
     def load(
         cls, load: Loader, blueprint: Blueprint, layer: int, parts: BlockParts, *, norms: int = 1
     ) -> ParallelBlock:
-        """Read block ``layer``, which has one or two ``norms``."""
+        """Read block ``layer``. ``norms`` is 1 for a shared norm, 2 for one norm per layer."""
         names = blueprint.names
         name = names.block_path(layer)
         norm, mlp_norm = (f"{name}.{part}" for part in names.norms_before)
@@ -210,7 +210,7 @@ class DecoderTrunk:
 
     @property
     def length_dependent(self) -> bool:
-        """Whether keys depend on the length of the sequence. Prompts cannot share cached prefixes then."""
+        """Whether keys depend on the length of the sequence. If so, prompts cannot share cached prefixes."""
         return any(rotary.length_dependent for rotary in self.rotaries)
 
     def bidirectional(self) -> DecoderTrunk:

@@ -18,10 +18,10 @@ class Embedding:
     """
 
     table: Tensor  # [V, E]; with tensor parallelism, this rank's rows
-    scale: float = 1.0  # of the rows of the table; `input_embeds` are already scaled
+    scale: float = 1.0  # multiplies rows of the table, not `input_embeds`
     ranks: Collectives | None = None
     """The ranks among which the table is divided; None for a whole table."""
-    first: int = 0
+    first_token_id: int = 0
     """The token id of the first row of `table`."""
 
     def __call__(
@@ -33,7 +33,9 @@ class Embedding:
         if self.ranks is None:
             x = step.ops.embedding(tokens, self.table)
         else:
-            x = step.ops.all_reduce(step.ops.embedding_part(tokens, self.table, self.first), self.ranks)
+            x = step.ops.all_reduce(
+                step.ops.embedding_part(tokens, self.table, self.first_token_id), self.ranks
+            )
         if self.scale != 1:
             x = step.ops.scale(x, self.scale)
         return x if input_embeds is None else step.ops.put_rows(x, *input_embeds)
@@ -45,13 +47,13 @@ def adapted_rows(
     name: str | None,
     step: StepInputs,
 ) -> Tensor:  # [T, E]
-    """Return rows of a table with LoRA: ``table[id] + A[:, id] @ B.T``, with the row's adapter.
+    """Return rows of a table with LoRA: ``table[id] + A[:, id] @ B.T``; each row can have its own adapter.
 
     Args:
-        ids: the indices of the rows.
+        ids: the indices of the table rows.
         table: the table.
         name: the name of the table in the checkpoint and in adapters; None for a table without adapters.
-        step: the inputs of the step, with its adapters.
+        step: the inputs of the step, including its adapters.
     """
     x = step.ops.embedding(ids, table)
     matrices = None if step.lora is None or name is None else step.lora.matrices.get(name)

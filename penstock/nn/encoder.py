@@ -32,7 +32,7 @@ class EncoderAttention:
     def __call__(
         self, x: Tensor, step: StepInputs, rows: Sequence[RotaryRows] = (), bias: Tensor | None = None
     ) -> Tensor:
-        """``x [T, E] -> [T, E]``; ``bias [H, 2P - 1]`` is the bias by distance of `Ops.encoder_attention`."""
+        """``x [T, E] -> [T, E]``; ``bias [H, 2P - 1]`` is the relative bias of `Ops.encoder_attention`."""
         keys = self.heads + self.kv_heads
         heads = self.qkv(x, step).view(-1, keys + self.kv_heads, self.head_dim)
         q, k, v = heads[:, : self.heads], heads[:, self.heads : keys], heads[:, keys:]

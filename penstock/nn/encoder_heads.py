@@ -41,11 +41,11 @@ class MaskedLMNames:
 
 
 def head_activation(name: Literal["tanh"] | Activation | None) -> HeadActivation | None:
-    """Return the function of an activation in a head."""
+    """Return the function of a head's activation; None without an activation."""
     if name is None or name == "tanh":
         return None if name is None else tanh
-    kind: Activation = name
-    return lambda x, step: step.ops.activation(x, kind)
+    activation: Activation = name
+    return lambda x, step: step.ops.activation(x, activation)
 
 
 def tanh(x: Tensor, step: StepInputs) -> Tensor:
@@ -55,9 +55,9 @@ def tanh(x: Tensor, step: StepInputs) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ClassificationHead:
-    """Logits of the labels from one pooled row per sequence: ``[B, E] -> [B, labels]``.
+    """Maps one pooled row per sequence to the logits of the labels: ``[B, E] -> [B, labels]``.
 
-    Computes ``output(norm(activation(dense(x))))``. Parts that a family does not have are None.
+    Computes ``output(norm(activation(dense(x))))``. Layers that a family does not have are None.
     """
 
     output: Linear
@@ -77,7 +77,7 @@ class ClassificationHead:
 
 @dataclass(frozen=True, slots=True)
 class MaskedLMHead:
-    """Logits over the vocabulary of a masked language model: ``[T, E] -> [T, V]``."""
+    """Maps hidden states to logits over the vocabulary: ``[T, E] -> [T, V]``."""
 
     dense: Linear
     activation: Activation
@@ -92,7 +92,7 @@ class MaskedLMHead:
 def load_classifier(
     load: Loader, names: ClassifierNames, labels: int, hidden: int, *, bias: bool = True
 ) -> ClassificationHead:
-    """Read a classification head without a norm. Its layers have biases if ``bias`` is true."""
+    """Read a classification head without a norm. ``bias`` is whether its layers have biases."""
     dense = None if names.dense is None else plain_linear(load, names.dense, hidden, hidden, bias=bias)
     output = plain_linear(load, names.output, labels, hidden, bias=bias)
     return ClassificationHead(output, dense, head_activation(names.activation))
@@ -105,7 +105,7 @@ def load_masked_lm_head(
     activation: Activation,
     norm_eps: float,
 ) -> MaskedLMHead:
-    """Read the head of a masked language model. The token table is the output layer if none is stored."""
+    """Read the head of a masked language model. Uses the token table if no output layer is stored."""
     vocabulary, hidden = tokens.shape
     is_tied = f"{names.decoder}.weight" not in load.source
     weight = tokens if is_tied else load.source.tensor(f"{names.decoder}.weight", (vocabulary, hidden))
@@ -119,7 +119,9 @@ def load_masked_lm_head(
 
 
 def num_labels(config: ConfigValues) -> int:
-    """Return the number of labels of a classification head: ``id2label``'s size, else ``num_labels``, else 2.
+    """Return the number of labels of a classification head.
+
+    This is the size of ``id2label`` if present, otherwise ``num_labels``, by default 2.
 
     Raises:
         ConfigError: ``id2label`` is empty or not an object.
@@ -135,7 +137,7 @@ def num_labels(config: ConfigValues) -> int:
 def plain_linear(
     load: Loader, name: str, out_features: int, in_features: int, *, bias: bool = True
 ) -> Linear:
-    """Read a small linear layer of a head. It is not quantized."""
+    """Read a small linear layer of a head, without quantizing it."""
     weight = load.source.tensor(f"{name}.weight", (out_features, in_features))
-    offset = load.source.tensor(f"{name}.bias", (out_features,)) if bias else None
-    return load.pack(weight, {name: out_features}, bias=offset, plain=True)
+    bias_tensor = load.source.tensor(f"{name}.bias", (out_features,)) if bias else None
+    return load.pack(weight, {name: out_features}, bias=bias_tensor, plain=True)

@@ -1,5 +1,4 @@
-"""A feed-forward layer of experts. A router chooses a few experts for each row (Shazeer et al. 2017,
-arXiv:1701.06538)."""
+"""Mixtures of experts: a router selects a few experts per row (Shazeer et al. 2017, arXiv:1701.06538)."""
 
 from __future__ import annotations
 
@@ -23,7 +22,8 @@ from penstock.nn.mlp import GatedMLP
 class Experts:
     """A mixture of experts: a router and its experts, ``x [T, E] -> [T, E]``.
 
-    The router selects `top_k` experts for each row. Their outputs are summed with the router's weights.
+    The router selects `top_k` experts for each row. The output is the sum of their outputs, weighted by the
+    router.
     """
 
     router: Linear  # [E] -> [N]
@@ -73,41 +73,43 @@ def num_experts_per_token(
         config: the checkpoint's configuration.
         experts: the number of experts of a layer.
         default: the family's value if the key is absent.
-        key: the key of the number in ``config.json``.
+        key: the key of the number of selected experts in ``config.json``.
         has_shared: whether the family has shared experts, which every token uses.
 
     Raises:
-        ConfigError: the number exceeds ``experts``, or the file configures shared experts and the family has
-            none.
+        ConfigError: the number exceeds ``experts``, or the file configures shared experts in a family without
+            them.
     """
-    top = config.integer(key, default=default)
-    if top > experts:
-        raise ConfigError(key, f"{top} experts per token exceed the {experts} experts of a layer")
+    top_k = config.integer(key, default=default)
+    if top_k > experts:
+        raise ConfigError(key, f"{top_k} experts per token exceed the {experts} experts of a layer")
     if has_shared:
-        return top
+        return top_k
     for key in ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts"):
         if config.get(key):
             raise ConfigError(key, f"was {config[key]!r}: shared experts are not supported in this family")
-    return top
+    return top_k
 
 
 def load_router(
     load: Loader, name: str, experts: int, hidden: int, *, bias: bool = False, is_float32: bool = False
 ) -> Linear:
-    """Read the router with this full name.
+    """Read the router called ``name``, in the type of the activations or, with ``is_float32``, in float32.
 
-    The router has the type of the activations, or float32 with ``is_float32``. It is never quantized, because
-    it is small and a rounding error can route a row to a different expert.
+    A router is never quantized, because it is small and a rounding error can route a row to another expert.
     """
     weight = load.source.tensor(f"{name}.weight", (experts, hidden))
     if not is_float32:
         weight = weight.to(load.dtype)
-    offset = load.tensor(f"{name}.bias", experts) if bias else None
-    return load.pack(weight.to(load.device), {name: experts}, bias=offset, plain=True, is_float32=is_float32)
+    biases = load.tensor(f"{name}.bias", experts) if bias else None
+    return load.pack(weight.to(load.device), {name: experts}, bias=biases, plain=True, is_float32=is_float32)
 
 
 def load_correction_bias(load: Loader, name: str, *shape: int) -> Tensor:
-    """Return the bias ``[N]`` float32 of the scores that select experts; ``shape`` is the stored shape."""
+    """Return the bias ``[N]`` float32 that is added to the scores for selecting experts.
+
+    ``shape`` is the stored shape.
+    """
     return load.source.tensor(name, shape).float().flatten().contiguous().to(load.device)
 
 
@@ -121,8 +123,9 @@ def load_experts(
 ) -> PackedExperts:
     """Read the experts whose tensor names start with ``name``, from either of two checkpoint layouts.
 
-    Most checkpoints have three matrices for each expert, ``{name}.0.gate_proj.weight`` and so on. Newer ones
-    have two tensors for all experts, ``{name}.gate_up_proj [N, 2F, E]`` and ``{name}.down_proj [N, E, F]``.
+    Most checkpoints have three matrices for each expert, ``{name}.0.gate_proj.weight`` and so on. Newer
+    checkpoints have two tensors for all experts: ``{name}.gate_up_proj [N, 2F, E]`` and
+    ``{name}.down_proj [N, E, F]``.
 
     Args:
         load: reads and packs the tensors.
@@ -130,28 +133,29 @@ def load_experts(
         experts: N, the number of experts.
         hidden: E.
         inner: F.
-        parts: the family's names of the gate, up and down matrix of an expert.
+        parts: the names of an expert's gate, up and down matrix in this family.
     """
     if f"{name}.gate_up_proj" in load.source:
         tensors = f"{name}.gate_up_proj", f"{name}.down_proj"
         names = [tuple(f"{name}.{i}.{part}" for part in parts) for i in range(experts)]
         return load_stacked_experts(load, tensors, experts, hidden, inner, names=names)
-    local = find_local_experts(load, experts, inner, f"{name}.0.{parts[2]}")
+    local_experts = find_local_experts(load, experts, inner, f"{name}.0.{parts[2]}")
     gate, up, down = parts
-    outputs = {gate: local.rows, up: local.rows}
-    for i in local.remote_experts(experts):  # checked only; other ranks read them
+    outputs = {gate: local_experts.gate_outputs, up: local_experts.gate_outputs}
+    # Other ranks read the remote experts. This rank checks their shapes.
+    for i in local_experts.remote_experts(experts):
         for part in parts:
             shape = (hidden, inner) if part == down else (inner, hidden)
             load.source.expect(f"{name}.{i}.{part}.weight", shape)
     gate_ups = (
         load.fused(f"{name}.{i}", {gate: inner, up: inner}, hidden, is_expert=True, outputs=outputs)
-        for i in local.experts
+        for i in local_experts.experts
     )
     downs = (
-        load.linear(f"{name}.{i}.{down}", hidden, inner, is_expert=True, inputs=local.inputs)
-        for i in local.experts
+        load.linear(f"{name}.{i}.{down}", hidden, inner, is_expert=True, inputs=local_experts.inner_part)
+        for i in local_experts.experts
     )
-    return local.combine(gate_ups, downs)
+    return local_experts.combine(gate_ups, downs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,40 +164,44 @@ class LocalExperts:
 
     experts: range
     """The ids of the experts."""
-    inputs: Part | None
+    inner_part: Part | None
     """This rank's part of the inner dimension F of each expert; None for all of F."""
-    is_part: bool
-    """Whether other ranks have other experts."""
+    has_remote_experts: bool
+    """Whether some experts are on other ranks only."""
     ranks: Collectives | None
     """The ranks among which the experts are divided; None for one rank."""
 
     @property
-    def rows(self) -> tuple[Part, ...]:
+    def gate_outputs(self) -> tuple[Part, ...]:
         """This rank's outputs of a gate or up matrix, see `LayerPart.outputs`."""
-        return () if self.inputs is None else (self.inputs,)
+        return () if self.inner_part is None else (self.inner_part,)
 
     def remote_experts(self, experts: int) -> list[int]:
-        """Return the ids of the experts that only other ranks have, of ``experts`` experts."""
+        """Return the ids of the experts that this rank does not have; ``experts`` is N."""
         return [i for i in range(experts) if i not in self.experts]
 
     def combine(self, gate_ups: Iterable[Linear], downs: Iterable[Linear]) -> PackedExperts:
-        """Return the packed experts with these layers.
+        """Return the packed experts of this rank.
 
-        All gate-and-up layers are loaded before the down layers.
+        Loads all gate-and-up layers before the down layers. This order is also the order of the layers in a
+        file of packed weights.
         """
         packed_gate_ups = tuple(linear.packed for linear in gate_ups)
         packed_downs = tuple(linear.packed for linear in downs)
-        return PackedExperts(packed_gate_ups, packed_downs, self.experts.start, self.is_part, self.ranks)
+        return PackedExperts(
+            packed_gate_ups, packed_downs, self.experts.start, self.has_remote_experts, self.ranks
+        )
 
 
 def find_local_experts(load: Loader, experts: int, inner: int, down: str) -> LocalExperts:
-    """Return which part of a layer's experts this rank has.
+    """Return the part of a layer's experts that this rank has.
 
     Args:
         load: the loader of the rank.
         experts: N.
         inner: F.
-        down: the name of a down matrix. A group of its inputs that share a quantization scale is not divided.
+        down: the name of a down matrix, whose stored encoding determines where F can be divided. Inputs that
+            share a quantization scale stay on one rank.
     """
     load.has_experts = True
     ranks = load.shard.collectives
@@ -219,15 +227,15 @@ def load_stacked_experts(
 
     Args:
         load: reads and packs the tensors.
-        tensors: the full names of the tensor with gate and up matrices and of the tensor with down matrices.
+        tensors: the full names of two tensors: the gate and up matrices, and the down matrices.
         experts: N.
         hidden: E.
         inner: F.
-        names: the names of the gate, up and down matrix of each expert, by which adapters refer to them.
-            Without names, no adapter applies.
+        names: for each expert the names of gate, up and down matrix in adapters. Without names, no adapter
+            applies.
         transposed: whether the tensors are stored ``[N, E, 2F]`` and ``[N, F, E]``.
     """
-    local = find_local_experts(load, experts, inner, tensors[1])
+    local_experts = find_local_experts(load, experts, inner, tensors[1])
 
     def read(tensor: str, out_features: int, in_features: int) -> Sequence[Tensor]:
         if transposed:
@@ -238,23 +246,25 @@ def load_stacked_experts(
     gate_ups, downs = read(tensors[0], 2 * inner, hidden), read(tensors[1], hidden, inner)
 
     def pack(weight: Tensor, keys: Sequence[str], part: LayerPart) -> Linear:
-        rank_parts = None if local.inputs is None else dict.fromkeys(keys, part)
+        rank_parts = None if local_experts.inner_part is None else dict.fromkeys(keys, part)
         sizes = dict.fromkeys(keys, part.out_features)
         return load.pack(weight, sizes, is_expert=True, rank_parts=rank_parts)
 
     def gate_up(i: int) -> Linear:
-        weight, part = gate_ups[i], LayerPart(inner, hidden, local.rows)
-        if local.inputs is not None:
-            pair = (local.inputs, local.inputs.shifted(inner))
-            weight = concatenated(LayerPart(2 * inner, hidden, pair).slice_rows(weight))
+        weight, part = gate_ups[i], LayerPart(inner, hidden, local_experts.gate_outputs)
+        if local_experts.inner_part is not None:
+            gate_and_up_rows = (local_experts.inner_part, local_experts.inner_part.shifted(inner))
+            weight = concatenated(LayerPart(2 * inner, hidden, gate_and_up_rows).slice_rows(weight))
         return pack(weight, names[i][:2] if names else (), part)
 
     def down(i: int) -> Linear:
-        part = LayerPart(hidden, inner, (), local.inputs)
+        part = LayerPart(hidden, inner, (), local_experts.inner_part)
         (weight,) = part.slice_weight(downs[i])
         return pack(weight, names[i][2:] if names else (), part)
 
-    packed = local.combine((gate_up(i) for i in local.experts), (down(i) for i in local.experts))
+    packed = local_experts.combine(
+        (gate_up(i) for i in local_experts.experts), (down(i) for i in local_experts.experts)
+    )
     for tensor in tensors:
         load.source.release(tensor)
     return packed

@@ -1,8 +1,8 @@
 """Patch order and positions in vision encoders for images of any size (Wang et al. 2024, arXiv:2409.12191).
 
-An image is a grid of patches, one input row each. Each square of ``merge`` x ``merge`` patches becomes one
-output row. The patches of a square are adjacent input rows. Squares are ordered from left to right and from
-top to bottom. The patches within a square have the same order.
+An image is a grid of patches. Each patch is one input row. Each square of ``merge`` x ``merge`` patches
+becomes one output row. The patches of a square are adjacent input rows. Squares are ordered from left to
+right and from top to bottom. Patches within a square have the same order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def order_by_square(values: Tensor, merge: int) -> Tensor:
 
 
 def patch_coordinates(grids: Iterable[Grid], merge: int) -> Tensor:  # [T, 2]
-    """Return the row and the column in the grid of each patch of the images, ordered by square."""
+    """Return the grid row and grid column of each patch of the images, ordered by square."""
     coordinates = []
     for height, width in grids:
         rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
@@ -45,7 +45,7 @@ def patch_coordinates(grids: Iterable[Grid], merge: int) -> Tensor:  # [T, 2]
 def axial_rotary_rows(coordinates: Tensor, head_dim: int, base: float) -> RotaryRows:
     """Return cosines and sines ``[T, D / 2]``.
 
-    The first half of the columns encodes the row of the patch, the second half its column.
+    The first half of the columns encodes the patch's grid row, the second half its grid column.
     """
     exponents = torch.arange(0, head_dim // 2, 2, dtype=torch.float32) / (head_dim // 2)
     frequencies = 1.0 / base**exponents  # [D / 4]
@@ -98,7 +98,7 @@ class GridSizes:
         Args:
             config: the section ``vision_config``.
             text_hidden: the hidden size of the decoder.
-            hidden: the key of E.
+            hidden: the key of the encoder's hidden size E.
             out: the key of the size of an output row.
 
         Raises:
@@ -127,7 +127,7 @@ class GridSizes:
 
     @property
     def merged_size(self) -> int:
-        """The size of a square of patches, ``merge^2 E``."""
+        """The size of the concatenated rows of a square of patches, ``merge^2 E``."""
         return self.hidden * self.merge**2
 
     def load_patches(self, load: Loader, name: str, *, bias: bool) -> Linear:
@@ -149,7 +149,10 @@ class GridSizes:
         )
 
     def load_merger(self, load: Loader, first: str, second: str) -> MLP:
-        """Return the feed-forward layer that maps a square of patches to one embedding of the decoder."""
+        """Return the feed-forward layer that maps a square of patches to one decoder embedding.
+
+        ``first`` and ``second`` are the full names of its two matrices.
+        """
         return MLP(
             load.linear(first, self.merged_size, self.merged_size, bias=True),
             load.linear(second, self.out, self.merged_size, bias=True),
@@ -159,7 +162,10 @@ class GridSizes:
     def rotary_rows(
         self, grids: Iterable[Grid], device: torch.device, order: Tensor | None = None
     ) -> RotaryRows:
-        """Return the rotary rows ``[T, D / 2]`` of the patches of images, in the given order ``[T]``."""
+        """Return the cosines and sines ``[T, D / 2]`` of the patches of images.
+
+        The rows are ordered by square, or by ``order [T]`` if given.
+        """
         coordinates = patch_coordinates(grids, self.merge)
         coordinates = coordinates if order is None else coordinates[order]
         cos, sin = axial_rotary_rows(coordinates, self.hidden // self.heads, self.base)

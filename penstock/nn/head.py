@@ -1,4 +1,4 @@
-"""The output head: from the last hidden states to logits."""
+"""The output head, which maps the last hidden states to logits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from penstock.nn.linear import Linear
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """``x [R, E] -> logits [R, V]``, scaled, then ``soft_cap * tanh(logits / soft_cap)``."""
+    """The output head, ``x [R, E] -> [R, V]``: a linear layer, a scale and a soft cap.
+
+    With a soft cap, logits become ``soft_cap * tanh(logits / soft_cap)``.
+    """
 
     linear: Linear
     scale: float = 1.0

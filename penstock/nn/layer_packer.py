@@ -16,7 +16,7 @@ class LayerPacker:
     """Packs linear layers, or maps them from a file of packed weights, and lists them in load order.
 
     Args:
-        ops: the back end that packs.
+        ops: the operations of the back end that packs.
         device: the device of the layers.
         load_packed: returns a layer from a file of packed weights.
         lazy: which layers are packed lazily, if the checkpoint is memory-mapped.
@@ -30,7 +30,7 @@ class LayerPacker:
         self._load_packed = load_packed
         self._lazy = lazy
         self.layers: list[PackedLinear] = []
-        """All layers so far, in load order."""
+        """All layers packed so far, in load order."""
         self.parts: dict[str, LayerPart] = {}
         """The parts of divided layers on this rank, by their names in the checkpoint."""
 
@@ -46,17 +46,17 @@ class LayerPacker:
         shape: tuple[int, ...] | None = None,
         order: Tensor | None = None,
     ) -> PackedLinear:
-        """Return the next packed layer.
+        """Pack and return the next layer.
 
         Args:
-            parts: names and parts of the fused layers, in the order of their outputs.
+            parts: this rank's part of each fused layer, by name, in the order of their outputs.
             bias: ``[out]``.
             encoding: the encoding of the layer.
-            read: reads the weight. Not called if the layer comes from a file of packed weights.
-            skip: called instead of ``read`` in that case. Checks the weight without reading it.
+            read: reads the weight. It is not called if the layer comes from a file of packed weights.
+            skip: checks the weight without reading it. It is called if ``read`` is not called.
             is_mapped: whether the weight is a view of the mapped checkpoint, so that packing can be deferred.
             shape: ``(out, in)`` of this rank's part; by default the sum of ``parts``.
-            order: ``[in]``, the `PackedLinear.order` of a weight that is stored in the encoding.
+            order: ``[in]``, the `PackedLinear.order` of a weight that the checkpoint stores in ``encoding``.
         """
         slices, start = [], 0
         for name, part in parts.items():
@@ -82,12 +82,10 @@ class LayerPacker:
 
     def _is_deferred(self, encoding: str) -> bool:
         """Return whether mapped weights in this encoding are packed lazily."""
-        kind = encoding_named(encoding)
-        return (
-            kind.needs_calibration
-            if self._lazy == "calibrated"
-            else self._lazy == "all" and kind.packs_lazily
-        )
+        linear_encoding = encoding_named(encoding)
+        if self._lazy == "calibrated":
+            return linear_encoding.needs_calibration
+        return self._lazy == "all" and linear_encoding.packs_lazily
 
     def _pack(
         self,
@@ -99,9 +97,9 @@ class LayerPacker:
         order: Tensor | None,
     ) -> PackedLinear:
         if isinstance(weight, Mapping):
-            rows = {name: tensor.to(self._device) for name, tensor in weight.items()}
+            tensors = {name: tensor.to(self._device) for name, tensor in weight.items()}
             order = order if order is None else order.to(self._device)
-            return self._ops.pack_quantized(rows, encoding, bias=bias, slices=slices, order=order)
+            return self._ops.pack_quantized(tensors, encoding, bias=bias, slices=slices, order=order)
         parts = [part.to(self._device) for part in weight]
         pack = self._ops.pack_lazily if is_deferred else self._ops.pack_linear
         return pack(parts, encoding, bias=bias, slices=slices)

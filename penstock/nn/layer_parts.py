@@ -14,7 +14,7 @@ from penstock.kernels import LinearEncoding, encoding_named
 from penstock.nn.tensor_source import TensorSource
 
 WeightContent = Sequence[Tensor] | Mapping[str, Tensor]
-"""A weight ``[out, in]``: floats in several parts along ``out``, or the tensors of `LinearEncoding.pack`."""
+"""A weight ``[out, in]``: float tensors to concatenate along ``out``, or tensors of `LinearEncoding.pack`."""
 
 _logger = logging.getLogger(__name__)
 
@@ -74,25 +74,27 @@ class LayerPart:
 def shard_inner_dim(
     shard: Shard, source: TensorSource, encoding: LinearEncoding, name: str, size: int
 ) -> Part:
-    """Return a rank's part of the dimension between two layers.
+    """Return a rank's part of the dimension between a column-parallel and a row-parallel layer.
 
-    A group of inputs of the second layer that share a scale is not divided.
+    Inputs of the row-parallel layer that share a quantization scale stay on one rank.
 
     Args:
         shard: the rank.
         source: the tensors of the checkpoint.
         encoding: the encoding of the model.
-        name: the name of the second layer, which is row-parallel.
+        name: the name of the row-parallel layer.
         size: the size of the whole dimension.
 
     Raises:
-        ConfigError: there are fewer groups than ranks.
+        ConfigError: there are fewer groups of inputs with a common scale than ranks.
     """
-    stored = source.stored_encoding(f"{name}.weight")
-    unit = (encoding if stored is None else encoding_named(stored)).divisible_inputs or 1
-    if stored is None and size < unit * shard.world:
-        unit = 1  # float weights can be divided anywhere, because they are packed after the division
-    return shard.part(size, f"inputs of {name}", unit)
+    stored_encoding = source.stored_encoding(f"{name}.weight")
+    group_size = (
+        encoding if stored_encoding is None else encoding_named(stored_encoding)
+    ).divisible_inputs or 1
+    if stored_encoding is None and size < group_size * shard.world:
+        group_size = 1  # float weights can be divided anywhere, because they are packed after the division
+    return shard.part(size, f"inputs of {name}", group_size)
 
 
 def concatenated(parts: Sequence[Tensor]) -> Tensor:
@@ -105,43 +107,44 @@ def concatenated(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(tuple(parts))
 
 
-def common_encoding(source: TensorSource, parts: Mapping[str, LayerPart], floats: str) -> str | None:
-    """Return the encoding in which all these layers are stored; None if their encodings differ or are floats.
+def common_encoding(source: TensorSource, parts: Mapping[str, LayerPart], float_type: str) -> str | None:
+    """Return the encoding in which all these layers are stored; None if the layers are read as floats.
 
-    The result is also None if the layers store their inputs in different orders, or if permuted inputs would
-    have to be sliced.
+    The result is None if the layers are stored as floats, in different encodings, or with inputs in different
+    orders, or if the rank would have to slice permuted inputs.
 
     Args:
         source: the tensors of the checkpoint.
         parts: the parts of the layers on this rank, by layer name.
-        floats: the type to which layers of different encodings are dequantized, for the log message.
+        float_type: the type to which such layers are dequantized, for the log message.
     """
-    stored = {source.stored_encoding(f"{name}.weight") for name in parts}
+    encodings = {source.stored_encoding(f"{name}.weight") for name in parts}
     orders = {source.input_order(f"{name}.weight") for name in parts}
     problem = None
-    if len(stored) > 1:
-        encodings = sorted(encoding or "floats" for encoding in stored)
-        problem = f"form one layer but are stored as {' and '.join(encodings)}"
+    if len(encodings) > 1:
+        names = sorted(encoding or "floats" for encoding in encodings)
+        problem = f"form one layer but are stored as {' and '.join(names)}"
     elif len(orders) > 1:
         problem = "form one layer but are stored with inputs in different orders (desc_act)"
     elif orders != {b""} and any(part.inputs is not None for part in parts.values()):
         problem = "are stored with permuted inputs (desc_act), which ranks cannot divide"
     if problem is not None:
-        _logger.warning("%s %s: they are dequantized to %s", ", ".join(parts), problem, floats)
+        _logger.warning("%s %s: they are dequantized to %s", ", ".join(parts), problem, float_type)
         return None
-    return stored.pop()
+    return encodings.pop()
 
 
 def stored_input_order(source: TensorSource, parts: Iterable[str], encoding: str) -> Tensor | None:
-    """Return the stored order of the inputs of a layer, ``[in]`` int32.
+    """Return the order in which the inputs of a fused layer are stored, ``[in]`` int32.
 
     Args:
         source: the tensors of the checkpoint.
         parts: the names of the fused layers.
-        encoding: the encoding of the layer. Fused layers that are stored in other encodings are converted.
+        encoding: the encoding of the fused layer. Layers that are stored in other encodings are converted and
+            have no stored order.
 
     Returns:
-        The order of all fused layers; None if the inputs are in their original order.
+        The common order of all layers; None if the inputs are in their original order.
     """
     weights = [f"{name}.weight" for name in parts]
     orders = [source.input_order(weight) for weight in weights if source.stored_encoding(weight) == encoding]
@@ -157,8 +160,8 @@ def read_parts(
 ) -> WeightContent:
     """Return the weight of a fused layer.
 
-    The result is the tensors of `LinearEncoding.pack` if any of the fused layers is stored in the encoding;
-    the others are then packed here. Otherwise the result is the floats of all of them.
+    If any of the fused layers is stored in the encoding, the other layers are packed, and the result is the
+    tensors of `LinearEncoding.pack`. Otherwise the result is the float weights of all layers.
     """
     weights = [_read_part(source, name, part, encoding, transposed) for name, part in parts.items()]
     floats = [rows for weight in weights if not isinstance(weight, Mapping) for rows in weight]
@@ -172,13 +175,13 @@ def read_parts(
 def _read_part(
     source: TensorSource, name: str, part: LayerPart, encoding: str, transposed: bool
 ) -> WeightContent:
-    """Return this rank's part of a weight: packed tensors if stored in the encoding, otherwise floats."""
+    """Return this rank's part of a weight: packed tensors if it is stored in ``encoding``, else floats."""
     weight, shape = f"{name}.weight", (part.out_features, part.in_features)
     if part.outputs and not transposed and not source.is_mapped(weight):
         return _read_rows(source, name, part, encoding)
     if source.stored_encoding(weight) == encoding:
-        stored, tensors = source.read_linear(weight, shape, transposed=transposed)
-        if stored == encoding:
+        stored_encoding, tensors = source.read_linear(weight, shape, transposed=transposed)
+        if stored_encoding == encoding:
             return part.slice_encoded(name, encoding, tensors)
         return part.slice_weight(tensors["weight"])
     floats = source.tensor(weight, shape[::-1] if transposed else shape)
@@ -186,14 +189,14 @@ def _read_part(
 
 
 def _read_rows(source: TensorSource, name: str, part: LayerPart, encoding: str) -> WeightContent:
-    """Like `_read_part`, but reads only this rank's rows of the file. For weights that are not mapped."""
+    """Return the same as `_read_part`, but read only this rank's rows of a file that is not memory-mapped."""
     shape = (part.out_features, part.in_features)
     slices = [source.rows(f"{name}.weight", shape, output.start, output.stop) for output in part.outputs]
-    stored = slices[0][0]
-    if stored is not None and stored == encoding:
+    stored_encoding = slices[0][0]
+    if stored_encoding is not None and stored_encoding == encoding:
         return {key: concatenated([rows[key] for _, rows in slices]) for key in slices[0][1]}
-    if stored is not None:
-        order = stored_input_order(source, [name], stored)
-        weights = [encoding_named(stored).unpack(rows) for _, rows in slices]
+    if stored_encoding is not None:
+        order = stored_input_order(source, [name], stored_encoding)
+        weights = [encoding_named(stored_encoding).unpack(rows) for _, rows in slices]
         return weights if order is None else [weight[:, order.argsort()] for weight in weights]
     return [rows["weight"] for _, rows in slices]

@@ -15,7 +15,7 @@ class Linear:
     """A linear layer, ``x [T, in] -> [T, out]``.
 
     With tensor parallelism, a rank has some of the outputs (column-parallel) or some of the inputs
-    (row-parallel). Row-parallel products are partial sums.
+    (row-parallel). A row-parallel layer computes partial sums, which are added over the ranks.
     """
 
     packed: PackedLinear

@@ -33,7 +33,7 @@ class Loader:
 
     Args:
         source: the tensors of the checkpoint.
-        encoding: the encoding of the model. `LinearEncoding.for_layer` can choose another one for a layer.
+        encoding: the encoding of the model. `LinearEncoding.for_layer` can choose another for a layer.
         device: the device of the layers.
         ops: the back end that packs the layers; by default the reference back end.
         load_packed: returns a layer from a file of packed weights.
@@ -79,7 +79,7 @@ class Loader:
 
     @property
     def layers(self) -> list[PackedLinear]:
-        """All linear layers loaded so far, in order."""
+        """All linear layers loaded so far, in load order."""
         return self._packer.layers
 
     @property
@@ -101,7 +101,7 @@ class Loader:
         if not offset:
             return RMSNorm(self.tensor(f"{name}.weight", size), eps)
         weight = self.source.tensor(f"{name}.weight", (size,)).to(self.device).float()
-        return RMSNorm(weight + offset, eps)  # float32, because rounding the sum would lose precision
+        return RMSNorm(weight + offset, eps)  # in float32, because rounding the sum would lose precision
 
     def layer_norm(
         self,
@@ -113,10 +113,9 @@ class Loader:
         offset: float = 0.0,
         is_float32: bool = False,
     ) -> LayerNorm:
-        """Return the layer norm ``name``, on request in float32. ``offset`` is added to its weights."""
+        """Return the layer norm called ``name``; ``offset`` is added to the stored weights."""
         names = [f"{name}.weight", f"{name}.bias"][: 1 + bias]
-        # The sum of weight and offset is kept in float32, because rounding it would lose precision.
-        dtype = torch.float32 if offset or is_float32 else self.dtype
+        dtype = torch.float32 if offset or is_float32 else self.dtype  # rounding sums would lose precision
         weight, *biases = (self.source.tensor(tensor, (size,)).to(self.device, dtype) for tensor in names)
         weight = weight + offset if offset else weight
         return LayerNorm(weight, biases[0] if biases else torch.zeros_like(weight), eps)
@@ -141,7 +140,7 @@ class Loader:
             in_features: inputs of the whole layer.
             bias: whether it has a bias.
             transposed: whether its weight is stored ``[in, out]``.
-            is_expert: whether the layer belongs to an expert. The caller then adds up the ranks' outputs.
+            is_expert: whether the layer belongs to an expert. The caller then adds the ranks' partial sums.
             outputs: the outputs of this rank, if the layer is column-parallel.
             inputs: the inputs of this rank, if the layer is row-parallel.
         """
@@ -158,9 +157,9 @@ class Loader:
         is_expert: bool = False,
         outputs: Mapping[str, Sequence[Part]] | None = None,
     ) -> Linear:
-        """Return several layers with the same input as one layer; ``parts`` maps their names to output sizes.
+        """Return several layers with the same input, called ``{prefix}.{part}``, fused into one layer.
 
-        ``outputs`` maps names to the outputs of this rank, if the layers are column-parallel.
+        ``parts`` maps layers to output sizes, ``outputs`` maps column-parallel layers to this rank's part.
         """
         rank_outputs = outputs or {}
         layer_parts = {
@@ -174,28 +173,28 @@ class Loader:
         return () if self.shard.is_whole else outputs
 
     def inner_part(self, name: str, size: int) -> Part:
-        """Return this rank's part of the dimension between two layers; see `shard_inner_dim`."""
+        """Return this rank's part of the inputs of the row-parallel layer ``name``; see `shard_inner_dim`."""
         return shard_inner_dim(self.shard, self.source, self._kind, name, size)
 
     def has_separate_values(self, name: str, out_features: int, in_features: int, *, fused_with: str) -> bool:
-        """Return whether the value projection needs a layer of its own instead of a fused one.
+        """Return whether the value projection must be a separate layer, not fused with the query projection.
 
-        With ``keep_stored``, it does if the stored encodings or input orders of the two layers differ.
-        Otherwise it does if `LinearEncoding.for_layer` chooses another encoding for values than that of the
-        model, except if the values are stored in the encoding of the model.
+        With ``keep_stored``, this is the case if the stored encodings or input orders of the two layers
+        differ. Otherwise it is the case if values are not stored in the model's encoding, and
+        `LinearEncoding.for_layer` chooses another encoding for them.
 
         Args:
             name: name of the value projection.
-            out_features: its outputs.
-            in_features: its inputs.
+            out_features: outputs of the value projection.
+            in_features: inputs of the value projection.
             fused_with: name of the query projection.
         """
-        stored = self.source.stored_encoding(f"{name}.weight")
+        stored_encoding = self.source.stored_encoding(f"{name}.weight")
         if self._keep_stored:
             orders = {self.source.input_order(f"{layer}.weight") for layer in (name, fused_with)}
-            return stored != self.source.stored_encoding(f"{fused_with}.weight") or len(orders) > 1
+            return stored_encoding != self.source.stored_encoding(f"{fused_with}.weight") or len(orders) > 1
         encoding = self._kind.for_layer("values", out_features, in_features)
-        return not self._is_uniform and encoding != self.encoding and stored != self.encoding
+        return not self._is_uniform and encoding != self.encoding and stored_encoding != self.encoding
 
     def values(
         self,
@@ -206,7 +205,7 @@ class Loader:
         bias: bool = False,
         outputs: Sequence[Part] = (),
     ) -> Linear:
-        """Return the value projection called ``name``, in the encoding for the role ``values``."""
+        """Return the separate value projection ``name``; `LinearEncoding.for_layer` chooses its encoding."""
         encoding = self._kind.for_layer("values", out_features, in_features)
         part = LayerPart(out_features, in_features, tuple(outputs))
         return self._read({name: part}, bias, encoding=encoding)
@@ -232,9 +231,8 @@ class Loader:
             name: name of the layer in the checkpoint.
             vocabulary: V.
             hidden: E.
-            tied_to: the embedding table ``[V, E]``, if the configuration ties the head to it. It is used only
-                if the checkpoint has no tensor of the head, because a stored head may differ from the table.
-                The packed head is always a copy.
+            tied_to: the embedding table ``[V, E]``, if the configuration ties the head to it. A stored head
+                takes precedence, because it may differ from the table. The packed head is always a copy.
             bias: whether the head has a bias.
         """
         encoding = self._kind.for_layer("head", vocabulary, hidden)
@@ -242,12 +240,12 @@ class Loader:
             encoding = self._kind.compute_dtype.value
         outputs = () if self.shard.is_whole else (self.shard.vocabulary(vocabulary),)
         parts = {name: LayerPart(vocabulary, hidden, outputs)}
-        offset = self._bias(parts) if bias else None
+        biases = self._biases(parts) if bias else None
         if tied_to is None or f"{name}.weight" in self.source:
-            stored = self.source.stored_encoding(f"{name}.weight") if self._keep_stored else None
-            packed = self._pack_stored(parts, offset, stored or encoding)
+            stored_encoding = self.source.stored_encoding(f"{name}.weight") if self._keep_stored else None
+            packed = self._pack_stored(parts, biases, stored_encoding or encoding)
         else:
-            packed = self._packer.layer(parts, offset, encoding, lambda: [tied_to], is_mapped=True)
+            packed = self._packer.layer(parts, biases, encoding, lambda: [tied_to], is_mapped=True)
         if self.shard.is_whole:
             return Linear(packed)
         widths = sizes(self.shard.vocabulary_parts(vocabulary))
@@ -264,14 +262,14 @@ class Loader:
         is_expert: bool = False,
         rank_parts: Mapping[str, LayerPart] | None = None,
     ) -> Linear:
-        """Return the layer of a weight ``[out, in]`` that the caller has read.
+        """Pack a weight ``[out, in]`` that the caller has read, and return the layer.
 
         Args:
             weight: floats of any type.
-            parts: names and sizes of the fused layers, in order. Adapters refer to the layer by these names.
+            parts: names and output sizes of the fused layers, in order. Adapters use these names.
             bias: ``[out]``.
-            plain: whether to keep the weight in the type of the activations instead of quantizing it.
-            is_float32: whether to keep the weight in float32, for activations in float32.
+            plain: whether to store the weight in the type of the activations, without quantizing it.
+            is_float32: whether to store the weight in float32, for activations in float32.
             is_expert: whether the layer belongs to an expert.
             rank_parts: the parts of divided layers on this rank, by the names in ``parts``.
         """
@@ -301,12 +299,12 @@ class Loader:
         bias: Tensor | None = None,
         order: Callable[[Tensor], Tensor] | None = None,
     ) -> Linear:
-        """Return a linear layer of one expert. Adapters do not apply to it.
+        """Return a linear layer of one expert, to which adapters do not apply.
 
         Args:
             name: name of the layer in the checkpoint.
-            out_features: its outputs.
-            in_features: its inputs.
+            out_features: outputs of the layer.
+            in_features: inputs of the layer.
             bias: ``[out]``, in the order of the layer's outputs.
             order: reorders the stored rows ``[out, ...]`` to the order of the layer's outputs.
         """
@@ -342,24 +340,24 @@ class Loader:
         is_expert: bool = False,
         encoding: str | None = None,
     ) -> Linear:
-        first = next(iter(parts.values()))
-        offset = self._bias(parts) if bias else None
+        first_part = next(iter(parts.values()))
+        biases = self._biases(parts) if bias else None
         encoding = encoding or self.encoding
         if self._keep_stored:
-            floats = self._kind.compute_dtype.value
-            encoding = common_encoding(self.source, parts, floats) or floats
+            float_type = self._kind.compute_dtype.value
+            encoding = common_encoding(self.source, parts, float_type) or float_type
         elif not self._is_uniform and not any(
             self.source.stored_encoding(f"{name}.weight") == encoding for name in parts
         ):
             role: Literal["expert", "linear"] = "expert" if is_expert else "linear"
             out_features = sum(part.out_features for part in parts.values())
-            encoding = encoding_named(encoding).for_layer(role, out_features, first.in_features)
-        packed = self._pack_stored(parts, offset, encoding, transposed=transposed)
-        is_sum = first.inputs is not None and not is_expert
-        return Linear(packed, sum_over=self.shard.collectives if is_sum else None)
+            encoding = encoding_named(encoding).for_layer(role, out_features, first_part.in_features)
+        packed = self._pack_stored(parts, biases, encoding, transposed=transposed)
+        is_partial_sum = first_part.inputs is not None and not is_expert
+        return Linear(packed, sum_over=self.shard.collectives if is_partial_sum else None)
 
-    def _bias(self, parts: Mapping[str, LayerPart]) -> Tensor | None:
-        """Return the biases of this rank's outputs. Rank 0 adds the bias of a row-parallel layer."""
+    def _biases(self, parts: Mapping[str, LayerPart]) -> Tensor | None:
+        """Return the biases of this rank's outputs. Only rank 0 adds the bias of a row-parallel layer."""
         biases = []
         for name, part in parts.items():
             if part.inputs is not None and self.shard.rank:
@@ -376,7 +374,7 @@ class Loader:
         *,
         transposed: bool = False,
     ) -> PackedLinear:
-        """Return the packed layer whose weights are the tensors ``{name}.weight`` of the parts."""
+        """Read the tensors ``{name}.weight`` of the parts and return them as one packed layer."""
 
         def read() -> WeightContent:
             return read_parts(self.source, parts, encoding, transposed=transposed)

@@ -45,7 +45,7 @@ class GatedMLP:
         gate_up: Sequence[str] = ("gate_proj", "up_proj"),
         down: str = "down_proj",
     ) -> GatedMLP:
-        """Read the layer with this full name.
+        """Read the layer called ``name``.
 
         Args:
             load: reads and packs the tensors.
@@ -54,8 +54,8 @@ class GatedMLP:
             inner: F.
             activation: the activation function of the gate.
             bias: whether the linear layers have biases.
-            gate_up: the names of the gate and the up matrix; one name if the checkpoint has one matrix for
-                both.
+            gate_up: the names of the gate and the up matrix; one name if the checkpoint stores them as one
+                matrix.
             down: the name of the down matrix.
         """
         rows = load.inner_part(f"{name}.{down}", inner)

@@ -79,20 +79,20 @@ class LayerNorm:
 
 @dataclass(frozen=True, slots=True)
 class GatheredNorm:
-    """A norm over all heads of queries or keys, with the heads divided among ranks.
+    """A norm over all heads of queries or keys, if the heads are divided among ranks.
 
-    The columns of all ranks are gathered, because the mean is over all heads. If several ranks have copies of
-    the same heads, the gathered rows contain each head equally often, so the mean is unchanged.
+    The norm needs a mean over all heads, so the columns of all ranks are gathered. If several ranks have
+    copies of the same heads, the gathered rows contain each head equally often, and the mean is the same.
     """
 
-    norm: Norm  # norm of the gathered rows
+    norm: Norm  # applied to the gathered rows
     ranks: Collectives
     widths: tuple[int, ...]  # number of columns of each rank
     part: Part  # columns of this rank in the gathered rows
 
     @property
     def weight(self) -> Tensor:
-        """The weights for the gathered rows."""
+        """The weights of all gathered columns."""
         return self.norm.weight
 
     def __call__(self, x: Tensor, step: StepInputs) -> Tensor:
@@ -106,10 +106,10 @@ class GatheredNorm:
 
 
 def select_weights(norm: Norm, parts: Sequence[Part]) -> Norm:
-    """Return a norm that has only these parts of another norm's weights, concatenated.
+    """Return a copy of a norm with the weights of ``parts`` only, concatenated.
 
     Raises:
-        ConfigError: the weights of this kind of norm cannot be divided.
+        ConfigError: the norm is neither an `RMSNorm` nor a `LayerNorm`.
     """
 
     def select(tensor: Tensor) -> Tensor:

@@ -20,12 +20,9 @@ from penstock.nn.linear import Linear
 from penstock.nn.loader import Loader
 
 _INPUTS_PER_REPEAT = 24
-"""Minimum number of inputs for each repeated input: a layer becomes at most 1/24 wider."""
+"""Inputs of a layer per repeated input: a layer becomes at most 1/24 wider."""
 _MIN_GAIN = 0.1
-"""Minimum relative reduction of the sum of the squared scales.
-
-If splitting reduces the sum by less, the layer is not changed.
-"""
+"""Minimum relative reduction of the sum of the squared scales. Otherwise the layer is loaded unchanged."""
 _CANDIDATES = 16
 """Number of the largest weights of each output that the search considers."""
 _INPUTS_PER_ITERATION = 4
@@ -45,16 +42,16 @@ def load_split_mlp(
 
     Args:
         load: reads the tensors.
-        up: the full name and the number of outputs of each tensor of the first matrix, in order. Each number
-            is a multiple of F: F outputs for ``up``, and F more for ``gate`` if the layer has a gate.
+        up: the full name and the number of outputs of each tensor of the first matrix, in order. The outputs
+            are F for ``up``, preceded by F for ``gate`` if the layer has a gate. One tensor can store both.
         down: the full name of the second matrix.
         sizes: E and F.
         up_bias: whether the first matrix has a bias.
         down_bias: whether the second matrix has a bias.
 
     Returns:
-        None if the layers should be loaded unchanged. That is the case if the encoding does not need
-        splitting, if a layer is stored quantized, or if splitting reduces the scales too little.
+        None if the layers must be loaded unchanged: the encoding does not need splitting, a layer is stored
+        quantized, or splitting reduces the scales too little.
     """
     hidden, inner = sizes
     count = min(load.max_repeated_inputs, inner // _INPUTS_PER_REPEAT)
@@ -73,21 +70,21 @@ def load_split_mlp(
         return torch.cat([load.source.tensor(f"{name}.{kind}", (size, *shape)) for name, size in up])
 
     parts = {name: size + size // inner * len(repeated) for name, size in up}
-    first = load.pack(
+    split_up = load.pack(
         repeat_features(read("weight", hidden)),
         parts,
         bias=repeat_features(read("bias")) if up_bias else None,
     )
     bias = load.source.tensor(f"{down}.bias", (hidden,)) if down_bias else None
-    return first, load.pack(with_repeated_inputs(weight, repeated), {down: hidden}, bias=bias)
+    return split_up, load.pack(with_repeated_inputs(weight, repeated), {down: hidden}, bias=bias)
 
 
 def repeated_inputs(weight: Tensor, count: int) -> Tensor:
-    """Return up to ``count`` inputs of ``weight [out, in]`` to repeat, int64. An input may occur several
-    times.
+    """Return the inputs of ``weight [out, in]`` to repeat: up to ``count`` indices, int64.
 
-    A greedy search chooses in each iteration the inputs that reduce the sum of the squared scales of all
-    outputs most. The result is empty if the sum decreases by less than `_MIN_GAIN`.
+    An input may occur several times. In each iteration, a greedy search chooses the inputs whose repetition
+    reduces the sum of the squared scales of all outputs most. The result is empty if the relative reduction
+    of the sum is less than `_MIN_GAIN`.
     """
     in_features = weight.shape[1]
     largest_weights, inputs = weight.float().abs().topk(min(_CANDIDATES, in_features), dim=1)  # [out, C]
@@ -113,8 +110,9 @@ def repeated_inputs(weight: Tensor, count: int) -> Tensor:
 def with_repeated_inputs(weight: Tensor, repeated: Tensor) -> Tensor:  # [out, in + R]
     """Return ``weight [out, in]`` in float32, followed by copies of the inputs ``repeated [R]``.
 
-    The weights of an input and its copies add up to the original weight. All of them except one are 0 or have
-    the largest magnitude of the output. Both values are exact multiples of the output's scale.
+    The weights of an input and its copies add up to the original weight. At most one of them has a rounding
+    error in the quantized weight: every other one is 0 or has the largest magnitude of the output's row, and
+    these values are exact multiples of the row's scale.
     """
     remainder = weight.float()
     copies = 1 + torch.bincount(repeated, minlength=remainder.shape[1])

@@ -1,4 +1,4 @@
-"""Options of a forward: which rows of logits and hidden states it returns."""
+"""Options of a forward: the rows of logits and hidden states that it returns."""
 
 from __future__ import annotations
 

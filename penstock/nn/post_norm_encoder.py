@@ -37,8 +37,8 @@ class EncoderNames:
     output: str = "attention.output.dense"
     attention_norm: str = "attention.output.LayerNorm"
     gate: str | None = None
-    """The gate matrix of a gated feed-forward layer; None if the layer has no gate. It equals `up` if the
-    checkpoint stores both as one matrix, with the gate last."""
+    """The gate matrix of a gated feed-forward layer; None without a gate. It is the same name as `up` if the
+    checkpoint stores one matrix with the up rows first and the gate rows last."""
     up: str = "intermediate.dense"
     down: str = "output.dense"
     mlp_norm: str = "output.LayerNorm"
@@ -50,7 +50,7 @@ class PostNormSizes:
 
     vocabulary: int  # V
     positions: int
-    """Number of rows of the position table. With a rotary embedding: the longest sequence, in tokens."""
+    """Number of rows of the position table; with a rotary embedding, the longest sequence in tokens."""
     first_position: int = 0
     """The row of the position table that the first token of a sequence uses."""
     rotary: RotaryConfig | None = None
@@ -111,7 +111,7 @@ class PostNormEncoder:
             names: the names of the tensors.
             max_length: the number of positions in the tables of the rotary embedding.
             classifier: the head of a sequence classifier.
-            masked_lm_head: loads the head of a masked language model, given the token table.
+            masked_lm_head: reads the head of a masked language model, given the token table ``[V, E]``.
             attention_bias: see `PostNormEncoder.attention_bias`.
         """
         hidden = sizes.hidden

@@ -38,7 +38,7 @@ class RotaryConfig:
     """The longest sequence that the embedding supports, in tokens."""
     parameters: Mapping[str, object] = field(default_factory=dict)
     axes: tuple[int, ...] | None = None
-    """``[R / 2]``: the position axis that rotates each pair of dims, if positions have several axes."""
+    """``[R / 2]``: the position axis whose position rotates each pair of dims; None for one axis."""
     is_interleaved: bool = False
     """Whether the pairs of dims are (2 i, 2 i + 1); otherwise they are (i, i + R / 2)."""
 
@@ -67,14 +67,14 @@ class RotaryConfig:
             config: the checkpoint's configuration.
             head_dim: dims of a head. All are rotated unless ``partial_rotary_factor`` is set.
             default_base: the family's base, used if the checkpoint has none.
-            parameters: used instead of ``rope_parameters``, for families with several rotary embeddings.
-            supports_partial: whether the family's reference implementation rotates a part of each head. If
-                not, rope type ``default`` ignores ``partial_rotary_factor``, as the reference does.
+            parameters: replace ``rope_parameters``, for families with several rotary embeddings.
+            supports_partial: whether the family's reference implementation supports partial rotation. If it
+                does not, rope type ``default`` ignores ``partial_rotary_factor``, like the reference.
             default_fraction: the family's ``partial_rotary_factor``, used if the checkpoint has none.
 
         Raises:
-            ConfigError: the rope type is unknown, one of its numbers is missing, or the file configures
-                partial rotation in a family without it.
+            ConfigError: the rope type is unknown, one of its parameters is missing, or the file configures
+                partial rotation in a family that does not support it.
         """
         if parameters is None:
             values = rope_values(config)
@@ -137,9 +137,9 @@ def _rotated_dims(
 def rotary_configs_by_type(
     config: ConfigValues, head_dim: int, bases: Mapping[str, float]
 ) -> dict[str, RotaryConfig]:
-    """Return the rotary embedding of each layer type, for families whose layer types have different ones.
+    """Return a rotary embedding for each layer type.
 
-    Newer files have ``rope_parameters`` for each type. In older files ``rope_scaling`` applies only to the
+    Newer files have ``rope_parameters`` for each type. In older files, ``rope_scaling`` applies only to the
     first type in ``bases``.
 
     Args:
@@ -185,7 +185,7 @@ class Rotary:
         frequencies, factor = _FREQUENCIES[config.kind](config)
         self.cos, self.sin = _tables(frequencies, factor, max_length, device)  # [P, R / 2]
         self._axes = torch.tensor(config.axes or (), dtype=torch.int64).to(device)  # [R / 2], or empty
-        if config.kind == "longrope" and self.length_dependent:  # rows P to 2P - 1 have the long factors
+        if config.kind == "longrope" and self.length_dependent:  # append rows P to 2P - 1 with long factors
             long = _tables(_longrope(config, "long_factor")[0], factor, max_length, device)
             self.cos, self.sin = torch.cat([self.cos, long[0]]), torch.cat([self.sin, long[1]])
 
@@ -201,7 +201,7 @@ class Rotary:
         return step.ops.rope_rows(positions, self.cos, self.sin)
 
     def _multi_axis_rows(self, positions: Tensor) -> RotaryRows:  # [A, T]
-        """Return the rows of a multimodal rope, where each pair of dims uses one of the position axes."""
+        """Return the rows of multimodal RoPE, in which each pair of dims has one of the position axes."""
         rows = positions[self._axes].T  # [T, R / 2]
         return self.cos.gather(0, rows), self.sin.gather(0, rows)
 
@@ -244,42 +244,44 @@ def _linear(config: RotaryConfig) -> tuple[Tensor, float]:
 
 
 def _llama3(config: RotaryConfig) -> tuple[Tensor, float]:
-    """Divide low frequencies by the factor, keep high frequencies, and blend the two results in between."""
-    plain = _plain_frequencies(config)
+    """Keep high frequencies, divide low frequencies by the factor, and interpolate the others linearly."""
+    frequencies = _plain_frequencies(config)
     factor = _number(config.parameters, "factor")
-    low = _number(config.parameters, "low_freq_factor")
-    high = _number(config.parameters, "high_freq_factor")
-    original = _number(config.parameters, "original_max_position_embeddings")
-    waves_in_original = original * plain / (2 * math.pi)
-    blend = ((waves_in_original - low) / (high - low)).clamp(0, 1)
-    return (1 - blend) * plain / factor + blend * plain, 1.0
+    low_freq_factor = _number(config.parameters, "low_freq_factor")
+    high_freq_factor = _number(config.parameters, "high_freq_factor")
+    original_length = _number(config.parameters, "original_max_position_embeddings")
+    rotations = original_length * frequencies / (2 * math.pi)  # full rotations within the original length
+    kept_share = ((rotations - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
+    return (1 - kept_share) * frequencies / factor + kept_share * frequencies, 1.0
 
 
 def _yarn(config: RotaryConfig) -> tuple[Tensor, float]:
-    """Keep high frequencies, divide low frequencies by the factor, with a linear ramp in between."""
+    """Keep high frequencies, divide low frequencies by the factor, and interpolate the others linearly."""
     parameters = config.parameters
     factor = _number(parameters, "factor")
-    plain = _plain_frequencies(config)
+    frequencies = _plain_frequencies(config)
 
-    def dim_with_rotations(rotations: float) -> float:
-        """Return the dim that makes this many full rotations within the original length."""
+    def pair_with_rotations(rotations: float) -> float:
+        """Return the fractional index of the pair of dims with this many rotations in the original length."""
         wavelength = config.max_positions / (rotations * 2 * math.pi)
         return config.dim * math.log(wavelength) / (2 * math.log(config.base))
 
     if config.base <= 1:
         raise ConfigError("rope_theta", f"must be above 1 for rope type 'yarn', was {config.base}")
-    first = dim_with_rotations(_number(parameters, "beta_fast", 32))
-    last = dim_with_rotations(_number(parameters, "beta_slow", 1))
+    first_pair = pair_with_rotations(_number(parameters, "beta_fast", 32))
+    last_pair = pair_with_rotations(_number(parameters, "beta_slow", 1))
     if parameters.get("truncate", True):
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, config.dim - 1)
-    steps = torch.arange(config.dim // 2, dtype=torch.float32)
-    interpolated = ((steps - first) / max(last - first, 0.001)).clamp(0, 1)
-    return plain / factor * interpolated + plain * (1 - interpolated), _yarn_magnitude(parameters, factor)
+        first_pair, last_pair = math.floor(first_pair), math.ceil(last_pair)
+    first_pair, last_pair = max(first_pair, 0), min(last_pair, config.dim - 1)
+    pairs = torch.arange(config.dim // 2, dtype=torch.float32)
+    divided_share = ((pairs - first_pair) / max(last_pair - first_pair, 0.001)).clamp(0, 1)
+    return frequencies / factor * divided_share + frequencies * (1 - divided_share), _yarn_magnitude(
+        parameters, factor
+    )
 
 
 def _yarn_magnitude(parameters: Mapping[str, object], factor: float) -> float:
-    """Return the factor of rope type ``yarn`` by which cosines and sines are multiplied."""
+    """Return the factor by which rope type ``yarn`` multiplies cosines and sines."""
     if parameters.get("attention_factor") is not None:
         return _number(parameters, "attention_factor")
 
@@ -292,8 +294,9 @@ def _yarn_magnitude(parameters: Mapping[str, object], factor: float) -> float:
 
 
 def _longrope(config: RotaryConfig, key: str = "short_factor") -> tuple[Tensor, float]:
-    """Divide each frequency by its factor in the list ``key``: ``short_factor``, or ``long_factor`` for
-    sequences beyond the original length.
+    """Divide each frequency by its factor in the list ``key`` of the configuration.
+
+    The list is ``short_factor``, or ``long_factor`` for sequences longer than the original length.
     """
     factors = config.parameters.get(key)
     if not isinstance(factors, list) or len(factors) != config.dim // 2:
@@ -330,7 +333,7 @@ _MAX_BASE = 1e30
 def _number(
     parameters: Mapping[str, object], name: str, default: float | None = None, *, maximum: float = _MAX_NUMBER
 ) -> float:
-    """Return a parameter, a number above 0 and at most ``maximum``. It is required if there is no default."""
+    """Return a parameter: a number above 0 and at most ``maximum``. It is required if ``default`` is None."""
     value = parameters.get(name)
     if value is None and default is not None:
         value = default

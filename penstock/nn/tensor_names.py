@@ -18,7 +18,7 @@ class TensorNames:
     """
 
     prefix: str = "model."
-    """The prefix of all names except that of the head."""
+    """The prefix of all names except the name of the head."""
     embedding: str = "embed_tokens"
     head: str = "lm_head"
     norm: str = "norm"
@@ -39,7 +39,7 @@ class TensorNames:
     down: str = "down_proj"
     router: str = "gate"
     is_router_float32: bool = False
-    """Whether routers compute in float32, whatever the encoding of the model is."""
+    """Whether routers compute in float32, independently of the model's encoding."""
     experts: str = "experts"
     norms_before: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
     """The norms before attention and before the feed-forward layer."""
@@ -47,7 +47,7 @@ class TensorNames:
     """The norms after attention and after the feed-forward layer."""
 
     other_tables: tuple[str, ...] = ()
-    """Patterns for the ends of the names of other tables, such as learned positions. See `fnmatch`."""
+    """Patterns (`fnmatch`) of the last part of the names of other tables, such as learned positions."""
 
     @property
     def embedding_path(self) -> str:

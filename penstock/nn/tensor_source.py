@@ -24,11 +24,11 @@ class TensorSource(Protocol):
     def __contains__(self, name: str) -> bool: ...
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a tensor as floats; it must have this shape."""
+        """Return a tensor of this shape, dequantized to floats."""
         ...
 
     def expect(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Return whether the tensor exists in this shape, without reading its data."""
+        """Return whether a tensor of this name and shape exists, without reading its data."""
         ...
 
     def stored_encoding(self, name: str) -> str | None:
@@ -53,7 +53,7 @@ class TensorSource(Protocol):
     def rows(
         self, name: str, shape: tuple[int, int], start: int, stop: int
     ) -> tuple[str | None, Mapping[str, Tensor]]:
-        """Return the rows ``start`` to ``stop - 1`` of a weight of this shape, like `read_linear`."""
+        """Return the same as `read_linear`, for the rows ``start`` to ``stop - 1`` of the weight only."""
         ...
 
     def is_mapped(self, name: str) -> bool:

@@ -1,6 +1,8 @@
-"""Layers of vision encoders: patch embedding, pre-norm blocks, and the towers of CLIP and SigLIP.
+"""Layers of vision encoders: patch embedding, pre-norm blocks, and the encoders of CLIP and SigLIP.
 
-A tower processes a ragged batch of images. Each image is a sequence of the step, and each patch is a row.
+A vision tower is the part of a vision encoder before the pooling and the projection to the decoder. It
+processes a ragged batch of images. Each image is a sequence of the step, and each patch is a row.
+
 Sources: Dosovitskiy et al. 2020 (ViT, arXiv:2010.11929), Radford et al. 2021 (CLIP, arXiv:2103.00020), Zhai
 et al. 2023 (SigLIP, arXiv:2303.15343).
 """
@@ -27,15 +29,14 @@ from penstock.nn.mlp import MLP
 from penstock.nn.norm import LayerNorm, RMSNorm
 from penstock.nn.rotary import RotaryRows
 
-_QUICK_GELU = 1.702
+_QUICK_GELU_FACTOR = 1.702
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderRunner:
-    """Runs the steps of a vision encoder: as a captured graph if the same shapes occur again, otherwise
-    eagerly.
+    """Runs the steps of a vision encoder: as a captured graph if shapes occur again, otherwise eagerly.
 
-    The results of a graph and of an eager run are bit-equal.
+    A graph and an eager run give bit-equal results.
     """
 
     ops: Ops
@@ -47,7 +48,7 @@ class EncoderRunner:
         Args:
             key: identifies the operations of the step. It contains the encoder and the grids of the images.
             inputs: the tensors of the step by name, in the same order for each call with this key.
-            step: computes the results from operations and inputs. It may only use the operations and views.
+            step: computes the results from operations and inputs. It may use only these operations and views.
         """
         results = None if self.graphs is None else self.graphs.run(key, inputs, step)
         return tuple(step(self.ops, inputs)) if results is None else results
@@ -70,8 +71,8 @@ class QuickGeluMLP:
 
     def __call__(self, x: Tensor, step: StepInputs) -> Tensor:  # [T, E] -> [T, E]
         ops = step.ops
-        inner = ops.activation(ops.scale(self.up(x, step), _QUICK_GELU), "silu")
-        return self.down(ops.scale(inner, 1 / _QUICK_GELU), step)
+        inner = ops.activation(ops.scale(self.up(x, step), _QUICK_GELU_FACTOR), "silu")
+        return self.down(ops.scale(inner, 1 / _QUICK_GELU_FACTOR), step)
 
 
 def load_mlp(
@@ -98,15 +99,17 @@ def load_mlp(
     kind: Activation | None = (
         None if activation == "quick_gelu" else activation_named(activation, "vision_config.hidden_act")
     )
-    first = load.linear(f"{name}.{up}", inner, hidden, bias=True)
-    second = load.linear(f"{name}.{down}", hidden, inner, bias=True)
-    return QuickGeluMLP(first, second) if kind is None else MLP(first, second, kind)
+    layers = (
+        load.linear(f"{name}.{up}", inner, hidden, bias=True),
+        load.linear(f"{name}.{down}", hidden, inner, bias=True),
+    )
+    return QuickGeluMLP(*layers) if kind is None else MLP(*layers, kind)
 
 
 def load_patch_embedding(load: Loader, name: str, shape: tuple[int, ...], *, bias: bool) -> Linear:
-    """Return a convolution whose stride equals its kernel size, as a linear layer on flattened patches.
+    """Return the patch embedding, stored as a convolution, as a linear layer on flattened patches.
 
-    The weight is not quantized, because it is small and its inputs are pixels.
+    The stride of the convolution equals its kernel size. The weight is not quantized, because it is small.
 
     Args:
         load: reads and packs the tensors.
@@ -115,8 +118,8 @@ def load_patch_embedding(load: Loader, name: str, shape: tuple[int, ...], *, bia
         bias: whether it has a bias.
     """
     weight = load.source.tensor(f"{name}.weight", shape).flatten(1)
-    offset = load.source.tensor(f"{name}.bias", shape[:1]) if bias else None
-    return load.pack(weight, {name: shape[0]}, bias=offset, plain=True)
+    biases = load.source.tensor(f"{name}.bias", shape[:1]) if bias else None
+    return load.pack(weight, {name: shape[0]}, bias=biases, plain=True)
 
 
 def flatten_patches(pixels: Tensor, patch_size: int) -> Tensor:
@@ -128,15 +131,14 @@ def flatten_patches(pixels: Tensor, patch_size: int) -> Tensor:
     return grid.reshape(-1, channels * patch_size * patch_size)
 
 
-def image_step(ops: Ops, counts: Sequence[int], device: torch.device) -> StepInputs:
-    """Return the step of a ragged batch of images; ``counts`` are their numbers of rows.
+def image_step(ops: Ops, row_counts: Sequence[int], device: torch.device) -> StepInputs:
+    """Return the inputs of a step for a ragged batch of images, given the number of rows of each image.
 
     The positions of each image are 0, 1, 2 and so on.
     """
-    positions = torch.cat([torch.arange(count) for count in counts])
-    ends = torch.tensor([0, *counts], dtype=torch.int64).cumsum(0)
-    offsets = ends.int().to(device)
-    return StepInputs(ops, positions.to(device), offsets, blocks=ops.sequence_blocks(offsets))
+    positions = torch.cat([torch.arange(count) for count in row_counts])
+    row_offsets = torch.tensor([0, *row_counts], dtype=torch.int64).cumsum(0).int().to(device)
+    return StepInputs(ops, positions.to(device), row_offsets, blocks=ops.sequence_blocks(row_offsets))
 
 
 def image_step_tensors(step: StepInputs) -> dict[str, Tensor]:
@@ -145,7 +147,7 @@ def image_step_tensors(step: StepInputs) -> dict[str, Tensor]:
 
 
 def with_step_tensors(step: StepInputs, ops: Ops, tensors: Mapping[str, Tensor]) -> StepInputs:
-    """Return a copy of an `image_step` with these operations and these `image_step_tensors`."""
+    """Return a copy of an `image_step` with other operations and other `image_step_tensors`."""
     return replace(step, ops=ops, positions=tensors["positions"], row_offsets=tensors["row_offsets"])
 
 
@@ -172,7 +174,7 @@ class VisionBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionSizes:
-    """Sizes of a CLIP or SigLIP tower, read from a checkpoint's ``vision_config``."""
+    """Sizes of a CLIP or SigLIP vision tower, read from a checkpoint's ``vision_config``."""
 
     hidden: int  # E
     inner: int  # F
@@ -189,9 +191,9 @@ class VisionSizes:
         """Read a ``vision_config`` with the usual key names.
 
         Args:
-            config: the section of the tower.
-            activation: the family's activation function, used if the section has none.
-            norm_eps: the family's epsilon of norms, used if the section has none.
+            config: the section of the vision tower.
+            activation: the family's default activation function.
+            norm_eps: the family's default epsilon of norms.
 
         Raises:
             ConfigError: the heads do not divide the hidden size.
@@ -241,14 +243,14 @@ class VisionTower:
         num_blocks: int | None = None,
         post_norm: bool = True,
     ) -> VisionTower:
-        """Read a tower.
+        """Read a vision tower.
 
         Args:
             load: reads and packs the tensors.
-            name: the full name of the tower in the checkpoint.
+            name: the prefix of the names of its tensors.
             sizes: sizes and options.
-            is_clip: whether the tower is CLIP's: each image starts with a class row, the patch embedding has
-                no bias, and a norm follows the embeddings.
+            is_clip: whether the model is CLIP. In CLIP, each image starts with a class row, the patch
+                embedding has no bias, and a norm follows the embeddings.
             num_blocks: the number of blocks to load and run; by default all.
             post_norm: whether the final norm is applied.
         """
@@ -256,8 +258,8 @@ class VisionTower:
         shape = (hidden, sizes.channels, sizes.patch_size, sizes.patch_size)
         count = sizes.layers if num_blocks is None else num_blocks
         positions = load.tensor(f"{embeddings}.position_embedding.weight", grid * grid + is_clip, hidden)
-        # The patch embedding has no bias, so the zeros of a class row stay 0 and its position is its
-        # embedding.
+        # The patch embedding maps the zeros of a class row to 0, because it has no bias. The class embedding
+        # is therefore added to the position of the class row.
         if is_clip:
             positions = positions.clone()
             positions[0] += load.tensor(f"{embeddings}.class_embedding", hidden)
@@ -291,10 +293,9 @@ class VisionTower:
     def hidden_states(
         self, patches: Tensor, positions: Tensor, step: StepInputs, layers: Sequence[int]
     ) -> list[Tensor]:
-        """Return the hidden states ``[T, E]`` after each number of blocks in ``layers``; 0 for the
-        embeddings.
+        """Return the hidden states ``[T, E]`` after n blocks, for each number n in ``layers``.
 
-        The other arguments are those of `__call__`. The final norm is not applied.
+        n = 0 means the embeddings. The final norm is not applied. See `__call__` for the other arguments.
         """
         x, residual = self._embed(patches, positions, step), None
         states = {0: x}

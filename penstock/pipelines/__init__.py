@@ -65,7 +65,7 @@ _HOMES = {
 }
 
 
-if not TYPE_CHECKING:  # a type checker must report names that do not exist
+if not TYPE_CHECKING:  # with __getattr__, type checkers would accept missing names
     __getattr__ = lazy_names(__name__, {name: module for module, names in _HOMES.items() for name in names})
 
 

@@ -6,8 +6,9 @@ chunks whose frames are complete:
     speech tokens   | decoded ........ | chunk ...... | right context | incomplete frame |
                       left context ->|  |<- samples ->|
 
-The boundaries of chunks depend on the number of decoded frames only. Batches, steps per call and preemption
-therefore do not change the audio. The codec has no state: a context holds its tokens and ``decoded_index``.
+The boundaries of chunks depend only on the number of decoded frames. Batching, the number of steps per call
+and preemption therefore do not change the audio. The codec has no state: a context stores its tokens and
+``decoded_index``.
 """
 
 from __future__ import annotations
@@ -47,19 +48,20 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-_FIRST_CHUNK, _LARGEST_CHUNK, _WHOLE_CHUNK = 0.15, 2.0, 10.0
-"""Seconds of audio per chunk: the first and the largest chunk of a stream, and chunks of other requests.
-Short chunks reduce latency; long chunks recompute less context."""
+_FIRST_CHUNK, _LARGEST_CHUNK, _RESPONSE_CHUNK = 0.15, 2.0, 10.0
+"""Seconds of audio per chunk: the first and the largest chunk of a stream, and chunks of requests without
+streaming. Short chunks reduce latency. Long chunks recompute less context.
+"""
 
 
 @dataclass(frozen=True)
 class ChunkSizes:
-    """The chunk sizes of a context, in frames: the first size, doubled for each chunk up to the largest."""
+    """The chunk sizes of a context, in frames: `first`, then twice the previous size, up to `largest`."""
 
     first: int
     largest: int
 
-    def after(self, num_decoded: int) -> int:
+    def size_after(self, num_decoded: int) -> int:
         """Return the size of the chunk that follows ``num_decoded`` frames."""
         return min(num_decoded + self.first, self.largest)
 
@@ -69,7 +71,7 @@ def create_audio(required: PipelineRequirements, codecs: CodecRegistry = CODECS)
 
     Args:
         required: the parts of the pipeline; the tokenizer is a `SpeechTokenizer`.
-        codecs: the codecs to choose from.
+        codecs: the registry in which the codec is looked up.
 
     Raises:
         CheckpointError: the model or the codec cannot be loaded.
@@ -78,12 +80,12 @@ def create_audio(required: PipelineRequirements, codecs: CodecRegistry = CODECS)
     """
     config = required.config
     session = required.open_session()
-    form = required.tokenizer.speech_format
-    folder = codec_folder(config, form)
+    speech_format = required.tokenizer.speech_format
+    folder = codec_folder(config, speech_format)
     record = codecs.detect(read_json_object(folder / "config.json"), folder)
     # Loaded before the model, so that the memory plan counts its memory as used.
     codec = load_codec(folder, session, encoding=codec_encoding(config, record), registry=codecs)
-    check_codec(codec, form)
+    check_codec(codec, speech_format)
     voices = load_voices(config.speech.voice, codec, folder)
     return AudioGeneratorPipeline(
         create_speech_tokens(required, session),
@@ -93,39 +95,43 @@ def create_audio(required: PipelineRequirements, codecs: CodecRegistry = CODECS)
     )
 
 
-def codec_folder(config: PipelineConfig, form: SpeechFormat) -> Path:
-    """Return the codec's folder, from the configuration, or else the checkpoint, or else the format."""
-    configured_codec, checkpoint_codec = config.speech.codec, form.description.codec
+def codec_folder(config: PipelineConfig, speech_format: SpeechFormat) -> Path:
+    """Return the folder of the codec.
+
+    The configured codec takes precedence over the codec of the checkpoint, and that over the default codec of
+    the speech format.
+    """
+    configured_codec, checkpoint_codec = config.speech.codec, speech_format.description.codec
     if (
         configured_codec is None
         and checkpoint_codec is not None
         and (config.model.checkpoint / checkpoint_codec).is_dir()
     ):
         return config.model.checkpoint / checkpoint_codec
-    return resolve_codec(configured_codec or checkpoint_codec or form.default_codec)
+    return resolve_codec(configured_codec or checkpoint_codec or speech_format.default_codec)
 
 
 def codec_encoding(config: PipelineConfig, codec: SupportedCodec) -> str | None:
-    """Return the configured encoding of the codec, or else the model's encoding if the codec has it."""
+    """Return the configured encoding of the codec, or else the model's encoding if the codec supports it."""
     if config.speech.codec_encoding is not None:
         return config.speech.codec_encoding
     return config.model.encoding if config.model.encoding in codec.encodings else None
 
 
-def check_codec(codec: AudioCodec, form: SpeechFormat) -> None:
-    """Check that the speech format and the codec have the same numbers of codes.
+def check_codec(codec: AudioCodec, speech_format: SpeechFormat) -> None:
+    """Check that the codec can decode the codes of a speech format.
 
     Raises:
-        ConfigError: the numbers differ; the message contains them.
+        ConfigError: the codes per frame differ, or the codebook of the codec is too small.
     """
-    format_sizes = (form.codes.codes_per_frame, form.codes.codebook_size)
+    format_sizes = (speech_format.codes.codes_per_frame, speech_format.codes.codebook_size)
     codec_sizes = (codec.codes_per_frame, codec.codebook_size)
     if format_sizes[0] != codec_sizes[0] or format_sizes[1] > codec_sizes[1]:
         raise ConfigError(
             "codec",
             f"{codec.name} has {codec_sizes[0]} codes of 0 to {codec_sizes[1] - 1} in a frame, but the "
-            f"speech format {form.name!r} has {format_sizes[0]} codes of 0 to {format_sizes[1] - 1}: "
-            "give another codec",
+            f"speech format {speech_format.name!r} has {format_sizes[0]} codes of 0 to "
+            f"{format_sizes[1] - 1}: give another codec",
         )
 
 
@@ -136,7 +142,7 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
         speech_lm_pipeline: generates the speech tokens.
         codec: decodes the speech tokens.
         voices: the voices to imitate, by name.
-        chunk_frames: frames of each chunk; None chooses by the frame rate of the codec.
+        chunk_frames: the number of frames of each chunk; None derives chunk sizes from the frame rate.
     """
 
     task = PipelineTask.AUDIO_GENERATION
@@ -154,14 +160,15 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
         self.speech_lm_pipeline = speech_lm_pipeline
         self.codec = codec
         self._voices = dict(voices or {})
-        first, largest, whole = (
+        first, largest, response_size = (
             ceil(seconds * codec.frame_rate) if chunk_frames is None else chunk_frames
-            for seconds in (_FIRST_CHUNK, _LARGEST_CHUNK, _WHOLE_CHUNK)
+            for seconds in (_FIRST_CHUNK, _LARGEST_CHUNK, _RESPONSE_CHUNK)
         )
-        self._stream_sizes, self._response_sizes = ChunkSizes(first, largest), ChunkSizes(whole, whole)
+        self._stream_sizes = ChunkSizes(first, largest)
+        self._response_sizes = ChunkSizes(response_size, response_size)
         self._chunk_ends: dict[int, int] = {}
-        self._max_frames = max(whole, largest)
-        """Maximum number of frames decoded in one call, apart from the last chunk of each context."""
+        self._max_frames = max(response_size, largest)
+        """Number of frames, over all contexts, after which a call of ``execute`` decodes no further chunk."""
 
     # -- AudioGenerator ---------------------------------------------------------------------------------
 
@@ -173,9 +180,9 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
     def next_chunk(
         self, batch: Mapping[str, TTSContext], num_tokens: int
     ) -> dict[str, AudioGenerationResponse]:
-        """Generate up to ``num_tokens`` speech tokens for each context, and decode all whole frames.
+        """Generate up to ``num_tokens`` speech tokens for each context, and decode the complete frames.
 
-        The codec needs frames after a chunk as right context. These frames are decoded in the next call.
+        The codec uses the last frames as right context only. The next call decodes these frames.
 
         Raises:
             InputError: ``num_tokens`` is less than 1, or a context has ended.
@@ -183,10 +190,10 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
         if num_tokens < 1:
             raise InputError(f"num_tokens must be at least 1, was {num_tokens}")
         self._check(batch)
-        counts = dict.fromkeys(batch, num_tokens)
-        self.speech_lm_pipeline.next_speech_token(self._generating_contexts(batch), num_tokens, counts)
-        all_frames = max(len(context.speech_tokens) for context in batch.values()) if batch else 0
-        return self._respond(batch, ChunkSizes(all_frames, all_frames), allows_short_chunks=True)
+        token_limits = dict.fromkeys(batch, num_tokens)
+        self.speech_lm_pipeline.next_speech_token(self._generating_contexts(batch), num_tokens, token_limits)
+        max_frames = max(len(context.speech_tokens) for context in batch.values()) if batch else 0
+        return self._respond(batch, ChunkSizes(max_frames, max_frames), allows_short_chunks=True)
 
     # -- TaskPipeline -----------------------------------------------------------------------------------
 
@@ -196,7 +203,7 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
         """Run up to ``num_steps`` steps of the language model, and decode complete chunks.
 
         For contexts that have generated all tokens, only audio is decoded. Their cache blocks are already
-        freed.
+        free.
         """
         if num_steps < 1:
             raise InputError(f"num_steps must be at least 1, was {num_steps}")
@@ -248,8 +255,12 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
 
     def _generating_contexts(self, batch: Mapping[str, TTSContext]) -> dict[str, TTSContext]:
         """Return the contexts that still generate tokens, as a `ReservedBatch` if ``batch`` is one."""
-        rows = {name: context for name, context in batch.items() if not context.generation_status.is_done}
-        return ReservedBatch(rows) if isinstance(batch, ReservedBatch) else rows
+        generating_contexts = {
+            request_id: context
+            for request_id, context in batch.items()
+            if not context.generation_status.is_done
+        }
+        return ReservedBatch(generating_contexts) if isinstance(batch, ReservedBatch) else generating_contexts
 
     # -- Audio ------------------------------------------------------------------------------------------
 
@@ -260,7 +271,7 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
 
         Args:
             batch: the contexts.
-            sizes: the chunk sizes; None chooses sizes for streaming or for whole responses per context.
+            sizes: the chunk sizes; None uses sizes that depend on whether the context is streamed.
             allows_short_chunks: whether chunks of unfinished contexts may be shorter than these sizes.
         """
         self.failures |= self.speech_lm_pipeline.failures
@@ -300,36 +311,40 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
         self, context: TTSContext, sizes: ChunkSizes | None, *, allows_short_chunks: bool
     ) -> CodecChunk | None:
         """Return the next chunk of a context; None if its frames are not complete."""
-        codec, size = self.codec, self.codec.codes_per_frame
-        start, num_frames = context.decoded_index // size, len(context.speech_tokens) // size
+        codec, frame_size = self.codec, self.codec.codes_per_frame
+        start, num_frames = context.decoded_index // frame_size, len(context.speech_tokens) // frame_size
         has_ended = context.generation_status.is_done
         if sizes is None:
             sizes = self._stream_sizes if context.streaming else self._response_sizes
-        stop = self._chunk_end(start + sizes.after(start))
-        ready = codec.ready_frames(num_frames, ended=has_ended)
-        if ready <= start or (ready < stop and not has_ended and not allows_short_chunks):
+        stop = self._chunk_end(start + sizes.size_after(start))
+        num_ready = codec.ready_frames(num_frames, ended=has_ended)
+        if num_ready <= start or (num_ready < stop and not has_ended and not allows_short_chunks):
             return None
-        stop = min(stop, ready)
-        first, end = codec.context_at(start, stop)
-        end = min(end, num_frames)
-        codes, _ = context.next_speech_tokens((end - start) * size, (start - first) * size)
-        frames = torch.from_numpy(codes.astype(np.int64)).view(-1, size)
-        return CodecChunk(frames, start, start - first, end - stop, has_ended and end == num_frames)
+        stop = min(stop, num_ready)
+        context_start, context_stop = codec.context_at(start, stop)
+        context_stop = min(context_stop, num_frames)
+        codes, _ = context.next_speech_tokens(
+            (context_stop - start) * frame_size, (start - context_start) * frame_size
+        )
+        frames = torch.from_numpy(codes.astype(np.int64)).view(-1, frame_size)
+        is_last = has_ended and context_stop == num_frames
+        return CodecChunk(frames, start, start - context_start, context_stop - stop, is_last)
 
     def _chunk_end(self, stop: int) -> int:
         """Return the end of a chunk of an unfinished stream: the first valid end at or after ``stop``.
 
-        A codec that decodes whole blocks ends chunks at the ends of blocks.
+        If a codec decodes whole blocks of frames, only the ends of blocks are valid.
         """
         end = self._chunk_ends.get(stop)
         if end is None:
-            counts = range(stop, stop + self.codec.right_context + 1)
-            ready = (self.codec.ready_frames(count, ended=False) for count in counts)
-            end = self._chunk_ends[stop] = next((end_frame for end_frame in ready if end_frame >= stop), stop)
+            frame_counts = range(stop, stop + self.codec.right_context + 1)
+            valid_ends = (self.codec.ready_frames(count, ended=False) for count in frame_counts)
+            end = next((valid_end for valid_end in valid_ends if valid_end >= stop), stop)
+            self._chunk_ends[stop] = end
         return end
 
     def _decode(self, due_chunks: Mapping[str, CodecChunk]) -> dict[str, npt.NDArray[np.float32]]:
-        """Return the samples of each chunk. An error in one chunk ends only its request."""
+        """Return the samples of each chunk. An error in one chunk ends only the request of the chunk."""
         chunks: Sequence[CodecChunk] = list(due_chunks.values())
         try:
             with torch.inference_mode():
@@ -365,6 +380,7 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
             size = self.codec.codes_per_frame
             self.failures[request_id] = RequestFailedError(
                 f"the model generated {len(context.generated_tokens)} tokens without a whole frame of "
-                f"speech, which has {size} codes; {context.num_dropped_tokens} tokens were not speech codes "
-                "or in an incomplete frame: allow more tokens, or check --speech-format"
+                f"speech ({size} codes); {context.num_dropped_tokens} tokens were dropped, because they are "
+                "not speech codes or belong to an incomplete frame: allow more tokens, or check "
+                "--speech-format"
             )

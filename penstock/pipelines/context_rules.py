@@ -1,4 +1,4 @@
-"""Rules of a single context in a text pipeline: whether it may run, and how it takes sampled tokens."""
+"""Checks of a single context in a text pipeline, and functions that append its sampled tokens."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def check_context(
 
     Raises:
         InputError: the context has ended, or is longer than the model's maximum length.
-        UnsupportedFeatureError: the context needs adapters, which are not enabled, or a matcher, which is
-        missing.
+        UnsupportedFeatureError: the context uses an adapter but adapters are not enabled, or it has a grammar
+            but no matcher.
     """
     status = context.generation_status
     if status is not TextGenerationStatus.ACTIVE:
@@ -52,15 +52,17 @@ def check_sampled_tokens(context: TextContext, tokens: Sequence[int]) -> None:
     rules = context.logit_rules
     if rules is None:
         return
-    before = context.generated_tokens[max(0, len(context.generated_tokens) - rules.longest_prefix) :].tolist()
+    first = max(0, len(context.generated_tokens) - rules.longest_prefix)
+    last_tokens = context.generated_tokens[first:].tolist()
     for token in tokens:
         is_allowed = rules.allowed is None or token in rules.allowed
-        is_banned = token in rules.banned or token in rules.banned_after(before)
-        before.append(token)
+        is_banned = token in rules.banned or token in rules.banned_after(last_tokens)
+        last_tokens.append(token)
         if (not is_allowed or is_banned) and token not in context.eos_token_ids:
             raise InputError(
                 f"after {len(context.generated_tokens)} tokens the grammar allows none of the tokens that "
-                "allowed_token_ids, banned_token_ids and banned_sequences permit: change one or the other"
+                "allowed_token_ids, banned_token_ids and banned_sequences permit: change the grammar or the "
+                "rules"
             )
 
 
@@ -73,12 +75,14 @@ def append_tokens(context: TextContext, sampled: SampledTokens) -> None:
 
 
 def appends_forced_tokens(context: TextContext) -> bool:
-    """Return whether tokens forced by the grammar are appended without sampling.
+    """Return whether tokens that the grammar forces are appended to the context without sampling.
 
-    They are not appended if each token must be checked: with log probabilities, end sequences or forbidden
-    tokens. Forced tokens are then drafts that verification always accepts.
+    With log probabilities, end sequences or token rules, each token must be checked. Forced tokens are then
+    drafted instead, and verification always accepts them.
     """
     params = context.sampling_params
-    is_banned = params.banned_token_ids or params.banned_sequences
-    is_examined = context.log_probabilities or context.eos_sequences or is_banned
-    return context.matcher is not None and not is_examined and params.allowed_token_ids is None
+    has_token_rules = (
+        params.allowed_token_ids is not None or params.banned_token_ids or params.banned_sequences
+    )
+    needs_checks = context.log_probabilities or context.eos_sequences or has_token_rules
+    return context.matcher is not None and not needs_checks

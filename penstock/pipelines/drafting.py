@@ -1,4 +1,7 @@
-"""Drafts of a batch: their number, their tokens (from the grammar or the proposer), and their results."""
+"""Drafts of a batch: their maximum number, their tokens, and the statistics of their verification.
+
+A grammar forces the tokens of a draft, or a `DraftProposer` proposes them.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,20 @@ _MAX_FORCED_TOKENS = 64
 
 
 def draft_limits(contexts: Sequence[TextContext], kv: KVCache, max_rows: int) -> list[int]:
-    """Return the maximum number of drafts per context. Unused rows of the step are divided evenly among them.
+    """Return the maximum number of drafts of each context.
+
+    The unused rows of the step are divided evenly among the contexts.
 
     Args:
         contexts: the batch.
-        kv: the cache, which limits how many more tokens a context may get.
+        kv: the cache, which limits the length of a context.
         max_rows: the planned number of rows of a step.
     """
     num_rows = sum(context.active_length for context in contexts)
     num_left = max(max_rows - num_rows, 0)
-    share = min(num_left, MAX_DRAFT_ROWS) // len(contexts)
+    limit = min(num_left, MAX_DRAFT_ROWS) // len(contexts)
     return [
-        0 if context.active_idx < context.end_idx else max(min(_tokens_left(context, kv) - 1, share), 0)
+        0 if context.active_idx < context.end_idx else max(min(_tokens_left(context, kv) - 1, limit), 0)
         for context in contexts
     ]
 
@@ -39,20 +44,20 @@ def draft_tokens(
     draft_lengths: DraftLengthPolicy | None,
     vocabulary: int,
 ) -> tuple[list[list[int]], list[bool]]:
-    """Return drafts for each context, and whether its grammar forces them.
+    """Return for each context its drafts, and whether its grammar forces them.
 
     Args:
         contexts: the batch.
         limits: the maximum number of drafts of each context.
-        proposer: drafts tokens for contexts whose grammar forces none; None disables these drafts.
-        draft_lengths: limits the drafts of the proposer further; None sets no limit.
-        vocabulary: V; 0 if it is not known before the first forward.
+        proposer: drafts tokens for contexts whose grammar forces no token; None disables these drafts.
+        draft_lengths: limits the drafts of the proposer further; None sets no further limit.
+        vocabulary: V; 0 before the first forward, when V is not known yet.
     """
     drafts: list[list[int]] = [[] for _ in contexts]
     for index, (context, limit) in enumerate(zip(contexts, limits, strict=True)):
-        # Contexts that append forced tokens have already done so after their last sampled token.
-        is_appended = appends_forced_tokens(context) and len(context.generated_tokens)
-        if context.matcher is not None and vocabulary and not is_appended:
+        # For these contexts, `append_forced` has already appended the tokens that the grammar forces.
+        has_appended = appends_forced_tokens(context) and len(context.generated_tokens)
+        if context.matcher is not None and vocabulary and not has_appended:
             drafts[index] = forced_tokens(context, min(limit, _MAX_FORCED_TOKENS), vocabulary)
     is_forced = [bool(draft) for draft in drafts]
     if proposer is None:
@@ -69,10 +74,10 @@ def draft_tokens(
 
 def append_forced(context: TextContext, kv: KVCache, vocabulary: int) -> int:
     """Append the tokens that the grammar forces and return their number. The next step computes them."""
-    is_over = context.generation_status.is_done or context.active_idx < context.end_idx
-    if not appends_forced_tokens(context) or is_over or not vocabulary:
+    is_done_or_chunk = context.generation_status.is_done or context.active_idx < context.end_idx
+    if not appends_forced_tokens(context) or is_done_or_chunk or not vocabulary:
         return 0
-    limit = _tokens_left(context, kv) - 1  # the last token before the maximum length is sampled
+    limit = _tokens_left(context, kv) - 1  # the token that reaches the maximum length must be sampled
     num_forced = 0
     for token in forced_tokens(context, min(limit, _MAX_FORCED_TOKENS), vocabulary):
         context.jump_ahead(token)
@@ -95,7 +100,7 @@ def report_drafts(
     Args:
         contexts: the batch, after it has taken the tokens of the step.
         drafts: the verified drafts of each context.
-        is_forced: whether a grammar forced them.
+        is_forced: for each context whether its grammar forced the drafts.
         matching: the number of drafts of each context that equal the sampled tokens.
         stats: the counters to add to.
         observers: the proposer and the length policy, if any.
@@ -109,7 +114,7 @@ def report_drafts(
 
 
 def _tokens_left(context: TextContext, kv: KVCache) -> int:
-    """Return how many more tokens a context may get from one call, accepted drafts included."""
+    """Return the maximum number of tokens, including accepted drafts, that one call may add to a context."""
     num_tokens = tokens_left(kv, context)
     assert num_tokens is not None, "the pipeline limits the length of sequences"
     return num_tokens

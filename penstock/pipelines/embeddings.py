@@ -1,4 +1,4 @@
-"""`EmbeddingsPipeline`: embeddings, scores, sparse and multi-vector outputs, one forward per batch."""
+"""`EmbeddingsPipeline`: dense, sparse and multi-vector embeddings and scores, with one forward per batch."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
     """Computes the outputs of whole inputs in ragged batches, without a KV cache.
 
     Args:
-        model: an encoder.
-        layout: how its hidden states become embeddings.
-        trained_dimensions: lengths to which a dense embedding may be cut; None allows any.
-        heads: the heads on the hidden state of each token.
+        model: the encoder.
+        layout: the pooling, dense layers and normalisation of the checkpoint.
+        trained_dimensions: lengths to which a dense embedding may be cut; None allows all lengths.
+        heads: the heads for sparse and multi-vector embeddings, applied to each token.
     """
 
     task = PipelineTask.EMBEDDINGS_GENERATION
@@ -83,11 +83,11 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
         ops, device = self.session.ops, model.torch_device
         self._dense = [load_dense(module, ops, device) for module in layout.dense]
         self._poolings = layout.poolings or (model.default_pooling,)
-        self._scores = scores_activation(model.huggingface_config)
+        self._score_activation = scores_activation(model.huggingface_config)
 
     @cached_property
     def outputs(self) -> tuple[EmbeddingsOutput, ...]:
-        """The outputs that the model has; the first is its default."""
+        """The outputs that the model computes; the first one is the default."""
         network = self.model.network
         if network.classifier is not None:
             return ("scores",)
@@ -102,7 +102,7 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
 
     @property
     def embedding_size(self) -> int:
-        return self._size_of(len(self._poolings))
+        return self._pooled_size(len(self._poolings))
 
     def encode(self, batch: Mapping[str, EmbeddingsContext]) -> dict[str, EmbeddingsResponse]:
         """Return the outputs of all contexts, by request id."""
@@ -130,7 +130,7 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
                 f"the output {missing[0]}", f"this model computes {', '.join(self.outputs)}"
             )
         if context.dimensions is not None:
-            size = self.embedding_size if context.pooling is None else self._size_of(1)
+            size = self.embedding_size if context.pooling is None else self._pooled_size(1)
             check_dimensions(context.dimensions, size, self.trained_dimensions)
         if context.adapter is None:
             return True
@@ -141,21 +141,21 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
         return self.lora_manager.ready(context)
 
     def _check_tokens(self, context: EmbeddingsContext) -> None:
-        """Refuse tokens that stand for inputs other than text.
+        """Refuse placeholder tokens of images, audio and other inputs that are not text.
 
         Raises:
-            UnsupportedFeatureError: names the first of them.
+            UnsupportedFeatureError: the message names the first placeholder token.
         """
         placeholders = self.model.placeholders
         if not placeholders:
             return
         tokens = context.next_tokens
-        (found,) = np.isin(tokens, list(placeholders)).nonzero()
-        if len(found):
-            token = int(tokens[found[0]])
+        (indices,) = np.isin(tokens, list(placeholders)).nonzero()
+        if len(indices):
+            token = int(tokens[indices[0]])
             raise UnsupportedFeatureError(
                 f"input of type {placeholders[token]}",
-                f"token {found[0]} of the input, with id {token}, stands for one; the model reads text only",
+                f"token {indices[0]} of the input (id {token}) is a placeholder; the model reads text only",
             )
 
     def release(self, context: EmbeddingsContext) -> None:
@@ -170,8 +170,8 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
     def lora_manager(self) -> LoRAManager | None:
         return self.model.lora_manager
 
-    def _size_of(self, num_poolings: int) -> int:
-        """Return the length of a dense embedding."""
+    def _pooled_size(self, num_poolings: int) -> int:
+        """Return the length of a dense embedding that is made from ``num_poolings`` concatenated poolings."""
         if self.layout.dense:
             return self.layout.dense[-1].out_features
         return self.model.output_size(self.model.huggingface_config) * num_poolings
@@ -179,108 +179,113 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
     def _responses(
         self, contexts: Sequence[EmbeddingsContext], hidden: Tensor, step: StepInputs
     ) -> list[EmbeddingsResponse]:
-        rows = _Rows(hidden, step)
-        default = self.outputs[:1]
-        wanted = [context.outputs or default for context in contexts]
-        means = _Means(hidden, step)
-        dense = self._vectors(
-            contexts, rows, [i for i, names in enumerate(wanted) if "dense" in names], means
-        )
-        scores = self._classify(
-            contexts, rows, [i for i, names in enumerate(wanted) if "scores" in names], step
-        )
+        states = _SequenceStates(hidden, step)
+        means = _SequenceMeans(hidden, step)
+        outputs = [context.outputs or self.outputs[:1] for context in contexts]
+        dense_indices = [i for i, names in enumerate(outputs) if "dense" in names]
+        dense = self._dense_embeddings(contexts, states, dense_indices, means)
+        score_indices = [i for i, names in enumerate(outputs) if "scores" in names]
+        scores = self._classify(contexts, states, score_indices, step)
         return [
             EmbeddingsResponse(
                 dense.get(i, np.zeros(0, np.float32)),
                 scores=scores.get(i),
-                sparse=self._sparse(contexts[i], rows[i], step) if "sparse" in wanted[i] else None,
-                multi_vector=self._multi_vector(contexts[i], rows[i])
-                if "multi_vector" in wanted[i]
+                sparse=self._sparse(contexts[i], states[i], step) if "sparse" in outputs[i] else None,
+                multi_vector=self._multi_vector(contexts[i], states[i])
+                if "multi_vector" in outputs[i]
                 else None,
-                num_tokens=rows.num_tokens(i),
+                num_tokens=states.num_tokens(i),
             )
             for i in range(len(contexts))
         ]
 
-    def _vectors(
+    def _dense_embeddings(
         self,
         contexts: Sequence[EmbeddingsContext],
-        rows: _Rows,
-        chosen: Sequence[int],
-        means: _Means,
+        states: _SequenceStates,
+        indices: Sequence[int],
+        means: _SequenceMeans,
     ) -> dict[int, npt.NDArray[np.floating]]:
-        """Return the dense embeddings of the selected contexts."""
-        if not chosen:
+        """Return the dense embeddings of the contexts with the given indices, by index."""
+        if not indices:
             return {}
-        are_means = [self._takes_mean(contexts[i]) for i in chosen]
+        are_means = [self._is_full_mean(contexts[i]) for i in indices]
         if all(are_means):
-            vectors = means.rows if len(chosen) == len(contexts) else means.rows[chosen]
+            vectors = means.rows if len(indices) == len(contexts) else means.rows[indices]
         else:
             vectors = torch.stack(
                 [
-                    means.rows[i] if is_mean else self._pooled(contexts[i], rows[i])
-                    for i, is_mean in zip(chosen, are_means, strict=True)
+                    means.rows[i] if is_mean else self._pool(contexts[i], states[i])
+                    for i, is_mean in zip(indices, are_means, strict=True)
                 ]
             )  # [n, E]
         for layer in self._dense:
             vectors = layer(vectors, self.session.ops)
-        return dict(zip(chosen, self._finished([contexts[i] for i in chosen], vectors), strict=True))
+        embeddings = self._cut_and_normalize([contexts[i] for i in indices], vectors)
+        return dict(zip(indices, embeddings, strict=True))
 
-    def _takes_mean(self, context: EmbeddingsContext) -> bool:
-        """Return whether the embedding of a context is the mean of all its rows."""
+    def _is_full_mean(self, context: EmbeddingsContext) -> bool:
+        """Return whether the embedding of a context is the mean of the hidden states of all its tokens."""
         poolings = self._poolings if context.pooling is None else (context.pooling,)
         return tuple(poolings) == ("mean",) and not context.num_unpooled_tokens
 
-    def _pooled(self, context: EmbeddingsContext, hidden: Tensor) -> Tensor:
+    def _pool(self, context: EmbeddingsContext, hidden: Tensor) -> Tensor:
         poolings = self._poolings if context.pooling is None else (context.pooling,)
         return pool(hidden, poolings, context.num_unpooled_tokens)
 
-    def _finished(
+    def _cut_and_normalize(
         self,
         contexts: Sequence[EmbeddingsContext],
         vectors: Tensor,  # [n, E]
     ) -> list[npt.NDArray[np.floating]]:
-        """Return the vectors cut to the length and scaled to the norm that their contexts request."""
-        asked = [
+        """Return the vectors, cut to the length and scaled to the norm that their contexts request."""
+        options = [
             (context.dimensions, self.layout.normalize if context.normalize is None else context.normalize)
             for context in contexts
         ]
 
-        def finished(rows: Tensor, dimensions: int | None, is_unit: bool) -> npt.NDArray[np.floating]:
+        def cut_and_normalize(
+            rows: Tensor, dimensions: int | None, normalize: bool
+        ) -> npt.NDArray[np.floating]:
             rows = rows[:, :dimensions]
-            return (F.normalize(rows, dim=-1) if is_unit else rows).numpy(force=True)
+            return (F.normalize(rows, dim=-1) if normalize else rows).numpy(force=True)
 
-        if len(set(asked)) == 1:
-            return list(finished(vectors, *asked[0]))
-        return [finished(row[None], *one)[0] for row, one in zip(vectors, asked, strict=True)]
+        if len(set(options)) == 1:
+            return list(cut_and_normalize(vectors, *options[0]))
+        return [
+            cut_and_normalize(vector[None], *vector_options)[0]
+            for vector, vector_options in zip(vectors, options, strict=True)
+        ]
 
     def _classify(
         self,
         contexts: Sequence[EmbeddingsContext],
-        rows: _Rows,
-        chosen: Sequence[int],
+        states: _SequenceStates,
+        indices: Sequence[int],
         step: StepInputs,
     ) -> dict[int, npt.NDArray[np.floating]]:
-        """Return the scores ``[labels]`` of the selected contexts."""
+        """Return the scores ``[labels]`` of the contexts with the given indices, by index."""
         classifier = self.model.network.classifier
-        if not chosen or classifier is None:
+        if not indices or classifier is None:
             return {}
-        kind = self.model.classifier_pooling
+        pooling = (self.model.classifier_pooling,)
         if self.model.pools_logits:
-            logits = torch.stack([pool(classifier(rows[i], step), (kind,)) for i in chosen])  # [n, labels]
+            logits = torch.stack([pool(classifier(states[i], step), pooling) for i in indices])  # [n, labels]
         else:
-            pooled = torch.stack([pool(rows[i], (kind,)).to(rows[i].dtype) for i in chosen])
+            pooled = torch.stack([pool(states[i], pooling).to(states[i].dtype) for i in indices])
             logits = classifier(pooled, step).float()
         return {
-            i: (row if contexts[i].activation is False else self._scores(row)).numpy(force=True)
-            for i, row in zip(chosen, logits, strict=True)
+            i: (row if contexts[i].activation is False else self._score_activation(row)).numpy(force=True)
+            for i, row in zip(indices, logits, strict=True)
         }
 
     def _sparse(self, context: EmbeddingsContext, hidden: Tensor, step: StepInputs) -> SparseEmbedding:
-        """Return the weight of each token id, by default the largest ``log(1 + relu(logit))``.
+        """Return the sparse embedding of a context, from its hidden states ``[n, E]``.
 
-        SPLADE (arXiv:2109.10086); the logarithm is applied twice for ``log1p_relu`` (arXiv:2504.14839). A
-        model with a token-weight head computes weights for the tokens of the input only, see `TokenHeads`.
+        The weight of a token id is the maximum of ``log(1 + relu(logit))`` over the input (SPLADE,
+        arXiv:2109.10086), or the sum if the checkpoint has sum pooling. With ``log1p_relu``, the logarithm is
+        applied twice (arXiv:2504.14839). A model with a token-weight head computes weights for the tokens of
+        the input only, see `TokenHeads`.
         """
         if self.heads.weights is not None:
             return self.heads.sparse(context.next_tokens, hidden, step)
@@ -294,7 +299,7 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
         return SparseEmbedding(ids.int().numpy(force=True), weights[ids].numpy(force=True))
 
     def _multi_vector(self, context: EmbeddingsContext, hidden: Tensor) -> npt.NDArray[np.floating]:
-        """Return one vector of length 1 for each counted token, ``[n, E]``."""
+        """Return a vector of norm 1 for each token after the unpooled tokens, ``[n, E]``."""
         first, layers = context.num_unpooled_tokens, self._dense
         if self.heads.vectors is not None:
             first, layers = max(first, 1), [self.heads.vectors]
@@ -304,7 +309,7 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
         return F.normalize(vectors[:, : context.dimensions], dim=-1).numpy(force=True)
 
 
-class _Rows:
+class _SequenceStates:
     """The hidden states of each sequence of a step.
 
     Args:
@@ -327,8 +332,8 @@ class _Rows:
         return self._hidden[start:stop]
 
 
-class _Means:
-    """The means of the hidden states of all sequences of a step, computed when the first is needed.
+class _SequenceMeans:
+    """The mean hidden state of each sequence of a step. All means are computed at the first use.
 
     Args:
         hidden: the hidden states ``[T, E]``.
@@ -340,19 +345,19 @@ class _Means:
 
     @cached_property
     def rows(self) -> Tensor:
-        """``[B, E]`` float32."""
+        """The means ``[B, E]`` float32."""
         return self._step.ops.sequence_means(self._hidden, self._step.row_offsets)
 
 
 def scores_activation(config: HuggingFaceConfig) -> Callable[[Tensor], Tensor]:
-    """Return the function from the logits ``[labels]`` of a classifier to its scores.
+    """Return a function that maps the logits ``[labels]`` of a classifier to scores.
 
-    The checkpoint can name the function of a cross-encoder. Otherwise it is a sigmoid for a single label and
-    for multi-label classifiers, else a softmax.
+    The checkpoint of a cross-encoder can name the function. By default it is a sigmoid for a single label and
+    for multi-label classifiers, and a softmax for others.
     """
     settings = config.section("sentence_transformers")
-    named = settings.get("activation_fn") or config.get("sbert_ce_default_activation_function")
-    name = str(named or "").rpartition(".")[2]
+    path = settings.get("activation_fn") or config.get("sbert_ce_default_activation_function")
+    name = str(path or "").rpartition(".")[2]
     if name == "Identity":
         return lambda logits: logits
     if name == "Sigmoid":

@@ -22,7 +22,7 @@ class EncoderCache:
         self._rows: OrderedDict[bytes, Tensor] = OrderedDict()
 
     def get(self, image_hash: bytes | None) -> Tensor | None:
-        """Return the rows ``[embedding_rows, W]`` of an image, or None if they are not cached."""
+        """Return the embedding rows of an image, see `VisionModel.encode_images`; None if not cached."""
         rows = None if image_hash is None else self._rows.get(image_hash)
         if rows is not None and image_hash is not None:
             self._rows.move_to_end(image_hash)
@@ -30,7 +30,7 @@ class EncoderCache:
         return rows
 
     def put(self, image_hash: bytes | None, rows: Tensor) -> None:
-        """Cache the rows of an image, unless it has no digest or its rows exceed the budget."""
+        """Cache the rows of an image. Does nothing if it has no digest or its rows exceed ``max_bytes``."""
         self.num_encoded += 1
         if image_hash is None or image_hash in self._rows or rows.nbytes > self.max_bytes:
             return

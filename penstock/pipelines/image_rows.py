@@ -1,4 +1,4 @@
-"""`ImageRows`: the image embeddings for the rows of a step."""
+"""`ImageRows`: computes the image embeddings of a step."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class ImageRows:
     """Encodes the images of a step, and returns the embeddings that replace their placeholders.
 
     An image is encoded when a step first computes one of its placeholders. Its rows are cached under its
-    digest, for later chunks of the same prompt and for other requests. An image whose span is in the prefix
-    cache is not encoded.
+    digest, for later chunks of the same prompt and for other requests. An image is not encoded if the prefix
+    cache contains the blocks of its span.
 
     Args:
         model: encodes images.
@@ -46,31 +46,28 @@ class ImageRows:
             None if no row is a placeholder.
         """
         window_images: list[tuple[int, TextAndVisionContext, ImageMetadata]] = []
-        first = 0
+        first_row = 0
         for context, count in zip(contexts, counts, strict=True):
             if isinstance(context, TextAndVisionContext) and context.images:
-                window_images += [(first, context, image) for image in context.next_images_in_window]
-            first += count
+                window_images += [(first_row, context, image) for image in context.next_images_in_window]
+            first_row += count
         if not window_images:
             return None
         image_embeddings = self._image_embeddings([image for _, _, image in window_images])
         rows: list[np.ndarray] = []
         values: list[Tensor] = []
-        for (first, context, image), image_rows in zip(window_images, image_embeddings, strict=True):
+        for (first_row, context, image), image_rows in zip(window_images, image_embeddings, strict=True):
             indices = context.placeholders(image)
             start, stop = np.searchsorted(indices, [context.start_idx, context.active_idx])
-            rows.append(indices[start:stop].astype(np.int64) - context.start_idx + first)
+            rows.append(indices[start:stop].astype(np.int64) - context.start_idx + first_row)
             values.append(image_rows[start:stop])
         all_rows = np.concatenate(rows)
-        if not len(all_rows):  # the step has only separator tokens of images
+        if not len(all_rows):  # the tokens of images in this step are separators, not placeholders
             return None
         return upload(all_rows, self._device), torch.cat(values)
 
     def _image_embeddings(self, images: Sequence[ImageMetadata]) -> list[Tensor]:
-        """Return the rows of each image, from the cache or from the encoder.
-
-        Equal images are encoded once.
-        """
+        """Return the rows of each image, from the cache or from the encoder. Encodes equal images once."""
         cached_rows = [self.cache.get(image.image_hash) for image in images]
         missing_images: dict[bytes | int, ImageMetadata] = {}
         for image, rows in zip(images, cached_rows, strict=True):
@@ -93,7 +90,7 @@ class ImageRows:
         ]
 
     def _batches(self, images: Sequence[ImageMetadata]) -> list[list[ImageMetadata]]:
-        """Return groups of images with at most ``max_encoder_rows`` rows each, or with a single image."""
+        """Divide images into batches of at most ``max_encoder_rows`` rows, or of a single image."""
         batches: list[list[ImageMetadata]] = []
         num_left = 0
         for image in images:
@@ -107,5 +104,5 @@ class ImageRows:
 
 
 def _key(image: ImageMetadata) -> bytes | int:
-    """Return the key of an image within a step: its digest, or the object itself without a digest."""
+    """Return a key that identifies an image within a step: its digest, or its object id without a digest."""
     return id(image) if image.image_hash is None else image.image_hash

@@ -30,5 +30,5 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # a type checker must report names that do not exist
+if not TYPE_CHECKING:  # with __getattr__, type checkers would accept missing names
     __getattr__ = lazy_names(__name__, dict.fromkeys(__all__, "penstock.kv_cache"))

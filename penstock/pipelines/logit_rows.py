@@ -1,4 +1,4 @@
-"""The rows of logits of a batch: the context of each row, and the rows with log probabilities."""
+"""`LogitRows`: the rows of logits of a batch; and functions that select rows of logits."""
 
 from __future__ import annotations
 
@@ -22,46 +22,53 @@ class LogitRows:
     positions: np.ndarray  # [R]: index of the token sampled from each row
 
     @classmethod
-    def of(cls, contexts: Sequence[TextContext], drafts: Sequence[list[int]]) -> LogitRows:
-        ends = np.array([context.active_idx for context in contexts])
+    def for_batch(cls, contexts: Sequence[TextContext], drafts: Sequence[list[int]]) -> LogitRows:
+        """Return the rows of a step: one for each draft, and one after the last draft, of each context."""
+        next_positions = np.array([context.active_idx for context in contexts])
         counts = [len(draft) + 1 for draft in drafts]
         sequences = np.arange(len(contexts))
         if not any(drafts):
-            return cls(counts, sequences, ends)
+            return cls(counts, sequences, next_positions)
         sequences = sequences.repeat(counts)
-        firsts = np.cumsum(counts) - counts  # [B]
-        return cls(counts, sequences, ends[sequences] + np.arange(len(sequences)) - firsts[sequences])
+        first_rows = np.cumsum(counts) - counts  # [B]
+        positions = next_positions[sequences] + np.arange(len(sequences)) - first_rows[sequences]
+        return cls(counts, sequences, positions)
 
-    def after(self, step: int) -> LogitRows:
-        return replace(self, positions=self.positions + step) if step else self
+    def after_steps(self, num_steps: int) -> LogitRows:
+        """Return the rows of the step that follows ``num_steps`` decode steps."""
+        return replace(self, positions=self.positions + num_steps) if num_steps else self
 
 
 def rows_as_sequences(
-    inputs: ModelInputs, outputs: ModelOutputs, drafts: Sequence[list[int]], owners: Sequence[int]
+    inputs: ModelInputs, outputs: ModelOutputs, drafts: Sequence[list[int]], context_indices: Sequence[int]
 ) -> tuple[ModelInputs, ModelOutputs]:
-    """Return the rows with log probabilities as a batch: one sequence for each reported token.
+    """Return inputs and outputs of a verification step with one sequence for each token to score.
 
-    The first sequence of a context has its active rows. Each further sequence has the row of one draft.
+    The first sequence of a context has the rows of its active tokens. Each further sequence has the row of
+    one draft.
 
     Args:
         inputs: inputs of the forward; the rows of a context are contiguous, its drafts last.
         outputs: outputs of the forward.
-        drafts: the verified drafts.
-        owners: the index of the context of each reported token.
+        drafts: the verified drafts of each context.
+        context_indices: the index of the context of each token to score, in ascending order.
     """
     assert outputs.logits is not None, "the model returned no logits"
-    row_ends, logit_ends = inputs.row_offsets.tolist(), inputs.logit_offsets.tolist()
+    old_row_offsets, old_logit_offsets = inputs.row_offsets.tolist(), inputs.logit_offsets.tolist()
     rows: list[int] = []
     logit_rows: list[int] = []
     row_offsets, logit_offsets = [0], [0]
     position = 0
-    for number, owner in enumerate(owners):
-        position = position + 1 if number and owners[number - 1] == owner else 0
-        width = len(drafts[owner])
-        first_draft, first_logits = row_ends[owner + 1] - width, logit_ends[owner + 1] - width
+    for number, index in enumerate(context_indices):
+        position = position + 1 if number and context_indices[number - 1] == index else 0
+        num_drafts = len(drafts[index])
+        first_draft, first_logits = (
+            old_row_offsets[index + 1] - num_drafts,
+            old_logit_offsets[index + 1] - num_drafts,
+        )
         if position == 0:
-            rows += range(row_ends[owner], first_draft)
-            logit_rows += range(logit_ends[owner], first_logits)
+            rows += range(old_row_offsets[index], first_draft)
+            logit_rows += range(old_logit_offsets[index], first_logits)
         else:
             rows.append(first_draft + position - 1)
             logit_rows.append(first_logits + position - 1)
@@ -69,18 +76,18 @@ def rows_as_sequences(
         logit_offsets.append(len(logit_rows))
     device = outputs.logits.device
     offsets = torch.tensor(logit_offsets, device=device)
-    chosen = replace(
+    scored_inputs = replace(
         inputs,
         tokens=inputs.tokens[torch.tensor(rows, device=device)],
         row_offsets=torch.tensor(row_offsets, device=device),
         logit_offsets=offsets,
     )
     logits = outputs.logits[torch.tensor(logit_rows, device=device)]
-    return chosen, replace(outputs, next_token_logits=None, logits=logits, logit_offsets=offsets)
+    return scored_inputs, replace(outputs, next_token_logits=None, logits=logits, logit_offsets=offsets)
 
 
 def last_rows(outputs: ModelOutputs, counts: Sequence[int]) -> Tensor:  # [R, V]
-    """Return the last ``counts [B]`` rows of logits of each sequence."""
+    """Return the last ``counts[b]`` rows of logits of each sequence b."""
     if outputs.next_token_logits is not None and max(counts) == 1:
         return outputs.next_token_logits
     assert outputs.logits is not None, "the model returned no logits"

@@ -1,14 +1,15 @@
 """`OverlappedSteps`: launches the forward of a step while the previous step of a text pipeline runs.
 
-One step is launched in two parts. The forward needs the previous step's tokens on the device only. Sampling
-needs them in the contexts, because grammars, penalties and stop conditions depend on them::
+One step is launched in two parts. The forward needs the tokens of the previous step on the device only.
+Sampling needs these tokens in the contexts, because grammars, penalties and stop conditions depend on them::
 
     launch(1)  sample(1)  advance(1)  launch(2)  collect(1)  sample(2)  advance(2)  launch(3)  collect(2)  ...
 
 Between ``advance`` and ``collect``, the last token of a context is a placeholder. ``collect`` removes the
-placeholder and appends the sampled token. ``sample`` then checks that the context is as the forward assumed.
-If the context has ended, or if its grammar has appended other tokens, the row of the forward is dropped. The
-next step computes the tokens of a dropped row again, if they are still needed, so results do not change.
+placeholder and appends the sampled token. ``sample`` then checks that the forward has computed the right
+tokens of the context. If the context has ended, or if its grammar has appended further tokens, the row of the
+forward is dropped. If the tokens of a dropped row are still needed, the next step computes them again, so
+results do not change.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class _Window(NamedTuple):
     end_idx: int
 
     @classmethod
-    def of(cls, context: TextContext) -> _Window:
+    def from_context(cls, context: TextContext) -> _Window:
         return cls(context.start_idx, context.active_idx, context.end_idx)
 
 
@@ -63,15 +64,15 @@ class OverlappedStep:
     begin: float
     """Time of the launch in seconds."""
     kept_rows: list[int] = field(default_factory=list)
-    """The rows that were sampled, ascending."""
+    """The indices of the contexts whose rows were sampled, ascending."""
     sampled_tokens: Submitted[Tensor] | None = None  # [len(kept_rows)] int64
     """The tokens on the device; None before `OverlappedSteps.sample`."""
     host_tokens: Fetched | None = None
     """The copy of the tokens to the host, which may still be running."""
     pending_tokens: dict[str, int] = field(default_factory=dict)
-    """Request id -> index in ``sampled_tokens`` of the last token of its context, after ``advance``."""
+    """For each context with a placeholder, by request id: the index of its token in ``sampled_tokens``."""
     advanced_rows: list[int] = field(default_factory=list)
-    """The rows whose contexts have advanced."""
+    """The indices of the contexts that ``advance`` has moved."""
 
     @property
     def contexts(self) -> list[TextContext]:
@@ -110,8 +111,9 @@ class OverlappedSteps:
         """Launch the forward of a batch.
 
         Args:
-            batch: the contexts, claimed and with the blocks of one step.
-            after: the previous step, if it is not collected yet. Its contexts in ``batch`` have advanced.
+            batch: the contexts, claimed and with reserved blocks for one step.
+            after: the previous step if it is not collected yet. Contexts that are in both batches have
+                advanced.
 
         Raises:
             PenstockError: a context cannot be served. Nothing was launched.
@@ -119,40 +121,39 @@ class OverlappedSteps:
         contexts = list(batch.values())
         self._check(contexts)
         drafts: list[list[int]] = [[] for _ in contexts]
-        rows = LogitRows.of(contexts, drafts)
+        rows = LogitRows.for_batch(contexts, drafts)
         previous_tokens: Submitted[Tensor] | None = None
-        sources: list[int] = []
-        token_positions: list[int] = []
+        source_indices: list[int] = []
+        target_indices: list[int] = []
         if after is not None:
             previous_tokens, end = after.sampled_tokens, 0
             for request_id, context in batch.items():
                 end += context.active_length
                 if request_id in after.pending_tokens and after.batch[request_id] is context:
-                    sources.append(after.pending_tokens[request_id])
-                    token_positions.append(end - 1)
+                    source_indices.append(after.pending_tokens[request_id])
+                    target_indices.append(end - 1)
         inputs = self._runner.prepare_step(contexts, drafts)
-        source_rows, token_rows = upload(np.array([sources, token_positions], np.int64), self._device)
+        sources, targets = upload(np.array([source_indices, target_indices], np.int64), self._device)
 
         def forward() -> _Forward:
-            complete = inputs
-            if previous_tokens is not None and sources:
-                # A row without finite logits continues with an arbitrary token, because its result is not
-                # used.
-                known = previous_tokens.value[source_rows].clamp(min=0)
-                complete = replace(inputs, tokens=inputs.tokens.index_copy(0, token_rows, known))
-            outputs = self._model.execute(complete)
+            forward_inputs = inputs
+            if previous_tokens is not None and source_indices:
+                # A row without finite logits continues with token 0. Its further results are not used.
+                sampled = previous_tokens.value[sources].clamp(min=0)
+                forward_inputs = replace(inputs, tokens=inputs.tokens.index_copy(0, targets, sampled))
+            outputs = self._model.execute(forward_inputs)
             beat()
-            return _Forward(complete, outputs, last_rows(outputs, rows.counts))
+            return _Forward(forward_inputs, outputs, last_rows(outputs, rows.counts))
 
-        windows = [_Window.of(context) for context in contexts]
+        windows = [_Window.from_context(context) for context in contexts]
         begin = perf_counter()
         return OverlappedStep(batch, windows, rows, self._queue.submit(forward), begin)
 
     def sample(self, step: OverlappedStep) -> list[str]:
         """Launch the sampling of a step, after the previous step was collected.
 
-        Drops the rows of contexts that have ended, or whose tokens differ from those that the forward
-        assumed.
+        Drops the rows of contexts that have ended, or whose tokens are not those that the forward has
+        computed.
 
         Returns:
             The request ids of the contexts whose rows are kept.
@@ -167,7 +168,8 @@ class OverlappedSteps:
             if not context.generation_status.is_done
             and (context.start_idx, context.end_idx) == (window.start_idx, window.end_idx)
         ]
-        for index in step.kept_rows:  # the previous step computed a chunk of the prompt: the window has moved
+        # If the previous step computed a chunk of a prompt, `collect` has moved the end of the window.
+        for index in step.kept_rows:
             all_contexts[index].set_token_indices(active_idx=step.windows[index].active_idx)
         contexts = [all_contexts[index] for index in step.kept_rows]
         forward = step.forward
@@ -202,7 +204,7 @@ class OverlappedSteps:
     def runs_ahead(self, contexts: Sequence[TextContext]) -> bool:
         """Return whether several steps of these contexts can run in one call.
 
-        They cannot if each step needs the host, for grammars, changed logits or log probabilities.
+        Contexts with a grammar, changed logits or log probabilities need work of the host after each step.
         """
         return all(
             not context.log_probabilities
@@ -214,17 +216,17 @@ class OverlappedSteps:
     def collects_first(self, step: OverlappedStep) -> bool:
         """Return whether a step must be collected before the next step is launched.
 
-        True with log probabilities, which are computed when the step is collected. Otherwise the device would
-        run the next step before them.
+        This is the case with log probabilities. They are computed when the step is collected. If the next
+        step were launched before that, the device would run it first.
         """
         contexts = step.contexts
         return any(contexts[index].log_probabilities for index in step.kept_rows)
 
     def advance(self, step: OverlappedStep, running: Container[str]) -> set[str]:
-        """Move the contexts of a sampled step past its tokens, which are not known yet.
+        """Move the contexts of a sampled step past its tokens, whose values are not known yet.
 
         Args:
-            step: the step.
+            step: the sampled step.
             running: request ids of the contexts that are still running.
 
         Returns:
@@ -249,7 +251,7 @@ class OverlappedSteps:
         """Wait for a sampled step, append its tokens to the contexts, and return the new tokens.
 
         Raises:
-            Exception: the device failed. The contexts are as they were when the step was launched.
+            Exception: the device failed. The contexts have the token indices of the launch of the step.
         """
         assert step.host_tokens is not None, "the step was not sampled"
         contexts = step.contexts
@@ -259,7 +261,7 @@ class OverlappedSteps:
         tokens = step.host_tokens.wait()
         now = perf_counter()
         if len(step.forward.value.inputs.tokens) == len(contexts):
-            # The device begins a step when the previous step has ended, or at the launch if it is idle.
+            # The device starts a step when the previous step has ended, or at its launch if it was idle.
             self._runner.record_step(now - max(self._collected_at, step.begin))
         self._collected_at = now
         sampled = tokens.new_zeros(len(contexts))

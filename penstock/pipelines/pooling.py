@@ -32,7 +32,7 @@ def pool(hidden: Tensor, poolings: Sequence[PoolingType], num_unpooled: int = 0)
     Args:
         hidden: the hidden states of the text, special tokens included.
         poolings: the kinds of pooling, whose results are concatenated.
-        num_unpooled: number of leading rows to skip, such as those of a prompt.
+        num_unpooled: number of leading rows to skip, such as the rows of a prompt.
     """
     rows = hidden.float()
     pooled = [_POOLINGS[kind](rows, rows[num_unpooled:]) for kind in poolings]
@@ -40,11 +40,15 @@ def pool(hidden: Tensor, poolings: Sequence[PoolingType], num_unpooled: int = 0)
 
 
 def _weighted_mean(rows: Tensor, counted: Tensor) -> Tensor:
-    """Return the mean with weights 1, 2, 3, ... of all rows (Muennighoff 2022, arXiv:2202.08904)."""
+    """Return the mean of the counted rows, weighted by position 1, 2, 3, ... in the text.
+
+    Source: Muennighoff 2022, arXiv:2202.08904.
+    """
     weights = torch.arange(len(rows) - len(counted) + 1, len(rows) + 1, device=rows.device).float()
     return (counted * weights[:, None]).sum(0) / weights.sum()
 
 
+# The arguments are all rows of a text, and the rows without those to skip.
 _POOLINGS: Mapping[PoolingType, Callable[[Tensor, Tensor], Tensor]] = {
     "cls": lambda rows, counted: counted[0],
     "mean": lambda rows, counted: counted.mean(0),

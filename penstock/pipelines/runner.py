@@ -29,13 +29,14 @@ from penstock.pipelines.logit_rows import LogitRows, last_rows, rows_as_sequence
 from penstock.pipelines.sampling import LogitEdits, Sampler
 from penstock.pipelines.speculative import accept
 
-_NO_CHOICE = -2
+_NO_ALLOWED_TOKEN = -2
 """The sampled token of a row whose grammar allows no token."""
 _MAX_FUSED_STEPS = 8
-"""Maximum number of decode steps per call if the configuration sets none. More steps save little time."""
+"""Maximum number of decode steps per call without a configured maximum. More steps save little time."""
 _MAX_QUEUED_STEPS = 32
-"""Maximum number of decode steps per call on a device with a queue. It is higher, because the device is idle
-while the host prepares the next call."""
+"""The same maximum on a device with a queue. It is higher, because the device is idle while the host prepares
+the next call.
+"""
 
 
 @dataclass(slots=True)
@@ -45,10 +46,10 @@ class SampledTokens:
     tokens: list[int] = field(default_factory=list)
     """The accepted drafts and the token after them; without drafts one token per step."""
     log_probabilities: list[LogProbabilities] = field(default_factory=list)
-    """One entry per token if requested. The first entry may begin with log probabilities of the prompt."""
+    """One entry per token if requested. With echo, the first entry includes the prompt tokens."""
     fault: str | None = None
     """The reason why the tokens are invalid; None if they are valid."""
-    has_no_choice: bool = False
+    has_no_allowed_token: bool = False
     """Whether the tokens are invalid because the grammar allows no token of the model's vocabulary."""
 
 
@@ -59,20 +60,20 @@ class LaunchHandle:
     contexts: Sequence[TextContext]
     drafts: Sequence[list[int]]
     num_steps: int
-    """Number of steps; lower than requested if all sequences of a fused call have ended earlier."""
+    """Number of steps; lower than requested if all sequences have ended earlier in a fused call."""
     inputs: ModelInputs
     """Model inputs of the last forward, or of the first forward if the steps are fused."""
     rows: LogitRows
     """Rows of logits of the first forward."""
     sampled: list[Tensor] = field(default_factory=list)
-    """The sampled tokens of each step, ``[R]`` int64; -1 marks logits that are not finite, `_NO_CHOICE` a row
-    whose grammar allows no token."""
+    """The sampled tokens of each step, ``[R]`` int64. -1 marks a row with logits that are not finite,
+    `_NO_ALLOWED_TOKEN` a row whose grammar allows no token."""
     fused: Tensor | None = None
     """The sampled tokens ``[n, B]`` of all steps if they ran as one call, instead of ``sampled``."""
     outputs: ModelOutputs | None = None
     """Outputs of the forward if log probabilities were requested."""
     begin: float | None = None
-    """Time of the launch in seconds, if all contexts decode."""
+    """Time of the launch in seconds; None if a context computes a prompt or drafts are verified."""
 
 
 class ModelRunner:
@@ -80,8 +81,8 @@ class ModelRunner:
 
     Args:
         model: the model.
-        session: its kernels.
-        kv: the cache that holds the contexts' blocks.
+        session: the session of the model.
+        kv: the KV cache with the blocks of the contexts.
     """
 
     def __init__(self, model: PipelineModel[TextContext], session: InferenceSession, kv: KVCache) -> None:
@@ -107,8 +108,8 @@ class ModelRunner:
         """
         if self._step_seconds is None:
             return 1
-        longest = _MAX_FUSED_STEPS if self._session.queue is None else _MAX_QUEUED_STEPS
-        return max(1, min(int(seconds / self._step_seconds), longest))
+        max_steps = _MAX_FUSED_STEPS if self._session.queue is None else _MAX_QUEUED_STEPS
+        return max(1, min(int(seconds / self._step_seconds), max_steps))
 
     def forward(
         self, contexts: Sequence[TextContext], num_logits: Sequence[int] | None = None
@@ -116,9 +117,9 @@ class ModelRunner:
         """Run one forward over the active tokens of contexts and return logits.
 
         Args:
-            contexts: the batch; its cache blocks are reserved.
-            num_logits: number of trailing rows of each context whose logits are returned; None for one row
-                each.
+            contexts: the batch, with reserved cache blocks.
+            num_logits: for each context the number of trailing rows whose logits are returned; None for one
+                row per context.
         """
         outputs = self._model.execute(self._prepare(contexts, None, 1 if num_logits is None else num_logits))
         return last_rows(outputs, num_logits or [1] * len(contexts))
@@ -141,32 +142,33 @@ class ModelRunner:
         drafts: Sequence[list[int]] | None = None,
         after: LaunchHandle | None = None,
     ) -> LaunchHandle:
-        """Start ``num_steps`` forwards of a batch with sampling, or one forward that verifies drafts.
+        """Launch ``num_steps`` forwards of a batch with sampling, or one forward that verifies drafts.
 
         Args:
-            contexts: the batch; its cache blocks are reserved for all steps.
+            contexts: the batch, with cache blocks reserved for all steps.
             num_steps: number of forwards; 1 with drafts or log probabilities.
             drafts: drafted tokens of each context.
-            after: an earlier launch of the same contexts, without drafts and log probabilities, whose tokens
-                these steps continue. It need not be collected. The blocks of both launches must be reserved
-                before the first launch.
+            after: an earlier launch of the same contexts, which this launch continues. It must have neither
+                drafts nor log probabilities, and need not be collected yet. The blocks of both launches must
+                be reserved before the first launch.
 
         Returns:
-            A handle for `collect`. Handles are independent: any number may be open.
+            A handle for `collect`. Handles are independent, so further batches may be launched first.
         """
         drafts = drafts or [[]] * len(contexts)
         is_scored = any(context.log_probabilities for context in contexts)
         assert num_steps == 1 or not (is_scored or any(drafts)), "drafts and log probabilities need one step"
         sampler = self.batch_sampler([context.sampling_params for context in contexts])
         if after is None:
-            rows = LogitRows.of(contexts, drafts)
+            rows = LogitRows.for_batch(contexts, drafts)
             inputs = self.prepare_step(contexts, drafts)
         else:
             assert not any(after.drafts), "steps cannot continue the verification of drafts"
-            rows = after.rows.after(after.num_steps)
+            rows = after.rows.after_steps(after.num_steps)
             inputs = self._inputs_after(after)
         handle = LaunchHandle(contexts, drafts, num_steps, inputs, rows)
-        is_decoding = len(rows.positions) == len(contexts) and all(c.active_length == 1 for c in contexts)
+        has_single_rows = all(context.active_length == 1 for context in contexts)
+        is_decoding = has_single_rows and len(rows.positions) == len(contexts)
         begin = perf_counter()
         handle.begin = begin if is_decoding else None
         if num_steps > 1 and is_decoding and not is_scored:
@@ -201,38 +203,37 @@ class ModelRunner:
         return results
 
     def _run_steps(self, sampler: Sampler, handle: LaunchHandle, is_scored: bool) -> None:
-        """Run the steps of a launch one after the other."""
+        """Run the steps of a launch as separate forwards."""
         for step in range(handle.num_steps):
             if step:
-                # A row without finite logits continues with an arbitrary token, because its result is not
-                # used.
+                # A row without finite logits continues with token 0. Its further results are not used.
                 tokens = handle.sampled[-1].clamp(min=0)
                 handle.inputs = self._model.prepare_next_token_inputs(tokens, handle.inputs)
             outputs = self._model.execute(handle.inputs)
             beat()
             logits = last_rows(outputs, handle.rows.counts)
             self.vocabulary = logits.shape[-1]
-            rows = handle.rows.after(step)
+            rows = handle.rows.after_steps(step)
             handle.sampled.append(self._sample(sampler, handle.contexts, handle.drafts, rows, logits))
             if is_scored:
                 handle.outputs = outputs
 
     def _run_fused_steps(self, sampler: Sampler, handle: LaunchHandle) -> Tensor | None:  # [n, B]
-        """Return the tokens of all steps if the model can run them as one call, else None.
+        """Run all steps as one call and return the tokens; None if the model cannot run them as one call.
 
-        It cannot do so if sampling parameters change the logits.
+        Steps whose sampling parameters change the logits cannot run as one call.
         """
         contexts, num_steps = handle.contexts, handle.num_steps
         if any(context.sampling_params.changes_logits for context in contexts):
             return None
         positions = handle.rows.positions + np.arange(num_steps)[:, None]  # [n, B]
-        ends = [list(context.eos_token_ids) for context in contexts]
-        width = max(1, max(map(len, ends)))
+        stop_ids = [list(context.eos_token_ids) for context in contexts]
+        width = max(1, max(map(len, stop_ids)))
         return self._model.execute_steps(
             handle.inputs,
             sampler.inputs,
             sampler.uniforms(positions),
-            torch.tensor([ids + [-1] * (width - len(ids)) for ids in ends]),
+            torch.tensor([ids + [-1] * (width - len(ids)) for ids in stop_ids]),
         )
 
     def _inputs_after(self, handle: LaunchHandle) -> ModelInputs:
@@ -243,21 +244,21 @@ class ModelRunner:
         return inputs
 
     def batch_sampler(self, params: list[SamplingParams]) -> Sampler:
-        """Return the sampler of a batch; reuses the previous sampler if the parameters are equal."""
+        """Return the sampler of a batch. Reuses the previous sampler if the parameters are equal."""
         if self._sampler is None or self._sampler.params != params:
             self._sampler = Sampler.for_batch(params, self._device)
         return self._sampler
 
     def prepare_step(self, contexts: Sequence[TextContext], drafts: Sequence[list[int]]) -> ModelInputs:
-        """Return the inputs of a step, with the rows of logits that sampling and log probabilities need."""
+        """Return the inputs of a step. They request the logits for sampling and for log probabilities."""
         if any(drafts):
             num_logits: int | Sequence[int] = [
-                context.active_length + len(draft) if _echoes(context) else len(draft) + 1
+                context.active_length + len(draft) if _requests_echo(context) else len(draft) + 1
                 for context, draft in zip(contexts, drafts, strict=True)
             ]
             return self._prepare(contexts, drafts, num_logits)
-        if any(_echoes(context) for context in contexts):
-            num_logits = [context.active_length if _echoes(context) else 1 for context in contexts]
+        if any(_requests_echo(context) for context in contexts):
+            num_logits = [context.active_length if _requests_echo(context) else 1 for context in contexts]
             return self._prepare(contexts, None, num_logits)
         return self._prepare(contexts, None, 1)
 
@@ -271,12 +272,12 @@ class ModelRunner:
         if drafts is not None:
             counts = [count + len(draft) for count, draft in zip(counts, drafts, strict=True)]
         kv = self._kv.inputs(contexts, counts=counts) if isinstance(self._kv, KVCacheManager) else None
-        if drafts is None:  # models without the parameter `drafts` are supported if there are no drafts
+        if drafts is None:  # not passed, because a model may lack the parameter `drafts`
             inputs = self._model.prepare_initial_token_inputs([contexts], kv, num_logits)
         else:
             inputs = self._model.prepare_initial_token_inputs([contexts], kv, num_logits, drafts=drafts)
-        given = self.images.embeddings(contexts, counts) if self.images is not None else None
-        return inputs if given is None else replace(inputs, input_embeds=given)
+        image_embeds = self.images.embeddings(contexts, counts) if self.images is not None else None
+        return inputs if image_embeds is None else replace(inputs, input_embeds=image_embeds)
 
     def _sample(
         self,
@@ -286,7 +287,7 @@ class ModelRunner:
         rows: LogitRows,
         logits: Tensor,  # [R, V]
     ) -> Tensor:  # [R] tokens
-        """Sample the token after each context's last row, and the token at the position of each draft."""
+        """Sample the next token of each context and, to verify drafts, a token at each draft's position."""
         return self.sampling_function(sampler, contexts, drafts, rows, logits.shape[-1])(logits)
 
     def sampling_function(
@@ -297,87 +298,89 @@ class ModelRunner:
         rows: LogitRows,
         vocabulary: int,
     ) -> Callable[[Tensor], Tensor]:  # [R, V] -> [R] tokens
-        """Return a function that samples from logits. The contexts may change before it is called.
+        """Return a function that samples from logits. Later changes of the contexts do not affect it.
 
         Args:
             sampler: the sampler of the contexts.
-            contexts: the contexts, updated with all tokens before the sampled tokens.
+            contexts: the contexts, with all tokens before the tokens to sample.
             drafts: drafted tokens of each context.
             rows: the rows of logits.
             vocabulary: V.
 
         Raises:
-            InputError: a context names a token id that the model does not have.
+            InputError: a token rule contains an id outside the vocabulary.
         """
-        edits = LogitEdits.of(contexts, rows.sequences, rows.positions, drafts, vocabulary, self._device)
+        edits = LogitEdits.for_batch(
+            contexts, rows.sequences, rows.positions, drafts, vocabulary, self._device
+        )
         bitmask = grammar_bitmask(contexts, rows.sequences, vocabulary, drafts)
         sequences = rows.sequences if any(drafts) else None
-        has_choice = None
+        has_allowed = None
         if bitmask is not None:
-            has_choice = bitmask.any(-1)
-            has_choice = None if has_choice.all() else upload(has_choice, self._device)
+            has_allowed = bitmask.any(-1)
+            has_allowed = None if has_allowed.all() else upload(has_allowed, self._device)
             bitmask = upload(bitmask, self._device)
 
         def sample(logits: Tensor) -> Tensor:
             if edits is not None:
                 logits = edits.apply(logits)
             sampled = sampler(self._session.ops, logits, sequences, rows.positions, bitmask)
-            return sampled if has_choice is None else sampled.where(has_choice, _NO_CHOICE)
+            return sampled if has_allowed is None else sampled.where(has_allowed, _NO_ALLOWED_TOKEN)
 
         return sample
 
     def _score(self, handle: LaunchHandle, outputs: ModelOutputs, results: Sequence[SampledTokens]) -> None:
         """Append the log probabilities of a step's tokens to the results.
 
-        After a chunk of a prompt, the scored token is the next token of the prompt. Each accepted draft is
-        scored as a separate sequence of one row.
+        If a step computes a chunk of a prompt, the scored token is the next token of the prompt. Each
+        accepted draft is scored as a separate sequence of one row.
         """
         contexts, drafts, inputs = handle.contexts, handle.drafts, handle.inputs
-        targets, top_n, echo, owners = [], [], [], []
+        targets, top_n, echo, context_indices = [], [], [], []
         for index, (context, result) in enumerate(zip(contexts, results, strict=True)):
             is_chunk = context.active_idx < context.end_idx
             scored = [int(context.all_tokens[context.active_idx])] if is_chunk else result.tokens
             if any(drafts) and not context.log_probabilities:
                 scored = []
             targets += scored
-            owners += [index] * len(scored)
+            context_indices += [index] * len(scored)
             top_n += [context.log_probabilities or 0] * len(scored)
-            echo += [_echoes(context)] + [False] * (len(scored) - 1) if scored else []
+            echo += [_requests_echo(context)] + [False] * (len(scored) - 1) if scored else []
         if any(drafts):
-            inputs, outputs = rows_as_sequences(inputs, outputs, drafts, owners)
+            inputs, outputs = rows_as_sequences(inputs, outputs, drafts, context_indices)
         try:
             entries = self._model.compute_log_probabilities(
                 self._session, inputs, outputs, torch.tensor(targets, device=self._device), top_n, echo
             )
         except NotImplementedError as error:
             raise UnsupportedFeatureError("log probabilities", str(error)) from error
-        for owner, entry in zip(owners, entries, strict=True):
+        for index, entry in zip(context_indices, entries, strict=True):
             if entry is not None:
-                results[owner].log_probabilities.append(entry)
+                results[index].log_probabilities.append(entry)
 
 
-def _echoes(context: TextContext) -> bool:
+def _requests_echo(context: TextContext) -> bool:
     return bool(context.log_probabilities) and context.log_probabilities_echo
 
 
 def _append_sampled(
     results: Sequence[SampledTokens], drafts: Sequence[list[int]], tokens: Sequence[int]
 ) -> None:
-    """Verify drafts against the sampled tokens ``[R]`` and append the result to each context's tokens."""
+    """Verify drafts against the sampled tokens ``[R]`` and append the accepted tokens to the results."""
     start = 0
     for result, draft in zip(results, drafts, strict=True):
         end = start + len(draft) + 1
         accepted = accept(draft, tokens[start:end]) if draft else [tokens[start]]
         first_fault = next((index for index, token in enumerate(accepted) if token < 0), 0)
-        if first_fault:  # earlier tokens are valid; the next step detects the fault again
+        if first_fault:  # keep the valid tokens before the fault; the next step detects the fault again
             accepted = accepted[:first_fault]
         if min(accepted) < 0:
-            result.has_no_choice = _NO_CHOICE in accepted
+            result.has_no_allowed_token = _NO_ALLOWED_TOKEN in accepted
             result.fault = (
                 "the grammar allows no token of the model's vocabulary"
-                if result.has_no_choice
+                if result.has_no_allowed_token
                 else "the model returned logits that are not finite numbers"
             )
-            accepted = [max(token, 0) for token in accepted]  # a valid id, because the token may be scored
+            accepted = [max(token, 0) for token in accepted]  # valid ids, because the tokens may be scored
         result.tokens += accepted
         start = end

@@ -23,12 +23,14 @@ __all__ = ["Sampler", "adjust_logits", "check_logit_rules", "splitmix64", "unifo
 _LIMIT = 1e15
 """Upper bound of logits after penalties."""
 _SUPPRESSED = -1e20
-"""The logit of an end token before ``min_new_tokens`` tokens. It is below the logits of all allowed
-tokens."""
+"""The logit of an end token before ``min_new_tokens`` tokens. It is below the logits of all other allowed
+tokens.
+"""
 _FORBIDDEN = -1e30
-"""The logit of a forbidden token. It is finite: if a grammar allows only forbidden tokens, one of them is
-still sampled, and the softmax is never NaN. Divided by a temperature of 1e-8, it is still finite in
-float32.
+"""The logit of a forbidden token.
+
+It is finite, so that the softmax is never NaN: if a grammar allows only forbidden tokens, one of them is
+sampled. It remains finite in float32 after the division by a temperature of 1e-8.
 """
 
 
@@ -63,21 +65,21 @@ class Sampler:
         positions: np.ndarray,  # [R]: index of each row's token in its sequence
         bitmask: Tensor | None = None,  # [R, ceil(V / 32)] int32
     ) -> Tensor:  # [R] int64, -1 for a row without finite logits
-        """Sample one token per row. Without ``sequences`` each context has one row."""
+        """Sample one token per row. If ``sequences`` is None, each context has one row."""
         inputs, seeds = self.inputs, self.seeds
         if sequences is not None:
             inputs, seeds = inputs.take(upload(sequences, logits.device)), seeds[sequences]
         if not self.is_greedy:
-            draws = upload(uniforms(seeds, positions), logits.device)
-            inputs = replace(inputs, uniforms=draws)
+            random_numbers = upload(uniforms(seeds, positions), logits.device)
+            inputs = replace(inputs, uniforms=random_numbers)
         return ops.sample(logits, inputs, bitmask)
 
     def uniforms(self, positions: np.ndarray) -> Tensor:
         """Return the random numbers of tokens at ``positions [n, B]``: ``[n, B]`` float64."""
         if self.is_greedy:
             return torch.zeros(positions.shape, dtype=torch.float64)
-        draws = uniforms(np.tile(self.seeds, len(positions)), positions.ravel())
-        return torch.from_numpy(draws).view(positions.shape)
+        random_numbers = uniforms(np.tile(self.seeds, len(positions)), positions.ravel())
+        return torch.from_numpy(random_numbers).view(positions.shape)
 
 
 def _is_greedy(params: SamplingParams) -> bool:
@@ -92,30 +94,30 @@ def adjust_logits(
     positions: np.ndarray,  # [R]: index of each row's token in its sequence
     drafts: Sequence[Sequence[int]] | None = None,
 ) -> Tensor:  # [R, V], float32 if changed
-    """Return the logits after the sampling parameters that apply before temperature, top-k, top-p and min-p.
+    """Return the logits with biases, penalties and token rules applied, before temperature and truncation.
 
-    The given tensor is not modified. It is returned if no row needs a change. See `LogitEdits.of` for the
-    order of the changes.
+    ``logits`` is not modified. If no row needs a change, ``logits`` itself is returned. See
+    `LogitEdits.for_batch` for the order of the changes.
 
     Args:
         logits: the logits of the model.
         contexts: the batch.
         sequences: the context of each row.
         positions: index of each row's token in its sequence.
-        drafts: drafted tokens of each context. The row of a draft counts the drafts before it as generated.
+        drafts: drafted tokens of each context. In the row of a draft, earlier drafts count as generated.
 
     Raises:
-        InputError: a context names a token id that the model does not have (`check_logit_rules`).
+        InputError: a token rule contains an id outside the vocabulary (`check_logit_rules`).
     """
-    edits = LogitEdits.of(contexts, sequences, positions, drafts, logits.shape[-1], logits.device)
+    edits = LogitEdits.for_batch(contexts, sequences, positions, drafts, logits.shape[-1], logits.device)
     return logits if edits is None else edits.apply(logits)
 
 
 def check_logit_rules(context: TextContext, vocabulary: int) -> None:
-    """Check that the token ids in a context's rules are below the vocabulary size.
+    """Check that the token ids in a context's token rules are below the vocabulary size.
 
     Raises:
-        InputError: one of its ``logit_bias``, ``allowed_token_ids``, ``banned_token_ids`` or
+        InputError: an id in ``logit_bias``, ``allowed_token_ids``, ``banned_token_ids`` or
             ``banned_sequences`` is too large.
     """
     if not context.sampling_params.has_logit_rules:
@@ -124,14 +126,13 @@ def check_logit_rules(context: TextContext, vocabulary: int) -> None:
     if rules is not None and rules.largest_id >= vocabulary:
         raise InputError(
             "logit_bias, allowed_token_ids, banned_token_ids or banned_sequences has "
-            f"{rules.largest_id}: "
-            f"ids are integers from 0 to {vocabulary - 1}"
+            f"{rules.largest_id}: ids are integers from 0 to {vocabulary - 1}"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A row whose logits are changed."""
+    """A row of logits that is changed: its index, its context, and the index of the context in the batch."""
 
     index: int
     context: TextContext
@@ -147,15 +148,18 @@ def _adjusted_rows(contexts: Sequence[TextContext], sequences: np.ndarray) -> li
 
 @dataclass(frozen=True, slots=True)
 class LogitEdits:
-    """Changes of the logits of a batch. All operands are on the device."""
+    """Changes of the logits of a batch. All operands are on the device.
+
+    A cell is one logit: a token id in a row. Cells are given as indices of the flattened logits ``[R * V]``.
+    """
 
     vocabulary: int
     device: torch.device
     edits: list[Callable[[Tensor], None]] = field(default_factory=list)
-    """Functions that change scores ``[R, V]`` in place."""
+    """Functions that change logits ``[R, V]`` in place."""
 
     @classmethod
-    def of(
+    def for_batch(
         cls,
         contexts: Sequence[TextContext],
         sequences: np.ndarray,  # [R]
@@ -164,13 +168,13 @@ class LogitEdits:
         vocabulary: int,
         device: torch.device,
     ) -> LogitEdits | None:
-        """Return the changes that the sampling parameters of a batch require; None if there are none.
+        """Return the changes that the sampling parameters of a batch require; None if no logits change.
 
-        The order is the same as in transformers: logit bias; repetition penalty, frequency and presence
-        penalty; min_new_tokens; allowed and banned tokens. The grammar's bitmask is applied later, in
-        `Ops.sample`. Later rules take precedence. If no other token is left in a row, tokens suppressed by
-        min_new_tokens are preferred to forbidden tokens. With a grammar, one of the tokens that it allows is
-        always sampled.
+        The order is the same as in transformers: logit bias; repetition, frequency and presence penalty;
+        min_new_tokens; allowed and banned tokens. Later rules take precedence. The grammar's bitmask is
+        applied last, in `Ops.sample`, so the sampled token is always one that the grammar allows. If all
+        tokens of a row are suppressed by min_new_tokens or forbidden, suppressed tokens have the larger
+        logit.
 
         Args:
             contexts: the batch.
@@ -181,7 +185,7 @@ class LogitEdits:
             device: the device of the logits.
 
         Raises:
-            InputError: a context names a token id that the model does not have (`check_logit_rules`).
+            InputError: a token rule contains an id outside the vocabulary (`check_logit_rules`).
         """
         rows = _adjusted_rows(contexts, sequences)
         if not rows:
@@ -191,37 +195,37 @@ class LogitEdits:
         edits = cls(vocabulary, device)
         _add_bias(edits, rows)
         _penalise(edits, rows, positions, drafts)
-        _suppress_ends(edits, rows, positions)
-        _forbid(edits, rows)
+        _suppress_end_tokens(edits, rows, positions)
+        _forbid_tokens(edits, rows)
         _forbid_sequences(edits, rows, positions, drafts)
         return edits
 
     def apply(self, logits: Tensor) -> Tensor:  # [R, V] -> [R, V] float32
-        """Return the changed logits. A row with logits that are not finite becomes NaN."""
+        """Return the changed logits. A row whose largest logit is not finite becomes NaN."""
         scores = torch.empty(logits.shape, dtype=torch.float32, device=logits.device).copy_(logits)
         for edit in self.edits:
             edit(scores)
         return scores.masked_fill_(~logits.amax(-1, keepdim=True).isfinite(), torch.nan)
 
     def flat_indices(self, rows: Sequence[_Row], ids: Sequence[np.ndarray]) -> Tensor:  # [n]
-        """Return the flat indices of token ids of each row, concatenated."""
-        parts = [token_ids + row.index * self.vocabulary for row, token_ids in zip(rows, ids, strict=True)]
-        return self.tensor(np.concatenate(parts))
+        """Return the cells of the given token ids of each row, concatenated."""
+        cells = [token_ids + row.index * self.vocabulary for row, token_ids in zip(rows, ids, strict=True)]
+        return self.tensor(np.concatenate(cells))
 
     def tensor(self, values: np.ndarray) -> Tensor:
         return upload(values, self.device)
 
-    def map_scores(self, cells: Tensor, new: Callable[[Tensor], Tensor]) -> None:
-        """Apply a function to the scores of cells ``[n]``."""
+    def map_scores(self, cells: Tensor, function: Callable[[Tensor], Tensor]) -> None:
+        """Apply a function to the logits of cells ``[n]``."""
 
         def edit(scores: Tensor) -> None:
             flat = scores.view(-1)
-            flat[cells] = new(flat[cells])
+            flat[cells] = function(flat[cells])
 
         self.edits.append(edit)
 
     def set_scores(self, cells: Tensor, value: float) -> None:
-        """Set the scores of cells ``[n]``."""
+        """Set the logits of cells ``[n]``."""
 
         def edit(scores: Tensor) -> None:
             scores.view(-1)[cells] = value
@@ -229,7 +233,7 @@ class LogitEdits:
         self.edits.append(edit)
 
     def keep_only(self, rows: Sequence[_Row], cells: Tensor) -> None:
-        """Forbid all tokens of the rows except the cells ``[n]``."""
+        """Forbid all tokens of the rows except those of cells ``[n]``."""
         indices = self.tensor(np.array([row.index for row in rows]))
 
         def edit(scores: Tensor) -> None:
@@ -254,10 +258,10 @@ def _add_bias(edits: LogitEdits, rows: Sequence[_Row]) -> None:
 def _penalise(
     edits: LogitEdits, rows: Sequence[_Row], positions: np.ndarray, drafts: Sequence[Sequence[int]] | None
 ) -> None:
-    """Apply the repetition penalty over prompt and output, and the other penalties over the output.
+    """Apply the repetition penalty to tokens of prompt and output, and the other penalties to output tokens.
 
-    The logit of a repeated token is divided by the repetition penalty if it is positive, and multiplied by it
-    if it is negative (Keskar et al. 2019, arXiv:1909.05858).
+    The repetition penalty divides positive logits and multiplies negative logits (Keskar et al. 2019,
+    arXiv:1909.05858).
     """
     penalised_rows = [row for row in rows if row.context.sampling_params.needs_penalties]
     if not penalised_rows:
@@ -265,52 +269,53 @@ def _penalise(
     ids, counts, factors = [], [], []
     for row in penalised_rows:
         context, params = row.context, row.context.sampling_params
-        ahead = max(int(positions[row.index]) - context.active_idx, 0)
-        tokens, times = context.token_counts.after(drafts[row.sequence][:ahead] if drafts else ())
+        num_drafts = max(int(positions[row.index]) - context.active_idx, 0)  # drafts before this row's token
+        row_drafts = drafts[row.sequence][:num_drafts] if drafts else ()
+        tokens, token_counts = context.token_counts.with_drafts(row_drafts)
         if len(tokens) and tokens.max() >= edits.vocabulary:  # ids that the head does not output
-            tokens, times = tokens[tokens < edits.vocabulary], times[tokens < edits.vocabulary]
+            tokens, token_counts = tokens[tokens < edits.vocabulary], token_counts[tokens < edits.vocabulary]
         ids.append(tokens)
-        counts.append(times)
+        counts.append(token_counts)
         factors.append((params.repetition_penalty, params.frequency_penalty, params.presence_penalty))
     cells = edits.flat_indices(penalised_rows, ids)
     row_factors = np.repeat(np.array(factors), [len(tokens) for tokens in ids], axis=0)  # [n, 3] float64
-    # Keep penalties in the range of float32: requests may contain 1e300.
+    # A request may contain a repetition penalty of 1e300, which float32 cannot represent.
     repetition = edits.tensor(row_factors[:, 0].clip(1e-30, 1e30).astype(np.float32))
-    times = np.concatenate(counts)
-    cost = edits.tensor((row_factors[:, 1] * times + row_factors[:, 2] * (times > 0)).astype(np.float32))
+    all_counts = np.concatenate(counts)
+    penalties = row_factors[:, 1] * all_counts + row_factors[:, 2] * (all_counts > 0)
+    subtracted = edits.tensor(penalties.astype(np.float32))
 
     def penalised_scores(scores: Tensor) -> Tensor:
-        scores = torch.where(scores > 0, scores / repetition, scores * repetition) - cost
+        scores = torch.where(scores > 0, scores / repetition, scores * repetition) - subtracted
         return scores.clamp(-_LIMIT, _LIMIT)
 
     edits.map_scores(cells, penalised_scores)
 
 
-def _suppress_ends(edits: LogitEdits, rows: Sequence[_Row], positions: np.ndarray) -> None:
+def _suppress_end_tokens(edits: LogitEdits, rows: Sequence[_Row], positions: np.ndarray) -> None:
     """Suppress the tokens that end a sequence while it has fewer than ``min_new_tokens``."""
     short_rows, ids = [], []
     for row in rows:
         context = row.context
         if context.min_tokens == 0:
             continue
-        steps = int(positions[row.index]) - context.active_idx + 1
-        ends = context.get_min_token_logit_mask(steps)[-1][:, 1].astype(np.int64)  # [n]
+        num_steps = int(positions[row.index]) - context.active_idx + 1
+        end_ids = context.get_min_token_logit_mask(num_steps)[-1][:, 1].astype(np.int64)  # [n]
         short_rows.append(row)
-        # A checkpoint may name end tokens that its head does not output.
-        ids.append(ends[(ends >= 0) & (ends < edits.vocabulary)])
+        # A checkpoint may configure end tokens that its head does not output.
+        ids.append(end_ids[(end_ids >= 0) & (end_ids < edits.vocabulary)])
     if short_rows:
         edits.set_scores(edits.flat_indices(short_rows, ids), _SUPPRESSED)
 
 
-def _forbid(edits: LogitEdits, rows: Sequence[_Row]) -> None:
-    rows_with_rules = [(row, rules) for row in rows if (rules := row.context.logit_rules)]
-    restricted = [(row, rules.allowed) for row, rules in rows_with_rules if rules.allowed is not None]
-    if restricted:
-        restricted_rows = [row for row, _ in restricted]
-        edits.keep_only(
-            restricted_rows, edits.flat_indices(restricted_rows, [allowed for _, allowed in restricted])
-        )
-    banned = [(row, rules.banned) for row, rules in rows_with_rules if len(rules.banned)]
+def _forbid_tokens(edits: LogitEdits, rows: Sequence[_Row]) -> None:
+    """Forbid the banned tokens of each row, and all tokens that are not among its allowed tokens."""
+    row_rules = [(row, rules) for row in rows if (rules := row.context.logit_rules)]
+    allowed = [(row, rules.allowed) for row, rules in row_rules if rules.allowed is not None]
+    if allowed:
+        allowed_rows = [row for row, _ in allowed]
+        edits.keep_only(allowed_rows, edits.flat_indices(allowed_rows, [ids for _, ids in allowed]))
+    banned = [(row, rules.banned) for row, rules in row_rules if len(rules.banned)]
     if banned:
         edits.set_scores(
             edits.flat_indices([row for row, _ in banned], [ids for _, ids in banned]), _FORBIDDEN
@@ -326,11 +331,11 @@ def _forbid_sequences(
         rules = row.context.logit_rules
         if rules is None or not rules.longest_prefix:
             continue
-        ahead = max(int(positions[row.index]) - row.context.active_idx, 0)
+        num_drafts = max(int(positions[row.index]) - row.context.active_idx, 0)
         tokens = row.context.generated_tokens[-rules.longest_prefix :].tolist()
-        ids = rules.banned_after([*tokens, *(drafts[row.sequence][:ahead] if drafts else ())])
+        ids = rules.banned_after([*tokens, *(drafts[row.sequence][:num_drafts] if drafts else ())])
         if rules.allowed is not None and not len(np.setdiff1d(rules.allowed, ids)):
-            continue  # it would forbid all allowed tokens
+            continue  # forbidding these tokens would leave no allowed token
         if len(ids):
             completions.append((row, ids))
     if completions:

@@ -31,11 +31,11 @@ def create_speech_tokens(
         CheckpointError: the model cannot be loaded.
         InsufficientMemoryError: weights and the smallest useful KV cache do not fit.
     """
-    form = required.tokenizer.speech_format
+    speech_format = required.tokenizer.speech_format
     pipeline = create_text_pipeline(
         required,
-        partial(SpeechTokenGenerationPipeline, codes=form.codes),
-        form.end_token_ids[0],
+        partial(SpeechTokenGenerationPipeline, codes=speech_format.codes),
+        speech_format.end_token_ids[0],
         session,
     )
     assert isinstance(pipeline, SpeechTokenGenerationPipeline)
@@ -49,7 +49,7 @@ class SpeechTokenGenerationPipeline(TextGenerationPipeline):
         pipeline_config: the configuration.
         pipeline_model: the class of the model; the pipeline creates the instance.
         eos_token_id: see `TextGenerationPipeline`.
-        codes: the tokens that represent codes.
+        codes: the mapping from tokens to codes.
         **options: see `TextGenerationPipeline`.
     """
 
@@ -80,15 +80,15 @@ class SpeechTokenGenerationPipeline(TextGenerationPipeline):
     def next_speech_token(
         self, batch: Mapping[str, TTSContext], num_steps: int, tokens_to_generate: Mapping[str, int]
     ) -> dict[str, TextGenerationResponse]:
-        """Generate speech tokens, until ``num_steps`` steps have run or all contexts have ended.
+        """Generate speech tokens until ``num_steps`` steps have run or all contexts have ended.
 
         Args:
-            batch: the contexts, by request id. Contexts whose tokens have ended are left out.
-            num_steps: maximum number of tokens of a context.
-            tokens_to_generate: maximum number of tokens of each context, by request id.
+            batch: the contexts, by request id. Contexts that have generated all tokens are skipped.
+            num_steps: maximum number of new tokens of any context.
+            tokens_to_generate: maximum number of new tokens of each context, by request id.
 
         Returns:
-            The new tokens of each context that generated any.
+            The new tokens of each context that has generated at least one token.
 
         Raises:
             InputError: ``tokens_to_generate`` has no entry for a context.
@@ -100,35 +100,40 @@ class SpeechTokenGenerationPipeline(TextGenerationPipeline):
         num_left = {request_id: min(tokens_to_generate[request_id], num_steps) for request_id in batch}
         responses: dict[str, TextGenerationResponse] = {}
         while True:
-            rows = {
+            generating_contexts = {
                 request_id: context
                 for request_id, context in batch.items()
                 if num_left[request_id] > 0
                 and not context.generation_status.is_done
                 and request_id not in self.failures
             }
-            if not rows:
+            if not generating_contexts:
                 return responses
-            before = {request_id: len(context.generated_tokens) for request_id, context in rows.items()}
-            steps = min(num_left[request_id] for request_id in rows)
-            for request_id, response in self.execute(rows, steps).items():
-                num_left[request_id] -= len(rows[request_id].generated_tokens) - before[request_id]
-                known_response = responses.setdefault(
+            old_lengths = {
+                request_id: len(context.generated_tokens)
+                for request_id, context in generating_contexts.items()
+            }
+            steps = min(num_left[request_id] for request_id in generating_contexts)
+            for request_id, response in self.execute(generating_contexts, steps).items():
+                num_left[request_id] -= (
+                    len(generating_contexts[request_id].generated_tokens) - old_lengths[request_id]
+                )
+                total_response = responses.setdefault(
                     request_id, TextGenerationResponse([], response.final_status)
                 )
-                known_response.tokens.extend(response.tokens)
-                known_response.update_status(response.final_status)
+                total_response.tokens.extend(response.tokens)
+                total_response.update_status(response.final_status)
 
 
 def add_speech_codes(context: TTSContext, codes: SpeechCodes) -> None:
-    """Move the whole frames of the newly generated tokens to ``context.speech_tokens``.
+    """Append the whole frames of newly generated tokens to ``context.speech_tokens``.
 
-    After the end of the tokens, an incomplete frame is dropped.
+    If generation has ended, an incomplete last frame is dropped.
     """
     status = context.generation_status
     tokens = context.generated_tokens[context.num_parsed_tokens :]
     if status is TextGenerationStatus.END_OF_SEQUENCE:
-        tokens = tokens[:-1]  # the last token ended the speech and is no code
+        tokens = tokens[:-1]  # the last token is an end-of-sequence token
     frames, num_parsed, num_dropped = codes.parse(tokens)
     if status.is_done:
         num_dropped += len(tokens) - num_parsed

@@ -68,9 +68,9 @@ class TaskPipeline(ABC, Generic[ContextT, OutputT]):
         self.kv.release(context)
 
     def discard_cache(self) -> None:
-        """Return the memory of the KV cache to the system.
+        """Return the memory of the KV cache to the system. Later steps allocate the memory again.
 
-        No context may be claimed. Later steps allocate it again.
+        No context may be claimed.
 
         Raises:
             UnsupportedFeatureError: the memory of the device cannot be returned.
@@ -132,7 +132,7 @@ class TaskPipeline(ABC, Generic[ContextT, OutputT]):
 
     @property
     def image_counts(self) -> tuple[int, int]:
-        """The numbers of encoded images and of hits in the encoder cache."""
+        """The number of encoded images, and the number of hits in the encoder cache."""
         return 0, 0
 
     @property

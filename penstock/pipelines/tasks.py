@@ -35,19 +35,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineRequirements:
-    """The parts from which a factory builds a pipeline."""
+    """The arguments of a `PipelineFactory`."""
 
     config: PipelineConfig
     architecture: SupportedArchitecture
-    """The architecture of the configured checkpoint, for the task."""
+    """The architecture of the configured checkpoint for the task of the pipeline."""
     tokenizer: Any
     """The tokenizer, an instance of the class that `TaskRecord.load_tokenizer_class` returned."""
     registry: PipelineRegistry
-    """The registry in which architectures of other checkpoints, such as a draft model's, are looked up."""
+    """The registry for the architectures of further checkpoints, such as a draft model."""
     prefaulted: PrefaultedMemory = field(default_factory=PrefaultedMemory)
-    """Memory for the packed weights of the model; given to its `penstock.engine.InferenceSession`."""
+    """Memory for the packed weights of the model, passed to its `penstock.engine.InferenceSession`."""
     ranks: Ranks | None = None
-    """The processes that divide the model; None for one process."""
+    """The processes among which the model is divided; None for one process."""
 
     def open_session(self) -> InferenceSession:
         """Return the session of the model: devices, kernels, threads and ranks."""
@@ -76,18 +76,19 @@ class TaskRecord:
 
     task: PipelineTask
     factory: str | PipelineFactory
-    """Loads the model and returns the pipeline; as ``"module:function"`` it is imported when the pipeline is
-    loaded."""
+    """Loads the model and returns the pipeline. A factory given as ``"module:function"`` is imported when the
+    pipeline is loaded.
+    """
     context_types: tuple[type[InputContext], ...]
     """The context types that the pipeline accepts; all are members of
     `penstock.pipelines.core.RequestContext`.
     """
     output_type: type[PipelineOutput]
-    """What ``execute`` returns for each context; `penstock.worker.outputs` sends it to the server."""
+    """The type of the outputs of ``execute``. `penstock.worker.outputs` sends them to the server."""
     tokenizer: str | type = "penstock.text.tokenizer:TextTokenizer"
     """The tokenizer or processor of architectures that do not name one."""
     tokenizer_settings: tuple[str, ...] = ()
-    """Flat names of the settings that are passed to the tokenizer's constructor as keyword arguments."""
+    """The names of settings that are passed to the tokenizer's constructor as keyword arguments."""
 
     def load_factory(self) -> PipelineFactory:
         """Return the factory; loads torch."""

@@ -76,10 +76,12 @@ class BatchHandle:
     drafts: list[list[int]]
     is_forced: list[bool]
     """Whether a grammar forces the drafts of a context."""
-    launched: LaunchHandle | None
+    launch: LaunchHandle | None
     """None for an empty batch."""
     proposal_seconds: float
+    """Duration of drafting."""
     launched_at: float
+    """Time of the launch in seconds."""
 
 
 class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
@@ -92,7 +94,8 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
             tokenizer has none.
         proposer: drafts tokens for the model to verify.
         draft_lengths: limits the number of drafts; None sets no limit.
-        grammars: compiles the grammars of contexts, see `ready`. Without it contexts must have a matcher.
+        grammars: compiles the grammars of contexts, see `ready`. If None, contexts with a grammar must
+            already have a matcher.
         prefaulted: memory for packed weights.
         session: devices and kernels; by default a new session with ``prefaulted``.
     """
@@ -131,10 +134,9 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
         plan, kv = self.model.memory_plan, None
         self.device = self.model.devices[0].torch_device
         if isinstance(self.model, KVCacheMixin):
-            planned = self.model.kv_cache_spec is not None
-            kv = self.model.load_kv_manager(
-                session, plan.kv_cache_size if planned else self.model.estimate_memory_footprint()
-            )
+            is_planned = self.model.kv_cache_spec is not None
+            cache_size = plan.kv_cache_size if is_planned else self.model.estimate_memory_footprint()
+            kv = self.model.load_kv_manager(session, cache_size)
         super().__init__(session, plan, kv)
         self.kv.max_length = self.model.max_seq_len
         self.runner = ModelRunner(self.model, self.session, self.kv)
@@ -142,16 +144,16 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
     def ready(self, context: TextContext) -> bool:
         """Return whether the context can be scheduled.
 
-        Starts compiling its grammar and loading its adapter if needed.
+        Starts compiling the grammar of the context if needed, and reserves a slot for its adapter.
 
         Raises:
-            PenstockError: it can never be scheduled.
+            PenstockError: the context can never be scheduled.
         """
         self.session.check_process()
         self.check_context_types([context])
         if self.grammars is not None and not self.grammars.ready(context):
             return False
-        adapters = self.model.lora_manager  # called last, because it reserves a slot when it returns True
+        adapters = self.model.lora_manager  # checked last, because it reserves a slot if it returns True
         return adapters is None or adapters.ready(context)
 
     def execute(
@@ -159,27 +161,25 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
     ) -> dict[str, TextGenerationResponse]:
         """Run up to ``num_steps`` steps and return the new tokens of each context.
 
-        Whole prompts, prompt chunks (``active_idx < end_idx``; they yield no token) and single tokens may be
-        in one batch. `reserve_steps` decides how many steps run, unless the batch is a `ReservedBatch`. With
-        drafts one step runs.
-
-        A context that fails after the forward has no output and is in `failures`; all other contexts have
-        their tokens.
+        A batch may contain whole prompts, prompt chunks (``active_idx < end_idx``; they yield no token) and
+        decoding contexts. `reserve_steps` decides how many steps run, unless the batch is a `ReservedBatch`.
+        With drafts, one step runs. The error of a context that fails after the forward is in `failures`, and
+        the result contains the tokens of all other contexts.
 
         Raises:
             InputError: a context cannot be served; no context has changed.
-            InsufficientBlocksError: the KV cache is full. No context has changed, but contexts that were
-                given blocks before keep them.
+            InsufficientBlocksError: the KV cache is full. No context has changed, but contexts keep the
+                blocks that they have already received.
             ForkedProcessError: the model was loaded before this process was forked.
         """
         return self.collect(self.launch(batch, num_steps))
 
     def launch(self, batch: Mapping[str, TextContext], num_steps: int = 1) -> BatchHandle:
-        """Start a batch; see `execute` for parameters and errors.
+        """Launch a batch; see `execute` for parameters and errors.
 
         Returns:
-            A handle for `collect`. Handles of batches without common contexts are independent: a batch may be
-            launched before another batch is collected.
+            A handle for `collect`. If two batches have no common context, the second batch may be launched
+            before the first batch is collected.
         """
         self.session.check_process()
         if not batch:
@@ -202,18 +202,18 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
             ]
         proposed = perf_counter()
         self._set_end_tokens(contexts)
-        launched = self.runner.launch(contexts, num_steps, drafts=drafts)
-        return BatchHandle(batch, drafts, is_forced, launched, proposed - begin, proposed)
+        launch = self.runner.launch(contexts, num_steps, drafts=drafts)
+        return BatchHandle(batch, drafts, is_forced, launch, proposed - begin, proposed)
 
     def collect(self, handle: BatchHandle) -> dict[str, TextGenerationResponse]:
         """Return the new tokens of a launched batch, after updating its contexts with them."""
-        if handle.launched is None:
+        if handle.launch is None:
             return {}
         batch, drafts, contexts = handle.batch, handle.drafts, list(handle.batch.values())
-        sampled = self.runner.collect(handle.launched)
+        sampled = self.runner.collect(handle.launch)
         is_timed = (
             self.draft_lengths is not None
-            and handle.launched.num_steps == 1
+            and handle.launch.num_steps == 1
             and all(context.active_length == 1 for context in contexts)
         )
         if self.draft_lengths is not None and is_timed:
@@ -222,7 +222,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
             self.draft_lengths.record_step(num_rows, depth, forward, handle.proposal_seconds)
         responses = self._take_tokens(batch, sampled)
         if self.proposer is not None or any(drafts):
-            matching = [len(row.tokens) - 1 for row in sampled]
+            matching = [len(result.tokens) - 1 for result in sampled]
             observers = [observer for observer in (self.proposer, self.draft_lengths) if observer is not None]
             report_drafts(contexts, drafts, handle.is_forced, matching, self.speculation_stats, observers)
         return responses
@@ -230,9 +230,9 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
     def num_steps_for(self, seconds: float) -> int:
         """Return how many steps to request from `execute`, from the configuration or from a time budget.
 
-        Without ``max_num_steps`` in the configuration, estimate how many decode steps take ``seconds``.
-        Several steps in one call share the Python overhead between calls. The result is 1 with a draft
-        proposer. It is also 1 as long as no step has run as a compiled call.
+        ``max_num_steps`` of the configuration is returned if set. Otherwise the result is the estimated
+        number of decode steps that fit into ``seconds``: several steps in one call share the Python overhead
+        of a call. It is 1 with a draft proposer, or if the last step did not run as a compiled step.
         """
         if self.config.max_num_steps is not None:
             return self.config.max_num_steps
@@ -243,14 +243,14 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
 
     @property
     def overlapped_steps(self) -> OverlappedSteps | None:
-        """Launches a step while the previous step runs.
+        """Launches a step while the previous step runs; None if steps cannot overlap.
 
-        None if the back end is synchronous, with drafts, with several ranks, or if `overlap_steps` is not
-        set. The scheduler then calls `execute`.
+        Steps cannot overlap if the back end is synchronous, with drafts, with several ranks, or if
+        `overlap_steps` is not set. The scheduler then calls `execute`.
         """
         queue = self.session.queue
-        is_possible = self.proposer is None and self.session.ranks is None and self.config.overlap_steps
-        if queue is None or not is_possible:
+        can_overlap = self.proposer is None and self.session.ranks is None and self.config.overlap_steps
+        if queue is None or not can_overlap:
             return None
 
         def check(contexts: Sequence[TextContext]) -> None:
@@ -266,7 +266,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
 
     @property
     def image_counts(self) -> tuple[int, int]:
-        """The numbers of encoded images and of hits in the encoder cache."""
+        """The number of encoded images, and the number of hits in the encoder cache."""
         images = self.runner.images
         return (0, 0) if images is None else (images.cache.num_encoded, images.cache.num_hits)
 
@@ -292,24 +292,24 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
     def next_token(
         self, batch: Mapping[str, TextContext], num_steps: int = 1
     ) -> list[dict[str, TextResponse]]:
-        """Return the tokens of `execute` as one dict per step, without contexts that have ended before."""
+        """Return the tokens of `execute` as one dict per step, without contexts that have already ended."""
         responses = self.execute(batch, num_steps)
-        longest = max((len(response.tokens) for response in responses.values()), default=0)
+        max_tokens = max((len(response.tokens) for response in responses.values()), default=0)
         return [
             {
                 request_id: response.tokens[step]
                 for request_id, response in responses.items()
                 if step < len(response.tokens)
             }
-            for step in range(longest)
+            for step in range(max_tokens)
         ]
 
     def release(self, context: TextContext) -> None:
         """Free the cache blocks, adapter and draft state of a context. Does nothing if they are freed."""
         self.kv.release(context)
-        for owner in (self.proposer, self.draft_lengths, self.model.lora_manager):
-            if owner is not None:
-                owner.release(context)
+        for component in (self.proposer, self.draft_lengths, self.model.lora_manager):
+            if component is not None:
+                component.release(context)
 
     def discard_cache(self) -> None:
         super().discard_cache()
@@ -323,7 +323,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
             PenstockError: a context cannot be served.
         """
         if len({context.request_id for context in contexts}) < len(contexts):
-            raise InputError("a request is twice in the batch: give each context a unique request_id")
+            raise InputError("a request id occurs twice in the batch: give each context a unique request_id")
         self.check_context_types(contexts)
         vocabulary = self.runner.vocabulary
         for context in contexts:
@@ -333,7 +333,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
                 has_adapters=self.model.lora_manager is not None,
                 compiles_grammars=self.grammars is not None,
             )
-            if vocabulary is not None:  # otherwise sampling checks them
+            if vocabulary is not None:  # before the first forward, sampling checks the rules
                 check_logit_rules(context, vocabulary)
         if self.model.lora_manager is not None:
             self.model.lora_manager.check(contexts)
@@ -359,12 +359,12 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
     ) -> dict[str, TextGenerationResponse]:
         """Append the tokens to their contexts and return the new tokens.
 
-        An error in one context ends only that context, see `failures`.
+        An error in one context ends only that context. The error is stored in `failures`.
         """
         responses = {}
         for (request_id, context), result in zip(batch.items(), sampled, strict=True):
             try:
-                if result.has_no_choice:
+                if result.has_no_allowed_token:
                     num_tokens = len(context.generated_tokens)
                     raise InputError(f"after {num_tokens} tokens {result.fault}: change the grammar")
                 if result.fault is not None:

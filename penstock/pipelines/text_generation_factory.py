@@ -1,4 +1,4 @@
-"""The factory of the text-generation pipeline: the model, its drafts and its grammars."""
+"""The factory of text-generation pipelines, with drafts and grammars."""
 
 from __future__ import annotations
 
@@ -34,49 +34,51 @@ def create_text_generation(required: PipelineRequirements) -> TextGenerationPipe
 
 def create_text_pipeline(
     required: PipelineRequirements,
-    kind: Callable[..., TextGenerationPipeline],
+    pipeline_class: Callable[..., TextGenerationPipeline],
     eos: int | None,
     session: InferenceSession | None = None,
 ) -> TextGenerationPipeline:
-    """Load the model and return a pipeline of class ``kind``, with the configured speculation.
+    """Load the model and return a pipeline of class ``pipeline_class``, with the configured speculation.
 
     Args:
         required: the parts of the pipeline.
-        kind: the class of the pipeline, or a function with its parameters.
-        eos: end-of-sequence id of contexts without such ids.
+        pipeline_class: the class of the pipeline, or a function with the same parameters.
+        eos: end-of-sequence id of contexts without such ids; None if there is none.
         session: devices and kernels; by default a new one.
     """
     model = required.architecture.load_pipeline_model()
     session = session or required.open_session()
     if required.config.speculative.method is None:
-        return kind(required.config, model, eos, session=session)
-    return _create_speculative(required, kind, model, eos, session)
+        return pipeline_class(required.config, model, eos, session=session)
+    return _create_speculative(required, pipeline_class, model, eos, session)
 
 
 def _create_speculative(
     required: PipelineRequirements,
-    kind: Callable[..., TextGenerationPipeline],
+    pipeline_class: Callable[..., TextGenerationPipeline],
     model: type[PipelineModel[TextContext]],
     eos: int | None,
     session: InferenceSession,
 ) -> TextGenerationPipeline:
-    """Return a pipeline with drafts from a draft model or from n-grams of the text."""
+    """Return a pipeline that drafts with a draft model or with n-grams."""
     config, prefaulted = required.config, required.prefaulted
     speculative = config.speculative
     policy = AdaptiveDraftLength if speculative.adaptive_speculation else FixedDraftLength
     draft_lengths = policy(speculative.num_speculative_tokens)
     if speculative.method == "ngram":
         proposer = NGramProposer(speculative.ngram_min, speculative.ngram_max)
-        return kind(config, model, eos, proposer=proposer, draft_lengths=draft_lengths, session=session)
-    draft_model = draft_config(config).model
-    draft = required.registry.retrieve_architecture(
-        draft_model.huggingface_config, draft_model.checkpoint, encoding=draft_model.encoding
+        return pipeline_class(
+            config, model, eos, proposer=proposer, draft_lengths=draft_lengths, session=session
+        )
+    draft_settings = draft_config(config).model
+    draft_model = required.registry.retrieve_architecture(
+        draft_settings.huggingface_config, draft_settings.checkpoint, encoding=draft_settings.encoding
     ).load_pipeline_model()
-    # Read before the free memory of the host, which a thread still moves to this buffer.
+    # Read before the free memory, because a thread moves free memory to the prefaulted buffer.
     free_memory = prefaulted.num_idle
     free_memory += InferenceSession.free_memory_of(load_devices(config.model.devices))
-    config, drafting = share_memory(config, model, draft, free_memory=free_memory)
-    pipeline = kind(config, model, eos, draft_lengths=draft_lengths, session=session)
-    vocabulary = config.model.huggingface_config.vocabulary_size
-    pipeline.proposer = DraftModelProposer(drafting, draft, pipeline.session, vocabulary)
+    target_config, planned_draft_config = share_memory(config, model, draft_model, free_memory=free_memory)
+    pipeline = pipeline_class(target_config, model, eos, draft_lengths=draft_lengths, session=session)
+    vocabulary = target_config.model.huggingface_config.vocabulary_size
+    pipeline.proposer = DraftModelProposer(planned_draft_config, draft_model, pipeline.session, vocabulary)
     return pipeline

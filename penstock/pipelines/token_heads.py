@@ -1,7 +1,7 @@
-"""Heads on the hidden state of each token: weights for sparse embeddings, vectors for multi-vector output.
+"""Heads that are applied to each token, for sparse embeddings and for multi-vector embeddings.
 
-BGE-M3 (Chen et al. 2024, arXiv:2402.03216) publishes them as separate torch files. In other families, such as
-GTE, the token-weight head is part of the model's checkpoint.
+BGE-M3 (Chen et al. 2024, arXiv:2402.03216) publishes these heads as separate torch files. In other families,
+such as GTE, the token-weight head is part of the model's checkpoint.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from penstock.text.tokenizer_files import read_tokenizer_files
 from penstock.weights.hub import TOKEN_VECTORS_FILE, TOKEN_WEIGHTS_FILE
 from penstock.weights.pickled import PickledWeights
 
-_UNWEIGHTED = ("cls_token", "eos_token", "pad_token", "unk_token")
-"""The special tokens that sparse embeddings skip, by their names in the tokenizer's files."""
+_UNWEIGHTED_TOKENS = ("cls_token", "eos_token", "pad_token", "unk_token")
+"""The special tokens without a weight in sparse embeddings, by their names in the tokenizer's files."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenHeads:
-    """The heads of a model; a missing head is None."""
+    """The token heads of a model; a missing head is None."""
 
     weights: Callable[[Tensor, StepInputs], Tensor] | None = None
     """``[n, E] -> [n, 1]``: the weight of each token; weights below 0 count as 0."""
-    unweighted: frozenset[int] = frozenset()
-    """Token ids that get no weight."""
+    unweighted_ids: frozenset[int] = frozenset()
+    """The ids of tokens without a weight."""
     vectors: Dense | None = None
-    """``[n, E] -> [n, out]``: the vector of each token. The first token of an input gets no vector."""
+    """``[n, E] -> [n, out]``: the vector of each token. The first token of an input has no vector."""
 
     def sparse(
         self,
@@ -45,18 +45,18 @@ class TokenHeads:
         hidden: Tensor,  # [n, E]
         step: StepInputs,
     ) -> SparseEmbedding:
-        """Return the largest weight of each token id of an input, without zero weights, sorted by id."""
+        """Return the largest weight of each token id of an input, sorted by id. Weights of 0 are omitted."""
         assert self.weights is not None, "the model has no token-weight head"
         token_weights = self.weights(hidden, step)[:, 0].float().numpy(force=True)  # [n]
-        counted = (token_weights > 0) & ~np.isin(tokens, list(self.unweighted))
-        ids, indices = np.unique(tokens[counted], return_inverse=True)
+        has_weight = (token_weights > 0) & ~np.isin(tokens, list(self.unweighted_ids))
+        ids, indices = np.unique(tokens[has_weight], return_inverse=True)
         weights = np.zeros(len(ids), np.float32)
-        np.maximum.at(weights, indices, token_weights[counted])
+        np.maximum.at(weights, indices, token_weights[has_weight])
         return SparseEmbedding(ids.astype(np.int32), weights)
 
 
 def load_token_heads(checkpoint: Path, model: EncoderModel, hidden_size: int) -> TokenHeads:
-    """Read the heads of a checkpoint.
+    """Read the token heads of a checkpoint.
 
     Args:
         checkpoint: the folder of the checkpoint.
@@ -76,14 +76,14 @@ def load_token_heads(checkpoint: Path, model: EncoderModel, hidden_size: int) ->
 
     if (checkpoint / TOKEN_VECTORS_FILE).is_file():
         vectors = _read_linear(checkpoint / TOKEN_VECTORS_FILE, None, hidden_size, ops, device)
-    unweighted = frozenset[int]() if weights is None else _unweighted_tokens(checkpoint)
-    return TokenHeads(weights=weights, unweighted=unweighted, vectors=vectors)
+    unweighted_ids = frozenset[int]() if weights is None else _unweighted_ids(checkpoint)
+    return TokenHeads(weights=weights, unweighted_ids=unweighted_ids, vectors=vectors)
 
 
 def _read_linear(
     file: Path, out_features: int | None, in_features: int, ops: Ops, device: torch.device
 ) -> Dense:
-    """Read a linear layer from a file, in float32. If ``out_features`` is None, any number is accepted."""
+    """Read a linear layer from a file, in float32. If ``out_features`` is None, the file determines it."""
     weights = PickledWeights(file)
     size = weights.shape("weight")[0] if out_features is None else out_features
     weight = weights.tensor("weight", (size, in_features)).float().to(device)
@@ -92,9 +92,9 @@ def _read_linear(
     return Dense(ops.pack_linear(weight, DType.float32.value, bias=bias), lambda x: x)
 
 
-def _unweighted_tokens(checkpoint: Path) -> frozenset[int]:
+def _unweighted_ids(checkpoint: Path) -> frozenset[int]:
     """Return the ids of the special tokens that have no weight."""
     files = read_tokenizer_files(checkpoint)
-    texts = (files.special_tokens.get(name) for name in _UNWEIGHTED)
+    texts = (files.special_tokens.get(name) for name in _UNWEIGHTED_TOKENS)
     ids = (files.tokenizer.token_to_id(text) for text in texts if text is not None)
     return frozenset(token for token in ids if token is not None)

@@ -1,4 +1,4 @@
-"""Voices to imitate, from the files and codes of ``--voice``. Recordings are encoded once."""
+"""Reads the voices of ``--voice``. Each recording is encoded once; its codes are cached in a file."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ MAX_SECONDS = 60.0
 """Maximum duration of a recording of a voice, in seconds."""
 
 
-def load_voices(given: Iterable[str], codec: AudioCodec, folder: Path) -> dict[str, VoicePrompt]:
-    """Return the voices of ``NAME=FILE`` and ``NAME=CODES``.
+def load_voices(settings: Iterable[str], codec: AudioCodec, folder: Path) -> dict[str, VoicePrompt]:
+    """Return the voices of the settings ``NAME=FILE`` and ``NAME=CODES``.
 
     A file is a recording or a JSON file with ``codes`` and ``transcription``. The transcription of a
-    recording is in a file of the same name that ends in ``.txt``. Encoded recordings are kept in
+    recording is in a file of the same name that ends in ``.txt``. The codes of recordings are cached in
     ``$XDG_CACHE_HOME/penstock/voices``.
 
     Args:
-        given: the values of ``--voice``.
+        settings: the values of ``--voice``.
         codec: encodes the recordings.
         folder: the checkpoint of the codec.
 
@@ -37,7 +37,7 @@ def load_voices(given: Iterable[str], codec: AudioCodec, folder: Path) -> dict[s
         ConfigError: a voice cannot be read, or a name is given twice.
     """
     voices: dict[str, VoicePrompt] = {}
-    for setting in given:
+    for setting in settings:
         name, _, source = setting.partition("=")
         if name in voices:
             raise ConfigError("voice", f"{name!r} is given twice: use one name for each voice")
@@ -59,8 +59,8 @@ def _load(name: str, source: str, codec: AudioCodec, folder: Path) -> VoicePromp
         if not isinstance(codes, list) or not all(isinstance(code, int) for code in codes):
             raise ValueError(f"{path} must have codes, a list of integers")
         return _checked_voice(VoicePrompt(name, codes, str(values.get("transcription", ""))), codec)
-    text = path.with_suffix(".txt")
-    transcription = text.read_text(encoding="utf-8").strip() if text.is_file() else ""
+    text_file = path.with_suffix(".txt")
+    transcription = text_file.read_text(encoding="utf-8").strip() if text_file.is_file() else ""
     return VoicePrompt(name, _encode_recording(path, codec, folder), transcription)
 
 
@@ -86,16 +86,19 @@ def _encode_recording(path: Path, codec: AudioCodec, folder: Path) -> list[int]:
         return codes
     samples, rate = read_audio(path)
     if not 0 < len(samples) / rate <= MAX_SECONDS:
-        raise ValueError(f"{path} has {len(samples) / rate:.1f} s: a voice has 0 to {MAX_SECONDS:g} s")
+        raise ValueError(
+            f"{path} has {len(samples) / rate:.1f} s: a recording must have more than 0 and at most "
+            f"{MAX_SECONDS:g} s"
+        )
     samples = resample(samples, rate, codec.encoder_sample_rate)
     with torch.inference_mode():
-        encoded: Any = codec.encode(torch.from_numpy(samples)).reshape(-1).to(torch.int32).numpy()
-    if not len(encoded):
+        code_array: Any = codec.encode(torch.from_numpy(samples)).reshape(-1).to(torch.int32).numpy()
+    if not len(code_array):
         raise ValueError(
-            f"{path} has {len(samples)} samples, which are less than a frame: use a longer recording"
+            f"{path} has {len(samples)} samples, which is less than a frame: use a longer recording"
         )
     file.parent.mkdir(parents=True, exist_ok=True)
-    written = file.with_suffix(f".{os.getpid()}.tmp.npy")
-    np.save(written, encoded)
-    written.replace(file)
-    return list(map(int, encoded))
+    temporary_file = file.with_suffix(f".{os.getpid()}.tmp.npy")
+    np.save(temporary_file, code_array)
+    temporary_file.replace(file)
+    return list(map(int, code_array))

@@ -119,7 +119,7 @@ def test_variants_of_the_configuration_equal_transformers(
 def test_mpnet_with_few_relative_position_buckets_is_refused(tmp_path: Path) -> None:
     (architecture,) = (candidate for candidate in ENCODERS if candidate.name == "mpnet")
     save_encoder(architecture, tmp_path, "", relative_attention_num_buckets=8)
-    with pytest.raises(ConfigError, match="is 8, but distances have 32"):
+    with pytest.raises(ConfigError, match="is 8, but this family needs at least 32"):
         open_encoder(tmp_path)
 
 

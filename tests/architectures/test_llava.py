@@ -196,10 +196,10 @@ def test_the_memory_plan_counts_the_vision_encoder_and_its_cache(pipeline: TextG
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"vision_feature_layer": -9}, ConfigError, "-9 is not within the 3 layers of the tower"),
+        ({"vision_feature_layer": -9}, ConfigError, "-9 is not within the 3 layers of the vision tower"),
         ({"vision_feature_select_strategy": "odd"}, CheckpointError, "must be default or full, was 'odd'"),
         ({"vision_config": SIGLIP | {"model_type": "pixtral"}}, ConfigError, "'pixtral' is not one of"),
-        ({"text_config": {"model_type": "gpt2"}}, ConfigError, "'gpt2' is not supported as a decoder"),
+        ({"text_config": {"model_type": "gpt2"}}, ConfigError, "'gpt2' cannot be the decoder"),
     ],
 )
 def test_unsupported_configurations_are_refused(

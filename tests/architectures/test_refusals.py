@@ -76,14 +76,14 @@ def load_blueprint(family: str, changes: dict[str, Any]) -> Any:
         (
             "exaone4",
             {"sliding_window_pattern": "LLX"},
-            "sliding_window_pattern: must be a number or a text of the letters",
+            "sliding_window_pattern: must be a number or a string of the letters",
         ),
         (
             "exaone4",
             {"sliding_window": None, "layer_types": SLIDING_TYPES + SLIDING_TYPES[:1]},
             "must be true, because some",
         ),
-        ("helium", {"head_dim": 16}, "head_dim: 6 heads of 16 must add up to hidden_size 48"),
+        ("helium", {"head_dim": 16}, "head_dim: heads x head_dim must be hidden_size 48, was 6 x 16"),
         ("cohere2", {"use_qk_norm": True}, "use_qk_norm: is true"),
         ("cohere2", {"sliding_window": None}, "sliding_window: must be a number, because some"),
         ("hunyuan_v1_dense", {"use_cla": True}, "use_cla: is true"),

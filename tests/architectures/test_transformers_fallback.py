@@ -175,7 +175,7 @@ def test_a_window_that_is_one_too_large_is_detected(checkpoint: Path, reference:
         logits = step_logits(pipeline, [make_context(TOKENS)])[0]
         assert float((logits - transformers_logits(reference, TOKENS)).abs().max()) > 0.01
     else:
-        with pytest.raises(UnsupportedFeatureError, match=f"that of the cache is {group.window}"):
+        with pytest.raises(UnsupportedFeatureError, match=f"the window of the KV cache is {group.window}"):
             step_logits(pipeline, [make_context(TOKENS)])
 
 

@@ -184,5 +184,9 @@ def test_every_field_that_peft_writes_is_known(checkpoint: Path, tmp_path: Path)
     assert AdapterConfig.read(adapter).rank == 4
     from penstock.lora import adapter_config
 
-    known_names = {*adapter_config._READ, *adapter_config._REFUSED, *adapter_config._WITHOUT_EFFECT}
+    known_names = {
+        *adapter_config._READ_FIELDS,
+        *adapter_config._REFUSED_FIELDS,
+        *adapter_config._IGNORED_FIELDS,
+    }
     assert set(json.loads((adapter / "adapter_config.json").read_text())) <= known_names

@@ -202,7 +202,7 @@ def test_a_rank_above_the_maximum_is_refused(checkpoint: Path, manager: LoRAMana
         ),
         (
             lambda t: t.update({f"{Q_PROJ}.lora_A.other.weight": torch.zeros(5, 48)}),
-            r"q_proj.lora_A.weight and .*q_proj.lora_A.other.weight are the same",
+            r"q_proj.lora_A.weight and .*q_proj.lora_A.other.weight are the same matrix",
         ),
         (
             lambda t: t.update({"base_model.model.foo.weight": torch.zeros(1)}),
@@ -271,11 +271,11 @@ def test_missing_files_are_refused_by_name(adapter: Path, manager: LoRAManager) 
         ({"rank_pattern": [1]}, r"rank_pattern must be an object, is \[1\]"),
         ({"alpha_pattern": {"(": 1}}, r"'\(' is not a regular expression"),
         ({"target_modules": "("}, r"'\(' is not a regular expression"),
-        ({"target_modules": [1]}, r"target_modules must be text or a list of texts, is \[1\]"),
+        ({"target_modules": [1]}, r"target_modules must be a string or a list of strings, is \[1\]"),
         ({"use_rslora": "yes"}, "use_rslora must be true or false, is 'yes'"),
         (
             {"target_modules": ["q_proj"], "layers_to_transform": ["0"]},
-            "layers_to_transform must be whole numbers",
+            "layers_to_transform must be a whole number or a list of them",
         ),
         ({"target_modules": ".*q_proj", "layers_to_transform": [0]}, "needs a list of target_modules"),
     ],

@@ -276,7 +276,7 @@ def test_tokens_without_speech_end_with_an_error(tmp_path: Path) -> None:
     scheduler.submit(context)
     while scheduler.has_work:
         scheduler.step()
-    message = "7 tokens without a whole frame of speech, which has 3 codes; 7 tokens were not speech codes"
+    message = r"7 tokens without a whole frame of speech \(3 codes\); 7 tokens were dropped"
     with pytest.raises(RequestFailedError, match=message):
         raise scheduler.failures["a"]
 

@@ -166,7 +166,7 @@ def test_limits_are_respected_and_released_contexts_leave_no_state() -> None:
     assert max(machine.policy.lengths(machine.contexts, [3, 3])) <= 3
     for context in machine.contexts:
         machine.policy.release(context)
-    assert not machine.policy._of_context
+    assert not machine.policy._acceptances
     assert FixedDraftLength(4).lengths(machine.contexts, [9, 2]) == [4, 2]
 
 

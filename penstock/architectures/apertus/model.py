@@ -27,7 +27,7 @@ _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
 }
-"""The parameters of the rotary embedding if ``config.json`` has none."""
+"""The rotary embedding parameters used if ``config.json`` has none."""
 
 _PARAMETERS = ("alpha_p", "alpha_n", "beta", "eps")
 """The names of the parameters of xIELU."""
@@ -35,7 +35,7 @@ _PARAMETERS = ("alpha_p", "alpha_n", "beta", "eps")
 
 @dataclass(frozen=True, slots=True)
 class XIELUMLP:
-    """``down(xielu(up(x)))``; each layer has separate activation parameters."""
+    """``down(xielu(up(x)))``. Each layer has its own parameters of xIELU."""
 
     up: Linear
     down: Linear
@@ -43,26 +43,27 @@ class XIELUMLP:
 
     @classmethod
     def load(
-        cls, load: Loader, blueprint: Blueprint, name: str, stored: Mapping[str, float] | None
+        cls, load: Loader, blueprint: Blueprint, name: str, stored_parameters: Mapping[str, float] | None
     ) -> XIELUMLP:
-        """Read the layer with this full name.
+        """Read the layer called ``name``.
 
         Args:
-            load: the loader.
+            load: reads and packs the tensors.
             blueprint: the sizes of the network.
-            name: the full name of the layer.
-            stored: the parameters of the layer's activation; None if they are tensors of the checkpoint.
+            name: the full name of the layer in the checkpoint.
+            stored_parameters: the layer's parameters of xIELU from the configuration; None to read them as
+                tensors of the checkpoint.
         """
 
-        def read_parameter(name_part: str, *shape: int) -> Tensor:
-            if stored is not None:
-                return torch.full(shape, stored[name_part])
-            return load.source.tensor(f"{name}.act_fn.{name_part}", shape).float()
+        def read_parameter(parameter: str, *shape: int) -> Tensor:
+            if stored_parameters is not None:
+                return torch.full(shape, stored_parameters[parameter])
+            return load.source.tensor(f"{name}.act_fn.{parameter}", shape).float()
 
         positive, negative = softplus(read_parameter("alpha_p", 1)), softplus(read_parameter("alpha_n", 1))
         slope, eps = read_parameter("beta"), read_parameter("eps")
         values = (positive, slope + negative, slope, eps)
-        # With meta tensors, the caller needs only the shapes of the network.
+        # Meta tensors have no values. Callers that load them need only the shapes of the network.
         floats = (0.0 if value.is_meta else float(value) for value in values)
         return cls(
             load.linear(f"{name}.up_proj", blueprint.inner, blueprint.hidden),
@@ -87,7 +88,7 @@ class ApertusModel(TransformerModel):
         if not config.flag("qk_norm", True):
             raise ConfigError("qk_norm", "is false: this family has norms of queries and keys")
         if config.flag("post_norm"):
-            raise ConfigError("post_norm", "is true: the norms of this family are before the layers")
+            raise ConfigError("post_norm", "is true: this family has its norms before the layers")
         has_rope = bool(config.section("rope_parameters") or config.section("rope_scaling"))
         if not has_rope and config.number("rope_theta", _BASE) != _BASE:
             raise ConfigError(
@@ -111,15 +112,17 @@ class ApertusModel(TransformerModel):
     def feed_forward(
         cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig
     ) -> LoadFeedForward:
-        stored = stored_activations(huggingface_config, blueprint.layers)
-        return lambda name, layer: XIELUMLP.load(load, blueprint, name, stored[layer] if stored else None)
+        stored_parameters = stored_activations(huggingface_config, blueprint.layers)
+        return lambda name, layer: XIELUMLP.load(
+            load, blueprint, name, stored_parameters[layer] if stored_parameters else None
+        )
 
 
 def stored_activations(config: HuggingFaceConfig, num_layers: int) -> list[dict[str, float]] | None:
-    """Return the activation parameters of each layer from the metadata of a GGUF file; None without any.
+    """Return the parameters of xIELU of each layer from GGUF metadata; None if there are none.
 
     Raises:
-        ConfigError: ``xielu`` does not contain a list for each parameter, with one number per layer.
+        ConfigError: ``xielu`` does not contain a list with one number per layer for each parameter.
     """
     section = config.section("xielu")
     if not section:

@@ -1,4 +1,4 @@
-"""AFM (model card of arcee-ai/AFM-4.5B): Llama with ungated feed-forward layers.
+"""Arcee Foundation Models, AFM (model card of arcee-ai/AFM-4.5B): Llama with ungated feed-forward layers.
 
 The activation is squared ReLU (So et al. 2021, arXiv:2109.08668).
 """

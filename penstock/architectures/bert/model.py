@@ -7,9 +7,9 @@ from penstock.nn import ClassifierNames, EncoderNames, MaskedLMNames
 
 
 def model_tensor_name(name: str) -> str:
-    """Return the name of a tensor without the prefix ``bert.``, which only models with a head have.
+    """Return a tensor name without the prefix ``bert.``, which only models with a head have.
 
-    Checkpoints that were converted from TensorFlow call the parameters of layer norms gamma and beta.
+    Checkpoints converted from TensorFlow call the weight and bias of layer norms ``gamma`` and ``beta``.
     """
     name = name.removeprefix("bert.")
     return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")

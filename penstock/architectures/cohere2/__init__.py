@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """Return a small ``config.json`` for tests: windows, and layers without windows and positions."""
+    """Return a small ``config.json`` for tests: a window and RoPE in most layers."""
     return {
         "architectures": ["Cohere2ForCausalLM"],
         "model_type": "cohere2",

@@ -1,4 +1,4 @@
-"""EmbeddingGemma 2. Reads text, not images, videos or audio."""
+"""EmbeddingGemma 2 for text inputs only; images, videos and audio are refused."""
 
 from __future__ import annotations
 

@@ -12,11 +12,11 @@ _PLACEHOLDERS = {
     "video_token_id": ("video", 258_884),
     "audio_token_id": ("audio", 258_881),
 }
-"""Key of a placeholder token -> the kind of input that it stands for, and its default id."""
+"""For each key of a placeholder token in ``config.json``: the kind of input, and the default token id."""
 
 
 def remove_text_prefix(name: str) -> str:
-    """Return the name of a tensor without the prefix of the text model."""
+    """Return a tensor name without the prefixes ``model.`` and ``language_model.``."""
     return name.removeprefix("model.").removeprefix("language_model.")
 
 
@@ -33,7 +33,8 @@ class EmbeddingGemma2Model(EmbeddingGemma2TextModel):
     @property
     def placeholders(self) -> Mapping[int, str]:
         config = self.huggingface_config
-        ids = {
-            name: config.optional_integer(key, id_, minimum=0) for key, (name, id_) in _PLACEHOLDERS.items()
+        token_ids = {
+            kind: config.optional_integer(key, default_id, minimum=0)
+            for key, (kind, default_id) in _PLACEHOLDERS.items()
         }
-        return {id_: name for name, id_ in ids.items() if id_ is not None}
+        return {token_id: kind for kind, token_id in token_ids.items() if token_id is not None}

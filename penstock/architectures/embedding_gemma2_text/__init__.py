@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """Return a small ``config.json`` for tests: layers without a window have fewer, wider kv heads."""
+    """Return a small ``config.json`` for tests: fewer and wider kv heads in layers without a window."""
     return {
         "architectures": ["EmbeddingGemma2TextModel"],
         "model_type": "embedding_gemma2_text",

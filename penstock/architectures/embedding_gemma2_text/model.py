@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _LAYER_TYPES = (FULL, SLIDING)
 _BASES = {FULL: 1_000_000.0, SLIDING: 10_000.0}
 _GLOBAL_HEADS = (512, 1)
-"""Head size and number of kv heads of layers without a window, if the file has no ``per_layer_config``."""
+"""Head size and kv heads of full-attention layers if ``config.json`` has no ``per_layer_config``."""
 
 
 class EmbeddingGemma2TextModel(EncoderModel):
@@ -77,7 +77,7 @@ class EmbeddingGemma2TextModel(EncoderModel):
         size, layers = config.integer("hidden_size_per_layer_input", 512), num_layers(config)
         scale = float(torch.tensor(hidden**0.5, dtype=load.dtype))
         rotaries = _rotaries(config)
-        kinds = _types(config)
+        kinds = _layer_types(config)
         return EmbeddingGemma2Network(
             load_embedding(load, load.table("embed_tokens", vocabulary, hidden), vocabulary, scale),
             load.linear("ple.per_layer_model_projection", layers * size, hidden),
@@ -90,8 +90,8 @@ class EmbeddingGemma2TextModel(EncoderModel):
         )
 
 
-def _types(config: HuggingFaceConfig) -> tuple[str, ...]:
-    """Return the type of each layer. The last layer never has a window."""
+def _layer_types(config: HuggingFaceConfig) -> tuple[str, ...]:
+    """Return the type of each layer. The last layer always has full attention."""
     default = tuple(FULL if (layer + 1) % 6 == 0 else SLIDING for layer in range(num_layers(config)))
     return (*layer_types(config, default)[:-1], FULL)
 
@@ -120,9 +120,9 @@ def _head_sizes(config: HuggingFaceConfig, layer: int, kind: str) -> tuple[int, 
 def _rotaries(config: HuggingFaceConfig) -> Mapping[str, RotaryConfig]:
     """Return the rotary embedding of each layer type.
 
-    A type without layers gets the head size of the last layer.
+    A type that no layer has gets the head size of the last layer.
     """
-    rope_section, kinds = config.section("rope_parameters"), _types(config)
+    rope_section, kinds = config.section("rope_parameters"), _layer_types(config)
     configs = {}
     for kind in _LAYER_TYPES:
         layer = kinds.index(kind) if kind in kinds else len(kinds) - 1

@@ -14,7 +14,7 @@ from penstock.nn import Embedding, GatedMLP, Linear, RMSNorm, Rotary, RotaryRows
 
 @dataclass(frozen=True, slots=True)
 class NormedAttention:
-    """Bidirectional attention with norms of queries, keys and values; the scores are not scaled."""
+    """Bidirectional attention with norms of queries, keys and values, and unscaled scores."""
 
     qkv: Linear  # [E] -> [(H + 2K) D]
     output: Linear  # [H D] -> [E]
@@ -27,10 +27,10 @@ class NormedAttention:
     rotary: int
     """The index of the rotary embedding for queries and keys."""
     window: int | None
-    """Maximum distance in tokens of a visible key, in either direction."""
+    """The largest distance in tokens from a query to a visible key, in each direction; None for no limit."""
 
     def __call__(self, x: Tensor, rows: Sequence[RotaryRows], step: StepInputs) -> Tensor:
-        """``x [T, E] -> [T, E]``; ``rows`` are the rows of all rotary embeddings of the model."""
+        """``x [T, E] -> [T, E]``; ``rows`` are the cosines and sines of each rotary embedding."""
         qk_heads = self.heads + self.kv_heads
         heads = self.qkv(x, step).view(-1, qk_heads + self.kv_heads, self.head_dim)
         q = self.q_norm(heads[:, : self.heads], step)
@@ -45,7 +45,10 @@ class NormedAttention:
 
 @dataclass(frozen=True, slots=True)
 class LayerInput:
-    """The per-layer input of a block: ``norm(project(activation(gate(x)) * per_layer))``."""
+    """Adds per-layer embeddings to a block: ``norm(project(activation(gate(x)) * per_layer))``.
+
+    P is the size of a per-layer embedding.
+    """
 
     gate: Linear  # [E] -> [P]
     project: Linear  # [P] -> [E]
@@ -53,7 +56,7 @@ class LayerInput:
     activation: Activation
 
     def __call__(self, x: Tensor, per_layer: Tensor, step: StepInputs) -> Tensor:
-        """``x [T, E] -> [T, E]``; ``per_layer [T, P]`` is the block's part of the projected embeddings."""
+        """``x [T, E] -> [T, E]``; ``per_layer [T, P]`` are the block's per-layer embeddings."""
         gated = step.ops.activation(self.gate(x, step), self.activation)
         return self.norm(self.project(step.ops.multiply(gated, per_layer), step), step)
 
@@ -70,7 +73,7 @@ class EmbeddingGemma2Block:
     factor: float
 
     def __call__(self, x: Tensor, per_layer: Tensor, rows: Sequence[RotaryRows], step: StepInputs) -> Tensor:
-        """``x [T, E]`` and the block's per-layer input ``[T, P]`` -> ``[T, E]``."""
+        """``x [T, E]`` and the block's per-layer embeddings ``[T, P]`` -> ``[T, E]``."""
         before, after = self.attention_norms
         attended = after(self.attention(before(x, step), rows, step), step)
         before, after = self.mlp_norms
@@ -82,7 +85,7 @@ class EmbeddingGemma2Block:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingGemma2Network:
-    """Embeddings, their projection to an input for each block, the blocks, a norm and a projection."""
+    """Token embeddings, their projection to per-layer embeddings, blocks, a norm and an output projection."""
 
     embedding: Embedding
     layer_inputs: Linear  # [E] -> [L P]

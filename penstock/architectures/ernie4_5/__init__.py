@@ -1,4 +1,4 @@
-"""ERNIE 4.5, the dense model."""
+"""Dense ERNIE 4.5 models."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """Return a small ``config.json`` for tests: interleaved RoPE, and a head size other than E / H."""
+    """Return a small ``config.json`` for tests: interleaved RoPE, and a head size other than 48 / 6."""
     return {
         "architectures": ["Ernie4_5ForCausalLM"],
         "model_type": "ernie4_5",

@@ -36,5 +36,5 @@ class Ernie45Model(TransformerModel):
 
 
 def _head_dim(config: HuggingFaceConfig) -> int | None:
-    """Return the default head size: 128 if the key is absent, E / H if it is null."""
+    """Return the default head size: 128 if the key is absent, hidden size / heads if it is null."""
     return None if "head_dim" in config else 128

@@ -1,6 +1,6 @@
 """ERNIE 4.5 with experts (ERNIE Team, Baidu 2025, ERNIE 4.5 Technical Report).
 
-It has softmax routing with a correction bias, shared experts, and interleaved RoPE.
+The family has softmax routing with a correction bias, shared experts, and interleaved RoPE.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class Ernie45MoeModel(TransformerModel):
     """The pipeline model of ERNIE 4.5 with experts."""
 
-    ignored_weights = (*TransformerModel.ignored_weights, "model.mtp_*")  # multi-token prediction
+    ignored_weights = (*TransformerModel.ignored_weights, "model.mtp_*")  # multi-token prediction layers
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -81,7 +81,7 @@ class Ernie45MoeModel(TransformerModel):
         def read(name: str, layer: int) -> FeedForward:
             if layer not in expert_layers:
                 return read_dense(name, layer)
-            routed = Experts(
+            routed_experts = Experts(
                 load_router(load, f"{name}.{_NAMES.router}", experts, hidden, is_float32=True),
                 load_experts(load, f"{name}.{_NAMES.experts}", experts, hidden, inner),
                 top_k,
@@ -91,10 +91,11 @@ class Ernie45MoeModel(TransformerModel):
                 is_float32=True,
             )
             if not num_shared:
-                return routed
-            shared = f"{name}.shared_experts"
+                return routed_experts
+            shared_path = f"{name}.shared_experts"
             return SharedExperts(
-                routed, GatedMLP.load(load, shared, hidden, inner * num_shared, activation, bias=bias)
+                routed_experts,
+                GatedMLP.load(load, shared_path, hidden, inner * num_shared, activation, bias=bias),
             )
 
         return read
@@ -105,8 +106,8 @@ def _expert_layers(config: HuggingFaceConfig, layers: int) -> set[int]:
     start = config.integer("moe_layer_start_index", 1, minimum=0)
     end = config.integer("moe_layer_end_index", -1, minimum=-1)
     interval = config.integer("moe_layer_interval", 1)
-    last = layers - 1 if end == -1 else end
-    return {layer for layer in range(layers) if (layer + 1) % interval == 0 and start <= layer <= last}
+    last_layer = layers - 1 if end == -1 else end
+    return {layer for layer in range(layers) if (layer + 1) % interval == 0 and start <= layer <= last_layer}
 
 
 _BIAS = "moe_statics.e_score_correction_bias"

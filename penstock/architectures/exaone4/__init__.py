@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """Return a small ``config.json`` for tests: windows, and layers without windows and positions."""
+    """Return a small ``config.json`` for tests: a window and RoPE in every second layer."""
     return {
         "architectures": ["Exaone4ForCausalLM"],
         "model_type": "exaone4",

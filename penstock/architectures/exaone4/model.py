@@ -19,7 +19,7 @@ class Exaone4Model(TransformerModel):
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
         config = huggingface_config
         has_windows = config.optional_integer("sliding_window", _WINDOW) is not None
-        types = layer_types(config, _default_types(config, has_windows))
+        types = layer_types(config, _default_layer_types(config, has_windows))
         return Blueprint.from_huggingface(
             config,
             norm_eps=config.number("rms_norm_eps", 1e-5),
@@ -30,11 +30,11 @@ class Exaone4Model(TransformerModel):
         )
 
 
-def _default_types(config: HuggingFaceConfig, has_windows: bool) -> tuple[str, ...]:  # [L]
+def _default_layer_types(config: HuggingFaceConfig, has_windows: bool) -> tuple[str, ...]:  # [L]
     """Return the types of the layers for a file without ``layer_types``.
 
-    ``sliding_window_pattern`` is a number n or a text. With a number, each n-th layer has full attention. A
-    text such as LLLG repeats over the layers: L is a layer with a window, G a layer with full attention.
+    ``sliding_window_pattern`` is a number n or a string. With a number, each n-th layer has full attention. A
+    string such as LLLG repeats over the layers: L is a layer with a window, G a layer with full attention.
     """
     layers, pattern = range(num_layers(config)), config.get("sliding_window_pattern")
     if not has_windows:
@@ -43,7 +43,7 @@ def _default_types(config: HuggingFaceConfig, has_windows: bool) -> tuple[str, .
         if not pattern or set(pattern) - set("LG"):
             raise ConfigError(
                 "sliding_window_pattern",
-                f"must be a number or a text of the letters L and G, was {pattern!r}",
+                f"must be a number or a string of the letters L and G, was {pattern!r}",
             )
         return tuple(SLIDING if pattern[layer % len(pattern)] == "L" else FULL for layer in layers)
     period = config.integer("sliding_window_pattern", 4)

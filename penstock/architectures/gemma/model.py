@@ -22,7 +22,7 @@ class GemmaModel(TransformerModel):
             raise ConfigError(
                 "use_bidirectional_attention", "is true, but text generation needs causal attention"
             )
-        # The first files of the family call the tanh approximation of GELU ``gelu``.
+        # In the earliest checkpoints, ``gelu`` means the tanh approximation of GELU.
         is_older = config.get("hidden_act") in (None, "gelu")
         attention_bias = config.flag("attention_bias")
         return Blueprint.from_huggingface(

@@ -1,6 +1,6 @@
 """Gemma 2 (Gemma Team 2024, arXiv:2408.00118).
 
-It has norms before and after each layer, soft caps, and a sliding window in every second layer.
+The family has norms before and after each layer, soft caps, and a sliding window in every second layer.
 """
 
 from __future__ import annotations

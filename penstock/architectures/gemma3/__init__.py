@@ -1,4 +1,4 @@
-"""Gemma 3 4B, 12B and 27B; reads images."""
+"""Gemma 3 4B, 12B and 27B, which read images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images in prompts of Gemma 3: a fixed number of tokens between a begin and an end token."""
+"""Images in prompts of Gemma 3: a fixed number of placeholders between a begin token and an end token."""
 
 from __future__ import annotations
 

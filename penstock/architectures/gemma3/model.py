@@ -26,7 +26,7 @@ _PREFIXES = (
 
 
 def model_tensor_name(name: str) -> str:
-    """Return the name under which the model reads a tensor of the checkpoint."""
+    """Return the name that the model uses for a checkpoint tensor."""
     for pattern, prefix in _PREFIXES:
         name = pattern.sub(prefix, name)
     return name
@@ -71,7 +71,7 @@ class Gemma3Model(VisionLanguageModel):
 
     @classmethod
     def vision_sizes(cls, huggingface_config: HuggingFaceConfig) -> VisionSizes:
-        """Return the sizes of the tower."""
+        """Return the sizes of the vision tower."""
         vision = cls.vision_config(huggingface_config)
         return VisionSizes.from_huggingface(vision, activation="gelu_pytorch_tanh", norm_eps=1e-6)
 

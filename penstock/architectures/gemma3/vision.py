@@ -1,4 +1,4 @@
-"""The vision encoder of Gemma 3 (arXiv:2503.19786): a SigLIP tower, average pooling and a projection."""
+"""The vision encoder of Gemma 3 (arXiv:2503.19786): a SigLIP encoder, average pooling and a projection."""
 
 from __future__ import annotations
 
@@ -32,42 +32,42 @@ _PROJECTION = "multi_modal_projector.mm_input_projection_weight"
 
 @dataclass(frozen=True, slots=True)
 class Gemma3Vision:
-    """The tower, average pooling of squares of patches, and the projection to rows of the decoder."""
+    """The vision tower, average pooling of squares of patches, and the projection to decoder embeddings."""
 
     tower: VisionTower
     norm: RMSNorm
     projection: Linear  # [E] -> [E of the decoder]
-    side: int  # rows of the decoder in each direction
+    pooled_side: int  # embeddings of an image in each direction, after pooling
     device: torch.device
     dtype: torch.dtype
 
     @classmethod
     def load(cls, load: Loader, config: HuggingFaceConfig, sizes: VisionSizes, hidden: int) -> Gemma3Vision:
-        """Read the encoder of a checkpoint whose decoder has this hidden size.
+        """Read the encoder of a checkpoint; ``hidden`` is the hidden size of the decoder.
 
         Raises:
-            ConfigError: the rows of an image are not the square of a divisor of its patches per side.
+            ConfigError: pooling cannot divide the patches of an image into ``mm_tokens_per_image`` squares.
         """
         count = config.integer("mm_tokens_per_image", 256)
-        side = isqrt(count)
-        if side * side != count or sizes.grid % side:
+        pooled_side = isqrt(count)
+        if pooled_side**2 != count or sizes.grid % pooled_side:
             raise ConfigError(
                 "mm_tokens_per_image",
-                f"{count} must be the square of a divisor of {sizes.grid}, the patches in a row of an image",
+                f"{count} must be the square of a divisor of {sizes.grid}, the patches per side of an image",
             )
         weight = load.source.tensor(_PROJECTION, (sizes.hidden, hidden))
         return cls(
             VisionTower.load(load, "vision_tower", sizes),
             load.norm("multi_modal_projector.mm_soft_emb_norm", sizes.hidden, sizes.norm_eps, offset=1.0),
             load.pack(weight.T.contiguous(), {_PROJECTION: hidden}),
-            side,
+            pooled_side,
             load.device,
             load.dtype,
         )
 
     def __call__(self, images: Sequence[ImageMetadata], run: EncoderRunner) -> list[Tensor]:
-        """Return the embeddings ``[side^2, E]`` of each image."""
-        sizes, count, side = self.tower.sizes, len(images), self.side
+        """Return the decoder embeddings ``[pooled_side^2, E]`` of each image."""
+        sizes, count, side = self.tower.sizes, len(images), self.pooled_side
         pixels = torch.stack([torch.from_numpy(image.pixel_values) for image in images])
         patches = flatten_patches(pixels.to(self.device, self.dtype), sizes.patch_size)
         step = image_step(run.ops, [sizes.grid**2] * count, self.device)

@@ -11,7 +11,7 @@ from penstock.nn import Blueprint
 
 
 class Gemma3TextEmbedder(EmbedderModel):
-    """Gemma 3 as an embedder, with bidirectional attention if ``config.json`` says so."""
+    """Gemma 3 as an embedder; attention is bidirectional if ``use_bidirectional_attention`` is set."""
 
     decoder = Gemma3TextModel
 
@@ -25,6 +25,6 @@ class Gemma3TextEmbedder(EmbedderModel):
         blueprint = super().blueprint(causal)
         if cls.is_causal(huggingface_config):
             return blueprint
-        # ``sliding_window`` counts the keys in both directions; a window of Penstock, those in one direction.
+        # ``sliding_window`` counts keys in both directions, `Attention.window` keys in one direction.
         windows = tuple(size and size // 2 + 1 for size in blueprint.windows)
         return replace(blueprint, windows=windows)

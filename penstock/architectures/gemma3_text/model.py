@@ -1,4 +1,4 @@
-"""Gemma 3 (Gemma Team 2025, arXiv:2503.19786): Gemma 2 with norms of queries and keys instead of caps."""
+"""Gemma 3 (Gemma Team 2025, arXiv:2503.19786): Gemma 2 with query and key norms instead of soft caps."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Gemma3TextModel(TransformerModel):
             logit_soft_cap=config.optional_number("final_logit_softcapping"),
             head_norms="each",
             windows=layer_windows(config, types, 4096),
-            max_length=config.integer("max_position_embeddings"),  # already includes the rope extension
+            max_length=config.integer("max_position_embeddings"),  # includes the rope extension
             rotaries=tuple(rotaries.values()),
             rotary_indices=tuple(list(rotaries).index(kind) for kind in types),
         )

@@ -22,7 +22,7 @@ class GlmModel(TransformerModel):
 def glm_blueprint(
     config: HuggingFaceConfig, names: TensorNames, block_norms: Literal["before", "around"] = "before"
 ) -> Blueprint:
-    """Return the blueprint of a GLM family with these names, and with norms at these positions."""
+    """Return the blueprint of a GLM family with the given tensor names and norm positions."""
     return interleaved(
         Blueprint.from_huggingface(
             config,

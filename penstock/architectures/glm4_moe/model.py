@@ -1,7 +1,7 @@
-"""GLM 4 with experts (Zeng et al. 2025, arXiv:2508.06471): the routing of DeepSeek-V3, and partial RoPE.
+"""GLM 4 with experts (Zeng et al. 2025, arXiv:2508.06471): routing as in DeepSeek-V3, and partial RoPE.
 
-The first layers are dense. All other layers have shared experts, and routed experts in groups. Routing
-selects them by their sigmoid scores plus a bias. The multi-token prediction layers at the end are not loaded.
+The first layers are dense. All other layers have shared experts, and groups of routed experts. The router
+selects experts by sigmoid score plus a bias. The multi-token prediction layers at the end are not loaded.
 """
 
 from __future__ import annotations
@@ -49,9 +49,12 @@ class Glm4MoeModel(TransformerModel):
 
     @classmethod
     def ignored_tensors(cls, huggingface_config: HuggingFaceConfig) -> tuple[str, ...]:
-        first = num_layers(huggingface_config)
+        first_draft_layer = num_layers(huggingface_config)
         num_draft_layers = huggingface_config.integer("num_nextn_predict_layers", 1, minimum=0)
-        patterns = (f"model.layers.{layer}.*" for layer in range(first, first + num_draft_layers))
+        patterns = (
+            f"model.layers.{layer}.*"
+            for layer in range(first_draft_layer, first_draft_layer + num_draft_layers)
+        )
         return (*cls.ignored_weights, *patterns)
 
     @classmethod
@@ -94,7 +97,7 @@ def group_routing(config: HuggingFaceConfig, experts: int) -> ScoreRouting:
     """Return the grouped routing of a ``config.json`` with the keys of DeepSeek-V3.
 
     Raises:
-        ConfigError: the groups do not divide the experts, or more groups are selected than there are.
+        ConfigError: the number of groups does not divide the number of experts, or ``topk_group`` exceeds it.
     """
     groups, top_groups = config.integer("n_group", 1), config.integer("topk_group", 1)
     if experts % groups:

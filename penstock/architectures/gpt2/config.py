@@ -22,7 +22,7 @@ NAMES = TensorNames(
     output="c_proj",
     other_tables=("wpe.weight",),
 )
-"""The names of a GPT-2 checkpoint. Its linear layers are stored ``[in, out]``."""
+"""The tensor names of a GPT-2 checkpoint. Weights of linear layers are stored ``[in, out]``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +53,20 @@ class GPT2Config:
     def from_huggingface(cls, config: HuggingFaceConfig) -> GPT2Config:
         """Read a ``config.json``.
 
-        ``reorder_and_upcast_attn`` has no effect, because scores are always float32.
+        ``reorder_and_upcast_attn`` has no effect, because attention scores are always float32.
 
         Raises:
-            ConfigError: the heads do not divide the size, the activation is unknown, or the model has cross
-                attention.
+            ConfigError: the heads do not divide the hidden size, the activation is unknown, or the model has
+                cross attention.
             CheckpointError: a size is missing or has an invalid value.
         """
         hidden, heads = config.integer("n_embd"), config.integer("n_head")
         if hidden % heads:
             raise ConfigError("n_head", f"{heads} heads do not divide n_embd {hidden}")
         if config.flag("add_cross_attention"):
-            raise ConfigError("add_cross_attention", "is true: there is no encoder to attend to")
+            raise ConfigError("add_cross_attention", "is true: cross attention is not supported")
         scale = (hidden // heads) ** -0.5 if config.flag("scale_attn_weights", True) else 1.0
-        by_layer = config.flag("scale_attn_by_inverse_layer_idx")
+        divides_by_layer = config.flag("scale_attn_by_inverse_layer_idx")
         return cls(
             vocabulary=config.integer("vocab_size"),
             positions=config.integer("n_positions"),
@@ -74,7 +74,7 @@ class GPT2Config:
             inner=config.integer("n_inner", 4 * hidden),
             heads=heads,
             scales=tuple(
-                scale / (layer + 1) if by_layer else scale
+                scale / (layer + 1) if divides_by_layer else scale
                 for layer in range(config.integer("n_layer", maximum=MAX_LAYERS))
             ),
             norm_eps=config.number("layer_norm_epsilon", 1e-5),

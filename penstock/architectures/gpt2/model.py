@@ -42,7 +42,7 @@ class GPT2Block:
 
     @classmethod
     def load(cls, load: Loader, config: GPT2Config, layer: int) -> GPT2Block:
-        """Read block ``layer``. Its linear layers are stored ``[in, out]``."""
+        """Read block ``layer``. Weights of its linear layers are stored ``[in, out]``."""
         name, hidden, inner = NAMES.block_path(layer), config.hidden, config.inner
         heads = load.shard.attention(config.heads, config.heads).heads
         inner_part = load.inner_part(f"{name}.mlp.c_proj", inner)
@@ -133,7 +133,7 @@ class GPT2Network:
 
 
 def with_prefix(name: str) -> str:
-    """Return the name of a tensor with the prefix ``transformer.``, which the checkpoints of OpenAI lack."""
+    """Return a tensor name with the prefix ``transformer.``. OpenAI's checkpoints omit this prefix."""
     return name if name.startswith((NAMES.prefix, f"{NAMES.head}.")) else f"{NAMES.prefix}{name}"
 
 

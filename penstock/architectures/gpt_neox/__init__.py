@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """Return a small ``config.json`` for tests: parallel layers, and partial RoPE."""
+    """Return a small ``config.json`` for tests: parallel attention and feed-forward, and partial RoPE."""
     return {
         "architectures": ["GPTNeoXForCausalLM"],
         "model_type": "gpt_neox",

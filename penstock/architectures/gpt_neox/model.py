@@ -1,6 +1,6 @@
 """GPT-NeoX (Black et al. 2022, arXiv:2204.06745): parallel attention and feed-forward layers.
 
-Both layers have a separate norm, and biases. The feed-forward layer is ungated.
+Each of the two layers has its own norm and has biases. The feed-forward layer is ungated.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _NAMES = TensorNames(
 
 @dataclass(frozen=True, slots=True)
 class GPTNeoXAttention(Attention):
-    """Attention whose fused matrix has query, key and value rows of head 0, then of head 1, and so on."""
+    """Attention whose fused matrix stores query, key and value of head 0, then of head 1, and so on."""
 
     is_by_head = True
 
@@ -55,7 +55,7 @@ class GPTNeoXAttention(Attention):
 
 
 def rename_head(name: str) -> str:
-    """Return the name of a tensor in the files of EleutherAI. Other files call the head ``lm_head``."""
+    """Return a tensor name as in EleutherAI's files. Other files call the head ``lm_head``."""
     return name.replace("lm_head.", "embed_out.") if name.startswith("lm_head.") else name
 
 

@@ -71,7 +71,7 @@ class GptOssModel(TransformerModel):
         return read
 
 
-_NAMES = TensorNames(router="router", other_tables=("_proj_bias",))  # biases of experts are matrices
+_NAMES = TensorNames(router="router", other_tables=("_proj_bias",))  # biases of all experts: one matrix
 _ALPHA = 1.702  # g * sigmoid(alpha g) approximates GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415)
 _WINDOW = 128
 _YARN = {

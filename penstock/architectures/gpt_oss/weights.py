@@ -1,7 +1,7 @@
 """Reads the experts of a gpt-oss checkpoint, in which gate and up rows alternate.
 
-Unquantized experts are one tensor ``[N, in, out]``. A quantized format has one tensor ``[out, in]`` per
-expert, with the name ``<name>.<expert>.weight``.
+Unquantized experts are stored as one tensor ``[N, in, out]``. Quantized experts are stored as one tensor
+``[out, in]`` per expert, with the name ``<name>.<expert>.weight``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.nn import Loader, find_local_experts
 
 
 def load_experts(load: Loader, name: str, experts: int, hidden: int, inner: int) -> PackedExperts:
-    """Read the N ``experts`` called ``name`` one at a time. ``hidden`` is E, ``inner`` is F."""
+    """Read and pack the N = ``experts`` experts called ``name``; ``hidden`` is E, ``inner`` is F."""
     gate_up_bias = load.source.tensor(f"{name}.gate_up_proj_bias", (experts, 2 * inner))
     down_bias = load.source.tensor(f"{name}.down_proj_bias", (experts, hidden))
     if load.shard.is_whole and f"{name}.down_proj.0.weight" in load.source:
@@ -28,25 +28,25 @@ def load_experts(load: Loader, name: str, experts: int, hidden: int, inner: int)
         )
     gate_up = _matrix_reader(load, f"{name}.gate_up_proj", experts, 2 * inner, hidden)
     down = _matrix_reader(load, f"{name}.down_proj", experts, hidden, inner)
-    local = find_local_experts(load, experts, inner, f"{name}.down_proj.0")
-    inner_part = local.inputs or Part(0, inner)
-    pairs = slice(2 * inner_part.start, 2 * inner_part.stop)
+    local_experts = find_local_experts(load, experts, inner, f"{name}.down_proj.0")
+    inner_part = local_experts.inner_part or Part(0, inner)
+    gate_up_rows = slice(2 * inner_part.start, 2 * inner_part.stop)
     for tensor, shape in (("gate_up_proj", (2 * inner, hidden)), ("down_proj", (hidden, inner))):
-        for i in local.remote_experts(experts):
+        for i in local_experts.remote_experts(experts):
             if f"{name}.{tensor}.{i}.weight" in load.source:
                 load.source.expect(f"{name}.{tensor}.{i}.weight", shape)
-    # The bias of a down matrix is added once: by the rank that has the expert, or by rank 0.
-    adds_bias = local.inputs is None or load.shard.rank == 0
-    # Packed matrices get no names, because checkpoints and adapters do not name the matrix of one expert.
-    packed = local.combine(
+    # Exactly one rank adds a down bias: rank 0 if experts are divided, otherwise the rank of the expert.
+    adds_bias = local_experts.inner_part is None or load.shard.rank == 0
+    # Packed matrices get no names, because adapters do not apply to single experts.
+    packed = local_experts.combine(
         (
             load.pack(
-                _deinterleave(gate_up(i)[pairs]),
+                _deinterleave(gate_up(i)[gate_up_rows]),
                 {},
-                bias=_deinterleave(gate_up_bias[i][pairs]),
+                bias=_deinterleave(gate_up_bias[i][gate_up_rows]),
                 is_expert=True,
             )
-            for i in local.experts
+            for i in local_experts.experts
         ),
         (
             load.pack(
@@ -55,7 +55,7 @@ def load_experts(load: Loader, name: str, experts: int, hidden: int, inner: int)
                 bias=down_bias[i] if adds_bias else None,
                 is_expert=True,
             )
-            for i in local.experts
+            for i in local_experts.experts
         ),
     )
     for tensor in (f"{name}.gate_up_proj", f"{name}.down_proj"):
@@ -72,7 +72,7 @@ def _load_stored(
     in_features: int,
     order: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[PackedLinear, ...]:
-    """Return the layers of all experts, in the encoding of the checkpoint."""
+    """Return one linear layer of each expert, packed in the encoding of the checkpoint."""
     experts, out_features = biases.shape
     return tuple(
         load.expert(f"{name}.{i}", out_features, in_features, bias=biases[i], order=order).packed
@@ -83,13 +83,13 @@ def _load_stored(
 def _matrix_reader(
     load: Loader, name: str, experts: int, out_features: int, in_features: int
 ) -> Callable[[int], Tensor]:
-    """Return a function from the index of an expert to its matrix ``[out, in]``."""
+    """Return a function that maps the index of an expert to its matrix ``[out, in]``."""
     if f"{name}.0.weight" in load.source:
         return lambda expert: load.source.tensor(f"{name}.{expert}.weight", (out_features, in_features))
-    floats = load.source.tensor(name, (experts, in_features, out_features))
-    return lambda expert: floats[expert].T
+    matrices = load.source.tensor(name, (experts, in_features, out_features))
+    return lambda expert: matrices[expert].T
 
 
 def _deinterleave(rows: Tensor) -> Tensor:
-    """Return the gate rows followed by the up rows of a matrix in which they alternate."""
+    """Return the gate rows followed by the up rows of a matrix with alternating gate and up rows."""
     return torch.cat([rows[0::2], rows[1::2]])

@@ -1,4 +1,4 @@
-"""Granite 3, dense models."""
+"""Dense Granite 3 models."""
 
 from __future__ import annotations
 

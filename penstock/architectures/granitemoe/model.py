@@ -51,7 +51,7 @@ class GraniteMoeModel(TransformerModel):
             names = f"{name}.input_linear.weight", f"{name}.output_linear.weight"
             if names[0] in load.source:
                 packed = load_stacked_experts(load, names, experts, hidden, inner)
-            else:  # a GGUF file is read as one tensor per expert
+            else:  # GGUF files: one tensor per expert
                 packed = load_experts(load, f"{name}.{_NAMES.experts}", experts, hidden, inner)
             return Experts(
                 load_router(load, f"{name}.{_NAMES.router}", experts, hidden),

@@ -28,19 +28,19 @@ _TOKEN_WEIGHTS = ClassifierNames(dense=None, activation=None, output="classifier
 
 
 def remove_family_prefix(name: str) -> str:
-    """Return the name of a tensor without the prefix ``gte.`` or ``new.`` of models with a head."""
+    """Return a tensor name without the prefix ``gte.`` or ``new.`` of models with a head."""
     return name.removeprefix("gte.").removeprefix("new.")
 
 
 class GteModel(PostNormModel):
     """The pipeline model of GTE.
 
-    A checkpoint can have a token-classification head with one label: the weight of a token in sparse
-    embeddings (section 3.2 of the paper).
+    A checkpoint can have a token-classification head with one label. Its logit is the weight of a token in
+    sparse embeddings (section 3.2 of the paper).
     """
 
     weights_adapter = remove_family_prefix
-    position_types = ("rope", "absolute")  # files that transformers wrote contain BERT's default
+    position_types = ("rope", "absolute")  # transformers writes BERT's default, "absolute"
     ignored_weights = ("pooler.*", "lm_head.*", "*rotary_emb.inv_freq")
     names = EncoderNames(
         positions=None,

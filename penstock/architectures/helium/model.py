@@ -29,7 +29,7 @@ class HeliumModel(TransformerModel):
         if blueprint.heads * blueprint.head_dim != blueprint.hidden:
             raise ConfigError(
                 "head_dim",
-                f"{blueprint.heads} heads of {blueprint.head_dim} must add up to hidden_size "
-                f"{blueprint.hidden}: the output layer of this family is square",
+                f"heads x head_dim must be hidden_size {blueprint.hidden}, was "
+                f"{blueprint.heads} x {blueprint.head_dim}: the output layer of this family is square",
             )
         return interleaved(blueprint)

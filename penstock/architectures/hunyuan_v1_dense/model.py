@@ -67,7 +67,7 @@ class HunyuanV1DenseModel(TransformerModel):
 def _rope_parameters(config: HuggingFaceConfig) -> Mapping[str, object]:
     """Return the RoPE parameters.
 
-    Type ``dynamic`` with ``alpha`` equals type ``default`` with another base.
+    Rope type ``dynamic`` with ``alpha`` is read as type ``default`` with a larger base.
     """
     parameters = rope_values(config)
     alpha, kind = parameters.get("alpha"), parameters.get("rope_type", parameters.get("type"))

@@ -1,4 +1,4 @@
-"""Idefics3: a SigLIP vision encoder and Llama 3; splits images into tiles."""
+"""Idefics3: Llama 3 with a SigLIP vision encoder that reads tiles of an image."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from penstock.media.family import Arrays, ProcessedImage, VisionFamily
 
-_BORDER, _WHOLE = "<fake_token_around_image>", "<global-img>"
+_BORDER_TOKEN, _WHOLE_IMAGE_TOKEN = "<fake_token_around_image>", "<global-img>"
 
 
 class Idefics3Family(VisionFamily):
@@ -33,11 +33,11 @@ class Idefics3Family(VisionFamily):
         patch = self.config.section("vision_config").integer("patch_size", 32)
         side = image.pixel_values.shape[-1] // patch // self.config.integer("scale_factor", 2)
         tokens = self.token_text(self.image_token_id) * (side * side)
-        image_tokens = f"{_BORDER}{_WHOLE}{tokens}{_BORDER}"
+        image_tokens = f"{_BORDER_TOKEN}{_WHOLE_IMAGE_TOKEN}{tokens}{_BORDER_TOKEN}"
         if not rows:
             return image_tokens
         lines = [
-            "".join(f"{_BORDER}<row_{row}_col_{column}>{tokens}" for column in range(1, columns + 1))
+            "".join(f"{_BORDER_TOKEN}<row_{row}_col_{column}>{tokens}" for column in range(1, columns + 1))
             for row in range(1, rows + 1)
         ]
         return "".join(f"{line}\n" for line in lines) + f"\n{image_tokens}"

@@ -19,7 +19,7 @@ _PREFIX = re.compile(r"^model\.(text_model\.|(?=vision_model\.|connector\.))")
 
 
 def model_tensor_name(name: str) -> str:
-    """Return the name under which the model reads a tensor of the checkpoint."""
+    """Return the name that the model uses for a checkpoint tensor."""
     return _PREFIX.sub(lambda match: "model." if match[1] else "", name)
 
 
@@ -49,7 +49,7 @@ class Idefics3Model(VisionLanguageModel):
 
     @classmethod
     def vision_sizes(cls, huggingface_config: HuggingFaceConfig) -> VisionSizes:
-        """Return the sizes of the tower."""
+        """Return the sizes of the vision tower."""
         vision = cls.vision_config(huggingface_config)
         return VisionSizes.from_huggingface(vision, activation="gelu_pytorch_tanh", norm_eps=1e-6)
 
@@ -60,7 +60,7 @@ class Idefics3Model(VisionLanguageModel):
 
     @classmethod
     def max_image_rows(cls, huggingface_config: HuggingFaceConfig) -> int:
-        # one tile, because the tiles of an image are encoded in parts
+        # The rows of one tile, because the tiles of an image are encoded in several calls.
         return cls.vision_sizes(huggingface_config).grid ** 2
 
     def encoder_rows(self, image: ImageMetadata) -> int:

@@ -1,6 +1,6 @@
 """The vision encoder of Idefics3 and SmolVLM (Laurençon et al. 2024, arXiv:2408.12637).
 
-It is a SigLIP tower with a pixel shuffle, which concatenates the rows of a square of patches.
+The encoder is a SigLIP model with a pixel shuffle, which concatenates the rows of a square of patches.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ if TYPE_CHECKING:
     from penstock.pipelines.core import ImageMetadata
 
 MAX_ROWS = 4096
-"""Maximum number of rows that the tower computes at a time, unless one tile has more."""
+"""Maximum number of rows that the vision tower computes in one call, unless a single tile has more rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Idefics3Vision:
-    """The tower, and the projection of squares of patches to rows of the decoder."""
+    """The vision tower, and the projection of squares of patches to decoder embeddings."""
 
     tower: VisionTower
     projection: Linear  # [s^2 E] -> [E of the decoder]
-    scale: int  # s: patches per decoder row, in each direction
+    scale: int  # s: patches per decoder embedding, in each direction
     device: torch.device
     dtype: torch.dtype
 
     @classmethod
     def load(cls, load: Loader, config: HuggingFaceConfig, sizes: VisionSizes, hidden: int) -> Idefics3Vision:
-        """Read the encoder of a checkpoint whose decoder has this hidden size.
+        """Read the encoder of a checkpoint; ``hidden`` is the hidden size of the decoder.
 
         Raises:
-            ConfigError: the scale does not divide the patches of an image.
+            ConfigError: ``scale_factor`` does not divide the number of patches per side of an image.
         """
         scale = config.integer("scale_factor", 2)
         if sizes.grid % scale:
             raise ConfigError(
-                "scale_factor", f"{scale} does not divide the {sizes.grid} patches in a row of an image"
+                "scale_factor", f"{scale} does not divide the {sizes.grid} patches per side of an image"
             )
         return cls(
             VisionTower.load(load, "vision_model", sizes),
@@ -64,23 +64,23 @@ class Idefics3Vision:
         )
 
     def __call__(self, images: Sequence[ImageMetadata], run: EncoderRunner) -> list[Tensor]:
-        """Return the embeddings ``[embedding_rows, E]`` of each image, computed in parts of whole tiles."""
+        """Return the embeddings ``[embedding_rows, E]`` of each image, encoded in batches of tiles."""
         return [torch.cat(list(self._encode(image, run))) for image in images]
 
     def _encode(self, image: ImageMetadata, run: EncoderRunner) -> Iterator[Tensor]:
-        """Yield the rows ``[n, E]`` of the next tiles of an image."""
+        """Yield the embeddings ``[n, E]`` of each batch of an image's tiles."""
         pixels = torch.from_numpy(image.pixel_values).to(self.device, self.dtype)  # [N, C, h, w]
         patches = num_patches(image, self.tower.sizes.patch_size)
         for tiles in torch.split(pixels, max(1, MAX_ROWS * len(pixels) // patches)):
             yield self.encode_tiles(tiles, run)
 
     def encode_tiles(self, pixels: Tensor, run: EncoderRunner) -> Tensor:
-        """``pixels [N, C, h, w]`` of N tiles -> rows ``[N h w / (p s)^2, E]``."""
+        """``pixels [N, C, h, w]`` of N tiles -> decoder embeddings ``[N h w / (p s)^2, E]``."""
         count, _, height, width = pixels.shape
         patch, scale = self.tower.sizes.patch_size, self.scale
         rows, columns = height // patch, width // patch
         step = image_step(run.ops, [rows * columns] * count, pixels.device)
-        # the order of patches: all patches of a square, then those of the next square
+        # The order of patches: all patches of the first square, then all patches of the second, and so on.
         order = torch.arange(count * rows * columns, device=pixels.device)
         order = order.view(count, rows // scale, scale, columns // scale, scale).transpose(2, 3).flatten()
         inputs = {
@@ -108,11 +108,14 @@ def num_patches(image: ImageMetadata, patch_size: int) -> int:
 
 
 def tile_positions(rows: int, columns: int, side: int) -> Tensor:
-    """Return the indices of a grid of patches in a table of ``side`` by ``side`` positions."""
+    """Return, for each patch of a grid, its row in the table of ``side * side`` learned positions."""
     return (_table_indices(rows, side)[:, None] * side + _table_indices(columns, side)).flatten()
 
 
 def _table_indices(count: int, side: int) -> Tensor:
-    """Return for each of ``count`` evenly spaced points the index of its interval, of ``side`` intervals."""
+    """Return the table index of each of ``count`` patches along one direction of an image.
+
+    Patches are evenly spaced points in [0, 1), which is divided into ``side`` equal intervals.
+    """
     bounds = torch.arange(1 / side, 1.0, 1 / side)
     return torch.bucketize(torch.arange(0, 1 - 1e-6, 1 / count), bounds, right=True)

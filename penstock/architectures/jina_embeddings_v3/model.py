@@ -1,6 +1,6 @@
 """Jina Embeddings v3 (Sturua et al. 2024, arXiv:2409.10173): XLM-RoBERTa with RoPE.
 
-Its task adapters are LoRA adapters, which a user registers like all other adapters.
+Its task adapters are separate LoRA adapters. A user registers them like other adapters.
 """
 
 from __future__ import annotations

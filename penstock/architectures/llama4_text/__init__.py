@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """Return a small ``config.json`` for tests: chunks, layers without positions, a dense layer."""
+    """Return a small ``config.json`` for tests: chunked attention, layers without RoPE, a dense layer."""
     return {
         "architectures": ["Llama4ForCausalLM"],
         "model_type": "llama4_text",

@@ -1,8 +1,8 @@
 """Llama 4 (Meta 2025, The Llama 4 herd): chunked attention, and experts with scaled inputs.
 
-Most layers have interleaved RoPE, then norms of queries and keys, and attend within chunks of consecutive
-tokens. The other layers have no positions and attend to all keys. Their queries are scaled by a factor that
-grows with the position. The input of the selected expert is multiplied by the sigmoid of the expert's router
+Most layers apply interleaved RoPE, then norms of queries and keys, and attend within chunks of consecutive
+tokens. All other layers have no RoPE and attend to all keys. These layers scale each query by a factor that
+grows with its position. The input of a selected expert is multiplied by the sigmoid of the expert's router
 logit. A shared expert computes every row.
 """
 
@@ -66,7 +66,7 @@ class Llama4Attention(Attention):
 
 
 class QueryScale(Rotary):
-    """Rotary tables that scale queries and do not rotate them.
+    """Rotary tables without rotation: the cosines are scale factors of queries, the sines are 0.
 
     The factor at position p is ``1 + attn_scale * ln(1 + floor((p + 1) / floor_scale))``.
     """
@@ -90,7 +90,8 @@ class Llama4Experts:
     def __call__(self, x: Tensor, step: StepInputs) -> Tensor:  # [T, E] -> [T, E]
         ops, logits = step.ops, self.router(x, step)
         scores, ids = ops.route(logits, self.top_k, _ROUTING)
-        ones, _ = ops.route(logits, 1, "all_normed")  # [T, 1]: the inputs are weighted instead of the outputs
+        # Outputs have weight 1 [T, 1], because the router's weights are applied to the inputs.
+        ones, _ = ops.route(logits, 1, "all_normed")
         total = self.shared(x, step)
         for index in range(self.top_k):
             column = slice(index, index + 1)
@@ -174,7 +175,7 @@ class Llama4TextModel(TransformerModel):
             names = f"{path}.gate_up_proj", f"{path}.down_proj"
             if names[0] in load.source:
                 packed = load_stacked_experts(load, names, experts, hidden, inner, transposed=True)
-            else:  # a GGUF file is read as one tensor per expert
+            else:  # GGUF files: one tensor per expert
                 packed = load_experts(load, path, experts, hidden, inner)
             return Llama4Experts(
                 load_router(load, f"{name}.{_NAMES.router}", experts, hidden),
@@ -188,7 +189,7 @@ class Llama4TextModel(TransformerModel):
 
 
 def _rope_layers(config: HuggingFaceConfig) -> tuple[bool, ...]:  # [L]
-    """Return for each layer whether it has RoPE, which a 1 in ``no_rope_layers`` means."""
+    """Return for each layer whether it has RoPE. In ``no_rope_layers``, 1 means RoPE and 0 means no RoPE."""
     layers = num_layers(config)
     flags = config.integers("no_rope_layers")
     if not flags:
@@ -200,7 +201,7 @@ def _rope_layers(config: HuggingFaceConfig) -> tuple[bool, ...]:  # [L]
 
 
 def _chunk_sizes(config: HuggingFaceConfig) -> tuple[int | None, ...]:  # [L]
-    """Return the chunk size of each layer in tokens; None for layers that attend to all keys."""
+    """Return the attention chunk size of each layer in tokens; None for layers that attend to all keys."""
     has_rope = _rope_layers(config)
     types = config.texts("layer_types") or tuple(_CHUNKED if rope else FULL for rope in has_rope)
     if len(types) != len(has_rope) or set(types) - {FULL, _CHUNKED}:
@@ -210,7 +211,10 @@ def _chunk_sizes(config: HuggingFaceConfig) -> tuple[int | None, ...]:  # [L]
 
 
 def _expert_layers(config: HuggingFaceConfig, layers: int) -> set[int]:
-    """Return the layers with experts: ``moe_layers``, or every ``interleave_moe_layer_step``-th layer."""
+    """Return the indices of layers with experts: ``moe_layers``, or every N-th layer.
+
+    N is ``interleave_moe_layer_step``.
+    """
     configured = config.integers("moe_layers")
     if configured is not None:
         return set(configured)

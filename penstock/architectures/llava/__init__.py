@@ -1,4 +1,4 @@
-"""LLaVA: LLaVA 1.5, BakLLaVA and other models with ``model_type`` ``llava``; reads images."""
+"""LLaVA: LLaVA 1.5, BakLLaVA and other models with ``model_type`` ``llava``, which read images."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """Return a small ``config.json`` for tests: a CLIP tower of 16 patches and a Llama decoder."""
+    """Return a small ``config.json`` for tests: a CLIP vision encoder for 16 patches and a Llama decoder."""
     return {
         "architectures": ["LlavaForConditionalGeneration"],
         "model_type": "llava",

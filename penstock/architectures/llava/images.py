@@ -10,18 +10,22 @@ CLIP, SIGLIP = "clip_vision_model", "siglip_vision_model"
 
 
 def vision_config(config: HuggingFaceConfig) -> HuggingFaceConfig:
-    """Return the configuration of the tower, with the defaults of transformers."""
+    """Return the configuration of the vision tower, with the default values of transformers."""
     section = config.section("vision_config").to_dict()
     return HuggingFaceConfig({**_VISION_DEFAULTS, **section}, "config.json: vision_config")
 
 
 def has_class_row(config: HuggingFaceConfig) -> bool:
-    """Return whether the tower has a row for the class token before the patches, as in CLIP."""
+    """Return whether the vision tower puts a row for the class token before the patches, as CLIP does."""
     return vision_config(config).text("model_type") == CLIP
 
 
 def drops_first_row(config: HuggingFaceConfig) -> bool:
-    """Return whether the first output row of the tower is dropped."""
+    """Return whether the first output row of the vision tower is dropped.
+
+    Raises:
+        CheckpointError: ``vision_feature_select_strategy`` is neither "default" nor "full".
+    """
     strategy = config.text("vision_feature_select_strategy", "default")
     if strategy not in ("default", "full"):
         raise CheckpointError(
@@ -31,7 +35,7 @@ def drops_first_row(config: HuggingFaceConfig) -> bool:
 
 
 class LlavaImages(VisionFamily):
-    """LLaVA: each image becomes one token for each patch of the tower."""
+    """Images of LLaVA: one token for each output row of the vision tower."""
 
     @property
     def image_token_id(self) -> int:
@@ -45,7 +49,7 @@ class LlavaImages(VisionFamily):
         if (height, width) != (size, size):
             raise CheckpointError(
                 "preprocessor_config.json",
-                f"makes images of {width} x {height} pixels, but the tower reads {size} x {size}",
+                f"makes images of {width} x {height} pixels, but the vision tower reads {size} x {size}",
             )
         count = (size // patch) ** 2 + has_class_row(self.config) - drops_first_row(self.config)
         return self.token_text(self.image_token_id) * count

@@ -1,4 +1,4 @@
-"""LLaVA (Liu et al. 2023, arXiv:2304.08485): rows of a CLIP or SigLIP tower, projected to embeddings."""
+"""LLaVA (Liu et al. 2023, arXiv:2304.08485): a CLIP or SigLIP encoder, a projector and a decoder."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LlavaEncoder:
-    """A tower, and two linear layers that project its rows to embeddings of the decoder."""
+    """A vision tower, and two linear layers that project its output rows to decoder embeddings."""
 
     tower: VisionTower
     layers: tuple[int, ...]
-    """Indices of the blocks whose output rows are used. The rows of several blocks are concatenated."""
+    """The numbers of blocks after which hidden states are used. Several hidden states are concatenated."""
     has_class_row: bool
     drops_first_row: bool
     up: Linear
@@ -56,7 +56,7 @@ class LlavaEncoder:
         pixels = torch.stack([torch.from_numpy(image.pixel_values) for image in images])
         pixels = pixels.to(self.device, self.dtype)  # [N, C, h, w]
         patches = flatten_patches(pixels, self.tower.sizes.patch_size).view(
-            len(images), -1, _width(self.tower)
+            len(images), -1, _flat_patch_size(self.tower)
         )
         if self.has_class_row:
             patches = torch.cat([patches.new_zeros(len(images), 1, patches.shape[2]), patches], dim=1)
@@ -87,14 +87,14 @@ _PREFIXES: Mapping[str, str] = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
-"""Prefix of a tensor name in the checkpoint -> prefix in the model.
+"""Maps the prefix of a tensor name in the checkpoint to the prefix in the model.
 
 Versions of transformers write different prefixes.
 """
 
 
 def model_tensor_name(name: str) -> str:
-    """Return the name under which the model reads a tensor of the checkpoint."""
+    """Return the name that the model uses for a checkpoint tensor."""
     for prefix, model_prefix in _PREFIXES.items():
         if name.startswith(prefix):
             return model_prefix + name.removeprefix(prefix)
@@ -108,7 +108,7 @@ class LlavaModel(VisionLanguageModel):
     ignored_weights = (
         "*rotary_emb.inv_freq",
         "*position_ids",
-        "vision_tower.encoder.layers.*",  # blocks after the last one in use
+        "vision_tower.encoder.layers.*",  # blocks after the last used block
         "vision_tower.post_layernorm.*",
         "vision_tower.head.*",
     )
@@ -183,7 +183,9 @@ class LlavaModel(VisionLanguageModel):
 
 
 def _feature_layers(config: HuggingFaceConfig, layers: int) -> tuple[int, ...]:
-    """Return ``vision_feature_layer`` as numbers of blocks; 0 means the embeddings, -1 the last block."""
+    """Return the numbers of blocks that ``vision_feature_layer`` selects: its values, with negative indices
+    counted from the last hidden state. 0 selects the embeddings.
+    """
     configured = config.get("vision_feature_layer")
     indices = config.integers("vision_feature_layer") if isinstance(configured, list) else None
     if indices is None:
@@ -191,11 +193,11 @@ def _feature_layers(config: HuggingFaceConfig, layers: int) -> tuple[int, ...]:
     numbers = tuple(layers + 1 + index if index < 0 else index for index in indices)
     if not numbers or min(numbers) < 0 or max(numbers) > layers:
         raise ConfigError(
-            "vision_feature_layer", f"{configured!r} is not within the {layers} layers of the tower"
+            "vision_feature_layer", f"{configured!r} is not within the {layers} layers of the vision tower"
         )
     return numbers
 
 
-def _width(tower: VisionTower) -> int:
-    """Return the size of a flattened patch."""
+def _flat_patch_size(tower: VisionTower) -> int:
+    """Return the number of values of a patch: C p p."""
     return tower.sizes.channels * tower.sizes.patch_size**2

@@ -1,6 +1,6 @@
 """MiniMax-M2 (MiniMax 2025): sigmoid routing with a correction bias, and partial RoPE.
 
-One norm covers the queries of all heads, and a second norm the keys of all heads. Unlike earlier MiniMax
+One norm covers the queries of all heads, and another norm the keys of all heads. Unlike earlier MiniMax
 models, this family has no linear attention.
 """
 
@@ -80,13 +80,13 @@ _REQUIRED_VALUES = {
     "qk_norm_type": "per_layer",
     "shared_intermediate_size": 0,
 }
-"""Keys of published files, each with the only supported value."""
+"""The only supported value of each of these keys in ``config.json``."""
 
 
 def _check_options(config: HuggingFaceConfig) -> None:
     for key, value in _REQUIRED_VALUES.items():
         if config.get(key) not in (None, value):
             raise ConfigError(key, f"must be {value!r} in this family, was {config[key]!r}")
-    kinds = config.integers("attn_type_list") or ()
-    if any(kind != 1 for kind in kinds):
-        raise ConfigError("attn_type_list", f"must be 1 for all layers, was {list(kinds)}")
+    attention_types = config.integers("attn_type_list") or ()
+    if any(attention_type != 1 for attention_type in attention_types):
+        raise ConfigError("attn_type_list", f"must be 1 for all layers, was {list(attention_types)}")

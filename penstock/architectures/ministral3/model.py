@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class QueryRotary(Rotary):
-    """The rotary tables of queries: those of keys, times ``1 + beta * ln(1 + floor(position / period))``."""
+    """The rotary tables of queries, scaled by ``1 + beta * ln(1 + floor(position / period))``."""
 
     def __init__(
         self, config: RotaryConfig, max_length: int, device: torch.device, beta: float, period: int
@@ -86,7 +86,7 @@ class Ministral3Model(TransformerModel):
 
 
 def _query_scale(config: HuggingFaceConfig) -> tuple[float, int]:
-    """Return beta and the period, in positions, of the scale of queries."""
+    """Return the parameters of `QueryRotary`: beta, and the period in positions."""
     values = rope_values(config)
     beta = values.get("llama_4_scaling_beta", 0.0)
     period = values.get("original_max_position_embeddings", config.integer("max_position_embeddings"))

@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """Return a small ``config.json`` for tests: a window, shorter than the prompts of the tests."""
+    """Return a small ``config.json`` for tests: a window that is shorter than the test prompts."""
     return {
         "architectures": ["MistralForCausalLM"],
         "model_type": "mistral",

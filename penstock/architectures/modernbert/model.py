@@ -1,4 +1,4 @@
-"""ModernBERT (Warner et al. 2024, arXiv:2412.13663): pre-norm blocks, with windows in most of them."""
+"""ModernBERT (Warner et al. 2024, arXiv:2412.13663): pre-norm blocks, most of them with a window."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _POOLINGS: dict[str, PoolingType] = {"cls": "cls", "mean": "mean"}
 
 @dataclass(frozen=True, slots=True)
 class ModernBertBlock:
-    """Attention and a gated layer, each after a norm. The first block has no norm before attention."""
+    """Attention and a gated feed-forward layer, each after a norm. In block 0, attention has no norm."""
 
     attention_norm: LayerNorm | None
     attention: EncoderAttention
@@ -117,7 +117,7 @@ class ModernBertModel(EncoderModel):
         config = huggingface_config
         hidden = config.integer("hidden_size")
         tokens = load.table("embeddings.tok_embeddings", config.integer("vocab_size"), hidden)
-        types = _types(config)
+        types = _layer_types(config)
         network = ModernBertNetwork(
             tokens,
             _norm(load, config, "embeddings.norm"),
@@ -130,7 +130,7 @@ class ModernBertModel(EncoderModel):
         return network
 
 
-def _types(config: HuggingFaceConfig) -> tuple[str, ...]:
+def _layer_types(config: HuggingFaceConfig) -> tuple[str, ...]:
     period = config.integer("global_attn_every_n_layers", 3)
     default = tuple(SLIDING if layer % period else FULL for layer in range(num_layers(config)))
     return layer_types(config, default)
@@ -144,7 +144,7 @@ def _head_dim(config: HuggingFaceConfig) -> int:
 
 
 def _rotaries(config: HuggingFaceConfig) -> tuple[RotaryConfig, ...]:
-    """Return the rotary embeddings of both layer types, with the keys of newer or of older files."""
+    """Return the rotary embeddings of the types `FULL` and `SLIDING`, from newer or older ``config.json``."""
     rope_section = config.section("rope_parameters")
 
     def rotary(kind: str) -> RotaryConfig:

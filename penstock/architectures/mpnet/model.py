@@ -36,7 +36,7 @@ class MPNetModel(PostNormModel):
 
     @classmethod
     def sizes(cls, config: HuggingFaceConfig) -> PostNormSizes:
-        return replace(super().sizes(config), first_position=2)  # after the padding token, which is always 1
+        return replace(super().sizes(config), first_position=2)  # positions start after the padding id, 1
 
     @classmethod
     def attention_bias(
@@ -46,22 +46,25 @@ class MPNetModel(PostNormModel):
         if buckets < BUCKETS:
             raise ConfigError(
                 "relative_attention_num_buckets",
-                f"is {buckets}, but distances have {BUCKETS} buckets in this family: use at least {BUCKETS}",
+                f"is {buckets}, but this family needs at least {BUCKETS} buckets of distances",
             )
         table = load.source.tensor("encoder.relative_attention_bias.weight", (buckets, sizes.heads))
-        values = table.float().to(load.device)  # [buckets, H]
+        bucket_biases = table.float().to(load.device)  # [buckets, H]
         longest = sizes.max_length
-        distances = torch.arange(1 - longest, longest)  # of the key from the query, in tokens
-        bias = values[relative_buckets(distances).to(load.device)].T.contiguous()  # [H, 2P - 1]
+        distances = torch.arange(1 - longest, longest)  # key position - query position, in tokens
+        bias = bucket_biases[relative_buckets(distances).to(load.device)].T.contiguous()  # [H, 2P - 1]
         return lambda length: bias[:, longest - length : longest + length - 1]
 
 
 def relative_buckets(distances: Tensor) -> Tensor:
-    """Return the bucket of each distance: exact near the query, logarithmic farther away (as in T5)."""
+    """Return the bucket of each signed distance, as in T5.
+
+    Small distances have a bucket each. Larger distances share buckets of logarithmic width.
+    """
     half = BUCKETS // 2
-    exact = half // 2
+    num_exact = half // 2
     size = distances.abs()
-    ratio = size.clamp_min(1).float() / exact
-    logarithmic = exact + (ratio.log() / math.log(MAX_DISTANCE / exact) * (half - exact)).long()
-    buckets = torch.where(size < exact, size, logarithmic.clamp_max(half - 1))
+    ratio = size.clamp_min(1).float() / num_exact
+    logarithmic = num_exact + (ratio.log() / math.log(MAX_DISTANCE / num_exact) * (half - num_exact)).long()
+    buckets = torch.where(size < num_exact, size, logarithmic.clamp_max(half - 1))
     return buckets + half * (distances > 0)

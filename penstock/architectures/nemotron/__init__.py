@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """Return a small ``config.json`` for tests: norms with weights 1 + w, squared ReLU, partial RoPE."""
+    """Return a small ``config.json`` for tests: norms with weights 1 + w, squared ReLU and partial RoPE."""
     return {
         "architectures": ["NemotronForCausalLM"],
         "model_type": "nemotron",

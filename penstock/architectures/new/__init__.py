@@ -1,4 +1,4 @@
-"""GTE in the format of its authors: ``model_type`` ``new``, published with custom code."""
+"""GTE checkpoints with ``model_type`` ``new``, which were published with custom code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GTE in the format of its authors (https://huggingface.co/Alibaba-NLP/new-impl), with the network of GTE."""
+"""GTE with the ``config.json`` keys of its custom code (https://huggingface.co/Alibaba-NLP/new-impl)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _REQUIRED_VALUES = {
     "logn_attention_clip1": False,
     "pack_qkv": True,
 }
-"""Options of the published code, each with the value that all published checkpoints use."""
+"""The only supported value of each of these options of the custom code. All published checkpoints use it."""
 
 
 class NewModel(GteModel):
-    """The pipeline model of GTE of model type ``new``."""
+    """The pipeline model of GTE checkpoints with ``model_type`` ``new``."""
 
     @classmethod
     def sizes(cls, config: HuggingFaceConfig) -> PostNormSizes:
@@ -41,7 +41,7 @@ class NewModel(GteModel):
         """Return the rotary embedding.
 
         Rope type ``ntk`` with factor k multiplies the base by k and divides all frequencies by ``k ** (2 /
-        head_dim)`` (https://kexue.fm/archives/9706). Other types are read as in all families.
+        head_dim)`` (https://kexue.fm/archives/9706). Other rope types are read as in other families.
 
         Raises:
             ConfigError: the rope type is unknown, its factor is missing, or ``mixed_b`` is set.
@@ -58,5 +58,5 @@ class NewModel(GteModel):
         factor = scaling.number("factor", 1.0)
         base = config.number("rope_theta", 10000.0) * factor
         positions = config.integer("max_position_embeddings")
-        linear = {"rope_type": "linear", "factor": factor ** (2 / head_dim)}
-        return RotaryConfig(head_dim, base, "linear", positions, positions, linear)
+        parameters = {"rope_type": "linear", "factor": factor ** (2 / head_dim)}
+        return RotaryConfig(head_dim, base, "linear", positions, positions, parameters)

@@ -18,7 +18,7 @@ _OLDER_KEYS = {
     "layer_norm_eps": "layer_norm_epsilon",
     "rope_theta": "rotary_emb_base",
 }
-"""Key in files of transformers -> key in older files."""
+"""Maps keys of transformers' ``config.json`` to keys of older files."""
 _REQUIRED_OLDER_VALUES = {
     "activation_function": "swiglu",
     "prenorm": False,
@@ -30,7 +30,7 @@ _REQUIRED_OLDER_VALUES = {
     "rotary_emb_scale_base": None,
     "rotary_scaling_factor": None,
 }
-"""Options of older files, each with the only supported value."""
+"""The only supported value of each of these keys in older files."""
 
 
 class NomicBertModel(PostNormModel):
@@ -71,10 +71,10 @@ class NomicBertModel(PostNormModel):
 
 
 def newer_config(config: HuggingFaceConfig) -> HuggingFaceConfig:
-    """Return the configuration of a published checkpoint with the keys of transformers.
+    """Return an older configuration with the keys of transformers.
 
     Raises:
-        ConfigError: an option has a value that is not supported.
+        ConfigError: a key has an unsupported value.
     """
     for key, expected in _REQUIRED_OLDER_VALUES.items():
         if key in config and config.get(key) != expected:

@@ -75,5 +75,5 @@ class OlmoModel(TransformerModel):
 
 
 def _clip_limit(config: HuggingFaceConfig) -> float | None:
-    """Return the largest magnitude of queries, keys and values; None without a limit."""
+    """Return the magnitude to which queries, keys and values are clamped; None without a limit."""
     return config.optional_number("clip_qkv")

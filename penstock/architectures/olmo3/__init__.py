@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """Return a small ``config.json`` for tests: windows, and scaled RoPE in the layers without a window."""
+    """Return a small ``config.json`` for tests: sliding windows, and YaRN in layers without a window."""
     return {
         "architectures": ["Olmo3ForCausalLM"],
         "model_type": "olmo3",

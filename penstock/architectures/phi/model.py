@@ -1,4 +1,4 @@
-"""Phi 1 to 2 (Gunasekar et al. 2023, arXiv:2306.11644): parallel layers, biases, partial RoPE."""
+"""Phi 1 to 2 (Gunasekar et al. 2023, arXiv:2306.11644): parallel attention and MLP, biases, partial RoPE."""
 
 from __future__ import annotations
 

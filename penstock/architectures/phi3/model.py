@@ -28,7 +28,7 @@ class Phi3Model(TransformerModel):
 
 
 def _rope_parameters(config: HuggingFaceConfig) -> dict[str, object]:
-    """Return the RoPE parameters. Early files of the family call LongRoPE ``su`` or ``yarn``."""
+    """Return the RoPE parameters. In early ``config.json`` files, LongRoPE is called ``su`` or ``yarn``."""
     parameters = rope_values(config)
     if parameters.get("rope_type", parameters.get("type")) in ("su", "yarn"):
         parameters["rope_type"] = "longrope"

@@ -1,7 +1,7 @@
 """Phi 3.5 MoE (Abdin et al. 2024, arXiv:2404.14219): experts, layer norms, and biases.
 
-The router is `penstock.kernels.SparseMixer`. LongRoPE uses the factor ``short_mscale`` of the file. Sequences
-longer than the original maximum length of LongRoPE are refused.
+The router is `penstock.kernels.SparseMixer`. With LongRoPE, cosines and sines are multiplied by
+``short_mscale`` of ``config.json``, and sequences longer than the original maximum length are refused.
 """
 
 from __future__ import annotations
@@ -94,10 +94,10 @@ class PhimoeModel(TransformerModel):
 
 
 def _rope_parameters(config: HuggingFaceConfig) -> dict[str, object]:
-    """Return the RoPE parameters, with ``short_mscale`` as the factor of cosines and sines.
+    """Return the RoPE parameters, with ``short_mscale`` as ``attention_factor``.
 
     Raises:
-        ConfigError: the factor differs between short and long sequences.
+        ConfigError: ``short_mscale`` and ``long_mscale`` differ.
     """
     values = rope_values(config)
     short, long = values.pop("short_mscale", None), values.pop("long_mscale", None)

@@ -1,4 +1,4 @@
-"""Qwen 2: Qwen 2 and 2.5, dense, and the models distilled into them."""
+"""Dense Qwen 2 and Qwen 2.5 models, and models distilled into them."""
 
 from __future__ import annotations
 

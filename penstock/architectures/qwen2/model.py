@@ -27,14 +27,16 @@ def upper_layer_windows(config: HuggingFaceConfig) -> tuple[int | None, ...]:
     With ``use_sliding_window``, the layers from index ``max_window_layers`` on have a window.
 
     Raises:
-        ConfigError: ``layer_types`` has sliding attention, but there is no window.
+        ConfigError: ``layer_types`` has sliding attention, but no window is configured.
     """
-    first = config.integer("max_window_layers", 28, minimum=0)
+    first_window_layer = config.integer("max_window_layers", 28, minimum=0)
     layers = num_layers(config)
     has_windows = (
         config.flag("use_sliding_window") and config.optional_integer("sliding_window", _WINDOW) is not None
     )
-    default = tuple(SLIDING if has_windows and layer >= first else FULL for layer in range(layers))
+    default = tuple(
+        SLIDING if has_windows and layer >= first_window_layer else FULL for layer in range(layers)
+    )
     types = layer_types(config, default)
     return layer_windows(config, types, _WINDOW, has_windows=has_windows)
 

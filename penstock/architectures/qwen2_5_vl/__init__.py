@@ -1,4 +1,4 @@
-"""Qwen2.5-VL; reads images of any size, not videos."""
+"""Qwen2.5-VL for images of any size; videos are refused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """Return a small ``config.json`` for tests: windows of 2 x 2 merged patches, one block without."""
+    """Return a small ``config.json`` for tests: windows in two of three vision blocks."""
     return {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
         "model_type": "qwen2_5_vl",

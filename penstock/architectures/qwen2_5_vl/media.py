@@ -1,4 +1,4 @@
-"""Images in prompts of Qwen2.5-VL and Qwen3-VL: one token for each square of merged patches."""
+"""Images in prompts of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: one token for each square of merged patches."""
 
 from __future__ import annotations
 

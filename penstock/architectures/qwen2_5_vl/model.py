@@ -23,16 +23,16 @@ _PREFIX = re.compile(r"^model\.(language_model\.|(?=visual\.))")
 
 
 def model_tensor_name(name: str) -> str:
-    """Return the name under which the model reads a tensor of the checkpoint."""
+    """Return the name that the model uses for a checkpoint tensor."""
     return _PREFIX.sub(lambda match: "model." if match[1] else "", name)
 
 
 class QwenVisionModel(MultimodalRopeModel, VisionLanguageModel):
-    """The base class of Qwen's vision models, with grids of patches and positions with three axes."""
+    """The base class of Qwen's vision models: grids of patches, and positions with three axes."""
 
     weights_adapter = model_tensor_name
     text_family: ClassVar[type[TransformerModel]]
-    """The family of the decoder."""
+    """The pipeline model of the decoder's family."""
     sections: ClassVar[tuple[int, int, int]]
     """The default number of dim pairs for each position axis."""
 
@@ -54,12 +54,12 @@ class QwenVisionModel(MultimodalRopeModel, VisionLanguageModel):
             if text_type not in (kind, f"{kind}_text"):
                 raise ConfigError("text_config.model_type", f"must be {kind}_text, was {text_type!r}")
             values = super().text_config(config).to_dict()
-        else:  # older files have the keys of the decoder at the top level
+        else:  # In older files, the keys of the decoder are at the top level.
             values = config.to_dict()
             del values["vision_config"]
         rope = rope_values(HuggingFaceConfig(values))
         values.pop("rope_scaling", None)
-        # Older files call the default type mrope.
+        # In older files, ``mrope`` is the name of rope type ``default``.
         if "mrope" in (rope.get("type"), rope.get("rope_type")):
             rope = {**rope, "rope_type": "default"}
         return HuggingFaceConfig({**values, "rope_parameters": rope}, "config.json: text_config")

@@ -25,15 +25,15 @@ _NORM_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class WindowLayout:
-    """An order of patches in which the patches of a window are adjacent."""
+    """The order of patches in the blocks: the patches of a window are adjacent."""
 
     order: Tensor  # [T] int64: index of the patch in each row
-    inverse: Tensor  # [T / merge^2] int64: index of the row of each merged patch
-    row_offsets: Tensor  # [W + 1] int32: the rows of each window
+    inverse: Tensor  # [T / merge^2] int64: the merged row of each merged patch
+    row_offsets: Tensor  # [W + 1] int32: window w has rows row_offsets[w]:row_offsets[w + 1]
 
     @classmethod
     def from_grids(cls, grids: Sequence[Grid], merge: int, window: int) -> WindowLayout:
-        """Return the layout of some images.
+        """Return the layout of the windows of images.
 
         Args:
             grids: the grid of each image.
@@ -41,18 +41,18 @@ class WindowLayout:
             window: merged patches per window, in each direction.
         """
         windows: list[Tensor] = []
-        first = 0
+        first_index = 0
         for height, width in grids:
             rows, columns = height // merge, width // merge
-            merged = torch.arange(first, first + rows * columns).view(rows, columns)
+            merged_indices = torch.arange(first_index, first_index + rows * columns).view(rows, columns)
             for top in range(0, rows, window):
                 for left in range(0, columns, window):
-                    windows.append(merged[top : top + window, left : left + window].flatten())
-            first += rows * columns
-        order, size = torch.cat(windows), merge * merge
-        sizes = torch.tensor([0, *(len(window_patches) * size for window_patches in windows)])
-        patches = (order[:, None] * size + torch.arange(size)).flatten()
-        return cls(patches, order.argsort(), sizes.cumsum(0).int())
+                    windows.append(merged_indices[top : top + window, left : left + window].flatten())
+            first_index += rows * columns
+        merged_order, square = torch.cat(windows), merge * merge
+        window_sizes = torch.tensor([0, *(len(merged_patches) * square for merged_patches in windows)])
+        patch_order = (merged_order[:, None] * square + torch.arange(square)).flatten()
+        return cls(patch_order, merged_order.argsort(), window_sizes.cumsum(0).int())
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ class Qwen25Vision:
     patches: Linear  # [C 2 p p] -> [E]
     blocks: tuple[VisionBlock, ...]
     full_blocks: frozenset[int]
-    """The blocks in which a patch attends to its whole image. In all other blocks it attends to its
-    window."""
+    """The indices of blocks with full attention within an image. In all other blocks, a patch attends to the
+    patches of its window."""
     norm: RMSNorm
     merger: MLP  # [merge^2 E] -> [E of the text model]
     sizes: GridSizes
@@ -113,7 +113,7 @@ class Qwen25Vision:
         Args:
             patches: ``[T, C 2 p p]``, in the order of `penstock.nn.grid_vision`.
             grids: the grid of each image.
-            run: runs the forward, eagerly or as a compiled graph.
+            run: runs the forward, eagerly or as a captured graph.
         """
         device = patches.device
         layout = WindowLayout.from_grids(grids, self.sizes.merge, self.window)

@@ -74,11 +74,11 @@ class Qwen2MoeModel(TransformerModel):
 
 
 def _windows(config: HuggingFaceConfig) -> tuple[int | None, ...]:
-    """Return the window of each layer. By default every other layer before ``max_window_layers`` has one."""
+    """Return the window of each layer. By default, even layers below ``max_window_layers`` have a window."""
     has_windows = config.flag("use_sliding_window")
-    last = config.integer("max_window_layers", 28, minimum=0) if has_windows else 0
+    num_window_layers = config.integer("max_window_layers", 28, minimum=0) if has_windows else 0
     layers = range(num_layers(config))
-    default = tuple(SLIDING if layer % 2 == 0 and layer < last else FULL for layer in layers)
+    default = tuple(SLIDING if layer % 2 == 0 and layer < num_window_layers else FULL for layer in layers)
     return layer_windows(config, layer_types(config, default), 4096, has_windows=has_windows)
 
 

@@ -1,4 +1,4 @@
-"""Qwen2-VL; reads images of any size, not videos."""
+"""Qwen2-VL for images of any size; videos are refused."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class Qwen2Vision:
         Args:
             patches: ``[T, C 2 p p]``, in the order of `penstock.nn.grid_vision`.
             grids: the grid of each image.
-            run: runs the forward, eagerly or as a compiled graph.
+            run: runs the forward, eagerly or as a captured graph.
         """
         device = patches.device
         step = image_step(run.ops, [height * width for height, width in grids], device)

@@ -1,4 +1,4 @@
-"""Qwen 3, dense."""
+"""Dense Qwen 3 models."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """Return a small ``config.json`` for tests: head size above E / H, query and key norms per head."""
+    """Return a small ``config.json`` for tests: a head size other than 48 / 6."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",

@@ -15,30 +15,34 @@ class Qwen3Embedder(EmbedderModel):
     """Qwen 3 as an embedder or a reranker.
 
     A reranker answers a question about a query and a document with the token "yes" or "no". The score is the
-    softmax of the two logits at the last position, which equals the sigmoid of their difference. The
-    difference is the product with one vector: the head's row of "yes" minus its row of "no".
+    probability of "yes": the softmax of the two logits at the last position. This equals the sigmoid of the
+    difference of the logits. The difference is the product of the hidden state and one vector: the head's row
+    of "yes" minus its row of "no".
     """
 
     decoder = Qwen3Model
 
     @cached_property
     def huggingface_config(self) -> HuggingFaceConfig:
-        """The checkpoint's configuration, with the ids of a reranker's answers as ``answer_ids``."""
+        """The checkpoint's configuration.
+
+        The configuration of a reranker also has ``answer_ids``, the token ids of the two answers.
+        """
         config = super().huggingface_config
-        answers = answer_ids(self.pipeline_config.model.checkpoint)
-        return (
-            config if answers is None else HuggingFaceConfig(config.to_dict() | {"answer_ids": list(answers)})
-        )
+        token_ids = answer_ids(self.pipeline_config.model.checkpoint)
+        if token_ids is None:
+            return config
+        return HuggingFaceConfig(config.to_dict() | {"answer_ids": list(token_ids)})
 
     @classmethod
     def classifier(
         cls, load: Loader, huggingface_config: HuggingFaceConfig, trunk: DecoderTrunk
     ) -> ClassificationHead | None:
-        answers = huggingface_config.integers("answer_ids")
-        if answers is None:
+        token_ids = huggingface_config.integers("answer_ids")
+        if token_ids is None:
             return super().classifier(load, huggingface_config, trunk)
         table = trunk.embedding.table
         if "lm_head.weight" in load.source:
             table = load.source.tensor("lm_head.weight", tuple(table.shape))
-        no, yes = (table[token].float() for token in answers)
+        no, yes = (table[token].float() for token in token_ids)
         return ClassificationHead(load.pack((yes - no)[None], {"score": 1}, plain=True))

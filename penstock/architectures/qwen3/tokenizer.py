@@ -1,4 +1,4 @@
-"""The prompt of Qwen3-Reranker, as its model card publishes it."""
+"""The tokenizer of Qwen 3 embedders and rerankers, with the prompt of Qwen3-Reranker's model card."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Qwen3MoeModel(TransformerModel):
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
         config = huggingface_config
         bias = config.flag("attention_bias")
-        # This family has no max_window_layers: the window applies to all layers or to none.
+        # This family does not read max_window_layers: the window applies to all layers or to none.
         has_windows = config.flag("use_sliding_window")
         has_window = has_windows and config.optional_integer("sliding_window", _WINDOW) is not None
         types = (SLIDING if has_window else FULL,) * num_layers(config)
@@ -72,7 +72,7 @@ class Qwen3MoeModel(TransformerModel):
 
 
 def dense_layers(config: HuggingFaceConfig, layers: int) -> set[int]:
-    """Return the indices of layers without experts, by ``mlp_only_layers`` and ``decoder_sparse_step``."""
+    """Return the indices of layers without experts, from ``mlp_only_layers`` and ``decoder_sparse_step``."""
     listed = config.integers("mlp_only_layers") or ()
     step = config.integer("decoder_sparse_step", 1)
     return {layer for layer in range(layers) if layer in listed or (layer + 1) % step}

@@ -1,4 +1,4 @@
-"""Qwen3-VL (dense sizes); reads images of any size, not videos."""
+"""Dense Qwen3-VL models for images of any size; videos are refused."""
 
 from __future__ import annotations
 

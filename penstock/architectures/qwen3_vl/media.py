@@ -1,4 +1,4 @@
-"""Images in prompts of Qwen3-VL, as in Qwen2.5-VL."""
+"""Images in prompts of Qwen3-VL, in the format of Qwen2.5-VL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3-VL (Bai et al. 2025, arXiv:2511.21631): Qwen 3 with image rows added in its first layers."""
+"""Qwen3-VL (Bai et al. 2025, arXiv:2511.21631): Qwen 3 that adds encoder outputs in its first layers."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class DeepstackNetwork(VisionLanguageNetwork):
     ) -> tuple[Tensor, Tensor]:
         """``tokens [T]`` -> hidden states ``[T, E]`` before and after the final norm.
 
-        ``input_embeds`` are the indices ``[P]`` of image rows, and values ``[P, (1 + N) E]``: the embeddings,
-        then the rows to add to the outputs of the first N layers.
+        ``input_embeds`` are the indices ``[P]`` of image rows, and values ``[P, (1 + N) E]``: first the
+        embeddings, then the values to add to the outputs of each of the first N layers.
         """
         if input_embeds is None:
             return self.text(tokens, step)
@@ -82,10 +82,10 @@ class Qwen3VisionModel(QwenVisionModel):
     @classmethod
     def build(cls, load: Loader, huggingface_config: HuggingFaceConfig, max_length: int) -> DeepstackNetwork:
         network: Any = super().build(load, huggingface_config, max_length)
-        count, layers = len(network.encoder.deepstack), len(network.text.blocks)
-        if count > layers:
+        num_blocks, layers = len(network.encoder.deepstack), len(network.text.blocks)
+        if num_blocks > layers:
             raise ConfigError(
                 "vision_config.deepstack_visual_indexes",
-                f"has {count} blocks for a decoder of {layers} layers",
+                f"has {num_blocks} blocks for a decoder of {layers} layers",
             )
         return DeepstackNetwork(network.text, network.encoder)

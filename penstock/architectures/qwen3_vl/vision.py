@@ -1,6 +1,6 @@
 """The vision encoder of Qwen3-VL, with interpolated learned positions.
 
-It also returns the outputs of several blocks (deepstack, Meng et al. 2024, arXiv:2406.04334).
+The encoder also returns the merged outputs of several blocks (deepstack, Meng et al. 2024, arXiv:2406.04334).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PatchMerger:
     mlp: MLP
     width: int  # merge^2 E
     merges_first: bool
-    """Whether the norm covers the whole square instead of each patch."""
+    """Whether the norm is applied to the merged row of a square instead of the row of each patch."""
 
     @classmethod
     def load(cls, load: Loader, name: str, sizes: GridSizes, *, merges_first: bool) -> PatchMerger:
@@ -69,7 +69,9 @@ class Qwen3Vision:
     blocks: tuple[VisionBlock, ...]
     merger: PatchMerger
     deepstack: tuple[tuple[int, PatchMerger], ...]
-    """Blocks whose outputs are added to the first layers of the text model, in ascending order."""
+    """Pairs of block index and merger, by block index. The merged output of the n-th of these blocks is added
+    to the output of decoder layer n.
+    """
     sizes: GridSizes
     device: torch.device
     dtype: torch.dtype
@@ -134,7 +136,7 @@ class Qwen3Vision:
         Args:
             patches: ``[T, C 2 p p]``, in the order of `penstock.nn.grid_vision`.
             grids: the grid of each image.
-            run: runs the forward, eagerly or as a compiled graph.
+            run: runs the forward, eagerly or as a captured graph.
         """
         device = patches.device
         step = image_step(run.ops, [height * width for height, width in grids], device)
@@ -185,8 +187,8 @@ class Qwen3Vision:
 
 
 def _corners(count: int, side: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return the table rows below and above ``count`` evenly spaced positions, with their weights."""
-    positions = torch.linspace(0, side - 1, count)
-    below = positions.long()
-    share = positions - below
-    return (below, 1 - share), ((below + 1).clamp(max=side - 1), share)
+    """Return the table indices below and above ``count`` evenly spaced points, each with its weight."""
+    points = torch.linspace(0, side - 1, count)
+    below = points.long()
+    fraction = points - below
+    return (below, 1 - fraction), ((below + 1).clamp(max=side - 1), fraction)

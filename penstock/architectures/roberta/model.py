@@ -1,4 +1,4 @@
-"""RoBERTa (Liu et al. 2019, arXiv:1907.11692): BERT with positions that start after the padding id."""
+"""RoBERTa (Liu et al. 2019, arXiv:1907.11692): BERT with positions that start at the padding id + 1."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class SmolLM3Model(TransformerModel):
 
 
 def _rope_layers(config: HuggingFaceConfig) -> tuple[bool, ...]:  # [L]
-    """Return for each layer whether it has RoPE, which a 1 in ``no_rope_layers`` means."""
+    """Return for each layer whether it has RoPE. In ``no_rope_layers``, 1 means RoPE and 0 means no RoPE."""
     layers = num_layers(config)
     flags = config.integers("no_rope_layers")
     if flags is None:

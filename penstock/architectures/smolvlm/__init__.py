@@ -1,4 +1,4 @@
-"""SmolVLM and SmolVLM2: the network and prompts of Idefics3; reads images, not videos."""
+"""SmolVLM and SmolVLM2 for images; videos are refused. The network is that of Idefics3."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images in prompts of SmolVLM, as in Idefics3."""
+"""Images in prompts of SmolVLM, in the format of Idefics3."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """XLM-RoBERTa (Conneau et al. 2020, arXiv:1911.02116): RoBERTa with a multilingual vocabulary.
 
-The published checkpoints of Jina Embeddings v3 (Sturua et al. 2024, arXiv:2409.10173) also have this model
-type, with a rotary embedding, other tensor names, and several task adapters (LoRA).
+The published checkpoints of Jina Embeddings v3 (Sturua et al. 2024, arXiv:2409.10173) have the same model
+type. They have a rotary embedding, other tensor names, and several task adapters (LoRA).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class XLMRobertaModel(RobertaModel):
     def sizes(cls, config: HuggingFaceConfig) -> PostNormSizes:
         if not _is_rotary(config):
             return super().sizes(config)
-        sizes = super(RobertaModel, cls).sizes(config)  # positions begin at 0
+        sizes = super(RobertaModel, cls).sizes(config)  # positions start at 0, unlike RoBERTa's
         base = config.number("rotary_emb_base", 10000.0)
         positions = sizes.positions
         rotary = RotaryConfig(sizes.hidden // sizes.heads, base, "default", positions, positions)

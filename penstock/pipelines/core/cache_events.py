@@ -1,4 +1,4 @@
-"""Events of the prefix cache: the blocks in the index, identified by the digests of their content."""
+"""Events of the prefix cache: changes of its index, in which content digests identify the blocks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class BlocksStored(msgspec.Struct, array_like=True, frozen=True, tag="stored"):
 
     digests: list[bytes]
     parent: bytes | None
-    """The digest of the block before these blocks; None at the beginning of a sequence."""
+    """The digest of the preceding block of the sequence; None if the first block starts the sequence."""
     token_ids: list[int]
     """The tokens of all blocks."""
     adapter: str | None = None
-    """The LoRA adapter that computed them."""
+    """The LoRA adapter with which the blocks were computed."""
 
 
 class BlocksRemoved(msgspec.Struct, array_like=True, frozen=True, tag="removed"):

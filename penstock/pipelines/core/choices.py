@@ -1,4 +1,4 @@
-"""Contexts of several choices for one prompt. Loads no torch, because the server uses this module."""
+"""Contexts for several choices of one prompt. The server uses this module, so it loads no torch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from penstock.plain_numbers import checked_integer
 def choice_contexts(context: TextContext, n: int) -> list[TextContext]:
     """Return ``n`` contexts that generate independent answers to the prompt of ``context``.
 
-    If the contexts are submitted together, the prompt is computed once: the other contexts wait until the
-    first context has stored its blocks in the prefix cache. Contexts that echo the prompt do not read the
-    cache, and each of them computes the prompt. The request id of choice ``i`` is ``{request_id}-{i}``, its
-    seed ``splitmix64(seed, i)``. Choice 0 keeps the seed, so that it equals the answer of ``n=1``. For
+    If the contexts are submitted together, the prompt is computed once: choices 1 to ``n - 1`` wait until
+    choice 0 has stored its blocks in the prefix cache. Contexts that echo the prompt do not read the cache,
+    and each of them computes the prompt. Choice ``i`` has the request id ``{request_id}-{i}`` and the seed
+    ``splitmix64(seed, i)``. Choice 0 has the original seed, so that it equals the answer of ``n=1``. For
     ``n=1`` the result is ``context`` itself.
 
     Args:
@@ -30,10 +30,10 @@ def choice_contexts(context: TextContext, n: int) -> list[TextContext]:
     n = checked_integer("n", n, minimum=1)
     assert not context.is_assigned_to_cache, f"{context.request_id} has started"
     assert not len(context.generated_tokens), f"{context.request_id} has started"
-    return [context] if n == 1 else [_choice(context, i) for i in range(n)]
+    return [context] if n == 1 else [_choice_context(context, i) for i in range(n)]
 
 
-def _choice(context: TextContext, i: int) -> TextContext:
+def _choice_context(context: TextContext, i: int) -> TextContext:
     params = context.sampling_params
     seed = splitmix64(params.seed, i) if i > 0 else params.seed
     choice = msgspec.structs.replace(

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from penstock.errors import InputError
 from penstock.pipelines.core.interfaces import GrammarMatcher, InputContext, MissingValueError
-from penstock.pipelines.core.log_probability_rows import joined, without_first, without_last
+from penstock.pipelines.core.log_probability_rows import join_rows, without_first, without_last
 from penstock.pipelines.core.logit_rules import LogitRules, TokenCounts
 from penstock.pipelines.core.requests import Grammar, resolved_grammar
 from penstock.pipelines.core.responses import LogProbabilities, TextGenerationResponse, TextResponse
@@ -46,17 +46,17 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
     eos_sequences: list[list[int]] = msgspec.field(default_factory=list)
     """Sequences of generated tokens that end the output. Empty sequences are removed."""
     log_probabilities: int | None = None
-    """Report the log probabilities of this many top tokens for each token; 0 or None reports none."""
+    """The number of top tokens whose log probabilities are reported for each token; 0 or None for none."""
     log_probabilities_echo: bool = False
-    """Whether log probabilities of the prompt are reported too."""
+    """Whether log probabilities of prompt tokens are reported too."""
     ignore_eos: bool = False
-    """Whether end-of-sequence tokens are ignored. If set, ``eos_token_ids`` is empty."""
+    """Whether end-of-sequence tokens are ignored. If true, ``eos_token_ids`` is empty."""
     json_schema: str | None = None
-    """The JSON schema of the output; the same as a ``grammar`` of kind ``json_schema``."""
+    """The JSON schema of the output; equivalent to a ``grammar`` of kind ``json_schema``."""
     sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
 
     request_id: str = msgspec.field(default_factory=lambda: uuid4().hex)
-    """Identifies the context in all other components."""
+    """Identifies the context in all components."""
     model_name: str = ""
     grammar: Grammar | None = None
     """The grammar of the output."""
@@ -65,15 +65,15 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
     cache_salt: str | None = None
     """Only contexts with the same salt share cached prefixes."""
     token_hash_overrides: dict[int, int] = msgspec.field(default_factory=dict)
-    """Token index -> the id to hash instead of the token id in block hashes."""
+    """Maps token indices to the ids that block hashes use instead of the token ids."""
     priority: int = 0
     """Contexts with a higher number are scheduled first."""
     client_id: str = ""
-    """Client of the request. Clients share the batch evenly, within a priority."""
+    """Client of the request. Clients share the batch evenly within each priority."""
     session_id: str = ""
-    """Session of the request. With several workers, the requests of a session go to one worker."""
+    """Session of the request. With several workers, all requests of a session go to the same worker."""
     num_cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache; set by the KV cache."""
+    """Number of prompt tokens found in the prefix cache; set by the KV cache."""
 
     _status: TextGenerationStatus = _ACTIVE
     _cache_seq_id: int | None = None
@@ -98,44 +98,42 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
         self.grammar, self.json_schema = resolved_grammar(self.grammar, self.json_schema)
         self._check_end_tokens()
 
-    # Progress: update after each step, until is_done.
+    # Progress. `update` is called after each step until `is_done`.
 
     def update(self, new_token: int, log_probabilities: LogProbabilities | None = None) -> None:
         """Append a sampled token, with the log probabilities of the step's positions.
 
-        After a chunk of the prompt that is not the last, ``new_token`` is dropped and the window moves to the
+        After any chunk of the prompt except the last, ``new_token`` is dropped, and the window moves to the
         rest of the prompt. With ``log_probabilities_echo`` the log probabilities of the chunk's tokens are
-        kept (:attr:`prompt_log_probabilities`).
-
-        The token that reaches ``max_length`` is part of the output. A token that ends the output is not part
-        of the output.
+        kept (:attr:`prompt_log_probabilities`). The token that reaches ``max_length`` is part of the output.
+        A token that ends the output is not part of it.
         """
         if self._active_idx < self._end_idx:
             if log_probabilities is not None and self.log_probabilities_echo:
-                self._keep_for_prompt(self._not_scored_yet(log_probabilities))
+                self._keep_for_prompt(self._unreported_rows(log_probabilities))
             self._start_idx = self._active_idx
             self._active_idx = self._end_idx
             return
         self._advance_matcher(new_token)
-        rows = None if log_probabilities is None else self._not_scored_yet(log_probabilities)
+        rows = None if log_probabilities is None else self._unreported_rows(log_probabilities)
         self._start_idx = position = self._append(new_token)
-        self._count(position, new_token)
+        self._update_counts(position, new_token)
         self._is_initial_prompt = False
-        shown = self._status is _ACTIVE and not self._ends_with(new_token)
-        if shown:
-            self._show(position)
+        is_output = self._status is _ACTIVE and not self._ends_with(new_token)
+        if is_output:
+            self._add_output(position)
             if self._active_idx >= self.max_length:
                 self._status = TextGenerationStatus.MAXIMUM_LENGTH
         elif self._status is _ACTIVE:
             self._status = TextGenerationStatus.END_OF_SEQUENCE
         if rows is not None:
-            self._keep_log_probabilities(position, rows, shown)
+            self._keep_log_probabilities(position, rows, is_output)
 
     def jump_ahead(self, new_token: int) -> None:
         """Append a token that the grammar forces. The next step computes it.
 
-        Only ``eos_token_ids`` end the output here; the caller limits the length. ``RuntimeError`` while a
-        prompt is computed in chunks.
+        Only ``eos_token_ids`` end the output; the caller must limit the length. Raises ``RuntimeError`` while
+        a prompt is computed in chunks.
         """
         if self._active_idx < self._end_idx:
             raise RuntimeError(
@@ -144,33 +142,33 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
             )
         self._advance_matcher(new_token)
         position = self._append(new_token)
-        self._count(position, new_token)
+        self._update_counts(position, new_token)
         self._is_initial_prompt = False
         if self._status is _ACTIVE:
             if new_token in self.eos_token_ids:
                 self._status = TextGenerationStatus.END_OF_SEQUENCE
             else:
-                self._show(position)
+                self._add_output(position)
 
     def rollback(self, idx: int) -> None:
         """Remove the last ``idx`` tokens (:meth:`TokenBuffer.rollback`).
 
-        If the end-of-sequence token is removed, the context is active again. A context that has reached its
-        maximum length stays ended. The matcher is not rolled back.
+        If an end-of-sequence token is removed, the context becomes active again. A context that has reached
+        its maximum length stays ended. The matcher is not rolled back.
         """
-        shown_end = self._completion_end_idx  # the index of an end-of-sequence token, which is not output
+        output_end = self._completion_end_idx  # the index of an end-of-sequence token, if there is one
         super().rollback(idx)
         if idx > 0:
             for position in range(self._end_idx, self._end_idx + idx):
                 self._log_probabilities_data.pop(position, None)
             self._scored_idx = min(self._scored_idx, self._end_idx)
-            if self._status is TextGenerationStatus.END_OF_SEQUENCE and self._end_idx <= shown_end:
+            if self._status is TextGenerationStatus.END_OF_SEQUENCE and self._end_idx <= output_end:
                 self._status = _ACTIVE
 
     def reset(self) -> None:
-        """Make the next steps compute all tokens again, including generated tokens, after a preemption.
+        """Reset the window after a preemption, so that the next steps compute all tokens again.
 
-        ``prompt_tokens``, ``generated_tokens`` and the returned tokens do not change.
+        ``prompt_tokens``, ``generated_tokens`` and the tokens already returned do not change.
         """
         self.unassign_from_cache()
         self._start_idx = 0
@@ -180,8 +178,8 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
     def outstanding_completion_tokens(self) -> list[tuple[int, LogProbabilities | None]]:
         """Return the output tokens that were not returned before, each with its log probabilities.
 
-        The status does not change. With ``log_probabilities_echo`` the first token's log probabilities begin
-        with those of the prompt.
+        The status does not change. With ``log_probabilities_echo`` the log probabilities of the prompt
+        precede those of the first token.
         """
         return [
             (cast(int, token.next_token), token.log_probabilities)
@@ -205,7 +203,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
     def prompt_log_probabilities(self) -> LogProbabilities | None:
         """Log probabilities of prompt tokens that were not returned with an output token yet.
 
-        They exist between two chunks, and at the end if the first token ends the output.
+        The value is not None between two chunks, and at the end if the first token ends the output.
         """
         return self._prompt_log_probabilities
 
@@ -227,11 +225,11 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
 
     @property
     def generation_status(self) -> TextGenerationStatus:
-        """The status of the language model. Contexts of some tasks go on after it has ended."""
+        """The status of token generation. The contexts of some tasks are not done when it has ended."""
         return self._status
 
     def update_generation_status(self, status: TextGenerationStatus) -> None:
-        """Set the status of the language model."""
+        """Set the status of token generation."""
         self._status = status
 
     @property
@@ -252,16 +250,16 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
         return self.sampling_params.min_new_tokens
 
     def get_min_token_logit_mask(self, num_steps: int) -> list[npt.NDArray[np.int32]]:
-        """Return the tokens not to sample in each of the next ``num_steps`` steps, ``[n, 2]`` each.
+        """Return for each of the next ``num_steps`` steps the tokens that must not be sampled, ``[n, 2]``.
 
-        The rows are (0, token id). The tokens are all ``eos_token_ids`` while fewer than ``min_tokens`` are
-        generated. Callers add the row of the batch to the first column.
+        The rows are (0, token id). While fewer than ``min_tokens`` tokens are generated, the tokens are all
+        ``eos_token_ids``. Callers add the row of the batch to the first column.
         """
         positions = range(self._active_idx, self._active_idx + num_steps)
-        masked = range(self._prompt_len, self._prompt_len + self.min_tokens)
+        masked_positions = range(self._prompt_len, self._prompt_len + self.min_tokens)
         rows = [(0, token) for token in sorted(self.eos_token_ids)]
         return [
-            np.array(rows if position in masked else [], dtype=np.int32).reshape(-1, 2)
+            np.array(rows if position in masked_positions else [], dtype=np.int32).reshape(-1, 2)
             for position in positions
         ]
 
@@ -277,18 +275,18 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
 
     @property
     def token_counts(self) -> TokenCounts:
-        """Token counts for penalties: generated tokens, and with a repetition penalty prompt tokens too."""
+        """Token counts for penalties. Prompt tokens are included only with a repetition penalty."""
         counts: TokenCounts | None = self.__dict__.get("_token_counts")
         if counts is None or self._prompt_len + counts.end != self._end_idx:
-            counted = self._prompt_len if self.sampling_params.repetition_penalty != 1 else 0
-            counts = TokenCounts(self.tokens[: min(counted, self._end_idx)], self.generated_tokens)
+            prompt_len = self._prompt_len if self.sampling_params.repetition_penalty != 1 else 0
+            counts = TokenCounts(self.tokens[: min(prompt_len, self._end_idx)], self.generated_tokens)
             self.__dict__["_token_counts"] = counts
         return counts
 
     @property
     def matcher(self) -> GrammarMatcher | None:
         """The grammar's matcher in its current state."""
-        # Not a field, because a matcher is neither compared nor encoded.
+        # Not a field, because a matcher must be neither compared nor encoded.
         return self.__dict__.get("_matcher")
 
     def set_matcher(self, matcher: GrammarMatcher) -> None:
@@ -308,18 +306,18 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
 
     @property
     def cache_seq_id(self) -> int:
-        """The slot; raises ``ValueError`` without one."""
+        """The KV cache slot. Raises ``ValueError`` if the context has none."""
         if self._cache_seq_id is None:
             raise MissingValueError(f"{type(self).__name__} is not currently assigned to cache slot.")
         return self._cache_seq_id
 
     @property
     def is_assigned_to_cache(self) -> bool:
-        """Whether the context has a slot."""
+        """Whether the context has a KV cache slot."""
         return self._cache_seq_id is not None
 
     def assign_to_cache(self, cache_seq_id: int) -> None:
-        """Set the slot; raises ``RuntimeError`` if it has one."""
+        """Set the KV cache slot. Raises ``RuntimeError`` if the context already has a slot."""
         if self._cache_seq_id is not None:
             raise RuntimeError(
                 f"Context is already assigned to a cache slot: {self._cache_seq_id}, not {cache_seq_id}"
@@ -327,11 +325,11 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
         self._cache_seq_id = cache_seq_id
 
     def unassign_from_cache(self) -> None:
-        """Remove the slot if it has one."""
+        """Remove the KV cache slot. Does nothing if the context has none."""
         self._cache_seq_id = None
 
     def _convert_fields(self) -> None:
-        """Convert numpy scalars, which cannot be encoded, and copy sets and lists of the caller."""
+        """Convert numpy scalars, because they cannot be encoded, and copy the caller's sets and lists."""
         self.max_length = plain(self.max_length)
         self.log_probabilities = plain(self.log_probabilities)
         self.log_probabilities_echo = plain(self.log_probabilities_echo)
@@ -345,10 +343,10 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
         if self.min_tokens and allowed is not None and self.eos_token_ids.issuperset(allowed):
             raise InputError(
                 f"min_new_tokens is {self.min_tokens}, but each of the {len(allowed)} tokens of "
-                "allowed_token_ids ends the output: allow one that does not"
+                "allowed_token_ids ends the output: allow a token that does not end it"
             )
 
-    def _count(self, position: int, token: int) -> None:
+    def _update_counts(self, position: int, token: int) -> None:
         """Update the token counts if they are in use."""
         counts: TokenCounts | None = self.__dict__.get("_token_counts")
         if counts is None:
@@ -371,27 +369,27 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
             return False
         return any(
             sequence[-1] == new_token
-            and self._end_idx - len(sequence) >= self._prompt_len  # prompt tokens do not count
+            and self._end_idx - len(sequence) >= self._prompt_len  # only generated tokens are compared
             and self.tokens[self._end_idx - len(sequence) : self._end_idx].tolist() == sequence
             for sequence in self.eos_sequences
         )
 
     # Log probabilities: one row per position. The last row is for the token at active_idx.
 
-    def _not_scored_yet(self, rows: LogProbabilities) -> LogProbabilities:
+    def _unreported_rows(self, rows: LogProbabilities) -> LogProbabilities:
         """Return ``rows`` without the rows that a context with echo has reported before a preemption."""
         if not self.log_probabilities_echo:
             return rows
-        scored, self._scored_idx = self._scored_idx, max(self._scored_idx, self._active_idx + 1)
+        reported_end, self._scored_idx = self._scored_idx, max(self._scored_idx, self._active_idx + 1)
         first = self._active_idx + 1 - len(rows.token_log_probabilities)
-        return without_first(rows, scored - first) if first < scored else rows
+        return without_first(rows, reported_end - first) if first < reported_end else rows
 
     def _keep_for_prompt(self, rows: LogProbabilities) -> None:
-        self._prompt_log_probabilities = joined(self._prompt_log_probabilities, rows)
+        self._prompt_log_probabilities = join_rows(self._prompt_log_probabilities, rows)
 
-    def _keep_log_probabilities(self, position: int, rows: LogProbabilities, shown: bool) -> None:
-        if shown:
-            self._log_probabilities_data[position] = joined(self._prompt_log_probabilities, rows)
+    def _keep_log_probabilities(self, position: int, rows: LogProbabilities, is_output: bool) -> None:
+        if is_output:
+            self._log_probabilities_data[position] = join_rows(self._prompt_log_probabilities, rows)
             self._prompt_log_probabilities = None
         elif self.log_probabilities_echo and len(rows.token_log_probabilities) > 1:
             self._keep_for_prompt(without_last(rows))

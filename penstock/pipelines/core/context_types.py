@@ -1,4 +1,4 @@
-"""All types of contexts: a union for messages, and the lookup of a context's type."""
+"""The types of contexts: a union type for messages, and the function that finds a context's type."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ CONTEXT_TYPES: tuple[type[TextContext], ...] = get_args(RequestContext)
 def context_type(context: InputContext) -> type[InputContext]:
     """Return the member of `CONTEXT_TYPES` to which a context belongs, or its class if there is none.
 
-    A subclass of the caller counts as the nearest of its base classes, so that ``class
-    MyContext(TextContext)`` is a `TextContext`, but a `TTSContext` is not."""
-    return _context_type_of_class(type(context))
+    The member is the class of the context, or the nearest of its base classes. A context of a class
+    ``MyContext(TextContext)`` belongs to `TextContext`. A `TTSContext` belongs to `TTSContext` only.
+    """
+    return _class_context_type(type(context))
 
 
 @cache
-def _context_type_of_class(kind: type[InputContext]) -> type[InputContext]:
+def _class_context_type(kind: type[InputContext]) -> type[InputContext]:
     return next((base for base in kind.__mro__ if base in CONTEXT_TYPES), kind)

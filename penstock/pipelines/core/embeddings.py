@@ -1,4 +1,4 @@
-"""Request and context of the embeddings task: vectors or scores of a text, or of a pair of texts."""
+"""The request and the context of the embeddings task: vectors or scores of a text or of a pair of texts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.errors import InputError
 from penstock.pipelines.core.context import TextContext
 
 EmbeddingsOutput = Literal["dense", "sparse", "multi_vector", "scores"]
-"""``dense``: one pooled vector. ``sparse``: a weight for each of some token ids. ``multi_vector``: one vector
+"""``dense``: one pooled vector. ``sparse``: the weights of some token ids. ``multi_vector``: one vector
 for each token. ``scores``: one number for each label of a classification or reranking head."""
 PoolingType = Literal["cls", "mean", "max", "mean_sqrt_len", "weighted_mean", "last_token"]
 """How the hidden states of an input become one vector; see ``PoolingMode`` of sentence-transformers."""
@@ -32,15 +32,15 @@ POOLING_TYPES: tuple[PoolingType, ...] = (
 
 
 def check_dimensions(dimensions: int, size: int, trained: Sequence[int] | None) -> None:
-    """Check that dense vectors of the model can be cut to a length.
+    """Check that dense vectors of a model can be cut to a length.
 
     Args:
         dimensions: the requested length.
-        size: the length of the whole vector, which is always allowed.
-        trained: the other lengths that the model is trained for; None allows all.
+        size: the length of a whole vector, which is always allowed.
+        trained: the shorter lengths for which the model is trained; None allows all lengths.
 
     Raises:
-        InputError: the model is not trained for this length. The message lists the possible lengths.
+        InputError: the model is not trained for the length. The message lists the possible lengths.
     """
     if dimensions == size or (dimensions >= 1 and trained is None and dimensions < size):
         return
@@ -48,12 +48,13 @@ def check_dimensions(dimensions: int, size: int, trained: Sequence[int] | None) 
         raise InputError(f"dimensions must be from 1 to {size}, was {dimensions}")
     if dimensions < size and dimensions in trained:
         return
-    others = [str(trained_size) for trained_size in sorted(trained) if trained_size < size]
-    if others:
-        raise InputError(f"dimensions must be one of {', '.join([*others, str(size)])}, was {dimensions}")
+    shorter_sizes = [str(trained_size) for trained_size in sorted(trained) if trained_size < size]
+    if shorter_sizes:
+        sizes = ", ".join([*shorter_sizes, str(size)])
+        raise InputError(f"dimensions must be one of {sizes}, was {dimensions}")
     raise InputError(
         f"dimensions is {dimensions}, but the model has {size} dimensions and its checkpoint names no "
-        "others: leave dimensions out, or load a model that is trained for it with --matryoshka-dimensions"
+        "shorter lengths: omit dimensions, or list the lengths of its training in --matryoshka-dimensions"
     )
 
 
@@ -77,7 +78,7 @@ class EmbeddingsGenerationRequest:
     instruction: str | None = None
     """The task description for rerankers whose prompt template contains one."""
     pooling: PoolingType | None = None
-    """None uses the checkpoint's pooling."""
+    """The pooling of the hidden states; None uses the pooling of the checkpoint."""
     dimensions: int | None = None
     """Keep this many leading dimensions of a dense vector; None keeps all."""
     normalize: bool | None = None
@@ -87,13 +88,13 @@ class EmbeddingsGenerationRequest:
     truncate: bool = False
     """Cut an input that exceeds the maximum length; otherwise such an input is refused."""
     max_tokens: int | None = None
-    """The length to cut to; None uses the model's maximum length. Needs ``truncate``."""
+    """The length in tokens to which the input is cut; None for the model's maximum. Requires ``truncate``."""
     adapter: str | None = None
-    """The LoRA adapter, or the task adapter of the checkpoint, which then gets no prompt."""
+    """The LoRA adapter, or a task adapter of the checkpoint. It is used without the prompt of its task."""
     task: str | None = None
-    """The task of a checkpoint with task adapters, such as ``retrieval.query``. It selects the adapter, and
-    the prompt of that name unless another is given. A `prompt_name` that equals a task name selects the
-    adapter, too.
+    """The task of a checkpoint with task adapters, such as ``retrieval.query``. It selects the adapter and,
+    unless another prompt is given, the prompt of the same name. A `prompt_name` that is a task name selects
+    the adapter, too.
     """
     priority: int = 0
     """Requests with a higher number are scheduled first."""
@@ -110,7 +111,7 @@ class EmbeddingsGenerationRequest:
 
 
 class EmbeddingsOptions(TypedDict, total=False):
-    """The fields of an `EmbeddingsGenerationRequest` that several inputs can share."""
+    """The fields of an `EmbeddingsGenerationRequest` that apply to all inputs of a call."""
 
     text_pair: str | None
     prompt: str | None
@@ -135,10 +136,10 @@ class EmbeddingsFields(EmbeddingsOptions, total=False):
 
 
 class EmbeddingsContext(TextContext, kw_only=True, tag=True, omit_defaults=True):
-    """The context of one embeddings request; one forward computes it.
+    """The context of one embeddings request, which one forward computes.
 
-    ``tokens`` hold the whole model input: special tokens, prompt, text, and the second text of a pair. The
-    context generates no tokens, so the input may be as long as ``max_length``.
+    ``tokens`` contains the whole model input: special tokens, prompt, text, and the second text of a pair.
+    The context generates no tokens, so the input may be as long as ``max_length``.
     """
 
     outputs: tuple[EmbeddingsOutput, ...] = ()
@@ -148,7 +149,7 @@ class EmbeddingsContext(TextContext, kw_only=True, tag=True, omit_defaults=True)
     num_unpooled_tokens: int = 0
     """Number of leading tokens that pooling and multi-vector output skip, such as those of a prompt."""
     pooling: PoolingType | None = None
-    """None uses the checkpoint's pooling."""
+    """The pooling of the hidden states; None uses the pooling of the checkpoint."""
     dimensions: int | None = None
     """Keep this many leading dimensions of a dense vector; None keeps all."""
     normalize: bool | None = None

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class MissingValueError(ValueError, AttributeError):
     """A property has no value.
 
-    It is also an ``AttributeError``: on Python 3.11 ``isinstance(context, InputContext)`` reads each property
-    and propagates all other exceptions.
+    It is an ``AttributeError``, because on Python 3.11 ``isinstance(context, InputContext)`` reads each
+    property and propagates all other exceptions.
     """
 
 
@@ -31,7 +31,7 @@ class GrammarMatcher(Protocol):
 
     @property
     def stop_token_ids(self) -> list[int]:
-        """Tokens that end the output. They are never matched as text."""
+        """Tokens that end the output. The grammar never matches them as text."""
 
     def accept_token(self, token: int, /) -> bool:
         """Advance by a token. Return False, without a change, if the grammar does not allow it.
@@ -56,7 +56,7 @@ class GrammarMatcher(Protocol):
         """Write the allowed next tokens to a row of ``bitmask``, ``[R, ceil(V / 32)]`` int32."""
 
     def find_jump_forward_string(self) -> str:
-        """Return the text that must come next; empty if there is a choice.
+        """Return the text that the grammar forces next; empty if it allows several continuations.
 
         Raises:
             UnicodeDecodeError: the forced bytes are not whole characters.
@@ -67,7 +67,7 @@ class GrammarMatcher(Protocol):
 class InputContext(Protocol):
     """A request: its tokens, the indices of computed tokens, and its parameters.
 
-    The tokens and the indices into them are drawn in ``penstock/pipelines/core/tokens.py``::
+    See ``penstock/pipelines/core/tokens.py`` for the indices::
 
         | completed ....... | next_tokens ........ | rest of a chunked prompt | zeros ...... |
         0               start_idx              active_idx                  end_idx   N * CHUNK_SIZE
@@ -76,7 +76,7 @@ class InputContext(Protocol):
     # Identity and parameters.
     @property
     def request_id(self) -> str:
-        """Identifies the context in all other components."""
+        """Identifies the context in all components."""
 
     @property
     def adapter(self) -> str | None:
@@ -88,7 +88,7 @@ class InputContext(Protocol):
 
     @property
     def token_hash_overrides(self) -> dict[int, int]:
-        """Token index -> the id to hash instead of the token id in block hashes; distinguishes images."""
+        """Maps token indices to the ids that block hashes use instead of the token ids, for images."""
 
     @property
     def priority(self) -> int:
@@ -96,10 +96,10 @@ class InputContext(Protocol):
 
     @property
     def client_id(self) -> str:
-        """Client of the request, an opaque id. Clients share the batch evenly, within a priority."""
+        """Client of the request, an opaque id. Clients share the batch evenly within each priority."""
 
     num_cached_tokens: int
-    """Prompt tokens found in the prefix cache; the KV cache writes it."""
+    """Number of prompt tokens found in the prefix cache; set by the KV cache."""
 
     @property
     def eos_token_ids(self) -> set[int]:
@@ -119,11 +119,11 @@ class InputContext(Protocol):
 
     @property
     def log_probabilities(self) -> int | None:
-        """Report the log probabilities of this many top tokens for each token; 0 or None reports none."""
+        """Number of top tokens whose log probabilities are reported for each token; 0 or None for none."""
 
     @property
     def log_probabilities_echo(self) -> bool:
-        """Whether log probabilities of the prompt are reported too."""
+        """Whether log probabilities of prompt tokens are reported too."""
 
     # The tokens and the indices into them.
     @property
@@ -228,19 +228,19 @@ class InputContext(Protocol):
         """Remove the last ``idx`` tokens."""
 
     def reset(self) -> None:
-        """Make the next steps compute all tokens again, including generated tokens, after a preemption."""
+        """Reset the window after a preemption, so that the next steps compute all tokens again."""
 
     def update_status(self, status: TextGenerationStatus) -> None:
         """Set the status."""
 
     def update_generation_status(self, status: TextGenerationStatus) -> None:
-        """Set the status of the language model."""
+        """Set the status of token generation."""
 
     def outstanding_completion_tokens(self) -> list[tuple[int, LogProbabilities | None]]:
         """Return the output tokens that were not returned before."""
 
     def get_min_token_logit_mask(self, num_steps: int) -> list[npt.NDArray[np.int32]]:
-        """Return the tokens not to sample in each of the next steps: ``[n, 2]`` rows (0, token id)."""
+        """Return for each step the tokens that must not be sampled: ``[n, 2]`` rows (0, token id)."""
 
     def set_draft_offset(self, idx: int) -> None:
         """Set the number of tokens by which the draft model lags behind the target model."""
@@ -248,17 +248,17 @@ class InputContext(Protocol):
     # Slot in the KV cache, and grammar.
     @property
     def cache_seq_id(self) -> int:
-        """The slot; raises ``ValueError`` without one."""
+        """The KV cache slot. Raises ``ValueError`` if the context has none."""
 
     @property
     def is_assigned_to_cache(self) -> bool:
-        """Whether the context has a slot."""
+        """Whether the context has a KV cache slot."""
 
     def assign_to_cache(self, cache_seq_id: int) -> None:
-        """Set the slot; raises ``RuntimeError`` if it has one."""
+        """Set the KV cache slot. Raises ``RuntimeError`` if the context already has a slot."""
 
     def unassign_from_cache(self) -> None:
-        """Remove the slot if it has one."""
+        """Remove the KV cache slot. Does nothing if the context has none."""
 
     @property
     def json_schema(self) -> str | None:
@@ -294,18 +294,18 @@ class Pipeline(Protocol[AcceptedContext, Output]):
 
     @property
     def kv(self) -> Any:
-        """A ``penstock.kv_cache.interface.KVCache``; ``NullKVCache`` for a pipeline without a cache."""
+        """The `penstock.kv_cache.interface.KVCache`; a ``NullKVCache`` for a pipeline without a cache."""
 
     def execute(self, batch: Mapping[str, AcceptedContext], num_steps: int = 1) -> dict[str, Output]:
         """Run up to ``num_steps`` steps of each context of ``batch`` (by request id).
 
-        Claims contexts and reserves blocks, unless the batch is a `ReservedBatch`. If it raises, contexts are
-        unchanged. A context that fails while others succeed is not in the result but in `failures`.
+        Claims contexts and reserves blocks, unless the batch is a `ReservedBatch`. After an exception,
+        contexts are unchanged. If only some contexts fail, their errors are in `failures`.
         """
 
     @property
     def failures(self) -> dict[str, PenstockError]:
-        """Errors of contexts (by request id) that ended in the last `execute` without an output.
+        """Errors, by request id, of contexts that ended in the last `execute` without an output.
 
         The caller of `execute` clears this mapping and releases the failed contexts.
         """
@@ -318,10 +318,10 @@ LaunchedStep = TypeVar("LaunchedStep")
 
 
 class StepLauncher(Protocol[AcceptedContext, Output, LaunchedStep]):
-    """Runs the steps of a pipeline in parts, so that a step is launched while the previous step runs.
+    """Runs the steps of a pipeline in parts, so that a step can be launched while the previous step runs.
 
-    Call order for each step: ``launch``, ``collect`` of the previous step, ``sample``, and ``advance`` before
-    the next ``launch``.
+    The calls for each step are, in this order: ``launch``, ``collect`` of the previous step, ``sample``, and
+    ``advance`` before ``launch`` of the next step.
     """
 
     def launch(self, batch: Mapping[str, AcceptedContext], after: LaunchedStep | None) -> LaunchedStep:
@@ -329,22 +329,22 @@ class StepLauncher(Protocol[AcceptedContext, Output, LaunchedStep]):
 
         Args:
             batch: the contexts, by request id. Contexts of ``after`` have advanced.
-            after: the sampled step that is not collected yet; None without one.
+            after: the previous step if it is sampled and not collected yet, otherwise None.
         """
 
     def sample(self, step: LaunchedStep) -> Collection[str]:
-        """Launch the sampling of a step, except for contexts that have ended or changed since ``launch``.
+        """Launch the sampling of a step and return the request ids of the sampled contexts.
 
-        Returns the request ids of the contexts that are sampled.
+        Contexts that have ended or changed since ``launch`` are not sampled.
         """
 
     def discard(self, step: LaunchedStep) -> None:
         """Wait for a step that is not sampled, because its result is not needed."""
 
     def advance(self, step: LaunchedStep, running: Container[str]) -> set[str]:
-        """Move the ``running`` contexts of a sampled step past its tokens, which are not known yet.
+        """Move the ``running`` contexts of a sampled step past its tokens, whose values are not known yet.
 
-        Returns the request ids of contexts that end with the step; they do not move.
+        Returns the request ids of contexts that end with the step. These contexts do not move.
         """
 
     def runs_ahead(self, contexts: Sequence[AcceptedContext]) -> bool:
@@ -354,9 +354,9 @@ class StepLauncher(Protocol[AcceptedContext, Output, LaunchedStep]):
         """Return whether a sampled step must be collected before the next step is launched."""
 
     def collect(self, step: LaunchedStep) -> dict[str, Output]:
-        """Wait for a sampled step and return its outputs, as ``Pipeline.execute`` does.
+        """Wait for a sampled step and return its outputs, like ``Pipeline.execute``.
 
-        If it raises, the contexts are as they were when the step was launched.
+        After an exception, the contexts have the token indices of the launch of the step.
         """
 
 
@@ -365,9 +365,9 @@ class TokenGenerator(Protocol[Context]):
     """A pipeline that generates tokens."""
 
     def next_token(self, batch: dict[str, Context], num_steps: int) -> list[dict[str, TextResponse]]:
-        """Compute the next ``num_steps`` tokens of each context (by request id).
+        """Generate ``num_steps`` tokens for each context. Returns a dict by request id for each step.
 
-        Returns one dictionary per step, without requests that were done before.
+        The dict of a step contains only requests that had not ended before the step.
         """
 
     def release(self, context: Context) -> None:
@@ -387,8 +387,7 @@ class AudioGenerator(Protocol[Context]):
     """A pipeline that generates audio."""
 
     def next_chunk(self, batch: dict[str, Context], num_tokens: int) -> dict[str, AudioGenerationResponse]:
-        """Generate ``num_tokens`` speech tokens for each context (by request id), which stores them. The
-        response contains the new audio."""
+        """Generate ``num_tokens`` speech tokens for each context, and return the new audio by request id."""
 
     def release(self, context: Context) -> None:
         """Free the resources of a finished context."""
@@ -413,13 +412,13 @@ class PipelineTokenizer(Protocol[TokenizerContext, TokenizerEncoded, TokenizerRe
 
     @property
     def expects_content_wrapping(self) -> bool:
-        """Whether text parts are ``{"type": "text", "content": ...}`` rather than ``"text": ...``."""
+        """Whether text parts of messages have the key ``content`` instead of ``text``."""
 
     async def new_context(self, request: TokenizerRequest) -> TokenizerContext:
-        """Build the context of a request; raises ``InputError`` if it cannot be served."""
+        """Build the context of a request. Raises ``InputError`` if the request cannot be served."""
 
     async def encode(self, prompt: str, add_special_tokens: bool) -> TokenizerEncoded:
-        """Return the tokens of a text; raises ``ValueError`` above the maximum length."""
+        """Return the tokens of a text. Raises ``ValueError`` if they exceed the maximum length."""
 
     async def decode(self, context: TokenizerContext, encoded: TokenizerEncoded, **kwargs: object) -> str:
         """Return the text of tokens."""

@@ -1,12 +1,12 @@
-"""Joining and cutting the rows of log probabilities that a context collects over several steps."""
+"""Functions that join and cut the rows of log probabilities of a context."""
 
 from __future__ import annotations
 
 from penstock.pipelines.core.responses import LogProbabilities
 
 
-def joined(first: LogProbabilities | None, second: LogProbabilities) -> LogProbabilities:
-    """Return the rows of ``first``, if any, followed by those of ``second``."""
+def join_rows(first: LogProbabilities | None, second: LogProbabilities) -> LogProbabilities:
+    """Return the rows of ``first``, if any, followed by the rows of ``second``."""
     if first is None:
         return second
     return LogProbabilities(

@@ -1,4 +1,4 @@
-"""The effect of a context's sampling parameters on its logits, as arrays that are combined into a batch."""
+"""The token rules and token counts of a request as arrays, for the changes of a batch's logits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 class LogitRules:
-    """The biases, allowed tokens and banned tokens of one request. They are constant over all steps."""
+    """The logit biases, allowed tokens and banned tokens of one request, which are the same in all steps."""
 
     def __init__(self, params: SamplingParams) -> None:
         bias = params.logit_bias or {}
@@ -31,23 +31,25 @@ class LogitRules:
             self.allowed = np.setdiff1d(allowed, self.banned)
         self.longest_prefix = max((len(ids) - 1 for ids in sequences), default=0)
         """Number of trailing generated tokens that `banned_after` compares."""
-        self._last_of: dict[tuple[int, ...], list[int]] = {}  # prefix of a sequence -> last tokens
+        self._last_tokens: dict[tuple[int, ...], list[int]] = {}
+        """Maps the tokens of banned sequences before the last token to the last tokens."""
         for *prefix, last in sequences:
             if prefix:
-                self._last_of.setdefault(tuple(prefix), []).append(last)
-        self._prefix_lengths = sorted({len(prefix) for prefix in self._last_of})
-        named = np.array([token for ids in sequences for token in ids], np.int64)
-        parts = [self.bias_ids, self.banned, named, *([] if self.allowed is None else [self.allowed])]
-        self.largest_id = max((int(ids.max()) for ids in parts if len(ids)), default=-1)
+                self._last_tokens.setdefault(tuple(prefix), []).append(last)
+        self._prefix_lengths = sorted({len(prefix) for prefix in self._last_tokens})
+        sequence_ids = np.array([token for ids in sequences for token in ids], np.int64)
+        allowed_ids = [] if self.allowed is None else [self.allowed]
+        id_arrays = [self.bias_ids, self.banned, sequence_ids, *allowed_ids]
+        self.largest_id = max((int(ids.max()) for ids in id_arrays if len(ids)), default=-1)
         """The largest token id in any rule; -1 without rules."""
 
     def banned_after(self, tokens: Sequence[int]) -> Ids:
-        """Return the tokens that would complete a banned sequence after the last generated tokens."""
-        found: list[int] = []
+        """Return the tokens that would complete a banned sequence if generated after ``tokens``."""
+        banned: list[int] = []
         for length in self._prefix_lengths:
             if length <= len(tokens):
-                found += self._last_of.get(tuple(tokens[len(tokens) - length :]), ())
-        return np.unique(np.array(found, np.int64))
+                banned += self._last_tokens.get(tuple(tokens[len(tokens) - length :]), ())
+        return np.unique(np.array(banned, np.int64))
 
 
 class TokenCounts:
@@ -56,8 +58,8 @@ class TokenCounts:
     Adding a token takes ``O(1)`` time.
 
     Args:
-        prompt: tokens of the prompt, which have an initial count of 0.
-        generated: the tokens generated so far, which are counted.
+        prompt: tokens of the prompt. They are included in the distinct tokens, with a count of 0.
+        generated: the tokens generated so far. They are counted.
     """
 
     def __init__(self, prompt: npt.NDArray[np.integer], generated: npt.NDArray[np.integer]) -> None:
@@ -74,12 +76,12 @@ class TokenCounts:
 
     @property
     def ids(self) -> Ids:
-        """The distinct tokens, as a view."""
+        """The distinct tokens, as a view of an array that `add` changes."""
         return self._ids[: self._size]
 
     @property
     def counts(self) -> npt.NDArray[np.float32]:
-        """The number of times that each token of ``ids`` was generated, as a view."""
+        """The number of times that each token of ``ids`` was generated, as a view that `add` changes."""
         return self._counts[: self._size]
 
     def add(self, token: int) -> None:
@@ -93,18 +95,18 @@ class TokenCounts:
             self._size += 1
         self._counts[slot] += 1
 
-    def after(self, drafts: Sequence[int]) -> tuple[Ids, npt.NDArray[np.float32]]:
+    def with_drafts(self, drafts: Sequence[int]) -> tuple[Ids, npt.NDArray[np.float32]]:
         """Return ``ids`` and ``counts`` as if ``drafts`` had been generated too.
 
         The object does not change.
         """
         if not drafts:
             return self.ids, self.counts
-        new = sorted({token for token in drafts if token not in self._slots})
-        ids = np.concatenate([self.ids, np.array(new, np.int64)])
-        counts = np.concatenate([self.counts, np.zeros(len(new), np.float32)])
+        new_ids = sorted({token for token in drafts if token not in self._slots})
+        ids = np.concatenate([self.ids, np.array(new_ids, np.int64)])
+        counts = np.concatenate([self.counts, np.zeros(len(new_ids), np.float32)])
         for token in drafts:
-            counts[self._slots[token] if token in self._slots else self._size + new.index(token)] += 1
+            counts[self._slots[token] if token in self._slots else self._size + new_ids.index(token)] += 1
         return ids, counts
 
 

@@ -1,4 +1,4 @@
-"""Errors for unknown keyword arguments. They suggest the parameter that was probably meant."""
+"""Decorators whose errors for unknown keyword arguments suggest the parameter that was probably meant."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 C = TypeVar("C", bound=type)
 
-_SAME = {
+_ALIASES = {
     "max_new_tokens": (
         "max_tokens",
         "max_completion_tokens",
@@ -36,30 +36,30 @@ _SAME = {
     "adapter": ("lora", "lora_name", "lora_request"),
     "chat_template_kwargs": ("chat_template_options",),
 }
-"""Parameter -> its names in other libraries."""
-_MEANT = {alias: name for name, aliases in _SAME.items() for alias in aliases}
-_OF_CALLS = "n best_of logprobs prompt_logprobs grammar response_format adapter priority".split()
-_OF_BEAMS = "num_beams length_penalty early_stopping".split()
+"""Maps each parameter to its names in other libraries."""
+_PARAMETER_BY_ALIAS = {alias: name for name, aliases in _ALIASES.items() for alias in aliases}
+_GENERATE_PARAMETERS = "n best_of logprobs prompt_logprobs grammar response_format adapter priority".split()
+_BEAM_SEARCH_PARAMETERS = "num_beams length_penalty early_stopping".split()
 
 
 def hinting(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a function so that unknown keywords raise `UnknownParameterError` instead of ``TypeError``."""
+    """Wrap a function so that unknown keyword arguments raise `UnknownParameterError`, not ``TypeError``."""
     parameters = signature(function).parameters.values()
     known = frozenset(
         parameter.name for parameter in parameters if parameter.kind is not Parameter.POSITIONAL_ONLY
     )
 
     @wraps(function)
-    def hinted(*args: P.args, **kwargs: P.kwargs) -> R:
+    def checked_call(*args: P.args, **kwargs: P.kwargs) -> R:
         if not known.issuperset(kwargs):
-            raise _unknown(function.__qualname__.removesuffix(".__init__"), kwargs, known)
+            raise _unknown_parameter(function.__qualname__.removesuffix(".__init__"), kwargs, known)
         return function(*args, **kwargs)
 
-    return hinted
+    return checked_call
 
 
 _CONSTRUCTOR_PARAMETERS: dict[str, frozenset[str]] = {}
-"""Class name -> parameters of its constructor, for the classes that `hinting_class` decorates."""
+"""Maps the name of each class that `hinting_class` decorates to the parameters of its constructor."""
 
 
 def hinting_class(cls: C) -> C:
@@ -69,25 +69,27 @@ def hinting_class(cls: C) -> C:
     return cls
 
 
-def _unknown(owner: str, given: Iterable[str], known: frozenset[str]) -> UnknownParameterError:
-    name = next(parameter for parameter in given if parameter not in known)
-    return UnknownParameterError(owner, name, _hint(name, owner, sorted(known - {"self"})))
+def _unknown_parameter(
+    function: str, keywords: Iterable[str], known: frozenset[str]
+) -> UnknownParameterError:
+    name = next(keyword for keyword in keywords if keyword not in known)
+    return UnknownParameterError(function, name, _hint(name, function, sorted(known - {"self"})))
 
 
-def _hint(name: str, owner: str, known: list[str]) -> str:
-    meant = _MEANT.get(name, name)
-    if meant in known:
-        return f"did you mean {meant}?"
-    if "sampling_params" in known and meant in _sampling_parameters():
-        return f"did you mean sampling_params=SamplingParams({meant}=...)?"
+def _hint(name: str, function: str, known: list[str]) -> str:
+    parameter = _PARAMETER_BY_ALIAS.get(name, name)
+    if parameter in known:
+        return f"did you mean {parameter}?"
+    if "sampling_params" in known and parameter in _sampling_parameters():
+        return f"did you mean sampling_params=SamplingParams({parameter}=...)?"
     nearest = get_close_matches(name, known, n=1, cutoff=0.7)
     if nearest:
         return f"did you mean {nearest[0]}?"
-    if owner == "SamplingParams" and meant in _OF_CALLS:
-        return f"LLM.generate and LLM.chat have the parameter {meant}"
-    if meant in _OF_BEAMS:
-        return f"LLM.beam_search has the parameter {meant}"
-    if meant == "do_sample":
+    if function == "SamplingParams" and parameter in _GENERATE_PARAMETERS:
+        return f"LLM.generate and LLM.chat have the parameter {parameter}"
+    if parameter in _BEAM_SEARCH_PARAMETERS:
+        return f"LLM.beam_search has the parameter {parameter}"
+    if parameter == "do_sample":
         return "temperature=0 is greedy, a higher temperature samples"
     return f"the parameters are {', '.join(known)}"
 

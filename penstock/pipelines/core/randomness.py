@@ -1,4 +1,4 @@
-"""Random numbers as a function of seed and position. No generator has state."""
+"""Random numbers as functions of seed and position, without a generator that has state."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import numpy as np
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIXERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
-_ONE, _LOST_BITS = np.uint64(1), np.uint64(11)
-_WORD = 0xFFFFFFFFFFFFFFFF
+_ONE, _DROPPED_BITS = np.uint64(1), np.uint64(11)
+_UINT64_MASK = 0xFFFFFFFFFFFFFFFF
 
 
 def splitmix64(seed: int, position: int) -> int:
@@ -28,12 +28,12 @@ def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
         positions: ``[R]`` integers.
     """
     bits = _splitmix64(seeds, positions.astype(np.uint64))
-    return (bits >> _LOST_BITS).astype(np.float64) * 2.0**-53
+    return (bits >> _DROPPED_BITS).astype(np.float64) * 2.0**-53
 
 
 def as_uint64(seeds: list[int]) -> np.ndarray:
-    """Return seeds of either sign as ``[R]`` uint64, modulo 2**64."""
-    return np.array([seed & _WORD for seed in seeds], dtype=np.uint64)
+    """Return positive or negative seeds as ``[R]`` uint64, modulo 2**64."""
+    return np.array([seed & _UINT64_MASK for seed in seeds], dtype=np.uint64)
 
 
 def _splitmix64(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:

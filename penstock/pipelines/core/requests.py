@@ -1,4 +1,4 @@
-"""Requests. A tokenizer turns a request into a context."""
+"""The requests of text generation and speech, from which tokenizers build contexts."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Grammar(msgspec.Struct, frozen=True):
 
 
 def resolved_grammar(grammar: Grammar | None, json_schema: str | None) -> tuple[Grammar | None, str | None]:
-    """Return (grammar, JSON schema) of an output from either of them; None for a missing value.
+    """Return the grammar and the JSON schema of an output, given one of them; None for a missing value.
 
     Raises:
-        InputError: both are given and differ.
+        InputError: both are given, and they differ.
     """
     if json_schema is not None and grammar is None:
         return Grammar("json_schema", json_schema), json_schema
@@ -103,7 +103,7 @@ class TokenGeneratorRequest:
     tools: list[TokenGeneratorRequestTool] | None = None
     response_format: TokenGeneratorResponseFormat | None = None
     timestamp_ns: int = 0
-    """When the server received the request, in nanoseconds."""
+    """Time at which the server received the request, in nanoseconds."""
     request_path: str = "/"
     """The HTTP path of the request."""
     logprobs: int = 0
@@ -133,7 +133,7 @@ class TokenGeneratorRequest:
 
 
 class MissingAudioInputError(InputError, RuntimeError):
-    """An audio request has neither text nor tokens. Also a ``RuntimeError``, for code written for MAX."""
+    """An audio request has neither text nor tokens. It is also a ``RuntimeError``, as in MAX."""
 
 
 @dataclass(frozen=True)
@@ -153,12 +153,12 @@ class AudioGenerationRequest:
     """Transcription of ``audio_prompt_tokens``."""
     sampling_params: SamplingParams = _DEFAULT_SAMPLING
     prompt: list[int] | str | None = None
-    """Token ids or text that replace the prompt made from the other fields."""
+    """Token ids or text to use instead of the prompt that is built from the other fields."""
     _: KW_ONLY
     voice: str | None = None
-    """The name of one of the voices that the model was trained on."""
+    """The name of a voice on which the model was trained."""
     streaming: bool = False
-    """Whether the audio is streamed: the first chunk is short, for low latency."""
+    """Whether the audio is streamed. The first chunk is then short, for low latency."""
     adapter: str | None = None
     """The name of the LoRA adapter to use."""
     cache_salt: str | None = None

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 class LogProbabilities(msgspec.Struct):
     """Log probabilities of an output token and, if the prompt is echoed, of the prompt tokens before it.
 
-    Both lists have one entry per position. The top dictionary of a position contains the most probable token
-    ids and the token at this position. It can therefore have one more entry than requested.
+    Both lists have one entry per position. The dictionary of a position contains the most probable token ids
+    and the token at this position. It can therefore have one more entry than requested.
     """
 
     token_log_probabilities: list[float]
     """Log probability of the token at each position."""
     top_log_probabilities: list[dict[int, float]]
-    """For each position, token id -> log probability of the most probable tokens, most probable first."""
+    """For each position: log probability by token id, most probable token first."""
 
     def cut(self, top_n: int, tokens: Sequence[int]) -> LogProbabilities:
         """Return a copy with ``top_n`` top tokens and the token itself at each position.
@@ -103,7 +103,7 @@ class EmbeddingsResponse(_DenseEmbedding, kw_only=True, omit_defaults=True):
     multi_vector: npt.NDArray[np.floating] | None = None
     """``[tokens, E]``: one vector for each token."""
     num_tokens: int = 0
-    """The tokens of the input, special tokens and prompt included."""
+    """The number of tokens of the input, including special tokens and prompt."""
 
     @property
     def is_done(self) -> bool:
@@ -137,7 +137,7 @@ class AudioGenerationResponse(msgspec.Struct):
 
     @property
     def audio_data(self) -> npt.NDArray[np.floating]:
-        """The audio. Raises ``AssertionError`` if there is none (see ``has_audio_data``)."""
+        """The audio. Raises ``AssertionError`` if ``has_audio_data`` is False."""
         if self.audio is None:
             raise AssertionError("this response has no audio: check has_audio_data first")
         return self.audio

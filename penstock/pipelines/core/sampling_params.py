@@ -22,7 +22,7 @@ from penstock.plain_numbers import (
 @hinting_class
 @dataclass(frozen=True)
 class SamplingParams:
-    """The sampling parameters of one request. The defaults are greedy.
+    """The sampling parameters of one request. The defaults select greedy decoding.
 
     The constructor checks every field. An invalid value (NaN, an infinity, a bool instead of a number, a
     number out of range) raises :class:`~penstock.errors.InputError`, which is a ``ValueError``. The message
@@ -30,18 +30,18 @@ class SamplingParams:
     """
 
     top_k: int = 1
-    """Sample from the K most probable tokens; 1 is greedy, -1 or 0 keeps all tokens."""
+    """Keep the ``top_k`` most probable tokens; 1 is greedy, -1 or 0 keeps all tokens."""
     top_p: float = 1
-    """Of the ``top_k`` tokens, keep the most probable ones whose probabilities sum up to this; in [0, 1]."""
+    """Keep the most probable of the ``top_k`` tokens whose probabilities add up to ``top_p``; in [0, 1]."""
     min_p: float = 0.0
-    """Keep tokens whose probability is at least ``min_p`` times that of the most probable token; in [0, 1],
-    0 is off. Combines with ``top_k`` and ``top_p``."""
+    """Keep tokens with at least ``min_p`` times the probability of the most probable token; in [0, 1], 0 is
+    off. Combines with ``top_k`` and ``top_p``."""
     temperature: float = 1
     """Values above 1 flatten the distribution, values below 1 sharpen it; in [0, 2], 0 is greedy."""
     frequency_penalty: float = 0.0
     """Subtracted from a token's logit for each time it was generated; in [-2, 2]."""
     presence_penalty: float = 0.0
-    """Subtracted from a token's logit once it was generated; in [-2, 2]."""
+    """Subtracted once from the logit of each token that was generated; in [-2, 2]."""
     repetition_penalty: float = 1.0
     """Values above 1 make tokens of the prompt and the output less likely; greater than 0, 1 is off."""
     max_new_tokens: int | None = None
@@ -53,14 +53,14 @@ class SamplingParams:
     stop: list[str] | None = None
     """Strings that end the output. The output does not include them."""
     stop_token_ids: list[int] | None = None
-    """Token ids that end the output, in addition to those of the model."""
+    """Token ids that end the output, in addition to the end-of-sequence tokens of the model."""
     detokenize: bool = True
     """Whether to decode the output to text."""
     seed: int = 0
     """Seed of the random numbers: equal seeds, prompts and parameters give equal outputs."""
     _: KW_ONLY
     logit_bias: dict[int, float] | None = None
-    """Token id -> bias that is added to its logit before all other rules; in [-100, 100]."""
+    """Maps token ids to biases in [-100, 100], which are added to their logits before all other rules."""
     allowed_token_ids: list[int] | None = None
     """The only tokens that may be generated. Include the tokens that end the output."""
     banned_token_ids: list[int] | None = None
@@ -71,10 +71,10 @@ class SamplingParams:
     with the tokens before it. The request ends with an error if a grammar allows no other token."""
 
     def __post_init__(self) -> None:
-        for name, value in self._checked().items():
+        for name, value in self._checked_fields().items():
             if value is not getattr(self, name):
                 object.__setattr__(self, name, value)
-        self._check_that_a_token_is_left()
+        self._check_allowed_tokens()
 
     @cached_property
     def needs_penalties(self) -> bool:
@@ -92,8 +92,12 @@ class SamplingParams:
         """Whether logits are adjusted before sampling: by rules, penalties or a minimum length."""
         return self.min_new_tokens > 0 or self.has_logit_rules or self.needs_penalties
 
-    def _checked(self) -> dict[str, object]:
-        """Return each field as a plain Python value. InputError names the first invalid field."""
+    def _checked_fields(self) -> dict[str, object]:
+        """Return each field as a plain Python value.
+
+        Raises:
+            InputError: a field is invalid. The message names the first such field.
+        """
         numbers = {name: checked_number(name, getattr(self, name), *_RANGES[name]) for name in _RANGES}
         return {
             **numbers,
@@ -118,14 +122,15 @@ class SamplingParams:
             "logit_bias": _checked_bias(self.logit_bias),
         }
 
-    def _check_that_a_token_is_left(self) -> None:
+    def _check_allowed_tokens(self) -> None:
+        """Check that at least one of ``allowed_token_ids`` is not banned."""
         allowed = self.allowed_token_ids
         if allowed is None:
             return
         if not allowed:
             raise InputError("allowed_token_ids is empty: list at least one token, or omit it")
-        singles = (ids[0] for ids in self.banned_sequences or () if len(ids) == 1)
-        if not set(allowed).difference(self.banned_token_ids or (), singles):
+        single_ids = (ids[0] for ids in self.banned_sequences or () if len(ids) == 1)
+        if not set(allowed).difference(self.banned_token_ids or (), single_ids):
             name = "banned_token_ids" if not self.banned_sequences else "banned_token_ids or banned_sequences"
             raise InputError(
                 f"{name} has all of the {len(set(allowed))} tokens of allowed_token_ids: "

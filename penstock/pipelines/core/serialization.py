@@ -42,7 +42,7 @@ MIN_FRAME_BYTES = 64 * 1024
 def frames_encoder() -> Callable[[object], list[Frame]]:
     """Return a function that encodes objects to frames: the msgpack body, then the bytes of large arrays.
 
-    An array that occurs several times is one frame. The function is not thread-safe.
+    An array that occurs several times is sent as one frame. The function is not thread-safe.
     """
     frames: list[Frame] = []
     indices: dict[int, int] = {}
@@ -83,8 +83,8 @@ def frames_decoder(type_: object) -> Callable[[Sequence[bytes]], Any]:
 
     decoder = msgspec.msgpack.Decoder(type_, dec_hook=decode_array)
 
-    def decode(parts: Sequence[bytes]) -> Any:
-        body, *frames[:] = parts
+    def decode(encoded_frames: Sequence[bytes]) -> Any:
+        body, *frames[:] = encoded_frames
         try:
             return decoder.decode(body)
         finally:

@@ -1,4 +1,4 @@
-"""The context of a speech request: text tokens in, speech tokens out, which are decoded to audio."""
+"""The context of a speech request: its text tokens, its speech tokens, and the progress of their decoding."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class VoicePrompt(msgspec.Struct, frozen=True):
 
     name: str
     codes: list[int]
-    """Codes of the audio codec, flattened frames."""
+    """Codes of the audio codec, frame after frame."""
     transcription: str = ""
     """The transcription of the recording."""
 
@@ -34,7 +34,7 @@ class _SpeechContext(TextContext, kw_only=True, omit_defaults=True):
     """The keyword-only fields of a `TTSContext`."""
 
     streaming: bool = False
-    """Whether audio is streamed: the first chunks are short, for low latency."""
+    """Whether audio is streamed. The first chunks are then short, for low latency."""
     num_dropped_tokens: int = 0
     """Number of generated tokens that are not speech codes or belong to an incomplete frame."""
 
@@ -55,7 +55,7 @@ class TTSContext(_SpeechContext, tag=True, omit_defaults=True):
     audio_prompt_tokens: npt.NDArray[np.int32] = msgspec.field(default_factory=_no_tokens)
     """Speech tokens of the voice to imitate."""
     prev_samples_beyond_offset: int = 0
-    """Number of samples after the end of the last chunk that the decoder keeps. Only the decoder uses it."""
+    """Number of audio samples after the last chunk. For decoders of callers; Penstock does not use it."""
 
     _speech_tokens: npt.NDArray[np.int32] = msgspec.field(default_factory=_empty_chunk)
     _speech_token_end_idx: int = 0
@@ -69,7 +69,7 @@ class TTSContext(_SpeechContext, tag=True, omit_defaults=True):
 
     @property
     def speech_tokens(self) -> npt.NDArray[np.int32]:
-        """The speech tokens so far, as a view."""
+        """The speech tokens so far: a view of the buffer, which changes when tokens are added."""
         return self._speech_tokens[: self._speech_token_end_idx]
 
     @property
@@ -94,9 +94,9 @@ class TTSContext(_SpeechContext, tag=True, omit_defaults=True):
         end = start + len(new_tokens)
         if end >= self._speech_tokens.size:
             capacity = -(-len(new_tokens) // CHUNK_SIZE) * CHUNK_SIZE
-            larger = np.zeros(self._speech_tokens.size + capacity, dtype=self._speech_tokens.dtype)
-            larger[:start] = self.speech_tokens
-            self._speech_tokens = larger
+            larger_buffer = np.zeros(self._speech_tokens.size + capacity, dtype=self._speech_tokens.dtype)
+            larger_buffer[:start] = self.speech_tokens
+            self._speech_tokens = larger_buffer
         self._speech_tokens[start:end] = new_tokens
         self._speech_token_end_idx = end
         self._block_counter += 1
@@ -119,7 +119,7 @@ class TTSContext(_SpeechContext, tag=True, omit_defaults=True):
         return self._speech_tokens[decoded - context_size : end], context_size
 
     def has_undecoded_speech_tokens(self, exclude_last_n: int = 0) -> bool:
-        """Return whether there are speech tokens to decode, ignoring the last ``exclude_last_n``."""
+        """Return whether speech tokens before the last ``exclude_last_n`` are not decoded yet."""
         return self._decoded_index < self._speech_token_end_idx - exclude_last_n
 
     @property
@@ -128,7 +128,7 @@ class TTSContext(_SpeechContext, tag=True, omit_defaults=True):
         return self._num_parsed_tokens
 
     def mark_parsed(self, num_tokens: int, num_dropped: int = 0) -> None:
-        """Record that ``num_tokens`` more generated tokens were parsed, ``num_dropped`` of them dropped."""
+        """Record that ``num_tokens`` further tokens were parsed. ``num_dropped`` of them were dropped."""
         self._num_parsed_tokens += num_tokens
         self.num_dropped_tokens += num_dropped
 
@@ -143,11 +143,11 @@ class TTSContext(_SpeechContext, tag=True, omit_defaults=True):
 
     @property
     def audio_generation_status(self) -> TextGenerationStatus:
-        """Status of the audio."""
+        """Status of the audio generation."""
         return self._audio_generation_status
 
     def update_audio_generation_status(self, status: TextGenerationStatus) -> None:
-        """Set the status of the audio."""
+        """Set the status of the audio generation."""
         self._audio_generation_status = status
 
     @property
@@ -157,11 +157,11 @@ class TTSContext(_SpeechContext, tag=True, omit_defaults=True):
 
     @property
     def status(self) -> TextGenerationStatus:
-        """Raise ``ValueError``: the context has two states, each with its own property."""
+        """Raise ``ValueError``, because the context has two states, each with its own property."""
         raise MissingValueError("Please call `speech_token_status` or `audio_generation_status` instead.")
 
     def update_status(self, status: TextGenerationStatus) -> None:
-        """Raise ``ValueError``: the context has two states, each with its own setter."""
+        """Raise ``ValueError``, because the context has two states, each with its own setter."""
         raise ValueError(
             "Please call `update_speech_token_status` or `update_audio_generation_status` instead."
         )

@@ -6,19 +6,19 @@ from enum import Enum
 
 
 class TextGenerationStatus(str, Enum):
-    """Whether a request still generates, and if not, why it ended."""
+    """Whether a request is active, or the reason why it has ended."""
 
     ACTIVE = "active"
     END_OF_SEQUENCE = "end_of_sequence"
-    """An end-of-sequence token or sequence was generated; that last token is not part of the output."""
+    """An end-of-sequence token or sequence was generated. Its last token is not part of the output."""
     MAXIMUM_LENGTH = "maximum_length"
-    """Prompt and output together reached the maximum length; the last token is part of the output."""
+    """Prompt and output together reached the maximum length. The last token is part of the output."""
     CANCELLED = "cancelled"
     """The request was cancelled."""
 
     @property
     def is_done(self) -> bool:
-        """True for every status but ``ACTIVE``."""
+        """True for all statuses except ``ACTIVE``."""
         return self is not TextGenerationStatus.ACTIVE
 
 

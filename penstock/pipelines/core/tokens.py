@@ -25,18 +25,18 @@ import numpy.typing as npt
 from penstock.errors import InputError
 
 CHUNK_SIZE = 128
-"""The array's capacity is a multiple of this."""
+"""The array's capacity is a multiple of this number of tokens."""
 
 
 class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A growing array of token ids with a window of tokens to compute next (drawn at the top of the module).
 
-    ``tokens`` is a one-dimensional integer array, the prompt; its dtype is kept and its values are copied.
-    The properties return views of the array. Callers must not write to them.
+    The constructor takes the prompt as ``tokens``, a one-dimensional integer array. It copies the values and
+    keeps the dtype. The properties return views of the array. Callers must not write to them.
     """
 
     tokens: npt.NDArray[np.integer]
-    """The whole array, including unused capacity; ``all_tokens`` is the used part."""
+    """The whole array, including unused capacity. ``all_tokens`` is the used part."""
 
     _start_idx: int = 0
     _active_idx: int = -1
@@ -48,7 +48,7 @@ class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         if self._end_idx < 0:
-            self._set_up()
+            self._initialize()
         else:
             self.tokens = np.array(self.tokens)  # a writable copy
         self._check_indices(self._start_idx, self._active_idx, self._end_idx, self._committed_idx)
@@ -75,7 +75,7 @@ class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def active_length(self) -> int:
-        """Number of tokens to compute next: a prompt or a chunk of it, later 1 or more tokens per step."""
+        """Number of tokens to compute next: a whole prompt, a chunk of it, or the tokens of a decode step."""
         return self._active_idx - self._start_idx
 
     @property
@@ -100,7 +100,7 @@ class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def generated_tokens(self) -> npt.NDArray[np.integer]:
-        """The tokens after the prompt, an end-of-sequence token included."""
+        """The tokens after the prompt, including an end-of-sequence token."""
         return self.tokens[self._prompt_len : self._end_idx]
 
     def set_token_indices(
@@ -110,8 +110,10 @@ class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
         end_idx: int | None = None,
         committed_idx: int | None = None,
     ) -> None:
-        """Set the given indices. Tokens do not change. Raises ``ValueError``, without a change, unless
-        ``0 <= start < active <= end <= capacity``."""
+        """Set the given indices without changing tokens.
+
+        Raises ``ValueError``, without a change, unless ``0 <= start < active <= end <= capacity``.
+        """
         start = self._start_idx if start_idx is None else start_idx
         active = self._active_idx if active_idx is None else active_idx
         end = self._end_idx if end_idx is None else end_idx
@@ -123,7 +125,7 @@ class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
     def bump_token_indices(
         self, start_idx: int = 0, active_idx: int = 0, end_idx: int = 0, committed_idx: int = 0
     ) -> None:
-        """Move the indices by the given differences; checked like :meth:`set_token_indices`."""
+        """Add the given differences to the indices. Raises the same errors as :meth:`set_token_indices`."""
         self.set_token_indices(
             self._start_idx + start_idx,
             self._active_idx + active_idx,
@@ -134,8 +136,8 @@ class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
     def advance(self) -> None:
         """Move the window past the tokens of a step whose result is not known yet.
 
-        It moves to the rest of a chunked prompt, or to a new token, which is 0 until it is known. Before
-        ``update`` appends that token, :meth:`set_token_indices` moves the window back.
+        The window moves to the rest of a chunked prompt, or to a new placeholder token 0. Before ``update``
+        appends the sampled token, the caller must move the window back with :meth:`set_token_indices`.
         """
         start = self._active_idx
         if start < self._end_idx:
@@ -157,10 +159,10 @@ class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
         return idx
 
     def rollback(self, idx: int) -> None:
-        """Remove the last ``idx`` tokens before ``active_idx``, and the rest of a chunked prompt after it.
+        """Remove ``idx`` tokens before ``active_idx``, and all tokens after ``active_idx``.
 
-        The last remaining token is computed next, even if it was computed before. Raises ``ValueError``,
-        without a change, if no token would remain. Tokens that were already returned are not returned again.
+        The last remaining token is computed next, even if it was computed before. Tokens that were already
+        returned are not returned again. Raises ``ValueError``, without a change, if no token would remain.
         """
         if idx < 0:
             raise ValueError(f"cannot roll back {idx} tokens: the number must be at least 0")
@@ -182,12 +184,12 @@ class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
         if type(other) is not type(self):
             return NotImplemented
         return np.array_equal(self.all_tokens, other.all_tokens) and all(
-            _same(getattr(self, name), getattr(other, name))
+            _is_equal(getattr(self, name), getattr(other, name))
             for name in self.__struct_fields__
             if name != "tokens"
         )
 
-    def _set_up(self) -> None:
+    def _initialize(self) -> None:
         tokens = np.asarray(self.tokens)
         if tokens.ndim != 1:
             raise InputError(f"tokens must be one dimensional array: got shape '{tokens.shape}'")
@@ -205,14 +207,14 @@ class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
         """Append ``token``, extend the window to it and return its position."""
         position = self._end_idx
         if position >= self.tokens.size:
-            chunks = max(1, position // CHUNK_SIZE // 8)  # grows long sequences by an eighth: amortised O(1)
+            chunks = max(1, position // CHUNK_SIZE // 8)  # long sequences grow by 1/8: amortised O(1)
             self.tokens = _pad(self.tokens, self.tokens.size + chunks * CHUNK_SIZE)
         self.tokens[position] = token
         self._active_idx = self._end_idx = position + 1
         return position
 
-    def _show(self, position: int) -> None:
-        """Add the last token, at ``position``, to the output."""
+    def _add_output(self, position: int) -> None:
+        """Add the token at ``position``, which is the last token, to the output."""
         if self._completion_start_idx == self._completion_end_idx:
             self._completion_start_idx = position  # skips earlier tokens that are not part of the output
         self._completion_end_idx = position + 1
@@ -246,11 +248,11 @@ def _pad(tokens: npt.NDArray[np.integer], capacity: int) -> npt.NDArray[np.integ
     return padded
 
 
-def _same(a: object, b: object) -> bool:
+def _is_equal(a: object, b: object) -> bool:
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         return a.dtype == b.dtype and np.array_equal(a, b)
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_same(value, b[key]) for key, value in a.items())
+        return a.keys() == b.keys() and all(_is_equal(value, b[key]) for key, value in a.items())
     if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
-        return len(a) == len(b) and all(map(_same, a, b))
+        return len(a) == len(b) and all(map(_is_equal, a, b))
     return type(a) is type(b) and a == b

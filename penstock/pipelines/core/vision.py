@@ -14,14 +14,15 @@ from penstock.errors import InputError
 from penstock.pipelines.core.context import TextContext
 
 _HASH_SIZE = 32  # bytes
-_WORDS = "<u8"
+_WORD_TYPE = "<u8"
 
 
 class ImageMetadata(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """An image in a prompt: its tokens, its pixels and its content hash.
+    """An image in a prompt: its span of tokens, its pixels and its content hash.
 
-    The tokens of ``vision_token_ids`` in the span are placeholders: the rows of the vision encoder replace
-    their embeddings. A span may contain other tokens, such as separators between the tiles of an image.
+    Tokens in the span with an id in ``vision_token_ids`` are placeholders. The rows of the vision encoder
+    replace their embeddings. The span may contain other tokens, such as separators between the tiles of an
+    image.
     """
 
     start_idx: int
@@ -31,11 +32,11 @@ class ImageMetadata(msgspec.Struct, kw_only=True, omit_defaults=True):
     pixel_values: npt.NDArray[np.generic]
     """The image as returned by the model's processor, without a batch dimension."""
     image_hash: bytes | None = None
-    """Digest of the content, of 32 bytes, see `image_digest`. Equal digests mean equal encoder rows. Without
-    a digest, neither the encoder rows nor the KV blocks of the image are cached.
+    """Digest of the content, 32 bytes, see `image_digest`. Images with equal digests have equal encoder rows.
+    Without a digest, neither the encoder rows nor the KV blocks of the image are cached.
     """
     num_embedding_rows: int | None = None
-    """Number of rows that the vision encoder returns; None: the length of the span."""
+    """Number of rows that the vision encoder returns; None if it is the length of the span."""
     arguments: dict[str, npt.NDArray[np.generic]] = msgspec.field(default_factory=dict)
     """Other outputs of the processor that the encoder or the decoder reads, such as ``image_grid_thw``."""
 
@@ -60,24 +61,24 @@ class ImageMetadata(msgspec.Struct, kw_only=True, omit_defaults=True):
         return (
             (self.start_idx, self.end_idx, self.image_hash, self.num_embedding_rows)
             == (other.start_idx, other.end_idx, other.image_hash, other.num_embedding_rows)
-            and _equal(self.pixel_values, other.pixel_values)
+            and _is_equal_array(self.pixel_values, other.pixel_values)
             and self.arguments.keys() == other.arguments.keys()
-            and all(_equal(array, other.arguments[name]) for name, array in self.arguments.items())
+            and all(_is_equal_array(array, other.arguments[name]) for name, array in self.arguments.items())
         )
 
 
 class TextAndVisionContext(TextContext, kw_only=True, tag=True, omit_defaults=True):
     """A text request with images.
 
-    Pixels are kept until the request ends: chunked prompts and preempted contexts need them again. The vision
-    encoder runs when a step first computes a placeholder of an image.
+    The context keeps the pixels until the request ends, because chunked prompts and preempted contexts need
+    them again. An image is encoded when a step first computes one of its placeholders.
 
     Raises:
         InputError: the images are not in order, overlap, or do not match the tokens.
     """
 
     pixel_values: tuple[npt.NDArray[np.generic], ...] = ()
-    """The pixels of all images; set from ``images`` if those are given."""
+    """The pixels of all images; set from ``images`` if these are given."""
     extra_model_args: dict[str, npt.NDArray[np.generic]] = msgspec.field(default_factory=dict)
     """Further arguments of a model that reads ``pixel_values`` itself. Penstock's own models read
     `ImageMetadata.arguments`."""
@@ -117,14 +118,14 @@ class TextAndVisionContext(TextContext, kw_only=True, tag=True, omit_defaults=Tr
 
     @property
     def needs_vision_encoding(self) -> bool:
-        """Whether an image has tokens that are not computed yet."""
+        """Whether there are images with tokens that are not computed yet."""
         if not self.images:
             return bool(self.pixel_values) and self.is_initial_prompt
         return self.image_idx < len(self.images)
 
     @property
     def identifies_images(self) -> bool:
-        """Whether block hashes distinguish the images of the request, so that its blocks can be shared."""
+        """Whether the contents of the images are part of block hashes, so that requests may share blocks."""
         if self.images:
             return all(image.image_hash is not None for image in self.images)
         return bool(self.token_hash_overrides) or not self.pixel_values
@@ -135,13 +136,13 @@ class TextAndVisionContext(TextContext, kw_only=True, tag=True, omit_defaults=Tr
         return np.concatenate([*map(self.placeholders, self.images), np.empty(0, np.int32)])
 
     def placeholders(self, image: ImageMetadata) -> npt.NDArray[np.int32]:
-        """Return the indices of an image's placeholder tokens, in the order of the rows that replace them."""
+        """Return the indices of an image's placeholder tokens, in the order of the encoder rows."""
         span = self.tokens[image.start_idx : image.end_idx]
-        within = np.flatnonzero(np.isin(span, self.vision_token_ids))
-        return (within + image.start_idx).astype(np.int32)
+        span_indices = np.flatnonzero(np.isin(span, self.vision_token_ids))
+        return (span_indices + image.start_idx).astype(np.int32)
 
     def compute_image_aligned_idx(self, idx: int) -> int:
-        """Return ``idx``, or the start of the image that contains the tokens before and after it."""
+        """Return ``idx``, or the start of the image that ``idx`` would split."""
         image = self._image_around(idx)
         return idx if image is None else image.start_idx
 
@@ -191,7 +192,7 @@ class TextAndVisionContext(TextContext, kw_only=True, tag=True, omit_defaults=Tr
 def image_digest(
     pixel_values: npt.NDArray[np.generic], arguments: dict[str, npt.NDArray[np.generic]]
 ) -> bytes:
-    """Return the digest of the outputs of a processor for one image: values, shapes and types."""
+    """Return the digest of the processor outputs for one image, including their shapes and types."""
     digest = blake2b(digest_size=_HASH_SIZE)
     for name, array in [("", pixel_values), *sorted(arguments.items())]:
         digest.update(f"{name}:{array.dtype}:{array.shape};".encode())
@@ -200,16 +201,16 @@ def image_digest(
 
 
 def image_hash_overrides(image: ImageMetadata) -> dict[int, int]:
-    """Return the ids to hash instead of the first tokens of an image: the words of its digest.
+    """Return the ids to hash instead of the first tokens of an image, by token index.
 
-    They begin at the first token of the image, because the keys of all placeholders depend on the whole
-    image.
+    The ids are the 64-bit words of the digest. They start at the first token of the image, because the keys
+    of all placeholders depend on the whole image.
     """
     if image.image_hash is None:
         return {}
-    words = np.frombuffer(image.image_hash, _WORDS).tolist()
+    words = np.frombuffer(image.image_hash, _WORD_TYPE).tolist()
     return dict(zip(range(image.start_idx, image.end_idx), words, strict=False))
 
 
-def _equal(a: npt.NDArray[np.generic], b: npt.NDArray[np.generic]) -> bool:
+def _is_equal_array(a: npt.NDArray[np.generic], b: npt.NDArray[np.generic]) -> bool:
     return a.dtype == b.dtype and np.array_equal(a, b)

@@ -1,8 +1,8 @@
 """Speculative decoding: a proposer drafts tokens, the model verifies them in one forward.
 
-The model samples each drafted position with the random number of that position. A draft is accepted when it
-equals the sampled token. Therefore the output is identical to decoding without drafts, greedy or sampled (cf.
-Leviathan et al. 2023, arXiv:2211.17192).
+The model samples a token at the position of each draft, with the random number of the position. A draft is
+accepted if it equals the sampled token. The output is therefore identical to decoding without drafts, greedy
+or sampled (cf. Leviathan et al. 2023, arXiv:2211.17192).
 """
 
 from penstock.pipelines.speculative.draft_length import AdaptiveDraftLength

@@ -15,24 +15,26 @@ import numpy as np
 from penstock.pipelines.core import TextContext
 
 _INITIAL_RATE = 0.7
-"""Assumed acceptance rate before any draft was verified."""
+"""The acceptance rate that is assumed before the first draft is verified."""
 _MAX_RATE = 0.98
 """Upper bound of the estimated acceptance rate. It is below 1, because a context can end at any token."""
 _MIN_SPEEDUP = 1.03
-"""Minimum predicted speedup for drafting. It prevents that measurement noise switches drafting on and off."""
+"""Minimum predicted speedup for drafting, above 1 so that measurement noise does not switch drafting on."""
 _PROBE_LENGTH = 2
 """Number of drafts in a probe."""
 _MIN_PAUSE, _MAX_PAUSE = 16, 256
-"""Steps without drafts before a context is probed. The pause doubles after each rejected probe."""
+"""Minimum and maximum number of steps without drafts before a context is probed. The number doubles after
+each rejected probe.
+"""
 
 
 class AdaptiveDraftLength:
     """Chooses the draft lengths of a step with the highest predicted tokens per second.
 
-    Draft j of a context is accepted with probability ``p ** j``; p is the recent acceptance rate of the
-    context. Drafts of all contexts are sorted by probability. They are added in descending order while the
-    predicted speed grows. If even the most probable draft does not pay off, no context drafts, except for
-    occasional probes.
+    Draft j of a context is accepted with probability ``p ** j``, where p is the recent acceptance rate of the
+    context. The drafts of all contexts are sorted by probability, and the number of most probable drafts with
+    the highest predicted speed is chosen. If the predicted speedup is at most `_MIN_SPEEDUP`, only occasional
+    probes are drafted.
 
     Args:
         max_drafts: the maximum number of drafts of a context.
@@ -42,18 +44,22 @@ class AdaptiveDraftLength:
         assert max_drafts >= 1, f"at least one draft, was {max_drafts}"
         self._max_drafts = max_drafts
         self._overall_acceptance = _Acceptance(_INITIAL_RATE * 4, 4.0)
-        self._of_context: dict[str, _Acceptance] = {}
+        self._acceptances: dict[str, _Acceptance] = {}
+        """The recent acceptance of each context, by request id."""
         self._costs = StepCosts()
 
     def lengths(self, contexts: Sequence[TextContext], limits: Sequence[int]) -> list[int]:
         rates = np.array([self._rate(context) for context in contexts])
-        numbers = np.arange(1, self._max_drafts + 1)
-        gains = rates[None, :] ** numbers[:, None]  # [max_drafts, B]: first drafts, second drafts, ...
-        gains[numbers[:, None] > np.array(limits)[None, :]] = -1
-        order = np.argsort(-gains, axis=None, kind="stable")[: int((gains > 0).sum())]
-        number = self._best_number(len(contexts), gains.ravel()[order], numbers[order // len(contexts)])
-        # The probabilities of a context decrease, so the selected drafts are its first drafts.
-        lengths = np.bincount(order[:number] % len(contexts), minlength=len(contexts)).tolist()
+        draft_numbers = np.arange(1, self._max_drafts + 1)
+        # [max_drafts, B]: the probabilities of the first draft of each context, of the second draft, ...
+        probabilities = rates[None, :] ** draft_numbers[:, None]
+        probabilities[draft_numbers[:, None] > np.array(limits)[None, :]] = -1
+        order = np.argsort(-probabilities, axis=None, kind="stable")[: int((probabilities > 0).sum())]
+        num_drafts = self._best_num_drafts(
+            len(contexts), probabilities.ravel()[order], draft_numbers[order // len(contexts)]
+        )
+        # The probabilities of a context decrease, so the chosen drafts of a context are its first drafts.
+        lengths = np.bincount(order[:num_drafts] % len(contexts), minlength=len(contexts)).tolist()
         return self._with_probe(contexts, limits, lengths)
 
     def observe(
@@ -61,66 +67,73 @@ class AdaptiveDraftLength:
     ) -> None:
         for context, draft, matching in zip(contexts, drafts, accepted, strict=True):
             if draft:
-                num_tested = min(matching + 1, len(draft))  # drafts after the first mismatch were not tested
-                own = self._acceptance(context)
-                self._overall_acceptance.add(matching, num_tested, memory=0.99)
-                own.add(matching, num_tested, memory=0.95)
-                own.record_probe(matching == len(draft))
+                num_tested = min(matching + 1, len(draft))  # drafts after the first mismatch are not tested
+                acceptance = self._acceptance(context)
+                self._overall_acceptance.add(matching, num_tested, decay=0.99)
+                acceptance.add(matching, num_tested, decay=0.95)
+                acceptance.record_probe(matching == len(draft))
 
     def record_step(self, num_rows: int, depth: int, forward: float, proposal: float) -> None:
         self._costs.add(num_rows, depth, forward, proposal)
 
     def release(self, context: TextContext) -> None:
-        self._of_context.pop(context.request_id, None)
+        self._acceptances.pop(context.request_id, None)
 
     def _rate(self, context: TextContext) -> float:
-        """Return the estimated acceptance rate of a context; the overall rate dominates with few samples."""
-        own = self._acceptance(context)
-        return min((own.num_accepted + 3 * self._overall_acceptance.rate) / (own.num_tested + 3), _MAX_RATE)
+        """Return the estimated acceptance rate of a context.
 
-    def _best_number(self, num_contexts: int, gains: np.ndarray, numbers: np.ndarray) -> int:
+        The overall rate counts like 3 tested drafts, so it dominates while the context has few samples.
+        """
+        acceptance = self._acceptance(context)
+        num_accepted = acceptance.num_accepted + 3 * self._overall_acceptance.rate
+        return min(num_accepted / (acceptance.num_tested + 3), _MAX_RATE)
+
+    def _best_num_drafts(
+        self, num_contexts: int, probabilities: np.ndarray, draft_numbers: np.ndarray
+    ) -> int:
         """Return the number of drafts with the highest predicted tokens per second.
 
         Args:
-            num_contexts: contexts of the step; each gains one token without drafts.
-            gains: ``[n]``, acceptance probability of each draft, in descending order.
-            numbers: ``[n]``, position of each draft among the drafts of its context, from 1.
+            num_contexts: the number of contexts of the step, each of which yields one token without drafts.
+            probabilities: ``[n]``, the acceptance probability of each draft, in descending order.
+            draft_numbers: ``[n]``, the number of each draft among the drafts of its context, from 1.
         """
-        if not len(gains):
+        if not len(probabilities):
             return 0
-        rows = num_contexts + np.arange(len(gains) + 1)
-        depths = np.concatenate([[0], np.maximum.accumulate(numbers)])
-        tokens = num_contexts + np.concatenate([[0], gains.cumsum()])
-        speeds = tokens / self._costs.seconds(rows, depths)
+        num_rows = num_contexts + np.arange(len(probabilities) + 1)
+        depths = np.concatenate([[0], np.maximum.accumulate(draft_numbers)])
+        num_tokens = num_contexts + np.concatenate([[0], probabilities.cumsum()])
+        speeds = num_tokens / self._costs.seconds(num_rows, depths)
         best = int(speeds.argmax())
         return best if speeds[best] > _MIN_SPEEDUP * speeds[0] else 0
 
     def _with_probe(
         self, contexts: Sequence[TextContext], limits: Sequence[int], lengths: list[int]
     ) -> list[int]:
-        """Add a probe for one context that has paused long enough.
+        """Add a probe for the first context whose pause is over.
 
-        There is at most one probe per step, to keep steps fast.
+        A step has at most one probe, so that it remains fast.
         """
-        has_probed = False
+        has_probe = False
         for index, (context, limit) in enumerate(zip(contexts, limits, strict=True)):
-            own = self._acceptance(context)
+            acceptance = self._acceptance(context)
             if lengths[index]:
-                own.num_idle_steps, own.pause_steps, own.is_probed = 0, _MIN_PAUSE, False
+                acceptance.num_idle_steps, acceptance.pause_steps = 0, _MIN_PAUSE
+                acceptance.is_probed = False
             elif limit:
-                own.num_idle_steps += 1
-                if own.num_idle_steps > own.pause_steps and not has_probed:
-                    has_probed = own.is_probed = True
+                acceptance.num_idle_steps += 1
+                if acceptance.num_idle_steps > acceptance.pause_steps and not has_probe:
+                    has_probe = acceptance.is_probed = True
                     lengths[index] = min(limit, self._max_drafts, _PROBE_LENGTH)
         return lengths
 
     def _acceptance(self, context: TextContext) -> _Acceptance:
-        return self._of_context.setdefault(context.request_id, _Acceptance())
+        return self._acceptances.setdefault(context.request_id, _Acceptance())
 
 
 @dataclass(slots=True)
 class _Acceptance:
-    """Decaying counts of accepted and tested drafts, and the pause without drafts, of one context."""
+    """The recent acceptance of a context: decaying counts of drafts, and the pause before the next probe."""
 
     num_accepted: float = 0.0
     num_tested: float = 0.0
@@ -132,12 +145,12 @@ class _Acceptance:
     def rate(self) -> float:
         return self.num_accepted / self.num_tested
 
-    def add(self, num_accepted: int, num_tested: int, *, memory: float) -> None:
-        self.num_accepted = memory * self.num_accepted + num_accepted
-        self.num_tested = memory * self.num_tested + num_tested
+    def add(self, num_accepted: int, num_tested: int, *, decay: float) -> None:
+        self.num_accepted = decay * self.num_accepted + num_accepted
+        self.num_tested = decay * self.num_tested + num_tested
 
     def record_probe(self, is_accepted: bool) -> None:
-        """Record the result of a probe. After an accepted probe the next step drafts again."""
+        """Record the result of a verification. If it was a rejected probe, double the pause."""
         if self.is_probed and not is_accepted:
             self.num_idle_steps, self.pause_steps = 0, min(2 * self.pause_steps, _MAX_PAUSE)
         self.is_probed = False
@@ -147,9 +160,9 @@ class StepCosts:
     """Estimates the duration of a step from its number of rows, based on measured steps.
 
     The estimate never decreases with the number of rows, which corrects single slow measurements. It is
-    interpolated linearly between measured numbers of rows. Outside the measured range the estimate is
-    optimistic, so that unmeasured numbers of rows are tried: fewer rows cost proportionally less, and
-    additional rows cost little.
+    interpolated linearly between measured numbers of rows. Outside the measured range, the estimate is
+    optimistic, so that unmeasured numbers of rows are tried. Below the range it is proportional to the number
+    of rows. Above the range, twice the rows take 5 % more time (`_ASSUMED_COST_OF_DOUBLING`).
     """
 
     def __init__(self) -> None:
@@ -158,7 +171,7 @@ class StepCosts:
         self._draft_average = _Average()
 
     def add(self, num_rows: int, depth: int, forward: float, proposal: float) -> None:
-        """Record the durations of a forward with ``num_rows`` rows and of drafting."""
+        """Record the durations in seconds of a forward with ``num_rows`` rows and of drafting."""
         self._forward_averages.setdefault(_row_bucket(num_rows), _Average()).add(forward)
         self._curve = self._measured_costs()
         if depth:
@@ -179,45 +192,45 @@ class StepCosts:
         measured_rows, seconds = self._curve
         if not measured_rows:
             return 1.0 + _ASSUMED_COST_OF_DOUBLING * (num_rows - 1)
-        between = np.interp(num_rows, measured_rows, seconds)
-        fewer = seconds[0] * num_rows / measured_rows[0]
-        more = seconds[-1] * (
+        interpolated = np.interp(num_rows, measured_rows, seconds)
+        below_range = seconds[0] * num_rows / measured_rows[0]
+        above_range = seconds[-1] * (
             1 + _ASSUMED_COST_OF_DOUBLING * (num_rows - measured_rows[-1]) / measured_rows[-1]
         )
-        return np.where(
-            num_rows < measured_rows[0], fewer, np.where(num_rows > measured_rows[-1], more, between)
-        )
+        estimates = np.where(num_rows < measured_rows[0], below_range, interpolated)
+        return np.where(num_rows > measured_rows[-1], above_range, estimates)
 
 
 _ASSUMED_COST_OF_DOUBLING = 0.05
-"""Relative cost of doubling the number of rows that is assumed before it is measured."""
+"""The relative cost of doubling the number of rows that is assumed before it is measured."""
 
 
 class _Average:
-    """A moving average that limits the effect of outliers. The first three samples yield their minimum.
+    """A moving average that limits the effect of outliers.
 
-    With fewer than three samples, the value is below the measurement. Otherwise a single slow step on a busy
-    machine could exclude its number of rows permanently.
+    With up to three samples, the value is derived from their minimum. With fewer than three samples, it is
+    less than the minimum. Otherwise a single slow step on a busy machine could exclude its number of rows
+    permanently.
     """
 
     def __init__(self) -> None:
         self._value = 0.0
-        self._count = 0
+        self._num_samples = 0
 
     @property
     def value(self) -> float:
-        return self._value * min(0.5 + self._count / 6, 1.0)
+        return self._value * min(0.5 + self._num_samples / 6, 1.0)
 
     def add(self, sample: float) -> None:
-        self._count += 1
-        if self._count == 1:
+        self._num_samples += 1
+        if self._num_samples == 1:
             self._value = sample
-        elif self._count <= 3:
+        elif self._num_samples <= 3:
             self._value = min(self._value, sample)
         else:
             self._value += 0.2 * (min(sample, 2 * self._value) - self._value)
 
 
 def _row_bucket(num_rows: int) -> int:
-    """Return the bucket of a number of rows: exact up to 16, eight buckets per doubling above."""
+    """Return the bucket of a number of rows: one per number up to 16, then eight buckets per doubling."""
     return num_rows if num_rows <= 16 else round(2 ** (round(8 * log2(num_rows)) / 8))

@@ -1,4 +1,4 @@
-"""Drafts by a second, smaller model with a separate KV cache.
+"""`DraftModelProposer`: drafts with a second, smaller model that has a separate KV cache.
 
 ::
 
@@ -9,8 +9,8 @@
     the target accepts d0, d1 and samples x:  t0 .. t5 d0 d1 x
                              `-- computed --------'             one row, x, is not computed yet
 
-The draft model samples with the seed and the positions of the context, that is, with the same random numbers
-as the target. If both models have the same distribution, they sample the same token. Drafts obey the
+The draft model samples with the seed and the positions of the context, and therefore with the same random
+numbers as the target. If both models have the same distribution, they sample the same token. Drafts obey the
 context's grammar.
 """
 
@@ -42,37 +42,37 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _DraftState:
-    """The draft model's copy of a context."""
+    """The state of a context in the draft model."""
 
     context: TextContext
-    text: TextContext
-    """A copy of ``context`` with a slot in the draft cache. Contains drafts only during `propose`."""
+    draft_context: TextContext
+    """A copy of ``context`` with a slot in the draft cache. It contains drafts only during `propose`."""
     drafts: list[int] = field(default_factory=list)
-    """The last drafts. All of them except the last are in the draft's cache."""
+    """The last drafts. All of them except the last one are in the draft cache."""
 
     @property
     def num_computed(self) -> int:
         """Number of leading tokens with KV in the draft cache; never counts the last token."""
-        return self.text.start_idx
+        return self.draft_context.start_idx
 
     def catch_up(self) -> bool:
         """Append the new tokens of the context. Return False if its earlier tokens have changed.
 
         New tokens that equal the drafts are already in the cache.
         """
-        new, text = self.context.all_tokens, self.text
-        known = text.end_idx
-        if len(new) < known or new[known - 1] != text.tokens[known - 1]:
+        tokens, draft_context = self.context.all_tokens, self.draft_context
+        num_known = draft_context.end_idx
+        if len(tokens) < num_known or tokens[num_known - 1] != draft_context.tokens[num_known - 1]:
             return False
-        text.set_token_indices(active_idx=known)
-        for token in new[known:].tolist():
-            text.jump_ahead(token)
+        draft_context.set_token_indices(active_idx=num_known)
+        for token in tokens[num_known:].tolist():
+            draft_context.jump_ahead(token)
         if self.drafts:
-            appended = new[known : known + len(self.drafts) - 1].tolist()
+            new_tokens = tokens[num_known : num_known + len(self.drafts) - 1].tolist()
             matching = 0
-            while matching < len(appended) and appended[matching] == self.drafts[matching]:
+            while matching < len(new_tokens) and new_tokens[matching] == self.drafts[matching]:
                 matching += 1
-            text.set_token_indices(start_idx=min(known + matching, text.end_idx - 1))
+            draft_context.set_token_indices(start_idx=min(num_known + matching, draft_context.end_idx - 1))
             self.drafts = []
         return True
 
@@ -80,15 +80,15 @@ class _DraftState:
 class DraftModelProposer:
     """Drafts tokens with a draft model and the sampling parameters of each context.
 
-    It computes prompts in chunks. Its steps have at most as many tokens as the target's steps. A context gets
-    no drafts if the draft cache has no blocks for it, if its prompt is not computed yet, or if it exceeds the
-    draft model's maximum length. A missing draft never fails a request.
+    The draft model computes prompts in chunks. Its steps have at most as many tokens as the target's steps. A
+    context gets no drafts if the draft cache has no blocks for it, if its prompt is not computed yet, or if
+    it exceeds the draft model's maximum length. A missing draft never fails a request.
 
     Args:
         config: the draft model's configuration, see `share_memory`.
         model: the class of the draft model.
-        session: the target's session. Both models run in the same thread, in turn.
-        vocabulary: vocabulary size of the target model.
+        session: the target's session. Both models run in the same thread, one after the other.
+        vocabulary: vocabulary size of the target.
     """
 
     def __init__(
@@ -115,18 +115,19 @@ class DraftModelProposer:
             if limit > 0 or context.active_idx < context.end_idx:
                 state = self._updated_state(context)
                 if self._prepare(state, limit, num_left, contexts):
-                    num_left -= state.text.active_length
+                    num_left -= state.draft_context.active_length
                     indices[context.request_id] = index
                     batch.append(state)
         drafts: list[list[int]] = [[] for _ in contexts]
-        for state in self._draft(batch, [limits[indices[f.context.request_id]] for f in batch]):
+        batch_limits = [limits[indices[state.context.request_id]] for state in batch]
+        for state in self._draft(batch, batch_limits):
             drafts[indices[state.context.request_id]] = list(state.drafts)
         return drafts
 
     def observe(
         self, contexts: Sequence[TextContext], drafts: Sequence[list[int]], accepted: Sequence[int]
     ) -> None:
-        """Set ``draft_offset`` of each context: the number of tokens that the draft model lags behind."""
+        """Set ``draft_offset`` of each context: the number of tokens by which the draft model lags behind."""
         for context in contexts:
             state = self._states.get(context.request_id)
             if state is None or state.context is not context or not state.catch_up():
@@ -137,24 +138,24 @@ class DraftModelProposer:
     def release(self, context: TextContext) -> None:
         state = self._states.pop(context.request_id, None)
         if state is not None:
-            self.kv.release(state.text)
+            self.kv.release(state.draft_context)
 
     def discard_cache(self) -> None:
         for state in self._states.values():
-            self.kv.release(state.text)
+            self.kv.release(state.draft_context)
         self._states.clear()
         self.kv.discard_storage()
 
     # -- Draft states --------------------------------------------------------------------------------------
 
     def _updated_state(self, context: TextContext) -> _DraftState:
-        """Return the up-to-date draft state of a context."""
+        """Return the state of a context, with all tokens of the context."""
         state = self._states.pop(context.request_id, None)
         if state is not None and not (state.context is context and state.catch_up()):
-            self.kv.release(state.text)
+            self.kv.release(state.draft_context)
             state = None
         if state is None:
-            text = TextContext(
+            draft_context = TextContext(
                 prompt="",
                 max_length=context.max_length,
                 tokens=context.all_tokens,
@@ -162,102 +163,103 @@ class DraftModelProposer:
                 cache_salt=context.cache_salt,
                 token_hash_overrides=context.token_hash_overrides,
             )
-            state = _DraftState(context, text)
+            state = _DraftState(context, draft_context)
         self._states[context.request_id] = state
         return state
 
     def _prepare(
         self, state: _DraftState, limit: int, num_left: int, contexts: Sequence[TextContext]
     ) -> bool:
-        """Set the rows to compute next and reserve their blocks.
-
-        Return False if there are no rows to compute.
-        """
-        text, end = state.text, state.context.active_idx
+        """Select the tokens to compute next and reserve their blocks. Return False if there are none."""
+        draft_context, end = state.draft_context, state.context.active_idx
         if num_left == 0 or end > self._max_length(state):
             return False
-        claim(self.kv, text)
-        if text.start_idx >= end:
-            return False  # the draft cache contains more of this prompt than the target's cache
-        text.set_token_indices(active_idx=min(end, text.start_idx + num_left))
-        lookahead = self._num_drafts(state, limit) - 1 if text.active_idx == text.end_idx else 0
-        return self._reserve(text, max(lookahead, 0), contexts)
+        claim(self.kv, draft_context)
+        if draft_context.start_idx >= end:
+            return False  # the draft cache already contains the part of the prompt that the target computes
+        draft_context.set_token_indices(active_idx=min(end, draft_context.start_idx + num_left))
+        lookahead = (
+            self._num_drafts(state, limit) - 1 if draft_context.active_idx == draft_context.end_idx else 0
+        )
+        return self._reserve(draft_context, max(lookahead, 0), contexts)
 
     def _num_drafts(self, state: _DraftState, limit: int) -> int:
-        """Return the number of tokens to draft.
-
-        All except the last must fit the draft model's maximum length.
-        """
-        return max(min(limit, self._max_length(state) - state.text.end_idx + 1), 0)
+        """Return the number of tokens to draft. All but the last count towards the maximum length."""
+        return max(min(limit, self._max_length(state) - state.draft_context.end_idx + 1), 0)
 
     def _max_length(self, state: _DraftState) -> int:
         return min(self.model.max_seq_len, state.context.max_length)
 
-    def _reserve(self, text: TextContext, lookahead: int, contexts: Sequence[TextContext]) -> bool:
-        """Reserve blocks for the next rows. May release states of contexts outside the batch."""
-        running = {context.request_id for context in contexts}
-        idle = [state for name, state in self._states.items() if name not in running]
+    def _reserve(self, draft_context: TextContext, lookahead: int, contexts: Sequence[TextContext]) -> bool:
+        """Reserve blocks for the next tokens. May release states of contexts outside the batch."""
+        batch_ids = {context.request_id for context in contexts}
+        idle_states = [state for request_id, state in self._states.items() if request_id not in batch_ids]
         while True:
             try:
-                self.kv.reserve(text, lookahead)
+                self.kv.reserve(draft_context, lookahead)
                 return True
             except InsufficientBlocksError:
-                if not idle:
+                if not idle_states:
                     return False
-                self.release(idle.pop(0).context)
+                self.release(idle_states.pop(0).context)
 
     # -- Drafting ---------------------------------------------------------------------------------------
 
     def _draft(self, batch: list[_DraftState], limits: Sequence[int]) -> list[_DraftState]:
-        """Compute the rows that `_prepare` has set, then draft. Return the states with drafts."""
+        """Compute the tokens that `_prepare` has selected, then draft. Return the states with drafts."""
         if not batch:
             return []
-        logits = self._runner.forward([state.text for state in batch])
-        drafting, rows = [], []
+        logits = self._runner.forward([state.draft_context for state in batch])
+        active_states, rows = [], []
         for row, (state, limit) in enumerate(zip(batch, limits, strict=True)):
-            text = state.text
-            is_whole = text.active_idx == text.end_idx
-            text.set_token_indices(start_idx=min(text.active_idx, text.end_idx - 1), active_idx=text.end_idx)
-            self.kv.commit(text)
-            if is_whole and self._num_drafts(state, limit) > 0:
-                drafting.append((state, self._num_drafts(state, limit)))
+            draft_context = state.draft_context
+            is_computed = draft_context.active_idx == draft_context.end_idx
+            draft_context.set_token_indices(
+                start_idx=min(draft_context.active_idx, draft_context.end_idx - 1),
+                active_idx=draft_context.end_idx,
+            )
+            self.kv.commit(draft_context)
+            if is_computed and self._num_drafts(state, limit) > 0:
+                active_states.append((state, self._num_drafts(state, limit)))
                 rows.append(row)
-        drafted = [state for state, _ in drafting]
+        all_states = [state for state, _ in active_states]
         logits = logits[rows]
         with ExitStack() as stack:
             can_continue = {
-                f.context.request_id: stack.enter_context(matcher_lookahead(f.context)) for f in drafted
+                state.context.request_id: stack.enter_context(matcher_lookahead(state.context))
+                for state in all_states
             }
-            while drafting:
-                self._sample([state for state, _ in drafting], logits)
-                drafting = [
-                    (state, width)
-                    for state, width in drafting
-                    if can_continue[state.context.request_id](state.drafts[-1]) and len(state.drafts) < width
+            while active_states:
+                self._sample([state for state, _ in active_states], logits)
+                active_states = [
+                    (state, num_drafts)
+                    for state, num_drafts in active_states
+                    if can_continue[state.context.request_id](state.drafts[-1])
+                    and len(state.drafts) < num_drafts
                 ]
-                if drafting:
-                    for state, _ in drafting:
-                        state.text.jump_ahead(state.drafts[-1])
-                        state.text.set_token_indices(start_idx=state.text.end_idx - 1)
-                    logits = self._runner.forward([state.text for state, _ in drafting])
-        for state in drafted:
-            state.text.rollback(len(state.drafts) - 1)
-        return drafted
+                if active_states:
+                    for state, _ in active_states:
+                        state.draft_context.jump_ahead(state.drafts[-1])
+                        state.draft_context.set_token_indices(start_idx=state.draft_context.end_idx - 1)
+                    logits = self._runner.forward([state.draft_context for state, _ in active_states])
+        for state in all_states:
+            state.draft_context.rollback(len(state.drafts) - 1)
+        return all_states
 
     def _sample(self, batch: Sequence[_DraftState], logits: Tensor) -> None:  # [B, V]
         """Sample the next draft of each state with the random numbers that the target will use."""
         contexts = [state.context for state in batch]
         sequences = np.arange(len(batch))
-        positions = np.array([state.text.end_idx for state in batch])
+        positions = np.array([state.draft_context.end_idx for state in batch])
         bitmask = None
         if logits.shape[-1] == self._vocabulary:
-            so_far = [state.drafts for state in batch]
-            logits = adjust_logits(logits, contexts, sequences, positions, so_far)
+            drafts = [state.drafts for state in batch]
+            logits = adjust_logits(logits, contexts, sequences, positions, drafts)
             bitmask = grammar_bitmask(contexts, sequences, self._vocabulary)
             bitmask = None if bitmask is None else bitmask.to(logits.device)
         sampler = Sampler.for_batch([context.sampling_params for context in contexts], logits.device)
         tokens = sampler(self._session.ops, logits, None, positions, bitmask)
-        # Without finite logits an arbitrary token is drafted, because wrong drafts are rejected.
+        # A row without finite logits drafts token 0, because verification rejects wrong drafts.
         for state, token in zip(batch, tokens.clamp(min=0).tolist(), strict=True):
             state.drafts.append(token)
 
@@ -266,7 +268,7 @@ class DraftModelProposer:
 
 
 def draft_config(config: PipelineConfig) -> PipelineConfig:
-    """Return the configuration of the draft model, without its part of the memory."""
+    """Return the configuration of the draft model. `share_memory` sets its part of the memory."""
     path = config.speculative.draft_model_path
     assert path is not None
     encoding = config.speculative.draft_quantization_encoding
@@ -286,7 +288,9 @@ def share_memory(
     *,
     free_memory: int,
 ) -> tuple[PipelineConfig, PipelineConfig]:
-    """Plan the memory of target and draft model. The draft's cache is planned as further layer groups.
+    """Divide the memory between target and draft model.
+
+    The KV cache of the draft model is planned as additional layer groups of the target's cache.
 
     Args:
         config: the configuration of the target.
@@ -295,10 +299,10 @@ def share_memory(
         free_memory: total free bytes of all devices before loading.
 
     Returns:
-        The configurations of target and draft with their memory.
+        The configurations of target and draft model, with their part of the memory.
 
     Raises:
-        ConfigError: their tokenizers differ.
+        ConfigError: the tokenizers of the two models differ.
         InsufficientMemoryError: both models together do not fit.
     """
     configs = (config, draft_config(config))
@@ -311,23 +315,23 @@ def share_memory(
         raise ConfigError(
             "draft_model_path", "a model without a KV cache can neither draft nor be drafted for"
         )
-    own = len(specs[0].groups)
+    num_target_groups = len(specs[0].groups)
     plan = plan_memory(
         config,
         _joint_spec(specs[0], specs[1]),
         model_max_length=model.calculate_max_seq_len(config, config.model.huggingface_config),
         weights_size=sum(cls.estimate_weights_size(cfg) for cls, cfg in zip(classes, configs, strict=True)),
-        activation_size=max(  # not the sum: the models run one after the other
+        activation_size=max(  # the maximum, because the models run one after the other
             cls.estimate_activation_memory(cfg, cfg.model.huggingface_config)
             for cls, cfg in zip(classes, configs, strict=True)
         ),
         free_memory=free_memory,
         adapters_size=estimate_adapters_size(config, model.tensor_names(config.model.huggingface_config)),
     )
-    longest = draft.calculate_max_seq_len(configs[1], configs[1].model.huggingface_config)
-    lengths = (plan.max_length, min(plan.max_length, longest))
-    shares = (plan.num_blocks[:own], plan.num_blocks[own:])
-    target, drafting = (
+    draft_max_length = draft.calculate_max_seq_len(configs[1], configs[1].model.huggingface_config)
+    lengths = (plan.max_length, min(plan.max_length, draft_max_length))
+    num_blocks = (plan.num_blocks[:num_target_groups], plan.num_blocks[num_target_groups:])
+    target_config, planned_draft_config = (
         replace(
             cfg,
             model=replace(cfg.model, max_length=length),
@@ -335,9 +339,9 @@ def share_memory(
             max_batch_size=plan.max_batch_size,
             max_batch_input_tokens=plan.max_batch_input_tokens,
         )
-        for cfg, spec, length, blocks in zip(configs, specs, lengths, shares, strict=True)
+        for cfg, spec, length, blocks in zip(configs, specs, lengths, num_blocks, strict=True)
     )
-    return target, drafting
+    return target_config, planned_draft_config
 
 
 def check_tokenizers(target: ModelConfig, draft: ModelConfig) -> None:
@@ -347,10 +351,10 @@ def check_tokenizers(target: ModelConfig, draft: ModelConfig) -> None:
         ConfigError: the token ids differ; the message describes the difference.
     """
     vocabularies = [model.huggingface_config.vocabulary_size for model in (target, draft)]
-    known = [_read_vocabulary(model.checkpoint) for model in (target, draft)]
-    if known[0] is not None and known[1] is not None:
-        if known[0] == known[1]:
-            return  # equal tokenizers: any difference in matrix size is padding
+    tokenizers = [_read_vocabulary(model.checkpoint) for model in (target, draft)]
+    if tokenizers[0] is not None and tokenizers[1] is not None:
+        if tokenizers[0] == tokenizers[1]:
+            return  # the sizes of the heads may differ, because of padding
         difference = "their tokenizer.json differ in vocabulary or merges"
     elif vocabularies[0] == vocabularies[1]:
         return
@@ -364,7 +368,7 @@ def check_tokenizers(target: ModelConfig, draft: ModelConfig) -> None:
 
 
 def _read_vocabulary(checkpoint: Path) -> dict[str, object] | None:
-    """Return the parts of tokenizer.json that map text to ids; None if it cannot be read."""
+    """Return the parts of tokenizer.json that map text to ids; None if the file cannot be read."""
     try:
         tokenizer = json.loads((checkpoint / "tokenizer.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -375,11 +379,11 @@ def _read_vocabulary(checkpoint: Path) -> dict[str, object] | None:
 
 
 def _joint_spec(target: KVCacheSpec, draft: KVCacheSpec) -> KVCacheSpec:
-    shifted = [
+    draft_groups = [
         replace(group, layers=tuple(layer + target.num_layers for layer in group.layers))
         for group in draft.groups
     ]
-    return KVCacheSpec((*target.groups, *shifted))
+    return KVCacheSpec((*target.groups, *draft_groups))
 
 
 def _num_bytes(spec: KVCacheSpec | None, num_blocks: Sequence[int], block_size: int) -> int:

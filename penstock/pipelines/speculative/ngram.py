@@ -22,8 +22,8 @@ class NGramProposer:
 
     Args:
         min_size: minimum number of tokens that must match.
-        max_size: longest n-gram that is indexed. Among several occurrences, the longest match is used, and
-            among equal matches the latest.
+        max_size: length of the longest indexed n-gram. Among several occurrences, the one with the longest
+            match is used, and among equally long matches the latest one.
     """
 
     def __init__(self, min_size: int = 2, max_size: int = 4) -> None:
@@ -40,7 +40,7 @@ class NGramProposer:
     def observe(
         self, contexts: Sequence[TextContext], drafts: Sequence[list[int]], accepted: Sequence[int]
     ) -> None:
-        return  # the next proposal reads the new tokens from the context
+        return  # not needed, because `propose` reads new tokens from the context
 
     def release(self, context: TextContext) -> None:
         self._indexes.pop(context.request_id, None)
@@ -49,19 +49,19 @@ class NGramProposer:
         return
 
     def _index(self, context: TextContext) -> _Index:
-        """Return the up-to-date index of a context. Build a new one if tokens were rolled back."""
+        """Return the index of all tokens of a context. Build a new one if tokens were rolled back."""
         index = self._indexes.get(context.request_id)
-        known = 0 if index is None else len(index.tokens)
+        num_known = 0 if index is None else len(index.tokens)
         tokens = context.all_tokens
         if (
             index is None
             or index.context is not context
-            or known > len(tokens)
-            or (known and index.tokens[-1] != tokens[known - 1])
+            or num_known > len(tokens)
+            or (num_known and index.tokens[-1] != tokens[num_known - 1])
         ):
             index = self._indexes[context.request_id] = _Index(context, self._sizes)
-            known = 0
-        index.extend(tokens[known:].tolist())
+            num_known = 0
+        index.extend(tokens[num_known:].tolist())
         return index
 
 
@@ -72,28 +72,33 @@ class _Index:
     context: TextContext
     sizes: range
     tokens: list[int] = field(default_factory=list)
-    ends: dict[tuple[int, ...], int] = field(default_factory=dict)  # n-gram to the index after it
-    earlier: dict[int, int] = field(default_factory=dict)  # longest n-gram: end -> its previous end
+    last_ends: dict[tuple[int, ...], int] = field(default_factory=dict)
+    """Maps each n-gram to the index after its last occurrence."""
+    previous_ends: dict[int, int] = field(default_factory=dict)
+    """Maps the end of each n-gram of the maximum size to the end of its previous occurrence."""
 
     def extend(self, tokens: list[int]) -> None:
         """Add tokens.
 
         An n-gram is indexed only when a token follows it, so the last n-gram never matches itself.
         """
-        text, ends, longest = self.tokens, self.ends, self.sizes[-1]
+        text, last_ends, max_size = self.tokens, self.last_ends, self.sizes[-1]
         for token in tokens:
             end = len(text)
             for size in self.sizes:
                 if size > end:
                     break
-                key = tuple(text[end - size :])
-                if size == longest and key in ends:
-                    self.earlier[end] = ends[key]
-                ends[key] = end
+                ngram = tuple(text[end - size :])
+                if size == max_size and ngram in last_ends:
+                    self.previous_ends[end] = last_ends[ngram]
+                last_ends[ngram] = end
             text.append(token)
 
     def continuation(self, count: int) -> list[int]:
-        """Return the ``count`` tokens after the best match. If the text ends, drafted tokens are repeated."""
+        """Return the ``count`` tokens after the best match; empty without a match.
+
+        If fewer tokens follow the match, they are repeated.
+        """
         start = self._best_match()
         if start is None:
             return []
@@ -104,26 +109,28 @@ class _Index:
         return drafts
 
     def _best_match(self) -> int | None:
+        """Return the index after the best earlier occurrence of the last tokens; None without a match."""
         for size in reversed(self.sizes):
-            end = self.ends.get(tuple(self.tokens[-size:])) if size <= len(self.tokens) else None
+            end = self.last_ends.get(tuple(self.tokens[-size:])) if size <= len(self.tokens) else None
             if end is not None:
                 return self._longest_match(end) if size == self.sizes[-1] else end
         return None
 
     def _longest_match(self, end: int) -> int:
-        best, longest = end, self._match(end)
+        """Return the end of the longest match among the occurrence at ``end`` and earlier occurrences."""
+        best_end, best_length = end, self._match_length(end)
         for _ in range(_MAX_CANDIDATES - 1):
-            earlier = self.earlier.get(end)
-            if earlier is None or longest >= _MAX_MATCH:
+            previous_end = self.previous_ends.get(end)
+            if previous_end is None or best_length >= _MAX_MATCH:
                 break
-            end, match = earlier, self._match(earlier)
-            if match > longest:
-                best, longest = end, match
-        return best
+            end, length = previous_end, self._match_length(previous_end)
+            if length > best_length:
+                best_end, best_length = end, length
+        return best_end
 
-    def _match(self, other: int) -> int:
-        """Return how many tokens before index ``other`` equal the last tokens of the text."""
+    def _match_length(self, match_end: int) -> int:
+        """Return how many tokens before index ``match_end`` equal the last tokens of the text."""
         text, end, count = self.tokens, len(self.tokens), 0
-        while count < min(other, _MAX_MATCH) and text[other - 1 - count] == text[end - 1 - count]:
+        while count < min(match_end, _MAX_MATCH) and text[match_end - 1 - count] == text[end - 1 - count]:
             count += 1
         return count

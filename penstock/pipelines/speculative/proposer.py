@@ -14,8 +14,8 @@ class DraftProposer(Protocol):
     def propose(self, contexts: Sequence[TextContext], limits: Sequence[int]) -> list[list[int]]:
         """Return drafted tokens for each context, at most ``limits [B]``. The caller cuts longer drafts.
 
-        Contexts with a limit of 0 are included, so that the proposer can follow prompts that are computed in
-        chunks. Calling this twice for the same contexts has no effect on the result.
+        Contexts with a limit of 0 are included, so that the proposer can compute prompts in the same chunks
+        as the model. A second call for the same contexts returns the same result.
         """
         ...
 
@@ -94,8 +94,8 @@ def accept(drafts: Sequence[int], sampled: Sequence[int]) -> list[int]:
     """Return the tokens that verification yields: the accepted drafts and the sampled token after them.
 
     Args:
-        drafts: k drafted tokens.
-        sampled: k + 1 tokens, sampled at the position of each draft and after the last draft.
+        drafts: the k drafted tokens.
+        sampled: the k + 1 tokens that were sampled at the position of each draft and after the last draft.
     """
     matching = 0
     while matching < len(drafts) and drafts[matching] == sampled[matching]:
