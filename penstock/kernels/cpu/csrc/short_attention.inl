@@ -1,6 +1,6 @@
-// Attention within sequences of up to MAX_SHORT tokens. Every query sees all tokens of its sequence. Keys and values are
-// read in place, without a cache. Operations and their order are those of attention.inl, so that the bits of the
-// results are equal.
+// Attention within sequences of up to MAX_SHORT tokens. Every query sees all tokens of its sequence. Keys and values
+// are read in place, without a cache. The operations and their order are those of attention.inl, so both kernels give
+// the same bits.
 
 constexpr int64_t MAX_SHORT = 16;  // a multiple of W
 constexpr int SHORT_VECTORS = MAX_SHORT / W;  // vectors that hold the scores of a query
@@ -16,17 +16,18 @@ struct ShortAttention {
   double scale;
 };
 
-// Some consecutive queries of a head, the keys and values of their sequence, and the place of the results.
+// Consecutive queries of a head, the keys and values of their sequence, and the memory of the results.
 template <class P, class T> struct ShortQueries {
-  const typename P::Unit *q, *keys;  // [rows, padded units]; [units, MAX_SHORT]
+  const typename P::Unit *q, *keys;  // q [rows, padded units]; keys [units, MAX_SHORT]
   typename P::Unit* weights;         // [SHORT_ROWS, MAX_SHORT / TERMS]
   const T* values;
   const float* bias;  // of the first query, or null
   T* out;
-  int64_t count, v_row, out_row;  // count: keys
+  int64_t count, v_row, out_row;  // number of keys; row strides of values and results
 };
 
-template <class P, class T, int ROWS> static void attend_short_rows(const ShortAttention& a, const ShortQueries<P, T>& given) {
+template <class P, class T, int ROWS>
+static void attend_short_rows(const ShortAttention& a, const ShortQueries<P, T>& given) {
   constexpr int64_t WEIGHTS = MAX_SHORT / P::TERMS;
   const int64_t units = a.D / P::TERMS, stride = padded_units<P>(a.D);
   typename P::Sums sums[ROWS][SHORT_VECTORS] = {};
@@ -68,13 +69,13 @@ template <class P, class T, int ROWS> static void attend_short_rows(const ShortA
           results[m][v] = P::add_product(results[m][v], given.weights[m * WEIGHTS + j / P::TERMS], values[v]);
     }
     for (int m = 0; m < ROWS; m++) {
-      vf ordered[2];
-      in_order<P>(results[m][0], results[m][1], ordered);
+      vf restored[2];
+      restore_order<P>(results[m][0], results[m][1], restored);
       for (int v = 0; v < 2; v++) {
         T* to = given.out + m * given.out_row + d + v * W;
         const int64_t count = a.D - d - v * W;
-        if (count >= W) store(to, ordered[v] * factors[m]);
-        else if (count > 0) store(to, ordered[v] * factors[m], count);
+        if (count >= W) store(to, restored[v] * factors[m]);
+        else if (count > 0) store(to, restored[v] * factors[m], count);
       }
     }
   }
@@ -94,7 +95,8 @@ static void attend_short_rows(const ShortAttention& a, const ShortQueries<P, T>&
   }
 }
 
-// Transposes the keys of a sequence for one head. Columns beyond the last key repeat it; their scores are masked.
+// Transposes the keys of a sequence for one head. Columns after the last key repeat the last key; their scores are
+// masked.
 template <class P, class T>
 INLINE void pack_short_keys(const T* rows, int64_t row, int64_t count, typename P::Unit* columns, int64_t D) {
   for (int64_t first = 0; first < MAX_SHORT; first += W)
@@ -110,9 +112,11 @@ INLINE void pack_short_keys(const T* rows, int64_t row, int64_t count, typename 
 template <class P, class T> static void attend_short(const ShortAttention& a, const Team& team) {
   typedef typename P::Unit Unit;
   const int64_t units = padded_units<P>(a.D), group = a.H / a.K;
-  Unit* memory = (Unit*)penstock_scratch(OWN, (units * (MAX_SHORT + SHORT_ROWS) + SHORT_ROWS * MAX_SHORT) * sizeof(Unit));
+  const int64_t num_units = units * (MAX_SHORT + SHORT_ROWS) + SHORT_ROWS * MAX_SHORT;
+  Unit* memory = (Unit*)penstock_scratch(OWN, num_units * sizeof(Unit));
   Unit *keys = memory, *weights = keys + units * MAX_SHORT, *q = weights + SHORT_ROWS * MAX_SHORT;
-  // With enough sequences for the threads, a piece of work is a sequence. Otherwise it is a kv head of a sequence.
+  // If there are at least 4 sequences per thread, a piece of work is a sequence. Otherwise it is a kv head of a
+  // sequence.
   const int64_t parts = a.B >= 4 * team.size ? 1 : a.K;
   over_pieces(team, a.B * parts, [&](int64_t piece) {
     const int64_t b = piece / parts, first_head = a.K / parts * (piece % parts);
