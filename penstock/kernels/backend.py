@@ -65,11 +65,11 @@ class Backend:
     name: str
     """Value of the ``kernels`` setting that selects this back end."""
     sizes: Mapping[str, DefaultSizes]
-    """Device type (``cpu``, ``gpu``) -> default sizes. The keys are the device types that it runs on."""
+    """Default sizes by device type (``cpu``, ``gpu``). The back end supports the device types listed here."""
     load: Callable[[], Ops | None]
     """Return the operations; None if a library or instruction set is missing on this machine."""
     variants: Callable[[], Sequence[Ops]]
-    """Return one instance per variant that runs here, such as each instruction set, for the tests."""
+    """Return one instance per variant that this machine can run (per instruction set), for the tests."""
     priority: int
     """The back end with the highest priority runs, unless the configuration names one.
 
@@ -78,8 +78,10 @@ class Backend:
     layout: str = "rows"
     """Name of the memory layout of packed weights; equals `Ops.layout` of its operations."""
     row_bytes: Callable[[int, int], int] = _whole_bytes
-    """Return the bytes of the weights of one output, without scales, from the bits of a weight and the number
-    of inputs. By default each weight takes whole bytes."""
+    """Return the bytes of the weights of one output, without scales.
+
+    The arguments are the bits per weight and the number of inputs. By default each weight takes whole bytes.
+    """
     graphs: Callable[[Ops], GraphCompiler | None] = _no_graphs
     """Return the compiler for steps of these operations; None if they cannot be compiled."""
     queue: Callable[[Ops], DeviceQueue | None] = _no_queue
@@ -94,7 +96,7 @@ class Backend:
         return self.layout != "rows"
 
     def num_bytes(self, encoding: LinearEncoding, out_features: int, in_features: int) -> int:
-        """Return the bytes of a packed weight; at least those of the panels of its encoding."""
+        """Return the bytes of a packed weight: at least the size of the panels of its encoding."""
         extra = self.row_bytes(encoding.bits, in_features) - -(-in_features * encoding.bits // 8)
         return encoding.num_bytes(out_features, in_features) + out_features * max(extra, 0)
 

@@ -75,9 +75,9 @@ def upload(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
         return values if isinstance(values, Tensor) else torch.from_numpy(values)
     batch = getattr(_current, "batch", None)
     if batch is not None and batch.device == device and isinstance(values, np.ndarray):
-        together: Tensor | None = batch.add(values)
-        if together is not None:
-            return together
+        batched: Tensor | None = batch.add(values)
+        if batched is not None:
+            return batched
     tensor = values if isinstance(values, Tensor) else torch.from_numpy(values)
     return tensor.pin_memory().to(device, non_blocking=True)
 

@@ -99,7 +99,7 @@ def pack_linear(
     with torch.no_grad():
         weight = weight if isinstance(weight, Tensor) else _stacked(tuple(weight))
         rows = encoding_named(encoding).pack(weight)
-    return layer_of(rows, shape_of([weight]), encoding, bias, slices)
+    return make_packed_linear(rows, weight_shape([weight]), encoding, bias, slices)
 
 
 def _stacked(parts: tuple[Tensor, ...]) -> Tensor:
@@ -124,10 +124,10 @@ def pack_quantized(
     Raises:
         ConfigError: the encoding is unknown.
     """
-    return layer_of(rows, shape_of([rows["weight"]]), encoding, bias, slices, order=order)
+    return make_packed_linear(rows, weight_shape([rows["weight"]]), encoding, bias, slices, order=order)
 
 
-def layer_of(
+def make_packed_linear(
     tensors: Mapping[str, Tensor],
     shape: tuple[int, int],  # [out, in]
     encoding: str,
@@ -142,7 +142,7 @@ def layer_of(
     return PackedLinear(encoding, tensors, shape[1], shape[0], bias, tuple(slices), layout, order)
 
 
-def shape_of(parts: Sequence[Tensor]) -> tuple[int, int]:
+def weight_shape(parts: Sequence[Tensor]) -> tuple[int, int]:
     """Return ``(out, in)`` of a weight given in parts along its outputs."""
     return sum(map(len, parts)), parts[0].shape[1]
 

@@ -19,7 +19,7 @@ class SpanPart:
     row_offsets: Tensor  # [S + 1] int32
     lengths: Tensor  # [S] int32
     sequences: Tensor  # [S] int64: for each run, its sequence of the step
-    ahead: int
+    keys_ahead: int
     """Maximum number of keys after its position that a row can see."""
 
 
@@ -35,7 +35,7 @@ class ImageSpans:
 
     @cached_property
     def parts(self) -> tuple[SpanPart, ...]:
-        """The text rows and the image rows as separate parts. A kernel call has only one value of `ahead`.
+        """The text rows and the image rows as separate parts, because a kernel call has one `keys_ahead`.
 
         Rows of text see no key after their position. Rows of an image see all keys of the image. Each run of
         text and each image becomes a sequence that ends with its last key. Empty parts are left out.
@@ -68,7 +68,7 @@ def _part(
     positions: npt.NDArray[np.int64],
     has_images: bool,
 ) -> SpanPart:
-    """Return some runs of rows as a part.
+    """Return the part that consists of the given runs of rows.
 
     Args:
         firsts: ``[S]``, the first row of each run.

@@ -89,7 +89,7 @@ def shard_inner_dim(
         ConfigError: there are fewer groups than ranks.
     """
     stored = source.stored_encoding(f"{name}.weight")
-    unit = (encoding if stored is None else encoding_named(stored)).divisible_inputs or 1
+    unit = (encoding if stored is None else encoding_named(stored)).split_unit or 1
     if stored is None and size < unit * shard.world:
         unit = 1  # float weights can be divided anywhere, because they are packed after the division
     return shard.part(size, f"inputs of {name}", unit)

@@ -93,7 +93,7 @@ def test_inputs_are_split_between_groups(encoding: str) -> None:
     kind = ENCODINGS[encoding]
     weight = torch.randn(6, 320)
     tensors = kind.pack(weight)
-    start = max(128, kind.divisible_inputs or 1)  # the K types of GGUF are split between superblocks of 256
+    start = max(128, kind.split_unit or 1)  # the K types of GGUF are split between superblocks of 256
     selected_tensors = kind.select_inputs("down_proj", tensors, start, 320)
     assert torch.equal(kind.unpack(selected_tensors), kind.unpack(tensors)[:, start:])
     if kind.group_size is not None:

@@ -74,9 +74,9 @@ def variants() -> list[CpuOps]:
 
 
 def _graphs(ops: Ops) -> CpuGraphCompiler | None:
-    from penstock.kernels.cpu.graphs import graphs_of
+    from penstock.kernels.cpu.graphs import make_graph_compiler
 
-    return graphs_of(ops)
+    return make_graph_compiler(ops)
 
 
 @cache

@@ -62,7 +62,7 @@ class CpuExperts(CpuLinear):
         *,
         lora: LoRAInputs | None = None,
     ) -> Tensor:
-        table, kind, (row_stride, stride) = self._table_of(packed), TYPES.get(x.dtype), x.stride()
+        table, kind, (row_stride, stride) = self._get_table(packed), TYPES.get(x.dtype), x.stride()
         types_fit = topk_weights.dtype == torch.float32 and topk_ids.dtype == torch.int64
         rows_fit = stride == topk_weights.stride(1) == topk_ids.stride(1) == 1 and topk_ids.shape[1] > 0
         adapted = lora is not None and table is not None and not table.names.isdisjoint(lora.matrices)
@@ -113,7 +113,7 @@ class CpuExperts(CpuLinear):
             raise IndexError(f"expert {int(topk_ids.flatten()[bad])} of {len(packed.down)}")
         return out
 
-    def _table_of(self, packed: PackedExperts) -> _AddressTable | None:
+    def _get_table(self, packed: PackedExperts) -> _AddressTable | None:
         """Return the table of experts, built on first use; None if the kernel does not support them."""
         if packed not in self._tables:
             self._tables[packed] = _build_table(packed)
@@ -129,7 +129,7 @@ def _build_table(packed: PackedExperts) -> _AddressTable | None:
         return None
     pairs = zip(packed.gate_up, packed.down, strict=True)
     addresses = torch.tensor(
-        [[_addresses_of(linear) for linear in pair] for pair in pairs], dtype=torch.int64
+        [[_tensor_addresses(linear) for linear in pair] for pair in pairs], dtype=torch.int64
     )
     return _AddressTable(addresses, gate_up, down, frozenset(packed.slice_names()))
 
@@ -153,7 +153,7 @@ def _properties(linear: PackedLinear) -> tuple[str, int, int, torch.dtype | None
     return linear.encoding, linear.in_features, linear.out_features, bias
 
 
-def _addresses_of(linear: PackedLinear) -> list[int]:
+def _tensor_addresses(linear: PackedLinear) -> list[int]:
     """Return the addresses of the panels, scales, order and bias of a layer; 0 for a missing tensor."""
     tensors = (linear.tensors["panels"], linear.tensors.get("scales"), linear.order, linear.bias)
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]

@@ -67,7 +67,7 @@ class _ShapeOps(CpuOps):
         return torch.empty(shape, dtype=dtype)
 
 
-def graphs_of(ops: Ops) -> CpuGraphCompiler | None:
+def make_graph_compiler(ops: Ops) -> CpuGraphCompiler | None:
     """Return the compiler of these operations, or None if their class is a subclass of `CpuOps`.
 
     A subclass overrides methods, which compiled kernels would not call.

@@ -18,7 +18,7 @@ from penstock.kernels.encodings import encoding_named
 from penstock.kernels.encodings._sizes import PANEL
 from penstock.kernels.inputs import LoRAInputs
 from penstock.kernels.lazy_weight import LazyWeight
-from penstock.kernels.linear import Layout, LinearSlice, PackedLinear, layer_of, shape_of
+from penstock.kernels.linear import Layout, LinearSlice, PackedLinear, make_packed_linear, weight_shape
 from penstock.kernels.reference import ReferenceOps
 
 _logger = logging.getLogger(__name__)
@@ -81,7 +81,9 @@ class CpuLinear(ReferenceOps):
             self._fall_back("pack_linear", {f"encoding {encoding}": False})
             return super().pack_linear(weight, encoding, bias=bias, slices=slices)
         parts = [weight] if isinstance(weight, Tensor) else weight
-        return layer_of(self._pack(parts, encoding), shape_of(parts), encoding, bias, slices, self.layout)
+        return make_packed_linear(
+            self._pack(parts, encoding), weight_shape(parts), encoding, bias, slices, self.layout
+        )
 
     def pack_quantized(
         self,
@@ -97,8 +99,8 @@ class CpuLinear(ReferenceOps):
             return super().pack_quantized(rows, encoding, bias=bias, slices=slices, order=order)
         with torch.no_grad():
             tensors = pack_rows(self._kernels, self._weights, encoding, rows)
-        shape = shape_of([rows["weight"]])
-        return layer_of(tensors, shape, encoding, bias, slices, self.layout, order)
+        shape = weight_shape([rows["weight"]])
+        return make_packed_linear(tensors, shape, encoding, bias, slices, self.layout, order)
 
     def _can_defer(self, encoding: str, parts: Sequence[Tensor]) -> bool:
         return encoding in ENCODINGS

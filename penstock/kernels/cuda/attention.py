@@ -54,7 +54,7 @@ class CudaAttention(ReferenceOps):
             return super().attention(
                 q, kv, row_offsets, lengths, scale=scale, soft_cap=soft_cap, sinks=sinks, spans=spans
             )
-        cache, is_e4m3 = bytes_of(cache)
+        cache, is_e4m3 = cache_for_programs(cache)
         num_rows, heads, dim = q.shape
         num_sequences, group = len(lengths), heads // cache.shape[2]
         is_wide = scales is None and cache.dtype == torch.float32 and q.dtype != torch.float32
@@ -170,7 +170,7 @@ class CudaAttention(ReferenceOps):
         return out
 
 
-def bytes_of(cache: Tensor) -> tuple[Tensor, bool]:
+def cache_for_programs(cache: Tensor) -> tuple[Tensor, bool]:
     """Return a cache as programs read it, 8-bit floats as uint8, and whether it holds 8-bit floats."""
     is_e4m3 = cache.dtype == torch.float8_e4m3fn
     return cache.view(torch.uint8) if is_e4m3 else cache, is_e4m3

@@ -96,6 +96,6 @@ def row_stride(x: Tensor) -> int:
     return int(x.stride(0))
 
 
-def pointers_of(tensors: Sequence[Tensor]) -> Tensor:  # [n] int64
+def tensor_addresses(tensors: Sequence[Tensor]) -> Tensor:  # [n] int64
     """Return the addresses of tensors, on their device."""
     return torch.tensor([tensor.data_ptr() for tensor in tensors], device=tensors[0].device)

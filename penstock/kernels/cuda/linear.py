@@ -16,7 +16,7 @@ from penstock.kernels.cuda.rows import CudaRows
 from penstock.kernels.cuda.weight_tables import Groups, WeightTables
 from penstock.kernels.encodings import encoding_named
 from penstock.kernels.inputs import LoRAInputs
-from penstock.kernels.linear import LinearSlice, PackedLinear, layer_of, pack_linear, pack_quantized
+from penstock.kernels.linear import LinearSlice, PackedLinear, make_packed_linear, pack_linear, pack_quantized
 from penstock.kernels.nibbles import NIBBLES, fits_nibbles, to_nibbles
 
 
@@ -102,7 +102,9 @@ def packed_for_gpu(packed: PackedLinear) -> PackedLinear:
         return packed
     shape = (packed.out_features, packed.in_features)
     tensors = to_nibbles(packed.tensors, kind)
-    return layer_of(tensors, shape, packed.encoding, packed.bias, packed.slices, NIBBLES, packed.order)
+    return make_packed_linear(
+        tensors, shape, packed.encoding, packed.bias, packed.slices, NIBBLES, packed.order
+    )
 
 
 def _multiply_adapters(

@@ -72,6 +72,6 @@ class CudaQueue(DeviceQueue):
         return PinnedCopy(host, done)
 
 
-def queue_of(ops: Ops) -> CudaQueue | None:
+def make_queue(ops: Ops) -> CudaQueue | None:
     """Return the queue of these operations; None if they do not run on a GPU."""
     return CudaQueue() if isinstance(ops, CudaOps) and torch.cuda.is_available() else None

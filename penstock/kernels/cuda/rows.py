@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.kernels.activations import Activation
 from penstock.kernels.codes import LARGEST_FP8
-from penstock.kernels.cuda.attention import FLOATS, bytes_of
+from penstock.kernels.cuda.attention import FLOATS, cache_for_programs
 from penstock.kernels.cuda.launch import Program, divide_up, has_rows, launch, power_of_two, row_stride
 from penstock.kernels.cuda.lookups import CudaLookups
 from penstock.kernels.cuda.programs import rows as programs
@@ -104,7 +104,7 @@ class CudaRows(CudaLookups):
         fits = k.dtype in FLOATS and v.dtype in FLOATS and has_rows(k, v, cache) and kv.slots.is_contiguous()
         if not fits or (cache.dtype not in FLOATS and scales is None):
             return super().store_kv(k, v, kv)
-        cache, is_e4m3 = bytes_of(cache)
+        cache, is_e4m3 = cache_for_programs(cache)
         largest = 0.0 if scales is None else LARGEST_FP8 if is_e4m3 else 127.0
         scale_strides = (0, 0, 0, 0) if scales is None else scales.stride()
         launch(

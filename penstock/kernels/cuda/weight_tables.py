@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.kernels.cuda.launch import divide_up, num_processors, pointers_of
+from penstock.kernels.cuda.launch import divide_up, num_processors, tensor_addresses
 from penstock.kernels.encodings import LinearEncoding, encoding_named
 from penstock.kernels.lazy_weight import LazyWeight
 from penstock.kernels.linear import ROWS, PackedLinear
@@ -63,7 +63,7 @@ class WeightTables:
             return None
         if len(linears) == 1:
             return cls(kind, first, {})
-        tables = {name: pointers_of([_tensor(one, name) for one in linears]) for name in names}
+        tables = {name: tensor_addresses([_tensor(one, name) for one in linears]) for name in names}
         return cls(kind, first, tables)
 
     def arguments(self, *names: str) -> list[Tensor]:

@@ -4,8 +4,8 @@ A query of an image may also see the keys of its whole image (``spans``).
 
 Keys are processed in whole blocks from position 0. Each block yields scores, their exponentials, and the
 weighted sum of the values. The results of the blocks are added from left to right by a sequential cumulative
-sum. A block after the query adds exact zeros. The bits of a query therefore depend neither on the length of
-its sequence in this step nor on the other queries.
+sum. A block after the query adds exact zeros. The bits of a query's result therefore depend neither on the
+number of keys after it nor on the other queries.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def paged_attention(
         for row in range(start, stop, QUERY_TILE):
             tile = slice(row, min(row + QUERY_TILE, stop))
             position = length - (stop - row)
-            seen = None if spans is None else spans[tile]
-            out[tile] = _attend(q[tile], keys, values, position, kv, scale, soft_cap, sinks, seen)
+            tile_spans = None if spans is None else spans[tile]
+            out[tile] = _attend(q[tile], keys, values, position, kv, scale, soft_cap, sinks, tile_spans)
     return out
 
 
 def _attend(
-    q: Tensor,  # [R, H, D], the first at position `position`
+    q: Tensor,  # [R, H, D]; the first row is at position `position`
     keys: Tensor,  # [K, M, S, D]
     values: Tensor,  # [K, M, S, D]
     position: int,

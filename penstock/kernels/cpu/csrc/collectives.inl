@@ -1,7 +1,8 @@
-// Collectives of the ranks of one host, in memory that they share: `SharedRegion` in penstock/distributed/region.py.
+// Collectives between the ranks of one host, in memory that the ranks share: `SharedRegion` in
+// penstock/distributed/region.py.
 //
 // A message is a block of at most `capacity` bytes. Messages are numbered from 1; all ranks use the same numbers. For
-// message n, a rank
+// message n, each rank
 //   1. writes its block into its buffer n & 1,
 //   2. publishes n,
 //   3. waits until the other ranks have published n or more,
@@ -14,7 +15,7 @@ constexpr int64_t ABORT_CHECK_INTERVAL = 20000000;  // ns that a waiting rank sl
 struct Region {
   int64_t aborted;  // not 0: all collectives fail
   int64_t timeout;  // ns
-  int64_t capacity, world;
+  int64_t capacity, world;  // bytes of a message buffer; number of ranks
   int64_t padding[4];
 };
 
@@ -33,15 +34,16 @@ INLINE char* buffer_of(Region* region, int64_t rank, int64_t message) {
 
 // Publishes a message of this rank and wakes the ranks that sleep.
 static void publish(Region* region, int64_t rank, int64_t message) {
-  RankControl& own = control_of(region, rank);
-  __atomic_store_n(&own.published, message, __ATOMIC_SEQ_CST);
+  RankControl& control = control_of(region, rank);
+  __atomic_store_n(&control.published, message, __ATOMIC_SEQ_CST);
 #if defined(__linux__)
-  if (__atomic_load_n(&own.sleepers, __ATOMIC_SEQ_CST))
-    syscall(SYS_futex, &own.published, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
+  if (__atomic_load_n(&control.sleepers, __ATOMIC_SEQ_CST))
+    syscall(SYS_futex, &control.published, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
 #endif
 }
 
-// Waits until a rank has published a message. Returns false after an abort or the time limit, which aborts all ranks.
+// Waits until a rank has published a message. Returns false if the collectives are aborted or the time limit is
+// exceeded. Exceeding the time limit aborts the collectives of all ranks.
 static __attribute__((noinline)) bool wait_for_message(Region* region, int64_t rank, int64_t message) {
   RankControl& other = control_of(region, rank);
   auto is_there = [&]() __attribute__((always_inline)) {
@@ -75,7 +77,7 @@ static __attribute__((noinline)) bool wait_for_message(Region* region, int64_t r
 }
 
 // Publishes a message and waits for the same message of the other ranks. All threads of a team call it after they have
-// written their parts. Returns false on all threads after an abort or the time limit.
+// written their parts of the message. Returns false on all threads if `wait_for_message` fails.
 static bool exchange(Region* region, int64_t rank, int64_t message, const Team& team) {
   team.barrier();
   Region* failed = nullptr;
@@ -91,7 +93,8 @@ static bool exchange(Region* region, int64_t rank, int64_t message, const Team& 
   return true;
 }
 
-// Calls body(first_row, rows, first_column, columns, message) for the blocks of a matrix `[rows, width]`.
+// Calls body(first_row, rows, first_column, columns, message) for each block of a matrix [rows, width]. A block fits in
+// one message. Stops when body returns false.
 template <class Body>
 static void over_blocks(Region* region, int64_t rank, int64_t rows, int64_t width, int64_t element, Body body) {
   const int64_t columns = min(width, region->capacity / element);
@@ -102,7 +105,7 @@ static void over_blocks(Region* region, int64_t rank, int64_t rows, int64_t widt
       if (!body(row, min(height, rows - row), column, min(columns, width - column), ++message)) return;
 }
 
-struct AllReduce {  // x [rows, width], rows strided; out contiguous
+struct AllReduce {  // x [rows, width], rows strided; out [rows, width] contiguous
   int64_t type;
   const void* x;
   int64_t x_stride;
@@ -187,7 +190,7 @@ static void run(const AllGather& a, const Team& team) {
 }
 KERNEL(all_gather, AllGather)
 
-struct FromRank0 {  // replaces the rows by those of rank 0
+struct FromRank0 {  // replaces the bytes of `data` by those of rank 0
   char* data;
   int64_t bytes;  // at most the capacity
   Region* region;
@@ -203,7 +206,8 @@ static void run(const FromRank0& a, const Team& team) {
 }
 KERNEL(from_rank_0, FromRank0)
 
-// out [rows, bytes]: rows of table [count, stride bytes], which holds tokens first to first + count - 1
+// Copies the rows of tokens from a part of an embedding table to out [rows, bytes]. The part has `count` rows, `stride`
+// bytes apart, for the tokens first to first + count - 1. Rows of other tokens become 0.
 struct EmbeddingPart {
   const int64_t* tokens;
   const char* table;

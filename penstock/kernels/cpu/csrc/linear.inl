@@ -344,11 +344,11 @@ static void multiply_pairs(const Linear& a, const Team& team) {
 }
 
 // Returns the memory of the panels that `over_pieces` assigns to this thread first; a panel has `bytes` bytes.
-INLINE Ahead first_panels(const Linear& a, const Team& team, int64_t bytes) {
+INLINE PrefetchRange first_panels(const Linear& a, const Team& team, int64_t bytes) {
   const Pieces pieces(a, team, a.rows, 1, 1);
   const int64_t panel = pieces.first_of(team.rank, team.rank - pieces.runs), count = max<int64_t>(pieces.run, 1);
   const char* begin = (const char*)a.panels + panel * bytes;
-  return panel < pieces.panels ? Ahead{begin, begin + min(bytes * count, FETCHED_BYTES)} : Ahead{};
+  return panel < pieces.panels ? PrefetchRange{begin, begin + min(bytes * count, FETCHED_BYTES)} : PrefetchRange{};
 }
 
 #include "quantized.inl"
@@ -363,8 +363,8 @@ INLINE int64_t panel_bytes(int64_t encoding, int64_t K) {
   with_units(encoding, [&](auto form) { bytes = ceil_div(K, form.INPUTS) * form.UNIT_BYTES; });
   return bytes;
 }
-INLINE Ahead first_read(const Linear& a, const Team& team) {
-  return work(a) < MIN_PARALLEL_WORK_IN_PLAN ? Ahead{} : first_panels(a, team, panel_bytes(a.encoding, a.K));
+INLINE PrefetchRange first_read(const Linear& a, const Team& team) {
+  return work(a) < MIN_PARALLEL_WORK_IN_PLAN ? PrefetchRange{} : first_panels(a, team, panel_bytes(a.encoding, a.K));
 }
 static void run(const Linear& a, const Team& team) {
   if (!a.rows) return;

@@ -58,7 +58,7 @@ class Sizes(NamedTuple):
 
 
 @triton.jit
-def numbers_of(codes, table, NUMBERS: tl.constexpr, OFFSET: tl.constexpr):
+def decode_numbers(codes, table, NUMBERS: tl.constexpr, OFFSET: tl.constexpr):
     """Return the number of each code in float32."""
     if NUMBERS == "e4m3":
         return e4m3_values(codes)
@@ -73,7 +73,7 @@ def numbers_of(codes, table, NUMBERS: tl.constexpr, OFFSET: tl.constexpr):
 
 
 @triton.jit
-def scales_of(
+def load_scales(
     scales,
     factors,
     outputs,
@@ -118,11 +118,11 @@ def _weights(
     SUB inputs share a scale, from ``first_inputs [BYTES // SUB]``. ``rows [1, N]`` are the outputs. Weights
     of missing inputs are finite.
     """
-    numbers = numbers_of(codes, tensors.table, FORMAT.NUMBERS, FORMAT.OFFSET)
+    numbers = decode_numbers(codes, tensors.table, FORMAT.NUMBERS, FORMAT.OFFSET)
     numbers = tl.reshape(numbers, [BYTES // SUB, SUB, N])
     groups = (first_inputs // FORMAT.SCALED)[:, None]
     mask = is_output & (first_inputs < sizes.in_features)[:, None]
-    scale = scales_of(
+    scale = load_scales(
         tensors.scales, tensors.factors, rows, groups, mask, sizes.num_groups, sizes.num_factors,
         FORMAT.SCALES, FORMAT.PER_FACTOR,
     )  # fmt: skip
@@ -132,7 +132,7 @@ def _weights(
     weights = numbers * scale[:, None, :]
     if FORMAT.MINIMA == "minima":
         groups = (first_inputs // 32)[:, None]
-        minimum = scales_of(
+        minimum = load_scales(
             tensors.minima, tensors.min_factors, rows, groups, mask, sizes.num_minima, sizes.num_min_factors,
             "float", FORMAT.PER_MIN_FACTOR,
         )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from penstock.kernels.cuda.programs.codes import Format, Sizes, Tensors, numbers_of, scales_of
+from penstock.kernels.cuda.programs.codes import Format, Sizes, Tensors, decode_numbers, load_scales
 from penstock.kernels.cuda.programs.dependent_launch import launch_next, wait_for_previous
 
 
@@ -26,12 +26,12 @@ def _half_of_row(
 ):
     """Return the sums ``[N]`` over the inputs of ``codes [N, BYTES]``; SUB of them share a scale."""
     values = tl.load(x + inputs, mask=inputs < sizes.in_features, other=0.0).to(tl.float32)
-    products = numbers_of(codes, tensors.table, FORMAT.NUMBERS, FORMAT.OFFSET) * values[None, :]
+    products = decode_numbers(codes, tensors.table, FORMAT.NUMBERS, FORMAT.OFFSET) * values[None, :]
     sums = tl.sum(tl.reshape(products, [N, BYTES // SUB, SUB]), 2)
     rows = outputs.to(tl.int64)[:, None]
     mask = is_output[:, None] & (first_inputs < sizes.in_features)[None, :]
     groups = (first_inputs // FORMAT.SCALED)[None, :]
-    scale = scales_of(
+    scale = load_scales(
         tensors.scales, tensors.factors, rows, groups, mask, sizes.num_groups, sizes.num_factors,
         FORMAT.SCALES, FORMAT.PER_FACTOR,
     )  # fmt: skip
@@ -43,7 +43,7 @@ def _half_of_row(
         return tl.sum((sums - totals * zero) * scale, 1)
     else:
         groups = (first_inputs // 32)[None, :]
-        minimum = scales_of(
+        minimum = load_scales(
             tensors.minima, tensors.min_factors, rows, groups, mask, sizes.num_minima, sizes.num_min_factors,
             "float", FORMAT.PER_MIN_FACTOR,
         )  # fmt: skip
