@@ -149,10 +149,10 @@ template <class TC, class Lanes> INLINE vu load_units(const TC* row, int64_t u, 
 template <class Lanes> INLINE vu load_units(const bf16* row, int64_t u, Lanes lanes, Pairs) {
   return load((const uint32_t*)row + u, lanes);
 }
-INLINE vu load_units(const int8_t* row, int64_t u, Whole, Shorts) {
+INLINE vu load_units(const int8_t* row, int64_t u, FullVector, Shorts) {
   return (vu)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)(row + 2 * u)));
 }
-INLINE vu load_units(const int8_t* row, int64_t u, Some some, Shorts) {
+INLINE vu load_units(const int8_t* row, int64_t u, PartialVector some, Shorts) {
   return (vu)_mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8((1u << 2 * some.n) - 1, row + 2 * u));
 }
 #endif

@@ -1,16 +1,17 @@
-// Quantised blocks of checkpoints: codes of 4, 5 or 6 bits with a scale, and in some kinds a minimum, per SIZE inputs
-// (kernels/encodings/_blocks.py). A weight is scale * (code - OFFSET) - minimum. In the encodings of 256 inputs (GGUF's K
-// types), scales and minima are small integers times a float16 factor; both products are exact in float32. The code of
-// a 4-bit float is an index into a table of 12 + 2 * value.
+// Quantised blocks of checkpoints: codes of 4, 5 or 6 bits with a scale per SIZE inputs, and in some kinds a minimum
+// per GROUP inputs (kernels/encodings/_blocks.py). A weight is scale * (code - OFFSET) - minimum. In encodings with
+// units of 256 inputs (GGUF's K types), scales and minima are small integers, multiplied by a float16 factor. These
+// products are exact in float32. The code of a 4-bit float is an index into a table of the integers 12 + 2 * value.
 //
-// Rows of x are quantised as for int4, with a scale for each SIZE inputs. The minimum is applied in float32:
-// scale * sum(code * x) - minimum * sum(x). Each output is one chain of additions in the order of the groups.
+// Rows of x are quantised as for int4, with a scale for each SIZE inputs. The minimum is applied in float32: scale *
+// sum(code * x) - minimum * sum(x). Each output is one chain of additions in the order of the groups.
 //
-// The codes of nf4 and fp4 are indices into a table of 16-bit numbers. The table is stored as two byte tables, whose
-// products are added.
+// The codes of nf4 and fp4 are indices into a table of 16-bit numbers. The table is stored as one table of the low
+// bytes and one of the high bytes. The products with both are added.
 //
 // A unit of a panel has GROUPS groups of GROUP inputs, then the factors. A group has the low four bits of the codes as
-// in int4, the higher bits (a word for each output, or two), the scales and the minima of all outputs.
+// in int4, then the higher bits (one word per output for 5 bits, two for 6 bits), the scales and the minima of all
+// outputs.
 
 struct ByteScale {  // an integer 0..255
   static constexpr int64_t BYTES = 1;
@@ -31,7 +32,8 @@ struct PowerScale {  // E8M0: 2^(b - 127), and NaN for 255
     return as_float((vu)(normal < 0x00400000 ? 0x00400000 - vi{} : normal));
   }
 };
-// E4M3: the bits, shifted to their position in a float32, are the number times 2^-120. Subnormals are scaled exactly.
+// E4M3. The bits of the number, shifted to their position in a float32, represent the number times 2^-120. This also
+// holds for subnormal numbers, so the multiplication by 2^120 is exact.
 struct Fp8Scale {
   static constexpr int64_t BYTES = 1;
   INLINE vf read(const char* p) {
@@ -41,7 +43,7 @@ struct Fp8Scale {
   }
 };
 
-struct UnitScale {  // a float32 for all inputs of a unit, stored after its groups
+struct UnitScale {  // a float32 for all inputs of a unit, stored after the groups of the unit
   static constexpr int64_t BYTES = 0;
   INLINE vf read(const char*) { return vf{}; }
 };
@@ -70,10 +72,10 @@ INLINE vu looked_up(const uint8_t* numbers, vu indices) {
 #endif
 }
 
-// A table of sixteen 16-bit numbers, split into bytes. The AVX-512 dot product needs unsigned bytes. Therefore it reads
-// numbers with an offset of 2^15, and its sums start at -2^15 times the sum of x.
+// A table of sixteen 16-bit numbers, split into bytes. The AVX-512 dot product needs unsigned bytes. For AVX-512 the
+// numbers therefore have an offset of 2^15, and the sums start at -2^15 times the sum of x.
 struct NumberTable {
-  float unit;  // value of the integer 1
+  float unit;  // the number that the integer 1 represents
   uint8_t low[16], high[16];
   constexpr NumberTable(int32_t steps, const int16_t (&numbers)[16]) : unit(1.0f / (float)steps), low{}, high{} {
     for (int i = 0; i < 16; i++) {
@@ -87,7 +89,7 @@ constexpr NumberTable NUMBER_TABLES[] = {
     {32640, {0, 170, 21760, 32640, 10880, 16320, 5440, 8160, 0, -170, -21760, -32640, -10880, -16320, -5440, -8160}},
 };
 
-// The table entries of the codes of four inputs per lane, split into two vectors.
+// The table entries for the codes of four inputs per lane, in two vectors: low and high bytes, or pairs of inputs.
 struct Numbers {
   vu first, second;
 };
@@ -124,8 +126,8 @@ template <> struct GroupSum<16> {
 
 struct BlockKind {
   int bits;
-  int64_t size, groups;  // inputs per scale; groups of GROUP inputs per unit
-  int64_t min_bytes;     // bytes of a minimum. 0: none; 1: an integer; 2: a float16
+  int64_t size, groups;  // number of inputs per scale; number of groups of GROUP inputs per unit
+  int64_t min_bytes;     // bytes of a minimum: 0 for none, 1 for an integer, 2 for a float16
   bool is_e2m1;
   bool has_row_scales;   // whether each output has a float32 scale
   int table = -1;  // index of NUMBER_TABLES; -1: codes are not indices
@@ -148,7 +150,8 @@ template <class Kind> struct Blocks {
   static constexpr float UNIT = HAS_TABLE ? NUMBER_TABLES[max(KIND.table, 0)].unit : KIND.is_e2m1 ? 0.5f : 1;
   static constexpr int vectors(int64_t rows) { return W == 16 && rows <= (HAS_TABLE ? 1 : 2) ? 4 : GROUP_VECTORS; }
 
-  // Returns the codes of half a step in the operand layout of the products. `low`: the lower four bits of the codes.
+  // Returns the codes of one half of a step, as the operand of the products. `low` has the lower four bits of the
+  // codes.
   INLINE auto factors_of(vu low, const char* w, int step, int half, int v) {
     if constexpr (HAS_TABLE) return numbers_of(NUMBER_TABLES[KIND.table], low);
     else return with_high_bits(low, w, step, half, v);
@@ -178,9 +181,10 @@ template <class Kind> struct Blocks {
       const char *unit = block.w, *ahead = block.ahead + column / (VECTORS * W) * ADVANCE * block.units * PASSES;
       for (int64_t u = 0; u < block.units; u++, unit += UNIT_BYTES) {
         vf factors[VECTORS], min_factors[VECTORS];
-        // Prefetches the factors of the next unit. STREAM would prefetch them too late, because the first group needs
-        // them.
-        for (int64_t line = FACTORS; line < UNIT_BYTES; line += LINE) __builtin_prefetch(unit + UNIT_BYTES + line, 0, 2);
+        // Prefetches the factors of the next unit. STREAM would prefetch them too late: they are stored after the
+        // groups, but the first group needs them.
+        for (int64_t line = FACTORS; line < UNIT_BYTES; line += LINE)
+          __builtin_prefetch(unit + UNIT_BYTES + line, 0, 2);
         if (GROUPS > 1)
           for (int v = 0; v < VECTORS; v++) {
             factors[v] = HAS_UNIT_SCALES ? load((const float*)(unit + FACTORS) + column + v * W)
@@ -264,7 +268,7 @@ BLOCK_KIND(NF4, UnitScale, 4, 64, 2, 0, false, false, 0);
 BLOCK_KIND(FP4, UnitScale, 4, 64, 2, 0, false, false, 1);
 BLOCK_KIND(Q4Z, HalfScale, 4, 32, 1, 2, false, true, -1, 8);
 
-// Calls run(Blocks<...>) for the number of a block encoding.
+// Calls run with a Blocks object for the number of a block encoding. Does nothing for other numbers.
 template <class F> INLINE void with_blocks(int64_t encoding, F run) {
   switch (encoding) {
     case 8: run(Blocks<Q4K>{}); break;

@@ -1,9 +1,9 @@
-// Integer codes of checkpoints: unsigned integers of 4 or 8 bits with a zero point and a float16 scale for each GROUP
-// of inputs, and a float32 scale for each output (kernels/encodings/_codes.py). A weight is (code - zero) * scale * row
-// scale.
+// Integer codes of checkpoints: unsigned integers of 4 or 8 bits (kernels/encodings/_codes.py). Each GROUP inputs of an
+// output share a zero point and a float16 scale, and each output has a float32 scale. A weight is (code - zero) * scale
+// * row scale.
 //
-// Rows of x are quantised as for int4. The zero point is applied in float32: sum(code * x) - zero * sum(x), which is
-// exact below 2^24. Each output is one chain of additions in the order of the groups.
+// Rows of x are quantised as for int4. The zero point is applied in float32: sum(code * x) - zero * sum(x). This is
+// exact, because the integers are below 2^24. Each output is one chain of additions in the order of the groups.
 
 template <int BITS> struct CodeGroups {
   static constexpr int64_t SCALES = PANEL * GROUP * BITS / 8, ZEROS = SCALES + PANEL * 2;
@@ -68,7 +68,7 @@ template <int BITS> struct CodeGroups {
 
 // ---- packing ----
 
-struct PackCodes {  // codes [N, K] in rows, with the scales and minima of groups -> panels
+struct PackCodes {  // packs codes [N, K] in rows, with their scales, zero points or minima, into panels
   int64_t encoding;  // as in Linear: codes with zero points, 8-bit floats, or blocks
   const uint8_t* codes;
   int64_t stride;

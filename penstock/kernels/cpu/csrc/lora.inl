@@ -84,7 +84,7 @@ INLINE void dot_rows(const T* const* x, const T* down, float* h, int64_t h_strid
       for (int r = 0; r < RANKS; r++) sums[t][r] = fma(units, weights[r], sums[t][r]);
     }
   });
-  for (int t = 0; t < ROWS; t++) store(h + t * h_stride, sum_each(sums[t]), Some{RANKS});
+  for (int t = 0; t < ROWS; t++) store(h + t * h_stride, sum_each(sums[t]), PartialVector{RANKS});
 }
 
 // y [ROWS, N] += h [ROWS, rank] B [rank, N], for VECTORS vectors of outputs.
@@ -132,9 +132,9 @@ template <class T, int ROWS> struct Tile {
   INLINE_MEMBER void multiply_up(int64_t i, int64_t end) const {
     constexpr int VECTORS = ROWS == 1 ? 8 : ROWS == 2 ? 4 : ROWS <= 4 ? 2 : 1;
     for (; i + VECTORS * W <= end; i += VECTORS * W)
-      add_outputs<T, ROWS, VECTORS>(h, h_stride, up, rank, N, y, i, Whole{});
-    for (; i + W <= end; i += W) add_outputs<T, ROWS, 1>(h, h_stride, up, rank, N, y, i, Whole{});
-    if (i < end) add_outputs<T, ROWS, 1>(h, h_stride, up, rank, N, y, i, Some{end - i});
+      add_outputs<T, ROWS, VECTORS>(h, h_stride, up, rank, N, y, i, FullVector{});
+    for (; i + W <= end; i += W) add_outputs<T, ROWS, 1>(h, h_stride, up, rank, N, y, i, FullVector{});
+    if (i < end) add_outputs<T, ROWS, 1>(h, h_stride, up, rank, N, y, i, PartialVector{end - i});
   }
 };
 

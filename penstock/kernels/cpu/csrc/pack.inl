@@ -41,12 +41,12 @@ INLINE vf widen_half(vu bits) { return widen_half(__builtin_convertvector(bits, 
 template <class T> struct FloatUnits {
   static constexpr int64_t INPUTS = 1;
   template <class L> INLINE vu at(const T* row, int64_t unit, L lanes) { return as_bits(load(row + unit, lanes)); }
-  INLINE vu at_end(const T* row, int64_t unit, int64_t inputs) { return at(row, unit, Some{inputs}); }
+  INLINE vu at_end(const T* row, int64_t unit, int64_t inputs) { return at(row, unit, PartialVector{inputs}); }
 };
 
 template <class T> struct PairUnits {
   static constexpr int64_t INPUTS = 2;
-  INLINE vu at(const T* row, int64_t unit, Whole) {
+  INLINE vu at(const T* row, int64_t unit, FullVector) {
     bf16 pairs[2 * W];
     store(pairs, load(row + 2 * unit));
     store(pairs + W, load(row + 2 * unit + W));
@@ -58,17 +58,17 @@ template <class T> struct PairUnits {
     return load((const uint32_t*)pairs);
   }
 };
-template <> INLINE_MEMBER vu PairUnits<bf16>::at(const bf16* row, int64_t unit, Whole) {
+template <> INLINE_MEMBER vu PairUnits<bf16>::at(const bf16* row, int64_t unit, FullVector) {
   return load((const uint32_t*)(row + 2 * unit));
 }
 
 struct ByteUnits {
   static constexpr int64_t INPUTS = 4;
-  INLINE vu at(const int8_t* row, int64_t unit, Whole) { return load((const uint32_t*)(row + 4 * unit)) ^ 0x80808080; }
+  INLINE vu at(const int8_t* row, int64_t unit, FullVector) { return load((const uint32_t*)(row + 4 * unit)) ^ 0x80808080; }
   INLINE vu at_end(const int8_t* row, int64_t unit, int64_t inputs) {
     int8_t bytes[4 * W] = {};
     __builtin_memcpy(bytes, row + 4 * unit, inputs);
-    return at(bytes, 0, Whole{});
+    return at(bytes, 0, FullVector{});
   }
 };
 
@@ -83,7 +83,7 @@ static void transpose_rows(const T* rows, int64_t stride, int64_t count, int64_t
       for (int64_t i = 0; i < W; i++) {
         const T* row = rows + (first + i) * stride;
         if (i >= here) square[i] = U::INPUTS == 4 ? 0x80808080 - vu{} : vu{};
-        else if (inputs >= W * U::INPUTS) square[i] = U::at(row, unit, Whole{});
+        else if (inputs >= W * U::INPUTS) square[i] = U::at(row, unit, FullVector{});
         else square[i] = U::at_end(row, unit, inputs);
       }
       transpose(square);

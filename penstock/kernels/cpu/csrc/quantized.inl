@@ -1,22 +1,22 @@
-// Linear layers in 8, 5 and 4 bits (kernels/quantized.py): int8 weights with a scale for each output, int5 and int4
-// weights with a float16 scale for each GROUP of inputs. Rows of x are quantised to 8 bits first, with a scale for each
-// row or group. Integer sums are exact in any order. Float sums are added in the order of the groups. A row's bits
-// therefore do not depend on other rows.
+// Linear layers with weights of 8, 5 or 4 bits (kernels/quantized.py). int8 weights have a scale for each output. int5
+// and int4 weights have a float16 scale for each GROUP inputs of an output. Rows of x are quantised to 8 bits first,
+// with a scale for each row or group. Integer sums are exact in any order. Float sums are added in the order of the
+// groups. The bits of a row therefore do not depend on other rows.
 //
-// Weights are the unsigned operand of the byte products, stored as w + 128, w + 16 or w + 8. Sums start at -128, -16 or
-// -8 times the sum of x to compensate. An int8 row may have a few numbers beyond 127; the excess is multiplied as
-// additional bytes.
+// Weights are the unsigned operand of the byte products, stored as w + 128, w + 16 or w + 8. To compensate, sums start
+// at -128, -16 or -8 times the sum of x. With int8 weights, a row of x may have a few numbers beyond 127. Their excess
+// is multiplied as additional bytes.
 
-constexpr int64_t GROUP = 32;
-constexpr int64_t MAX_DIRECT_BYTES = 4 << 20;  // bytes of results below which tiles store them directly
+constexpr int64_t GROUP = 32;                  // inputs
+constexpr int64_t MAX_DIRECT_BYTES = 4 << 20;  // tiles store results directly if all results have fewer bytes
 constexpr int64_t CHUNK_BYTES = 8 << 20;  // bytes of quantised x that stay in the last-level cache during a layer
 
-// ---- rows in 8 bits ----
+// ---- quantisation of rows to 8 bits ----
 
-// The excess of a row's integers beyond -127 and 127, stored as additional bytes of a unit (four inputs). The product
-// multiplies the weights of the unit by these bytes, too.
+// The excess of a row's integers beyond -127..127, stored as additional bytes (extras) of units of four inputs. The
+// product multiplies the weights of a unit by its extras, too.
 constexpr int64_t MAX_EXTRAS = 15, INPUTS_PER_EXTRA = 32;
-constexpr float RANGES[] = {1.5, 2, 3, 4, 6, 8, 12, 16};  // candidates for the largest integer of a row / 127
+constexpr float RANGES[] = {1.5, 2, 3, 4, 6, 8, 12, 16};  // candidates for the largest integer of a row, divided by 127
 struct Extras {
   struct Bytes {
     int32_t unit;
@@ -26,8 +26,8 @@ struct Extras {
   Bytes units[MAX_EXTRAS];
 };
 
-// Rows as integers [rows, stride]; each row and group has a scale and a start value of its sums, [rows, groups].
-// With int8 weights, all inputs are one group, and rows have extras.
+// Rows quantised to integers [rows, stride]. `scales` and `starts` [rows, groups] are the scale and the start value of
+// the sums of each group of a row. With int8 weights, all inputs are one group, and rows have extras.
 struct QuantizedRows {
   int8_t* integers;
   Extras* extras;
@@ -35,8 +35,8 @@ struct QuantizedRows {
   int32_t* starts;
   int64_t stride, groups;
 
-  // One extra cache line: with a stride of a power of two, all rows would map to the same cache sets.
-  // Units of blocks read up to a multiple of 256 inputs.
+  // Returns the stride of rows of K inputs. It is a multiple of 256, because units of block encodings read up to 256
+  // inputs, plus a cache line. With a power of two as stride, all rows would map to the same cache sets.
   static int64_t stride_of(int64_t K) { return round_up(K, 256) + 64; }
   static int64_t bytes(int64_t rows, int64_t K, int64_t groups) {
     return rows * (stride_of(K) + (int64_t)sizeof(Extras) + round_up(groups, 16) * 8);
@@ -58,26 +58,27 @@ INLINE vu umax(vu a, vu b) {
   return a > b ? a : b;
 #endif
 }
-template <class V> INLINE V exchanged_lanes(V x, int distance) { return shuffled(x, lane_index() ^ distance); }
+template <class V> INLINE V swapped_lanes(V x, int distance) { return shuffled(x, lane_index() ^ distance); }
 INLINE uint32_t largest(vu x) {
 #pragma GCC unroll 4
-  for (int distance = W / 2; distance; distance /= 2) x = umax(x, exchanged_lanes(x, distance));
+  for (int distance = W / 2; distance; distance /= 2) x = umax(x, swapped_lanes(x, distance));
   return x[0];
 }
 INLINE int32_t sum(vi x) {
 #pragma GCC unroll 4
-  for (int distance = W / 2; distance; distance /= 2) x += exchanged_lanes(x, distance);
+  for (int distance = W / 2; distance; distance /= 2) x += swapped_lanes(x, distance);
   return x[0];
 }
 
-// Returns the largest magnitude of each lane of n numbers, as bits. Bits have the order of magnitudes.
+// Returns the largest magnitude of n numbers per lane, as the bits of a float. The bits have the same order as the
+// magnitudes.
 template <class T> INLINE vu largest_of_lanes(const T* x, int64_t n) {
   vu tops = {};
   for_vectors(n, EACH_VECTOR { tops = umax(tops, as_bits(load(x + i, lanes)) & 0x7fffffff); });
   return tops;
 }
 
-// Returns the largest of some magnitudes, or infinity if one is infinite or NaN.
+// Returns the largest of the magnitudes in a vector of bits, or infinity if any is infinite or NaN.
 INLINE float largest_magnitude(vu magnitudes) {
   // The bits of infinity exceed those of all numbers, and the bits of a NaN exceed those of infinity.
   const uint32_t bits = largest(magnitudes);
@@ -86,8 +87,8 @@ INLINE float largest_magnitude(vu magnitudes) {
   return bits >= 0x7f800000 ? __builtin_inff() : top;
 }
 
-// Returns whether n numbers are all 0 or one of them is not finite. In this case the integers become 0, and the scale 0
-// or NaN.
+// Returns whether the largest magnitude `top` of n numbers is 0 (below 1e-30) or not finite. If so, sets the integers
+// to 0, and the scale to 0 or NaN.
 INLINE bool is_degenerate(float top, int64_t n, int8_t* integers, float* scale) {
   if (top >= 1e-30f && top < __builtin_inff()) return false;
   *scale = top < 1e-30f ? 0 : __builtin_nanf("");
@@ -95,7 +96,7 @@ INLINE bool is_degenerate(float top, int64_t n, int8_t* integers, float* scale) 
   return true;
 }
 
-// Converts n numbers times `inverse` to integers and returns their sum.
+// Stores n numbers multiplied by `inverse` as integers, and returns the sum of the integers.
 template <class T> INLINE int32_t store_integers(const T* x, int64_t n, float inverse, int8_t* integers) {
   vi total = {};
   for_vectors(n, EACH_VECTOR {
@@ -106,7 +107,7 @@ template <class T> INLINE int32_t store_integers(const T* x, int64_t n, float in
   return sum(total);
 }
 
-// Quantises n numbers to -127..127, with their scale and sum.
+// Quantises n numbers to integers in -127..127. Stores their scale and returns their sum.
 template <class T> INLINE int32_t quantize(const T* x, int64_t n, int8_t* integers, float* scale) {
   const float top = largest_magnitude(largest_of_lanes(x, n));
   if (is_degenerate(top, n, integers, scale)) return 0;
@@ -114,7 +115,7 @@ template <class T> INLINE int32_t quantize(const T* x, int64_t n, int8_t* intege
   return store_integers(x, n, 127 / top, integers);
 }
 
-// Returns one bit per lane: whether a is at least b. Both are below 2^31.
+// Returns a bit mask of the lanes in which a >= b. Both must be below 2^31.
 INLINE uint32_t lanes_of_at_least(vu a, vu b) {
 #if PENSTOCK_LANES == 16
   return _mm512_cmpge_epu32_mask((__m512i)a, (__m512i)b);
@@ -123,12 +124,14 @@ INLINE uint32_t lanes_of_at_least(vu a, vu b) {
 #endif
 }
 
-// Returns the number of extras of n numbers times `inverse`, whose magnitudes are at most 127 * `range`. An integer of at
-// least 127 k + 1 needs k extras. A count beyond `room` may be too small.
+// Returns the number of extras that n numbers multiplied by `inverse` need. The magnitudes of the products are at most
+// 127 * `range`. An integer of at least 127 k + 1 needs k extras. A count above `room` may be too small, because
+// counting stops there.
 template <class T> INLINE int64_t count_extras(const T* x, int64_t n, float inverse, float range, int64_t room) {
   int64_t count = 0;
   for (int32_t k = 1; k <= range && count <= room; k++) {
-    // Rounded to nearest even, 127 k + 0.5 becomes 127 k + 1 if k is odd. `least` is the smallest magnitude that does so.
+    // `least` is the smallest magnitude that is rounded to at least 127 k + 1. Rounding half to even, 127 k + 0.5
+    // becomes 127 k + 1 only if k is odd.
     const float bound = (float)(127 * k) + 0.5f;
     uint32_t bits;
     __builtin_memcpy(&bits, &bound, 4);
@@ -152,7 +155,7 @@ template <class T> static float target_with_extras(const T* x, int64_t n, float 
   return target;
 }
 
-// Stores an integer beyond 127 as a byte at its position and extras.
+// Stores an integer beyond -127..127 as a byte at its position i, and extras that add up to the rest.
 INLINE void split_integer(int64_t i, int32_t integer, int8_t* integers, Extras* extras) {
   auto byte_of = [](int32_t rest) { return (int8_t)max(min(rest, 127), -127); };
   integers[i] = byte_of(integer);
@@ -171,10 +174,10 @@ struct LargestNumbers {
   int32_t positions[ROOM];
   int64_t count;
 
-  // Collects the numbers whose magnitude is at least `least`, given as bits. Returns false if they are too many.
+  // Collects the numbers whose magnitude is at least `least`, the bits of a float. Returns false if they are too many.
   template <class T> INLINE_MEMBER bool collect(const T* x, int64_t n, uint32_t least) {
     const __m512i bound = _mm512_set1_epi32((int)least);
-    int64_t found = 0;  // not in memory: the next iteration needs it
+    int64_t found = 0;  // a local variable instead of `count`, so that it stays in a register
     for_vectors(n, EACH_VECTOR {
       const vf number = load(x + i, lanes);
       const __mmask16 large = _mm512_cmpge_epu32_mask((__m512i)(as_bits(number) & 0x7fffffff), bound);
@@ -203,7 +206,8 @@ INLINE vu largest_of_lanes(const bf16* x, int64_t n) {
 }
 #endif
 
-// Like `quantize`, with the smallest scale that a few extras allow, so that outliers do not reduce the precision.
+// Like `quantize`, but with the smallest scale for which the limited number of extras suffices. Outliers then do not
+// reduce the precision of the other numbers.
 template <class T>
 static int32_t quantize_with_extras(const T* x, int64_t n, int8_t* integers, float* scale, Extras* extras) {
   const vu tops = largest_of_lanes(x, n);
@@ -212,8 +216,9 @@ static int32_t quantize_with_extras(const T* x, int64_t n, int8_t* integers, flo
   if (is_degenerate(top, n, integers, scale)) return 0;
   const int64_t room = min(MAX_EXTRAS, n / INPUTS_PER_EXTRA);
 #if PENSTOCK_LANES == 16
-  // Each number beyond 127 is an extra, so only the MAX_EXTRAS largest numbers of the row matter. `tops` has the
-  // largest magnitude of each lane, so at least W numbers are not below its minimum: collecting those is enough.
+  // Each number beyond 127 needs an extra, so only the MAX_EXTRAS largest numbers of the row matter. `tops` has the
+  // largest magnitude of each lane, so at least W numbers are not below the minimum of `tops`. Collecting these numbers
+  // is enough, because MAX_EXTRAS is below W.
   static_assert(MAX_EXTRAS < W);
   LargestNumbers large;
   if (large.collect(x, n, ~largest(~tops))) {
@@ -246,9 +251,9 @@ static int32_t quantize_with_extras(const T* x, int64_t n, int8_t* integers, flo
   return total;
 }
 
-// Whether the encoding multiplies quantised inputs. Other encodings multiply floats.
+// Returns whether the products of an encoding need quantised inputs. Other encodings multiply floats.
 INLINE bool is_quantized(int64_t encoding) { return encoding >= 2 && encoding != 7; }
-// Factor between the sum of a group's integers and the start value of its products.
+// Returns the factor by which the sum of a group's integers is multiplied to get the start value of its products.
 INLINE int32_t start_factor(int64_t encoding) {
   switch (encoding) {
     case 3: return -8;
@@ -259,7 +264,7 @@ INLINE int32_t start_factor(int64_t encoding) {
   }
   return -1;
 }
-// Inputs that share a scale of x, and inputs of a unit of a panel, for encodings with groups.
+// For encodings with groups: the number of inputs that share a scale of x, and of a unit of a panel.
 INLINE int64_t scaled_inputs(int64_t encoding) { return encoding == 10 || encoding == 14 ? 16 : GROUP; }
 INLINE int64_t unit_inputs(int64_t encoding) {
   return encoding == 15 || encoding == 16 ? 64 : encoding >= 8 && encoding <= 10 ? 256 : GROUP;
@@ -268,7 +273,7 @@ INLINE int64_t groups_of(int64_t encoding, int64_t K) {
   return encoding == 2 ? 1 : round_up(K, unit_inputs(encoding)) / scaled_inputs(encoding);
 }
 
-// `order`: the inputs in the order of the panels, for encodings with groups; null: their own order.
+// Quantises a row of x as `encoding` needs it. `order` is the permutation of the inputs in the panels, or null.
 template <class T>
 static void quantize_row(const T* x, int64_t K, int64_t encoding, const QuantizedRows& to, const int32_t* order) {
   T gathered[GROUP];
@@ -297,7 +302,8 @@ static void quantize_row(const T* x, int64_t K, int64_t encoding, const Quantize
   __builtin_memset(to.integers + K, 0, to.stride - K);
 }
 
-// ---- products of bytes: adds four products of unsigned and signed bytes per lane ----
+// ---- products of bytes ----
+// add_bytes adds four products of an unsigned byte of w and a signed byte of x to each lane of a sum.
 
 constexpr int BYTE_ROWS = W == 16 ? 6 : 2, BYTE_VECTORS = 4, GROUP_ROWS = W == 16 ? 6 : 2, GROUP_VECTORS = 2;
 
@@ -320,7 +326,7 @@ INLINE vi add_bytes(vi sum, vu w, vu x) {
 }
 #endif
 
-// The sum of a group of 4-bit or 5-bit numbers.
+// The sum of products of a group with 4-bit or 5-bit weights.
 template <int BITS> struct GroupSum {
 #if PENSTOCK_LANES == 8
   // A 16-bit sum can hold 16 products of up to 15 * 127, or 8 products of up to 31 * 127.
@@ -344,7 +350,7 @@ template <int BITS> struct GroupSum {
 #endif
 };
 
-// The sum of 8-bit numbers in 32 bits, which cannot overflow.
+// The sum of products of a group with 8-bit weights. The 32-bit sum cannot overflow.
 template <> struct GroupSum<8> {
   vi sum;
   INLINE_MEMBER void start(int32_t start) { sum = start - vi{}; }
@@ -374,22 +380,22 @@ INLINE vf load_half(const uint16_t* p) {
   return widen_half(half);
 }
 
-// ---- a block of a panel by some rows ----
+// ---- products of rows with a block of a panel ----
 
-// A part of a panel along K. It stays in the core's cache while all rows are multiplied with it.
+// A block is a range of the inputs of a panel. It stays in the core's cache while all rows are multiplied with it.
 struct ByteBlock {
-  QuantizedRows x;     // starts at the first input of the block
-  const char* w;
-  int64_t units;       // units of the block: 4 inputs in int8, else a group
-  const char* ahead;   // data to prefetch; null: nothing
-  uint32_t* sums;      // [rows, PANEL]: sums of the previous blocks; integers in int8, else floats
-  bool first, last;
+  QuantizedRows x;     // the rows from the first input of the block on
+  const char* w;       // the weights of the block
+  int64_t units;       // number of units in the block; a unit is 4 inputs with int8 weights, else one or more groups
+  const char* ahead;   // data to prefetch; null: none
+  uint32_t* sums;      // [rows, PANEL]: sums of the previous blocks; integers with int8 weights, else floats
+  bool first, last;    // whether this is the first or the last block of the panel
   const char* panel;   // the panel of the block
-  const Linear* layer; // its results are stored directly from the last block; null: `sums` are stored
+  const Linear* layer; // not null: the last block stores the results of this layer directly, instead of `sums`
   int64_t row, column; // of the first result
 
-  // Moves the first row. Tiles advance one block in place: the copy of a block that has just been written would wait for
-  // its stores.
+  // Skips the first rows. Tiles advance one ByteBlock object in place, because copying an object right after it was
+  // written would wait for its stores.
   INLINE_MEMBER void advance(int64_t rows) {
     x = x.below(rows);
     sums += rows * PANEL;
@@ -397,19 +403,23 @@ struct ByteBlock {
   }
 };
 
-// The number of cache lines that a pass prefetches for each unit: a half, a fourth or a sixth of all lines, the fewer
-// the more passes there are.
+// The number of cache lines that a pass prefetches for each part of a unit: a half, a fourth or a sixth of all lines.
+// With more passes, each pass prefetches fewer lines.
 constexpr int half_of(int64_t lines) { return (int)(lines + 1) / 2; }
 constexpr int fourth_of(int64_t lines) { return (int)(lines + 3) / 4; }
 constexpr int sixth_of(int64_t lines) { return (int)(lines + 5) / 6; }
 
-// The units of an encoding. INPUTS: number of inputs of a unit. PASSES: number of parts of a unit, each of LINES cache
-// lines. SCALED: number of scales of x in a part, 0 if x has one scale per row.
+// Types such as Bytes, Groups<4> and Blocks<Q4K> describe the units of the panels of an encoding, and multiply them.
+// INPUTS is the number of inputs of a unit. PASSES is the number of parts of a unit, each of LINES cache lines. SCALED
+// is the number of scales of x in a part; 0 if x has one scale per row. BLOCK_UNITS is the number of units of a block.
+// FIRST, THEN and LAST are the numbers of lines that a pass prefetches per part with up to 2, up to 4 and more passes.
+
+// int8 weights.
 struct Bytes {
   static constexpr int64_t INPUTS = 4, UNIT_BYTES = 4 * PANEL, LINES = UNIT_BYTES / 64, ROWS_AT_ONCE = BYTE_ROWS;
   static constexpr int64_t BLOCK_UNITS = 256, SCALED = 0, PASSES = 1;
   static constexpr int FIRST = half_of(LINES), THEN = fourth_of(LINES), LAST = sixth_of(LINES);
-  static constexpr int vectors(int64_t) { return BYTE_VECTORS; }  // vectors of a panel processed at once
+  static constexpr int vectors(int64_t) { return BYTE_VECTORS; }  // vectors of a panel that are processed at once
 
   template <int ROWS, int FETCHED> INLINE void multiply(const ByteBlock& block) {
     constexpr int VECTORS = vectors(ROWS);
@@ -455,7 +465,7 @@ struct Bytes {
     }
   }
 
-  // Stores the results of a whole panel from the sums in registers.
+  // Stores the results of VECTORS * W outputs of a complete panel from the sums in registers.
   template <class T, int ROWS, int VECTORS>
   INLINE void store_results(const ByteBlock& block, int64_t column, const vi (&sums)[ROWS][VECTORS]) {
     const Linear& a = *block.layer;
@@ -477,16 +487,17 @@ struct Bytes {
   INLINE vf result(vu sums, vf scale_x, vf scale_w) { return __builtin_convertvector((vi)sums, vf) * (scale_x * scale_w); }
 };
 
-// The low four bits of a group's integers, the fifth bits of int5, and the scales of all outputs.
+// int4 and int5 weights. A unit has the low four bits of a group's integers, the fifth bits (int5 only), and the
+// scales, for all outputs of the panel.
 template <int BITS> struct Groups {
   static constexpr int64_t FIFTH = PANEL * GROUP / 2, SCALES = PANEL * GROUP * BITS / 8;
   static constexpr int64_t INPUTS = GROUP, UNIT_BYTES = SCALES + PANEL * 2, LINES = UNIT_BYTES / 64;
   static constexpr int64_t ROWS_AT_ONCE = GROUP_ROWS, BLOCK_UNITS = 48, SCALED = 1, PASSES = 1;
   static constexpr int FIRST = half_of(LINES), THEN = fourth_of(LINES), LAST = sixth_of(LINES);
-  // The whole panel, if 32 registers can hold the sums of these rows and the unpacked weights.
+  // Returns the vectors of the whole panel if 32 registers can hold the sums of these rows and the unpacked weights.
   static constexpr int vectors(int64_t rows) { return W == 16 && rows <= (BITS > 4 ? 1 : 3) ? 4 : GROUP_VECTORS; }
 
-  // Returns four bytes with bit number `bit` of each byte at the position of the fifth bit.
+  // Moves bit number `bit` of each byte to the position of the fifth bit, and clears all other bits.
   INLINE vu fifth_bits(vu bits, int bit) {
     return (bit < 4 ? bits << (4 - bit) : bits >> (bit - 4)) & 0x10101010;
   }
@@ -567,8 +578,8 @@ template <class S, int FETCHED> static void multiply_rows(const ByteBlock& block
   }
 }
 
-// Multiplies all rows with a block in tiles of about equal height. Each unit of a pass prefetches a few of the next
-// lines; prefetching all lines at once would fill the miss buffers.
+// Multiplies all rows with a block in tiles with about equal numbers of rows. Each pass prefetches a few lines of the
+// data at `ahead` per unit. Prefetching all lines at once would fill the miss buffers.
 template <class S> static void multiply_all_rows(const ByteBlock& block, int64_t rows) {
   constexpr int ALL = S::LINES, HALF = S::FIRST, FOURTH = S::THEN, SIXTH = S::LAST;
   const int64_t tiles = ceil_div(rows, S::ROWS_AT_ONCE), passes = tiles * (PANEL / W / S::vectors(rows / tiles));
@@ -589,17 +600,17 @@ template <class S> static void multiply_all_rows(const ByteBlock& block, int64_t
   }
 }
 
-// Computes the outputs of a panel for `rows` rows from `begin` on; `x` has the quantised rows.
+// Computes the outputs of a panel for the rows begin:begin + rows. `x` has these rows, quantised.
 template <class S>
 static void multiply_panel(const Linear& a, const QuantizedRows& x, int64_t begin, int64_t rows, int64_t panel,
                            int64_t next, uint32_t* sums) {
   const int64_t units = ceil_div(a.K, S::INPUTS), column = panel * PANEL;
   const char* w = (const char*)a.panels + panel * units * S::UNIT_BYTES;
-  // A single pass reads the panel, so nothing needs to stay in the cache.
+  // If a single pass reads the panel, nothing needs to stay in the cache.
   const bool once = W == 16 && rows <= S::ROWS_AT_ONCE && S::vectors(rows) * W == PANEL;
   const int64_t blocks = once ? 1 : ceil_div(units, S::BLOCK_UNITS);
-  // int8 stores the results of a whole panel from registers. If the results exceed the caches, it is faster to store
-  // those of many rows together.
+  // With int8 weights, the results of a complete panel are stored from registers. If all results of the layer exceed
+  // the caches, it is faster to store the results of many rows together.
   const int64_t result_bytes = a.rows * a.N * (a.type ? 2 : 4);
   const bool direct = !S::SCALED && column + PANEL <= a.N && result_bytes < MAX_DIRECT_BYTES;
   for (int64_t number = 0; number < blocks; number++) {
@@ -634,7 +645,7 @@ template <class S> static void multiply_quantized(const Linear& a, const Team& t
   const int64_t row_bytes = QuantizedRows::bytes(1, a.K, groups);
   const int64_t max_rows = min(a.rows, max<int64_t>(CHUNK_BYTES / row_bytes, 256));
   const int64_t chunk_rows = min<int64_t>(max_rows, 240);
-  // Each thread quantises all rows if that is faster than a barrier.
+  // Each thread quantises all rows itself if this is faster than a barrier.
   const bool redundant = team.size == 1 || a.rows <= 3;
   const int64_t bytes = round_up(QuantizedRows::bytes(max_rows, a.K, groups), 64);
   char* own = (char*)penstock_scratch(OWN, chunk_rows * PANEL * 4 + (redundant ? bytes : 0));
@@ -663,7 +674,7 @@ template <class S> static void multiply_quantized(const Linear& a, const Team& t
   }
 }
 
-// Runs the code for the units of an encoding with quantised rows.
+// Calls run with an object of the type that describes the units of an encoding. Does nothing for floats and fp8.
 template <class F> INLINE void with_units(int64_t encoding, F run) {
   if (encoding == 2) run(Bytes{});
   if (encoding == 3) run(Groups<4>{});

@@ -31,7 +31,7 @@ INLINE void rotate_pairs(const T* x, const float* cos, const float* sin, T* out,
   for (int64_t h = 0; h < heads; h++, x += stride, out += D) {
     for_vectors(2 * half, EACH_VECTOR {
       const vf v = load(x + i, lanes);
-      store(out + i, v * load(cos + i, lanes) + exchanged(v, 1) * load(sin + i, lanes), lanes);
+      store(out + i, v * load(cos + i, lanes) + swapped_lanes(v, 1) * load(sin + i, lanes), lanes);
     });
     __builtin_memcpy(out + 2 * half, x + 2 * half, (D - 2 * half) * sizeof(T));
   }
