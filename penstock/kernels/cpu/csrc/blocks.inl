@@ -85,7 +85,8 @@ struct NumberTable {
   }
 };
 constexpr NumberTable NUMBER_TABLES[] = {
-    {32767, {-32767, -22812, -17205, -12940, -9320, -6054, -2983, 0, 2608, 5273, 8064, 11072, 14441, 18435, 23689, 32767}},
+    {32767,
+     {-32767, -22812, -17205, -12940, -9320, -6054, -2983, 0, 2608, 5273, 8064, 11072, 14441, 18435, 23689, 32767}},
     {32640, {0, 170, 21760, 32640, 10880, 16320, 5440, 8160, 0, -170, -21760, -32640, -10880, -16320, -5440, -8160}},
 };
 
@@ -112,7 +113,9 @@ template <> struct GroupSum<16> {
   vi sum;
   INLINE_MEMBER void start(int32_t) { sum = vi{}; }
 #if PENSTOCK_LANES == 8 || defined(__SSE2__)
-  INLINE_MEMBER void add(Numbers w, vu x) { sum += add_pairs(w.first, (vs)x << 8 >> 8) + add_pairs(w.second, (vs)x >> 8); }
+  INLINE_MEMBER void add(Numbers w, vu x) {
+    sum += add_pairs(w.first, (vs)x << 8 >> 8) + add_pairs(w.second, (vs)x >> 8);
+  }
 #else
   INLINE_MEMBER void add(Numbers w, vu x) {
     sum += ((vi)(w.first << 16) >> 16) * ((vi)(x << 24) >> 24) + ((vi)w.first >> 16) * ((vi)(x << 8) >> 24);
@@ -143,10 +146,11 @@ template <class Kind> struct Blocks {
   static constexpr int64_t MINIMA = SCALES + PANEL * SCALED * Scale::BYTES;
   static constexpr int64_t GROUP_BYTES = MINIMA + PANEL * KIND.min_bytes;
   static constexpr int64_t FACTORS = GROUPS * GROUP_BYTES, MIN_FACTORS = FACTORS + PANEL * 2;
-  static constexpr int64_t UNIT_BYTES = FACTORS + (GROUPS == 1 ? 0 : KIND.min_bytes || HAS_UNIT_SCALES ? PANEL * 4 : PANEL * 2);
+  static constexpr int64_t FACTOR_BYTES = KIND.min_bytes || HAS_UNIT_SCALES ? PANEL * 4 : PANEL * 2;
+  static constexpr int64_t UNIT_BYTES = FACTORS + (GROUPS == 1 ? 0 : FACTOR_BYTES);
   static constexpr int64_t INPUTS = GROUPS * GROUP, LINES = GROUP_BYTES / 64, PASSES = GROUPS;
   static constexpr int64_t ROWS_AT_ONCE = HAS_TABLE && W == 16 ? 4 : GROUP_ROWS, BLOCK_UNITS = 40 / GROUPS;
-  static constexpr int FIRST = (LINES + 3) / 4, THEN = FIRST, LAST = FIRST;
+  static constexpr int FETCH_2_PASSES = (LINES + 3) / 4, FETCH_4_PASSES = FETCH_2_PASSES, FETCH_MORE = FETCH_2_PASSES;
   static constexpr float UNIT = HAS_TABLE ? NUMBER_TABLES[max(KIND.table, 0)].unit : KIND.is_e2m1 ? 0.5f : 1;
   static constexpr int vectors(int64_t rows) { return W == 16 && rows <= (HAS_TABLE ? 1 : 2) ? 4 : GROUP_VECTORS; }
 
@@ -197,7 +201,8 @@ template <class Kind> struct Blocks {
           for (int scaled = 0; scaled < SCALED; scaled++, x += SIZE, x_scales++, starts++) {
             GroupSum<HAS_TABLE ? 16 : KIND.is_e2m1 ? 5 : KIND.bits> totals[ROWS][VECTORS];
             for (int r = 0; r < ROWS; r++)
-              for (int v = 0; v < VECTORS; v++) totals[r][v].start(KIND.min_bytes ? KIND.offset * starts[r * groups] : starts[r * groups]);
+              for (int v = 0; v < VECTORS; v++)
+                totals[r][v].start(KIND.min_bytes ? KIND.offset * starts[r * groups] : starts[r * groups]);
 #pragma GCC unroll 4
             for (int part = 0; part < STEPS; part++) {
               const int step = scaled * STEPS + part;
@@ -213,10 +218,10 @@ template <class Kind> struct Blocks {
               }
               for (int r = 0; r < ROWS; r++) {
                 const int8_t* inputs = x + r * x_stride + 8 * part;
-                const vu bytes = four_bytes(inputs), others = four_bytes(inputs + 4);
+                const vu low_inputs = four_bytes(inputs), high_inputs = four_bytes(inputs + 4);
                 for (int v = 0; v < VECTORS; v++) {
-                  totals[r][v].add(low[v], bytes);
-                  totals[r][v].add(high[v], others);
+                  totals[r][v].add(low[v], low_inputs);
+                  totals[r][v].add(high[v], high_inputs);
                   if (part == STEPS / 2 - 1) totals[r][v].halfway();
                 }
               }
@@ -308,7 +313,8 @@ template <class Form> static void pack_blocks(Form, const PackCodes& a, int64_t 
           if (Form::KIND.bits == 6)
             to[Form::HIGH + step / 2 * 4 * PANEL + byte] |= codes[k] >> 4 << (2 * (step % 2 * 2 + half));
         }
-        for (int64_t scaled = 0; SCALE_BYTES && scaled < Form::SCALED && group * Form::SCALED + scaled < scales; scaled++)
+        const int64_t num_scales = SCALE_BYTES ? min(Form::SCALED, scales - group * Form::SCALED) : 0;
+        for (int64_t scaled = 0; scaled < num_scales; scaled++)
           __builtin_memcpy(record + Form::SCALES + (scaled * PANEL + column) * SCALE_BYTES,
                            (const char*)a.scales + (row * scales + group * Form::SCALED + scaled) * SCALE_BYTES,
                            SCALE_BYTES);

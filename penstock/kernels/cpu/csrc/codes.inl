@@ -9,7 +9,7 @@ template <int BITS> struct CodeGroups {
   static constexpr int64_t SCALES = PANEL * GROUP * BITS / 8, ZEROS = SCALES + PANEL * 2;
   static constexpr int64_t INPUTS = GROUP, UNIT_BYTES = ZEROS + PANEL, LINES = UNIT_BYTES / 64;
   static constexpr int64_t ROWS_AT_ONCE = GROUP_ROWS, BLOCK_UNITS = BITS == 4 ? 44 : 24, SCALED = 1, PASSES = 1;
-  static constexpr int FIRST = half_of(LINES), THEN = fourth_of(LINES), LAST = sixth_of(LINES);
+  static constexpr int FETCH_2_PASSES = half_of(LINES), FETCH_4_PASSES = fourth_of(LINES), FETCH_MORE = sixth_of(LINES);
   static constexpr int vectors(int64_t rows) { return W == 16 && rows <= 2 ? 4 : GROUP_VECTORS; }
 
   template <int ROWS, int FETCHED> INLINE void multiply(const ByteBlock& block) {
@@ -37,10 +37,10 @@ template <int BITS> struct CodeGroups {
           }
           for (int r = 0; r < ROWS; r++) {
             const int8_t* inputs = x + r * x_stride + step * (GROUP / STEPS);
-            const vu bytes = four_bytes(inputs), others = BITS == 4 ? four_bytes(inputs + 4) : vu{};
+            const vu low_inputs = four_bytes(inputs), high_inputs = BITS == 4 ? four_bytes(inputs + 4) : vu{};
             for (int v = 0; v < VECTORS; v++) {
-              totals[r][v].add(low[v], bytes);
-              if (BITS == 4) totals[r][v].add(high[v], others);
+              totals[r][v].add(low[v], low_inputs);
+              if (BITS == 4) totals[r][v].add(high[v], high_inputs);
             }
           }
         }

@@ -35,7 +35,7 @@ INLINE int64_t fp8_panel_bytes(int64_t K) {
 
 #include "fp8_numbers.inl"
 
-// PartialVector rows and adjacent groups of a panel.
+// The arguments of a product of a few rows with consecutive groups of a panel.
 template <class P> struct Fp8Tile {
   const typename P::Input* x;    // [rows, groups * FP8_GROUP]; an incomplete last group is padded with zeros
   int64_t x_stride;

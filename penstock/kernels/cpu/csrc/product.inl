@@ -86,9 +86,9 @@ template <class Step> static int64_t shortest_time(Step step) {
 // long). The times are measured once per process.
 static bool dot_is_slow() {
   enum { UNKNOWN, FAST, SLOW };
-  static int32_t known = UNKNOWN;  // all threads use the first result
-  int32_t found = __atomic_load_n(&known, __ATOMIC_RELAXED);
-  if (found != UNKNOWN) return found == SLOW;
+  static int32_t shared_result = UNKNOWN;  // all threads use the first result
+  int32_t result = __atomic_load_n(&shared_result, __ATOMIC_RELAXED);
+  if (result != UNKNOWN) return result == SLOW;
   vf x = all(0.5f);
   __asm__("" : "+v"(x));
   const int64_t dot = shortest_time([=](vf sum) __attribute__((always_inline)) {
@@ -97,8 +97,9 @@ static bool dot_is_slow() {
   const int64_t widened =
       shortest_time([=](vf sum) __attribute__((always_inline)) { return fma(x, x, fma(x, x, sum)); });
   const int32_t measured = 5 * dot > 7 * widened ? SLOW : FAST;
-  if (__atomic_compare_exchange_n(&known, &found, measured, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) found = measured;
-  return found == SLOW;
+  if (__atomic_compare_exchange_n(&shared_result, &result, measured, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
+    result = measured;
+  return result == SLOW;
 }
 #endif
 

@@ -44,7 +44,7 @@ struct QuantizedRows {
   QuantizedRows(char* memory, int64_t rows, int64_t K, int64_t groups)
       : integers((int8_t*)memory), extras((Extras*)(memory + rows * stride_of(K))), scales((float*)(extras + rows)),
         starts((int32_t*)(scales + rows * round_up(groups, 16))), stride(stride_of(K)), groups(round_up(groups, 16)) {}
-  INLINE_MEMBER QuantizedRows below(int64_t rows) const {
+  INLINE_MEMBER QuantizedRows skip_rows(int64_t rows) const {
     QuantizedRows part = *this;
     part.integers += rows * stride, part.extras += rows, part.scales += rows * groups, part.starts += rows * groups;
     return part;
@@ -397,7 +397,7 @@ struct ByteBlock {
   // Skips the first rows. Tiles advance one ByteBlock object in place, because copying an object right after it was
   // written would wait for its stores.
   INLINE_MEMBER void advance(int64_t rows) {
-    x = x.below(rows);
+    x = x.skip_rows(rows);
     sums += rows * PANEL;
     row += rows;
   }
@@ -412,13 +412,14 @@ constexpr int sixth_of(int64_t lines) { return (int)(lines + 5) / 6; }
 // Types such as Bytes, Groups<4> and Blocks<Q4K> describe the units of the panels of an encoding, and multiply them.
 // INPUTS is the number of inputs of a unit. PASSES is the number of parts of a unit, each of LINES cache lines. SCALED
 // is the number of scales of x in a part; 0 if x has one scale per row. BLOCK_UNITS is the number of units of a block.
-// FIRST, THEN and LAST are the numbers of lines that a pass prefetches per part with up to 2, up to 4 and more passes.
+// FETCH_2_PASSES, FETCH_4_PASSES and FETCH_MORE are the numbers of lines that a pass prefetches per part with up to 2,
+// up to 4 and more passes.
 
 // int8 weights.
 struct Bytes {
   static constexpr int64_t INPUTS = 4, UNIT_BYTES = 4 * PANEL, LINES = UNIT_BYTES / 64, ROWS_AT_ONCE = BYTE_ROWS;
   static constexpr int64_t BLOCK_UNITS = 256, SCALED = 0, PASSES = 1;
-  static constexpr int FIRST = half_of(LINES), THEN = fourth_of(LINES), LAST = sixth_of(LINES);
+  static constexpr int FETCH_2_PASSES = half_of(LINES), FETCH_4_PASSES = fourth_of(LINES), FETCH_MORE = sixth_of(LINES);
   static constexpr int vectors(int64_t) { return BYTE_VECTORS; }  // vectors of a panel that are processed at once
 
   template <int ROWS, int FETCHED> INLINE void multiply(const ByteBlock& block) {
@@ -484,7 +485,9 @@ struct Bytes {
     if (a.activation && column + VECTORS * W == PANEL) activate<T>(a, block.row, ROWS, block.column);
   }
 
-  INLINE vf result(vu sums, vf scale_x, vf scale_w) { return __builtin_convertvector((vi)sums, vf) * (scale_x * scale_w); }
+  INLINE vf result(vu sums, vf scale_x, vf scale_w) {
+    return __builtin_convertvector((vi)sums, vf) * (scale_x * scale_w);
+  }
 };
 
 // int4 and int5 weights. A unit has the low four bits of a group's integers, the fifth bits (int5 only), and the
@@ -493,7 +496,7 @@ template <int BITS> struct Groups {
   static constexpr int64_t FIFTH = PANEL * GROUP / 2, SCALES = PANEL * GROUP * BITS / 8;
   static constexpr int64_t INPUTS = GROUP, UNIT_BYTES = SCALES + PANEL * 2, LINES = UNIT_BYTES / 64;
   static constexpr int64_t ROWS_AT_ONCE = GROUP_ROWS, BLOCK_UNITS = 48, SCALED = 1, PASSES = 1;
-  static constexpr int FIRST = half_of(LINES), THEN = fourth_of(LINES), LAST = sixth_of(LINES);
+  static constexpr int FETCH_2_PASSES = half_of(LINES), FETCH_4_PASSES = fourth_of(LINES), FETCH_MORE = sixth_of(LINES);
   // Returns the vectors of the whole panel if 32 registers can hold the sums of these rows and the unpacked weights.
   static constexpr int vectors(int64_t rows) { return W == 16 && rows <= (BITS > 4 ? 1 : 3) ? 4 : GROUP_VECTORS; }
 
@@ -532,10 +535,11 @@ template <int BITS> struct Groups {
             }
           }
           for (int r = 0; r < ROWS; r++) {
-            const vu bytes = four_bytes(x + r * x_stride + 8 * step), others = four_bytes(x + r * x_stride + 8 * step + 4);
+            const int8_t* inputs = x + r * x_stride + 8 * step;
+            const vu low_inputs = four_bytes(inputs), high_inputs = four_bytes(inputs + 4);
             for (int v = 0; v < VECTORS; v++) {
-              totals[r][v].add(low[v], bytes);
-              totals[r][v].add(high[v], others);
+              totals[r][v].add(low[v], low_inputs);
+              totals[r][v].add(high[v], high_inputs);
               if (step == 1) totals[r][v].halfway();
             }
           }
@@ -581,7 +585,7 @@ template <class S, int FETCHED> static void multiply_rows(const ByteBlock& block
 // Multiplies all rows with a block in tiles with about equal numbers of rows. Each pass prefetches a few lines of the
 // data at `ahead` per unit. Prefetching all lines at once would fill the miss buffers.
 template <class S> static void multiply_all_rows(const ByteBlock& block, int64_t rows) {
-  constexpr int ALL = S::LINES, HALF = S::FIRST, FOURTH = S::THEN, SIXTH = S::LAST;
+  constexpr int ALL = S::LINES, HALF = S::FETCH_2_PASSES, FOURTH = S::FETCH_4_PASSES, SIXTH = S::FETCH_MORE;
   const int64_t tiles = ceil_div(rows, S::ROWS_AT_ONCE), passes = tiles * (PANEL / W / S::vectors(rows / tiles));
   const int64_t fetched = passes <= 2 ? HALF : passes <= 4 ? FOURTH : SIXTH;
   int64_t line = block.ahead ? 0 : ALL;
@@ -646,20 +650,22 @@ template <class S> static void multiply_quantized(const Linear& a, const Team& t
   const int64_t max_rows = min(a.rows, max<int64_t>(CHUNK_BYTES / row_bytes, 256));
   const int64_t chunk_rows = min<int64_t>(max_rows, 240);
   // Each thread quantises all rows itself if this is faster than a barrier.
-  const bool redundant = team.size == 1 || a.rows <= 3;
+  const bool each_quantises = team.size == 1 || a.rows <= 3;
   const int64_t bytes = round_up(QuantizedRows::bytes(max_rows, a.K, groups), 64);
-  char* own = (char*)penstock_scratch(OWN, chunk_rows * PANEL * 4 + (redundant ? bytes : 0));
+  char* own = (char*)penstock_scratch(OWN, chunk_rows * PANEL * 4 + (each_quantises ? bytes : 0));
   char* memory = own + chunk_rows * PANEL * 4;
-  if (!redundant) memory = (char*)team.share(team.rank == 0 ? penstock_scratch(SHARED, bytes) : nullptr);
+  if (!each_quantises) memory = (char*)team.share(team.rank == 0 ? penstock_scratch(SHARED, bytes) : nullptr);
   const QuantizedRows x(memory, max_rows, a.K, groups);
   for (int64_t first = 0; first < a.rows; first += max_rows) {
     const int64_t rows = min(max_rows, a.rows - first), chunks = ceil_div(rows, chunk_rows);
     if (first) team.barrier();  // other threads may still read the previous rows
     auto quantize_rows = [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; row++)
-        WITH_TYPE(a.type, T, quantize_row((const T*)a.x + (first + row) * a.x_stride, a.K, a.encoding, x.below(row), a.order));
+        WITH_TYPE(a.type, T, {
+          quantize_row((const T*)a.x + (first + row) * a.x_stride, a.K, a.encoding, x.skip_rows(row), a.order);
+        });
     };
-    if (redundant) {
+    if (each_quantises) {
       quantize_rows(0, rows);
     } else {
       over_rows(team, rows, quantize_rows);
@@ -668,7 +674,7 @@ template <class S> static void multiply_quantized(const Linear& a, const Team& t
     const Pieces pieces(a, team, rows, chunks, chunks);
     over_pieces(team, pieces.count(), [&](int64_t piece) {
       pieces.each(team, piece, [&](int64_t panel, int64_t next, int64_t begin, int64_t end) {
-        multiply_panel<S>(a, x.below(begin), first + begin, end - begin, panel, next, (uint32_t*)own);
+        multiply_panel<S>(a, x.skip_rows(begin), first + begin, end - begin, panel, next, (uint32_t*)own);
       });
     });
   }

@@ -9,6 +9,7 @@ struct Rotary {  // q [n, H, D], k [n, K, D] with strides; cos, sin [n, half]; o
   int64_t interleaved;  // 0: pairs are (i, i + half); 1: pairs are (2 i, 2 i + 1)
 };
 
+// Rotates the pairs (i, i + half) of the heads of a row.
 template <class T>
 INLINE void rotate_row(const T* x, const float* cos, const float* sin, T* out, int64_t heads, int64_t stride,
                        int64_t D, int64_t half) {
@@ -23,8 +24,8 @@ INLINE void rotate_row(const T* x, const float* cos, const float* sin, T* out, i
   }
 }
 
-// The tables repeat each number, and the sine of the first dimension of a pair is negated. A vector has an even
-// number of lanes, so that both dimensions of a pair are in one vector.
+// Rotates pairs of adjacent dimensions. `cos` and `sin` have each number twice, and the sine for the first dimension of
+// a pair is negated. Both dimensions of a pair are in the same vector, because a vector has an even number of lanes.
 template <class T>
 INLINE void rotate_pairs(const T* x, const float* cos, const float* sin, T* out, int64_t heads, int64_t stride,
                          int64_t D, int64_t half) {
