@@ -18,12 +18,13 @@ from penstock.kernels.spans import ImageSpans
 
 _CACHE_TYPES = {**TYPES, torch.int8: 2}
 _ENCODER_BLOCK = 16
-"""Tokens per block of the keys and values that `encoder_attention` copies.
+"""Number of tokens per block of the keys and values that `encoder_attention` copies.
 
-Keys and values of sequences up to this length are read in place: ``MAX_SHORT`` in csrc/short_attention.inl.
+Keys and values of sequences up to this length are read in place. The value must be that of ``MAX_SHORT`` in
+csrc/short_attention.inl.
 """
 _BIAS_PADDING = 64
-"""Numbers before and after each row of a bias: the kernel reads the bias of a tile of keys as a whole."""
+"""Number of padding elements before and after each row of a bias, because the kernel reads whole tiles."""
 _MAX_HEAD = 1024
 """Largest head size. Sums of more integer products could overflow 32 bits (csrc/attention_tile.inl)."""
 
@@ -138,7 +139,7 @@ class CpuAttention(CpuExperts):
             )
         assert tables.dtype == row_offsets.dtype == lengths.dtype == torch.int32
         if sinks is not None:
-            sinks = self._hold(sinks.float().contiguous())
+            sinks = self._keep_alive(sinks.float().contiguous())
         if spans is None:
             return self._attend(
                 q,
@@ -265,9 +266,9 @@ class CpuAttention(CpuExperts):
         keys_ahead: int,
         bias: Tensor | None,  # [H, 2P - 1]
     ) -> Tensor:  # [T, H, D]
-        """Call the kernel.
+        """Call the kernel for attention over the paged cache.
 
-        A query sees up to ``keys_ahead`` keys after its position; 0 is causal attention.
+        A query sees up to ``keys_ahead`` keys after its position. With 0, attention is causal.
         """
         cache, tables = kv.cache, kv.block_tables
         _, num_blocks, kv_heads, block_size, dim = cache.shape

@@ -34,8 +34,8 @@ class CpuConvolution(CpuElementwise):
         assert taps.is_contiguous()
         bias = packed.bias
         out = self._empty((rows, packed.out_channels), x.dtype)
-        long = rows * packed.out_channels * packed.kernel_size > LONG
-        (self._kernels.long_depthwise_conv1d if long else self._kernels.depthwise_conv1d)(
+        is_long = rows * packed.out_channels * packed.kernel_size > LONG
+        (self._kernels.long_depthwise_conv1d if is_long else self._kernels.depthwise_conv1d)(
             kind,
             x.data_ptr(),
             taps.data_ptr(),

@@ -271,7 +271,7 @@ class _CapturingOps(CpuOps):
         self.captured: list[CapturedCall] = []
         self._operands: list[Tensor] = []
         self._destinations: list[Tensor] = []
-        self._free = scratch
+        self._scratch_memory = scratch
         super().__init__(capturing_kernels(ops.isa, self.captured))
         self._tables = ops._tables  # all compiled steps share the tables of experts
 
@@ -307,10 +307,10 @@ class _CapturingOps(CpuOps):
 
     def _scratch(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         num_bytes = prod(shape) * dtype.itemsize
-        if num_bytes > len(self._free):
-            raise UnrecordableStepError("an operation needs memory besides its results")
-        return self._free[:num_bytes].view(dtype).view(*shape)
+        if num_bytes > len(self._scratch_memory):
+            raise UnrecordableStepError("an operation needs more scratch memory than the plan has")
+        return self._scratch_memory[:num_bytes].view(dtype).view(*shape)
 
-    def _hold(self, tensor: Tensor) -> Tensor:
+    def _keep_alive(self, tensor: Tensor) -> Tensor:
         self._operands.append(tensor)
         return tensor
