@@ -1,6 +1,6 @@
 """Back end for NVIDIA GPUs: Triton programs, and products of cuBLAS through torch.
 
->>> ops = load()  # None without a GPU, or without triton
+>>> ops = load()  # None without a GPU or without triton
 """
 
 from __future__ import annotations

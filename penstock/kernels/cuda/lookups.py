@@ -1,7 +1,7 @@
-"""Rows that are named by indices. An index outside the tensor changes no other row and stops no program.
+"""Lookups and writes of rows by index. An index outside the tensor affects only its own row.
 
-torch's lookups assert on the device that an index is inside. A failed assertion ends the CUDA context of the
-process, and with it all requests.
+torch's lookups assert on the device that each index is inside the tensor. A failed assertion ends the CUDA
+context of the process, and with it all requests.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class LaunchedWork(Submitted[T], Generic[T]):
-    """Work whose operations are in the stream."""
+    """Work whose operations have been launched in the stream."""
 
     result: T
 

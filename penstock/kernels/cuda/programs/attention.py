@@ -1,14 +1,14 @@
-"""Attention over the paged cache: a tile of query heads per kv head, keys in order, online softmax.
+"""Attention over the paged cache with an online softmax. A program computes a tile of query heads.
 
 A tile has ROWS rows of a sequence, and for each row the GROUP query heads that share one kv head. Tiles of
-keys begin at multiples of KEYS from the start of the sequence. A key that a row does not see changes neither
-the row's maximum nor its sums. The bits of a row therefore depend neither on the other rows of its tile nor
-on the chunks of a prompt.
+keys begin at multiples of KEYS from the start of the sequence, and are processed in order. A key that a row
+does not see changes neither the row's maximum nor its sums. The bits of a row therefore depend neither on the
+other rows of its tile nor on the chunks of a prompt.
 
-Keys may be cut into splits. `attend` computes the splits of a tile one after the other, `attend_split`
-computes each in a separate program, and `splits.merge_splits` adds them up. Splits of SPLIT keys, at
-multiples of SPLIT, have the same bits in both ways. With a SPLIT of 0, `attend_split` divides the keys of a
-sequence evenly among its programs.
+The keys may be divided into splits. `attend` computes the splits of a tile one after the other.
+`attend_split` computes each split in a separate program, and `splits.merge_splits` merges them. If splits
+have SPLIT keys and begin at multiples of SPLIT, both ways give the same bits. With a SPLIT of 0,
+`attend_split` divides the keys of a sequence evenly among its programs.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import triton.language as tl
 
 from penstock.kernels.cuda.programs.dependent_launch import launch_next, wait_for_previous
 from penstock.kernels.cuda.programs.floats8 import e4m3_values
-from penstock.kernels.cuda.programs.splits import finish, first_key, merge, range_of_splits
-from penstock.kernels.cuda.programs.tiles import group_of_tile, tanh
+from penstock.kernels.cuda.programs.splits import finish, first_key, merge, split_range
+from penstock.kernels.cuda.programs.tiles import find_tile_group, tanh
 
 
 @triton.jit
@@ -43,17 +43,18 @@ def _tile(
     WIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Return the queries of this program's tile, and the range of keys that each sees, ``first:last``.
+    """Return the queries of this program's tile, and the range of keys ``first:last`` that each query sees.
 
-    Offsets and lengths are inputs of a step. They are read before the previous kernel has ended.
+    Row offsets and lengths are read before the previous kernel has ended, because they are inputs of the
+    step.
     """
-    sequence, row = group_of_tile(row_offsets, tl.program_id(0), num_sequences, ROWS)
+    sequence, row = find_tile_group(row_offsets, tl.program_id(0), num_sequences, ROWS)
     start = tl.load(row_offsets + sequence)
     stop = tl.load(row_offsets + sequence + 1)
-    members = tl.arange(0, M)
-    rows = row + members // GROUP
-    heads = tl.program_id(1) * GROUP + members % GROUP
-    is_row = (members < ROWS * GROUP) & (rows >= start) & (rows < stop)
+    indices = tl.arange(0, M)
+    rows = row + indices // GROUP
+    heads = tl.program_id(1) * GROUP + indices % GROUP
+    is_row = (indices < ROWS * GROUP) & (rows >= start) & (rows < stop)
     positions = tl.load(lengths + sequence) - (stop - rows)
     last = positions + 1
     if HAS_SPANS:
@@ -102,7 +103,7 @@ def _attend_keys(
     IS_E4M3: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ):
-    """Return the largest score, the sum of exponentials, and the weighted values of the keys begin:end."""
+    """Return the largest score, the sum of exponentials, and the weighted sum of values of keys begin:end."""
     top = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     out = tl.zeros([M, WIDTH], tl.float32)
@@ -191,7 +192,7 @@ def attend(
     WIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Attention of one tile. Grid: tiles, kv heads. SPLIT 0 takes all keys as one split."""
+    """Compute the attention of one tile. Grid: tiles, kv heads. With a SPLIT of 0 all keys are one split."""
     launch_next(PDL)
     sequence, rows, heads, is_row, queries, first, last, low, high = _tile(
         q, row_offsets, lengths, spans, num_sequences, window, q_row_stride, q_head_stride,
@@ -275,10 +276,10 @@ def attend_split(
     WIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One split of one tile, before the division. Grid: tiles, kv heads, splits.
+    """Compute one split of one tile, before the division by the sum. Grid: tiles, kv heads, splits.
 
     ``partial_out [splits, T, H, WIDTH]``, ``partial_top`` and ``partial_total [splits, T, H]`` are float32.
-    Splits that no row of the tile sees are not written.
+    Splits whose keys no row of the tile sees are not written.
     """
     launch_next(PDL)
     sequence, rows, heads, is_row, queries, first, last, low, high = _tile(
@@ -286,7 +287,7 @@ def attend_split(
         ROWS, GROUP, M, DIM, WIDTH, HAS_WINDOW, IS_CHUNKED, HAS_SPANS, WIDE, PDL,
     )  # fmt: skip
     split = tl.program_id(2)
-    base, size = range_of_splits(
+    base, size = split_range(
         sequence, row_offsets, lengths, window, tl.num_programs(2), KEYS, SPLIT, HAS_WINDOW, IS_CHUNKED
     )
     begin = tl.maximum(base + split * size, low // KEYS * KEYS)

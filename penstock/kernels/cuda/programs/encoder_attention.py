@@ -1,6 +1,7 @@
 """Attention within the sequences of a ragged batch, without a cache.
 
-A program computes ROWS rows of one query head. It reads the keys in tiles of KEYS, with an online softmax.
+A program computes ROWS rows of one query head. It reads the keys in tiles of KEYS keys, with an online
+softmax.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from penstock.kernels.cuda.programs.tiles import group_of_tile
+from penstock.kernels.cuda.programs.tiles import find_tile_group
 
 
 @triton.jit
@@ -42,7 +43,7 @@ def attend_ragged(
     HAS_BIAS: tl.constexpr,
 ):
     """Compute one tile: ROWS rows of a sequence for one query head. Grid: tiles, query heads."""
-    sequence, row = group_of_tile(row_offsets, tl.program_id(0), num_sequences, ROWS)
+    sequence, row = find_tile_group(row_offsets, tl.program_id(0), num_sequences, ROWS)
     head = tl.program_id(1)
     start = tl.load(row_offsets + sequence)
     stop = tl.load(row_offsets + sequence + 1)
@@ -68,24 +69,24 @@ def attend_ragged(
     keys += (head // GROUP) * key_head_stride
     values += (head // GROUP) * value_head_stride
     for key in range(begin, end, KEYS):
-        others = key + tl.arange(0, KEYS)
-        is_key = others < stop - start
-        at = (start + others).to(tl.int64)
+        key_positions = key + tl.arange(0, KEYS)
+        is_key = key_positions < stop - start
+        key_rows = (start + key_positions).to(tl.int64)
         key_tile = tl.load(
-            keys + at[None, :] * key_row_stride + dims[:, None],
+            keys + key_rows[None, :] * key_row_stride + dims[:, None],
             mask=is_key[None, :] & is_dim[:, None],
             other=0.0,
         )
         scores = tl.dot(queries, key_tile, input_precision="ieee") * scale
-        distance = others[None, :] - positions[:, None]
+        distance = key_positions[None, :] - positions[:, None]
         is_seen = is_key[None, :] & is_row[:, None]
         if HAS_WINDOW:
             is_seen = is_seen & (tl.abs(distance) <= window)
         if IS_CAUSAL:
             is_seen = is_seen & (distance <= 0)
         if HAS_BIAS:
-            at_bias = bias + head * bias_head_stride + bias_centre + distance
-            scores = scores + tl.load(at_bias, mask=is_seen, other=0.0).to(tl.float32)
+            bias_pointers = bias + head * bias_head_stride + bias_centre + distance
+            scores = scores + tl.load(bias_pointers, mask=is_seen, other=0.0).to(tl.float32)
         scores = tl.where(is_seen, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -93,7 +94,7 @@ def attend_ragged(
         factor = tl.exp(top - base)
         total = total * factor + tl.sum(weights, 1)
         value_tile = tl.load(
-            values + at[:, None] * value_row_stride + dims[None, :],
+            values + key_rows[:, None] * value_row_stride + dims[None, :],
             mask=is_key[:, None] & is_dim[None, :],
             other=0.0,
         )

@@ -1,4 +1,4 @@
-"""Reads and writes rows that are named by an index. An index outside the tensor touches no memory."""
+"""Reads and writes rows by index. For an index outside the tensor, no memory of the tensor is accessed."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ import triton.language as tl
 
 @triton.jit
 def _index_of(indices, row, columns):
-    """Return the index of a row, once for each column: masks are tensors."""
+    """Return the index of a row, repeated for each column, because masks must be tensors."""
     return tl.load(indices + row).to(tl.int64) + columns.to(tl.int64) * 0
 
 
 @triton.jit
 def _row_or_fill(x, index, num_rows, row_stride, columns, is_column, IS_FLOAT: tl.constexpr):
-    """Return columns of one row; NaN, or 0 for integers, if the row is outside."""
+    """Return columns of one row of ``x``.
+
+    For a row outside ``x``, returns NaN, or 0 if ``x`` has integers.
+    """
     is_inside = (index >= 0) & (index < num_rows)
-    at = tl.where(is_inside, index, 0) * row_stride + columns
-    values = tl.load(x + at, mask=is_column & is_inside, other=0)
+    offsets = tl.where(is_inside, index, 0) * row_stride + columns
+    values = tl.load(x + offsets, mask=is_column & is_inside, other=0)
     if IS_FLOAT:
         values = tl.where(is_inside, values.to(tl.float32), float("nan")).to(x.dtype.element_ty)
     return values
@@ -40,7 +43,7 @@ def take_rows(
 def take_row_pairs(
     outs, x, y, indices, num_rows, x_stride, y_stride, num_indices, width, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """Copy one row of ``x`` or ``y``, which are floats, to ``outs [2, num_indices, width]``.
+    """Copy one row of ``x`` to ``outs[0]`` or of ``y`` to ``outs[1]``. Both have floats.
 
     Grid: indices, tiles of WIDTH columns, the two tensors.
     """

@@ -11,7 +11,10 @@ from penstock.kernels.cuda.programs.tiles import round_half_even
 
 @triton.jit
 def _larger_target(values, largest, target, fits, max_extras, MULTIPLE: tl.constexpr):
-    """Return the target and whether it fits, after trying MULTIPLE times 127."""
+    """Return 127 * MULTIPLE as the new target if it needs at most ``max_extras`` extras, else the old target.
+
+    Also returns whether it does, and all smaller candidates did (``fits``).
+    """
     candidate = 127.0 * MULTIPLE
     integers = tl.abs(round_half_even(values * tl.div_rn(candidate, largest))).to(tl.int32)
     extras = tl.sum(tl.maximum(integers - 1, 0) // 127, 0)
@@ -34,8 +37,8 @@ def quantize_rows(
 ):
     """Quantise one row. Grid: rows.
 
-    ``out [2, T, in]`` int8: an integer is ``out[0] + 16 * out[1]``. ``wide [T]`` int32 is 1 for rows with
-    integers beyond -127..127; other rows have zeros in ``out[1]``.
+    An integer is stored in two bytes of ``out [2, T, in]`` int8, as ``out[0] + 16 * out[1]``. ``wide [T]``
+    int32 is 1 for rows with integers beyond -127..127. Other rows have zeros in ``out[1]``.
     """
     launch_next_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)

@@ -1,4 +1,4 @@
-"""Splits of the keys of a sequence: their ranges, and the sum of their attention."""
+"""Splits of the keys of a sequence: their ranges, and merging their attention."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def first_key(positions, window, IS_CHUNKED: tl.constexpr):
 
 
 @triton.jit
-def range_of_splits(
+def split_range(
     sequence,
     row_offsets,
     lengths,
@@ -29,9 +29,9 @@ def range_of_splits(
     HAS_WINDOW: tl.constexpr,
     IS_CHUNKED: tl.constexpr,
 ):
-    """Return the first key of the splits of a sequence, and the number of keys of a split.
+    """Return the first key of the first split of a sequence, and the number of keys per split.
 
-    With a SPLIT of 0 the keys that the rows of the sequence see are divided evenly, in tiles of KEYS.
+    With a SPLIT of 0, the keys that the rows of the sequence see are divided evenly, in tiles of KEYS keys.
     """
     base = sequence * 0
     size = base + SPLIT
@@ -47,9 +47,9 @@ def range_of_splits(
 
 @triton.jit
 def merge(top, total, out, other_top, other_total, other_out):
-    """Merge the sums of two splits; the second split has the later keys.
+    """Return the merged sums of two splits. ``other_...`` are those of the split with the later keys.
 
-    Written with `fma`, so that the compiler rounds it equally in all programs.
+    `fma` is called explicitly, so that all programs round in the same way.
     """
     new_top = tl.maximum(top, other_top)
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -63,7 +63,7 @@ def merge(top, total, out, other_top, other_total, other_out):
 
 @triton.jit
 def finish(top, total, out, sinks, heads, is_row, HAS_SINKS: tl.constexpr):
-    """Return the attention: the weighted values divided by the sum of exponentials, sinks included."""
+    """Return the attention: the weighted sum of values, divided by the sum of exponentials and sinks."""
     if HAS_SINKS:
         sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32)
         new_top = tl.maximum(top, sink)
@@ -100,10 +100,10 @@ def merge_splits(
     HAS_SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Add up the splits of one row. Grid: rows, groups of HEADS heads.
+    """Merge the splits of one row. Grid: rows, groups of HEADS heads.
 
-    Splits of SPLIT keys are added in order, as `attend` adds them. With a SPLIT of 0 there are at most SPLITS
-    splits and HEADS is 1.
+    Splits of SPLIT keys are merged in order, as `attend` does. With a SPLIT of 0 there are at most SPLITS
+    splits, and HEADS is 1.
     """
     launch_next(PDL)
     row = tl.program_id(0)
@@ -121,7 +121,7 @@ def merge_splits(
     first = position * 0
     if HAS_WINDOW:
         first = first_key(position, window, IS_CHUNKED)
-    base, size = range_of_splits(
+    base, size = split_range(
         low_sequence, row_offsets, lengths, window, SPLITS, KEYS, SPLIT, HAS_WINDOW, IS_CHUNKED
     )
     begin = (first - base) // size

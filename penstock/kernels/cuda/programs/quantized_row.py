@@ -1,4 +1,4 @@
-"""The product of a single row with a weight of codes; `codes` describes the formats."""
+"""The product of a single row with a weight that is stored as codes. `codes` describes the formats."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.kernels.cuda.programs.dependent_launch import launch_next, wait_fo
 
 
 @triton.jit
-def _half_of_row(
+def _sum_inputs(
     codes,
     inputs,
     first_inputs,
@@ -24,7 +24,10 @@ def _half_of_row(
     SUB: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
-    """Return the sums ``[N]`` over the inputs of ``codes [N, BYTES]``; SUB of them share a scale."""
+    """Return the sums ``[N]`` of the products of ``codes [N, BYTES]`` with their inputs.
+
+    Every SUB inputs share a scale. ``first_inputs [BYTES // SUB]`` has the first input of each such group.
+    """
     values = tl.load(x + inputs, mask=inputs < sizes.in_features, other=0.0).to(tl.float32)
     products = decode_numbers(codes, tensors.table, FORMAT.NUMBERS, FORMAT.OFFSET) * values[None, :]
     sums = tl.sum(tl.reshape(products, [N, BYTES // SUB, SUB]), 2)
@@ -51,7 +54,7 @@ def _half_of_row(
 
 
 @triton.jit
-def multiply_row_of_codes(
+def multiply_quantized_row(
     out,
     x,
     weight,
@@ -83,9 +86,9 @@ def multiply_row_of_codes(
     HAS_ROW_SCALES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """N outputs of the product of one row with a weight. Grid: tiles of outputs.
+    """Compute N outputs of the product of one row with a weight. Grid: tiles of outputs.
 
-    The first BYTES bytes of each output are read before the previous kernel has ended.
+    The first BYTES bytes of each output's weights are read before the previous kernel has ended.
     """
     launch_next(PDL)
     SUB: tl.constexpr = 16 if SCALED == 16 else 32
@@ -110,15 +113,15 @@ def multiply_row_of_codes(
         if IS_NIBBLES:
             inputs = (begin + columns) // 32 * 64 + columns % 32
             first_inputs = (begin + subs) // 32 * 64 + subs % 32
-            total += _half_of_row(
+            total += _sum_inputs(
                 codes & 15, inputs, first_inputs, x, tensors, outputs, is_output, sizes, N, BYTES, SUB, FORMAT
             )
-            total += _half_of_row(
+            total += _sum_inputs(
                 codes >> 4, inputs + 32, first_inputs + 32, x, tensors, outputs, is_output, sizes, N, BYTES,
                 SUB, FORMAT,
             )  # fmt: skip
         else:
-            total += _half_of_row(
+            total += _sum_inputs(
                 codes, begin + columns, begin + subs, x, tensors, outputs, is_output, sizes, N, BYTES, SUB,
                 FORMAT,
             )  # fmt: skip
