@@ -46,8 +46,9 @@ _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 
 def open_packed(key: PackedKey, layout: Layout) -> PackedLayerReader | None:
-    """Open the file of packed weights of a checkpoint; None if there is no file for this checkpoint and
-    layout.
+    """Open the file of packed weights of a checkpoint.
+
+    Returns None if there is no file for this checkpoint and layout.
     """
     file = key.file
     if not file.is_file():

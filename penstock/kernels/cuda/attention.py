@@ -187,8 +187,10 @@ class CudaAttention(ReferenceOps):
 
 
 def cache_for_programs(cache: Tensor) -> tuple[Tensor, bool]:
-    """Return a cache as programs read it, and whether its elements are 8-bit floats, which are read as
-    uint8."""
+    """Return a cache as programs read it, and whether it stores 8-bit floats.
+
+    Programs read 8-bit floats as uint8.
+    """
     is_e4m3 = cache.dtype == torch.float8_e4m3fn
     return cache.view(torch.uint8) if is_e4m3 else cache, is_e4m3
 

@@ -9,8 +9,7 @@ from functools import cache
 
 
 def is_interpreted() -> bool:
-    """Return whether ``TRITON_INTERPRET=1`` is set: programs then run on CPU tensors in Triton's
-    interpreter."""
+    """Return whether programs run on CPU tensors in Triton's interpreter (``TRITON_INTERPRET=1``)."""
     return os.environ.get("TRITON_INTERPRET") == "1" and _has_triton()
 
 

@@ -94,8 +94,7 @@ class LinearEncoding(ABC):
         return self.name
 
     def on_device(self, device_type: str) -> str:
-        """Return the name of the encoding to use on a device type; another one if this one is not
-        supported."""
+        """Return the name of the encoding to use on a device type: this one if the device supports it."""
         return self.name
 
     @abstractmethod

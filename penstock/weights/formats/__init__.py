@@ -69,8 +69,9 @@ class CheckpointFormat(ABC):
         """
 
     def policy(self, config: Mapping[str, object]) -> LayerPolicy | None:
-        """Return a function that gives the encoding of each layer; None (the default) if all are plain
-        floats.
+        """Return a function that gives the stored encoding of each layer.
+
+        The default is None: all layers are plain floats.
         """
         return None
 
@@ -109,10 +110,9 @@ class CheckpointFormat(ABC):
     def read_linear(
         self, source: TensorReader, header: TensorHeader
     ) -> tuple[str | None, Mapping[str, Tensor]]:
-        """Return the encoding of a weight ``[out, in]``, and the tensors that `LinearEncoding.pack` would
-        return.
+        """Return the encoding of a weight ``[out, in]`` and its tensors, in the form of `LinearEncoding.pack`.
 
-        The encoding is ``header.encoding``. It is None if the only tensor is ``weight`` in floats. All
+        The encoding is ``header.encoding``. If it is None, the only tensor is ``weight`` in floats. All
         tensors have one row per output, so that layers with the same input can be concatenated. The inputs of
         a quantized weight are in the order of ``header.order``.
         """
@@ -193,8 +193,9 @@ FORMATS = FormatRegistry()
 
 
 def restore_input_order(weight: Tensor, order: bytes) -> Tensor:
-    """Return a weight ``[out, in]`` with its inputs reordered from `QuantizedHeader.order` to the original
-    order.
+    """Return a weight ``[out, in]`` with its inputs in the original order.
+
+    The given weight has its inputs in the order of `QuantizedHeader.order`.
     """
     import torch
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from penstock.errors import ConfigError, WeightsError
 from penstock.weights.formats import Headers, TensorReader, quant_method, quantization_section
-from penstock.weights.formats._codes import MAX_BITS, exact_encoding, read_codes, sorted_encoding
+from penstock.weights.formats._codes import MAX_BITS, exact_encoding, find_input_order, read_codes
 from penstock.weights.formats._fp4 import read_fp4, take_fp4_layers
 from penstock.weights.formats._fp8 import block_size, read_fp8, take_fp8_layers
 from penstock.weights.formats._stored import (
@@ -96,8 +96,8 @@ def _refuse_transforms(section: Mapping[str, object]) -> None:
 def _weight_options(groups: list[Mapping[str, object]], layer: str) -> Mapping[str, object]:
     """Return the settings of a layer's weight from its group.
 
-    A target that is a layer name has precedence over a regular expression, and both over the class
-    ``Linear``.
+    If several groups have a target for the layer, a target that is the layer's name has precedence over a
+    regular expression. A regular expression has precedence over the class ``Linear``.
     """
 
     def precedence(target: str) -> int:
@@ -144,7 +144,7 @@ def _take_packed(tensors: StoredTensors, layer: str, weights: Mapping[str, objec
     encoding, order = exact_encoding(bits, group_size, inputs), b""
     input_groups = tensors.peek(layer, "weight_g_idx")
     if input_groups is not None and input_groups.shape == (inputs,):
-        encoding, order = sorted_encoding(encoding, tensors, layer, "weight_g_idx", group_size, groups)
+        encoding, order = find_input_order(encoding, tensors, layer, "weight_g_idx", group_size, groups)
     parts = {
         "packed": tensors.take(layer, "weight_packed", ("I32",)),
         "scale": tensors.take(layer, "weight_scale", FLOATS),

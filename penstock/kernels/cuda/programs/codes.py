@@ -85,8 +85,7 @@ def load_scales(
     SCALES: tl.constexpr,
     PER_FACTOR: tl.constexpr,
 ):
-    """Return the scales of ``groups`` of ``outputs`` in float32, multiplied by their factors if there are
-    any."""
+    """Return the scales of ``groups`` of ``outputs`` in float32, multiplied by their factors, if any."""
     stored = tl.load(scales + outputs * num_groups + groups, mask=mask, other=0)
     if SCALES == "e8m0":
         bits = stored.to(tl.int32) << 23

@@ -28,8 +28,7 @@ def _make_thresholds(low, high):
 
 @triton.jit
 def _narrow_range(thresholds, amounts, target_amount, low, high, amount_above):
-    """Narrow the range of a threshold: the smallest one above which the tokens have less than a target
-    amount.
+    """Narrow the range of the smallest threshold above which tokens have less than a target amount.
 
     Args:
         thresholds: ascending numbers between ``low`` and ``high``.
