@@ -173,7 +173,7 @@ class GraphCache:
     @property
     def num_bytes(self) -> int:
         """Bytes of memory that the graphs hold."""
-        return _bytes_of(self._graphs.values())
+        return _count_bytes(self._graphs.values())
 
     def run(self, key: Hashable, inputs: Mapping[str, Tensor], step: Step) -> tuple[Tensor, ...] | None:
         """Return the results of a step, or None if the caller must run it eagerly.
@@ -239,7 +239,7 @@ class GraphCache:
         except UnrecordableStepError as error:
             self._reason = self._seen[key] = str(error)
             return None  # the caller runs the step eagerly, which overwrites the same keys and values
-        size, limit = _bytes_of([graph]), self._max_bytes
+        size, limit = _count_bytes([graph]), self._max_bytes
         if limit is not None and size > limit:
             self._reason = self._seen[key] = f"a graph of {size:,} bytes exceeds the limit of {limit:,} bytes"
             return results
@@ -250,7 +250,7 @@ class GraphCache:
         return results
 
 
-def _bytes_of(graphs: Iterable[Graph]) -> int:
+def _count_bytes(graphs: Iterable[Graph]) -> int:
     """Return the total bytes of memory of graphs. Tensors that they share count once."""
     tensors = (tensor for graph in graphs for tensor in graph.memory)
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())

@@ -114,20 +114,20 @@ class LoRAInputs:
         rows = self.rows.cpu().numpy()
         order = np.argsort(rows, kind="stable")[(rows < 0).sum() :]
         adapters, counts = np.unique(rows[order], return_counts=True)
-        own = torch.from_numpy(order).to(self.rows.device).split_with_sizes(counts.tolist())
-        return tuple(zip(adapters.tolist(), own, strict=True))
+        row_groups = torch.from_numpy(order).to(self.rows.device).split_with_sizes(counts.tolist())
+        return tuple(zip(adapters.tolist(), row_groups, strict=True))
 
     def take(self, rows: Tensor) -> LoRAInputs:
         """Return the adapters for a selection of rows, ``rows [R]`` int64."""
         return replace(self, rows=self.rows[rows])
 
     def for_slices(self, names: Iterable[str]) -> LoRAInputs | None:
-        """Return the adapters with the matrices of these slices only; None if they have none."""
-        own = [name for name in names if name in self.matrices]
-        if not own:
+        """Return the adapters with only the matrices of these slices; None if no slice has matrices."""
+        adapted_names = [name for name in names if name in self.matrices]
+        if not adapted_names:
             return None
-        ranks = {name: self.ranks[name] for name in own if name in self.ranks}
-        return LoRAInputs(self.rows, {name: self.matrices[name] for name in own}, ranks)
+        ranks = {name: self.ranks[name] for name in adapted_names if name in self.ranks}
+        return LoRAInputs(self.rows, {name: self.matrices[name] for name in adapted_names}, ranks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,11 +35,11 @@ class Layout:
     """Returns the tensors of a weight in this layout as `LinearEncoding.pack` defines them."""
 
 
-def _tensors_of(packed: PackedLinear) -> Mapping[str, Tensor]:
+def _get_tensors(packed: PackedLinear) -> Mapping[str, Tensor]:
     return packed.tensors
 
 
-ROWS = Layout("rows", _tensors_of)
+ROWS = Layout("rows", _get_tensors)
 """The tensors that `LinearEncoding.pack` returns."""
 
 

@@ -94,10 +94,10 @@ _MARK = "_penstock_operation"
 @cache
 def collect_operations(cls: type) -> Mapping[str, Operation]:
     """Return the operations of a class by name, in the order of their definition, base classes first."""
-    found: dict[str, Operation] = {}
+    operations: dict[str, Operation] = {}
     for base in reversed(cls.__mro__):
         for value in vars(base).values():
             row = getattr(value, _MARK, None)
             if isinstance(row, Operation):
-                found[row.name] = row
-    return found
+                operations[row.name] = row
+    return operations

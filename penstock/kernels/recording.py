@@ -241,7 +241,7 @@ def _allocate_arena(
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for time, operation in enumerate(records):
-        for ref in (*_refs_of(operation.arguments), *operation.results):
+        for ref in (*_find_refs(operation.arguments), *operation.results):
             if ref.kind == "arena":
                 first.setdefault(ref.index, time)
                 last[ref.index] = time
@@ -269,11 +269,11 @@ def _ref(location: tuple[str, int], tensor: Tensor) -> TensorRef:
     return TensorRef(*location, shape, tensor.stride(), offset, tensor.dtype)
 
 
-def _refs_of(value: object) -> list[TensorRef]:
+def _find_refs(value: object) -> list[TensorRef]:
     """Return all references in an argument."""
-    found: list[TensorRef] = []
-    _map(value, TensorRef, found.append)
-    return found
+    refs: list[TensorRef] = []
+    _map(value, TensorRef, refs.append)
+    return refs
 
 
 def result_tensors(results: Results) -> tuple[Tensor, ...]:

@@ -134,9 +134,9 @@ class CudaAttention(ReferenceOps):
             return _SPLIT, divide_up(max_keys, _SPLIT) if has_few_tiles else 1
         if not has_few_tiles or num_tiles == 0 or max_keys <= keys:
             return 0, 1
-        wanted = power_of_two(divide_up(_PROGRAMS * num_processors(device), num_tiles))
-        possible = power_of_two(divide_up(max_keys, _MIN_TILES * keys))
-        return 0, min(wanted, _MAX_SPLITS, possible)
+        target = power_of_two(divide_up(_PROGRAMS * num_processors(device), num_tiles))
+        max_splits = power_of_two(divide_up(max_keys, _MIN_TILES * keys))
+        return 0, min(target, _MAX_SPLITS, max_splits)
 
     def _tile(self, num_rows: int, num_sequences: int, group: int, is_wide: bool) -> int:
         """Return the number of query heads of a tile.

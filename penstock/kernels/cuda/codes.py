@@ -118,9 +118,9 @@ def _splits(num_tiles: int, num_bytes: int, device: torch.device) -> int:
 
     If there are few tiles of outputs, splits fill the device.
     """
-    wanted = 2 * num_processors(device) // max(num_tiles, 1)
-    possible = num_bytes // (_MIN_STEPS * _TILE_BYTES)
-    return max(1, min(power_of_two(wanted), power_of_two(possible), _MAX_SPLITS))
+    target = 2 * num_processors(device) // max(num_tiles, 1)
+    max_splits = num_bytes // (_MIN_STEPS * _TILE_BYTES)
+    return max(1, min(power_of_two(target), power_of_two(max_splits), _MAX_SPLITS))
 
 
 def decode(weights: WeightTables, dtype: torch.dtype) -> Tensor:
@@ -157,8 +157,8 @@ def _tensors(weights: WeightTables) -> list[Tensor]:
 
     Missing tensors are replaced by placeholders.
     """
-    named = weights.arguments(*_names(weights.kind))[::2]
-    return [named[0], _table(weights), *named[1:]]
+    tensors = weights.arguments(*_names(weights.kind))[::2]
+    return [tensors[0], _table(weights), *tensors[1:]]
 
 
 def _names(encoding: LinearEncoding) -> tuple[str, ...]:

@@ -77,15 +77,17 @@ class CudaLinear(CudaRows):
 
     def _add_lora(self, y: Tensor, x: Tensor, packed: PackedLinear, lora: LoRAInputs) -> Tensor:
         """Add the product of each row's adapter. The rows are sorted by adapter on the device."""
-        own = [part for part in packed.slices if part.name in lora.matrices]
-        if not own:
+        adapted_slices = [part for part in packed.slices if part.name in lora.matrices]
+        if not adapted_slices:
             return y
         fits = x.dtype in FLOATS and has_rows(x, y)
-        if not fits or any(matrix.dtype not in FLOATS for part in own for matrix in lora.matrices[part.name]):
+        if not fits or any(
+            matrix.dtype not in FLOATS for part in adapted_slices for matrix in lora.matrices[part.name]
+        ):
             return super()._add_lora(y, x, packed, lora)
-        count = lora.matrices[own[0].name][0].shape[0]
+        count = lora.matrices[adapted_slices[0].name][0].shape[0]
         groups = Groups.of(lora.rows, count)
-        for part in own:
+        for part in adapted_slices:
             down, up = lora.matrices[part.name]  # [n, R, in], [n, out, R]
             ranks = lora.ranks.get(part.name)
             ranks = ranks if ranks is None else ranks.to(x.device, non_blocking=True)

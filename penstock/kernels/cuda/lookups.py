@@ -31,7 +31,7 @@ class CudaLookups(CudaAttention):
         width = flat.shape[1]
         out = torch.empty((len(rows), *x.shape[1:]), dtype=x.dtype, device=x.device)
         launch(
-            programs.take_rows, (len(rows), divide_up(width, _COLUMNS)), out, flat, _on_device_of(x, rows),
+            programs.take_rows, (len(rows), divide_up(width, _COLUMNS)), out, flat, _move_indices(x, rows),
             len(x), row_stride(flat), width, WIDTH=_tile(width), IS_FLOAT=x.dtype in FLOATS,
         )  # fmt: skip
         return out
@@ -43,7 +43,7 @@ class CudaLookups(CudaAttention):
         flat = _matrix(values)
         width = flat.shape[1]
         launch(
-            programs.put_rows, (len(rows), divide_up(width, _COLUMNS)), out, flat, _on_device_of(x, rows),
+            programs.put_rows, (len(rows), divide_up(width, _COLUMNS)), out, flat, _move_indices(x, rows),
             len(x), row_stride(flat), width, WIDTH=_tile(width),
         )  # fmt: skip
         return out
@@ -55,7 +55,7 @@ class CudaLookups(CudaAttention):
         outs = torch.empty((2, len(positions), width), dtype=cos.dtype, device=cos.device)
         launch(
             programs.take_row_pairs, (len(positions), divide_up(width, _COLUMNS), 2), outs, cos, sin,
-            _on_device_of(cos, positions), len(cos), row_stride(cos), row_stride(sin), len(positions), width,
+            _move_indices(cos, positions), len(cos), row_stride(cos), row_stride(sin), len(positions), width,
             WIDTH=_tile(width),
         )  # fmt: skip
         return outs[0], outs[1]
@@ -67,7 +67,7 @@ def _matrix(x: Tensor) -> Tensor:
     return flat if has_rows(flat) else flat.contiguous()
 
 
-def _on_device_of(x: Tensor, indices: Tensor) -> Tensor:
+def _move_indices(x: Tensor, indices: Tensor) -> Tensor:
     return indices.to(x.device).contiguous()
 
 

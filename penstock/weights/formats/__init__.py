@@ -110,7 +110,7 @@ class CheckpointFormat(ABC):
     def read_linear(
         self, source: TensorReader, header: TensorHeader
     ) -> tuple[str | None, Mapping[str, Tensor]]:
-        """Return the encoding of a weight ``[out, in]`` and its tensors, in the form of `LinearEncoding.pack`.
+        """Return the encoding of a weight ``[out, in]``, and its tensors as in `LinearEncoding.pack`.
 
         The encoding is ``header.encoding``. If it is None, the only tensor is ``weight`` in floats. All
         tensors have one row per output, so that layers with the same input can be concatenated. The inputs of

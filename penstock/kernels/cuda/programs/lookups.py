@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _index_of(indices, row, columns):
+def _load_index(indices, row, columns):
     """Return the index of a row, repeated for each column, because masks must be tensors."""
     return tl.load(indices + row).to(tl.int64) + columns.to(tl.int64) * 0
 
@@ -34,7 +34,7 @@ def take_rows(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     is_column = columns < width
-    index = _index_of(indices, row, columns)
+    index = _load_index(indices, row, columns)
     values = _row_or_fill(x, index, num_rows, row_stride, columns, is_column, IS_FLOAT)
     tl.store(out + row * width + columns, values, mask=is_column)
 
@@ -50,7 +50,7 @@ def take_row_pairs(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     is_column = columns < width
-    index = _index_of(indices, row, columns)
+    index = _load_index(indices, row, columns)
     if tl.program_id(2) == 0:
         values = _row_or_fill(x, index, num_rows, x_stride, columns, is_column, True)
         tl.store(outs + row * width + columns, values, mask=is_column)
@@ -67,7 +67,7 @@ def put_rows(out, values, indices, num_rows, row_stride, width, WIDTH: tl.conste
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    index = _index_of(indices, row, columns)
+    index = _load_index(indices, row, columns)
     mask = (columns < width) & (index >= 0) & (index < num_rows)
     numbers = tl.load(values + row * row_stride + columns, mask=mask, other=0)
     tl.store(out + index * width + columns, numbers.to(out.dtype.element_ty), mask=mask)
