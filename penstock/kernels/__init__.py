@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from penstock.kernels.backend import BACKENDS, Backend, BackendRegistry, DefaultSizes
     from penstock.kernels.convolution import PackedConv1d, PackedConvTranspose1d
     from penstock.kernels.device_memory import DeviceMemory
-    from penstock.kernels.device_queue import DeviceQueue, Fetched, Submitted, upload, uploaded_together
+    from penstock.kernels.device_queue import DeviceQueue, HostCopy, SubmittedWork, upload, uploaded_together
     from penstock.kernels.encodings import ENCODINGS, LayerRole, LinearEncoding, encoding_named
     from penstock.kernels.experts import ClampedSwiGLU, PackedExperts
     from penstock.kernels.graph import Graph, GraphCache, GraphCompiler
@@ -45,11 +45,11 @@ __all__ = [
     "DefaultSizes",
     "DeviceMemory",
     "DeviceQueue",
-    "Fetched",
     "Gating",
     "Graph",
     "GraphCache",
     "GraphCompiler",
+    "HostCopy",
     "ImageSpans",
     "KVCacheInputs",
     "KVGroupInputs",
@@ -69,7 +69,7 @@ __all__ = [
     "ScoreRouting",
     "SparseMixer",
     "StepInputs",
-    "Submitted",
+    "SubmittedWork",
     "encoding_named",
     "pack_linear",
     "unpack_linear",
@@ -82,7 +82,13 @@ _HOMES = {
     "penstock.kernels.backend": ("BACKENDS", "Backend", "BackendRegistry", "DefaultSizes"),
     "penstock.kernels.convolution": ("PackedConv1d", "PackedConvTranspose1d"),
     "penstock.kernels.device_memory": ("DeviceMemory",),
-    "penstock.kernels.device_queue": ("DeviceQueue", "Fetched", "Submitted", "upload", "uploaded_together"),
+    "penstock.kernels.device_queue": (
+        "DeviceQueue",
+        "HostCopy",
+        "SubmittedWork",
+        "upload",
+        "uploaded_together",
+    ),
     "penstock.kernels.encodings": ("ENCODINGS", "LayerRole", "LinearEncoding", "encoding_named"),
     "penstock.kernels.experts": ("ClampedSwiGLU", "PackedExperts"),
     "penstock.kernels.graph": ("Graph", "GraphCache", "GraphCompiler"),

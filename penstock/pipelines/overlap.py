@@ -24,7 +24,7 @@ from torch import Tensor
 
 from penstock.architectures.model import ModelInputs, ModelOutputs, PipelineModel
 from penstock.host.heartbeat import beat
-from penstock.kernels import DeviceQueue, Fetched, Submitted, upload
+from penstock.kernels import DeviceQueue, HostCopy, SubmittedWork, upload
 from penstock.pipelines.core import TextContext, TextGenerationResponse
 from penstock.pipelines.logit_rows import LogitRows, last_rows
 from penstock.pipelines.runner import LaunchHandle, ModelRunner, SampledTokens
@@ -59,14 +59,14 @@ class OverlappedStep:
     batch: Mapping[str, TextContext]
     windows: list[_Window]  # [B]
     rows: LogitRows
-    forward: Submitted[_Forward]
+    forward: SubmittedWork[_Forward]
     begin: float
     """Time of the launch in seconds."""
     kept_rows: list[int] = field(default_factory=list)
     """The rows that were sampled, ascending."""
-    sampled_tokens: Submitted[Tensor] | None = None  # [len(kept_rows)] int64
+    sampled_tokens: SubmittedWork[Tensor] | None = None  # [len(kept_rows)] int64
     """The tokens on the device; None before `OverlappedSteps.sample`."""
-    host_tokens: Fetched | None = None
+    host_tokens: HostCopy | None = None
     """The copy of the tokens to the host, which may still be running."""
     pending_tokens: dict[str, int] = field(default_factory=dict)
     """Request id -> index in ``sampled_tokens`` of the last token of its context, after ``advance``."""
@@ -120,7 +120,7 @@ class OverlappedSteps:
         self._check(contexts)
         drafts: list[list[int]] = [[] for _ in contexts]
         rows = LogitRows.of(contexts, drafts)
-        previous_tokens: Submitted[Tensor] | None = None
+        previous_tokens: SubmittedWork[Tensor] | None = None
         sources: list[int] = []
         token_positions: list[int] = []
         if after is not None:

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.cuda.ops import CudaOps
-from penstock.kernels.device_queue import DeviceQueue, Fetched, Submitted
+from penstock.kernels.device_queue import DeviceQueue, HostCopy, SubmittedWork
 from penstock.kernels.ops import Ops
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchedWork(Submitted[T], Generic[T]):
+class LaunchedWork(SubmittedWork[T], Generic[T]):
     """Work whose operations have been launched in the stream."""
 
     result: T
@@ -29,7 +29,7 @@ class LaunchedWork(Submitted[T], Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class PinnedCopy(Fetched):
+class PinnedCopy(HostCopy):
     """A copy to pinned memory, complete when its event has occurred."""
 
     host: Tensor
@@ -57,7 +57,7 @@ class CudaQueue(DeviceQueue):
     def submit(self, work: Callable[[], T]) -> LaunchedWork[T]:
         return LaunchedWork(work())
 
-    def fetch(self, result: Submitted[Tensor]) -> PinnedCopy:
+    def fetch(self, result: SubmittedWork[Tensor]) -> PinnedCopy:
         cuda, tensor = self._cuda, result.value
         if self._side is None:
             self._side = cuda.Stream(tensor.device)
