@@ -100,14 +100,14 @@ class CudaAttention(ReferenceOps):
             return out
         width = sizes["WIDTH"]
         sums = torch.empty((splits, num_rows, heads, width), dtype=torch.float32, device=q.device)
-        tops = torch.empty((2, splits, num_rows, heads), dtype=torch.float32, device=q.device)
+        max_scores, sums_exp = torch.empty((2, splits, num_rows, heads), dtype=torch.float32, device=q.device)
         launch(
-            programs.attend_split, (*grid, splits), sums, tops[0], tops[1], *sources, num_sequences,
+            programs.attend_split, (*grid, splits), sums, max_scores, sums_exp, *sources, num_sequences,
             num_rows, heads, window, scale, cap, *q_strides, *strides, is_dependent=True, **sizes,
         )  # fmt: skip
         num_heads = min(power_of_two(heads), 4) if split else 1
         launch(
-            merge_splits, (num_rows, divide_up(heads, num_heads)), out, sums, tops[0], tops[1],
+            merge_splits, (num_rows, divide_up(heads, num_heads)), out, sums, max_scores, sums_exp,
             row_offsets, lengths, bounds, sinks_or_placeholder, num_sequences, num_rows, heads, window,
             *out.stride()[:2], DIM=dim, WIDTH=width, HEADS=num_heads,
             KEYS=constants["KEYS"], SPLITS=splits, SPLIT=split, HAS_WINDOW=sizes["HAS_WINDOW"],
@@ -204,6 +204,6 @@ def _tile_constants(tile: int, group: int, dim: int, is_wide: bool) -> dict[str,
         "KEYS": 64 if dim <= _MAX_WIDE_TILE_DIM and not is_wide else 32,
         "DIM": dim,
         "WIDTH": power_of_two(dim, 16),
-        "WIDE": is_wide,
+        "TO_FLOAT32": is_wide,
         "num_warps": 4 if tile <= _LARGE_TILE else 8,
     }

@@ -52,10 +52,10 @@ class _Format(TypedDict):
     NUMBERS: str
     OFFSET: int
     SCALES: str
-    SCALED: int
-    PER_FACTOR: int
+    INPUTS_PER_SCALE: int
+    SCALES_PER_FACTOR: int
     MINIMA: str
-    PER_MIN_FACTOR: int
+    MINIMA_PER_FACTOR: int
     HAS_ROW_SCALES: bool
 
 
@@ -101,7 +101,7 @@ def multiply_codes(
         packed.out_features,
         packed.in_features, row_stride(x), *_sizes(packed), M=rows, N=_TILE_OUTPUTS, BYTES=_TILE_BYTES,
         SPLITS=splits, GROUPS=groups is not None, HAS_BIAS=packed.bias is not None,
-        WIDE=is_wide, **constants,
+        TO_FLOAT32=is_wide, **constants,
     )  # fmt: skip
     if splits > 1:
         row_scales, _, bias, _ = weights.arguments("row_scales", "bias")
@@ -197,10 +197,10 @@ def _format(encoding: LinearEncoding, is_nibbles: bool) -> _Format:
             "NUMBERS": encoding.numbers or "integer",
             "OFFSET": signed_offset(encoding) if is_nibbles else 0,
             "SCALES": "float",
-            "SCALED": encoding.group_size or _ALL_INPUTS,
-            "PER_FACTOR": 0,
+            "INPUTS_PER_SCALE": encoding.group_size or _ALL_INPUTS,
+            "SCALES_PER_FACTOR": 0,
             "MINIMA": "zeros" if encoding.has_zero_points else "",
-            "PER_MIN_FACTOR": 0,
+            "MINIMA_PER_FACTOR": 0,
             "HAS_ROW_SCALES": encoding.has_zero_points,
         }
     return {
@@ -208,9 +208,9 @@ def _format(encoding: LinearEncoding, is_nibbles: bool) -> _Format:
         "NUMBERS": "table" if kind.table else "e2m1" if kind.are_floats else "integer",
         "OFFSET": kind.offset,
         "SCALES": kind.scale_type if kind.scale_type in ("e8m0", "e4m3") else "float",
-        "SCALED": kind.scaled_inputs,
-        "PER_FACTOR": SUPERBLOCK // kind.scaled_inputs if kind.has_superblocks else 0,
+        "INPUTS_PER_SCALE": kind.scaled_inputs,
+        "SCALES_PER_FACTOR": SUPERBLOCK // kind.scaled_inputs if kind.has_superblocks else 0,
         "MINIMA": "minima" if kind.min_type else "",
-        "PER_MIN_FACTOR": SUPERBLOCK // GROUP if kind.min_type and kind.has_superblocks else 0,
+        "MINIMA_PER_FACTOR": SUPERBLOCK // GROUP if kind.min_type and kind.has_superblocks else 0,
         "HAS_ROW_SCALES": kind.has_row_scales,
     }

@@ -131,5 +131,5 @@ def _multiply_adapters(
         groups.starts, groups.starts if ranks is None else ranks, len(x), groups.count, outputs, inputs,
         row_stride(x), row_stride(out), *matrices.stride()[1:], matrices.stride(0), M=tile, N=columns,
         INPUTS=max(16, min(power_of_two(inputs), 64)), GROUPS=True, POINTERS=False, GATHERS=gathers,
-        SCATTERS=not gathers, ADDS=not gathers, LIMITS=limits, HAS_BIAS=False, WIDE=True,
+        SCATTERS=not gathers, ADDS=not gathers, LIMITS=limits, HAS_BIAS=False, TO_FLOAT32=True,
     )  # fmt: skip

@@ -22,7 +22,7 @@ from penstock.kernels.inputs import LoRAInputs
 from penstock.kernels.linear import PackedLinear
 from penstock.kernels.ops import Gating
 
-_COLUMNS = 1024
+_MAX_COLUMNS = 1024
 
 
 class CudaOps(CudaConvolution, CudaLinear):
@@ -70,7 +70,7 @@ class CudaOps(CudaConvolution, CudaLinear):
         pair_positions, order = pair_positions.view(num_rows, top).sort(-1)  # by id of the expert
         row_weights = topk_weights.gather(1, order)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        columns = min(_COLUMNS, power_of_two(x.shape[1]))
+        columns = min(_MAX_COLUMNS, power_of_two(x.shape[1]))
         grid = (num_rows, divide_up(x.shape[1], columns))
         launch(combine_experts, grid, out, y, row_weights, pair_positions, x.shape[1], TOP=top, WIDTH=columns)
         return out

@@ -52,7 +52,7 @@ def multiply_floats(
         1 if groups is None else groups.count, packed.out_features, packed.in_features, row_stride(x),
         row_stride(out), *weight.stride(), 0, M=rows, N=64, INPUTS=_INPUTS,
         GROUPS=groups is not None, POINTERS=groups is not None, GATHERS=groups is not None, SCATTERS=False,
-        ADDS=False, LIMITS="", HAS_BIAS=packed.bias is not None, WIDE=is_wide,
+        ADDS=False, LIMITS="", HAS_BIAS=packed.bias is not None, TO_FLOAT32=is_wide,
     )  # fmt: skip
     return out
 

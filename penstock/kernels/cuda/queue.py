@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class LaunchedWork(SubmittedWork[T], Generic[T]):
-    """Work whose operations have been launched in the stream."""
+    """Work whose operations have been launched in the current stream."""
 
     result: T
 
@@ -43,8 +43,8 @@ class PinnedCopy(HostCopy):
 class CudaQueue(DeviceQueue):
     """Launches work in the current stream.
 
-    A copy to the host waits for the work that was launched before it, in a side stream. Work that is launched
-    later runs concurrently.
+    Copies to the host run in a side stream. A copy waits for the work that was launched before it, and runs
+    concurrently with later work.
 
     Args:
         cuda: the functions of `torch.cuda`.

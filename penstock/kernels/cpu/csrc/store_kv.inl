@@ -1,6 +1,7 @@
 // Stores new keys and values in the paged cache.
 
-// Copies k and v [n, K, D] to the slots [n] of cache [2, N, K, S, D]. A slot is block * S + offset.
+// Copies k and v [n, K, D] to the slots [n] of cache [2, N, K, S, D]: n rows, K heads, D numbers per head, N blocks of
+// S positions. A slot is block * S + offset. The first half of the cache has the keys, the second the values.
 struct StoreKV {
   int64_t type, cache_type;  // cache_type 2: int8
   const void *k, *v;

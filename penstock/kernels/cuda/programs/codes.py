@@ -5,13 +5,13 @@ scales it is also multiplied by the scale of its output. The constants of the pr
 
 * NUMBERS: the numbers of the codes: "integer" (the code minus OFFSET), "e2m1" (4-bit floats), "e4m3" (8-bit
   floats), or "table" (codes are indices of a table).
-* SCALES: "float", "e8m0" (powers of two), or "e4m3". SCALED inputs share a scale. PER_FACTOR scales share a
-  factor that multiplies them; 0 if there are no factors.
-* MINIMA: "minima" (one per 32 inputs; PER_MIN_FACTOR minima share a factor), "zeros" (one zero point per
+* SCALES: "float", "e8m0" (powers of two), or "e4m3". INPUTS_PER_SCALE inputs share a scale.
+  SCALES_PER_FACTOR scales share a factor that multiplies them; 0 if there are no factors.
+* MINIMA: "minima" (one per 32 inputs; MINIMA_PER_FACTOR minima share a factor), "zeros" (one zero point per
   scale), or "" for none.
 
 With IS_NIBBLES a weight is stored as `kernels.nibbles` describes, otherwise with one byte per input.
-Activations are not quantized.
+Activations are not quantized. With TO_FLOAT32 they are converted to float32 before the multiplication.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Format(NamedTuple):
     NUMBERS: tl.constexpr
     OFFSET: tl.constexpr
     SCALES: tl.constexpr
-    SCALED: tl.constexpr
-    PER_FACTOR: tl.constexpr
+    INPUTS_PER_SCALE: tl.constexpr
+    SCALES_PER_FACTOR: tl.constexpr
     MINIMA: tl.constexpr
-    PER_MIN_FACTOR: tl.constexpr
+    MINIMA_PER_FACTOR: tl.constexpr
 
 
 class Tensors(NamedTuple):
@@ -83,7 +83,7 @@ def load_scales(
     num_groups,
     num_factors,
     SCALES: tl.constexpr,
-    PER_FACTOR: tl.constexpr,
+    SCALES_PER_FACTOR: tl.constexpr,
 ):
     """Return the scales of ``groups`` of ``outputs`` in float32, multiplied by their factors, if any."""
     stored = tl.load(scales + outputs * num_groups + groups, mask=mask, other=0)
@@ -95,8 +95,8 @@ def load_scales(
         values = e4m3_values(stored)
     else:
         values = stored.to(tl.float32)
-    if PER_FACTOR > 0:
-        offsets = outputs * num_factors + groups // PER_FACTOR
+    if SCALES_PER_FACTOR > 0:
+        offsets = outputs * num_factors + groups // SCALES_PER_FACTOR
         values = values * tl.load(factors + offsets, mask=mask, other=0.0).to(tl.float32)
     return values
 
@@ -106,47 +106,51 @@ def _decode_weights(
     codes,
     first_inputs,
     tensors,
-    rows,
+    outputs,
     is_output,
     sizes,
     N: tl.constexpr,
     BYTES: tl.constexpr,
-    SUB: tl.constexpr,
+    SUBGROUP: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
     """Return the weights that ``codes [BYTES, N]`` represent, without row scales.
 
-    Every SUB inputs share a scale. ``first_inputs [BYTES // SUB]`` has the first input of each such group,
-    and ``rows [1, N]`` the outputs. Weights after the last input are finite.
+    The inputs of a subgroup of SUBGROUP inputs share a scale. ``first_inputs [BYTES // SUBGROUP]`` has the
+    first input of each subgroup. ``outputs [1, N]`` are the outputs of the weights. Weights after the last
+    input are finite.
     """
     numbers = decode_numbers(codes, tensors.table, FORMAT.NUMBERS, FORMAT.OFFSET)
-    numbers = tl.reshape(numbers, [BYTES // SUB, SUB, N])
-    groups = (first_inputs // FORMAT.SCALED)[:, None]
+    numbers = tl.reshape(numbers, [BYTES // SUBGROUP, SUBGROUP, N])
+    groups = (first_inputs // FORMAT.INPUTS_PER_SCALE)[:, None]
     mask = is_output & (first_inputs < sizes.in_features)[:, None]
     scale = load_scales(
-        tensors.scales, tensors.factors, rows, groups, mask, sizes.num_groups, sizes.num_factors,
-        FORMAT.SCALES, FORMAT.PER_FACTOR,
+        tensors.scales, tensors.factors, outputs, groups, mask, sizes.num_groups, sizes.num_factors,
+        FORMAT.SCALES, FORMAT.SCALES_PER_FACTOR,
     )  # fmt: skip
     if FORMAT.MINIMA == "zeros":
-        zero = tl.load(tensors.minima + rows * sizes.num_groups + groups, mask=mask, other=0).to(tl.float32)
+        zero = tl.load(tensors.minima + outputs * sizes.num_groups + groups, mask=mask, other=0)
+        zero = zero.to(tl.float32)
         return tl.reshape((numbers - zero[:, None, :]) * scale[:, None, :], [BYTES, N])
     weights = numbers * scale[:, None, :]
     if FORMAT.MINIMA == "minima":
         groups = (first_inputs // 32)[:, None]
         minimum = load_scales(
-            tensors.minima, tensors.min_factors, rows, groups, mask, sizes.num_minima, sizes.num_min_factors,
-            "float", FORMAT.PER_MIN_FACTOR,
+            tensors.minima, tensors.min_factors, outputs, groups, mask, sizes.num_minima,
+            sizes.num_min_factors, "float", FORMAT.MINIMA_PER_FACTOR,
         )  # fmt: skip
         weights -= minimum[:, None, :]
     return tl.reshape(weights, [BYTES, N])
 
 
 @triton.jit
-def _add_product(total, x, x_row_stride, sources, is_row, inputs, in_features, weights, WIDE: tl.constexpr):
+def _add_product(
+    total, x, x_row_stride, sources, is_row, inputs, in_features, weights, TO_FLOAT32: tl.constexpr
+):
     """Return ``total [M, N]`` plus the product of ``weights`` with the given inputs of the rows of ``x``."""
     offsets = sources[:, None] * x_row_stride + inputs[None, :]
     values = tl.load(x + offsets, mask=is_row[:, None] & (inputs < in_features)[None, :], other=0.0)
-    if WIDE:
+    if TO_FLOAT32:
         values = values.to(tl.float32)
     return total + tl.dot(values, weights.to(values.dtype), input_precision="ieee")
 
@@ -188,15 +192,15 @@ def multiply_codes(
     SPLITS: tl.constexpr,
     GROUPS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    WIDE: tl.constexpr,
+    TO_FLOAT32: tl.constexpr,
     IS_NIBBLES: tl.constexpr,
     NUMBERS: tl.constexpr,
     OFFSET: tl.constexpr,
     SCALES: tl.constexpr,
-    SCALED: tl.constexpr,
-    PER_FACTOR: tl.constexpr,
+    INPUTS_PER_SCALE: tl.constexpr,
+    SCALES_PER_FACTOR: tl.constexpr,
     MINIMA: tl.constexpr,
-    PER_MIN_FACTOR: tl.constexpr,
+    MINIMA_PER_FACTOR: tl.constexpr,
     HAS_ROW_SCALES: tl.constexpr,
 ):
     """Compute one tile of a product of rows. Grid and groups are those of `products.multiply_floats`.
@@ -208,11 +212,11 @@ def multiply_codes(
     group, positions, is_row = find_tile_rows(starts, num_rows, num_weights, M, GROUPS)
     weight = group_tensor(weight, weights, group, 0, False, GROUPS)
     scales = group_tensor(scales, scale_table, group, 0, False, GROUPS)
-    if PER_FACTOR > 0:
+    if SCALES_PER_FACTOR > 0:
         factors = group_tensor(factors, factor_table, group, 0, False, GROUPS)
     if MINIMA != "":
         minima = group_tensor(minima, minimum_table, group, 0, False, GROUPS)
-    if PER_MIN_FACTOR > 0:
+    if MINIMA_PER_FACTOR > 0:
         min_factors = group_tensor(min_factors, min_factor_table, group, 0, False, GROUPS)
     sources = positions.to(tl.int64)
     if GROUPS:
@@ -221,11 +225,13 @@ def multiply_codes(
     is_output = outputs < out_features
     output_rows = outputs.to(tl.int64)[None, :]
     total = tl.zeros([M, N], tl.float32)
-    SUB: tl.constexpr = 16 if SCALED == 16 else 32
-    FORMAT: tl.constexpr = Format(NUMBERS, OFFSET, SCALES, SCALED, PER_FACTOR, MINIMA, PER_MIN_FACTOR)
+    SUBGROUP: tl.constexpr = 16 if INPUTS_PER_SCALE == 16 else 32
+    FORMAT: tl.constexpr = Format(
+        NUMBERS, OFFSET, SCALES, INPUTS_PER_SCALE, SCALES_PER_FACTOR, MINIMA, MINIMA_PER_FACTOR
+    )
     tensors = Tensors(table, scales, factors, minima, min_factors)
     sizes = Sizes(in_features, num_groups, num_factors, num_minima, num_min_factors)
-    subs = tl.arange(0, BYTES // SUB) * SUB
+    subgroup_starts = tl.arange(0, BYTES // SUBGROUP) * SUBGROUP
     begin_byte = tl.program_id(2) * 0
     end_byte = begin_byte + weight_bytes
     if SPLITS > 1:
@@ -238,39 +244,30 @@ def multiply_codes(
         codes = tl.load(weight + output_rows * weight_bytes + columns[:, None], mask=mask, other=0)
         if IS_NIBBLES:
             inputs = columns // 32 * 64 + columns % 32
-            first_inputs = (begin + subs) // 32 * 64 + subs % 32
+            first_inputs = (begin + subgroup_starts) // 32 * 64 + subgroup_starts % 32
             low = _decode_weights(
-                codes & 15,
-                first_inputs,
-                tensors,
-                output_rows,
-                is_output[None, :],
-                sizes,
-                N,
-                BYTES,
-                SUB,
+                codes & 15, first_inputs, tensors, output_rows, is_output[None, :], sizes, N, BYTES, SUBGROUP,
                 FORMAT,
+            )  # fmt: skip
+            total = _add_product(
+                total, x, x_row_stride, sources, is_row, inputs, in_features, low, TO_FLOAT32
             )
-            total = _add_product(total, x, x_row_stride, sources, is_row, inputs, in_features, low, WIDE)
             inputs += 32
             high = _decode_weights(
-                codes >> 4,
-                first_inputs + 32,
-                tensors,
-                output_rows,
-                is_output[None, :],
-                sizes,
-                N,
-                BYTES,
-                SUB,
-                FORMAT,
+                codes >> 4, first_inputs + 32, tensors, output_rows, is_output[None, :], sizes, N, BYTES,
+                SUBGROUP, FORMAT,
+            )  # fmt: skip
+            total = _add_product(
+                total, x, x_row_stride, sources, is_row, inputs, in_features, high, TO_FLOAT32
             )
-            total = _add_product(total, x, x_row_stride, sources, is_row, inputs, in_features, high, WIDE)
         else:
             whole = _decode_weights(
-                codes, begin + subs, tensors, output_rows, is_output[None, :], sizes, N, BYTES, SUB, FORMAT
+                codes, begin + subgroup_starts, tensors, output_rows, is_output[None, :], sizes, N, BYTES,
+                SUBGROUP, FORMAT,
+            )  # fmt: skip
+            total = _add_product(
+                total, x, x_row_stride, sources, is_row, columns, in_features, whole, TO_FLOAT32
             )
-            total = _add_product(total, x, x_row_stride, sources, is_row, columns, in_features, whole, WIDE)
     if SPLITS > 1:
         out += tl.program_id(2).to(tl.int64) * num_rows * out_features
     else:
@@ -339,10 +336,10 @@ def decode_weight(
     NUMBERS: tl.constexpr,
     OFFSET: tl.constexpr,
     SCALES: tl.constexpr,
-    SCALED: tl.constexpr,
-    PER_FACTOR: tl.constexpr,
+    INPUTS_PER_SCALE: tl.constexpr,
+    SCALES_PER_FACTOR: tl.constexpr,
     MINIMA: tl.constexpr,
-    PER_MIN_FACTOR: tl.constexpr,
+    MINIMA_PER_FACTOR: tl.constexpr,
     HAS_ROW_SCALES: tl.constexpr,
 ):
     """Write the weights of 32 inputs as floats; of 64 inputs with IS_NIBBLES.
@@ -360,8 +357,10 @@ def decode_weight(
     if HAS_ROW_SCALES:
         factor = tl.load(row_scales + output_rows, mask=is_output, other=0.0)
     HALVES: tl.constexpr = 2 if IS_NIBBLES else 1
-    SUB: tl.constexpr = 16 if SCALED == 16 else 32
-    FORMAT: tl.constexpr = Format(NUMBERS, OFFSET, SCALES, SCALED, PER_FACTOR, MINIMA, PER_MIN_FACTOR)
+    SUBGROUP: tl.constexpr = 16 if INPUTS_PER_SCALE == 16 else 32
+    FORMAT: tl.constexpr = Format(
+        NUMBERS, OFFSET, SCALES, INPUTS_PER_SCALE, SCALES_PER_FACTOR, MINIMA, MINIMA_PER_FACTOR
+    )
     tensors = Tensors(table, scales, factors, minima, min_factors)
     sizes = Sizes(in_features, num_groups, num_factors, num_minima, num_min_factors)
     for half in tl.static_range(HALVES):
@@ -370,9 +369,9 @@ def decode_weight(
         codes = stored
         if IS_NIBBLES:
             codes = (stored >> (4 * half)) & 15
-        first_inputs = first + tl.arange(0, 32 // SUB) * SUB
+        first_inputs = first + tl.arange(0, 32 // SUBGROUP) * SUBGROUP
         weights = _decode_weights(
-            codes, first_inputs, tensors, output_rows, is_output, sizes, N, 32, SUB, FORMAT
+            codes, first_inputs, tensors, output_rows, is_output, sizes, N, 32, SUBGROUP, FORMAT
         )
         weights = weights * factor
         mask = is_output & (inputs < in_features)[:, None]

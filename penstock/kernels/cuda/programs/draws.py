@@ -90,7 +90,7 @@ def draw_from_list(
     """Draw the token of a row from a list of at most ``SIZE`` tokens, which includes all kept tokens.
 
     The list is the concatenation of the lists of the chunks. ``ends`` has the end of each of them. ``mass``
-    is the mass of all tokens of the row, if it has no top_k.
+    is the mass of all tokens of the row. It is not used if the row has a top_k.
     """
     position = tl.arange(0, SIZE)
     is_listed = position < num_listed
@@ -160,7 +160,7 @@ def draw_from_row(
         bitmask: the bitmask of the row.
         ties_before: memory for an int32 per chunk.
         masses: memory for a float64 per chunk.
-        mass: the mass of all tokens, if the row has no top_k.
+        mass: the mass of all tokens; not used if the row has a top_k.
         low: the smallest possible threshold of the first rule (top_k, or else top_p).
         high: the largest possible threshold of the first rule.
         max_logit: the largest logit of the row.

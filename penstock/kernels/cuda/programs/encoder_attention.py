@@ -63,8 +63,8 @@ def attend_ragged(
         end = tl.minimum(end, high + window)
     if IS_CAUSAL:
         end = tl.minimum(end, high)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    max_score = tl.full([ROWS], float("-inf"), tl.float32)
+    sum_exp = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, WIDTH], tl.float32)
     keys += (head // GROUP) * key_head_stride
     values += (head // GROUP) * value_head_stride
@@ -88,11 +88,11 @@ def attend_ragged(
             bias_pointers = bias + head * bias_head_stride + bias_centre + distance
             scores = scores + tl.load(bias_pointers, mask=is_seen, other=0.0).to(tl.float32)
         scores = tl.where(is_seen, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        new_max = tl.maximum(max_score, tl.max(scores, 1))
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp(scores - base[:, None])
-        factor = tl.exp(top - base)
-        total = total * factor + tl.sum(weights, 1)
+        factor = tl.exp(max_score - base)
+        sum_exp = sum_exp * factor + tl.sum(weights, 1)
         value_tile = tl.load(
             values + key_rows[:, None] * value_row_stride + dims[None, :],
             mask=is_key[:, None] & is_dim[None, :],
@@ -100,7 +100,7 @@ def attend_ragged(
         )
         product = tl.dot(weights.to(queries.dtype), value_tile, input_precision="ieee")
         sums = sums * factor[:, None] + product
-        top = new_top
-    result = sums / total[:, None]
+        max_score = new_max
+    result = sums / sum_exp[:, None]
     offsets = rows.to(tl.int64)[:, None] * out_row_stride + head * out_head_stride + dims[None, :]
     tl.store(out + offsets, result.to(out.dtype.element_ty), mask=is_row[:, None] & is_dim[None, :])

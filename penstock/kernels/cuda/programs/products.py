@@ -34,6 +34,7 @@ def find_tile_rows(starts, num_rows, num_groups, M: tl.constexpr, GROUPS: tl.con
 
 @triton.jit
 def group_tensor(weight, weights, group, group_stride, GROUPS: tl.constexpr, POINTERS: tl.constexpr):
+    """Return a pointer to the tensor of a group; without GROUPS and POINTERS, to the only tensor."""
     if POINTERS:
         return tl.load(weights + group).to(weight.dtype)
     elif GROUPS:
@@ -72,12 +73,12 @@ def multiply_floats(
     ADDS: tl.constexpr,
     LIMITS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    WIDE: tl.constexpr,
+    TO_FLOAT32: tl.constexpr,
 ):
     """Compute one tile of ``x @ weight.T + bias``. Grid: tiles of rows, tiles of outputs.
 
     With LIMITS "out" or "in", group g has only ``limits[g]`` outputs or inputs. With ADDS the product is
-    added to ``out``.
+    added to ``out``. With TO_FLOAT32, ``x`` and the weight are converted to float32 first.
     """
     group, positions, is_row = find_tile_rows(starts, num_rows, num_groups, M, GROUPS)
     weight = group_tensor(weight, weights, group, group_stride, GROUPS, POINTERS)
@@ -108,7 +109,7 @@ def multiply_floats(
             outputs.to(tl.int64)[None, :] * weight_out_stride + inputs[:, None] * weight_in_stride
         )
         numbers = tl.load(weight + weight_offsets, mask=is_output[None, :] & is_input[:, None], other=0)
-        if WIDE:
+        if TO_FLOAT32:
             values = values.to(tl.float32)
         total += tl.dot(values, numbers.to(values.dtype), input_precision="ieee")
     offsets = targets[:, None] * out_row_stride + outputs[None, :]
@@ -177,9 +178,9 @@ def multiply_integer_row(
     HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute N outputs of a product like `multiply_rows`, for one row ``x [2, in]``, with the same bits.
+    """Compute N outputs of the product of one row ``x [2, in]``. Grid: tiles of outputs.
 
-    Grid: tiles of outputs.
+    The result has the same bits as that of `multiply_rows`.
     """
     launch_next(PDL)
     outputs = tl.program_id(0) * N + tl.arange(0, N)

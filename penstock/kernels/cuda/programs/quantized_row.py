@@ -21,26 +21,27 @@ def _sum_inputs(
     sizes,
     N: tl.constexpr,
     BYTES: tl.constexpr,
-    SUB: tl.constexpr,
+    SUBGROUP: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
     """Return the sums ``[N]`` of the products of ``codes [N, BYTES]`` with their inputs.
 
-    Every SUB inputs share a scale. ``first_inputs [BYTES // SUB]`` has the first input of each such group.
+    The inputs of a subgroup of SUBGROUP inputs share a scale. ``first_inputs [BYTES // SUBGROUP]`` has the
+    first input of each subgroup.
     """
     values = tl.load(x + inputs, mask=inputs < sizes.in_features, other=0.0).to(tl.float32)
     products = decode_numbers(codes, tensors.table, FORMAT.NUMBERS, FORMAT.OFFSET) * values[None, :]
-    sums = tl.sum(tl.reshape(products, [N, BYTES // SUB, SUB]), 2)
+    sums = tl.sum(tl.reshape(products, [N, BYTES // SUBGROUP, SUBGROUP]), 2)
     rows = outputs.to(tl.int64)[:, None]
     mask = is_output[:, None] & (first_inputs < sizes.in_features)[None, :]
-    groups = (first_inputs // FORMAT.SCALED)[None, :]
+    groups = (first_inputs // FORMAT.INPUTS_PER_SCALE)[None, :]
     scale = load_scales(
         tensors.scales, tensors.factors, rows, groups, mask, sizes.num_groups, sizes.num_factors,
-        FORMAT.SCALES, FORMAT.PER_FACTOR,
+        FORMAT.SCALES, FORMAT.SCALES_PER_FACTOR,
     )  # fmt: skip
     if FORMAT.MINIMA == "":
         return tl.sum(sums * scale, 1)
-    totals = tl.sum(tl.reshape(values, [BYTES // SUB, SUB]), 1)[None, :]
+    totals = tl.sum(tl.reshape(values, [BYTES // SUBGROUP, SUBGROUP]), 1)[None, :]
     if FORMAT.MINIMA == "zeros":
         zero = tl.load(tensors.minima + rows * sizes.num_groups + groups, mask=mask, other=0).to(tl.float32)
         return tl.sum((sums - totals * zero) * scale, 1)
@@ -48,7 +49,7 @@ def _sum_inputs(
         groups = (first_inputs // 32)[None, :]
         minimum = load_scales(
             tensors.minima, tensors.min_factors, rows, groups, mask, sizes.num_minima, sizes.num_min_factors,
-            "float", FORMAT.PER_MIN_FACTOR,
+            "float", FORMAT.MINIMA_PER_FACTOR,
         )  # fmt: skip
         return tl.sum(sums * scale - totals * minimum, 1)
 
@@ -79,10 +80,10 @@ def multiply_quantized_row(
     NUMBERS: tl.constexpr,
     OFFSET: tl.constexpr,
     SCALES: tl.constexpr,
-    SCALED: tl.constexpr,
-    PER_FACTOR: tl.constexpr,
+    INPUTS_PER_SCALE: tl.constexpr,
+    SCALES_PER_FACTOR: tl.constexpr,
     MINIMA: tl.constexpr,
-    PER_MIN_FACTOR: tl.constexpr,
+    MINIMA_PER_FACTOR: tl.constexpr,
     HAS_ROW_SCALES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -91,14 +92,16 @@ def multiply_quantized_row(
     The first BYTES bytes of each output's weights are read before the previous kernel has ended.
     """
     launch_next(PDL)
-    SUB: tl.constexpr = 16 if SCALED == 16 else 32
-    FORMAT: tl.constexpr = Format(NUMBERS, OFFSET, SCALES, SCALED, PER_FACTOR, MINIMA, PER_MIN_FACTOR)
+    SUBGROUP: tl.constexpr = 16 if INPUTS_PER_SCALE == 16 else 32
+    FORMAT: tl.constexpr = Format(
+        NUMBERS, OFFSET, SCALES, INPUTS_PER_SCALE, SCALES_PER_FACTOR, MINIMA, MINIMA_PER_FACTOR
+    )
     tensors = Tensors(table, scales, factors, minima, min_factors)
     sizes = Sizes(in_features, num_groups, num_factors, num_minima, num_min_factors)
     outputs = tl.program_id(0) * N + tl.arange(0, N)
     is_output = outputs < out_features
     columns = tl.arange(0, BYTES)
-    subs = tl.arange(0, BYTES // SUB) * SUB
+    subgroup_starts = tl.arange(0, BYTES // SUBGROUP) * SUBGROUP
     rows = weight + outputs.to(tl.int64)[:, None] * weight_bytes
     mask = is_output[:, None] & (columns < weight_bytes)[None, :]
     codes = tl.load(rows + columns[None, :], mask=mask, other=0, eviction_policy="evict_first")
@@ -112,18 +115,29 @@ def multiply_quantized_row(
             )
         if IS_NIBBLES:
             inputs = (begin + columns) // 32 * 64 + columns % 32
-            first_inputs = (begin + subs) // 32 * 64 + subs % 32
+            first_inputs = (begin + subgroup_starts) // 32 * 64 + subgroup_starts % 32
             total += _sum_inputs(
-                codes & 15, inputs, first_inputs, x, tensors, outputs, is_output, sizes, N, BYTES, SUB, FORMAT
+                codes & 15,
+                inputs,
+                first_inputs,
+                x,
+                tensors,
+                outputs,
+                is_output,
+                sizes,
+                N,
+                BYTES,
+                SUBGROUP,
+                FORMAT,
             )
             total += _sum_inputs(
                 codes >> 4, inputs + 32, first_inputs + 32, x, tensors, outputs, is_output, sizes, N, BYTES,
-                SUB, FORMAT,
+                SUBGROUP, FORMAT,
             )  # fmt: skip
         else:
             total += _sum_inputs(
-                codes, begin + columns, begin + subs, x, tensors, outputs, is_output, sizes, N, BYTES, SUB,
-                FORMAT,
+                codes, begin + columns, begin + subgroup_starts, x, tensors, outputs, is_output, sizes, N,
+                BYTES, SUBGROUP, FORMAT,
             )  # fmt: skip
     if HAS_ROW_SCALES:
         total = total * tl.load(row_scales + outputs, mask=is_output, other=0.0)

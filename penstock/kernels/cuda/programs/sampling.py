@@ -38,12 +38,12 @@ _BINS_PER_LOGIT = tl.constexpr(4.0)
 """Number of bins per unit of a logit in histograms that count tokens."""
 _BINS_PER_NAT = tl.constexpr(2.0)
 """Number of bins per unit of ``logit / temperature`` in histograms that add weights."""
-_FARTHEST = tl.constexpr(4096)
+_MAX_DISTANCE = tl.constexpr(4096)
 """Largest distance from the largest logit, in bins, up to which a limit is searched."""
 
 
 @triton.jit
-def _bins(scores, temperature, is_top_k):
+def _find_bins(scores, temperature, is_top_k):
     """Return the bin numbers of scores as float64. All programs compute the same number for a score."""
     scale = tl.where(is_top_k, _BINS_PER_LOGIT, _BINS_PER_NAT / temperature)
     return tl.floor(scores.to(tl.float64) * scale)
@@ -67,19 +67,19 @@ def summarize(
     is_limited = is_top_k | (tl.load(top_ps + row) < 1)
     start = chunk * CHUNK
     scores = load_logits(logits + row * row_stride, start, vocabulary, CHUNK)
-    is_bad = (scores != scores) | (scores == float("inf"))
-    scores = tl.where(is_bad, float("-inf"), scores)
+    is_invalid = (scores != scores) | (scores == float("inf"))
+    scores = tl.where(is_invalid, float("-inf"), scores)
     scores = apply_bitmask(scores, bitmask + row * mask_stride, start, vocabulary, CHUNK, HAS_MASK)
     tokens = start + tl.arange(0, CHUNK)
     largest = tl.max(scores, 0)
     first = tl.min(tl.where(scores == largest, tokens, 2147483647), 0)
-    num_bad = tl.sum(is_bad.to(tl.int32), 0)
-    maximum = tl.where(num_bad > 0, float("inf"), largest)
+    num_invalid = tl.sum(is_invalid.to(tl.int32), 0)
+    maximum = tl.where(num_invalid > 0, float("inf"), largest)
     tl.store(field_pointer(fields, row, chunks, LARGEST) + chunk, maximum)
     tl.store(integer_field_pointer(fields, row, chunks, FIRST) + chunk, first)
     if (temperature > 0) & (top_k != 1) & is_limited:
         is_token = scores > float("-inf")
-        distances = _bins(largest, temperature, is_top_k) - _bins(scores, temperature, is_top_k)
+        distances = _find_bins(largest, temperature, is_top_k) - _find_bins(scores, temperature, is_top_k)
         token_bins = tl.where(is_token, tl.minimum(distances, NUM_BINS - 1), NUM_BINS - 1).to(tl.int32)
         exponents = (scores.to(tl.float64) - largest.to(tl.float64)) / temperature
         amounts = tl.where(is_top_k, 1.0, tl.exp(exponents.to(tl.float32)))
@@ -95,11 +95,12 @@ def select(
     row_stride, mask_stride,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """List the tokens of some chunks that may be kept, and write their number. Grid: rows, parts of a row.
+    """List the tokens of some chunks that may be kept, and write their number.
 
-    Also writes the mass of each chunk if the row has no top_k. With a top_p this is the mass of all tokens of
-    the chunk, otherwise the mass of the tokens that min_p keeps. Writes nothing for greedy rows, whose token
-    has the largest logit.
+    Grid: rows, programs per row. Each program of a row processes every n-th chunk, n being their number. Also
+    writes the mass of each chunk if the row has no top_k. With a top_p this is the mass of all tokens of the
+    chunk, otherwise the mass of the tokens that min_p keeps. Writes nothing for greedy rows, whose token has
+    the largest logit.
     """
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row).to(tl.float64)
@@ -114,25 +115,25 @@ def select(
     is_valid = (max_logit > float("-inf")) & (max_logit < float("inf"))
     if is_valid & (temperature > 0) & (top_k != 1):
         min_weight = tl.where(is_limited, 0.0, tl.load(min_ps + row).to(tl.float64))
-        top_bin = _bins(max_logit, temperature, is_top_k)
-        farthest = tl.full((), float("inf"), tl.float64)
+        top_bin = _find_bins(max_logit, temperature, is_top_k)
+        max_distance = tl.full((), float("inf"), tl.float64)
         if is_limited:
             histograms = field_pointer(fields, row, chunks, HISTOGRAM)
             limit = _distance_limit(
                 histograms, largest, max_logit, temperature, top_k, top_p, vocabulary, chunks, CHUNKS, False
             )
-            farthest = tl.where(limit > _FARTHEST, farthest, limit.to(tl.float64))
+            max_distance = tl.where(limit > _MAX_DISTANCE, max_distance, limit.to(tl.float64))
         for chunk in range(tl.program_id(1), chunks, tl.num_programs(1)):
-            nearest = top_bin - _bins(tl.load(maxima + chunk), temperature, is_top_k)
+            min_distance = top_bin - _find_bins(tl.load(maxima + chunk), temperature, is_top_k)
             count = tl.full((), 0, tl.int32)
-            if (is_top_k == 0) | (nearest <= farthest):
+            if (is_top_k == 0) | (min_distance <= max_distance):
                 scores = load_allowed_logits(
                     logits + row * row_stride, bitmask + row * mask_stride, chunk * CHUNK, vocabulary, CHUNK,
                     HAS_MASK,
                 )  # fmt: skip
                 if is_limited:
-                    distances = top_bin - _bins(scores, temperature, is_top_k)
-                    is_listed = (scores > float("-inf")) & (distances <= farthest)
+                    distances = top_bin - _find_bins(scores, temperature, is_top_k)
+                    is_listed = (scores > float("-inf")) & (distances <= max_distance)
                     positions = tl.cumsum(is_listed.to(tl.int32), 0) - 1
                     listed = offsets + (row * chunks + chunk) * CHUNK
                     tl.store(listed + positions, tl.arange(0, CHUNK).to(tl.int16), mask=is_listed)
@@ -151,10 +152,10 @@ def _distance_limit(
 ):  # fmt: skip
     """Return a distance from the largest logit, in bins, beyond which the first rule of a row keeps no token.
 
-    With ``IS_NEAR`` all tokens nearer than the returned distance are kept by the rule. If there is no such
-    distance, the result is above `_FARTHEST`. The amounts are float32 sums and therefore not exact. FACTOR
-    makes the distance larger, or smaller with ``IS_NEAR``, to allow for this. The tokens of the last bin of a
-    chunk may be at any distance beyond its upper end, because the bin has no lower end.
+    With ``IS_NEAR``, returns instead a distance within which the rule keeps all tokens. If there is no such
+    distance, the result is above `_MAX_DISTANCE`. The amounts are float32 sums and therefore not exact.
+    FACTOR allows for this: it makes the distance larger, or smaller with ``IS_NEAR``. The tokens of the last
+    bin of a chunk may be at any distance beyond its upper end, because the bin has no lower end.
 
     For top_p there is another limit, which does not depend on the histograms. The tokens whose weight is at
     most ``(1 - top_p) / (2 vocabulary)`` of the largest weight have at most half of the mass that top_p
@@ -170,13 +171,15 @@ def _distance_limit(
     amounts *= tl.where(is_top_k, 1.0, tl.exp(exponents.to(tl.float32)))[:, None]
     total = tl.sum(tl.sum(amounts, 1), 0)
     target_amount = tl.where(is_top_k, top_k.to(tl.float32), (total * (top_p * FACTOR)).to(tl.float32))
-    chunk_distances = _bins(max_logit, temperature, is_top_k) - _bins(largest, temperature, is_top_k)
-    chunk_distances = tl.minimum(chunk_distances, _FARTHEST + 1).to(tl.int32)
+    chunk_distances = _find_bins(max_logit, temperature, is_top_k) - _find_bins(
+        largest, temperature, is_top_k
+    )
+    chunk_distances = tl.minimum(chunk_distances, _MAX_DISTANCE + 1).to(tl.int32)
     distances = chunk_distances[:, None] + bins[None, :]
     if not IS_NEAR:
-        distances = tl.where(bins[None, :] == NUM_BINS - 1, _FARTHEST + 1, distances)
+        distances = tl.where(bins[None, :] == NUM_BINS - 1, _MAX_DISTANCE + 1, distances)
     low = tl.full((), 0, tl.int32)
-    high = tl.full((), 0, tl.int32) + _FARTHEST + 1
+    high = tl.full((), 0, tl.int32) + _MAX_DISTANCE + 1
     while low < high:  # binary search for the smallest distance within which the amount reaches the target
         middle = (low + high) // 2
         is_enough = tl.sum(tl.sum(tl.where(distances <= middle, amounts, 0.0), 1), 0) >= target_amount
@@ -203,14 +206,14 @@ def _threshold_range(
     far = _distance_limit(
         histograms, largest, max_logit, temperature, top_k, top_p, vocabulary, chunks, CHUNKS, False
     )
-    top_bin = _bins(max_logit, temperature, is_top_k)
+    top_bin = _find_bins(max_logit, temperature, is_top_k)
     width = tl.where(is_top_k, 1 / _BINS_PER_LOGIT, temperature / _BINS_PER_NAT)
     # The range is one bin larger on both sides, because the products are rounded.
     lowest = tl.maximum((top_bin - far.to(tl.float64) - 1) * width, -3.4028234663852886e38)
     highest = tl.minimum((top_bin - near.to(tl.float64) + 2) * width, max_logit.to(tl.float64))
     low = sort_keys(lowest.to(tl.float32), SHIFT)
-    low = tl.where(far > _FARTHEST, -2139095040 >> SHIFT, low)  # the key of -inf
-    high = tl.where(near > _FARTHEST, max_logit, highest.to(tl.float32))
+    low = tl.where(far > _MAX_DISTANCE, -2139095040 >> SHIFT, low)  # the key of -inf
+    high = tl.where(near > _MAX_DISTANCE, max_logit, highest.to(tl.float32))
     return low.to(tl.int64), tl.minimum(sort_keys(high, SHIFT) + 1, sort_keys(max_logit, SHIFT)).to(tl.int64)
 
 

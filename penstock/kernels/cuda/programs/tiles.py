@@ -1,4 +1,7 @@
-"""Maps tiles to groups of rows. Groups are sequences, experts or adapters."""
+"""Functions that several programs share: the group of rows of a tile, tanh and rounding.
+
+Groups are sequences, experts or adapters.
+"""
 
 from __future__ import annotations
 
