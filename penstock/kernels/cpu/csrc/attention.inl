@@ -33,7 +33,7 @@ struct Attention {
   int64_t B, H, N, K, S, D, q_row, q_head, table_stride;
   int64_t window;     // number of keys that a query sees up to its own position; 0: all
   int64_t is_chunked;  // whether windows start at multiples of the window size (chunked attention)
-  int64_t ahead;      // number of keys after its position that a query sees; 0: causal attention
+  int64_t keys_ahead; // number of keys after its position that a query sees; 0: causal attention
   int64_t bias_head;
   double scale, cap;  // cap 0: no cap
 };
@@ -70,7 +70,7 @@ static Items number_items(const Attention& a, int64_t threads, int64_t* first) {
   int64_t longest = 0;
   for (int64_t b = 0; b < a.B; b++) longest = max<int64_t>(longest, a.row_offsets[b + 1] - a.row_offsets[b]);
   int64_t queries = MAX_MASKED_QUERIES;
-  if (a.ahead && !a.window && longest * items.heads >= 4 * MANY_QUERIES) {
+  if (a.keys_ahead && !a.window && longest * items.heads >= 4 * MANY_QUERIES) {
     queries = MANY_QUERIES;
     const int64_t total = a.row_offsets[a.B] * a.H;
     while (queries < MAX_QUERIES && total >= 2 * queries * ITEMS_PER_THREAD * threads) queries *= 2;
@@ -79,7 +79,7 @@ static Items number_items(const Attention& a, int64_t threads, int64_t* first) {
   items.first = first;
   for (int64_t b = 0; b < a.B; b++) {
     int64_t rows = a.row_offsets[b + 1] - a.row_offsets[b];
-    int64_t seen = a.window ? min<int64_t>(a.lengths[b], a.window + rows + a.ahead) : a.lengths[b];
+    int64_t seen = a.window ? min<int64_t>(a.lengths[b], a.window + rows + a.keys_ahead) : a.lengths[b];
     first[b] = items.count;
     items.count += ceil_div(rows, items.rows) * a.K * items.head_tiles;
     items.max_chunks = max(items.max_chunks, seen / CHUNK + 2);
@@ -107,7 +107,7 @@ static Item find_item(const Attention& a, const Items& items, int64_t number) {
   item.row = a.row_offsets[b] + row;
   item.position = a.lengths[b] - rows + row;
   item.begin = first_key(a, item.position);
-  item.end = min<int64_t>(a.lengths[b], item.position + item.rows + a.ahead);
+  item.end = min<int64_t>(a.lengths[b], item.position + item.rows + a.keys_ahead);
   item.next = nullptr;
   return item;
 }
@@ -119,9 +119,9 @@ template <class P, class TC>
 static void attend_chunk(const Attention& a, const Item& item, PackedOperands<P>& packed, PartialSoftmax& sums,
                          int64_t chunk) {
   const int64_t Dp = padded_width(a.D), M = padded_count(item.rows * item.heads);
-  for (int64_t m = 0; m < M; m++) sums.top[m] = -__builtin_inff();
+  for (int64_t m = 0; m < M; m++) sums.max_score[m] = -__builtin_inff();
   for (int64_t i = 0; i < M * Dp; i += W) store(sums.out + i, vf{});
-  for (int64_t m = 0; m < M; m++) store(sums.total + m * W, vf{});
+  for (int64_t m = 0; m < M; m++) store(sums.sum_exp + m * W, vf{});
   int64_t begin = max(item.begin, chunk * CHUNK), end = min(item.end, (chunk + 1) * CHUNK);
   for (int64_t tile = begin / TILE * TILE; tile < end; tile += TILE) attend_tile<P, TC>(a, item, packed, sums, tile);
 }
@@ -130,14 +130,14 @@ static void attend_chunk(const Attention& a, const Item& item, PackedOperands<P>
 static void merge_partial(PartialSoftmax& sums, const PartialSoftmax& next, int64_t M, int64_t Dp) {
   const float masked = -__builtin_inff();
   for (int64_t m = 0; m < M; m++) {
-    if (next.top[m] == masked) continue;
-    float top = max(sums.top[m], next.top[m]);
+    if (next.max_score[m] == masked) continue;
+    float top = max(sums.max_score[m], next.max_score[m]);
     // If all keys of the earlier chunks are masked, their factor is 0.
-    vf factor = sums.top[m] == masked ? vf{} : exp(all(sums.top[m] - top));
-    vf next_factor = exp(all(next.top[m] - top));
+    vf factor = sums.max_score[m] == masked ? vf{} : exp(all(sums.max_score[m] - top));
+    vf next_factor = exp(all(next.max_score[m] - top));
     auto add = [&](float* to, const float* from) { store(to, load(to) * factor + load(from) * next_factor); };
-    sums.top[m] = top;
-    add(sums.total + m * W, next.total + m * W);
+    sums.max_score[m] = top;
+    add(sums.sum_exp + m * W, next.sum_exp + m * W);
     for (int64_t i = 0; i < Dp; i += W) add(sums.out + m * Dp + i, next.out + m * Dp + i);
   }
 }
@@ -158,15 +158,15 @@ static void store_results(const Attention& a, const Item& item, const PartialSof
   float totals[MAX_QUERIES + 4];
   for (int64_t m = 0; m < M; m += 4) {
     vf lanes[4];
-    for (int64_t i = 0; i < 4; i++) lanes[i] = m + i < M ? load(sums.total + (m + i) * W) : vf{};
+    for (int64_t i = 0; i < 4; i++) lanes[i] = m + i < M ? load(sums.sum_exp + (m + i) * W) : vf{};
     const vf total = sum_each(lanes);
     for (int64_t i = 0; i < 4; i++) totals[m + i] = total[i];
   }
   for_each_query(a, item, [&](int64_t m, int64_t row, int64_t head) __attribute__((always_inline)) {
     float shrink = 1, total = totals[m];
     if (a.sinks) {
-      float top = max(sums.top[m], a.sinks[head]);
-      shrink = exp(all(sums.top[m] - top))[0];
+      float top = max(sums.max_score[m], a.sinks[head]);
+      shrink = exp(all(sums.max_score[m] - top))[0];
       total = total * shrink + exp(all(a.sinks[head] - top))[0];
     }
     TQ* out = (TQ*)a.out + ((item.row + row) * a.H + head) * a.D;
@@ -221,7 +221,7 @@ template <class P, class TQ, class TC> static void attend(const Attention& a, co
     items = *(const Items*)memory;
   }
   float* partials = (float*)(memory + items_bytes);
-  float* own_memory = (float*)penstock_scratch(OWN, (PackedOperands<P>::floats(M, D, Dp) + 2 * partial_floats) * 4);
+  float* own_memory = (float*)penstock_scratch(PRIVATE, (PackedOperands<P>::floats(M, D, Dp) + 2 * partial_floats) * 4);
   PartialSoftmax sums(own_memory, M, Dp), next_sums(own_memory + partial_floats, M, Dp);
   PackedOperands<P> packed(own_memory + 2 * partial_floats, M, D, Dp);
   over_pieces(team, items.count * chunks, [&](int64_t task) {
@@ -266,7 +266,7 @@ static int64_t work(const Attention& a) {
   int64_t total = 0;
   for (int64_t b = 0; b < a.B; b++) {
     int64_t rows = a.row_offsets[b + 1] - a.row_offsets[b];
-    total += rows * (a.window ? min<int64_t>(a.lengths[b], a.window + rows + a.ahead) : a.lengths[b]) * a.H * a.D;
+    total += rows * (a.window ? min<int64_t>(a.lengths[b], a.window + rows + a.keys_ahead) : a.lengths[b]) * a.H * a.D;
   }
   return 2 * total;  // products with the keys and with the values
 }

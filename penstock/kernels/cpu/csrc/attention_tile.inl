@@ -1,9 +1,10 @@
 // Attention of the queries of an item over one tile of keys: scores, their softmax, and the weighted sum of the values.
 
-// Padded sizes: the width D of a row of values in pairs of vectors; the number of units of a query in vectors; a small
-// number of queries as a power of 2.
+// Returns the padded number of columns of a row of D values, a multiple of two vectors.
 INLINE int64_t padded_width(int64_t D) { return round_up(D, 2 * W); }
+// Returns the padded number of units of a query of D numbers, a multiple of one vector.
 template <class P> INLINE int64_t padded_units(int64_t D) { return round_up(ceil_div(D, P::TERMS), W); }
+// Returns the padded number of queries: 3 and 4 become 4, and 5 to FEW_QUERIES become 8.
 INLINE int64_t padded_count(int64_t M) { return M > FEW_QUERIES || M < 3 ? M : M > 4 ? 8 : 4; }
 
 // The keys (side 0) or values (side 1) of the sequence and kv head of an item, indexed by position. The rows of W
@@ -50,16 +51,16 @@ template <class TC> struct NextTile {
 
 // The partial softmax over some keys of M queries.
 struct PartialSoftmax {
-  float* out;    // [M, Dp]: sum of exp(score - top) * value, in the order that `load_restored` reads
-  float* total;  // [M, W]: sum of exp(score - top); each lane sums different keys
-  float* top;    // [M]: the score that the softmax subtracts; other scores may exceed it by `max_excess`
+  float* out;        // [M, Dp]: sum of exp(score - max_score) * value, in the order that `load_restored` reads
+  float* sum_exp;    // [M, W]: sum of exp(score - max_score); each lane sums different keys
+  float* max_score;  // [M]: the score that the softmax subtracts; later scores may exceed it by `max_excess`
   static int64_t floats(int64_t M, int64_t Dp) { return round_up(M * (Dp + W + 1), 16); }
   PartialSoftmax(float* memory, int64_t M, int64_t Dp)
-      : out(memory), total(memory + M * Dp), top(memory + M * (Dp + W)) {}
+      : out(memory), sum_exp(memory + M * Dp), max_score(memory + M * (Dp + W)) {}
   // Returns the partial softmax without the first queries, in the same memory.
   INLINE_MEMBER PartialSoftmax skip_queries(int64_t queries, int64_t Dp) const {
     PartialSoftmax rest = *this;
-    rest.out += queries * Dp, rest.total += queries * W, rest.top += queries;
+    rest.out += queries * Dp, rest.sum_exp += queries * W, rest.max_score += queries;
     return rest;
   }
 };
@@ -170,7 +171,7 @@ template <class P, class TC> INLINE void pack_keys(const TC* rows, typename P::U
   for_vectors(D / P::TERMS, [&](int64_t u, auto lanes) __attribute__((always_inline)) {
     vu square[W];
     transpose_keys<P>(square, rows, D, u, lanes);
-    for (int i = 0; i < count_of(lanes); i++) store((uint32_t*)columns + ((u + i) ^ P::SWAP) * TILE, square[i]);
+    for (int i = 0; i < lane_count(lanes); i++) store((uint32_t*)columns + ((u + i) ^ P::SWAP) * TILE, square[i]);
   });
 }
 
@@ -333,21 +334,21 @@ INLINE void store_weights(uint32_t* weights, const vf (&exponentials)[TILE / W],
 
 // Returns by how much scores may exceed the score that a softmax subtracts, before the sums are rescaled. If queries
 // see later keys, new maxima are frequent and a branch for each one is hard to predict. A small excess is then allowed.
-INLINE float max_excess(const Attention& a) { return a.ahead ? 8 : 0; }
+INLINE float max_excess(const Attention& a) { return a.keys_ahead ? 8 : 0; }
 
-// Updates the partial softmax of query m with the keys begin:end of a tile. SCALED is whether keys and values have
+// Updates the partial softmax of query m with the keys begin:end of a tile. HAS_SCALES is whether keys and values have
 // scales. COUNT is the number of vectors of the tile that hold keys.
-template <class P, bool SCALED, int COUNT>
-INLINE void softmax_of_query(const Attention& a, PackedOperands<P>& packed, PartialSoftmax& sums, int64_t m, int64_t Dp,
-                             int64_t begin, int64_t end, const float* bias) {
+template <class P, bool HAS_SCALES, int COUNT>
+INLINE void update_softmax(const Attention& a, PackedOperands<P>& packed, PartialSoftmax& sums, int64_t m, int64_t Dp,
+                           int64_t begin, int64_t end, const float* bias) {
   constexpr int TERMS = P::INTEGER ? 4 : P::SPAN == 2 ? 3 : 5;  // terms of the polynomial for e^x
   const vf masked = all(-__builtin_inff());
   const float scale = (float)a.scale * (P::INTEGER ? packed.q_scales[m] : 1), cap = (float)a.cap;
   const bool whole = begin == 0 && end == COUNT * W;
-  vf scores[COUNT], maxima = all(sums.top[m]);
+  vf scores[COUNT], maxima = all(sums.max_score[m]);
   for (int i = 0; i < COUNT; i++) {
     vf score = as_score(packed.scores + m * TILE + i * W, P{}) * scale;
-    if (SCALED) score *= load(packed.key_scales + i * W);
+    if (HAS_SCALES) score *= load(packed.key_scales + i * W);
     if (cap != 0) score = cap * tanh(score / cap);
     scores[i] = score;
   }
@@ -360,8 +361,8 @@ INLINE void softmax_of_query(const Attention& a, PackedOperands<P>& packed, Part
       scores[i] = j < (int32_t)end ? scores[i] : masked;
     }
   for (int i = 0; i < COUNT; i++) maxima = vmax(maxima, scores[i]);
-  vf total = load(sums.total + m * W), top = all(sums.top[m]);
-  const float before = sums.top[m];
+  vf total = load(sums.sum_exp + m * W), top = all(sums.max_score[m]);
+  const float before = sums.max_score[m];
   if (exceeds(maxima, before + max_excess(a))) {  // true for a NaN, too
     top = largest_everywhere(maxima);
     if (before != masked[0]) {
@@ -370,18 +371,18 @@ INLINE void softmax_of_query(const Attention& a, PackedOperands<P>& packed, Part
       float* out = sums.out + m * Dp;
       for (int64_t i = 0; i < Dp; i += W) store(out + i, load(out + i) * shrink);
     }
-    sums.top[m] = top[0];
+    sums.max_score[m] = top[0];
   }
   vf exponentials[COUNT], weighted[COUNT];
   for (int i = 0; i < COUNT; i++) {
     weighted[i] = exponentials[i] = exp_below<TERMS>(scores[i] - top);
-    if (SCALED) {
+    if (HAS_SCALES) {
       weighted[i] *= load(packed.value_scales + i * W);
       if (!whole) weighted[i] = scores[i] == masked ? vf{} : weighted[i];  // a stale scale may be NaN
     }
   }
   store_weights(packed.weights + m * (TILE / P::TERMS), exponentials, weighted, total, packed.factors[m], P{});
-  store(sums.total + m * W, total);
+  store(sums.sum_exp + m * W, total);
 }
 
 // A range of rows of an item. Their queries are the first queries in the given operands and sums.
@@ -389,19 +390,19 @@ struct RowRange {
   int64_t begin, end;
 };
 
-template <class P, bool SCALED, int COUNT>
-static void softmax_of_tile(const Attention& a, const Item& item, PackedOperands<P>& packed, PartialSoftmax& sums,
-                            int64_t tile, RowRange rows) {
+template <class P, bool HAS_SCALES, int COUNT>
+static void update_tile_softmax(const Attention& a, const Item& item, PackedOperands<P>& packed, PartialSoftmax& sums,
+                                int64_t tile, RowRange rows) {
   const int64_t Dp = padded_width(a.D);
   for (int64_t row = rows.begin, m = 0; row < rows.end; row++) {
     int64_t position = item.position + row - tile;
     int64_t first = max<int64_t>(first_key(a, item.position + row) - tile, 0);
-    int64_t last = min(min<int64_t>(position + a.ahead, item.end - tile - 1), TILE - 1);
+    int64_t last = min(min<int64_t>(position + a.keys_ahead, item.end - tile - 1), TILE - 1);
     for (int64_t head = 0; head < item.heads; head++, m++) {
       if (first <= last) {
         const int64_t number = item.kv_head * (a.H / a.K) + item.first_head + head;
         const float* bias = a.bias ? a.bias + number * a.bias_head - position : nullptr;
-        softmax_of_query<P, SCALED, COUNT>(a, packed, sums, m, Dp, first, last + 1, bias);
+        update_softmax<P, HAS_SCALES, COUNT>(a, packed, sums, m, Dp, first, last + 1, bias);
       } else {  // the query sees no key of this tile
         __builtin_memset((void*)(packed.weights + m * (TILE / P::TERMS)), 0, TILE / P::TERMS * 4);
         packed.factors[m] = 0;
@@ -411,15 +412,15 @@ static void softmax_of_tile(const Attention& a, const Item& item, PackedOperands
 }
 
 template <class P, class TC>
-INLINE void softmax_of_tile(const Attention& a, const Item& item, PackedOperands<P>& packed, PartialSoftmax& sums,
-                            int64_t tile, RowRange rows) {
-  constexpr bool SCALED = sizeof(TC) == 1;
+INLINE void update_tile_softmax(const Attention& a, const Item& item, PackedOperands<P>& packed, PartialSoftmax& sums,
+                                int64_t tile, RowRange rows) {
+  constexpr bool HAS_SCALES = sizeof(TC) == 1;
   constexpr int ALL = TILE / W;
   const int64_t count = ceil_div(item.end - tile, W);
-  if (SCALED || ALL != 4 || count > 3) softmax_of_tile<P, SCALED, ALL>(a, item, packed, sums, tile, rows);
-  else if (count == 1) softmax_of_tile<P, SCALED, SCALED ? ALL : 1>(a, item, packed, sums, tile, rows);
-  else if (count == 2) softmax_of_tile<P, SCALED, SCALED ? ALL : 2>(a, item, packed, sums, tile, rows);
-  else softmax_of_tile<P, SCALED, SCALED ? ALL : 3>(a, item, packed, sums, tile, rows);
+  if (HAS_SCALES || ALL != 4 || count > 3) update_tile_softmax<P, HAS_SCALES, ALL>(a, item, packed, sums, tile, rows);
+  else if (count == 1) update_tile_softmax<P, HAS_SCALES, HAS_SCALES ? ALL : 1>(a, item, packed, sums, tile, rows);
+  else if (count == 2) update_tile_softmax<P, HAS_SCALES, HAS_SCALES ? ALL : 2>(a, item, packed, sums, tile, rows);
+  else update_tile_softmax<P, HAS_SCALES, HAS_SCALES ? ALL : 3>(a, item, packed, sums, tile, rows);
 }
 
 // ---- attention over a tile ----
@@ -435,7 +436,7 @@ static void attend_tile_unpacked(const Attention& a, const Item& item, PackedOpe
     values.prefetch(tile + i, item.end);
     score_keys<P, ROWS>(keys[tile + i], packed.q, packed.scores + i, a.D);
   }
-  softmax_of_tile<P, TC>(a, item, packed, sums, tile, {0, item.rows});
+  update_tile_softmax<P, TC>(a, item, packed, sums, tile, {0, item.rows});
   const auto next_tile = NextTile<TC>::after(a, item, tile);
   int64_t d = 0;
   for (; d + 2 * W * CHUNKS <= padded_width(a.D); d += 2 * W * CHUNKS)
@@ -475,7 +476,7 @@ static void attend_tile_packed(const Attention& a, const Item& item, PackedOpera
       product<P>(part.q, padded_units<P>(D), part.keys + from, TILE, part.scores + from, TILE, M, columns, D / P::TERMS,
                  false, unused_factors);
     }
-    softmax_of_tile<P, TC>(a, item, part, part_sums, tile, rows);
+    update_tile_softmax<P, TC>(a, item, part, part_sums, tile, rows);
     [[maybe_unused]] const typename P::Mode mode{};
     product<P>(part.weights + first, TILE / P::TERMS, part.values + first * Dp, Dp, part_sums.out, Dp, M, Dp,
                last - first, true, part.factors);

@@ -1,10 +1,11 @@
-// Quantised blocks of checkpoints: codes of 4, 5 or 6 bits with a scale per SIZE inputs, and in some kinds a minimum
-// per GROUP inputs (kernels/encodings/_blocks.py). A weight is scale * (code - OFFSET) - minimum. In encodings with
-// units of 256 inputs (GGUF's K types), scales and minima are small integers, multiplied by a float16 factor. These
-// products are exact in float32. The code of a 4-bit float is an index into a table of the integers 12 + 2 * value.
+// Quantised blocks of checkpoints: codes of 4, 5 or 6 bits with a scale per block of SIZE inputs, and in some kinds a
+// minimum per group of GROUP inputs (kernels/encodings/_blocks.py). A weight is scale * (code - OFFSET) - minimum. In
+// encodings with units of 256 inputs (GGUF's K types), scales and minima are small integers, multiplied by a float16
+// factor. These products are exact in float32. The code of a 4-bit float is an index into a table of the integers 12 +
+// 2 * value.
 //
-// Rows of x are quantised as for int4, with a scale for each SIZE inputs. The minimum is applied in float32: scale *
-// sum(code * x) - minimum * sum(x). Each output is one chain of additions in the order of the groups.
+// Rows of x are quantised as for int4, with a scale for each block of SIZE inputs. The minimum is applied in float32:
+// scale * sum(code * x) - minimum * sum(x). Each output is one chain of additions in the order of the groups.
 //
 // The codes of nf4 and fp4 are indices into a table of 16-bit numbers. The table is stored as one table of the low
 // bytes and one of the high bytes. The products with both are added.
@@ -51,7 +52,7 @@ struct UnitScale {  // a float32 for all inputs of a unit, stored after the grou
 // The entries of the table of E2M1 codes: 12 + 2 * number.
 constexpr uint8_t E2M1_CODES[] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 // Replaces each byte of `indices` (0 to 15) by the entry of a table of 16 bytes.
-INLINE vu looked_up(const uint8_t* numbers, vu indices) {
+INLINE vu look_up_bytes(const uint8_t* numbers, vu indices) {
 #if PENSTOCK_LANES == 16
   const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)numbers));
   return (vu)_mm512_shuffle_epi8(table, (__m512i)indices);
@@ -94,8 +95,8 @@ constexpr NumberTable NUMBER_TABLES[] = {
 struct Numbers {
   vu first, second;
 };
-INLINE Numbers numbers_of(const NumberTable& table, vu indices) {
-  const vu low = looked_up(table.low, indices), high = looked_up(table.high, indices);
+INLINE Numbers look_up_numbers(const NumberTable& table, vu indices) {
+  const vu low = look_up_bytes(table.low, indices), high = look_up_bytes(table.high, indices);
 #if PENSTOCK_LANES == 16
   return {low, high};
 #else  // first: inputs 0 and 2; second: inputs 1 and 3
@@ -141,9 +142,9 @@ template <class Kind> struct Blocks {
   static constexpr BlockKind KIND = Kind::KIND;
   typedef typename Kind::Scale Scale;
   static constexpr bool HAS_UNIT_SCALES = KIND.size > GROUP, HAS_TABLE = KIND.table >= 0;
-  static constexpr int64_t SIZE = min(KIND.size, GROUP), GROUPS = KIND.groups, SCALED = GROUP / SIZE;
+  static constexpr int64_t SIZE = min(KIND.size, GROUP), GROUPS = KIND.groups, X_SCALES = GROUP / SIZE;
   static constexpr int64_t HIGH = PANEL * GROUP / 2, SCALES = PANEL * GROUP * KIND.bits / 8;
-  static constexpr int64_t MINIMA = SCALES + PANEL * SCALED * Scale::BYTES;
+  static constexpr int64_t MINIMA = SCALES + PANEL * X_SCALES * Scale::BYTES;
   static constexpr int64_t GROUP_BYTES = MINIMA + PANEL * KIND.min_bytes;
   static constexpr int64_t FACTORS = GROUPS * GROUP_BYTES, MIN_FACTORS = FACTORS + PANEL * 2;
   static constexpr int64_t FACTOR_BYTES = KIND.min_bytes || HAS_UNIT_SCALES ? PANEL * 4 : PANEL * 2;
@@ -154,25 +155,24 @@ template <class Kind> struct Blocks {
   static constexpr float UNIT = HAS_TABLE ? NUMBER_TABLES[max(KIND.table, 0)].unit : KIND.is_e2m1 ? 0.5f : 1;
   static constexpr int vectors(int64_t rows) { return W == 16 && rows <= (HAS_TABLE ? 1 : 2) ? 4 : GROUP_VECTORS; }
 
-  // Returns the codes of one half of a step, as the operand of the products. `low` has the lower four bits of the
-  // codes.
-  INLINE auto factors_of(vu low, const char* w, int step, int half, int v) {
-    if constexpr (HAS_TABLE) return numbers_of(NUMBER_TABLES[KIND.table], low);
-    else return with_high_bits(low, w, step, half, v);
+  // Returns the operand of the products for one half of a step. `low` has the lower four bits of the codes.
+  INLINE auto make_operand(vu low, const char* w, int step, int half, int v) {
+    if constexpr (HAS_TABLE) return look_up_numbers(NUMBER_TABLES[KIND.table], low);
+    else return add_high_bits(low, w, step, half, v);
   }
-  INLINE vu with_high_bits(vu low, const char* w, int step, int half, int v) {
+  INLINE vu add_high_bits(vu low, const char* w, int step, int half, int v) {
     if (KIND.bits == 5) return low | Groups<5>::fifth_bits(load((const uint32_t*)(w + HIGH) + v * W), 2 * step + half);
     if (KIND.bits == 6) {
       const vu bits = load((const uint32_t*)(w + HIGH + step / 2 * 4 * PANEL) + v * W);
       const int position = 2 * (step % 2 * 2 + half);
       return low | ((position < 4 ? bits << (4 - position) : bits >> (position - 4)) & 0x30303030);
     }
-    return KIND.is_e2m1 ? looked_up(E2M1_CODES, low) : low;
+    return KIND.is_e2m1 ? look_up_bytes(E2M1_CODES, low) : low;
   }
 
   template <int ROWS, int FETCHED> INLINE void multiply(const ByteBlock& block) {
     constexpr int VECTORS = vectors(ROWS), STEPS = SIZE / 8;
-    constexpr int64_t ADVANCE = fetched_by<FETCHED>(LINES);
+    constexpr int64_t ADVANCE = prefetch_advance<FETCHED>(LINES);
     for (int64_t column = 0; column < PANEL; column += VECTORS * W) {
       float* stored = (float*)block.sums + column;
       vf sums[ROWS][VECTORS];
@@ -198,7 +198,7 @@ template <class Kind> struct Blocks {
         const char* w = unit;
         for (int64_t g = 0; g < GROUPS; g++, w += GROUP_BYTES, ahead += ADVANCE) {
 #pragma GCC unroll 2
-          for (int scaled = 0; scaled < SCALED; scaled++, x += SIZE, x_scales++, starts++) {
+          for (int scaled = 0; scaled < X_SCALES; scaled++, x += SIZE, x_scales++, starts++) {
             GroupSum<HAS_TABLE ? 16 : KIND.is_e2m1 ? 5 : KIND.bits> totals[ROWS][VECTORS];
             for (int r = 0; r < ROWS; r++)
               for (int v = 0; v < VECTORS; v++)
@@ -210,11 +210,11 @@ template <class Kind> struct Blocks {
 #pragma GCC unroll 8
                 for (int64_t line = step; line < LINES; line += 4) __builtin_prefetch(ahead + line * LINE, 0, 2);
               } else fetch<FETCHED>(ahead, LINES, step, 4);
-              decltype(factors_of(vu{}, nullptr, 0, 0, 0)) low[VECTORS], high[VECTORS];
+              decltype(make_operand(vu{}, nullptr, 0, 0, 0)) low[VECTORS], high[VECTORS];
               for (int v = 0; v < VECTORS; v++) {
                 const vu pairs = load((const uint32_t*)(w + column * 4 + step * 4 * PANEL) + v * W);
-                low[v] = factors_of(pairs & 0x0f0f0f0f, w + column * 4, step, 0, v);
-                high[v] = factors_of(pairs >> 4 & 0x0f0f0f0f, w + column * 4, step, 1, v);
+                low[v] = make_operand(pairs & 0x0f0f0f0f, w + column * 4, step, 0, v);
+                high[v] = make_operand(pairs >> 4 & 0x0f0f0f0f, w + column * 4, step, 1, v);
               }
               for (int r = 0; r < ROWS; r++) {
                 const int8_t* inputs = x + r * x_stride + 8 * part;
@@ -313,10 +313,10 @@ template <class Form> static void pack_blocks(Form, const PackCodes& a, int64_t 
           if (Form::KIND.bits == 6)
             to[Form::HIGH + step / 2 * 4 * PANEL + byte] |= codes[k] >> 4 << (2 * (step % 2 * 2 + half));
         }
-        const int64_t num_scales = SCALE_BYTES ? min(Form::SCALED, scales - group * Form::SCALED) : 0;
+        const int64_t num_scales = SCALE_BYTES ? min(Form::X_SCALES, scales - group * Form::X_SCALES) : 0;
         for (int64_t scaled = 0; scaled < num_scales; scaled++)
           __builtin_memcpy(record + Form::SCALES + (scaled * PANEL + column) * SCALE_BYTES,
-                           (const char*)a.scales + (row * scales + group * Form::SCALED + scaled) * SCALE_BYTES,
+                           (const char*)a.scales + (row * scales + group * Form::X_SCALES + scaled) * SCALE_BYTES,
                            SCALE_BYTES);
         if (MIN_BYTES)
           __builtin_memcpy(record + Form::MINIMA + column * MIN_BYTES,

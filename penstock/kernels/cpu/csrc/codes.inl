@@ -1,6 +1,6 @@
-// Integer codes of checkpoints: unsigned integers of 4 or 8 bits (kernels/encodings/_codes.py). Each GROUP inputs of an
-// output share a zero point and a float16 scale, and each output has a float32 scale. A weight is (code - zero) * scale
-// * row scale.
+// Integer codes of checkpoints: unsigned integers of 4 or 8 bits (kernels/encodings/_codes.py). The inputs of an output
+// are divided into groups of GROUP inputs. A group has a zero point and a float16 scale, and each output has a float32
+// scale. A weight is (code - zero) * scale * row scale.
 //
 // Rows of x are quantised as for int4. The zero point is applied in float32: sum(code * x) - zero * sum(x). This is
 // exact, because the integers are below 2^24. Each output is one chain of additions in the order of the groups.
@@ -8,13 +8,13 @@
 template <int BITS> struct CodeGroups {
   static constexpr int64_t SCALES = PANEL * GROUP * BITS / 8, ZEROS = SCALES + PANEL * 2;
   static constexpr int64_t INPUTS = GROUP, UNIT_BYTES = ZEROS + PANEL, LINES = UNIT_BYTES / 64;
-  static constexpr int64_t ROWS_AT_ONCE = GROUP_ROWS, BLOCK_UNITS = BITS == 4 ? 44 : 24, SCALED = 1, PASSES = 1;
+  static constexpr int64_t ROWS_AT_ONCE = GROUP_ROWS, BLOCK_UNITS = BITS == 4 ? 44 : 24, X_SCALES = 1, PASSES = 1;
   static constexpr int FETCH_2_PASSES = half_of(LINES), FETCH_4_PASSES = fourth_of(LINES), FETCH_MORE = sixth_of(LINES);
   static constexpr int vectors(int64_t rows) { return W == 16 && rows <= 2 ? 4 : GROUP_VECTORS; }
 
   template <int ROWS, int FETCHED> INLINE void multiply(const ByteBlock& block) {
     constexpr int VECTORS = vectors(ROWS), STEPS = BITS == 4 ? 4 : 8;
-    constexpr int64_t ADVANCE = fetched_by<FETCHED>(LINES);
+    constexpr int64_t ADVANCE = prefetch_advance<FETCHED>(LINES);
     for (int64_t column = 0; column < PANEL; column += VECTORS * W) {
       float* stored = (float*)block.sums + column;
       vf sums[ROWS][VECTORS];

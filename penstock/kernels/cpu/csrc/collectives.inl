@@ -25,16 +25,16 @@ struct RankControl {
   int32_t padding[13];
 };
 
-INLINE RankControl& control_of(Region* region, int64_t rank) { return ((RankControl*)(region + 1))[rank]; }
+INLINE RankControl& rank_control(Region* region, int64_t rank) { return ((RankControl*)(region + 1))[rank]; }
 
-INLINE char* buffer_of(Region* region, int64_t rank, int64_t message) {
-  char* buffers = (char*)&control_of(region, region->world);
+INLINE char* message_buffer(Region* region, int64_t rank, int64_t message) {
+  char* buffers = (char*)&rank_control(region, region->world);
   return buffers + (2 * rank + (message & 1)) * region->capacity;
 }
 
 // Publishes a message of this rank and wakes the ranks that sleep.
 static void publish(Region* region, int64_t rank, int64_t message) {
-  RankControl& control = control_of(region, rank);
+  RankControl& control = rank_control(region, rank);
   __atomic_store_n(&control.published, message, __ATOMIC_SEQ_CST);
 #if defined(__linux__)
   if (__atomic_load_n(&control.sleepers, __ATOMIC_SEQ_CST))
@@ -45,7 +45,7 @@ static void publish(Region* region, int64_t rank, int64_t message) {
 // Waits until a rank has published a message. Returns false if the collectives are aborted or the time limit is
 // exceeded. Exceeding the time limit aborts the collectives of all ranks.
 static __attribute__((noinline)) bool wait_for_message(Region* region, int64_t rank, int64_t message) {
-  RankControl& other = control_of(region, rank);
+  RankControl& other = rank_control(region, rank);
   auto is_there = [&]() __attribute__((always_inline)) {
     return __atomic_load_n(&other.published, __ATOMIC_ACQUIRE) >= message;
   };
@@ -99,7 +99,7 @@ template <class Body>
 static void over_blocks(Region* region, int64_t rank, int64_t rows, int64_t width, int64_t element, Body body) {
   const int64_t columns = min(width, region->capacity / element);
   const int64_t height = max<int64_t>(region->capacity / (columns * element), 1);
-  int64_t message = control_of(region, rank).published;
+  int64_t message = rank_control(region, rank).published;
   for (int64_t row = 0; row < rows; row += height)
     for (int64_t column = 0; column < width; column += columns)
       if (!body(row, min(height, rows - row), column, min(columns, width - column), ++message)) return;
@@ -118,7 +118,7 @@ struct AllReduce {  // x [rows, width], rows strided; out [rows, width] contiguo
 template <class T> static void all_reduce(const AllReduce& a, const Team& team) {
   const int64_t world = a.region->world;
   const auto exchange_block = [&](int64_t row, int64_t rows, int64_t column, int64_t columns, int64_t message) {
-    T* own = (T*)buffer_of(a.region, a.rank, message);
+    T* own = (T*)message_buffer(a.region, a.rank, message);
     over_rows(team, rows, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; i++)
         __builtin_memcpy(own + i * columns, (const T*)a.x + (row + i) * a.x_stride + column, columns * sizeof(T));
@@ -129,9 +129,9 @@ template <class T> static void all_reduce(const AllReduce& a, const Team& team) 
         T* out = (T*)a.out + (row + i) * a.width + column;
         const int64_t from = i * columns;
         for_vectors(columns, EACH_VECTOR {
-          vf total = load((const T*)buffer_of(a.region, 0, message) + from + i, lanes);
+          vf total = load((const T*)message_buffer(a.region, 0, message) + from + i, lanes);
           for (int64_t rank = 1; rank < world; rank++)
-            total += load((const T*)buffer_of(a.region, rank, message) + from + i, lanes);
+            total += load((const T*)message_buffer(a.region, rank, message) + from + i, lanes);
           store(out + i, total, lanes);
         });
       }
@@ -167,21 +167,21 @@ static void run(const AllGather& a, const Team& team) {
   int64_t widest = 0, total = 0;
   for (int64_t rank = 0; rank < world; rank++) widest = max(widest, a.widths[rank]), total += a.widths[rank];
   const auto exchange_block = [&](int64_t row, int64_t rows, int64_t column, int64_t columns, int64_t message) {
-    const auto bytes_of = [&](int64_t rank) __attribute__((always_inline)) {
+    const auto row_bytes = [&](int64_t rank) __attribute__((always_inline)) {
       return max(min(columns, a.widths[rank] - column), (int64_t)0) * a.element;
     };
-    char* own = buffer_of(a.region, a.rank, message);
+    char* own = message_buffer(a.region, a.rank, message);
     over_rows(team, rows, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; i++)
         __builtin_memcpy(own + i * columns * a.element, a.x + (row + i) * a.x_stride + column * a.element,
-                         bytes_of(a.rank));
+                         row_bytes(a.rank));
     });
     if (!exchange(a.region, a.rank, message, team)) return false;
     over_rows(team, rows, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; i++) {
         char* out = a.out + (row + i) * total * a.element + column * a.element;
         for (int64_t rank = 0; rank < world; out += a.widths[rank++] * a.element)
-          __builtin_memcpy(out, buffer_of(a.region, rank, message) + i * columns * a.element, bytes_of(rank));
+          __builtin_memcpy(out, message_buffer(a.region, rank, message) + i * columns * a.element, row_bytes(rank));
       }
     });
     return true;
@@ -199,10 +199,10 @@ struct FromRank0 {  // replaces the bytes of `data` by those of rank 0
 
 static int64_t work(const FromRank0& a) { return a.bytes; }
 static void run(const FromRank0& a, const Team& team) {
-  const int64_t message = control_of(a.region, a.rank).published + 1;
-  if (team.rank == 0 && a.rank == 0) __builtin_memcpy(buffer_of(a.region, 0, message), a.data, a.bytes);
+  const int64_t message = rank_control(a.region, a.rank).published + 1;
+  if (team.rank == 0 && a.rank == 0) __builtin_memcpy(message_buffer(a.region, 0, message), a.data, a.bytes);
   if (!exchange(a.region, a.rank, message, team)) return;
-  if (team.rank == 0 && a.rank) __builtin_memcpy(a.data, buffer_of(a.region, 0, message), a.bytes);
+  if (team.rank == 0 && a.rank) __builtin_memcpy(a.data, message_buffer(a.region, 0, message), a.bytes);
 }
 KERNEL(from_rank_0, FromRank0)
 

@@ -259,7 +259,7 @@ struct LayerNormOfSum {  // x, residual [n, E], rows strided; out [n, E] contigu
 };
 
 template <class T, class TW> static void layer_norm_of_sum(const LayerNormOfSum& a, const Team& team) {
-  float* total = (float*)penstock_scratch(OWN, a.E * sizeof(float));
+  float* total = (float*)penstock_scratch(PRIVATE, a.E * sizeof(float));
   over_rows(team, a.n, [=](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row++) {
       const T *x = (const T*)a.x + row * a.x_stride, *residual = (const T*)a.residual + row * a.residual_stride;

@@ -30,7 +30,7 @@ struct Experts {  // x, topk_ids and topk_weights have strided rows; out is cont
 
 constexpr int64_t JOB_ROWS = 240;          // maximum number of rows of a job; their sums fit in the cache of a core
 constexpr int64_t ROUND_BYTES = 16 << 20;  // maximum bytes of the intermediate values of a round
-constexpr int64_t MIN_PAIRS = 256;         // minimum of the maximum number of pairs per round; at least JOB_ROWS
+constexpr int64_t MIN_PAIRS = 256;         // a round may have at least this many pairs; at least JOB_ROWS
 // A piece of work is a run of up to MAX_RUN consecutive panels. Runs are shorter if a thread would get fewer than
 // RUNS_PER_THREAD runs.
 constexpr int64_t RUNS_PER_THREAD = 8, MAX_RUN = 4;
@@ -90,7 +90,7 @@ struct ExpertsMemory {
 static void sort_pairs(const Experts& a, const ExpertsMemory& memory, const Team& team) {
   const int64_t pairs = a.rows * a.top;
   int64_t* ends = memory.ends;
-  auto expert_of = [&](int64_t pair) __attribute__((always_inline)) {
+  auto find_expert = [&](int64_t pair) __attribute__((always_inline)) {
     const int64_t expert = a.topk_ids[pair / a.top * a.topk_ids_stride + pair % a.top] - a.first;
     if (expert >= 0 && expert < a.count) return expert;
     if (a.is_part) return (int64_t)-1;
@@ -100,12 +100,12 @@ static void sort_pairs(const Experts& a, const ExpertsMemory& memory, const Team
   __builtin_memset(ends, 0, (a.count + 1) * 8);
   __builtin_memset(memory.num_positions, 0, a.rows * 8);
   for (int64_t pair = 0; pair < pairs; pair++) {
-    const int64_t expert = expert_of(pair);
+    const int64_t expert = find_expert(pair);
     if (expert >= 0) ends[expert + 1]++;
   }
   for (int64_t expert = 0; expert < a.count; expert++) ends[expert + 1] += ends[expert];
   for (int64_t pair = 0; pair < pairs; pair++) {
-    const int64_t expert = expert_of(pair);
+    const int64_t expert = find_expert(pair);
     if (expert >= 0) memory.order[ends[expert]++] = pair;
   }
   for (int64_t i = 0; i < ends[a.count - 1]; i++) {
@@ -153,7 +153,7 @@ static void multiply_jobs(const Experts& a, Linear layer, int64_t which, int64_t
   const int64_t panels = ceil_div(layer.N, PANEL);
   const int64_t run = min(max<int64_t>(panels * count / (team.size * RUNS_PER_THREAD), 1), MAX_RUN);
   const int64_t runs = ceil_div(panels, run);
-  void* sums = penstock_scratch(OWN, JOB_ROWS * PANEL * sizeof(float));
+  void* sums = penstock_scratch(PRIVATE, JOB_ROWS * PANEL * sizeof(float));
   over_pieces(team, runs * count, [&](int64_t piece) {
     const Job& job = jobs[piece / runs];
     const ExpertWeights& weights = a.table[2 * job.expert + which];
@@ -173,7 +173,7 @@ static void multiply_round(const Experts& a, const ExpertsMemory& memory, const 
   const Team this_thread = {1, 0, team.state, team.record};
   const QuantizedRows x(memory.x, memory.max_pairs, a.E, groups_of(a.gate_up_encoding, a.E));
   const QuantizedRows inner(memory.quantized, memory.max_pairs, a.F, groups_of(a.down_encoding, a.F));
-  auto order_of = [&](int64_t i, int64_t which) __attribute__((always_inline)) {
+  auto find_order = [&](int64_t i, int64_t which) __attribute__((always_inline)) {
     const int64_t pair = memory.order[first + i];
     const int64_t expert = a.topk_ids[pair / a.top * a.topk_ids_stride + pair % a.top] - a.first;
     return a.table[2 * expert + which].order;
@@ -182,7 +182,7 @@ static void multiply_round(const Experts& a, const ExpertsMemory& memory, const 
     for (int64_t i = begin; i < end; i++) {
       const T* row = (const T*)a.x + memory.order[first + i] / a.top * a.x_stride;
       if (!is_quantized(a.gate_up_encoding)) __builtin_memcpy((T*)memory.x + i * a.E, row, a.E * sizeof(T));
-      else quantize_row(row, a.E, a.gate_up_encoding, x.skip_rows(i), order_of(i, 0));
+      else quantize_row(row, a.E, a.gate_up_encoding, x.skip_rows(i), find_order(i, 0));
     }
   });
   team.barrier();
@@ -197,7 +197,7 @@ static void multiply_round(const Experts& a, const ExpertsMemory& memory, const 
     else run(ClampedSwiGLU{a.type, gates, gated_rows, end - begin, a.F, 2 * a.F, a.alpha, a.limit}, this_thread);
     if (!is_quantized(a.down_encoding)) return;
     for (int64_t i = begin; i < end; i++)
-      quantize_row((const T*)memory.inner + i * a.F, a.F, a.down_encoding, inner.skip_rows(i), order_of(i, 1));
+      quantize_row((const T*)memory.inner + i * a.F, a.F, a.down_encoding, inner.skip_rows(i), find_order(i, 1));
   });
   team.barrier();
   const Linear down = {a.down_encoding, a.type, memory.quantized, a.F, nullptr, nullptr, nullptr, nullptr,

@@ -1,6 +1,6 @@
-// Weights as 8-bit floats (E4M3). Each FP8_GROUP inputs of an output share a float32 scale (kernels/encodings/fp8.py).
-// Activations are bfloat16. The products of a group are added in float32. The sum is scaled and added to the output's
-// total, in the order of the groups. The bits of a row therefore do not depend on other rows.
+// Weights as 8-bit floats (E4M3), with a float32 scale for each group of FP8_GROUP inputs of an output
+// (kernels/encodings/fp8.py). Activations are bfloat16. The products of a group are added in float32. The sum is scaled
+// and added to the output's total, in the order of the groups. The bits of a row therefore do not depend on other rows.
 //
 // A panel has the codes of its groups, then a table of scales, then two strides (kernels/codes.py). A group has 32
 // steps of 4 inputs each. A step has 16 bytes for each set of four outputs: the first two inputs of these outputs, then
@@ -50,7 +50,7 @@ template <class P> struct Fp8Tile {
 
 // Multiplies a tile. WIDE: the weights are read from `wide` instead of `codes`.
 template <class P, int ROWS, bool WIDE> static void multiply_fp8_tile(const Fp8Tile<P>& tile) {
-  constexpr int VECTORS = vectors_of(ROWS);
+  constexpr int VECTORS = vectors_per_pass(ROWS);
   for (int64_t column = 0; column < PANEL; column += VECTORS * W) {
     const char* codes = tile.codes + column * 4;
     for (int64_t group = tile.group; group < tile.group + tile.groups; group++) {
@@ -77,7 +77,7 @@ template <class P, int ROWS, bool WIDE> static void multiply_fp8_tile(const Fp8T
           continue;
         }
         typename P::Codes numbers[VECTORS];
-        for (int v = 0; v < VECTORS; v++) numbers[v] = P::codes_of(words[v]);
+        for (int v = 0; v < VECTORS; v++) numbers[v] = P::prepare_codes(words[v]);
         // Subnormal numbers are rare, because weights are scaled to the largest 8-bit float. The code for numbers that
         // are not subnormal is faster.
 #define FP8_WEIGHTS [&](int part, int v) __attribute__((always_inline)) -> typename P::Wides
@@ -149,7 +149,7 @@ static void multiply_fp8_panel(const Linear& a, int64_t begin, int64_t rows, con
         for (int64_t i = 0; i < PANEL; i += W) {
           const vu words[] = {load((const uint32_t*)(codes + step * FP8_STEP) + i)};
           const bool subnormal = P::UNIFORM || has_subnormals(words);
-          const typename P::Codes numbers = P::codes_of(words[0]);
+          const typename P::Codes numbers = P::prepare_codes(words[0]);
           for (int part = 0; part < P::PARTS; part++)
             store(wide + (step * P::PARTS + part) * PANEL + i,
                   subnormal ? P::template widen<true>(numbers, part) : P::template widen<false>(numbers, part));
@@ -184,10 +184,10 @@ template <class P> static void multiply_fp8(const Linear& a, const Team& team) {
   const int64_t bytes = fp8_panel_bytes(a.K);
   const int64_t chunk_bytes = ceil_div(a.rows, chunks) * a.K * (int64_t)sizeof(bf16);
   const int64_t width = min(max<int64_t>(CACHED_BYTES / max<int64_t>(chunk_bytes, 1), 1), chunks);
-  float* sums = (float*)penstock_scratch(OWN, min(a.rows, CHUNK_ROWS) * PANEL * sizeof(float));
+  float* sums = (float*)penstock_scratch(PRIVATE, min(a.rows, CHUNK_ROWS) * PANEL * sizeof(float));
   const Pieces pieces(a, team, a.rows, chunks, width);
   over_pieces(team, pieces.count(), [&](int64_t piece) {
-    pieces.each(team, piece, [&](int64_t panel, int64_t, int64_t begin, int64_t end) {
+    pieces.for_each_panel(team, piece, [&](int64_t panel, int64_t, int64_t begin, int64_t end) {
       multiply_fp8_panel<P>(a, begin, end - begin, (const char*)a.panels + panel * bytes, panel * PANEL, sums);
     });
   });

@@ -30,7 +30,8 @@ struct Fp8Pairs {
   static constexpr int PARTS = 2;
   static constexpr bool IN_PLACE = true;  // whether whole groups of inputs are read from x directly
   static constexpr bool UNIFORM = false;  // whether `widen` converts all numbers at the same speed
-  INLINE_MEMBER static vu codes_of(vu words) { return words; }
+  // Returns the codes of a step in the form that `widen` reads.
+  INLINE_MEMBER static vu prepare_codes(vu words) { return words; }
   // Widens a pair of inputs to bfloat16, exactly. Without SUBNORMAL, all codes must have an exponent above 0. In this
   // case it is enough to shift the bits to their position and to replace the exponent bias 7 by 127.
   template <bool SUBNORMAL> INLINE_MEMBER static vu widen(vu words, int part) {
@@ -90,7 +91,7 @@ struct Fp8TablePairs : Fp8Pairs {
     __m512i low, high;
   };
   static constexpr bool UNIFORM = true;
-  INLINE_MEMBER static Codes codes_of(vu words) {
+  INLINE_MEMBER static Codes prepare_codes(vu words) {
     const vu low = table_bytes(words, FP8_BYTES.low), high = table_bytes(words, FP8_BYTES.high);
     return {(__m512i)low, (__m512i)(high | (words & 0x80808080))};
   }
@@ -128,7 +129,7 @@ struct Fp8Floats {
   typedef vu Codes;
   static constexpr int PARTS = 4;
   static constexpr bool IN_PLACE = false, UNIFORM = false;
-  INLINE_MEMBER static vu codes_of(vu words) { return words; }
+  INLINE_MEMBER static vu prepare_codes(vu words) { return words; }
   // Widens one input to float32, like the bfloat16 pairs above. Without SUBNORMAL, a code with the exponent 0 becomes
   // 2^-7 * (1 + m / 8) instead of 2^-6 * m / 8.
   template <bool SUBNORMAL> INLINE_MEMBER static vf widen(vu words, int part) {

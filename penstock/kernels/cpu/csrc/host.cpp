@@ -64,8 +64,8 @@ int64_t* penstock_progress = &progress;  // C linkage, as declared in scratch.h
 extern "C" VISIBLE void penstock_count_progress_in(int64_t* counter) { penstock_progress = counter; }
 
 extern "C" void* penstock_scratch(enum Scratch which, size_t bytes) {
-  static thread_local void* blocks[SCRATCHES];
-  static thread_local size_t sizes[SCRATCHES];
+  static thread_local void* blocks[SCRATCH_BLOCKS];
+  static thread_local size_t sizes[SCRATCH_BLOCKS];
   if (sizes[which] < bytes) {
     free(blocks[which]);
     size_t rounded = (bytes + 4095) & ~(size_t)4095;

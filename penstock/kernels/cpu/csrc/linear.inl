@@ -50,13 +50,13 @@ template <int FETCHED> INLINE void fetch(const char* ahead, int64_t lines, int64
   for (int64_t line = part; line < count; line += parts) __builtin_prefetch(ahead + line * apart * LINE, 0, 2);
 }
 // Returns the number of bytes by which a step advances the prefetch address.
-template <int FETCHED> constexpr int64_t fetched_by(int64_t lines) {
+template <int FETCHED> constexpr int64_t prefetch_advance(int64_t lines) {
   return (FETCHED == STREAM ? lines : FETCHED) * LINE;
 }
 
 // Returns the number of vectors of a panel that a tile with `rows` rows processes at once. The registers must hold the
 // sums and the factors. With 32 registers a tile processes the whole panel at once.
-constexpr int vectors_of(int rows) { return W == 16 ? 4 : rows == 1 ? 8 : rows <= 3 ? 4 : 2; }
+constexpr int vectors_per_pass(int rows) { return W == 16 ? 4 : rows == 1 ? 8 : rows <= 3 ? 4 : 2; }
 
 // The next types compute the product of a step of a panel. `add` multiplies `terms` numbers of each row of x, of type
 // X, by the weights of VECTORS * W outputs.
@@ -189,7 +189,7 @@ INLINE void finish_tile(const Block<S>& block, const vf (&sums)[ROWS][VECTORS], 
 // Multiplies ROWS rows with the block in several passes, each for VECTORS * W outputs. Each pass prefetches a different
 // part of `ahead`.
 template <class S, int ROWS, int FETCHED> static void multiply_tile(const Block<S>& block) {
-  constexpr int VECTORS = vectors_of(ROWS);
+  constexpr int VECTORS = vectors_per_pass(ROWS);
   constexpr int64_t LINES = STEP_BYTES / LINE;
   StripRows<S, typename S::X, ROWS> strip;
   const int64_t x_stride = strip.stride(block.x_stride), length = strip.WHOLE ? block.terms : STRIP_STEPS * S::TERMS;
@@ -200,7 +200,8 @@ template <class S, int ROWS, int FETCHED> static void multiply_tile(const Block<
     for (int64_t column = 0; column < PANEL; column += VECTORS * W) {
       const auto* x = rows;
       const auto* w = block.w + from * PANEL + column * S::TERMS;
-      const int64_t pass = column / (VECTORS * W) * (block.terms / S::TERMS), advance = fetched_by<FETCHED>(LINES);
+      const int64_t pass = column / (VECTORS * W) * (block.terms / S::TERMS);
+      const int64_t advance = prefetch_advance<FETCHED>(LINES);
       const char* ahead = block.ahead + (pass + from / S::TERMS) * advance;
       float* stored = block.sums + column;
       vf sums[ROWS][VECTORS];
@@ -239,8 +240,8 @@ template <class S, int FETCHED> static void multiply_tile(const Block<S>& block,
 template <class S> static void multiply_block(const Block<S>& block, int64_t rows) {
   constexpr int64_t LINES = STEP_BYTES / LINE;
   const int64_t tiles = ceil_div(rows, TILE_ROWS), steps = block.terms / S::TERMS;
-  auto passes_of = [](int64_t height) { return PANEL / W / vectors_of(height); };
-  const int64_t passes = tiles * passes_of(rows / tiles);
+  auto passes_per_tile = [](int64_t height) { return PANEL / W / vectors_per_pass(height); };
+  const int64_t passes = tiles * passes_per_tile(rows / tiles);
   int64_t fetched = block.ahead ? 0 : LINES;
   Block<S> part = block;
   for (int64_t tile = 0, height; tile < tiles; tile++, part.advance(height)) {
@@ -252,10 +253,10 @@ template <class S> static void multiply_block(const Block<S>& block, int64_t row
     part.ahead = block.ahead + fetched * LINE * steps;
     if (passes < LINES) {
       multiply_tile<S, 2>(part, height);
-      fetched += 2 * passes_of(height);
+      fetched += 2 * passes_per_tile(height);
     } else {
       multiply_tile<S, 1>(part, height);
-      fetched += passes_of(height);
+      fetched += passes_per_tile(height);
     }
   }
 }
@@ -267,7 +268,7 @@ static void multiply_panel(const Linear& a, int64_t begin, int64_t rows, const c
                            int64_t column, float* sums) {
   typedef typename S::T T;
   const int64_t steps = ceil_div(a.K, S::TERMS);
-  const bool once = rows <= TILE_ROWS && vectors_of(rows) * W == PANEL;
+  const bool once = rows <= TILE_ROWS && vectors_per_pass(rows) * W == PANEL;
   const int64_t blocks = once ? 1 : max<int64_t>(1, ceil_div(steps, BLOCK_STEPS));
   for (int64_t number = 0; number < blocks; number++) {
     const int64_t from = steps * number / blocks, to = steps * (number + 1) / blocks;
@@ -298,7 +299,8 @@ static void multiply_panel(const Linear& a, int64_t begin, int64_t rows, const c
 // - Several chunks of rows: all panels are multiplied with `width` chunks, which stay in the last-level cache, before
 //   the next chunks.
 struct Pieces {
-  int64_t rows, panels, chunks, width, run, runs;
+  int64_t rows, panels, chunks, width;  // width: chunks that are multiplied before the next chunks
+  int64_t run, runs;                    // panels per run; number of runs (0: panels are assigned one by one)
 
   Pieces(const Linear& a, const Team& team, int64_t rows, int64_t chunks, int64_t width)
       : rows(rows), panels(ceil_div(a.N, PANEL)), chunks(chunks), width(width),
@@ -307,18 +309,18 @@ struct Pieces {
 
   // Calls body(panel, next, begin, end) for each panel of a piece, with a range of rows. `next` is the panel that the
   // thread probably gets next, or -1.
-  template <class Body> INLINE_MEMBER void each(const Team& team, int64_t piece, Body body) const {
+  template <class Body> INLINE_MEMBER void for_each_panel(const Team& team, int64_t piece, Body body) const {
     const bool is_run = piece < runs;
     const int64_t round = is_run ? 0 : (piece - runs) / (panels * width), begun = round * width;
     const int64_t within = piece - runs - begun * panels, wide = min(width, chunks - begun);
-    const int64_t first = first_of(piece, within / wide), count = is_run ? run : 1;
+    const int64_t first = first_panel(piece, within / wide), count = is_run ? run : 1;
     const int64_t chunk = is_run ? 0 : begun + within % wide;
     for (int64_t panel = first; panel < first + count; panel++) {
       int64_t next = panel + 1 < first + count ? panel + 1 : panel + 1 + count * (team.size - 1);
       body(panel, next < panels ? next : -1, rows * chunk / chunks, rows * (chunk + 1) / chunks);
     }
   }
-  INLINE_MEMBER int64_t first_of(int64_t piece, int64_t single) const {
+  INLINE_MEMBER int64_t first_panel(int64_t piece, int64_t single) const {
     return piece < runs ? piece * run : runs * run + single;
   }
 };
@@ -329,10 +331,10 @@ template <class S> static void multiply(const Linear& a, const Team& team) {
   const int64_t chunk_bytes = ceil_div(a.rows, chunks) * a.K * (int64_t)sizeof(typename S::T);
   const int64_t width = min(max<int64_t>(CACHED_BYTES / max<int64_t>(chunk_bytes, 1), 1), chunks);
   const char* w = (const char*)a.panels;
-  float* sums = (float*)penstock_scratch(OWN, min(a.rows, CHUNK_ROWS) * PANEL * sizeof(float));
+  float* sums = (float*)penstock_scratch(PRIVATE, min(a.rows, CHUNK_ROWS) * PANEL * sizeof(float));
   const Pieces pieces(a, team, a.rows, chunks, width);
   over_pieces(team, pieces.count(), [&](int64_t piece) {
-    pieces.each(team, piece, [&](int64_t panel, int64_t next, int64_t begin, int64_t end) {
+    pieces.for_each_panel(team, piece, [&](int64_t panel, int64_t next, int64_t begin, int64_t end) {
       multiply_panel<S>(a, begin, end - begin, w + panel * bytes, next < 0 ? nullptr : w + next * bytes, panel * PANEL,
                         sums);
     });
@@ -352,7 +354,7 @@ static void multiply_pairs(const Linear& a, const Team& team) {
 // Returns the memory of the panels that `over_pieces` assigns to this thread first. A panel has `bytes` bytes.
 INLINE PrefetchRange first_panels(const Linear& a, const Team& team, int64_t bytes) {
   const Pieces pieces(a, team, a.rows, 1, 1);
-  const int64_t panel = pieces.first_of(team.rank, team.rank - pieces.runs), count = max<int64_t>(pieces.run, 1);
+  const int64_t panel = pieces.first_panel(team.rank, team.rank - pieces.runs), count = max<int64_t>(pieces.run, 1);
   const char* begin = (const char*)a.panels + panel * bytes;
   return panel < pieces.panels ? PrefetchRange{begin, begin + min(bytes * count, FETCHED_BYTES)} : PrefetchRange{};
 }

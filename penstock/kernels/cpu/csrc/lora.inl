@@ -8,7 +8,7 @@
 constexpr int ADAPTED_ROWS = W == 16 ? 6 : 4;  // maximum number of rows per tile
 constexpr int RANKS = W == 16 ? 4 : 2;         // rows of A that a tile multiplies at once; limited by the registers
 constexpr int FETCHING_ROWS = 4;               // tiles of up to this many rows prefetch, because they are memory-bound
-constexpr int64_t TILES_PER_THREAD = 4;        // with at least this many tiles, each tile is computed by one thread
+constexpr int64_t TILES_PER_THREAD = 4;        // with this many or more, each tile is computed by one thread
 constexpr int64_t MIN_OUTPUTS = 64;            // minimum per thread, so that threads do not share cache lines of y
 
 // A slice of the outputs that has adapters.
@@ -17,7 +17,7 @@ struct LoraPart {
   const int64_t* ranks;  // [adapters]: number of ranks that each adapter uses, at most R; null: all use R
   int64_t R, start, N;
 
-  INLINE_MEMBER int64_t rank_of(int64_t adapter) const { return ranks ? ranks[adapter] : R; }
+  INLINE_MEMBER int64_t adapter_rank(int64_t adapter) const { return ranks ? ranks[adapter] : R; }
 };
 
 struct Lora {
@@ -119,7 +119,7 @@ template <class T, int ROWS> struct Tile {
   INLINE_MEMBER Tile(const Lora& a, const LoraPart& part, const int64_t* order, const Segment& tile, float* h,
                      int64_t h_stride)
       : down((const T*)part.a + tile.adapter * part.R * a.n), up((const T*)part.b + tile.adapter * part.R * part.N),
-        h(h), h_stride(h_stride), rank(part.rank_of(tile.adapter)), n(a.n), N(part.N) {
+        h(h), h_stride(h_stride), rank(part.adapter_rank(tile.adapter)), n(a.n), N(part.N) {
     for (int t = 0; t < ROWS; t++) {
       const int64_t row = order[tile.begin + t];
       x[t] = (const T*)a.x + row * a.x_stride;
@@ -193,7 +193,7 @@ template <class T> static void multiply_shares(const Lora& a, const Team& team, 
       const int64_t number = piece % team.size, p = piece / team.size % a.num_parts;
       const Segment& segment = adapted.segments[piece / team.size / a.num_parts];
       const LoraPart& part = a.parts[p];
-      const int64_t whole = up ? part.N : part.rank_of(segment.adapter);
+      const int64_t whole = up ? part.N : part.adapter_rank(segment.adapter);
       const int64_t step = round_up(ceil_div(whole, team.size), up ? MIN_OUTPUTS : RANKS);
       const int64_t begin = min(number * step, whole), end = min(begin + step, whole);
       if (begin == end) return;
@@ -215,7 +215,7 @@ template <class T> static void lora(const Lora& a, const Team& team) {
   int64_t max_rank = 0;
   for (int64_t p = 0; p < a.num_parts; p++) max_rank = max(max_rank, a.parts[p].R);
   const int64_t bytes = round_up(AdaptedRows::bytes(a), LINE);
-  char* memory = (char*)penstock_scratch(OWN, bytes + ADAPTED_ROWS * max_rank * sizeof(float));
+  char* memory = (char*)penstock_scratch(PRIVATE, bytes + ADAPTED_ROWS * max_rank * sizeof(float));
   const AdaptedRows adapted(a, memory);
   if (team.size == 1 || adapted.tiles >= TILES_PER_THREAD * team.size)
     multiply_tiles<T>(a, team, adapted, (float*)(memory + bytes));

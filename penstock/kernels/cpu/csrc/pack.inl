@@ -118,7 +118,7 @@ INLINE vf vmin(vf a, vf b) {
 #endif
 }
 INLINE vf clamped(vf x, float low, float high) { return vmin(vmax(x, all(low)), all(high)); }
-INLINE vf inverse_of(vf scale) { return scale == 0.0f ? vf{} : 1.0f / scale; }
+INLINE vf invert_scale(vf scale) { return scale == 0.0f ? vf{} : 1.0f / scale; }
 template <int BITS> INLINE vf nearest_integer(vf x) {
   return rounded(clamped(x, -(1 << (BITS - 1)), (1 << (BITS - 1)) - 1));
 }
@@ -155,7 +155,7 @@ static void search_scales(const float* w, const float* importance, int32_t* inte
   const vi is_valid = best >= 0.0f;
   vu bits = is_valid ? narrow_half(clamped(scale, -LARGEST_HALF, LARGEST_HALF)) : 0x7e00 - vu{};
   bits = bits == 0x8000 ? vu{} : bits;  // replaces -0 by 0
-  const vf inverse = inverse_of(widen_half(bits));
+  const vf inverse = invert_scale(widen_half(bits));
   for (int k = 0; k < GROUP; k++) {
     vi nearest = rounded_to_integers(nearest_integer<BITS>(load(w + k * W) * inverse));
     store((uint32_t*)integers + k * W, (vu)(is_valid ? nearest : vi{}));
@@ -244,7 +244,7 @@ template <class T> static void pack_panel(const Pack& a, int64_t panel) {
   } else if (a.encoding == 1) {
     transpose_rows<PairUnits<T>>(rows, a.stride, count, a.K, (uint32_t*)panels + panel * ceil_div(a.K, 2) * PANEL);
   } else if (a.encoding == 2) {
-    int8_t* integers = (int8_t*)penstock_scratch(OWN, PANEL * a.K);
+    int8_t* integers = (int8_t*)penstock_scratch(PRIVATE, PANEL * a.K);
     for (int64_t i = 0; i < count; i++)
       quantize(rows + i * a.stride, a.K, integers + i * a.K, a.scales + first + i);
     transpose_rows<ByteUnits>(integers, a.K, count, a.K, (uint32_t*)panels + panel * ceil_div(a.K, 4) * PANEL);

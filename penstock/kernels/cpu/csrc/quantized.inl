@@ -1,7 +1,7 @@
 // Linear layers with weights of 8, 5 or 4 bits (kernels/quantized.py). int8 weights have a scale for each output. int5
-// and int4 weights have a float16 scale for each GROUP inputs of an output. Rows of x are quantised to 8 bits first,
-// with a scale for each row or group. Integer sums are exact in any order. Float sums are added in the order of the
-// groups. The bits of a row therefore do not depend on other rows.
+// and int4 weights have a float16 scale for each group of GROUP inputs of an output. Rows of x are quantised to 8 bits
+// first, with a scale for each row or group. Integer sums are exact in any order. Float sums are added in the order of
+// the groups. The bits of a row therefore do not depend on other rows.
 //
 // Weights are the unsigned operand of the byte products, stored as w + 128, w + 16 or w + 8. To compensate, sums start
 // at -128, -16 or -8 times the sum of x. With int8 weights, a row of x may have a few numbers beyond 127. Their excess
@@ -37,13 +37,13 @@ struct QuantizedRows {
 
   // Returns the stride of rows of K inputs. It is a multiple of 256, because units of block encodings read up to 256
   // inputs, plus a cache line. With a power of two as stride, all rows would map to the same cache sets.
-  static int64_t stride_of(int64_t K) { return round_up(K, 256) + 64; }
+  static int64_t row_stride(int64_t K) { return round_up(K, 256) + 64; }
   static int64_t bytes(int64_t rows, int64_t K, int64_t groups) {
-    return rows * (stride_of(K) + (int64_t)sizeof(Extras) + round_up(groups, 16) * 8);
+    return rows * (row_stride(K) + (int64_t)sizeof(Extras) + round_up(groups, 16) * 8);
   }
   QuantizedRows(char* memory, int64_t rows, int64_t K, int64_t groups)
-      : integers((int8_t*)memory), extras((Extras*)(memory + rows * stride_of(K))), scales((float*)(extras + rows)),
-        starts((int32_t*)(scales + rows * round_up(groups, 16))), stride(stride_of(K)), groups(round_up(groups, 16)) {}
+      : integers((int8_t*)memory), extras((Extras*)(memory + rows * row_stride(K))), scales((float*)(extras + rows)),
+        starts((int32_t*)(scales + rows * round_up(groups, 16))), stride(row_stride(K)), groups(round_up(groups, 16)) {}
   INLINE_MEMBER QuantizedRows skip_rows(int64_t rows) const {
     QuantizedRows part = *this;
     part.integers += rows * stride, part.extras += rows, part.scales += rows * groups, part.starts += rows * groups;
@@ -116,7 +116,7 @@ template <class T> INLINE int32_t quantize(const T* x, int64_t n, int8_t* intege
 }
 
 // Returns a bit mask of the lanes in which a >= b. Both must be below 2^31.
-INLINE uint32_t lanes_of_at_least(vu a, vu b) {
+INLINE uint32_t lanes_at_least(vu a, vu b) {
 #if PENSTOCK_LANES == 16
   return _mm512_cmpge_epu32_mask((__m512i)a, (__m512i)b);
 #else
@@ -138,7 +138,7 @@ template <class T> INLINE int64_t count_extras(const T* x, int64_t n, float inve
     const vu least = bits + (k % 2 ? 0 : 1) - vu{};
     for_vectors(n, EACH_VECTOR {
       const vu magnitude = as_bits(load(x + i, lanes) * inverse) & 0x7fffffff;
-      count += __builtin_popcount(lanes_of_at_least(magnitude, least));
+      count += __builtin_popcount(lanes_at_least(magnitude, least));
     });
   }
   return count;
@@ -157,12 +157,12 @@ template <class T> static float target_with_extras(const T* x, int64_t n, float 
 
 // Stores an integer beyond -127..127 as a byte at its position i, and extras that add up to the rest.
 INLINE void split_integer(int64_t i, int32_t integer, int8_t* integers, Extras* extras) {
-  auto byte_of = [](int32_t rest) { return (int8_t)max(min(rest, 127), -127); };
-  integers[i] = byte_of(integer);
+  auto clamp_to_byte = [](int32_t rest) { return (int8_t)max(min(rest, 127), -127); };
+  integers[i] = clamp_to_byte(integer);
   for (int32_t rest = integer - integers[i]; rest;) {
     Extras::Bytes& extra = extras->units[extras->count++];
     extra = {(int32_t)(i / 4), {}};
-    rest -= extra.bytes[i % 4] = byte_of(rest);
+    rest -= extra.bytes[i % 4] = clamp_to_byte(rest);
   }
 }
 
@@ -410,21 +410,21 @@ constexpr int fourth_of(int64_t lines) { return (int)(lines + 3) / 4; }
 constexpr int sixth_of(int64_t lines) { return (int)(lines + 5) / 6; }
 
 // Types such as Bytes, Groups<4> and Blocks<Q4K> describe the units of the panels of an encoding, and multiply them.
-// INPUTS is the number of inputs of a unit. PASSES is the number of parts of a unit, each of LINES cache lines. SCALED
-// is the number of scales of x in a part; 0 if x has one scale per row. BLOCK_UNITS is the number of units of a block.
-// FETCH_2_PASSES, FETCH_4_PASSES and FETCH_MORE are the numbers of lines that a pass prefetches per part with up to 2,
-// up to 4 and more passes.
+// INPUTS is the number of inputs of a unit. PASSES is the number of parts of a unit, each of LINES cache lines.
+// X_SCALES is the number of scales of x in a part; 0 if x has one scale per row. BLOCK_UNITS is the number of units of
+// a block. FETCH_2_PASSES, FETCH_4_PASSES and FETCH_MORE are the numbers of lines that a pass prefetches per part with
+// up to 2, up to 4 and more passes.
 
 // int8 weights.
 struct Bytes {
   static constexpr int64_t INPUTS = 4, UNIT_BYTES = 4 * PANEL, LINES = UNIT_BYTES / 64, ROWS_AT_ONCE = BYTE_ROWS;
-  static constexpr int64_t BLOCK_UNITS = 256, SCALED = 0, PASSES = 1;
+  static constexpr int64_t BLOCK_UNITS = 256, X_SCALES = 0, PASSES = 1;
   static constexpr int FETCH_2_PASSES = half_of(LINES), FETCH_4_PASSES = fourth_of(LINES), FETCH_MORE = sixth_of(LINES);
   static constexpr int vectors(int64_t) { return BYTE_VECTORS; }  // vectors of a panel that are processed at once
 
   template <int ROWS, int FETCHED> INLINE void multiply(const ByteBlock& block) {
     constexpr int VECTORS = vectors(ROWS);
-    constexpr int64_t ADVANCE = fetched_by<FETCHED>(LINES);
+    constexpr int64_t ADVANCE = prefetch_advance<FETCHED>(LINES);
     for (int64_t column = 0; column < PANEL; column += VECTORS * W) {
       uint32_t* stored = block.sums + column;
       vi sums[ROWS][VECTORS];
@@ -495,7 +495,7 @@ struct Bytes {
 template <int BITS> struct Groups {
   static constexpr int64_t FIFTH = PANEL * GROUP / 2, SCALES = PANEL * GROUP * BITS / 8;
   static constexpr int64_t INPUTS = GROUP, UNIT_BYTES = SCALES + PANEL * 2, LINES = UNIT_BYTES / 64;
-  static constexpr int64_t ROWS_AT_ONCE = GROUP_ROWS, BLOCK_UNITS = 48, SCALED = 1, PASSES = 1;
+  static constexpr int64_t ROWS_AT_ONCE = GROUP_ROWS, BLOCK_UNITS = 48, X_SCALES = 1, PASSES = 1;
   static constexpr int FETCH_2_PASSES = half_of(LINES), FETCH_4_PASSES = fourth_of(LINES), FETCH_MORE = sixth_of(LINES);
   // Returns the vectors of the whole panel if 32 registers can hold the sums of these rows and the unpacked weights.
   static constexpr int vectors(int64_t rows) { return W == 16 && rows <= (BITS > 4 ? 1 : 3) ? 4 : GROUP_VECTORS; }
@@ -507,7 +507,7 @@ template <int BITS> struct Groups {
 
   template <int ROWS, int FETCHED> INLINE void multiply(const ByteBlock& block) {
     constexpr int VECTORS = vectors(ROWS);
-    constexpr int64_t ADVANCE = fetched_by<FETCHED>(LINES);
+    constexpr int64_t ADVANCE = prefetch_advance<FETCHED>(LINES);
     for (int64_t column = 0; column < PANEL; column += VECTORS * W) {
       float* stored = (float*)block.sums + column;
       vf sums[ROWS][VECTORS];
@@ -616,13 +616,13 @@ static void multiply_panel(const Linear& a, const QuantizedRows& x, int64_t begi
   // With int8 weights, the results of a complete panel are stored from registers. If all results of the layer exceed
   // the caches, it is faster to store the results of many rows together.
   const int64_t result_bytes = a.rows * a.N * (a.type ? 2 : 4);
-  const bool direct = !S::SCALED && column + PANEL <= a.N && result_bytes < MAX_DIRECT_BYTES;
+  const bool direct = !S::X_SCALES && column + PANEL <= a.N && result_bytes < MAX_DIRECT_BYTES;
   for (int64_t number = 0; number < blocks; number++) {
     const int64_t from = units * number / blocks, to = units * (number + 1) / blocks;
     ByteBlock block = {x, w + from * S::UNIT_BYTES, to - from, nullptr, sums, number == 0,
                        number == blocks - 1, w, direct ? &a : nullptr, begin, column};
     block.x.integers += from * S::INPUTS;
-    if (S::SCALED) block.x.scales += from * S::PASSES * S::SCALED, block.x.starts += from * S::PASSES * S::SCALED;
+    if (S::X_SCALES) block.x.scales += from * S::PASSES * S::X_SCALES, block.x.starts += from * S::PASSES * S::X_SCALES;
     if (once) block.ahead = w + STREAM_AHEAD;
     else if (number < blocks - 1) block.ahead = w + to * S::UNIT_BYTES;
     else if (next >= 0) block.ahead = (const char*)a.panels + next * units * S::UNIT_BYTES;
@@ -652,7 +652,7 @@ template <class S> static void multiply_quantized(const Linear& a, const Team& t
   // Each thread quantises all rows itself if this is faster than a barrier.
   const bool each_quantises = team.size == 1 || a.rows <= 3;
   const int64_t bytes = round_up(QuantizedRows::bytes(max_rows, a.K, groups), 64);
-  char* own = (char*)penstock_scratch(OWN, chunk_rows * PANEL * 4 + (each_quantises ? bytes : 0));
+  char* own = (char*)penstock_scratch(PRIVATE, chunk_rows * PANEL * 4 + (each_quantises ? bytes : 0));
   char* memory = own + chunk_rows * PANEL * 4;
   if (!each_quantises) memory = (char*)team.share(team.rank == 0 ? penstock_scratch(SHARED, bytes) : nullptr);
   const QuantizedRows x(memory, max_rows, a.K, groups);
@@ -673,7 +673,7 @@ template <class S> static void multiply_quantized(const Linear& a, const Team& t
     }
     const Pieces pieces(a, team, rows, chunks, chunks);
     over_pieces(team, pieces.count(), [&](int64_t piece) {
-      pieces.each(team, piece, [&](int64_t panel, int64_t next, int64_t begin, int64_t end) {
+      pieces.for_each_panel(team, piece, [&](int64_t panel, int64_t next, int64_t begin, int64_t end) {
         multiply_panel<S>(a, x.skip_rows(begin), first + begin, end - begin, panel, next, (uint32_t*)own);
       });
     });

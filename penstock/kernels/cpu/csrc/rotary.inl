@@ -40,7 +40,7 @@ INLINE void rotate_pairs(const T* x, const float* cos, const float* sin, T* out,
 
 template <class T> static void rotary(const Rotary& a, const Team& team) {
   over_rows(team, a.n, [=](int64_t begin, int64_t end) {
-    float* pairs = a.interleaved ? (float*)penstock_scratch(OWN, 4 * a.half * sizeof(float)) : nullptr;
+    float* pairs = a.interleaved ? (float*)penstock_scratch(PRIVATE, 4 * a.half * sizeof(float)) : nullptr;
     for (int64_t t = begin; t < end; t++) {
       const float *cos = a.cos + t * a.half, *sin = a.sin + t * a.half;
       const T *q = (const T*)a.q + t * a.q_row, *k = (const T*)a.k + t * a.k_row;

@@ -35,7 +35,7 @@ INLINE int64_t take_largest(float* ranks, int64_t N, int64_t* ids, int64_t k) {
 template <class T> static void route(const Route& a, const Team& team) {
   over_rows(team, a.n, [=](int64_t begin, int64_t end) {
     // The logits of the experts that are not selected yet.
-    float* unselected = (float*)penstock_scratch(OWN, (2 * a.N + a.top) * sizeof(float));
+    float* unselected = (float*)penstock_scratch(PRIVATE, (2 * a.N + a.top) * sizeof(float));
     float *wide_logits = unselected + a.N, *scores = wide_logits + a.N;
     for (int64_t row = begin; row < end; row++) {
       const T* logits = (const T*)a.logits + row * a.stride;
@@ -97,7 +97,7 @@ static void mask_unselected_groups(const RouteScores& a, float* ranks, float* su
 template <class T> static void route_scores(const RouteScores& a, const Team& team) {
   over_rows(team, a.n, [=](int64_t begin, int64_t end) {
     const int64_t floats = round_up(2 * a.N + a.groups, 2);
-    float* scores = (float*)penstock_scratch(OWN, floats * sizeof(float) + a.top_groups * sizeof(int64_t));
+    float* scores = (float*)penstock_scratch(PRIVATE, floats * sizeof(float) + a.top_groups * sizeof(int64_t));
     float *ranks = scores + a.N, *sums = ranks + a.N;
     int64_t* selected_groups = (int64_t*)(scores + floats);
     const bool by_logits = !a.bias && a.groups == 1;
@@ -146,7 +146,7 @@ struct RouteSparseMixer {  // tensors as in Route
 
 template <class T> static void route_sparse_mixer(const RouteSparseMixer& a, const Team& team) {
   over_rows(team, a.n, [=](int64_t begin, int64_t end) {
-    float* wide_logits = (float*)penstock_scratch(OWN, 2 * a.N * sizeof(float));
+    float* wide_logits = (float*)penstock_scratch(PRIVATE, 2 * a.N * sizeof(float));
     float* unselected = wide_logits + a.N;  // logits of the experts that are not selected yet
     for (int64_t row = begin; row < end; row++) {
       const T* logits = (const T*)a.logits + row * a.stride;

@@ -207,7 +207,7 @@ template <class T> static float fill_scores(const T* logits, const uint32_t* bit
 }
 
 // Returns the index of the first score that equals `score`, which must occur.
-static int64_t index_of(float score, const float* scores, int64_t n) {
+static int64_t find_score(float score, const float* scores, int64_t n) {
   constexpr int64_t SPAN = 8 * W;
   int64_t i = 0;
   for (; i + SPAN <= n; i += SPAN) {
@@ -230,7 +230,7 @@ static int64_t sample_row(const T* logits, const uint32_t* bitmask, int64_t V, c
   Candidates c = {(float*)memory, nullptr, nullptr, V, 0};
   c.top = fill_scores(logits, bitmask, c.scores, V);
   if (!(c.top > -__builtin_inff())) return -1;
-  if (rule.temperature <= 0 || rule.top_k == 1) return index_of(c.top, c.scores, V);
+  if (rule.temperature <= 0 || rule.top_k == 1) return find_score(c.top, c.scores, V);
   const int64_t size = round_up(V, W);
   double* weights = (double*)(memory + size * 4);
   Ranked* list = (Ranked*)(memory + size * 12);
@@ -268,7 +268,7 @@ static int64_t work(const Sample& a) { return a.R > 1 ? ELEMENT * a.R * a.V : 0;
 static void run(const Sample& a, const Team& team) {
   over_pieces(team, a.R, [=](int64_t r) {
     Rule rule = {a.temperature[r], a.top_p[r], a.min_p[r], a.top_k[r], a.uniforms[r]};
-    char* memory = (char*)penstock_scratch(OWN, round_up(a.V, W) * 32);
+    char* memory = (char*)penstock_scratch(PRIVATE, round_up(a.V, W) * 32);
     const uint32_t* mask = a.bitmask ? a.bitmask + r * a.words : nullptr;
     WITH_TYPE(a.type, T, a.tokens[r] = sample_row((const T*)a.logits + r * a.stride, mask, a.V, rule, memory));
   });

@@ -3,9 +3,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
-// The two blocks of scratch memory of a thread, which are kept between calls. OWN is used by the thread itself, SHARED
-// by all threads of its team. SCRATCHES is the number of blocks.
-enum Scratch { OWN, SHARED, SCRATCHES };
+// The two blocks of scratch memory of a thread, which are kept between calls. PRIVATE is used by the thread itself,
+// SHARED by all threads of its team. SCRATCH_BLOCKS is the number of blocks.
+enum Scratch { PRIVATE, SHARED, SCRATCH_BLOCKS };
 
 // Returns a scratch block of the calling thread with at least `bytes` bytes, aligned to 64 bytes. Growing a block
 // discards its contents.

@@ -187,8 +187,8 @@ template <class Body> INLINE void for_vectors(int64_t n, Body body) {
   for (; i + W <= n; i += W) body(i, FullVector{});
   if (i < n) body(i, PartialVector{n - i});
 }
-INLINE int64_t count_of(FullVector) { return W; }
-INLINE int64_t count_of(PartialVector some) { return some.n; }
+INLINE int64_t lane_count(FullVector) { return W; }
+INLINE int64_t lane_count(PartialVector some) { return some.n; }
 template <class T> INLINE auto load(const T* p, FullVector) { return load(p); }
 template <class T> INLINE auto load(const T* p, PartialVector some) { return load(p, some.n); }
 INLINE void store(uint32_t* p, vu x, FullVector) { store(p, x); }

@@ -97,7 +97,7 @@ def select(
 ):  # fmt: skip
     """List the tokens of some chunks that may be kept, and write their number.
 
-    Grid: rows, programs per row. Each program of a row processes every n-th chunk, n being their number. Also
+    Grid: rows, programs per row. Each of the n programs of a row processes every n-th chunk. The program also
     writes the mass of each chunk if the row has no top_k. With a top_p this is the mass of all tokens of the
     chunk, otherwise the mass of the tokens that min_p keeps. Writes nothing for greedy rows, whose token has
     the largest logit.
