@@ -77,7 +77,7 @@ __all__ = [
     "uploaded_together",
 ]
 
-_HOMES = {
+_NAMES_BY_MODULE = {
     "penstock.kernels.activations": ("XIELU", "Activation"),
     "penstock.kernels.backend": ("BACKENDS", "Backend", "BackendRegistry", "DefaultSizes"),
     "penstock.kernels.convolution": ("PackedConv1d", "PackedConvTranspose1d"),
@@ -103,7 +103,9 @@ _HOMES = {
 
 
 if not TYPE_CHECKING:  # a type checker must report names that do not exist
-    __getattr__ = lazy_names(__name__, {name: module for module, names in _HOMES.items() for name in names})
+    __getattr__ = lazy_names(
+        __name__, {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
+    )
 
 
 def __dir__() -> list[str]:

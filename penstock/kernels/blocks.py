@@ -31,7 +31,7 @@ def decode_numbers(kind: BlockKind, codes: Tensor) -> Tensor:
     return values[codes.int()]
 
 
-def _product_numbers(kind: BlockKind, codes: Tensor) -> tuple[Tensor, float]:
+def _numbers_and_unit(kind: BlockKind, codes: Tensor) -> tuple[Tensor, float]:
     """Return the numbers of codes as multiples of a unit, and this unit.
 
     The unit is 1, or ``1 / NumberTable.steps`` for codes that are indices of a table. All returned numbers
@@ -51,17 +51,17 @@ def decode_scales(kind: BlockKind, tensors: Mapping[str, Tensor]) -> Tensor:
         return powers.masked_fill(scales == _NAN_E8M0, torch.nan)
     if kind.scale_type == "e4m3":
         return scales.view(torch.float8_e4m3fn).float()
-    return _times_factors(kind, scales, tensors.get("factors"), kind.scaled_inputs)
+    return _multiply_by_factors(kind, scales, tensors.get("factors"), kind.scaled_inputs)
 
 
 def decode_minima(kind: BlockKind, tensors: Mapping[str, Tensor]) -> Tensor | None:
     """Return the minima ``[out, ceil(in / 32)]`` float32; None if there are none."""
     if kind.min_type is None:
         return None
-    return _times_factors(kind, tensors["minima"], tensors.get("min_factors"), GROUP)
+    return _multiply_by_factors(kind, tensors["minima"], tensors.get("min_factors"), GROUP)
 
 
-def _times_factors(kind: BlockKind, numbers: Tensor, factors: Tensor | None, size: int) -> Tensor:
+def _multiply_by_factors(kind: BlockKind, numbers: Tensor, factors: Tensor | None, size: int) -> Tensor:
     """Return scales or minima in float32, multiplied by the factors of their superblocks, if any."""
     if not kind.has_superblocks or factors is None:
         return numbers.float()
@@ -90,7 +90,7 @@ def multiply_blocks(kind: BlockKind, x: Tensor, tensors: Mapping[str, Tensor], b
     size = min(kind.scaled_inputs, GROUP)
     padding = (0, -x.shape[1] % GROUP)
     rows, row_scales = quantize(F.pad(x.float(), padding).view(len(x), -1, size))  # [T, G, size], [T, G]
-    numbers, unit = _product_numbers(kind, tensors["weight"])
+    numbers, unit = _numbers_and_unit(kind, tensors["weight"])
     numbers = F.pad(numbers, padding).view(len(numbers), -1, size)
     scales = decode_scales(kind, tensors).repeat_interleave(kind.scaled_inputs // size, 1)[
         :, : numbers.shape[1]
@@ -120,8 +120,8 @@ def quantize_blocks(kind: BlockKind, weight: Tensor) -> Tensors:
     inputs, size = weight.shape[1], kind.scaled_inputs
     groups = F.pad(weight.float(), (0, -inputs % size)).view(len(weight), -1, size)
     if kind.table is not None:
-        return _table_codes(kind.table, groups, inputs)
-    tensors = _float_scales(kind, groups) if kind.are_floats else _integer_scales(kind, groups)
+        return _quantize_to_table(kind.table, groups, inputs)
+    tensors = _choose_float_scales(kind, groups) if kind.are_floats else _choose_integer_scales(kind, groups)
     scales, minima = decode_scales(kind, tensors), decode_minima(kind, tensors)
     if kind.has_row_scales:
         scales = scales * tensors["row_scales"][:, None]
@@ -137,7 +137,7 @@ def quantize_blocks(kind: BlockKind, weight: Tensor) -> Tensors:
     return {"weight": codes.to(torch.uint8).flatten(1)[:, :inputs].contiguous(), **tensors}
 
 
-def _table_codes(table: NumberTable, groups: Tensor, inputs: int) -> Tensors:
+def _quantize_to_table(table: NumberTable, groups: Tensor, inputs: int) -> Tensors:
     """Return scales and codes of ``groups [out, G, size]`` for a table of numbers from -1 to 1.
 
     The scale of a group is its largest magnitude. A code is the index of the nearest number.
@@ -155,7 +155,7 @@ def _table_codes(table: NumberTable, groups: Tensor, inputs: int) -> Tensors:
     }
 
 
-def _float_scales(kind: BlockKind, groups: Tensor) -> Tensors:
+def _choose_float_scales(kind: BlockKind, groups: Tensor) -> Tensors:
     """Return the scales of ``groups [out, G, size]`` for E2M1 codes: E8M0, or E4M3 with row scales."""
     top = groups.abs().amax(-1)
     finite = top.isfinite()
@@ -170,7 +170,7 @@ def _float_scales(kind: BlockKind, groups: Tensor) -> Tensors:
     return {"scales": scales, "row_scales": row_scales}
 
 
-def _integer_scales(kind: BlockKind, groups: Tensor) -> Tensors:
+def _choose_integer_scales(kind: BlockKind, groups: Tensor) -> Tensors:
     """Return the scales and minima of ``groups [out, G, size]`` for integer codes."""
     low, high = groups.amin(-1).clamp_max(0), groups.amax(-1).clamp_min(0)
     top = (1 << kind.bits) - 1 - kind.offset

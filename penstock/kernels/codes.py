@@ -73,13 +73,13 @@ def group_codes(codes: Tensor, scales: Tensor, zeros: Tensor, group_size: int) -
     groups, repeats = -(-codes.shape[1] // GROUP), group_size // GROUP
     halves, row_scales = split_scales(scales)
 
-    def per_32_inputs(values: Tensor) -> Tensor:
+    def repeat_per_group(values: Tensor) -> Tensor:
         return values.repeat_interleave(repeats, 1)[:, :groups].contiguous()
 
     return {
         "weight": codes.contiguous(),
-        "scales": per_32_inputs(halves),
-        "zeros": per_32_inputs(zeros.to(torch.uint8)),
+        "scales": repeat_per_group(halves),
+        "zeros": repeat_per_group(zeros.to(torch.uint8)),
         "row_scales": row_scales,
     }
 

@@ -231,7 +231,7 @@ class GraphCache:
         self._last, self._reason = None, reason
 
     def _capture(self, key: Hashable, inputs: Mapping[str, Tensor], step: Step) -> tuple[Tensor, ...] | None:
-        copy = _padded if self._pads_columns else _contiguous
+        copy = _copy_padded if self._pads_columns else _copy_contiguous
         graph_inputs = {name: copy(tensor) for name, tensor in inputs.items()}
         try:
             with torch.inference_mode():
@@ -256,15 +256,15 @@ def _count_bytes(graphs: Iterable[Graph]) -> int:
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
-def _contiguous(tensor: Tensor) -> Tensor:
+def _copy_contiguous(tensor: Tensor) -> Tensor:
     """Return a contiguous copy."""
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _padded(tensor: Tensor) -> Tensor:
+def _copy_padded(tensor: Tensor) -> Tensor:
     """Return a contiguous copy. A two-dimensional tensor is padded with columns of zeros."""
     if tensor.dim() != 2:
-        return _contiguous(tensor)
+        return _copy_contiguous(tensor)
     rows, width = tensor.shape
     copied = torch.zeros(rows, GraphCache.columns(width), dtype=tensor.dtype, device=tensor.device)
     copied[:, :width] = tensor

@@ -97,12 +97,12 @@ def pack_linear(
         ConfigError: the encoding is unknown.
     """
     with torch.no_grad():
-        weight = weight if isinstance(weight, Tensor) else _stacked(tuple(weight))
+        weight = weight if isinstance(weight, Tensor) else _concatenate(tuple(weight))
         rows = encoding_named(encoding).pack(weight)
     return make_packed_linear(rows, weight_shape([weight]), encoding, bias, slices)
 
 
-def _stacked(parts: tuple[Tensor, ...]) -> Tensor:
+def _concatenate(parts: tuple[Tensor, ...]) -> Tensor:
     """Return the parts as one tensor, in order."""
     first = parts[0]
     if first.is_meta:  # torch.cat of meta tensors imports torch._dynamo, and with it triton if installed

@@ -74,13 +74,13 @@ class FloatPanels(PanelLayout):
         return shape if self._terms == 1 else (*shape, self._terms)
 
     def to_panels(self, rows: Mapping[str, Tensor]) -> Tensors:
-        panels = _interleaved(rows["weight"], self._terms)
+        panels = _interleave_rows(rows["weight"], self._terms)
         return {"panels": panels.flatten(2) if self._terms == 1 else panels}
 
     def from_panels(self, tensors: Mapping[str, Tensor], out_features: int, in_features: int) -> Tensors:
         panels = tensors["panels"]
         panels = panels[..., None] if self._terms == 1 else panels
-        return {"weight": _as_rows(panels, out_features, in_features)}
+        return {"weight": _restore_rows(panels, out_features, in_features)}
 
 
 class Int8Panels(PanelLayout):
@@ -92,12 +92,12 @@ class Int8Panels(PanelLayout):
         return (-(-out_features // PANEL), -(-in_features // 4), PANEL, 4)
 
     def to_panels(self, rows: Mapping[str, Tensor]) -> Tensors:
-        panels = (_interleaved(rows["weight"], 4).short() + 128).to(torch.uint8)
+        panels = (_interleave_rows(rows["weight"], 4).short() + 128).to(torch.uint8)
         return {"panels": panels, "scales": rows["scales"]}
 
     def from_panels(self, tensors: Mapping[str, Tensor], out_features: int, in_features: int) -> Tensors:
         weight = (tensors["panels"].short() - 128).to(torch.int8)
-        return {"weight": _as_rows(weight, out_features, in_features), "scales": tensors["scales"]}
+        return {"weight": _restore_rows(weight, out_features, in_features), "scales": tensors["scales"]}
 
 
 class GroupPanels(PanelLayout):
@@ -144,14 +144,14 @@ class GroupPanels(PanelLayout):
         }
 
 
-def _interleaved(weight: Tensor, terms: int) -> Tensor:
+def _interleave_rows(weight: Tensor, terms: int) -> Tensor:
     """Return ``[N, K]`` as ``[N / 64, K / terms, 64, terms]``, padded with zeros."""
     outputs, inputs = weight.shape
     padded = F.pad(weight, (0, -inputs % terms, 0, -outputs % PANEL))
     return padded.view(-1, PANEL, padded.shape[1] // terms, terms).transpose(1, 2).contiguous()
 
 
-def _as_rows(panels: Tensor, out_features: int, in_features: int) -> Tensor:
-    """Invert `_interleaved`: return ``[out, in]``."""
+def _restore_rows(panels: Tensor, out_features: int, in_features: int) -> Tensor:
+    """Invert `_interleave_rows`: return ``[out, in]``."""
     rows = panels.transpose(1, 2).flatten(2).flatten(0, 1)
     return rows[:out_features, :in_features].contiguous()

@@ -60,7 +60,7 @@ class Record:
 
     def resolved(self, resolve: Callable[[TensorRef], Tensor]) -> Arguments:
         """Return the arguments with references replaced by tensors."""
-        return {name: _map(value, TensorRef, resolve) for name, value in self.arguments.items()}
+        return {name: _map_objects(value, TensorRef, resolve) for name, value in self.arguments.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ class _Recorder:
             raise UnrecordableStepError(
                 f"a tensor {tuple(tensor.shape)} of {tensor.dtype} comes from no recorded operation"
             )
-        return _ref(location, tensor)
+        return _make_reference(location, tensor)
 
     def weight(self, tensor: Tensor) -> TensorRef:
         """Return the reference of a tensor that is the same in all steps."""
@@ -169,7 +169,7 @@ class _Recorder:
         if pointer not in self._locations:
             self._locations[pointer] = ("weight", len(self.weights))
             self.weights.append(tensor)
-        return _ref(self._locations[pointer], tensor)
+        return _make_reference(self._locations[pointer], tensor)
 
     def references(self, value: object) -> object:
         """Return an argument in which a `TensorRef` replaces each tensor that differs between steps."""
@@ -182,21 +182,23 @@ class _Recorder:
             }
             return replace(value, **kv_refs)
         if isinstance(value, LoRAInputs):  # all steps use the same matrices, whose contents may change
-            matrices, ranks = (_map(part, Tensor, self.weight) for part in (value.matrices, value.ranks))
+            matrices, ranks = (
+                _map_objects(part, Tensor, self.weight) for part in (value.matrices, value.ranks)
+            )
             lora_refs: dict[str, Any] = {
                 "rows": self.activation(value.rows),
                 "matrices": matrices,
                 "ranks": ranks,
             }
             return replace(value, **lora_refs)
-        return _map(value, Tensor, self.activation)
+        return _map_objects(value, Tensor, self.activation)
 
     def _result(self, tensor: Tensor) -> TensorRef:
         pointer = tensor.untyped_storage().data_ptr()
         if pointer not in self._locations:
             self._locations[pointer] = ("arena", len(self.buffers))
             self.buffers.append(tensor)
-        return _ref(self._locations[pointer], tensor)
+        return _make_reference(self._locations[pointer], tensor)
 
 
 def recording_ops(inner: Ops, recorder: _Recorder) -> Ops:
@@ -204,12 +206,15 @@ def recording_ops(inner: Ops, recorder: _Recorder) -> Ops:
 
     The class is generated from the table of operations, so that new operations need no code here.
     """
-    methods = {name: _recorded(row, inner, recorder) for name, row in collect_operations(type(inner)).items()}
+    methods = {
+        name: _make_recording_method(row, inner, recorder)
+        for name, row in collect_operations(type(inner)).items()
+    }
     cls: type[Ops] = type("RecordingOps", (Ops,), {"name": "recording", **methods})
     return cls()
 
 
-def _recorded(row: Operation, inner: Ops, recorder: _Recorder) -> Callable[..., Results]:
+def _make_recording_method(row: Operation, inner: Ops, recorder: _Recorder) -> Callable[..., Results]:
     """Return the method that runs and records one operation."""
     run: Callable[..., Results] = getattr(inner, row.name)
 
@@ -221,7 +226,9 @@ def _recorded(row: Operation, inner: Ops, recorder: _Recorder) -> Callable[..., 
             arguments = row.simplify(arguments)
         # References are created first, so that an unrecordable step fails before the operation runs.
         references = {
-            name: _map(value, Tensor, recorder.weight) if name in row.weights else recorder.references(value)
+            name: _map_objects(value, Tensor, recorder.weight)
+            if name in row.weights
+            else recorder.references(value)
             for name, value in arguments.items()
         }
         results = run(**arguments)
@@ -263,7 +270,7 @@ def _allocate_arena(
     return offsets, max((o + s for o, s in zip(offsets, sizes, strict=True)), default=0)
 
 
-def _ref(location: tuple[str, int], tensor: Tensor) -> TensorRef:
+def _make_reference(location: tuple[str, int], tensor: Tensor) -> TensorRef:
     """Return the reference of a view ``tensor`` of the storage at a location (kind, index)."""
     shape, offset = tuple(tensor.shape), int(tensor.storage_offset())
     return TensorRef(*location, shape, tensor.stride(), offset, tensor.dtype)
@@ -272,7 +279,7 @@ def _ref(location: tuple[str, int], tensor: Tensor) -> TensorRef:
 def _find_refs(value: object) -> list[TensorRef]:
     """Return all references in an argument."""
     refs: list[TensorRef] = []
-    _map(value, TensorRef, refs.append)
+    _map_objects(value, TensorRef, refs.append)
     return refs
 
 
@@ -283,16 +290,18 @@ def result_tensors(results: Results) -> tuple[Tensor, ...]:
     return results if isinstance(results, tuple) else (results,)
 
 
-def _map(value: object, kind: type[T], function: Callable[[T], object]) -> object:
+def _map_objects(value: object, kind: type[T], function: Callable[[T], object]) -> object:
     """Apply ``function`` to each ``kind`` object in a value, also inside dataclasses, mappings and tuples."""
     if isinstance(value, kind):
         return function(value)
     if isinstance(value, PackedExperts):  # not searched: it may have thousands of weights
         return value
     if isinstance(value, Mapping):
-        return {name: _map(item, kind, function) for name, item in value.items()}
+        return {name: _map_objects(item, kind, function) for name, item in value.items()}
     if isinstance(value, tuple):
-        return tuple(_map(item, kind, function) for item in value)
+        return tuple(_map_objects(item, kind, function) for item in value)
     if is_dataclass(value) and not isinstance(value, (type, TensorRef)):
-        return replace(value, **{f.name: _map(getattr(value, f.name), kind, function) for f in fields(value)})
+        return replace(
+            value, **{f.name: _map_objects(getattr(value, f.name), kind, function) for f in fields(value)}
+        )
     return value

@@ -61,13 +61,13 @@ class CudaAttention(ReferenceOps):
         num_sequences, group = len(lengths), heads // cache.shape[2]
         is_wide = scales is None and cache.dtype == torch.float32 and q.dtype != torch.float32
         is_wide |= q.dtype == torch.float32
-        tile = self._tile(num_rows, num_sequences, group, is_wide)
+        tile = self._choose_tile(num_rows, num_sequences, group, is_wide)
         rows = tile // group
         out = torch.empty((num_rows, heads, dim), dtype=q.dtype, device=q.device)
         grid = (num_rows // rows + num_sequences, cache.shape[2])
         max_keys = kv.block_tables.shape[1] * cache.shape[3]
         constants = _tile_constants(tile, group, dim, is_wide)
-        split, splits = self._splits(max_keys, constants["KEYS"], grid[0] * grid[1], q.device)
+        split, splits = self._choose_splits(max_keys, constants["KEYS"], grid[0] * grid[1], q.device)
         # Tensors that are missing are replaced by placeholders, which the program does not read.
         scales_or_placeholder = cache if scales is None else scales
         bounds = row_offsets if spans is None else spans.bounds
@@ -116,7 +116,9 @@ class CudaAttention(ReferenceOps):
         )  # fmt: skip
         return out
 
-    def _splits(self, max_keys: int, keys: int, num_tiles: int, device: torch.device) -> tuple[int, int]:
+    def _choose_splits(
+        self, max_keys: int, keys: int, num_tiles: int, device: torch.device
+    ) -> tuple[int, int]:
         """Return the number of keys per split, and the number of splits.
 
         In deterministic mode splits have a fixed size. Otherwise, if there are few tiles, the keys are
@@ -138,7 +140,7 @@ class CudaAttention(ReferenceOps):
         max_splits = power_of_two(divide_up(max_keys, _MIN_TILES * keys))
         return 0, min(target, _MAX_SPLITS, max_splits)
 
-    def _tile(self, num_rows: int, num_sequences: int, group: int, is_wide: bool) -> int:
+    def _choose_tile(self, num_rows: int, num_sequences: int, group: int, is_wide: bool) -> int:
         """Return the number of query heads of a tile.
 
         In deterministic mode it does not depend on the batch.

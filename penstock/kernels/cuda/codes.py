@@ -87,9 +87,9 @@ def multiply_codes(
     grid = product_grid(count, rows, _TILE_OUTPUTS, packed, groups)
     splits = 1
     if groups is None and not is_deterministic:
-        splits = _splits(grid[0] * grid[1], packed.tensors["weight"].shape[1], x.device)
+        splits = _count_splits(grid[0] * grid[1], packed.tensors["weight"].shape[1], x.device)
     sums = out if splits == 1 else torch.empty((splits, *out.shape), dtype=torch.float32, device=x.device)
-    names, constants = _names(weights.kind), _format(weights.kind, packed.layout == NIBBLES)
+    names, constants = _tensor_names(weights.kind), _format_constants(weights.kind, packed.layout == NIBBLES)
     # The program multiplies weights before the scale of their output is applied. Weights with zero points or
     # minima may then exceed the range of float16.
     minima = constants["MINIMA"]
@@ -97,9 +97,9 @@ def multiply_codes(
     is_wide = x.dtype == torch.float32 or (x.dtype == torch.float16 and has_offsets)
     launch(
         programs.multiply_codes, (*grid, splits), sums, x, *weights.arguments(*names, "bias"),
-        _table(weights), *sorted_rows(x, groups), count, 1 if groups is None else groups.count,
+        _number_table(weights), *sorted_rows(x, groups), count, 1 if groups is None else groups.count,
         packed.out_features,
-        packed.in_features, row_stride(x), *_sizes(packed), M=rows, N=_TILE_OUTPUTS, BYTES=_TILE_BYTES,
+        packed.in_features, row_stride(x), *_row_lengths(packed), M=rows, N=_TILE_OUTPUTS, BYTES=_TILE_BYTES,
         SPLITS=splits, GROUPS=groups is not None, HAS_BIAS=packed.bias is not None,
         TO_FLOAT32=is_wide, **constants,
     )  # fmt: skip
@@ -113,7 +113,7 @@ def multiply_codes(
     return out
 
 
-def _splits(num_tiles: int, num_bytes: int, device: torch.device) -> int:
+def _count_splits(num_tiles: int, num_bytes: int, device: torch.device) -> int:
     """Return the number of splits of the inputs.
 
     If there are few tiles of outputs, splits fill the device.
@@ -130,8 +130,8 @@ def decode(weights: WeightTables, dtype: torch.dtype) -> Tensor:
     out = torch.empty((packed.out_features, packed.in_features), dtype=dtype, device=weight.device)
     launch(
         programs.decode_weight, (divide_up(packed.out_features, 64), divide_up(weight.shape[1], GROUP)), out,
-        *_tensors(weights), packed.out_features, packed.in_features, *_sizes(packed), N=64,
-        **_format(weights.kind, packed.layout == NIBBLES),
+        *_program_tensors(weights), packed.out_features, packed.in_features, *_row_lengths(packed), N=64,
+        **_format_constants(weights.kind, packed.layout == NIBBLES),
     )  # fmt: skip
     return out
 
@@ -144,43 +144,43 @@ def _multiply_row(x: Tensor, weights: WeightTables) -> Tensor:
     columns = min(power_of_two(weight.shape[1], 32), _ROW_COLUMNS)
     tile = max(_ROW_BYTES // columns, 1)
     launch(
-        multiply_quantized_row, (divide_up(packed.out_features, tile),), out, x, *_tensors(weights),
-        weight if bias is None else bias, packed.out_features, packed.in_features, *_sizes(packed), N=tile,
-        BYTES=columns, HAS_BIAS=bias is not None, is_dependent=True,
-        **_format(weights.kind, packed.layout == NIBBLES),
+        multiply_quantized_row, (divide_up(packed.out_features, tile),), out, x, *_program_tensors(weights),
+        weight if bias is None else bias, packed.out_features, packed.in_features, *_row_lengths(packed),
+        N=tile, BYTES=columns, HAS_BIAS=bias is not None, is_dependent=True,
+        **_format_constants(weights.kind, packed.layout == NIBBLES),
     )  # fmt: skip
     return out
 
 
-def _tensors(weights: WeightTables) -> list[Tensor]:
+def _program_tensors(weights: WeightTables) -> list[Tensor]:
     """Return the tensors of a single weight in the order of the program arguments.
 
     Missing tensors are replaced by placeholders.
     """
-    tensors = weights.arguments(*_names(weights.kind))[::2]
-    return [tensors[0], _table(weights), *tensors[1:]]
+    tensors = weights.arguments(*_tensor_names(weights.kind))[::2]
+    return [tensors[0], _number_table(weights), *tensors[1:]]
 
 
-def _names(encoding: LinearEncoding) -> tuple[str, ...]:
+def _tensor_names(encoding: LinearEncoding) -> tuple[str, ...]:
     """Return the names of the tensors of a weight, in the order of the program arguments."""
     is_integer = encoding.block_kind is None
     return ("weight", "scales", "factors", "zeros" if is_integer else "minima", "min_factors", "row_scales")
 
 
-def _table(weights: WeightTables) -> Tensor:
+def _number_table(weights: WeightTables) -> Tensor:
     """Return the table of numbers if codes are indices of a table, else a placeholder."""
     kind, weight = weights.kind.block_kind, weights.first.tensors["weight"]
     if kind is None or kind.table is None:
         return weight
-    return _numbers_on(kind.table.numbers, weight.device)
+    return _numbers_on_device(kind.table.numbers, weight.device)
 
 
 @cache
-def _numbers_on(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+def _numbers_on_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float32, device=device)
 
 
-def _sizes(packed: PackedLinear) -> list[int]:
+def _row_lengths(packed: PackedLinear) -> list[int]:
     """Return the row lengths of the weight, its scales, factors, minima and factors of minima."""
     names = ("weight", "scales", "factors", "minima", "min_factors")
     tensors = [packed.tensors.get(name) for name in names]
@@ -188,7 +188,7 @@ def _sizes(packed: PackedLinear) -> list[int]:
 
 
 @cache
-def _format(encoding: LinearEncoding, is_nibbles: bool) -> _Format:
+def _format_constants(encoding: LinearEncoding, is_nibbles: bool) -> _Format:
     """Return the program constants for an encoding. ``is_nibbles`` is whether the layout is `NIBBLES`."""
     kind = encoding.block_kind
     if kind is None:

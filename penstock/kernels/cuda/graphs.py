@@ -132,10 +132,10 @@ class CudaGraphCompiler(GraphCompiler):
         self._reported: set[str] = set()
 
     def capture(self, step: Step, inputs: Mapping[str, Tensor]) -> tuple[CudaGraph, tuple[Tensor, ...]]:
-        cuda, limit = self._cuda, self._limit()
+        cuda, limit = self._cuda, self._max_memory()
         used = self._pool_bytes + self._input_bytes
         if used >= limit:
-            raise self._refusal(f"CUDA graphs take {used >> 20} of {limit >> 20} MiB")
+            raise self._make_error(f"CUDA graphs take {used >> 20} of {limit >> 20} MiB")
         if self._stream is None:
             self._stream = cuda.Stream()
         stream = self._stream
@@ -150,7 +150,7 @@ class CudaGraphCompiler(GraphCompiler):
             with cuda.graph(graph, pool=self._pool, stream=stream):
                 graph_results = tuple(step(self.ops, inputs))
         except RuntimeError as error:
-            raise self._refusal(f"CUDA cannot capture this step: {error}") from error
+            raise self._make_error(f"CUDA cannot capture this step: {error}") from error
         self._pool_bytes += max(cuda.memory_reserved() - before, 0)
         cuda_graph = CudaGraph(self.ops, graph, inputs, graph_results)
         size = sum(tensor.nbytes for tensor in cuda_graph.memory)
@@ -162,13 +162,13 @@ class CudaGraphCompiler(GraphCompiler):
         """Subtract the inputs of a dropped graph. Its other memory stays in the pool for other graphs."""
         self._input_bytes -= size
 
-    def _limit(self) -> int:
+    def _max_memory(self) -> int:
         """Return the maximum memory of all graphs in bytes."""
         if self._max_bytes is None:
             self._max_bytes = int(_MEMORY_FRACTION * self._cuda.mem_get_info()[1])
         return self._max_bytes
 
-    def _refusal(self, reason: str) -> UnrecordableStepError:
+    def _make_error(self, reason: str) -> UnrecordableStepError:
         """Return the error that makes the caller run a step eagerly. Log each reason once."""
         line = reason.splitlines()[0]
         if line not in self._reported:

@@ -66,7 +66,7 @@ class WeightTables:
             return None
         if len(linears) == 1:
             return cls(kind, first, {})
-        tables = {name: tensor_addresses([_tensor(linear, name) for linear in linears]) for name in names}
+        tables = {name: tensor_addresses([_get_tensor(linear, name) for linear in linears]) for name in names}
         return cls(kind, first, tables)
 
     def arguments(self, *names: str) -> list[Tensor]:
@@ -78,7 +78,7 @@ class WeightTables:
         for name in names:
             placeholder = self.first.tensors["weight"]
             exists = name in self.first.tensors or (name == "bias" and self.first.bias is not None)
-            tensor = _tensor(self.first, name) if exists else placeholder
+            tensor = _get_tensor(self.first, name) if exists else placeholder
             arguments += [tensor, self.tables.get(name, tensor)]
         return arguments
 
@@ -95,7 +95,7 @@ def _is_supported(kind: LinearEncoding, packed: PackedLinear) -> bool:
     return kind.group_size is not None or (not kind.has_zero_points and packed.in_features <= _MAX_INPUTS)
 
 
-def _tensor(packed: PackedLinear, name: str) -> Tensor:
+def _get_tensor(packed: PackedLinear, name: str) -> Tensor:
     if name == "bias":
         assert packed.bias is not None
         return packed.bias

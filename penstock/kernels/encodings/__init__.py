@@ -176,13 +176,13 @@ class EncodingRegistry(Mapping[str, LinearEncoding]):
         self._added: Mapping[str, LinearEncoding] = {}
 
     def __getitem__(self, name: str) -> LinearEncoding:
-        return self._added.get(name) or self._found[name]
+        return self._added.get(name) or self._discovered_encodings[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter({**self._found, **self._added})
+        return iter({**self._discovered_encodings, **self._added})
 
     def __len__(self) -> int:
-        return len({**self._found, **self._added})
+        return len({**self._discovered_encodings, **self._added})
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -205,8 +205,8 @@ class EncodingRegistry(Mapping[str, LinearEncoding]):
             self._added = before
 
     @cached_property
-    def _found(self) -> Mapping[str, LinearEncoding]:
-        records = [_record(module) for module in modules_in(__name__, self._more_folders)]
+    def _discovered_encodings(self) -> Mapping[str, LinearEncoding]:
+        records = [_load_encoding(module) for module in modules_in(__name__, self._more_folders)]
         records.sort(key=lambda record: (not record.is_float, -record.bits, record.name))
         return {record.name: record for record in records}
 
@@ -228,7 +228,7 @@ def encoding_named(name: str) -> LinearEncoding:
         raise ConfigError("quantization_encoding", f"unknown encoding {name!r}: use one of {known}") from None
 
 
-def _record(module: ModuleType) -> LinearEncoding:
+def _load_encoding(module: ModuleType) -> LinearEncoding:
     record, name = getattr(module, "ENCODING", None), module.__name__.rpartition(".")[2]
     if not isinstance(record, LinearEncoding):
         raise ConfigError("quantization_encoding", f"{module.__file__} must hold ENCODING, a LinearEncoding")

@@ -35,7 +35,7 @@ def paged_attention(
     offsets, ends = row_offsets.tolist(), lengths.tolist()
     for sequence, length in enumerate(ends):
         start, stop = offsets[sequence], offsets[sequence + 1]
-        keys, values = _gather(kv, sequence, length)  # [K, M, S, D]
+        keys, values = _gather_keys_values(kv, sequence, length)  # [K, M, S, D]
         for row in range(start, stop, QUERY_TILE):
             tile = slice(row, min(row + QUERY_TILE, stop))
             position = length - (stop - row)
@@ -65,7 +65,8 @@ def _attend(
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
     scores = scores.masked_fill(
-        ~_visible(position, rows, group, padding, blocks, block_size, kv, spans, q.device), -torch.inf
+        ~_make_visibility_mask(position, rows, group, padding, blocks, block_size, kv, spans, q.device),
+        -torch.inf,
     )
     top = scores.amax(dim=(1, 3))  # [K, R']
     sink = _sink_rows(sinks, rows, kv_heads, padding)  # [K, R']
@@ -80,7 +81,7 @@ def _attend(
     return out.reshape(rows, heads, dim).to(q.dtype)
 
 
-def _visible(
+def _make_visibility_mask(
     position: int,
     rows: int,
     group: int,
@@ -112,7 +113,7 @@ def _sink_rows(sinks: Tensor | None, rows: int, kv_heads: int, padding: int) -> 
     return F.pad(per_row, (0, padding))
 
 
-def _gather(kv: LayerKV, sequence: int, length: int) -> tuple[Tensor, Tensor]:
+def _gather_keys_values(kv: LayerKV, sequence: int, length: int) -> tuple[Tensor, Tensor]:
     """Return the keys and values of one sequence in float32, ``[K, M, S, D]`` each."""
     block_size = kv.cache.shape[3]
     table = kv.block_tables[sequence, : -(-length // block_size)].long()

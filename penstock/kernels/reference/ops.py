@@ -275,7 +275,7 @@ class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
         parts = zip(linears, x.split_with_sizes(counts), rows.split_with_sizes(counts), strict=True)
         return torch.cat(
             [
-                self.linear(part, layer, lora=_adapters_of_rows(lora, layer, indices))
+                self.linear(part, layer, lora=_take_row_adapters(lora, layer, indices))
                 for layer, part, indices in parts
             ]
         )
@@ -301,7 +301,7 @@ class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
         return y
 
 
-def _adapters_of_rows(lora: LoRAInputs | None, packed: PackedLinear, rows: Tensor) -> LoRAInputs | None:
+def _take_row_adapters(lora: LoRAInputs | None, packed: PackedLinear, rows: Tensor) -> LoRAInputs | None:
     """Return the adapters of these rows; None if no adapter has matrices for this layer."""
     if lora is None or not any(part.name in lora.matrices for part in packed.slices):
         return None

@@ -143,7 +143,7 @@ class FormatRegistry:
     @property
     def formats(self) -> tuple[CheckpointFormat, ...]:
         """All formats, highest priority first."""
-        records_by_name = {record.name: record for record in (*self._discovered, *self._registered)}
+        records_by_name = {record.name: record for record in (*self._discovered_formats, *self._registered)}
         return tuple(sorted(records_by_name.values(), key=lambda record: (-record.priority, record.name)))
 
     @property
@@ -184,8 +184,8 @@ class FormatRegistry:
             self._registered = previous
 
     @cached_property
-    def _discovered(self) -> tuple[CheckpointFormat, ...]:
-        return tuple(_record(module) for module in modules_in(__name__, self._extra_folders))
+    def _discovered_formats(self) -> tuple[CheckpointFormat, ...]:
+        return tuple(_load_format(module) for module in modules_in(__name__, self._extra_folders))
 
 
 FORMATS = FormatRegistry()
@@ -219,7 +219,7 @@ def quant_method(config: Mapping[str, object]) -> object:
     return quantization_section(config).get("quant_method")
 
 
-def _record(module: ModuleType) -> CheckpointFormat:
+def _load_format(module: ModuleType) -> CheckpointFormat:
     record, name = getattr(module, "FORMAT", None), module.__name__.rpartition(".")[2]
     if not isinstance(record, CheckpointFormat) or record.name != name:
         raise ConfigError("checkpoint format", f"{module.__file__} must define FORMAT with the name {name!r}")

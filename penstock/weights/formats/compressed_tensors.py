@@ -54,14 +54,14 @@ class CompressedTensorsFormat(StoredFormat):
     def headers(self, config: Mapping[str, object], stored: Headers) -> Headers:
         section = quantization_section(config)
         _refuse_transforms(section)
-        config_groups = _mapping(section.get("config_groups")).values()
+        config_groups = _as_mapping(section.get("config_groups")).values()
         groups = [group for group in config_groups if isinstance(group, Mapping)]
         tensors = StoredTensors(stored, self.name)
         for layer in tensors.layers("weight_packed", ("I32",)):
             _take_packed(tensors, layer, _weight_options(groups, layer))
         for layer in tensors.layers("weight", ("I8",)):
             _take_integers(tensors, layer)
-        blocks = {block_size(_mapping(group.get("weights")), "block_structure") for group in groups} - {
+        blocks = {block_size(_as_mapping(group.get("weights")), "block_structure") for group in groups} - {
             (0, 0)
         }
         take_fp8_layers(tensors, blocks.pop() if len(blocks) == 1 else (0, 0))
@@ -86,10 +86,10 @@ def _refuse_transforms(section: Mapping[str, object]) -> None:
     Raises:
         ConfigError: weights are sparse, or activations must be transformed.
     """
-    sparsity = _mapping(section.get("sparsity_config")).get("format", "dense")
+    sparsity = _as_mapping(section.get("sparsity_config")).get("format", "dense")
     if sparsity != "dense":
         raise ConfigError("quantization_config", f"{sparsity} weights cannot be read: use a dense model")
-    if _mapping(section.get("transform_config")).get("config_groups"):
+    if _as_mapping(section.get("transform_config")).get("config_groups"):
         raise ConfigError("quantization_config", "models with transforms of activations cannot be read")
 
 
@@ -109,7 +109,7 @@ def _weight_options(groups: list[Mapping[str, object]], layer: str) -> Mapping[s
     for group in groups:
         targets = group.get("targets")
         for target in targets if isinstance(targets, list) else ():
-            candidate = (precedence(str(target)), _mapping(group.get("weights")))
+            candidate = (precedence(str(target)), _as_mapping(group.get("weights")))
             best = max(best, candidate, key=lambda pair: pair[0])
     return best[1]
 
@@ -233,5 +233,5 @@ def _read_integers(source: TensorReader, header: LayerHeader) -> tuple[str | Non
     return read_codes(header.encoding, codes, scales, zeros, header.group[1])
 
 
-def _mapping(value: object) -> Mapping[str, object]:
+def _as_mapping(value: object) -> Mapping[str, object]:
     return value if isinstance(value, Mapping) else {}
