@@ -268,8 +268,8 @@ static void multiply_panel(const Linear& a, int64_t begin, int64_t rows, const c
                            int64_t column, float* sums) {
   typedef typename S::T T;
   const int64_t steps = ceil_div(a.K, S::TERMS);
-  const bool once = rows <= TILE_ROWS && vectors_per_pass(rows) * W == PANEL;
-  const int64_t blocks = once ? 1 : max<int64_t>(1, ceil_div(steps, BLOCK_STEPS));
+  const bool is_single_pass = rows <= TILE_ROWS && vectors_per_pass(rows) * W == PANEL;
+  const int64_t blocks = is_single_pass ? 1 : max<int64_t>(1, ceil_div(steps, BLOCK_STEPS));
   for (int64_t number = 0; number < blocks; number++) {
     const int64_t from = steps * number / blocks, to = steps * (number + 1) / blocks;
     Block<S> block;
@@ -279,13 +279,13 @@ static void multiply_panel(const Linear& a, int64_t begin, int64_t rows, const c
     block.terms = min(to * S::TERMS, a.K) - from * S::TERMS;
     block.first = number == 0;
     block.last = number == blocks - 1;
-    block.ahead = once ? panel + STREAM_AHEAD : block.last ? next : panel + to * STEP_BYTES;
+    block.ahead = is_single_pass ? panel + STREAM_AHEAD : block.last ? next : panel + to * STEP_BYTES;
     block.sums = sums;
     block.bias = a.bias ? (const T*)a.bias + column : nullptr;
     block.y = (T*)a.y + begin * a.y_stride + column;
     block.y_stride = a.y_stride;
     block.outputs = a.N - column;
-    if (once) multiply_tile<S, STREAM>(block, rows);
+    if (is_single_pass) multiply_tile<S, STREAM>(block, rows);
     else multiply_block(block, rows);
   }
   if (a.activation) activate<T>(a, begin, rows, column);

@@ -70,8 +70,8 @@ INLINE int32_t sum(vi x) {
   return x[0];
 }
 
-// Returns the largest magnitude of n numbers per lane, as the bits of a float. The bits have the same order as the
-// magnitudes.
+// Returns the largest magnitude in each lane of vectors of n numbers, as the bits of a float. The bits have the same
+// order as the magnitudes.
 template <class T> INLINE vu largest_of_lanes(const T* x, int64_t n) {
   vu tops = {};
   for_vectors(n, EACH_VECTOR { tops = umax(tops, as_bits(load(x + i, lanes)) & 0x7fffffff); });
@@ -125,11 +125,11 @@ INLINE uint32_t lanes_at_least(vu a, vu b) {
 }
 
 // Returns the number of extras that n numbers multiplied by `inverse` need. The magnitudes of the products are at most
-// 127 * `range`. An integer of at least 127 k + 1 needs k extras. A count above `room` may be too small, because
+// 127 * `range`. An integer of at least 127 k + 1 needs k extras. A count above `max_extras` may be too small, because
 // counting stops there.
-template <class T> INLINE int64_t count_extras(const T* x, int64_t n, float inverse, float range, int64_t room) {
+template <class T> INLINE int64_t count_extras(const T* x, int64_t n, float inverse, float range, int64_t max_extras) {
   int64_t count = 0;
-  for (int32_t k = 1; k <= range && count <= room; k++) {
+  for (int32_t k = 1; k <= range && count <= max_extras; k++) {
     // `least` is the smallest magnitude that is rounded to at least 127 k + 1. Rounding half to even, 127 k + 0.5
     // becomes 127 k + 1 only if k is odd.
     const float bound = (float)(127 * k) + 0.5f;
@@ -145,11 +145,11 @@ template <class T> INLINE int64_t count_extras(const T* x, int64_t n, float inve
 }
 
 // Returns the integer to which the largest magnitude `top` is scaled: 127 times the largest of RANGES that needs at
-// most `room` extras.
-template <class T> static float target_with_extras(const T* x, int64_t n, float top, int64_t room) {
+// most `max_extras` extras.
+template <class T> static float choose_target(const T* x, int64_t n, float top, int64_t max_extras) {
   float target = 127;
   for (float range : RANGES) {
-    if (count_extras(x, n, 127 * range / top, range, room) > room) break;
+    if (count_extras(x, n, 127 * range / top, range, max_extras) > max_extras) break;
     target = 127 * range;
   }
   return target;
@@ -169,9 +169,9 @@ INLINE void split_integer(int64_t i, int32_t integer, int8_t* integers, Extras* 
 #if PENSTOCK_LANES == 16
 // The largest numbers of a row and their positions.
 struct LargestNumbers {
-  static constexpr int64_t ROOM = 256;
-  float numbers[ROOM];
-  int32_t positions[ROOM];
+  static constexpr int64_t CAPACITY = 256;
+  float numbers[CAPACITY];
+  int32_t positions[CAPACITY];
   int64_t count;
 
   // Collects the numbers whose magnitude is at least `least`, the bits of a float. Returns false if they are too many.
@@ -181,13 +181,14 @@ struct LargestNumbers {
     for_vectors(n, EACH_VECTOR {
       const vf number = load(x + i, lanes);
       const __mmask16 large = _mm512_cmpge_epu32_mask((__m512i)(as_bits(number) & 0x7fffffff), bound);
-      const int64_t at = min(found, ROOM - W);
-      store(numbers + at, (vf)_mm512_maskz_compress_ps(large, number));
-      store((uint32_t*)positions + at, (vu)_mm512_maskz_compress_epi32(large, (__m512i)(lane_index() + (int32_t)i)));
+      const int64_t position = min(found, CAPACITY - W);
+      store(numbers + position, (vf)_mm512_maskz_compress_ps(large, number));
+      const __m512i number_positions = (__m512i)(lane_index() + (int32_t)i);
+      store((uint32_t*)positions + position, (vu)_mm512_maskz_compress_epi32(large, number_positions));
       found += __builtin_popcount(large);
     });
     count = found;
-    return found <= ROOM - W;
+    return found <= CAPACITY - W;
   }
 };
 #endif
@@ -195,8 +196,8 @@ struct LargestNumbers {
 #if PENSTOCK_LANES == 16
 // Returns the magnitudes of up to 32 bfloat16 numbers as 16-bit integers, which have the same order.
 INLINE __m512i magnitudes(const bf16* x, int64_t count) {
-  const __mmask32 inside = count >= 2 * W ? ~0u : (1u << count) - 1;
-  return _mm512_and_si512(_mm512_maskz_loadu_epi16(inside, x), _mm512_set1_epi16(0x7fff));
+  const __mmask32 valid_lanes = count >= 2 * W ? ~0u : (1u << count) - 1;
+  return _mm512_and_si512(_mm512_maskz_loadu_epi16(valid_lanes, x), _mm512_set1_epi16(0x7fff));
 }
 INLINE vu largest_of_lanes(const bf16* x, int64_t n) {
   __m512i tops = _mm512_setzero_si512();
@@ -214,7 +215,7 @@ static int32_t quantize_with_extras(const T* x, int64_t n, int8_t* integers, flo
   const float top = largest_magnitude(tops);
   extras->count = 0;
   if (is_degenerate(top, n, integers, scale)) return 0;
-  const int64_t room = min(MAX_EXTRAS, n / INPUTS_PER_EXTRA);
+  const int64_t max_extras = min(MAX_EXTRAS, n / INPUTS_PER_EXTRA);
 #if PENSTOCK_LANES == 16
   // Each number beyond 127 needs an extra, so only the MAX_EXTRAS largest numbers of the row matter. `tops` has the
   // largest magnitude of each lane, so at least W numbers are not below the minimum of `tops`. Collecting these numbers
@@ -222,31 +223,32 @@ static int32_t quantize_with_extras(const T* x, int64_t n, int8_t* integers, flo
   static_assert(MAX_EXTRAS < W);
   LargestNumbers large;
   if (large.collect(x, n, ~largest(~tops))) {
-    const float target = target_with_extras(large.numbers, large.count, top, room), inverse = target / top;
+    const float target = choose_target(large.numbers, large.count, top, max_extras), inverse = target / top;
     *scale = top / target;
     const int32_t total = store_integers(x, n, inverse, integers);
     if (target == 127) return total;
     for (int64_t i = 0; i < large.count; i += W) {
-      const vi whole = rounded_to_integers(load(large.numbers + i) * inverse);
-      int32_t wholes[W];
-      store((uint32_t*)wholes, (vu)whole);
-      const uint32_t inside = large.count - i >= W ? ~0u : (1u << (large.count - i)) - 1;
-      for (uint32_t beyond = lanes_that_hold((whole > 127) | (whole < -127)) & inside; beyond; beyond &= beyond - 1) {
-        const int lane = __builtin_ctz(beyond);
-        split_integer(large.positions[i + lane], wholes[lane], integers, extras);
+      const vi integer = rounded_to_integers(load(large.numbers + i) * inverse);
+      int32_t lane_integers[W];
+      store((uint32_t*)lane_integers, (vu)integer);
+      const uint32_t valid_lanes = large.count - i >= W ? ~0u : (1u << (large.count - i)) - 1;
+      uint32_t excess = lanes_that_hold((integer > 127) | (integer < -127)) & valid_lanes;  // mask of the lanes
+      for (; excess; excess &= excess - 1) {
+        const int lane = __builtin_ctz(excess);
+        split_integer(large.positions[i + lane], lane_integers[lane], integers, extras);
       }
     }
     return total;
   }
 #endif
-  const float target = target_with_extras(x, n, top, room), inverse = target / top;
+  const float target = choose_target(x, n, top, max_extras), inverse = target / top;
   *scale = top / target;
   const int32_t total = store_integers(x, n, inverse, integers);
   if (target == 127) return total;
   for_vectors(n, EACH_VECTOR {
-    const vi whole = rounded_to_integers(load(x + i, lanes) * inverse);
-    for (uint32_t beyond = lanes_that_hold((whole > 127) | (whole < -127)); beyond; beyond &= beyond - 1)
-      split_integer(i + __builtin_ctz(beyond), whole[__builtin_ctz(beyond)], integers, extras);
+    const vi integer = rounded_to_integers(load(x + i, lanes) * inverse);
+    for (uint32_t excess = lanes_that_hold((integer > 127) | (integer < -127)); excess; excess &= excess - 1)
+      split_integer(i + __builtin_ctz(excess), integer[__builtin_ctz(excess)], integers, extras);
   });
   return total;
 }
@@ -264,8 +266,9 @@ INLINE int32_t start_factor(int64_t encoding) {
   }
   return -1;
 }
-// For encodings with groups: the number of inputs that share a scale of x, and of a unit of a panel.
+// Returns the number of inputs of x that share a scale, for encodings with groups.
 INLINE int64_t scaled_inputs(int64_t encoding) { return encoding == 10 || encoding == 14 ? 16 : GROUP; }
+// Returns the number of inputs of a unit of a panel, for encodings with groups.
 INLINE int64_t unit_inputs(int64_t encoding) {
   return encoding == 15 || encoding == 16 ? 64 : encoding >= 8 && encoding <= 10 ? 256 : GROUP;
 }
@@ -326,7 +329,7 @@ INLINE vi add_bytes(vi sum, vu w, vu x) {
 }
 #endif
 
-// The sum of products of a group with 4-bit or 5-bit weights.
+// The sum of products of a group with 4-bit or 5-bit weights. `halfway` is called after half of the products.
 template <int BITS> struct GroupSum {
 #if PENSTOCK_LANES == 8
   // A 16-bit sum can hold 16 products of up to 15 * 127, or 8 products of up to 31 * 127.
@@ -337,10 +340,10 @@ template <int BITS> struct GroupSum {
     pairs = (vi)_mm256_add_epi16((__m256i)pairs, _mm256_maddubs_epi16((__m256i)w, (__m256i)x));
   }
   INLINE_MEMBER void halfway() {
-    if (HALVES) half = whole(), pairs = vi{};
+    if (HALVES) half = sum_pairs(), pairs = vi{};
   }
-  INLINE_MEMBER vi total(int32_t start) const { return (HALVES ? half + whole() : whole()) + start; }
-  INLINE_MEMBER vi whole() const { return (vi)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi16(1)); }
+  INLINE_MEMBER vi total(int32_t start) const { return (HALVES ? half + sum_pairs() : sum_pairs()) + start; }
+  INLINE_MEMBER vi sum_pairs() const { return (vi)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi16(1)); }
 #else
   vi sum;
   INLINE_MEMBER void start(int32_t start) { sum = start - vi{}; }
@@ -611,25 +614,25 @@ static void multiply_panel(const Linear& a, const QuantizedRows& x, int64_t begi
   const int64_t units = ceil_div(a.K, S::INPUTS), column = panel * PANEL;
   const char* w = (const char*)a.panels + panel * units * S::UNIT_BYTES;
   // If a single pass reads the panel, nothing needs to stay in the cache.
-  const bool once = W == 16 && rows <= S::ROWS_AT_ONCE && S::vectors(rows) * W == PANEL;
-  const int64_t blocks = once ? 1 : ceil_div(units, S::BLOCK_UNITS);
+  const bool is_single_pass = W == 16 && rows <= S::ROWS_AT_ONCE && S::vectors(rows) * W == PANEL;
+  const int64_t blocks = is_single_pass ? 1 : ceil_div(units, S::BLOCK_UNITS);
   // With int8 weights, the results of a complete panel are stored from registers. If all results of the layer exceed
   // the caches, it is faster to store the results of many rows together.
   const int64_t result_bytes = a.rows * a.N * (a.type ? 2 : 4);
-  const bool direct = !S::X_SCALES && column + PANEL <= a.N && result_bytes < MAX_DIRECT_BYTES;
+  const bool stores_directly = !S::X_SCALES && column + PANEL <= a.N && result_bytes < MAX_DIRECT_BYTES;
   for (int64_t number = 0; number < blocks; number++) {
     const int64_t from = units * number / blocks, to = units * (number + 1) / blocks;
     ByteBlock block = {x, w + from * S::UNIT_BYTES, to - from, nullptr, sums, number == 0,
-                       number == blocks - 1, w, direct ? &a : nullptr, begin, column};
+                       number == blocks - 1, w, stores_directly ? &a : nullptr, begin, column};
     block.x.integers += from * S::INPUTS;
     if (S::X_SCALES) block.x.scales += from * S::PASSES * S::X_SCALES, block.x.starts += from * S::PASSES * S::X_SCALES;
-    if (once) block.ahead = w + STREAM_AHEAD;
+    if (is_single_pass) block.ahead = w + STREAM_AHEAD;
     else if (number < blocks - 1) block.ahead = w + to * S::UNIT_BYTES;
     else if (next >= 0) block.ahead = (const char*)a.panels + next * units * S::UNIT_BYTES;
-    if (once) multiply_rows<S, STREAM>(block, rows);
+    if (is_single_pass) multiply_rows<S, STREAM>(block, rows);
     else multiply_all_rows<S>(block, rows);
   }
-  if (direct) return;
+  if (stores_directly) return;
   for (int64_t r = 0; r < rows; r++) {
     const vf scale_x = all(x.scales[r * x.groups]);
     for_vectors(min(PANEL, a.N - column), EACH_VECTOR {
