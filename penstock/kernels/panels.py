@@ -11,8 +11,8 @@ Outputs and inputs are padded with zero weights. N is the number of outputs, K t
   + 8, in four steps ``[64, 4]`` of 8 inputs. Byte j of an output holds input j in its low half and input
   j + 4 in its high half. The 64 float16 scales of the group follow.
 * `GroupPanels` of 5 bits: ``[N / 64, K / 32, 1408]`` uint8. The low four bits of the integers + 16 are
-  stored as those of 4 bits. Between them and the scales, a little-endian 32-bit word per output holds the
-  fifth bits: bit 8 j + 2 s of step s for input j, and the next bit for input j + 4 (j < 4).
+  stored like integers of 4 bits. Then a little-endian 32-bit word per output holds the fifth bits: bit
+  8 j + 2 s is that of input j of step s, and the next bit that of input j + 4 (j < 4). The scales follow.
 """
 
 from __future__ import annotations

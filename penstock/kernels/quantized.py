@@ -22,7 +22,7 @@ _DIVISORS = tuple(7 + i / 3 for i in range(7))
 """Candidates of the scale search for 4 bits. A candidate d scales a group's largest weight to -d.
 
 They range from 7 (the integer -8 is unused) to 9 (the largest weight is clipped to -8). Weights that are
-multiples of such a scale do not change. Each further bit doubles the candidates."""
+multiples of such a scale do not change. With 5 bits each candidate is multiplied by 2."""
 
 MAX_EXTRAS = 15
 """Maximum number of extra bytes of a quantized row of activations, beyond one byte per input."""
