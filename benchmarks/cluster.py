@@ -92,7 +92,7 @@ def simulate(options: argparse.Namespace) -> None:
             begin = time.perf_counter()
             report = Cluster(costs, count, policy).run(trace)
             rows.append(asdict(report) | {"real_seconds": time.perf_counter() - begin})
-            first, latency = report.first_token, report.latency
+            first, latency = report.first_token_time, report.latency
             print(
                 f"{count:7}  {policy:12} {report.requests_per_second:7.1f} {report.tokens_per_second:9,.0f} "
                 f"{first[0]:13.3f} s {first[1]:6.3f} s {latency[0]:8.2f} s {latency[1]:6.2f} s "

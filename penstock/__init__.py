@@ -5,7 +5,7 @@
 >>> llm.generate("Once upon a time", SamplingParams(max_new_tokens=20))[0].text  # doctest: +SKIP
 ' there was a ...'
 
-Importing this package loads neither torch nor transformers; the names below load on first use.
+Importing this package imports neither torch nor transformers. The names above are imported on first use.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __version__ = "0.2.0"
 
 __all__ = ["LLM", "AsyncLLM", "GenerationOutput", "SamplingParams", "__version__"]
 
-_HOMES = {
+_MODULES_BY_NAME = {
     "AsyncLLM": "penstock.llm.async_llm",
     "LLM": "penstock.llm.llm",
     "GenerationOutput": "penstock.llm.outputs",
@@ -35,12 +35,12 @@ _HOMES = {
 if not TYPE_CHECKING:  # type checkers must report unknown names
 
     def __getattr__(name: str) -> object:
-        if name not in _HOMES:
+        if name not in _MODULES_BY_NAME:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from penstock.host.garbage_collection import gc_disabled
 
         with gc_disabled():
-            return getattr(import_module(_HOMES[name]), name)
+            return getattr(import_module(_MODULES_BY_NAME[name]), name)
 
 
 def __dir__() -> list[str]:
@@ -50,15 +50,15 @@ def __dir__() -> list[str]:
 def _cap_torch() -> None:
     """Limit the instruction set of torch's kernels to ``PENSTOCK_ISA``.
 
-    Torch reads the variables that this function sets when it is imported.
+    This function sets environment variables that torch reads when it is imported.
     """
-    cap = os.environ.get("PENSTOCK_ISA")
-    for variable, values in _CAPS.items():
-        if cap in values:
-            os.environ.setdefault(variable, values[cap])
+    isa = os.environ.get("PENSTOCK_ISA")
+    for variable, values in _TORCH_VARIABLES.items():
+        if isa in values:
+            os.environ.setdefault(variable, values[isa])
 
 
-_CAPS = {
+_TORCH_VARIABLES = {
     "ATEN_CPU_CAPABILITY": {"generic": "default", "avx2": "avx2"},
     "ONEDNN_MAX_CPU_ISA": {"generic": "SSE41", "avx2": "AVX2", "avx512_vnni": "AVX512_CORE_VNNI"},
 }

@@ -1,7 +1,8 @@
 """The composition root: builds tokenizer, pipeline, scheduler and worker runtime from a configuration.
 
-`LLM` and the worker process call these functions. They read the table of tasks (`penstock.pipelines.tasks`)
-and the registry of architectures; nothing here depends on a task."""
+`LLM` and the worker process call these functions. They look up tasks in `penstock.pipelines.tasks` and
+architectures in their registry. No code of this module is specific to a task.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from penstock.worker.process import WorkerRuntime
 
 _MIN_PREFAULTED = 64 << 20
-"""Minimum size of packed weights to prefault, in bytes. The system maps smaller sizes in negligible time."""
+"""Minimum size of packed weights to prefault, in bytes. Page faults of smaller sizes take negligible time."""
 _PREFAULT_SHARE = 0.7
 """Maximum fraction of the free memory that is prefaulted. The memory planner may reject larger weights."""
 _PHASES = ("tokenizer", "libraries", "model")
@@ -45,7 +46,7 @@ arrive in groups at this interval."""
 
 @dataclass(frozen=True)
 class Catalog:
-    """The architectures and tasks that a configuration is resolved with."""
+    """The known architectures and tasks."""
 
     registry: PipelineRegistry = PIPELINE_REGISTRY
     tasks: TaskTable = field(default_factory=lambda: TASKS)
@@ -72,8 +73,8 @@ class Catalog:
             return transformers_architecture(model.huggingface_config, model.checkpoint, task)
         try:
             return self.registry.retrieve_architecture(model.huggingface_config, model.checkpoint, task=task)
-        except UnknownArchitectureError as problem:
-            if model.model_impl == "auto" and is_in_transformers(problem.architecture):
+        except UnknownArchitectureError as error:
+            if model.model_impl == "auto" and is_in_transformers(error.architecture):
                 return transformers_architecture(model.huggingface_config, model.checkpoint, task)
             raise
 
@@ -85,8 +86,8 @@ CATALOG = Catalog()
 def load_tokenizer(config: PipelineConfig, catalog: Catalog = CATALOG) -> Any:
     """Return the tokenizer of the configured model, without importing torch.
 
-    The class is that of the model's architecture or task. The ``max_length`` of the tokenizer is the
-    checkpoint's limit; the caller sets it to the planned maximum length.
+    The model's architecture or its task determines the class. The ``max_length`` of the tokenizer is the
+    checkpoint's limit. The caller sets it to the planned maximum length.
 
     Raises:
         CheckpointError: the model cannot be served, or its tokenizer is missing or damaged.
@@ -119,10 +120,7 @@ def load_serving_tokenizer(config: PipelineConfig, catalog: Catalog = CATALOG) -
 
 
 def close_tokenizer(tokenizer: object) -> None:
-    """End the processes of a tokenizer.
-
-    Does nothing for a tokenizer without the optional ``close`` method.
-    """
+    """End the processes of a tokenizer. Do nothing if it does not have the optional method ``close``."""
     close = getattr(tokenizer, "close", None)
     if close is not None:
         close()
@@ -131,7 +129,7 @@ def close_tokenizer(tokenizer: object) -> None:
 def prefault_weights(config: PipelineConfig) -> PrefaultedMemory:
     """Start a thread that prefaults memory for packed weights, and return this memory.
 
-    Call it before importing torch, so that the thread runs during the imports.
+    Call this function before importing torch, so that the thread runs during the imports.
     """
     from penstock.kernels.backend import BACKENDS
     from penstock.memory import estimate_packed_size
@@ -139,7 +137,7 @@ def prefault_weights(config: PipelineConfig) -> PrefaultedMemory:
     size, device = 0, config.model.devices[0]
     if config.parallel.is_divided:
         return PrefaultedMemory(0)
-    with suppress(PenstockError):  # `load_pipeline` raises the error again
+    with suppress(PenstockError):  # `load_pipeline` reports the error
         backend = BACKENDS.candidates(device.device_type, config.model.kernels)[0]
         if device.is_host and backend.packs_weights and not config.model.packed_key.file.is_file():
             size = estimate_packed_size(config)
@@ -173,7 +171,7 @@ def load_pipeline(
         )
     architecture, task = catalog.resolve(config)
     architecture.check_encoding(config.model.encoding)
-    required = PipelineRequirements(
+    pipeline_inputs = PipelineRequirements(
         config=config,
         architecture=architecture,
         tokenizer=tokenizer,
@@ -181,11 +179,11 @@ def load_pipeline(
         prefaulted=prefaulted or PrefaultedMemory(),
     )
     if not config.parallel.is_divided:
-        return task.load_factory()(required)
+        return task.load_factory()(pipeline_inputs)
     from penstock.ranks import load_on_ranks
 
-    picklable = replace(catalog, tasks=dict(catalog.tasks))
-    return load_on_ranks(required, task, picklable.resolve)
+    picklable_catalog = replace(catalog, tasks=dict(catalog.tasks))
+    return load_on_ranks(pipeline_inputs, task, picklable_catalog.resolve)
 
 
 def check_checkpoint(config: PipelineConfig) -> Any:
@@ -212,8 +210,8 @@ def check_checkpoint(config: PipelineConfig) -> Any:
     weights = _with_model_names(Weights.open(config.model.checkpoint, shapes_only=True), model)
     length = model.calculate_max_seq_len(config, config.model.huggingface_config)
     with torch.no_grad():
-        kind = encoding_named(config.model.encoding)
-        loader = Loader(weights, kind.compute_dtype.value, torch.device("meta"))  # not quantized
+        encoding = encoding_named(config.model.encoding)
+        loader = Loader(weights, encoding.compute_dtype.value, torch.device("meta"))  # reads floats
         model.build(loader, config.model.huggingface_config, length)
     weights.finish(model.ignored_tensors(config.model.huggingface_config))
     return tokenizer
@@ -318,8 +316,8 @@ def load_scheduler(
         isolates_faults: whether an error ends only the requests that cause it; otherwise ``step`` raises it.
     """
     plan, steps = pipeline.memory_plan, pipeline.overlapped_steps
-    make = Scheduler if steps is None else partial(OverlappedScheduler, steps=steps)
-    return make(
+    scheduler_class = Scheduler if steps is None else partial(OverlappedScheduler, steps=steps)
+    return scheduler_class(
         pipeline,
         max_batch_size=plan.max_batch_size,
         max_batch_input_tokens=plan.max_batch_input_tokens,
@@ -340,14 +338,14 @@ def load_runtime(config: PipelineConfig, catalog: Catalog = CATALOG) -> WorkerRu
     """
     times = [perf_counter()]
     with prefault_weights(config) as prefaulted:
-        tokenizer = load_tokenizer(config, catalog)  # before the imports, to report a missing model at once
+        tokenizer = load_tokenizer(config, catalog)  # before importing torch, so that errors come early
         times.append(perf_counter())
         catalog.resolve(config)[1].load_factory()  # imports torch
         times.append(perf_counter())
         pipeline = load_pipeline(config, tokenizer, catalog, prefaulted)
     scheduler = load_scheduler(config, pipeline, isolates_faults=True)
     times.append(perf_counter())
-    seconds = [end - begin for begin, end in pairwise(times)]
+    seconds = [end - start for start, end in pairwise(times)]
     return _make_runtime(config, pipeline, scheduler, list(zip(_PHASES, seconds, strict=True)))
 
 

@@ -38,7 +38,8 @@ __all__ = [
 if not TYPE_CHECKING:  # a type checker must report names that do not exist
 
     def __getattr__(name: str) -> object:
-        # A Buffer *is* a torch.Tensor; resolved on first use so that importing this module loads no torch.
+        # `Buffer` is a synonym of torch.Tensor. It is resolved on first use, so that importing this module
+        # does not import torch.
         if name in ("Buffer", "Tensor"):
             import torch
 
@@ -48,7 +49,7 @@ if not TYPE_CHECKING:  # a type checker must report names that do not exist
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
-    """The name of a device that is not opened yet: ``cpu``, ``gpu:0``."""
+    """The name of a device, such as ``cpu`` or ``gpu:0``. `load_devices` opens the device."""
 
     id: int = 0
     device_type: str = "cpu"
@@ -86,7 +87,7 @@ class Device:
 
     @property
     def id(self) -> int:
-        """The number of the device among those of its type."""
+        """The number of the device among the devices of its type."""
         return self.spec.id
 
     @property
@@ -160,7 +161,7 @@ def load_devices(specs: Sequence[DeviceSpec]) -> list[Device]:
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor of zeros. In host memory the system allocates a page on its first write."""
+    """Return a tensor of zeros. In host memory, the system allocates each page when it is first written."""
     import numpy as np
     import torch
 
@@ -188,19 +189,19 @@ def _gpus(count: int) -> str:
 
 def _host_memory() -> tuple[int, int]:
     """Return total and available bytes of host memory, within the limits of the container and the process."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    total = page * os.sysconf("SC_PHYS_PAGES")
-    free = page * os.sysconf("SC_AVPHYS_PAGES")
+    page_size = os.sysconf("SC_PAGE_SIZE")
+    total = page_size * os.sysconf("SC_PHYS_PAGES")
+    free = page_size * os.sysconf("SC_AVPHYS_PAGES")
     try:  # in contrast to sysconf, MemAvailable includes the page cache
         with open("/proc/meminfo") as meminfo:
             fields = dict(line.split(":", 1) for line in meminfo)
         free = int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):
         pass
-    limit = limits.memory()
-    if limit is not None:
-        total, free = min(total, limit[0]), min(free, limit[1])
-    private, free_private = private_memory.limit(), private_memory.free()
-    if private is not None and free_private is not None:
-        total, free = min(total, private), min(free, free_private)
+    cgroup_limits = limits.memory()
+    if cgroup_limits is not None:
+        total, free = min(total, cgroup_limits[0]), min(free, cgroup_limits[1])
+    process_limit, process_free = private_memory.limit(), private_memory.free()
+    if process_limit is not None and process_free is not None:
+        total, free = min(total, process_limit), min(free, process_free)
     return total, max(free, 0)

@@ -1,4 +1,4 @@
-"""Element types of tensors. Importing this module loads neither torch nor numpy.
+"""Element types of tensors. Importing this module imports neither torch nor numpy.
 
 >>> DType.bfloat16.size_in_bytes
 2
@@ -70,5 +70,5 @@ class DType(str, Enum):
         return cls(dtype.name)
 
 
-_BYTES = (DType.bool, DType.int8, DType.uint8, DType.float8_e4m3fn)
-_SIZES = {dtype: 1 if dtype in _BYTES else int(dtype.value[-2:]) // 8 for dtype in DType}
+_ONE_BYTE_TYPES = (DType.bool, DType.int8, DType.uint8, DType.float8_e4m3fn)
+_SIZES = {dtype: 1 if dtype in _ONE_BYTE_TYPES else int(dtype.value[-2:]) // 8 for dtype in DType}

@@ -26,7 +26,7 @@ class InferenceSession:
     Args:
         devices: the devices to run on; the CPU of the host if not given.
         num_threads: threads of the OpenMP team of this process. If not given, torch's default (one per core,
-            or ``OMP_NUM_THREADS``), but not more than the CPU limit of the container allows.
+            or ``OMP_NUM_THREADS``), limited by the CPU limit of the container.
         kernels: name of the back end; if not given, the best back end for the device.
         prefaulted: memory for the weights that models of this session pack.
         deterministic: whether results of a row must be bit-equal in every batch. Some back ends then use
@@ -35,7 +35,7 @@ class InferenceSession:
 
     Raises:
         ConfigError: more than one device is given.
-        ForkedProcessError: this process was forked from a process that had created a session.
+        ForkedProcessError: this process was forked from a process in which a session exists.
     """
 
     _process: ClassVar[int | None] = None
@@ -81,11 +81,11 @@ class InferenceSession:
             torch.set_num_threads(num_threads)
 
     def check_process(self) -> None:
-        """Check that this process can compute: the OpenMP threads of a parent do not survive a fork.
+        """Check that this process was not forked from a process that had created a session.
 
         Raises:
-            ForkedProcessError: the process was forked after the first session was created. The next parallel
-                loop would wait forever for threads that do not exist.
+            ForkedProcessError: the process was forked after the first session was created. A forked process
+                has no OpenMP threads, so its next parallel loop would never end.
         """
         process = os.getpid()
         if InferenceSession._process not in (None, process):
@@ -93,11 +93,12 @@ class InferenceSession:
 
     @classmethod
     def free_memory_of(cls, devices: Sequence[Device]) -> int:
-        """Return the free bytes of devices, without host memory that sessions of this process reserved."""
+        """Return the free bytes of devices, minus host memory that sessions of this process have reserved."""
         with cls._sessions_lock:
-            reserved = sum(session.reservations.num_bytes for session in cls._sessions)
+            reserved_bytes = sum(session.reservations.num_bytes for session in cls._sessions)
         return sum(
-            max(device.stats["free_memory"] - (reserved if device.is_host else 0), 0) for device in devices
+            max(device.stats["free_memory"] - (reserved_bytes if device.is_host else 0), 0)
+            for device in devices
         )
 
     @property
@@ -113,7 +114,7 @@ class InferenceSession:
         return self.ops.description
 
     @cached_property
-    def _opened(self) -> tuple[Backend, Ops]:
+    def _backend_and_ops(self) -> tuple[Backend, Ops]:
         from penstock.kernels.backend import BACKENDS
 
         backend, ops = BACKENDS.open(self.devices[0].label, self._kernels)
@@ -129,12 +130,12 @@ class InferenceSession:
         Raises:
             ConfigError: the requested back end does not exist or cannot run on this machine.
         """
-        return self._opened[0]
+        return self._backend_and_ops[0]
 
     @cached_property
     def ops(self) -> Ops:
         """The operations of the back end; the models of this session call them."""
-        return self._opened[1]
+        return self._backend_and_ops[1]
 
     @property
     def graphs(self) -> GraphCache | None:
@@ -161,7 +162,7 @@ class InferenceSession:
 
     @property
     def graph_status(self) -> str:
-        """The mode of the last step: ``compiled`` (one call), or ``eager`` and the reason."""
+        """How the last step ran: ``compiled`` (as one call), or ``eager`` with the reason."""
         graphs = self.graphs
         if graphs is None:
             if not self.use_graphs:
@@ -175,9 +176,11 @@ class InferenceSession:
         graphs = self.graphs
         if graphs is None:
             return "none"
-        others = [name for name, owner in self.ops.implementations().items() if owner != self.ops.name]
-        without = f" without {', '.join(others)}" if others else ""
-        return f"of up to {graphs.max_rows} rows{without}"
+        eager_features = [
+            name for name, owner in self.ops.implementations().items() if owner != self.ops.name
+        ]
+        exceptions = f" without {', '.join(eager_features)}" if eager_features else ""
+        return f"of up to {graphs.max_rows} rows{exceptions}"
 
 
 def default_threads_per_rank(world: int) -> int:

@@ -33,9 +33,9 @@ class WorkerShare:
     processors: ProcessorShare | None = None
     """The processors of the worker; None if it may use all processors."""
     memory: int | None = None
-    """Bytes of host memory for weights, activations and KV cache; None: the configured size."""
+    """Bytes of host memory for weights, activations and KV cache; None for the configured size."""
     utilization: float | None = None
-    """Fraction of the free memory of a device that several workers share."""
+    """Fraction of the free memory of the device that this worker uses; None for the configured fraction."""
 
 
 def make_engine(
@@ -53,9 +53,9 @@ def make_engine(
     Args:
         config: the configuration; ``data_parallel_size`` is the number of workers.
         load: loads the runtime of a worker, in its process.
-        max_queue_size: see `WorkerClient`; for each worker.
+        max_queue_size: see `WorkerClient`; applies to each worker.
         hang_limit: see `WorkerClient`.
-        memory_limit: see `WorkerClient`; for each worker.
+        memory_limit: see `WorkerClient`; applies to each worker.
         memory: bytes of host memory for all workers together; by default ``device_memory_utilization`` of the
             free memory if there are several.
         is_asleep: whether `wake_up` instead of `start` starts the workers.
@@ -86,27 +86,33 @@ def divide(config: PipelineConfig, memory: int | None = None) -> list[WorkerShar
     Raises:
         ConfigError: the number of devices is neither 1 nor a multiple of the number of workers.
     """
-    count, devices = config.data_parallel_size, config.model.devices
-    if count == 1:
+    num_workers, devices = config.data_parallel_size, config.model.devices
+    if num_workers == 1:
         return [WorkerShare(devices, memory=memory if devices[0].device_type == "cpu" else None)]
-    if len(devices) > 1 and len(devices) % count:
+    if len(devices) > 1 and len(devices) % num_workers:
         raise ConfigError(
             "data_parallel_size",
-            f"{count} workers cannot divide {len(devices)} devices: give one device for all, or one for each",
+            f"{num_workers} workers cannot divide {len(devices)} devices: give one device, or one for each "
+            "worker",
         )
     utilization = config.kv_cache.device_memory_utilization
     if devices[0].device_type == "cpu":
         if memory is None:
             memory = int(CPU().stats["free_memory"] * utilization)
-        return [WorkerShare(devices, processors, memory // count) for processors in divide_processors(count)]
-    size = len(devices) // count
+        return [
+            WorkerShare(devices, processors, memory // num_workers)
+            for processors in divide_processors(num_workers)
+        ]
+    devices_per_worker = len(devices) // num_workers
     return [
         WorkerShare(
-            devices[number * size : (number + 1) * size] if size else devices,
+            devices[number * devices_per_worker : (number + 1) * devices_per_worker]
+            if devices_per_worker
+            else devices,
             processors,
-            utilization=None if size else utilization / count,
+            utilization=None if devices_per_worker else utilization / num_workers,
         )
-        for number, processors in enumerate(divide_processors(count))
+        for number, processors in enumerate(divide_processors(num_workers))
     ]
 
 

@@ -1,4 +1,4 @@
-"""All exceptions that a caller can cause.
+"""The exceptions of Penstock that a caller can cause.
 
     PenstockError
     ├── InputError (ValueError)               the request is invalid or not supported
@@ -9,7 +9,7 @@
     │   └── UnsupportedFeatureError           feature
     │       └── UnsupportedSchemaError        keyword, where
     ├── RequestFailedError                    an internal error ended one request
-    ├── UnavailableError                      retry_after: no request can be served now
+    ├── UnavailableError retry_after
     │   ├── OverloadedError                   the queue is full
     │   └── RankFailedError                   a process of tensor parallelism has ended
     ├── ConfigError (ValueError)              field
@@ -20,7 +20,7 @@
     │   └── UnsupportedTaskError              architecture, task, known
     ├── InsufficientMemoryError               needed, available
     │   └── InsufficientBlocksError           needed, free, total
-    ├── ForkedProcessError (RuntimeError)     origin: the process that loaded the model
+    ├── ForkedProcessError (RuntimeError) origin
     └── MissingDependencyError (ImportError)  package, extra
 
 A failed ``assert`` is a bug in Penstock. An error that a caller can cause raises one of these exceptions. Its
@@ -42,7 +42,7 @@ class InputError(PenstockError, ValueError):
 
 
 class PromptTooLongError(InputError):
-    """A prompt has ``max_length`` tokens or more, or the input of an embedder has more.
+    """A prompt has ``max_length`` tokens or more, or the input of an encoder has more than ``max_length``.
 
     Args:
         num_tokens: the number of tokens of the prompt.
@@ -120,7 +120,7 @@ class UnknownModelError(InputError):
 
 
 class UnknownParameterError(InputError, TypeError):
-    """A call has an unknown keyword argument. Also a ``TypeError``, like Python's own exception."""
+    """A call has an unknown keyword argument. It is also a ``TypeError``, like Python's exception."""
 
     def __init__(self, owner: str, parameter: str, hint: str) -> None:
         super().__init__(f"{owner}: unknown parameter {parameter}; {hint}")
@@ -128,7 +128,7 @@ class UnknownParameterError(InputError, TypeError):
 
 
 class RequestFailedError(PenstockError):
-    """An internal error ended the request. The log contains it. Other requests continue."""
+    """An internal error ended the request. The log contains the error. Other requests continue."""
 
 
 class UnavailableError(PenstockError):
@@ -179,8 +179,8 @@ class UnknownArchitectureError(CheckpointError):
 
     def __init__(self, path: object, architecture: str, known: Iterable[str]) -> None:
         names = sorted(known)
-        nearest = get_close_matches(architecture, names, n=1, cutoff=0.5)
-        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        similar_names = get_close_matches(architecture, names, n=1, cutoff=0.5)
+        hint = f"; did you mean {similar_names[0]}?" if similar_names else ""
         super().__init__(
             path, f"architecture {architecture!r} is not known (known: {', '.join(names)}){hint}"
         )
@@ -189,7 +189,7 @@ class UnknownArchitectureError(CheckpointError):
 
 
 class UnsupportedTaskError(CheckpointError):
-    """The checkpoint's architecture, or Penstock as a whole, has no pipeline for the task."""
+    """The checkpoint's architecture has no pipeline for the task, or Penstock has none."""
 
     def __init__(self, path: object, architecture: str, task: str, known: Iterable[str]) -> None:
         tasks = list(known)
@@ -228,10 +228,7 @@ class InsufficientBlocksError(InsufficientMemoryError):
 
 
 class ForkedProcessError(PenstockError, RuntimeError):
-    """A process that was forked after its parent had loaded a model uses or loads a model.
-
-    Its first step would hang.
-    """
+    """A model is used or loaded in a process that was forked from a process with a loaded model."""
 
     def __init__(self, origin: int, process: int) -> None:
         super().__init__(

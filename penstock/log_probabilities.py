@@ -1,4 +1,4 @@
-"""Log probabilities of sampled and input tokens, from the unmodified logits in float32."""
+"""Computes log probabilities of sampled and input tokens from the unmodified logits, in float32."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def compute_log_probabilities(
 ) -> list[LogProbabilities | None]:
     """Return the log probabilities of a batch, see `PipelineModel.compute_log_probabilities`.
 
-    Without echo an entry covers the sampled token. With echo it also covers the input tokens of this step,
-    except the first token, whose logits belong to the step before. Echo needs logits of all rows of the
-    sequence (``return_n_logits``).
+    Without echo, an entry contains the sampled token. With echo, it also contains the input tokens of this
+    step except the first token, whose logits were computed in the previous step. Echo needs logits at all
+    positions of the sequence (``return_n_logits``).
 
     Raises:
-        ValueError: echo is requested, but the forward returned fewer rows.
+        ValueError: echo is requested, but the forward returned fewer rows of logits.
     """
     rows = row_offsets.tolist()
     offsets = logit_offsets.tolist()
-    batch: list[_Rows | None] = []
+    rows_by_sequence: list[_Rows | None] = []
     for sequence, (top_n, echo) in enumerate(zip(batch_top_n, batch_echo, strict=True)):
         if top_n == 0:
-            batch.append(None)
+            rows_by_sequence.append(None)
             continue
         start, stop = offsets[sequence], offsets[sequence + 1]
         targets = next_tokens[sequence : sequence + 1]
@@ -48,18 +48,18 @@ def compute_log_probabilities(
                     f"echo needs logits of all {len(inputs)} input tokens, the model returned {stop - start}"
                 )
             targets = torch.cat([inputs[1:], targets])
-        batch.append(_Rows(stop - len(targets), targets, min(top_n, logits.shape[-1])))
-    requested = [rows for rows in batch if rows is not None]
-    for top_n in {rows.top_n for rows in requested}:
-        # One call per top_n: the order of equal logits can depend on the k of topk, so k must not depend on
-        # other requests.
-        _fill(logits, [rows for rows in requested if rows.top_n == top_n], top_n)
-    return [None if rows is None else rows.entry for rows in batch]
+        rows_by_sequence.append(_Rows(stop - len(targets), targets, min(top_n, logits.shape[-1])))
+    requested_rows = [rows for rows in rows_by_sequence if rows is not None]
+    for top_n in {rows.top_n for rows in requested_rows}:
+        # One call per top_n, so that k does not depend on other requests: the order of equal logits in the
+        # result of topk can depend on k.
+        _fill(logits, [rows for rows in requested_rows if rows.top_n == top_n], top_n)
+    return [None if rows is None else rows.entry for rows in rows_by_sequence]
 
 
 @dataclass(slots=True)
 class _Rows:
-    """The rows of logits of one sequence, and the tokens that follow them."""
+    """The rows of logits of one sequence, and the next token of each row."""
 
     start: int
     targets: Tensor  # [n]
@@ -68,21 +68,23 @@ class _Rows:
 
 
 def _fill(logits: Tensor, sequences: Sequence[_Rows], top_n: int) -> None:  # [R, V]
-    """Fill the entries of all sequences. Rows are processed in chunks, which bounds the memory of copies."""
-    indices = torch.cat([torch.arange(s.start, s.start + len(s.targets)) for s in sequences])
+    """Fill the entries of all sequences. Rows are processed in chunks, so that copies need little memory."""
+    indices = torch.cat(
+        [torch.arange(sequence.start, sequence.start + len(sequence.targets)) for sequence in sequences]
+    )
     indices = indices.to(logits.device)
-    targets = torch.cat([s.targets for s in sequences])
-    owners = [s.entry for s in sequences for _ in range(len(s.targets))]
+    targets = torch.cat([sequence.targets for sequence in sequences])
+    entries = [sequence.entry for sequence in sequences for _ in range(len(sequence.targets))]
     chunk = max(1, _MAX_LOGITS // logits.shape[-1])
-    for start in range(0, len(owners), chunk):
+    for start in range(0, len(entries), chunk):
         rows = slice(start, start + chunk)
         scores = torch.log_softmax(logits[indices[rows]].float(), dim=-1)
         target_scores = scores.gather(1, targets[rows, None])[:, 0].tolist()
-        top = scores.topk(top_n, dim=-1)
+        top_scores = scores.topk(top_n, dim=-1)
         for entry, ids, values, token, value in zip(
-            owners[rows],
-            top.indices.tolist(),
-            top.values.tolist(),
+            entries[rows],
+            top_scores.indices.tolist(),
+            top_scores.values.tolist(),
             targets[rows].tolist(),
             target_scores,
             strict=True,

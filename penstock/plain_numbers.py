@@ -1,4 +1,4 @@
-"""Conversion of numbers of any type, such as numpy scalars, to plain Python numbers.
+"""Converts numbers of any type, such as numpy scalars, to plain Python numbers.
 
 Messages to the worker contain plain Python numbers only.
 """
@@ -37,10 +37,10 @@ def plain(value: ValueT) -> ValueT:
 
 def _plain(value: object) -> object:
     if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
-        return bool(value)  # detected by name: reading settings must not import numpy
+        return bool(value)  # detected by the name of its type, because reading settings must not import numpy
     if isinstance(value, Integral):
         return int(value)
-    if isinstance(value, Real | Decimal):  # Decimal is not a subclass of Real
+    if isinstance(value, Real | Decimal):  # Decimal is no subclass of Real
         try:
             return float(value)
         except OverflowError:  # a Fraction outside the range of floats

@@ -29,18 +29,20 @@ Resolve: TypeAlias = "Callable[[PipelineConfig], tuple[SupportedArchitecture, Ta
 """Returns the architecture and the task of a configuration; picklable."""
 
 
-def load_on_ranks(required: PipelineRequirements, task: TaskRecord, resolve: Resolve) -> AnyTaskPipeline:
+def load_on_ranks(
+    pipeline_inputs: PipelineRequirements, task: TaskRecord, resolve: Resolve
+) -> AnyTaskPipeline:
     """Start the other ranks, load the model on all ranks, and return the pipeline of rank 0.
 
     Raises:
         ConfigError: the model or its settings do not allow several processes.
         PenstockError: the model cannot be loaded on a rank.
     """
-    config = required.config
-    check_divisible(config, required.architecture)
+    config = pipeline_inputs.config
+    check_divisible(config, pipeline_inputs.architecture)
     devices = rank_devices(config)
-    pins = config.parallel.pin_ranks and devices[0].is_host
-    shares = rank_processors(len(devices)) if pins else ()
+    pins_ranks = config.parallel.pin_ranks and devices[0].is_host
+    shares = rank_processors(len(devices)) if pins_ranks else ()
     settings = RankSettings(
         world=config.parallel.tensor_parallel_size,
         devices=tuple(device.torch_device for device in devices),
@@ -53,7 +55,7 @@ def load_on_ranks(required: PipelineRequirements, task: TaskRecord, resolve: Res
     try:
         if settings.cores:
             pin(settings.cores[0])
-        pipeline = task.load_factory()(replace(required, ranks=processes.join()))
+        pipeline = task.load_factory()(replace(pipeline_inputs, ranks=processes.join()))
         processes.wait_for("loaded")
     except BaseException:
         processes.close()
@@ -64,7 +66,7 @@ def load_on_ranks(required: PipelineRequirements, task: TaskRecord, resolve: Res
 
 
 def run_rank(config: PipelineConfig, resolve: Resolve, ranks: Ranks) -> None:
-    """Load this rank's part of the model (rank 1 or above), and run its steps until rank 0 ends.
+    """Load the part of the model of a rank from 1 on, and run its steps until rank 0 ends.
 
     Raises:
         PenstockError: the part of the model cannot be loaded.
@@ -103,7 +105,7 @@ def rank_devices(config: PipelineConfig) -> Sequence[Device]:
     if len(devices) != world:
         raise ConfigError(
             "tensor_parallel_size",
-            f"{world} processes need {world} GPUs, devices names {len(devices)}: use --devices "
+            f"{world} processes need {world} GPUs, but devices lists {len(devices)}: use --devices "
             f"gpu:{','.join(map(str, range(world)))}",
         )
     return devices
@@ -113,7 +115,8 @@ def check_divisible(config: PipelineConfig, architecture: SupportedArchitecture)
     """Check that several processes can divide the configured model.
 
     Raises:
-        ConfigError: the model cannot be divided, or a setting does not allow it; the message names it.
+        ConfigError: the model cannot be divided, or a setting does not allow it. The message names the
+            setting.
     """
     model = architecture.load_pipeline_model()
     if not (issubclass(model, DecoderModel) and model.is_divisible):
@@ -125,6 +128,6 @@ def check_divisible(config: PipelineConfig, architecture: SupportedArchitecture)
     if config.speculative.method == "draft_model":
         raise ConfigError(
             "tensor_parallel_size",
-            "a draft model cannot draft for a model that several processes divide: use "
+            "a draft model is not supported for a model that several processes divide: use "
             "--speculative-method ngram",
         )

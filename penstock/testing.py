@@ -1,4 +1,5 @@
-"""A fake tokenizer and a fake pipeline, to test code that uses Penstock without weights and files.
+"""A fake tokenizer and a fake pipeline, for tests of code that uses Penstock. They need no weights and no
+files.
 
     >>> from penstock.pipelines.core import TokenGeneratorRequest
     >>> tokenizer, pipeline = FakeTokenizer(), FakePipeline.saying("Hello!")
@@ -7,7 +8,7 @@
     >>> tokenizer.decode_ids([token.next_token for token in response.tokens]), response.is_done
     ('Hello!', True)
 
-Importing this module loads no torch.
+Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ _LETTERS = (string.ascii_lowercase + " ").encode()
 class FakeTokenizer(TextTokenizer):
     """A `TextTokenizer` whose token ids are the bytes of UTF-8: ASCII characters are their own ids.
 
-    Limits, stops, chat template and threading are those of `TextTokenizer`.
+    Limits, stop strings, chat template and threads work as in `TextTokenizer`.
 
     Args:
         max_length: the maximum number of tokens of prompt and output together; None sets no limit.
-        template: the Jinja text of the chat template; None for a tokenizer without one.
+        template: the Jinja text of the chat template; None for a tokenizer without a template.
         special_tokens_in_content: see `TextTokenizer`.
     """
 
@@ -79,8 +80,8 @@ class FakePipeline:
     """A deterministic pipeline without a model: the next token is a function of the context.
 
     It implements `penstock.pipelines.core.Pipeline` and works with a scheduler and any KV cache. Prompt
-    chunks, several steps per call, preemption and release work as in `TextGenerationPipeline`. It honours
-    ``min_new_tokens`` and ignores the other sampling parameters; log probabilities are all 0.
+    chunks, several steps per call, preemption and release work as in `TextGenerationPipeline`. The pipeline
+    supports ``min_new_tokens`` and ignores the other sampling parameters. All log probabilities are 0.
 
     Args:
         choose: returns the next token of a context whose tokens are all computed. The default returns
@@ -122,7 +123,7 @@ class FakePipeline:
     def execute(
         self, batch: Mapping[str, TextContext], num_steps: int = 1
     ) -> dict[str, TextGenerationResponse]:
-        """Run up to ``num_steps`` steps; one if a context is a chunk or reports log probabilities."""
+        """Run up to ``num_steps`` steps, or one step if a context is a chunk or reports log probabilities."""
         if num_steps < 1:
             raise InputError(f"num_steps must be at least 1, was {num_steps}")
         for request_id, context in batch.items():
@@ -144,7 +145,7 @@ class FakePipeline:
         return {request_id: context.outstanding_response() for request_id, context in batch.items()}
 
     def release(self, context: TextContext) -> None:
-        """Free the context's cache slot and blocks. Does nothing if they are freed."""
+        """Free the context's cache slot and blocks, if it has any."""
         self.kv.release(context)
 
     def _step(self, batch: Mapping[str, TextContext]) -> None:
@@ -155,11 +156,14 @@ class FakePipeline:
             )
         for context in running.values():
             token = self._next_token(context)
-            context.update(token, _certain(context, token) if context.log_probabilities else None)
+            context.update(
+                token, _zero_log_probabilities(context, token) if context.log_probabilities else None
+            )
 
     def _next_token(self, context: TextContext) -> int:
         if context.active_idx < context.end_idx:
-            return int(context.all_tokens[context.active_idx])  # ignored by update(): the prompt continues
+            # update() ignores this token, because the prompt continues
+            return int(context.all_tokens[context.active_idx])
         token = self._choose(context)
         if token in context.eos_token_ids and len(context.generated_tokens) < context.min_tokens:
             return next(letter for letter in _LETTERS if letter not in context.eos_token_ids)
@@ -171,10 +175,10 @@ def _letter_after(context: TextContext) -> int:
     return FakeTokenizer.EOS if checksum % 16 == 0 else _LETTERS[checksum // 16 % len(_LETTERS)]
 
 
-def _certain(context: TextContext, token: int) -> LogProbabilities:
-    """Return log probability 0 for the new token; with echo also for the step's prompt tokens."""
-    echoed = context.all_tokens[context.start_idx + 1 : context.active_idx].tolist()
-    tokens = [*(echoed if context.log_probabilities_echo else ()), token]
+def _zero_log_probabilities(context: TextContext, token: int) -> LogProbabilities:
+    """Return log probability 0 for the new token, and with echo also for the prompt tokens of the step."""
+    echoed_tokens = context.all_tokens[context.start_idx + 1 : context.active_idx].tolist()
+    tokens = [*(echoed_tokens if context.log_probabilities_echo else ()), token]
     return LogProbabilities([0.0] * len(tokens), [{token: 0.0} for token in tokens])
 
 
@@ -188,10 +192,17 @@ def _byte_tokenizer(*special_tokens: str) -> Tokenizer:
 
 
 def _byte_vocabulary() -> dict[str, int]:
-    """Return the byte-level vocabulary: printable bytes stand for themselves, others are U+0100 and above."""
-    shown = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte) if byte in shown else chr(256 + hidden.index(byte)): byte for byte in range(256)}
+    """Return the byte-level vocabulary: printable bytes as their characters, others from U+0100 on."""
+    printable_bytes = {
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    }
+    other_bytes = [byte for byte in range(256) if byte not in printable_bytes]
+    return {
+        chr(byte) if byte in printable_bytes else chr(256 + other_bytes.index(byte)): byte
+        for byte in range(256)
+    }
 
 
 if TYPE_CHECKING:

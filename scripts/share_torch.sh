@@ -1,7 +1,7 @@
 # scripts/env.sh and scripts/wheel source this file in the root of the project.
 
-# share_torch PYTHON VENV: if PYTHON has torch, makes its packages importable in the environment VENV. So a torch build
-# that was chosen for this machine is neither replaced nor downloaded again.
+# share_torch PYTHON VENV: if PYTHON has torch, makes its packages importable in the environment VENV. The
+# torch build that is installed on this machine is then used and not downloaded again.
 share_torch() {
   local place
   if place=$("$1" -c 'import torch, pathlib; print(pathlib.Path(torch.__file__).parents[1])' 2>/dev/null); then

@@ -302,20 +302,20 @@ def _with_own_tables(kind: type[schemas.RequestBody]) -> Iterator[type[schemas.R
         yield from _with_own_tables(one)
 
 
-def _accepted(field: unsupported.Refused) -> str:
+def _accepted(field: unsupported.RefusedField) -> str:
     if field.accepts_all:
         return "all"
     values = [code(json.dumps(value)) for value in field.accepted]
     return ", ".join(values) if len(values) < 8 else f"{values[0]} to {values[-1]}"
 
 
-def _reason(field: unsupported.Refused) -> str:
+def _reason(field: unsupported.RefusedField) -> str:
     """Return why a field has no effect or is refused, in the form of the tables."""
     return SHORT_REASONS.get(field.reason, field.reason)
 
 
-def _how(name: str, honoured: Mapping[str, Any], refused: Mapping[str, unsupported.Refused]) -> str:
-    if name in parameters.LOGGED:
+def _how(name: str, honoured: Mapping[str, Any], refused: Mapping[str, unsupported.RefusedField]) -> str:
+    if name in parameters.LOGGED_FIELDS:
         return "log"
     if name in honoured:
         return "yes"
@@ -329,7 +329,7 @@ def _how(name: str, honoured: Mapping[str, Any], refused: Mapping[str, unsupport
 def _values(
     name: str,
     honoured: Iterable[Mapping[str, Any]],
-    refused: Iterable[Mapping[str, unsupported.Refused]],
+    refused: Iterable[Mapping[str, unsupported.RefusedField]],
 ) -> str:
     legal = [_legal(one[name]) if name in one else "" for one in honoured]
     if all(legal) and len(set(legal)) > 1:

@@ -32,7 +32,7 @@ class HttpResponse:
     headers: dict[str, str] = field(default_factory=dict)
     """The headers, with names in lower case."""
     pieces: list[tuple[float, bytes]] = field(default_factory=list)
-    """The arrival time and the bytes of each received part of the body."""
+    """For each part of the body that was received at once: the arrival time and the bytes."""
 
     @property
     def body(self) -> bytes:
@@ -53,23 +53,23 @@ class HttpClient:
 
     def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
         try:
-            parts = urlsplit(url)
-            port = parts.port
+            url_parts = urlsplit(url)
+            port = url_parts.port
         except ValueError as error:
             raise ConfigError("url", f"{url!r} is not an address: {error}") from None
-        if parts.scheme not in ("http", "https") or parts.hostname is None:
+        if url_parts.scheme not in ("http", "https") or url_parts.hostname is None:
             raise ConfigError("url", f"{url!r} is not an address: write http://host:port")
-        self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
-        self._host = parts.hostname
+        self._ssl = ssl.create_default_context() if url_parts.scheme == "https" else None
+        self._host = url_parts.hostname
         self._port = port or (443 if self._ssl else 80)
-        self._path = parts.path.rstrip("/")
-        lines = {"Host": parts.netloc.rpartition("@")[2], "Accept": "*/*", **(headers or {})}
-        self._lines = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
-        self._idle: list[_Connection] = []
+        self._path = url_parts.path.rstrip("/")
+        all_headers = {"Host": url_parts.netloc.rpartition("@")[2], "Accept": "*/*", **(headers or {})}
+        self._header_lines = "".join(f"{name}: {value}\r\n" for name, value in all_headers.items())
+        self._idle_connections: list[_Connection] = []
 
     async def get(self, path: str) -> HttpResponse:
         """Send a GET request and return the response."""
-        return await self._request(f"GET {self._path}{path} HTTP/1.1\r\n{self._lines}\r\n".encode())
+        return await self._request(f"GET {self._path}{path} HTTP/1.1\r\n{self._header_lines}\r\n".encode())
 
     async def post(self, path: str, body: object) -> HttpResponse:
         """Send an object as JSON and return the response.
@@ -82,19 +82,19 @@ class HttpClient:
         """
         data = body if isinstance(body, bytes) else msgspec.json.encode(body)
         head = (
-            f"POST {self._path}{path} HTTP/1.1\r\n{self._lines}"
+            f"POST {self._path}{path} HTTP/1.1\r\n{self._header_lines}"
             f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
         )
         return await self._request(head.encode() + data)
 
     def close(self) -> None:
         """Close the idle connections."""
-        while self._idle:
-            self._idle.pop().close()
+        while self._idle_connections:
+            self._idle_connections.pop().close()
 
     async def _request(self, data: bytes) -> HttpResponse:
-        while self._idle:
-            connection = self._idle.pop()
+        while self._idle_connections:
+            connection = self._idle_connections.pop()
             if connection.is_open:
                 try:
                     return await self._exchange(connection, data)
@@ -114,7 +114,7 @@ class HttpClient:
             connection.close()
             raise
         if connection.is_open:
-            self._idle.append(connection)
+            self._idle_connections.append(connection)
         return answer
 
 
@@ -130,18 +130,18 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray()
         self._response = HttpResponse()
-        self._done: asyncio.Future[HttpResponse] | None = None
+        self._response_future: asyncio.Future[HttpResponse] | None = None
         self._has_head = False
         self._is_chunked = False
-        self._bytes_left: int | None = None  # of the body; None if the body ends with the connection
+        self._bytes_left: int | None = None  # None if the body ends when the server closes the connection
 
     def exchange(self, data: bytes) -> asyncio.Future[HttpResponse]:
         """Send a request and return a future of the response."""
         assert self._transport is not None
         self._response, self._has_head = HttpResponse(), False
-        self._done = asyncio.get_running_loop().create_future()
+        self._response_future = asyncio.get_running_loop().create_future()
         self._transport.write(data)
-        return self._done
+        return self._response_future
 
     def close(self) -> None:
         """Close the connection at once."""
@@ -180,16 +180,16 @@ class _Connection(asyncio.Protocol):
     # -- HTTP --------------------------------------------------------------------------------------------
 
     def _read_head(self) -> None:
-        end = self._buffer.find(b"\r\n\r\n")
-        if end < 0:
+        head_size = self._buffer.find(b"\r\n\r\n")
+        if head_size < 0:
             if len(self._buffer) > _MAX_HEAD:
                 raise ValueError("the response head is too long")
             return
-        first, *lines = self._buffer[:end].decode("latin-1").split("\r\n")
-        del self._buffer[: end + 4]
-        status = int(first.split(" ", 2)[1])
+        status_line, *lines = self._buffer[:head_size].decode("latin-1").split("\r\n")
+        del self._buffer[: head_size + 4]
+        status = int(status_line.split(" ", 2)[1])
         if status < 200:
-            return self._read_head()  # an interim response, which the final response follows
+            return self._read_head()  # an interim response; the final response follows
         headers = {}
         for line in lines:
             name, _, value = line.partition(":")
@@ -227,9 +227,9 @@ class _Connection(asyncio.Protocol):
     def _end(self) -> None:
         if self._response.headers.get("connection", "").lower() == "close":
             self.close()
-        if self._done is not None and not self._done.done():
-            self._done.set_result(self._response)
+        if self._response_future is not None and not self._response_future.done():
+            self._response_future.set_result(self._response)
 
     def _fail(self, error: Exception) -> None:
-        if self._done is not None and not self._done.done():
-            self._done.set_exception(error)
+        if self._response_future is not None and not self._response_future.done():
+            self._response_future.set_exception(error)

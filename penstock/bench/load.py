@@ -1,4 +1,4 @@
-"""Sends requests with a fixed concurrency (closed loop) or at a fixed rate (open loop)."""
+"""Sends the requests of a load test with a fixed concurrency (closed loop) or at a fixed rate (open loop)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.bench.http_client import HttpClient, IncompleteResponseError
 from penstock.bench.outcome import Outcome, read_response
 
 INTERRUPTED = "interrupted"
-"""The kind of error of requests that were running when the measurement was stopped."""
+"""`Outcome.error` of requests that were running when the measurement was stopped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +23,8 @@ class Load:
     concurrency: int | None = None
     """Number of concurrent requests.
 
-    In a closed loop, the end of a request starts the next one. In an open loop this number is the maximum.
-    None for no limit.
+    In a closed loop, the next request is sent when a request ends. In an open loop this number is the
+    maximum. None for no limit.
     """
     rate: float | None = None
     """Mean number of requests per second (a Poisson process). With a rate, the load is an open loop."""
@@ -43,7 +43,7 @@ class Measurement:
     ended: float = 0.0
     is_interrupted: bool = False
     round_trips: list[float] = field(default_factory=list)
-    """Seconds of each small request on one connection, sent in sequence before the load."""
+    """Round-trip times in seconds, measured before the load test; see `round_trips`."""
 
     @property
     def seconds(self) -> float:
@@ -75,34 +75,35 @@ async def measure(
         on_end: called with the outcome of each request that has ended.
     """
     run = _Run(client, path, load, on_end)
-    sending = asyncio.ensure_future(run.run_open_loop(bodies) if load.rate else run.run_closed_loop(bodies))
-    stopping = asyncio.ensure_future((stop or asyncio.Event()).wait())
+    send_task = asyncio.ensure_future(run.run_open_loop(bodies) if load.rate else run.run_closed_loop(bodies))
+    stop_task = asyncio.ensure_future((stop or asyncio.Event()).wait())
     try:
-        await asyncio.wait((sending, stopping), return_when=asyncio.FIRST_COMPLETED)
-        run.measurement.is_interrupted = not sending.done()
+        await asyncio.wait((send_task, stop_task), return_when=asyncio.FIRST_COMPLETED)
+        run.measurement.is_interrupted = not send_task.done()
     finally:
-        stopping.cancel()
-        sending.cancel()
-        await asyncio.wait((sending, stopping))
+        stop_task.cancel()
+        send_task.cancel()
+        await asyncio.wait((send_task, stop_task))
         await run.cancel_requests()
-    if not sending.cancelled():
-        sending.result()
+    if not send_task.cancelled():
+        send_task.result()
     run.measurement.ended = time.perf_counter()
     return run.measurement
 
 
 async def round_trips(client: HttpClient, path: str, count: int) -> list[float]:
-    """Return the seconds of requests without computation, sent in sequence on one connection.
+    """Return the seconds of ``count`` GET requests, which are sent one after another on one connection.
 
-    They measure the overhead of server and network. The first request is not counted, because it may open the
-    connection. The list is shorter if the server does not respond. The load test then reports the error.
+    The requests cause no computation, so they measure the overhead of server and network. An additional first
+    request is not counted, because it may open the connection. The list is shorter if the server does not
+    respond. The load test then reports the error.
     """
     seconds: list[float] = []
     with suppress(OSError, IncompleteResponseError):
         for _ in range(count + 1):
-            before = time.perf_counter()
+            start = time.perf_counter()
             await client.get(path)
-            seconds.append(time.perf_counter() - before)
+            seconds.append(time.perf_counter() - start)
     return seconds[1:]
 
 
@@ -116,19 +117,19 @@ class _Run:
         self.measurement = Measurement(started=time.perf_counter())
 
     async def run_closed_loop(self, bodies: Sequence[Mapping[str, object]]) -> None:
-        """Send the next request whenever a request ends."""
-        unsent = iter(enumerate(bodies))
+        """Send all requests. The next request is sent when a request ends."""
+        unsent_bodies = iter(enumerate(bodies))
 
-        async def user() -> None:
-            for index, body in unsent:
+        async def send_requests() -> None:
+            for index, body in unsent_bodies:
                 await self._send(index, body, time.perf_counter())
 
         count = min(self._load.concurrency or len(bodies), len(bodies))
-        self._tasks = {asyncio.ensure_future(user()) for _ in range(count)}
+        self._tasks = {asyncio.ensure_future(send_requests()) for _ in range(count)}
         await asyncio.gather(*self._tasks)
 
     async def run_open_loop(self, bodies: Sequence[Mapping[str, object]]) -> None:
-        """Send each request when it is due."""
+        """Send all requests, each when it is due."""
         assert self._load.rate is not None
         slots = asyncio.Semaphore(self._load.concurrency or max(1, len(bodies)))
 

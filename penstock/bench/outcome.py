@@ -25,7 +25,7 @@ class Outcome:
     text_times: list[float] = field(default_factory=list)
     """The arrival times of the stream events with text. An event can contain several tokens."""
     prompt_tokens: int = 0
-    """From the server's ``usage``, like the next two fields."""
+    """Number of prompt tokens. This field and the next two contain numbers of the server's ``usage``."""
     cached_tokens: int = 0
     completion_tokens: int = 0
     error: str | None = None
@@ -53,7 +53,7 @@ class Outcome:
     @property
     def gaps(self) -> list[float]:
         """Seconds between consecutive events with text."""
-        return [after - before for before, after in pairwise(self.text_times)]
+        return [next_time - previous_time for previous_time, next_time in pairwise(self.text_times)]
 
     def record_error(self, kind: str, detail: str = "") -> None:
         """Record the first error of a request. Later errors are ignored."""
@@ -61,7 +61,7 @@ class Outcome:
             self.error, self.detail = kind, detail[:500]
 
 
-# The fields of server responses that are used. ------------------------------------------------------------
+# The used fields of server responses. ------------------------------------------------------------
 
 
 class _CachedTokens(msgspec.Struct):
@@ -94,13 +94,13 @@ class _Choice(msgspec.Struct):
         return bool(delta.content or delta.reasoning_content or delta.reasoning or delta.tool_calls)
 
 
-class _Object(msgspec.Struct):
+class _ResponseObject(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
     error: object = None
 
 
-_decode = msgspec.json.Decoder(_Object).decode
+_decode = msgspec.json.Decoder(_ResponseObject).decode
 
 
 def read_response(outcome: Outcome, answer: HttpResponse) -> None:
@@ -113,7 +113,7 @@ def read_response(outcome: Outcome, answer: HttpResponse) -> None:
         if answer.headers.get("content-type", "").startswith("text/event-stream"):
             _read_stream(outcome, answer)
         else:
-            _read_object(outcome, _decode(answer.body))
+            _record_usage(outcome, _decode(answer.body))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         outcome.record_error("unreadable response", str(error))
         return
@@ -127,31 +127,31 @@ def parse_events(pieces: list[tuple[float, bytes]]) -> list[tuple[float, bytes]]
     >>> parse_events([(1.0, b"data: a\\n"), (2.0, b"\\ndata: b\\r\\n\\r\\n: ping\\n\\n")])
     [(2.0, b'a'), (2.0, b'b')]
     """
-    events, remainder = [], b""
-    for when, piece in pieces:
-        *complete, remainder = (remainder + piece).replace(b"\r\n", b"\n").split(b"\n\n")
-        for event in complete:
+    events, incomplete_event = [], b""
+    for arrival_time, piece in pieces:
+        *complete_events, incomplete_event = (incomplete_event + piece).replace(b"\r\n", b"\n").split(b"\n\n")
+        for event in complete_events:
             lines = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
             if lines:
-                events.append((when, b"\n".join(lines)))
+                events.append((arrival_time, b"\n".join(lines)))
     return events
 
 
 def _read_stream(outcome: Outcome, answer: HttpResponse) -> None:
     is_complete = False
-    for when, data in parse_events(answer.pieces):
+    for arrival_time, data in parse_events(answer.pieces):
         if data == b"[DONE]":
             is_complete = True
             continue
         event = _decode(data)
         if any(choice.has_text for choice in event.choices):
-            outcome.text_times.append(when)
-        _read_object(outcome, event)
+            outcome.text_times.append(arrival_time)
+        _record_usage(outcome, event)
     if not is_complete:
         outcome.record_error("stream without [DONE]")
 
 
-def _read_object(outcome: Outcome, response: _Object) -> None:
+def _record_usage(outcome: Outcome, response: _ResponseObject) -> None:
     if response.error is not None:
         outcome.record_error(
             f"error in the response{_error_code_suffix(response.error)}", _error_message(response.error)

@@ -85,19 +85,21 @@ async def random_prompts(
     generator = random.Random(seed)
     text = " ".join(generator.choices(_WORDS, k=2000))
     tokens: list[int] = (await _request_json(client, "/tokenize", {"model": model, "prompt": text}))["tokens"]
-    tokens = tokens[len(tokens) // 10 :]  # drops the BOS token at the start, among others
-    rows = [generator.choices(tokens, k=length) for _ in range(count)]
+    tokens = tokens[len(tokens) // 10 :]  # drops the BOS token
+    prompts = [generator.choices(tokens, k=length) for _ in range(count)]
     if endpoint == "completions":
-        return list(rows)
+        return list(prompts)
     texts = []
-    for row in rows:
-        texts.append((await _request_json(client, "/detokenize", {"model": model, "tokens": row}))["prompt"])
+    for prompt in prompts:
+        texts.append(
+            (await _request_json(client, "/detokenize", {"model": model, "tokens": prompt}))["prompt"]
+        )
     return texts
 
 
 def read_prompts(path: Path) -> list[BenchPrompt]:
-    """Return the prompts in a file: its lines, or with ``.jsonl`` the ``prompt`` or ``messages`` of each
-    line.
+    """Return the prompts in a file: its lines, or in a ``.jsonl`` file each line's ``prompt`` or
+    ``messages``.
 
     Raises:
         InputError: the file has no prompts, or a line is not a prompt.

@@ -1,7 +1,7 @@
 """Compares a model in one encoding with the same model in another encoding: perplexity, divergence,
 agreement.
 
-    LLM in float32 -> sampled texts -> log probabilities in each encoding, text by text -> Quality
+    LLM in float32 -> sampled texts -> log probabilities of each text in each encoding -> Quality
 
 The texts are sampled from the model itself, so the result does not depend on a choice of texts. The
 unquantized model has the lowest perplexity on them, and quantization errors increase it. To measure the
@@ -30,13 +30,13 @@ from penstock.weights.safetensors import SINGLE_FILE
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """The comparison of a model with a reference, over all next tokens of some texts."""
+    """The comparison of a model with a reference over all predicted tokens of several texts."""
 
     perplexity: float
     divergence: float
     """Mean Kullback-Leibler divergence from the distributions of the reference, in nats."""
     agreement: float
-    """Fraction of positions where the most probable token is that of the reference."""
+    """Fraction of positions where model and reference have the same most probable token."""
     num_tokens: int
 
 
@@ -97,20 +97,25 @@ def compare_all(
     Returns:
         Name of a model -> name of a reference -> the comparison.
     """
-    pairs = {(name, reference): _QualityCounts() for name in models for reference in references}
-    for text, *text_scores in zip(texts, *(scores(llm, texts) for llm in models.values()), strict=True):
+    counts_by_pair = {(name, reference): _QualityCounts() for name in models for reference in references}
+    for text, *log_probs_of_models in zip(
+        texts, *(scores(llm, texts) for llm in models.values()), strict=True
+    ):
         targets = torch.tensor(text[1:])
-        rows = {name: log_probs[:-1] for name, log_probs in zip(models, text_scores, strict=True)}
-        for (name, reference), tally in pairs.items():
-            tally.add(rows[reference], rows[name], targets)
+        log_probs_by_model = {
+            name: log_probs[:-1] for name, log_probs in zip(models, log_probs_of_models, strict=True)
+        }
+        for (name, reference), counts in counts_by_pair.items():
+            counts.add(log_probs_by_model[reference], log_probs_by_model[name], targets)
     return {
-        name: {reference: pairs[name, reference].quality() for reference in references} for name in models
+        name: {reference: counts_by_pair[name, reference].quality() for reference in references}
+        for name in models
     }
 
 
 @dataclass(slots=True)
 class _QualityCounts:
-    """Sums over the next tokens of all texts."""
+    """Sums over the predicted tokens of all texts."""
 
     loss: float = 0.0
     divergence: float = 0.0
@@ -131,9 +136,9 @@ class _QualityCounts:
 def write_rounded(checkpoint: Path, folder: Path) -> None:
     """Write a copy of a checkpoint with its linear weights ``[out, in]`` rounded to 4 bits.
 
-    It is a baseline that a 4-bit encoding should surpass. The weights of each group of 32 inputs are rounded
-    to multiples of 1/7 of their largest magnitude. The head, the embedding, routers and activations are not
-    rounded.
+    The copy is a baseline. A 4-bit encoding should have a lower divergence. The weights of each group of 32
+    inputs are rounded to multiples of 1/7 of their largest magnitude. The head, the embedding, routers and
+    activations are not rounded.
     """
     weights = Weights.open(checkpoint)
     tensors = {}

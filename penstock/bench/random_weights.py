@@ -52,15 +52,15 @@ _NUM_RANDOM_VALUES = 4_194_301
 
 They are repeated, because drawing a billion values would take longer than the measurement.
 
-The number is prime, so that no two rows or matrices are equal. Equal rows could be cached, and a step would
-read less memory than with a real model.
+The number is prime, so that no two rows or matrices are equal. The CPU could keep equal rows in its cache,
+and a step would read less memory than with a real model.
 """
 _LAYER_KEYS = ("num_hidden_layers", "n_layer", "layer_types", "num_kv_shared_layers", "no_rope_layers")
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions")
 
 
 def shape_config(shape: str) -> dict[str, object]:
-    """Return the ``config.json`` for a name in `SHAPES` or for the path of a ``config.json`` or its folder.
+    """Return the ``config.json`` of ``shape``: a name in `SHAPES`, or the path of the file or its folder.
 
     Raises:
         InputError: the shape is neither a name nor a path.
@@ -79,7 +79,7 @@ def shape_config(shape: str) -> dict[str, object]:
 
 
 def narrow_config(config: Mapping[str, object], *, max_length: int) -> dict[str, object]:
-    """Return the configuration of a model with the same number and types of layers, but tiny sizes.
+    """Return the configuration of a tiny model with the same number and types of layers as ``config``.
 
     Almost all of its step time is spent in Python.
 
@@ -92,14 +92,18 @@ def narrow_config(config: Mapping[str, object], *, max_length: int) -> dict[str,
     """
     architecture = PIPELINE_REGISTRY.retrieve_architecture(HuggingFaceConfig(config), "config.json")
     assert architecture.tiny_config is not None
-    tiny = architecture.tiny_config()
-    depth = tiny.get("num_hidden_layers", tiny.get("n_layer"))
+    tiny_config = architecture.tiny_config()
+    depth = tiny_config.get("num_hidden_layers", tiny_config.get("n_layer"))
     scalar_values = {
-        key: value for key, value in tiny.items() if not (isinstance(value, list) and len(value) == depth)
+        key: value
+        for key, value in tiny_config.items()
+        if not (isinstance(value, list) and len(value) == depth)
     }
     layer_values = {key: config[key] for key in _LAYER_KEYS if key in config}
     lengths = {
-        key: max(max_length, length) for key in _LENGTH_KEYS if isinstance(length := tiny.get(key), int)
+        key: max(max_length, length)
+        for key in _LENGTH_KEYS
+        if isinstance(length := tiny_config.get(key), int)
     }
     return {**scalar_values, **layer_values, **lengths}
 
@@ -111,7 +115,7 @@ def write_random_checkpoint(folder: Path, config: Mapping[str, object], *, seed:
 
     Args:
         folder: an existing folder.
-        config: a ``config.json`` of a known architecture. Its ``dtype`` is that of the weights.
+        config: a ``config.json`` of a known architecture. Its ``dtype`` is the data type of the weights.
         seed: the seed of the random numbers.
 
     Raises:
@@ -198,9 +202,9 @@ def write_random_tensors(
         dtype: ``float32``, ``bfloat16`` or ``float16``.
         seed: the seed of the random numbers.
     """
-    size, start, header = DType(dtype).size_in_bytes, 0, {}
+    bytes_per_value, start, header = DType(dtype).size_in_bytes, 0, {}
     for name, shape in shapes.items():
-        end = start + prod(shape) * size
+        end = start + prod(shape) * bytes_per_value
         header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
         start = end
     text = json.dumps(header).encode()
@@ -209,14 +213,14 @@ def write_random_tensors(
     ones = torch.ones_like(numbers)
     with file.open("wb") as stream:  # written in parts, because the file can be larger than the memory
         stream.write(len(text).to_bytes(8, "little") + text)
-        position = 0
+        value_index = 0
         for shape in shapes.values():
             source, remaining = (numbers if len(shape) > 1 else ones), prod(shape)
             while remaining > 0:
-                part = source[position : position + remaining]
-                stream.write(part.view(torch.uint8).numpy().data)
-                remaining -= len(part)
-                position = (position + len(part)) % _NUM_RANDOM_VALUES
+                values = source[value_index : value_index + remaining]
+                stream.write(values.view(torch.uint8).numpy().data)
+                remaining -= len(values)
+                value_index = (value_index + len(values)) % _NUM_RANDOM_VALUES
 
 
 def _write_tokenizer(folder: Path, vocabulary: int) -> None:

@@ -54,51 +54,56 @@ def plot(measurement: Measurement, title: str, path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingDependencyError("matplotlib", "bench", "--plot") from error
-    successful = [outcome for outcome in measurement.outcomes if outcome.error is None]
-    failed = [outcome for outcome in measurement.outcomes if outcome.error is not None]
+    successful_outcomes = [outcome for outcome in measurement.outcomes if outcome.error is None]
+    failed_outcomes = [outcome for outcome in measurement.outcomes if outcome.error is not None]
     figure = Figure(figsize=(11, 7), layout="constrained")
-    FigureCanvasAgg(figure)  # renders without a display
+    FigureCanvasAgg(figure)  # a canvas that needs no display
     wrap_title(figure, title)
-    over_time, throughput, latencies, gaps = figure.subplots(2, 2).flat
+    request_times, throughput, latencies, event_gaps = figure.subplots(2, 2).flat
 
     start = measurement.started
-    over_time.set(title="requests", xlabel="due at, s", ylabel="s")
-    over_time.scatter(
-        [outcome.scheduled - start for outcome in successful],
-        [outcome.seconds for outcome in successful],
+    request_times.set(title="requests", xlabel="due at, s", ylabel="s")
+    request_times.scatter(
+        [outcome.scheduled - start for outcome in successful_outcomes],
+        [outcome.seconds for outcome in successful_outcomes],
         s=9,
         label="end",
     )
-    streamed = [outcome for outcome in successful if outcome.text_times]
-    over_time.scatter(
-        [outcome.scheduled - start for outcome in streamed],
-        [outcome.text_times[0] - outcome.scheduled for outcome in streamed],
+    streamed_outcomes = [outcome for outcome in successful_outcomes if outcome.text_times]
+    request_times.scatter(
+        [outcome.scheduled - start for outcome in streamed_outcomes],
+        [outcome.text_times[0] - outcome.scheduled for outcome in streamed_outcomes],
         s=9,
         label="first token",
     )
-    if failed:
-        points = [outcome.scheduled - start for outcome in failed], [outcome.seconds for outcome in failed]
-        over_time.scatter(*points, s=20, marker="x", color="red", label="failed")
-    over_time.legend()
+    if failed_outcomes:
+        points = (
+            [outcome.scheduled - start for outcome in failed_outcomes],
+            [outcome.seconds for outcome in failed_outcomes],
+        )
+        request_times.scatter(*points, s=20, marker="x", color="red", label="failed")
+    request_times.legend()
 
-    ends = sorted((outcome.ended - start, outcome.completion_tokens) for outcome in successful)
-    total, steps = 0, [(0.0, 0)]
-    for when, tokens in ends:
+    ends = sorted((outcome.ended - start, outcome.completion_tokens) for outcome in successful_outcomes)
+    total, token_counts = 0, [(0.0, 0)]
+    for end, tokens in ends:
         total += tokens
-        steps.append((when, total))
-    throughput.step([when for when, _ in steps], [count for _, count in steps], where="post")
+        token_counts.append((end, total))
+    throughput.step([end for end, _ in token_counts], [count for _, count in token_counts], where="post")
     throughput.set(title="tokens of completed responses", xlabel="s", ylabel="tokens")
 
     _draw_distribution(
         latencies,
         "latency from the due time",
         {
-            "first token": [outcome.text_times[0] - outcome.scheduled for outcome in streamed],
-            "end": [outcome.seconds for outcome in successful],
+            "first token": [outcome.text_times[0] - outcome.scheduled for outcome in streamed_outcomes],
+            "end": [outcome.seconds for outcome in successful_outcomes],
         },
     )
     _draw_distribution(
-        gaps, "between two events", {"gap": [gap for outcome in streamed for gap in outcome.gaps]}
+        event_gaps,
+        "between two events",
+        {"gap": [gap for outcome in streamed_outcomes for gap in outcome.gaps]},
     )
     figure.savefig(path, format="png", dpi=120)
 
@@ -110,9 +115,9 @@ def _draw_distribution(axes: object, title: str, series: dict[str, list[float]])
     assert isinstance(axes, Axes)
     for name, values in series.items():
         if values:
-            ordered = [1000 * value for value in sorted(values)]
-            shares = [100 * (index + 1) / len(ordered) for index in range(len(ordered))]
-            axes.plot(ordered, shares, label=name)
+            milliseconds = [1000 * value for value in sorted(values)]
+            percentages = [100 * (index + 1) / len(milliseconds) for index in range(len(milliseconds))]
+            axes.plot(milliseconds, percentages, label=name)
     axes.set(title=title, xlabel="ms", ylabel="% of values")
     axes.grid(alpha=0.3)
     if axes.has_data():

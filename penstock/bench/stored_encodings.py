@@ -1,8 +1,8 @@
 """`StoredFormat`: reads the linear layers of a float checkpoint in any encoding, to measure encodings.
 
 Some encodings, such as ``uint4``, exist only for checkpoint formats and cannot be chosen for a float
-checkpoint. `StoredFormat` packs each layer of a float checkpoint on reading, as if the layer were stored in
-the encoding. Weights are rounded to the nearest value, without calibration.
+checkpoint. `StoredFormat` packs each layer of a float checkpoint when it reads the layer. Weights are rounded
+to the nearest value, without calibration.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from penstock.weights.formats import (
 )
 from penstock.weights.safetensors import TensorHeader
 
-_METHOD = "stored"
+_QUANT_METHOD = "stored"
 _NOT_LINEAR = (".gate.weight", ".router.weight", "embeddings.weight", "norm.weight")
 
 
 class StoredFormat(CheckpointFormat):
-    """Reads float layers in the encoding of ``quantization_config``. They are packed on reading.
+    """Reads float layers in the encoding of ``quantization_config``. Layers are packed when they are read.
 
     Matrices with one row per token of the vocabulary, routers, embeddings and norms stay floats.
     """
 
-    name = _METHOD
-    quant_methods = (_METHOD,)
+    name = _QUANT_METHOD
+    quant_methods = (_QUANT_METHOD,)
     keeps_floats = True
 
     def detect(self, config: Mapping[str, object], headers: Headers) -> bool:
@@ -86,6 +86,6 @@ def write_stored(checkpoint: Path, folder: Path, encoding: str) -> Path:
     for file in checkpoint.iterdir():
         if file.name != "config.json":
             (folder / file.name).symlink_to(file.resolve())
-    config["quantization_config"] = {"quant_method": _METHOD, "encoding": encoding}
+    config["quantization_config"] = {"quant_method": _QUANT_METHOD, "encoding": encoding}
     (folder / "config.json").write_text(json.dumps(config))
     return folder

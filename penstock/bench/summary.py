@@ -57,51 +57,57 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens_per_second: float
     completion_tokens_per_second: float
     time_to_first_token: Distribution | None
-    """Time from when a request was due to be sent until its first text; None without streaming."""
+    """Time from the due time of a request to its first text; None without streaming."""
     inter_token: Distribution | None
     """Time between consecutive events with text. An event can contain several tokens."""
     time_per_token: Distribution | None
     """For each request, the mean time per token after the first token."""
     end_to_end: Distribution | None
     round_trip: Distribution | None = None
-    """Round-trip times of small requests on one connection, sent before the load."""
+    """Round-trip times of the small requests that were sent on one connection before the load test."""
 
     @classmethod
     def from_measurement(cls, measurement: Measurement) -> Summary:
         """Return the summary of a measurement."""
-        successful = [outcome for outcome in measurement.outcomes if outcome.error is None]
+        successful_outcomes = [outcome for outcome in measurement.outcomes if outcome.error is None]
         failed = [outcome for outcome in measurement.outcomes if outcome.error is not None]
         seconds = max(measurement.seconds, 1e-9)
-        prompt, completion = (
-            sum(outcome.prompt_tokens for outcome in successful),
-            sum(outcome.completion_tokens for outcome in successful),
+        prompt_tokens, completion_tokens = (
+            sum(outcome.prompt_tokens for outcome in successful_outcomes),
+            sum(outcome.completion_tokens for outcome in successful_outcomes),
         )
         first_token_times = [
-            outcome.first_token_seconds for outcome in successful if outcome.first_token_seconds is not None
+            outcome.first_token_seconds
+            for outcome in successful_outcomes
+            if outcome.first_token_seconds is not None
         ]
-        token_times = [outcome.token_seconds for outcome in successful if outcome.token_seconds is not None]
+        token_times = [
+            outcome.token_seconds for outcome in successful_outcomes if outcome.token_seconds is not None
+        ]
         return cls(
             requests=len(measurement.outcomes),
-            completed=len(successful),
+            completed=len(successful_outcomes),
             errors=dict(Counter(str(outcome.error) for outcome in failed).most_common()),
             error_details={str(outcome.error): outcome.detail for outcome in reversed(failed)},
             is_interrupted=measurement.is_interrupted,
             seconds=seconds,
-            requests_per_second=len(successful) / seconds,
-            prompt_tokens=prompt,
-            cached_tokens=sum(outcome.cached_tokens for outcome in successful),
-            completion_tokens=completion,
-            prompt_tokens_per_second=prompt / seconds,
-            completion_tokens_per_second=completion / seconds,
+            requests_per_second=len(successful_outcomes) / seconds,
+            prompt_tokens=prompt_tokens,
+            cached_tokens=sum(outcome.cached_tokens for outcome in successful_outcomes),
+            completion_tokens=completion_tokens,
+            prompt_tokens_per_second=prompt_tokens / seconds,
+            completion_tokens_per_second=completion_tokens / seconds,
             time_to_first_token=Distribution.from_samples(first_token_times),
-            inter_token=Distribution.from_samples([gap for outcome in successful for gap in outcome.gaps]),
+            inter_token=Distribution.from_samples(
+                [gap for outcome in successful_outcomes for gap in outcome.gaps]
+            ),
             time_per_token=Distribution.from_samples(token_times),
-            end_to_end=Distribution.from_samples([outcome.seconds for outcome in successful]),
+            end_to_end=Distribution.from_samples([outcome.seconds for outcome in successful_outcomes]),
             round_trip=Distribution.from_samples(measurement.round_trips),
         )
 
     def latencies(self) -> dict[str, Distribution]:
-        """Return the distributions that are not None, with their names in the table."""
+        """Return the distributions that are not None, by their row names in the printed table."""
         distributions = {
             "time to first token": self.time_to_first_token,
             "inter-token": self.inter_token,

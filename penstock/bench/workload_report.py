@@ -20,10 +20,10 @@ def print_figures(figures: Sequence[Figure], title: str, console: Console) -> No
         table.add_column(name, justify="left" if name == "unit" else "right")
     for figure in figures:
         values = (figure.median, min(figure.runs), max(figure.runs))
-        table.add_row(figure.work, figure.of, *map(_format_value, values), figure.unit)
+        table.add_row(figure.workload, figure.quantity, *map(_format_value, values), figure.unit)
     console.print(table)
-    for work in dict.fromkeys(figure.work for figure in figures):
-        console.print(f"{work}: {WORKLOADS[work]}", markup=False, highlight=False, style="dim")
+    for workload in dict.fromkeys(figure.workload for figure in figures):
+        console.print(f"{workload}: {WORKLOADS[workload]}", markup=False, highlight=False, style="dim")
 
 
 def plot_figures(figures: Sequence[Figure], title: str, path: Path) -> None:
@@ -38,19 +38,21 @@ def plot_figures(figures: Sequence[Figure], title: str, path: Path) -> None:
         from matplotlib.figure import Figure as Picture
     except ImportError as error:
         raise MissingDependencyError("matplotlib", "bench", "--plot") from error
-    works = list(dict.fromkeys(figure.work for figure in figures))
-    picture = Picture(figsize=(3.2 * len(works) + 1, 4), layout="constrained")
+    workloads = list(dict.fromkeys(figure.workload for figure in figures))
+    picture = Picture(figsize=(3.2 * len(workloads) + 1, 4), layout="constrained")
     FigureCanvasAgg(picture)  # renders without a display
     wrap_title(picture, title)
-    for column, work in enumerate(works, 1):
-        axes = picture.add_subplot(1, len(works), column)
-        work_figures = [figure for figure in figures if figure.work == work]
+    for column, workload in enumerate(workloads, 1):
+        axes = picture.add_subplot(1, len(workloads), column)
+        work_figures = [figure for figure in figures if figure.workload == workload]
         axes.bar(
-            [figure.of for figure in work_figures], [figure.median for figure in work_figures], alpha=0.5
+            [figure.quantity for figure in work_figures],
+            [figure.median for figure in work_figures],
+            alpha=0.5,
         )
         for figure in work_figures:
-            axes.scatter([figure.of] * len(figure.runs), figure.runs, s=9, color="black")
-        axes.set(title=work, ylabel=work_figures[0].unit)
+            axes.scatter([figure.quantity] * len(figure.runs), figure.runs, s=9, color="black")
+        axes.set(title=workload, ylabel=work_figures[0].unit)
         axes.tick_params(axis="x", labelrotation=20)
     picture.savefig(path, format="png", dpi=120)
 

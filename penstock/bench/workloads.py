@@ -37,7 +37,7 @@ T = TypeVar("T")
 WORKLOADS = {
     "decode": "one prompt: tokens per second after the first token",
     "prefill": "one prompt: prompt tokens per second",
-    "batch": "several prompts at once: output tokens per second over the whole run",
+    "batch": "several concurrent prompts: output tokens per second over the whole run",
     "start": "a new process, with its files in the page cache: seconds from its start to the first token",
     "memory": "a new process: peak of its anonymous memory (without mapped files) until the first token",
     "step": "one decode step; Python: the step time minus the time of its compiled kernels, or, if the step"
@@ -48,10 +48,7 @@ WORKLOADS = {
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes of the workloads.
-
-    Lengths are in tokens, ``batch`` is a number of prompts, ``repeats`` of runs.
-    """
+    """The sizes of the workloads: lengths in tokens, the prompts of a batch, and the runs of a workload."""
 
     prompt_length: int = 128
     prefill_length: int = 1024
@@ -64,8 +61,8 @@ class Sizes:
 class Figure:
     """One figure of a workload."""
 
-    work: str
-    of: str
+    workload: str
+    quantity: str
     """The measured quantity, such as a phase of the start-up."""
     unit: str
     runs: list[float]
@@ -78,8 +75,14 @@ class Figure:
 
     def as_dict(self) -> dict[str, object]:
         """Return the figure as data for JSON."""
-        spread = {"median": self.median, "lowest": min(self.runs), "highest": max(self.runs)}
-        return {"work": self.work, "of": self.of, "unit": self.unit, **spread, "runs": self.runs}
+        median_and_bounds = {"median": self.median, "lowest": min(self.runs), "highest": max(self.runs)}
+        return {
+            "work": self.workload,
+            "of": self.quantity,
+            "unit": self.unit,
+            **median_and_bounds,
+            "runs": self.runs,
+        }
 
 
 class _TimedRunner(BatchRunner):
@@ -88,16 +91,20 @@ class _TimedRunner(BatchRunner):
     first_time: float = 0.0
     """The time of the first tokens, in seconds of `perf_counter`."""
     num_first_tokens: int = 0
-    """The number of tokens that were returned first."""
+    """The number of tokens in the first outputs. One call of the scheduler can generate several."""
 
     def run(self, builders: Sequence[BuilderT], *, seconds: float) -> Iterator[list[BuilderT]]:
         self.num_first_tokens = 0
-        for served in super().run(builders, seconds=seconds):
+        for returned_builders in super().run(builders, seconds=seconds):
             if not self.num_first_tokens:
                 self.first_time = perf_counter()
-                counts = [builder.num_new_tokens for builder in served if isinstance(builder, OutputBuilder)]
+                counts = [
+                    builder.num_new_tokens
+                    for builder in returned_builders
+                    if isinstance(builder, OutputBuilder)
+                ]
                 self.num_first_tokens = sum(counts)
-            yield served
+            yield returned_builders
 
 
 class InstrumentedLLM(LLM):
@@ -113,7 +120,7 @@ class InstrumentedLLM(LLM):
 
     @property
     def num_first_tokens(self) -> int:
-        """The number of tokens that were returned first."""
+        """The number of tokens in the first outputs."""
         return self._runner.num_first_tokens
 
 
@@ -152,30 +159,31 @@ class Bench:
         """How decode steps ran: ``compiled``, or ``eager`` with the reason."""
         return self._graph_status
 
-    def check(self, works: Sequence[str]) -> None:
+    def check(self, workload_names: Sequence[str]) -> None:
         """Check that the workloads do not exceed the model's maximum length.
 
         Raises:
-            ConfigError: a workload does. The message has the workload and both lengths.
+            ConfigError: a workload exceeds the maximum length. The message contains the workload and both
+                lengths.
         """
         sizes, max_length = self.sizes, self._llm.pipeline.memory_plan.max_length
-        needed = {
+        num_tokens = {
             "decode": sizes.prompt_length + sizes.new_tokens,
             "batch": sizes.prompt_length + sizes.new_tokens,
             "prefill": sizes.prefill_length + 1,
             "step": sizes.prompt_length + sizes.new_tokens,
         }
-        for work in works:
-            if needed.get(work, 0) > max_length:
+        for workload in workload_names:
+            if num_tokens.get(workload, 0) > max_length:
                 raise ConfigError(
-                    work,
-                    f"needs {needed[work]} tokens, but the maximum length is {max_length}: "
+                    workload,
+                    f"needs {num_tokens[workload]} tokens, but the maximum length is {max_length}: "
                     "choose shorter lengths",
                 )
 
-    def measure(self, work: str) -> list[Figure]:
+    def measure(self, workload: str) -> list[Figure]:
         """Run one of `WORKLOADS` and return its figures."""
-        figures: dict[str, Callable[[], list[Figure]]] = {
+        workloads: dict[str, Callable[[], list[Figure]]] = {
             "decode": self._decode,
             "prefill": self._prefill,
             "batch": self._batch,
@@ -183,14 +191,14 @@ class Bench:
             "memory": self._memory,
             "step": self._step,
         }
-        return figures[work]()
+        return workloads[workload]()
 
-    def speed(self, work: str) -> float:
+    def speed(self, workload: str) -> float:
         """Return the tokens per second of one run of ``decode`` or ``prefill``.
 
-        It allows to measure several models alternately.
+        A caller can measure several models alternately with this method.
         """
-        if work == "decode":
+        if workload == "decode":
             return 1 / self._step_seconds(self._llm)
         length = self.sizes.prefill_length
         return length / self._time_generation(self._llm, 1, length, 1)
@@ -238,10 +246,10 @@ class Bench:
             return [max(value - kernels, 1e-9) for value in step_times]
         with TemporaryDirectory(prefix="penstock-") as folder:
             length = self.sizes.prompt_length + self.sizes.new_tokens
-            whole_config = self.config.model.huggingface_config.to_dict()
-            narrow = narrow_config(whole_config, max_length=length)
-            narrow["dtype"] = self._llm.pipeline.model.dtype.value
-            write_random_checkpoint(Path(folder), narrow)
+            config_values = self.config.model.huggingface_config.to_dict()
+            narrow_values = narrow_config(config_values, max_length=length)
+            narrow_values["dtype"] = self._llm.pipeline.model.dtype.value
+            write_random_checkpoint(Path(folder), narrow_values)
             model_config = self.config.model
             model = ModelConfig(model_path=folder, devices=model_config.devices, kernels=model_config.kernels)
             config = replace(self.config, model=model, speculative=SpeculativeConfig())
@@ -255,21 +263,20 @@ class Bench:
 
     def _step_seconds(self, llm: InstrumentedLLM) -> float:
         """Return the mean seconds of a decode step of one context, without the first step."""
-        count, prompts = self.sizes.new_tokens, self._prompts(llm, 1, self.sizes.prompt_length)
+        count, prompts = self.sizes.new_tokens, self._random_prompts(llm, 1, self.sizes.prompt_length)
         total = _generation_seconds(llm, prompts, count)
-        after_first = perf_counter() - llm.first_time
+        seconds_after_first = perf_counter() - llm.first_time
         if llm is self._llm:
             self._graph_status = llm.pipeline.session.graph_status
         if llm.num_first_tokens < count:
-            return after_first / (count - llm.num_first_tokens)
-        return max(total - _generation_seconds(llm, prompts, 1), 1e-9) / (
-            count - 1
-        )  # all tokens were returned at once
+            return seconds_after_first / (count - llm.num_first_tokens)
+        # All tokens were returned at once. A second run measures the time to the first token.
+        return max(total - _generation_seconds(llm, prompts, 1), 1e-9) / (count - 1)
 
     def _time_generation(self, llm: LLM, count: int, length: int, new_tokens: int) -> float:
-        return _generation_seconds(llm, self._prompts(llm, count, length), new_tokens)
+        return _generation_seconds(llm, self._random_prompts(llm, count, length), new_tokens)
 
-    def _prompts(self, llm: LLM, count: int, length: int) -> list[list[int]]:
+    def _random_prompts(self, llm: LLM, count: int, length: int) -> list[list[int]]:
         tokens = self._random.integers(0, llm.tokenizer.vocab_size, (count, length))
         return [[int(token) for token in row] for row in tokens]
 
@@ -295,25 +302,25 @@ def cold_start(config: PipelineConfig) -> ColdStart:
     with TemporaryFile() as stdin, TemporaryFile() as stdout, TemporaryFile() as stderr:
         stdin.write(pickle.dumps(config))
         stdin.seek(0)
-        started, peak = perf_counter(), 0
+        start, peak_memory = perf_counter(), 0
         command = [sys.executable, "-m", "penstock.bench.cold_start"]
         with subprocess.Popen(command, stdin=stdin, stdout=stdout, stderr=stderr) as child:
             while child.poll() is None:
-                peak = max(peak, _anonymous_memory(child.pid))
+                peak_memory = max(peak_memory, _anonymous_memory(child.pid))
                 sleep(0.02)
         stdout.seek(0), stderr.seek(0)
         if child.returncode:
             lines = stderr.read().decode(errors="replace").strip().splitlines() or ["it wrote no message"]
             raise PenstockError(f"a new process failed: {lines[-1]}")
         phases: dict[str, float] = json.loads(stdout.read())
-    ended = phases.pop("ended")
+    end = phases.pop("ended")
     seconds = {
-        "imports": phases["began"] - started + phases["imports"],
+        "imports": phases["began"] - start + phases["imports"],
         "model": phases["model"],
         "first token": phases["first"],
-        "all": ended - started,
+        "all": end - start,
     }
-    return ColdStart(seconds, peak)
+    return ColdStart(seconds, peak_memory)
 
 
 def _anonymous_memory(pid: int) -> int:

@@ -1,6 +1,6 @@
 """`AudioCodec`: converts codes to waveforms and waveforms to codes. See `codecs.registry` for the codecs.
 
-A codec has weights, but no state of a request. A stream of frames is decoded in chunks. A chunk includes the
+A codec has weights, but no per-request state. A stream of frames is decoded in chunks. A chunk includes the
 surrounding frames on which its samples depend. Therefore the concatenated samples of the chunks equal the
 samples of the stream decoded as one chunk. After each new frame, and at the end of the stream:
 
@@ -94,11 +94,11 @@ class AudioCodec(ABC):
 
     @abstractmethod
     def decode_chunks(self, chunks: Sequence[CodecChunk]) -> list[Tensor]:
-        """Decode chunks of several streams, one chunk of each.
+        """Decode chunks of several streams, one chunk per stream.
 
         Returns:
-            The samples of each chunk, ``[n * samples_per_frame]`` float32, without those of its context. They
-            do not depend on the other chunks.
+            The samples of each chunk, ``[n * samples_per_frame]`` float32, without the samples of its
+            context. They do not depend on the other chunks of the call.
 
         Raises:
             InputError: frames have another shape, or a code is out of range.
@@ -116,7 +116,7 @@ class AudioCodec(ABC):
         """Check the context of a chunk, and the shape, type and range of its frames.
 
         Raises:
-            InputError: the check failed. The message has the expected and the actual values.
+            InputError: the check failed. The message contains the expected and the actual values.
         """
         frames, stop = chunk.frames, chunk.start + chunk.num_frames
         if chunk.num_frames < 0:
@@ -156,7 +156,8 @@ class AudioCodec(ABC):
     def context_at(self, start: int, stop: int) -> tuple[int, int]:
         """Return the range of frames on which the samples of frames ``start`` to ``stop - 1`` depend.
 
-        The result is ``(first, end)`` without frame ``end``. It can exceed the end of the stream.
+        The result is ``(first, end)``; frame ``end`` is not part of the range. ``end`` can exceed the length
+        of the stream.
         """
         return max(start - self.left_context, 0), stop + self.right_context
 

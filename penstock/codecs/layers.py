@@ -18,8 +18,7 @@ _WEIGHT_NORM_NAMES = (
     ("parametrizations.weight.original0", "parametrizations.weight.original1"),
     ("weight_g", "weight_v"),
 )
-"""Tensor names of a weight-normalized layer, as pairs of magnitude and direction: torch's current names, then
-its former names.
+"""Tensor names of the magnitude and the direction of a weight-normalized layer, by torch version (new, old).
 """
 
 
@@ -42,10 +41,10 @@ class RaggedRows:
         return torch.split(self.rows, self.lengths)
 
     def slice(self, ranges: Sequence[tuple[int, int]]) -> RaggedRows:
-        """Return a batch with the range ``(begin, end)`` of each sequence."""
-        parts = [rows[begin:end] for rows, (begin, end) in zip(self.split(), ranges, strict=True)]
-        rows = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return RaggedRows(rows, [len(part) for part in parts])
+        """Return a batch that contains the rows ``begin`` to ``end - 1`` of each sequence."""
+        row_slices = [rows[begin:end] for rows, (begin, end) in zip(self.split(), ranges, strict=True)]
+        rows = row_slices[0] if len(row_slices) == 1 else torch.cat(row_slices)
+        return RaggedRows(rows, [len(row_slice) for row_slice in row_slices])
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +87,8 @@ class CodecLoader:
         weights: the tensors of the checkpoint.
         ops: the back end that packs the layers.
         encoding: encoding of linear layers and of convolutions with one group.
-        min_channels: convolutions with fewer output channels stay in float32. They take little time, and as
-            the last layers of a codec their rounding errors would be audible.
+        min_channels: convolutions with fewer output channels stay in float32. These layers take little time.
+            They are the last layers of a codec, so their rounding errors would be audible.
     """
 
     def __init__(
@@ -185,6 +184,6 @@ class CodecLoader:
 def _with_bias(linear: PackedLinear | None, bias: Tensor | None) -> PackedLinear | None:
     """Return a layer with this bias in float32, which is the type of a codec's activations.
 
-    `Ops.pack_linear` has rounded the bias to the compute type of the encoding, such as bfloat16.
+    `Ops.pack_linear` has rounded the layer's own bias to the compute type of the encoding, such as bfloat16.
     """
     return linear if linear is None else replace(linear, bias=bias)

@@ -39,7 +39,7 @@ class SupportedCodec:
     Its class method ``load(folder, config, session, encoding)`` reads a checkpoint.
     """
     encodings: tuple[str, ...] = ("float32",)
-    """The supported encodings of the codec's large layers. The first one is the default."""
+    """The supported encodings of the codec's large layers. The first encoding is the default."""
     example_repo_ids: tuple[str, ...] = ()
     """Hub ids of checkpoints that can be loaded."""
     package: str = ""
@@ -82,7 +82,7 @@ class CodecRegistry:
     @property
     def codecs(self) -> tuple[SupportedCodec, ...]:
         """All records, sorted by name."""
-        return tuple(self._discovered[name] for name in sorted(self._discovered))
+        return tuple(self._records[name] for name in sorted(self._records))
 
     def detect(self, config: Mapping[str, object], path: object) -> SupportedCodec:
         """Return the codec of a checkpoint.
@@ -103,7 +103,7 @@ class CodecRegistry:
         )
 
     @cached_property
-    def _discovered(self) -> Mapping[str, SupportedCodec]:
+    def _records(self) -> Mapping[str, SupportedCodec]:
         records = {}
         for module in packages_in(__name__.rpartition(".")[0], self._extra_folders):
             record, name = getattr(module, "CODEC", None), module.__name__.rpartition(".")[2]

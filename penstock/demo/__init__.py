@@ -2,5 +2,5 @@
 
 Each folder is a Hugging Face checkpoint with weights, tokenizer and model card. The models are trained by
 ``tools/train_demo_model.py``, ``tools/train_demo_voice.py`` and ``tools/train_demo_vision.py``. The folder is
-a Python package, so that it is installed with the code and found by ``importlib``.
+a Python package, so that the checkpoints are installed with the code and ``importlib`` finds them.
 """

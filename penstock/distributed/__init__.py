@@ -1,7 +1,7 @@
-"""Tensor and expert parallelism: the parts of a model on each rank, and the exchange of tensors among ranks.
+"""Tensor and expert parallelism: divides layers among ranks, and exchanges tensors among ranks.
 
 `Shard` has the sharding rules. `Ranks` has the collectives, on torch.distributed or in shared memory.
-`RankProcesses` starts and watches the processes of the other ranks.
+`RankProcesses` starts and monitors the processes of the ranks from 1 on.
 """
 
 from __future__ import annotations

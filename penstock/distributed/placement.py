@@ -13,6 +13,6 @@ def rank_processors(world: int) -> tuple[ProcessorShare, ...]:
     Ranks are bound because memory of another node is slower. Within one node, ranks are faster without
     binding.
     """
-    usable = os.sched_getaffinity(0)
-    num_nodes = sum(not usable.isdisjoint(processors) for processors in numa_nodes().values())
+    usable_processors = os.sched_getaffinity(0)
+    num_nodes = sum(not usable_processors.isdisjoint(processors) for processors in numa_nodes().values())
     return divide_processors(world) if num_nodes > 1 else ()

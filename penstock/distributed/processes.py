@@ -1,4 +1,4 @@
-"""`RankProcesses`: starts the processes of ranks 1 and above, and watches them.
+"""`RankProcesses`: starts and monitors the processes of the ranks from 1 on.
 
 Rank 0 is the process that loads the model: a worker, or a program. It starts the other ranks and holds one
 end of a connection to each. A rank ends when its connection to rank 0 is closed. Rank 0 has a thread that
@@ -35,17 +35,17 @@ from penstock.host.processors import pin
 
 _LOG = logging.getLogger("penstock.distributed")
 
-_BOOT = (
+_RANK_PROGRAM = (
     "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
     "from penstock.distributed.processes import main; main()"
 )
-_SHORT_SPIN = {"GOMP_SPINCOUNT": "100"}
+_SPIN_VARIABLES = {"GOMP_SPINCOUNT": "100"}
 START_TIMEOUT = 600.0
-"""Seconds within which a rank must have imported its libraries."""
+"""Seconds within which all ranks must start: import their libraries and read their arguments."""
 _END_TIMEOUT = 5.0
 """Seconds to wait for a rank to exit before it is killed."""
 _DIAGNOSIS_TIMEOUT = 2.0
-"""Seconds to wait, after a collective failed, for the rank that caused the failure to end."""
+"""Seconds to wait after a failed collective until the process of the rank that caused the failure ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class RankLaunch:
 
 
 class RankProcesses:
-    """The processes of ranks 1 and above. `join` connects rank 0 with them.
+    """The processes of the ranks from 1 on. `join` connects rank 0 with them.
 
     Args:
         settings: the number of ranks and their devices.
@@ -152,7 +152,7 @@ class RankProcesses:
 
     @property
     def pids(self) -> list[int]:
-        """The process ids of ranks 1 and above."""
+        """The process ids of the ranks from 1 on."""
         return [process.pid for process in self._processes]
 
     def check(self) -> None:
@@ -191,21 +191,21 @@ class RankProcesses:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self, rank: int, target: Callable[[Ranks], None]) -> None:
-        own, theirs = Pipe()
-        launch = RankLaunch(rank, self._settings, target, self._folder, theirs.fileno(), self._region)
-        descriptors = [theirs.fileno()] + ([] if self._region is None else [self._region])
+        own_end, rank_end = Pipe()
+        launch = RankLaunch(rank, self._settings, target, self._folder, rank_end.fileno(), self._region)
+        descriptors = [rank_end.fileno()] + ([] if self._region is None else [self._region])
         process = subprocess.Popen(
-            [sys.executable, "-c", _BOOT],
+            [sys.executable, "-c", _RANK_PROGRAM],
             stdin=subprocess.PIPE,
             stdout=2,
             pass_fds=descriptors,
-            env=os.environ if "OMP_WAIT_POLICY" in os.environ else {**_SHORT_SPIN, **os.environ},
+            env=os.environ if "OMP_WAIT_POLICY" in os.environ else {**_SPIN_VARIABLES, **os.environ},
         )
-        theirs.close()
-        self._connections.append(own)
+        rank_end.close()
+        self._connections.append(own_end)
         self._processes.append(process)
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # `_watch` notices the end of the process
+        with contextlib.suppress(BrokenPipeError):  # `_watch` reports that the process has ended
             process.stdin.write(pickle.dumps(sys.path) + pickle.dumps(launch))
             process.stdin.flush()
 
@@ -226,9 +226,9 @@ class RankProcesses:
         while not self._exit_statuses and time.monotonic() < deadline:
             time.sleep(0.01)
         if self._store.check(["error"]):
-            reported = pickle.loads(base64.b64decode(self._store.get("error")))
-            assert isinstance(reported, PenstockError)
-            return reported
+            reported_error = pickle.loads(base64.b64decode(self._store.get("error")))
+            assert isinstance(reported_error, PenstockError)
+            return reported_error
         if self._exit_statuses:
             rank, status = next(iter(self._exit_statuses.items()))
             return RankFailedError(
@@ -271,13 +271,13 @@ def main() -> None:
     except BaseException as error:
         _LOG.debug("rank %d failed", rank, exc_info=True)
         if not isinstance(error, RankFailedError):  # only the error of the rank that failed first is reported
-            _report(store, rank, error)
+            _report_error(store, rank, error)
         status = 1
     logging.shutdown()
-    os._exit(status)  # does not wait for threads of libraries
+    os._exit(status)  # exits without waiting for threads of libraries
 
 
-def _report(store: Store, rank: int, error: BaseException) -> None:
+def _report_error(store: Store, rank: int, error: BaseException) -> None:
     """Store the error of a rank, for rank 0."""
     if not isinstance(error, PenstockError):
         _LOG.critical("rank %d failed", rank, exc_info=error)
@@ -285,7 +285,7 @@ def _report(store: Store, rank: int, error: BaseException) -> None:
     try:
         content = base64.b64encode(pickle.dumps(error)).decode()
         pickle.loads(base64.b64decode(content))
-    except Exception:  # the constructor of the error takes other arguments
+    except Exception:  # an error whose constructor does not take its ``args`` cannot be unpickled
         error = RankFailedError(f"rank {rank} failed: {type(error).__name__}: {error}")
         content = base64.b64encode(pickle.dumps(error)).decode()
     with contextlib.suppress(Exception):

@@ -1,8 +1,8 @@
 """`Ranks`: collectives and messages among the ranks of a model.
 
-On CPUs, sums are added in float32 in the order of the ranks and rounded once. All ranks therefore have
-bit-equal sums, and the shared-memory kernels (`penstock.kernels.cpu`) are bit-equal to gloo. On GPUs, NCCL
-adds in the type of the tensors.
+On CPUs, `all_reduce` adds in float32 in the order of the ranks and rounds once. All ranks therefore get
+bit-equal sums. The shared-memory kernels (`penstock.kernels.cpu`) and gloo also give bit-equal sums. On GPUs,
+NCCL adds in the type of the tensors.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Ranks:
         device: the device of the tensors. Collectives use gloo for ``cpu`` and NCCL for ``cuda``.
         connections: connections for messages. Rank 0 has one to each other rank; other ranks have one to rank
             0.
-        region: memory that all ranks share, for the kernels; None to use torch.distributed only.
+        region: shared memory for the collectives of the kernels; None to use torch.distributed only.
         by_expert: see `Shard`.
     """
 
@@ -96,26 +96,30 @@ class Ranks:
             total = x.contiguous().clone()
             self._wait(lambda: self._group.allreduce([total]))
             return total
-        first, *others = self._gather(x.contiguous())
-        total = first.float()
-        for other in others:
-            total += other
+        first_tensor, *other_tensors = self._gather(x.contiguous())
+        total = first_tensor.float()
+        for tensor in other_tensors:
+            total += tensor
         return total.to(x.dtype)
 
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         """Return ``[T, sum(widths)]``: the columns ``x [T, widths[r]]`` of all ranks r, concatenated."""
-        widest = max(widths)
-        padded = (
-            x.contiguous() if x.shape[1] == widest else torch.nn.functional.pad(x, (0, widest - x.shape[1]))
+        max_width = max(widths)
+        padded_columns = (
+            x.contiguous()
+            if x.shape[1] == max_width
+            else torch.nn.functional.pad(x, (0, max_width - x.shape[1]))
         )
-        rank_tensors = self._gather(padded)
-        return torch.cat([part[:, :width] for part, width in zip(rank_tensors, widths, strict=True)], dim=1)
+        rank_tensors = self._gather(padded_columns)
+        return torch.cat(
+            [tensor[:, :width] for tensor, width in zip(rank_tensors, widths, strict=True)], dim=1
+        )
 
     def minimum(self, values: Sequence[int]) -> list[int]:
         """Return the element-wise minimum of ``values`` over all ranks."""
         rank_tensors = self._gather(torch.tensor(list(values), dtype=torch.int64))
-        smallest: list[int] = torch.stack(rank_tensors).amin(0).tolist()
-        return smallest
+        minimums: list[int] = torch.stack(rank_tensors).amin(0).tolist()
+        return minimums
 
     def check(self) -> None:
         """Raise the error of a collective that failed in shared memory, if any.
@@ -130,9 +134,9 @@ class Ranks:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Run a step on all ranks. An error on one rank becomes an error on all ranks.
+        """Run a block on all ranks, as a context manager. An error on one rank becomes an error on all ranks.
 
-        Without this, the other ranks would wait for collectives that the failed rank never calls. For the
+        Otherwise the other ranks would wait for collectives that the failed rank never calls. For the
         same reason, a Ctrl-C is deferred to the end of the step.
 
         Raises:
@@ -197,9 +201,9 @@ class Ranks:
 
     def _gather(self, x: Tensor) -> list[Tensor]:
         """Return the tensor of each rank; all have the same shape and type."""
-        raw = x.view(_INTEGER_TYPES[x.element_size()])
-        outputs = [torch.empty_like(raw) for _ in range(self.world)]
-        self._wait(lambda: self._group.allgather([outputs], [raw]))
+        integers = x.view(_INTEGER_TYPES[x.element_size()])
+        outputs = [torch.empty_like(integers) for _ in range(self.world)]
+        self._wait(lambda: self._group.allgather([outputs], [integers]))
         return [output.view(x.dtype) for output in outputs]
 
     def _wait(self, start: Callable[[], Work]) -> None:
@@ -224,13 +228,13 @@ def _make_process_group(
     store: Store, rank: int, world: int, timeout: float, device: torch.device
 ) -> dist.ProcessGroup:
     """Return the process group of the ranks. It is not the default group of torch.distributed."""
-    limit, group = timedelta(seconds=timeout), cast(Any, dist)
+    timeout_delta, dist_module = timedelta(seconds=timeout), cast(Any, dist)
     if device.type == "cuda":
-        nccl: dist.ProcessGroup = group.ProcessGroupNCCL(store, rank, world, limit)
+        nccl: dist.ProcessGroup = dist_module.ProcessGroupNCCL(store, rank, world, timeout_delta)
         return nccl
-    options = group.ProcessGroupGloo._Options()
-    options._devices = [group.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    options._timeout = limit
+    options = dist_module.ProcessGroupGloo._Options()
+    options._devices = [dist_module.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = timeout_delta
     options._threads = 1
-    gloo: dist.ProcessGroup = group.ProcessGroupGloo(store, rank, world, options)
+    gloo: dist.ProcessGroup = dist_module.ProcessGroupGloo(store, rank, world, options)
     return gloo

@@ -21,7 +21,7 @@ from torch import Tensor
 
 CAPACITY = 1 << 20
 """Size of a buffer in bytes. Longer messages are sent in parts."""
-_LINE = 64
+_CACHE_LINE = 64
 
 
 class SharedRegion:
@@ -42,7 +42,7 @@ class SharedRegion:
     @staticmethod
     def size(world: int) -> int:
         """Return the bytes of the region."""
-        return _LINE * (1 + world) + 2 * world * CAPACITY
+        return _CACHE_LINE * (1 + world) + 2 * world * CAPACITY
 
     @classmethod
     def create(cls, world: int, timeout: float) -> int | None:
@@ -68,7 +68,7 @@ class SharedRegion:
     @property
     def buffers(self) -> list[Tensor]:
         """The two buffers of each rank, ``[2 * CAPACITY]`` uint8."""
-        start = _LINE * (1 + self._world)
+        start = _CACHE_LINE * (1 + self._world)
         return list(self._bytes[start:].view(self._world, 2 * CAPACITY))
 
     @property
@@ -77,5 +77,5 @@ class SharedRegion:
         return bool(self._array[:8].view(np.int64)[0])
 
     def abort(self) -> None:
-        """Make the collectives of all ranks fail. A rank that sleeps notices it within milliseconds."""
+        """Make the collectives of all ranks fail. A sleeping rank wakes up within milliseconds."""
         self._array[:8].view(np.int64)[0] = 1

@@ -1,8 +1,8 @@
 """The sharding rules: the part of each layer on a rank.
 
-A dimension is divided into indivisible units: a kv head with its query heads, a group of inputs that
-share a scale, an expert. Each rank gets a contiguous range of units. Ranges differ by at most one unit. Later
-ranks get the larger ranges, because rank 0 also schedules and samples.
+A dimension is divided into indivisible units. A unit is for example a kv head with its query heads, a group
+of inputs that share a scale, or an expert. Each rank gets a contiguous range of units. Ranges differ by at
+most one unit. Later ranks get the larger ranges, because rank 0 also schedules and samples.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Part:
         return Part(self.start * factor, self.stop * factor)
 
     def shifted(self, offset: int) -> Part:
-        """Return the part, moved by ``offset``."""
+        """Return the part with ``offset`` added to both ends."""
         return Part(self.start + offset, self.stop + offset)
 
 
@@ -100,22 +100,24 @@ class Shard:
 
     def attention_parts(self, heads: int, kv_heads: int) -> tuple[AttentionPart, ...]:
         """Return the heads of all ranks; see `attention`."""
-        group = heads // kv_heads
+        queries_per_kv_head = heads // kv_heads
         if kv_heads >= self.world:
-            shares = self._parts(kv_heads, "kv heads", 1)
-            return tuple(AttentionPart(part.times(group), part) for part in shares)
-        if self.world % kv_heads or group < self.world // kv_heads:
+            kv_parts = self._parts(kv_heads, "kv heads", 1)
+            return tuple(AttentionPart(part.times(queries_per_kv_head), part) for part in kv_parts)
+        if self.world % kv_heads or queries_per_kv_head < self.world // kv_heads:
             raise ConfigError(
                 "tensor_parallel_size",
                 f"{self.world} ranks cannot divide {heads} attention heads with {kv_heads} kv heads: use a "
                 f"number up to {kv_heads}, or a multiple of {kv_heads} up to {heads}",
             )
-        copies = self.world // kv_heads
-        own = Shard(0, copies).parts(group, "attention heads")
+        ranks_per_kv_head = self.world // kv_heads
+        query_parts = Shard(0, ranks_per_kv_head).parts(queries_per_kv_head, "attention heads")
         return tuple(
             AttentionPart(
-                own[rank % copies].shifted(rank // copies * group),
-                Part(rank // copies, rank // copies + 1),
+                query_parts[rank % ranks_per_kv_head].shifted(
+                    rank // ranks_per_kv_head * queries_per_kv_head
+                ),
+                Part(rank // ranks_per_kv_head, rank // ranks_per_kv_head + 1),
             )
             for rank in range(self.world)
         )
@@ -150,13 +152,13 @@ class Shard:
     def _parts(self, size: int, name: str, unit: int) -> tuple[Part, ...]:
         units = -(-size // unit)
         if units < self.world:
-            kind = "" if unit == 1 else f", which is {units} groups of {unit}"
+            unit_text = "" if unit == 1 else f", which is {units} groups of {unit}"
             raise ConfigError(
                 "tensor_parallel_size",
-                f"{self.world} ranks cannot divide {size} {name}{kind}: use at most {units} ranks",
+                f"{self.world} ranks cannot divide {size} {name}{unit_text}: use at most {units} ranks",
             )
-        ends = [min(units * rank // self.world * unit, size) for rank in range(self.world + 1)]
-        return tuple(Part(start, stop) for start, stop in pairwise(ends))
+        boundaries = [min(units * rank // self.world * unit, size) for rank in range(self.world + 1)]
+        return tuple(Part(start, stop) for start, stop in pairwise(boundaries))
 
 
 def sizes(parts: Sequence[Part]) -> tuple[int, ...]:

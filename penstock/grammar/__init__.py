@@ -1,9 +1,9 @@
 """Structured output: converts schemas, regular expressions and choices to grammars, and computes token masks.
 
-`schema` converts the output format of a request to EBNF and loads no torch. `compiler` compiles grammars in
-threads. `masks` computes from a context's matcher which tokens are allowed, which tokens are forced, and
-which draft tokens are acceptable. The names below are loaded on first use, so importing this package loads no
-torch.
+`schema` converts the output format of a request to EBNF and does not import torch. `compiler` compiles
+grammars in threads. `masks` computes from the matcher of a context which tokens are allowed, which tokens are
+forced, and which draft tokens are acceptable. The names below are imported on first use, so importing this
+package does not import torch.
 """
 
 from __future__ import annotations

@@ -30,10 +30,10 @@ from penstock.text.tokenizer import TextTokenizer
 _logger = logging.getLogger(__name__)
 
 _EXTRAS = {"llguidance": "grammar", "xgrammar": "xgrammar"}
-_NICENESS = 5  # low, but high enough to get CPU time while the model uses all cores
+_NICENESS = 5  # a low priority, which still gets CPU time while the model uses all cores
 _SWITCH_INTERVAL = 0.0005  # seconds between switches of Python threads
 _EXCLUSIVE_SECONDS = 1.0  # seconds after which another grammar may compile in parallel
-_MAX_THREADS = 4  # includes threads that run beyond the time limit
+_MAX_THREADS = 4  # includes threads that have exceeded the time limit
 _STACK_SIZE = 64 << 20  # bytes; llguidance recurses over chains of rules (see `lark.writer`)
 
 
@@ -43,12 +43,12 @@ class CompiledGrammar(Protocol):
     num_bytes: int
     is_usable: bool  # False if the grammar must be compiled again
 
-    def new_matcher(self, ends: Sequence[int]) -> GrammarMatcher:
-        """Return a matcher in its initial state. ``ends`` are the ids of tokens that end an output."""
+    def new_matcher(self, stop_token_ids: Sequence[int]) -> GrammarMatcher:
+        """Return a matcher in its initial state. ``stop_token_ids`` are the tokens that end an output."""
 
 
 class GrammarBackend(Protocol):
-    """Compiles grammars for one tokenizer with a library."""
+    """Compiles grammars for one tokenizer with an external library."""
 
     library: str
 
@@ -66,15 +66,15 @@ _BACKENDS: dict[str, Callable[[TextTokenizer, int, StructuredOutputConfig], Gram
 
 
 class GrammarCompiler:
-    """Creates the matchers of contexts with a grammar, in background threads.
+    """Creates the grammar matchers of contexts. Grammars are compiled in background threads.
 
     Low-priority threads compile the grammars one after another. If a grammar takes more than a second, the
-    next one starts in parallel, so that a large schema does not delay small ones. A grammar that exceeds the
-    time limit is refused, but its thread runs on. If all threads are busy, further grammars wait. Compiled
-    grammars and errors are cached in ``grammar_cache_size`` bytes, from which the least recently used are
-    evicted.
+    next grammar starts in parallel, so that a large schema does not delay small ones. A grammar that exceeds
+    the time limit is rejected, but its thread continues until the compilation ends. If all threads are busy,
+    further grammars wait. Compiled grammars and errors are cached in ``grammar_cache_size`` bytes, from which
+    the least recently used are evicted.
 
-    All methods must be called from the model's thread.
+    All methods must be called from the thread that runs the model.
 
     Args:
         tokenizer: provides the bytes of each token and the end-of-sequence tokens.
@@ -93,7 +93,7 @@ class GrammarCompiler:
         # Grammar -> time.monotonic() at its first request.
         self._waiting: OrderedDict[Grammar, float] = OrderedDict()
         self._jobs: list[_Job] = []  # compilations within the time limit
-        self._overdue: list[_Job] = []  # compilations beyond the time limit, whose threads still run
+        self._overdue: list[_Job] = []  # compilations that have exceeded the time limit and still run
 
     @property
     def is_available(self) -> bool:
@@ -103,23 +103,23 @@ class GrammarCompiler:
     def ready(self, context: TextContext) -> bool:
         """Return whether the context can be scheduled: it has no grammar, or its matcher is set.
 
-        The first call starts the compilation, and later calls poll it. When the grammar is compiled, sets a
-        matcher that has accepted the context's generated tokens.
+        The first call starts the compilation, and later calls poll it. When the grammar is compiled, this
+        method gives the context a matcher that has accepted its generated tokens.
 
         Raises:
             UnsupportedSchemaError: a JSON schema uses an unsupported keyword.
-            InputError: the grammar is invalid, too large or too slow, or does not accept the generated
-                tokens.
+            InputError: the grammar is invalid, too large or too slow to compile, or does not accept the
+                generated tokens.
             UnavailableError: no thread was free within the time limit, because all threads are overdue.
             MissingDependencyError: the library that compiles grammars is not installed.
         """
         if context.grammar is None or context.matcher is not None:
             return True
-        ends = self._stop_token_ids(context)
+        stop_token_ids = self._stop_token_ids(context)
         compiled_grammar = self._cached_or_compiled(context.grammar)
         if compiled_grammar is None:
             return False
-        context.set_matcher(_matcher_after_generated(compiled_grammar, ends, context))
+        context.set_matcher(_matcher_after_generated(compiled_grammar, stop_token_ids, context))
         return True
 
     def close(self) -> None:
@@ -134,17 +134,17 @@ class GrammarCompiler:
         return self._cache_bytes
 
     def _stop_token_ids(self, context: TextContext) -> list[int]:
-        ends = context.eos_token_ids
-        if not ends and not context.ignore_eos:
-            ends = self._tokenizer.eos_token_ids
-        if not ends:
+        stop_token_ids = context.eos_token_ids
+        if not stop_token_ids and not context.ignore_eos:
+            stop_token_ids = self._tokenizer.eos_token_ids
+        if not stop_token_ids:
             reason = (
                 "the output ends at the end of its grammar: remove ignore_eos, or set stop_token_ids"
                 if context.ignore_eos
                 else "the tokenizer has no end-of-sequence token: set stop_token_ids"
             )
             raise UnsupportedFeatureError("a grammar without a token that ends the output", reason)
-        return sorted(ends)
+        return sorted(stop_token_ids)
 
     def _cached_or_compiled(self, grammar: Grammar) -> CompiledGrammar | None:
         """Return the compiled grammar; None while it is being compiled."""
@@ -191,8 +191,8 @@ class GrammarCompiler:
 
     def _collect_jobs(self) -> None:
         self._overdue = [job for job in self._overdue if not job.is_done.is_set()]
-        jobs, self._jobs = self._jobs, []
-        for job in jobs:
+        previous_jobs, self._jobs = self._jobs, []
+        for job in previous_jobs:
             if job.is_done.is_set():
                 assert job.result is not None
                 self._store(job.grammar, job.result)
@@ -225,7 +225,9 @@ class _Job:
     grammar: Grammar
     backend: GrammarBackend
     max_seconds: float
-    started_at: float | None = None  # None while the tokenizer loads, which does not count as compile time
+    started_at: float | None = (
+        None  # None while the tokenizer is loaded, because the time limit applies to the compilation only
+    )
     result: CompiledGrammar | PenstockError | None = None
     is_done: threading.Event = field(default_factory=threading.Event)
 
@@ -248,7 +250,7 @@ class _Job:
 
     def _compile(self) -> None:
         try:
-            self.backend.prepare()  # does not count as compile time
+            self.backend.prepare()  # not part of the compile time
             self.started_at = time.monotonic()
             self.result = self.backend.compile(self.grammar, self.check_time)
         except PenstockError as error:
@@ -263,10 +265,10 @@ class _Job:
 
 
 def _matcher_after_generated(
-    compiled_grammar: CompiledGrammar, ends: list[int], context: TextContext
+    compiled_grammar: CompiledGrammar, stop_token_ids: list[int], context: TextContext
 ) -> GrammarMatcher:
     """Return a matcher that has accepted the context's generated tokens."""
-    matcher = compiled_grammar.new_matcher(ends)
+    matcher = compiled_grammar.new_matcher(stop_token_ids)
     for index, token in enumerate(context.generated_tokens.tolist()):
         if not matcher.accept_token(token):
             raise InputError(
@@ -284,7 +286,8 @@ def _num_bytes(grammar: Grammar, result: CompiledGrammar | PenstockError) -> int
 class _ShortSwitchInterval:
     """Context manager that sets Python's switch interval to 0.5 ms while a grammar is compiled.
 
-    A model step acquires the GIL many times. Each time it may wait for the switch interval, by default 5 ms.
+    A step of the model acquires the GIL many times. Each time it may wait for one switch interval, by default
+    5 ms.
     """
 
     _lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""Compiles and matches grammars with llguidance, within limits on cost."""
+"""Compiles and matches grammars with llguidance, with limits on memory and on the time of a mask."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     import llguidance
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-_BYTES_PER_GRAMMAR = 160 << 10  # lexer tables of a small grammar with a large vocabulary (measured)
-_BYTES_PER_CHARACTER = 24  # memory per character of Lark text (measured, 1 to 1,000 properties)
+_BYTES_PER_GRAMMAR = 160 << 10  # measured size of a small grammar's lexer tables
+_BYTES_PER_CHARACTER = 24  # measured with schemas of 1 to 1,000 properties
 _MAX_THREADS = 4
 
 
@@ -61,20 +61,20 @@ class LLGuidanceBackend:
         )
         check_time()
         text = self._lark_text(source, check_time)
-        # Without no_forcing, llguidance would search for forced text of any length.
+        # no_forcing disables llguidance's search for forced text, whose length has no limit.
         grammar_json = LLMatcher.grammar_from_lark('%llguidance {"no_forcing": true}\n' + text)
         matcher = LLMatcher(self._ll_tokenizer, grammar_json, log_level=0, limits=self._limits)
         check_time()
         if matcher.is_error():
             raise limit_error(grammar, matcher.get_error())
         compiled = CompiledLLGuidance(grammar, matcher, self, len(text))
-        start = compiled.new_matcher([])
+        initial_matcher = compiled.new_matcher([])
         mask = torch.zeros((1, -(-self.vocab_size // 32)), dtype=torch.int32)
-        start.fill_next_token_bitmask(mask)
-        if start.failure is not None:
-            raise start.failure
-        if not mask.any() and not start.is_completed():
-            raise InputError("the grammar allows no output: no token can begin one")
+        initial_matcher.fill_next_token_bitmask(mask)
+        if initial_matcher.failure is not None:
+            raise initial_matcher.failure
+        if not mask.any() and not initial_matcher.is_completed():
+            raise InputError("the grammar allows no output: it allows no first token")
         return compiled
 
     def _lark_text(self, source: GrammarSource, check_time: Callable[[], None]) -> str:
@@ -120,8 +120,9 @@ class LLGuidanceBackend:
 class _Tokens:
     """Adapts a tokenizer to llguidance.
 
-    Each context has its own end-of-sequence tokens, but llguidance has a single one. It therefore gets an
-    additional token id after the vocabulary, and `LLGuidanceMatcher` handles the real end-of-sequence tokens.
+    Each context has its own end-of-sequence tokens, but llguidance supports only one such token. Its
+    end-of-sequence token is therefore an additional token id after the vocabulary. `LLGuidanceMatcher`
+    handles the end-of-sequence tokens of the context.
     """
 
     def __init__(self, tokenizer: TextTokenizer, tokens: list[bytes]) -> None:
@@ -145,7 +146,7 @@ class CompiledLLGuidance:
     Attributes:
         num_bytes: estimated memory in bytes.
         is_usable: False once a matcher has exceeded a limit. The grammar must then be compiled again, because
-            all matchers share the count of lexer states.
+            its matchers share one count of lexer states.
     """
 
     def __init__(
@@ -163,13 +164,13 @@ class CompiledLLGuidance:
         """The thread pool that computes the masks of several rows."""
         return self._backend.executor
 
-    def text_of(self, token: int) -> str:
+    def token_text(self, token: int) -> str:
         """Return the text of a token. Incomplete characters become U+FFFD."""
         return self._backend.tokens[token].decode(errors="replace")
 
-    def new_matcher(self, ends: Sequence[int]) -> LLGuidanceMatcher:
-        """Return a matcher in its initial state. ``ends`` are the ids of tokens that end an output."""
-        return LLGuidanceMatcher(self, self._matcher.deep_copy(), ends)
+    def new_matcher(self, stop_token_ids: Sequence[int]) -> LLGuidanceMatcher:
+        """Return a matcher in its initial state. ``stop_token_ids`` are the tokens that end an output."""
+        return LLGuidanceMatcher(self, self._matcher.deep_copy(), stop_token_ids)
 
 
 class LLGuidanceMatcher:
@@ -177,21 +178,23 @@ class LLGuidanceMatcher:
 
     Attributes:
         failure: the error of an exceeded limit, else None. After a failure the matcher allows every token, so
-            that the mask of the batch can be computed, and `accept_token` raises the error.
+            that the masks of the other contexts can be computed, and `accept_token` raises the error.
     """
 
-    def __init__(self, compiled: CompiledLLGuidance, matcher: LLMatcher, ends: Sequence[int]) -> None:
+    def __init__(
+        self, compiled: CompiledLLGuidance, matcher: LLMatcher, stop_token_ids: Sequence[int]
+    ) -> None:
         self.failure: InputError | None = None
         self._compiled = compiled
         self._matcher = matcher
-        self._ends = list(ends)
+        self._stop_token_ids = list(stop_token_ids)
         self._is_terminated = False
         self._row: np.ndarray | None = None  # [ceil(V / 32)] uint32: cached mask of the next tokens
 
     @property
     def stop_token_ids(self) -> list[int]:
         """The ids of the tokens that end an output."""
-        return self._ends
+        return self._stop_token_ids
 
     def accept_token(self, token: int) -> bool:
         """Advance by a token. If the grammar does not allow the token, change nothing and return False.
@@ -203,7 +206,7 @@ class LLGuidanceMatcher:
             raise self.failure
         if self._is_terminated or not 0 <= token < self._compiled.vocab_size:
             return False
-        if token in self._ends:
+        if token in self._stop_token_ids:
             self._is_terminated = self._matcher.is_accepting()
             return self._is_terminated
         if self._matcher.try_consume_tokens([token]) == 1:
@@ -211,7 +214,7 @@ class LLGuidanceMatcher:
             return True
         self._check_failure()
         if self.failure is None and self._row is not None and self._row[token >> 5] >> (token & 31) & 1:
-            # The mask allows the token, so the shared lexer has exceeded a limit.
+            # llguidance rejected a token that its mask allows, so the shared lexer has exceeded a limit.
             self._set_failure("the lexer exceeded a limit")
         if self.failure is not None:
             raise self.failure
@@ -245,8 +248,8 @@ class LLGuidanceMatcher:
         """Return the text of the next token if only one is allowed, else ""."""
         fill_bitmasks([(self, 0)], torch.empty((1, -(-self._compiled.vocab_size // 32)), dtype=torch.int32))
         assert self._row is not None
-        token = only_token(self._row)
-        return "" if token is None else self._compiled.text_of(token)
+        token = single_allowed_token(self._row)
+        return "" if token is None else self._compiled.token_text(token)
 
     def fill_next_token_bitmask(self, bitmask: Tensor, index: int = 0) -> None:
         """Write the allowed next tokens to a row of ``bitmask``, ``[R, ceil(V / 32)]`` int32."""
@@ -261,7 +264,7 @@ class LLGuidanceMatcher:
         self._compiled.is_usable = False
         self.failure = limit_error(self._compiled.grammar, reason)
 
-    def _finish(self, row: np.ndarray, num_words: int) -> None:
+    def _add_stop_tokens(self, row: np.ndarray, num_words: int) -> None:
         """Set the bits of the context's end-of-sequence tokens in a computed row, and cache the row."""
         self._check_failure()
         if self.failure is not None:
@@ -270,10 +273,10 @@ class LLGuidanceMatcher:
         words = row.view(np.uint32)
         extra_eos = self._compiled.vocab_size
         words[extra_eos >> 5] &= np.uint32(~(1 << (extra_eos & 31)) & 0xFFFFFFFF)
-        may_end = bool(self._ends) and self._matcher.is_accepting()
-        for end in self._ends:
-            bit = np.uint32(1 << (end & 31))
-            words[end >> 5] = words[end >> 5] | bit if may_end else words[end >> 5] & ~bit
+        may_end = bool(self._stop_token_ids) and self._matcher.is_accepting()
+        for token_id in self._stop_token_ids:
+            bit = np.uint32(1 << (token_id & 31))
+            words[token_id >> 5] = words[token_id >> 5] | bit if may_end else words[token_id >> 5] & ~bit
         self._row = words[:num_words]
 
 
@@ -301,13 +304,13 @@ def fill_bitmasks(rows: Sequence[tuple[LLGuidanceMatcher, int]], bitmask: Tensor
                 pairs, computed_rows.ctypes.data, 4 * size, len(uncached_matchers)
             )
         for row, matcher in zip(computed_rows, uncached_matchers, strict=True):
-            matcher._finish(row, words.shape[1])
+            matcher._add_stop_tokens(row, words.shape[1])
     for matcher, index in rows:
         assert matcher._row is not None
         words[index] = matcher._row
 
 
-def only_token(words: np.ndarray) -> int | None:
+def single_allowed_token(words: np.ndarray) -> int | None:
     """Return the token id of a row ``[ceil(V / 32)]`` that allows one token; None for several or none."""
     nonzero_words = np.flatnonzero(words)
     if len(nonzero_words) != 1:

@@ -1,4 +1,4 @@
-"""Computes the tokens that the grammars of contexts allow. Leaves the state of their matchers unchanged."""
+"""Computes the tokens that the grammars of contexts allow. The states of the matchers do not change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.errors import InputError
 from penstock.grammar.llguidance_backend import (
     LLGuidanceMatcher,
     fill_bitmasks,
-    only_token,
+    single_allowed_token,
 )
 from penstock.pipelines.core import GrammarMatcher, TextContext
 
@@ -30,8 +30,8 @@ def grammar_bitmask(
     token.
 
     - Rows with a grammar forbid the padding ids of the vocabulary, which have no token.
-    - Rows after a draft token that the grammar refuses, or that ends the output, allow all tokens. They are
-      never sampled.
+    - Rows after a draft token that the grammar rejects, or that ends the output, allow all tokens. No token
+        is sampled from these rows.
     - Rows whose grammar exceeds a limit allow all tokens. The matcher raises when it receives the sampled
       token, which ends only that request.
 
@@ -74,7 +74,7 @@ def grammar_bitmask(
 
 
 def forced_tokens(context: TextContext, limit: int, vocabulary: int) -> list[int]:
-    """Return the forced tokens of a context: the next tokens as long as its grammar allows exactly one.
+    """Return the forced tokens of a context: the next tokens while its grammar allows exactly one token.
 
     Tokens that end the output are not included, so they are sampled as usual.
 
@@ -84,26 +84,31 @@ def forced_tokens(context: TextContext, limit: int, vocabulary: int) -> list[int
         vocabulary: number of logits.
     """
     matcher = context.matcher
-    if matcher is None or limit <= 0 or matcher.is_terminated() or not (is_certain := _is_certain(matcher)):
+    if (
+        matcher is None
+        or limit <= 0
+        or matcher.is_terminated()
+        or not (is_next_byte_forced := _is_next_byte_forced(matcher))
+    ):
         return []
-    ends = set(matcher.stop_token_ids)
+    stop_token_ids = set(matcher.stop_token_ids)
     tokens: list[int] = []
     mask = _new_row(vocabulary)
     with _restoring_state(matcher) as lookahead:
-        while len(tokens) < limit and is_certain:
+        while len(tokens) < limit and is_next_byte_forced:
             matcher.fill_next_token_bitmask(mask)
-            token = only_token(_allowed_words(mask, vocabulary))
-            if token is None or token in ends or not lookahead.accept(token):
+            token = single_allowed_token(_allowed_words(mask, vocabulary))
+            if token is None or token in stop_token_ids or not lookahead.accept(token):
                 break
             tokens.append(token)
-            is_certain = _is_certain(matcher)
+            is_next_byte_forced = _is_next_byte_forced(matcher)
     return tokens
 
 
 def acceptable_drafts(context: TextContext, draft: list[int]) -> list[int]:
     """Return the longest prefix of ``draft`` that the grammar accepts; ``draft`` if there is no grammar.
 
-    If the prefix contains a token that ends the output, it is the last one.
+    A token that ends the output can only be the last token of the prefix.
     """
     matcher = context.matcher
     if matcher is None:
@@ -121,11 +126,12 @@ def acceptable_drafts(context: TextContext, draft: list[int]) -> list[int]:
 
 @contextmanager
 def matcher_lookahead(context: TextContext) -> Iterator[Callable[[int], bool]]:
-    """Context manager to advance a context's matcher by draft tokens. Rolls the matcher back at the end.
+    """Context manager that advances a context's matcher by draft tokens and rolls it back at the end.
 
     Yields a function that advances the matcher by a token. The function returns whether further tokens can
     follow: the grammar accepts the token, and the token does not end the output. Without a grammar it always
-    returns True. Inside the block, `grammar_bitmask` returns the tokens allowed after the accepted ones.
+    returns True. Inside the block, `grammar_bitmask` returns the tokens that are allowed after the accepted
+    draft tokens.
     """
     matcher = context.matcher
     if matcher is None:
@@ -139,11 +145,11 @@ def _new_row(vocabulary: int) -> Tensor:  # [1, ceil(V / 32)] int32
     return torch.empty((1, -(-vocabulary // 32)), dtype=torch.int32)
 
 
-def _is_certain(matcher: GrammarMatcher) -> bool:
-    """Return whether only one next byte is possible. Cheaper than a mask, and False at most positions."""
+def _is_next_byte_forced(matcher: GrammarMatcher) -> bool:
+    """Return whether only one next byte is possible. This takes less time than a mask. Usually False."""
     try:
         return bool(matcher.find_jump_forward_string())
-    except UnicodeDecodeError:  # the forced bytes end within a character, so at least one byte is forced
+    except UnicodeDecodeError:  # incomplete UTF-8 at the end of the forced bytes: at least one byte is forced
         return True
 
 
@@ -156,7 +162,7 @@ def _allowed_words(row: Tensor, vocabulary: int) -> np.ndarray:  # [ceil(V / 32)
 
 
 class _Lookahead:
-    """Advances a matcher and counts the accepted tokens, for a rollback."""
+    """Advances a matcher and counts the accepted tokens, so that they can be rolled back."""
 
     def __init__(self, matcher: GrammarMatcher) -> None:
         self._matcher = matcher
@@ -165,7 +171,9 @@ class _Lookahead:
     def accept(self, token: int) -> bool:
         try:
             is_accepted = bool(self._matcher.accept_token(token))
-        except InputError:  # the matcher raises it again when the context receives a token
+        except (
+            InputError
+        ):  # a limit was exceeded; the matcher raises the error again when the context receives a token
             return False
         self.length += is_accepted
         return is_accepted

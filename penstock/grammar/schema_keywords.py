@@ -19,7 +19,7 @@ def check_json_schema(schema: object) -> None:
         schema: the result of ``json.loads``.
 
     Raises:
-        UnsupportedSchemaError: a keyword is not supported. The message has the keyword and its location.
+        UnsupportedSchemaError: a keyword is not supported. The message contains the keyword and its location.
         InputError: the schema is malformed or too large, or no value satisfies it.
     """
     try:
@@ -31,10 +31,11 @@ def check_json_schema(schema: object) -> None:
 def check_grammar(grammar: Grammar) -> None:
     """Raise an error if a grammar of any kind is invalid.
 
-    EBNF and the formats of structural tags are not checked here, but when they are compiled.
+    This function does not check EBNF and the formats of structural tags. They are checked when they are
+    compiled.
 
     Raises:
-        UnsupportedSchemaError: a JSON schema in it has a keyword that is not supported.
+        UnsupportedSchemaError: a JSON schema in the grammar has a keyword that is not supported.
         InputError: the text is not valid for its kind.
     """
     try:

@@ -18,8 +18,8 @@ _BYTE_NAME = re.compile(r"<0x([0-9A-F]{2})>")
 def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
     """Return the bytes that each token id below ``vocab_size`` adds in the middle of a text.
 
-    The bytes of special tokens begin with `NO_TEXT`, so that they never match text. Ids without a token have
-    empty bytes.
+    The bytes of special tokens begin with `NO_TEXT`, so that special tokens never match text. Ids without a
+    token have no bytes.
 
     Raises:
         UnsupportedFeatureError: the concatenated bytes of tokens are not the text, for example with
@@ -84,7 +84,7 @@ def _decoders(component: _Component | None) -> list[_Component]:
 def _read_byte_level(token: str) -> bytes:
     try:
         return bytes(BYTE_LEVEL[character] for character in token)
-    except KeyError:  # a character outside the alphabet: decoders keep the text of such a token
+    except KeyError:  # a character outside the byte alphabet: decoders return the token as text
         return token.encode()
 
 

@@ -1,4 +1,4 @@
-"""Compiles and matches grammars with xgrammar. It has no limits on memory or time per mask."""
+"""Compiles and matches grammars with xgrammar, which has no limits on the memory and the time of a mask."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class XGrammarBackend:
                 compiled = self._compiler.compile_grammar(source.text)
         except PenstockError:
             raise
-        except Exception as error:  # the library raises RuntimeError, ValueError and errors of tvm
+        except Exception as error:  # xgrammar raises RuntimeError, ValueError and errors of tvm
             raise InputError(f"the {grammar.kind} grammar is not valid: {_readable_error(error)}") from None
         self._check_start(compiled)
         return CompiledXGrammar(compiled)
@@ -62,7 +62,7 @@ class XGrammarBackend:
         mask = torch.empty((1, -(-self._vocab_size // 32)), dtype=torch.int32)
         xgr.GrammarMatcher(compiled).fill_next_token_bitmask(mask)
         if not mask.any():
-            raise InputError("the grammar allows no output: no token can begin one")
+            raise InputError("the grammar allows no output: it allows no first token")
 
     def _token_id(self, token: str) -> int | None:
         token_id = self._tokenizer.backend.token_to_id(token)
@@ -73,9 +73,11 @@ class XGrammarBackend:
         import xgrammar as xgr
 
         tokens = token_bytes(self._tokenizer.backend, self._vocab_size)
-        ends = sorted(self._tokenizer.eos_token_ids)  # defaults, which each matcher overrides
-        info = xgr.TokenizerInfo(tokens, xgr.VocabType.RAW, vocab_size=self._vocab_size, stop_token_ids=ends)
-        # Few threads, to leave cores to the model. No cache, because `GrammarCompiler` has one.
+        stop_token_ids = sorted(self._tokenizer.eos_token_ids)  # defaults, which each matcher overrides
+        info = xgr.TokenizerInfo(
+            tokens, xgr.VocabType.RAW, vocab_size=self._vocab_size, stop_token_ids=stop_token_ids
+        )
+        # Few threads, so that the model has enough cores. No cache, because `GrammarCompiler` has a cache.
         threads = max((os.cpu_count() or 1) // 4, 1)
         return xgr.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
 
@@ -89,11 +91,13 @@ class CompiledXGrammar:
         self.num_bytes = int(compiled.memory_size_bytes)
         self._compiled = compiled
 
-    def new_matcher(self, ends: Sequence[int]) -> GrammarMatcher:
-        """Return a matcher in its initial state. ``ends`` are the ids of tokens that end an output."""
+    def new_matcher(self, stop_token_ids: Sequence[int]) -> GrammarMatcher:
+        """Return a matcher in its initial state. ``stop_token_ids`` are the tokens that end an output."""
         import xgrammar as xgr
 
-        matcher: GrammarMatcher = xgr.GrammarMatcher(self._compiled, override_stop_tokens=list(ends))
+        matcher: GrammarMatcher = xgr.GrammarMatcher(
+            self._compiled, override_stop_tokens=list(stop_token_ids)
+        )
         return matcher
 
 

@@ -1,6 +1,6 @@
 """The paged KV cache: block tables, the prefix index, and the tensors.
 
-A scheduler needs only `interface`. Importing this package loads no torch; importing the manager or the
+Schedulers import only `interface`. Importing this package does not import torch. Importing the manager or the
 storage does.
 """
 
@@ -34,11 +34,11 @@ __all__ = [
     "tokens_left",
 ]
 
-_LAZY = {
+_LAZY_MODULES = {
     "KVCacheManager": "penstock.kv_cache.manager",
     "KVCacheStorage": "penstock.kv_cache.storage",
 }
 
 
 if not TYPE_CHECKING:  # type checkers must report unknown names
-    __getattr__ = lazy_names(__name__, _LAZY)
+    __getattr__ = lazy_names(__name__, _LAZY_MODULES)

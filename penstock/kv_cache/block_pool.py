@@ -1,4 +1,4 @@
-"""The blocks of one group of layers: free, referenced, or cached.
+"""`BlockPool`: the blocks of one group of layers, which are free, referenced or cached.
 
 Each block except the null block is in exactly one of three states::
 
@@ -14,8 +14,9 @@ Each block except the null block is in exactly one of three states::
                evict: the least |  oldest  ...  newest |
                recently used    +---------------------+
 
-Block 0 is the null block. It pads block tables and stands for blocks before a window. It is never allocated
-and has no references and no content. Allocation is deterministic: the same calls give the same blocks.
+Block 0 is the null block. It pads block tables and replaces freed blocks before a window. It is never
+allocated, and has neither references nor content. Allocation is deterministic: the same calls give the same
+blocks.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ class BlockPool:
         assert num_blocks >= 1, f"a pool has at least the null block, not {num_blocks} blocks"
         self._references = [0] * num_blocks
         self._digests: list[bytes | None] = [None] * num_blocks
-        self._block_of: dict[bytes, int] = {}
-        self._free = list(range(num_blocks - 1, 0, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._blocks_by_digest: dict[bytes, int] = {}
+        self._free_blocks = list(range(num_blocks - 1, 0, -1))
+        self._cached_blocks: OrderedDict[int, None] = OrderedDict()
         self.on_evict: Callable[[bytes], None] | None = None
         """Function that is called with the digest of each evicted block."""
         self.on_reuse: Callable[[int, bytes], None] | None = None
@@ -53,12 +54,12 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """The number of blocks that can be allocated now, including cached blocks."""
-        return len(self._free) + len(self._cached)
+        return len(self._free_blocks) + len(self._cached_blocks)
 
     @property
     def num_cached(self) -> int:
         """The number of blocks with known content and no references."""
-        return len(self._cached)
+        return len(self._cached_blocks)
 
     def references(self, block: int) -> int:
         """Return the number of block tables that hold ``block``."""
@@ -76,31 +77,31 @@ class BlockPool:
         """
         if count > self.num_free:
             raise InsufficientBlocksError(count, self.num_free, self.num_blocks)
-        blocks = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        blocks = [self._free_blocks.pop() if self._free_blocks else self._evict() for _ in range(count)]
         for block in blocks:
             self._references[block] = 1
         return blocks
 
     def lookup(self, digest: bytes) -> int | None:
         """Return the block with this digest, or None. The block can be evicted unless it is retained."""
-        return self._block_of.get(digest)
+        return self._blocks_by_digest.get(digest)
 
     def find(self, digest: bytes) -> int:
         """Return the block with this digest, which must be registered."""
-        return self._block_of[digest]
+        return self._blocks_by_digest[digest]
 
     def retain(self, blocks: Iterable[int]) -> None:
         """Add a reference to each block. The blocks must be referenced or cached."""
         for block in blocks:
             if not self._references[block]:
-                del self._cached[block]
+                del self._cached_blocks[block]
             self._references[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
         """Remove one reference from each block.
 
-        Of the blocks in one call, the last block is evicted first. The beginning of a prompt is shared more
-        often than its end, and the end cannot be used without the beginning.
+        The last of the ``blocks`` is evicted first, because the beginning of a prompt is shared more often
+        than its end, and later blocks cannot be used without the earlier blocks.
         """
         for block in reversed(list(blocks)):
             assert self._references[block] > 0, f"block {block} is released but not in use"
@@ -108,9 +109,9 @@ class BlockPool:
             if self._references[block]:
                 continue
             if self._digests[block] is None:
-                self._free.append(block)
+                self._free_blocks.append(block)
             else:
-                self._cached[block] = None
+                self._cached_blocks[block] = None
 
     def register(self, block: int, digest: bytes) -> bool:
         """Register a referenced block under the digest of its content.
@@ -120,46 +121,52 @@ class BlockPool:
             ``block`` then becomes free when its last reference is removed.
         """
         assert self._references[block] > 0, f"block {block} is registered but not in use"
-        assert self._digests[block] is None, f"block {block} has a known content already"
-        if digest in self._block_of:
+        assert self._digests[block] is None, f"the content of block {block} is already registered"
+        if digest in self._blocks_by_digest:
             return False
         self._digests[block] = digest
-        self._block_of[digest] = block
+        self._blocks_by_digest[digest] = block
         return True
 
     def forget(self) -> None:
         """Unregister the content of all blocks. Cached blocks become free; referenced blocks stay in use."""
-        self._free += reversed(self._cached)
-        self._cached.clear()
-        self._block_of.clear()
+        self._free_blocks += reversed(self._cached_blocks)
+        self._cached_blocks.clear()
+        self._blocks_by_digest.clear()
         self._digests = [None] * len(self._digests)
 
     def check_integrity(self) -> None:
         """Raise an AssertionError with the block counts unless each block is in exactly one state."""
-        # The scheduler calls this when it becomes idle. The loops over all blocks run in C, to be fast.
+        # The scheduler calls this method when it becomes idle. The loops over all blocks run in C to save
+        # time.
         references, digests = self._references.__getitem__, self._digests.__getitem__
-        free, cached = len(self._free), len(self._cached)
-        referenced = sum(map(bool, self._references))
-        assert free + referenced + cached == self.num_blocks, (
-            f"{free} free + {referenced} referenced + {cached} cached blocks != {self.num_blocks}"
+        num_free, num_cached = len(self._free_blocks), len(self._cached_blocks)
+        num_referenced = sum(map(bool, self._references))
+        assert num_free + num_referenced + num_cached == self.num_blocks, (
+            f"{num_free} free + {num_referenced} referenced + {num_cached} cached blocks != {self.num_blocks}"
         )
         assert self._references[NULL_BLOCK] == 0, f"null block: {self._references[NULL_BLOCK]} references"
-        assert len({NULL_BLOCK, *self._free, *self._cached}) == 1 + free + cached, "a block is free twice"
-        wrong = sum(map(references, self._free)) + sum(map(references, self._cached))
-        assert wrong == 0, f"{wrong} references to free or cached blocks"
-        assert not any(map(digests, self._free)), "the content of a free block is known"
-        assert all(map(digests, self._cached)), "the content of a cached block is not known"
-        known = len(self._digests) - self._digests.count(None)
-        found = sum(map(operator.eq, map(digests, self._block_of.values()), self._block_of))
-        assert known == found == len(self._block_of), (
-            f"{known} blocks have a digest, {found} of {len(self._block_of)} digests map to their block"
+        assert len({NULL_BLOCK, *self._free_blocks, *self._cached_blocks}) == 1 + num_free + num_cached, (
+            "a block is free twice"
+        )
+        num_wrong = sum(map(references, self._free_blocks)) + sum(map(references, self._cached_blocks))
+        assert num_wrong == 0, f"{num_wrong} references to free or cached blocks"
+        assert not any(map(digests, self._free_blocks)), "the content of a free block is known"
+        assert all(map(digests, self._cached_blocks)), "the content of a cached block is not known"
+        num_digests = len(self._digests) - self._digests.count(None)
+        num_consistent = sum(
+            map(operator.eq, map(digests, self._blocks_by_digest.values()), self._blocks_by_digest)
+        )
+        assert num_digests == num_consistent == len(self._blocks_by_digest), (
+            f"{num_digests} blocks have a digest, {num_consistent} of {len(self._blocks_by_digest)} digests "
+            "map to their block"
         )
 
     def _evict(self) -> int:
-        block, _ = self._cached.popitem(last=False)
+        block, _ = self._cached_blocks.popitem(last=False)
         digest = self._digests[block]
         assert digest is not None, f"cached block {block} has no known content"
-        del self._block_of[digest]
+        del self._blocks_by_digest[digest]
         self._digests[block] = None
         if self.on_evict is not None:
             self.on_evict(digest)

@@ -11,7 +11,7 @@ from penstock.kv_cache.block_pool import NULL_BLOCK
 
 
 class BlockTables:
-    """The block tables ``[groups, slots, M]``, M the maximum number of blocks.
+    """The block tables ``[groups, slots, M]``, where M is the maximum number of blocks.
 
     Unused entries are `NULL_BLOCK`.
     """
@@ -19,8 +19,8 @@ class BlockTables:
     def __init__(self, num_groups: int) -> None:
         self.values: npt.NDArray[np.int32] = np.full((num_groups, 8, 8), NULL_BLOCK, np.int32)
 
-    def row(self, group: int, slot: int) -> npt.NDArray[np.int32]:  # [M], a view
-        """Return the table of a slot in a group. Writing to it changes the table."""
+    def row(self, group: int, slot: int) -> npt.NDArray[np.int32]:  # [M]
+        """Return a view of the table of a slot in a group. Writing to the view changes the table."""
         row: npt.NDArray[np.int32] = self.values[group, slot]
         return row
 
@@ -34,7 +34,7 @@ class BlockTables:
         self,
         slots: Sequence[int],  # [B]
         length: int,
-        ends: npt.NDArray[np.int64],  # [B]
+        end_positions: npt.NDArray[np.int64],  # [B]
         counts: Sequence[int],  # [B]
         block_size: int,
     ) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]:
@@ -43,22 +43,22 @@ class BlockTables:
         Args:
             slots: the slot of each sequence.
             length: the number of columns.
-            ends: the position after the last row of each sequence.
-            counts: the number of rows of each sequence.
+            end_positions: the position after the last token of each sequence in the step.
+            counts: the number of tokens of each sequence in the step.
             block_size: S, the tokens of a block. Entries of the slot mapping are ``block * S + offset in the
                 block``.
         """
-        rows, positions = np.arange(len(slots)), ends - 1  # if each sequence has one row
+        rows, positions = np.arange(len(slots)), end_positions - 1  # correct if each sequence has one token
         if sum(counts) > len(slots):
             rows = np.repeat(rows, counts)  # [T]
-            positions = np.arange(len(rows)) + (ends - np.cumsum(counts))[rows]  # [T]
-        columns, within = np.divmod(positions, block_size)
+            positions = np.arange(len(rows)) + (end_positions - np.cumsum(counts))[rows]  # [T]
+        columns, offsets = np.divmod(positions, block_size)
         tables = [table[slots, :length] for table in self.values]  # [B, length], copies
-        return [(table, table[rows, columns].astype(np.int64) * block_size + within) for table in tables]
+        return [(table, table[rows, columns].astype(np.int64) * block_size + offsets) for table in tables]
 
     def _grow_axis(self, axis: int, min_size: int) -> None:
         shape = list(self.values.shape)
         shape[axis] = max(min_size, 2 * shape[axis])
-        grown = np.full(shape, NULL_BLOCK, np.int32)
-        grown[:, : self.values.shape[1], : self.values.shape[2]] = self.values
-        self.values = grown
+        grown_values = np.full(shape, NULL_BLOCK, np.int32)
+        grown_values[:, : self.values.shape[1], : self.values.shape[2]] = self.values
+        self.values = grown_values

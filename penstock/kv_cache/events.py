@@ -8,7 +8,7 @@ from penstock.pipelines.core.cache_events import BlocksCleared, BlocksRemoved, B
 
 
 class CacheEventLog:
-    """Collects events in order, until `take` returns them. Consecutive evictions become one event."""
+    """Collects events in order until `take` returns them. Consecutive evictions become one event."""
 
     def __init__(self) -> None:
         self._events: list[CacheEvent] = []
@@ -21,8 +21,8 @@ class CacheEventLog:
 
     def add_removed(self, digest: bytes) -> None:
         """Record the eviction of a block."""
-        if self._events and isinstance(last := self._events[-1], BlocksRemoved):
-            last.digests.append(digest)
+        if self._events and isinstance(last_event := self._events[-1], BlocksRemoved):
+            last_event.digests.append(digest)
         else:
             self._events.append(BlocksRemoved([digest]))
 

@@ -1,4 +1,4 @@
-"""Digests of blocks. A digest covers the tokens of a block and all tokens before the block."""
+"""Computes the digests of blocks. A digest covers the tokens of a block and all tokens before the block."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy.typing as npt
 
 from penstock.pipelines.core import InputContext, TextAndVisionContext
 
-DIGEST_SIZE = 32  # in bytes; after a collision, a request would reuse the KV of another prompt
+DIGEST_SIZE = 32  # bytes; long, because after a collision a request would reuse the KV of another prompt
 
 
 def chain_root(adapter_digest: bytes | None, cache_salt: str | None, regime: int = 0) -> bytes:
-    """Return the root of a chain of digests: the parent of the first block's digest. ¶
+    """Return the root of a chain of digests: the parent of the first block's digest.
 
     Args:
         adapter_digest: the digest of the adapter's content.
@@ -34,8 +34,8 @@ def context_root(
 
     An adapter changes keys and values, so the digest of its content is part of the root. The name of an
     adapter is not enough, because it can later refer to another adapter. Without a digest, no blocks are
-    shared. All images have the same tokens, so blocks with images are shared only if ``token_hash_overrides``
-    identifies the images. The regime is part of the root as well.
+    shared. All images have the same token ids. Blocks with images are therefore shared only if
+    ``token_hash_overrides`` identifies the images. The regime is also part of the root.
     """
     if isinstance(context, TextAndVisionContext) and not context.identifies_images:
         return None
@@ -65,17 +65,19 @@ def chain_digests(
     """
     first, stop = blocks.start * block_size, blocks.stop * block_size
     ids = np.ascontiguousarray(tokens[first:stop]).astype("<i8").view("<u8")
-    marks: dict[int, list[int]] = {}
+    override_offsets: dict[int, list[int]] = {}
     for index in sorted(index for index in overrides if first <= index < stop):
         ids[index - first] = overrides[index] % 2**64
-        marks.setdefault(index // block_size, []).append(index % block_size)
+        override_offsets.setdefault(index // block_size, []).append(index % block_size)
     data, width = ids.tobytes(), 8 * block_size
     digests = []
     for offset, block in enumerate(blocks):
-        # The positions of overrides are hashed too, so that an override differs from a token with the same
+        # The positions of overrides are also hashed, so that an override differs from a token with the same
         # id.
-        overridden = np.array(marks[block], dtype="<u8").tobytes() if block in marks else b""
-        parent = _digest(parent + data[offset * width : (offset + 1) * width] + overridden)
+        offset_bytes = (
+            np.array(override_offsets[block], dtype="<u8").tobytes() if block in override_offsets else b""
+        )
+        parent = _digest(parent + data[offset * width : (offset + 1) * width] + offset_bytes)
         digests.append(parent)
     return digests
 

@@ -14,10 +14,11 @@ from penstock.kv_cache.storage import KVCacheStorage
 
 
 class HostBlocks:
-    """Keeps blocks when the pools evict them, and copies them back into free blocks of the device.
+    """Stores blocks that the pools evict, and copies them back into free blocks of the device.
 
     If the host memory is full, a new block replaces the least recently used block. On a GPU, copies use
-    pinned memory and are queued with the kernels, so a block is saved before a later step overwrites it.
+    pinned memory and are queued on the stream of the kernels. A block is therefore saved before a later step
+    overwrites it.
 
     Args:
         spec: the groups of layers.
@@ -33,7 +34,7 @@ class HostBlocks:
         self._device: list[list[Tensor]] = []  # for each group: tensors [2, N, ...]
         self._host: list[list[Tensor]] = []  # for each group: tensors [2, C, ...]
         self._slots: list[OrderedDict[bytes, int]] = []  # digest -> slot, least recently used first
-        self._free: list[list[int]] = []
+        self._free_slots: list[list[int]] = []
         self.num_saved = self.num_restored = 0
         for index, (group, pool) in enumerate(zip(spec.groups, pools, strict=True)):
             tensors = [tensor for layer in group.layers for tensor in storage.block_tensors(layer)]
@@ -41,35 +42,41 @@ class HostBlocks:
             self._device.append(tensors)
             self._host.append([_host_tensor(tensor, capacity) for tensor in tensors])
             self._slots.append(OrderedDict())
-            self._free.append(list(range(capacity)))
+            self._free_slots.append(list(range(capacity)))
             pool.on_reuse = lambda block, digest, index=index: self._save(index, block, digest)
 
     @property
     def num_blocks(self) -> int:
         """The number of blocks that fit into host memory, in the group of layers with the fewest blocks."""
-        return min(len(slots) + len(free) for slots, free in zip(self._slots, self._free, strict=True))
+        return min(
+            len(slots) + len(free_slots)
+            for slots, free_slots in zip(self._slots, self._free_slots, strict=True)
+        )
 
-    def restore(self, digests: Sequence[bytes], hit: int) -> None:
+    def restore(self, digests: Sequence[bytes], num_cached: int) -> None:
         """Copy the blocks after a cached prefix back to the device, in order.
 
-        Stops at the first block that is not in host memory, or if no device block is free. The copies are
-        registered as cached blocks of the device.
+        The method stops at the first block that is not in host memory, and when no block of the device is
+        free. The copies are registered as cached blocks of the device.
 
         Args:
             digests: the digests of a context's blocks, up to the last block that it may use.
-            hit: the number of leading blocks that the device holds.
+            num_cached: the number of leading blocks that the device holds.
         """
-        if hit == len(digests) or not all(digests[hit] in slots for slots in self._slots):
+        if num_cached == len(digests) or not all(digests[num_cached] in slots for slots in self._slots):
             return
         retained_blocks = [
-            [block for digest in digests[:hit] if (block := pool.lookup(digest)) is not None]
+            [block for digest in digests[:num_cached] if (block := pool.lookup(digest)) is not None]
             for pool in self._pools
         ]
         for pool, blocks in zip(self._pools, retained_blocks, strict=True):
             pool.retain(blocks)  # prevents their eviction during the copies
-        for digest in digests[hit:]:
+        for digest in digests[num_cached:]:
             missing_groups = [index for index, pool in enumerate(self._pools) if pool.lookup(digest) is None]
-            if any(digest not in self._slots[i] or not self._pools[i].num_free for i in missing_groups):
+            if any(
+                digest not in self._slots[group] or not self._pools[group].num_free
+                for group in missing_groups
+            ):
                 break
             for index in missing_groups:
                 retained_blocks[index].append(self._load(index, digest))
@@ -78,31 +85,31 @@ class HostBlocks:
 
     def clear(self) -> None:
         """Forget all blocks."""
-        for slots, free in zip(self._slots, self._free, strict=True):
-            free += slots.values()
+        for slots, free_slots in zip(self._slots, self._free_slots, strict=True):
+            free_slots += slots.values()
             slots.clear()
 
     def _save(self, index: int, block: int, digest: bytes) -> None:
-        slots, free = self._slots[index], self._free[index]
+        slots, free_slots = self._slots[index], self._free_slots[index]
         if digest in slots:
             slots.move_to_end(digest)
             return
-        if not free:
+        if not free_slots:
             if not slots:
                 return
-            free.append(slots.popitem(last=False)[1])
-        slots[digest] = slot = free.pop()
+            free_slots.append(slots.popitem(last=False)[1])
+        slots[digest] = slot = free_slots.pop()
         for source, target in zip(self._device[index], self._host[index], strict=True):
             target[:, slot].copy_(source[:, block], non_blocking=True)
         self.num_saved += 1
 
     def _load(self, index: int, digest: bytes) -> int:
         """Copy a block into a free block of the device, register it, and return it with one reference."""
-        slot = self._slots[index].pop(digest)  # before the allocation, which may evict and save another block
+        slot = self._slots[index].pop(digest)  # before `allocate`, which may evict and save another block
         (block,) = self._pools[index].allocate(1)
         for target, source in zip(self._device[index], self._host[index], strict=True):
             target[:, block].copy_(source[:, slot], non_blocking=True)
-        self._free[index].append(slot)
+        self._free_slots[index].append(slot)
         self._pools[index].register(block, digest)
         self.num_restored += 1
         return block

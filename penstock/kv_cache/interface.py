@@ -9,9 +9,9 @@ The life of a context in a cache::
       |         +- allocates blocks for the rows of the next step
       +- assigns a slot and the cached blocks of the prefix
 
-A context whose keys are stale goes from commit back to claim, through `restart`.
+If the keys of a context are stale, `restart` follows commit, and the context is claimed again.
 
-Numbers of blocks do not count the null block.
+Numbers of blocks do not include the null block.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class KVCache(Protocol):
 
     @property
     def num_cached_blocks(self) -> int:
-        """The number of `num_free_blocks` with known content. They are allocated last."""
+        """The number of free blocks with known content. `reserve` allocates these blocks last."""
         ...
 
     @property
@@ -71,18 +71,18 @@ class KVCache(Protocol):
         ...
 
     def claim(self, context: InputContext) -> None:
-        """Assign a slot and the cached blocks of its prefix to a context. Does nothing if it is claimed.
+        """Assign a slot and the cached blocks of its prefix to a context. Does nothing for a claimed context.
 
-        ``start_idx`` moves to the end of the cached prefix. The prefix has full blocks only, and at least the
-        last active token remains to be computed. If nothing has been generated yet, ``num_cached_tokens`` is
-        set to the distance that ``start_idx`` moved. A context that was preempted during its prompt finds its
-        own blocks when it is claimed again. The caller must then restore ``num_cached_tokens`` of the first
-        claim.
+        ``start_idx`` moves to the end of the cached prefix. The cached prefix consists of full blocks. It
+        never includes the last active token, whose logits are needed. If nothing has been generated yet,
+        ``num_cached_tokens`` is set to the distance that ``start_idx`` moved. When a context that was
+        preempted during its prompt is claimed again, its prefix can consist of blocks that it computed
+        itself. The caller must then restore the ``num_cached_tokens`` of the first claim.
         """
         ...
 
     def reserve(self, context: InputContext, lookahead: int = 0) -> None:
-        """Assign blocks for the tokens up to ``active_idx + lookahead``. Does nothing if they are assigned.
+        """Assign blocks for the tokens up to ``active_idx + lookahead``, unless they are assigned.
 
         If a context was rolled back into its committed tokens, ``start_idx`` moves down to the preceding
         block boundary. Blocks that other contexts can read are therefore never written.
@@ -93,7 +93,7 @@ class KVCache(Protocol):
         ...
 
     def num_missing_blocks(self, context: InputContext, lookahead: int = 0) -> int:
-        """Return an upper bound of the number of blocks that ``reserve(context, lookahead)`` allocates."""
+        """Return the maximum number of blocks that ``reserve(context, lookahead)`` allocates."""
         ...
 
     def steps_left(self, context: InputContext) -> int | None:
@@ -111,9 +111,10 @@ class KVCache(Protocol):
         ...
 
     def fork(self, parent: InputContext, child: InputContext) -> None:
-        """Share the computed blocks of ``parent`` with ``child``, whose tokens begin with the parent's.
+        """Share the computed blocks of ``parent`` with ``child``, which begins with the parent's tokens.
 
-        Full blocks are shared, and the last partial block is copied. ``start_idx`` becomes the parent's.
+        Full blocks are shared, and the last partial block is copied. The ``start_idx`` of the child becomes
+        the parent's ``start_idx``.
 
         Raises:
             InsufficientBlocksError: no block is free for the copy. The cache has not changed.
@@ -121,26 +122,26 @@ class KVCache(Protocol):
         ...
 
     def release(self, context: InputContext) -> None:
-        """Free the slot and the blocks of a context. Does nothing if it has none.
+        """Free the slot and the blocks of a context. Does nothing for a context without a slot.
 
-        Call it before ``context.reset()``, and when a waiting context is cancelled, because `waits_for` and
-        `admits` keep digests of the context, which this method drops.
+        The caller must call this method before ``context.reset()`` and when a waiting context is cancelled,
+        because `waits_for` and `admits` store digests of the context, which this method drops.
         """
         ...
 
     def waits_for(self, context: InputContext) -> bool:
         """Return whether a claimed context is computing the next block that an unclaimed context needs.
 
-        Waiting is then cheaper than computing the block twice. The wait ends when the block is committed or
-        its context is released.
+        Waiting then takes less time than computing the block twice. The wait ends when the block is committed
+        or when the context that computes it is released.
         """
         ...
 
     def is_stale(self, context: InputContext) -> bool:
         """Return whether the cached keys of a context are invalid (stale) for its next token.
 
-        They are invalid if the length of the context has crossed a limit of `KVCacheSpec.key_limits` since it
-        was claimed or forked. All its tokens must then be computed again, see `restart`.
+        The keys are invalid if the length of the context has crossed a limit of `KVCacheSpec.key_limits`
+        since it was claimed or forked. All tokens of the context must then be computed again, see `restart`.
         """
         ...
 
@@ -169,8 +170,8 @@ class KVCache(Protocol):
     def check_integrity(self) -> None:
         """Raise an AssertionError with the block counts unless they are consistent.
 
-        Free, referenced and cached blocks must add up to all blocks. The reference counts must equal those
-        of the block tables.
+        Free, referenced and cached blocks must add up to all blocks. The reference counts of the blocks must
+        equal the numbers of block tables that contain them.
         """
         ...
 
@@ -250,4 +251,4 @@ def restart(kv: KVCache, context: InputContext) -> None:
     """Make the next steps recompute all tokens of a context that was preempted or whose keys are stale."""
     kv.release(context)
     context.reset()
-    context.set_token_indices(active_idx=context.end_idx)  # it may have been the end of a chunk
+    context.set_token_indices(active_idx=context.end_idx)  # ``active_idx`` may be the end of a chunk

@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -42,7 +41,7 @@ class _Sequence:
     slot: int
     num_dropped: list[int]  # per group: number of freed blocks before the window
     regime: int  # regime of the keys, see `KVCacheSpec.regime`
-    root: bytes | None = None  # root of the digests; None: the blocks must not be shared
+    root: bytes | None = None  # root of the digests; None if the blocks must not be shared
     num_blocks: int = 0  # number of blocks in each block table
     num_full: int = 0  # number of committed blocks, which are read-only
     digests: list[bytes] = field(default_factory=list)  # digests of the committed blocks
@@ -58,8 +57,7 @@ class KVCacheManager(PrefixCacheControls):
         block_size: tokens per block, a power of two.
         device: the device of keys and values.
         enable_prefix_caching: whether contexts share the blocks of common prefixes.
-        adapter_digest: returns the digest of a context's adapter; without it, contexts with an adapter share
-            no blocks.
+        adapter_digest: returns the digest of a context's adapter; if None, these contexts share no blocks.
         host_memory: bytes of host memory for shared blocks that are evicted from the device.
         fixed_scales: see `KVCacheStorage`.
     """
@@ -84,13 +82,12 @@ class KVCacheManager(PrefixCacheControls):
         self.device = device
         self.storage = KVCacheStorage(spec, num_blocks, block_size, device, fixed_scales)
         self._group_of_layer = spec.group_of_layer
-        self._windowed = [(i, group) for i, group in enumerate(spec.groups) if group.window is not None]
+        self._window_groups = [(i, group) for i, group in enumerate(spec.groups) if group.window is not None]
         self._enable_prefix_caching = enable_prefix_caching
         self._pools = [BlockPool(count) for count in num_blocks]
         self._prefixes = PrefixIndex(spec, self._pools, block_size, adapter_digest)
-        self._prefixes.host = (
-            HostBlocks(spec, self._pools, self.storage, host_memory) if host_memory else None
-        )
+        if host_memory:
+            self._prefixes.host = HostBlocks(spec, self._pools, self.storage, host_memory)
         self._sequences: dict[int, _Sequence] = {}  # slot -> sequence
         self._free_slots: list[int] = []  # a heap of slots
         self._tables = BlockTables(len(spec.groups))
@@ -121,12 +118,13 @@ class KVCacheManager(PrefixCacheControls):
         digests: list[bytes] = []
         chain = self._prefixes.chain(context) if self._uses_prefix_cache(context) else None
         if chain is not None:
-            digests = chain.digests[: self._prefixes.usable_hit(context, chain, self._hit_limit(context))]
+            limit = self._max_cached_blocks(context)
+            digests = chain.digests[: self._prefixes.num_usable_blocks(context, chain, limit)]
         num_needed = -(-context.current_length // self.block_size)
         for group, pool in zip(self.spec.groups, self._pools, strict=True):
             first = group.first_visible(len(digests) * self.block_size) // self.block_size
-            hits = [pool.lookup(digest) for digest in digests[first:]]
-            num_shared = sum(block is not None and pool.references(block) > 0 for block in hits)
+            cached_blocks = [pool.lookup(digest) for digest in digests[first:]]
+            num_shared = sum(block is not None and pool.references(block) > 0 for block in cached_blocks)
             max_blocks = group.max_blocks(context.current_length, self.block_size, chunk_size)
             if pool.num_free < min(max_blocks, num_needed - first - num_shared) + headroom:
                 return False
@@ -153,17 +151,17 @@ class KVCacheManager(PrefixCacheControls):
         if end <= sequence.num_blocks * self.block_size:
             return
         length = -(-end // self.block_size)
-        missing = length - sequence.num_blocks
-        self._check_num_free(missing)
+        num_missing = length - sequence.num_blocks
+        self._check_num_free(num_missing)
         self._tables.grow(length=length)
         for index, pool in enumerate(self._pools):
             row = self._tables.row(index, sequence.slot)
-            row[sequence.num_blocks : length] = pool.allocate(missing)
+            row[sequence.num_blocks : length] = pool.allocate(num_missing)
         sequence.num_blocks = length
 
     def num_missing_blocks(self, context: InputContext, lookahead: int = 0) -> int:
         sequence = self._sequence(context)
-        # After a rollback, `reserve` frees blocks first.
+        # After a rollback, `reserve` first frees all blocks after the rollback.
         num_held = 0 if self._is_rolled_back(context, sequence) else sequence.num_blocks
         return max(-(-(context.active_idx + lookahead) // self.block_size) - num_held, 0)
 
@@ -178,7 +176,7 @@ class KVCacheManager(PrefixCacheControls):
         if num_full > sequence.num_full:
             self._register(context, sequence, num_full)
             context.set_token_indices(committed_idx=num_full * self.block_size)
-        for index, group in self._windowed:
+        for index, group in self._window_groups:
             first = min(group.first_visible(context.start_idx) // self.block_size, sequence.num_full)
             if first > sequence.num_dropped[index]:
                 row = self._tables.row(index, sequence.slot)[sequence.num_dropped[index] : first]
@@ -205,13 +203,13 @@ class KVCacheManager(PrefixCacheControls):
         sequence.num_full, sequence.num_blocks = num_full, num_full + num_partial
         self._tables.grow(length=sequence.num_blocks)
         for index, pool in enumerate(self._pools):
-            original = self._tables.row(index, source.slot)
-            copy = self._tables.row(index, sequence.slot)
-            pool.retain(original[source.num_dropped[index] : num_full].tolist())
-            copy[:num_full] = original[:num_full]
+            source_blocks = self._tables.row(index, source.slot)
+            child_blocks = self._tables.row(index, sequence.slot)
+            pool.retain(source_blocks[source.num_dropped[index] : num_full].tolist())
+            child_blocks[:num_full] = source_blocks[:num_full]
             for block in pool.allocate(num_partial):
-                self.storage.copy_block(index, int(original[num_full]), block)
-                copy[num_full] = block
+                self.storage.copy_block(index, int(source_blocks[num_full]), block)
+                child_blocks[num_full] = block
         child.set_token_indices(start_idx=start, committed_idx=num_full * self.block_size)
 
     def release(self, context: InputContext) -> None:
@@ -225,14 +223,10 @@ class KVCacheManager(PrefixCacheControls):
         context.unassign_from_cache()
 
     def waits_for(self, context: InputContext) -> bool:
-        if (
-            context.is_assigned_to_cache
-            or not self._prefixes.has_in_flight
-            or not self._uses_prefix_cache(context)
-        ):
+        if context.is_assigned_to_cache or not self._prefixes.has_in_flight:
             return False
-        chain = self._prefixes.chain(context)
-        return chain is not None and self._prefixes.is_awaited(chain, self._hit_limit(context))
+        chain = self._prefixes.chain(context) if self._uses_prefix_cache(context) else None
+        return chain is not None and self._prefixes.is_awaited(chain, self._max_cached_blocks(context))
 
     def is_stale(self, context: InputContext) -> bool:
         if not (self.spec.key_limits and context.is_assigned_to_cache):
@@ -254,8 +248,8 @@ class KVCacheManager(PrefixCacheControls):
 
         Args:
             contexts: the batch.
-            starts: position of each context's first row in this step; by default its ``start_idx``.
-            counts: number of rows of each context; by default its ``active_length``. Drafts add rows.
+            starts: position of each context's first token in this step; by default its ``start_idx``.
+            counts: number of each context's tokens and drafts in this step; by default ``active_length``.
         """
         if starts is None:
             starts = [context.start_idx for context in contexts]
@@ -264,14 +258,16 @@ class KVCacheManager(PrefixCacheControls):
         sequences = [self._sequence(context) for context in contexts]
         slots = [sequence.slot for sequence in sequences]
         max_blocks = max([1, *[sequence.num_blocks for sequence in sequences]])
-        ends = np.array(starts, np.int64) + np.array(counts, np.int64)  # [B]
-        tables = self._tables.batch_tables(slots, max_blocks, ends, counts, self.block_size)
+        end_positions = np.array(starts, np.int64) + np.array(counts, np.int64)  # [B]
+        tables = self._tables.batch_tables(slots, max_blocks, end_positions, counts, self.block_size)
         with uploaded_together(self.device):
             groups = tuple(
-                KVGroupInputs(self._upload(table), self._upload(slot_mapping), *group.input_options)
+                KVGroupInputs(
+                    upload(table, self.device), upload(slot_mapping, self.device), *group.input_options
+                )
                 for group, (table, slot_mapping) in zip(self.spec.groups, tables, strict=True)
             )
-            lengths = self._upload(ends.astype(np.int32))
+            lengths = upload(end_positions.astype(np.int32), self.device)
         return KVCacheInputs(
             lengths=lengths,
             groups=groups,
@@ -295,19 +291,16 @@ class KVCacheManager(PrefixCacheControls):
                 )
                 num_tables += np.bincount(row[num_dropped:length], minlength=len(num_tables))
             references = pool.all_references()
-            wrong = np.flatnonzero(num_tables != references).tolist()
-            assert not wrong, (
-                f"group {index}: block {wrong[0]} has {references[wrong[0]]} references and is in "
-                f"{num_tables[wrong[0]]} tables"
+            wrong_blocks = np.flatnonzero(num_tables != references).tolist()
+            assert not wrong_blocks, (
+                f"group {index}: block {(block := wrong_blocks[0])} has {references[block]} references "
+                f"and is in {num_tables[block]} tables"
             )
         in_flight = sum(len(sequence.in_flight) for sequence in self._sequences.values())
-        assert in_flight == self._prefixes.num_in_flight, (
-            f"{in_flight} != {self._prefixes.num_in_flight} blocks in flight"
-        )
+        num_in_flight = self._prefixes.num_in_flight
+        assert in_flight == num_in_flight, f"{in_flight} != {num_in_flight} blocks in flight"
         slots = sorted([*self._sequences, *self._free_slots])
         assert slots == list(range(len(slots))), f"slots {slots}"
-
-    # -- Blocks of a sequence ---------------------------------------------------------------------------
 
     def _assign_slot(self, context: InputContext) -> _Sequence:
         slot = heapq.heappop(self._free_slots) if self._free_slots else len(self._sequences)
@@ -331,20 +324,20 @@ class KVCacheManager(PrefixCacheControls):
         chain = self._prefixes.chain(context)
         if chain is None:
             return
-        hit = 0
+        num_cached = 0
         if self._uses_prefix_cache(context):
-            self._prefixes.restore(chain, self._hit_limit(context))
-            hit = self._prefixes.usable_hit(context, chain, self._hit_limit(context))
-        self._tables.grow(length=hit)
+            self._prefixes.restore(chain, self._max_cached_blocks(context))
+            num_cached = self._prefixes.num_usable_blocks(context, chain, self._max_cached_blocks(context))
+        self._tables.grow(length=num_cached)
         for index, (group, pool) in enumerate(zip(self.spec.groups, self._pools, strict=True)):
-            first = group.first_visible(hit * self.block_size) // self.block_size
-            blocks = [pool.find(digest) for digest in chain.digests[first:hit]]
+            first = group.first_visible(num_cached * self.block_size) // self.block_size
+            blocks = [pool.find(digest) for digest in chain.digests[first:num_cached]]
             pool.retain(blocks)
-            self._tables.row(index, sequence.slot)[first:hit] = blocks
+            self._tables.row(index, sequence.slot)[first:num_cached] = blocks
             sequence.num_dropped[index] = first
-        sequence.root, sequence.digests = chain.root, chain.digests[:hit]
-        sequence.num_full = sequence.num_blocks = hit
-        sequence.in_flight = chain.digests[hit:][::-1]
+        sequence.root, sequence.digests = chain.root, chain.digests[:num_cached]
+        sequence.num_full = sequence.num_blocks = num_cached
+        sequence.in_flight = chain.digests[num_cached:][::-1]
         self._prefixes.mark_in_flight(sequence.in_flight)
 
     def _register(self, context: InputContext, sequence: _Sequence, num_full: int) -> None:
@@ -366,18 +359,18 @@ class KVCacheManager(PrefixCacheControls):
         start, num_committed = context.start_idx, sequence.num_full * self.block_size
         if start < num_committed or context.committed_idx < num_committed:
             return True
-        for index, group in self._windowed:
-            if group.first_visible(start) // self.block_size < sequence.num_dropped[index]:
-                return True
-        return False
+        return any(
+            group.first_visible(start) // self.block_size < sequence.num_dropped[index]
+            for index, group in self._window_groups
+        )
 
     def _roll_back(self, context: InputContext, sequence: _Sequence) -> None:
         """Roll a context back to the last block boundary from which it can continue."""
         length = min(context.start_idx, context.committed_idx) // self.block_size
         length = context.boundary_before(length * self.block_size) // self.block_size
-        for index, group in self._windowed:
+        for index, group in self._window_groups:
             if group.first_visible(length * self.block_size) // self.block_size < sequence.num_dropped[index]:
-                length = 0  # blocks in the window were freed: restart at the beginning
+                length = 0  # needed blocks were freed: compute all tokens again
         self._truncate(sequence, length)
         start = length * self.block_size
         context.set_token_indices(start_idx=start, committed_idx=start)
@@ -399,14 +392,9 @@ class KVCacheManager(PrefixCacheControls):
             if pool.num_free < count:
                 raise InsufficientBlocksError(count, pool.num_free, pool.num_blocks)
 
-    # -- Prefix lookup ----------------------------------------------------------------------------------
-
     def _uses_prefix_cache(self, context: InputContext) -> bool:
-        # Log probabilities of the prompt's tokens need the logits of all its rows.
+        # Log probabilities of prompt tokens need the logits at all positions of the prompt.
         return self._enable_prefix_caching and not context.log_probabilities_echo
 
-    def _hit_limit(self, context: InputContext) -> int:
-        return (context.active_idx - 1) // self.block_size  # the last row must be computed for its logits
-
-    def _upload(self, array: npt.NDArray[np.integer]) -> Tensor:
-        return upload(array, self.device)
+    def _max_cached_blocks(self, context: InputContext) -> int:
+        return (context.active_idx - 1) // self.block_size  # excludes the last token, whose logits are needed

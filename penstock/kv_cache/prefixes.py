@@ -1,4 +1,4 @@
-"""The prefix index: prefixes in the cache, and prefixes that running requests are computing."""
+"""`PrefixIndex`: finds prefixes in the cache, and prefixes that running requests are computing."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Chain:
     root: bytes
     num_tokens: int
     digests: list[bytes]
-    hit: int = 0
-    """Number of leading cached blocks at the last lookup, ignoring windows. The next lookup starts there."""
+    num_cached: int = 0
+    """Number of leading blocks that the last lookup found, without regard to windows."""
 
 
 class PrefixIndex:
@@ -44,13 +44,13 @@ class PrefixIndex:
         self._pools_without_window = [
             pool for pool, group in zip(pools, spec.groups, strict=True) if group.window is None
         ]
-        self._windowed = [
+        self._window_pools = [
             (pool, group) for pool, group in zip(pools, spec.groups, strict=True) if group.window is not None
         ]
         self._pools = pools
         self._events: CacheEventLog | None = None
         self.host: HostBlocks | None = None
-        """Evicted blocks in host memory; None if evicted blocks are not kept."""
+        """Evicted blocks in host memory; None if evicted blocks are not stored."""
         self._chains: dict[str, Chain] = {}
         self._in_flight: dict[bytes, int] = {}
 
@@ -88,19 +88,19 @@ class PrefixIndex:
             tables: the block ids for each pool.
         """
         digests = self.digests(context, parent, blocks)
-        are_new = [
+        are_registered = [
             [pool.register(block, digest) for block, digest in zip(table, digests, strict=True)]
             for pool, table in zip(self._pools, tables, strict=True)
         ]
-        if self._events is not None and any(are_new[self._pools.index(self._recorded_pool)]):
+        if self._events is not None and any(are_registered[self._pools.index(self._recorded_pool)]):
             size = self._block_size
             tokens = context.all_tokens[blocks.start * size : blocks.stop * size].tolist()
-            before = parent if blocks.start else None
-            self._events.add_stored(digests, before, tokens, context.adapter)
+            parent_digest = parent if blocks.start else None
+            self._events.add_stored(digests, parent_digest, tokens, context.adapter)
         return digests
 
     def record_events(self) -> None:
-        """Start recording events of the first pool without a window, or else of the first pool."""
+        """Start recording the events of the first pool without a window, or of the first pool of all."""
         if self._events is None:
             self._events = CacheEventLog()
             self._recorded_pool.on_evict = self._events.add_removed
@@ -110,9 +110,9 @@ class PrefixIndex:
         return [] if self._events is None else self._events.take()
 
     def restore(self, chain: Chain, limit: int) -> None:
-        """Copy evicted blocks of a chain, up to the first ``limit``, back to the device."""
+        """Copy evicted blocks among the first ``limit`` blocks of a chain back to the device."""
         if self.host is not None:
-            self.host.restore(chain.digests[:limit], self.hit(chain, limit))
+            self.host.restore(chain.digests[:limit], self.num_cached_blocks(chain, limit))
 
     def forget_all(self) -> None:
         """Remove all blocks from the index."""
@@ -132,37 +132,43 @@ class PrefixIndex:
         """Drop the digests of a waiting context."""
         self._chains.pop(request_id, None)
 
-    def hit(self, chain: Chain, limit: int) -> int:
+    def num_cached_blocks(self, chain: Chain, limit: int) -> int:
         """Return the number of leading blocks, at most ``limit``, that do not have to be computed.
 
         For layers without a window all of these blocks are cached. For layers with a window the blocks that
         the next query sees are cached.
         """
-        return self._hit_from(chain, 0, limit)
+        return self._num_cached_from(chain, 0, limit)
 
-    def usable_hit(self, context: InputContext, chain: Chain, limit: int) -> int:
+    def num_usable_blocks(self, context: InputContext, chain: Chain, limit: int) -> int:
         """Return the number of cached leading blocks, at most ``limit``, after which the next step can begin.
 
         A step cannot begin inside an image with bidirectional attention.
         """
-        hit = self.hit(chain, limit)
-        while (start := context.boundary_before(hit * self._block_size)) < hit * self._block_size:
-            hit = self.hit(chain, start // self._block_size)
-        return hit
+        num_cached = self.num_cached_blocks(chain, limit)
+        while (
+            start := context.boundary_before(num_cached * self._block_size)
+        ) < num_cached * self._block_size:
+            num_cached = self.num_cached_blocks(chain, start // self._block_size)
+        return num_cached
 
     def is_awaited(self, chain: Chain, limit: int) -> bool:
         """Return whether a running request is computing the first of ``limit`` blocks that is not cached.
 
-        The scheduler calls this for many contexts in each step, so the lookup continues from its last
-        position. The result is outdated if a block before that position has since been evicted. In that case
-        the context waits for a running request although it need not.
+        The scheduler calls this method for many contexts in each step. The lookup therefore continues at the
+        position of the last lookup. The result is outdated if a block before that position has since been
+        evicted. In that case the context waits unnecessarily for a running request.
         """
-        start = chain.hit if chain.hit <= limit and self._is_known(chain, chain.hit - 1) else 0
-        hit = self._hit_from(chain, start, limit)
-        return hit < limit and chain.digests[hit] in self._in_flight
+        start = (
+            chain.num_cached
+            if chain.num_cached <= limit and self._is_known(chain, chain.num_cached - 1)
+            else 0
+        )
+        num_cached = self._num_cached_from(chain, start, limit)
+        return num_cached < limit and chain.digests[num_cached] in self._in_flight
 
     def mark_in_flight(self, digests: Iterable[bytes]) -> None:
-        """Mark blocks with these digests as being computed."""
+        """Mark the blocks with these digests as in flight, that is, being computed."""
         for digest in digests:
             self._in_flight[digest] = self._in_flight.get(digest, 0) + 1
 
@@ -183,25 +189,25 @@ class PrefixIndex:
         """The number of in-flight marks. A block that several contexts compute has several marks."""
         return sum(self._in_flight.values())
 
-    def _hit_from(self, chain: Chain, start: int, limit: int) -> int:
-        hit = start
-        while hit < limit and self._is_known(chain, hit):
-            hit += 1
-        chain.hit = hit
-        while hit and (gap := self._gap(chain, hit)) is not None:
-            hit = gap  # a longer hit would need the missing block in its window
-        return hit
+    def _num_cached_from(self, chain: Chain, start: int, limit: int) -> int:
+        num_cached = start
+        while num_cached < limit and self._is_known(chain, num_cached):
+            num_cached += 1
+        chain.num_cached = num_cached
+        while num_cached and (missing_block := self._last_missing_block(chain, num_cached)) is not None:
+            num_cached = missing_block  # a longer prefix would need the missing block
+        return num_cached
 
     def _is_known(self, chain: Chain, block: int) -> bool:
         return block >= 0 and all(
             pool.lookup(chain.digests[block]) is not None for pool in self._pools_without_window
         )
 
-    def _gap(self, chain: Chain, hit: int) -> int | None:
-        """Return the last block before ``hit`` that a window needs and that is not cached, or None."""
-        for pool, group in self._windowed:
-            first = group.first_visible(hit * self._block_size) // self._block_size
-            for block in range(hit - 1, first - 1, -1):
+    def _last_missing_block(self, chain: Chain, num_cached: int) -> int | None:
+        """Return the last block before ``num_cached`` that a window needs and that is not cached, or None."""
+        for pool, group in self._window_pools:
+            first = group.first_visible(num_cached * self._block_size) // self._block_size
+            for block in range(num_cached - 1, first - 1, -1):
                 if pool.lookup(chain.digests[block]) is None:
                     return block
         return None

@@ -1,4 +1,4 @@
-"""The number of decode steps of a batch, and the reservation of their cache blocks.
+"""Computes the number of decode steps of a batch, and reserves their cache blocks.
 
 Only `reserve_steps` decides how many steps a batch runs. The scheduler calls it while it builds a batch, and
 passes a `ReservedBatch` to the pipeline. A pipeline calls it for every other batch.
@@ -31,7 +31,7 @@ def reserve_steps(kv: KVCache, contexts: Sequence[InputContext], num_steps: int)
     """Reserve cache blocks for the next steps of claimed contexts and return how many steps they can run.
 
     The result is 1 if a context must be checked after each token, or if the cache has too few free blocks for
-    more steps of all contexts. It is at most the result of `tokens_left` for each context.
+    more steps of all contexts. The result never exceeds `tokens_left` of a context.
 
     Args:
         kv: the cache.
@@ -67,10 +67,10 @@ def reserve_drafts(kv: KVCache, context: InputContext, num_drafts: int) -> int:
 
 def tokens_left(kv: KVCache, context: InputContext) -> int | None:
     """Return how many tokens a context may generate in one call of a pipeline; None for any number."""
-    steps, longest = kv.steps_left(context), context.max_length
-    if longest is None:
+    steps, max_length = kv.steps_left(context), context.max_length
+    if max_length is None:
         return steps
-    num_tokens = longest - context.current_length
+    num_tokens = max_length - context.current_length
     return num_tokens if steps is None else min(num_tokens, steps)
 
 
@@ -83,8 +83,8 @@ def _max_steps(kv: KVCache, contexts: Sequence[InputContext], num_steps: int) ->
             num_steps = num_tokens
     if num_steps <= 1:
         return 1
-    missing = sum([kv.num_missing_blocks(context, num_steps - 1) for context in contexts])
-    return 1 if missing > kv.num_free_blocks else num_steps
+    num_missing = sum([kv.num_missing_blocks(context, num_steps - 1) for context in contexts])
+    return 1 if num_missing > kv.num_free_blocks else num_steps
 
 
 def _needs_single_steps(context: InputContext) -> bool:

@@ -46,7 +46,7 @@ class KVGroup:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the cache holds numbers that are multiplied by scales."""
+        """Whether the cache stores numbers that are multiplied by scales."""
         return self.dtype in (DType.int8, DType.float8_e4m3fn)
 
     @property
@@ -61,9 +61,9 @@ class KVGroup:
 
     def bytes_per_block(self, block_size: int) -> int:
         """Return the bytes of one block of ``block_size`` tokens: keys, values and scales of all layers."""
-        rows = 2 * len(self.layers) * self.kv_heads * block_size
+        num_rows = 2 * len(self.layers) * self.kv_heads * block_size
         scale = DType.float32.size_in_bytes if self.has_row_scales else 0
-        return rows * (self.head_dim * self.dtype.size_in_bytes + scale)
+        return num_rows * (self.head_dim * self.dtype.size_in_bytes + scale)
 
     def first_visible(self, position: int) -> int:
         """Return the first position that the query at ``position`` sees."""
@@ -81,11 +81,12 @@ class KVGroup:
             block_size: tokens per block.
             chunk_size: the maximum number of tokens that a step computes; None for no limit.
         """
-        whole = -(-num_tokens // block_size)
+        num_blocks = -(-num_tokens // block_size)
         if self.window is None or chunk_size is None:
-            return whole
-        span = self.window - 1 + chunk_size  # positions in use at once; they can begin anywhere in a block
-        return min(whole, (span + block_size - 2) // block_size + 1)
+            return num_blocks
+        # number of positions that a step uses; the first position can be anywhere in a block
+        span = self.window - 1 + chunk_size
+        return min(num_blocks, (span + block_size - 2) // block_size + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +95,16 @@ class KVCacheSpec:
 
     groups: tuple[KVGroup, ...]
     key_limits: tuple[int, ...] = ()
-    """Sequence lengths, ascending. A sequence that exceeds a limit needs new keys for all its tokens, because
-    LongRoPE changes its factors there. The lengths between two limits are a regime."""
+    """Ascending sequence lengths at which LongRoPE changes its factors.
+
+    When a sequence exceeds a limit, all its keys must be computed again. The lengths between two limits are a
+    regime.
+    """
     shares_prefixes: bool = True
-    """Whether sequences of one regime with a common prefix have the same keys for it. False for dynamic rope,
-    whose keys depend on the length of the prompt."""
+    """Whether a common prefix of two sequences of one regime has the same keys in both sequences.
+
+    False for dynamic RoPE, whose keys depend on the length of the prompt.
+    """
 
     max_bidirectional_tokens: int = 0
     """Maximum number of tokens that must be computed in one step, because they attend to each other in both
@@ -125,8 +131,8 @@ class KVCacheSpec:
     def steps_left(self, length: int) -> int | None:
         """Return how many tokens a sequence can generate with its cached keys; None if unlimited.
 
-        With the last of these tokens the sequence exceeds the limit, so the next step computes all its tokens
-        again.
+        With the last of these tokens the sequence exceeds a limit, so the next step computes all tokens of
+        the sequence again.
         """
         regime = self.regime(length)
         return self.key_limits[regime] - length + 1 if regime < len(self.key_limits) else None
@@ -158,8 +164,8 @@ class KVCacheSpec:
     @property
     def group_of_layer(self) -> tuple[int, ...]:
         """The index of each layer's group, ``[L]``."""
-        owner = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
-        return tuple(owner[layer] for layer in range(self.num_layers))
+        groups_by_layer = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
+        return tuple(groups_by_layer[layer] for layer in range(self.num_layers))
 
     def bytes_per_block(self, block_size: int) -> tuple[int, ...]:
         """Return the bytes of one block of ``block_size`` tokens, for each group."""

@@ -16,7 +16,8 @@ from penstock.kv_cache.spec import KVCacheSpec
 class KVCacheStorage:
     """The keys and values of every block of every layer, initialised to zero.
 
-    Kernels read and mask rows beyond the end of a sequence. With zeros these rows are never NaN.
+    Kernels read keys and values beyond the end of a sequence and mask the results. They must not be NaN, so
+    the tensors begin as zeros.
 
     Args:
         spec: the groups of layers.
@@ -40,15 +41,15 @@ class KVCacheStorage:
         scales: list[Tensor | None] = []
         for index in spec.group_of_layer:
             group = spec.groups[index]
-            rows = (2, num_blocks[index], group.kv_heads, block_size)  # [2, N, K, S]
+            scales_shape = (2, num_blocks[index], group.kv_heads, block_size)  # [2, N, K, S]
             dtype = group.dtype.to_torch()
-            caches.append(zeros((*rows, group.head_dim), dtype, device))
+            caches.append(zeros((*scales_shape, group.head_dim), dtype, device))
             if group.has_fixed_scales:
-                ones = torch.ones(2, group.kv_heads)
-                fixed = ones if fixed_scales is None else fixed_scales[len(scales)]
-                scales.append(fixed.to(device, torch.float32)[:, None, :, None].expand(rows))
+                unit_scales = torch.ones(2, group.kv_heads)
+                fixed_tensor = unit_scales if fixed_scales is None else fixed_scales[len(scales)]
+                scales.append(fixed_tensor.to(device, torch.float32)[:, None, :, None].expand(scales_shape))
             else:
-                scales.append(zeros(rows, torch.float32, device) if group.is_quantized else None)
+                scales.append(zeros(scales_shape, torch.float32, device) if group.is_quantized else None)
         self.caches = tuple(caches)
         """L tensors ``[2, N, K, S, D]``: keys, then values."""
         self.scales = tuple(scales)
@@ -71,7 +72,8 @@ class KVCacheStorage:
         for tensor in (tensor for layer in range(len(self.caches)) for tensor in self.block_tensors(layer)):
             if tensor.device.type != "cpu":
                 raise UnsupportedFeatureError(
-                    "releasing only the KV cache", "a GPU cannot: release the weights too, with level 2"
+                    "releasing only the KV cache",
+                    "not possible on a GPU: use level 2, which also releases the weights",
                 )
             discard_pages(tensor.data_ptr(), tensor.nbytes)
 

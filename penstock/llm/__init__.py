@@ -1,4 +1,6 @@
-"""`LLM` generates in this process, `AsyncLLM` in asyncio programs. This package loads no torch."""
+"""`LLM` generates in this process, `AsyncLLM` in asyncio programs. Importing this package does not import
+torch.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LLM", "AsyncLLM", "GenerationOutput", "TextStream"]
 
-_HOMES = {
+_MODULES_BY_NAME = {
     "AsyncLLM": "penstock.llm.async_llm",
     "LLM": "penstock.llm.llm",
     "GenerationOutput": "penstock.llm.outputs",
@@ -22,7 +24,7 @@ _HOMES = {
 
 
 if not TYPE_CHECKING:  # a type checker must report names that do not exist
-    __getattr__ = lazy_names(__name__, _HOMES)
+    __getattr__ = lazy_names(__name__, _MODULES_BY_NAME)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""`AsyncLLM`: generation from an asyncio program; the model runs in another process."""
+"""`AsyncLLM`: generates from an asyncio program. The model runs in another process."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ _NUM_THREADS = 2  # threads that encode prompts and render templates
 
 @dataclass(frozen=True, slots=True)
 class StreamedOutput:
-    """A part of the output of one prompt."""
+    """A new piece of the output of one prompt."""
 
     text: str
-    """The new text; the joined pieces are the text of the output."""
+    """The new text. The concatenated texts of all pieces are the text of the output."""
     token_ids: list[int]
     """The new tokens."""
     output: GenerationOutput | None = None
@@ -63,9 +63,10 @@ class AsyncLLM(AsyncSpeechMethods):
     ...     async for piece in llm.stream("Once upon a time"):
     ...         print(piece.text, end="", flush=True)
 
-    The model runs in a worker process, behind the same client that the server uses. Any number of tasks may
-    call the methods concurrently; their requests are batched. Cancelling a task cancels its requests.
-    A worker that dies is restarted; its requests raise `UnavailableError`.
+    The model runs in a worker process, which the program reaches through the same client as the server. Any
+    number of tasks may call the methods concurrently. Their requests are batched. Cancelling a task cancels
+    its requests. If the worker process ends unexpectedly, it is restarted, and its requests raise
+    `UnavailableError`.
 
     The worker process is spawned, so a script needs the guard ``if __name__ == "__main__":``.
 
@@ -78,10 +79,10 @@ class AsyncLLM(AsyncSpeechMethods):
     """
 
     def __init__(self, model: str | PathLike[str] = "demo", **config: Unpack[PipelineOptions]) -> None:
-        given: dict[str, object] = {**config}
-        if "model_path" in given:
+        options: dict[str, object] = {**config}
+        if "model_path" in options:
             raise ConfigError("model_path", "is the first argument of AsyncLLM: leave out model_path")
-        self._begin(PipelineConfig.from_flat({"model_path": model, **given}, "AsyncLLM"), None)
+        self._initialize(PipelineConfig.from_flat({"model_path": model, **options}, "AsyncLLM"), None)
 
     @classmethod
     def from_config(cls, config: PipelineConfig, *, worker: EngineClient | None = None) -> Self:
@@ -92,10 +93,10 @@ class AsyncLLM(AsyncSpeechMethods):
             worker: the engine client, not launched yet; None creates a worker process.
         """
         llm = cls.__new__(cls)
-        llm._begin(config, worker)
+        llm._initialize(config, worker)
         return llm
 
-    def _begin(self, config: PipelineConfig, worker: EngineClient | None) -> None:
+    def _initialize(self, config: PipelineConfig, worker: EngineClient | None) -> None:
         self.config = config
         self.tokenizer: Any = None
         """The tokenizer of the model's task; loaded by `start`."""
@@ -113,20 +114,20 @@ class AsyncLLM(AsyncSpeechMethods):
         if self.tokenizer is not None:
             return
         self._worker.launch()
-        loading = asyncio.ensure_future(self._worker.start())
+        start_task = asyncio.ensure_future(self._worker.start())
         try:
-            tokenizer = await self._in_pool(lambda: load_serving_tokenizer(self.config))
-            await loading
+            tokenizer = await self._run_in_pool(lambda: load_serving_tokenizer(self.config))
+            await start_task
         except BaseException:
-            loading.cancel()
-            await asyncio.gather(loading, return_exceptions=True)
+            start_task.cancel()
+            await asyncio.gather(start_task, return_exceptions=True)
             await self._worker.stop(0)
             raise
         tokenizer.max_length = self._worker.info.max_length
         self.tokenizer = tokenizer
 
     async def close(self, grace: float = 0) -> None:
-        """End the worker. Running requests have `grace` seconds to finish; after that they fail."""
+        """End the worker process. Requests that are still running after `grace` seconds fail."""
         await self._worker.stop(grace)
         if self.tokenizer is not None:
             close_tokenizer(self.tokenizer)
@@ -161,20 +162,20 @@ class AsyncLLM(AsyncSpeechMethods):
     ) -> AsyncGenerator[StreamedOutput, None]:
         """Yield the output of one prompt or conversation in pieces.
 
-        Parameters are those of `LLM.generate` and `LLM.chat`. The last piece has the whole output. Closing
-        the generator, or cancelling its task, cancels the request.
+        See `LLM.generate` and `LLM.chat` for the parameters. The last piece contains the whole output.
+        Closing the generator, or cancelling its task, cancels the request.
 
         Raises:
             InputError: the prompt cannot be served.
             TaskMismatchError: the model does not generate text.
-            UnavailableError: the worker has died.
+            UnavailableError: the worker process has ended unexpectedly.
         """
         if (prompt is None) == (messages is None):
             raise InputError("give either a prompt or messages")
-        (own,) = images_per_prompt(images, 1, is_one_prompt=True)
+        (prompt_images,) = images_per_prompt(images, 1, is_one_prompt=True)
         fields: TextFields = {
             "prompt": prompt,
-            "images": own,
+            "images": prompt_images,
             "messages": messages,
             "tools": tools,
             "chat_template_options": chat_template_kwargs,
@@ -183,7 +184,7 @@ class AsyncLLM(AsyncSpeechMethods):
             "adapter": adapter,
             "priority": priority,
         }
-        options = OutputOptions.of(1, None, logprobs, prompt_logprobs)
+        options = OutputOptions.from_arguments(1, None, logprobs, prompt_logprobs)
         return self._stream(sampling_params, options, fields)
 
     @hinting
@@ -202,14 +203,14 @@ class AsyncLLM(AsyncSpeechMethods):
         priority: int | Sequence[int] = 0,
         images: Image | Sequence[Image] | None = None,
     ) -> list[GenerationOutput]:
-        """Complete prompts; the arguments are those of `LLM.generate`.
+        """Complete prompts. See `LLM.generate` for the arguments.
 
         Raises:
             InputError: a prompt cannot be served; all other prompts are cancelled.
             TaskMismatchError: the model does not generate text.
-            UnavailableError: the worker has died.
+            UnavailableError: the worker process has ended unexpectedly.
         """
-        options = OutputOptions.of(n, best_of, logprobs, prompt_logprobs)
+        options = OutputOptions.from_arguments(n, best_of, logprobs, prompt_logprobs)
         batch = BatchFields(
             response_format=response_format, grammar=grammar, adapter=adapter, priority=priority
         )
@@ -232,14 +233,14 @@ class AsyncLLM(AsyncSpeechMethods):
         adapter: str | Sequence[str | None] | None = None,
         priority: int | Sequence[int] = 0,
     ) -> list[GenerationOutput]:
-        """Generate the next message of conversations; the arguments are those of `LLM.chat` and `generate`.
+        """Generate the next message of conversations. See `LLM.chat` for the arguments.
 
         Raises:
             InputError: a conversation cannot be served; all other conversations are cancelled.
             TaskMismatchError: the model does not generate text.
-            UnavailableError: the worker has died.
+            UnavailableError: the worker process has ended unexpectedly.
         """
-        options = OutputOptions.of(n, best_of, logprobs, prompt_logprobs)
+        options = OutputOptions.from_arguments(n, best_of, logprobs, prompt_logprobs)
         batch = BatchFields(
             response_format=response_format, grammar=grammar, adapter=adapter, priority=priority
         )
@@ -265,10 +266,10 @@ class AsyncLLM(AsyncSpeechMethods):
             inputs: a text, a list of texts, a list of token ids, or a list of such lists.
             prompt: a text that is placed before each input.
             prompt_name: the name of a prompt of the checkpoint.
-            pooling: replaces the checkpoint's pooling.
-            dimensions: keep this many leading dimensions.
-            normalize: scale the vectors to length 1; None follows the checkpoint.
-            truncate: cut inputs that exceed the maximum length.
+            pooling: the pooling to use instead of the checkpoint's pooling.
+            dimensions: number of leading dimensions to return; None for all.
+            normalize: whether to scale the vectors to length 1; None for the checkpoint's setting.
+            truncate: whether to cut inputs that exceed the maximum length.
             adapter: the LoRA adapter of all inputs.
 
         Returns:
@@ -277,7 +278,7 @@ class AsyncLLM(AsyncSpeechMethods):
         Raises:
             InputError: an input cannot be served; all other inputs are cancelled.
             TaskMismatchError: the model computes no embeddings.
-            UnavailableError: the worker has died.
+            UnavailableError: the worker process has ended unexpectedly.
         """
         self._check_task("AsyncLLM.embed", PipelineTask.EMBEDDINGS_GENERATION)
         batch = as_inputs(inputs)
@@ -307,8 +308,8 @@ class AsyncLLM(AsyncSpeechMethods):
         """Run one request for each entry of `fields`."""
         params = params_for_each(self.config, sampling_params, len(fields))
         calls = [
-            partial(self._outputs, own_params, options, own_fields)
-            for own_params, own_fields in zip(params, fields, strict=True)
+            partial(self._outputs, prompt_params, options, prompt_fields)
+            for prompt_params, prompt_fields in zip(params, fields, strict=True)
         ]
         return [output for outputs in await gather_all(calls) for output in outputs]
 
@@ -317,11 +318,13 @@ class AsyncLLM(AsyncSpeechMethods):
     ) -> list[GenerationOutput]:
         """Run one prompt and return its outputs."""
         builders = await self._builders(params, options, fields)
-        cached = await gather_all([partial(self._run, builder) for builder in builders])
-        return [replace(output, num_cached_tokens=min(cached)) for output in best_first(builders, options)]
+        cached_counts = await gather_all([partial(self._run, builder) for builder in builders])
+        return [
+            replace(output, num_cached_tokens=min(cached_counts)) for output in best_first(builders, options)
+        ]
 
     async def _run(self, builder: OutputBuilder) -> int:
-        """Run the context of one builder to its end. Return the number of cached prompt tokens."""
+        """Run the context of one builder to completion. Return the number of cached prompt tokens."""
         num_cached = 0
         async with aclosing(self._runner.deltas(builder)) as deltas:
             async for delta in deltas:
@@ -353,24 +356,24 @@ class AsyncLLM(AsyncSpeechMethods):
             context = self.tokenizer.build_context(request, stops_as_tokens=False)
             return make_builders(self.tokenizer, context, options)
 
-        return await self._in_pool(build)
+        return await self._run_in_pool(build)
 
     async def _embedding(self, fields: EmbeddingsFields) -> EmbeddingsResponse:
         request = EmbeddingsGenerationRequest(id=uuid4().hex, model_name=self.config.model.name, **fields)
-        context = await self._in_pool(lambda: self.tokenizer.build_embeddings_context(request))
+        context = await self._run_in_pool(lambda: self.tokenizer.build_embeddings_context(request))
         generation = await self._runner.submit(context)
         try:
-            found = [delta.embeddings async for delta in generation if delta.embeddings is not None]
+            embeddings = [delta.embeddings async for delta in generation if delta.embeddings is not None]
         finally:
             generation.cancel()
-        return found[-1]
+        return embeddings[-1]
 
-    async def _in_pool(self, function: Callable[[], T]) -> T:
+    async def _run_in_pool(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function)
 
     def _check_task(self, method: str, task: PipelineTask) -> None:
         if self.tokenizer is None:
             raise InputError("this AsyncLLM is not started, or it is closed: use 'async with' or start()")
-        served = self._worker.info.task
-        if served is not task:
-            raise TaskMismatchError(method, task.option, served.option)
+        model_task = self._worker.info.task
+        if model_task is not task:
+            raise TaskMismatchError(method, task.option, model_task.option)

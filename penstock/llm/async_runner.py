@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class AsyncRunner:
-    """Runs contexts through an engine client; waits while the queue of the engine is full.
+    """Runs contexts through an engine client. Waits while the queue of the engine is full.
 
     Args:
         worker: the engine client.
@@ -25,11 +25,11 @@ class AsyncRunner:
 
     def __init__(self, worker: EngineClient) -> None:
         self._worker = worker
-        self._submitting = asyncio.Lock()
+        self._submit_lock = asyncio.Lock()
 
     async def submit(self, context: RequestContext) -> Generation:
-        """Submit a context; wait while the queue of the worker is full."""
-        async with self._submitting:
+        """Submit a context. Wait while the queue of the worker is full."""
+        async with self._submit_lock:
             while True:
                 try:
                     return self._worker.submit(context)
@@ -60,13 +60,13 @@ async def gather_all(calls: Sequence[Callable[[], Coroutine[None, None, T]]]) ->
 
 
 def _as_response(delta: RequestDelta, builder: OutputBuilder) -> TextGenerationResponse:
-    """Convert a delta to the response of a pipeline, for the builder."""
+    """Convert a delta to the response of a pipeline, which the builder expects."""
     rows: list[PackedLogProbabilities | None] = [*delta.log_probabilities]
     rows += [None] * (len(delta.token_ids) - len(rows))
-    if delta.prompt_log_probabilities is not None:  # no output token carries them
-        builder.take_prompt(delta.prompt_log_probabilities.unpacked())
+    if delta.prompt_log_probabilities is not None:  # can come before the first output token
+        builder.take_prompt_log_probabilities(delta.prompt_log_probabilities.unpack())
     tokens = [
-        TextResponse(token, None if row is None else row.unpacked())
+        TextResponse(token, None if row is None else row.unpack())
         for token, row in zip(delta.token_ids, rows, strict=True)
     ]
     return TextGenerationResponse(tokens, delta.status)

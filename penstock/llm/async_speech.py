@@ -36,7 +36,7 @@ class AsyncSpeechMethods:
 
         def _check_task(self, method: str, task: PipelineTask) -> None: ...
 
-        async def _in_pool(self, function: Callable[[], T]) -> T: ...
+        async def _run_in_pool(self, function: Callable[[], T]) -> T: ...
 
     async def speak(
         self,
@@ -49,7 +49,7 @@ class AsyncSpeechMethods:
         adapter: str | None = None,
         priority: int = 0,
     ) -> Any:
-        """Return the audio of texts; the arguments are those of `LLM.speak`.
+        """Return the audio of texts, like `LLM.speak`.
 
         Args:
             texts: a text, or a list of texts.
@@ -64,10 +64,10 @@ class AsyncSpeechMethods:
             A `Speech` for a single text, or a list of `Speech` objects in the order of the texts.
 
         Raises:
-            InputError: a text cannot be spoken; then no text is spoken.
-            RequestFailedError: the model generated no speech; the other texts are cancelled.
+            InputError: a text cannot be converted to speech; no text has been converted.
+            RequestFailedError: the model generated no speech for a text; all other texts are cancelled.
             TaskMismatchError: the model does not generate audio.
-            UnavailableError: the worker has died.
+            UnavailableError: the worker process has ended unexpectedly.
         """
         self._check_task("AsyncLLM.speak", PipelineTask.AUDIO_GENERATION)
         fields = self._speech_fields(
@@ -81,10 +81,10 @@ class AsyncSpeechMethods:
                 for request in batch
             ]
 
-        each = await self._in_pool(build)
-        calls = [partial(self._spoken, context) for contexts in each for context in contexts]
-        parts = iter(await gather_all(calls))
-        speeches = [self._joined([next(parts) for _ in contexts]) for contexts in each]
+        contexts_by_text = await self._run_in_pool(build)
+        calls = [partial(self._run_part, context) for contexts in contexts_by_text for context in contexts]
+        part_results = iter(await gather_all(calls))
+        speeches = [self._join_parts([next(part_results) for _ in contexts]) for contexts in contexts_by_text]
         return speeches[0] if isinstance(texts, str) else speeches
 
     async def stream_speech(
@@ -98,17 +98,16 @@ class AsyncSpeechMethods:
         adapter: str | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[AudioGeneratorOutput, None]:
-        """Yield the audio of one text in chunks, the first as early as possible.
+        """Yield the audio of one text in chunks, the first chunk as early as possible.
 
-        The parameters are the same as for `speak`, and the chunks the same as for `LLM.stream_speech`. The
-        next part of a long text starts when the previous part has audio. Closing the generator cancels the
-        request.
+        See `speak` for the parameters and `LLM.stream_speech` for the chunks. The next part of a long text
+        starts when the previous part has audio. Closing the generator cancels the request.
 
         Raises:
             InputError: the text cannot be spoken.
             RequestFailedError: the model generated no speech.
             TaskMismatchError: the model does not generate audio.
-            UnavailableError: the worker has died.
+            UnavailableError: the worker process has ended unexpectedly.
         """
         import torch
 
@@ -118,7 +117,7 @@ class AsyncSpeechMethods:
         )
         fields["streaming"] = True
         begin, rate = perf_counter(), self._worker.info.sample_rate
-        contexts = await self._in_pool(
+        contexts = await self._run_in_pool(
             lambda: speech_contexts(self.config, self.tokenizer, text, sampling_params, fields)
         )
         num_samples, num_tokens = 0, [0] * len(contexts)
@@ -155,8 +154,8 @@ class AsyncSpeechMethods:
             for generation in generations:
                 generation.cancel()
 
-    async def _spoken(self, context: TTSContext) -> tuple[list[npt.NDArray[np.floating]], int, bool]:
-        """Run one part of a text. Return its chunks, its number of tokens, and whether it was cut."""
+    async def _run_part(self, context: TTSContext) -> tuple[list[npt.NDArray[np.floating]], int, bool]:
+        """Run one part of a text. Return its chunks, its number of tokens, and whether it is truncated."""
         generation = await self._runner.submit(context)
         generation.read_at_end()
         chunks, num_tokens, is_cut = [], 0, False
@@ -169,7 +168,7 @@ class AsyncSpeechMethods:
             generation.cancel()
         return chunks, num_tokens, is_cut
 
-    def _joined(self, parts: Sequence[tuple[list[npt.NDArray[np.floating]], int, bool]]) -> Speech:
+    def _join_parts(self, parts: Sequence[tuple[list[npt.NDArray[np.floating]], int, bool]]) -> Speech:
         return Speech(
             audio=_join_chunks([chunk for chunks, _, _ in parts for chunk in chunks]),
             sample_rate=self._worker.info.sample_rate,
@@ -185,10 +184,10 @@ class AsyncSpeechMethods:
         adapter: str | None,
         priority: int,
     ) -> SpeechFields:
-        known = {voice.name: voice for voice in self._worker.info.voices}
-        chosen = voice_options(voice, codes, transcription, known, self.tokenizer.speech_format)
+        voices = {voice.name: voice for voice in self._worker.info.voices}
+        voice_fields = voice_options(voice, codes, transcription, voices, self.tokenizer.speech_format)
         return {
-            **chosen,
+            **voice_fields,
             "streaming": False,
             "adapter": adapter,
             "cache_salt": None,

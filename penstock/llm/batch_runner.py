@@ -29,7 +29,7 @@ class ResultBuilder(Protocol):
     def is_done(self) -> bool:
         """Whether the result is complete.
 
-        After a stop string the result is complete although the context continues.
+        After a stop string the result is complete, although the context still runs.
         """
 
     def take(self, response: Any, /) -> None:
@@ -40,7 +40,7 @@ BuilderT = TypeVar("BuilderT", bound=ResultBuilder)
 
 
 class BatchRunner:
-    """Submits contexts to a scheduler and steps it; one thread at a time.
+    """Submits contexts to a scheduler and calls its `step`. Only one thread at a time may call it.
 
     Args:
         pipeline: executes the batches.
@@ -62,7 +62,7 @@ class BatchRunner:
     def exclusive(self) -> Iterator[None]:
         """Reject other calls during the block.
 
-        Two threads that run kernels would slow each other down threefold.
+        Two threads that run kernels at the same time are three times slower than one.
 
         Raises:
             UnsupportedFeatureError: another call is running.
@@ -70,7 +70,7 @@ class BatchRunner:
         """
         if not self._lock.acquire(blocking=False):
             raise UnsupportedFeatureError(
-                "using one LLM from two places at once",
+                "using one LLM in two calls at the same time",
                 "finish or close its open stream first, and call it from one thread: "
                 "a list of prompts runs as one batch",
             )
@@ -82,7 +82,7 @@ class BatchRunner:
             self._lock.release()
 
     def close(self) -> None:
-        """Drop the references to the pipeline and the scheduler; later calls raise `InputError`."""
+        """Drop the references to the pipeline and the scheduler. Later calls raise `InputError`."""
         self._is_closed = True
         del self._pipeline, self._scheduler
 
@@ -92,7 +92,7 @@ class BatchRunner:
         A scheduler call takes about ``seconds``, or one step if that takes longer.
 
         Raises:
-            PenstockError: a context failed; the remaining contexts are cancelled.
+            PenstockError: a context failed. The remaining contexts are cancelled.
         """
         running = {builder.context.request_id: builder for builder in builders}
         try:
@@ -104,15 +104,15 @@ class BatchRunner:
                     responses = self._scheduler.step(self._pipeline.num_steps_for(seconds))
                 for failure in self._scheduler.failures.values():
                     raise failure
-                served = [running[request_id] for request_id in responses]
-                for builder, response in zip(served, responses.values(), strict=True):
+                updated_builders = [running[request_id] for request_id in responses]
+                for builder, response in zip(updated_builders, responses.values(), strict=True):
                     builder.take(response)
                     if builder.is_done:
                         del running[builder.context.request_id]
-                        if not response.is_done:  # at a stop string, which the scheduler does not match
+                        if not response.is_done:  # a stop string, which the scheduler does not see
                             self._scheduler.cancel(builder.context.request_id)
-                yield served
-                if not served and not self._scheduler.last_batch[0]:
+                yield updated_builders
+                if not updated_builders and not self._scheduler.last_batch[0]:
                     time.sleep(_POLL_INTERVAL)
         finally:
             with deferred_interrupts():
@@ -125,4 +125,4 @@ class BatchRunner:
         self._scheduler.failures.clear()
         if self._scheduler.has_work:
             self._scheduler.step()  # a step without contexts applies the cancellations
-        assert not self._scheduler.has_work, "contexts are left behind"
+        assert not self._scheduler.has_work, "contexts remain after a cancellation"

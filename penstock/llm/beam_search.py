@@ -1,11 +1,11 @@
-"""Beam search with contexts, ``kv.fork`` and log probabilities; pipelines have no code for it.
+"""Beam search with contexts, ``kv.fork`` and log probabilities. Pipelines contain no code for beam search.
 
-At every step each prompt has up to ``num_beams`` running beams. The model scores their continuations, and the
-best continuations are kept. The first continuation of a beam keeps its context. Each further continuation
-gets a forked context, which shares all blocks but the last. A beam is finished when it ends among the
-``num_beams`` best continuations. Its score is the sum of log probabilities divided by ``length **
-length_penalty``. The algorithm is that of Freitag & Al-Onaizan 2017, arXiv:1702.01806; the search ends by the
-rules of transformers' generate.
+At every step, each prompt has up to ``num_beams`` running beams. The model scores all continuations of the
+beams by one token, and the search keeps the best continuations. The first continuation of a beam keeps the
+context of the beam. Each further continuation gets a forked context, which shares all blocks except the last
+block. A beam is finished when one of the ``num_beams`` best continuations ends it. Its score is the sum of
+log probabilities divided by ``length ** length_penalty``. The algorithm is described by Freitag & Al-Onaizan
+2017, arXiv:1702.01806. The search ends under the same conditions as in transformers' ``generate``.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class BeamOptions:
     num_return_sequences: int = 1
     """Number of results; at most ``num_beams``."""
     length_penalty: float = 1.0
-    """Scores are divided by ``length ** length_penalty``: above 0 favours long texts, below 0 short ones."""
+    """Scores are divided by ``length ** length_penalty``. A positive value favours long texts."""
     early_stopping: EarlyStopping = False
     """When the search of a prompt ends. True: when ``num_beams`` beams are finished. False: when the best
     running beam, scored at its current length, is worse than all finished beams. ``"never"``: when the best
-    running beam would be worse than them at any length.
+    running beam would be worse than all finished beams at any length.
     """
 
     def __post_init__(self) -> None:
@@ -66,7 +66,7 @@ class Hypothesis:
     """A finished beam."""
 
     token_ids: list[int]
-    """The generated tokens, including the one that ended the beam."""
+    """The generated tokens, including the token that ended the beam."""
     log_probabilities: list[float]
     """The log probability of each token."""
     score: float
@@ -79,7 +79,7 @@ class _Beam:
     context: TextContext
     token_ids: list[int]
     log_probabilities: list[float]
-    total: float
+    total_log_probability: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +89,8 @@ class _Continuation:
     log_probability: float
 
     @property
-    def total(self) -> float:
-        return self.beam.total + self.log_probability
+    def total_log_probability(self) -> float:
+        return self.beam.total_log_probability + self.log_probability
 
 
 @dataclass(slots=True)
@@ -98,8 +98,8 @@ class _Prompt:
     """The search of one prompt."""
 
     request: TextContext  # the context that the caller passed
-    first: TextContext  # the context that computes the prompt
-    ends: frozenset[int]
+    prompt_context: TextContext  # the context that computes the prompt
+    end_tokens: frozenset[int]
     max_new_tokens: int
     beams: list[_Beam]
     finished: list[Hypothesis] = field(default_factory=list)  # sorted by score, best first
@@ -113,7 +113,7 @@ def search(
     max_batch_size: int,
     max_batch_input_tokens: int,
 ) -> Iterator[tuple[TextContext, list[Hypothesis]]]:
-    """Run the search for any number of prompts, as many at once as the limits and the KV cache allow.
+    """Run the search for any number of prompts. The limits and the KV cache determine how many run at once.
 
     Yields:
         Each context and its ``num_return_sequences`` best hypotheses, best first.
@@ -148,7 +148,7 @@ def search(
 
 
 class BeamSearch:
-    """A beam search for several prompts. Call `step` until `is_done`, then `results`, and always `close`.
+    """A beam search for several prompts. Call `step` until `is_done`, then `results`. Always call `close`.
 
     Args:
         pipeline: runs the model; nothing else may use it during the search.
@@ -188,26 +188,28 @@ class BeamSearch:
         """Generate one more token for every beam.
 
         Raises:
-            InsufficientBlocksError: the beams do not fit the KV cache together.
+            InsufficientBlocksError: all beams together do not fit the KV cache.
         """
         running = [prompt for prompt in self._prompts if prompt.beams]
         scores = self._score([beam.context for prompt in running for beam in prompt.beams])
         for prompt in running:
-            chosen = self._choose(prompt, scores)
-            self._move(prompt, chosen)
+            continuations = self._choose_continuations(prompt, scores)
+            self._assign_contexts(prompt, continuations)
 
     def close(self) -> None:
         """Release all contexts and set ``num_cached_tokens`` of the prompts. May be called twice."""
         for prompt in self._prompts:
-            prompt.request.num_cached_tokens = prompt.first.num_cached_tokens
+            prompt.request.num_cached_tokens = prompt.prompt_context.num_cached_tokens
         for context in self._open_contexts.values():
             self._pipeline.release(context)
         self._open_contexts.clear()
 
     # -- Choice of beams --------------------------------------------------------------------------------
 
-    def _choose(self, prompt: _Prompt, scores: Mapping[str, Mapping[int, float]]) -> list[_Continuation]:
-        """Return the continuations that keep running. Add continuations that end to the finished beams."""
+    def _choose_continuations(
+        self, prompt: _Prompt, scores: Mapping[str, Mapping[int, float]]
+    ) -> list[_Continuation]:
+        """Return the continuations that keep running. Add ended continuations to the finished beams."""
         options = self._options
         prompt.num_steps += 1
         best_candidates = sorted(
@@ -216,101 +218,103 @@ class BeamSearch:
                 for beam in prompt.beams
                 for token, log_probability in scores[beam.context.request_id].items()
             ),
-            key=lambda candidate: -candidate.total,
-        )[: self._num_candidates(prompt.ends)]
-        at_limit = prompt.num_steps == prompt.max_new_tokens
+            key=lambda candidate: -candidate.total_log_probability,
+        )[: self._num_candidates(prompt.end_tokens)]
+        is_at_limit = prompt.num_steps == prompt.max_new_tokens
         for candidate in best_candidates[: options.num_beams]:
-            if at_limit or candidate.token in prompt.ends:
+            if is_at_limit or candidate.token in prompt.end_tokens:
                 prompt.finished.append(self._hypothesis(prompt, candidate))
         prompt.finished.sort(key=lambda candidate: -candidate.score)
         del prompt.finished[options.num_beams :]
-        running = [candidate for candidate in best_candidates if candidate.token not in prompt.ends][
+        running = [candidate for candidate in best_candidates if candidate.token not in prompt.end_tokens][
             : options.num_beams
         ]
-        return [] if at_limit or self._is_over(prompt, running) else running
+        return [] if is_at_limit or self._has_ended(prompt, running) else running
 
-    def _num_candidates(self, ends: frozenset[int]) -> int:
-        """Return the number of candidates per step: enough that ``num_beams`` remain if some end."""
-        return max(2, 1 + len(ends)) * self._options.num_beams
+    def _num_candidates(self, end_tokens: frozenset[int]) -> int:
+        """Return the number of candidates per step, of which at least ``num_beams`` do not end."""
+        return max(2, 1 + len(end_tokens)) * self._options.num_beams
 
-    def _hypothesis(self, prompt: _Prompt, last: _Continuation) -> Hypothesis:
+    def _hypothesis(self, prompt: _Prompt, continuation: _Continuation) -> Hypothesis:
         return Hypothesis(
-            [*last.beam.token_ids, last.token],
-            [*last.beam.log_probabilities, last.log_probability],
-            last.total / prompt.num_steps**self._options.length_penalty,
-            last.token in prompt.ends,
+            [*continuation.beam.token_ids, continuation.token],
+            [*continuation.beam.log_probabilities, continuation.log_probability],
+            continuation.total_log_probability / prompt.num_steps**self._options.length_penalty,
+            continuation.token in prompt.end_tokens,
         )
 
-    def _is_over(self, prompt: _Prompt, running: Sequence[_Continuation]) -> bool:
+    def _has_ended(self, prompt: _Prompt, running: Sequence[_Continuation]) -> bool:
         """Return whether the search of a prompt ends."""
         if not running:
-            return True  # every continuation ends with an end token
+            return True  # every candidate ends with an end token
         if len(prompt.finished) < self._options.num_beams:
             return False
         if self._options.early_stopping is True:
             return True
-        power = self._options.length_penalty
-        grows = self._options.early_stopping == "never" and power > 0
-        length = prompt.max_new_tokens if grows else prompt.num_steps
-        reachable: float = running[0].total / length**power
-        return reachable <= prompt.finished[-1].score
+        length_penalty = self._options.length_penalty
+        can_grow = self._options.early_stopping == "never" and length_penalty > 0
+        length = prompt.max_new_tokens if can_grow else prompt.num_steps
+        best_score: float = running[0].total_log_probability / length**length_penalty
+        return best_score <= prompt.finished[-1].score
 
     # -- Contexts ----------------------------------------------------------------------------------------
 
     def _begin(self, prompt: TextContext) -> _Prompt:
-        ends = frozenset(prompt.eos_token_ids)
+        end_tokens = frozenset(prompt.eos_token_ids)
         max_new_tokens = prompt.max_length - prompt.current_length
-        first = self._make_context(prompt, prompt.all_tokens.tolist(), prompt.max_length + 1, ends)
-        beams = [_Beam(first, [], [], 0.0)] if max_new_tokens else []
-        return _Prompt(prompt, first, ends, max_new_tokens, beams)
+        prompt_context = self._make_context(
+            prompt, prompt.all_tokens.tolist(), prompt.max_length + 1, end_tokens
+        )
+        beams = [_Beam(prompt_context, [], [], 0.0)] if max_new_tokens else []
+        return _Prompt(prompt, prompt_context, end_tokens, max_new_tokens, beams)
 
     def _make_context(
-        self, like: TextContext, tokens: list[int], max_length: int, ends: frozenset[int]
+        self, source: TextContext, tokens: list[int], max_length: int, end_tokens: frozenset[int]
     ) -> TextContext:
-        """Return a context that reports log probabilities and never ends by a token."""
+        """Return a context that reports log probabilities and does not end at end-of-sequence tokens."""
         context = TextContext(
             prompt=tokens,
             max_length=max_length,
             tokens=np.array(tokens, np.int64),
             ignore_eos=True,
-            log_probabilities=self._num_candidates(ends),
-            model_name=like.model_name,
-            adapter=like.adapter,
-            cache_salt=like.cache_salt,
-            token_hash_overrides=dict(like.token_hash_overrides),
+            log_probabilities=self._num_candidates(end_tokens),
+            model_name=source.model_name,
+            adapter=source.adapter,
+            cache_salt=source.cache_salt,
+            token_hash_overrides=dict(source.token_hash_overrides),
             request_id=uuid4().hex,
         )
         self._open_contexts[context.request_id] = context
         return context
 
-    def _move(self, prompt: _Prompt, chosen: Sequence[_Continuation]) -> None:
+    def _assign_contexts(self, prompt: _Prompt, continuations: Sequence[_Continuation]) -> None:
         """Assign a context to each continuation."""
         children: dict[str, list[_Continuation]] = {}
-        for candidate in chosen:
+        for candidate in continuations:
             children.setdefault(candidate.beam.context.request_id, []).append(candidate)
         for beam in prompt.beams:
             if beam.context.request_id not in children:
                 self._release(beam.context)
         contexts: dict[int, TextContext] = {}
-        for first, *others in children.values():
-            for other in others:
-                contexts[id(other)] = self._fork(prompt, other)
-            _replace_last(first.beam.context, first.token)
-            contexts[id(first)] = first.beam.context
+        for first_candidate, *other_candidates in children.values():
+            for candidate in other_candidates:
+                contexts[id(candidate)] = self._fork(prompt, candidate)
+            _replace_last(first_candidate.beam.context, first_candidate.token)
+            contexts[id(first_candidate)] = first_candidate.beam.context
         prompt.beams = [
             _Beam(
                 contexts[id(candidate)],
                 [*candidate.beam.token_ids, candidate.token],
                 [*candidate.beam.log_probabilities, candidate.log_probability],
-                candidate.total,
+                candidate.total_log_probability,
             )
-            for candidate in chosen
+            for candidate in continuations
         ]
 
     def _fork(self, prompt: _Prompt, candidate: _Continuation) -> TextContext:
         parent = candidate.beam.context
         tokens = [*parent.all_tokens[: parent.start_idx].tolist(), candidate.token]
-        child = self._make_context(parent, tokens, parent.max_length, prompt.ends)
+        child = self._make_context(parent, tokens, parent.max_length, prompt.end_tokens)
         self._pipeline.kv.fork(parent, child)
         return child
 
@@ -320,7 +324,9 @@ class BeamSearch:
     # -- The model ---------------------------------------------------------------------------------------
 
     def _score(self, contexts: Sequence[TextContext]) -> dict[str, Mapping[int, float]]:
-        """Return the best next tokens of each context, by request id. Computes long prompts in chunks."""
+        """Return the log probabilities of the best next tokens of each context, by request id.
+
+        Long prompts are computed in chunks."""
         for context in contexts:
             claim(self._pipeline.kv, context)
         scores: dict[str, Mapping[int, float]] = {}
@@ -330,10 +336,10 @@ class BeamSearch:
             for context in pending[: min(self._max_batch_size, self._max_tokens)]:
                 if not num_left:
                     break
-                rows = min(context.end_idx - context.start_idx, num_left)
-                context.set_token_indices(active_idx=context.start_idx + rows)
+                num_tokens = min(context.end_idx - context.start_idx, num_left)
+                context.set_token_indices(active_idx=context.start_idx + num_tokens)
                 batch[context.request_id] = context
-                num_left -= rows
+                num_left -= num_tokens
             for request_id, response in self._execute(batch).items():
                 if response.tokens:  # the prompt is complete
                     scores[request_id] = _next_tokens(response)
@@ -350,17 +356,17 @@ class BeamSearch:
 
 def _next_tokens(response: TextGenerationResponse) -> Mapping[int, float]:
     if len(response.tokens) > 1:
-        raise UnsupportedFeatureError("beam search", "this pipeline speculates: turn speculation off")
+        raise UnsupportedFeatureError("beam search", "this pipeline uses speculative decoding: disable it")
     log_probabilities = response.tokens[0].log_probabilities
-    assert log_probabilities is not None, "log probabilities were requested"
+    assert log_probabilities is not None, "log probabilities are missing"
     return log_probabilities.top_log_probabilities[-1]
 
 
 def _replace_last(context: TextContext, token: int) -> None:
-    """Replace the last sampled token, which is not computed yet."""
+    """Replace the last sampled token, whose key and value are not computed yet."""
     if int(context.all_tokens[-1]) == token:
         return
-    committed = context.committed_idx
+    num_committed = context.committed_idx
     context.rollback(1)
     context.update(token)
-    context.set_token_indices(committed_idx=committed)  # the blocks before this token stay valid
+    context.set_token_indices(committed_idx=num_committed)  # the blocks before this token stay valid

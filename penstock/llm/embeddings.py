@@ -108,13 +108,14 @@ class EmbeddingsMethods:
             inputs: a text, a list of texts, a list of token ids, or a list of such lists.
             use_tqdm: show a progress bar, if standard error is a terminal.
             prompt: a text that is placed before each input, such as ``"query: "``.
-            prompt_name: the name of a prompt of the checkpoint; excludes ``prompt``.
-            pooling: replaces the checkpoint's pooling.
-            dimensions: keep this many leading dimensions; see `check_dimensions`.
-            normalize: scale the vectors to length 1; None follows the checkpoint.
+            prompt_name: the name of a prompt of the checkpoint; not together with ``prompt``.
+            pooling: the pooling to use instead of the checkpoint's pooling.
+            dimensions: number of leading dimensions to return, see `check_dimensions`; None for all.
+            normalize: whether to scale the vectors to length 1; None for the checkpoint's setting.
             truncate: cut inputs that exceed the maximum length; otherwise they are refused.
             adapter: the LoRA adapter, for all inputs or one for each.
-            task: the task of a checkpoint with task adapters; it also selects the prompt of that name.
+            task: the task of a checkpoint with task adapters. It also selects the prompt with the name of the
+                task.
 
         Returns:
             ``[n, E]`` float32, in the order of the inputs; ``[E]`` for a single input.
@@ -154,7 +155,7 @@ class EmbeddingsMethods:
         Args:
             inputs: see `embed`.
             use_tqdm: show a progress bar, if standard error is a terminal.
-            outputs: the outputs to compute; None computes the model's default.
+            outputs: the outputs to compute; None for the model's default outputs.
             adapter: the LoRA adapter, for all inputs or one for each.
             **options: further fields of `EmbeddingsGenerationRequest`, the same for all inputs.
 
@@ -164,9 +165,9 @@ class EmbeddingsMethods:
         self._check_task("LLM.encode", PipelineTask.EMBEDDINGS_GENERATION)
         batch = as_inputs(inputs)
         adapters: list[str | None] = broadcast("adapter", adapter, len(batch))
-        kinds = None if outputs is None else tuple(outputs)
+        output_types = None if outputs is None else tuple(outputs)
         fields: list[EmbeddingsFields] = [
-            {**options, "input": item, "adapter": name, "outputs": kinds}
+            {**options, "input": item, "adapter": name, "outputs": output_types}
             for item, name in zip(batch, adapters, strict=True)
         ]
         return self._embeddings(fields, use_tqdm)
@@ -182,8 +183,8 @@ class EmbeddingsMethods:
     ) -> npt.NDArray[np.floating]:
         """Return the score of each pair of a query and a document.
 
-        A cross-encoder computes each pair. An embedder computes the similarity of the two embeddings, with
-        the similarity function of the checkpoint.
+        A cross-encoder computes a score for each pair. An embedder computes the similarity of the two
+        embeddings, with the similarity function of the checkpoint.
 
         Args:
             query: one query for all documents, or one query for each.
@@ -234,7 +235,7 @@ class EmbeddingsMethods:
             query: the query.
             documents: the documents.
             use_tqdm: show a progress bar, if standard error is a terminal.
-            top_n: return this many; None returns all.
+            top_n: number of documents to return; None for all.
             truncate: see `score`.
             activation: see `score`.
 
@@ -283,18 +284,18 @@ class EmbeddingsMethods:
                 self._run_embeddings(results, use_tqdm)
             except BaseException:
                 for result in results:
-                    self.pipeline.release(result.context)  # `ready` may have reserved a slot for an adapter
+                    self.pipeline.release(result.context)  # frees an adapter slot that `ready` reserved
                 raise
         return [result.response for result in results if result.response is not None]
 
     def _run_embeddings(self, results: Sequence[EmbeddingsBuilder], use_tqdm: bool) -> None:
         progress = GenerationProgress(len(results), shown=use_tqdm)
         with deferred_interrupts() as deliver_interrupt, progress:
-            for served in self._runner.run(results, seconds=STREAMING_LATENCY_BUDGET):
+            for finished_results in self._runner.run(results, seconds=STREAMING_LATENCY_BUDGET):
                 deliver_interrupt()
                 progress.advance(
-                    num_tokens=sum(result.context.current_length for result in served),
-                    num_prompts=len(served),
+                    num_tokens=sum(result.context.current_length for result in finished_results),
+                    num_prompts=len(finished_results),
                 )
 
     def _embeddings_contexts(self, fields: Sequence[EmbeddingsFields]) -> Iterator[EmbeddingsContext]:
@@ -342,5 +343,5 @@ def is_single(inputs: EmbeddingsInput | Sequence[EmbeddingsInput]) -> bool:
 
 
 def as_inputs(inputs: EmbeddingsInput | Sequence[EmbeddingsInput]) -> list[str | Sequence[int]]:
-    """Return a list of inputs, from a list or a single input. The tokenizer checks each of them."""
+    """Return a list of inputs, from a list or a single input. The tokenizer checks each input."""
     return cast("list[str | Sequence[int]]", [inputs] if is_single(inputs) else list(inputs))

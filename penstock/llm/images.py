@@ -1,4 +1,4 @@
-"""Images in the arguments of `LLM`: PIL images, arrays, paths and bytes."""
+"""Converts the images in arguments of `LLM`: PIL images, arrays, paths and bytes."""
 
 from __future__ import annotations
 
@@ -47,20 +47,22 @@ def prompts_with_images(
 
     Args:
         prompts: one prompt or a list of prompts.
-        images: an image or a list of images for one prompt; a list of such entries for a list of prompts.
+        images: an image or a list of images for one prompt. For a list of prompts it is a list with one entry
+            for each prompt.
 
     Raises:
         InputError: the list has another length than the prompts.
     """
-    batch, is_one = split_prompts(prompts)
-    return list(zip(batch, images_per_prompt(images, len(batch), is_one_prompt=is_one), strict=True))
+    batch, is_one_prompt = split_prompts(prompts)
+    return list(zip(batch, images_per_prompt(images, len(batch), is_one_prompt=is_one_prompt), strict=True))
 
 
 def images_per_prompt(images: object, num_prompts: int, *, is_one_prompt: bool) -> list[list[Image] | None]:
-    """Return the images of each prompt; no file is read.
+    """Return the images of each prompt. No file is read.
 
     Args:
-        images: an image or a list of images for one prompt; a list of such entries for a list of prompts.
+        images: an image or a list of images for one prompt. For a list of prompts it is a list with one entry
+            for each prompt.
         num_prompts: the number of prompts.
         is_one_prompt: whether a single prompt was given instead of a list.
 
@@ -82,10 +84,10 @@ def _as_list(images: object) -> list[Image]:
 
 
 def separate_images(messages: object) -> tuple[object, list[bytes] | None, list[str] | None]:
-    """Return messages without the data of their image parts, the images in order, and their details.
+    """Return (messages without image data, image files in order, ``detail`` of each image).
 
     An image part is ``{"type": "image", "image": ...}`` or OpenAI's ``image_url`` with a ``data:`` URL.
-    Malformed messages are returned unchanged; the chat template rejects them.
+    Malformed messages are returned unchanged, because the chat template rejects them.
 
     Raises:
         InputError: an image part has no image.
@@ -94,8 +96,8 @@ def separate_images(messages: object) -> tuple[object, list[bytes] | None, list[
         return messages, None, None
     images: list[bytes] = []
     details: list[str] = []
-    plain = [_without_images(message, images, details) for message in messages]
-    return (plain, images, details) if images else (messages, None, None)
+    messages_without_images = [_without_images(message, images, details) for message in messages]
+    return (messages_without_images, images, details) if images else (messages, None, None)
 
 
 def _without_images(message: object, images: list[bytes], details: list[str]) -> object:
@@ -108,9 +110,11 @@ def _without_images(message: object, images: list[bytes], details: list[str]) ->
             images.append(image_bytes(part["image"]))
             details.append(str(part.get("detail") or "auto"))
         elif kind == "image_url":
-            given = part.get("image_url")
+            image_url = part.get("image_url")
             url, detail = (
-                (given.get("url"), given.get("detail")) if isinstance(given, Mapping) else (given, None)
+                (image_url.get("url"), image_url.get("detail"))
+                if isinstance(image_url, Mapping)
+                else (image_url, None)
             )
             if not isinstance(url, str) or not url.startswith("data:"):
                 raise InputError(

@@ -1,4 +1,4 @@
-"""`LLM`: generation in this process, without a server."""
+"""`LLM`: generates in this process, without a server."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class LLM(EmbeddingsMethods, SpeechMethods):
     ...     for output in llm.generate(["Once upon a time", "One day"], SamplingParams(max_new_tokens=30)):
     ...         print(output.text)
 
-    One thread at a time may call it; a call from a second thread raises `UnsupportedFeatureError`. An error
-    or Ctrl-C during a call cancels its requests, and the next call starts with an empty scheduler.
+    One thread at a time may call the methods. A call from a second thread raises `UnsupportedFeatureError`.
+    An error or Ctrl-C during a call cancels its requests, and the next call starts with an empty scheduler.
 
     Args:
         model: ``demo``, the folder of a checkpoint, or a model's id on the Hugging Face hub.
@@ -57,16 +57,16 @@ class LLM(EmbeddingsMethods, SpeechMethods):
         ConfigError: unknown field, wrong type or impossible value.
         CheckpointError: the model cannot be found or loaded.
         InsufficientMemoryError: weights and the smallest useful KV cache do not fit.
-        ForkedProcessError: this process was forked from a process that had loaded a model.
+        ForkedProcessError: this process was forked from a process with a loaded model.
     """
 
     _runner_class: ClassVar[type[BatchRunner]] = BatchRunner
 
     def __init__(self, model: str | PathLike[str] = "demo", **config: Unpack[PipelineOptions]) -> None:
-        given: dict[str, object] = {**config}
-        if "model_path" in given:
+        options: dict[str, object] = {**config}
+        if "model_path" in options:
             raise ConfigError("model_path", "is the first argument of LLM: leave out model_path")
-        self._begin(PipelineConfig.from_flat({"model_path": model, **given}, "LLM"), CATALOG)
+        self._initialize(PipelineConfig.from_flat({"model_path": model, **options}, "LLM"), CATALOG)
 
     @classmethod
     def from_config(cls, config: PipelineConfig, *, catalog: Catalog = CATALOG) -> Self:
@@ -77,10 +77,10 @@ class LLM(EmbeddingsMethods, SpeechMethods):
             catalog: the architectures and tasks to choose from.
         """
         llm = cls.__new__(cls)
-        llm._begin(config, catalog)
+        llm._initialize(config, catalog)
         return llm
 
-    def _begin(self, config: PipelineConfig, catalog: Catalog) -> None:
+    def _initialize(self, config: PipelineConfig, catalog: Catalog) -> None:
         self.config = config
         self.tokenizer: Any
         """The tokenizer of the model's task."""
@@ -114,24 +114,27 @@ class LLM(EmbeddingsMethods, SpeechMethods):
 
         Args:
             prompts: a text, a list of texts, a list of token ids, or a list of such lists.
-            sampling_params: one for all prompts, or one for each. None takes the values of the model's
-                ``generation_config.json``, then OpenAI's defaults, and a new seed for each prompt.
+            sampling_params: one value for all prompts, or one for each. None stands for the values of the
+                model's ``generation_config.json``, OpenAI's defaults for missing values, and a new seed for
+                each prompt.
             use_tqdm: show a progress bar if standard error is a terminal.
-            n: outputs for each prompt. The prompt is computed once. The seed of output ``i`` is derived from
-                the prompt's seed and ``i``; output 0 equals the output of ``n=1``.
+            n: number of outputs for each prompt. The prompt is computed once. The seed of output ``i`` is
+                derived from the prompt's seed and ``i``; output 0 equals the output of ``n=1``.
             best_of: generate this many outputs and return the ``n`` with the highest mean log probability,
                 best first.
-            logprobs: return the log probability of each generated token, and of this many most probable
-                tokens at its position.
-            prompt_logprobs: the same for the tokens of the prompt, which is then computed without the prefix
-                cache.
-            grammar: the grammar of the outputs; one for all prompts, or one for each.
+            logprobs: number of most probable tokens at each position whose log probabilities are returned, in
+                addition to the log probability of the generated token. prompt_logprobs: number of most
+                probable tokens at each position of the prompt; see ``logprobs``. The prompt is then computed
+                without the prefix cache.
+            grammar: the grammar of the outputs: one grammar for all prompts, or one for each.
             response_format: the grammar in OpenAI's form: ``{"type": "json_schema", "json_schema": {...}}``.
-            adapter: the LoRA adapter; one for all prompts, or one for each.
-            priority: prompts with a higher number are scheduled first; one for all prompts, or one for each.
-            images: the images of the prompt, one or a list, for a model that reads images: PIL images, arrays
-                ``[H, W, 3]`` of uint8, paths, or bytes of files. For a list of prompts, a list with one entry
-                for each. The prompt has the model's placeholder, such as ``<image>``, for each image.
+            adapter: the LoRA adapter: one name for all prompts, or one for each.
+            priority: prompts with a higher number are scheduled first: one number for all prompts, or one for
+                each.
+            images: the images of the prompt for a model that reads images: one image or a list. An image is a
+                PIL image, an array ``[H, W, 3]`` of uint8, a path, or the bytes of a file. For a list of
+                prompts, ``images`` is a list with one entry for each prompt. The prompt must contain the
+                model's placeholder, such as ``<image>``, for each image.
 
         Returns:
             ``n`` outputs for each prompt, in the order of the prompts.
@@ -144,7 +147,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
         batch = BatchFields(
             response_format=response_format, grammar=grammar, adapter=adapter, priority=priority
         )
-        options = OutputOptions.of(n, best_of, logprobs, prompt_logprobs)
+        options = OutputOptions.from_arguments(n, best_of, logprobs, prompt_logprobs)
         return self._text.generate(batch.for_prompts(prompts, images), sampling_params, options, use_tqdm)
 
     @hinting
@@ -167,7 +170,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
     ) -> list[GenerationOutput]:
         """Generate the next message of conversations, formatted with the model's chat template.
 
-        The other parameters are those of `generate`.
+        See `generate` for the other parameters.
 
         Args:
             messages: a list of messages (``{"role": "user", "content": "Hello"}``), or a list of such lists.
@@ -188,7 +191,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
             response_format=response_format, grammar=grammar, adapter=adapter, priority=priority
         )
         fields = batch.for_conversations(messages, tools, chat_template_kwargs)
-        options = OutputOptions.of(n, best_of, logprobs, prompt_logprobs)
+        options = OutputOptions.from_arguments(n, best_of, logprobs, prompt_logprobs)
         return self._text.generate(fields, sampling_params, options, use_tqdm)
 
     @hinting
@@ -209,9 +212,9 @@ class LLM(EmbeddingsMethods, SpeechMethods):
     ) -> TextStream:
         """Return the text of one prompt or conversation as a stream of pieces.
 
-        Other calls raise `UnsupportedFeatureError` from the first piece until the last one, or until the
-        stream's ``close()``. Parameters are those of `generate` and `chat`. Log probabilities are in the
-        stream's ``output``.
+        Other calls raise `UnsupportedFeatureError` from the first piece until the last piece, or until the
+        stream's ``close()``. See `generate` and `chat` for the parameters. The stream's ``output`` contains
+        the log probabilities.
 
         Raises:
             InputError: the prompt cannot be served.
@@ -220,15 +223,15 @@ class LLM(EmbeddingsMethods, SpeechMethods):
         self._check_task("LLM.stream", PipelineTask.TEXT_GENERATION)
         if (prompt is None) == (messages is None):
             raise InputError("give either a prompt or messages")
-        (own,) = images_per_prompt(images, 1, is_one_prompt=True)
-        options = OutputOptions.of(1, None, logprobs, prompt_logprobs)
+        (prompt_images,) = images_per_prompt(images, 1, is_one_prompt=True)
+        options = OutputOptions.from_arguments(1, None, logprobs, prompt_logprobs)
         request = self._text.request(
             0,
             params_for_each(self.config, sampling_params, 1)[0],
             options,
             prompt=prompt,
             messages=messages,
-            images=own,
+            images=prompt_images,
             tools=tools,
             chat_template_options=chat_template_kwargs,
             grammar=grammar,
@@ -252,22 +255,22 @@ class LLM(EmbeddingsMethods, SpeechMethods):
         adapter: str | None = None,
         use_tqdm: bool = True,
     ) -> list[GenerationOutput]:
-        """Search for the most probable completions with several beams, as transformers' ``generate`` does.
+        """Search for the most probable completions with beam search, like transformers' ``generate``.
 
         Args:
             prompts: see `generate`.
             num_beams: number of beams per prompt.
             num_return_sequences: number of outputs per prompt, at most ``num_beams``.
             max_new_tokens: maximum number of tokens of a completion; None uses the model's maximum length.
-            length_penalty: above 0 favours long completions, below 0 short ones.
+            length_penalty: values above 0 favour long completions, values below 0 short completions.
             early_stopping: when the search ends (`BeamOptions.early_stopping`).
-            ignore_eos: let all completions grow to the maximum length.
+            ignore_eos: whether all completions continue to the maximum length.
             adapter: the LoRA adapter.
             use_tqdm: see `generate`.
 
         Returns:
             ``num_return_sequences`` outputs for each prompt, best first, in the order of the prompts. Each
-            has its ``score`` and the log probabilities of its tokens.
+            output has its ``score`` and the log probabilities of its tokens.
 
         Raises:
             InputError: a prompt cannot be served; no prompt has been run.
@@ -303,7 +306,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
         return outputs
 
     def close(self) -> None:
-        """Free the model's memory. Does nothing if it is closed; other calls then raise `InputError`."""
+        """Free the model's memory. Later calls of other methods raise `InputError`."""
         if not self._is_open:
             return
         with self._runner.exclusive():
@@ -332,9 +335,9 @@ class LLM(EmbeddingsMethods, SpeechMethods):
         if not self._is_open:
             raise InputError("this LLM is closed: make a new one")
         self.pipeline.session.check_process()
-        served = self.config.model.pipeline_task
-        if served is not task:
-            raise TaskMismatchError(method, task.option, served.option)
+        model_task = self.config.model.pipeline_task
+        if model_task is not task:
+            raise TaskMismatchError(method, task.option, model_task.option)
 
     @property
     def _is_open(self) -> bool:

@@ -1,4 +1,4 @@
-"""The output of a prompt, complete or as a stream of pieces."""
+"""Outputs of prompts, complete or as a stream of pieces."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class GenerationOutput:
     """One generated completion of a prompt."""
 
     text: str
-    """The generated text; it ends before a stop string. Empty with ``SamplingParams(detokenize=False)``."""
+    """The generated text, up to a stop string. Empty with ``SamplingParams(detokenize=False)``."""
     token_ids: list[int]
     """The generated tokens up to the token that completed a stop string, without the end-of-sequence
     token."""
@@ -39,9 +39,10 @@ class GenerationOutput:
     prompt: str | None
     """The prompt's text, or the rendered chat template; None if the prompt was token ids."""
     index: int = 0
-    """The index of this output among those of its prompt."""
+    """The index of this output among the outputs of its prompt."""
     log_probabilities: LogProbabilities | None = None
-    """One entry for each of ``token_ids``, before penalties and temperature; None unless requested."""
+    """One entry for each of ``token_ids``, computed before penalties and temperature; None unless requested.
+    """
     prompt_log_probabilities: LogProbabilities | None = None
     """One entry for each of ``prompt_token_ids`` except the first; None unless requested."""
     score: float | None = None
@@ -53,7 +54,7 @@ class GenerationOutput:
         """Return the output of a finished beam."""
         tokens = beam.token_ids[:-1] if beam.ended else beam.token_ids
         values = beam.log_probabilities[: len(tokens)]
-        tops = [{token: value} for token, value in zip(tokens, values, strict=True)]
+        top_log_probabilities = [{token: value} for token, value in zip(tokens, values, strict=True)]
         return cls(
             text=text_after_prompt(tokenizer, context.prompt_tokens, tokens),
             token_ids=tokens,
@@ -63,7 +64,7 @@ class GenerationOutput:
             num_generated_tokens=len(beam.token_ids),
             prompt=context.prompt if isinstance(context.prompt, str) else None,
             index=index,
-            log_probabilities=LogProbabilities(values, tops),
+            log_probabilities=LogProbabilities(values, top_log_probabilities),
             score=beam.score,
         )
 
@@ -78,7 +79,9 @@ class OutputOptions:
     prompt_logprobs: int | None = None
 
     @classmethod
-    def of(cls, n: int, best_of: int | None, logprobs: int | None, prompt_logprobs: int | None) -> Self:
+    def from_arguments(
+        cls, n: int, best_of: int | None, logprobs: int | None, prompt_logprobs: int | None
+    ) -> Self:
         """Return the checked options.
 
         Raises:
@@ -122,18 +125,18 @@ class OutputBuilder:
         self._detokenizer = detokenizer
         self._token_ids: list[int] = []
         self._log_probabilities = LogProbabilities([], [])
-        self._of_prompt: LogProbabilities | None = None
+        self._prompt_log_probabilities: LogProbabilities | None = None
         self._status = TextGenerationStatus.ACTIVE
-        # The step that computes the prompt always samples a token, even with max_new_tokens = 0.
-        self._wants_tokens = context.sampling_params.max_new_tokens != 0
+        # The step that computes the prompt always samples a token. With max_new_tokens = 0 it is dropped.
+        self._collects_tokens = context.sampling_params.max_new_tokens != 0
 
     def take(self, response: TextGenerationResponse) -> None:
         """Add the output of one step."""
-        for part in response.tokens:
-            if part.log_probabilities is not None:
-                self._take_log_probabilities(part.log_probabilities)
-        tokens = [int(token.next_token) for token in response.tokens] if self._wants_tokens else []
-        before = len(self._token_ids)
+        for token_response in response.tokens:
+            if token_response.log_probabilities is not None:
+                self._take_log_probabilities(token_response.log_probabilities)
+        tokens = [int(token.next_token) for token in response.tokens] if self._collects_tokens else []
+        num_before = len(self._token_ids)
         self._token_ids += tokens
         self._status = response.final_status
         self.is_done = response.is_done
@@ -145,7 +148,7 @@ class OutputBuilder:
             if self._detokenizer.stop_match is not None:
                 del self._token_ids[self._detokenizer.num_tokens :]
                 self.is_done = True
-        self.num_new_tokens = len(self._token_ids) - before
+        self.num_new_tokens = len(self._token_ids) - num_before
 
     @property
     def num_tokens(self) -> int:
@@ -157,14 +160,14 @@ class OutputBuilder:
         """The tokens so far."""
         return self._token_ids
 
-    def take_prompt(self, rows: LogProbabilities) -> None:
-        """Store the log probabilities of the prompt of an output without tokens."""
-        self._of_prompt = rows
+    def take_prompt_log_probabilities(self, rows: LogProbabilities) -> None:
+        """Store the log probabilities of the prompt. Used if the output has no tokens."""
+        self._prompt_log_probabilities = rows
 
     @property
     def prompt_log_probabilities(self) -> LogProbabilities | None:
         """The log probabilities of the prompt; None unless the context echoes it."""
-        return self._of_prompt or self.context.prompt_log_probabilities
+        return self._prompt_log_probabilities or self.context.prompt_log_probabilities
 
     @property
     def mean_log_probability(self) -> float:
@@ -176,31 +179,31 @@ class OutputBuilder:
         self,
         options: OutputOptions = _DEFAULT_OPTIONS,
         index: int = 0,
-        of_prompt: OutputBuilder | None = None,
+        prompt_builder: OutputBuilder | None = None,
     ) -> GenerationOutput:
         """Return the finished output.
 
         Args:
             options: the log probabilities that the output reports.
             index: the index among the outputs of the prompt.
-            of_prompt: the builder that has the prompt's log probabilities; by default this builder.
+            prompt_builder: the builder that has the prompt's log probabilities; by default this builder.
         """
-        stopped = self._detokenizer is not None and self._detokenizer.stop_match is not None
-        at_end = self._status is TextGenerationStatus.END_OF_SEQUENCE
-        ended = at_end and not stopped and self._wants_tokens
+        is_stopped = self._detokenizer is not None and self._detokenizer.stop_match is not None
+        is_end_of_sequence = self._status is TextGenerationStatus.END_OF_SEQUENCE
+        has_ended = is_end_of_sequence and not is_stopped and self._collects_tokens
         prompt_tokens = self.context.prompt_tokens.tolist()
         return GenerationOutput(
             text=self._detokenizer.text if self._detokenizer is not None else "",
             token_ids=self._token_ids,
             prompt_token_ids=prompt_tokens,
-            finish_reason="stop" if stopped or ended else "length",
+            finish_reason="stop" if is_stopped or has_ended else "length",
             num_cached_tokens=self.context.num_cached_tokens,
-            num_generated_tokens=len(self._token_ids) + ended,
+            num_generated_tokens=len(self._token_ids) + has_ended,
             prompt=self.context.prompt if isinstance(self.context.prompt, str) else None,
             index=index,
             log_probabilities=_cut(self._log_probabilities, options.logprobs, self._token_ids),
             prompt_log_probabilities=_cut(
-                (of_prompt or self).prompt_log_probabilities, options.prompt_logprobs, prompt_tokens[1:]
+                (prompt_builder or self).prompt_log_probabilities, options.prompt_logprobs, prompt_tokens[1:]
             ),
             score=None if options.best_of is None else self.mean_log_probability,
         )
@@ -210,19 +213,22 @@ class OutputBuilder:
 
         With echo, the rows of the first token begin with the rows of the prompt.
         """
-        values, tops = rows.token_log_probabilities, rows.top_log_probabilities
-        if self.context.log_probabilities_echo and self._of_prompt is None:
-            self._of_prompt = LogProbabilities(values[:-1], tops[:-1])
+        values, top_log_probabilities = rows.token_log_probabilities, rows.top_log_probabilities
+        if self.context.log_probabilities_echo and self._prompt_log_probabilities is None:
+            self._prompt_log_probabilities = LogProbabilities(values[:-1], top_log_probabilities[:-1])
         self._log_probabilities.token_log_probabilities.append(values[-1])
-        self._log_probabilities.top_log_probabilities.append(tops[-1])
+        self._log_probabilities.top_log_probabilities.append(top_log_probabilities[-1])
 
 
 def best_first(choices: Sequence[OutputBuilder], options: OutputOptions) -> list[GenerationOutput]:
     """Return all outputs of one prompt in order, or with ``best_of`` the ``n`` best outputs, best first."""
-    ranked = list(choices)
+    ranked_builders = list(choices)
     if options.best_of is not None:
-        ranked.sort(key=lambda builder: -builder.mean_log_probability)
-    return [builder.output(options, index, choices[0]) for index, builder in enumerate(ranked[: options.n])]
+        ranked_builders.sort(key=lambda builder: -builder.mean_log_probability)
+    return [
+        builder.output(options, index, choices[0])
+        for index, builder in enumerate(ranked_builders[: options.n])
+    ]
 
 
 def _cut(rows: LogProbabilities | None, top_n: int | None, tokens: Sequence[int]) -> LogProbabilities | None:
@@ -232,12 +238,12 @@ def _cut(rows: LogProbabilities | None, top_n: int | None, tokens: Sequence[int]
     if rows is None:  # a prompt of one token has no rows
         return LogProbabilities([], [])
     end = len(tokens)
-    of_tokens = LogProbabilities(rows.token_log_probabilities[:end], rows.top_log_probabilities[:end])
-    return of_tokens.cut(top_n, tokens)
+    token_rows = LogProbabilities(rows.token_log_probabilities[:end], rows.top_log_probabilities[:end])
+    return token_rows.cut(top_n, tokens)
 
 
 class TextStream(Iterator[str]):
-    """The text of one prompt as a stream of pieces; joined they are ``output.text``.
+    """The text of one prompt as a stream of pieces. Their concatenation is ``output.text``.
 
     >>> stream = llm.stream("Once upon a time")  # doctest: +SKIP
     >>> for piece in stream:  # doctest: +SKIP
@@ -262,7 +268,7 @@ class TextStream(Iterator[str]):
 
     @property
     def num_tokens(self) -> int:
-        """The number of generated tokens so far; one piece can hold several tokens."""
+        """The number of generated tokens so far. One piece can contain several tokens."""
         return self._builder.num_tokens
 
     @property

@@ -16,21 +16,21 @@ ChatMessages: TypeAlias = Sequence[Mapping[str, object]]
 ToolDescriptions: TypeAlias = Sequence[Mapping[str, object]]
 """Descriptions of functions, as OpenAI's ``tools`` (`TokenGeneratorRequestTool`)."""
 
-_NO_BATCH = (str, bytes, bytearray, memoryview, Mapping, Set)
+_SINGLE_PROMPT_TYPES = (str, bytes, bytearray, memoryview, Mapping, Set)
 """Iterable types that count as one prompt: a text, or a value that the tokenizer rejects."""
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return a list of prompts, from a list or a single prompt. The tokenizer checks each of them."""
+    """Return a list of prompts, from a list or a single prompt. The tokenizer checks each prompt."""
     return split_prompts(prompts)[0]
 
 
 def split_prompts(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
     """Return (a list of prompts, whether a single prompt was given)."""
-    if isinstance(prompts, _NO_BATCH) or not isinstance(prompts, Iterable):
+    if isinstance(prompts, _SINGLE_PROMPT_TYPES) or not isinstance(prompts, Iterable):
         return [prompts], True
     batch = list(prompts)
-    if batch and all(_is_token(request) for request in batch):
+    if batch and all(_is_token(item) for item in batch):
         return [cast("list[int]", batch)], True
     return cast("list[Prompt]", batch), False
 
@@ -41,10 +41,10 @@ def _is_token(value: object) -> bool:
 
 def as_conversations(messages: ChatMessages | Sequence[ChatMessages]) -> list[object]:
     """Return a list of conversations, from a list or a single conversation."""
-    given: object = messages
-    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
-        raise InputError(f"messages must be a list of messages or of such lists, was {given!r}")
-    conversations = list(given)
+    message_list: object = messages
+    if not isinstance(message_list, Sequence) or isinstance(message_list, str | bytes):
+        raise InputError(f"messages must be a list of messages or of such lists, was {message_list!r}")
+    conversations = list(message_list)
     return (
         [conversations]
         if any(isinstance(conversation, Mapping) for conversation in conversations)
@@ -52,35 +52,37 @@ def as_conversations(messages: ChatMessages | Sequence[ChatMessages]) -> list[ob
     )
 
 
-def broadcast(name: str, given: T | Sequence[T], num_prompts: int) -> list[T]:
+def broadcast(name: str, values: T | Sequence[T], num_prompts: int) -> list[T]:
     """Return one value for each prompt, from a list or a single value.
 
     Raises:
         InputError: the list has another length than the prompts.
     """
-    if isinstance(given, str) or not isinstance(given, Sequence):
-        return [given] * num_prompts
-    if len(given) != num_prompts:
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        return [values] * num_prompts
+    if len(values) != num_prompts:
         raise InputError(
-            f"{len(given)} {name} were given for {num_prompts} prompts: give one for all, or one for each"
+            f"{len(values)} {name} were given for {num_prompts} prompts: give one for all, or one for each"
         )
-    return list(given)
+    return list(values)
 
 
 def params_for_each(
-    config: PipelineConfig, given: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    config: PipelineConfig,
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    num_prompts: int,
 ) -> list[SamplingParams]:
     """Return the sampling parameters of each prompt; None stands for the model's defaults with a new seed.
 
     Raises:
-        InputError: the list has another length than the prompts, or an element of another type.
+        InputError: the list has a different length than the prompts, or an element of a different type.
     """
-    if given is None:
+    if sampling_params is None:
         return [config.default_sampling_params() for _ in range(num_prompts)]
-    if isinstance(given, SamplingParams):
-        return [given] * num_prompts
-    params = list(given) if isinstance(given, Sequence) else [given]
-    for sampling in params:
-        if not isinstance(sampling, SamplingParams):
-            raise InputError(f"sampling_params must be SamplingParams, was {type(sampling).__name__}")
+    if isinstance(sampling_params, SamplingParams):
+        return [sampling_params] * num_prompts
+    params = list(sampling_params) if isinstance(sampling_params, Sequence) else [sampling_params]
+    for element in params:
+        if not isinstance(element, SamplingParams):
+            raise InputError(f"sampling_params must be SamplingParams, was {type(element).__name__}")
     return broadcast("sampling_params", params, num_prompts)

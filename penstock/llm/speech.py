@@ -81,7 +81,7 @@ class SpeechResult:
 
 
 class SpeechStream(Iterator[AudioGeneratorOutput]):
-    """The audio of one text as a stream of chunks; ``is_done`` is set in the last chunk."""
+    """The audio of one text as a stream of chunks. ``is_done`` is True in the last chunk."""
 
     def __init__(self, chunks: Generator[AudioGeneratorOutput, None, None], sample_rate: int) -> None:
         self._chunks = chunks
@@ -100,8 +100,8 @@ def voice_options(
     voice: str | None,
     codes: Sequence[int],
     transcription: str,
-    known: Mapping[str, VoicePrompt],
-    form: SpeechFormat,
+    voices: Mapping[str, VoicePrompt],
+    speech_format: SpeechFormat,
 ) -> VoiceFields:
     """Return the request fields that select a voice.
 
@@ -109,8 +109,8 @@ def voice_options(
         voice: the name of a voice, or None.
         codes: the codes of a voice to imitate; empty for none.
         transcription: the transcription of ``codes``.
-        known: the configured voices.
-        form: the model's speech format.
+        voices: the configured voices.
+        speech_format: the model's speech format.
 
     Raises:
         InputError: the voice is unknown, or both a voice and codes are given.
@@ -121,8 +121,8 @@ def voice_options(
             "audio_prompt_transcription": transcription,
         }
     if len(codes):
-        raise InputError("give either voice or audio_prompt_tokens: both choose a voice")
-    return voice_fields(voice, known, form)
+        raise InputError("give either voice or audio_prompt_tokens, because both select a voice")
+    return voice_fields(voice, voices, speech_format)
 
 
 def speech_contexts(
@@ -138,7 +138,7 @@ def speech_contexts(
         config: the configuration, with defaults of sampling parameters.
         tokenizer: splits and encodes the text.
         text: the text.
-        params: None takes the defaults and a new seed.
+        params: the sampling parameters; None for the defaults and a new seed.
         fields: further fields of the requests.
 
     Raises:
@@ -182,11 +182,11 @@ class SpeechMethods:
 
         Args:
             texts: a text, or a list of texts.
-            sampling_params: None takes the values of the checkpoint, then those of its speech format, and a
-                new seed.
+            sampling_params: None stands for the checkpoint's values, the values of its speech format if they
+                are missing, and a new seed.
             use_tqdm: show a progress bar, if standard error is a terminal.
             voice: the name of a voice of the model, or of a configured voice to imitate.
-            audio_prompt_tokens: codes of a voice to imitate; excludes ``voice``.
+            audio_prompt_tokens: codes of a voice to imitate; not together with ``voice``.
             audio_prompt_transcription: the transcription of ``audio_prompt_tokens``.
             adapter: the LoRA adapter.
 
@@ -194,7 +194,7 @@ class SpeechMethods:
             A `Speech` for a single text, or a list of `Speech` objects in the order of the texts.
 
         Raises:
-            InputError: a text cannot be spoken; then no text was spoken.
+            InputError: a text cannot be converted to speech; no text has been converted.
             RequestFailedError: the model generated no speech.
             TaskMismatchError: the model does not generate audio.
         """
@@ -218,14 +218,15 @@ class SpeechMethods:
         progress = GenerationProgress(len(builders), shown=use_tqdm)
         with self._runner.exclusive(), deferred_interrupts() as deliver_interrupts, progress:
             counts = {builder.context.request_id: 0 for builder in builders}
-            for served in self._runner.run(builders, seconds=BATCH_LATENCY_BUDGET):
+            for updated_results in self._runner.run(builders, seconds=BATCH_LATENCY_BUDGET):
                 deliver_interrupts()
                 totals = {
-                    result.context.request_id: len(result.context.generated_tokens) for result in served
+                    result.context.request_id: len(result.context.generated_tokens)
+                    for result in updated_results
                 }
                 progress.advance(
-                    num_tokens=sum(total - counts[name] for name, total in totals.items()),
-                    num_prompts=sum(result.is_done for result in served),
+                    num_tokens=sum(total - counts[request_id] for request_id, total in totals.items()),
+                    num_prompts=sum(result.is_done for result in updated_results),
                 )
                 counts |= totals
         speeches = [self._speech(parts) for parts in results]
@@ -241,10 +242,10 @@ class SpeechMethods:
         audio_prompt_transcription: str = "",
         adapter: str | None = None,
     ) -> SpeechStream:
-        """Return the audio of one text as a stream of chunks, the first as early as possible.
+        """Return the audio of one text as a stream of chunks, the first chunk as early as possible.
 
-        The parameters are those of `speak`. The audio of the parts of a long text is generated in order. The
-        metadata of a chunk are ``sample_rate``, ``num_tokens`` so far, ``seconds`` of audio so far, and
+        See `speak` for the parameters. The audio of the parts of a long text is generated in order. The
+        metadata of a chunk contain ``sample_rate``, ``num_tokens`` so far, ``seconds`` of audio so far, and
         ``elapsed_seconds`` since the start. Other calls raise `UnsupportedFeatureError` until the stream ends
         or is closed.
 
@@ -285,9 +286,9 @@ class SpeechMethods:
         self, voice: str | None, codes: Sequence[int], transcription: str, adapter: str | None
     ) -> SpeechFields:
         """Return the request fields that are the same for all parts of all texts."""
-        known, form = self.pipeline.voices, self.tokenizer.speech_format
+        configured_voices, speech_format = self.pipeline.voices, self.tokenizer.speech_format
         return {
-            **voice_options(voice, codes, transcription, known, form),
+            **voice_options(voice, codes, transcription, configured_voices, speech_format),
             "streaming": False,
             "adapter": adapter,
             "cache_salt": None,

@@ -1,4 +1,4 @@
-"""Text requests of `LLM`: converts prompts to contexts, and their outputs to results."""
+"""Text requests of `LLM`: converts prompts to contexts, and outputs of contexts to results."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TextFields(TypedDict, total=False):
 
     prompt: Prompt | None
     messages: object
-    """Messages. The chat template checks them. Image parts may have any `Image`."""
+    """Messages. The chat template checks them. Image parts may contain any `Image`."""
     images: list[Image] | None
     tools: ToolDescriptions | None
     chat_template_options: dict[str, object] | None
@@ -59,7 +59,7 @@ class TextFields(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchFields:
-    """The fields of several requests: one value for all of them, or a list with one for each."""
+    """The fields of several requests. A field has one value for all requests or a list of their values."""
 
     response_format: Mapping[str, object] | None
     grammar: Grammar | Sequence[Grammar | None] | None
@@ -74,9 +74,11 @@ class BatchFields:
         Raises:
             InputError: a list has another length than the prompts.
         """
-        given = prompts_with_images(prompts, images)
-        each = zip(given, self._each(len(given)), strict=True)
-        return [{**more, "prompt": prompt, "images": own} for (prompt, own), more in each]
+        prompts_and_images = prompts_with_images(prompts, images)
+        pairs = zip(prompts_and_images, self._fields_of_requests(len(prompts_and_images)), strict=True)
+        return [
+            {**fields, "prompt": prompt, "images": prompt_images} for (prompt, prompt_images), fields in pairs
+        ]
 
     def for_conversations(
         self,
@@ -89,20 +91,25 @@ class BatchFields:
         Raises:
             InputError: a list has another length than the conversations.
         """
-        given = as_conversations(messages)
-        each = zip(given, self._each(len(given)), strict=True)
+        conversations = as_conversations(messages)
+        pairs = zip(conversations, self._fields_of_requests(len(conversations)), strict=True)
         return [
             {**fields, "messages": conversation, "tools": tools, "chat_template_options": template_options}
-            for conversation, fields in each
+            for conversation, fields in pairs
         ]
 
-    def _each(self, num: int) -> list[TextFields]:
-        grammars: list[Grammar | None] = broadcast("grammar", self.grammar, num)
-        adapters: list[str | None] = broadcast("adapter", self.adapter, num)
-        priorities = broadcast("priority", self.priority, num)
+    def _fields_of_requests(self, num_requests: int) -> list[TextFields]:
+        grammars: list[Grammar | None] = broadcast("grammar", self.grammar, num_requests)
+        adapters: list[str | None] = broadcast("adapter", self.adapter, num_requests)
+        priorities = broadcast("priority", self.priority, num_requests)
         return [
-            {"response_format": self.response_format, "grammar": grammar, "adapter": name, "priority": number}
-            for grammar, name, number in zip(grammars, adapters, priorities, strict=True)
+            {
+                "response_format": self.response_format,
+                "grammar": grammar,
+                "adapter": adapter,
+                "priority": priority,
+            }
+            for grammar, adapter, priority in zip(grammars, adapters, priorities, strict=True)
         ]
 
 
@@ -128,21 +135,24 @@ class TextRequests:
         use_tqdm: bool,
     ) -> list[GenerationOutput]:
         """Run one request for each entry of `fields`."""
-        num = len(fields)
-        params = params_for_each(self._config, sampling_params, num)
-        requests = [self.request(index, params[index], options, **fields[index]) for index in range(num)]
-        builders = [self.builders(request, options, num) for request in requests]
-        together = list(chain.from_iterable(builders))
-        progress = GenerationProgress(len(together), shown=use_tqdm)
-        # Set the signal handler once for all steps: setting it takes a tenth of the Python time of a step.
+        num_requests = len(fields)
+        params = params_for_each(self._config, sampling_params, num_requests)
+        requests = [
+            self.request(index, params[index], options, **fields[index]) for index in range(num_requests)
+        ]
+        builders_by_request = [self.builders(request, options, num_requests) for request in requests]
+        all_builders = list(chain.from_iterable(builders_by_request))
+        progress = GenerationProgress(len(all_builders), shown=use_tqdm)
+        # The signal handler is set once for all steps, because setting it takes a tenth of the Python time of
+        # a step.
         with self._runner.exclusive(), deferred_interrupts() as deliver_interrupts, progress:
-            for served in self._runner.run(together, seconds=BATCH_LATENCY_BUDGET):
+            for updated_builders in self._runner.run(all_builders, seconds=BATCH_LATENCY_BUDGET):
                 deliver_interrupts()
                 progress.advance(
-                    num_tokens=sum(builder.num_new_tokens for builder in served),
-                    num_prompts=sum(builder.is_done for builder in served),
+                    num_tokens=sum(builder.num_new_tokens for builder in updated_builders),
+                    num_prompts=sum(builder.is_done for builder in updated_builders),
                 )
-        return [output for choices in builders for output in best_first(choices, options)]
+        return [output for choices in builders_by_request for output in best_first(choices, options)]
 
     def stream(self, builder: OutputBuilder) -> Generator[str, None, None]:
         """Run one context and yield its text in pieces."""
@@ -154,7 +164,7 @@ class TextRequests:
     def request(
         self, index: int, params: SamplingParams, options: OutputOptions, **fields: Unpack[TextFields]
     ) -> TokenGeneratorRequest:
-        """Return a request with these fields; see `text_request`."""
+        """Return a request with ``fields``, see `text_request`."""
         return text_request(self._config.model.name, index, params, options, **fields)
 
     def context(self, request: TokenGeneratorRequest, num_requests: int) -> TextContext:
@@ -193,10 +203,10 @@ def text_request(
     Raises:
         InputError: an image cannot be read, or both messages and ``images`` are given.
     """
-    messages, given = fields.get("messages"), fields.get("images")
-    images, details = None if given is None else list(map(image_bytes, given)), None
+    messages, image_list = fields.get("messages"), fields.get("images")
+    images, details = None if image_list is None else list(map(image_bytes, image_list)), None
     if messages is not None:
-        if given is not None:
+        if image_list is not None:
             raise InputError("the images of messages are parts of their content: leave out images")
         messages, images, details = separate_images(messages)
     return TokenGeneratorRequest(
@@ -225,8 +235,8 @@ def make_builders(
 ) -> list[OutputBuilder]:
     """Return one builder for each choice of a prompt. Only the first choice echoes the prompt."""
     contexts = choice_contexts(context, options.num_choices)
-    for other in contexts[1:]:
-        other.log_probabilities_echo = False
+    for further_context in contexts[1:]:
+        further_context.log_probabilities_echo = False
     stop = contexts[0].sampling_params.stop
     if contexts[0].sampling_params.detokenize:
         prompt = contexts[0].prompt_tokens

@@ -1,4 +1,4 @@
-"""Audio files: reads recordings, and encodes samples as a file or as a stream.
+"""Reads audio files, and encodes samples as a file or as a stream.
 
 WAV and PCM need no library. All other formats need ``soundfile`` (the extra ``audio``).
 """
@@ -50,7 +50,7 @@ AUDIO_FORMATS: Mapping[str, AudioFormat] = {
         AudioFormat("opus", "audio/ogg", "OGG", "OPUS"),
     )
 }
-"""The output formats by name, which is also the suffix of the file."""
+"""The output formats by name. The name is also the suffix of the file."""
 
 
 def audio_format(name: str) -> AudioFormat:
@@ -70,13 +70,13 @@ def audio_format(name: str) -> AudioFormat:
 
 def pcm_bytes(samples: Samples) -> bytes:
     """Return samples as 16-bit little-endian integers. Samples outside -1 to 1 are clipped."""
-    scaled = np.rint(np.clip(samples, -1.0, 1.0) * 32767.0)
-    data: bytes = scaled.astype("<i2").tobytes()
+    scaled_samples = np.rint(np.clip(samples, -1.0, 1.0) * 32767.0)
+    data: bytes = scaled_samples.astype("<i2").tobytes()
     return data
 
 
 def wav_header(sample_rate: int, num_samples: int | None) -> bytes:
-    """Return the header of a WAV file with 16-bit samples; ``num_samples`` is None for a stream."""
+    """Return the header of a WAV file with 16-bit samples. ``num_samples`` is None for a stream."""
     size = _UNKNOWN_SIZE if num_samples is None else num_samples * _BYTES_PER_SAMPLE
     riff = _UNKNOWN_SIZE if num_samples is None else size + 36
     fields = (1, 1, sample_rate, sample_rate * _BYTES_PER_SAMPLE, _BYTES_PER_SAMPLE, 16)
@@ -107,9 +107,9 @@ class _SoundFile(Protocol):
 
 
 class AudioEncoder:
-    """Encodes chunks of samples. The concatenated results form a file.
+    """Encodes chunks of samples. The concatenated results are a file.
 
-    A stream of WAV has no length in its header, because the length is not known when the header is sent.
+    The header of a WAV stream contains no length, because the length is not known when the header is sent.
     Compressed formats are encoded in blocks, so `add` can return no bytes.
 
     Args:
@@ -124,17 +124,17 @@ class AudioEncoder:
     def __init__(self, name: str, sample_rate: int) -> None:
         self.format = audio_format(name)
         self.keeps_length = False
-        """Whether `add` returns no compressed bytes before the end, so that the header contains the length.
-        """
+        """Whether all compressed bytes are returned at the end, so that the header contains the length."""
         self._rate = sample_rate
-        self._begun = False
+        self._has_header = False
         self._file: _SoundFile | None = None
         self._sink = _Sink()
         if self.format.container is not None:
             library = _soundfile(f"the audio format {name}")
-            # Players estimate the length of a stream from its bit rate, so the bit rate must be constant.
-            constant = {"bitrate_mode": "CONSTANT", "compression_level": 0.5}
-            options = constant if name == "mp3" else {}
+            # The bit rate must be constant, because players estimate the length of a stream from its bit
+            # rate.
+            mp3_options = {"bitrate_mode": "CONSTANT", "compression_level": 0.5}
+            options = mp3_options if name == "mp3" else {}
             try:
                 self._file = library.SoundFile(
                     self._sink,
@@ -149,44 +149,44 @@ class AudioEncoder:
                 raise InputError(f"{name} cannot be written at {sample_rate} Hz: {error}") from error
 
     def add(self, samples: Samples) -> bytes:
-        """Encode more samples. Return the bytes that are complete."""
+        """Encode more samples. Return the encoded bytes that are complete."""
         if self._file is not None:
             self._file.write(samples)
-            return self._take()
+            return self._take_written()
         header = b""
-        if not self._begun and self.format.name == "wav":
+        if not self._has_header and self.format.name == "wav":
             header = wav_header(self._rate, None)
-        self._begun = True
+        self._has_header = True
         return header + pcm_bytes(samples)
 
     def finish(self) -> bytes:
         """End the file. Return its last bytes."""
         if self._file is None:
-            return b"" if self._begun else self.add(np.zeros(0, np.float32))
+            return b"" if self._has_header else self.add(np.zeros(0, np.float32))
         self._file.close()
-        return self._take()
+        return self._take_written()
 
-    def _take(self) -> bytes:
+    def _take_written(self) -> bytes:
         """Return the bytes written since the last call.
 
-        FLAC has its length in the header, so it is returned at the end.
+        All bytes of a FLAC file are returned at the end, because its header contains the length.
         """
         assert self._file is not None
         if (self.keeps_length or self.format.name == "flac") and not self._file.closed:
             return b""
         data = self._sink.take()
-        if data and not self._begun:
-            self._begun = True
-            # In a stream of MP3, the frame with the length is dropped, because the length is not known.
+        if data and not self._has_header:
+            self._has_header = True
+            # In an MP3 stream, the frame with the length is dropped, because the length is not known yet.
             if self.format.name == "mp3" and not self.keeps_length:
                 data = data[_mp3_info_size(data) :]
         return data
 
 
 def _mp3_info_size(data: bytes) -> int:
-    """Return the number of bytes of the first frame of an MP3 file if it contains the length, otherwise 0.
+    """Return the size in bytes of the frame with the length at the start of an MP3 file; 0 if there is none.
 
-    The frame is filled with zeros until the length is known.
+    The encoder fills this frame with zeros until the length is known.
     """
     second_frame = data.find(data[:2], 2)
     is_info = second_frame > 0 and (
@@ -196,9 +196,9 @@ def _mp3_info_size(data: bytes) -> int:
 
 
 class _Sink(io.RawIOBase):
-    """A file in memory whose first bytes can be taken away.
+    """A file in memory whose written bytes can be removed with `take`.
 
-    Later writes to positions taken away have no effect.
+    Later writes to removed positions have no effect.
     """
 
     def __init__(self) -> None:
@@ -273,23 +273,25 @@ def read_audio(path: Path) -> tuple[Samples, int]:
     return channels.mean(axis=1).astype(np.float32), int(rate)
 
 
-def resample(samples: Samples, source: int, target: int) -> Samples:
-    """Return samples converted from ``source`` to ``target`` Hz, by interpolation with a windowed sinc."""
-    if source == target or not len(samples):
+def resample(samples: Samples, source_rate: int, target_rate: int) -> Samples:
+    """Return samples at another rate (both in Hz), by interpolation with a windowed sinc."""
+    if source_rate == target_rate or not len(samples):
         return samples
-    count = max(1, round(len(samples) * target / source))
-    cutoff = min(1.0, target / source)
-    reach = int(np.ceil(_SINC_WIDTH / cutoff))
-    padded = np.pad(samples.astype(np.float64), reach + 1)
+    count = max(1, round(len(samples) * target_rate / source_rate))
+    cutoff = min(1.0, target_rate / source_rate)
+    half_width = int(np.ceil(_SINC_WIDTH / cutoff))
+    padded = np.pad(samples.astype(np.float64), half_width + 1)
     result = np.empty(count, np.float32)
-    offsets = np.arange(-reach, reach + 1)
+    offsets = np.arange(-half_width, half_width + 1)
     for start in range(0, count, 8192):
-        positions = np.arange(start, min(start + 8192, count)) * (source / target)
-        nearest = np.rint(positions).astype(np.int64)
-        distance = (nearest[:, None] + offsets) - positions[:, None]
-        window = np.where(np.abs(distance) < reach, np.cos(np.pi * distance / (2 * reach)) ** 2, 0.0)
+        positions = np.arange(start, min(start + 8192, count)) * (source_rate / target_rate)
+        nearest_samples = np.rint(positions).astype(np.int64)
+        distance = (nearest_samples[:, None] + offsets) - positions[:, None]
+        window = np.where(
+            np.abs(distance) < half_width, np.cos(np.pi * distance / (2 * half_width)) ** 2, 0.0
+        )
         weights = cutoff * np.sinc(cutoff * distance) * window
-        neighbors = padded[np.clip(nearest[:, None] + offsets + reach + 1, 0, len(padded) - 1)]
+        neighbors = padded[np.clip(nearest_samples[:, None] + offsets + half_width + 1, 0, len(padded) - 1)]
         result[start : start + len(positions)] = (weights * neighbors).sum(axis=1)
     return result
 
@@ -298,7 +300,7 @@ def resample(samples: Samples, source: int, target: int) -> Samples:
 def _soundfile(purpose: str) -> ModuleType:
     try:
         import soundfile
-    except (ImportError, OSError) as error:  # OSError: the C library libsndfile is missing
+    except (ImportError, OSError) as error:  # OSError if the C library libsndfile is missing
         raise MissingDependencyError("soundfile", "audio", purpose) from error
     library: ModuleType = soundfile
     return library

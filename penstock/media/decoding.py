@@ -21,8 +21,8 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 def decode_image(data: bytes, max_pixels: int) -> Image:
     """Return an image file as an RGB image, rotated according to its EXIF data.
 
-    The size is checked before any pixel is decoded. Transparency is dropped. Palette, grey, CMYK and 16-bit
-    images are converted to 8 bits of red, green and blue.
+    The size is checked before any pixel is decoded. Transparency is removed. Palette, grey, CMYK and 16-bit
+    images are converted to 8 bits each of red, green and blue.
 
     Args:
         data: the content of an image file.
@@ -35,17 +35,17 @@ def decode_image(data: bytes, max_pixels: int) -> Image:
     pil = _pillow()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow's warnings of large images; `_check_size` replaces them
+            warnings.simplefilter("ignore")  # `_check_size` replaces Pillow's warnings about large images
             with pil.Image.open(BytesIO(data), formats=FORMATS) as image:
                 _check_size(image.size, max_pixels)
                 frames = getattr(image, "n_frames", 1)
-                # MPO is a JPEG file with preview images after the first.
+                # An MPO file is a JPEG file with further preview images.
                 if frames > 1 and image.format != "MPO":
                     raise InputError(f"the image is animated or has several pages ({frames}): send one frame")
                 image.load()
                 has_16_bits = image.format == "PPM" and image.mode == "I"
-                rotated = pil.ImageOps.exif_transpose(image)
-                return _as_rgb(rotated.convert("I;16") if has_16_bits else rotated)
+                rotated_image = pil.ImageOps.exif_transpose(image)
+                return _as_rgb(rotated_image.convert("I;16") if has_16_bits else rotated_image)
     except InputError:
         raise
     except pil.Image.DecompressionBombError as error:
@@ -53,7 +53,9 @@ def decode_image(data: bytes, max_pixels: int) -> Image:
     except pil.UnidentifiedImageError:
         formats = ", ".join(name for name in FORMATS if name != "PPM")
         raise InputError(f"the data is not an image in one of the formats {formats}") from None
-    except Exception as error:  # the decoders raise OSError, SyntaxError, ValueError, struct.error and others
+    except (
+        Exception
+    ) as error:  # decoders raise many types of errors, such as OSError, SyntaxError and struct.error
         raise InputError(f"the image cannot be decoded: {error}") from None
 
 
@@ -61,7 +63,7 @@ def encode_image(image: object) -> bytes:
     """Return the content of an image file (BMP) for a PIL image or a uint8 array ``[H, W]`` or ``[H, W, 3]``.
 
     Raises:
-        InputError: the object is neither of these, or the array has another shape or type.
+        InputError: the object is neither an image nor an array, or the array has a different shape or type.
     """
     pil = _pillow()
     if isinstance(image, np.ndarray):
@@ -95,7 +97,7 @@ def _check_size(size: tuple[int, int], max_pixels: int) -> None:
 
 
 def _as_rgb(image: Image) -> Image:
-    if image.mode.startswith("I;16"):  # Pillow's convert would clip the values at 255 instead of scaling them
+    if image.mode.startswith("I;16"):  # scales 16-bit values, because Pillow's convert clips them at 255
         image = _pillow().Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     return image.convert("RGB")
 

@@ -38,10 +38,10 @@ class ProcessedImage:
 class VisionFamily(ABC):
     """The representation of images in the prompts of a model family.
 
-    The rendered chat template, or the user's prompt, contains the text `placeholder` for each image. It is
-    replaced by the text that `expand` returns, and the whole text is encoded. The embeddings of the tokens
-    with the id `image_token_id` are replaced by the rows of the vision encoder. The module of a subclass must
-    not import torch.
+    The rendered chat template, or the user's prompt, contains the text `placeholder` for each image. The
+    tokenizer replaces the placeholder by the text that `expand` returns, and encodes the whole text. The
+    model replaces the embeddings of the tokens with the id `image_token_id` by the rows of the vision
+    encoder. The module of a subclass must not import torch.
 
     Args:
         config: the checkpoint's ``config.json``.
@@ -93,6 +93,6 @@ class VisionFamily(ABC):
     def processed(self, outputs: Arrays, size: tuple[int, int]) -> ProcessedImage:
         """Return the `ProcessedImage` for the outputs of the image processor.
 
-        The outputs are those for a list of one image. This implementation keeps ``pixel_values[0]`` only.
+        The outputs have a batch dimension of 1. This implementation uses only ``pixel_values[0]``.
         """
         return ProcessedImage(outputs["pixel_values"][0], size)

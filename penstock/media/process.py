@@ -1,6 +1,7 @@
 """The main function of an image process, which `penstock.media.processor` starts.
 
-It reads requests from standard input and writes replies to standard output, until standard input ends.
+The process reads requests from standard input and writes replies to standard output, until standard input
+ends.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ _NICENESS = 10
 
 
 def main() -> None:
-    """Serve requests for the checkpoint in the first command line argument."""
+    """Serve requests with the image processor of the checkpoint in the first command line argument."""
     serve(LocalProcessor(Path(sys.argv[1])))
 
 
 def serve(processor: ImageProcessor) -> None:
-    """Serve requests until standard input ends."""
+    """Serve requests with an image processor until standard input ends."""
     requests = os.fdopen(os.dup(0), "rb")
     replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # output of libraries must not mix with the replies
+    os.dup2(2, 1)  # separates the output of libraries from the replies
     os.nice(_NICENESS)
-    with suppress(Exception):  # the request of the first image fails with the same error
+    with suppress(Exception):  # the first image reports the same error
         processor.start()
     with suppress(EOFError, BrokenPipeError):
         while True:
@@ -70,8 +71,8 @@ def _answer(processor: ImageProcessor, requests: BufferedReader, replies: Buffer
             for name, array in zip(outputs, arrays, strict=True)
         ]
         reply = ProcessorReply(headers, size)
-    raw = [array.reshape(-1).view(np.uint8).data for array in arrays]
-    write_frame(replies, msgspec.msgpack.encode(reply), raw)
+    raw_arrays = [array.reshape(-1).view(np.uint8).data for array in arrays]
+    write_frame(replies, msgspec.msgpack.encode(reply), raw_arrays)
 
 
 if __name__ == "__main__":

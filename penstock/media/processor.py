@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 HEAD_SIZE = struct.Struct("<Q")
-"""The size of the head of a message in bytes, which precedes the head."""
+"""The first bytes of a message: the size of its head in bytes."""
 _ERRORS: dict[str, type[PenstockError]] = {
     kind.__name__: kind for kind in (InputError, CheckpointError, MissingDependencyError, RequestFailedError)
 }
@@ -66,7 +66,7 @@ class ArrayHeader(msgspec.Struct, array_like=True):
 
 
 class ProcessorReply(msgspec.Struct, array_like=True):
-    """The outputs of a processor for one image, or an error."""
+    """The outputs of an image processor for one image, or an error."""
 
     arrays: list[ArrayHeader] = []
     size: tuple[int, int] = (0, 0)
@@ -88,7 +88,7 @@ class ImageProcessor(Protocol):
             max_pixels: maximum of width times height.
 
         Raises:
-            InputError: the image cannot be decoded, or the processor does not accept it.
+            InputError: the image cannot be decoded, or the processor rejects it.
             PenstockError: the processor failed.
         """
         ...
@@ -170,24 +170,24 @@ class ProcessorPool:
         checkpoint: the folder of the checkpoint.
         num_processes: the number of processes. They are started by `start` or by the first images.
         timeout: maximum number of seconds for an image, including the time to wait for a process.
-        module: the Python module whose main function serves images.
+        module: the Python module that the processes run, see `penstock.media.process`.
     """
 
     def __init__(
         self, checkpoint: Path, num_processes: int, timeout: float, module: str = "penstock.media.process"
     ) -> None:
         self._timeout = timeout
-        self._idle: queue.LifoQueue[_Process] = queue.LifoQueue()
-        self._all = [_Process([module, str(checkpoint)]) for _ in range(num_processes)]
-        for process in self._all:
-            self._idle.put(process)
+        self._idle_processes: queue.LifoQueue[_Process] = queue.LifoQueue()
+        self._processes = [_Process([module, str(checkpoint)]) for _ in range(num_processes)]
+        for process in self._processes:
+            self._idle_processes.put(process)
 
     def process(
         self, data: bytes, options: Mapping[str, object], max_pixels: int
     ) -> tuple[Arrays, tuple[int, int]]:
         deadline = time.monotonic() + self._timeout
         try:
-            process = self._idle.get(timeout=self._timeout)
+            process = self._idle_processes.get(timeout=self._timeout)
         except queue.Empty:
             raise OverloadedError(
                 f"all image processes were busy for {self._timeout:g} s (--image-timeout): try again"
@@ -195,19 +195,19 @@ class ProcessorPool:
         try:
             return process.run(data, options, max_pixels, max(deadline - time.monotonic(), 0.001))
         finally:
-            self._idle.put(process)
+            self._idle_processes.put(process)
 
     def start(self) -> None:
-        for process in self._all:
+        for process in self._processes:
             process.start()
 
     def close(self) -> None:
-        for process in self._all:
+        for process in self._processes:
             process.stop()
 
 
 class _Process:
-    """A process that runs the image processor. It must be used by one thread at a time."""
+    """A process that runs the image processor. Only one thread at a time may use it."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = command
@@ -225,7 +225,7 @@ class _Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
-            start_new_session=True,  # Ctrl-C must reach only the server, which then ends this process
+            start_new_session=True,  # so that Ctrl-C reaches only the server, which then ends this process
         )
 
     def stop(self) -> None:
@@ -295,7 +295,7 @@ class _Process:
 
 
 def write_frame(stream: BufferedWriter, head: bytes, parts: Sequence[bytes | memoryview]) -> None:
-    """Write a message: the size of ``head``, ``head``, and raw bytes."""
+    """Write a message: the size of ``head``, then ``head``, then the raw bytes ``parts``."""
     stream.write(HEAD_SIZE.pack(len(head)) + head)
     for part in parts:
         stream.write(part)
@@ -345,6 +345,6 @@ def read_processor_config(checkpoint: Path) -> dict[str, object]:
             raise CheckpointError(path, f"is not readable as JSON: {error}") from error
         if not isinstance(values, dict):
             raise CheckpointError(path, f"must contain a JSON object, contains a {type(values).__name__}")
-        nested = values.get("image_processor")
-        merged |= {**(nested if isinstance(nested, dict) else {}), **values}
+        image_values = values.get("image_processor")
+        merged |= {**(image_values if isinstance(image_values, dict) else {}), **values}
     return merged

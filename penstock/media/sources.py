@@ -29,12 +29,13 @@ _MAX_URL = 2048
 _PORTS = {"http": 80, "https": 443}
 _CHUNK = 64 * 1024
 _MAX_HEADERS = 256 * 1024
-"""Maximum number of bytes of a response's headers and chunk headers.
+"""Maximum number of bytes of the headers and chunk headers of a response.
 
 The limit of a whole response is this number plus twice the maximum size of an image.
 """
 _MAX_LOOKUPS = 16
-"""Maximum number of concurrent DNS look-ups. A look-up that exceeds the time limit counts until it ends."""
+"""Maximum number of concurrent DNS look-ups. A look-up that has exceeded the time limit counts until it ends.
+"""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class ImageSources:
         max_bytes: maximum size of an image file.
         timeout: maximum number of seconds to fetch a URL, including DNS look-ups and redirects.
         allow_urls: whether ``http(s):`` URLs are allowed.
-        folder: ``file:`` URLs may refer to files below this folder; None allows no ``file:`` URL.
+        folder: the folder whose files ``file:`` URLs may refer to; None if ``file:`` URLs are not allowed.
     """
 
     max_bytes: int
@@ -57,7 +58,7 @@ class ImageSources:
     )
 
     def read(self, url: str) -> bytes:
-        """Return the content of the image file at a URL. This call blocks, so it should run in a thread.
+        """Return the content of the image file at a URL. The call blocks, so it should run in a thread.
 
         Raises:
             InputError: the URL is not allowed, or the file cannot be read within the limits.
@@ -92,21 +93,21 @@ class ImageSources:
             raise InputError(
                 "this server reads no image files: send a data: URL, or start it with --image-dir"
             )
-        parts = urlsplit(url)
-        if parts.netloc not in ("", "localhost") or parts.query or parts.fragment:
+        url_parts = urlsplit(url)
+        if url_parts.netloc not in ("", "localhost") or url_parts.query or url_parts.fragment:
             raise InputError("a file: URL must have the form file:///path, below --image-dir")
         folder = self.folder.resolve()
-        url_path = Path(unquote(parts.path))
+        url_path = Path(unquote(url_parts.path))
         try:
             path = (
                 url_path.resolve()
                 if url_path.is_relative_to(folder)
                 else (folder / url_path.relative_to("/")).resolve()
             )
-            inside = path.is_relative_to(folder) and path.is_file()
+            is_in_folder = path.is_relative_to(folder) and path.is_file()
         except (OSError, ValueError):
-            inside = False
-        if not inside:
+            is_in_folder = False
+        if not is_in_folder:
             raise InputError("the file of an image is not below --image-dir, or does not exist")
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
@@ -135,7 +136,7 @@ class ImageSources:
         raise InputError(f"the image URL redirects more than {_MAX_REDIRECTS} times")
 
     def _address(self, host: str, port: int, deadline: float) -> str:
-        """Return `public_address` of a host. It runs in a thread, because the resolver has no time limit."""
+        """Return `public_address` of a host. The look-up runs in a thread, because it has no time limit."""
         if not self._lookups.acquire(timeout=max(deadline - time.monotonic(), 0)):
             raise TimeoutError
         lookup: Future[str] = Future()
@@ -155,17 +156,22 @@ class ImageSources:
 
     def _get(self, url: str, deadline: float) -> bytes | str:
         """Return the body at a URL, or the URL to which it redirects."""
-        parts = urlsplit(url)
-        if parts.scheme not in _PORTS or not parts.hostname or parts.username or parts.password:
+        url_parts = urlsplit(url)
+        if (
+            url_parts.scheme not in _PORTS
+            or not url_parts.hostname
+            or url_parts.username
+            or url_parts.password
+        ):
             raise InputError("an image URL must be http(s) with a host, without a user and a password")
-        port = parts.port or _PORTS[parts.scheme]
-        address = self._address(parts.hostname, port, deadline)
-        connected_socket = _connect(parts, address, port, deadline)
+        port = url_parts.port or _PORTS[url_parts.scheme]
+        address = self._address(url_parts.hostname, port, deadline)
+        connected_socket = _connect(url_parts, address, port, deadline)
         try:
-            connection = http.client.HTTPConnection(parts.hostname, port)
+            connection = http.client.HTTPConnection(url_parts.hostname, port)
             max_bytes = 2 * self.max_bytes + _MAX_HEADERS
             connection.sock = _DeadlineConnection(connected_socket, deadline, max_bytes)
-            target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+            target = (url_parts.path or "/") + (f"?{url_parts.query}" if url_parts.query else "")
             headers = {
                 "User-Agent": f"penstock/{__version__}",
                 "Accept": "image/*",
@@ -198,11 +204,11 @@ def decode_data_url(url: str) -> bytes:
     """Return the content of a ``data:`` URL.
 
     Raises:
-        InputError: the media type is not that of an image, or the base64 is invalid.
+        InputError: the media type is not an image type, or the base64 is invalid.
     """
     head, comma, body = url.partition(",")
-    kind, *options = head[5:].split(";")
-    if not comma or (kind and not kind.lower().startswith("image/")):
+    media_type, *options = head[5:].split(";")
+    if not comma or (media_type and not media_type.lower().startswith("image/")):
         raise InputError("a data: URL of an image must have the form data:image/png;base64,...")
     if "base64" not in (option.strip().lower() for option in options):
         return unquote_to_bytes(body)
@@ -234,12 +240,14 @@ def is_public(text: str) -> bool:
     """Return whether an IP address is global: not private, loopback, link-local, multicast or reserved."""
     address = ipaddress.ip_address(text.partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address):
-        last = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
-        inner = address.ipv4_mapped or address.sixtofour or (address.teredo[1] if address.teredo else None)
-        inner = inner or (last if address in _NAT64 else None)
-        if inner is not None:
-            return is_public(str(inner))
-        if int(address) >> 32 & _ISATAP_MASK == _ISATAP and not is_public(str(last)):
+        last_ipv4 = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+        embedded_ipv4 = (
+            address.ipv4_mapped or address.sixtofour or (address.teredo[1] if address.teredo else None)
+        )
+        embedded_ipv4 = embedded_ipv4 or (last_ipv4 if address in _NAT64 else None)
+        if embedded_ipv4 is not None:
+            return is_public(str(embedded_ipv4))
+        if int(address) >> 32 & _ISATAP_MASK == _ISATAP and not is_public(str(last_ipv4)):
             return False
     if any(address in network for network in _SPECIAL if network.version == address.version):
         return False
@@ -256,15 +264,15 @@ _SPECIAL = tuple(
     map(
         ipaddress.ip_network,
         (
-            "192.0.0.0/24",  # protocol assignments; a cloud provider serves metadata at 192.0.0.192
+            "192.0.0.0/24",  # protocol assignments; 192.0.0.192 is the metadata service of a cloud provider
             "192.88.99.0/24",  # 6to4 relays
-            "168.63.129.16/32",  # host services of virtual machines of a cloud provider
+            "168.63.129.16/32",  # a cloud provider's host services for virtual machines
             "3fff::/20",  # documentation
             "fec0::/10",  # site-local
         ),
     )
 )
-"""Networks that are not public, but that `ipaddress` reports as global in some Python versions."""
+"""Networks that are not public, although `ipaddress` reports them as global in some Python versions."""
 
 
 class _Reader(io.RawIOBase):
@@ -273,10 +281,10 @@ class _Reader(io.RawIOBase):
     A plain socket timeout is not enough, because it restarts with each byte that the server sends.
     """
 
-    def __init__(self, connected: socket.socket, deadline: float, max_bytes: int) -> None:
-        self._socket = connected
+    def __init__(self, connected_socket: socket.socket, deadline: float, max_bytes: int) -> None:
+        self._socket = connected_socket
         self._deadline = deadline
-        self._left = max_bytes
+        self._bytes_left = max_bytes
 
     def readable(self) -> bool:
         return True
@@ -287,8 +295,8 @@ class _Reader(io.RawIOBase):
             raise TimeoutError
         self._socket.settimeout(seconds)
         count = self._socket.recv_into(buffer)
-        self._left -= count
-        if self._left < 0:
+        self._bytes_left -= count
+        if self._bytes_left < 0:
             raise InputError("the response of an image server exceeds the size limit")
         return count
 
@@ -299,9 +307,9 @@ class _DeadlineConnection:
     The caller closes the socket.
     """
 
-    def __init__(self, connected: socket.socket, deadline: float, max_bytes: int) -> None:
-        self._socket = connected
-        self._reader = _Reader(connected, deadline, max_bytes)
+    def __init__(self, connected_socket: socket.socket, deadline: float, max_bytes: int) -> None:
+        self._socket = connected_socket
+        self._reader = _Reader(connected_socket, deadline, max_bytes)
 
     def sendall(self, data: bytes) -> None:
         self._socket.sendall(data)
@@ -311,7 +319,7 @@ class _DeadlineConnection:
         return io.BufferedReader(self._reader)
 
     def close(self) -> None:
-        pass  # http.client closes the connection too early, before the response is read
+        pass  # does nothing, because http.client calls it before the response is read
 
 
 def _connect(parts: SplitResult, address: str, port: int, deadline: float) -> socket.socket:
@@ -320,13 +328,15 @@ def _connect(parts: SplitResult, address: str, port: int, deadline: float) -> so
     Each operation, such as the whole TLS handshake, must end before the deadline.
     """
     seconds = max(deadline - time.monotonic(), 0.001)
-    raw = socket.create_connection((address, port), timeout=seconds)
+    stream_socket = socket.create_connection((address, port), timeout=seconds)
     try:
         if parts.scheme == "https":
-            raw.settimeout(max(deadline - time.monotonic(), 0.001))
-            raw = ssl.create_default_context().wrap_socket(raw, server_hostname=parts.hostname)
-        raw.settimeout(max(deadline - time.monotonic(), 0.001))
+            stream_socket.settimeout(max(deadline - time.monotonic(), 0.001))
+            stream_socket = ssl.create_default_context().wrap_socket(
+                stream_socket, server_hostname=parts.hostname
+            )
+        stream_socket.settimeout(max(deadline - time.monotonic(), 0.001))
     except BaseException:
-        raw.close()
+        stream_socket.close()
         raise
-    return raw
+    return stream_socket

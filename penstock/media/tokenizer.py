@@ -27,24 +27,25 @@ from penstock.text.special_tokens import RenderedPrompt
 from penstock.text.tokenizer import TextTokenizer, TokenizerOptions
 
 _CACHE_BYTES = 64 * 2**20
-"""Maximum size of the cache of prepared images. The requests of a conversation contain the same images."""
+"""Maximum size in bytes of the cache of prepared images. Later requests of a conversation repeat its images.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _PreparedRequest(TokenGeneratorRequest):
     """A request whose images have been prepared."""
 
-    prepared: tuple[ProcessedImage, ...] = ()
+    prepared_images: tuple[ProcessedImage, ...] = ()
 
 
 class TextAndVisionTokenizer(TextTokenizer):
-    """Converts requests with images to contexts. It prepares the images and inserts their tokens.
+    """Converts requests with images to contexts. The tokenizer prepares the images and inserts their tokens.
 
     Args:
         checkpoint: the folder of the checkpoint.
         family: the representation of images in prompts.
         vision: limits for images.
-        text_options: the keyword arguments of `TextTokenizer`.
+        **text_options: the keyword arguments of `TextTokenizer`.
     """
 
     reads_images = True
@@ -77,7 +78,7 @@ class TextAndVisionTokenizer(TextTokenizer):
         return self._family.placeholder
 
     def use_processes(self) -> None:
-        """Start separate processes and prepare all further images in them."""
+        """Start separate processes, which prepare all further images."""
         self._processor = ProcessorPool(self._checkpoint, self._vision.processes, self._vision.timeout)
         self._processor.start()
 
@@ -97,7 +98,7 @@ class TextAndVisionTokenizer(TextTokenizer):
     def _check_images(self, request: TokenGeneratorRequest) -> None:
         images = request.images or ()
         if images and request.prompt is not None and not isinstance(request.prompt, str):
-            raise UnsupportedFeatureError("images with token ids", "use a prompt in text form, or messages")
+            raise UnsupportedFeatureError("images with token ids", "use a text prompt or messages")
         if len(images) > self._vision.max_images:
             raise InputError(
                 f"the request has {len(images)} images, but the limit is {self._vision.max_images} "
@@ -110,14 +111,14 @@ class TextAndVisionTokenizer(TextTokenizer):
             return request
         self._check_images(request)
         details = request.image_details or ["auto"] * len(request.images)
-        prepared = tuple(map(self._prepare_image, request.images, details))
+        prepared_images = tuple(map(self._prepare_image, request.images, details))
         values = {field.name: getattr(request, field.name) for field in fields(TokenGeneratorRequest)}
-        return _PreparedRequest(**values, prepared=prepared)
+        return _PreparedRequest(**values, prepared_images=prepared_images)
 
     def _prepare_image(self, data: bytes, detail: str) -> ProcessedImage:
         if detail != "auto" and detail not in self._family.details:
-            supported = ", ".join(sorted({"auto", *self._family.details}))
-            raise UnsupportedFeatureError(f"detail {detail!r}", f"this model supports {supported}")
+            supported_details = ", ".join(sorted({"auto", *self._family.details}))
+            raise UnsupportedFeatureError(f"detail {detail!r}", f"this model supports {supported_details}")
         if len(data) > self._vision.max_bytes:
             raise InputError(
                 f"the image has {len(data)} bytes, but the limit is {self._vision.max_bytes} "
@@ -134,13 +135,15 @@ class TextAndVisionTokenizer(TextTokenizer):
             self._cache.put(key, image)
         return image
 
-    def _expanded(self, rendered: RenderedPrompt, request: TokenGeneratorRequest) -> RenderedPrompt:
+    def _expand_placeholders(
+        self, rendered: RenderedPrompt, request: TokenGeneratorRequest
+    ) -> RenderedPrompt:
         """Return the prompt with the placeholder of each image replaced by the text of the image.
 
         Raises:
             InputError: the number of placeholders differs from the number of images.
         """
-        images = request.prepared if isinstance(request, _PreparedRequest) else ()
+        images = request.prepared_images if isinstance(request, _PreparedRequest) else ()
         placeholder = self._family.placeholder
         starts = _occurrences(rendered.text, placeholder)
         placeholder_starts = [
@@ -162,23 +165,25 @@ class TextAndVisionTokenizer(TextTokenizer):
         shifted_boundaries = []
         for index in boundaries:
             num_before = sum(start < index for start in placeholder_starts)
-            shift = sum(len(texts[2 * i + 1]) - len(placeholder) for i in range(num_before))
+            shift = sum(
+                len(texts[2 * image_index + 1]) - len(placeholder) for image_index in range(num_before)
+            )
             shifted_boundaries.append(index + shift)
         return RenderedPrompt("".join(texts), shifted_boundaries)
 
     def _new_context(self, request: TokenGeneratorRequest, values: Mapping[str, Any]) -> TextContext:
-        images = request.prepared if isinstance(request, _PreparedRequest) else ()
+        images = request.prepared_images if isinstance(request, _PreparedRequest) else ()
         if not images:
             return super()._new_context(request, values)
         token_id = self._family.image_token_id
         return TextAndVisionContext(
             **values,
-            images=self._metadata(values["tokens"], images, token_id),
+            images=self._image_metadata(values["tokens"], images, token_id),
             vision_token_ids=[token_id],
             has_bidirectional_images=self._family.is_bidirectional,
         )
 
-    def _metadata(
+    def _image_metadata(
         self, tokens: np.ndarray, images: Sequence[ProcessedImage], token_id: int
     ) -> list[ImageMetadata]:
         indices = np.flatnonzero(tokens == token_id).tolist()
@@ -189,10 +194,10 @@ class TextAndVisionTokenizer(TextTokenizer):
                 self._checkpoint,
                 f"the images need {sum(counts)} tokens {text!r}, but the encoded prompt has {len(indices)}",
             )
-        metadata, first = [], 0
+        metadata, first_index = [], 0
         for image, count in zip(images, counts, strict=True):
-            image_indices = indices[first : first + count]
-            first += count
+            image_indices = indices[first_index : first_index + count]
+            first_index += count
             metadata.append(
                 ImageMetadata(
                     start_idx=image_indices[0],

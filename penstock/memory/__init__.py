@@ -1,4 +1,4 @@
-"""The memory planner: decides batch sizes, lengths and the size of the KV cache. All sizes are in bytes."""
+"""The memory planner: chooses batch sizes, lengths and the size of the KV cache. Sizes are in bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requested sizes of batches and steps, and `BlockDemand`: the number of KV cache blocks for sequences."""
+"""Requested sizes of batches and steps, and `BlockDemand`: the KV cache blocks that sequences need."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _EMBEDDINGS_BATCH_SIZE = 256
 
 
 def requested_batch_size(pipeline_config: PipelineConfig) -> int:
-    """Return ``max_batch_size``. By default it is that of the back end, limited by the tokens of a step."""
+    """Return ``max_batch_size``: by default the back end's default, limited by the tokens of a step."""
     if pipeline_config.max_batch_size is not None:
         return pipeline_config.max_batch_size
     size = default_sizes(pipeline_config).max_batch_size
@@ -32,7 +32,7 @@ def requested_batch_size(pipeline_config: PipelineConfig) -> int:
 def requested_step_tokens(pipeline_config: PipelineConfig) -> int:
     """Return ``max_batch_input_tokens``.
 
-    By default it is that of the back end, but at least ``max_batch_size``.
+    The default is the back end's default, but at least ``max_batch_size``.
     """
     if pipeline_config.max_batch_input_tokens is not None:
         return pipeline_config.max_batch_input_tokens
@@ -40,7 +40,7 @@ def requested_step_tokens(pipeline_config: PipelineConfig) -> int:
 
 
 def requested_block_size(pipeline_config: PipelineConfig) -> int:
-    """Return ``kv_cache_block_size``. By default it is that of the back end."""
+    """Return ``kv_cache_block_size``: by default the back end's default."""
     return pipeline_config.kv_cache.block_size or default_sizes(pipeline_config).block_size
 
 
@@ -55,11 +55,13 @@ def default_sizes(pipeline_config: PipelineConfig) -> DefaultSizes:
 
 
 MAX_DRAFT_ROWS = 256
-"""Maximum number of draft tokens in a step for which memory is planned. Each needs a row of logits."""
+"""Maximum number of draft tokens in a step for which memory is planned. Each draft token needs a row of
+logits.
+"""
 
 
 def max_logit_rows(pipeline_config: PipelineConfig) -> int:
-    """Return the number of rows of logits to plan memory for: one per sequence and per draft token."""
+    """Return the number of rows of logits to plan memory for: one per sequence and one per draft token."""
     batch_size = requested_batch_size(pipeline_config)
     return batch_size + min(batch_size * pipeline_config.speculative.max_drafts, MAX_DRAFT_ROWS)
 
@@ -67,9 +69,9 @@ def max_logit_rows(pipeline_config: PipelineConfig) -> int:
 class BlockDemand:
     """Computes how many KV cache blocks sequences need in each cache group, and their size in bytes.
 
-    All numbers increase with the length and the batch size, so a binary search finds the largest ones that
-    fit. In a group with a sliding window, the number is limited by the window, because earlier blocks are
-    freed.
+    All numbers of blocks increase with the length and the batch size. A binary search therefore finds the
+    largest length and batch size that fit. In a group with a sliding window, the window limits the number of
+    blocks, because earlier blocks are freed.
     """
 
     def __init__(self, pipeline_config: PipelineConfig, spec: KVCacheSpec) -> None:
@@ -83,19 +85,18 @@ class BlockDemand:
         )
 
     def size(self, num_blocks: tuple[int, ...]) -> int:
-        """Return the size in bytes of a cache with these numbers of blocks, one number for each group."""
+        """Return the size in bytes of a cache with ``num_blocks[i]`` blocks of group i."""
         return sum(count * size for count, size in zip(num_blocks, self._bytes_per_block, strict=True))
 
     def min_blocks(self, length: int, batch_size: int) -> tuple[int, ...]:
         """Return the minimum number of blocks of each group, including the null block.
 
-        It is the number of blocks of one whole sequence, or one block for each sequence of the batch if that
-        is more.
+        A group needs the blocks of one whole sequence, and at least one block for each sequence of the batch.
         """
         return tuple(max(self._sequence_blocks(group, length), batch_size) + 1 for group in self._groups)
 
     def fit_budget(self, length: int, batch_size: int, budget: int) -> tuple[int, ...]:
-        """Return the largest numbers of blocks that fit into ``budget`` bytes, one number for each group.
+        """Return the largest number of blocks of each group with which the cache fits into ``budget`` bytes.
 
         All groups get the same number, except that no group gets more than a full batch needs.
         """
@@ -109,13 +110,14 @@ class BlockDemand:
 
     def _sequence_blocks(self, group: KVGroup, length: int) -> int:
         """Return the number of blocks of a sequence of ``length`` tokens during the prefill of a chunk."""
-        rows = None if self._chunk_size is None else self._chunk_size + self._num_steps - 1
-        return group.max_blocks(length, self._block_size, rows)
+        chunk_size = None if self._chunk_size is None else self._chunk_size + self._num_steps - 1
+        return group.max_blocks(length, self._block_size, chunk_size)
 
     def _batch_blocks(self, group: KVGroup, length: int, batch_size: int) -> int:
         """Return the number of blocks of a full batch.
 
-        The sequences of a step share its token budget, so only some of them compute a full chunk.
+        The sequences of a step share the token budget of the step, so only some sequences compute a full
+        chunk.
         """
         full_chunks = batch_size * self._sequence_blocks(group, length)
         if self._chunk_size is None:
@@ -127,6 +129,6 @@ class BlockDemand:
 def largest_fitting(upper: int, fits: Callable[[int], bool]) -> int:
     """Return the largest number from 1 to ``upper`` that fits, or 0.
 
-    If a number fits, all smaller numbers must fit, too.
+    If a number fits, all smaller numbers must also fit.
     """
     return bisect_right(range(1, upper + 1), False, key=lambda count: not fits(count))

@@ -1,4 +1,4 @@
-"""Estimates of a model's memory from the headers of its checkpoint. No tensor data is read."""
+"""Estimates the memory of a model from the headers of its checkpoint. No tensor data is read."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ def estimate_weights_size(
     *,
     share: Callable[[str], float] = lambda name: 1.0,
 ) -> int:
-    """Return the size in bytes of the loaded weights, with each layer in the encoding that it will have.
+    """Return the size in bytes of the loaded weights, with each layer in the encoding of the loaded model.
 
     Linear layers and the output head are counted in packed form. Layers that the model fuses are counted
     separately, so the estimate can be slightly too high. Embedding tables, norms and biases have the type of
     the activations. A head that is tied to the embedding table is packed in addition to the table. For
-    families that store weights as ``[in, out]``, the size of the scales is not exact. The layout is that of
-    the first of `BackendRegistry.candidates`, also if it cannot run and another back end is opened.
+    families that store weights as ``[in, out]``, the size of the scales is not exact. The layout of packed
+    weights is the layout of the first of `BackendRegistry.candidates`, even if this back end cannot run and
+    another back end is opened.
 
     Args:
         pipeline_config: contains the checkpoint and the encoding.
@@ -45,16 +46,16 @@ def estimate_weights_size(
     names = _names_or_default(names)
     model = pipeline_config.model
     kernels = backend.BACKENDS.candidates(model.devices[0].device_type, model.kernels)[0]
-    floats = _encoding(pipeline_config).compute_dtype.value
+    float_dtype = _encoding(pipeline_config).compute_dtype.value
     size = 0.0
     for name, header in model.tensor_headers.items():
         role = names.role(name)
         shape = _linear_shape(name, header, names)
         if shape:
             *experts, out_features, in_features = shape
-            encoding = _router_encoding(names, floats) if role == "router" else model.encoding
+            encoding = _router_encoding(names, float_dtype) if role == "router" else model.encoding
             if model.keeps_stored_layers:
-                encoding = header.encoding or floats
+                encoding = header.encoding or float_dtype
             elif encoding != header.encoding:
                 layer_role: LayerRole = "values" if role == "values" else "linear"
                 if role != "values" and (experts or role == "expert"):
@@ -66,13 +67,13 @@ def estimate_weights_size(
             if model.keeps_stored_layers and isinstance(header, QuantizedHeader):
                 size += len(header.order)
         elif role != "head":
-            size += _plain_size(header, floats) * (share(name) if role == "table" else 1)
+            size += _plain_size(header, float_dtype) * (share(name) if role == "table" else 1)
     kind = _encoding(pipeline_config)
     head_shapes = _head_shapes(pipeline_config, names)
     table = f"{names.embedding_path}.weight"
     # Without an embedding table in the checkpoint, the table is a copy of the head.
     if not any(names.is_embedding(name) for name in model.tensor_headers):
-        size += sum(prod(shape) for shape in head_shapes) * DType(floats).size_in_bytes * share(table)
+        size += sum(prod(shape) for shape in head_shapes) * DType(float_dtype).size_in_bytes * share(table)
     stored_head = _stored_head(pipeline_config, names)
     for vocabulary, hidden in head_shapes:
         head = encoding_named(stored_head or kind.for_layer("head", vocabulary, hidden))
@@ -83,9 +84,9 @@ def estimate_weights_size(
 def estimate_packed_size(pipeline_config: PipelineConfig) -> int:
     """Return the approximate size in bytes of the weights that are packed during loading.
 
-    These are the linear layers and the output head. The function is called before torch is imported, so
-    neither the kernels nor the tensor names of the family are known. A matrix with one row per token of the
-    vocabulary is assumed to be an embedding table or an output head. Lazily packed weights
+    The packed weights are the linear layers and the output head. The function is called before torch is
+    imported, so neither the kernels nor the tensor names of the family are known. A matrix with one row per
+    token of the vocabulary is assumed to be an embedding table or an output head. Lazily packed weights
     (`penstock.kernels.LazyWeight`) count as 0.
     """
     model, kind = pipeline_config.model, _encoding(pipeline_config)
@@ -99,7 +100,7 @@ def estimate_packed_size(pipeline_config: PipelineConfig) -> int:
             vocabulary_matrices.append(prod(shape))
         elif shape:
             num_linear += prod(shape)
-    num_head = max(vocabulary_matrices, default=0)  # only the head is packed, not the table
+    num_head = max(vocabulary_matrices, default=0)  # the output head is packed, the embedding table is not
     return int((num_linear + num_head) * kind.bits_per_weight / 8)
 
 
@@ -112,10 +113,10 @@ def estimate_activation_memory(
 ) -> int:
     """Return the size in bytes of the activations of the largest step.
 
-    Each of ``max_batch_input_tokens`` tokens needs six rows that are as wide as the widest linear layer:
-    three for a gated feed-forward layer, and one each for the residual stream, its sum with the last output,
-    and the norm of the sum. Each sequence and each draft token needs a row of logits with its sampling data,
-    20 bytes for each token of the vocabulary.
+    Each of ``max_batch_input_tokens`` tokens needs six rows with the width of the widest linear layer: three
+    rows for a gated feed-forward layer, and one row each for the residual stream, the sum of residual stream
+    and layer output, and the norm of this sum. Each sequence and each draft token needs a row of logits and
+    sampling data: 20 bytes for each token of the vocabulary.
 
     Args:
         pipeline_config: contains the checkpoint, the encoding and the limits of a step.
@@ -123,11 +124,16 @@ def estimate_activation_memory(
         names: the tensor names of the family; by default those of Llama.
         min_step_tokens: minimum number of tokens of the largest step.
     """
-    size = _encoding(pipeline_config).compute_dtype.size_in_bytes
+    bytes_per_element = _encoding(pipeline_config).compute_dtype.size_in_bytes
     shapes = _linear_shapes(pipeline_config, _names_or_default(names))
-    widest = max((max(shape[-2:]) for shape in shapes), default=0)
-    rows = max(requested_step_tokens(pipeline_config), min_step_tokens) * _ROWS_PER_TOKEN * widest * size
-    return rows + max_logit_rows(pipeline_config) * huggingface_config.vocabulary_size * _SAMPLING_BYTES
+    max_width = max((max(shape[-2:]) for shape in shapes), default=0)
+    row_bytes = (
+        max(requested_step_tokens(pipeline_config), min_step_tokens)
+        * _ROWS_PER_TOKEN
+        * max_width
+        * bytes_per_element
+    )
+    return row_bytes + max_logit_rows(pipeline_config) * huggingface_config.vocabulary_size * _SAMPLING_BYTES
 
 
 def estimate_adapters_size(pipeline_config: PipelineConfig, names: TensorNames | None = None) -> int:
@@ -144,9 +150,9 @@ def estimate_adapters_size(pipeline_config: PipelineConfig, names: TensorNames |
         return 0
     names = _names_or_default(names)
     shapes = [*_linear_shapes(pipeline_config, names), *_head_shapes(pipeline_config, names)]
-    width = sum(prod(shape[:-2]) * sum(shape[-2:]) for shape in shapes)
-    size = _encoding(pipeline_config).compute_dtype.size_in_bytes
-    return config.max_loras * config.max_lora_rank * width * size
+    total_width = sum(prod(shape[:-2]) * sum(shape[-2:]) for shape in shapes)
+    bytes_per_element = _encoding(pipeline_config).compute_dtype.size_in_bytes
+    return config.max_loras * config.max_lora_rank * total_width * bytes_per_element
 
 
 def encoder_cache_size(pipeline_config: PipelineConfig, free_memory: int) -> int:
@@ -154,18 +160,18 @@ def encoder_cache_size(pipeline_config: PipelineConfig, free_memory: int) -> int
 
     By default it is 1/20 of the free memory, but at most `_MAX_ENCODER_CACHE`.
     """
-    configured = pipeline_config.vision.encoder_cache_memory
-    return min(_MAX_ENCODER_CACHE, free_memory // 20) if configured is None else configured
+    configured_size = pipeline_config.vision.encoder_cache_memory
+    return min(_MAX_ENCODER_CACHE, free_memory // 20) if configured_size is None else configured_size
 
 
 def _names_or_default(names: TensorNames | None) -> TensorNames:
-    from penstock.nn import LLAMA_NAMES  # loads torch
+    from penstock.nn import LLAMA_NAMES  # imports torch
 
     return names or LLAMA_NAMES
 
 
-def _router_encoding(names: TensorNames, floats: str) -> str:
-    return DType.float32.value if names.is_router_float32 else floats
+def _router_encoding(names: TensorNames, float_dtype: str) -> str:
+    return DType.float32.value if names.is_router_float32 else float_dtype
 
 
 def _encoding(pipeline_config: PipelineConfig) -> LinearEncoding:

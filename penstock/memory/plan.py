@@ -47,21 +47,21 @@ class MemoryPlan:
     activation_size: int
     kv_cache_size: int
     available_memory: int
-    """The memory for weights, activations and KV cache together."""
+    """The memory that weights, activations and KV cache may use together."""
     model_max_length: int
-    """The maximum length without a limit by memory."""
+    """The maximum length if memory did not limit it, in tokens."""
     adapters_size: int = 0
-    """The device slots for LoRA adapters."""
+    """The size of the device slots for LoRA adapters."""
     encoder_size: int = 0
-    """The activations of the image encoder."""
+    """The size of the activations of the image encoder."""
     encoder_cache_size: int = 0
-    """The cache of encoded images."""
+    """The size of the cache of encoded images."""
 
     @property
     def num_cache_tokens(self) -> int:
         """The number of tokens that fit into the KV cache, over all sequences."""
-        # All groups without a sliding window have the same number of blocks. Other groups have at most this
-        # number.
+        # All groups without a sliding window have the same number of blocks. Groups with a window have at
+        # most this number.
         return (max(self.num_blocks) - 1) * self.block_size if self.num_blocks else 0
 
     @property
@@ -77,23 +77,23 @@ class MemoryPlan:
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the lines of the plan as pairs of name and text."""
-        used = self.static_size + self.kv_cache_size
-        free = self.available_memory - used
-        shortened = f", shortened from {self.model_max_length:,} to fit" if self.is_shortened else ""
-        step = f"for steps of {self.max_batch_input_tokens:,} tokens"
-        adapters = [("adapters", format_bytes(self.adapters_size))] if self.adapters_size else []
-        images = []
+        used_memory = self.static_size + self.kv_cache_size
+        free_memory = self.available_memory - used_memory
+        shortened_text = f", shortened from {self.model_max_length:,} to fit" if self.is_shortened else ""
+        step_text = f"for steps of {self.max_batch_input_tokens:,} tokens"
+        adapter_rows = [("adapters", format_bytes(self.adapters_size))] if self.adapters_size else []
+        image_rows = []
         if self.encoder_size:
             cache_text = f"{format_bytes(self.encoder_cache_size)} for encoded images"
-            images = [("images", f"{format_bytes(self.encoder_size)} for the encoder, {cache_text}")]
+            image_rows = [("images", f"{format_bytes(self.encoder_size)} for the encoder, {cache_text}")]
         return [
             ("weights", format_bytes(self.weights_size)),
-            *adapters,
-            ("activations", f"{format_bytes(self.activation_size)} {step}"),
-            *images,
+            *adapter_rows,
+            ("activations", f"{format_bytes(self.activation_size)} {step_text}"),
+            *image_rows,
             ("KV cache", f"{format_bytes(self.kv_cache_size)} for {self.num_cache_tokens:,} tokens"),
-            ("free", f"{format_bytes(free)} of {format_bytes(self.available_memory)}"),
-            ("max length", f"{self.max_length:,} tokens{shortened}"),
+            ("free", f"{format_bytes(free_memory)} of {format_bytes(self.available_memory)}"),
+            ("max length", f"{self.max_length:,} tokens{shortened_text}"),
             ("max batch size", f"{self.max_batch_size:,} requests"),
         ]
 
@@ -123,10 +123,10 @@ def plan_memory(
     """Return the maximum length, the batch size, the step size and the size of the KV cache.
 
     The paged KV cache must have room for one sequence of the maximum length, and for one block of each
-    sequence of a batch. If it does not fit, the planner reduces values that are not configured: first the
-    step size down to `MIN_STEP` (which makes the activations smaller), then the length, then the batch size,
-    and last the step size again. All remaining memory is used for more blocks, up to the number that a full
-    batch of sequences of the maximum length needs.
+    sequence of a batch. If this cache does not fit, the planner reduces values that are not configured. First
+    it reduces the step size down to `MIN_STEP`, which makes the activations smaller. Then it reduces the
+    length, then the batch size, and last the step size again. All remaining memory is used for more blocks,
+    up to the number that a full batch of sequences of the maximum length needs.
 
     Args:
         pipeline_config: can set ``max_length``, ``max_batch_size`` and ``kv_cache_memory``.
@@ -162,14 +162,16 @@ def plan_memory(
             encoder_cache_size,
         )
 
-    *larger, smallest = _step_sizes(pipeline_config, activation_size, max(MIN_STEP, min_step_tokens))
-    for step_size in larger:
+    *larger_steps, smallest_step = _step_sizes(
+        pipeline_config, activation_size, max(MIN_STEP, min_step_tokens)
+    )
+    for step_size in larger_steps:
         with suppress(InsufficientMemoryError):
             candidate = plan(step_size)
             if not candidate.is_shortened:
                 return candidate
-    *smaller, minimum_size = _step_sizes(pipeline_config, activation_size, max(1, min_step_tokens))
-    for step_size in (smallest, *smaller):
+    *smaller_steps, minimum_size = _step_sizes(pipeline_config, activation_size, max(1, min_step_tokens))
+    for step_size in (smallest_step, *smaller_steps):
         with suppress(InsufficientMemoryError):
             return plan(step_size)
     return plan(minimum_size)
@@ -194,9 +196,7 @@ def estimate_kv_cache_size(
 
 
 def _step_sizes(pipeline_config: PipelineConfig, activation_size: int, min_size: int) -> Iterator[int]:
-    """Yield the requested step size, and with chunked prefill also half of it, and so on down to
-    ``min_size``.
-    """
+    """Yield the requested step size. With chunked prefill, halve it repeatedly down to ``min_size``."""
     size = requested_step_tokens(pipeline_config)
     yield size
     while pipeline_config.enable_chunked_prefill and activation_size and size >= 2 * min_size:
@@ -216,12 +216,12 @@ def _plan(
     encoder_cache_size: int,
 ) -> MemoryPlan:
     images_size = encoder_size + encoder_cache_size
-    used = weights_size + adapters_size + activation_size + images_size
+    static_size = weights_size + adapters_size + activation_size + images_size
     kv_config = pipeline_config.kv_cache
     available = int(free_memory * kv_config.device_memory_utilization)
     if kv_config.memory is not None:
-        available = min(used + kv_config.memory, free_memory)
-    if used + (kv_config.memory or 0) > available:
+        available = min(static_size + kv_config.memory, free_memory)
+    if static_size + (kv_config.memory or 0) > available:
         refuse_static(
             pipeline_config,
             weights_size,
@@ -237,7 +237,7 @@ def _plan(
     kv_cache_size = 0
     if spec is not None:
         max_length, max_batch_size, num_blocks = _plan_cache(
-            pipeline_config, spec, model_max_length, available - used
+            pipeline_config, spec, model_max_length, available - static_size
         )
         kv_cache_size = BlockDemand(pipeline_config, spec).size(num_blocks)
     return MemoryPlan(

@@ -1,4 +1,4 @@
-"""Errors for a model that does not fit into memory. The messages contain sizes and settings to change."""
+"""Raises the errors of models that do not fit into memory. Messages contain sizes and settings to change."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ def refuse_static(
     """Raise the error that weights, activations and a configured KV cache exceed the available memory."""
     kv_memory = pipeline_config.kv_cache.memory
     needed = weights_size + adapters_size + activation_size + images_size + (kv_memory or 0)
-    parts = f"weights take {format_bytes(weights_size)}, activations {format_bytes(activation_size)}"
+    sizes_text = f"weights take {format_bytes(weights_size)}, activations {format_bytes(activation_size)}"
     advice = "use a smaller model or encoding, or lower --max-batch-input-tokens"
     if adapters_size:
-        parts += f", LoRA adapters {format_bytes(adapters_size)}"
+        sizes_text += f", LoRA adapters {format_bytes(adapters_size)}"
         advice = f"lower --max-loras or --max-lora-rank, {advice}"
     if images_size:
-        parts += f", encoded images {format_bytes(images_size)}"
+        sizes_text += f", encoded images {format_bytes(images_size)}"
         advice = f"lower --encoder-cache-memory, {advice}"
     if kv_memory is not None:
-        parts += f", the KV cache {format_bytes(kv_memory)}"
+        sizes_text += f", the KV cache {format_bytes(kv_memory)}"
         advice = f"lower --kv-cache-memory, {advice}"
     if pipeline_config.max_batch_size is not None:
         advice += " or --max-batch-size"
     if kv_memory is None and needed < free_memory:
         advice = f"raise --device-memory-utilization, {advice}"
     raise InsufficientMemoryError(
-        f"{parts}, but only {format_bytes(available)} of {format_bytes(free_memory)} free memory can be "
+        f"{sizes_text}, but only {format_bytes(available)} of {format_bytes(free_memory)} free memory can be "
         f"used: {advice}",
         needed=needed,
         available=available,
@@ -55,15 +55,15 @@ def refuse_cache(
 ) -> NoReturn:
     """Raise the error that the KV cache does not fit.
 
-    The message suggests only values that are configured.
+    The message suggests values only for settings that are configured.
     """
     length, batch_size = pipeline_config.model.max_length, pipeline_config.max_batch_size
-    configured, suggestions = [], []
+    configured_values, suggestions = [], []
     if length is not None:
-        configured.append(f"max_length {length}")
+        configured_values.append(f"max_length {length}")
         suggestions.append(f"--max-length {suggested_length}")
     if batch_size is not None:
-        configured.append(f"max_batch_size {batch_size}")
+        configured_values.append(f"max_batch_size {batch_size}")
         suggestions.append(f"--max-batch-size {suggested_batch_size}")
     advice = f"try {' '.join(suggestions)}"
     if not suggestions or not suggested_length or not suggested_batch_size:
@@ -72,8 +72,8 @@ def refuse_cache(
             "--kv-cache-block-size, or use a smaller model or encoding"
         )
     raise InsufficientMemoryError(
-        f"the KV cache needs {format_bytes(needed)} for {' and '.join(configured) or 'one block'}, but only "
-        f"{format_bytes(available)} are left for it: {advice}",
+        f"the KV cache needs {format_bytes(needed)} for {' and '.join(configured_values) or 'one block'}, "
+        f"but only {format_bytes(available)} are left for it: {advice}",
         needed=needed,
         available=available,
     )

@@ -1,4 +1,4 @@
-"""`rank_shares`: the fraction of each matrix on a rank, for the memory plan with tensor parallelism."""
+"""`rank_shares`: the fraction of each matrix on a rank, for memory plans with tensor parallelism."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from penstock.nn import TensorNames
 def rank_shares(names: TensorNames, shard: Shard, kv_heads: int) -> Callable[[str], float]:
     """Return a function that returns the largest fraction of a matrix on any rank, given its name.
 
-    Every rank has a whole copy of matrices outside the decoder's blocks, such as those of an image encoder.
+    Every rank has a whole copy of matrices outside the decoder's blocks, such as the matrices of an image
+    encoder.
 
     Args:
         names: the tensor names of the family.
@@ -19,14 +20,14 @@ def rank_shares(names: TensorNames, shard: Shard, kv_heads: int) -> Callable[[st
         kv_heads: K, the number of kv heads of the model.
     """
     kv_share = shard.max_kv_heads(kv_heads) / kv_heads
-    head = names.block.partition("{layer}")[0]
+    block_prefix = names.block.partition("{layer}")[0]
 
     def share(tensor: str) -> float:
         role = names.role(tensor)
         if role in ("table", "head"):
             is_divided = role == "head" or names.is_embedding(tensor)
             return 1 / shard.world if is_divided else 1.0
-        if role == "router" or not tensor.removeprefix(names.prefix).startswith(head):
+        if role == "router" or not tensor.removeprefix(names.prefix).startswith(block_prefix):
             return 1.0
         if f".{names.attention}." not in tensor:
             return 1 / shard.world

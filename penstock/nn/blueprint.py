@@ -112,7 +112,7 @@ class Blueprint:
             tied_head: the family's default for ``tie_word_embeddings``.
             windows: the window of each layer. By default no layer has a window, and `SLIDING` in
                 ``layer_types`` is an error.
-            fields: further fields of the blueprint. They replace defaults and values of the file.
+            **fields: further fields of the blueprint. They replace defaults and values of the file.
 
         Raises:
             ConfigError: the kv heads do not divide the heads, the activation or rope type is unknown, or the

@@ -137,11 +137,13 @@ class Loader:
 
         Args:
             name: the name of the layer in the checkpoint.
-            out_features, in_features: outputs and inputs of the whole layer.
+            out_features: outputs of the whole layer.
+            in_features: inputs of the whole layer.
             bias: whether it has a bias.
             transposed: whether its weight is stored ``[in, out]``.
             is_expert: whether the layer belongs to an expert. The caller then adds up the ranks' outputs.
-            outputs, inputs: the outputs or inputs of this rank, if the layer is column- or row-parallel.
+            outputs: the outputs of this rank, if the layer is column-parallel.
+            inputs: the inputs of this rank, if the layer is row-parallel.
         """
         part = LayerPart(out_features, in_features, tuple(outputs), inputs)
         return self._read({name: part}, bias, transposed=transposed, is_expert=is_expert)
@@ -184,7 +186,8 @@ class Loader:
 
         Args:
             name: name of the value projection.
-            out_features, in_features: its outputs and inputs.
+            out_features: its outputs.
+            in_features: its inputs.
             fused_with: name of the query projection.
         """
         stored = self.source.stored_encoding(f"{name}.weight")
@@ -221,13 +224,7 @@ class Loader:
         return rows.to(self.device, self.dtype)
 
     def head(
-        self,
-        name: str,
-        vocabulary: int,
-        hidden: int,
-        *,
-        tied_to: Tensor | None = None,
-        bias: bool = False,
+        self, name: str, vocabulary: int, hidden: int, *, tied_to: Tensor | None = None, bias: bool = False
     ) -> Linear:
         """Return the output head.
 
@@ -308,7 +305,8 @@ class Loader:
 
         Args:
             name: name of the layer in the checkpoint.
-            out_features, in_features: its outputs and inputs.
+            out_features: its outputs.
+            in_features: its inputs.
             bias: ``[out]``, in the order of the layer's outputs.
             order: reorders the stored rows ``[out, ...]`` to the order of the layer's outputs.
         """

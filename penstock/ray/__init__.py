@@ -1,10 +1,10 @@
-"""Penstock on Ray: a server of replicas on Ray Serve, and generation and embedding of datasets on Ray Data.
+"""Penstock on Ray: a replicated server on Ray Serve, and generation and embedding of datasets on Ray Data.
 
     >>> from penstock.ray import RayConfig
     >>> RayConfig(ray_max_replicas=4).ray_min_replicas
     1
 
-Importing this module does not import Ray. The functions need the extra ``ray``.
+Importing this module does not import Ray. The functions require the optional dependencies ``penstock[ray]``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RayConfig", "build_app", "embed", "generate"]
 
-_HOMES = {
+_MODULES = {
     "RayConfig": "penstock.ray.config",
     "build_app": "penstock.ray.online",
     "embed": "penstock.ray.dataset",
@@ -29,7 +29,7 @@ _HOMES = {
 
 
 if not TYPE_CHECKING:  # a type checker must report names that do not exist
-    __getattr__ = lazy_names(__name__, _HOMES)
+    __getattr__ = lazy_names(__name__, _MODULES)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""``penstock batch run --ray``: runs a file of requests in a pool of actors with Ray Data."""
+"""``penstock batch run --ray``: runs the requests of a file in a pool of Ray Data actors."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from penstock.ray.batch_files import (
     PARQUET,
     BatchResult,
     Chunk,
-    done_ids,
+    finished_request_ids,
     make_writer,
     pending_chunks,
-    pending_rows,
+    pending_row_ids,
     read_chunk,
     row_to_line,
 )
@@ -43,7 +43,7 @@ are half a second apart.
 def run_batch(
     requests: Path, output: Path, config: PipelineConfig, serve_config: ServeConfig, ray_config: RayConfig
 ) -> int:
-    """Run the requests of a file that have no result yet, and write one result for each.
+    """Run the requests of a file that have no result in the output, and write one result for each.
 
     Only this process writes results. It writes one result for each id, even if Ray Data computes a block
     twice.
@@ -52,34 +52,38 @@ def run_batch(
         requests: JSON lines, or a parquet file or folder with the columns custom_id, url and body.
         output: a file of JSON lines, or a folder of parquet files if the name ends in ``.parquet``.
         config: the configuration of the model.
-        serve_config: the server's limits on requests, and its parsers.
-        ray_config: the cluster and the actors.
+        serve_config: the configuration of the server, such as request limits and parsers.
+        ray_config: the configuration of the cluster and the actors.
 
     Returns:
         The exit status: 1 if a request failed, else 0.
 
     Raises:
         MissingDependencyError: Ray is not installed.
-        InputError: the requests cannot be read, or two have the same id.
-        PenstockError: a request has no result; running the command again continues.
+        InputError: the requests cannot be read, or two requests have the same id.
+        PenstockError: Ray Data ended without a result for a request. Running the command again continues the
+            batch.
     """
     ray = import_ray("penstock batch run --ray")
-    config.model.checkpoint  # noqa: B018  # a model that is missing is reported here
-    done = done_ids(output)
+    config.model.checkpoint  # noqa: B018  # raises here, not in an actor, if the model is missing
+    ids_with_results = finished_request_ids(output)
     is_parquet = requests.is_dir() or requests.suffix == PARQUET
     chunks: list[Chunk] = []
     if is_parquet:
-        pending = pending_rows(requests, done)
+        pending_ids = pending_row_ids(requests, ids_with_results)
     else:
-        chunks, pending = pending_chunks(requests, done, ray_config.ray_batch_size)
-    if done:
-        click.echo(f"penstock: {len(done)} requests have results, {len(pending)} are left", err=True)
-    if not pending:
+        chunks, pending_ids = pending_chunks(requests, ids_with_results, ray_config.ray_batch_size)
+    if ids_with_results:
+        click.echo(
+            f"penstock: {len(ids_with_results)} requests have results, {len(pending_ids)} requests are left",
+            err=True,
+        )
+    if not pending_ids:
         return 0
     with ray_connection(ray_config, "penstock batch run --ray"):
         if is_parquet:
             rows = ray.data.read_parquet(str(requests.absolute())).map(
-                PendingRows(ray.put(done) if done else None)
+                PendingRows(ray.put(ids_with_results) if ids_with_results else None)
             )
             rows = rows.filter(lambda row: row["number"] >= 0)
         else:
@@ -88,42 +92,45 @@ def run_batch(
                 ReadLines(requests.absolute())
             )
         arguments = {"serve_config": replace(serve_config, access_log=False, state_dir=None)}
-        return _write(map_with_actors(rows, LineActor, arguments, config, ray_config), output, pending)
+        results = map_with_actors(rows, LineActor, arguments, config, ray_config)
+        return _write_results(results, output, pending_ids)
 
 
-def _write(results: Any, output: Path, pending: set[str]) -> int:
-    """Write the results as they arrive. Return the exit status."""
-    begin, num, num_bad, num_tokens = time.perf_counter(), 0, 0, 0
+def _write_results(results: Any, output: Path, pending_ids: set[str]) -> int:
+    """Write the results as they arrive. Return the exit status: 1 if a request failed, else 0."""
+    begin, num_results, num_failed, num_tokens = time.perf_counter(), 0, 0, 0
     writer = make_writer(output)
     try:
-        with GenerationProgress(len(pending)) as progress:
+        with GenerationProgress(len(pending_ids)) as progress:
             for batch in results.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
                 for row in batch.to_pylist():
-                    line, is_good, tokens = row["result"], row["is_good"], row["num_tokens"]
-                    name = msgspec.json.decode(line, type=BatchResult).custom_id
-                    if name not in pending:
-                        continue  # its block was computed twice
-                    pending.remove(name)
+                    line, result_tokens = row["result"], row["num_tokens"]
+                    request_id = msgspec.json.decode(line, type=BatchResult).custom_id
+                    if request_id not in pending_ids:
+                        continue  # Ray Data computed the block twice
+                    pending_ids.remove(request_id)
                     writer.add(line)
-                    num, num_bad, num_tokens = num + 1, num_bad + (not is_good), num_tokens + tokens
-                    progress.advance(num_tokens=tokens, num_prompts=1)
+                    num_results += 1
+                    num_failed += not row["is_success"]
+                    num_tokens += result_tokens
+                    progress.advance(num_tokens=result_tokens, num_prompts=1)
     finally:
         writer.close()
     seconds = max(time.perf_counter() - begin, 1e-9)
     click.echo(
-        f"penstock: {num} requests in {seconds:.2f} s, {num_bad} failed: {num / seconds:,.1f} requests/s, "
-        f"{num_tokens / seconds:,.0f} tokens/s",
+        f"penstock: {num_results} requests in {seconds:.2f} s, {num_failed} failed: "
+        f"{num_results / seconds:,.1f} requests/s, {num_tokens / seconds:,.0f} tokens/s",
         err=True,
     )
-    if pending:
+    if pending_ids:
         raise PenstockError(
-            f"{len(pending)} requests have no result, such as {min(pending)!r}: run the command again"
+            f"{len(pending_ids)} requests have no result, such as {min(pending_ids)!r}: run the command again"
         )
-    return 1 if num_bad else 0
+    return 1 if num_failed else 0
 
 
 class ReadLines:
-    """Reads the lines of a `Chunk`, in a task of Ray Data.
+    """Reads the lines of a `Chunk`. A Ray Data task calls it.
 
     Args:
         path: the file, which all nodes can read.
@@ -133,46 +140,47 @@ class ReadLines:
         self._path = path
 
     def __call__(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the rows of a chunk."""
+        """Return the lines of the chunk in ``row`` as rows (`read_chunk`)."""
         return list(read_chunk(self._path, Chunk(list(row["offsets"]), list(row["numbers"]))))
 
 
 class PendingRows:
-    """Converts a parquet row to a line and its ``number``, which is -1 if the row already has a result.
+    """Converts a parquet row to a JSON line and a ``number``: -1 if the request has a result, else 0.
 
     Args:
-        done: a Ray reference to the set of ids that have results; None if no id has one.
+        ids_with_results: a Ray object reference to the set of ids that have results; None if no request has a
+            result.
     """
 
-    def __init__(self, done: Any) -> None:
-        self._done_ids = done
-        self._ids: set[str] | None = None
+    def __init__(self, ids_with_results: Any) -> None:
+        self._result_ids_ref = ids_with_results
+        self._result_ids: set[str] | None = None
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         """Return the ``line`` and the ``number`` of a row."""
-        if self._ids is None:
-            self._ids = (
+        if self._result_ids is None:
+            self._result_ids = (
                 set()
-                if self._done_ids is None
-                else import_ray("penstock batch run --ray").get(self._done_ids)
+                if self._result_ids_ref is None
+                else import_ray("penstock batch run --ray").get(self._result_ids_ref)
             )
-        number = -1 if row["custom_id"] in self._ids else 0
+        number = -1 if row["custom_id"] in self._result_ids else 0
         return {"line": row_to_line(row), "number": number}
 
 
 class LineActor:
-    """Runs lines of a request file through the routes of the server, with a model in this actor.
+    """Actor that loads a model and runs lines of a request file through the routes of the server.
 
     Args:
         config: the configuration of the model.
-        serve_config: the server's limits on requests, and its parsers.
+        serve_config: the configuration of the server, such as request limits and parsers.
     """
 
     def __init__(self, config: PipelineConfig, serve_config: ServeConfig) -> None:
         self._server = LocalServer(config, serve_config)
 
     async def __call__(self, batch: Any) -> AsyncIterator[Any]:
-        """Run the lines of a batch, a ``pyarrow.Table``, and yield a table of their results."""
+        """Run a batch of lines, which is a ``pyarrow.Table``, and yield a table of the results."""
         import pyarrow
 
         await self._server.start()
@@ -183,26 +191,28 @@ class LineActor:
             self._server.app,
             len(lines),
             is_stopping=lambda: False,
-            on_result=lambda *one: results.append(one),
+            on_result=lambda *result: results.append(result),
             max_attempts=_MAX_ATTEMPTS,
         )
         await dispatcher.run(iter(lines))
-        names = ("result", "is_good", "num_tokens")
+        names = ("result", "is_success", "num_tokens")
         yield pyarrow.table(
             {name: list(column) for name, column in zip(names, zip(*results, strict=True), strict=True)}
         )
 
 
 def remove_output(output: Path) -> None:
-    """Delete the results of an output.
+    """Delete an output file or an output folder.
 
     Raises:
-        InputError: a folder contains files that are not parts of a parquet output.
+        InputError: the folder contains files that this command does not write.
     """
     if not output.is_dir():
         output.unlink(missing_ok=True)
         return
-    others = [file.name for file in output.iterdir() if not file.name.startswith("part-")]
-    if others:
-        raise InputError(f"{output} has {others[0]!r}, which is no part of an output: choose another folder")
+    foreign_files = [file.name for file in output.iterdir() if not file.name.startswith("part-")]
+    if foreign_files:
+        raise InputError(
+            f"{output} contains {foreign_files[0]!r}, which is not a batch result: choose another folder"
+        )
     shutil.rmtree(output)

@@ -1,4 +1,4 @@
-"""The files of a batch on Ray: requests as JSON lines or parquet, results as JSON lines or parquet."""
+"""Reads request files and writes result files of a batch on Ray, as JSON lines or parquet."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from penstock.errors import InputError
 from penstock.serve.batches.batch_lines import finished_ids
 
 PARQUET = ".parquet"
-_ROWS_OF_PART = 1000
+_ROWS_PER_FILE = 1000
+"""Results per parquet file."""
 
 
 class BatchResult(msgspec.Struct):
-    """The fields of a result line that are written to files."""
+    """The fields of a result that are written to files."""
 
     custom_id: str
     response: dict[str, object] | None = None
@@ -30,32 +31,37 @@ class BatchResult(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Lines of a file that one task reads."""
+    """The lines of a file that one task reads."""
 
     offsets: list[int]
-    """Their byte offsets in the file."""
+    """The byte offset of each line in the file."""
     numbers: list[int]
-    """Their line numbers, from 1."""
+    """The line number of each line, starting at 1."""
 
 
-def pending_chunks(path: Path, done: Container[str], size: int) -> tuple[list[Chunk], set[str]]:
-    """Return the lines of a file that have no result, in chunks of ``size``, and their ids.
+def pending_chunks(path: Path, ids_with_results: Container[str], size: int) -> tuple[list[Chunk], set[str]]:
+    """Return the lines that have no result, in chunks of up to ``size`` lines, and the ids of these lines.
+
+    Args:
+        path: a file of JSON lines.
+        ids_with_results: the ids of requests that have results.
+        size: lines per chunk.
 
     Raises:
         InputError: two lines have the same ``custom_id``, or the file cannot be read.
     """
     chunks: list[Chunk] = []
-    seen: set[str] = set()
-    pending: set[str] = set()
+    seen_ids: set[str] = set()
+    pending_ids: set[str] = set()
     offset = 0
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    name = _result_id(line, number)
-                    _check_new(name, seen)
-                    if name not in done:
-                        pending.add(name)
+                    request_id = _request_id(line, number)
+                    _check_unique(request_id, seen_ids)
+                    if request_id not in ids_with_results:
+                        pending_ids.add(request_id)
                         if not chunks or len(chunks[-1].numbers) == size:
                             chunks.append(Chunk([], []))
                         chunks[-1].offsets.append(offset)
@@ -63,67 +69,81 @@ def pending_chunks(path: Path, done: Container[str], size: int) -> tuple[list[Ch
                 offset += len(line)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
-    return chunks, pending
+    return chunks, pending_ids
 
 
 def read_chunk(path: Path, chunk: Chunk) -> Iterator[dict[str, object]]:
-    """Yield the lines of a chunk as rows: ``line`` (bytes) and ``number``."""
+    """Yield a row for each line of a chunk. Its fields are ``line`` (bytes) and ``number`` (line number)."""
     with path.open("rb") as file:
         for offset, number in zip(chunk.offsets, chunk.numbers, strict=True):
             file.seek(offset)
             yield {"line": file.readline(), "number": number}
 
 
-def _result_id(line: bytes, number: int) -> str:
-    """Return the ``custom_id`` of a line, or for a line without one the id of its result."""
+def _request_id(line: bytes, number: int) -> str:
+    """Return the ``custom_id`` of a line; ``line-N`` if line N has no valid ``custom_id``."""
     try:
-        name = msgspec.json.decode(line, type=dict[str, msgspec.Raw]).get("custom_id")
-        found = None if name is None else msgspec.json.decode(name)
+        raw_id = msgspec.json.decode(line, type=dict[str, msgspec.Raw]).get("custom_id")
+        request_id = None if raw_id is None else msgspec.json.decode(raw_id)
     except msgspec.DecodeError:
-        found = None
-    return found if isinstance(found, str) and 0 < len(found) <= 512 else f"line-{number}"
+        request_id = None
+    if isinstance(request_id, str) and 0 < len(request_id) <= 512:
+        return request_id
+    return f"line-{number}"
 
 
-def _check_new(name: str, seen: set[str]) -> None:
-    if name in seen:
-        raise InputError(f"two requests have the custom_id {name[:100]!r}: give each its own")
-    seen.add(name)
+def _check_unique(request_id: str, seen_ids: set[str]) -> None:
+    if request_id in seen_ids:
+        raise InputError(
+            f"two requests have the custom_id {request_id[:100]!r}: give each request a different one"
+        )
+    seen_ids.add(request_id)
 
 
-def pending_rows(path: Path, done: Container[str]) -> set[str]:
-    """Return the ids of all rows without a result, of a parquet file or a folder of parquet files.
+def pending_row_ids(path: Path, ids_with_results: Container[str]) -> set[str]:
+    """Return the ids of all rows that have no result.
+
+    Args:
+        path: a parquet file, or a folder of parquet files.
+        ids_with_results: the ids of requests that have results.
 
     Raises:
         InputError: two rows have the same ``custom_id``, or a row has no ``custom_id``.
     """
     from pyarrow.parquet import ParquetFile
 
-    seen: set[str] = set()
-    pending: set[str] = set()
+    seen_ids: set[str] = set()
+    pending_ids: set[str] = set()
     for file in parquet_files(path):
         source = ParquetFile(file)
         missing = [name for name in ("custom_id", "url", "body") if name not in source.schema_arrow.names]
         if missing:
-            raise InputError(f"{file} has no column {missing[0]}: it needs custom_id, url and body")
+            raise InputError(f"{file} has no column {missing[0]}: custom_id, url and body are required")
         for batch in source.iter_batches(columns=["custom_id"]):
-            for name in batch.column(0).to_pylist():
-                if not isinstance(name, str) or not name:
-                    raise InputError(f"{file} has a row without a custom_id: give each its own")
-                _check_new(name, seen)
-                if name not in done:
-                    pending.add(name)
-    return pending
+            for request_id in batch.column(0).to_pylist():
+                if not isinstance(request_id, str) or not request_id:
+                    raise InputError(f"{file} has a row without a custom_id: give each row a custom_id")
+                _check_unique(request_id, seen_ids)
+                if request_id not in ids_with_results:
+                    pending_ids.add(request_id)
+    return pending_ids
 
 
 def row_to_line(row: dict[str, object]) -> bytes:
-    """Return the JSON line of a parquet row: ``body`` is JSON text or a structure, without null members."""
+    """Return a parquet row as a JSON line.
+
+    The column ``body`` is JSON text or a structure. Null members of a structure are left out.
+    """
     body = row["body"]
-    given = msgspec.Raw(body.encode()) if isinstance(body, str) else _without_nulls(body)
-    return msgspec.json.encode({"custom_id": row["custom_id"], "url": row["url"], "body": given})
+    json_body = msgspec.Raw(body.encode()) if isinstance(body, str) else _without_nulls(body)
+    return msgspec.json.encode({"custom_id": row["custom_id"], "url": row["url"], "body": json_body})
 
 
 def _without_nulls(value: object) -> object:
-    """Return a structure without null members, which parquet adds to rows with different members."""
+    """Return a structure without its null members.
+
+    All structures of a parquet column have the same members. Members that a row lacks are null.
+    """
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     if hasattr(value, "tolist"):
@@ -132,36 +152,36 @@ def _without_nulls(value: object) -> object:
 
 
 def parquet_files(path: Path) -> list[Path]:
-    """Return a parquet file, or the parquet files of a folder in order.
+    """Return a list of the file itself, or the parquet files of a folder in the order of their names.
 
     Raises:
         InputError: the folder has no parquet files.
     """
     if not path.is_dir():
         return [path]
-    found = sorted(path.glob(f"*{PARQUET}"))
-    if not found:
+    files = sorted(path.glob(f"*{PARQUET}"))
+    if not files:
         raise InputError(f"{path} has no files *{PARQUET}")
-    return found
+    return files
 
 
 # -- Results ---------------------------------------------------------------------------------------------
 
 
 class ResultWriter(Protocol):
-    """Writes results. Results of earlier runs are kept, so that a run can continue."""
+    """Writes results to an output. Keeps the results of earlier runs, so that a new run continues them."""
 
     def add(self, line: bytes) -> None:
-        """Write the line of a result."""
+        """Add a result, which is a JSON line."""
         ...
 
     def close(self) -> None:
-        """Write the remaining results."""
+        """Write the buffered results and close the output."""
         ...
 
 
-class JsonLines:
-    """Appends results to a file.
+class JsonLinesWriter:
+    """Appends results to a file of JSON lines.
 
     Args:
         path: the file.
@@ -171,7 +191,7 @@ class JsonLines:
         self._file = path.open("ab")
 
     def add(self, line: bytes) -> None:
-        """Write the line of a result."""
+        """Write a result to the file."""
         self._file.write(line + b"\n")
         self._file.flush()
 
@@ -180,8 +200,8 @@ class JsonLines:
         self._file.close()
 
 
-class ParquetParts:
-    """Writes results to a folder of parquet files, which appear when they are complete.
+class ParquetWriter:
+    """Writes results to a folder of parquet files. A file gets its final name when it is complete.
 
     The columns are ``custom_id``, ``status_code``, ``body`` (JSON text) and ``error`` (JSON text or null).
 
@@ -196,62 +216,59 @@ class ParquetParts:
         self._number = len(list(path.glob(f"part-*{PARQUET}")))
 
     def add(self, line: bytes) -> None:
-        """Buffer a result; write a file when the buffer is full."""
+        """Buffer a result. Write a file when `_ROWS_PER_FILE` results are buffered."""
         result = msgspec.json.decode(line, type=BatchResult)
         response = result.response or {}
-        text = {
-            "body": response.get("body"),
-            "error": result.error,
-        }
-        encoded = {
+        json_values = {"body": response.get("body"), "error": result.error}
+        json_texts = {
             name: None if value is None else msgspec.json.encode(value).decode()
-            for name, value in text.items()
+            for name, value in json_values.items()
         }
         self._rows.append(
-            {"custom_id": result.custom_id, "status_code": response.get("status_code"), **encoded}
+            {"custom_id": result.custom_id, "status_code": response.get("status_code"), **json_texts}
         )
-        if len(self._rows) == _ROWS_OF_PART:
-            self._write()
+        if len(self._rows) == _ROWS_PER_FILE:
+            self._write_file()
 
     def close(self) -> None:
         """Write the last file."""
         if self._rows:
-            self._write()
+            self._write_file()
 
-    def _write(self) -> None:
+    def _write_file(self) -> None:
         import pyarrow
         from pyarrow.parquet import write_table
 
-        names = {"custom_id": "string", "status_code": "int32", "body": "string", "error": "string"}
-        schema = pyarrow.schema([(name, pyarrow.type_for_alias(kind)) for name, kind in names.items()])
-        target = self._path / f"part-{self._number:06}{PARQUET}"
-        unfinished = target.with_suffix(".unfinished")
-        write_table(pyarrow.Table.from_pylist(self._rows, schema=schema), unfinished)
-        os.replace(unfinished, target)
+        types = {"custom_id": "string", "status_code": "int32", "body": "string", "error": "string"}
+        schema = pyarrow.schema([(name, pyarrow.type_for_alias(kind)) for name, kind in types.items()])
+        final_path = self._path / f"part-{self._number:06}{PARQUET}"
+        unfinished_path = final_path.with_suffix(".unfinished")
+        write_table(pyarrow.Table.from_pylist(self._rows, schema=schema), unfinished_path)
+        os.replace(unfinished_path, final_path)
         self._number += 1
         self._rows = []
 
 
-def done_ids(path: Path) -> set[str]:
-    """Return the ``custom_id`` of each result in an existing output.
+def finished_request_ids(path: Path) -> set[str]:
+    """Return the ``custom_id`` of each result in an output; an empty set if the output does not exist.
 
     Raises:
-        InputError: the output has other contents.
+        InputError: the output does not contain batch results.
     """
     if path.suffix != PARQUET:
         return finished_ids(path)
     if not path.exists():
         return set()
     if not path.is_dir():
-        raise InputError(f"{path} is a file: the parquet output is a folder, choose another name")
+        raise InputError(f"{path} is a file, but a parquet output is a folder: choose another name")
     from pyarrow.parquet import read_table
 
-    found: set[str] = set()
+    request_ids: set[str] = set()
     for file in path.glob(f"part-*{PARQUET}"):
-        found.update(read_table(file, columns=["custom_id"]).column(0).to_pylist())
-    return found
+        request_ids.update(read_table(file, columns=["custom_id"]).column(0).to_pylist())
+    return request_ids
 
 
 def make_writer(path: Path) -> ResultWriter:
-    """Return the writer of an output: parquet for a name that ends in ``.parquet``, else JSON lines."""
-    return ParquetParts(path) if path.suffix == PARQUET else JsonLines(path)
+    """Return the writer of an output: parquet if the name ends in ``.parquet``, else JSON lines."""
+    return ParquetWriter(path) if path.suffix == PARQUET else JsonLinesWriter(path)

@@ -1,4 +1,4 @@
-"""`CacheLog`: the recent events of a replica's prefix cache, which routers read periodically."""
+"""`CacheLog`: a log of the recent events of a replica's prefix cache. Routers read it periodically."""
 
 from __future__ import annotations
 
@@ -10,73 +10,73 @@ import msgspec
 from penstock.pipelines.core.cache_events import BlocksCleared, BlocksRemoved, BlocksStored, CacheEvent
 
 _MIN_CAPACITY = 1024
-"""Minimum capacity of the log, in digests."""
+"""Minimum capacity of the log, in block digests."""
 
 
 class CacheChanges(msgspec.Struct):
     """The events of a prefix cache after a position in its log."""
 
     position: int
-    """The position after these events, for the next read."""
+    """The position after these events. The reader passes it to the next read."""
     events: list[CacheEvent]
 
 
 class CacheLog:
-    """The blocks in the prefix caches of a replica's workers, and a log of their events.
+    """The blocks in the prefix caches of a replica's workers, and a log of the cache events.
 
     A block is cached while at least one worker has it. Several readers read the log, each from its own
-    position. The log holds at most as many digests as the caches have blocks. A reader whose position is no
-    longer in the log gets all cached blocks instead.
+    position. The capacity of the log is the number of cached blocks, or `_MIN_CAPACITY` if that is larger. If
+    the position of a reader has been dropped from the log, the reader gets all cached blocks instead.
     """
 
     def __init__(self) -> None:
-        self._cached: dict[bytes, set[int]] = {}
+        self._cached_blocks: dict[bytes, set[int]] = {}
         """Digest -> workers that have the block, in the order in which blocks were stored."""
         self._events: deque[CacheEvent] = deque()
-        self._position = 0  # number of events that were ever added
-        self._num_logged = 0  # digests in the log
+        self._position = 0  # number of events added since the start
+        self._num_logged = 0  # number of digests in the log
 
     def add(self, events: Sequence[CacheEvent], worker: int = 0) -> None:
-        """Append events of the cache of a worker."""
-        cached = self._cached
+        """Append events of the prefix cache of one worker."""
+        cached_blocks = self._cached_blocks
         for event in events:
             match event:
                 case BlocksStored():
                     for digest in event.digests:
-                        cached.setdefault(digest, set()).add(worker)
-                    event = BlocksStored(event.digests, None, [])  # without tokens, which routers do not use
+                        cached_blocks.setdefault(digest, set()).add(worker)
+                    event = BlocksStored(event.digests, None, [])  # routers do not use tokens
                 case BlocksRemoved():
                     event = BlocksRemoved(self._without_owner(event.digests, worker))
                 case _:
-                    digests = [digest for digest, workers in cached.items() if worker in workers]
-                    removed = self._without_owner(digests, worker)
-                    event = BlocksRemoved(removed) if cached else BlocksCleared()
+                    digests = [digest for digest, workers in cached_blocks.items() if worker in workers]
+                    removed_blocks = self._without_owner(digests, worker)
+                    event = BlocksRemoved(removed_blocks) if cached_blocks else BlocksCleared()
             self._events.append(event)
             self._position += 1
             self._num_logged += _num_digests(event)
-        while self._num_logged > max(len(cached), _MIN_CAPACITY):
+        while self._num_logged > max(len(cached_blocks), _MIN_CAPACITY):
             self._num_logged -= _num_digests(self._events.popleft())
 
     def _without_owner(self, digests: Sequence[bytes], worker: int) -> list[bytes]:
-        """Remove a worker from the owners of blocks. Return the blocks that no longer have an owner."""
-        removed = []
+        """Remove a worker from the owners of blocks. Return the digests of blocks without any owner left."""
+        removed_blocks = []
         for digest in digests:
-            workers = self._cached.get(digest, set())
+            workers = self._cached_blocks.get(digest, set())
             workers.discard(worker)
-            if not workers and self._cached.pop(digest, None) is not None:
-                removed.append(digest)
-        return removed
+            if not workers and self._cached_blocks.pop(digest, None) is not None:
+                removed_blocks.append(digest)
+        return removed_blocks
 
     def since(self, position: int) -> CacheChanges:
-        """Return the events after a position. Position 0 is the empty cache at the start."""
-        missed = self._position - position
-        if 0 <= missed <= len(self._events):
-            events = list(self._events)[len(self._events) - missed :]
+        """Return the events after a position. Position 0 is before the first event, with an empty cache."""
+        num_new = self._position - position
+        if 0 <= num_new <= len(self._events):
+            events = list(self._events)[len(self._events) - num_new :]
         else:
-            events = [BlocksCleared(), BlocksStored(list(self._cached), None, [])]
+            events = [BlocksCleared(), BlocksStored(list(self._cached_blocks), None, [])]
         return CacheChanges(self._position, events)
 
 
 def _num_digests(event: CacheEvent) -> int:
-    """Return the size of an event in the log: its digests, at least 1."""
+    """Return the size of an event in the log: the number of its digests, at least 1."""
     return 1 if isinstance(event, BlocksCleared) else max(len(event.digests), 1)

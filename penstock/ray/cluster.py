@@ -1,4 +1,4 @@
-"""The connection to a Ray cluster, or to a local Ray instance."""
+"""Imports Ray, and connects to a Ray cluster or starts Ray on this machine."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def import_ray(purpose: str) -> Any:
     """Return the module ``ray``.
 
     Args:
-        purpose: the feature that needs Ray, for the error message.
+        purpose: the feature that requires Ray, for the error message.
 
     Raises:
-        MissingDependencyError: Ray is not installed. The message names the extra.
+        MissingDependencyError: Ray is not installed.
     """
     if find_spec("ray") is None:
         raise MissingDependencyError("ray", "ray", purpose)
-    # disables the usage statistics that Ray sends by default
+    # By default Ray sends usage statistics over the network.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 
@@ -35,11 +35,16 @@ def import_ray(purpose: str) -> Any:
 
 @contextmanager
 def ray_connection(config: RayConfig, purpose: str) -> Iterator[bool]:
-    """Connect to the configured cluster during the block. Start Ray on this machine if there is no cluster.
+    """Connect to the configured cluster for the duration of the ``with`` block.
+
+    Starts Ray on this machine if there is no cluster. An existing connection is used and stays open.
+
+    Args:
+        config: has the address of the cluster.
+        purpose: the feature that requires Ray, for the error message.
 
     Yields:
-        Whether this call has started Ray on this machine. Ray then ends with the block. An existing
-        connection is used, and stays open.
+        Whether this call has started Ray on this machine. In this case Ray stops at the end of the block.
 
     Raises:
         ConfigError: the cluster cannot be reached.
@@ -50,8 +55,7 @@ def ray_connection(config: RayConfig, purpose: str) -> Iterator[bool]:
         return
     is_local = not _join_cluster(ray, config.ray_address)
     if is_local:
-        # One CPU more than available, because actors may reserve all CPUs and tasks that read and write data
-        # need one.
+        # Actors may reserve all CPUs of the machine. The extra CPU is for tasks that read and write data.
         ray.init(address=_LOCAL, include_dashboard=False, num_cpus=usable_cpus() + 1)
     try:
         yield is_local
@@ -60,7 +64,7 @@ def ray_connection(config: RayConfig, purpose: str) -> Iterator[bool]:
 
 
 def _join_cluster(ray: Any, address: str | None) -> bool:
-    """Connect to a cluster. Return False if there is no address and no cluster."""
+    """Connect to a cluster. Return False if Ray must be started on this machine instead."""
     if (address or os.environ.get("RAY_ADDRESS")) == _LOCAL:
         return False
     try:
@@ -68,6 +72,8 @@ def _join_cluster(ray: Any, address: str | None) -> bool:
     except (ConnectionError, ValueError) as error:
         if address is None and not os.environ.get("RAY_ADDRESS"):
             return False
-        given = address or os.environ["RAY_ADDRESS"]
-        raise ConfigError("ray_address", f"there is no Ray cluster at {given!r}: {error}") from error
+        cluster_address = address or os.environ["RAY_ADDRESS"]
+        raise ConfigError(
+            "ray_address", f"there is no Ray cluster at {cluster_address!r}: {error}"
+        ) from error
     return True

@@ -1,4 +1,4 @@
-"""Configuration of Penstock on Ray: the cluster, replicas and actors."""
+"""`RayConfig`: the settings of Penstock on Ray."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class RayConfig:
     ray_address: str | None = setting(
         None,
         TEXT,
-        "Address of the Ray cluster, as for ray.init; local starts Ray on this machine. Default: "
-        "RAY_ADDRESS, or a cluster on this machine. If there is no cluster, Ray is started.",
+        "Address of the Ray cluster, as in ray.init. The value local starts Ray on this machine. Default: "
+        "RAY_ADDRESS, else a cluster that runs on this machine, else local.",
     )
     ray_min_replicas: int = setting(1, COUNT, "Minimum number of replicas or actors, each with the model.")
     ray_max_replicas: int | None = setting(
-        None, COUNT, "Maximum number of replicas or actors. Default: as ray-min-replicas."
+        None, COUNT, "Maximum number of replicas or actors. Default: ray-min-replicas."
     )
     ray_target_requests: float = setting(
         8.0,
@@ -48,8 +48,9 @@ class RayConfig:
     ray_cpus: int | None = setting(
         None,
         COUNT,
-        "CPUs that each replica or actor reserves, and its compute threads. Default: num-threads if it is "
-        "set; otherwise 1 for each GPU, or the CPUs of this machine divided by ray-min-replicas.",
+        "Number of CPUs that each replica or actor reserves, and of its compute threads. Default: "
+        "num-threads if it is set, else 1 per GPU for a model on GPUs, else the CPUs of this machine divided "
+        "by ray-min-replicas.",
     )
     ray_ingress_replicas: int = setting(
         1, COUNT, "Number of processes that serve HTTP, read prompts and write answers. They reserve no CPU."
@@ -58,7 +59,7 @@ class RayConfig:
     ray_batch_size: int = setting(
         64,
         COUNT,
-        "Rows per block of a dataset, the unit of work of an actor; lost blocks are computed again.",
+        "Rows per block of a dataset. If an actor ends, its blocks are computed again.",
     )
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     """Flat name -> source of the value, for fields that were set."""
@@ -78,22 +79,28 @@ class RayConfig:
 
     @classmethod
     def from_given(cls, given: Mapping[str, tuple[Any, str]]) -> RayConfig:
-        """Return the configuration from flat name -> (converted value, source). Other names are ignored."""
-        own = {field.name: given[field.name] for field in ray_fields() if field.name in given}
-        values = {name: value for name, (value, _) in own.items()}
-        return cls(sources={name: where for name, (_, where) in own.items()}, **values)
+        """Return the configuration for a mapping of flat name -> (converted value, source).
+
+        Names of settings of other configuration classes are ignored.
+        """
+        settings = {field.name: given[field.name] for field in ray_fields() if field.name in given}
+        values = {name: value for name, (value, _) in settings.items()}
+        return cls(sources={name: source for name, (_, source) in settings.items()}, **values)
 
     def describe(self) -> list[tuple[str, Any, str]]:
         """Return name, value and source of every field, for ``--print-config``."""
         rows = []
         for config_field in ray_fields():
             value = getattr(self, config_field.attribute)
-            unnamed = "default" if value == config_field.default else "argument"
-            rows.append((config_field.name, value, self.sources.get(config_field.name, unnamed)))
+            source = "default" if value == config_field.default else "argument"
+            rows.append((config_field.name, value, self.sources.get(config_field.name, source)))
         return rows
 
 
 @cache
 def ray_fields() -> tuple[ConfigField, ...]:
-    """Return all settings of `RayConfig`. No other configuration class has settings of the same names."""
+    """Return all settings of `RayConfig`.
+
+    Their names differ from those of all other configuration classes.
+    """
     return fields_of(RayConfig)

@@ -1,12 +1,12 @@
-"""Generation and embedding of datasets on Ray Data: one model in each actor of a pool.
+"""Generation and embedding of datasets on Ray Data. Each actor of a pool loads the model.
 
     dataset = ray.data.read_parquet("prompts/")            # or read_json for JSON lines
     penstock.ray.generate(dataset, "./model").write_parquet("answers/")
 
-Ray Data streams blocks through the actors. An actor computes up to two blocks concurrently.
-Reading of the dataset stops while all actors are busy. A block whose actor ends is computed
-again by another actor. Each input row becomes exactly one output row; an input that the model cannot serve
-has the reason in the column ``error``.
+Ray Data streams blocks of rows through the actors. An actor computes up to two blocks concurrently. Ray Data
+stops reading the dataset while all actors are busy. If an actor ends, another actor computes its blocks
+again. Each input row becomes exactly one output row. If the model cannot process an input, the column
+``error`` of its row has the reason.
 """
 
 from __future__ import annotations
@@ -32,10 +32,14 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("penstock.ray")
 
 _MAX_CONCURRENT_BLOCKS = 2
-"""Number of blocks that an actor computes concurrently. The second block fills the batch while the last rows
-of the first finish."""
+"""Number of blocks that an actor computes concurrently.
+
+Rows of the second block fill the batch while the last rows of the first block finish.
+"""
 _MAX_ATTEMPTS = 60
+"""Maximum number of attempts for a row while the worker process of its actor is being restarted."""
 _RETRY_SECONDS = 1.0
+"""Minimum seconds between two attempts."""
 
 
 def generate(
@@ -53,34 +57,36 @@ def generate(
 ) -> Any:
     """Return a dataset with the generated text of each row.
 
-    Nothing runs until the dataset is read or written. Without a cluster Ray Data starts Ray on this machine.
+    The model runs only when the dataset is read or written. If there is no Ray cluster, Ray Data starts Ray
+    on this machine.
 
     Args:
         dataset: a ``ray.data.Dataset``.
-        model: ``demo``, the folder of a checkpoint on all nodes, or an id on the Hugging Face hub.
-        prompt_column: the column of prompts, texts or lists of token ids.
-        messages_column: the column of conversations, lists of messages. It replaces ``prompt_column``.
+        model: ``demo``, a checkpoint folder that exists on all nodes, or an id on the Hugging Face hub.
+        prompt_column: the column of prompts. A prompt is a text or a list of token ids.
+        messages_column: the column of conversations. A conversation is a list of messages. If this column is
+            given, ``prompt_column`` is not read.
         output_column: the new column of texts. The columns ``finish_reason`` (``stop`` or ``length``),
-            ``num_generated_tokens`` and ``error`` are added, too; the text is null if the row has an error.
-        sampling_params: the sampling parameters; by default those of the checkpoint.
-        concurrency: the number of actors, or their minimum and maximum.
-        batch_size: rows per block. A lost block is computed again.
-        num_cpus: CPUs that each actor reserves, and its compute threads. By default ``num_threads`` if it is
-            set; otherwise 1 for each GPU, or all CPUs of this machine except one, divided by the number of
-            actors.
+            ``num_generated_tokens`` and ``error`` are added, too. The text is null if the row has an error.
+        sampling_params: the sampling parameters. The default is the sampling parameters of the checkpoint.
+        concurrency: the number of actors, or a pair of minimum and maximum.
+        batch_size: rows per block. A block is computed again if its actor ends.
+        num_cpus: number of CPUs that each actor reserves and of its compute threads. The default is
+            ``num_threads`` if it is set, else 1 per GPU if the model runs on GPUs, else all CPUs of this
+            machine except one, divided by the number of actors.
         **config: settings of the model.
 
     Raises:
         MissingDependencyError: Ray is not installed.
-        ConfigError: unknown setting or impossible value.
+        ConfigError: a setting is unknown or has an invalid value.
     """
-    names = {
+    arguments = {
         "input": messages_column or prompt_column,
         "output": output_column,
         "sampling_params": sampling_params,
         "is_chat": messages_column is not None,
     }
-    return _map_with_model(dataset, TextActor, names, model, concurrency, batch_size, num_cpus, config)
+    return _map_with_model(dataset, TextActor, arguments, model, concurrency, batch_size, num_cpus, config)
 
 
 def embed(
@@ -98,20 +104,26 @@ def embed(
     num_cpus: int | None = None,
     **config: Unpack[PipelineOptions],
 ) -> Any:
-    """Return a dataset with the embedding of each row, a list of floats.
+    """Return a dataset with the embedding of each row. An embedding is a list of floats.
 
     Args:
         dataset: a ``ray.data.Dataset``.
-        model: the folder of a checkpoint on all nodes, or an id on the Hugging Face hub.
+        model: a checkpoint folder that exists on all nodes, or an id on the Hugging Face hub.
         text_column: the column of texts.
-        output_column: the new column of embeddings. The column ``error`` is added, too; the embedding is null
+        output_column: the new column of embeddings. The column ``error`` is added, too. The embedding is null
             if the row has an error.
-        prompt_name, dimensions, normalize, truncate: see `AsyncLLM.embed`.
-        concurrency, batch_size, num_cpus, **config: see `generate`.
+        prompt_name: see `AsyncLLM.embed`.
+        dimensions: see `AsyncLLM.embed`.
+        normalize: see `AsyncLLM.embed`.
+        truncate: see `AsyncLLM.embed`.
+        concurrency: see `generate`.
+        batch_size: see `generate`.
+        num_cpus: see `generate`.
+        **config: see `generate`.
 
     Raises:
         MissingDependencyError: Ray is not installed.
-        ConfigError: unknown setting or impossible value.
+        ConfigError: a setting is unknown or has an invalid value.
     """
     options = {
         "prompt_name": prompt_name,
@@ -119,8 +131,10 @@ def embed(
         "normalize": normalize,
         "truncate": truncate,
     }
-    names = {"input": text_column, "output": output_column, "options": options}
-    return _map_with_model(dataset, EmbeddingActor, names, model, concurrency, batch_size, num_cpus, config)
+    arguments = {"input": text_column, "output": output_column, "options": options}
+    return _map_with_model(
+        dataset, EmbeddingActor, arguments, model, concurrency, batch_size, num_cpus, config
+    )
 
 
 def _map_with_model(
@@ -133,8 +147,8 @@ def _map_with_model(
     num_cpus: int | None,
     config: Mapping[str, Any],
 ) -> Any:
-    """Return a dataset whose blocks are computed by a pool of actors."""
-    import_ray(f"penstock.ray.{actor.function}")
+    """Check the arguments and return a dataset whose blocks are computed by a pool of actors."""
+    import_ray(f"penstock.ray.{actor.function_name}")
     min_actors, max_actors = (concurrency, concurrency) if isinstance(concurrency, int) else concurrency
     if num_cpus is None and config.get("num_threads") is None and config.get("devices") is None:
         num_cpus = max((usable_cpus() - 1) // min_actors, 1)  # 1 CPU for tasks that read and write
@@ -142,7 +156,7 @@ def _map_with_model(
         ray_min_replicas=min_actors, ray_max_replicas=max_actors, ray_cpus=num_cpus, ray_batch_size=batch_size
     )
     pipeline_config = PipelineConfig.from_flat({"model_path": model, **config}, "argument")
-    pipeline_config.model.checkpoint  # noqa: B018  # a model that is missing is reported here
+    pipeline_config.model.checkpoint  # noqa: B018  # raises here, not in an actor, if the model is missing
     return map_with_actors(dataset, actor, arguments, pipeline_config, ray_config)
 
 
@@ -158,22 +172,25 @@ def map_with_actors(
     Args:
         dataset: a ``ray.data.Dataset``.
         actor: the class of the actors.
-        arguments: the arguments of its constructor besides the configuration.
+        arguments: the arguments of the actor's constructor, except the configuration.
         config: the configuration of the model.
-        ray_config: the number of actors, their CPUs, and the rows of a block.
+        ray_config: the number of actors, the CPUs per actor, and the rows per block.
     """
     from ray import cluster_resources
     from ray.data import ActorPoolStrategy
 
     resources = Resources.of(config, ray_config)
-    reserved, available = ray_config.ray_min_replicas * resources.num_cpus, cluster_resources().get("CPU", 0)
-    if reserved >= available:
+    reserved_cpus, available_cpus = (
+        ray_config.ray_min_replicas * resources.num_cpus,
+        cluster_resources().get("CPU", 0),
+    )
+    if reserved_cpus >= available_cpus:
         _LOG.warning(
-            "%d actors of %d CPUs need all of the %d CPUs that the cluster has now: tasks that read and "
-            "write data wait until there are more. Use fewer actors, or CPUs for each.",
+            "%d actors with %d CPUs each reserve all %d CPUs of the cluster: tasks that read and write data "
+            "wait until the cluster has more CPUs. Use fewer actors, or fewer CPUs per actor.",
             ray_config.ray_min_replicas,
             resources.num_cpus,
-            available,
+            available_cpus,
         )
     pool = ActorPoolStrategy(
         min_size=ray_config.ray_min_replicas,
@@ -193,17 +210,17 @@ def map_with_actors(
 
 
 class ModelActor:
-    """An actor with a model.
+    """An actor that loads a model. Base class of `TextActor` and `EmbeddingActor`.
 
-    Calls for several blocks run concurrently, and their rows share the model's batches.
+    Calls for several blocks run concurrently. Rows of different blocks share the model's batches.
 
     Args:
         config: the configuration of the model.
         input: the column of inputs.
     """
 
-    function = ""
-    """The function of `penstock.ray` that uses the actor, for error messages."""
+    function_name = ""
+    """The name of the function of `penstock.ray` that uses the actor, for error messages."""
 
     def __init__(self, config: PipelineConfig, input: str) -> None:
         from penstock.llm.async_llm import AsyncLLM
@@ -213,7 +230,7 @@ class ModelActor:
         self._start = SharedStart(self._llm.start)
 
     async def __call__(self, batch: Any) -> AsyncIterator[Any]:
-        """Compute a block, a ``pyarrow.Table``, and yield it with the new columns."""
+        """Compute a block, which is a ``pyarrow.Table``, and yield the block with the new columns."""
         import pyarrow
 
         await self._start()
@@ -223,7 +240,7 @@ class ModelActor:
                 f"there is no column {self._input!r}: the dataset has {', '.join(batch.column_names)}",
             )
         values = batch.column(self._input).to_pylist()
-        outputs = await asyncio.gather(*(self._row(value) for value in values))
+        outputs = await asyncio.gather(*(self._compute_row(value) for value in values))
         for name, kind in self.columns.items():
             column = pyarrow.array([output.get(name) for output in outputs], kind())
             if name in batch.column_names:
@@ -231,12 +248,12 @@ class ModelActor:
             batch = batch.append_column(name, column)
         yield batch
 
-    async def _row(self, value: Any) -> dict[str, Any]:
-        """Return the new columns of a row, from its input."""
+    async def _compute_row(self, value: Any) -> dict[str, Any]:
+        """Return the values of a row's new columns, including ``error``. ``value`` is the row's input."""
         for attempt in range(_MAX_ATTEMPTS):
             try:
                 return {**await self.compute(self._llm, value), "error": None}
-            except UnavailableError as error:  # retried, because the worker process is being restarted
+            except UnavailableError as error:  # the worker process is being restarted
                 if attempt == _MAX_ATTEMPTS - 1:
                     raise
                 await asyncio.sleep(max(_RETRY_SECONDS, error.retry_after))
@@ -246,20 +263,20 @@ class ModelActor:
 
     @property
     def columns(self) -> Mapping[str, Callable[[], Any]]:
-        """New column -> function that returns its type, including the column ``error``."""
+        """Name of each new column, including ``error`` -> function that returns its pyarrow type."""
         raise NotImplementedError
 
     async def compute(self, llm: AsyncLLM, value: Any) -> dict[str, Any]:
-        """Return the new columns of a row, without ``error``.
+        """Return the values of a row's new columns, without ``error``. ``value`` is the row's input.
 
         Raises:
-            PenstockError: the model cannot serve the row, or its worker has died.
+            PenstockError: the model cannot process the input, or the worker process has ended.
         """
         raise NotImplementedError
 
 
 class TextActor(ModelActor):
-    """Generates a text for each row.
+    """Actor that generates a text for each row.
 
     Args:
         config: the configuration of the model.
@@ -269,7 +286,7 @@ class TextActor(ModelActor):
         is_chat: whether the inputs are conversations.
     """
 
-    function = "generate"
+    function_name = "generate"
 
     def __init__(
         self,
@@ -310,7 +327,7 @@ class TextActor(ModelActor):
 
 
 class EmbeddingActor(ModelActor):
-    """Computes the embedding of each row.
+    """Actor that computes the embedding of each row.
 
     Args:
         config: the configuration of the model.
@@ -319,7 +336,7 @@ class EmbeddingActor(ModelActor):
         options: keyword arguments of `AsyncLLM.embed`.
     """
 
-    function = "embed"
+    function_name = "embed"
 
     def __init__(self, config: PipelineConfig, input: str, output: str, options: dict[str, Any]) -> None:
         super().__init__(config, input)
@@ -334,12 +351,15 @@ class EmbeddingActor(ModelActor):
 
     async def compute(self, llm: AsyncLLM, value: Any) -> dict[str, Any]:
         if not isinstance(value, str):
-            raise InputError(f"the column {self._input} has {value!r:.100} in this row: it must be a text")
+            raise InputError(f"the column {self._input} must be a text, but has {value!r:.100} in this row")
         return {self._output: await llm.embed(value, **self._options)}
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a structure without null members, which columns add to rows with different members."""
+    """Return a structure without its null members.
+
+    All structures of an Arrow column have the same members. Arrow sets members that a row lacks to null.
+    """
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""The options of deployments and actors, from the configuration. Needs no Ray."""
+"""Computes the options of Ray Serve deployments and Ray actors. Does not import Ray."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ ENGINE = "engine"
 INGRESS = "ingress"
 """Name of the deployment that serves HTTP."""
 ROUTER = "penstock.ray.request_router:PreferredReplicaRouter"
-"""The request router class of Ray Serve."""
+"""The class that Ray Serve uses as request router."""
 _HEALTH_CHECK_PERIOD = 5.0
+"""Seconds between two health checks of a replica."""
 _MAX_CONSTRUCTOR_RETRIES = 3
-"""Number of failed starts of replicas after which the deployment fails. Most causes, such as a missing file,
-are permanent.
+"""Number of failed starts of a replica after which the deployment fails.
+
+Most causes of failed starts, such as a missing file, are permanent.
 """
 _MAX_INGRESS_REQUESTS = 10_000
 _MIN_QUEUE_SIZE = 64
-_LOGGING = {"enable_access_log": False}  # the ingress writes the server's own access log
+_LOGGING = {"enable_access_log": False}  # the ingress writes Penstock's access log
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class Resources:
         """Return the resources of a replica.
 
         Raises:
-            ConfigError: a model in several processes needs more CPUs or GPUs than configured.
+            ConfigError: a replica on CPUs has fewer CPUs than the model has processes.
         """
         devices = config.model.devices
         num_gpus = 0 if devices[0].device_type == "cpu" else len(set(devices))
@@ -65,14 +67,14 @@ class Resources:
 
 def usable_cpus() -> int:
     """Return the number of CPUs that this process may use, within the limit of its container."""
-    (share,) = divide_processors(1)
-    return share.num_threads
+    (cpu_share,) = divide_processors(1)
+    return cpu_share.num_threads
 
 
 def replica_config(config: PipelineConfig, resources: Resources) -> PipelineConfig:
-    """Return the configuration of one replica.
+    """Return the configuration of one replica, with its devices and its number of threads.
 
-    Ray shows a replica only its reserved GPUs, numbered from 0.
+    Inside a replica only its reserved GPUs are visible. Their numbers start at 0.
     """
     devices = config.model.devices
     if resources.num_gpus:
@@ -88,10 +90,10 @@ def replica_config(config: PipelineConfig, resources: Resources) -> PipelineConf
 def engine_options(
     config: PipelineConfig, serve: ServeConfig, ray: RayConfig, resources: Resources
 ) -> dict[str, object]:
-    """Return the options of the deployment of replicas, for ``serve.deployment``.
+    """Return the ``serve.deployment`` options of the deployment whose replicas run the model.
 
-    The processes of a divided model share memory, so they must be on one node. Their resources are one bundle
-    of a placement group, which Ray places on a single node.
+    The processes of a model with tensor parallelism communicate through shared memory, so they must run on
+    one node. Their resources form one bundle of a placement group. Ray places a bundle on a single node.
     """
     options: dict[str, object] = {
         "name": ENGINE,
@@ -103,7 +105,7 @@ def engine_options(
         "health_check_timeout_s": max(serve.worker_timeout, 2 * _HEALTH_CHECK_PERIOD),
         "max_constructor_retry_count": _MAX_CONSTRUCTOR_RETRIES,
         "logging_config": _LOGGING,
-        "user_config": {},  # makes Serve call `EngineReplica.reconfigure`, which starts the engine
+        "user_config": {},  # Ray Serve then calls `EngineReplica.reconfigure`, which starts the engine
     }
     if config.parallel.is_divided:
         bundle = {"CPU": resources.num_cpus, "GPU": resources.num_gpus}
@@ -121,7 +123,7 @@ def engine_options(
 
 
 def ingress_options(serve: ServeConfig, ray: RayConfig) -> dict[str, object]:
-    """Return the options of the deployment that serves HTTP."""
+    """Return the ``serve.deployment`` options of the deployment that serves HTTP."""
     return {
         "name": INGRESS,
         "num_replicas": ray.ray_ingress_replicas,
@@ -135,21 +137,21 @@ def ingress_options(serve: ServeConfig, ray: RayConfig) -> dict[str, object]:
 
 
 def max_outstanding(serve: ServeConfig, ray: RayConfig) -> int:
-    """Return the maximum number of running and waiting requests; further requests are refused."""
+    """Return the maximum number of running and waiting requests. The server refuses further requests."""
     queue = serve.max_queue_size or max(4 * ray.ray_max_requests, _MIN_QUEUE_SIZE)
     return ray.max_replicas * ray.ray_max_requests + queue
 
 
 def check_supported(serve: ServeConfig) -> None:
-    """Check that no setting of the server needs workers on the same machine.
+    """Raise if a server setting is not supported on Ray, where replicas run on several nodes.
 
     Raises:
-        UnsupportedFeatureError: a setting does; the message names it.
+        UnsupportedFeatureError: names the setting.
     """
     reasons = {
-        "state_dir": "replicas may move to another node, without the folder",
-        "cache_events": "the replicas run on several nodes; the ingress routes by their caches",
-        "profile_dir": "the replicas run on several nodes; use Ray's profiling",
+        "state_dir": "a replica may move to another node, which does not have the folder",
+        "cache_events": "the replicas run on several nodes, and the ingress routes by cached prefixes",
+        "profile_dir": "the replicas run on several nodes: use Ray's profiling",
         "model_memory": "a server on Ray has one model: deploy several applications",
     }
     for name, reason in reasons.items():

@@ -1,4 +1,4 @@
-"""The engine client of replicas on a cluster."""
+"""`RayEngine`: the engine client whose replicas run on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _LOG = logging.getLogger("penstock.ray")
 
 _MAX_ATTEMPTS = 10
 _FIRST_DELAY, _MAX_DELAY = 0.1, 5.0
-"""First and maximum seconds between two attempts of a request. They double after each attempt."""
+"""First and maximum delay between two attempts of a request, in seconds. The delay doubles per attempt."""
 _POLL_SECONDS = 2.0
 """Seconds between two reads of the replicas' statistics."""
 _MAX_MISSING_REPORTS = 64
-"""Maximum number of replicas without a recent report that are remembered; older replicas count as ended."""
+"""Maximum number of replicas without a recent report. If there are more, the oldest count as ended."""
 _GAUGES = (
     "num_running",
     "num_waiting",
@@ -47,11 +47,11 @@ _GAUGES = (
     "last_batch_size",
     "last_batch_tokens",
 )
-"""The fields of `WorkerStats` that are current values; all other fields are totals."""
+"""The fields of `WorkerStats` that are current values. All other fields are totals since the start."""
 
 
 class ReplicaLostError(Exception):
-    """The replica of a request has ended, or cannot be reached."""
+    """The replica of a request has ended or cannot be reached."""
 
 
 class Replicas(Protocol):
@@ -64,16 +64,16 @@ class Replicas(Protocol):
 
         Args:
             frames: the encoded request.
-            replica: the name of the preferred replica; empty for any. If this replica is full or has ended,
-                another replica gets the request.
+            replica: the name of the preferred replica; empty for no preference. If the preferred replica is
+                full or has ended, Ray Serve sends the request to another replica.
 
         Raises:
-            ReplicaLostError: the replica has ended.
+            ReplicaLostError: the replica has ended or cannot be reached.
         """
         ...
 
     async def reports(self, positions: Mapping[str, int]) -> list[bytes]:
-        """Return the encoded `ReplicaReport` of each running replica; waits for the first replica.
+        """Return the encoded `ReplicaReport` of each running replica. Waits until a replica runs.
 
         Args:
             positions: see `EngineReplica.report`.
@@ -81,21 +81,22 @@ class Replicas(Protocol):
         ...
 
     async def reset_prefix_caches(self) -> None:
-        """Forget all cached prefixes of all replicas."""
+        """Clear the prefix caches of all replicas."""
         ...
 
 
 class RayEngine:
     """The `EngineClient` of replicas on a Ray cluster.
 
-    If the replica of a request ends, another replica continues the request. It computes the prompt and the
-    tokens so far again, as after a preemption. Sampling depends on seed and position only, so the output
-    equals that of the first replica, up to rounding. Requests with a grammar, with log probabilities, or of
-    tasks other than text generation are repeated only if they have no output yet.
+    If the replica of a request ends, another replica continues the request. The other replica recomputes the
+    KV of the prompt and of the tokens generated so far, as after a preemption. Sampling depends only on the
+    seed and the position, so the output is the same except for rounding differences. A request with a
+    grammar, with log probabilities, or of a task other than text generation is repeated only if it has no
+    output yet.
 
     Args:
         replicas: the replicas.
-        max_outstanding: maximum number of requests that run and wait together.
+        max_outstanding: maximum number of running and waiting requests.
         num_ingresses: the number of HTTP processes that send requests to the same replicas.
     """
 
@@ -103,30 +104,30 @@ class RayEngine:
         self._replicas = replicas
         self._choice = ReplicaChoice(num_ingresses)
         self.max_outstanding = max_outstanding
-        """The number of requests that may run and wait together."""
+        """The maximum number of running and waiting requests."""
         self.state: EngineState = "starting"
-        """The state of the engine; ``ready`` between `start` and `stop`."""
+        """The state of the engine. It is ``ready`` between `start` and `stop`."""
         self.adapters: dict[str, str] = {}
-        """The LoRA adapters of the configuration, name to path."""
+        """Name of each LoRA adapter in the configuration -> path."""
         self._info: WorkerInfo | None = None
         self._reports: dict[str, ReplicaReport] = {}
-        self._missing_reports: dict[str, ReplicaReport] = {}  # last reports of replicas that did not answer
+        self._missing_reports: dict[str, ReplicaReport] = {}  # last reports of replicas that stopped
         self._ended_stats = WorkerStats()  # totals of replicas that have ended
         self._num_ended_restarts = 0
         self._generations: dict[str, Generation] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._polling: asyncio.Task[None] | None = None
+        self._polling_task: asyncio.Task[None] | None = None
         self._request_ended: asyncio.Future[None] | None = None
         self._encode, self._decode = command_encoder(), results_decoder()
         self._decode_report = report_decoder()
         self.num_resumed = 0
-        """The number of times that a request was sent to another replica."""
+        """The number of times that a request was sent again after its replica was lost."""
 
     # -- State -------------------------------------------------------------------------------------------
 
     @property
     def workers(self) -> Sequence[EngineClient]:
-        """This client itself, because the set of replicas changes."""
+        """A list of this client alone. Replicas are not listed, because their set changes."""
         return [self]
 
     @property
@@ -136,13 +137,13 @@ class RayEngine:
 
     @property
     def info(self) -> WorkerInfo:
-        """The model and the limits that the first replica reported."""
+        """The description of the model and its limits, as reported by the first replica."""
         assert self._info is not None, "the engine has not started"
         return self._info
 
     @property
     def stats(self) -> WorkerStats:
-        """The sums of the replicas' statistics, as of the last poll (`_POLL_SECONDS`)."""
+        """The sums of the replicas' statistics at the last poll. A poll runs every `_POLL_SECONDS`."""
         all_stats = [self._ended_stats, *(report.stats for report in self._reports.values())]
         names = WorkerStats.__struct_fields__
         sums = WorkerStats(**{name: sum(getattr(stats, name) for stats in all_stats) for name in names})
@@ -158,8 +159,8 @@ class RayEngine:
     @property
     def num_restarts(self) -> int:
         """The number of times that the worker of a replica ended unexpectedly."""
-        known = (*self._reports.values(), *self._missing_reports.values())
-        return self._num_ended_restarts + sum(replica_report.num_restarts for replica_report in known)
+        reports = (*self._reports.values(), *self._missing_reports.values())
+        return self._num_ended_restarts + sum(report.num_restarts for report in reports)
 
     # -- Requests ----------------------------------------------------------------------------------------
 
@@ -167,7 +168,7 @@ class RayEngine:
         """Send a request to a replica.
 
         Raises:
-            UnavailableError: the engine has not started, or it stops.
+            UnavailableError: the engine has not started, or is stopping.
             OverloadedError: too many requests are running and waiting.
             InputError: another request with the same id is running.
         """
@@ -188,25 +189,25 @@ class RayEngine:
         return generation
 
     async def _run(self, generation: Generation, frames: list[bytes], context: RequestContext) -> None:
-        """Run a request, on another replica if necessary."""
+        """Run a request. If its replica is lost, continue it on another replica."""
         tokens: list[int] = []
         lost_replicas: set[str] = set()
         has_output, delay, reason = False, _FIRST_DELAY, ""
         for attempt in range(_MAX_ATTEMPTS):
             if attempt:
-                resumed = frames if not has_output else _continued_request(frames, tokens)
-                if resumed is None:
+                request_frames = frames if not has_output else _continued_request(frames, tokens)
+                if request_frames is None:
                     break
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, _MAX_DELAY)
                 self.num_resumed += 1
                 _LOG.warning("request %s continues on another replica: %s", generation.request_id, reason)
             else:
-                resumed = frames
+                request_frames = frames
             assignment = self._choice.assign(context, lost_replicas)
             replica = "" if assignment is None else assignment.name
             try:
-                async for data in self._replicas.generate(resumed, replica):
+                async for data in self._replicas.generate(request_frames, replica):
                     message = self._decode(data)
                     if message.error is not None:
                         error = message.error.error()
@@ -227,7 +228,7 @@ class RayEngine:
                             self._end(generation)
                 if generation.is_done:
                     return
-                reason = "the replica sent no end"
+                reason = "the replica sent no final result"
             except ReplicaLostError as error:
                 reason = str(error)
                 lost_replicas.add(replica)
@@ -255,7 +256,7 @@ class RayEngine:
         if not task.cancelled() and (error := task.exception()) is not None:
             _LOG.error("request %s failed", generation.request_id, exc_info=error)
             if not generation.is_done:
-                self._fail(generation, UnavailableError("the request failed on the way to its replica"))
+                self._fail(generation, UnavailableError("the request could not be sent to a replica"))
 
     def _end(self, generation: Generation) -> None:
         """Remove a request that has ended."""
@@ -266,7 +267,7 @@ class RayEngine:
             ended.set_result(None)
 
     def request_ended(self) -> asyncio.Future[None]:
-        """Return a future that completes when a submitted request has ended after this call."""
+        """Return a future that completes when the next request ends."""
         if self._request_ended is None:
             self._request_ended = asyncio.get_running_loop().create_future()
         return self._request_ended
@@ -274,28 +275,32 @@ class RayEngine:
     # -- Control -----------------------------------------------------------------------------------------
 
     async def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes of all replicas."""
+        """Clear the prefix caches of all replicas."""
         await self._replicas.reset_prefix_caches()
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Raise `UnsupportedFeatureError`: replicas that start later would not have the adapter."""
-        raise _unsupported_error("loading adapters at run time", "name them in --lora")
+        raise _unsupported_error(
+            "loading adapters at run time", "add them to --lora and deploy the application again"
+        )
 
     async def unload_adapter(self, name: str) -> None:
         """Raise `UnsupportedFeatureError`: replicas that start later would have the adapter."""
-        raise _unsupported_error("unloading adapters at run time", "leave them out of --lora")
+        raise _unsupported_error(
+            "unloading adapters at run time", "remove them from --lora and deploy the application again"
+        )
 
     async def sleep(self, level: SleepLevel, grace: float) -> None:
         """Raise `UnsupportedFeatureError`: Ray Serve starts and ends replicas."""
-        raise _unsupported_error("sleep", "delete the application")
+        raise _unsupported_error("sleep", "delete the application and deploy the application again later")
 
     async def wake_up(self) -> None:
         """Raise `UnsupportedFeatureError`: replicas do not sleep."""
-        raise _unsupported_error("sleep", "delete the application")
+        raise _unsupported_error("wake_up", "deploy the application again")
 
     async def reload(self, grace: float) -> None:
         """Raise `UnsupportedFeatureError`: deploying the application again replaces its replicas."""
-        raise _unsupported_error("reload", "deploy the application")
+        raise _unsupported_error("reload", "deploy the application again")
 
     async def start_profile(self) -> None:
         """Raise `UnsupportedFeatureError`: the replicas run on several nodes."""
@@ -315,19 +320,19 @@ class RayEngine:
         """Do nothing: Ray Serve starts the replicas."""
 
     async def start(self) -> None:
-        """Wait until a replica is ready."""
+        """Wait until at least one replica is ready."""
         while not self._reports:
             await self._poll()
         self._info = next(iter(self._reports.values())).info
         self.adapters = dict(self._info.adapters)
         self.state = "ready"
-        self._polling = asyncio.create_task(self._keep_polling())
+        self._polling_task = asyncio.create_task(self._keep_polling())
 
     async def stop(self, grace: float) -> None:
-        """Stop accepting requests, wait up to ``grace`` seconds for running requests, and fail the rest."""
+        """Refuse new requests, wait up to ``grace`` seconds for running ones, and fail those that remain."""
         self.state = "stopping"
-        if self._polling is not None:
-            self._polling.cancel()
+        if self._polling_task is not None:
+            self._polling_task.cancel()
         if self._tasks:
             await asyncio.wait([*self._tasks.values()], timeout=grace)
         for generation in list(self._generations.values()):
@@ -346,26 +351,29 @@ class RayEngine:
 
         A replica that does not answer counts as ended until it answers again.
         """
-        found: dict[str, ReplicaReport] = {}
+        new_reports: dict[str, ReplicaReport] = {}
         with suppress(ReplicaLostError):
             for data in await self._replicas.reports(self._choice.positions):
                 report = self._decode_report(data)
-                found[report.name] = report
+                new_reports[report.name] = report
         for name, report in self._reports.items():
-            if name not in found:
+            if name not in new_reports:
                 self._missing_reports[name] = report
-        for name in found:  # it was slow, or could not be reached for a while
+        for name in new_reports:  # a replica can report again after it has stopped reporting
             self._missing_reports.pop(name, None)
         while len(self._missing_reports) > _MAX_MISSING_REPORTS:
             report = self._missing_reports.pop(next(iter(self._missing_reports)))
             _add_totals(self._ended_stats, report.stats)
             self._num_ended_restarts += report.num_restarts
-        self._choice.update(found)
-        self._reports = found
+        self._choice.update(new_reports)
+        self._reports = new_reports
 
 
 def _continued_request(frames: Sequence[bytes], tokens: Sequence[int]) -> list[bytes] | None:
-    """Return a request that continues after generated tokens; None if another replica cannot continue it."""
+    """Return the frames of a request that continues after its generated tokens.
+
+    Returns None if the request cannot be continued (`RayEngine`).
+    """
     command = command_decoder()(frames)
     assert isinstance(command, Submit)
     context = command.context
@@ -380,11 +388,11 @@ def _continued_request(frames: Sequence[bytes], tokens: Sequence[int]) -> list[b
 
 
 def _add_totals(total: WorkerStats, stats: WorkerStats) -> None:
-    """Add the totals of statistics, without current values."""
+    """Add the totals of ``stats`` to ``total``. Current values are not added."""
     for name in WorkerStats.__struct_fields__:
         if name not in _GAUGES:
             setattr(total, name, getattr(total, name) + getattr(stats, name))
 
 
-def _unsupported_error(feature: str, instead: str) -> UnsupportedFeatureError:
-    return UnsupportedFeatureError(f"{feature} on Ray", f"{instead} and deploy the application again")
+def _unsupported_error(feature: str, alternative: str) -> UnsupportedFeatureError:
+    return UnsupportedFeatureError(f"{feature} on Ray", alternative)

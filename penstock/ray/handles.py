@@ -1,4 +1,4 @@
-"""The replicas of a Ray Serve deployment, through its handle."""
+"""`ServeReplicas`: calls the replicas of a Ray Serve deployment through its ``DeploymentHandle``."""
 
 from __future__ import annotations
 
@@ -13,33 +13,34 @@ from penstock.errors import UnavailableError
 from penstock.ray.engine import ReplicaLostError
 
 _REPORT_TIMEOUT = 10.0
-"""Seconds to wait for the reports of all replicas."""
+"""Maximum seconds to wait for the reports of all replicas."""
 _POLL_SECONDS = 0.2
-"""Seconds between two checks whether a replica is running."""
+"""Seconds between two checks whether the handle lists a running replica."""
 
 
 class ServeReplicas:
-    """The replicas of a deployment of `EngineReplica`.
+    """The `Replicas` of a deployment of `EngineReplica`.
 
     Args:
-        handle: the ``DeploymentHandle``.
+        handle: the ``DeploymentHandle`` of the deployment.
     """
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
-        self._any_handle = handle.options(method_name="generate", stream=True)
+        self._generate_handle = handle.options(method_name="generate", stream=True)
         self._preferred_handles: dict[str, Any] = {}  # name of the preferred replica -> handle
 
     async def generate(self, frames: Sequence[bytes], replica: str) -> AsyncIterator[bytes]:
         """Send a request to a replica and yield its results.
 
-        The preferred replica is the session of the request, which `PreferredReplicaRouter` reads.
+        The name of the preferred replica is passed as the session id of the request. `PreferredReplicaRouter`
+        reads it.
 
         Raises:
-            ReplicaLostError: the replica has ended.
-            UnavailableError: the deployment has failed.
+            ReplicaLostError: the replica has ended or cannot be reached.
+            UnavailableError: the replica raised an exception.
         """
-        handle = self._any_handle
+        handle = self._generate_handle
         if replica:
             if replica not in self._preferred_handles:
                 self._preferred_handles[replica] = handle.options(session_id=replica)
@@ -54,7 +55,7 @@ class ServeReplicas:
             response.cancel()
 
     async def reports(self, positions: Mapping[str, int]) -> list[bytes]:
-        """Return the report of each running replica; waits for the first replica.
+        """Return the encoded report of each running replica. Waits until a replica runs.
 
         Raises:
             ReplicaLostError: no report arrived in time.
@@ -63,17 +64,17 @@ class ServeReplicas:
             name: handle for name, handle in self._preferred_handles.items() if name in positions
         }
         while not self._handle.running_replicas_populated():
-            await self._handle.report.remote({})  # waits for a replica, and updates the handle's list
+            await self._handle.report.remote({})  # waits for a replica and updates the handle's replica list
             await asyncio.sleep(_POLL_SECONDS)
         try:
             response = self._handle.broadcast("report", dict(positions))
-            found = await response.results_async(timeout_s=_REPORT_TIMEOUT, return_exceptions=True)
+            results = await response.results_async(timeout_s=_REPORT_TIMEOUT, return_exceptions=True)
         except (RayError, RayServeException, TimeoutError) as error:
             raise ReplicaLostError(str(error)) from error
-        return [report for report in found if isinstance(report, bytes)]
+        return [report for report in results if isinstance(report, bytes)]
 
     async def reset_prefix_caches(self) -> None:
-        """Forget all cached prefixes of all replicas.
+        """Clear the prefix caches of all replicas.
 
         Raises:
             UnavailableError: a replica did not answer.
@@ -85,7 +86,7 @@ class ServeReplicas:
 
 
 def _request_error(error: Exception) -> Exception:
-    """Return the error of a request: a `ReplicaLostError`, unless the replica itself raised it."""
+    """Return an `UnavailableError` if the replica raised the error, else a `ReplicaLostError`."""
     if isinstance(error, RayTaskError | TaskCancelledError):
         return UnavailableError(f"the replica failed: {str(error).strip().splitlines()[-1]}")
     return ReplicaLostError(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}")

@@ -1,4 +1,4 @@
-"""The deployment that serves HTTP: the same ASGI application as on one machine, in front of replicas."""
+"""The Ray Serve deployment that serves HTTP. It runs the same ASGI application as a server without Ray."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from penstock.serve.warmup import warm_up_grammars
 _LOG = logging.getLogger("penstock.ray")
 
 _ABORT_SECONDS = 2.0
-"""Seconds for sending the final errors of aborted requests."""
+"""Maximum seconds to wait until aborted requests have sent their errors to the clients."""
 
 
 class Application:
-    """An ASGI application that starts and stops with its lifespan events.
+    """The ASGI application of one ingress replica. The ASGI lifespan events start and stop it.
 
     Args:
-        services: the services of the application. Their gate, which admits requests, is closed.
+        services: the services of the application. The gate that admits requests must be closed.
         engine: the engine client of these services.
     """
 
@@ -38,10 +38,10 @@ class Application:
         self._services = services
         self._engine = engine
         self._app: ASGIApp = create_app(services)
-        self._background: list[asyncio.Task[None]] = []
+        self._background_tasks: list[asyncio.Task[None]] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request, or the events of the lifespan."""
+        """Handle an HTTP request or the lifespan events of ASGI."""
         if scope["type"] != "lifespan":
             await self._app(scope, receive, send)
             return
@@ -57,28 +57,28 @@ class Application:
         await send({"type": "lifespan.shutdown.complete"})
 
     async def start(self) -> None:
-        """Open the gate when a replica is ready."""
+        """Wait until a model replica is ready, then admit requests."""
         services, engine = self._services, self._engine
         await engine.start()
         services.tokenizer.max_length = engine.info.max_length
         services.metrics.describe_build(model=services.model_name, isa=engine.info.isa)
         services.gate.open()
         watchdog = Watchdog(engine, services.config.watchdog_timeout)
-        self._background.append(asyncio.create_task(watchdog.run()))
+        self._background_tasks.append(asyncio.create_task(watchdog.run()))
         if engine.info.grammars_enabled:
-            self._background.append(asyncio.create_task(self._warm_up_grammars()))
+            self._background_tasks.append(asyncio.create_task(self._warm_up_grammars()))
 
     async def _warm_up_grammars(self) -> None:
         try:
             await warm_up_grammars(self._engine, self._services.tokenizer)
         except PenstockError as error:
-            log_event(_LOG, logging.WARNING, "the warm-up of grammars failed", error=str(error))
+            log_event(_LOG, logging.WARNING, "the warm-up of grammars has failed", error=str(error))
 
     async def stop(self) -> None:
-        """Refuse new requests, let active requests finish, and stop."""
+        """Refuse new requests, wait up to ``shutdown_grace`` seconds for active requests, and stop."""
         services, gate = self._services, self._services.gate
         gate.close()
-        for task in self._background:
+        for task in self._background_tasks:
             task.cancel()
         await gate.wait_until_idle(services.config.shutdown_grace)
         await self._engine.stop(0)
@@ -93,7 +93,7 @@ def make_application(
     max_outstanding: int,
     num_ingresses: int,
 ) -> Application:
-    """Return the application in front of the replicas; its lifespan starts it.
+    """Return an application that has not started. Its lifespan event starts it.
 
     Raises:
         CheckpointError: the tokenizer of the model cannot be loaded.
@@ -104,14 +104,14 @@ def make_application(
 
 
 class Ingress:
-    """Builds the application in each replica of the deployment, for ``serve.ingress``.
+    """Builds the application in each replica of the HTTP deployment. `serve.ingress` of Ray wraps the class.
 
     Args:
-        engine: the ``DeploymentHandle`` of the replicas with the model.
+        engine: the ``DeploymentHandle`` of the deployment whose replicas run the model.
         config: the configuration of the model.
         serve_config: the configuration of the server.
-        max_outstanding: maximum number of requests that run and wait together.
-        num_ingresses: the number of replicas of this deployment.
+        max_outstanding: maximum number of running and waiting requests.
+        num_ingresses: the number of replicas of the HTTP deployment.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Ingress:
         self._max_outstanding, self._num_ingresses = max_outstanding, num_ingresses
 
     def __serve_build_asgi_app__(self) -> Application:
-        """Return the application; Ray Serve calls it in the replica."""
+        """Return the application. Ray Serve calls this method in each replica."""
         from penstock.ray.handles import ServeReplicas
 
         configure_logging(self._serve_config)

@@ -1,4 +1,4 @@
-"""A server class for Ray Serve LLM: Penstock as the engine behind `ray.serve.llm`'s application.
+"""`PenstockServer`: the server class that runs Penstock as the engine of Ray Serve LLM (`ray.serve.llm`).
 
     from ray.serve.llm import LLMConfig, build_openai_app
 
@@ -9,7 +9,8 @@
     )
     serve.run(build_openai_app({"llm_configs": [config]}))
 
-``engine_kwargs`` are settings of Penstock by their flat names: of the model, the server and Ray.
+``engine_kwargs`` contains settings of the model, the server and Ray by their flat names
+(docs/configuration.md).
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ from penstock.serve.http.internal_request import internal_request
 from penstock.worker.engine_client import EngineClient
 
 _HEADERS = ("x-request-id", "x-session-id")
-"""Request headers that are passed to Penstock's routes. Ray Serve LLM's application checks API keys."""
+"""Request headers that are passed to Penstock's routes.
+
+API keys are not passed: Ray Serve LLM checks them.
+"""
 
 
 class PenstockServer:
@@ -43,30 +47,30 @@ class PenstockServer:
 
     Args:
         llm_config: the ``ray.serve.llm.LLMConfig``.
-        engine: the engine client, not launched yet; by default a worker process.
+        engine: an engine client that has not been launched. The default runs the model in a worker process.
 
     Raises:
-        ConfigError: ``engine_kwargs`` has an unknown name or an impossible value.
+        ConfigError: ``engine_kwargs`` has an unknown name or an invalid value.
         CheckpointError: the model cannot be found.
     """
 
     def __init__(self, llm_config: Any, engine: EngineClient | None = None) -> None:
         self._llm_config = llm_config
         config, serve_config, ray_config = read_llm_config(llm_config)
-        own = replica_config(config, Resources.of(config, ray_config))
-        self._server = LocalServer(own, replace(serve_config, access_log=False), engine)
+        config = replica_config(config, Resources.of(config, ray_config))
+        self._server = LocalServer(config, replace(serve_config, access_log=False), engine)
 
     @classmethod
     def get_deployment_options(cls, llm_config: Any) -> dict[str, object]:
-        """Return the options of the deployment: those of ``deployment_config``, else Penstock's."""
+        """Return the deployment options. Options in ``deployment_config`` replace Penstock's defaults."""
         config, serve_config, ray_config = read_llm_config(llm_config)
         options = engine_options(config, serve_config, ray_config, Resources.of(config, ray_config))
         options = {name: value for name, value in options.items() if name != "name"}
-        given = dict(llm_config.deployment_config)
-        if "num_replicas" in given or "autoscaling_config" in given:
+        user_options = dict(llm_config.deployment_config)
+        if "num_replicas" in user_options or "autoscaling_config" in user_options:
             options.pop("num_replicas", None)
             options.pop("autoscaling_config", None)
-        return {**options, **given, "user_config": given.get("user_config") or {}}
+        return {**options, **user_options, "user_config": user_options.get("user_config") or {}}
 
     async def reconfigure(self, user_config: object) -> None:
         """Load the model. Ray Serve calls it before the replica gets requests."""
@@ -129,23 +133,23 @@ class PenstockServer:
     async def transcriptions(
         self, request: object, raw_request_info: object = None
     ) -> AsyncGenerator[object, None]:
-        """Raise `UnsupportedFeatureError`: no model of Penstock transcribes."""
+        """Yield an error response, because Penstock does not support transcription."""
         yield _error(400, "transcriptions are not supported", "invalid_request_error")
 
     async def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes."""
+        """Clear the prefix cache."""
         await self._server.engine.reset_prefix_cache()
 
     async def start_profile(self) -> None:
-        """Start recording a profile of the worker; needs ``profile_dir`` in ``engine_kwargs``."""
+        """Start recording a profile of the worker. Requires ``profile_dir`` in ``engine_kwargs``."""
         await self._server.engine.start_profile()
 
     async def stop_profile(self) -> None:
-        """Stop recording, and write the profile."""
+        """Stop recording and write the profile."""
         await self._server.engine.stop_profile()
 
     async def sleep(self, **options: object) -> None:
-        """Release memory. The option ``level`` is 1 for the KV cache, 2 for the weights as well."""
+        """Free memory. The option ``level`` is 1 for the KV cache, or 2 for the KV cache and the weights."""
         level = options.pop("level", 1)
         if options or level not in (1, 2):
             raise UnsupportedFeatureError(
@@ -154,7 +158,7 @@ class PenstockServer:
         await self._server.engine.sleep(level, self._server.services.config.shutdown_grace)
 
     async def wakeup(self, **options: object) -> None:
-        """Accept requests again. There are no options."""
+        """Load what `sleep` has freed and accept requests again. There are no options."""
         if options:
             raise UnsupportedFeatureError(f"wakeup with {', '.join(options)}", "there are no options")
         await self._server.engine.wake_up()
@@ -164,30 +168,37 @@ class PenstockServer:
         return self._server.engine.state == "asleep"
 
     async def pause(self, **options: object) -> None:
-        """Raise `UnsupportedFeatureError`: a worker cannot be paused, only put to sleep."""
+        """Raise `UnsupportedFeatureError`: a worker supports only `sleep`."""
         raise UnsupportedFeatureError("pause", "use sleep")
 
     async def resume(self, **options: object) -> None:
-        """Raise `UnsupportedFeatureError`: a worker cannot be paused, only put to sleep."""
+        """Raise `UnsupportedFeatureError`: a worker supports only `wakeup`."""
         raise UnsupportedFeatureError("resume", "use wakeup")
 
     async def is_paused(self) -> bool:
-        """Return False: a worker cannot be paused, only put to sleep."""
+        """Return False. `pause` is not supported."""
         return False
 
     async def llm_config(self) -> Any:
-        """Return the configuration."""
+        """Return the ``LLMConfig`` of this server."""
         return self._llm_config
 
     async def stop(self) -> None:
-        """End the worker. Without this call it ends together with the process of the replica."""
+        """Stop the worker. Without this call, the worker ends when the process of the replica ends."""
         await self._server.stop()
 
     async def _answer(self, path: str, kind: str, request: Any, raw_request_info: Any) -> AsyncIterator[Any]:
-        """Run a route and yield its response as Ray Serve LLM's type, or the events of its stream as text."""
+        """Run a route. Yield its response as an object of Ray Serve LLM, or its stream events as texts.
+
+        Args:
+            path: the path of the route.
+            kind: the name of the response class in Ray Serve LLM.
+            request: a pydantic object of Ray Serve LLM.
+            raw_request_info: has the headers of the HTTP request; None for no headers.
+        """
         body = request.model_dump(mode="json", exclude_unset=True, exclude_none=True)
-        given: Mapping[str, str] = {} if raw_request_info is None else raw_request_info.headers
-        headers = {name: value for name, value in given.items() if name.lower() in _HEADERS}
+        request_headers: Mapping[str, str] = {} if raw_request_info is None else raw_request_info.headers
+        headers = {name: value for name, value in request_headers.items() if name.lower() in _HEADERS}
         async with internal_request(self._server.app, path, body, headers, client=CLIENT) as response:
             if response.status != 200:
                 error = msgspec.json.decode(await response.body())["error"]
@@ -196,31 +207,35 @@ class PenstockServer:
                 async for part in response.parts:
                     yield part.decode()
             else:
-                yield _types()[kind].model_validate(msgspec.json.decode(await response.body()))
+                yield _response_types()[kind].model_validate(msgspec.json.decode(await response.body()))
 
 
 def read_llm_config(llm_config: Any) -> tuple[PipelineConfig, ServeConfig, RayConfig]:
-    """Return the three configurations of an ``LLMConfig``.
+    """Return the configurations of the model, the server and Ray for an ``LLMConfig``.
 
     Raises:
-        ConfigError: ``engine_kwargs`` has an unknown name or an impossible value.
+        ConfigError: ``engine_kwargs`` has an unknown name or an invalid value.
     """
-    loading = llm_config.model_loading_config
-    source = loading.model_source or loading.model_id
-    flat = {"served_model_name": loading.model_id, **llm_config.engine_kwargs, "model_path": str(source)}
+    loading_config = llm_config.model_loading_config
+    source = loading_config.model_source or loading_config.model_id
+    flat = {
+        "served_model_name": loading_config.model_id,
+        **llm_config.engine_kwargs,
+        "model_path": str(source),
+    }
     fields = [*config_fields(), *serve_fields(), *ray_fields()]
     given = collect_values(fields, flat, "argument", {})
     return PipelineConfig.from_given(given), ServeConfig.from_given(given), RayConfig.from_given(given)
 
 
-def _types() -> dict[str, Any]:
-    """Return name -> response type of Ray Serve LLM, whose application checks the type of each response."""
+def _response_types() -> dict[str, Any]:
+    """Return name -> response class of Ray Serve LLM. Its application checks the class of each response."""
     from ray.llm._internal.serve.core.configs import openai_api_models
 
     return dict(vars(openai_api_models))
 
 
 def _error(status: int, message: str, kind: str) -> Any:
-    """Return an error in the form that Ray Serve LLM's application expects."""
-    types = _types()
+    """Return an error as an object of Ray Serve LLM."""
+    types = _response_types()
     return types["ErrorResponse"](error=types["ErrorInfo"](message=message, type=kind, code=status))

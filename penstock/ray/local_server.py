@@ -1,4 +1,4 @@
-"""The application and the engine of one model in an actor or a replica, without HTTP."""
+"""`LocalServer`: the server's routes and one model in a Ray actor or replica, without an HTTP socket."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from penstock.worker.engine_client import EngineClient
 
 
 class LocalServer:
-    """The routes of a model, for calls from this process.
+    """The ASGI application of a server and its model, for calls from this process.
 
     Args:
         config: the configuration of the model.
-        serve_config: the server's limits on requests, and its parsers.
-        engine: the engine client, not launched yet; by default a worker process.
+        serve_config: the configuration of the server, such as request limits and parsers.
+        engine: an engine client that has not been launched. The default runs the model in a worker process.
     """
 
     def __init__(
@@ -37,9 +37,9 @@ class LocalServer:
         self.services = build_services(serve_config, config, self.engine, self._tokenizer)
         """The services of the routes."""
         self.app: ASGIApp = create_app(self.services)
-        """The application."""
+        """The ASGI application."""
         self.start = SharedStart(self._start)
-        """Loads the model; see `SharedStart`."""
+        """Callable that loads the model (`SharedStart`)."""
 
     async def _start(self) -> None:
         await self.engine.start()
@@ -47,6 +47,6 @@ class LocalServer:
         self.services.gate.open()
 
     async def stop(self) -> None:
-        """End the worker, and close the services."""
+        """Stop the worker and close the services."""
         await self.engine.stop(0)
         await close_services(self.services)

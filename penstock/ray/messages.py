@@ -1,4 +1,4 @@
-"""The messages between the HTTP process and the replicas."""
+"""The messages that replicas send to the HTTP processes, and their encoding."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class ReplicaReport(msgspec.Struct):
     num_restarts: int = 0
     """The number of times that the worker process of the replica ended unexpectedly."""
     cache: CacheChanges | None = None
-    """The events of the prefix cache after the position that the reader gave."""
+    """The events of the prefix cache after the position in the call of `EngineReplica.report`."""
 
 
 def encoder() -> Callable[[object], bytes]:
-    """Return the encoder of both messages. Each thread needs its own."""
+    """Return the encoder of `ReplicaResults` and `ReplicaReport`. Each thread must use its own encoder."""
     return msgpack_numpy_encoder()
 
 

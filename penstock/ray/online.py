@@ -1,4 +1,4 @@
-"""A server on Ray Serve: replicas of one model behind the OpenAI-compatible application."""
+"""A server on Ray Serve. HTTP processes with the OpenAI-compatible routes call replicas of one model."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ def build_app(config: Mapping[str, object]) -> Any:
     or ``serve.run(build_app({...}))`` in a program.
 
     Args:
-        config: settings by their flat names: those of the model, of the server and of Ray
-            (docs/configuration.md). Numbers and booleans may be given as text, as in flags.
+        config: settings of the model, the server and Ray by their flat names (docs/configuration.md). Numbers
+            and booleans may be texts, as in command line flags.
 
     Returns:
         The ``ray.serve.Application``.
 
     Raises:
         MissingDependencyError: Ray is not installed.
-        ConfigError: unknown name, wrong type or impossible value.
+        ConfigError: a setting is unknown or has an invalid value.
         CheckpointError: the model cannot be found.
-        UnsupportedFeatureError: a setting of the server that replicas on several nodes do not support.
+        UnsupportedFeatureError: a server setting is not supported on Ray.
     """
     from penstock.config import config_fields
 
@@ -63,19 +63,19 @@ def build_app(config: Mapping[str, object]) -> Any:
 
 
 def application(config: PipelineConfig, serve_config: ServeConfig, ray_config: RayConfig) -> Any:
-    """Return the Ray Serve application of three configurations; see `build_app`."""
+    """Return the Ray Serve application for three configurations. `build_app` is the public function."""
     import_ray("penstock.ray.build_app")
     from ray import serve
 
     check_supported(serve_config)
-    config.model.checkpoint  # noqa: B018  # a model that is missing is reported here, not by a replica
+    config.model.checkpoint  # noqa: B018  # raises here, not in a replica, if the model is missing
     resources = Resources.of(config, ray_config)
-    own = replica_config(config, resources)
-    options = engine_options(own, serve_config, ray_config, resources)
+    engine_config = replica_config(config, resources)
+    options = engine_options(engine_config, serve_config, ray_config, resources)
     options["request_router_config"] = {"request_router_class": ROUTER}
     engine = serve.deployment(EngineReplica, **options)
     ingress = serve.deployment(serve.ingress()(Ingress), **ingress_options(serve_config, ray_config))
-    replicas = engine.bind(own, serve_config, ray_config.ray_max_requests, resources.num_cpus)
+    replicas = engine.bind(engine_config, serve_config, ray_config.ray_max_requests, resources.num_cpus)
     return ingress.bind(
         replicas,
         config,
@@ -86,7 +86,9 @@ def application(config: PipelineConfig, serve_config: ServeConfig, ray_config: R
 
 
 def run_server(config: PipelineConfig, serve_config: ServeConfig, ray_config: RayConfig) -> int:
-    """Deploy a model on Ray Serve until a signal arrives, then drain and delete the application.
+    """Deploy a model on Ray Serve.
+
+    After SIGTERM or SIGINT, finish running requests and delete the application.
 
     Returns:
         The exit status, 0.
@@ -127,7 +129,7 @@ def run_server(config: PipelineConfig, serve_config: ServeConfig, ray_config: Ra
             err=True,
         )
         stop.wait()
-        _LOG.info("stopping: running requests have %s s", serve_config.shutdown_grace)
+        _LOG.info("stopping: running requests have %s s to finish", serve_config.shutdown_grace)
         serve.delete(name)
         if is_local:
             serve.shutdown()
@@ -135,7 +137,7 @@ def run_server(config: PipelineConfig, serve_config: ServeConfig, ray_config: Ra
 
 
 def _stop_at_signals() -> threading.Event:
-    """Return an event that the first SIGTERM or SIGINT sets. The second signal interrupts the program."""
+    """Return an event that the first SIGTERM or SIGINT sets. The second signal raises KeyboardInterrupt."""
     stop = threading.Event()
 
     def handle(number: int, frame: object) -> None:
@@ -149,7 +151,7 @@ def _stop_at_signals() -> threading.Event:
 
 
 def _free_port(host: str) -> int:
-    """Return a port that is currently free: Ray Serve needs a number."""
+    """Return a port that is currently free, because Ray Serve does not accept port 0."""
     try:
         with socket.create_server((host, 0)) as listener:
             return int(listener.getsockname()[1])

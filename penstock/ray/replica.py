@@ -1,4 +1,4 @@
-"""A replica: the engine of one model behind a Ray Serve deployment."""
+"""`EngineReplica`: runs the engine of one model in a replica of a Ray Serve deployment."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from penstock.worker.messages import ErrorRecord, Submit, command_decoder
 
 
 class EngineReplica:
-    """Runs a model for the processes that serve HTTP. Ray Serve creates one in each replica.
+    """Runs a model for the HTTP processes. Ray Serve creates one object in each replica.
 
-    The model runs in a worker process, which is restarted if it dies, as in a server on one machine.
+    The model runs in a worker process. The engine client restarts the worker process if it ends unexpectedly.
 
     Args:
         config: the configuration of the model.
         serve_config: the configuration of the server.
         max_queue_size: maximum number of waiting requests.
-        num_cpus: the CPUs that the replica reserved. The replica uses the same fraction of the node's memory
-            as of the node's CPUs, because other replicas may run on the node.
-        engine: the engine client, not launched yet; by default a worker process.
-        name: the id of the replica; by default the id that Ray Serve gave it.
+        num_cpus: number of CPUs that the replica has reserved. The fraction of the node's memory that the
+            replica uses equals its fraction of the node's CPUs, because other replicas may run on the node.
+        engine: an engine client that has not been launched. The default runs the model in a worker process.
+        name: the id of the replica. The default is its id in Ray Serve.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class EngineReplica:
             max_queue_size=max_queue_size,
             hang_limit=serve_config.worker_timeout,
             memory_limit=serve_config.worker_memory_limit,
-            memory=_memory(config, num_cpus),
+            memory=_replica_memory(config, num_cpus),
         )
         self._cache = CacheLog()
         self._engine.watch_cache(lambda number, events: self._cache.add(events, number))
@@ -86,7 +86,7 @@ class EngineReplica:
             raise UnavailableError(f"the worker is {state}")
 
     async def generate(self, frames: Sequence[bytes]) -> AsyncGenerator[bytes, None]:
-        """Run a request and yield its results, as encoded `ReplicaResults`.
+        """Run a request and yield its results as encoded `ReplicaResults`.
 
         Args:
             frames: an encoded `Submit`.
@@ -100,7 +100,7 @@ class EngineReplica:
             while results := await generation.next_results():
                 yield self._encode(ReplicaResults(generation.num_cached_tokens, results))
         except PenstockError as error:
-            yield self._encode(ReplicaResults(error=ErrorRecord.of(error)))
+            yield self._encode(ReplicaResults(error=ErrorRecord.from_error(error)))
         finally:
             if generation is not None:
                 generation.cancel()
@@ -109,7 +109,7 @@ class EngineReplica:
         """Return the encoded `ReplicaReport`.
 
         Args:
-            positions: the positions up to which the caller has read the cache logs, by name of the replica.
+            positions: name of each replica -> position up to which the caller has read its `CacheLog`.
         """
         engine, changes = self._engine, self._cache.since(positions.get(self._name, 0))
         return self._encode(
@@ -117,11 +117,11 @@ class EngineReplica:
         )
 
     async def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes."""
+        """Clear the prefix cache."""
         await self._engine.reset_prefix_cache()
 
     async def close(self) -> None:
-        """End the worker. Without this call it ends together with the process of the replica."""
+        """Stop the worker. Without this call, the worker ends when the process of the replica ends."""
         await self._engine.stop(0)
 
 
@@ -132,7 +132,7 @@ def _own_id() -> str:
     return str(get_replica_context().replica_tag)
 
 
-def _memory(config: PipelineConfig, num_cpus: int) -> int | None:
+def _replica_memory(config: PipelineConfig, num_cpus: int) -> int | None:
     """Return the bytes of host memory that a replica may use; None for a model on GPUs."""
     if not config.model.devices[0].is_host:
         return None

@@ -1,4 +1,4 @@
-"""`ReplicaChoice`: the choice of the replica for a request, with the policy of several workers."""
+"""`ReplicaChoice`: chooses a replica for each request, with the routing policy for several local workers."""
 
 from __future__ import annotations
 
@@ -19,33 +19,38 @@ class _Replica:
 
     name: str
     position: int = 0
-    """The position up to which its cache log was read."""
+    """The position up to which the replica's `CacheLog` was read."""
     blocks_since_report: list[Sequence[bytes]] = field(default_factory=list)
-    """Blocks of requests that have ended since the last report."""
+    """Digests of the expected blocks of each request that has ended since the last report."""
     blocks_before_report: list[Sequence[bytes]] = field(default_factory=list)
-    """Blocks of requests that ended between the last two reports."""
+    """Digests of the expected blocks of each request that ended between the last two reports."""
 
 
 @dataclass(slots=True)
 class Assignment:
-    """The replica of a request, and the blocks that it is expected to store."""
+    """The replica of a request, and the blocks that the request is expected to store there."""
 
     name: str
     load: RequestLoad
-    expected: Sequence[bytes]
+    expected_blocks: Sequence[bytes]
+    """Digests of the blocks, for `PrefixMap.clear_expected`."""
     replica: _Replica
-    """The state object of the replica when the request began; a replica that returns gets a new object."""
+    """The state object of the replica when it was chosen.
+
+    A replica that was removed and reports again has a new state object.
+    """
 
 
 class ReplicaChoice:
     """Chooses replicas by their prefix caches, sessions and load, as `WorkerRouter` chooses workers.
 
-    The replicas report the changes of their caches every few seconds. Until then, the blocks of the requests
-    that ran on a replica count as cached.
+    The replicas report the changes of their caches every few seconds. Until the next report, the blocks of
+    requests that were sent to a replica count as cached there.
 
     Args:
-        num_ingresses: the number of processes that choose replicas. Each process gets about the same number
-            of requests, and knows only its own requests.
+        num_ingresses: the number of HTTP processes that choose replicas. Each process counts only the
+            requests that it has sent. It multiplies their load by this number, because all processes get
+            about the same number of requests.
     """
 
     def __init__(self, num_ingresses: int = 1) -> None:
@@ -53,52 +58,55 @@ class ReplicaChoice:
         self._prefixes = PrefixMap()
         self._policy: PrefixAware | None = None
         self._info: WorkerInfo | None = None
-        self._replicas: list[_Replica | None] = []  # index: number of the replica; None: free number
-        self._usable_replicas = 0  # bit set of the numbers of known replicas
+        self._replicas: list[_Replica | None] = []  # indexed by replica number; None if the number is free
+        self._usable_replicas = 0  # bit set of the replica numbers in use
 
     @property
     def positions(self) -> dict[str, int]:
-        """Name of each replica -> position in its cache log; the argument of `Replicas.reports`."""
+        """Name of each replica -> position in its `CacheLog`. This is the argument of `Replicas.reports`."""
         return {replica.name: replica.position for replica in self._replicas if replica is not None}
 
     def update(self, reports: Mapping[str, ReplicaReport]) -> None:
-        """Set the known replicas to those that have reported, and apply their cache events."""
-        known = {replica.name: number for number, replica in enumerate(self._replicas) if replica is not None}
-        for name in known.keys() - reports.keys():
-            self._remove(known[name])
+        """Add and remove replicas so that the set equals that of the reports, and apply the cache events."""
+        numbers = {
+            replica.name: number for number, replica in enumerate(self._replicas) if replica is not None
+        }
+        for name in numbers.keys() - reports.keys():
+            self._remove(numbers[name])
         for name, report in reports.items():
-            number = known[name] if name in known else self._add(name, report)
+            number = numbers[name] if name in numbers else self._add(name, report)
             replica = self._replicas[number]
             assert replica is not None
             if report.cache is not None:
                 self._prefixes.update(number, report.cache.events)
                 replica.position = report.cache.position
-            # This report may lack blocks of requests that ended while the replica sent it: keep these until
-            # the next report.
-            for expected in replica.blocks_before_report:
-                self._prefixes.clear_expected(expected)
+            # The report may lack blocks of requests that ended while the replica sent it. The blocks of these
+            # requests stay expected until the next report.
+            for expected_blocks in replica.blocks_before_report:
+                self._prefixes.clear_expected(expected_blocks)
             replica.blocks_before_report, replica.blocks_since_report = replica.blocks_since_report, []
 
-    def assign(self, context: RequestContext, lost: Collection[str] = ()) -> Assignment | None:
+    def assign(self, context: RequestContext, lost_replicas: Collection[str] = ()) -> Assignment | None:
         """Choose the replica of a request.
 
         Args:
             context: the request.
-            lost: the names of replicas that cannot be chosen.
+            lost_replicas: the names of replicas that cannot be chosen.
 
         Returns:
-            The replica; `end` must be called when the request has ended there. None if no replica is known.
+            The assignment, which must be passed to `end` when the request has ended or has left the replica.
+            None if there is no replica to choose.
         """
-        usable = self._usable_replicas
+        usable_replicas = self._usable_replicas
         for number, replica in enumerate(self._replicas):
-            if replica is not None and replica.name in lost:
-                usable &= ~(1 << number)
-        if not usable:
+            if replica is not None and replica.name in lost_replicas:
+                usable_replicas &= ~(1 << number)
+        if not usable_replicas:
             return None
         assert self._info is not None
         assert self._policy is not None
         digests = prompt_digests(context, self._info)
-        number = self._policy.choose(context, digests, self._loads, usable)
+        number = self._policy.choose(context, digests, self._loads, usable_replicas)
         replica = self._replicas[number]
         assert replica is not None
         depth = self._prefixes.depth(number, digests)
@@ -114,10 +122,10 @@ class ReplicaChoice:
         """Record that a request has ended, or has left its replica."""
         replica = assignment.replica
         if self._replicas[assignment.load.worker] is not replica:  # the replica was removed
-            self._prefixes.clear_expected(assignment.expected)
+            self._prefixes.clear_expected(assignment.expected_blocks)
             return
         self._loads.end(assignment.load)
-        replica.blocks_since_report.append(assignment.expected)
+        replica.blocks_since_report.append(assignment.expected_blocks)
 
     def _add(self, name: str, report: ReplicaReport) -> int:
         """Add a new replica and return its number."""
@@ -135,11 +143,11 @@ class ReplicaChoice:
         return number
 
     def _remove(self, number: int) -> None:
-        """Forget a replica that has ended."""
+        """Remove a replica that has ended, and its blocks and load."""
         replica = self._replicas[number]
         assert replica is not None
-        for expected in (*replica.blocks_since_report, *replica.blocks_before_report):
-            self._prefixes.clear_expected(expected)
+        for expected_blocks in (*replica.blocks_since_report, *replica.blocks_before_report):
+            self._prefixes.clear_expected(expected_blocks)
         self._prefixes.update(number, [BlocksCleared()])
         self._replicas[number] = None
         self._loads.clear(number)

@@ -1,8 +1,8 @@
-"""`PreferredReplicaRouter`: makes Ray Serve send requests to the replicas that the ingress has chosen.
+"""`PreferredReplicaRouter`: a Ray Serve router that prefers the replica that the ingress has chosen.
 
 The ingress chooses a replica (`ReplicaChoice`) and passes its name as the session id of the request. Ray
-Serve creates the router in the process of the ingress, and calls it for a list of replicas in order of
-preference. Queue limits, retries and health checks are those of Ray Serve.
+Serve creates the router in the process of the ingress. The router returns replicas in order of preference.
+Ray Serve itself applies queue limits, retries and health checks.
 """
 
 from __future__ import annotations
@@ -12,21 +12,26 @@ import random
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 _NUM_FALLBACK_REPLICAS = 2
-"""Number of random replicas of which Ray Serve takes the one with the shorter queue, if the preferred replica
-is full or has ended."""
+"""Number of random replicas offered as an alternative.
+
+If the preferred replica is full or has ended, Ray Serve uses the replica of these with the shortest queue.
+"""
 
 
 class PreferredReplicaRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
-    """Ranks the replica that the session id of a request names first, then two other replicas."""
+    """Returns the replica whose name is the session id of the request, then two random other replicas."""
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return groups of replicas by preference; Ray Serve takes the first that is not full."""
+        """Return groups of replicas in order of preference.
+
+        Ray Serve uses the first group that has capacity.
+        """
         name = pending_request.metadata.session_id if pending_request is not None else ""
-        preferred = [
+        preferred_replicas = [
             replica for replica in candidate_replicas if name and replica.replica_id.unique_id == name
         ]
-        others = [replica for replica in candidate_replicas if replica not in preferred]
-        sample = random.sample(others, min(_NUM_FALLBACK_REPLICAS, len(others)))
-        return [rank for rank in (preferred, sample) if rank]
+        other_replicas = [replica for replica in candidate_replicas if replica not in preferred_replicas]
+        fallback_replicas = random.sample(other_replicas, min(_NUM_FALLBACK_REPLICAS, len(other_replicas)))
+        return [rank for rank in (preferred_replicas, fallback_replicas) if rank]

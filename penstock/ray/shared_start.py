@@ -1,4 +1,4 @@
-"""`SharedStart`: starts a model once for all calls of an actor."""
+"""`SharedStart`: loads a model once for all calls of an actor or a replica."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from penstock.errors import UnavailableError
 _LOG = logging.getLogger("penstock.ray")
 
 MAX_STARTS = 5
-"""Maximum number of starts of a model. The actor fails if the worker process ends during each of them."""
+"""Maximum number of attempts to load a model. The call fails if the worker process ends in every attempt."""
 RETRY_SECONDS = 1.0
-"""Seconds between two starts."""
+"""Seconds between two attempts."""
 
 
 class SharedStart:
-    """Starts a model once for all concurrent calls, and again if its worker process ended while it loaded.
+    """Callable that loads a model once for all concurrent calls.
+
+    If the worker process ends while it loads the model, loading is repeated up to `MAX_STARTS` times.
 
     Args:
-        start: loads the model. It raises UnavailableError if the worker process ends, and can be called again
-            after any error.
-        retry_seconds: seconds between two starts.
+        start: function that loads the model. It raises UnavailableError if the worker process ends. It can be
+            called again after any error.
+        retry_seconds: seconds between two attempts.
     """
 
     def __init__(self, start: Callable[[], Awaitable[None]], retry_seconds: float = RETRY_SECONDS) -> None:
@@ -31,10 +33,10 @@ class SharedStart:
         self._task: asyncio.Task[None] | None = None
 
     async def __call__(self) -> None:
-        """Wait until the model is loaded. A call after a failed start starts the model again.
+        """Wait until the model is loaded. A call after a failure loads the model again.
 
         Raises:
-            PenstockError: the model cannot be loaded, or its worker ended in `MAX_STARTS` starts.
+            PenstockError: the model cannot be loaded, or its worker process ended in `MAX_STARTS` attempts.
         """
         if self._task is None:
             self._task = asyncio.ensure_future(self._start_with_retries())
@@ -48,7 +50,7 @@ class SharedStart:
             except UnavailableError as error:
                 if num == MAX_STARTS:
                     raise
-                _LOG.warning("start %d of %d failed and is repeated: %s", num, MAX_STARTS, error)
+                _LOG.warning("attempt %d of %d to load the model failed: %s", num, MAX_STARTS, error)
                 await asyncio.sleep(self._retry_seconds)
 
     def _forget_failure(self, task: asyncio.Task[None]) -> None:

@@ -1,4 +1,4 @@
-"""The scheduler's record of a context, and the batch of a step while it is being built."""
+"""`Entry`: a context in the scheduler. `Batch`: a batch that is being built."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ class Entry(Generic[ContextT]):
 
     context: ContextT
     key: tuple[int, int]
-    """Sort key: (negative priority, arrival number). The entry with the smallest key is served first, and the
-    entry with the largest key is preempted first."""
+    """Sort key: (negative priority, arrival number).
+
+    The entry with the smallest key is scheduled first, and the entry with the largest key is preempted first.
+    """
     request_id: str = field(init=False)
     """The request id of the context."""
     client_id: str = field(init=False)
@@ -27,14 +29,14 @@ class Entry(Generic[ContextT]):
     """Whether the prompt is computed and the context generates tokens."""
     was_admitted: bool = False
     last_selection: int = 0
-    """Call number of the last `StepLimit.select` that returned the entry; 0 if none did."""
+    """Number of the last call of `StepLimit.select` that returned the entry; 0 if no call returned it."""
 
     def __post_init__(self) -> None:
         self.request_id, self.client_id = self.context.request_id, self.context.client_id
 
     @property
     def is_generating(self) -> bool:
-        """Whether the context still computes tokens. If not, only output is missing, e.g. decoded audio."""
+        """Whether the context still computes tokens. If not, only output such as audio is missing."""
         return not self.context.generation_status.is_done
 
     @property
@@ -50,7 +52,7 @@ class Batch(Generic[ContextT]):
     num_left: int
     """Unused tokens of the step's budget."""
     num_steps: int = 1
-    """Number of steps in the call, for which all added contexts have blocks."""
+    """Number of steps in the call of the pipeline. All added contexts have blocks for these steps."""
     entries: dict[str, Entry[ContextT]] = field(default_factory=dict)
     _rows: dict[str, int] = field(default_factory=dict)
 
@@ -96,16 +98,16 @@ def splittable_rows(context: InputContext, rows: int, *, may_grow: bool = True) 
     Args:
         context: the context.
         rows: the requested number of tokens.
-        may_grow: whether the result may exceed ``rows`` if an image starts the chunk.
+        may_grow: whether the result may exceed ``rows`` if the chunk begins with an image.
 
     Returns:
-        The largest valid number up to ``rows``. If that is 0 and ``may_grow`` is set, the smallest valid
-        number above ``rows``.
+        The largest valid number up to ``rows``. If this number is 0 and ``may_grow`` is set, the smallest
+        valid number above ``rows``.
     """
     start = context.start_idx
-    before = context.boundary_before(start + rows) - start
-    if before > 0 or not may_grow:
-        return max(before, 0)
+    num_before = context.boundary_before(start + rows) - start
+    if num_before > 0 or not may_grow:
+        return max(num_before, 0)
     return context.boundary_after(start + rows) - start
 
 

@@ -1,4 +1,4 @@
-"""Distribution of a step's token budget among decoding contexts and prompts.
+"""Divides the token budget of a step among decoding contexts and prompts.
 
 max_batch_input_tokens
 |<- decode rows, one each ->|<- prompts in order, the last one cut ->|<- unused, less than a chunk ->|
@@ -28,18 +28,18 @@ def check_limits(**limits: int) -> None:
 
 
 def decode_rows(num_remaining: int, num_left: int, num_later: int) -> int:
-    """Return the number of rows of a decoding context: 1, or more if a grammar has appended tokens.
+    """Return the number of tokens of a decoding context: 1, or more if a grammar has appended tokens.
 
     Args:
         num_remaining: tokens that the context must compute.
         num_left: unused tokens of the budget.
-        num_later: number of later decoding contexts in the step. Each needs at least one row.
+        num_later: number of later decoding contexts in the step. Each of them computes at least one token.
     """
     return min(num_remaining, num_left - num_later)
 
 
 def prompt_rows(num_remaining: int, num_left: int, min_chunk_size: int, *, may_cut: bool) -> int:
-    """Return the number of rows of a prompt in this step: all remaining rows, a chunk, or 0."""
+    """Return the number of tokens of a prompt in this step: all remaining tokens, a chunk, or 0."""
     if num_remaining <= num_left:
         return num_remaining
     return num_left if may_cut and num_left >= min_chunk_size else 0
@@ -48,8 +48,8 @@ def prompt_rows(num_remaining: int, num_left: int, min_chunk_size: int, *, may_c
 def smallest_chunk(min_chunk_size: int, max_batch_input_tokens: int, max_batch_size: int) -> int:
     """Return the size of the smallest chunk of a prompt.
 
-    It is at most the budget that remains when all other contexts of a full batch decode. Therefore a running
-    prompt advances in every step.
+    The size is at most the budget that remains when all other contexts of a full batch decode. Every step can
+    therefore compute a chunk of a running prompt.
     """
     return min(min_chunk_size, max_batch_input_tokens - (max_batch_size - 1))
 
@@ -63,7 +63,7 @@ class PromptBudget:
         may_cut: whether prompts are cut into chunks. If not, only preempted contexts with more tokens than
             ``max_tokens`` are cut.
         whole_prompts: whether prompts are never cut. A prompt with more than ``max_tokens`` tokens then runs
-            in a step of its own.
+            alone in a step.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class PromptBudget:
 
     def min_chunk_size_for(self, context: InputContext) -> int | None:
         """Return the minimum chunk size of a context's prompt; None if the prompt is not cut."""
-        outgrew_budget = context.end_idx > self.max_tokens
-        may_cut = self._may_cut or (outgrew_budget and not self._whole_prompts)
+        exceeds_budget = context.end_idx > self.max_tokens
+        may_cut = self._may_cut or (exceeds_budget and not self._whole_prompts)
         return self._min_chunk if may_cut else None
 
     def rows(self, context: ContextT, num_remaining: int, batch: Batch[ContextT]) -> int:
@@ -88,7 +88,7 @@ class PromptBudget:
         rows = prompt_rows(num_remaining, batch.num_left, self._min_chunk, may_cut=may_cut)
         if not 0 < rows < num_remaining:
             return rows
-        has_prompts = any(not other.is_decoding for other in batch.entries.values())
+        has_prompts = any(not entry.is_decoding for entry in batch.entries.values())
         return splittable_rows(context, rows, may_grow=not has_prompts)
 
     def check_fits_alone(self, context: InputContext, kv: KVCache) -> None:
@@ -117,16 +117,17 @@ def check_fits_alone(context: InputContext, kv: KVCache, *, max_tokens: int, chu
     Raises:
         InputError: the context can never run.
     """
-    length = context.current_length
-    if chunk_size is None and length > max_tokens:
+    num_prompt_tokens = context.current_length
+    if chunk_size is None and num_prompt_tokens > max_tokens:
         raise InputError(
-            f"the prompt has {length} tokens, but a step computes at most {max_tokens} and prompts "
-            "are not cut: shorten the prompt, raise --max-batch-input-tokens, or allow chunked prefill"
+            f"the prompt has {num_prompt_tokens} tokens, but a step computes at most {max_tokens} and "
+            "prompts are not cut: shorten the prompt, raise --max-batch-input-tokens, or allow chunked "
+            "prefill"
         )
-    longest = max(length, context.max_length or 0)
-    if not kv.fits(longest, chunk_size):
+    max_length = max(num_prompt_tokens, context.max_length or 0)
+    if not kv.fits(max_length, chunk_size):
         raise InputError(
-            f"prompt and output together may take {longest} tokens ({length} of them the prompt), which "
-            f"do not fit the {kv.num_blocks} blocks of the KV cache: ask for fewer new tokens, "
-            "or give the KV cache more memory"
+            f"prompt and output together may take {max_length} tokens ({num_prompt_tokens} of them the "
+            f"prompt), which do not fit the {kv.num_blocks} blocks of the KV cache: request fewer new "
+            "tokens, or give the KV cache more memory"
         )

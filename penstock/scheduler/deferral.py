@@ -1,4 +1,4 @@
-"""Defers decode rows of one client while a short prompt of another client is computed."""
+"""Defers the decoding of one client's contexts while a short prompt of another client is computed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from penstock.scheduler.batch import Entry
 ContextT = TypeVar("ContextT", bound=InputContext)
 
 _MAX_ROWS_WITH_PROMPT = 4
-"""Maximum number of decode rows per other client in a step with a short prompt. A step with this few rows
-takes about as long as a step with a single row, because both read the same weights.
+"""Maximum number of decoding contexts of each other client in a step with a short prompt. A step with this
+number of contexts takes about as long as a step with one context, because both read the same weights.
 """
 
 PROMPT_TOKENS_PER_ROW = 4
-"""Number of prompt tokens that take about as long as one decode row. A decode row takes longer than a prompt
-token, because it also needs attention over its whole context, logits and sampling.
+"""Number of prompt tokens that take about as long as one token of a decoding context (a decode row).
+
+A decode row takes longer than a prompt token, because it needs attention over its whole context, logits and
+sampling.
 """
 
 
@@ -25,11 +27,11 @@ class Deferral:
     """Selects the contexts that decode in a step.
 
     A step with hundreds of decode rows takes several times as long as a short prompt. If one client holds
-    many slots, the first token of another client would be delayed by such a step. Therefore a step with a
-    short prompt decodes at most `_MAX_ROWS_WITH_PROMPT` contexts of each other client. The remaining contexts
-    decode in the next step. Two consecutive steps never defer rows, so a context is deferred in at most half
-    of the steps. A prompt is short if its tokens take less time than the deferred rows, estimated with
-    `PROMPT_TOKENS_PER_ROW`.
+    many slots, such a step would delay the first token of another client. Therefore a step with a short
+    prompt decodes at most `_MAX_ROWS_WITH_PROMPT` contexts of each other client. The remaining contexts are
+    deferred to the next step. Two consecutive steps never defer contexts, so a context is deferred in at most
+    half of the steps. A prompt is short if its tokens take less time than the deferred contexts, estimated
+    with `PROMPT_TOKENS_PER_ROW`.
     """
 
     def __init__(self) -> None:
@@ -42,18 +44,18 @@ class Deferral:
 
         Args:
             decoding: all entries that decode, in order.
-            prompt: the prompt that this step computes first; None without one.
+            prompt: the prompt that this step computes first; None if the step computes no prompt.
         """
         may_defer, self._has_deferred = not self._has_deferred, False
         if prompt is None or not may_defer:
             return decoding
         counts: Counter[str] = Counter()
-        selected = []
+        selected_entries = []
         for entry in decoding:
             counts[entry.client_id] += 1
             if entry.client_id == prompt.client_id or counts[entry.client_id] <= _MAX_ROWS_WITH_PROMPT:
-                selected.append(entry)
-        if (len(decoding) - len(selected)) * PROMPT_TOKENS_PER_ROW <= prompt.num_remaining:
+                selected_entries.append(entry)
+        if (len(decoding) - len(selected_entries)) * PROMPT_TOKENS_PER_ROW <= prompt.num_remaining:
             return decoding
         self._has_deferred = True
-        return selected
+        return selected_entries

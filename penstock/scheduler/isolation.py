@@ -11,7 +11,7 @@ Example: a batch of eight contexts in which c and f fail, from top to bottom::
     e f g h           fails
     ...                          a, b, d, e, g and h have completed their step
 
-If no part of a batch runs, the cause is not a context, and the error is raised.
+If no part of a batch runs, the error is not caused by a context, and it is raised.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MAX_FAULTS = 8
 class Isolation(Generic[ContextT, OutputT]):
     """Runs batches of a pipeline and ends only the contexts that make a batch fail.
 
-    Requires that contexts are unchanged when ``pipeline.execute`` raises.
+    When ``pipeline.execute`` raises, the contexts must be unchanged.
 
     Args:
         pipeline: executes the batches.
@@ -48,7 +48,7 @@ class Isolation(Generic[ContextT, OutputT]):
     def __init__(self, pipeline: Pipeline[ContextT, OutputT], *, is_enabled: bool = True) -> None:
         self._pipeline = pipeline
         self._is_enabled = is_enabled
-        self._num_faults = 0  # number of failed contexts since a part of a batch last ran
+        self._num_faults = 0  # number of contexts that failed since a part of a batch last succeeded
 
     def execute(
         self, batch: Mapping[str, ContextT], num_steps: int
@@ -64,7 +64,7 @@ class Isolation(Generic[ContextT, OutputT]):
             RankFailedError: a process of the model has ended.
             Exception: no context has changed. The exception is raised if isolation is not enabled, if this
                 process has reached its limit of private memory, or if no part of the batch runs and two or
-                more contexts have failed since a part last ran.
+                more contexts have failed since a part of a batch last succeeded.
         """
         if not self._is_enabled:
             return self._pipeline.execute(batch, num_steps), take_failures(self._pipeline)
@@ -79,9 +79,9 @@ class Isolation(Generic[ContextT, OutputT]):
             except Exception as error:
                 self._pipeline.failures.clear()
                 if isinstance(error, RankFailedError):
-                    raise  # no part of the batch can run without this process
+                    raise  # no part of the batch can run without the process that has ended
                 if private_memory.is_exceeded(error):
-                    raise  # smaller parts might run, but later steps would have too little memory
+                    raise  # smaller parts might run, but later steps would not have enough memory
                 if len(part) > 1:
                     parts += _halves(part)[::-1]
                     continue
@@ -113,6 +113,6 @@ def as_failure(error: Exception) -> PenstockError:
     return failure
 
 
-def _halves(part: Mapping[str, ContextT]) -> list[dict[str, ContextT]]:
-    items = iter(part.items())
-    return [dict(islice(items, (len(part) + 1) // 2)), dict(items)]
+def _halves(batch: Mapping[str, ContextT]) -> list[dict[str, ContextT]]:
+    items = iter(batch.items())
+    return [dict(islice(items, (len(batch) + 1) // 2)), dict(items)]

@@ -2,16 +2,16 @@
 
 A step of the scheduler, with batch n running on the device::
 
-    advance(n)      its contexts move past the tokens that n samples, whose ids are not known yet
+    advance(n) the contexts of n move past the tokens that n samples, whose ids are not known yet
     batch n + 1     is built: decoding contexts of n, and prompts
     launch(n + 1)   the device runs it after n
     collect(n)      waits for n, appends its tokens to the contexts, and removes finished contexts
     sample(n + 1)   for the contexts that are still running
 
-A context that leaves while a launched step uses its blocks keeps them until that step is collected.
+If a context ends while a launched step uses its blocks, the blocks are freed when the step is collected.
 
-With a few contexts, the device takes less time for a step than the host. If no work of the host is needed
-between steps, `Pipeline.execute` then runs several steps in one call instead.
+With few contexts, the device takes less time for a step than the host. If the host has no work between steps,
+`Pipeline.execute` then runs several steps in one call.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ for a step than the host needs to prepare the next step."""
 _LOG = logging.getLogger(__name__)
 
 
-class _CollectFirst(Exception):
-    """Raised if the next batch needs blocks that a launched step uses: the step must be collected first."""
+class _CollectFirstError(Exception):
+    """Raised if the next batch needs blocks of a launched step. That step must then be collected first."""
 
 
 @dataclass(slots=True, eq=False)
-class _Launched(Generic[ContextT]):
-    """A step that was launched and is not collected."""
+class _LaunchedStep(Generic[ContextT]):
+    """A step that has been launched but not collected."""
 
     step: Any
     batch: ReservedBatch[ContextT]
@@ -78,11 +78,11 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
     ) -> None:
         super().__init__(pipeline, **limits)
         self._steps = steps
-        self._sampled_step: _Launched[ContextT] | None = None
-        """The step that was sampled and is not collected."""
-        self._launched_step: _Launched[ContextT] | None = None
-        """The next step, launched but not sampled; None between two calls of `step`."""
-        self._ending: set[str] = set()
+        self._sampled_step: _LaunchedStep[ContextT] | None = None
+        """The step that has been sampled but not collected."""
+        self._launched_step: _LaunchedStep[ContextT] | None = None
+        """The next step, which has been launched but not sampled; None between two calls of `step`."""
+        self._ending_request_ids: set[str] = set()
         """Request ids of contexts that end with the sampled step."""
         self._runs_without_overlap = False
         """Whether the next step runs through `Pipeline.execute`, because a launch has failed."""
@@ -92,7 +92,7 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
         return self._sampled_step is not None or super().has_work
 
     def step(self, num_steps: int = 1) -> dict[str, OutputT]:
-        """Launch one batch if any context can run, and collect the batch that was launched before.
+        """Launch one batch if any context can run, and collect the batch of the previous call.
 
         Args:
             num_steps: maximum number of tokens of each context, if a few contexts run several steps in one
@@ -102,37 +102,37 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
         Returns:
             The output of each context of the collected batch, by request id. Finished contexts are removed.
         """
-        runs_ahead = self._runs_ahead(num_steps)
+        runs_ahead = self._runs_several_steps(num_steps)
         if self._sampled_step is None and (self._runs_without_overlap or runs_ahead):
             num_steps = 1 if self._runs_without_overlap else num_steps
             self._runs_without_overlap = False
             return super().step(num_steps)
         self._begin_step()
         outputs: dict[str, OutputT] = {}
-        size = (0, 0) if self._sampled_step is None else (len(self._sampled_step.batch), 0)
+        batch_size = (0, 0) if self._sampled_step is None else (len(self._sampled_step.batch), 0)
         if self._sampled_step is not None and runs_ahead:
-            self.last_batch = size
+            self.last_batch = batch_size
             return self._collect()
         if self._sampled_step is not None and self._steps.collects_first(self._sampled_step.step):
             outputs = self._collect()
         if self._sampled_step is not None:
-            self._ending = self._steps.advance(self._sampled_step.step, self._running)
+            self._ending_request_ids = self._steps.advance(self._sampled_step.step, self._running)
         try:
             batch = self._next_batch(1)
-        except _CollectFirst:
+        except _CollectFirstError:
             outputs = self._collect()
             batch = self._next_batch(1)
         if batch.entries:
-            size = self.last_batch
+            batch_size = self.last_batch
             self._launch(batch)
         if self._sampled_step is not None:
             outputs = self._collect()
-        self.last_batch = size  # not (0, 0) if there are outputs, also if no further batch was launched
+        self.last_batch = batch_size  # (0, 0) only if there are no outputs
         self._sample()
         return outputs
 
-    def _runs_ahead(self, num_steps: int) -> bool:
-        """Return whether the running contexts run several steps in one call instead of overlapped steps."""
+    def _runs_several_steps(self, num_steps: int) -> bool:
+        """Return whether the running contexts run several steps in one call, without overlap."""
         if num_steps == 1 or self._waiting or self._cancelled or not self._running:
             return False
         entries = self._running.values()
@@ -143,17 +143,17 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
     def _run_timed(self, batch: Batch[ContextT]) -> dict[str, OutputT]:
         """Run a batch without recording its duration.
 
-        `StepLimit` also limits overlapped steps, whose durations are not recorded. An estimate from calls of
-        a few contexts can be wrong for many contexts, and no recorded step would correct it.
+        `StepLimit` also limits overlapped steps, whose durations are not recorded. An estimate from calls
+        with a few contexts can be wrong for many contexts, and no recorded step would correct the estimate.
         """
         return self._run(batch.contexts, batch.num_steps)
 
     def _launch(self, batch: Batch[ContextT]) -> None:
         """Launch the forward of a batch. If that fails, the next step runs through `Pipeline.execute`."""
         contexts = batch.contexts
-        after = None if self._sampled_step is None else self._sampled_step.step
+        previous_step = None if self._sampled_step is None else self._sampled_step.step
         try:
-            step = self._steps.launch(contexts, after)
+            step = self._steps.launch(contexts, previous_step)
         except Exception:
             _LOG.debug("a step could not be launched", exc_info=True)
             self._runs_without_overlap = True
@@ -162,39 +162,43 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
         prompts = [entry for entry in entries if not entry.is_decoding and computes_last_token(entry.context)]
         for entry in prompts:
             entry.is_decoding = True
-        self._launched_step = _Launched(step, contexts, prompts)
+        self._launched_step = _LaunchedStep(step, contexts, prompts)
 
     def _collect(self) -> dict[str, OutputT]:
         """Collect the sampled step, remove its finished and failed contexts, and return the outputs."""
-        launched, self._sampled_step, self._ending = self._sampled_step, None, set()
-        assert launched is not None
+        step, self._sampled_step, self._ending_request_ids = self._sampled_step, None, set()
+        assert step is not None
         failures: dict[str, PenstockError]
         try:
-            outputs = self._steps.collect(launched.step)
+            outputs = self._steps.collect(step.step)
             failures = take_failures(self._pipeline)
         except Exception:
             _LOG.warning("a launched step failed: it runs again", exc_info=True)
             self._discard_launched()
-            self._release_pending(launched)
-            return self._run_again(launched)
-        self._release_pending(launched)
-        outputs = {name: output for name, output in outputs.items() if self._runs(name, launched)}
-        for name, error in failures.items():
-            if self._runs(name, launched):
-                self._fail(self._running[name], error)
+            self._release_pending(step)
+            return self._run_again(step)
+        self._release_pending(step)
+        outputs = {
+            request_id: output
+            for request_id, output in outputs.items()
+            if self._is_still_running(request_id, step)
+        }
+        for request_id, error in failures.items():
+            if self._is_still_running(request_id, step):
+                self._fail(self._running[request_id], error)
         self._retire(outputs)
         return outputs
 
-    def _run_again(self, launched: _Launched[ContextT]) -> dict[str, OutputT]:
+    def _run_again(self, launched: _LaunchedStep[ContextT]) -> dict[str, OutputT]:
         """Run a failed step again without overlap, with the contexts that are still running."""
         for entry in launched.prompts:
             entry.is_decoding = False
-        remaining = ReservedBatch(
-            (name, context)
-            for name, context in launched.batch.items()
-            if name in launched.sampled and self._runs(name, launched)
+        remaining_contexts = ReservedBatch(
+            (request_id, context)
+            for request_id, context in launched.batch.items()
+            if request_id in launched.sampled and self._is_still_running(request_id, launched)
         )
-        outputs = self._run(remaining, 1) if remaining else {}
+        outputs = self._run(remaining_contexts, 1) if remaining_contexts else {}
         self._retire(outputs)
         return outputs
 
@@ -215,23 +219,25 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
         """Discard the launched step. A later step computes the same tokens again."""
         if self._launched_step is None:
             return
-        dropped, self._launched_step = self._launched_step, None
-        self._steps.discard(dropped.step)
-        for entry in dropped.prompts:
+        discarded_step, self._launched_step = self._launched_step, None
+        self._steps.discard(discarded_step.step)
+        for entry in discarded_step.prompts:
             entry.is_decoding = False
-        self._release_pending(dropped)
+        self._release_pending(discarded_step)
 
-    def _runs(self, request_id: str, launched: _Launched[ContextT]) -> bool:
-        """Return whether a context of a launched step is still running. False after a cancellation."""
+    def _is_still_running(self, request_id: str, launched: _LaunchedStep[ContextT]) -> bool:
+        """Return whether a context of a launched step is still running (False after a cancellation)."""
         entry = self._running.get(request_id)
         return entry is not None and entry.context is launched.batch.get(request_id)
 
     def _decoding_entries(self) -> list[Entry[ContextT]]:
-        return [entry for entry in super()._decoding_entries() if entry.request_id not in self._ending]
+        return [
+            entry for entry in super()._decoding_entries() if entry.request_id not in self._ending_request_ids
+        ]
 
     def _check_collected(self) -> None:
         if self._sampled_step is not None:
-            raise _CollectFirst
+            raise _CollectFirstError
 
     def _release(self, context: ContextT) -> None:
         for launched in (self._launched_step, self._sampled_step):
@@ -240,7 +246,7 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
                 return
         super()._release(context)
 
-    def _release_pending(self, launched: _Launched[ContextT]) -> None:
+    def _release_pending(self, launched: _LaunchedStep[ContextT]) -> None:
         for context in launched.pending_releases:
             self._release(context)
         launched.pending_releases.clear()

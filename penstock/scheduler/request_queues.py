@@ -1,4 +1,4 @@
-"""`RequestQueues`: the waiting and the running contexts, from submission to completion."""
+"""`RequestQueues`: the waiting and the running contexts of a scheduler."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.pipelines.core.interfaces import PipelineOutput
 from penstock.scheduler.batch import Batch, Entry
 from penstock.scheduler.budget import PromptBudget
 from penstock.scheduler.isolation import as_failure
-from penstock.scheduler.shares import Shares
+from penstock.scheduler.shares import ClientShares
 from penstock.scheduler.waiting import WaitingQueue
 
 ContextT = TypeVar("ContextT", bound=InputContext)
@@ -28,7 +28,7 @@ class RequestQueues(Generic[ContextT, OutputT]):
         pipeline: releases the contexts.
         prompts: rejects contexts that can never run.
         max_batch_size: maximum number of contexts that run at once.
-        ready: returns whether a context can run; None if all can.
+        ready: returns whether a context can run; None if all contexts can run.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class RequestQueues(Generic[ContextT, OutputT]):
         self._max_batch_size = max_batch_size
         self._ready = ready
         self._arrivals = count()
-        self._shares = Shares()
+        self._shares = ClientShares()
         self._waiting: WaitingQueue[Entry[ContextT]] = WaitingQueue(2 * max_batch_size, self._shares.rank)
         self._running: dict[str, Entry[ContextT]] = {}
         self._cancelled: deque[str] = deque()
@@ -78,7 +78,8 @@ class RequestQueues(Generic[ContextT, OutputT]):
         """Add a context to the queue.
 
         Raises:
-            InputError: the context can never run, even as the only one, or its ``request_id`` is in use.
+            InputError: the context does not fit even if it is the only context, or its ``request_id`` is in
+                use.
         """
         self._prompts.check_fits_alone(context, self._kv)
         if context.request_id in self._running or context.request_id in self._waiting:
@@ -92,7 +93,7 @@ class RequestQueues(Generic[ContextT, OutputT]):
 
     @property
     def _generating_entries(self) -> list[Entry[ContextT]]:
-        """The running entries that still compute tokens. Only these hold blocks."""
+        """Return the running entries that still compute tokens. Only these entries hold blocks."""
         return [entry for entry in self._running.values() if entry.is_generating]
 
     def _has_slot(self) -> bool:
@@ -126,7 +127,7 @@ class RequestQueues(Generic[ContextT, OutputT]):
         self._waiting.push(entry)
 
     def _check_collected(self) -> None:
-        """Hook for subclasses: called before a running context loses its blocks. Does nothing here."""
+        """Called before a running context loses its blocks. Subclasses override this method."""
 
     def _fail(self, entry: Entry[ContextT], error: PenstockError) -> None:
         self._remove([entry.request_id])
@@ -142,21 +143,21 @@ class RequestQueues(Generic[ContextT, OutputT]):
             self._kv.check_integrity()
 
     def _remove(self, request_ids: Iterable[str]) -> None:
-        """Remove contexts, running or waiting, and free their resources."""
-        clients = set()
+        """Remove running or waiting contexts, and free their resources."""
+        clients_with_free_slots = set()
         try:
             for request_id in request_ids:
                 entry = self._running.pop(request_id, None)
                 if entry is not None:
                     self._shares.release_slot(entry.client_id)
-                    clients.add(entry.client_id)
+                    clients_with_free_slots.add(entry.client_id)
                 else:
                     entry = self._waiting.remove(request_id)
                 if entry is not None:
                     self._shares.remove_context(entry.client_id)
                     self._release(entry.context)
         finally:
-            for client_id in clients:
+            for client_id in clients_with_free_slots:
                 self._waiting.refresh(client_id)
 
     def _release(self, context: ContextT) -> None:

@@ -22,12 +22,12 @@ ContextT = TypeVar("ContextT", bound=InputContext)
 OutputT = TypeVar("OutputT", bound=PipelineOutput)
 
 _SLOT_FREE_STEPS = 64
-"""Number of steps for which one slot stays free for other clients after one client could have taken all
-slots."""
+"""Number of steps for which one slot stays free for other clients after one client holds all other slots."""
 
 _MAX_TIMED_PROMPT = 64
-"""Maximum number of prompt tokens in a step whose duration is recorded. The duration of steps with more
-prompt tokens is not proportional to their number."""
+"""Maximum number of prompt tokens in a step whose duration is recorded. With more prompt tokens, the duration
+of a step is not proportional to the number of prompt tokens.
+"""
 
 
 class Scheduler(RequestQueues[ContextT, OutputT]):
@@ -36,33 +36,35 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
     A context is either waiting or running. Contexts are sorted by priority, then by arrival. Each step
     contains all contexts that decode, except those that `Deferral` and `StepLimit` move to a later step.
     Prompts share the rest of the token budget, in chunks if necessary. If blocks run out, the youngest
-    context of the lowest priority is preempted: it returns to the queue and keeps its arrival number. Its
-    tokens are then computed again.
+    context of the lowest priority is preempted. It returns to the queue and keeps its arrival number. All its
+    tokens are computed again later.
 
-    Contexts of several clients (``client_id``) share the batch. Within a priority, the client that holds the
-    fewest slots is admitted first, and clients take turns with prompts. The contexts of one client stay in
-    order. If a waiting context lacks a slot or blocks, the youngest context of the client with the most
-    slots is preempted, if that client holds at least two slots more than the waiting context's client. While
-    a client holds all slots but one, this slot stays free for other clients for `_SLOT_FREE_STEPS` steps.
+    Contexts of several clients (``client_id``) share the batch. Within a priority, contexts of the client
+    with the fewest slots are admitted first, and the prompts of the clients are computed in turn. The
+    contexts of one client stay in order. If a waiting context lacks a slot or blocks, the youngest context of
+    the client with the most slots is preempted, if that client holds at least two slots more than the waiting
+    context's client. When one client holds all slots except one, the last slot stays free for other clients
+    for `_SLOT_FREE_STEPS` steps.
 
     One thread calls all methods except `cancel`, which any thread may call. If ``pipeline.execute`` raises,
     contexts are unchanged. The batch then runs again in halves until the failing contexts are found, and
     the failing contexts end with the error (`Isolation`). If no part of the batch runs, `step` raises the
-    exception, and the next step repeats the batch without contexts that were cancelled in between.
+    exception. The next step then repeats the batch without the contexts that have been cancelled.
 
     Args:
         pipeline: executes the batches; its ``kv`` decides which contexts fit into the cache.
-        max_batch_size: maximum number of contexts that run at once; never more than
-            ``max_batch_input_tokens``.
+        max_batch_size: maximum number of contexts that run at once, limited to ``max_batch_input_tokens``.
         max_batch_input_tokens: maximum number of tokens of one step.
-        min_chunk_size: smallest chunk of a prompt; the effective value is smaller if a full batch leaves
-            fewer tokens.
+        min_chunk_size: smallest chunk of a prompt in tokens. The effective value is smaller if the decoding
+            contexts of a full batch leave fewer tokens.
         enable_chunked_prefill: whether prompts are cut into chunks. Without it a prompt that exceeds the
-            budget is rejected. Only a preempted context is cut, if it has generated tokens beyond the budget.
-        whole_prompts: never cut a prompt, because the pipeline cannot compute a part of one. A prompt that
-            exceeds the budget runs in a separate step.
+            budget is rejected. The only exception is a preempted context that exceeds the budget with its
+            generated tokens, which is cut.
+        whole_prompts: whether prompts are never cut, because the pipeline cannot compute a part of a prompt.
+            A prompt that exceeds the budget runs alone in a step.
         ready: returns whether a context can run (its grammar is compiled, its adapter is loaded). Ready
-            contexts overtake contexts that are not ready. An exception of ``ready`` ends the request.
+            contexts are admitted before contexts that are not ready. An exception of ``ready`` ends the
+            request.
         isolates_faults: whether a failed batch runs again in halves. Without it `step` raises every exception
             of ``pipeline.execute``.
         clock: returns the time in seconds.
@@ -109,8 +111,8 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
         """Run one batch if any context can run.
 
         Args:
-            num_steps: maximum number of tokens to generate for each context; `reserve_steps` decides how
-                many.
+            num_steps: maximum number of tokens to generate for each context. `reserve_steps` chooses the
+                number.
 
         Returns:
             The output of each context that ran, by request id. Finished contexts are removed.
@@ -154,9 +156,11 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
     def _run(self, contexts: ReservedBatch[ContextT], num_steps: int) -> dict[str, OutputT]:
         """Run a batch, end the contexts that fail, and return the outputs of all other contexts."""
         entries = [self._running[request_id] for request_id in contexts]
-        whole = [entry for entry in entries if not entry.is_decoding and computes_last_token(entry.context)]
+        complete_prompts = [
+            entry for entry in entries if not entry.is_decoding and computes_last_token(entry.context)
+        ]
         outputs, failures = self._isolation.execute(contexts, num_steps)
-        for entry in whole:
+        for entry in complete_prompts:
             entry.is_decoding = True
         for request_id, error in failures.items():
             self._fail(self._running[request_id], error)
@@ -167,11 +171,11 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
         return [entry for entry in self._running.values() if entry.is_decoding]
 
     def _add_decoding(self, batch: Batch[ContextT]) -> None:
-        """Add the decoding contexts. If blocks run out, preempt the contexts with the largest keys.
+        """Add the decoding contexts. If blocks run out, preempt the contexts with the largest sort keys.
 
-        A context that has generated its last token needs no row and no blocks.
+        A context that has generated its last token computes no token and needs no blocks.
         """
-        decoding = sorted(self._decoding_entries(), key=_key)
+        decoding = sorted(self._decoding_entries(), key=_sort_key)
         for entry in (entry for entry in decoding if not entry.is_generating):
             batch.add(entry, 0)
         decoding = [entry for entry in decoding if entry.is_generating]
@@ -179,26 +183,26 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
             decoding = self._deferral.select(decoding, self._next_prompt())
         decoding, batch.num_steps = self._limit.select(decoding, batch.num_steps)
         num_left = batch.num_left
-        all_rows = []
-        for num_others, entry in zip(range(len(decoding) - 1, -1, -1), decoding, strict=True):
-            rows = decode_rows(entry.num_remaining, num_left, num_others)
+        rows_by_entry = []
+        for num_later, entry in zip(range(len(decoding) - 1, -1, -1), decoding, strict=True):
+            rows = decode_rows(entry.num_remaining, num_left, num_later)
             set_rows(entry.context, rows)
             num_left -= rows
-            all_rows.append(rows)
+            rows_by_entry.append(rows)
         if self._reserve_all(decoding, batch):
-            for entry, rows in zip(decoding, all_rows, strict=True):
+            for entry, rows in zip(decoding, rows_by_entry, strict=True):
                 batch.add(entry, rows)
             return
-        for entry, rows in zip(decoding, all_rows, strict=True):
+        for entry, rows in zip(decoding, rows_by_entry, strict=True):
             if entry.request_id not in self._running:
-                continue  # an earlier iteration preempted it
+                continue  # the entry was preempted in an earlier iteration
             if self._reserve(entry, rows, rows, batch, may_preempt=True):
                 batch.add(entry, rows)
 
     def _reserve_all(self, entries: list[Entry[ContextT]], batch: Batch[ContextT]) -> bool:
         """Reserve blocks for all steps of the entries. Return False if there are not enough free blocks."""
         try:
-            batch.num_steps = reserve_steps(self._kv, [e.context for e in entries], batch.num_steps)
+            batch.num_steps = reserve_steps(self._kv, [entry.context for entry in entries], batch.num_steps)
         except InsufficientBlocksError:
             batch.num_steps = 1
             return False
@@ -215,17 +219,17 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
     def _add_prompts(self, batch: Batch[ContextT]) -> None:
         """Add running and waiting prompts in order, while tokens, slots and blocks suffice."""
         prompts = [entry for entry in self._running.values() if not entry.is_decoding]
-        admits = True
+        can_admit = True
         while batch.num_left > 0:
             prompts = [entry for entry in prompts if entry.request_id in self._running]
             entry = min(prompts, key=self._shares.prompt_key) if prompts else None
-            admits = admits and (self._has_slot() or self._shares.is_contended)
-            waiting = self._waiting.first_ready(self._is_ready) if admits else None
+            can_admit = can_admit and (self._has_slot() or self._shares.is_contended)
+            waiting = self._waiting.first_ready(self._is_ready) if can_admit else None
             if waiting is not None and not (
                 entry is not None and self._shares.prompt_key(entry) < self._shares.prompt_key(waiting)
             ):
-                admits = self._admit(waiting, batch)
-                if not admits:
+                can_admit = self._admit(waiting, batch)
+                if not can_admit:
                     continue
                 entry = waiting
             elif entry is not None:
@@ -239,10 +243,10 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
             self._shares.move_to_end(entry.client_id)
 
     def _admit(self, entry: Entry[ContextT], batch: Batch[ContextT]) -> bool:
-        """Move a waiting context to the running contexts, and return True.
+        """Move a waiting context to the running contexts.
 
-        Return False if tokens, slots or blocks do not suffice. May preempt contexts of a client that holds at
-        least two slots more.
+        Returns False if tokens, slots or blocks do not suffice, otherwise True. The method may preempt
+        contexts of a client that holds at least two slots more.
         """
         context = entry.context
         if not self._prompts.rows(context, context.end_idx, batch):
@@ -256,7 +260,9 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
             self._slot_free_steps = _SLOT_FREE_STEPS
         num_cached = context.num_cached_tokens
         self._kv.claim(context)
-        if entry.was_admitted:  # after a preemption, cache hits are the context's own blocks
+        if (
+            entry.was_admitted
+        ):  # after a preemption, cached blocks can be blocks that the context computed itself
             context.num_cached_tokens = num_cached
         else:
             entry.was_admitted = True
@@ -264,7 +270,7 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
         return True
 
     def _make_room(self, entry: Entry[ContextT], batch: Batch[ContextT]) -> bool:
-        """Return whether there is a slot and blocks for a waiting context. May preempt up to two contexts."""
+        """Return whether a waiting context has a slot and enough blocks. May preempt up to two contexts."""
         if (
             self._slot_free_steps
             and self._shares.num_running(entry.client_id) == self._max_batch_size - 1 > 0
@@ -274,17 +280,17 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
             return True
         for has_room in (self._has_slot, lambda: self._has_blocks(entry)):
             if not has_room():
-                last = self._shares.entry_to_preempt(entry, self._generating_entries)
-                if last is None:
+                preempted_entry = self._shares.entry_to_preempt(entry, self._generating_entries)
+                if preempted_entry is None:
                     return False
-                self._preempt(last, batch)
+                self._preempt(preempted_entry, batch)
         return self._has_blocks(entry)
 
     def _has_blocks(self, entry: Entry[ContextT]) -> bool:
         """Return whether the cache has blocks for all tokens of a waiting context.
 
-        One more block must stay free for each running context; otherwise the new context would soon be
-        preempted. The result is True if no context runs, because waiting would then not free blocks.
+        One more block must stay free for each running context. Otherwise the new context would soon be
+        preempted. The result is True if no context runs, because no context would then free blocks.
         """
         chunk = self._prompts.min_chunk_size_for(entry.context)
         headroom = len(self._running)
@@ -292,22 +298,22 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
 
     def _reserve_prompt(self, entry: Entry[ContextT], batch: Batch[ContextT]) -> int:
         rows = self._prompts.rows(entry.context, entry.num_remaining, batch)
-        smallest = min(rows, self._prompts.min_chunk_size_for(entry.context) or rows)
-        smallest = splittable_rows(entry.context, smallest)
-        return self._reserve(entry, rows, smallest, batch, may_preempt=not batch.entries) if rows else 0
+        min_rows = min(rows, self._prompts.min_chunk_size_for(entry.context) or rows)
+        min_rows = splittable_rows(entry.context, min_rows)
+        return self._reserve(entry, rows, min_rows, batch, may_preempt=not batch.entries) if rows else 0
 
     def _reserve(
         self,
         entry: Entry[ContextT],
         rows: int,
-        smallest: int,
+        min_rows: int,
         batch: Batch[ContextT],
         *,
         may_preempt: bool,
     ) -> int:
         """Reserve blocks for up to ``rows`` tokens of a running context, and return the number of tokens.
 
-        The number is at least ``smallest``, or 0 if there are not enough free blocks.
+        The number is at least ``min_rows``, or 0 if there are not enough free blocks.
         """
         context = entry.context
         while True:
@@ -316,14 +322,14 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
                 batch.num_steps = reserve_steps(self._kv, [context], batch.num_steps)
                 return rows
             except InsufficientBlocksError as error:
-                if rows > smallest:
-                    rows = max(splittable_rows(context, rows // 2, may_grow=False), smallest)
+                if rows > min_rows:
+                    rows = max(splittable_rows(context, rows // 2, may_grow=False), min_rows)
                     continue
                 if not may_preempt:
                     return 0
-                last = max(self._generating_entries, key=self._shares.preemption_key)
-                if last is not entry:
-                    self._preempt(last, batch)
+                preempted_entry = max(self._generating_entries, key=self._shares.preemption_key)
+                if preempted_entry is not entry:
+                    self._preempt(preempted_entry, batch)
                     continue
                 if len(self._generating_entries) == 1:
                     self._check_collected()
@@ -333,4 +339,4 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
                 return 0
 
 
-_key = attrgetter("key")
+_sort_key = attrgetter("key")

@@ -1,4 +1,4 @@
-"""`Shares`: the number of slots of each client, and the order in which clients are served."""
+"""`ClientShares`: counts the slots of each client, and determines the order in which clients are served."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from penstock.scheduler.batch import Entry
 ContextT = TypeVar("ContextT", bound=InputContext)
 
 
-class Shares:
+class ClientShares:
     """Counts the contexts and the slots of each client.
 
-    A client is identified by an opaque id. It is removed with its last context.
+    A client is identified by its id. It is removed with its last context.
 
     Clients take turns: the client that was served longest ago comes first. A new client comes before the
-    clients that the last step served, and after all other clients. Therefore no client starves.
+    clients that the last step served, and after all other clients. Therefore every client is served.
     """
 
     def __init__(self) -> None:
         self._num_present: dict[str, int] = {}
         self._num_running: dict[str, int] = {}
-        self._turns: dict[str, int] = {}  # client -> number of its last turn; the smallest comes first
+        # Client -> number of its last turn; the client with the smallest number comes first
+        self._turns: dict[str, int] = {}
         self._num_served = 0
         self._num_served_before = 0  # `_num_served` at the start of this step
 
@@ -56,18 +57,20 @@ class Shares:
     def entry_to_preempt(
         self, waiting: Entry[ContextT], running: Iterable[Entry[ContextT]]
     ) -> Entry[ContextT] | None:
-        """Return the running entry to preempt in favour of a waiting entry; None if there is none.
+        """Return the running entry to preempt so that a waiting entry can run; None if there is none.
 
         The client of the returned entry holds at least two slots more than the client of the waiting entry,
-        and the returned entry has no higher priority. With this condition, preemption makes the numbers of
+        and the returned entry has no higher priority. Under this condition, a preemption makes the numbers of
         slots more equal, and no later preemption reverts it.
         """
         min_slots = self.num_running(waiting.client_id) + 2
         if self.max_running < min_slots:
             return None
         candidates = (entry for entry in running if entry.key[0] >= waiting.key[0])
-        preemptible = (entry for entry in candidates if self.num_running(entry.client_id) >= min_slots)
-        return max(preemptible, key=self.preemption_key, default=None)
+        preemptible_entries = (
+            entry for entry in candidates if self.num_running(entry.client_id) >= min_slots
+        )
+        return max(preemptible_entries, key=self.preemption_key, default=None)
 
     @property
     def max_running(self) -> int:
@@ -84,7 +87,7 @@ class Shares:
         self._turns.setdefault(client_id, self._num_served_before)
 
     def remove_context(self, client_id: str) -> None:
-        """Remove a context from the count. It must have released its slot."""
+        """Remove a context, which must have released its slot, from the count."""
         self._num_present[client_id] -= 1
         if not self._num_present[client_id]:
             del self._num_present[client_id], self._turns[client_id]

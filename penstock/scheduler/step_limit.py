@@ -1,4 +1,4 @@
-"""Limits the duration of decode steps while a client with many contexts and other clients send requests."""
+"""Limits the duration of decode steps while one client with many contexts and other clients send requests."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from penstock.scheduler.batch import Entry
 ContextT = TypeVar("ContextT", bound=InputContext)
 
 _RECENT_SECONDS = 2.0
-"""Seconds for which steps stay short after contexts of two clients were last in the scheduler together."""
+"""Seconds for which steps stay limited after the scheduler last had contexts of two or more clients."""
 
 _SHORT_SECONDS = 0.005
 """Duration in seconds up to which a step is never limited."""
 
 _MAX_FIXED_MULTIPLE = 2
-"""Maximum duration of a limited step, as a multiple of the fixed time of a step (`StepTime.fixed`)."""
+"""Maximum duration of a limited step, as a multiple of `StepTime.fixed_seconds`."""
 
 _MIN_ROWS = 8
-"""Minimum number of rows per client in a limited step. A step with this few rows takes about as long as a
-step with a single row, because both read the same weights.
+"""Minimum number of rows per client in a limited step. A step with this number of rows takes about as long as
+a step with one row, because both read the same weights.
 """
 
 _DECAY = 0.98
@@ -36,14 +36,14 @@ _MIN_SPREAD = 0.1
 class StepTime:
     """Estimates the duration of a step as a fixed time plus a time per row.
 
-    The estimate is a weighted least-squares line through the recorded steps; older steps weigh less. It is
-    updated only if the numbers of rows differ enough to determine the line.
+    The estimate is a weighted least-squares line through the recorded steps. Older steps have smaller
+    weights. It is updated only if the numbers of rows differ enough to determine the line.
     """
 
     def __init__(self) -> None:
-        self.fixed: float | None = None
+        self.fixed_seconds: float | None = None
         """Seconds of a step without rows; None until it is known."""
-        self.per_row = 0.0
+        self.seconds_per_row = 0.0
         """Seconds per row."""
         self._weight = self._rows = self._seconds = self._rows_squared = self._products = 0.0
 
@@ -58,13 +58,13 @@ class StepTime:
         variance = self._rows_squared / self._weight - mean_rows * mean_rows
         if variance <= (_MIN_SPREAD * mean_rows) ** 2:
             return
-        per_row = (self._products / self._weight - mean_rows * mean_seconds) / variance
-        self.per_row = min(max(per_row, 0.0), mean_seconds / mean_rows)
-        self.fixed = mean_seconds - self.per_row * mean_rows
+        seconds_per_row = (self._products / self._weight - mean_rows * mean_seconds) / variance
+        self.seconds_per_row = min(max(seconds_per_row, 0.0), mean_seconds / mean_rows)
+        self.fixed_seconds = mean_seconds - self.seconds_per_row * mean_rows
 
 
 class StepLimit:
-    """Limits the decode rows of a step and the steps of a call while one client holds many slots.
+    """Limits the decode rows of a step and the steps of a pipeline call while one client holds many slots.
 
     A prompt that arrives during a call waits until the call ends. While other clients send requests, calls
     are therefore limited if a client has more than `_MIN_ROWS` contexts. A limited step has as many rows as
@@ -90,20 +90,22 @@ class StepLimit:
         self._time.record(num_rows, seconds)
 
     def select(self, decoding: list[Entry[ContextT]], num_steps: int) -> tuple[list[Entry[ContextT]], int]:
-        """Return the entries of ``decoding`` that run in the next call, in order, and its number of steps.
+        """Return the entries of ``decoding`` that run in the next call, in order, and the number of steps.
 
         Args:
             decoding: all entries that decode, in order.
             num_steps: the requested number of steps.
         """
-        fixed, per_row = self._time.fixed, self._time.per_row
+        fixed_seconds, seconds_per_row = self._time.fixed_seconds, self._time.seconds_per_row
         counts = Counter(entry.client_id for entry in decoding)
         is_recent = self._clock() - self._contended_at <= _RECENT_SECONDS
-        if fixed is not None and is_recent and max(counts.values(), default=0) > _MIN_ROWS:
-            limit = max(_SHORT_SECONDS, _MAX_FIXED_MULTIPLE * fixed)
-            if fixed + per_row * len(decoding) > limit:
-                decoding = _first_in_turn(decoding, counts, int((limit - fixed) / per_row))
-            seconds = fixed + per_row * len(decoding)
+        if fixed_seconds is not None and is_recent and max(counts.values(), default=0) > _MIN_ROWS:
+            limit = max(_SHORT_SECONDS, _MAX_FIXED_MULTIPLE * fixed_seconds)
+            if fixed_seconds + seconds_per_row * len(decoding) > limit:
+                decoding = _least_recently_selected(
+                    decoding, counts, int((limit - fixed_seconds) / seconds_per_row)
+                )
+            seconds = fixed_seconds + seconds_per_row * len(decoding)
             if num_steps * seconds > limit:
                 num_steps = max(1, int(limit / seconds))
         self._num_selections += 1
@@ -112,10 +114,10 @@ class StepLimit:
         return decoding, num_steps
 
 
-def _first_in_turn(
+def _least_recently_selected(
     decoding: list[Entry[ContextT]], counts: Mapping[str, int], num_rows: int
 ) -> list[Entry[ContextT]]:
-    """Return about ``num_rows`` entries in order. Entries that were selected longest ago take precedence.
+    """Return about ``num_rows`` entries in order, chosen by the longest time since their last selection.
 
     Clients get equal numbers of rows, but at least `_MIN_ROWS`.
 
@@ -124,13 +126,13 @@ def _first_in_turn(
         counts: the number of entries of each client.
         num_rows: the number of entries to return.
     """
-    shares = {}
+    rows_by_client = {}
     for number, (client_id, count) in enumerate(sorted(counts.items(), key=lambda item: item[1])):
-        shares[client_id] = min(count, max(num_rows // (len(counts) - number), _MIN_ROWS))
-        num_rows = max(num_rows - shares[client_id], 0)
-    selected = set()
+        rows_by_client[client_id] = min(count, max(num_rows // (len(counts) - number), _MIN_ROWS))
+        num_rows = max(num_rows - rows_by_client[client_id], 0)
+    selected_ids = set()
     for entry in sorted(decoding, key=lambda entry: entry.last_selection):
-        if shares[entry.client_id]:
-            shares[entry.client_id] -= 1
-            selected.add(entry.request_id)
-    return [entry for entry in decoding if entry.request_id in selected]
+        if rows_by_client[entry.client_id]:
+            rows_by_client[entry.client_id] -= 1
+            selected_ids.add(entry.request_id)
+    return [entry for entry in decoding if entry.request_id in selected_ids]

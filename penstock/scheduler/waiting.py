@@ -30,17 +30,18 @@ EntryT = TypeVar("EntryT", bound=QueueEntry)
 _Rank: TypeAlias = tuple[int, ...]
 
 _MAX_OUTDATED = 64
-"""The heap of clients is rebuilt if it has this many outdated items more than there are clients."""
+"""Number of outdated items in the heap of clients above which the heap is rebuilt."""
 
 
 class WaitingQueue(Generic[EntryT]):
-    """A priority queue whose entries may not be ready yet. Ready entries overtake entries that are not ready.
+    """A priority queue that returns ready entries before entries that are not ready yet.
 
     Each client has a lane, in which its entries are sorted by key. The queue compares the first entries of
     all lanes by priority, then by the rank of the client (smallest first), then by age (oldest first).
 
-    A step finds at most ``scan_limit`` entries that are not ready, which bounds its time for long queues.
-    Entries that are not ready leave their lane. Each step checks up to ``scan_limit`` of them again, in turn.
+    A step checks entries until it has found ``scan_limit`` entries that are not ready. This limits the time
+    of a step with a long queue. Entries that are not ready leave their lane. Each step checks up to
+    ``scan_limit`` of these entries again, in turn.
 
     Args:
         scan_limit: maximum number of checks per step that find an entry not ready.
@@ -51,7 +52,7 @@ class WaitingQueue(Generic[EntryT]):
         self._scan_limit = scan_limit
         self._checks_left = scan_limit
         self._rank = rank
-        self._entries: dict[str, EntryT] = {}  # lanes may hold removed entries, which are skipped
+        self._entries: dict[str, EntryT] = {}  # lanes can contain removed entries, which are skipped
         self._lanes: dict[str, list[tuple[tuple[int, int], EntryT]]] = {}  # client id -> heap of its entries
         # Heap of (sort key of the first entry, client id). Outdated keys are never larger than current keys.
         self._heap: list[tuple[_Rank, str]] = []
@@ -75,18 +76,18 @@ class WaitingQueue(Generic[EntryT]):
 
     def refresh(self, client_id: str) -> None:
         """Update the order after the rank of a client may have decreased."""
-        first = self._first_entry(client_id)
-        if first is None:
+        first_entry = self._first_entry(client_id)
+        if first_entry is None:
             return
-        key = self._sort_key(first)
+        key = self._sort_key(first_entry)
         if self._newest_keys.get(client_id) == key:
             return
         self._newest_keys[client_id] = key
         heapq.heappush(self._heap, (key, client_id))
         if len(self._heap) > 2 * len(self._lanes) + _MAX_OUTDATED:
-            firsts = ((client, self._first_entry(client)) for client in list(self._lanes))
+            first_entries = ((client, self._first_entry(client)) for client in list(self._lanes))
             self._newest_keys = {
-                client: self._sort_key(entry) for client, entry in firsts if entry is not None
+                client: self._sort_key(entry) for client, entry in first_entries if entry is not None
             }
             self._heap = [(key, client) for client, key in self._newest_keys.items()]
             heapq.heapify(self._heap)
@@ -111,14 +112,14 @@ class WaitingQueue(Generic[EntryT]):
             if entry is None:
                 self._drop_first()
                 continue
-            now = self._sort_key(entry)
-            if sort_key != now:
-                if self._newest_keys.get(client_id) == now:
-                    self._drop_first()  # the heap also holds the current key
+            current_key = self._sort_key(entry)
+            if sort_key != current_key:
+                if self._newest_keys.get(client_id) == current_key:
+                    self._drop_first()  # the heap also contains the current key
                     continue
-                self._newest_keys[client_id] = now
-                heapq.heapreplace(self._heap, (now, client_id))
-                if self._heap[0] != (now, client_id):
+                self._newest_keys[client_id] = current_key
+                heapq.heapreplace(self._heap, (current_key, client_id))
+                if self._heap[0] != (current_key, client_id):
                     continue
             if is_ready(entry):
                 return entry

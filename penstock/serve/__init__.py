@@ -1,1 +1,1 @@
-"""The HTTP server: translates HTTP requests to model requests. Nothing here loads torch."""
+"""The HTTP server. It translates HTTP requests to model requests and does not import torch."""

@@ -1,4 +1,4 @@
-"""The application: all routes and middleware."""
+"""Creates the FastAPI application with all routes and middleware."""
 
 from __future__ import annotations
 
@@ -57,19 +57,19 @@ TASK_ROUTERS: Mapping[PipelineTask, Sequence[APIRouter]] = {
     ),
     PipelineTask.AUDIO_GENERATION: (speech.router,),  # POST /v1/audio/speech, GET /v1/audio/voices
 }
-"""Routes that require a model of one task."""
+"""Task -> routes that require a model for this task."""
 
 
-def create_app(services: Services, *more: APIRouter, is_inner: bool = False) -> FastAPI:
-    """Return the application that serves one model. The caller starts the engine.
+def create_app(services: Services, *extra_routers: APIRouter, is_inner: bool = False) -> FastAPI:
+    """Return the application that serves one model. The caller must start the engine.
+
+    The application has ``/openapi.json``, but no documentation pages. Such pages would load scripts from
+    other servers.
 
     Args:
         services: the objects that the routes use.
-        more: additional routes, matched first.
-        is_inner: whether an outer application mounts this one and applies the middleware.
-
-    The application has ``/openapi.json`` but no documentation pages, which would load scripts from other
-    servers.
+        *extra_routers: additional routes. They are matched before all other routes.
+        is_inner: whether an outer application mounts this application and applies the middleware.
     """
     app = FastAPI(
         title="Penstock",
@@ -78,7 +78,7 @@ def create_app(services: Services, *more: APIRouter, is_inner: bool = False) -> 
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,  # redirects would go to the host in the Host header
-        middleware=[] if is_inner else middleware_of(services),
+        middleware=[] if is_inner else make_middleware(services),
         exception_handlers={
             PenstockError: problems.handle,
             HTTPException: problems.handle,
@@ -86,7 +86,7 @@ def create_app(services: Services, *more: APIRouter, is_inner: bool = False) -> 
         },
     )
     app.state.services = services
-    for router in more:
+    for router in extra_routers:
         app.include_router(router)
     for task, routers in TASK_ROUTERS.items():
         for router in routers:
@@ -109,12 +109,12 @@ def create_app(services: Services, *more: APIRouter, is_inner: bool = False) -> 
 
 @dataclass(frozen=True)
 class TaskCheck:
-    """FastAPI dependency of the routes of one task: a 400 if the model is loaded for another task."""
+    """FastAPI dependency of the routes of one task. It refuses requests if the model has another task."""
 
     task: PipelineTask
 
     async def __call__(self, request: Request) -> None:
-        """Raise a `TaskMismatchError` if the model is loaded for another task."""
+        """Raise a `TaskMismatchError` (400) if the model is loaded for another task."""
         served_task = Services.of(request).task
         if served_task is not self.task:
             raise TaskMismatchError(request.url.path, self.task.option, served_task.option)
@@ -129,7 +129,7 @@ def task_for_path(path: str) -> PipelineTask | None:
     return None
 
 
-def middleware_of(services: Services) -> list[Middleware]:
+def make_middleware(services: Services) -> list[Middleware]:
     """Return the middleware of the application, outermost first."""
     layers = [
         Middleware(ObservabilityMiddleware, services=services),

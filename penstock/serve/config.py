@@ -1,4 +1,4 @@
-"""Configuration of the server: address, access, limits, parsers, log."""
+"""`ServeConfig`: the settings of the HTTP server."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _WORDS = Rule(
 )
 
 
-def _split(text: str) -> tuple[str, ...]:
+def _split_at_commas(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
@@ -82,14 +82,14 @@ class ServeConfig:
         _WORDS,
         "API key that clients must send; may be given several times. In an environment variable, commas "
         "separate several keys.",
-        parse=_split,
+        parse=_split_at_commas,
         secret=True,
     )
     cors_origins: tuple[str, ...] = setting(
         (),
         _WORDS,
         "Origin whose pages may call the server, * for any; may be given several times. Default: none.",
-        parse=_split,
+        parse=_split_at_commas,
     )
     allowed_hosts: tuple[str, ...] = setting(
         (),
@@ -97,7 +97,7 @@ class ServeConfig:
         "Host name that requests may use besides localhost and the address, such as example.org or "
         "*.example.org, * for any; may be given several times. Default: any, except at a loopback address "
         "without an API key.",
-        parse=_split,
+        parse=_split_at_commas,
     )
     max_body_size: int = setting(8 * 2**20, NUM_BYTES, "Maximum size of a request body, in bytes.")
     max_json_values: int = setting(
@@ -108,7 +108,7 @@ class ServeConfig:
     )
     body_timeout: float = setting(60.0, _SECONDS, "Seconds within which the body of a request must arrive.")
     max_queue_size: int | None = setting(
-        None, COUNT, "Maximum number of waiting requests. Default: 4 batches, at least 64."
+        None, COUNT, "Maximum number of waiting requests. Default: 4 times max-batch-size, at least 64."
     )
     max_choices_per_request: int | None = setting(
         None,
@@ -188,13 +188,13 @@ class ServeConfig:
         _TOOL_SERVERS,
         "A tool server of the Model Context Protocol (streamable HTTP) as NAME=URL; the Responses API offers "
         "its tools to the model and calls them. May be given several times.",
-        parse=_split,
+        parse=_split_at_commas,
     )
     mcp_token: tuple[str, ...] = setting(
         (),
         _WORDS,
         "Bearer token for a tool server as NAME=TOKEN; may be given several times.",
-        parse=_split,
+        parse=_split_at_commas,
         secret=True,
     )
     mcp_timeout: float = setting(
@@ -221,7 +221,7 @@ class ServeConfig:
     watchdog_timeout: float = setting(
         30.0,
         _SECONDS,
-        "Seconds without a finished step after which the log has an error, if requests are outstanding.",
+        "Seconds without a finished step after which an error is logged, while requests are outstanding.",
     )
     worker_timeout: float = setting(
         20.0,
@@ -245,9 +245,10 @@ class ServeConfig:
     router_gauge: tuple[str, ...] = setting(
         (),
         _GAUGES,
-        "An additional name of a gauge in /metrics, such as waiting=vllm:num_requests_waiting, for routers "
-        "that expect it: waiting, running, kv_usage or adapters; may be given several times.",
-        parse=_split,
+        "An additional name for a gauge in /metrics, for routers that expect this name, such as "
+        "waiting=vllm:num_requests_waiting. The gauges are waiting, running, kv_usage and adapters. May be "
+        "given several times.",
+        parse=_split_at_commas,
     )
     cache_events: str | None = setting(
         None,
@@ -268,7 +269,7 @@ class ServeConfig:
         None, TEXT, "URL to send OpenTelemetry spans to, by OTLP over HTTP. Default: no spans."
     )
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
-    """Flat name to the source of its value, for fields that were set."""
+    """Flat name -> source of the value, for fields that were set."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -285,22 +286,25 @@ class ServeConfig:
         *,
         environment: Mapping[str, str] | None = None,
     ) -> ServeConfig:
-        """Build the configuration from flat names, with the rules of `PipelineConfig.from_flat`.
+        """Return the configuration for a mapping of flat name -> value, as `PipelineConfig.from_flat` does.
 
         Raises:
-            ConfigError: unknown name, wrong type, or invalid value.
+            ConfigError: a name is unknown, or a value is invalid.
         """
         return cls.from_given(collect_values(serve_fields(), values, source, environment or {}))
 
     @classmethod
     def from_given(cls, given: Mapping[str, tuple[object, str]]) -> ServeConfig:
-        """Build the configuration from {flat name: (converted value, source)}. Ignores other names."""
-        own_settings = {field.name: given[field.name] for field in serve_fields() if field.name in given}
-        values: dict[str, Any] = {name: value for name, (value, _) in own_settings.items()}
-        return cls(sources={name: where for name, (_, where) in own_settings.items()}, **values)
+        """Return the configuration for a mapping of flat name -> (converted value, source).
+
+        Names of settings of other configuration classes are ignored.
+        """
+        settings = {field.name: given[field.name] for field in serve_fields() if field.name in given}
+        values: dict[str, Any] = {name: value for name, (value, _) in settings.items()}
+        return cls(sources={name: value_source for name, (_, value_source) in settings.items()}, **values)
 
     def describe(self) -> list[tuple[str, object, str]]:
-        """Return name, value and source of every field, for ``--print-config``. API keys are hidden."""
+        """Return name, value and source of every field, for ``--print-config``. Secret values are hidden."""
         rows = []
         for config_field in serve_fields():
             value = getattr(self, config_field.attribute)

@@ -130,7 +130,7 @@ class Services:
     """State that belongs to a family of routes, such as stored responses."""
     logged_warnings: set[str] = field(default_factory=set)
     """The warnings that `warn_once` has logged."""
-    turns: EncodingTurns = field(default_factory=EncodingTurns)
+    encoding_turns: EncodingTurns = field(default_factory=EncodingTurns)
     """Serialises the encoding of long responses, so that the event loop runs between two slices."""
 
     def warn_once(self, warnings: Iterable[str]) -> None:

@@ -1,1 +1,1 @@
-"""Text to tokens and back: tokenizers, chat templates and incremental detokenization. Loads no torch."""
+"""Tokenizers, chat templates and incremental detokenization. Importing this package does not import torch."""

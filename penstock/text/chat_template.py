@@ -47,7 +47,7 @@ class ChatTemplate:
         self._origin = origin
         self._compiled_templates: dict[str, Template] = {}
         self.reads_images = False
-        """Whether parts of messages may be images. Set by the tokenizer of a model that reads images."""
+        """Whether parts of messages may be images. The tokenizer of a model that reads images sets it."""
 
     @classmethod
     def from_file(cls, path: Path, special_tokens: Mapping[str, str]) -> ChatTemplate:
@@ -74,10 +74,10 @@ class ChatTemplate:
         """Return the prompt text of messages.
 
         Args:
-            messages: each has a role and usually content. Content None equals an empty string. Other keys
-                depend on the template.
+            messages: each has a role and usually content. Content None is treated as an empty string. The
+                template determines which other keys are used.
             tools: descriptions of functions that the model can call.
-            options: variables for the template. ``add_generation_prompt`` is True unless they set it. With
+            options: variables for the template. ``add_generation_prompt`` is True by default. With
                 ``continue_final_message=True`` the prompt ends with the text of the last message, which the
                 model continues.
 
@@ -87,18 +87,19 @@ class ChatTemplate:
         _check_messages(messages)
         _check_tools(tools)
         variables = _checked_variables(options)
-        continues = bool(variables.pop("continue_final_message", False))
+        continues_last_message = bool(variables.pop("continue_final_message", False))
         messages = [_with_content(message) for message in messages]
-        messages = _with_end_mark(messages) if continues else messages
-        template = self._compile(self._choose(tools))
+        messages = _with_end_mark(messages) if continues_last_message else messages
+        template = self._compile(self._template_name(tools))
         try:
-            # The variables are passed as a mapping, because a variable "self" would clash with a parameter.
+            # The variables are passed as a mapping, because a variable named "self" would conflict with a
+            # parameter.
             text = template.render(
                 {"messages": messages, "tools": tools, **self._special_tokens, **variables}
             )
-        except Exception as error:  # a template can cause any exception
+        except Exception as error:  # templates can raise any exception
             raise InputError(f"the chat template cannot render these messages: {error}") from error
-        return _cut_at_end_mark(text) if continues else text
+        return _cut_at_end_mark(text) if continues_last_message else text
 
     def render_request(
         self,
@@ -113,7 +114,7 @@ class ChatTemplate:
 
         Raises:
             UnsupportedFeatureError: a part is neither text nor an image that the model reads.
-            InputError: as for `render`.
+            InputError: see `render`.
         """
         _check_messages(messages)
         has_parts = [_has_parts(message, reads_images=self.reads_images) for message in messages]
@@ -135,22 +136,22 @@ class ChatTemplate:
         """Whether the template supports content that is a list of text parts. Most support only strings."""
         part = {"type": "text", "text": "Dear reader"}
         try:
-            without_parts = self.render([{"role": "user", "content": part["text"]}])
-            with_parts = self.render([{"role": "user", "content": [part]}])
+            text_without_parts = self.render([{"role": "user", "content": part["text"]}])
+            text_with_parts = self.render([{"role": "user", "content": [part]}])
         except InputError:
             return False
-        return without_parts == with_parts
+        return text_without_parts == text_with_parts
 
     @cached_property
     def needs_parts(self) -> bool:
         """Whether the template omits content that is a string, as some templates of vision models do."""
         text = "Dear reader"
         try:
-            without_parts = self.render([{"role": "user", "content": text}])
-            with_parts = self.render([{"role": "user", "content": [{"type": "text", "text": text}]}])
+            text_without_parts = self.render([{"role": "user", "content": text}])
+            text_with_parts = self.render([{"role": "user", "content": [{"type": "text", "text": text}]}])
         except InputError:
             return False
-        return text not in without_parts and text in with_parts
+        return text not in text_without_parts and text in text_with_parts
 
     @cached_property
     def takes_argument_objects(self) -> bool:
@@ -159,9 +160,9 @@ class ChatTemplate:
         Some templates concatenate the arguments with text, and therefore support only strings.
         """
         call = {"type": "function", "id": "call00000", "function": {"name": "find", "arguments": {"a": "b"}}}
-        question = {"role": "user", "content": "Dear reader"}
+        user_message = {"role": "user", "content": "Dear reader"}
         try:
-            self.render([question, {"role": "assistant", "content": "", "tool_calls": [call]}])
+            self.render([user_message, {"role": "assistant", "content": "", "tool_calls": [call]}])
         except InputError:
             return False
         return True
@@ -171,7 +172,7 @@ class ChatTemplate:
         pattern = re.compile(rf"\b{re.escape(word)}\b")
         return any(pattern.search(source) for source in self.sources.values())
 
-    def _choose(self, tools: Sequence[Mapping[str, object]] | None) -> str:
+    def _template_name(self, tools: Sequence[Mapping[str, object]] | None) -> str:
         if tools is not None and "tool_use" in self.sources:
             return "tool_use"
         if "default" in self.sources:
@@ -308,13 +309,15 @@ def _checked_variables(options: Mapping[str, object] | None) -> dict[str, object
     return {"documents": None, "add_generation_prompt": True, **variables}
 
 
-# No known template changes these characters. The space that is appended after them shows whether the template
-# strips content.
+# No known template changes these characters. A space is appended after them. Its absence in the rendered text
+# shows that the template strips content.
 _END_MARK = "⟦⁂⟧⟦⁂⟧"
 
 
 def _with_content(message: Message) -> Message:
-    """Return the message with "" for content None. Templates print None as text or raise an error."""
+    """Return the message with None as content replaced by "". Templates would print None as text or raise an
+    error.
+    """
     if "content" in message and message["content"] is None:
         return {**message, "content": ""}
     return message
@@ -322,15 +325,15 @@ def _with_content(message: Message) -> Message:
 
 def _with_end_mark(messages: Sequence[Message]) -> list[Message]:
     """Return the messages with `_END_MARK` and a space appended to the text of the last message."""
-    *earlier, last = messages
-    content = last.get("content")
+    *earlier_messages, last_message = messages
+    content = last_message.get("content")
     if isinstance(content, str):
-        return [*earlier, {**last, "content": f"{content}{_END_MARK} "}]
+        return [*earlier_messages, {**last_message, "content": f"{content}{_END_MARK} "}]
     parts = list(content) if isinstance(content, list) else []
     for index in reversed(range(len(parts))):
         if isinstance(parts[index], Mapping) and isinstance(parts[index].get("text"), str):
             parts[index] = {**parts[index], "text": f"{parts[index]['text']}{_END_MARK} "}
-            return [*earlier, {**last, "content": parts}]
+            return [*earlier_messages, {**last_message, "content": parts}]
     raise InputError("continue_final_message needs a last message with text content")
 
 
@@ -370,7 +373,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Not Jinja's own tojson, which escapes <, > and & for HTML and would change the prompt.
+    # Jinja's tojson is not used, because it escapes <, > and & for HTML, which would change the prompt.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

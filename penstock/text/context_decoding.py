@@ -1,4 +1,4 @@
-"""State of `TextTokenizer.decode`: determines which tokens precede the passed tokens."""
+"""Determines which tokens of a text precede the tokens that are passed to `TextTokenizer.decode`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.pipelines.core import TextContext, TextGenerationStatus
-from penstock.text.detokenizer import TokenDecoder, text_of_delta
+from penstock.text.detokenizer import TokenDecoder, delta_text
 
 _NUM_PRECEDING = 64
-"""Number of preceding tokens to keep: the text of a token depends on a few visible tokens before it."""
+"""Number of preceding tokens to store, because the text of a token depends on a few visible tokens before it.
+"""
 _STATE = "_decode_state"
 
 
@@ -18,7 +19,7 @@ class TokenDelta:
     """Consecutive tokens of a text (a delta), with the tokens before them."""
 
     ids: list[int]
-    before: list[int]
+    preceding_ids: list[int]
     """The last tokens of the same text before ``ids``."""
     prompt: list[int]
     """The last tokens of the prompt before the text; empty without a prompt."""
@@ -28,12 +29,12 @@ class TokenDelta:
     def text(self, tokenizer: TokenDecoder, skip_special_tokens: bool = True) -> str:
         """Return the text that these tokens add.
 
-        An incomplete character at the end belongs to the next delta, unless this delta is the last.
+        An incomplete character at the end belongs to the next delta, unless this delta is the last delta.
         """
-        return text_of_delta(
+        return delta_text(
             tokenizer,
             self.prompt,
-            self.before,
+            self.preceding_ids,
             self.ids,
             skip_special_tokens=skip_special_tokens,
             is_last=self.is_last,
@@ -44,14 +45,16 @@ class TokenDelta:
 class _DecodeState:
     """The position after the last call, in the generated tokens of a context and in its separate text.
 
-    The separate text consists of tokens that the caller passed but that the context has not generated.
+    The separate text consists of tokens that the caller has passed, but that the context has not generated.
     """
 
-    num_generated: int = 0
+    generated_position: int = 0
+    """Number of generated tokens before the next call's tokens."""
     had_all_generated: bool = False
     """Whether the last call passed all generated tokens."""
     separate_ids: list[int] = field(default_factory=list)
-    num_separate: int = 0
+    separate_position: int = 0
+    """Number of ``separate_ids`` before the next call's tokens."""
     was_passed_at_once: bool = False
     """Whether one call passed all of ``separate_ids``."""
 
@@ -59,22 +62,23 @@ class _DecodeState:
 def next_delta(context: TextContext, ids: list[int], bos: int | None) -> TokenDelta:
     """Return ``ids`` with the tokens before them, and store the position on the context.
 
-    This function must be called in the order in which the tokens are decoded. ``ids`` are searched among the
+    This function must be called in the order in which the tokens are decoded. It searches ``ids`` in the
     generated tokens of the context: after the tokens of the last call, then at the end, then at the
-    beginning. If they are not found, they continue the separate text. The separate text restarts if ``ids``
-    begin with ``bos``, the begin-of-sequence token, or if a call passes all of the separate text again.
+    beginning. If ``ids`` are not found, they continue the separate text. The separate text restarts if
+    ``ids`` begin with ``bos``, the begin-of-sequence token, or if a call passes all of the separate text
+    again.
     """
     state: _DecodeState = vars(context).setdefault(_STATE, _DecodeState())
     start = _position_in_generated(context, state, ids)
     if start is None:
-        return _delta_of_separate_text(state, ids, bos)
+        return _separate_text_delta(state, ids, bos)
     generated_tokens = context.generated_tokens
-    end = state.num_generated = start + len(ids)
+    end = state.generated_position = start + len(ids)
     state.had_all_generated = len(ids) == len(generated_tokens) > 1
     num_hidden = context.status is TextGenerationStatus.END_OF_SEQUENCE  # the end-of-sequence token
     return TokenDelta(
         ids,
-        before=generated_tokens[max(0, start - _NUM_PRECEDING) : start].tolist(),
+        preceding_ids=generated_tokens[max(0, start - _NUM_PRECEDING) : start].tolist(),
         prompt=context.prompt_tokens[-_NUM_PRECEDING:].tolist(),
         is_last=context.is_done and end >= len(generated_tokens) - num_hidden,
     )
@@ -84,14 +88,14 @@ def _position_in_generated(context: TextContext, state: _DecodeState, ids: list[
     generated_tokens = context.generated_tokens
     last_start = len(generated_tokens) - len(ids)
     fallbacks = [0, last_start] if state.had_all_generated else [last_start, 0]
-    for start in [state.num_generated, *fallbacks]:
+    for start in [state.generated_position, *fallbacks]:
         if start >= 0 and ids and generated_tokens[start : start + len(ids)].tolist() == ids:
             return start
     return None
 
 
-def _delta_of_separate_text(state: _DecodeState, ids: list[int], bos: int | None) -> TokenDelta:
-    start, separate_ids = state.num_separate, state.separate_ids
+def _separate_text_delta(state: _DecodeState, ids: list[int], bos: int | None) -> TokenDelta:
+    start, separate_ids = state.separate_position, state.separate_ids
     if ids and ids[0] == bos:
         start, separate_ids = 0, []
     elif separate_ids[start : start + len(ids)] != ids and _is_restart(state, ids):
@@ -101,14 +105,16 @@ def _delta_of_separate_text(state: _DecodeState, ids: list[int], bos: int | None
     state.was_passed_at_once = (start == 0 and len(ids) == len(separate_ids) > 1) or (
         state.was_passed_at_once and separate_ids is state.separate_ids
     )
-    state.separate_ids, state.num_separate = separate_ids, start + len(ids)
+    state.separate_ids, state.separate_position = separate_ids, start + len(ids)
     return TokenDelta(
-        ids, before=separate_ids[max(0, start - _NUM_PRECEDING) : start], prompt=[], is_last=False
+        ids, preceding_ids=separate_ids[max(0, start - _NUM_PRECEDING) : start], prompt=[], is_last=False
     )
 
 
 def _is_restart(state: _DecodeState, ids: Sequence[int]) -> bool:
     is_whole = state.was_passed_at_once or len(ids) == len(state.separate_ids) > 1
     return (
-        is_whole and state.num_separate == len(state.separate_ids) and state.separate_ids[: len(ids)] == ids
+        is_whole
+        and state.separate_position == len(state.separate_ids)
+        and state.separate_ids[: len(ids)] == ids
     )

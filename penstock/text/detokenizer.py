@@ -1,4 +1,4 @@
-"""Incremental detokenisation to whole characters, and matching of stop strings."""
+"""Converts tokens to text incrementally, in whole characters, and matches stop strings."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-# An incomplete UTF-8 character has at most three bytes, and so at most three tokens. The window has one more
-# token as context.
+# An incomplete UTF-8 character has at most three bytes, and therefore at most three tokens. The window
+# contains one more token as context.
 _OPEN_CHARACTER_WINDOW = 4
-_PROMPT_WINDOW = 2 * _OPEN_CHARACTER_WINDOW  # the first tokens of this window may be part of a character
+_PROMPT_WINDOW = 2 * _OPEN_CHARACTER_WINDOW  # the first tokens of this window may be an incomplete character
 _UTF8 = codecs.getincrementaldecoder("utf-8")
 AnyTokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
 
@@ -20,12 +20,12 @@ AnyTokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
 class TokenDecoder(Protocol):
     """The part of a tokenizer that a detokenizer uses.
 
-    Implemented by `TextTokenizer` and `penstock.testing.FakeTokenizer`.
+    `TextTokenizer` and `penstock.testing.FakeTokenizer` implement it.
     """
 
     @property
     def byte_tokens(self) -> Mapping[int, int]:
-        """Token id -> byte, if the decoder decodes consecutive byte tokens together; else empty."""
+        """Token id -> byte, if the decoder decodes consecutive byte tokens together; otherwise empty."""
         ...
 
     def is_visible(self, token_id: int, skip_special_tokens: bool = True) -> bool:
@@ -38,10 +38,10 @@ class TokenDecoder(Protocol):
 class Detokenizer:
     """Converts the tokens of one request to text and matches stop strings.
 
-    The joined results of `append` and `finish` equal `text_after_prompt` of the prompt and all ids, up to the
-    first stop string. The first stop string is the one that ends first, and the longest of several with the
-    same end. Text is held back as long as later tokens may change it, or as long as it may be the beginning
-    of a stop string. With ``keeps_stop`` the text includes the stop string.
+    The concatenated results of `append` and `finish` equal `text_after_prompt` of the prompt and all ids, up
+    to the first stop string. The first stop string is the stop string that ends first. If several stop
+    strings end there, it is the longest. Text is held back while later tokens can change it, and while it can
+    be the beginning of a stop string. With ``keeps_stop`` the text includes the stop string.
 
     >>> from penstock.testing import FakeTokenizer
     >>> detokenizer = Detokenizer(FakeTokenizer(), stop=["END"])
@@ -73,14 +73,14 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """The joined results of `append` and `finish` so far."""
+        """The concatenated results of `append` and `finish` so far."""
         return "".join(self._returned_parts)
 
     def append(self, token_ids: Sequence[int] | int) -> str:
-        """Add tokens and return the text that has become final. Drops tokens after a stop string."""
+        """Add tokens and return the text that has become final. Tokens after a stop string are dropped."""
         assert not self._is_finished, "append after finish"
         ids = token_ids if isinstance(token_ids, Iterable) else (token_ids,)
-        return self._record("".join([self._append_one(int(token_id)) for token_id in ids]))
+        return self._record("".join([self._append_token(int(token_id)) for token_id in ids]))
 
     def finish(self) -> str:
         """Return the text that was held back. An incomplete character becomes U+FFFD, as in a full decode."""
@@ -91,7 +91,7 @@ class Detokenizer:
         held_text, self._held_text = self._held_text, ""
         return self._record(text + held_text)
 
-    def _append_one(self, token_id: int) -> str:
+    def _append_token(self, token_id: int) -> str:
         if self.stop_match is not None:
             return ""
         self.num_tokens += 1
@@ -99,7 +99,7 @@ class Detokenizer:
         return text if self.stop_match is not None else text + self._stop_in_byte_run()
 
     def _release(self, text: str) -> str:
-        """Return the part of the held and new text that later text cannot make part of a stop string."""
+        """Return the part of the held text and ``text`` that can no longer become part of a stop string."""
         if not self._stops:
             return text
         text = self._held_text + text
@@ -123,7 +123,8 @@ class Detokenizer:
         tail = self._held_text.encode() + run[-max(map(len, self._stop_bytes)) :]
         if not tail.endswith(self._stop_bytes):
             return ""
-        text = self._held_text + self._stream.peek()  # not `tail`: decoders may strip a leading space
+        # `tail` cannot be used, because decoders may strip its leading space
+        text = self._held_text + self._stream.peek()
         return "" if _first_stop(text, self._stops) is None else self._release(self._stream.finish())
 
     def _record(self, text: str) -> str:
@@ -133,11 +134,11 @@ class Detokenizer:
 
 
 class _IncrementalDecoder:
-    """Converts tokens to final text. The cost per token does not grow with the text.
+    """Converts tokens to final text. The time per token does not grow with the text.
 
-    The text of a token depends on adjacent tokens. The first token loses its leading space, and bytes form
-    characters. Therefore a window of tokens is decoded: one token whose text is final, as context, and the
-    tokens whose text is not final.
+    The text of a token depends on adjacent tokens: decoders strip the leading space of the first token, and
+    several byte tokens can be one character. Therefore a window of tokens is decoded. It contains one token
+    whose text is final, as context, and the tokens whose text is not final.
     """
 
     def __init__(self, tokenizer: TokenDecoder, prompt: AnyTokenIds, skip_special_tokens: bool) -> None:
@@ -156,11 +157,12 @@ class _IncrementalDecoder:
             for token_id in self._window[len(self._window) - _num_bytes_at_end(tokenizer, self._window) :]:
                 self._extend_run(self._bytes[token_id])
             if self._utf8 is not None:
-                # Stop strings do not match in the prompt, to which complete characters belong.
+                # Complete characters belong to the prompt, in which stop strings do not match.
                 del self.byte_run[: len(self.byte_run) - len(self._utf8.getstate()[0])]
 
     def push(self, token_id: int) -> str:
-        # A skipped token must not be the context, or the next token would be decoded as the first of a text.
+        # A skipped token must not be the context. Otherwise the next token would be decoded as the first
+        # token of a text.
         if not self._tokenizer.is_visible(token_id, self._skip_special_tokens):
             return ""
         self._window.append(token_id)
@@ -182,8 +184,8 @@ class _IncrementalDecoder:
         return self._decode()[self._num_returned :]
 
     def _extend_run(self, byte: int) -> None:
-        # One invalid byte makes all consecutive byte tokens invalid. Their text is final when another token
-        # follows.
+        # One invalid byte makes all consecutive byte tokens invalid. Their text is final when a token of
+        # another kind follows.
         if self._utf8 is None:
             return
         self.byte_run.append(byte)
@@ -195,7 +197,7 @@ class _IncrementalDecoder:
 
     def _commit_text(self) -> str:
         text = self._decode()
-        # In byte-level vocabularies, the last U+FFFD may be a character that later tokens complete.
+        # In byte-level vocabularies, the last U+FFFD can be a character that later tokens complete.
         is_open = text.endswith("\N{REPLACEMENT CHARACTER}") and not self._bytes
         num_final = len(text) - is_open
         new_text = text[self._num_returned : num_final]
@@ -217,7 +219,7 @@ class _IncrementalDecoder:
 def text_after_prompt(
     tokenizer: TokenDecoder, prompt: AnyTokenIds, ids: Sequence[int], skip_special_tokens: bool = True
 ) -> str:
-    """Return the text that ``ids`` add after a prompt: the text of both without `prompt_text`.
+    """Return the text that ``ids`` add after a prompt: the text of prompt and ids without `prompt_text`.
 
     Decoding ``ids`` alone would drop the leading space of the output's first word. If the prompt ends with
     a special token, ``ids`` are nevertheless decoded as the beginning of a text.
@@ -227,29 +229,29 @@ def text_after_prompt(
     return tokenizer.decode_ids([*context, *ids], skip_special_tokens)[start:]
 
 
-def text_of_delta(
+def delta_text(
     tokenizer: TokenDecoder,
     prompt: AnyTokenIds,
-    before: Sequence[int],
+    preceding_ids: Sequence[int],
     ids: Sequence[int],
     *,
     skip_special_tokens: bool = True,
     is_last: bool = False,
 ) -> str:
-    """Return the text that ``ids`` add after ``prompt`` and ``before``.
+    """Return the text that ``ids`` add after ``prompt`` and ``preceding_ids``.
 
-    The joined results for all deltas of a text equal its `text_after_prompt`, for every division into deltas.
+    For every division of a text into deltas, the concatenated results equal its `text_after_prompt`.
     Without ``is_last``, an incomplete character at the end belongs to the next delta.
 
-    The results differ in one case: consecutive byte tokens prove to be invalid UTF-8 after one of their
-    characters was returned. Later deltas then have fewer U+FFFD.
+    The results differ in one case: a character of consecutive byte tokens is returned before a later byte
+    makes these tokens invalid UTF-8. Later deltas then have fewer U+FFFD.
     """
-    visible_ids = [token_id for token_id in before if tokenizer.is_visible(token_id, skip_special_tokens)][
-        -_PROMPT_WINDOW:
-    ]
+    visible_ids = [
+        token_id for token_id in preceding_ids if tokenizer.is_visible(token_id, skip_special_tokens)
+    ][-_PROMPT_WINDOW:]
     if len(visible_ids) < _PROMPT_WINDOW:
         visible_ids = [*_context(tokenizer, prompt), *visible_ids]
-    context = _from_whole_character(tokenizer, visible_ids)
+    context = _skip_partial_character(tokenizer, visible_ids)
     start = len(prompt_text(tokenizer, context, skip_special_tokens)) if context else 0
     all_ids = [*context, *(token for token in ids if tokenizer.is_visible(token, skip_special_tokens))]
     if is_last:
@@ -282,10 +284,10 @@ def _context(tokenizer: TokenDecoder, prompt: AnyTokenIds) -> list[int]:
         if not tokenizer.is_visible(int(token_id)):
             break
         ids.insert(0, int(token_id))
-    return _from_whole_character(tokenizer, ids)
+    return _skip_partial_character(tokenizer, ids)
 
 
-def _from_whole_character(tokenizer: TokenDecoder, ids: list[int]) -> list[int]:
+def _skip_partial_character(tokenizer: TokenDecoder, ids: list[int]) -> list[int]:
     start = 0
     while start < len(ids) and tokenizer.byte_tokens.get(ids[start], 0) & 0xC0 == 0x80:
         start += 1  # skip continuation bytes of a character whose first byte is outside the window
@@ -300,15 +302,15 @@ def _num_bytes_at_end(tokenizer: TokenDecoder, ids: Sequence[int]) -> int:
 
 
 def _first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
-    """Return (start, stop string) of the match that ends first; the longest of several with that end."""
+    """Return (start, stop string) of the match that ends first; if several end there, of the longest."""
     matches = [(start + len(stop), start, stop) for stop in stops if (start := text.find(stop)) >= 0]
     return min(matches)[1:] if matches else None
 
 
 def _open_suffix(text: str, stops: Sequence[str]) -> int:
     """Return the length of the longest suffix of `text` that is a prefix of a stop string."""
-    longest = min(len(text), max(map(len, stops)) - 1)
-    for length in range(longest, 0, -1):
+    max_length = min(len(text), max(map(len, stops)) - 1)
+    for length in range(max_length, 0, -1):
         suffix = text[-length:]
         if any(stop.startswith(suffix) for stop in stops):
             return length

@@ -21,10 +21,10 @@ from penstock.text.token_ids import TokenIds, checked_prompt_ids
 from penstock.text.tokenizer import TextTokenizer
 from penstock.text.valid_unicode import valid_unicode
 
-Sample: TypeAlias = str | tuple[str, str]
+TokenizerInput: TypeAlias = str | tuple[str, str]
 """A text or a pair of texts."""
 EncodedInput: TypeAlias = tuple[TokenIds, TokenIds | None]
-"""(tokens of an input, special tokens included; token types of a pair, else None)."""
+"""(tokens of an input, including special tokens; token types of a pair, or None for a single text)."""
 
 _MAX_TEXTS_PER_CALL = 1024
 """Maximum number of texts per call of the tokenizer. It bounds the memory of the results."""
@@ -73,13 +73,13 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
 
     async def new_embeddings_context(self, request: EmbeddingsGenerationRequest) -> EmbeddingsContext:
         """Run `build_embeddings_context` in a thread."""
-        return await self._in_thread(lambda: self.build_embeddings_context(request))
+        return await self._run_in_thread(lambda: self.build_embeddings_context(request))
 
     def build_embeddings_context(self, request: EmbeddingsGenerationRequest) -> EmbeddingsContext:
         """Return the context of a request.
 
         Raises:
-            PromptTooLongError: the input exceeds the maximum length and the request does not ask to truncate.
+            PromptTooLongError: the input exceeds the maximum length, and ``truncate`` is not set.
             InputError: the input is empty, the prompt name or the task is unknown, or a parameter is invalid.
             UnsupportedFeatureError: the request has an instruction, and the model has no template for it.
         """
@@ -88,7 +88,7 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
     def build_embeddings_contexts(
         self, requests: Sequence[EmbeddingsGenerationRequest]
     ) -> Iterator[EmbeddingsContext]:
-        """Yield the context of each request. Encodes the texts of all requests together, on all cores.
+        """Yield the context of each request. The texts of all requests are encoded together, on all cores.
 
         Raises:
             InputError: see `build_embeddings_context`.
@@ -99,29 +99,29 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
     def _encode_inputs(self, requests: Sequence[EmbeddingsGenerationRequest]) -> list[EncodedInput | None]:
         """Encode the texts of several requests together, on all cores, for `_context`.
 
-        The entry is None for a request without a text, with the template of a reranker, or with an error.
-        `_context` then encodes the input itself, or raises the error.
+        The entry of a request is None if the request has no text, uses the template of a reranker, or has an
+        error. `_context` then encodes the input, or raises the error.
         """
         encoded_inputs: list[EncodedInput | None] = [None] * len(requests)
-        groups: dict[int | None, list[tuple[int, Sample]]] = {}
-        for i, request in enumerate(requests):
+        inputs_by_limit: dict[int | None, list[tuple[int, TokenizerInput]]] = {}
+        for index, request in enumerate(requests):
             if not isinstance(request.input, str) or not (request.input or request.text_pair):
                 continue
             if request.text_pair is not None and self.pair_template is not None:
                 continue
             try:
-                max_tokens = self._limit(request) if request.truncate else None
+                max_tokens = self._requested_max_tokens(request) if request.truncate else None
                 text = self._prompt_text(request, self._task(request)) + request.input
-                sample = self._sample(text, request.text_pair, max_tokens)
+                text_input = self._tokenizer_input(text, request.text_pair, max_tokens)
             except InputError:
                 continue
-            groups.setdefault(max_tokens, []).append((i, sample))
-        for max_tokens, samples in groups.items():
-            for start in range(0, len(samples), _MAX_TEXTS_PER_CALL):
-                batch = samples[start : start + _MAX_TEXTS_PER_CALL]
-                results = self._encode_samples([sample for _, sample in batch], max_tokens)
-                for (i, _), result in zip(batch, results, strict=True):
-                    encoded_inputs[i] = result
+            inputs_by_limit.setdefault(max_tokens, []).append((index, text_input))
+        for max_tokens, text_inputs in inputs_by_limit.items():
+            for start in range(0, len(text_inputs), _MAX_TEXTS_PER_CALL):
+                batch = text_inputs[start : start + _MAX_TEXTS_PER_CALL]
+                results = self._encode_batch([text_input for _, text_input in batch], max_tokens)
+                for (index, _), result in zip(batch, results, strict=True):
+                    encoded_inputs[index] = result
         return encoded_inputs
 
     def _context(
@@ -131,18 +131,18 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
 
         Args:
             request: the request.
-            encoded_input: the entry of the request in the result of `_encode_inputs`. None encodes its input
-                here.
+            encoded_input: the entry of the request in the result of `_encode_inputs`. If None, this method
+                encodes the input.
         """
         template = None if request.text_pair is None else self.pair_template
         if request.instruction is not None and template is None:
             raise UnsupportedFeatureError(
                 "instruction",
-                "this model has no template for it: give the text as prompt",
+                "this model has no template with an instruction: give the instruction as prompt",
             )
         task = self._task(request)
         prompt = self._prompt_text(request, task)
-        limit = self._limit(request)
+        limit = self._requested_max_tokens(request)
         types = None
         if isinstance(request.input, str):
             if not request.input and request.text_pair is None:
@@ -161,7 +161,7 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
                     "a prompt needs a text as input, not token ids: put the prompt's token ids before them"
                 )
             if request.truncate and limit is not None:
-                tokens = self._cut(tokens, limit)
+                tokens = self._truncate(tokens, limit)
         if not len(tokens):
             raise InputError("the input is empty: it needs at least one token")
         if limit is not None and len(tokens) > limit:
@@ -176,7 +176,7 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
             priority=request.priority,
             outputs=request.outputs or (),
             token_type_ids=types,
-            num_unpooled_tokens=self._num_unpooled(prompt, len(tokens)),
+            num_unpooled_tokens=self._num_unpooled_tokens(prompt, len(tokens)),
             pooling=request.pooling,
             dimensions=request.dimensions,
             normalize=request.normalize,
@@ -216,7 +216,7 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
             raise InputError(f"prompt_name {name!r} is unknown: the checkpoint has {known_names}")
         return self.layout.prompts[name]
 
-    def _limit(self, request: EmbeddingsGenerationRequest) -> int | None:
+    def _requested_max_tokens(self, request: EmbeddingsGenerationRequest) -> int | None:
         if request.max_tokens is None:
             return self.max_length
         if request.max_tokens < 1:
@@ -225,21 +225,22 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
 
     def _encode_input(self, text: str, pair: str | None, max_tokens: int | None) -> EncodedInput:
         """Return the tokens with special tokens, and the token types of a pair."""
-        [encoded_input] = self._encode_samples([self._sample(text, pair, max_tokens)], max_tokens)
+        [encoded_input] = self._encode_batch([self._tokenizer_input(text, pair, max_tokens)], max_tokens)
         return encoded_input
 
-    def _sample(self, text: str, pair: str | None, max_tokens: int | None) -> Sample:
+    def _tokenizer_input(self, text: str, pair: str | None, max_tokens: int | None) -> TokenizerInput:
         """Return a text or a pair in the form that the tokenizer expects.
 
         Raises:
-            InputError: the text is clearly too long, or ``max_tokens`` has no room beside the special tokens.
+            InputError: the text is clearly too long, or ``max_tokens`` leaves no room besides the special
+                tokens.
         """
         texts = [
-            part.lower() if self.layout.lower_case else part for part in (text, pair) if part is not None
+            item.lower() if self.layout.lower_case else item for item in (text, pair) if item is not None
         ]
         if max_tokens is None:
-            for part in texts:
-                self._check_length(part)
+            for item in texts:
+                self._check_length(item)
         else:
             num_special = self.backend.num_special_tokens_to_add(pair is not None)
             if max_tokens <= num_special:
@@ -250,25 +251,27 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
         first_text = valid_unicode(texts[0])
         return first_text if pair is None else (first_text, valid_unicode(texts[1]))
 
-    def _encode_samples(self, samples: Sequence[Sample], max_tokens: int | None) -> list[EncodedInput]:
-        """Return the tokens of each sample, and the token types of pairs."""
+    def _encode_batch(
+        self, text_inputs: Sequence[TokenizerInput], max_tokens: int | None
+    ) -> list[EncodedInput]:
+        """Return the tokens of each text or pair, and the token types of pairs."""
         backend = self.backend
         if max_tokens is not None:
             backend.enable_truncation(max_tokens)  # cuts the longer text of a pair and keeps special tokens
         try:
-            encodings = backend.encode_batch_fast(samples)
+            encodings = backend.encode_batch_fast(text_inputs)
         finally:
             backend.no_truncation()
         return [
             (
                 checked_prompt_ids(encoding.ids, self.vocab_size),
-                None if isinstance(sample, str) else np.array(encoding.type_ids, np.int64),
+                None if isinstance(text_input, str) else np.array(encoding.type_ids, np.int64),
             )
-            for sample, encoding in zip(samples, encodings, strict=True)
+            for text_input, encoding in zip(text_inputs, encodings, strict=True)
         ]
 
-    def _cut(self, tokens: TokenIds, limit: int) -> TokenIds:
-        """Return the first ``limit`` tokens. If the last token is special, it replaces the last of these."""
+    def _truncate(self, tokens: TokenIds, limit: int) -> TokenIds:
+        """Return the first ``limit`` tokens. A special token at the end of ``tokens`` is kept."""
         if len(tokens) <= limit or int(tokens[-1]) not in self._special_tokens.by_id:
             return tokens[:limit]
         return np.append(tokens[: limit - 1], tokens[-1])
@@ -299,9 +302,9 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
             ids = ids[:max_body_tokens]
         return checked_prompt_ids([*prefix, *ids, *suffix], self.vocab_size)
 
-    def _num_unpooled(self, prompt: str, num_tokens: int) -> int:
+    def _num_unpooled_tokens(self, prompt: str, num_tokens: int) -> int:
         """Return the number of prompt tokens at the start of the input, which pooling skips."""
         if not prompt or self.layout.include_prompt:
             return 0
         tokens, _ = self._encode_input(prompt, None, None)
-        return min(len(tokens) - 1, num_tokens - 1)  # -1: without the special token at the end
+        return min(len(tokens) - 1, num_tokens - 1)  # without the special token at the end

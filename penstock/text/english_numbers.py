@@ -26,9 +26,9 @@ def cardinal(number: int) -> str:
     """Return a number from 0 to `LARGEST` in words: 1234 is "one thousand two hundred and thirty four"."""
     if not 0 <= number <= LARGEST:
         raise ValueError(f"{number} cannot be written in words: the range is 0 to {LARGEST}")
-    groups, rest = [], number
-    while rest:
-        rest, group = divmod(rest, 1000)
+    groups, remaining_number = [], number
+    while remaining_number:
+        remaining_number, group = divmod(remaining_number, 1000)
         groups.append(group)
     words = [
         f"{_below_thousand(group)} {_THOUSANDS[index]}".strip()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class PairTemplate:
-    """The parts of a prompt: prefix, body, suffix. If the prompt is too long, the end of the body is cut."""
+    """A prompt consists of prefix, body and suffix. If the prompt is too long, the end of the body is cut."""
 
     prefix: str
     body: str

@@ -15,7 +15,7 @@ _TIMEOUT = 20.0
 _LANGUAGE_NAMES = re.compile(r"\([a-z-]+\)")
 
 
-def phonemes_of(text: str, language: str) -> str:
+def phonemize(text: str, language: str) -> str:
     """Return the phonemes of a text in the International Phonetic Alphabet, with stress and punctuation.
 
     Raises:
@@ -30,8 +30,8 @@ def phonemes_of(text: str, language: str) -> str:
             'ids; for a model that reads letters, write "phonemes": false to speech_config.json',
         )
     segments = _PUNCTUATION.split(text)
-    spoken_segments = [segment for segment in segments[::2] if segment.strip()]
-    lines = iter(_run(program, language, spoken_segments) if spoken_segments else [])
+    segments_with_words = [segment for segment in segments[::2] if segment.strip()]
+    lines = iter(_run(program, language, segments_with_words) if segments_with_words else [])
     results = [
         (next(lines) if segment.strip() else "") if index % 2 == 0 else segment
         for index, segment in enumerate(segments)

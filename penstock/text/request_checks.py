@@ -1,4 +1,4 @@
-"""Checks of a request's parameters against the model, and functions that derive values from them."""
+"""Checks the parameters of a request against the model, and derives values from them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.pipelines.core import Grammar, SamplingParams, TokenGeneratorReque
 from penstock.text.valid_unicode import valid_unicode
 
 _CHARACTERS_PER_TOKEN = 8
-"""Assumed maximum of the average number of characters per token.
+"""Assumed upper bound of the mean number of characters per token.
 
 Texts with more characters than the maximum length times this number are first encoded in part.
 """
@@ -23,8 +23,10 @@ def sampling_params_with_stops(request: TokenGeneratorRequest) -> SamplingParams
     request_stops = [request.stop] if isinstance(request.stop, str) else (request.stop or [])
     if not all(isinstance(stop, str) for stop in request_stops):
         raise InputError(f"stop must be a string or a list of strings, was {request.stop!r}")
-    stops = dict.fromkeys(stop for stop in [*request_stops, *(request.sampling_params.stop or [])] if stop)
-    return replace(request.sampling_params, stop=list(stops) or None)
+    stop_strings = dict.fromkeys(
+        stop for stop in [*request_stops, *(request.sampling_params.stop or [])] if stop
+    )
+    return replace(request.sampling_params, stop=list(stop_strings) or None)
 
 
 def output_format(request: TokenGeneratorRequest) -> tuple[str | None, Grammar | None]:
@@ -45,11 +47,11 @@ def output_format(request: TokenGeneratorRequest) -> tuple[str | None, Grammar |
     if kind != "json_schema" or response_format is None:
         raise InputError(f"response_format has type {kind!r}: it can be text, json_object or json_schema")
     schema: object = response_format.get("json_schema")
-    # OpenAI's form is {"schema": ...}. "schema" is not a JSON Schema keyword, so this is unambiguous.
+    # OpenAI's form is {"schema": ...}. It is unambiguous, because "schema" is not a JSON Schema keyword.
     if isinstance(schema, dict) and "schema" in schema:
         schema = schema["schema"]
     if not isinstance(schema, dict):
-        raise InputError(f"response_format needs a json_schema, an object; it has {schema!r}")
+        raise InputError(f"response_format needs a json_schema, which must be an object, was {schema!r}")
     try:
         return json.dumps(schema), None
     except (TypeError, ValueError) as error:
@@ -59,12 +61,12 @@ def output_format(request: TokenGeneratorRequest) -> tuple[str | None, Grammar |
 def check_token_ids_in_params(params: SamplingParams, vocab_size: int) -> None:
     """Raise `InputError` if a parameter has ids outside the vocabulary, or if all tokens are banned."""
     for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "banned_token_ids"):
-        largest = max(getattr(params, name) or (), default=0)
-        if largest >= vocab_size:
-            raise InputError(f"{name} has {largest}: ids are integers from 0 to {vocab_size - 1}")
-    largest = max((max(ids) for ids in params.banned_sequences or ()), default=0)
-    if largest >= vocab_size:
-        raise InputError(f"banned_sequences has {largest}: ids are integers from 0 to {vocab_size - 1}")
+        max_id = max(getattr(params, name) or (), default=0)
+        if max_id >= vocab_size:
+            raise InputError(f"{name} has {max_id}: ids are integers from 0 to {vocab_size - 1}")
+    max_id = max((max(ids) for ids in params.banned_sequences or ()), default=0)
+    if max_id >= vocab_size:
+        raise InputError(f"banned_sequences has {max_id}: ids are integers from 0 to {vocab_size - 1}")
     banned_ids = params.banned_token_ids or []
     if len(banned_ids) >= vocab_size == len(set(banned_ids)):
         raise InputError(
@@ -107,9 +109,9 @@ def total_length(num_prompt_tokens: int, params: SamplingParams, max_length: int
 def check_text_length(backend: Tokenizer, text: str, limit: int, *, has_output: bool) -> None:
     """Raise `PromptTooLongError` for a text that is clearly too long, without encoding all of it.
 
-    Encodes prefixes of the text, each twice as long as the previous one. Raises if a prefix has more than 5/4
-    of the maximum number of tokens. The margin is necessary because the last few tokens of a prefix depend on
-    the text after it.
+    The function encodes prefixes of the text, each twice as long as the previous prefix. It raises if a
+    prefix has more than 5/4 of the maximum number of tokens. The margin is necessary, because the last few
+    tokens of a prefix depend on the text after the prefix.
 
     Args:
         backend: the tokenizer.

@@ -1,4 +1,4 @@
-"""Scores of pairs of texts, rankings, and names of labels, for `LLM` and the server."""
+"""Computes scores of pairs of texts, rankings, and names of labels, for `LLM` and the server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ScoringInput:
 
 
 class PairScoring:
-    """Scores pairs of a query and a document: the inputs of the model, and scores from its outputs.
+    """Scores pairs of query and document: prepares the model's inputs, computes scores from its outputs.
 
     - Cross-encoder: one input per pair. Its output is the score.
     - Embedder: one input per distinct query and per document. The score is the similarity of two embeddings,
@@ -40,7 +40,7 @@ class PairScoring:
         documents: the documents.
         outputs: the outputs of the model.
         layout: prompts and similarity function of the checkpoint.
-        activation: False requests the logits of a cross-encoder.
+        activation: whether a cross-encoder applies its activation; None for its default.
 
     Raises:
         UnsupportedFeatureError: ``activation`` is given and the model is not a cross-encoder.
@@ -67,13 +67,13 @@ class PairScoring:
             self.output = "scores"
         """The model output that all inputs request."""
         if activation is not None and not self._is_cross_encoder:
-            raise UnsupportedFeatureError("activation", "this model is an embedder, without a scoring head")
+            raise UnsupportedFeatureError("activation", "this model is an embedder and has no scoring head")
         self.inputs = (
             self._pair_inputs(documents, activation)
             if self._is_cross_encoder
             else self._text_inputs(documents)
         )
-        """All inputs. `scores` takes their outputs in the same order."""
+        """All inputs. The outputs that `scores` takes must be in the same order."""
 
     def scores(self, responses: Sequence[EmbeddingsResponse]) -> _Array:
         """Return the score of each pair, ``[n]`` float32.
@@ -87,12 +87,13 @@ class PairScoring:
         if not responses:
             return np.zeros(0, np.float32)
         if self._is_cross_encoder:
-            rows = [response.scores for response in responses if response.scores is not None]
-            if len(rows[0]) != 1:
+            scores_by_pair = [response.scores for response in responses if response.scores is not None]
+            if len(scores_by_pair[0]) != 1:
                 raise InputError(
-                    f"the model has {len(rows[0])} labels: a cross-encoder has one; use it to classify"
+                    f"the model has {len(scores_by_pair[0])} labels, but a cross-encoder has one: use the "
+                    "model to classify"
                 )
-            return np.concatenate(rows)
+            return np.concatenate(scores_by_pair)
         query_rows = {query: row for row, query in enumerate(self._distinct_queries)}
         if self._is_multi_vector:
             multi_vectors = [
@@ -127,7 +128,7 @@ class PairScoring:
         return [*queries, *texts]
 
 
-def similarity(first: _Array, second: _Array, kind: str) -> _Array:
+def similarity(a: _Array, b: _Array, kind: str) -> _Array:
     """Return the similarity ``[n]`` of the rows of two arrays ``[n, E]``. Distances are negated.
 
     Raises:
@@ -135,7 +136,7 @@ def similarity(first: _Array, second: _Array, kind: str) -> _Array:
     """
     if kind not in _SIMILARITIES:
         raise InputError(f"similarity_fn_name {kind!r} is unknown: use {', '.join(_SIMILARITIES)}")
-    return _SIMILARITIES[kind](first, second)
+    return _SIMILARITIES[kind](a, b)
 
 
 def max_similarity(query: _Array, document: _Array) -> float:
@@ -155,7 +156,7 @@ def ranking(scores: _Array, top_n: int | None = None) -> list[int]:
 
     Args:
         scores: ``[n]``.
-        top_n: the number of indices; None returns all.
+        top_n: the number of indices; None for all.
 
     Raises:
         InputError: ``top_n`` is below 1.

@@ -1,4 +1,4 @@
-"""The sentence-transformers layout of a checkpoint: pooling, dense layers, normalisation, prompts.
+"""Reads the sentence-transformers layout of a checkpoint: pooling, dense layers, normalisation and prompts.
 
 Source: https://www.sbert.net/docs/sentence_transformer/usage/custom_models.html
 """
@@ -65,9 +65,9 @@ class SentenceTransformersLayout:
     dense: tuple[DenseModule, ...] = ()
     normalize: bool = False
     sparse_pooling: SparsePooling = "max"
-    """How the weights of a token at all positions of a text are reduced to one."""
+    """How the weights of a vocabulary token at all positions of a text are reduced to one weight."""
     sparse_activation: SparseActivation = "relu"
-    """The function f of a logit; the weight is ``log(1 + f(logit))``."""
+    """The function f in ``log(1 + f(logit))``, the weight of a token."""
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None
     tasks: tuple[str, ...] = ()
@@ -82,9 +82,9 @@ class SentenceTransformersLayout:
     """Whether the checkpoint has ``modules.json`` or a pooling folder."""
 
     def prompt_for(self, role: Literal["query", "document"]) -> str | None:
-        """Return the name of the prompt for queries or documents; None if the checkpoint has none.
+        """Return the name of the prompt for queries or documents; None if the checkpoint has no such prompt.
 
-        The prompt for documents can be named document, passage or corpus, or be the prompt of a task.
+        The prompt for documents is named document, passage or corpus, or it is the prompt of a task.
         """
         names = ["document", "passage", "corpus", "retrieval.passage"]
         if role == "query":
@@ -93,7 +93,7 @@ class SentenceTransformersLayout:
 
 
 def read_layout(checkpoint: Path) -> SentenceTransformersLayout:
-    """Read the layout of a checkpoint's folder. Returns the defaults if the folder has none of its files.
+    """Read the layout of a checkpoint's folder. Missing files have the default values.
 
     Raises:
         CheckpointError: a file is malformed, or a module has an unknown type.
@@ -164,10 +164,11 @@ def _poolings(path: Path) -> tuple[tuple[PoolingType, ...], bool]:
     pooling_mode = config.get("pooling_mode")
     if pooling_mode is not None:
         names = [pooling_mode] if isinstance(pooling_mode, str) else list(cast("Iterable[str]", pooling_mode))
-        unknown = [name for name in names if name not in _POOLING_NAMES]
-        if unknown:
+        unknown_names = [name for name in names if name not in _POOLING_NAMES]
+        if unknown_names:
             raise CheckpointError(
-                path / "config.json", f"pooling_mode {unknown} is unknown: use {', '.join(_POOLING_NAMES)}"
+                path / "config.json",
+                f"pooling_mode {unknown_names} is unknown: use {', '.join(_POOLING_NAMES)}",
             )
         poolings = [_POOLING_NAMES[name] for name in names]
     else:
@@ -202,7 +203,7 @@ def _check_multi_vector_mask(path: Path) -> None:
     config = _object(file)
     for key in ("skiplist_words", "keep_only_token_ids"):
         if config.get(key):
-            raise CheckpointError(file, f"{key} is not supported: remove it, all tokens are then scored")
+            raise CheckpointError(file, f"{key} is not supported: remove it, so that all tokens are scored")
 
 
 def _dense(path: Path) -> DenseModule:

@@ -14,9 +14,9 @@ _WORD = re.compile(r"\S+\s*")
 def split_text(text: str, max_characters: int, *, at_each_sentence: bool = False) -> list[str]:
     """Split a text into parts of whole sentences with at most ``max_characters`` characters each.
 
-    A longer sentence is split at commas, a longer clause between words, and a longer word anywhere. A text
-    that fits is one part. Joined by spaces, the parts are the text, apart from white space. With
-    ``at_each_sentence``, no part has more than one sentence.
+    A sentence above the limit is split at commas. A clause above the limit is split between words, and a word
+    above the limit at any character. A text within the limit is one part. Joined by spaces, the parts equal
+    the text apart from white space. With ``at_each_sentence``, every part has at most one sentence.
     """
     text = text.strip()
     if at_each_sentence:
@@ -25,11 +25,11 @@ def split_text(text: str, max_characters: int, *, at_each_sentence: bool = False
     if len(text) <= max_characters:
         return [text] if text else []
     parts: list[str] = []
-    for unit in _largest_units(text, max_characters):
-        if parts and len(parts[-1]) + 1 + len(unit) <= max_characters:
-            parts[-1] += " " + unit
+    for text_unit in _largest_units(text, max_characters):
+        if parts and len(parts[-1]) + 1 + len(text_unit) <= max_characters:
+            parts[-1] += " " + text_unit
         else:
-            parts.append(unit)
+            parts.append(text_unit)
     return parts
 
 
@@ -48,4 +48,4 @@ def _largest_units(text: str, limit: int) -> Iterator[str]:
 
 
 def _stripped_matches(pattern: re.Pattern[str], text: str) -> Iterator[str]:
-    return (stripped for match in pattern.finditer(text) if (stripped := match.group().strip()))
+    return (stripped_text for match in pattern.finditer(text) if (stripped_text := match.group().strip()))

@@ -1,7 +1,7 @@
 """Finds special tokens in the content of user and tool messages, and encodes them as text.
 
 A chat template copies message content into the prompt. In the prompt, ``<|im_end|>`` in a user's message is
-equal to ``<|im_end|>`` in the template. To distinguish them, the messages are rendered a second time, with a
+equal to ``<|im_end|>`` in the template. To distinguish both, the messages are rendered a second time, with a
 marker inside each special token in their content. A marker is text that does not occur in the prompt. The
 positions of the markers in the second output show which special tokens come from messages. Without the
 markers, the second output must equal the first.
@@ -22,7 +22,7 @@ from penstock.text.chat_template import Message
 
 _TRUSTED_ROLES = ("system", "developer", "assistant")
 _NON_CONTENT_KEYS = ("role", "type")
-_ANCHORS = ("", "a", "\n", ".", "1", "é")
+_TEXTS_BEFORE = ("", "a", "\n", ".", "1", "é")
 _SEPARATOR = "\0"
 
 
@@ -34,12 +34,12 @@ class RenderedPrompt:
     boundaries: Sequence[int] = ()
     """Ascending indices in ``text`` next to a character of message content.
 
-    A special token does not come from the template if one of these indices is inside it.
+    A special token with one of these indices inside it does not come from the template.
     """
 
     def is_from_message(self, start: int, end: int) -> bool:
         """Return whether the special token at ``text[start:end]`` comes from message content."""
-        if end - start == 1:  # no index is inside a single character, so markers enclose it
+        if end - start == 1:  # markers enclose a token of one character, because no index is inside it
             return self._is_boundary(start) and self._is_boundary(end)
         index = bisect_left(self.boundaries, start + 1)
         return index < len(self.boundaries) and self.boundaries[index] < end
@@ -83,7 +83,7 @@ class SpecialTokens:
             InputError: the messages cannot be rendered, or they contain special tokens whose position in
                 the output cannot be determined.
         """
-        # Two attempts, because a template may print the time, which can change between the renderings.
+        # Two attempts, because a template may print the time, which can change between two renderings.
         for _ in range(2):
             text = render(messages)
             for in_partial_token in (True, False):
@@ -118,7 +118,9 @@ class SpecialTokens:
         return ids
 
     def _is_match(self, token_id: int, text: str) -> bool:
-        """Return whether a token is special and encodes ``text``, which is not so for an "unknown" token."""
+        """Return whether a token is special and encodes ``text``. An "unknown" token does not encode its
+        text.
+        """
         token = self.by_id.get(token_id)
         if token is None:
             return False
@@ -128,17 +130,22 @@ class SpecialTokens:
     def _encode_as_text(
         self, tokenizer: Tokenizer, text: str, token_bytes: Callable[[int], bytes]
     ) -> list[int]:
-        """Return the tokens of ``text`` in the middle of a text, none of them special."""
-        # Makes the library encode special tokens as ordinary text. No other thread uses this copy.
+        """Return the tokens of ``text`` in the middle of a text. None of the tokens is special."""
+        # The library then encodes special tokens as ordinary text. No other thread uses this copy of the
+        # tokenizer.
         tokenizer.encode_special_tokens = True
         try:
             ids = next(_tokenisations(tokenizer, text, token_bytes, self.by_id), None)
             if ids is None and len(text) > 1:
-                parts = [
+                ids_by_character = [
                     next(_tokenisations(tokenizer, character, token_bytes, self.by_id), None)
                     for character in text
                 ]
-                ids = None if None in parts else [token_id for part in parts for token_id in part or ()]
+                ids = (
+                    None
+                    if None in ids_by_character
+                    else [token_id for character_ids in ids_by_character for token_id in character_ids or ()]
+                )
         finally:
             tokenizer.encode_special_tokens = False
         if ids is None:
@@ -157,8 +164,8 @@ class SpecialTokens:
         Args:
             messages: the messages.
             marker: the text to insert inside special tokens.
-            in_partial_token: also insert markers where content begins or ends with a part of a special token.
-                The template or other content may contain the other part.
+            in_partial_token: whether to insert markers also where content begins or ends with a part of a
+                special token. The template or other content may contain the other part of the token.
         """
         marked_messages = [
             message
@@ -166,7 +173,10 @@ class SpecialTokens:
             else cast("Message", self._mark_value(message, marker, in_partial_token))
             for message in messages
         ]
-        return marked_messages, any(new != old for new, old in zip(marked_messages, messages, strict=True))
+        return marked_messages, any(
+            marked_message != original_message
+            for marked_message, original_message in zip(marked_messages, messages, strict=True)
+        )
 
     def _mark_value(
         self, value: object, marker: str, in_partial_token: bool, is_content: bool = False
@@ -206,8 +216,8 @@ class SpecialTokens:
     def _indices_at_ends(self, text: str) -> set[int]:
         """Return the indices of the start and the end of the text that may be inside a special token.
 
-        The start is one of them if the text begins with a suffix of a special token, and the end if it ends
-        with a prefix.
+        The start can be inside a token if the text begins with a suffix of a special token. The end can be
+        inside a token if the text ends with a prefix of a special token.
         """
         stripped_text = text.strip()
         start = len(text) - len(text.lstrip())
@@ -251,8 +261,8 @@ def _boundaries(
 
 
 def _with_insertions(text: str, marker: str, indices: Iterable[int]) -> str:
-    cuts = [0, *sorted(indices), len(text)]
-    return marker.join(text[start:end] for start, end in pairwise(cuts))
+    boundaries = [0, *sorted(indices), len(text)]
+    return marker.join(text[start:end] for start, end in pairwise(boundaries))
 
 
 def _tokenisations(
@@ -260,17 +270,17 @@ def _tokenisations(
 ) -> Iterator[list[int]]:
     """Yield tokenisations of the text without special tokens.
 
-    Tokenisations whose bytes are those of the text come first. The last one may have the bytes of the
+    Tokenisations whose bytes equal the text come first. The bytes of the last tokenisation may equal the
     normalised text.
     """
     normalized_ids: list[int] = []
-    for anchor in _ANCHORS:
-        anchor_ids = tokenizer.encode(anchor, add_special_tokens=False).ids if anchor else []
-        ids = tokenizer.encode(anchor + text, add_special_tokens=False).ids
-        if ids[: len(anchor_ids)] != anchor_ids or not special.keys().isdisjoint(ids):
+    for text_before in _TEXTS_BEFORE:
+        ids_before = tokenizer.encode(text_before, add_special_tokens=False).ids if text_before else []
+        ids = tokenizer.encode(text_before + text, add_special_tokens=False).ids
+        if ids[: len(ids_before)] != ids_before or not special.keys().isdisjoint(ids):
             continue
-        normalized_ids = normalized_ids or ids[len(anchor_ids) :]
-        if b"".join(map(token_bytes, ids[len(anchor_ids) :])) == text.encode():
-            yield ids[len(anchor_ids) :]
+        normalized_ids = normalized_ids or ids[len(ids_before) :]
+        if b"".join(map(token_bytes, ids[len(ids_before) :])) == text.encode():
+            yield ids[len(ids_before) :]
     if normalized_ids:
         yield normalized_ids

@@ -1,4 +1,6 @@
-"""`SpeechFormat`: speech tokens and prompts; one file per format in `penstock.text.speech_formats`.
+"""`SpeechFormat`: the speech tokens and the prompts of a family of speech models.
+
+`penstock.text.speech_formats` has one module per format.
 
 A format defines the prompt for a text to speak, and the token of each code of an audio codec. A checkpoint
 may have a ``speech_config.json`` next to its ``config.json`` (see `SpeechDescription`).
@@ -37,27 +39,27 @@ class SpeechDescription:
     codec: str | None = None
     """The codec: a folder, relative to the checkpoint, or an id on the Hugging Face hub."""
     codes_per_frame: int | None = None
-    """Number of codes per frame, if it differs from the format's."""
+    """Number of codes per frame, if it differs from the number of the format."""
     codebook_size: int | None = None
-    """Number of codes per codebook, if it differs from the format's."""
+    """Number of codes per codebook, if it differs from the number of the format."""
     phonemes: bool | None = None
-    """Whether the model reads phonemes instead of letters. The format has the default."""
+    """Whether the model reads phonemes instead of letters. The format defines the default."""
     language: str = "en-us"
-    """The language of the phonemes, as espeak-ng names it."""
+    """The language of the phonemes, by its name in espeak-ng."""
     numbers: str | None = None
-    """The language in which numbers in a text are replaced by words. None leaves the digits."""
+    """The language in which numbers in a text are replaced by words. If None, digits are not replaced."""
     max_characters: int | None = None
     """Maximum number of characters of a text; longer texts are split at sentences."""
     splits_sentences: bool = False
     """Whether each sentence is a separate request, for models that were trained on single sentences."""
     sampling: Mapping[str, float] = field(default_factory=dict)
-    """Default sampling parameters, which override the format's."""
+    """Default sampling parameters, which override the defaults of the format."""
     voices: tuple[str, ...] | None = None
     """Names of the voices that the model was trained on."""
 
     @classmethod
     def read(cls, checkpoint: Path) -> SpeechDescription:
-        """Return the description of a checkpoint; without the file, an empty one.
+        """Return the description of a checkpoint. It is empty if the file does not exist.
 
         Raises:
             CheckpointError: the file is not a JSON object, or has an unknown key or a value of a wrong type.
@@ -148,7 +150,7 @@ class SpeechCodes:
             tokens: the tokens after the last whole frame.
 
         Returns:
-            (flattened codes, number of parsed tokens, number of dropped tokens among them).
+            (flattened codes, number of parsed tokens, number of dropped tokens among the parsed tokens).
         """
         codes: list[int] = []
         frame: list[int] = []
@@ -221,7 +223,7 @@ class SpeechFormat(ABC):
             transcription: the transcription of ``codes``.
 
         Raises:
-            InputError: the format cannot use one of the arguments.
+            InputError: the format does not support one of the arguments.
         """
 
     @property
@@ -243,7 +245,7 @@ class SpeechFormat(ABC):
 
     @property
     def sampling_defaults(self) -> dict[str, float]:
-        """Default sampling parameters, for values that neither request nor generation_config.json sets."""
+        """Sampling parameters for values that neither the request nor generation_config.json sets."""
         return {**self.sampling, **self.description.sampling}
 
     def token(self, text: str) -> int:

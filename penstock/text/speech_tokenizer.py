@@ -10,7 +10,7 @@ import numpy as np
 
 from penstock.errors import CheckpointError, InputError, UnsupportedFeatureError
 from penstock.pipelines.core import AudioGenerationRequest, TTSContext, VoicePrompt
-from penstock.text.phonemes import phonemes_of
+from penstock.text.phonemes import phonemize
 from penstock.text.request_checks import check_token_ids_in_params, total_length
 from penstock.text.sentences import split_text
 from penstock.text.speech_format import SpeechDescription, SpeechFormat, format_name, speech_formats
@@ -110,7 +110,7 @@ class SpeechTokenizer(TextTokenizer):
 
     async def new_speech_context(self, request: AudioGenerationRequest) -> TTSContext:
         """Run `build_speech_context` in a thread."""
-        return await self._in_thread(lambda: self.build_speech_context(request))
+        return await self._run_in_thread(lambda: self.build_speech_context(request))
 
     def split(self, text: str) -> list[str]:
         """Split a text at sentences into parts of at most `text_limit` characters.
@@ -120,7 +120,7 @@ class SpeechTokenizer(TextTokenizer):
         """
         speech_format = self.speech_format
         parts = split_text(
-            self._readable(text),
+            self._speakable_text(text),
             speech_format.text_limit,
             at_each_sentence=speech_format.description.splits_sentences,
         )
@@ -131,27 +131,27 @@ class SpeechTokenizer(TextTokenizer):
     def build_speech_context(self, request: AudioGenerationRequest) -> TTSContext:
         """Return the context of a request.
 
-        If the request has ``prompt``, it replaces the format's prompt. ``audio_prompt_tokens`` are the
-        flattened codes of whole frames.
+        If the request has ``prompt``, it is used instead of the prompt of the format. ``audio_prompt_tokens``
+        are the flattened codes of whole frames.
 
         Raises:
             PromptTooLongError: the prompt leaves no room for speech.
-            InputError: the request is invalid. The message has the reason.
+            InputError: the request is invalid. The message contains the reason.
             UnsupportedFeatureError: the model does not support a parameter.
         """
         params = request.sampling_params
         if params.stop:
-            raise UnsupportedFeatureError("stop", "speech has no text to match: use stop_token_ids")
+            raise UnsupportedFeatureError("stop", "stop strings cannot match speech: use stop_token_ids")
         check_token_ids_in_params(params, self.vocab_size)
         tokens = self._speech_prompt(request)
         prompt = request.prompt if request.prompt is not None else request.input
-        ends = () if params.ignore_eos else (*self.speech_format.end_token_ids, *self._eos_token_ids)
+        end_token_ids = () if params.ignore_eos else (*self.speech_format.end_token_ids, *self._eos_token_ids)
         return TTSContext(
             np.array(request.audio_prompt_tokens, np.int32),
             prompt=prompt if isinstance(prompt, str) else tokens.tolist(),
             max_length=total_length(len(tokens), params, self.max_length),
             tokens=tokens,
-            eos_token_ids={*ends, *(params.stop_token_ids or ())},
+            eos_token_ids={*end_token_ids, *(params.stop_token_ids or ())},
             ignore_eos=params.ignore_eos,
             sampling_params=params,
             request_id=request.id,
@@ -174,7 +174,7 @@ class SpeechTokenizer(TextTokenizer):
         return tokens
 
     def _format_prompt(self, request: AudioGenerationRequest) -> TokenIds:
-        text = self._readable(request.input or "").strip()
+        text = self._speakable_text(request.input or "").strip()
         if not text:
             raise InputError("the input is empty: it needs at least one character to speak")
         speech_format = self.speech_format
@@ -182,17 +182,17 @@ class SpeechTokenizer(TextTokenizer):
         if voice is not None and speech_format.voices and voice not in speech_format.voices:
             raise InputError(f"voice {voice!r} is unknown: the model has {', '.join(speech_format.voices)}")
         self._check_length(text)
-        transcription = self._readable(request.audio_prompt_transcription).strip()
+        transcription = self._speakable_text(request.audio_prompt_transcription).strip()
         if speech_format.needs_phonemes:
             language = speech_format.description.language
-            text = phonemes_of(text, language)
-            transcription = phonemes_of(transcription, language) if transcription else ""
+            text = phonemize(text, language)
+            transcription = phonemize(transcription, language) if transcription else ""
         ids = speech_format.prompt(
             text, voice=voice, codes=request.audio_prompt_tokens, transcription=transcription
         )
         return checked_prompt_ids(ids, self.vocab_size)
 
-    def _readable(self, text: str) -> str:
+    def _speakable_text(self, text: str) -> str:
         """Return valid Unicode text, with numbers as words if the checkpoint's ``numbers`` requests it."""
         text = valid_unicode(text)
         return text if self.speech_format.description.numbers is None else spoken_numbers(text)

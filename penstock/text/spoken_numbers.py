@@ -1,4 +1,6 @@
-"""Numbers as English words, for speech models that read letters: "$5.20" -> "five dollars and twenty cents".
+"""Replaces numbers by English words, for speech models that read letters.
+
+"$5.20" becomes "five dollars and twenty cents".
 
 A group of digits is an amount of money, a percentage, a time, an ordinal, a year, or a number.
 """
@@ -16,7 +18,7 @@ LANGUAGES = ("en",)
 _MAX_DIGITS = 15
 """Maximum number of digits of a number in words.
 
-Longer numbers, and numbers that begin with 0, become a word for each digit.
+Longer numbers, and numbers that begin with 0, are replaced by one word for each digit.
 """
 _NUMBER = r"[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?"
 _MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
@@ -26,7 +28,7 @@ _CURRENCIES = {
     "£": ("pound", "pounds", "penny", "pence"),
     "¥": ("yen", "yen", "sen", "sen"),
 }
-_FULL_HOUR = ("o'clock", "hundred")  # words after the hour: from 1 to 12, at other hours
+_FULL_HOUR = ("o'clock", "hundred")  # words after the full hour: for the hours 1 to 12, for other hours
 _MONEY = re.compile(
     rf"(?<![A-Za-z0-9])([{''.join(_CURRENCIES)}])\s?({_NUMBER})(?:\s(thousand|million|billion|trillion)\b)?"
 )

@@ -20,7 +20,7 @@ def stop_sequences(
 ) -> list[list[int]]:
     """Return the token sequences that usually spell a stop string.
 
-    A tokenizer merges a string with adjacent characters (``".\\n\\n"`` is one token in many vocabularies).
+    A tokenizer can merge a string with adjacent characters (``".\\n\\n"`` is one token in many vocabularies).
     Therefore the string is encoded alone, and with spaces, letters and punctuation before and after it. The
     first result is the sequence of the string alone. The text of every other sequence contains the string, so
     no sequence ends an output too early. Other token sequences that a model may generate for the string are
@@ -31,12 +31,12 @@ def stop_sequences(
         encode: converts texts to token ids, without adding special tokens.
         token_bytes: returns the bytes that a token adds in the middle of a text.
     """
-    ids_alone, *within_context = encode(
-        [before + stop + after for before in _TEXTS_BEFORE for after in _TEXTS_AFTER]
+    ids_alone, *ids_in_contexts = encode(
+        [text_before + stop + text_after for text_before in _TEXTS_BEFORE for text_after in _TEXTS_AFTER]
     )
     target = stop.encode(errors="replace")
     sequences = [_shortest_sequence(ids_alone, target, token_bytes) or ids_alone]
-    sequences += [_shortest_sequence(ids, target, token_bytes) or [] for ids in within_context]
+    sequences += [_shortest_sequence(ids, target, token_bytes) or [] for ids in ids_in_contexts]
     return [list(ids) for ids in dict.fromkeys(map(tuple, sequences)) if ids]
 
 
@@ -55,7 +55,7 @@ class StopSequenceCache:
         self._token_bytes = token_bytes
         self._sequences: dict[str, list[list[int]]] = {}
 
-    def of(self, stops: Iterable[str]) -> list[list[int]]:
+    def sequences(self, stops: Iterable[str]) -> list[list[int]]:
         """Return the token sequences of all stop strings (see `stop_sequences`)."""
         return [list(ids) for stop in stops for ids in self._cached_sequences(stop)]
 
@@ -72,10 +72,10 @@ class StopSequenceCache:
 def _shortest_sequence(
     ids: Sequence[int], target: bytes, token_bytes: Callable[[int], bytes]
 ) -> list[int] | None:
-    """Return the tokens that contain the first occurrence of ``target``; None if normalisation changed it."""
+    """Return the tokens that contain the first occurrence of ``target``; None if there is no occurrence."""
     token_texts = [token_bytes(token_id) for token_id in ids]
     start = b"".join(token_texts).find(target)
     if start < 0:
         return None
-    ends = list(accumulate(map(len, token_texts)))  # byte offset of the end of each token
-    return list(ids[bisect_right(ends, start) : bisect_left(ends, start + len(target)) + 1])
+    end_offsets = list(accumulate(map(len, token_texts)))  # byte offset of the end of each token
+    return list(ids[bisect_right(end_offsets, start) : bisect_left(end_offsets, start + len(target)) + 1])

@@ -10,13 +10,13 @@ from tokenizers import Tokenizer
 
 
 class ThreadTokenizers:
-    """Provides a separate copy of a tokenizer for each thread. The first thread gets the original.
+    """Provides a separate copy of a tokenizer for each thread. The first thread gets the original tokenizer.
 
     A copy takes up to 100 MB.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._original = tokenizer
+        self._original_tokenizer = tokenizer
         self._is_original_taken = False
         self._lock = threading.Lock()
         self._local = _ThreadLocal(self._take)
@@ -29,13 +29,13 @@ class ThreadTokenizers:
     def _take(self) -> Tokenizer:
         with self._lock:
             if self._is_original_taken:
-                return Tokenizer.from_str(self._serialized)
+                return Tokenizer.from_str(self._serialized_tokenizer)
             self._is_original_taken = True
-            return self._original
+            return self._original_tokenizer
 
     @cached_property
-    def _serialized(self) -> str:
-        return self._original.to_str()
+    def _serialized_tokenizer(self) -> str:
+        return self._original_tokenizer.to_str()
 
 
 class _ThreadLocal(threading.local):

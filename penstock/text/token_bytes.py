@@ -1,4 +1,4 @@
-"""The bytes that a single token adds to a text."""
+"""Determines the bytes that a single token adds to a text."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from tokenizers import Tokenizer
 
 
 def find_byte_tokens(tokenizer: Tokenizer) -> dict[int, int]:
-    """Return token id -> byte for tokenizers with byte fallback tokens (``<0xE2>``); else an empty dict."""
+    """Return token id -> byte for tokenizers with byte fallback tokens (``<0xE2>``); otherwise empty."""
     named_tokens = ((tokenizer.token_to_id(f"<0x{byte:02X}>"), byte) for byte in range(256))
     tokens = {token_id: byte for token_id, byte in named_tokens if token_id is not None}
     for token_id, byte in tokens.items():
-        # Some vocabularies contain such names, but the decoder treats them as text.
-        means_byte = tokenizer.decode([token_id]) == bytes([byte]).decode(errors="replace")
-        return tokens if means_byte else {}
+        # In some vocabularies, tokens with such names are ordinary text for the decoder.
+        is_byte_token = tokenizer.decode([token_id]) == bytes([byte]).decode(errors="replace")
+        return tokens if is_byte_token else {}
     return {}
 
 
-def bytes_of_token(tokenizer: Tokenizer, token_id: int, byte_tokens: Mapping[int, int]) -> bytes:
+def single_token_bytes(tokenizer: Tokenizer, token_id: int, byte_tokens: Mapping[int, int]) -> bytes:
     """Return the bytes that a token adds in the middle of a text; empty for an unknown id.
 
     Args:
@@ -32,16 +32,16 @@ def bytes_of_token(tokenizer: Tokenizer, token_id: int, byte_tokens: Mapping[int
     if token_text is None:
         return b""
     # Decoded after another token, because decoders strip a leading space.
-    with_anchor = tokenizer.encode("a", add_special_tokens=False).ids
-    start = len(tokenizer.decode(with_anchor, skip_special_tokens=False))
-    text = tokenizer.decode([*with_anchor, token_id], skip_special_tokens=False)[start:]
+    ids_before = tokenizer.encode("a", add_special_tokens=False).ids
+    start = len(tokenizer.decode(ids_before, skip_special_tokens=False))
+    text = tokenizer.decode([*ids_before, token_id], skip_special_tokens=False)[start:]
     if "\N{REPLACEMENT CHARACTER}" in text and all(character in BYTE_LEVEL for character in token_text):
         return bytes(BYTE_LEVEL[character] for character in token_text)
     return text.encode()
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return the byte-level alphabet: printable bytes map to themselves, others to U+0100 and above."""
+    """Return the byte-level alphabet: printable bytes map to themselves, other bytes to U+0100 and above."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1)]
     printable += range(ord("®"), ord("ÿ") + 1)
     unprintable = sorted(set(range(256)).difference(printable))

@@ -1,4 +1,4 @@
-"""Checks of token ids that callers pass."""
+"""Checks token ids that callers pass."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def checked_prompt_ids(ids: Sequence[int] | npt.NDArray[np.integer], vocab_size:
     """Return the token ids of a prompt as an array.
 
     Raises:
-        InputError: ``ids`` is not a list of ids, or an id is not in the vocabulary. The message has the first
-            such id.
+        InputError: ``ids`` is not a list of ids, or an id is not in the vocabulary. The message contains the
+            first such id.
     """
     is_bytes = isinstance(ids, str | bytes | bytearray | memoryview)
     if is_bytes or not isinstance(ids, Sequence | np.ndarray):
@@ -36,16 +36,16 @@ def checked_prompt_ids(ids: Sequence[int] | npt.NDArray[np.integer], vocab_size:
 
 
 def checked_ids_to_decode(ids: Iterable[SupportsIndex]) -> list[int]:
-    """Return token ids as plain integers. Ids that the tokenizer does not know are allowed."""
+    """Return token ids as plain integers. Ids that are not in the vocabulary are allowed."""
     values = list(ids)
     for token_id in values:
         if not _is_id(token_id, 2**32):
-            raise InputError(f"{token_id!r} is not a token id: ids are integers from 0")
+            raise InputError(f"{token_id!r} is not a token id: ids are integers of at least 0")
     return [int(token_id) for token_id in values]
 
 
 def unique_ids_below(vocab_size: int, *sources: Iterable[int]) -> tuple[int, ...]:
-    """Return the distinct ids of all sources in order. Drops ids outside the vocabulary.
+    """Return the distinct ids of all sources in order, without ids outside the vocabulary.
 
     Some configurations contain ids of a larger model of the same family, which the model cannot sample.
     """

@@ -34,7 +34,7 @@ from penstock.text.request_checks import (
 from penstock.text.special_tokens import RenderedPrompt, SpecialTokens
 from penstock.text.stop_sequences import StopSequenceCache
 from penstock.text.thread_tokenizers import ThreadTokenizers
-from penstock.text.token_bytes import bytes_of_token, find_byte_tokens
+from penstock.text.token_bytes import find_byte_tokens, single_token_bytes
 from penstock.text.token_ids import TokenIds, checked_ids_to_decode, checked_prompt_ids, unique_ids_below
 from penstock.text.tokenizer_files import TokenizerFiles, read_tokenizer_files
 from penstock.text.valid_unicode import valid_unicode
@@ -42,7 +42,7 @@ from penstock.text.valid_unicode import valid_unicode
 T = TypeVar("T")
 
 
-_NUM_THREADS = 2  # threads for the async methods; one encodes about 200,000 tokens per second
+_NUM_THREADS = 2  # threads for the async methods; one thread encodes about 200,000 tokens per second
 
 
 class TokenizerOptions(TypedDict, total=False):
@@ -64,11 +64,11 @@ class TextTokenizer:
         checkpoint: a folder with ``tokenizer.json`` or with an older tokenizer that transformers can
             convert, or the result of `read_tokenizer_files`.
         max_length: maximum number of tokens of prompt and output together. None uses the checkpoint's limit.
-        chat_template: a Jinja file or a JSON file (``chat_template``). Replaces the checkpoint's template.
-        eos_token_ids: additional ids that end an output, besides those in the checkpoint's files.
+        chat_template: a Jinja or JSON file (``chat_template``) that replaces the checkpoint's template.
+        eos_token_ids: ids that end an output, in addition to the ids in the checkpoint's files.
         special_tokens_in_content: whether special tokens (``<|im_end|>``) in the content of user and tool
             messages are encoded as these tokens. By default they are encoded as text, so that a message
-            cannot forge another message.
+            cannot imitate a second message.
 
     Raises:
         CheckpointError: the tokenizer is missing or damaged.
@@ -93,7 +93,7 @@ class TextTokenizer:
         )
         self.max_length = max_length if max_length is not None else files.max_length
         self.vocab_size = files.vocab_size
-        """Upper bound (exclusive) of token ids: ``vocab_size`` of ``config.json``, else the tokenizer's."""
+        """Token ids are below this number: ``vocab_size`` of ``config.json``, otherwise of the tokenizer."""
         self.special_tokens = files.special_tokens
         """Name -> text: ``{"eos_token": "</s>", ...}``."""
         self._origin = files.origin
@@ -109,13 +109,13 @@ class TextTokenizer:
         """The texts of all special tokens. Decoding skips these tokens by default."""
         self._special_tokens_in_content = special_tokens_in_content
         self._token_bytes: dict[int, bytes] = {}
-        self._stops = StopSequenceCache(self._encode, self.token_bytes)
+        self._stop_sequences = StopSequenceCache(self._encode, self.token_bytes)
         self._bos = files.tokenizer.token_to_id(files.special_tokens.get("bos_token", ""))
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="penstock-tokenizer")
 
     @property
     def eos(self) -> int:
-        """The token that ends an output: the tokenizer's own, else the first of the model configuration."""
+        """The token that ends an output: the tokenizer's end token, or the first of ``config.json``."""
         if not self._eos_token_ids:
             raise CheckpointError(self._origin, "has no end-of-sequence token (eos_token, eos_token_id)")
         return self._eos_token_ids[0]
@@ -148,26 +148,25 @@ class TextTokenizer:
         return "\n".join(self._chat_template.sources.values()) if self._chat_template is not None else None
 
     def close(self) -> None:
-        """End the processes of the tokenizer. The base class has none."""
+        """End the processes of the tokenizer. The base class has no processes."""
 
     async def new_context(
         self, request: TokenGeneratorRequest, *, stops_as_tokens: bool = True
     ) -> TextContext:
         """Run `build_context` in a thread."""
-        return await self._in_thread(lambda: self.build_context(request, stops_as_tokens=stops_as_tokens))
+        return await self._run_in_thread(lambda: self.build_context(request, stops_as_tokens=stops_as_tokens))
 
     async def encode(self, prompt: str, add_special_tokens: bool = True) -> TokenIds:
         """Run `encode_text` in a thread."""
-        return await self._in_thread(lambda: self.encode_text(prompt, add_special_tokens))
+        return await self._run_in_thread(lambda: self.encode_text(prompt, add_special_tokens))
 
     async def decode(
         self, context: TextContext, encoded: Sequence[int] | npt.NDArray[np.integer] | int, **kwargs: object
     ) -> str:
         """Return the text of tokens, as the continuation of the previous call with this context.
 
-        - Runs in a thread.
         - The generated tokens of the context can be passed one by one or several at a time, in order. The
-          joined results are the text that follows the prompt, including spaces between words.
+          concatenated results are the text after the prompt, including spaces between words.
         - A call with all generated tokens returns the whole text, also repeatedly.
         - An incomplete character at the end is returned when it is complete, or at the end of the output.
         - Tokens that the context has not generated are decoded as a separate text (see `context_decoding`).
@@ -179,26 +178,26 @@ class TextTokenizer:
             raise UnknownParameterError("decode", next(iter(kwargs)), "the keyword is skip_special_tokens")
         ids = [encoded] if isinstance(encoded, SupportsIndex) and np.ndim(encoded) == 0 else encoded
         delta = next_delta(context, checked_ids_to_decode(cast("Iterable[SupportsIndex]", ids)), self._bos)
-        return await self._in_thread(lambda: delta.text(self, bool(skip_special_tokens)))
+        return await self._run_in_thread(lambda: delta.text(self, bool(skip_special_tokens)))
 
     def build_context(self, request: TokenGeneratorRequest, *, stops_as_tokens: bool = True) -> TextContext:
-        """Return the context of a request. It has no cache slot yet.
+        """Return the context of a request, without a cache slot.
 
-        The tokenizer adds its special tokens (such as BOS) to a text prompt. It adds none to a rendered
-        chat, because the template contains them.
+        The tokenizer adds its special tokens (such as BOS) to a text prompt. It adds no special tokens to a
+        rendered chat, because the template contains them.
 
         Args:
             request: the request.
-            stops_as_tokens: convert stop strings to the tokens that usually spell them, in the context's
-                ``eos_sequences``, so that ``next_token`` ends the output there. The last token of a match is
-                not returned; the tokens before it have already been returned. A model can spell the same
-                text with other tokens (`stop_sequences`). Callers that match text with a `Detokenizer` find
-                all matches and pass False.
+            stops_as_tokens: whether to convert stop strings to the token sequences that usually spell them
+                (``eos_sequences`` of the context), at which ``next_token`` ends the output. The last token of
+                a match is not returned; the tokens before it have already been returned. A model can generate
+                a stop string as other tokens (see `stop_sequences`). Callers that use a `Detokenizer` find
+                all matches with False.
 
         Raises:
             PromptTooLongError: the prompt leaves no room for a token.
             UnsupportedFeatureError: the request has images or other content that is not text.
-            InputError: the request is invalid. The message has the reason.
+            InputError: the request is invalid. The message contains the reason.
         """
         text, tokens = self._prompt(request, is_limited=True)
         if not len(tokens):
@@ -214,7 +213,7 @@ class TextTokenizer:
                 *(() if params.ignore_eos else self._eos_token_ids),
                 *(params.stop_token_ids or ()),
             },
-            "eos_sequences": self._stops.of(params.stop or ()) if stops_as_tokens else [],
+            "eos_sequences": self._stop_sequences.sequences(params.stop or ()) if stops_as_tokens else [],
             "log_probabilities": checked_integer("logprobs", request.logprobs) or None,
             "log_probabilities_echo": checked_flag("echo", request.echo),
             "ignore_eos": params.ignore_eos,
@@ -247,10 +246,10 @@ class TextTokenizer:
 
         Args:
             text: the text.
-            add_special_tokens: add the tokenizer's own special tokens, such as BOS.
+            add_special_tokens: whether to add special tokens of the tokenizer, such as BOS.
         """
         backend = self.backend
-        backend.encode_special_tokens = True  # no other thread uses this copy
+        backend.encode_special_tokens = True  # no other thread uses this copy of the tokenizer
         try:
             [encoding] = backend.encode_batch_fast(
                 [valid_unicode(text)], add_special_tokens=add_special_tokens
@@ -263,15 +262,15 @@ class TextTokenizer:
     def decode_ids(
         self, ids: Sequence[int] | npt.NDArray[np.integer], skip_special_tokens: bool = True
     ) -> str:
-        """Return the text of tokens. Ids without a token, the padding of a vocabulary, have no text."""
+        """Return the text of tokens. Ids without a token, such as padding of the vocabulary, have no text."""
         try:
             return self.backend.decode(cast("Sequence[int]", ids), skip_special_tokens)
         except (OverflowError, TypeError):
             checked_ids_to_decode(ids)
             raise
 
-    def prompt_of(self, request: TokenGeneratorRequest) -> tuple[str | None, TokenIds]:
-        """Return (text, tokens) of a request's prompt of any length. Text is None for a prompt of token ids.
+    def encode_request_prompt(self, request: TokenGeneratorRequest) -> tuple[str | None, TokenIds]:
+        """Return (text, tokens) of a request's prompt of any length. Token ids have the text None.
 
         Raises:
             InputError: the prompt is missing or the model cannot read it.
@@ -303,7 +302,8 @@ class TextTokenizer:
         """
         raw_bytes = self._token_bytes.get(token_id)
         if raw_bytes is None:
-            raw_bytes = self._token_bytes[token_id] = bytes_of_token(self.backend, token_id, self.byte_tokens)
+            raw_bytes = single_token_bytes(self.backend, token_id, self.byte_tokens)
+            self._token_bytes[token_id] = raw_bytes
         return raw_bytes
 
     def template_mentions(self, word: str) -> bool:
@@ -312,7 +312,7 @@ class TextTokenizer:
 
     @property
     def template_takes_argument_objects(self) -> bool:
-        """Whether the template accepts the arguments of a tool call as an object. Some need a string."""
+        """Whether the template accepts the arguments of a tool call as an object instead of a string."""
         return self._chat_template is not None and self._chat_template.takes_argument_objects
 
     @cached_property
@@ -334,7 +334,7 @@ class TextTokenizer:
                 "tools and chat_template_options need messages: a prompt does not go through the template"
             )
         if isinstance(request.prompt, str):
-            text = self._expanded(RenderedPrompt(request.prompt), request).text
+            text = self._expand_placeholders(RenderedPrompt(request.prompt), request).text
             return text, self._encode_prompt(text, add_special_tokens=True, is_limited=is_limited)
         assert request.prompt is not None
         return None, checked_prompt_ids(request.prompt, self.vocab_size)
@@ -350,7 +350,7 @@ class TextTokenizer:
             prompt = RenderedPrompt(render(messages))
         else:
             prompt = self._special_tokens.render(messages, render)
-        prompt = self._expanded(prompt, request)
+        prompt = self._expand_placeholders(prompt, request)
         if not prompt.boundaries:
             tokens = self._encode_prompt(prompt.text, add_special_tokens=False, is_limited=is_limited)
             return prompt.text, tokens
@@ -359,12 +359,12 @@ class TextTokenizer:
         ids = self._special_tokens.encode(self.backend, prompt, self.token_bytes)
         return prompt.text, checked_prompt_ids(ids, self.vocab_size)
 
-    def _expanded(self, prompt: RenderedPrompt, request: TokenGeneratorRequest) -> RenderedPrompt:
+    def _expand_placeholders(self, prompt: RenderedPrompt, request: TokenGeneratorRequest) -> RenderedPrompt:
         """Return the prompt with the placeholders of images expanded. Overridden for vision models."""
         return prompt
 
     def _new_context(self, request: TokenGeneratorRequest, values: Mapping[str, Any]) -> TextContext:
-        """Create the context from its fields. Subclasses create contexts of another class."""
+        """Create the context from its fields. Subclasses create contexts of a subclass."""
         return TextContext(**values)
 
     def _normalize(self, text: str) -> str:
@@ -381,7 +381,7 @@ class TextTokenizer:
     def _encode_prompt(self, text: str, add_special_tokens: bool, *, is_limited: bool = False) -> TokenIds:
         if is_limited:
             self._check_length(text)
-        # `encode_batch_fast` releases the GIL, which `encode` does not, and is faster.
+        # `encode_batch_fast` is faster than `encode`, and it releases the GIL.
         [encoding] = self.backend.encode_batch_fast(
             [valid_unicode(text)], add_special_tokens=add_special_tokens
         )
@@ -396,5 +396,5 @@ class TextTokenizer:
         encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
-    async def _in_thread(self, function: Callable[[], T]) -> T:
+    async def _run_in_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function)

@@ -1,4 +1,4 @@
-"""Reads the tokenizer files of a checkpoint: special tokens, templates, end-of-sequence ids."""
+"""Reads the tokenizer files of a checkpoint: vocabulary, special tokens, templates, end-of-sequence ids."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TokenizerFiles:
     templates: dict[str, str]  # name -> Jinja text
     eos_token_ids: tuple[int, ...]  # the first is `TextTokenizer.eos`
     origin: Path | str  # for error messages
-    vocab_size: int  # limit of the model if config.json has it, else of the tokenizer
+    vocab_size: int  # vocabulary size in config.json, otherwise of the tokenizer
     max_length: int | None
 
 
@@ -80,13 +80,13 @@ def _read_folder(checkpoint: Path) -> TokenizerFiles:
         try:
             _add_missing_tokens(tokenizer, settings, special_tokens)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            problem = "its added or special tokens do not have the form of tokens"
-            raise CheckpointError(checkpoint / "tokenizer_config.json", problem) from error
+            message = "its added or special tokens do not have the form of tokens"
+            raise CheckpointError(checkpoint / "tokenizer_config.json", message) from error
         _apply_prefix_space_settings(tokenizer, settings)
     else:
         tokenizer = _convert_slow(checkpoint)
-    # The file may contain settings from training. Truncation would silently cut prompts, and padding would
-    # lengthen them.
+    # The file may contain settings of the training. Truncation would cut prompts without an error, and
+    # padding would lengthen them.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return TokenizerFiles(
@@ -111,14 +111,14 @@ def _read_object(path: Path) -> dict[str, object]:
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(path, f"is not readable as JSON: {error}") from error
     if not isinstance(value, dict):
-        raise CheckpointError(path, f"must hold a JSON object, holds a {type(value).__name__}")
+        raise CheckpointError(path, f"must contain a JSON object, contains a {type(value).__name__}")
     return value
 
 
 def _load_fast(path: Path) -> Tokenizer:
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises no more specific exception
+    except Exception as error:  # the library raises only Exception
         raise CheckpointError(path, f"is not a tokenizer: {error}") from error
 
 
@@ -131,7 +131,7 @@ def _convert_slow(checkpoint: Path) -> Tokenizer:
         purpose = f"{checkpoint}: a tokenizer without tokenizer.json"
         raise MissingDependencyError("transformers", "slow-tokenizers", purpose) from error
     try:
-        with _quiet("transformers"):
+        with _log_disabled("transformers"):
             tokenizer = AutoTokenizer.from_pretrained(str(checkpoint), use_fast=True).backend_tokenizer
     except Exception as error:  # the converters raise exceptions of many types
         raise CheckpointError(checkpoint, f"the tokenizer cannot be converted: {error}") from error
@@ -140,8 +140,8 @@ def _convert_slow(checkpoint: Path) -> Tokenizer:
 
 
 @contextmanager
-def _quiet(library: str) -> Iterator[None]:
-    """Context manager that silences a library's log. The exceptions of the library contain the messages."""
+def _log_disabled(library: str) -> Iterator[None]:
+    """Context manager that disables the log of a library, because its exceptions contain the messages."""
     logger = logging.getLogger(library)
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -163,7 +163,7 @@ def _named_tokens(settings: Mapping[str, object]) -> Iterator[tuple[str, str]]:
 def _add_missing_tokens(
     tokenizer: Tokenizer, settings: Mapping[str, object], special_tokens: Mapping[str, str]
 ) -> None:
-    """Add the tokens that only tokenizer_config.json has, and mark its special tokens as special."""
+    """Add the tokens that only tokenizer_config.json contains, and mark its special tokens as special."""
     added_tokens = cast("dict[str, dict[str, object]]", settings.get("added_tokens_decoder", {}))
     for _, entry in sorted(added_tokens.items(), key=lambda item: int(item[0])):
         flags = {
@@ -186,7 +186,7 @@ def _add_missing_tokens(
 
 
 def _apply_prefix_space_settings(tokenizer: Tokenizer, settings: Mapping[str, object]) -> None:
-    """Set where a Llama tokenizer inserts a leading space, as transformers does by tokenizer_config.json.
+    """Set where a Llama tokenizer inserts a leading space, by the settings of tokenizer_config.json.
 
     tokenizer.json inserts a space before every text between special tokens. With ``legacy: false`` only the
     first text gets a space.
@@ -203,7 +203,8 @@ def _apply_prefix_space_settings(tokenizer: Tokenizer, settings: Mapping[str, ob
     scheme = "always" if settings.get("legacy") else "first"
     if settings.get("add_prefix_space") is False:
         scheme = "never"
-        # The decoder of the file strips the first space, which belongs to the text if none is inserted.
+        # The decoder of the file strips the first space. If the tokenizer inserts no space, this space
+        # belongs to the text.
         tokenizer.decoder = decoders.Sequence(
             [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
         )
@@ -241,8 +242,8 @@ def _config_value(model: Mapping[str, object], key: str) -> object:
 def _count(checkpoint: Path, model: Mapping[str, object], key: str) -> int | None:
     value = _config_value(model, key)
     if value is not None and (type(value) is not int or value < 1):
-        problem = f"{key} must be a whole number of at least 1, was {value!r}"
-        raise CheckpointError(checkpoint / "config.json", problem)
+        message = f"{key} must be a whole number of at least 1, was {value!r}"
+        raise CheckpointError(checkpoint / "config.json", message)
     return value
 
 

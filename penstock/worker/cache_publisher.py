@@ -1,4 +1,4 @@
-"""Publish the events of prefix caches over ZeroMQ, for routers outside the server.
+"""Publishes the events of prefix caches over ZeroMQ, for routers outside the server.
 
 A message has three frames: the topic, a sequence number of 8 bytes (big-endian), and a msgpack body::
 
@@ -8,8 +8,8 @@ A message has three frames: the topic, a sequence number of 8 bytes (big-endian)
           | ["BlockRemoved", hashes]
           | ["AllBlocksCleared"]
 
-``time`` is in seconds since 1970, and ``worker`` is the number of the worker. This is the format that vLLM's
-subscribers read. A hash is the first 8 bytes of a block's digest, as a big-endian number.
+``time`` is in seconds since 1970, and ``worker`` is the number of the worker. Subscribers for vLLM's events
+can read this format. A hash is the first 8 bytes of a block's digest, as a big-endian number.
 """
 
 from __future__ import annotations

@@ -35,22 +35,23 @@ from penstock.worker.supervisor import WorkerSupervisor
 _LOG = logging.getLogger("penstock.worker")
 
 _STOP_POLL_INTERVAL = 0.02
-"""Seconds between two checks whether all requests have ended, during a shutdown."""
+"""Seconds between two checks during a shutdown whether all requests have ended."""
 
 
 class WorkerClient:
-    """The `EngineClient` of one worker: sends requests to it, and passes results to their `Generation`.
+    """The `EngineClient` of one worker. Sends requests, and passes results to their `Generation`.
 
-    A `WorkerSupervisor` starts, watches and restarts the worker.
+    A `WorkerSupervisor` starts, monitors and restarts the worker.
 
     Args:
         factory: loads the model in the worker's process; picklable, unless ``in_thread``.
-        in_thread: run the worker in a thread of this process, for tests.
+        in_thread: whether the worker runs in a thread of this process, for tests.
         max_queue_size: maximum number of requests that wait for a slot in the batch. Default: 4 batches, at
-            least 64. Clients with less than one batch of outstanding requests may exceed the limit, by at
-            most one batch in total.
-        hang_limit, memory_limit: see `WorkerSupervisor`.
-        is_asleep: whether the worker is asleep at first. Then `wake_up` starts it, and `start` is not called.
+            least 64. Clients with less than one batch of outstanding requests may exceed the limit by at most
+            one batch in total.
+        hang_limit: see `WorkerSupervisor`.
+        memory_limit: see `WorkerSupervisor`.
+        is_asleep: whether the worker is asleep at the start. `wake_up` then starts it instead of `start`.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class WorkerClient:
         self._call_ids = count()
         self._calls: dict[int, asyncio.Future[PenstockError | None]] = {}
         self._generations: dict[str, Generation] = {}
-        self._cancelled: set[str] = set()  # ids of cancelled requests, until the worker confirms
+        self._cancelled: set[str] = set()  # ids of requests whose cancellation the worker has not confirmed
         self._client_ids: dict[str, str] = {}  # request id -> client id, for outstanding requests
         self._changed_adapters: dict[str, str | None] = {}
         """Adapters loaded or unloaded since the first start: name -> path; None if unloaded."""
@@ -85,7 +86,7 @@ class WorkerClient:
         self._listeners: list[CacheListener] = []
         self._stats = WorkerStats()
         self.num_late_results = 0
-        """The number of discarded results, whose request had already ended in the server."""
+        """The number of results that were discarded because their request had already ended in the server."""
 
     # -- State -------------------------------------------------------------------------------------------
 
@@ -96,7 +97,7 @@ class WorkerClient:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the worker has loaded its model and was silent for less than the hang limit."""
+        """Whether the worker has loaded its model, and answered or made progress within the hang limit."""
         return self._supervisor.is_alive
 
     @property
@@ -106,18 +107,18 @@ class WorkerClient:
 
     @property
     def stats(self) -> WorkerStats:
-        """The newest statistics from the worker. Reset when the worker ends."""
+        """The newest statistics of the worker. They are reset when the worker ends."""
         return self._stats
 
     @property
     def adapters(self) -> dict[str, str]:
-        """The loaded LoRA adapters, name to path. Empty before the first start."""
-        merged = dict(self._supervisor.first_adapters) | self._changed_adapters
-        return {name: path for name, path in merged.items() if path is not None}
+        """Name -> path of the loaded LoRA adapters; empty before the first start."""
+        all_adapters = dict(self._supervisor.first_adapters) | self._changed_adapters
+        return {name: path for name, path in all_adapters.items() if path is not None}
 
     @property
     def num_outstanding(self) -> int:
-        """The number of requests that the worker has not ended, cancelled requests included."""
+        """The number of requests that the worker has not ended, including cancelled requests."""
         return len(self._generations) + len(self._cancelled)
 
     @property
@@ -158,7 +159,7 @@ class WorkerClient:
             )
         request_id = context.request_id
         if request_id in self._generations or request_id in self._cancelled:
-            raise InputError(f"request {request_id} is running already: give each request its own id")
+            raise InputError(f"request {request_id} is running already: use a unique id for each request")
         self._supervisor.send(Submit(context))
         self._client_ids[request_id] = context.client_id
         generation = self._generations[request_id] = Generation(request_id, self._cancel)
@@ -167,14 +168,14 @@ class WorkerClient:
     def _has_room(self, client_id: str) -> bool:
         """Return whether a client may submit another request.
 
-        A client that fills the queue cannot keep other clients out: the queue has an additional batch for
-        clients with less than one batch of outstanding requests.
+        If one client fills the queue, other clients can still submit requests: the queue has room for one
+        more batch of clients with less than one batch of outstanding requests.
         """
         if self.num_outstanding < self.max_outstanding:
             return True
         batch_size = self.info.max_batch_size
-        num_own = sum(submitter == client_id for submitter in self._client_ids.values())
-        return num_own < batch_size and self.num_outstanding < self.max_outstanding + batch_size
+        num_requests = sum(submitter == client_id for submitter in self._client_ids.values())
+        return num_requests < batch_size and self.num_outstanding < self.max_outstanding + batch_size
 
     def _cancel(self, request_id: str) -> None:
         """Cancel a request that has not ended. Called by its `Generation`."""
@@ -188,10 +189,10 @@ class WorkerClient:
             self._request_ended = asyncio.get_running_loop().create_future()
         return self._request_ended
 
-    def _report_end(self) -> None:
-        ended, self._request_ended = self._request_ended, None
-        if ended is not None and not ended.done():
-            ended.set_result(None)
+    def _complete_request_ended(self) -> None:
+        future, self._request_ended = self._request_ended, None
+        if future is not None and not future.done():
+            future.set_result(None)
 
     # -- Adapters ----------------------------------------------------------------------------------------
 
@@ -214,7 +215,7 @@ class WorkerClient:
         self._listeners.append(listener)
 
     async def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes. Running requests keep their blocks."""
+        """Remove all cached prefixes. Running requests keep their blocks."""
         await self._control("reset_prefix_cache")
 
     async def start_profile(self) -> None:
@@ -226,7 +227,7 @@ class WorkerClient:
         await self._control("stop_profile")
 
     async def sleep(self, level: SleepLevel, grace: float) -> None:
-        """Refuse requests, let running requests finish, and release memory.
+        """Reject new requests, finish running requests, and release memory.
 
         Does nothing if the worker is asleep.
 
@@ -239,13 +240,13 @@ class WorkerClient:
         supervisor.check_ready()
         supervisor.is_asleep = True
         try:
-            await self._until_idle(grace)
+            await self._wait_until_idle(grace)
             for generation in list(self._generations.values()):
                 self._cancel(generation.request_id)
                 generation.fail(UnavailableError("the model was put to sleep", retry_after=1))
             if level == 1:
-                # The worker confirms the cancellations after its step, or ends, which ends all requests.
-                await self._until_idle(math.inf)
+                # The worker confirms the cancellations after its step. If the worker ends, all requests end.
+                await self._wait_until_idle(math.inf)
                 await self._call(Control(next(self._call_ids), "discard_cache"))
             else:
                 self._fail_all("the model was put to sleep")
@@ -257,7 +258,7 @@ class WorkerClient:
             raise
 
     async def wake_up(self) -> None:
-        """Accept requests again; start the worker if it has ended. Does nothing if the worker is not asleep.
+        """Accept requests again. Start the worker if it has ended. Does nothing if the worker is not asleep.
 
         Raises:
             PenstockError: the worker cannot start, and is still asleep.
@@ -267,11 +268,11 @@ class WorkerClient:
         self._supervisor.is_asleep = False
 
     async def reload(self, grace: float) -> None:
-        """Replace the worker. Requests are refused meanwhile."""
+        """Replace the worker. New requests are rejected until the new worker is ready."""
         await self.sleep(2, grace)
         await self.wake_up()
 
-    async def _until_idle(self, seconds: float) -> None:
+    async def _wait_until_idle(self, seconds: float) -> None:
         """Wait until no request is outstanding, for at most ``seconds``."""
         deadline = time.monotonic() + seconds
         while self.num_outstanding and time.monotonic() < deadline:
@@ -297,12 +298,12 @@ class WorkerClient:
         """Restore the state of a restarted worker: its cache events and its adapters."""
         if self._listeners:
             self._supervisor.send(WatchCache())
-        at_start = {name for name, _ in self.info.adapters}
+        initial_names = {name for name, _ in self.info.adapters}
         for name, path in list(self._changed_adapters.items()):
             try:
                 if path is not None:
                     await self._call(LoadAdapter(next(self._call_ids), name, path))
-                elif name in at_start:
+                elif name in initial_names:
                     await self._call(UnloadAdapter(next(self._call_ids), name))
             except PenstockError as error:
                 _LOG.error("adapter %s could not be restored: %s", name, error)
@@ -326,7 +327,7 @@ class WorkerClient:
         """Stop accepting requests, wait up to ``grace`` seconds for running requests, and end the worker."""
         if not self._supervisor.begin_stop():
             return
-        await self._until_idle(grace)
+        await self._wait_until_idle(grace)
         self._fail_all("the server is shutting down")
         await self._supervisor.finish_stop()
 
@@ -373,7 +374,7 @@ class WorkerClient:
         self._generations.pop(request_id, None)
         self._cancelled.discard(request_id)
         self._client_ids.pop(request_id, None)
-        self._report_end()
+        self._complete_request_ended()
 
     def _on_end(self, reason: str) -> None:
         self._fail_all(reason)
@@ -389,7 +390,7 @@ class WorkerClient:
         generations, self._generations = self._generations, {}
         self._cancelled.clear()
         self._client_ids.clear()
-        self._report_end()
+        self._complete_request_ended()
         retry_after = self._supervisor.retry_after
         for generation in generations.values():
             generation.fail(UnavailableError(reason, retry_after=retry_after))

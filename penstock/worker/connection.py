@@ -1,8 +1,8 @@
-"""One run of a worker: its process or thread, the sockets to it, and the detection of its end.
+"""`WorkerConnection`: one run of a worker, with its process or thread, and the sockets to it.
 
-The worker process holds the write end of a pipe and never writes to it. The pipe is closed when the process
-ends for any reason, which wakes the event loop of the server. In the same way, the worker detects the end of
-the server by its standard input, a pipe whose write end the server holds.
+The worker process holds the write end of a pipe and never writes to it. When the process ends for any reason,
+the pipe is closed, which wakes the event loop of the server. The worker detects the end of the server in the
+same way: its standard input is a pipe whose write end the server holds.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ from penstock.worker.process import Endpoint, WorkerRuntime, run_worker
 
 _LOG = logging.getLogger("penstock.worker")
 
-_BOOT = (
+_WORKER_PROGRAM = (
     "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
     "from penstock.worker.main import main; main()"
 )
-"""Program of the worker process. It replaces ``multiprocessing``, which would rerun the main module."""
+"""Program of the worker process. ``multiprocessing`` is not used, because it would run the main module again.
+"""
 
-_SHORT_SPIN = {"GOMP_SPINCOUNT": "100"}
-"""Environment variables of the worker, with which waiting OpenMP threads sleep early. By default waiting
-threads spin for milliseconds. If the server needs a core at the same time, the spinning threads take a core
-from the thread that they wait for. A step then takes ten times as long.
+_SPIN_VARIABLES = {"GOMP_SPINCOUNT": "100"}
+"""Environment variables of the worker, with which waiting OpenMP threads sleep early.
+
+By default, waiting threads spin for milliseconds. If the server needs a core at the same time, the spinning
+threads can occupy the core of the thread for which they wait. A step then takes ten times as long.
 """
 
 
@@ -66,16 +68,16 @@ class _Process:
         data = pickle.dumps(sys.path) + pickle.dumps(launch)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT],
+                [sys.executable, "-c", _WORKER_PROGRAM],
                 stdin=subprocess.PIPE,
                 stdout=2,  # keeps the output of libraries out of the server's standard output
                 pass_fds=(write_end,),
-                env=os.environ if "OMP_WAIT_POLICY" in os.environ else {**_SHORT_SPIN, **os.environ},
+                env=os.environ if "OMP_WAIT_POLICY" in os.environ else {**_SPIN_VARIABLES, **os.environ},
             )
         finally:
             os.close(write_end)
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the end of the process makes the sentinel readable
+        with contextlib.suppress(BrokenPipeError):  # the process has ended, so the sentinel is readable
             self._process.stdin.write(data)
             self._process.stdin.flush()
 
@@ -96,7 +98,7 @@ class _Process:
             return "out of memory: its private memory has reached --worker-memory-limit"
         if status >= 0:
             return f"exit status {status}"
-        # Native code aborts if an allocation fails where it cannot raise an error.
+        # If an allocation fails in native code that cannot raise an error, the process aborts.
         hint = ", perhaps at --worker-memory-limit" if self._is_limited and -status == signal.SIGABRT else ""
         return f"killed by {signal.Signals(-status).name}{hint}"
 
@@ -132,12 +134,12 @@ class _Thread:
 
 
 class WorkerConnection:
-    """Launches a worker, and carries commands and reports after `attach`.
+    """Launches a worker, and transfers commands and reports after `attach`.
 
     Args:
         context: the ZeroMQ context of the server.
         factory: loads the model in the worker; picklable, unless ``in_thread``.
-        endpoint: the addresses of the sockets. Each connection needs its own.
+        endpoint: the addresses of the sockets. Each connection needs separate addresses.
         in_thread: run the worker in a thread of this process.
         memory_limit: limit of the process's private memory, in bytes.
     """
@@ -171,7 +173,8 @@ class WorkerConnection:
         self._on_report = on_report
         self._loop.add_reader(self._reports_fd, self.drain)
         self._loop.add_reader(self._host.sentinel, self._on_end)
-        self._loop.call_soon(self.drain)  # reports that arrived earlier do not wake the loop
+        # Process reports that arrived earlier, because they do not wake the event loop.
+        self._loop.call_soon(self.drain)
 
     def send(self, command: Command) -> None:
         """Send a command. Never blocks. The worker must have sent `Started`."""
@@ -183,7 +186,7 @@ class WorkerConnection:
             try:
                 frame = self._reports.recv(zmq.NOBLOCK)
             except zmq.Again:
-                return  # ZeroMQ signals the descriptor for the next report only after this
+                return  # ZeroMQ signals the next report only after the queue was empty
             report = self._decode(frame)
             if isinstance(report, Started):
                 self._commands.connect(self._endpoint.commands)

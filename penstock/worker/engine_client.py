@@ -14,7 +14,8 @@ from penstock.worker.results import Generation
 EngineState: TypeAlias = Literal["starting", "ready", "asleep", "restarting", "stopping", "stopped"]
 
 SleepLevel: TypeAlias = Literal[1, 2]
-"""Memory that a sleeping worker releases. 1: the KV cache. 2: the whole process, weights included."""
+"""Memory that a sleeping worker releases. 1: the KV cache. 2: all memory of the process, including weights.
+"""
 
 CacheListener: TypeAlias = Callable[[int, Sequence[CacheEvent]], None]
 """Receives the number of a worker and the events of its prefix cache."""
@@ -34,7 +35,7 @@ class EngineClient(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """Whether the model is loaded and a worker responds. Stays true while the engine drains."""
+        """Whether the model is loaded and a worker responds. Also true during a shutdown."""
         ...
 
     @property
@@ -49,7 +50,7 @@ class EngineClient(Protocol):
 
     @property
     def adapters(self) -> dict[str, str]:
-        """The loaded LoRA adapters, name to path."""
+        """Name -> path of the loaded LoRA adapters."""
         ...
 
     @property
@@ -85,7 +86,8 @@ class EngineClient(Protocol):
     def request_ended(self) -> asyncio.Future[None]:
         """Return a future that completes when a submitted request has ended after this call.
 
-        ``num_outstanding`` is already lower at this time. The future also completes when a worker ends.
+        At this time, ``num_outstanding`` no longer includes the request. The future also completes when a
+        worker ends.
         """
         ...
 
@@ -110,7 +112,7 @@ class EngineClient(Protocol):
         ...
 
     async def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes. Running requests keep their blocks.
+        """Remove all cached prefixes. Running requests keep their blocks.
 
         Raises:
             PenstockError: a worker is not ready.
@@ -118,7 +120,7 @@ class EngineClient(Protocol):
         ...
 
     async def sleep(self, level: SleepLevel, grace: float) -> None:
-        """Refuse requests, let running requests finish, and release memory.
+        """Reject new requests, finish running requests, and release memory.
 
         Does nothing if the engine is asleep.
 
@@ -133,7 +135,7 @@ class EngineClient(Protocol):
         ...
 
     async def wake_up(self) -> None:
-        """Accept requests again; load the weights if needed. Does nothing if the engine is not asleep.
+        """Accept requests again. Load the weights if needed. Does nothing if the engine is not asleep.
 
         Raises:
             PenstockError: the model cannot be loaded. The engine is still asleep.
@@ -144,7 +146,7 @@ class EngineClient(Protocol):
         """Replace the workers one after the other by new workers, which read the checkpoint again.
 
         Args:
-            grace: seconds that the running requests of a worker have to finish; then they fail.
+            grace: seconds after which the running requests of a worker fail.
 
         Raises:
             PenstockError: a replacement cannot start, the engine is asleep, or another reload runs.

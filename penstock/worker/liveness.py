@@ -1,4 +1,4 @@
-"""Detects a hanging worker by missing answers and an unchanged progress counter."""
+"""Detects a hanging worker: it does not answer, and its progress counter does not change."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Protocol
 
 MAX_LOAD_PAUSE = 600.0
 """Seconds without progress after which a starting worker is killed, unless the hang limit is longer. Imports
-of libraries do not count as progress and are slow on a slow disk."""
+of libraries do not change the progress counter, and they take long on a slow disk.
+"""
 
 
 class WatchedWorker(Protocol):
@@ -25,10 +26,10 @@ class WatchedWorker(Protocol):
 
 
 class Liveness:
-    """Measures how long a worker has been silent, which means no answer and no progress.
+    """Measures how long a worker has been silent: without an answer and without progress.
 
     The time between two checks counts for at most twice the ``interval``. A longer time means that the server
-    itself was suspended or busy; it does not show that the worker hangs.
+    itself was suspended or busy. It does not mean that the worker hangs.
 
     Args:
         worker: the worker.
@@ -60,15 +61,15 @@ class Liveness:
         """Return the reason why the worker must be killed, or an empty string.
 
         Args:
-            limit: the longest allowed silence, in seconds.
+            limit: the maximum silence, in seconds.
         """
-        progress, now = self._worker.progress, self._now()
+        progress, progress_and_time = self._worker.progress, self._now()
         if self.awaits_answer and progress == self._progress:
-            self.silence += min(now - self._checked_at, self._max_gap)
+            self.silence += min(progress_and_time - self._checked_at, self._max_gap)
         else:
             self.silence = 0.0
-        self._progress, self._checked_at = progress, now
-        # The first check after server and worker were suspended together may still find the worker suspended.
+        self._progress, self._checked_at = progress, progress_and_time
+        # If server and worker were suspended together, the first check can find the worker still suspended.
         is_suspended = self._worker.is_suspended
         if is_suspended and self._was_suspended:
             return "suspended by a signal"

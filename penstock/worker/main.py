@@ -1,4 +1,4 @@
-"""The worker process: reads a `WorkerLaunch` from standard input, runs the worker, ends with its parent."""
+"""The worker process: reads a `WorkerLaunch` from standard input, and runs the worker."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class WorkerLaunch:
 def main() -> None:
     """Run a worker in this process until `Stop` arrives or the parent process ends."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        # The terminal sends signals to the whole process group; the parent handles them.
+        # The terminal sends signals to the whole process group. Only the parent handles them.
         signal.signal(number, signal.SIG_IGN)
     launch: WorkerLaunch = pickle.load(sys.stdin.buffer)
-    begun = time.time()
+    start_time = time.time()
     heartbeat.publish(launch.endpoint.progress)
     threading.Thread(target=_exit_with_parent, args=(launch.endpoint.folder,), daemon=True).start()
 
@@ -53,11 +53,11 @@ def main() -> None:
         if launch.memory_limit is not None:
             private_memory.set_limit(launch.memory_limit)
         with gc_disabled():
-            work = launch.factory()
+            runtime = launch.factory()
         gc.collect()
-        gc.freeze()  # garbage collections skip the loaded objects, which are never freed
-        startup = [("process", begun - launch.launched_at), *work.info.startup]
-        return replace(work, info=msgspec.structs.replace(work.info, startup=startup))
+        gc.freeze()  # excludes the loaded objects, which are never freed, from garbage collections
+        startup = [("process", start_time - launch.launched_at), *runtime.info.startup]
+        return replace(runtime, info=msgspec.structs.replace(runtime.info, startup=startup))
 
     try:
         run_worker(load, launch.endpoint)
@@ -67,18 +67,18 @@ def main() -> None:
             reason = f"{type(error).__name__}: {error}"
             _LOG.critical("the worker has reached its limit of private memory and ends (%s)", reason)
             status = OUT_OF_MEMORY
-        elif isinstance(error, RankFailedError):  # its message names the rank and the reason
+        elif isinstance(error, RankFailedError):  # the message of the error contains the rank and the reason
             _LOG.critical("the worker ends: %s", error)
             status = 1
         else:
             _LOG.critical("the worker failed", exc_info=True)
             status = 1
     logging.shutdown()
-    os._exit(status)  # does not wait for threads of libraries
+    os._exit(status)  # exits without waiting for threads of libraries
 
 
 def _exit_with_parent(folder: str) -> None:
     """End this process when its standard input is closed, which happens when its parent ends."""
-    os.read(0, 1)  # a read of sys.stdin would hold its lock
+    os.read(0, 1)  # not sys.stdin.read, which would hold a lock
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)

@@ -6,7 +6,7 @@
          | <-- Started | StartFailed, StepResults, CallResult, Pong ------ |
 
 A context is sent once, in `Submit`; later messages refer to it by its id. One `StepResults` carries the
-results of a step for all requests. Frequent messages are encoded as arrays, without field names.
+results of a step for all requests. Frequent messages are encoded as arrays without field names.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ class ErrorRecord(msgspec.Struct, frozen=True):
     name: str
     """The name of its class in `penstock.errors`."""
     message: str
-    fields: dict[str, Any] = {}  # with `object`, msgspec would pass the values to the decoder of arrays
+    # Any, because with `object` msgspec would pass the values to the decoder of arrays
+    fields: dict[str, Any] = {}
     """Its attributes that are numbers, texts, None or lists of them."""
 
     @classmethod
-    def of(cls, error: BaseException) -> ErrorRecord:
+    def from_error(cls, error: BaseException) -> ErrorRecord:
         """Return the record of an error.
 
         Exceptions other than `PenstockError` become a `RequestFailedError` without details, which may be
@@ -61,7 +62,7 @@ class ErrorRecord(msgspec.Struct, frozen=True):
     def error(self) -> PenstockError:
         """Return the error with the same class, message and attributes."""
         kind = _ERRORS[self.name]
-        error = kind.__new__(kind, self.message)  # __init__ would build the message from other arguments
+        error = kind.__new__(kind, self.message)  # not __init__, which takes other arguments than the message
         error.__dict__.update(self.fields)
         return error
 
@@ -83,7 +84,8 @@ def _is_plain(value: object) -> bool:
 
 ControlAction: TypeAlias = Literal["reset_prefix_cache", "discard_cache", "start_profile", "stop_profile"]
 """``reset_prefix_cache`` forgets cached prefixes. ``discard_cache`` returns the memory of the KV cache to the
-system; no request may run. ``stop_profile`` writes the profile into the configured folder."""
+system. It requires that no request runs. ``stop_profile`` writes the profile into the configured folder.
+"""
 
 
 class Submit(msgspec.Struct, tag=True):
@@ -181,7 +183,7 @@ class WorkerStats(msgspec.Struct, array_like=True, kw_only=True):
     num_running: int = 0
     num_waiting: int = 0
     num_blocks: int = 0
-    """All blocks of the KV cache, used and cached blocks included."""
+    """The number of blocks of the KV cache, including used and cached blocks."""
     num_used_blocks: int = 0
     """Blocks that at least one request uses."""
     num_cached_blocks: int = 0
@@ -194,7 +196,7 @@ class WorkerStats(msgspec.Struct, array_like=True, kw_only=True):
     num_prompt_tokens: int = 0
     """Prompt tokens of all requests whose prompt is computed."""
     num_generated_tokens: int = 0
-    """Sampled tokens that were appended to contexts, end-of-sequence tokens included."""
+    """Sampled tokens that were appended to contexts, including end-of-sequence tokens."""
     num_steps: int = 0
     """Steps with at least one context."""
     step_seconds: float = 0.0
@@ -208,7 +210,7 @@ class WorkerStats(msgspec.Struct, array_like=True, kw_only=True):
     """Verifications of drafts, counted per request and forward."""
     num_encoded_images: int = 0
     num_cached_images: int = 0
-    """Images whose rows were in the encoder cache, counted per step."""
+    """Images whose encoder outputs were in the encoder cache, counted per step."""
 
 
 class Started(msgspec.Struct, array_like=True, tag=True):
@@ -235,15 +237,15 @@ class PackedLogProbabilities(msgspec.Struct, array_like=True):
     """One encoded ``dict[int, float]`` per position."""
 
     @classmethod
-    def of(cls, rows: LogProbabilities) -> PackedLogProbabilities:
-        """Return the packed form."""
+    def pack(cls, rows: LogProbabilities) -> PackedLogProbabilities:
+        """Return log probabilities with encoded rows of top tokens."""
         encode = msgspec.msgpack.encode
         return cls(
             rows.token_log_probabilities, [msgspec.Raw(encode(row)) for row in rows.top_log_probabilities]
         )
 
-    def unpacked(self) -> LogProbabilities:
-        """Return the plain form."""
+    def unpack(self) -> LogProbabilities:
+        """Return the log probabilities with decoded rows of top tokens."""
         decode = msgspec.msgpack.Decoder(dict[int, float]).decode
         return LogProbabilities(self.token_log_probabilities, [*map(decode, self.top_log_probabilities)])
 
@@ -257,19 +259,19 @@ class TextResult(msgspec.Struct, array_like=True, tag=0):
     log_probabilities: list[PackedLogProbabilities | None] | None = None
     """One entry per token; None if no token has log probabilities."""
     prompt_log_probabilities: PackedLogProbabilities | None = None
-    """Log probabilities of an echoed prompt, if the result has no token; otherwise the first token carries
-    them."""
+    """Log probabilities of an echoed prompt if the result has no token; otherwise the first token has them.
+    """
 
 
 class EmbeddingsResult(msgspec.Struct, array_like=True, tag=1):
-    """The vectors or scores of one request. They end the request."""
+    """The vectors or scores of one request. This result ends the request."""
 
     request_id: str
     response: EmbeddingsResponse
 
     @property
     def status(self) -> TextGenerationStatus:
-        """Always final, because one step computes the whole response."""
+        """The status is always final, because one step computes the whole response."""
         return TextGenerationStatus.END_OF_SEQUENCE
 
 
@@ -286,14 +288,14 @@ class AudioResult(msgspec.Struct, array_like=True, tag=2):
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
             return NotImplemented
-        same = (self.request_id, self.status, self.num_tokens) == (
+        has_same_progress = (self.request_id, self.status, self.num_tokens) == (
             other.request_id,
             other.status,
             other.num_tokens,
         )
         if self.audio is None or other.audio is None:
-            return same and self.audio is other.audio
-        return same and np.array_equal(self.audio, other.audio)
+            return has_same_progress and self.audio is other.audio
+        return has_same_progress and np.array_equal(self.audio, other.audio)
 
 
 RequestResult: TypeAlias = TextResult | EmbeddingsResult | AudioResult
@@ -315,7 +317,7 @@ class Failure(msgspec.Struct, array_like=True):
 
 
 class StepResults(msgspec.Struct, array_like=True, tag=True):
-    """All changes of requests in a step and since the previous step."""
+    """All changes of requests since the previous step, including the results of this step."""
 
     stats: WorkerStats
     admissions: list[Admission] = []
@@ -347,7 +349,7 @@ WorkerMessage: TypeAlias = Started | StartFailed | StepResults | CallResult | Po
 
 
 def command_encoder() -> Callable[[Command], list[Frame]]:
-    """Return the server's encoder: a command becomes a msgpack body and a frame for each large array.
+    """Return the server's encoder of commands: it returns a msgpack body and a frame for each large array.
 
     Each thread needs its own encoders and decoders.
     """
@@ -360,10 +362,10 @@ def command_decoder() -> Callable[[Sequence[bytes]], Command]:
 
 
 def report_encoder() -> Callable[[WorkerMessage], bytes]:
-    """Return the worker's encoder."""
+    """Return the worker's encoder of reports."""
     return msgpack_numpy_encoder()
 
 
 def report_decoder() -> Callable[[bytes], WorkerMessage]:
-    """Return the server's decoder."""
+    """Return the server's decoder of reports."""
     return msgpack_numpy_decoder(WorkerMessage)

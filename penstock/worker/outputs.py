@@ -1,4 +1,4 @@
-"""Conversion of pipeline outputs to messages. No other module of the worker lists the output types."""
+"""Converts pipeline outputs to messages. Only this module of the worker lists the output types."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.worker.messages import (
 
 
 def result_message(context: TextContext, output: PipelineOutput) -> RequestResult | None:
-    """Return the message for an output; None if it is empty but not final, as after a prompt chunk."""
+    """Return the message for an output; None for an empty output that is not final (a prompt chunk)."""
     request_id = context.request_id
     match output:
         case TextGenerationResponse():
@@ -50,4 +50,4 @@ def _text_result(context: TextContext, output: TextGenerationResponse) -> TextRe
 
 
 def _pack_rows(rows: LogProbabilities | None) -> PackedLogProbabilities | None:
-    return None if rows is None else PackedLogProbabilities.of(rows)
+    return None if rows is None else PackedLogProbabilities.pack(rows)

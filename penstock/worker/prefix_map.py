@@ -12,44 +12,52 @@ _COUNT_MASK = (1 << _COUNT_BITS) - 1
 
 
 class PrefixMap:
-    """Maps the digest of a block to the set of workers that have it, bit ``i`` for worker ``i``.
+    """Maps the digest of a block to the set of workers that have the block: bit ``i`` for worker ``i``.
 
-    The cache events of the workers keep it exact. A block that a running request will store counts as
-    cached. Requests with the same prompt that arrive together then go to one worker, which computes it once.
+    The cache events of the workers update the map. A block that a running request will store counts as
+    cached. Simultaneous requests with the same prompt are therefore sent to one worker, which computes the
+    prompt once.
     """
 
     def __init__(self) -> None:
-        self._cached: dict[bytes, int] = {}
-        self._expected: dict[bytes, int] = {}
-        """Digest -> set of workers; the low bits are the number of requests."""
+        self._cached_workers: dict[bytes, int] = {}
+        """Digest -> set of workers that have the block."""
+        self._expected_workers: dict[bytes, int] = {}
+        """Digest -> number of requests in the low bits, set of workers in the high bits."""
 
     @property
     def num_blocks(self) -> int:
         """The number of different blocks that any worker has."""
-        return len(self._cached)
+        return len(self._cached_workers)
 
     def update(self, worker: int, events: Iterable[CacheEvent]) -> None:
         """Apply the events of a worker."""
-        bit, cached = 1 << worker, self._cached
+        bit, cached_workers = 1 << worker, self._cached_workers
         for event in events:
             match event:
                 case BlocksStored():
                     for digest in event.digests:
-                        cached[digest] = cached.get(digest, 0) | bit
+                        cached_workers[digest] = cached_workers.get(digest, 0) | bit
                 case BlocksRemoved():
                     for digest in event.digests:
                         self._remove(digest, bit)
                 case _:
-                    for digest in [digest for digest, workers in cached.items() if workers & bit]:
+                    for digest in [digest for digest, workers in cached_workers.items() if workers & bit]:
                         self._remove(digest, bit)
 
     def depth(self, worker: int, digests: Sequence[bytes]) -> int:
-        """Return the number of leading blocks that a worker has, as `depths` counts them."""
-        bit, cached, expected = 1 << worker, self._cached.get, self._expected.get
+        """Return the number of leading blocks that a worker has, including expected blocks."""
+        bit, cached_workers, expected_workers = (
+            1 << worker,
+            self._cached_workers.get,
+            self._expected_workers.get,
+        )
         return bisect_left(
             digests,
             True,
-            key=lambda digest: not (cached(digest, 0) | expected(digest, 0) >> _COUNT_BITS) & bit,
+            key=lambda digest: (
+                not (cached_workers(digest, 0) | expected_workers(digest, 0) >> _COUNT_BITS) & bit
+            ),
         )
 
     def expect(self, worker: int, digests: Sequence[bytes]) -> Sequence[bytes]:
@@ -58,26 +66,26 @@ class PrefixMap:
         Returns:
             The recorded blocks, for `clear_expected`. Blocks that the worker already has are not recorded.
         """
-        bit, cached, expected = 1 << worker, self._cached.get, self._expected
-        start = bisect_left(digests, True, key=lambda digest: not cached(digest, 0) & bit)
-        recorded = digests[start:]
+        bit, cached_workers, expected_workers = 1 << worker, self._cached_workers.get, self._expected_workers
+        start = bisect_left(digests, True, key=lambda digest: not cached_workers(digest, 0) & bit)
+        recorded_digests = digests[start:]
         mark = bit << _COUNT_BITS
-        for digest in recorded:
-            expected[digest] = (expected.get(digest, 0) | mark) + 1
-        return recorded
+        for digest in recorded_digests:
+            expected_workers[digest] = (expected_workers.get(digest, 0) | mark) + 1
+        return recorded_digests
 
-    def clear_expected(self, recorded: Sequence[bytes]) -> None:
-        """Remove the record of a request that has ended; ``recorded`` is the result of `expect`."""
-        expected = self._expected
-        for digest in recorded:
-            entry = expected[digest]
+    def clear_expected(self, recorded_digests: Sequence[bytes]) -> None:
+        """Remove the blocks that `expect` recorded for a request that has ended."""
+        expected_workers = self._expected_workers
+        for digest in recorded_digests:
+            entry = expected_workers[digest]
             if entry & _COUNT_MASK == 1:
-                del expected[digest]
+                del expected_workers[digest]
             else:
-                expected[digest] = entry - 1
+                expected_workers[digest] = entry - 1
 
     def depths(self, digests: Sequence[bytes], workers: int) -> dict[int, int]:
-        """Return worker -> number of leading blocks that it has, without workers that lack the first block.
+        """Return worker -> number of leading blocks of the worker, for workers that have the first block.
 
         A worker that has a block has all blocks before it, because caches evict the end of a prompt first.
         The function therefore uses binary search, with a few lookups for each distinct depth.
@@ -86,47 +94,50 @@ class PrefixMap:
             digests: the digests of a prompt's blocks, in order.
             workers: the set of workers to look for.
         """
-        cached, expected = self._cached.get, self._expected.get
+        cached_workers, expected_workers = self._cached_workers.get, self._expected_workers.get
 
         def workers_at(depth: int) -> int:
             """Return the set of workers that have ``depth`` leading blocks."""
             digest = digests[depth - 1]
-            return (cached(digest, 0) | expected(digest, 0) >> _COUNT_BITS) & workers
+            return (cached_workers(digest, 0) | expected_workers(digest, 0) >> _COUNT_BITS) & workers
 
-        found: dict[int, int] = {}
+        depths_by_worker: dict[int, int] = {}
         count = len(digests)
-        first = workers_at(1) if count else 0
-        if not first:
-            return found
-        last = workers_at(count)
-        found.update(dict.fromkeys(_members(last), count))
-        ranges = [(1, first, count, last)]
+        workers_with_first = workers_at(1) if count else 0
+        if not workers_with_first:
+            return depths_by_worker
+        workers_with_all = workers_at(count)
+        depths_by_worker.update(dict.fromkeys(_worker_numbers(workers_with_all), count))
+        ranges = [(1, workers_with_first, count, workers_with_all)]
         while ranges:
-            low, at_low, high, at_high = ranges.pop()
-            dropped_workers = at_low & ~at_high
+            low, workers_at_low, high, workers_at_high = ranges.pop()
+            dropped_workers = workers_at_low & ~workers_at_high
             if not dropped_workers:
                 continue
             if high - low == 1:
-                found.update(dict.fromkeys(_members(dropped_workers), low))
+                depths_by_worker.update(dict.fromkeys(_worker_numbers(dropped_workers), low))
                 continue
             middle = (low + high) // 2
-            at_middle = workers_at(middle) & at_low | at_high
-            ranges += [(low, at_low, middle, at_middle), (middle, at_middle, high, at_high)]
-        return found
+            workers_at_middle = workers_at(middle) & workers_at_low | workers_at_high
+            ranges += [
+                (low, workers_at_low, middle, workers_at_middle),
+                (middle, workers_at_middle, high, workers_at_high),
+            ]
+        return depths_by_worker
 
     def _remove(self, digest: bytes, bit: int) -> None:
-        workers = self._cached.get(digest, 0) & ~bit
+        workers = self._cached_workers.get(digest, 0) & ~bit
         if workers:
-            self._cached[digest] = workers
+            self._cached_workers[digest] = workers
         else:
-            self._cached.pop(digest, None)
+            self._cached_workers.pop(digest, None)
 
 
-def _members(workers: int) -> list[int]:
+def _worker_numbers(workers: int) -> list[int]:
     """Return the numbers of the workers in a bit set."""
-    members = []
+    numbers = []
     while workers:
-        lowest = workers & -workers
-        members.append(lowest.bit_length() - 1)
-        workers ^= lowest
-    return members
+        lowest_bit = workers & -workers
+        numbers.append(lowest_bit.bit_length() - 1)
+        workers ^= lowest_bit
+    return numbers

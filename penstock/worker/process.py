@@ -1,7 +1,7 @@
-"""The loop of the worker: receives commands, steps the scheduler, and sends the results of each step.
+"""The loop of the worker: receives commands, calls the scheduler, and sends the results of each step.
 
 It runs in the main thread of the worker process (`penstock.worker.main`), or in a thread for tests. An idle
-worker does not poll: it blocks on the socket until a command arrives.
+worker does not poll. It blocks on the socket until a command arrives.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class WorkerRuntime:
     scheduler: AnyScheduler
     info: WorkerInfo
     load_adapter: Callable[[str, str], None] | None = None
-    """Loads the LoRA adapter at a path (second) under a name (first); None if adapters are not enabled."""
+    """Loads a LoRA adapter, given its name and its path; None if adapters are not enabled."""
     unload_adapter: Callable[[str], None] | None = None
     """Removes a LoRA adapter."""
     num_steps: Callable[[], int] = lambda: 1
@@ -77,11 +77,11 @@ class WorkerRuntime:
     add_counts: Callable[[WorkerStats], None] = lambda stats: None
     """Writes the counters of the pipeline into the statistics."""
     discard_cache: Callable[[], None] = lambda: None
-    """Returns the memory of the KV cache to the system; no request runs."""
+    """Returns the memory of the KV cache to the system. Called when no request runs."""
     profiler: StepProfiler | None = None
     """Records profiles of the steps; None if no folder for profiles is configured."""
     pack_pending: Callable[[], bool] = lambda: False
-    """Packs some of the lazily packed weights. Returns False when all are packed."""
+    """Packs some of the lazily packed weights. Returns False when all weights are packed."""
     sentinel: int | None = None
     """A file descriptor that becomes readable when a process that the model needs has ended."""
     check: Callable[[], None] | None = None
@@ -94,7 +94,7 @@ class Endpoint:
 
     folder: str
     number: int = 0
-    """Number of the run. Each run has its own sockets, so it receives no late messages of earlier runs."""
+    """Number of the run. Each run has separate sockets, so that it receives no messages of earlier runs."""
 
     @property
     def commands(self) -> str:
@@ -117,7 +117,7 @@ def run_worker(factory: Callable[[], WorkerRuntime], endpoint: Endpoint) -> None
 
     Args:
         factory: loads the model. If it raises an error, the worker reports the error and ends.
-        endpoint: the addresses. The server must have bound its socket already.
+        endpoint: the addresses. The server must have bound its socket.
 
     Raises:
         Exception: an error that the scheduler could not attribute to single requests. The worker must be
@@ -140,7 +140,7 @@ def run_worker(factory: Callable[[], WorkerRuntime], endpoint: Endpoint) -> None
 
 
 class _Loop:
-    """Processes commands, runs steps, sends reports."""
+    """Processes commands, runs steps and sends reports."""
 
     def __init__(
         self, runtime: WorkerRuntime, commands: zmq.Socket[bytes], send: Callable[[WorkerMessage], None]
@@ -158,20 +158,20 @@ class _Loop:
         self._is_stopping = False
 
     def run(self) -> None:
-        wait = True
+        should_wait = True
         while not self._is_stopping:
-            self._receive_commands(wait)
-            wait = not self._step()
+            self._receive_commands(should_wait)
+            should_wait = not self._step()
 
     # -- Commands ----------------------------------------------------------------------------------------
 
-    def _receive_commands(self, wait: bool) -> None:
+    def _receive_commands(self, should_wait: bool) -> None:
         """Process all commands that have arrived.
 
-        With ``wait``, first pack pending weights, then block until a command arrives or contexts must be
-        checked again.
+        With ``should_wait``, first pack pending weights. Then block until a command arrives or contexts must
+        be checked again.
         """
-        if wait:
+        if should_wait:
             has_work = self._scheduler.has_work
             while not self._commands.poll(0) and self._runtime.pack_pending() and not has_work:
                 heartbeat.beat()
@@ -203,7 +203,7 @@ class _Loop:
             case Submit():
                 self._submit(command.context)
             case Cancel():
-                if self._forget(command.request_id):  # else the end of the request was already reported
+                if self._forget(command.request_id):  # False if the end of the request was already reported
                     self._scheduler.cancel(command.request_id)
                     self._cancelled.append(command.request_id)
             case LoadAdapter() | UnloadAdapter():
@@ -231,7 +231,7 @@ class _Loop:
         try:
             load, unload = self._runtime.load_adapter, self._runtime.unload_adapter
             if load is None or unload is None:
-                raise UnsupportedFeatureError("LoRA adapters", "this server was started without them")
+                raise UnsupportedFeatureError("LoRA adapters", "the server was started without LoRA adapters")
             if isinstance(command, LoadAdapter):
                 load(command.name, command.path)
             else:
@@ -239,7 +239,7 @@ class _Loop:
         except Exception as error:
             if not isinstance(error, PenstockError):
                 _LOG.exception("adapter %s", command.name)
-            return ErrorRecord.of(error)
+            return ErrorRecord.from_error(error)
         return None
 
     def _control(self, action: ControlAction) -> ErrorRecord | None:
@@ -251,7 +251,7 @@ class _Loop:
                     if self._contexts:
                         raise InputError(f"{len(self._contexts)} requests use the KV cache")
                     if self._scheduler.has_work:
-                        self._scheduler.step()  # a step ends cancelled requests and collects a launched step
+                        self._scheduler.step()  # applies cancellations, and collects a launched step
                     self._runtime.discard_cache()
                 case "start_profile":
                     self._profiler.start()
@@ -260,7 +260,7 @@ class _Loop:
         except Exception as error:
             if not isinstance(error, PenstockError):
                 _LOG.exception("%s failed", action)
-            return ErrorRecord.of(error)
+            return ErrorRecord.from_error(error)
         return None
 
     @property
@@ -299,7 +299,7 @@ class _Loop:
     def _admit(self, context: RequestContext) -> Admission:
         stats, num_tokens = self._stats, len(context.prompt_tokens)
         stats.num_prompt_tokens += num_tokens
-        if not context.log_probabilities_echo:  # echo does not use the prefix cache
+        if not context.log_probabilities_echo:  # requests with echo do not use the prefix cache
             stats.num_prefix_query_tokens += num_tokens
             stats.num_prefix_hit_tokens += context.num_cached_tokens
         return Admission(context.request_id, context.num_cached_tokens)
@@ -324,26 +324,28 @@ class _Loop:
         return failures
 
     def _report_memory_limit(self, error: Exception, *request_ids: str) -> None:
-        """End the running requests and ``request_ids`` if the error means that memory is exhausted."""
+        """End the running requests and ``request_ids`` if the error shows that memory is exhausted."""
         if not private_memory.is_exceeded(error):
             return
-        reason = ErrorRecord.of(private_memory.limit_error_for_requests())
-        running = [name for name, context in self._contexts.items() if context.is_assigned_to_cache]
-        failures = [Failure(name, reason) for name in {*running, *request_ids}]
+        reason = ErrorRecord.from_error(private_memory.limit_error_for_requests())
+        running_ids = [
+            request_id for request_id, context in self._contexts.items() if context.is_assigned_to_cache
+        ]
+        failures = [Failure(request_id, reason) for request_id in {*running_ids, *request_ids}]
         self._send(StepResults(self._current_stats(), failures=failures))
 
     def _fail(self, request_id: str, error: Exception) -> Failure:
         """Return the message for a failed request. Log internal errors.
 
         Raises:
-            Exception: ``error`` itself, if it shows that the limit of private memory is reached.
+            Exception: ``error``, if it shows that the limit of private memory is reached.
         """
         if private_memory.is_exceeded(error):
             self._report_memory_limit(error, request_id)
             raise error
         if isinstance(error, RequestFailedError) or not isinstance(error, PenstockError):
             _LOG.error("request %s failed", request_id, exc_info=error.__cause__ or error)
-        return Failure(request_id, ErrorRecord.of(error))
+        return Failure(request_id, ErrorRecord.from_error(error))
 
     def _forget(self, request_id: str) -> bool:
         self._lengths.pop(request_id, None)
@@ -371,7 +373,9 @@ class _Loop:
 def _start_failure(error: Exception) -> ErrorRecord:
     """Return the error of a failed start. It includes the details of unexpected exceptions."""
     if private_memory.is_exceeded(error):
-        return ErrorRecord.of(private_memory.limit_error_for_load())
+        return ErrorRecord.from_error(private_memory.limit_error_for_load())
     if isinstance(error, PenstockError):
-        return ErrorRecord.of(error)
-    return ErrorRecord.of(UnavailableError(f"the worker could not start: {type(error).__name__}: {error}"))
+        return ErrorRecord.from_error(error)
+    return ErrorRecord.from_error(
+        UnavailableError(f"the worker could not start: {type(error).__name__}: {error}")
+    )

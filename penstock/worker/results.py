@@ -1,4 +1,4 @@
-"""The results of one request in the server, as they arrive from the worker."""
+"""`Generation`: the results of one request, which the server receives from the worker."""
 
 from __future__ import annotations
 
@@ -29,10 +29,9 @@ class RequestDelta:
     num_cached_tokens: int
     """Prompt tokens found in the prefix cache."""
     log_probabilities: list[PackedLogProbabilities | None] = field(default_factory=list)
-    """One entry per token if they were requested."""
+    """One entry per token; empty if log probabilities were not requested."""
     prompt_log_probabilities: PackedLogProbabilities | None = None
-    """Log probabilities of an echoed prompt, if the delta has no token; otherwise the first token carries
-    them."""
+    """Log probabilities of an echoed prompt if the delta has no token; otherwise the first token has them."""
     embeddings: EmbeddingsResponse | None = None
     """The response of an embeddings request."""
     audio: list[npt.NDArray[np.floating]] = field(default_factory=list)
@@ -87,7 +86,7 @@ class Generation:
         """Wait until the scheduler has admitted the request.
 
         Raises:
-            PenstockError: the scheduler has refused it.
+            PenstockError: the scheduler has rejected the request.
         """
         while not self._is_admitted and not self.is_done:
             await self._wait_for_change()
@@ -101,7 +100,7 @@ class Generation:
         """Wait for results, and return all results since the last call.
 
         Raises:
-            PenstockError: the error that ended the request; `UnavailableError` if the worker died.
+            PenstockError: the error that ended the request; `UnavailableError` if the worker ended.
         """
         while not self.is_done and (self._is_read_at_end or not self._results):
             await self._wait_for_change()
@@ -112,7 +111,7 @@ class Generation:
         raise StopAsyncIteration
 
     async def next_results(self) -> list[RequestResult]:
-        """Wait for results, and return all results since the last call; an empty list at the end.
+        """Wait for results, and return all results since the last call. Empty after the end of the request.
 
         Raises:
             PenstockError: the error that ended the request.
@@ -135,14 +134,14 @@ class Generation:
         return len(self._results)
 
     def read_at_end(self) -> None:
-        """Deliver all further results as one delta, at the end.
+        """Deliver all further results as one delta at the end of the request.
 
-        A reader of the whole response then wakes up once.
+        A reader of the whole response then wakes up only once.
         """
         self._is_read_at_end = True
 
     def cancel(self) -> None:
-        """Cancel the request. Its blocks are free one step later. Does nothing if it has ended."""
+        """Cancel the request. Its blocks are freed one step later. Does nothing if the request has ended."""
         if not self.is_done:
             self._status = TextGenerationStatus.CANCELLED
             self._cancel(self.request_id)

@@ -30,7 +30,7 @@ from penstock.worker.routing import (
 _LOG = logging.getLogger("penstock.worker")
 
 _STATES: tuple[EngineState, ...] = ("ready", "asleep", "starting", "restarting", "stopping", "stopped")
-"""States by precedence: the router reports the first of these that any worker has."""
+"""States by precedence. The router has the first state in this list that any worker has."""
 _POLL_INTERVAL = 0.02
 """Seconds between two checks whether the requests of a worker have ended."""
 MAX_WORKERS = 1024
@@ -45,13 +45,13 @@ class _RoutedRequest:
 
 
 class WorkerRouter:
-    """The `EngineClient` of several workers: chooses a worker for each request.
+    """The `EngineClient` of several workers. It chooses a worker for each request.
 
-    All workers run the same model with the same configuration. Each has its own queue and KV cache.
+    All workers run the same model with the same configuration. Each has a separate queue and KV cache.
 
     Args:
         workers: the clients of the workers, at least one.
-        policy: chooses the worker of a request. Default: `PrefixAware`, made at the first request.
+        policy: chooses the worker of a request; by default a `PrefixAware`, created at the first request.
         make_worker: creates a new client for worker ``i``, for `reload`.
     """
 
@@ -70,7 +70,7 @@ class WorkerRouter:
         self._draining = 0  # bit set of the workers that get no new requests
         self._is_reloading = False
         self._listeners: list[CacheListener] = []
-        self._num_lost_restarts = 0  # number of restarts of replaced workers
+        self._num_lost_restarts = 0  # number of restarts of workers that have been replaced
         self.prefixes = PrefixMap()
         """The blocks in the prefix caches of the workers."""
         if len(workers) > 1:
@@ -97,9 +97,9 @@ class WorkerRouter:
     @property
     def info(self) -> WorkerInfo:
         """The information of the first worker, with the smallest ``max_length`` of all workers."""
-        first = self._workers[0].info
-        shortest = min(worker.info.max_length for worker in self._workers)
-        return first if first.max_length == shortest else msgspec.structs.replace(first, max_length=shortest)
+        info = self._workers[0].info
+        length = min(worker.info.max_length for worker in self._workers)
+        return info if info.max_length == length else msgspec.structs.replace(info, max_length=length)
 
     @property
     def stats(self) -> WorkerStats:
@@ -110,9 +110,9 @@ class WorkerRouter:
 
     @property
     def adapters(self) -> dict[str, str]:
-        """The LoRA adapters that all workers have loaded, name to path."""
-        first, *others = (worker.adapters for worker in self._workers)
-        return {name: path for name, path in first.items() if all(name in other for other in others)}
+        """Name -> path of the LoRA adapters that all workers have loaded."""
+        adapters = [worker.adapters for worker in self._workers]
+        return {name: path for name, path in adapters[0].items() if all(name in names for names in adapters)}
 
     @property
     def num_outstanding(self) -> int:
@@ -134,7 +134,7 @@ class WorkerRouter:
     def submit(self, context: RequestContext) -> Generation:
         """Send a request to the worker that the policy chooses.
 
-        If that worker is not ready or its queue is full, the next best worker gets it.
+        If that worker is not ready or its queue is full, the policy chooses another worker.
 
         Raises:
             UnavailableError: no worker is ready.
@@ -144,19 +144,19 @@ class WorkerRouter:
         if len(self._workers) == 1:
             return self._workers[0].submit(context)
         if context.request_id in self._running:
-            raise InputError(f"request {context.request_id} is running already: give each request its own id")
+            raise InputError(f"request {context.request_id} is running already: use unique request ids")
         all_workers = (1 << len(self._workers)) - 1
         workers = all_workers & ~self._draining or all_workers
         digests = prompt_digests(context, self._workers[0].info)
         error: PenstockError | None = None
         while workers:
-            number = self._chooser().choose(context, digests, self._loads, workers)
+            number = self._current_policy().choose(context, digests, self._loads, workers)
             try:
                 generation = self._workers[number].submit(context)
-            except OverloadedError as full:
-                error = full
-            except UnavailableError as missing:
-                error = error or missing
+            except OverloadedError as overload_error:
+                error = overload_error
+            except UnavailableError as unavailable_error:
+                error = error or unavailable_error
             else:
                 self._track(generation, context, number, digests)
                 return generation
@@ -164,7 +164,7 @@ class WorkerRouter:
         assert error is not None
         raise error
 
-    def _chooser(self) -> RoutingPolicy:
+    def _current_policy(self) -> RoutingPolicy:
         if self._policy is None:
             info = self._workers[0].info
             self._policy = PrefixAware(self.prefixes, info.block_size, info.max_batch_size)
@@ -187,17 +187,19 @@ class WorkerRouter:
 
     def request_ended(self) -> asyncio.Future[None]:
         """Return a future that completes when a submitted request has ended after this call."""
-        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        sources = [worker.request_ended() for worker in self._workers]
+        combined_future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        futures = [worker.request_ended() for worker in self._workers]
 
         def complete(_: asyncio.Future[None]) -> None:
-            if not ended.done():
-                ended.set_result(None)
+            if not combined_future.done():
+                combined_future.set_result(None)
 
-        for source in sources:
-            source.add_done_callback(complete)
-        ended.add_done_callback(lambda _: [source.remove_done_callback(complete) for source in sources])
-        return ended
+        for future in futures:
+            future.add_done_callback(complete)
+        combined_future.add_done_callback(
+            lambda _: [future.remove_done_callback(complete) for future in futures]
+        )
+        return combined_future
 
     def watch_cache(self, listener: CacheListener) -> None:
         """Call a listener with the events of all prefix caches. Call it before the start."""
@@ -206,7 +208,7 @@ class WorkerRouter:
             self._workers[0].watch_cache(self._reporter(0, self._workers[0]))
 
     def _reporter(self, number: int, worker: EngineClient) -> CacheListener:
-        """Return the listener for a worker; events of a worker that is replaced are dropped."""
+        """Return the listener for a worker. Events of a replaced worker are dropped."""
 
         def report(_: int, events: Sequence[CacheEvent]) -> None:
             if self._workers[number] is worker:
@@ -222,21 +224,21 @@ class WorkerRouter:
     # -- Adapters, caches, sleep and profiles ------------------------------------------------------------
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Load a LoRA adapter into all workers. If one worker fails, all return to their previous state.
+        """Load a LoRA adapter into all workers. If this fails in one worker, it is undone in all workers.
 
         Raises:
             PenstockError: the adapter cannot be loaded, or a worker is not ready.
         """
-        previous: list[tuple[EngineClient, str | None]] = []
+        old_paths: list[tuple[EngineClient, str | None]] = []
         try:
             for worker in self._workers:
-                before = worker.adapters.get(name)
+                old_path = worker.adapters.get(name)
                 await worker.load_adapter(name, path)
-                previous.append((worker, before))
+                old_paths.append((worker, old_path))
         except PenstockError:
-            for worker, before in previous:
+            for worker, old_path in old_paths:
                 with suppress(PenstockError):
-                    await (worker.load_adapter(name, before) if before else worker.unload_adapter(name))
+                    await (worker.load_adapter(name, old_path) if old_path else worker.unload_adapter(name))
             raise
 
     async def unload_adapter(self, name: str) -> None:
@@ -250,18 +252,18 @@ class WorkerRouter:
             await worker.unload_adapter(name)
 
     async def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes of all workers."""
-        await _all(worker.reset_prefix_cache() for worker in self._workers)
+        """Remove all cached prefixes of all workers."""
+        await _gather(worker.reset_prefix_cache() for worker in self._workers)
 
     async def sleep(self, level: SleepLevel, grace: float) -> None:
-        """Put all workers to sleep. If one worker cannot sleep, all are woken up.
+        """Put all workers to sleep. If one worker cannot sleep, all workers are woken up.
 
         Raises:
             PenstockError: a worker is not ready, or its device cannot release this memory.
         """
         self._check_not_reloading()
         try:
-            await _all(worker.sleep(level, grace) for worker in self._workers)
+            await _gather(worker.sleep(level, grace) for worker in self._workers)
         except PenstockError:
             for worker in self._workers:
                 with suppress(PenstockError):
@@ -270,15 +272,15 @@ class WorkerRouter:
 
     async def wake_up(self) -> None:
         """Wake all workers up."""
-        await _all(worker.wake_up() for worker in self._workers)
+        await _gather(worker.wake_up() for worker in self._workers)
 
     async def start_profile(self) -> None:
         """Start recording a profile of each worker, until `stop_profile`."""
-        await _all(worker.start_profile() for worker in self._workers)
+        await _gather(worker.start_profile() for worker in self._workers)
 
     async def stop_profile(self) -> None:
         """Stop recording, and write the profiles."""
-        await _all(worker.stop_profile() for worker in self._workers)
+        await _gather(worker.stop_profile() for worker in self._workers)
 
     # -- Start, reload and stop --------------------------------------------------------------------------
 
@@ -288,7 +290,7 @@ class WorkerRouter:
             worker.launch()
 
     async def start(self) -> None:
-        """Start all workers and return when all are ready.
+        """Start all workers, and return when all workers are ready.
 
         Raises:
             PenstockError: the reason why a worker could not start. All workers are stopped then.
@@ -308,23 +310,23 @@ class WorkerRouter:
         await asyncio.gather(*(worker.stop(grace) for worker in self._workers))
 
     async def reload(self, grace: float) -> None:
-        """Replace the workers one after the other by new ones, which read the checkpoint again.
+        """Replace the workers one after the other by new workers, which read the checkpoint again.
 
-        A worker gets no new requests, finishes its running requests and ends. Then its replacement starts.
-        Meanwhile all other workers serve requests. A single worker ends only after its replacement has
-        started, so both need memory at the same time. The replacements load the adapters of their
-        predecessors.
+        A worker that is being replaced gets no new requests, finishes its running requests, and ends. Then
+        its replacement starts. All other workers serve requests during this time. If there is a single
+        worker, it ends only after its replacement has started. Both workers then need memory at the same
+        time. The replacements load the adapters of their predecessors.
 
         Args:
-            grace: seconds that the running requests of a worker have to finish; then they fail.
+            grace: seconds after which the running requests of a worker fail.
 
         Raises:
             PenstockError: a replacement cannot start, or another reload runs. With several workers, the
-                worker whose replacement failed stays down, and later workers are not replaced.
+                worker whose replacement failed is not available, and later workers are not replaced.
         """
         self._check_not_reloading()
         if self.state == "asleep":
-            raise UnavailableError("the model is asleep: wake it up, which loads it again", retry_after=1)
+            raise UnavailableError("the model is asleep: waking it up also loads it again", retry_after=1)
         self._is_reloading = True
         try:
             for number in range(len(self._workers)):
@@ -333,28 +335,28 @@ class WorkerRouter:
             self._is_reloading = False
 
     async def _replace(self, number: int, grace: float) -> None:
-        assert self._make_worker is not None, "this router cannot make workers"
-        old, new = self._workers[number], self._make_worker(number)
+        assert self._make_worker is not None, "this router has no make_worker"
+        old_worker, new_worker = self._workers[number], self._make_worker(number)
         self._draining |= 1 << number
         try:
             if len(self._workers) > 1:
                 await self._drain(number, grace)
-                await old.stop(0)
+                await old_worker.stop(0)
             if self._listeners or len(self._workers) > 1:
-                new.watch_cache(self._reporter(number, new))
-            await new.start()
+                new_worker.watch_cache(self._reporter(number, new_worker))
+            await new_worker.start()
             try:
-                await _copy_adapters(old, new)
+                await _copy_adapters(old_worker, new_worker)
             except BaseException:
-                await new.stop(0)
+                await new_worker.stop(0)
                 raise
-            self._workers[number] = new
+            self._workers[number] = new_worker
             self._report(number, [BlocksCleared()])
-            self._num_lost_restarts += old.num_restarts
+            self._num_lost_restarts += old_worker.num_restarts
         finally:
             self._draining &= ~(1 << number)
         if len(self._workers) == 1:
-            await old.stop(grace)
+            await old_worker.stop(grace)
         _LOG.info("worker %d is replaced", number)
 
     async def _drain(self, number: int, grace: float) -> None:
@@ -366,20 +368,20 @@ class WorkerRouter:
 
     def _check_not_reloading(self) -> None:
         if self._is_reloading:
-            raise UnavailableError("the model is being reloaded: wait until that has finished", retry_after=5)
+            raise UnavailableError("the model is being reloaded: try again later", retry_after=5)
 
 
-async def _copy_adapters(old: EngineClient, new: EngineClient) -> None:
-    """Load the adapters of a worker into its replacement, and unload others."""
-    wanted = old.adapters
-    for name in new.adapters.keys() - wanted.keys():
-        await new.unload_adapter(name)
-    for name, path in wanted.items():
-        if new.adapters.get(name) != path:
-            await new.load_adapter(name, path)
+async def _copy_adapters(old_worker: EngineClient, new_worker: EngineClient) -> None:
+    """Load the adapters of a worker into its replacement, and unload all other adapters."""
+    old_adapters = old_worker.adapters
+    for name in new_worker.adapters.keys() - old_adapters.keys():
+        await new_worker.unload_adapter(name)
+    for name, path in old_adapters.items():
+        if new_worker.adapters.get(name) != path:
+            await new_worker.load_adapter(name, path)
 
 
-async def _all(calls: Iterable[Coroutine[None, None, None]]) -> None:
+async def _gather(calls: Iterable[Coroutine[None, None, None]]) -> None:
     """Run calls concurrently, wait for all, and raise the first error."""
     results = await asyncio.gather(*calls, return_exceptions=True)
     for result in results:

@@ -1,4 +1,4 @@
-"""Routing policies: the choice of the worker for a request."""
+"""Routing policies, which choose the worker of a request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ rarely changes the choice."""
 REQUEST_COST = 96
 """Cost of a request in addition to its prompt: the number of prompt tokens that take as long to compute."""
 MAX_SESSIONS = 100_000
-"""Maximum number of sessions with an assigned worker; the least recently used are dropped."""
+"""Maximum number of sessions with an assigned worker. The least recently used sessions are dropped."""
 
 
 @dataclass(slots=True)
@@ -28,18 +28,18 @@ class RequestLoad:
 
     worker: int
     num_tokens: int
-    """Prompt tokens that the worker computes; 0 from the first result on."""
+    """Prompt tokens that the worker computes; 0 after the first result."""
 
 
 class WorkerLoads:
     """The number and the cost of the requests of each worker.
 
-    A request costs `REQUEST_COST`. Until its first result it also costs half of the prompt tokens that its
-    worker computes: on average, the other half has been computed when a further request arrives.
+    A request costs `REQUEST_COST`. Until its first result, half of the prompt tokens that its worker computes
+    are added to the cost. On average, the other half has been computed when the next request arrives.
 
     Args:
         num_workers: the number of workers.
-        weight: number of requests as which each request counts.
+        weight: factor by which the number and the cost of each request are multiplied.
     """
 
     def __init__(self, num_workers: int = 0, weight: int = 1) -> None:
@@ -55,7 +55,7 @@ class WorkerLoads:
         self.costs.append(0)
 
     def clear(self, worker: int) -> None:
-        """Remove all requests of a worker; `start` and `end` must not be called for them afterwards."""
+        """Remove all requests of a worker. `start` and `end` must not be called for them afterwards."""
         self.num_requests[worker] = self.costs[worker] = 0
 
     def add(self, worker: int, num_tokens: int) -> RequestLoad:
@@ -65,7 +65,7 @@ class WorkerLoads:
         return RequestLoad(worker, num_tokens)
 
     def start(self, load: RequestLoad) -> None:
-        """Record that the first result of a request has arrived: its prompt is computed."""
+        """Record that the first result of a request has arrived, so its prompt is computed."""
         self.costs[load.worker] -= self._weight * (load.num_tokens // 2)
         load.num_tokens = 0
 
@@ -77,7 +77,7 @@ class WorkerLoads:
 
 
 class RoutingPolicy(Protocol):
-    """Chooses the worker of each request. Called in the event loop, so it must be fast."""
+    """Chooses the worker of each request. It is called in the event loop, so it must not take long."""
 
     def choose(
         self, context: RequestContext, digests: Sequence[bytes], loads: WorkerLoads, workers: int
@@ -86,7 +86,7 @@ class RoutingPolicy(Protocol):
 
         Args:
             context: the request.
-            digests: the digests of its prompt's full blocks, as `prompt_digests`.
+            digests: the result of `prompt_digests` for the request.
             loads: the running and waiting requests of each worker.
             workers: the workers to choose from, bit ``i`` for worker ``i``; at least one.
         """
@@ -94,12 +94,12 @@ class RoutingPolicy(Protocol):
 
 
 class LeastLoaded:
-    """Chooses the worker with the fewest requests; the first of several such workers."""
+    """Chooses the worker with the fewest requests, and the first of several such workers."""
 
     def choose(
         self, context: RequestContext, digests: Sequence[bytes], loads: WorkerLoads, workers: int
     ) -> int:
-        return lowest(loads.num_requests, workers)
+        return worker_with_lowest(loads.num_requests, workers)
 
 
 class PrefixAware:
@@ -112,7 +112,7 @@ class PrefixAware:
     Args:
         prefixes: the caches of the workers.
         block_size: tokens per block.
-        max_imbalance: see above.
+        max_imbalance: maximum difference of numbers of requests, see above.
     """
 
     def __init__(self, prefixes: PrefixMap, block_size: int, max_imbalance: int) -> None:
@@ -126,10 +126,10 @@ class PrefixAware:
     ) -> int:
         session = context.session_id
         if not session:
-            return self._cheapest(digests, loads.costs, workers)
+            return self._worker_with_lowest_cost(digests, loads.costs, workers)
         worker = self._sessions.get(session)
         if worker is None or not workers >> worker & 1 or self._is_overloaded(worker, loads, workers):
-            worker = self._cheapest(digests, loads.costs, workers)
+            worker = self._worker_with_lowest_cost(digests, loads.costs, workers)
         self._sessions[session] = worker
         self._sessions.move_to_end(session)
         if len(self._sessions) > MAX_SESSIONS:
@@ -139,29 +139,29 @@ class PrefixAware:
     def _is_overloaded(self, worker: int, loads: WorkerLoads, workers: int) -> bool:
         """Return whether a worker has too many requests to receive a further request of its sessions."""
         num_requests = loads.num_requests
-        least = lowest(num_requests, workers)
-        return num_requests[worker] - num_requests[least] > self._max_imbalance
+        least_loaded = worker_with_lowest(num_requests, workers)
+        return num_requests[worker] - num_requests[least_loaded] > self._max_imbalance
 
-    def _cheapest(self, digests: Sequence[bytes], costs: Sequence[int], workers: int) -> int:
+    def _worker_with_lowest_cost(self, digests: Sequence[bytes], costs: Sequence[int], workers: int) -> int:
         depths = self._prefixes.depths(digests, workers) if digests else {}
-        best, size = lowest(costs, workers), self._block_size
-        least = costs[best]
+        best_worker, block_size = worker_with_lowest(costs, workers), self._block_size
+        min_cost = costs[best_worker]
         for worker, depth in depths.items():
-            cost = costs[worker] - size * depth
-            if cost < least or (cost == least and costs[worker] < costs[best]):
-                best, least = worker, cost
-        return best
+            cost = costs[worker] - block_size * depth
+            if cost < min_cost or (cost == min_cost and costs[worker] < costs[best_worker]):
+                best_worker, min_cost = worker, cost
+        return best_worker
 
 
-def lowest(values: Sequence[int], workers: int) -> int:
-    """Return the worker of a set with the lowest value; the first of several such workers."""
+def worker_with_lowest(values: Sequence[int], workers: int) -> int:
+    """Return the worker of a set with the lowest value, and the first of several such workers."""
     if workers + 1 == 1 << len(values):
         return values.index(min(values))
     return min((worker for worker in range(len(values)) if workers >> worker & 1), key=values.__getitem__)
 
 
 def num_uncached_tokens(context: RequestContext, info: WorkerInfo, num_cached_blocks: int) -> int:
-    """Return the number of prompt tokens that a worker with ``num_cached_blocks`` leading blocks computes.
+    """Return the number of prompt tokens to compute if ``num_cached_blocks`` leading blocks are cached.
 
     Tokens after the first `MAX_DIGESTS` blocks are not counted, because it is unknown whether they are
     cached.
@@ -172,8 +172,9 @@ def num_uncached_tokens(context: RequestContext, info: WorkerInfo, num_cached_bl
 def prompt_digests(context: RequestContext, info: WorkerInfo) -> list[bytes]:
     """Return the digests of the full blocks that a worker looks up for a prompt, as its KV cache hashes them.
 
-    Empty if the request does not use the prefix cache. Also empty for requests with an adapter, because only
-    the workers have the digest of its content. At most `MAX_DIGESTS` blocks are hashed.
+    The result is empty if the request does not use the prefix cache. It is also empty for requests with an
+    adapter, because only the workers have the digest of the adapter's content. At most `MAX_DIGESTS` blocks
+    are hashed.
     """
     if info.prefix_limits is None or context.log_probabilities_echo or context.adapter is not None:
         return []

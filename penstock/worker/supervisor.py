@@ -1,4 +1,4 @@
-"""Supervision of one worker: start, liveness, restart, shutdown.
+"""Supervises one worker: start, liveness, restart and shutdown.
 
     starting --> ready --> restarting --> ready ...     a worker that ends unexpectedly is restarted
         |          |           |
@@ -39,32 +39,33 @@ from penstock.worker.process import Endpoint, WorkerRuntime
 
 _LOG = logging.getLogger("penstock.worker")
 
-_WORKER_DIED = "the worker process died{} and is being restarted: try again"
+_WORKER_ENDED = "the worker process ended unexpectedly{} and is being restarted: try again"
 
 MAX_FAILED_STARTS = 5
 """Number of consecutive failed starts after which the worker is no longer restarted."""
 RESTART_DELAY = 0.25
-"""Seconds between the first failed start and the next start. Doubled after each further failure."""
+"""Seconds between the first failed start and the next start. The time is doubled after each further failure.
+"""
 PING_INTERVAL = 2.0
 """Seconds between two checks of an idle worker."""
 DRAIN_TIMEOUT = 0.05
-"""Seconds to wait for the last messages of a worker that ended."""
+"""Seconds to wait for the last messages of a worker that has ended."""
 SHUTDOWN_TIMEOUT = 5.0
 """Seconds to wait for a worker to exit after `Stop`, before it is killed."""
 
 
 class WorkerSupervisor:
-    """Starts one worker, restarts it if it ends or hangs, and carries commands and reports.
+    """Starts one worker, restarts it if it ends or hangs, and transfers commands and reports.
 
     Args:
         factory: loads the model in the worker's process; picklable, unless ``in_thread``.
         on_report: called with each report from the worker, except reports about its start.
         on_start: awaited after the model is loaded and before the worker is ready.
         on_end: called with the reason each time a started worker ends unexpectedly.
-        in_thread: run the worker in a thread of this process, for tests.
+        in_thread: whether the worker runs in a thread of this process, for tests.
         hang_limit: seconds without a report and without progress after which the worker is killed and
-            restarted. A long step of a process counts as progress. A worker in a thread has no progress
-            counter: use a large limit for it.
+            restarted. In a worker process, a long step also counts as progress. A worker in a thread has no
+            progress counter, so it needs a large limit.
         memory_limit: limit of the worker's private memory, in bytes.
     """
 
@@ -83,14 +84,14 @@ class WorkerSupervisor:
         self._on_report = on_report
         self._on_start = on_start
         self._on_end = on_end
-        self._in_thread = in_thread
+        self._runs_in_thread = in_thread
         self._hang_limit = hang_limit
         self._memory_limit = memory_limit
         self._endpoint_numbers = count()
         self._state: EngineState = "stopped"
         self._was_ready = False  # whether the worker was ready when the shutdown began
         self.is_asleep = False
-        """Whether the worker was put to sleep, so that requests are refused; `WorkerClient` sets it."""
+        """Whether the worker is asleep, so that requests are rejected. `WorkerClient` sets it."""
         self._connection: WorkerConnection | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._folder = ""
@@ -114,7 +115,7 @@ class WorkerSupervisor:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the worker has loaded its model and was silent for less than the hang limit."""
+        """Whether the worker has loaded its model, and answered or made progress within the hang limit."""
         silence = 0.0 if self._liveness is None else self._liveness.silence
         if self.is_asleep and self._state == "stopped":
             return self.failure is None
@@ -122,12 +123,12 @@ class WorkerSupervisor:
 
     @property
     def is_running(self) -> bool:
-        """Whether the worker is launched and not stopped."""
+        """Whether the worker has been launched and not stopped."""
         return self._context is not None
 
     @property
     def info(self) -> WorkerInfo:
-        """The information that the newest worker reported when it had started."""
+        """The information that the newest worker reported after its start."""
         assert self._info is not None, "the worker has not started"
         return self._info
 
@@ -157,7 +158,7 @@ class WorkerSupervisor:
         elif self._state == "starting":
             reason = "the model is being loaded: try again"
         elif self._state == "restarting":
-            reason = _WORKER_DIED.format("")
+            reason = _WORKER_ENDED.format("")
         else:
             reason = "the server is shutting down"
         raise UnavailableError(reason, retry_after=self.retry_after)
@@ -203,7 +204,7 @@ class WorkerSupervisor:
             raise
 
     def begin_stop(self) -> bool:
-        """Stop accepting requests. Return False if the worker is stopped or is being stopped already."""
+        """Stop accepting requests. Return False if the worker has been stopped or is being stopped."""
         if self._context is None or self._state == "stopping":
             return False
         self._was_ready, self._state = self._state == "ready", "stopping"
@@ -242,7 +243,7 @@ class WorkerSupervisor:
                 self._clean_up()
                 first_start.set_exception(error)
                 return
-            self._on_end(_WORKER_DIED.format(f" ({reason})" if reason else ""))
+            self._on_end(_WORKER_ENDED.format(f" ({reason})" if reason else ""))
             if self._state == "stopping":
                 return
             self._state = "restarting"
@@ -296,18 +297,18 @@ class WorkerSupervisor:
         """Return whether a coroutine completes before the worker ends or hangs."""
         assert self._connection is not None
         connection = self._connection
-        task, ended = asyncio.create_task(coroutine), asyncio.create_task(connection.end_event.wait())
-        hangs = asyncio.create_task(self._wait_until_start_hangs(connection))
+        task, end_task = asyncio.create_task(coroutine), asyncio.create_task(connection.end_event.wait())
+        hang_task = asyncio.create_task(self._wait_until_start_hangs(connection))
         try:
-            await asyncio.wait({task, ended, hangs}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({task, end_task, hang_task}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 await asyncio.sleep(DRAIN_TIMEOUT)
                 connection.drain()
                 await asyncio.sleep(0)
             return task.done()
         finally:
-            for started in (task, ended, hangs):
-                started.cancel()
+            for pending_task in (task, end_task, hang_task):
+                pending_task.cancel()
 
     async def _wait_until_start_hangs(self, connection: WorkerConnection) -> None:
         """Wait until a starting worker has made no progress for too long, or is suspended."""
@@ -342,13 +343,13 @@ class WorkerSupervisor:
             self._context,
             self._factory,
             endpoint,
-            in_thread=self._in_thread,
+            in_thread=self._runs_in_thread,
             memory_limit=self._memory_limit,
         )
         return self._connection
 
     def _disconnect(self) -> str:
-        """End the worker. Return how it ended."""
+        """End the worker. Return a description of how it ended."""
         connection, self._connection = self._connection, None
         exit_status = connection.close() if connection is not None else ""
         return self._kill_reason or exit_status
@@ -369,7 +370,7 @@ class WorkerSupervisor:
 
 
 def _fail_unfinished_start(first_start: asyncio.Future[None]) -> None:
-    """Wake the caller of `start` if supervision ended before the first start completed."""
+    """End the wait of `start` with an error if the supervision ended before the first start."""
     if not first_start.done():
         first_start.set_exception(UnavailableError("the server was stopped while it started"))
 

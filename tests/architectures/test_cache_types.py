@@ -36,7 +36,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("model"), tiny_config() | SIZES)
 
 
-def with_scales(
+def write_checkpoint_with_scales(
     checkpoint: Path, folder: Path, tensors: dict[str, Tensor], scheme: object = SCHEME, layers: int = 2
 ) -> Path:
     """Write a copy of the checkpoint with these scale tensors in each layer and a ``kv_cache_scheme``."""
@@ -73,57 +73,61 @@ def compute_logits(pipeline: TextGenerationPipeline) -> Tensor:
     return step_logits(pipeline, [make_context(PROMPT)])[0]
 
 
-def mean_difference(logits: Tensor, reference: Tensor) -> float:
-    """Return the mean difference of log probabilities."""
+def mean_absolute_difference(logits: Tensor, reference: Tensor) -> float:
+    """Return the mean absolute difference of the log probabilities."""
     return float((logits.log_softmax(-1) - reference.log_softmax(-1)).abs().mean())
 
 
 def test_logits_of_8_bit_caches_are_close_to_float32(checkpoint: Path) -> None:
     float32_logits = compute_logits(open_with_kv_cache(checkpoint, "float32"))
     errors = {
-        kind: mean_difference(compute_logits(open_with_kv_cache(checkpoint, kind)), float32_logits)
-        for kind in ("bfloat16", "int8", "fp8")
+        kv_type: mean_absolute_difference(
+            compute_logits(open_with_kv_cache(checkpoint, kv_type)), float32_logits
+        )
+        for kv_type in ("bfloat16", "int8", "fp8")
     }
-    # A mantissa of 3 bits instead of 7.
+    # fp8 has a mantissa of 3 bits and bfloat16 one of 7 bits, so fp8 rounds 2**4 times as coarsely.
     assert 0 < errors["bfloat16"] < errors["fp8"] < 16 * errors["bfloat16"]
-    assert errors["fp8"] < 0.2  # large because the weights are random
+    assert errors["fp8"] < 0.2  # Random weights make the bound large.
 
 
 def test_scales_are_computed_for_each_row_unless_the_checkpoint_stores_them(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    rows = open_with_kv_cache(checkpoint)
-    heads = open_with_kv_cache(
-        with_scales(checkpoint, tmp_path, {"k_scale": torch.ones(1), "v_scale": torch.ones(1)})
+    row_scales_pipeline = open_with_kv_cache(checkpoint)
+    fixed_scales_pipeline = open_with_kv_cache(
+        write_checkpoint_with_scales(
+            checkpoint, tmp_path, {"k_scale": torch.ones(1), "v_scale": torch.ones(1)}
+        )
     )
-    (plain_group,), (fixed_group,) = (
-        opened_pipeline.model.kv_cache_spec.groups for opened_pipeline in (rows, heads)
+    (row_scales_group,), (fixed_scales_group,) = (
+        pipeline.model.kv_cache_spec.groups for pipeline in (row_scales_pipeline, fixed_scales_pipeline)
     )
-    assert plain_group.dtype is fixed_group.dtype is DType.float8_e4m3fn
-    assert plain_group.bytes_per_block(16) == 2 * 2 * 2 * 16 * (16 + 4)
-    assert fixed_group.bytes_per_block(16) == 2 * 2 * 2 * 16 * 16
-    assert heads.memory_plan.num_blocks[0] > rows.memory_plan.num_blocks[0]
-    assert rows.kv.storage.scales[0].is_contiguous()
-    assert heads.kv.storage.scales[0].untyped_storage().nbytes() == 2 * 2 * 4
+    assert row_scales_group.dtype is fixed_scales_group.dtype is DType.float8_e4m3fn
+    assert row_scales_group.bytes_per_block(16) == 2 * 2 * 2 * 16 * (16 + 4)
+    assert fixed_scales_group.bytes_per_block(16) == 2 * 2 * 2 * 16 * 16
+    assert fixed_scales_pipeline.memory_plan.num_blocks[0] > row_scales_pipeline.memory_plan.num_blocks[0]
+    assert row_scales_pipeline.kv.storage.scales[0].is_contiguous()
+    assert fixed_scales_pipeline.kv.storage.scales[0].untyped_storage().nbytes() == 2 * 2 * 4
 
 
-NAMES = {
+SCALE_NAMES = {
     "compressed-tensors": ("k_scale", "v_scale"),
     "modelopt": ("k_proj.k_scale", "v_proj.v_scale"),
     "early": ("k_proj.output_scale", "v_proj.output_scale"),
 }
 
 
-@pytest.mark.parametrize("names", NAMES.values(), ids=NAMES)
+@pytest.mark.parametrize("names", SCALE_NAMES.values(), ids=SCALE_NAMES)
 def test_scales_stored_in_the_checkpoint_are_used(
     checkpoint: Path, tmp_path: Path, names: tuple[str, str]
 ) -> None:
     float32_logits = compute_logits(open_with_kv_cache(checkpoint, "float32"))
     for scales, is_close in (((0.02, 0.03), True), ((0.0001, 0.03), False), ((0.02, 0.0001), False)):
         tensors = {name: torch.tensor(value) for name, value in zip(names, scales, strict=True)}
-        pipeline = open_with_kv_cache(with_scales(checkpoint, tmp_path, tensors))
+        pipeline = open_with_kv_cache(write_checkpoint_with_scales(checkpoint, tmp_path, tensors))
         assert pipeline.kv.storage.scales[1][:, 0, 1, 3].tolist() == pytest.approx(scales)
-        error = mean_difference(compute_logits(pipeline), float32_logits)
+        error = mean_absolute_difference(compute_logits(pipeline), float32_logits)
         # A scale that is too small clips the values.
         assert 0 < error < 0.2 if is_close else error > 0.4, (
             scales,
@@ -137,7 +141,7 @@ def test_scales_for_each_kv_head_are_sharded_with_the_heads(checkpoint: Path, tm
         "v_scale": torch.tensor([0.01]).bfloat16(),
     }
     pipeline = open_with_kv_cache(
-        with_scales(checkpoint, tmp_path, tensors, {**SCHEME, "strategy": "attn_head"})
+        write_checkpoint_with_scales(checkpoint, tmp_path, tensors, {**SCHEME, "strategy": "attn_head"})
     )
     scales = pipeline.kv.storage.scales[0]
     assert scales[0, 5, :, 7].tolist() == pytest.approx([0.02, 0.03])
@@ -158,7 +162,7 @@ def test_scales_of_an_unsupported_scheme_are_ignored(
     checkpoint: Path, tmp_path: Path, scheme: object
 ) -> None:
     tensors = {"k_scale": torch.tensor(1e-5), "v_scale": torch.tensor(1e-5)}
-    pipeline = open_with_kv_cache(with_scales(checkpoint, tmp_path, tensors, scheme))
+    pipeline = open_with_kv_cache(write_checkpoint_with_scales(checkpoint, tmp_path, tensors, scheme))
     assert pipeline.model.kv_cache_spec is not None
     assert not pipeline.model.kv_cache_spec.groups[0].has_fixed_scales
 
@@ -166,9 +170,11 @@ def test_scales_of_an_unsupported_scheme_are_ignored(
 def test_incomplete_scales_are_ignored_with_a_warning(
     checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pair = {"k_scale": torch.tensor(0.1), "v_scale": torch.tensor(0.1)}
-    for number, (tensors, layers) in enumerate(((pair, 1), ({"k_scale": torch.tensor(0.1)}, 2))):
-        pipeline = open_with_kv_cache(with_scales(checkpoint, tmp_path / str(number), tensors, layers=layers))
+    both_scales = {"k_scale": torch.tensor(0.1), "v_scale": torch.tensor(0.1)}
+    for number, (tensors, layers) in enumerate(((both_scales, 1), ({"k_scale": torch.tensor(0.1)}, 2))):
+        pipeline = open_with_kv_cache(
+            write_checkpoint_with_scales(checkpoint, tmp_path / str(number), tensors, layers=layers)
+        )
         assert pipeline.model.kv_cache_spec is not None
         assert not pipeline.model.kv_cache_spec.groups[0].has_fixed_scales
     assert "layers [0, 1] lack the key or the value scale" in caplog.text
@@ -187,19 +193,19 @@ def test_incomplete_scales_are_ignored_with_a_warning(
     ],
 )
 def test_invalid_scales_are_refused(checkpoint: Path, tmp_path: Path, scale: Tensor, message: str) -> None:
-    folder = with_scales(checkpoint, tmp_path, {"k_scale": scale, "v_scale": torch.ones(1)})
+    folder = write_checkpoint_with_scales(checkpoint, tmp_path, {"k_scale": scale, "v_scale": torch.ones(1)})
     with pytest.raises(WeightsError, match=message):
         open_with_kv_cache(folder)
-    compute_logits(open_with_kv_cache(folder, "int8"))  # a cache of another type does not read the scales
+    compute_logits(open_with_kv_cache(folder, "int8"))  # an int8 cache does not read the scales
 
 
-@pytest.mark.parametrize("is_fixed", [False, True])
-def test_text_is_the_same_alone_batched_and_from_the_prefix_cache(
-    checkpoint: Path, tmp_path: Path, is_fixed: bool
+@pytest.mark.parametrize("has_fixed_scales", [False, True])
+def test_text_does_not_depend_on_the_batch_or_the_prefix_cache(
+    checkpoint: Path, tmp_path: Path, has_fixed_scales: bool
 ) -> None:
-    if is_fixed:
+    if has_fixed_scales:
         scales = {"k_scale": torch.tensor(0.02), "v_scale": torch.tensor(0.02)}
-        checkpoint = with_scales(checkpoint, tmp_path, scales)
+        checkpoint = write_checkpoint_with_scales(checkpoint, tmp_path, scales)
     prompts = [PROMPT, PROMPT[:40], [*PROMPT[:33], 7], [3, 4]]
     single_pipeline = open_with_kv_cache(checkpoint, deterministic=True, enable_prefix_caching=False)
     expected = [generate_tokens(single_pipeline, [make_context(prompt, 12)])[0] for prompt in prompts]
@@ -208,14 +214,14 @@ def test_text_is_the_same_alone_batched_and_from_the_prefix_cache(
         assert generate_tokens(pipeline, [make_context(prompt, 12) for prompt in prompts]) == expected
     storage = pipeline.kv.storage
     storage.caches[0].view(torch.uint8)[:, 3] = 7
-    scales_before = [None if is_fixed else scale.clone() for scale in storage.scales]
+    scales_before = [None if has_fixed_scales else scale.clone() for scale in storage.scales]
     storage.copy_block(0, 3, 4)
     assert (storage.caches[0][:, 4].view(torch.uint8) == 7).all()
-    assert is_fixed or torch.equal(storage.scales[0][:, 4], scales_before[0][:, 3])
-    assert len(storage.block_tensors(0)) == (1 if is_fixed else 2)
+    assert has_fixed_scales or torch.equal(storage.scales[0][:, 4], scales_before[0][:, 3])
+    assert len(storage.block_tensors(0)) == (1 if has_fixed_scales else 2)
     storage.discard()
     assert not storage.caches[0].view(torch.uint8).any()
-    assert bool(storage.scales[0].any()) == is_fixed
+    assert bool(storage.scales[0].any()) == has_fixed_scales
 
 
 def test_the_cpu_kernels_log_that_they_fall_back_to_the_reference(

@@ -18,9 +18,8 @@ SMALL_COUNTS = st.integers(0, 3)
 SEQUENCES = st.lists(
     st.tuples(st.integers(0, 9), st.integers(1, 4), SMALL_COUNTS, st.integers(1, 5)), min_size=1
 )
-"""For each sequence: number of computed tokens, of tokens to compute, of drafts, and of requested logit rows.
-"""
-DECODING = st.lists(st.tuples(st.integers(0, 9), st.just(1), st.just(0), st.just(1)), min_size=1)
+"""Each sequence has four numbers: computed tokens, tokens to compute, drafts, and requested logit rows."""
+DECODE_STEPS = st.lists(st.tuples(st.integers(0, 9), st.just(1), st.just(0), st.just(1)), min_size=1)
 
 
 @pytest.fixture(scope="module")
@@ -29,21 +28,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @settings(max_examples=num_examples(60), deadline=None)
-@given(sequences=st.one_of(SEQUENCES, DECODING))
+@given(sequences=st.one_of(SEQUENCES, DECODE_STEPS))
 def test_input_tensors_equal_values_computed_row_by_row(
     model: Any, sequences: list[tuple[int, int, int, int]]
 ) -> None:
     contexts, drafts, tokens, positions = [], [], [], []
     row_offsets, logit_rows, logit_offsets = [0], [], [0]
-    for number, (start, count, num_drafts, num_logits) in enumerate(sequences):
-        text = [(7 * number + position) % 50 for position in range(start + count)]
+    for number, (num_computed, num_active, num_drafts, num_logits) in enumerate(sequences):
+        text = [(7 * number + position) % 50 for position in range(num_computed + num_active)]
         context = make_context(text)
-        context.set_token_indices(start_idx=start)
+        context.set_token_indices(start_idx=num_computed)
         contexts.append(context)
         drafts.append([60 + position for position in range(num_drafts)])
-        rows = text[start:] + drafts[-1]
+        rows = text[num_computed:] + drafts[-1]
         tokens += rows
-        positions += range(start, start + len(rows))
+        positions += range(num_computed, num_computed + len(rows))
         row_offsets.append(row_offsets[-1] + len(rows))
         logit_rows += range(row_offsets[-1] - min(num_logits, len(rows)), row_offsets[-1])
         logit_offsets.append(len(logit_rows))

@@ -31,11 +31,11 @@ def test_dense_embeddings_have_the_size_of_the_projection(tmp_path: Path) -> Non
     assert dense.multi_vector.shape == (len(TOKENS), 40)
 
 
-@pytest.mark.parametrize(("token", "kind"), [(2, "image"), (1, "audio")])
-def test_tokens_of_images_and_audio_are_refused_by_name(tmp_path: Path, token: int, kind: str) -> None:
+@pytest.mark.parametrize(("token", "input_type"), [(2, "image"), (1, "audio")])
+def test_tokens_of_images_and_audio_are_refused_by_name(tmp_path: Path, token: int, input_type: str) -> None:
     pipeline = open_encoder(save_checkpoint(tmp_path))
     context = embeddings_context([*TOKENS[:4], token, 7])
-    with pytest.raises(UnsupportedFeatureError, match=f"input of type {kind}.* token 4 .* id {token}"):
+    with pytest.raises(UnsupportedFeatureError, match=f"input of type {input_type}.* token 4 .* id {token}"):
         pipeline.ready(context)
     assert pipeline.ready(embeddings_context(TOKENS))
 
@@ -46,9 +46,9 @@ def test_tensors_of_the_image_and_audio_encoders_are_not_loaded(tmp_path: Path) 
     [expected] = encode_all(pipeline, [TOKENS])
     path = tmp_path / "model.safetensors"
     tensors: dict[str, Tensor] = load_file(path)
-    any_tensor = next(iter(tensors.values())).clone()
+    example_tensor = next(iter(tensors.values())).clone()
     for name in ("vision_tower.layers.0.weight", "embed_vision.weight", "audio_tower.a", "embed_audio.b"):
-        tensors[name] = any_tensor.clone()
+        tensors[name] = example_tensor.clone()
     save_file(tensors, path)
     [result] = encode_all(open_encoder(tmp_path), [TOKENS])
     assert np.array_equal(result.embeddings, expected.embeddings)

@@ -62,8 +62,10 @@ def test_hidden_states_equal_those_of_transformers(encoder: tuple[Any, Embedding
     responses = encode_all(pipeline, inputs, outputs=("dense",), pooling="mean", normalize=False)
     for tokens, response in zip(inputs, responses, strict=True):
         assert_close(response.embeddings, reference_hidden_states(model, tokens).mean(0))
-    [first] = encode_all(pipeline, inputs[3:4], outputs=("dense",), pooling="last_token", normalize=False)
-    assert_close(first.embeddings, reference_hidden_states(model, inputs[3])[-1])
+    [last_token_response] = encode_all(
+        pipeline, inputs[3:4], outputs=("dense",), pooling="last_token", normalize=False
+    )
+    assert_close(last_token_response.embeddings, reference_hidden_states(model, inputs[3])[-1])
 
 
 WIDE_LAST_LAYER = {"per_layer_config": {"3": {"head_dim": 24, "num_key_value_heads": 1}}}
@@ -107,8 +109,8 @@ def test_variants_of_the_configuration_equal_transformers(
     (architecture,) = (candidate for candidate in ENCODERS if candidate.name == name)
     model = save_encoder(architecture, tmp_path, "", **changes)
     pipeline = open_encoder(tmp_path)
-    longest = pipeline.memory_plan.max_length
-    inputs = random_inputs(vocabulary_size(model), [1, 40, min(longest, 300)])
+    max_length = pipeline.memory_plan.max_length
+    inputs = random_inputs(vocabulary_size(model), [1, 40, min(max_length, 300)])
     responses = encode_all(pipeline, inputs, outputs=("dense",), pooling="mean", normalize=False)
     for tokens, response in zip(inputs, responses, strict=True):
         assert_close(response.embeddings, reference_hidden_states(model, tokens).mean(0))
@@ -134,9 +136,9 @@ def test_outputs_of_a_batch_are_bit_equal_to_single_inputs(
 
 
 @pytest.mark.matrix(strength=1)
-@pytest.mark.parametrize(("encoding", "least"), [("bfloat16", 0.998), ("int8", 0.99), ("int4", 0.9)])
+@pytest.mark.parametrize(("encoding", "min_cosine"), [("bfloat16", 0.998), ("int8", 0.99), ("int4", 0.9)])
 def test_embeddings_in_other_encodings_are_close_to_float32(
-    encoder: tuple[Any, EmbeddingsPipeline, Path], encoding: str, least: float
+    encoder: tuple[Any, EmbeddingsPipeline, Path], encoding: str, min_cosine: float
 ) -> None:
     model, _, folder = encoder
     inputs = random_inputs(vocabulary_size(model), [12, 40])
@@ -151,7 +153,7 @@ def test_embeddings_in_other_encodings_are_close_to_float32(
             / np.linalg.norm(response.embeddings)
             / np.linalg.norm(reference_output)
         )
-        assert cosine > least
+        assert cosine > min_cosine
 
 
 @pytest.mark.matrix(strength=1)

@@ -1,4 +1,4 @@
-"""Compiled steps of encoders: a short single input gives the bits of the eager step."""
+"""Compiled steps of encoders: the result of a short single input is bit-equal to the eager step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from penstock.pipelines.embeddings import EmbeddingsPipeline
 UNCOMPILED_FAMILIES = ("mpnet", "embedding_gemma2", "embedding_gemma2_text")
 """Families whose steps run eagerly.
 
-They have an attention bias that is not the result of an operation, or an operation without a C++ kernel.
+A step cannot be compiled if its attention bias is not the result of an operation, or if one of its operations
+has no C++ kernel.
 """
 
 
@@ -51,7 +52,8 @@ def test_compiled_steps_are_bit_equal_to_eager_steps(
         session.use_graphs = False
         all_eager_vectors = compute_token_vectors(pipeline, inputs)
         session.use_graphs = True
-        compute_token_vectors(pipeline, inputs)  # the first run is eager, the second one records
+        # The first run of a length is eager. The second run records the step.
+        compute_token_vectors(pipeline, inputs)
         all_compiled_vectors = compute_token_vectors(pipeline, inputs)
         assert session.graph_status.startswith(
             "eager" if architecture.name in UNCOMPILED_FAMILIES else "compiled"

@@ -31,9 +31,11 @@ ERROR_FACTORS = {"llama4_text": 2, "phimoe": 3}
 """Factors on the maximum error, for families in which a rounding error can route a row to another expert."""
 
 
-def wide_config(tiny: dict[str, Any]) -> dict[str, Any]:
+def wide_config(tiny_config: dict[str, Any]) -> dict[str, Any]:
     """Return a family's tiny configuration with layers that are wide enough for 4-bit groups."""
-    wide_values = {key: 4 * value if key in _SCALED_KEYS and value else value for key, value in tiny.items()}
+    wide_values = {
+        key: 4 * value if key in _SCALED_KEYS and value else value for key, value in tiny_config.items()
+    }
     return wide_values | (
         {"query_pre_attn_scalar": wide_values["head_dim"]} if "query_pre_attn_scalar" in wide_values else {}
     )
@@ -44,19 +46,20 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     folder = tmp_path_factory.mktemp("encodings")
     write_checkpoint(folder, wide_config(request.param.tiny_config()))
     tensors = load_file(folder / "model.safetensors")
-    for (
-        name,
-        tensor,
-    ) in tensors.items():  # with larger weights, rounding errors would grow from layer to layer
-        if tensor.dim() > 1 and not any(part in name for part in ("embed", "wte", "wpe", "_bias")):
+    # With larger weights, rounding errors would grow from layer to layer.
+    for name, tensor in tensors.items():
+        if tensor.dim() > 1 and not any(substring in name for substring in ("embed", "wte", "wpe", "_bias")):
             tensor *= 0.35
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
-def open_encoded(checkpoint: Path, encoding: str, monkeypatch: pytest.MonkeyPatch) -> TextGenerationPipeline:
+def open_with_encoding(
+    checkpoint: Path, encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> TextGenerationPipeline:
     if encoding == "int4":
-        monkeypatch.setattr(int4, "NARROW_LAYER_SIZE", 0)  # no layer counts as narrow
+        # Treats no layer as narrow, so no layer gets 5 bits.
+        monkeypatch.setattr(int4, "NARROW_LAYER_SIZE", 0)
     encoding = "int4" if encoding == "int5" else encoding
     return open_pipeline(checkpoint, quantization_encoding=encoding, num_threads=1)
 
@@ -71,7 +74,7 @@ def float32_logits(checkpoint: Path) -> torch.Tensor:  # [T, V]
 def test_logits_are_close_to_float32(
     checkpoint: Path, float32_logits: torch.Tensor, encoding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pipeline = open_encoded(checkpoint, encoding, monkeypatch)
+    pipeline = open_with_encoding(checkpoint, encoding, monkeypatch)
     logits = step_logits(pipeline, [make_context(PROMPT)])[0]
     error = float((logits - float32_logits).norm() / float32_logits.norm())
     assert (
@@ -82,25 +85,25 @@ def test_logits_are_close_to_float32(
     assert len(generate_tokens(pipeline, [make_context(PROMPT, 5)])[0]) == 5
 
 
-def allowed_estimates(pipeline: TextGenerationPipeline) -> tuple[float, float]:
+def allowed_estimate_ratios(pipeline: TextGenerationPipeline) -> tuple[float, float]:
     """Return the smallest and the largest allowed ratio of estimated to actual bytes of the weights.
 
-    The estimate includes the padding of panels, which a back end without panels, such as that of GPUs, does
-    not store.
+    The estimate includes the padding of panels. A back end without panels, such as the CUDA back end, does
+    not store this padding.
     """
     return (0.995, 1.15) if pipeline.session.ops.packs_weights else (0.98, 1.25)
 
 
 @pytest.mark.matrix(strength=1, times=2)
 @pytest.mark.parametrize("encoding", ["float32", *MAX_ERROR])
-def test_the_size_of_the_weights_is_as_estimated(
+def test_the_weights_have_the_estimated_size(
     checkpoint: Path, encoding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pipeline = open_encoded(checkpoint, encoding, monkeypatch)
+    pipeline = open_with_encoding(checkpoint, encoding, monkeypatch)
     loaded_bytes = weight_bytes(pipeline)
     estimated_bytes = pipeline.model.estimate_weights_size(pipeline.model.pipeline_config)
-    low, high = allowed_estimates(pipeline)
-    assert low * loaded_bytes <= estimated_bytes <= high * loaded_bytes, (
+    min_ratio, max_ratio = allowed_estimate_ratios(pipeline)
+    assert min_ratio * loaded_bytes <= estimated_bytes <= max_ratio * loaded_bytes, (
         "each part of a fused layer may start a new panel"
     )
 
@@ -114,11 +117,11 @@ def test_narrow_experts_of_a_wide_model_are_stored_in_4_bits(
     monkeypatch.setattr(int4, "NARROW_LAYER_SIZE", 192)
     pipeline = open_pipeline(checkpoint, quantization_encoding="int4", num_threads=1)
     model: Any = pipeline.model
-    experts = [part for part in modules_and_weights(model.network) if isinstance(part, PackedExperts)]
-    assert {linear.encoding for each in experts for linear in (*each.gate_up, *each.down)} == {"int4"}
+    experts = [module for module in modules_and_weights(model.network) if isinstance(module, PackedExperts)]
+    assert {linear.encoding for layer in experts for linear in (*layer.gate_up, *layer.down)} == {"int4"}
     loaded_bytes, estimated_bytes = weight_bytes(pipeline), model.estimate_weights_size(model.pipeline_config)
-    low, high = allowed_estimates(pipeline)
-    assert low * loaded_bytes <= estimated_bytes <= high * loaded_bytes
+    min_ratio, max_ratio = allowed_estimate_ratios(pipeline)
+    assert min_ratio * loaded_bytes <= estimated_bytes <= max_ratio * loaded_bytes
 
 
 @pytest.mark.matrix(strength=1)
@@ -126,15 +129,17 @@ def test_narrow_experts_of_a_wide_model_are_stored_in_4_bits(
 def test_each_kind_of_layer_has_its_encoding(
     checkpoint: Path, encoding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pipeline = open_encoded(checkpoint, encoding, monkeypatch)
+    pipeline = open_with_encoding(checkpoint, encoding, monkeypatch)
     model: Any = pipeline.model
     network = model.network
-    parts = list(modules_and_weights(network))
-    routers = [id(part.router.packed) for part in parts if isinstance(getattr(part, "router", None), Linear)]
-    shared_experts = [part for part in parts if isinstance(part, SharedExperts)]
+    modules = list(modules_and_weights(network))
+    routers = [
+        id(module.router.packed) for module in modules if isinstance(getattr(module, "router", None), Linear)
+    ]
+    shared_experts = [module for module in modules if isinstance(module, SharedExperts)]
     routers += [id(layer.gate.packed) for layer in shared_experts if layer.gate is not None]
-    linears = [part for part in modules_and_weights(network) if isinstance(part, PackedLinear)]
-    attentions = [part for part in modules_and_weights(network) if isinstance(part, Attention)]
+    linears = [module for module in modules if isinstance(module, PackedLinear)]
+    attentions = [module for module in modules if isinstance(module, Attention)]
     values = [id(attention.values.packed) for attention in attentions if attention.values is not None]
     has_own_values = f"{attentions[0].layer}.self_attn.v_proj" in " ".join(model.weights.names)
     assert len(values) == (len(attentions) if has_own_values else 0)

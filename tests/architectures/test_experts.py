@@ -30,12 +30,14 @@ from penstock.weights.formats.mxfp4 import dequantize
 
 TOKENS = random_tokens(60, 130, seed=5)
 FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss")
-TINY = {candidate.name: candidate.tiny_config for candidate in DECODERS if candidate.tiny_config is not None}
+TINY_CONFIGS = {
+    candidate.name: candidate.tiny_config for candidate in DECODERS if candidate.tiny_config is not None
+}
 
 
 def make_config(family: str, **changes: Any) -> dict[str, Any]:
     """Return a family's tiny configuration with changes; the value ``...`` removes a key."""
-    values = TINY[family]() | changes
+    values = TINY_CONFIGS[family]() | changes
     return {key: value for key, value in values.items() if value is not ...}
 
 
@@ -80,7 +82,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss, default rope": ("gpt_oss", {"rope_scaling": {"rope_type": "default"}, "attention_bias": False}),
     "gpt-oss, truncated yarn": (
         "gpt_oss",
-        {"rope_scaling": TINY["gpt_oss"]()["rope_scaling"] | {"truncate": True}, "hidden_size": 40},
+        {"rope_scaling": TINY_CONFIGS["gpt_oss"]()["rope_scaling"] | {"truncate": True}, "hidden_size": 40},
     ),
 }
 
@@ -93,7 +95,7 @@ def test_logits_of_variants_equal_transformers(variant: str, tmp_path: Path) -> 
     assert relative_error(open_pipeline(tmp_path, kv_cache_block_size=16), reference) <= 1
 
 
-SPELLINGS: dict[str, tuple[str, dict[str, Any]]] = {
+PUBLISHED_SPELLINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen, disabled sliding window": ("qwen3_moe", {"use_sliding_window": False, "sliding_window": 20}),
     "qwen, key of transformers 4": ("qwen3_moe", {"num_experts": 7, "num_local_experts": ...}),
     "qwen, mlp_only_layers null": ("qwen3_moe", {"mlp_only_layers": None, "decoder_sparse_step": 2}),
@@ -103,12 +105,12 @@ SPELLINGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", SPELLINGS)
+@pytest.mark.parametrize("case", PUBLISHED_SPELLINGS)
 def test_other_spellings_of_keys_are_read(case: str, tmp_path: Path) -> None:
     """Published files spell some keys differently than transformers does."""
-    family, changes = SPELLINGS[case]
-    dense = {"mlp_only_layers": [], "decoder_sparse_step": 2} if "mlp_only_layers" in changes else {}
-    write_checkpoint(tmp_path, make_config(family, **dense))
+    family, changes = PUBLISHED_SPELLINGS[case]
+    dense_layers = {"mlp_only_layers": [], "decoder_sparse_step": 2} if "mlp_only_layers" in changes else {}
+    write_checkpoint(tmp_path, make_config(family, **dense_layers))
     config = json.loads((tmp_path / "config.json").read_text()) | changes
     values = {key: value for key, value in config.items() if value is not ...}
     (tmp_path / "config.json").write_text(json.dumps(values))
@@ -139,20 +141,20 @@ def test_bfloat16_logits_are_close_to_float32(checkpoint: Path) -> None:
     bfloat16_logits = compute_logits(
         open_pipeline(checkpoint, kv_cache_block_size=16, quantization_encoding="bfloat16")
     )
-    # some rows are routed to other experts
+    # The median is compared, because a few rows are routed to other experts in bfloat16.
     assert float((bfloat16_logits - float32_logits).abs().median()) < 0.1 * float(float32_logits.std())
 
 
 # ---- mutations ----
 
 
-def mutate_experts(network: Any, **parts: Callable[[Any], Any]) -> Any:
+def mutate_experts(network: Any, **changes_by_field: Callable[[Any], Any]) -> Any:
     """Return the network with functions applied to parts of its experts."""
 
     def alter(block: Any) -> Any:
         if not isinstance(getattr(block.mlp, "packed", None), PackedExperts):
             return block
-        changes = {name: change(getattr(block.mlp, name)) for name, change in parts.items()}
+        changes = {name: change(getattr(block.mlp, name)) for name, change in changes_by_field.items()}
         return replace(block, mlp=replace(block.mlp, **changes))
 
     return replace(network, blocks=tuple(alter(block) for block in network.blocks))
@@ -167,8 +169,8 @@ def swap_experts(packed: PackedExperts) -> PackedExperts:
 def swap_gates_and_ups(packed: PackedExperts) -> PackedExperts:
     def swap_halves(linear: PackedLinear) -> PackedLinear:
         assert linear.bias is not None
-        half = linear.out_features // 2
-        weight, bias = unpack_linear(linear).roll(half, 0), linear.bias.roll(half, 0)
+        num_gate_rows = linear.out_features // 2
+        weight, bias = unpack_linear(linear).roll(num_gate_rows, 0), linear.bias.roll(num_gate_rows, 0)
         return pack_linear(weight, linear.encoding, bias=bias, slices=linear.slices)
 
     return replace(packed, gate_up=tuple(map(swap_halves, packed.gate_up)))
@@ -227,30 +229,30 @@ def test_each_mutation_of_gpt_oss_changes_the_logits(gpt_oss: Path) -> None:
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_experts_stored_in_one_tensor_equal_separate_tensors(family: str, tmp_path: Path) -> None:
     """transformers 5 uses this layout in memory, and writes it if conversion is disabled."""
-    per_expert = write_checkpoint(tmp_path / "older", make_config(family))
-    load_in_transformers(per_expert).save_pretrained(tmp_path / "newer", save_original_format=False)
-    names = load_file(tmp_path / "newer" / "model.safetensors").keys()
+    separate_folder = write_checkpoint(tmp_path / "separate", make_config(family))
+    load_in_transformers(separate_folder).save_pretrained(tmp_path / "stacked", save_original_format=False)
+    names = load_file(tmp_path / "stacked" / "model.safetensors").keys()
     assert "model.layers.0.mlp.experts.gate_up_proj" in names
     assert not any(".experts.0." in name for name in names)
-    pipelines = [open_pipeline(folder) for folder in (per_expert, tmp_path / "newer")]
+    pipelines = [open_pipeline(folder) for folder in (separate_folder, tmp_path / "stacked")]
     assert torch.equal(*map(compute_logits, pipelines))
-    first, second = (
+    separate_names, stacked_names = (
         [
-            part.name.rpartition("experts")[2]
+            layer.name.rpartition("experts")[2]
             for linear in packed_experts.gate_up + packed_experts.down
-            for part in linear.slices
+            for layer in linear.slices
         ]
         for packed_experts in (pipeline.model.network.blocks[0].mlp.packed for pipeline in pipelines)  # type: ignore[attr-defined]
     )
-    assert first == second, "adapters apply to the layers of each expert in both layouts"
+    assert separate_names == stacked_names, "an adapter finds the layers of each expert by these names"
 
 
 def test_experts_are_quantized_and_routers_are_not(checkpoint: Path) -> None:
     with ENCODINGS.extended(HalvedEncoding()):
-        check_encoded_experts(checkpoint)
+        assert_only_experts_are_quantized(checkpoint)
 
 
-def check_encoded_experts(checkpoint: Path) -> None:
+def assert_only_experts_are_quantized(checkpoint: Path) -> None:
     pipeline = open_pipeline(checkpoint, quantization_encoding="halved", kv_cache_block_size=16)
     model: Any = pipeline.model
     layer = model.network.blocks[0].mlp
@@ -267,8 +269,8 @@ def test_the_error_names_a_missing_expert(tmp_path: Path) -> None:
         open_pipeline(tmp_path)
 
 
-def write_mxfp4(folder: Path, to: Path, **config: Any) -> tuple[Path, Path]:
-    """Write a gpt-oss checkpoint with random MXFP4 experts, and one with the equal float values."""
+def write_mxfp4(folder: Path, parent: Path, **config: Any) -> tuple[Path, Path]:
+    """Write two gpt-oss checkpoints: one with random MXFP4 experts, the other with equal float values."""
     tensors = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(3)
     packed_tensors, float_tensors = dict(tensors), dict(tensors)
@@ -285,11 +287,11 @@ def write_mxfp4(folder: Path, to: Path, **config: Any) -> tuple[Path, Path]:
         ("packed", packed_tensors, {"quantization_config": {"quant_method": "mxfp4"}} | config),
         ("plain", float_tensors, {}),
     ):
-        (to / name).mkdir()
-        save_file(content, to / name / "model.safetensors", metadata={"format": "pt"})
+        (parent / name).mkdir()
+        save_file(content, parent / name / "model.safetensors", metadata={"format": "pt"})
         values = {key: value for key, value in (saved_config | changes).items() if value is not ...}
-        (to / name / "config.json").write_text(json.dumps(values))
-    return to / "packed", to / "plain"
+        (parent / name / "config.json").write_text(json.dumps(values))
+    return parent / "packed", parent / "plain"
 
 
 def test_logits_of_mxfp4_experts_equal_those_of_their_float_values(gpt_oss: Path, tmp_path: Path) -> None:
@@ -308,22 +310,24 @@ def test_mxfp4_experts_are_kept_in_mxfp4(gpt_oss: Path, tmp_path: Path) -> None:
     pipeline = open_pipeline(packed_folder, quantization_encoding=None, kv_cache_block_size=16)
     model: Any = pipeline.model
     assert model.pipeline_config.model.encoding == "mxfp4"
-    linears = [part for part in modules_and_weights(model.network) if isinstance(part, PackedLinear)]
+    linears = [module for module in modules_and_weights(model.network) if isinstance(module, PackedLinear)]
     experts = [linear for linear in linears if linear.encoding == "mxfp4"]
     assert len(experts) == 2 * 2 * 5
     assert {linear.encoding for linear in linears} == {"mxfp4", "bfloat16", "int8"}
-    floats = load_file(float_folder / "model.safetensors")
-    gate_up = floats["model.layers.0.mlp.experts.gate_up_proj"][0].T
-    down = floats["model.layers.0.mlp.experts.down_proj"][0].T
-    result = [unpack_linear(expert) for expert in experts]
+    float_tensors = load_file(float_folder / "model.safetensors")
+    gate_up = float_tensors["model.layers.0.mlp.experts.gate_up_proj"][0].T
+    down = float_tensors["model.layers.0.mlp.experts.down_proj"][0].T
+    weights = [unpack_linear(expert) for expert in experts]
     assert any(
-        torch.equal(item, torch.cat([gate_up[0::2], gate_up[1::2]])) for item in result if len(item) == 64
+        torch.equal(weight, torch.cat([gate_up[0::2], gate_up[1::2]]))
+        for weight in weights
+        if len(weight) == 64
     )
-    assert any(torch.equal(item, down) for item in result)
+    assert any(torch.equal(weight, down) for weight in weights)
     float32_logits = compute_logits(open_pipeline(float_folder, kv_cache_block_size=16))
     assert float((compute_logits(pipeline).float() - float32_logits).norm() / float32_logits.norm()) < 0.05
-    estimated = model.estimate_weights_size(model.pipeline_config)
-    assert 0.995 * weight_bytes(pipeline) <= estimated <= 1.5 * weight_bytes(pipeline)
+    estimated_bytes = model.estimate_weights_size(model.pipeline_config)
+    assert 0.995 * weight_bytes(pipeline) <= estimated_bytes <= 1.5 * weight_bytes(pipeline)
 
 
 def test_malformed_mxfp4_tensors_are_refused(gpt_oss: Path, tmp_path: Path) -> None:
@@ -367,8 +371,8 @@ def write_per_expert_adapter(
 def test_an_adapter_on_single_experts_equals_merged_weights(
     family: str, targets: list[str], tmp_path: Path
 ) -> None:
-    base = write_checkpoint(tmp_path / "base", make_config(family))
-    tensors = load_file(base / "model.safetensors")
+    base_folder = write_checkpoint(tmp_path / "base", make_config(family))
+    tensors = load_file(base_folder / "model.safetensors")
     matrices = {}
     for name, weight in list(tensors.items()):
         layer = name.removesuffix(".weight")
@@ -380,8 +384,8 @@ def test_an_adapter_on_single_experts_equals_merged_weights(
     merged_folder = tmp_path / "merged"
     merged_folder.mkdir()
     save_file(tensors, merged_folder / "model.safetensors", metadata={"format": "pt"})
-    (merged_folder / "config.json").write_text((base / "config.json").read_text())
-    pipeline = open_pipeline(base, enable_lora=True, lora=(f"tone={adapter}",))
+    (merged_folder / "config.json").write_text((base_folder / "config.json").read_text())
+    pipeline = open_pipeline(base_folder, enable_lora=True, lora=(f"tone={adapter}",))
     contexts = [make_context(TOKENS, adapter="tone"), make_context(TOKENS)]
     adapted_logits, plain_logits = step_logits(pipeline, contexts)
     (expected,) = step_logits(open_pipeline(merged_folder), [make_context(TOKENS)])

@@ -28,11 +28,11 @@ CASES = [
 ]
 
 
-def open_on_isa(checkpoint: Path, isa: str, encoding: str, *, compiled: bool) -> TextGenerationPipeline:
+def open_on_isa(checkpoint: Path, isa: str, encoding: str, *, is_compiled: bool) -> TextGenerationPipeline:
     options: dict[str, Any] = {"quantization_encoding": encoding, "kv_cache_block_size": 16}
     pipeline = open_pipeline(checkpoint, enable_prefix_caching=False, **options)
     vars(pipeline.session)["ops"] = next(ops for ops in cpu.variants() if ops.isa == isa)
-    pipeline.session.use_graphs = compiled
+    pipeline.session.use_graphs = is_compiled
     return pipeline
 
 
@@ -49,8 +49,11 @@ def last_logits(pipeline: TextGenerationPipeline, contexts: list[TextContext]) -
     return logits
 
 
-def logits_of_scenario(pipeline: TextGenerationPipeline) -> list[torch.Tensor]:
-    """Return the logits of sequences that arrive, cross block and window limits, are preempted and resume."""
+def run_scenario(pipeline: TextGenerationPipeline) -> list[torch.Tensor]:
+    """Run three requests through prefill, block and window boundaries, preemption and resumption.
+
+    Returns the logits of all steps.
+    """
     recorded_logits: list[torch.Tensor] = []
 
     def run_step(*contexts: TextContext, rows: int = 1) -> None:
@@ -61,29 +64,32 @@ def logits_of_scenario(pipeline: TextGenerationPipeline) -> list[torch.Tensor]:
         for context, context_logits in zip(contexts, logits, strict=True):
             append_token(pipeline, context, int(context_logits[-1].argmax()))
 
-    short, medium, long = (make_context(random_tokens(n, 130, seed=n)) for n in (5, 20, 33))
-    run_step(short, rows=5)
-    for _ in range(30):  # crosses two block boundaries
-        run_step(short)
-    run_step(medium, rows=20)
-    run_step(long, rows=33)
+    short_context, medium_context, long_context = (
+        make_context(random_tokens(n, 130, seed=n)) for n in (5, 20, 33)
+    )
+    run_step(short_context, rows=5)
+    for _ in range(30):  # The text crosses two block boundaries.
+        run_step(short_context)
+    run_step(medium_context, rows=20)
+    run_step(long_context, rows=33)
     for _ in range(20):
-        run_step(long, short, medium)
-    pipeline.release(medium)  # preempts the context, as the scheduler does when blocks run out
-    medium.reset()
+        run_step(long_context, short_context, medium_context)
+    pipeline.release(medium_context)  # The scheduler preempts a context in this way if no block is free.
+    medium_context.reset()
     for _ in range(3):
-        run_step(short)
-        run_step(short, long)
-    for number in range(8):  # recomputes its text in chunks, batched with single tokens of another sequence
-        medium.set_token_indices(active_idx=medium.start_idx + 4)
-        contexts = [medium, long] if number % 3 else [long, medium]
+        run_step(short_context)
+        run_step(short_context, long_context)
+    # The preempted text is recomputed in chunks, in a batch with single tokens of another request.
+    for number in range(8):
+        medium_context.set_token_indices(active_idx=medium_context.start_idx + 4)
+        contexts = [medium_context, long_context] if number % 3 else [long_context, medium_context]
         logits = last_logits(pipeline, contexts)
         recorded_logits.append(logits)
         for context, context_logits in zip(contexts, logits, strict=True):
             append_token(pipeline, context, int(context_logits.argmax()))
-    run_step(medium, rows=100)
+    run_step(medium_context, rows=100)
     for _ in range(6):
-        run_step(short, medium, long)
+        run_step(short_context, medium_context, long_context)
     return recorded_logits
 
 
@@ -92,37 +98,37 @@ def logits_of_scenario(pipeline: TextGenerationPipeline) -> list[torch.Tensor]:
 def test_replayed_steps_are_bit_equal_to_eager_steps(checkpoint: Path, case: tuple[str, str]) -> None:
     isa, encoding = case
     compiled_pipeline, eager_pipeline = (
-        open_on_isa(checkpoint, isa, encoding, compiled=each) for each in (True, False)
+        open_on_isa(checkpoint, isa, encoding, is_compiled=is_compiled) for is_compiled in (True, False)
     )
-    actual_logits, expected = logits_of_scenario(compiled_pipeline), logits_of_scenario(eager_pipeline)
+    actual_logits, expected = run_scenario(compiled_pipeline), run_scenario(eager_pipeline)
     assert len(actual_logits) == len(expected)
     for number, (actual, reference) in enumerate(zip(actual_logits, expected, strict=True)):
         assert torch.equal(actual, reference), f"step {number}"
-    status = compiled_pipeline.session.graph_status
-    assert status.startswith("compiled")
+    graph_status = compiled_pipeline.session.graph_status
+    assert graph_status.startswith("compiled")
     assert eager_pipeline.session.graph_status == "eager: compiled steps are disabled"
 
 
 def test_graphs_are_dropped_when_the_back_end_changes(checkpoint: Path) -> None:
-    pipeline = open_on_isa(checkpoint, cpu.available_isas()[-1], "float32", compiled=True)
+    pipeline = open_on_isa(checkpoint, cpu.available_isas()[-1], "float32", is_compiled=True)
     for ops in (*cpu.variants(), ReferenceOps()):
         vars(pipeline.session)["ops"] = ops
-        plans = pipeline.session.graphs
-        compiler: Any = plans.compiler if plans else None
+        graphs = pipeline.session.graphs
+        compiler: Any = graphs.compiler if graphs else None
         assert (compiler and compiler.ops) is (ops if isinstance(ops, CpuOps) else None)
     assert pipeline.session.graph_status == "eager: the reference kernels cannot compile steps"
     assert pipeline.session.compiled_steps == "none"
 
 
 @pytest.mark.matrix(strength=1)
-@pytest.mark.parametrize("wanted", list(ReturnHiddenStates))
+@pytest.mark.parametrize("hidden_states", list(ReturnHiddenStates))
 def test_replayed_hidden_states_are_bit_equal_to_eager_ones(
-    checkpoint: Path, wanted: ReturnHiddenStates
+    checkpoint: Path, hidden_states: ReturnHiddenStates
 ) -> None:
     states: list[list[torch.Tensor | None]] = []
     for is_compiled in (True, False):
-        pipeline = open_on_isa(checkpoint, cpu.available_isas()[-1], "float32", compiled=is_compiled)
-        pipeline.model.return_hidden_states = wanted
+        pipeline = open_on_isa(checkpoint, cpu.available_isas()[-1], "float32", is_compiled=is_compiled)
+        pipeline.model.return_hidden_states = hidden_states
         context = make_context(random_tokens(9, 130))
         states.append([])
         for _ in range(4):
@@ -133,6 +139,6 @@ def test_replayed_hidden_states_are_bit_equal_to_eager_ones(
             inputs = model.prepare_initial_token_inputs([[context]], kv.inputs([context]))
             states[-1].append(model.execute(inputs).hidden_states)
             append_token(pipeline, context, 7)
-    for is_compiled, eager_logits in zip(*states, strict=True):
-        assert (is_compiled is None) == (wanted is ReturnHiddenStates.NONE)
-        assert is_compiled is None or torch.equal(is_compiled, eager_logits)
+    for compiled_states, eager_states in zip(*states, strict=True):
+        assert (compiled_states is None) == (hidden_states is ReturnHiddenStates.NONE)
+        assert compiled_states is None or torch.equal(compiled_states, eager_states)

@@ -35,7 +35,7 @@ def _without_video_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processing_smolvlm, "is_num2words_available", lambda: True)
 
 
-def make_tokenizer(special: Sequence[str], **roles: str) -> Any:
+def make_tokenizer(special_tokens: Sequence[str], **roles: str) -> Any:
     """Return a tokenizer of bytes with special tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -45,7 +45,7 @@ def make_tokenizer(special: Sequence[str], **roles: str) -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        additional_special_tokens=list(special),
+        additional_special_tokens=list(special_tokens),
         pad_token="<pad>",
         bos_token="<s>",
         eos_token="</s>",
@@ -118,12 +118,14 @@ GEMMA_TOKENS = {
 
 
 def gemma_config(tokenizer: Any) -> HuggingFaceConfig:
-    boi, image, eoi = (tokenizer.convert_tokens_to_ids(token) for token in GEMMA_TOKENS.values())
+    image_start_id, image, image_end_id = (
+        tokenizer.convert_tokens_to_ids(token) for token in GEMMA_TOKENS.values()
+    )
     return HuggingFaceConfig(
         {
-            "boi_token_index": boi,
+            "boi_token_index": image_start_id,
             "image_token_index": image,
-            "eoi_token_index": eoi,
+            "eoi_token_index": image_end_id,
             "mm_tokens_per_image": 16,
         }
     )
@@ -155,8 +157,8 @@ def test_prompts_of_qwen_equal_transformers(name: str) -> None:
     images = Qwen2VLImageProcessorPil()
     processor = getattr(transformers, name)(images, tokenizer, video_processor=None)
     config = HuggingFaceConfig({"image_token_id": tokenizer.convert_tokens_to_ids("<|image_pad|>")})
-    kind = QwenVisionFamily if name == "Qwen2_5_VLProcessor" else Qwen3VisionFamily
-    family = kind(config, {}, tokenizer.convert_ids_to_tokens)
+    family_class = QwenVisionFamily if name == "Qwen2_5_VLProcessor" else Qwen3VisionFamily
+    family = family_class(config, {}, tokenizer.convert_ids_to_tokens)
     template = "a <|vision_start|>{}<|vision_end|>b<|vision_start|>{}<|vision_end|>{}"
     assert prompt_ids(family, images, tokenizer, template) == reference_ids(
         processor, template, "<|image_pad|>"

@@ -1,4 +1,4 @@
-"""With ``deterministic=True`` the results of a request are bit-equal whatever the other requests are."""
+"""With ``deterministic=True`` the results of a request do not depend on other requests, bit for bit."""
 
 from __future__ import annotations
 
@@ -30,77 +30,87 @@ def pipeline(checkpoint: Path, config: dict[str, Any]) -> TextGenerationPipeline
 
 
 @pytest.fixture(scope="module")
-def uncached(checkpoint: Path, config: dict[str, Any]) -> TextGenerationPipeline:
+def uncached_pipeline(checkpoint: Path, config: dict[str, Any]) -> TextGenerationPipeline:
     return open_pipeline(checkpoint, enable_prefix_caching=False, **config)
 
 
 @pytest.fixture(scope="module", params=[SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
-def sampling(request: pytest.FixtureRequest) -> SamplingParams:
+def sampling_params(request: pytest.FixtureRequest) -> SamplingParams:
     params: SamplingParams = request.param
     return params
 
 
-def new_context(sampling: SamplingParams, max_new: int = 18) -> TextContext:
-    return make_context(PROMPT, max_new, sampling_params=sampling)
+def make_sampling_context(sampling_params: SamplingParams, max_new_tokens: int = 18) -> TextContext:
+    return make_context(PROMPT, max_new_tokens, sampling_params=sampling_params)
 
 
 @pytest.mark.matrix(strength=1, times=2)
 @pytest.mark.parametrize(
-    ("chunks", "others"),
+    ("chunks", "other_lengths"),
     [([75], [1, 30]), ([1] * 75, []), ([10, 33, 32], []), ([10, 33, 32], [3, 17, 64]), ([74, 1], [1])],
 )
 def test_logits_are_bit_equal_in_chunks_and_batches(
-    uncached: TextGenerationPipeline, chunks: list[int], others: list[int]
+    uncached_pipeline: TextGenerationPipeline, chunks: list[int], other_lengths: list[int]
 ) -> None:
-    single_logits = chunked_logits(uncached, make_context(PROMPT), [75])
-    assert torch.equal(chunked_logits(uncached, make_context(PROMPT), chunks, others), single_logits)
+    single_logits = chunked_logits(uncached_pipeline, make_context(PROMPT), [75])
+    assert torch.equal(
+        chunked_logits(uncached_pipeline, make_context(PROMPT), chunks, other_lengths), single_logits
+    )
 
 
 @pytest.mark.matrix(strength=1)
 def test_batched_results_equal_single_results(
-    uncached: TextGenerationPipeline, sampling: SamplingParams
+    uncached_pipeline: TextGenerationPipeline, sampling_params: SamplingParams
 ) -> None:
-    (single_tokens,) = generate_tokens(uncached, [new_context(sampling)])
-    others = [
-        make_context(random_tokens(n, 130, seed=n), 5 + n % 20, sampling_params=sampling) for n in (1, 9, 70)
+    (single_tokens,) = generate_tokens(uncached_pipeline, [make_sampling_context(sampling_params)])
+    other_contexts = [
+        make_context(random_tokens(n, 130, seed=n), 5 + n % 20, sampling_params=sampling_params)
+        for n in (1, 9, 70)
     ]
-    assert generate_tokens(uncached, [*others, new_context(sampling)])[-1] == single_tokens
+    assert (
+        generate_tokens(uncached_pipeline, [*other_contexts, make_sampling_context(sampling_params)])[-1]
+        == single_tokens
+    )
 
 
 @pytest.mark.matrix(strength=1)
 def test_multiple_steps_equal_single_steps(
-    uncached: TextGenerationPipeline, sampling: SamplingParams
+    uncached_pipeline: TextGenerationPipeline, sampling_params: SamplingParams
 ) -> None:
-    (single_tokens,) = generate_tokens(uncached, [new_context(sampling)])
-    assert generate_tokens(uncached, [new_context(sampling)], num_steps=6) == [single_tokens]
+    (single_tokens,) = generate_tokens(uncached_pipeline, [make_sampling_context(sampling_params)])
+    assert generate_tokens(uncached_pipeline, [make_sampling_context(sampling_params)], num_steps=6) == [
+        single_tokens
+    ]
 
 
 @pytest.mark.matrix(strength=1)
 def test_chunked_results_equal_whole_results(
-    uncached: TextGenerationPipeline, sampling: SamplingParams
+    uncached_pipeline: TextGenerationPipeline, sampling_params: SamplingParams
 ) -> None:
-    (full_tokens,) = generate_tokens(uncached, [new_context(sampling)])
-    context = new_context(sampling)
+    (full_tokens,) = generate_tokens(uncached_pipeline, [make_sampling_context(sampling_params)])
+    context = make_sampling_context(sampling_params)
     for end in (13, 14, 50):
         context.set_token_indices(active_idx=end)
-        response = uncached.execute({"a": context})["a"]
+        response = uncached_pipeline.execute({"a": context})["a"]
         assert not response.tokens
         assert not response.is_done
-    assert generate_tokens(uncached, [context]) == [full_tokens]
+    assert generate_tokens(uncached_pipeline, [context]) == [full_tokens]
 
 
 @pytest.mark.matrix(strength=1)
 def test_results_with_a_prefix_hit_equal_uncached_results(
-    pipeline: TextGenerationPipeline, uncached: TextGenerationPipeline, sampling: SamplingParams
+    pipeline: TextGenerationPipeline,
+    uncached_pipeline: TextGenerationPipeline,
+    sampling_params: SamplingParams,
 ) -> None:
-    (without,) = generate_tokens(uncached, [new_context(sampling)])
-    generate_tokens(pipeline, [new_context(sampling)])
-    context = new_context(sampling)
-    assert generate_tokens(pipeline, [context]) == [without]
+    (uncached_tokens,) = generate_tokens(uncached_pipeline, [make_sampling_context(sampling_params)])
+    generate_tokens(pipeline, [make_sampling_context(sampling_params)])
+    context = make_sampling_context(sampling_params)
+    assert generate_tokens(pipeline, [context]) == [uncached_tokens]
     assert context.num_cached_tokens == 64, "four full blocks of 16 tokens"
-    shared_context = make_context(PROMPT[:50] + PROMPT[:25], 18, sampling_params=sampling)
+    shared_context = make_context(PROMPT[:50] + PROMPT[:25], 18, sampling_params=sampling_params)
     (expected_text,) = generate_tokens(
-        uncached, [make_context(PROMPT[:50] + PROMPT[:25], 18, sampling_params=sampling)]
+        uncached_pipeline, [make_context(PROMPT[:50] + PROMPT[:25], 18, sampling_params=sampling_params)]
     )
     assert generate_tokens(pipeline, [shared_context]) == [expected_text]
     assert shared_context.num_cached_tokens == 48
@@ -108,31 +118,33 @@ def test_results_with_a_prefix_hit_equal_uncached_results(
 
 @pytest.mark.matrix(strength=1)
 def test_preempted_results_equal_uninterrupted_results(
-    pipeline: TextGenerationPipeline, uncached: TextGenerationPipeline, sampling: SamplingParams
+    pipeline: TextGenerationPipeline,
+    uncached_pipeline: TextGenerationPipeline,
+    sampling_params: SamplingParams,
 ) -> None:
-    (full_tokens,) = generate_tokens(uncached, [new_context(sampling)])
-    for runner in (pipeline, uncached):
-        context, tokens = new_context(sampling), []
-        for when in (1, 5, 12):
-            while len(context.generated_tokens) < when:
-                tokens += [part.next_token for part in runner.execute({"a": context})["a"].tokens]
+    (uninterrupted_tokens,) = generate_tokens(uncached_pipeline, [make_sampling_context(sampling_params)])
+    for runner in (pipeline, uncached_pipeline):
+        context, tokens = make_sampling_context(sampling_params), []
+        for num_generated in (1, 5, 12):
+            while len(context.generated_tokens) < num_generated:
+                tokens += [output.next_token for output in runner.execute({"a": context})["a"].tokens]
             runner.release(context)
             context.reset()
-        assert tokens + generate_tokens(runner, [context])[0] == full_tokens
+        assert tokens + generate_tokens(runner, [context])[0] == uninterrupted_tokens
 
 
 @pytest.mark.matrix(strength=1)
-def test_random_numbers_depend_on_seed_and_position_only(uncached: TextGenerationPipeline) -> None:
-    def text(seed: int) -> list[int]:
+def test_random_numbers_depend_on_seed_and_position_only(uncached_pipeline: TextGenerationPipeline) -> None:
+    def sampled_text(seed: int) -> list[int]:
         params = SamplingParams(temperature=1.0, top_k=-1, seed=seed)
-        return generate_tokens(uncached, [make_context(PROMPT, 20, sampling_params=params)])[0]
+        return generate_tokens(uncached_pipeline, [make_context(PROMPT, 20, sampling_params=params)])[0]
 
-    assert text(5) == text(5)
-    assert text(5) != text(6)
+    assert sampled_text(5) == sampled_text(5)
+    assert sampled_text(5) != sampled_text(6)
 
 
 @pytest.mark.matrix(strength=1)
-def test_the_compared_texts_vary(uncached: TextGenerationPipeline) -> None:
+def test_the_compared_texts_vary(uncached_pipeline: TextGenerationPipeline) -> None:
     """If all texts were the same, the comparisons above could not detect an error."""
-    (greedy,) = generate_tokens(uncached, [new_context(SamplingParams(), 40)])
-    assert len(np.unique(greedy)) > 5
+    (greedy_text,) = generate_tokens(uncached_pipeline, [make_sampling_context(SamplingParams(), 40)])
+    assert len(np.unique(greedy_text)) > 5

@@ -22,7 +22,7 @@ from penstock.pipelines.core import TextAndVisionContext
 pytestmark = pytest.mark.models
 
 (LLAVA,) = (candidate for candidate in VISION_DECODERS if candidate.name == "llava")
-IMAGE = 129
+IMAGE_TOKEN = 129
 SIGLIP = {
     "model_type": "siglip_vision_model",
     "hidden_size": 36,
@@ -60,7 +60,7 @@ def make_prompt(num_images: int, rows: int = 16) -> list[int]:
     """Return a prompt with text before, between and after images, some of them adjacent."""
     tokens = random_tokens(9, 129, seed=1)
     for index in range(num_images):
-        tokens += [IMAGE] * rows + random_tokens(3 + index, 129, seed=2 + index)
+        tokens += [IMAGE_TOKEN] * rows + random_tokens(3 + index, 129, seed=2 + index)
     return tokens
 
 
@@ -97,8 +97,8 @@ def test_logits_and_greedy_text_equal_transformers(variant: str, checkpoints: Ca
     reference, pipeline = load_in_transformers(checkpoints(variant)), open_pipeline(checkpoints(variant))
     pixels = [random_pixels(1), random_pixels(2)]
     tokens = make_prompt(2)
-    expected = expected_logits(reference, image_context(tokens, pixels, IMAGE))
-    context = image_context(tokens, pixels, IMAGE)
+    expected = expected_logits(reference, image_context(tokens, pixels, IMAGE_TOKEN))
+    context = image_context(tokens, pixels, IMAGE_TOKEN)
     assert_close(forward_logits(pipeline, [context])[0], expected)
     pipeline.release(context)
     ids = torch.tensor([tokens])
@@ -112,7 +112,7 @@ def test_logits_and_greedy_text_equal_transformers(variant: str, checkpoints: Ca
         pad_token_id=0,
     )
     assert (
-        generate_tokens(pipeline, [image_context(tokens, pixels, IMAGE)])[0]
+        generate_tokens(pipeline, [image_context(tokens, pixels, IMAGE_TOKEN)])[0]
         == text[0, len(tokens) :].tolist()
     )
 
@@ -121,27 +121,31 @@ def test_other_pixels_give_other_logits(
     pipeline: TextGenerationPipeline, checkpoints: Callable[[str], Path]
 ) -> None:
     tokens = make_prompt(1)
-    first = forward_logits(pipeline, [first_context := image_context(tokens, [random_pixels(1)], IMAGE)])[0]
-    other = forward_logits(pipeline, [second_context := image_context(tokens, [random_pixels(2)], IMAGE)])[0]
-    assert (first[:9] - other[:9]).abs().max() < 1e-5
-    assert (first[9:] - other[9:]).abs().max() > 0.1
+    first_logits = forward_logits(
+        pipeline, [first_context := image_context(tokens, [random_pixels(1)], IMAGE_TOKEN)]
+    )[0]
+    second_logits = forward_logits(
+        pipeline, [second_context := image_context(tokens, [random_pixels(2)], IMAGE_TOKEN)]
+    )[0]
+    assert (first_logits[:9] - second_logits[:9]).abs().max() < 1e-5
+    assert (first_logits[9:] - second_logits[9:]).abs().max() > 0.1
     for context in (first_context, second_context):
         pipeline.release(context)
 
 
 def test_tensor_names_of_other_versions_are_read(checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
-    """The names on the Hub (LLaVA 1.5), and those that transformers 4.52 to 4.57 saved."""
+    """Reads the names of LLaVA 1.5 on the Hub, and the names that transformers 4.52 to 4.57 saved."""
     folder = checkpoints("clip_llama")
     expected = forward_logits(
-        open_pipeline(folder), [image_context(make_prompt(1), [random_pixels(1)], IMAGE)]
+        open_pipeline(folder), [image_context(make_prompt(1), [random_pixels(1)], IMAGE_TOKEN)]
     )
     tensors = load_file(folder / "model.safetensors")
-    for number, rename in enumerate((_hub_name, _nested_name)):
+    for number, convert_name in enumerate((_hub_name, _nested_name)):
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / "config.json").write_text((folder / "config.json").read_text())
-        renamed = {rename(name): tensor for name, tensor in tensors.items()}
-        save_file(renamed, tmp_path / str(number) / "model.safetensors")
-        context = image_context(make_prompt(1), [random_pixels(1)], IMAGE)
+        renamed_tensors = {convert_name(name): tensor for name, tensor in tensors.items()}
+        save_file(renamed_tensors, tmp_path / str(number) / "model.safetensors")
+        context = image_context(make_prompt(1), [random_pixels(1)], IMAGE_TOKEN)
         logits = forward_logits(open_pipeline(tmp_path / str(number)), [context])
         assert torch.equal(logits[0], expected[0])
 
@@ -156,9 +160,9 @@ def _nested_name(name: str) -> str:
     return "model." + _hub_name(name).replace("language_model.model.", "language_model.", 1)
 
 
-def test_bfloat16_is_no_worse_than_that_of_transformers(checkpoints: Callable[[str], Path]) -> None:
+def test_the_bfloat16_error_is_no_larger_than_in_transformers(checkpoints: Callable[[str], Path]) -> None:
     reference = load_in_transformers(checkpoints("clip_llama"))
-    context = image_context(make_prompt(2), [random_pixels(1), random_pixels(2)], IMAGE)
+    context = image_context(make_prompt(2), [random_pixels(1), random_pixels(2)], IMAGE_TOKEN)
     expected = expected_logits(reference, context)
     reference_logits = expected_logits(reference.to(torch.bfloat16), context)
     pipeline = open_pipeline(checkpoints("clip_llama"), quantization_encoding="bfloat16")
@@ -169,12 +173,12 @@ def test_bfloat16_is_no_worse_than_that_of_transformers(checkpoints: Callable[[s
 def test_int8_encoder_and_decoder_are_close_to_float32(
     checkpoints: Callable[[str], Path], pipeline: TextGenerationPipeline
 ) -> None:
-    actual: Any = open_pipeline(checkpoints("clip_llama"), quantization_encoding="int8")
-    tower = actual.model.network.encoder.tower
+    int8_pipeline: Any = open_pipeline(checkpoints("clip_llama"), quantization_encoding="int8")
+    tower = int8_pipeline.model.network.encoder.tower
     assert {block.mlp.up.packed.encoding for block in tower.blocks} == {"int8"}
-    contexts = [image_context(make_prompt(1), [random_pixels(1)], IMAGE) for _ in range(2)]
+    contexts = [image_context(make_prompt(1), [random_pixels(1)], IMAGE_TOKEN) for _ in range(2)]
     exact_logits = forward_logits(pipeline, contexts[:1])[0]
-    error = (forward_logits(actual, contexts[1:])[0] - exact_logits).norm() / exact_logits.norm()
+    error = (forward_logits(int8_pipeline, contexts[1:])[0] - exact_logits).norm() / exact_logits.norm()
     pipeline.release(contexts[0])
     assert 0 < float(error) < 0.05
 

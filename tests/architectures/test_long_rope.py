@@ -23,7 +23,7 @@ from penstock.scheduler import Scheduler
 
 pytestmark = pytest.mark.models
 
-LIMIT = 40
+ORIGINAL_LENGTH = 40
 PROMPT = random_tokens(30, 130, seed=3)
 NUM_NEW_TOKENS = 16
 """Number of generated tokens; the text crosses the limit."""
@@ -31,9 +31,9 @@ FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.0, 2.0, 5.0, 
 
 
 def make_config(family: str) -> dict[str, Any]:
-    rope = FACTORS | {"rope_type": "longrope", "original_max_position_embeddings": LIMIT}
+    rope = FACTORS | {"rope_type": "longrope", "original_max_position_embeddings": ORIGINAL_LENGTH}
     changed_values = {
-        "original_max_position_embeddings": LIMIT,
+        "original_max_position_embeddings": ORIGINAL_LENGTH,
         "rope_scaling": rope | {"type": "longrope"},
         "sliding_window": 24,
     }
@@ -55,7 +55,7 @@ def reference(checkpoint: Path) -> Any:
 
 
 def recompute_scores(reference: Any, text: list[int], start: int) -> list[float]:
-    """Return the log probability of each token from ``start`` on, from a forward over its whole prefix."""
+    """Return the log probabilities of the tokens from ``start`` on, each from a forward over its prefix."""
     result = []
     with torch.inference_mode():
         for end in range(start, len(text)):
@@ -64,14 +64,14 @@ def recompute_scores(reference: Any, text: list[int], start: int) -> list[float]
     return result
 
 
-def assert_scores(scores_of_text: list[float], expected: list[float]) -> None:
-    assert len(scores_of_text) == len(expected)
+def assert_scores(actual_scores: list[float], expected: list[float]) -> None:
+    assert len(actual_scores) == len(expected)
     max_error = max(
-        abs(actual - reference) for actual, reference in zip(scores_of_text, expected, strict=True)
+        abs(actual - reference) for actual, reference in zip(actual_scores, expected, strict=True)
     )
     assert max_error < 1e-3, (
         max_error,
-        [round(a - b, 3) for a, b in zip(scores_of_text, expected, strict=True)],
+        [round(a - b, 3) for a, b in zip(actual_scores, expected, strict=True)],
     )
 
 
@@ -99,13 +99,13 @@ def sampling_params(seed: int) -> SamplingParams:
     return SamplingParams(temperature=1.0, top_k=-1, seed=seed)
 
 
-@pytest.mark.parametrize("budget", [512, 16])
+@pytest.mark.parametrize("max_batch_tokens", [512, 16])
 def test_scores_of_generated_tokens_equal_a_recomputation(
-    checkpoint: Path, reference: Any, budget: int
+    checkpoint: Path, reference: Any, max_batch_tokens: int
 ) -> None:
     """The batch has texts below the limit, across it and beyond it; one prompt is computed in chunks."""
     pipeline = open_pipeline(checkpoint, kv_cache_block_size=16)
-    lengths = (5, 30, 31, LIMIT - 1, LIMIT, LIMIT + 1, 60)
+    lengths = (5, 30, 31, ORIGINAL_LENGTH - 1, ORIGINAL_LENGTH, ORIGINAL_LENGTH + 1, 60)
     contexts = [
         make_context(
             random_tokens(n, 130, seed=n),
@@ -115,22 +115,23 @@ def test_scores_of_generated_tokens_equal_a_recomputation(
         )
         for n in lengths
     ]
-    scores = run_scheduler(pipeline, contexts, max_batch_input_tokens=budget, min_chunk_size=4)
-    for context, scores_of_text, length in zip(contexts, scores, lengths, strict=True):
-        assert_scores(scores_of_text, recompute_scores(reference, context.all_tokens.tolist(), length))
+    scores = run_scheduler(pipeline, contexts, max_batch_input_tokens=max_batch_tokens, min_chunk_size=4)
+    for context, actual_scores, length in zip(contexts, scores, lengths, strict=True):
+        assert_scores(actual_scores, recompute_scores(reference, context.all_tokens.tolist(), length))
 
 
 def test_echo_of_a_generated_text_has_its_scores(checkpoint: Path) -> None:
     pipeline = open_pipeline(checkpoint, kv_cache_block_size=16)
     context = make_context(PROMPT, NUM_NEW_TOKENS, log_probabilities=1, sampling_params=sampling_params(1))
-    (generated,) = run_scheduler(pipeline, [context])
+    (generated_scores,) = run_scheduler(pipeline, [context])
     text = context.all_tokens.tolist()
-    echo = make_context(text, 1, log_probabilities=1, log_probabilities_echo=True)
-    logs = pipeline.execute({"echo": echo})["echo"].tokens[0].log_probabilities
-    assert logs is not None
-    beyond = LIMIT + 1  # number of the first token sampled with the long factors
-    actual_scores = logs.token_log_probabilities[:-1][beyond - 1 :]
-    assert_scores(generated[beyond - len(PROMPT) :], actual_scores)
+    echo_context = make_context(text, 1, log_probabilities=1, log_probabilities_echo=True)
+    log_probabilities = pipeline.execute({"echo": echo_context})["echo"].tokens[0].log_probabilities
+    assert log_probabilities is not None
+    # Index of the first token that is sampled with the long factors.
+    first_long_position = ORIGINAL_LENGTH + 1
+    actual_scores = log_probabilities.token_log_probabilities[:-1][first_long_position - 1 :]
+    assert_scores(generated_scores[first_long_position - len(PROMPT) :], actual_scores)
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 7, 100])
@@ -141,7 +142,7 @@ def test_greedy_text_equals_a_recomputation(checkpoint: Path, reference: Any, nu
     context = make_context(PROMPT, NUM_NEW_TOKENS)
     run_scheduler(pipeline, [context], num_steps, max_batch_input_tokens=16)
     assert context.generated_tokens.tolist() == expected
-    if "phi3" in str(checkpoint):  # transformers also recomputes its cache here
+    if "phi3" in str(checkpoint):  # for Phi-3, transformers recomputes its cache too
         assert transformers_greedy(reference, PROMPT, NUM_NEW_TOKENS) == expected
 
 
@@ -153,24 +154,26 @@ def greedy_continuation(reference: Any, prompt: list[int], count: int) -> list[i
     return text[len(prompt) :]
 
 
-@pytest.mark.parametrize("caching", [True, False])
-def test_prefixes_are_shared_only_within_a_regime(checkpoint: Path, reference: Any, caching: bool) -> None:
-    pipeline = open_pipeline(checkpoint, kv_cache_block_size=16, enable_prefix_caching=caching)
-    long = random_tokens(60, 130, seed=3)
-    assert long[:30] == PROMPT
-    texts = [long[:30], long, long[:35], long[:50], long[:30]]
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_prefixes_computed_with_other_factors_are_not_reused(
+    checkpoint: Path, reference: Any, prefix_caching: bool
+) -> None:
+    pipeline = open_pipeline(checkpoint, kv_cache_block_size=16, enable_prefix_caching=prefix_caching)
+    long_text = random_tokens(60, 130, seed=3)
+    assert long_text[:30] == PROMPT
+    texts = [long_text[:30], long_text, long_text[:35], long_text[:50], long_text[:30]]
     cached_counts = []
     for number, text in enumerate(texts):
         params = sampling_params(number)
         context = make_context(text, NUM_NEW_TOKENS, log_probabilities=1, sampling_params=params)
-        (scores_of_text,) = run_scheduler(pipeline, [context])
-        assert_scores(scores_of_text, recompute_scores(reference, context.all_tokens.tolist(), len(text)))
+        (actual_scores,) = run_scheduler(pipeline, [context])
+        assert_scores(actual_scores, recompute_scores(reference, context.all_tokens.tolist(), len(text)))
         cached_counts.append(context.num_cached_tokens)
-    assert cached_counts == ([0, 16, 16, 48, 16] if caching else [0] * 5)
+    assert cached_counts == ([0, 16, 16, 48, 16] if prefix_caching else [0] * 5)
 
 
 def test_drafts_do_not_cross_the_limit(checkpoint: Path, reference: Any) -> None:
-    """Tests n-gram drafts and a draft model, which has a separate limit."""
+    """Checks n-gram drafts and drafts of a draft model. The draft model has its own limit."""
     prompt = [*PROMPT[:8]] * 4
     expected = greedy_continuation(reference, prompt, NUM_NEW_TOKENS)
     for options in ({"speculative_method": "ngram"}, {"draft_model_path": str(checkpoint)}):
@@ -186,7 +189,7 @@ def test_drafts_do_not_cross_the_limit(checkpoint: Path, reference: Any) -> None
             (output,) = llm.generate(prompt, params, use_tqdm=False)
             assert output.token_ids == expected
             stats = llm.pipeline.speculation_stats
-            # target and draft are the same model, so drafts are accepted where the draft's cache is valid
+            # The draft model is the target model, so only a wrong cache of the draft could reject a draft.
             if "draft_model_path" in options:
                 assert stats.num_accepted == stats.num_proposed > NUM_NEW_TOKENS // 2
 
@@ -201,17 +204,17 @@ def test_beams_that_cross_the_limit_equal_a_recomputation(
         max_batch_size=6,
         max_batch_input_tokens=16,
     ) as llm:
-        rows: list[int] = []
+        row_counts: list[int] = []
         execute = llm.pipeline.model.execute
 
         def count_execute(inputs: Any) -> Any:
-            rows.append(len(inputs.tokens))
+            row_counts.append(len(inputs.tokens))
             return execute(inputs)
 
         monkeypatch.setattr(llm.pipeline.model, "execute", count_execute)
         options: dict[str, Any] = {"num_beams": 6, "num_return_sequences": 6, "max_new_tokens": 14}
         beams = llm.beam_search(PROMPT, ignore_eos=True, use_tqdm=False, **options)
-    assert max(rows) == 16, "the cache is recomputed in chunks"
+    assert max(row_counts) == 16, "at the limit, the cache is recomputed in chunks of 16 tokens"
     for beam in beams:
         expected = recompute_scores(reference, [*PROMPT, *beam.token_ids], len(PROMPT))
         assert beam.score == pytest.approx(sum(expected) / 14, abs=1e-4)
@@ -220,16 +223,16 @@ def test_beams_that_cross_the_limit_equal_a_recomputation(
 def test_scores_of_several_answers_across_the_limit_equal_a_recomputation(
     checkpoint: Path, reference: Any
 ) -> None:
-    """The prompt is scored once in the output, although the first answer computes the prompt twice."""
+    """The scores of the prompt use the short factors, even if the prompt is recomputed with the long ones."""
     params = SamplingParams(max_new_tokens=NUM_NEW_TOKENS, temperature=1.0, seed=5, ignore_eos=True)
     with LLM(str(checkpoint), quantization_encoding="float32", kv_cache_block_size=16) as llm:
         outputs = llm.generate(PROMPT, params, logprobs=1, prompt_logprobs=1, n=3, use_tqdm=False)
     assert len(outputs) == 3
-    short = recompute_scores(reference, PROMPT, 1)
+    prompt_scores = recompute_scores(reference, PROMPT, 1)
     for output in outputs:
         assert output.log_probabilities is not None
         assert output.prompt_log_probabilities is not None
-        assert_scores(output.prompt_log_probabilities.token_log_probabilities, short)
+        assert_scores(output.prompt_log_probabilities.token_log_probabilities, prompt_scores)
         text = [*PROMPT, *output.token_ids]
         expected = recompute_scores(reference, text, len(PROMPT))
         assert_scores(output.log_probabilities.token_log_probabilities, expected)
@@ -243,4 +246,4 @@ def test_equal_short_and_long_factors_need_no_recomputation(tmp_path: Path) -> N
     assert pipeline.model.kv_cache_spec.key_limits == ()
     network: Any = pipeline.model
     assert not network.network.length_dependent
-    assert math.isclose(network.network.rotaries[0].config.max_positions, LIMIT)
+    assert math.isclose(network.network.rotaries[0].config.max_positions, ORIGINAL_LENGTH)

@@ -74,10 +74,10 @@ def test_the_cache_uses_the_memory_left_by_weights_and_activations(checkpoint: P
         plan = plans[activations] = make_memory_plan(checkpoint, memory, max_batch_size=200)
         assert memory.num_measured == 1
         assert (plan.weights_size, plan.activation_size) == (3 * MIB, activations)
-        used = plan.static_size + plan.kv_cache_size
-        assert used <= plan.available_memory == int(0.9 * memory.total)
-        assert plan.available_memory - used < plan.kv_cache_size // plan.num_blocks[0], (
-            "not one more block fits"
+        used_memory = plan.static_size + plan.kv_cache_size
+        assert used_memory <= plan.available_memory == int(0.9 * memory.total)
+        assert plan.available_memory - used_memory < plan.kv_cache_size // plan.num_blocks[0], (
+            "another block would not fit"
         )
     assert plans[1 * MIB].num_blocks[0] > 2 * plans[4 * MIB].num_blocks[0]
 
@@ -96,24 +96,24 @@ def test_the_measured_step_is_the_largest_possible(checkpoint: Path, monkeypatch
     sampled_shapes: list[tuple[int, ...]] = []
     run, sample = memory_profile.run_largest_step, ReferenceOps.sample
 
-    def counting_run(model: Any, *arguments: Any) -> None:
+    def run_and_record(model: Any, *arguments: Any) -> None:
         execute = model.execute
 
-        def counting_execute(inputs: Any) -> Any:
+        def execute_and_record(inputs: Any) -> Any:
             lengths = inputs.row_offsets.diff()
             steps.append((len(inputs.tokens), len(lengths), int(lengths.max())))
             return execute(inputs)
 
         with monkeypatch.context() as patch:
-            patch.setattr(model, "execute", counting_execute)
-            patch.setattr(ReferenceOps, "sample", counting_sample)
+            patch.setattr(model, "execute", execute_and_record)
+            patch.setattr(ReferenceOps, "sample", sample_and_record)
             run(model, *arguments)
 
-    def counting_sample(self: Any, logits: Any, *arguments: Any) -> Any:
+    def sample_and_record(self: Any, logits: Any, *arguments: Any) -> Any:
         sampled_shapes.append(tuple(logits.shape))
         return sample(self, logits, *arguments)
 
-    monkeypatch.setattr(memory_profile, "run_largest_step", counting_run)
+    monkeypatch.setattr(memory_profile, "run_largest_step", run_and_record)
     memory = FakeDeviceMemory(64 * MIB, 3 * MIB, 1 * MIB)
     make_memory_plan(checkpoint, memory, max_batch_size=20, max_batch_input_tokens=1000)
     assert steps == [(1000, 20, 50)]

@@ -22,7 +22,9 @@ from penstock.pipelines import TextGenerationPipeline
 
 pytestmark = pytest.mark.models
 
-TINY = {candidate.name: candidate.tiny_config for candidate in DECODERS if candidate.tiny_config is not None}
+TINY_CONFIGS = {
+    candidate.name: candidate.tiny_config for candidate in DECODERS if candidate.tiny_config is not None
+}
 TOKENS = random_tokens(60, 130, seed=5)
 FAMILIES = ("qwen2_moe", "olmoe", "granitemoe", "glm4_moe", "minimax_m2")
 FAMILIES += ("ernie4_5_moe", "phimoe", "llama4_text")
@@ -38,7 +40,7 @@ LONGROPE = {
 
 def make_config(family: str, **changes: Any) -> dict[str, Any]:
     """Return the tiny configuration of a family with changes; the value ``...`` removes a key."""
-    values = TINY[family]() | changes
+    values = TINY_CONFIGS[family]() | changes
     return {key: value for key, value in values.items() if value is not ...}
 
 
@@ -146,19 +148,19 @@ def mutate_layers(network: Any, change: Callable[[Any], Any]) -> Any:
         replace(block, mlp=change(block.mlp)) if isinstance(block.mlp, Experts | SharedExperts) else block
         for block in network.blocks
     ]
-    same = all(new.mlp is old.mlp for new, old in zip(blocks, network.blocks, strict=True))
-    return None if same else replace(network, blocks=tuple(blocks))
+    is_unchanged = all(new.mlp is old.mlp for new, old in zip(blocks, network.blocks, strict=True))
+    return None if is_unchanged else replace(network, blocks=tuple(blocks))
 
 
-def mutate_experts(**parts: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def mutate_experts(**changes_by_field: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return a function that changes a layer's experts. It returns the same object if nothing changes."""
 
     def change(layer: Any) -> Any:
         experts = layer.experts if isinstance(layer, SharedExperts) else layer
-        new = {name: function(getattr(experts, name)) for name, function in parts.items()}
-        if all(value is getattr(experts, name) for name, value in new.items()):
+        new_values = {name: function(getattr(experts, name)) for name, function in changes_by_field.items()}
+        if all(value is getattr(experts, name) for name, value in new_values.items()):
             return layer
-        changed_experts = replace(experts, **new)
+        changed_experts = replace(experts, **new_values)
         return (
             replace(layer, experts=changed_experts) if isinstance(layer, SharedExperts) else changed_experts
         )
@@ -170,8 +172,8 @@ def mutate_routing(**fields: Any) -> Callable[[Any], Any]:
     """Return a function that changes the `ScoreRouting` of a layer."""
 
     def change(routing: Any) -> Any:
-        known_fields = {name: value for name, value in fields.items() if hasattr(routing, name)}
-        changed_routing = replace(routing, **known_fields) if known_fields else routing
+        existing_fields = {name: value for name, value in fields.items() if hasattr(routing, name)}
+        changed_routing = replace(routing, **existing_fields) if existing_fields else routing
         return routing if changed_routing == routing else changed_routing
 
     return mutate_experts(routing=change)
@@ -206,7 +208,7 @@ _SCORE_MUTATIONS = {
     "softmax instead of sigmoid scores",
     "one expert too many",
 }
-APPLICABLE = {
+APPLICABLE_MUTATIONS = {
     "qwen2_moe": {"shared experts dropped", "gate of the shared experts dropped", "one expert too many"}
     | {"softmax over all experts"},
     "olmoe": {"one expert too many", "softmax over all experts"},
@@ -227,14 +229,14 @@ def test_each_mutation_changes_the_logits(checkpoint: Path) -> None:
     model: Any = pipeline.model
     network = model.network
     assert relative_error(pipeline, expected) <= 1
-    applied = set()
+    applied_mutations = set()
     for name, mutate in MUTATIONS.items():
         changed_network = mutate_layers(network, mutate)
         if changed_network is not None:
             model.network = changed_network
             assert relative_error(pipeline, expected) > 10, name
-            applied.add(name)
-    assert applied == APPLICABLE[model.huggingface_config.model_type]
+            applied_mutations.add(name)
+    assert applied_mutations == APPLICABLE_MUTATIONS[model.huggingface_config.model_type]
 
 
 # ---- types ----
@@ -251,7 +253,7 @@ def scale_down_matrices(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_is_no_worse_than_that_of_transformers(family: str, tmp_path: Path) -> None:
+def test_the_bfloat16_error_is_no_larger_than_in_transformers(family: str, tmp_path: Path) -> None:
     folder = scale_down_matrices(write_checkpoint(tmp_path, make_config(family)))
     tokens = random_tokens(120, 130, seed=8)
     reference = load_in_transformers(folder)
@@ -322,9 +324,9 @@ def test_phimoe_is_limited_to_its_original_length(tmp_path: Path) -> None:
 # ---- Llama 4 ----
 
 
-def mutate_attention(network: Any, **parts: Any) -> Any:
+def mutate_attention(network: Any, **fields: Any) -> Any:
     """Return the network with other values of some fields of its attention."""
-    blocks = [replace(block, attention=replace(block.attention, **parts)) for block in network.blocks]
+    blocks = [replace(block, attention=replace(block.attention, **fields)) for block in network.blocks]
     return replace(network, blocks=tuple(blocks))
 
 

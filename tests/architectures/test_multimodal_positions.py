@@ -1,4 +1,4 @@
-"""Positions of several axes: a launch does not wait for the device, and no step with them is compiled."""
+"""Positions with several axes: preparing a step reads nothing from the device, and steps run eagerly."""
 
 from __future__ import annotations
 
@@ -22,26 +22,27 @@ from penstock.pipelines import TextGenerationPipeline
 @pytest.fixture(scope="module")
 def pipeline(tmp_path_factory: pytest.TempPathFactory) -> TextGenerationPipeline:
     folder: Path = tmp_path_factory.mktemp("qwen2_vl")
-    save_vision_model(architecture(), folder)
+    save_vision_model(find_architecture(), folder)
     return open_pipeline(folder)
 
 
-def architecture() -> Any:
-    (found,) = (one for one in PIPELINE_REGISTRY.architectures if one.name == "qwen2_vl")
-    return found
+def find_architecture() -> Any:
+    candidates = PIPELINE_REGISTRY.architectures
+    (qwen2_vl,) = (candidate for candidate in candidates if candidate.name == "qwen2_vl")
+    return qwen2_vl
 
 
 def test_preparing_a_step_reads_no_tensor_of_the_device(
     pipeline: TextGenerationPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reading a tensor of the device `meta` raises. On a GPU it would wait for the previous step."""
+    """Reading a tensor on the device ``meta`` is an error. On a GPU, reading waits for the previous step."""
     model: Any = pipeline.model
 
-    def to_meta(values: np.ndarray, kind: type) -> torch.Tensor:
-        return torch.from_numpy(values.astype(kind)).to("meta")
+    def make_meta_tensor(values: np.ndarray, dtype: type) -> torch.Tensor:
+        return torch.from_numpy(values.astype(dtype)).to("meta")
 
-    monkeypatch.setattr(model, "_to_device", to_meta)
-    context = PROMPTS["qwen2_vl"](architecture().tiny_config()).context()
+    monkeypatch.setattr(model, "_to_device", make_meta_tensor)
+    context = PROMPTS["qwen2_vl"](find_architecture().tiny_config()).context()
     inputs = model.prepare_initial_token_inputs([[context]], None, 1, drafts=[[7, 8]])
     assert inputs.positions.shape == (3, context.active_length + 2)
 
@@ -49,13 +50,13 @@ def test_preparing_a_step_reads_no_tensor_of_the_device(
 def test_a_step_with_several_axes_runs_eagerly(pipeline: TextGenerationPipeline) -> None:
     """Two-dimensional inputs of a compiled step would be padded."""
     for _ in range(3):
-        context = PROMPTS["qwen2_vl"](architecture().tiny_config()).context()
+        context = PROMPTS["qwen2_vl"](find_architecture().tiny_config()).context()
         forward_logits(pipeline, [context])
         pipeline.release(context)
         assert pipeline.session.graph_status == "eager: positions of several axes"
 
 
-def test_the_rows_of_axes_need_no_copy_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rotary_rows_of_several_axes_need_no_copy_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy from memory that is not pinned waits for the device, and a CUDA graph cannot contain it."""
     config = RotaryConfig(8, 1e4, "default", 64, 64, axes=(0, 1, 2, 0))
     rotary = Rotary(config, 64, torch.device("cpu"))

@@ -68,11 +68,11 @@ def test_a_doubled_rope_base_is_detected(
 ) -> None:
     from penstock.nn import rotary
 
-    original, calls = rotary._plain_frequencies, []
+    original_frequencies, calls = rotary._plain_frequencies, []
 
     def mutate_call(config: RotaryConfig) -> torch.Tensor:
         calls.append(config)
-        return original(replace(config, base=2 * config.base))
+        return original_frequencies(replace(config, base=2 * config.base))
 
     monkeypatch.setattr(rotary, "_plain_frequencies", mutate_call)
     pipeline = open_pipeline(checkpoint, kernels="reference", kv_cache_block_size=16)
@@ -85,11 +85,11 @@ def test_swapped_gate_and_up_are_detected(
     pipeline: TextGenerationPipeline, expected: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     back_end: Any = type(pipeline.model.session.ops)
-    original, calls = back_end.gated_activation, []
+    original_activation, calls = back_end.gated_activation, []
 
     def mutate_call(self: Ops, x: torch.Tensor, activation: Activation) -> torch.Tensor:
         calls.append(activation)
-        return original(self, x.roll(x.shape[1] // 2, dims=1), activation)
+        return original_activation(self, x.roll(x.shape[1] // 2, dims=1), activation)
 
     monkeypatch.setattr(back_end, "gated_activation", mutate_call)
     error = relative_error(pipeline, expected)
@@ -102,23 +102,23 @@ def test_swapped_keys_and_values_are_detected(
     pipeline: TextGenerationPipeline, expected: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     back_end: Any = type(pipeline.model.session.ops)
-    original = back_end.store_kv
-    monkeypatch.setattr(back_end, "store_kv", lambda self, k, v, kv: original(self, v, k, kv))
+    original_store = back_end.store_kv
+    monkeypatch.setattr(back_end, "store_kv", lambda self, k, v, kv: original_store(self, v, k, kv))
     assert relative_error(pipeline, expected) > 10
 
 
-@pytest.mark.parametrize("by", [-1, 1])
+@pytest.mark.parametrize("shift", [-1, 1])
 def test_a_window_off_by_one_is_detected(
-    pipeline: TextGenerationPipeline, expected: torch.Tensor, by: int, monkeypatch: pytest.MonkeyPatch
+    pipeline: TextGenerationPipeline, expected: torch.Tensor, shift: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if all(group.window is None for group in pipeline.model.kv_cache_spec.groups):
         pytest.skip("has no window")
-    original = KVCacheManager.inputs
+    original_inputs = KVCacheManager.inputs
 
     def mutate_call(self: KVCacheManager, *args: Any, **kwargs: Any) -> KVCacheInputs:
-        inputs = original(self, *args, **kwargs)
+        inputs = original_inputs(self, *args, **kwargs)
         shifted_groups = [
-            replace(g, window=None if g.window is None else g.window + by) for g in inputs.groups
+            replace(g, window=None if g.window is None else g.window + shift) for g in inputs.groups
         ]
         return replace(inputs, groups=tuple(shifted_groups))
 
@@ -127,23 +127,26 @@ def test_a_window_off_by_one_is_detected(
 
 
 def replace_attention_parts(**parts: Any) -> Callable[[Any], Any]:
-    """Return the network with parts of its attention replaced, or None if its attention lacks these parts."""
+    """Return a function that replaces fields of the attention in all blocks.
+
+    The function returns None if all fields have these values already.
+    """
 
     def mutate(network: Any) -> Any:
         blocks = [replace(block, attention=replace(block.attention, **parts)) for block in network.blocks]
-        same = all(
+        is_unchanged = all(
             getattr(block.attention, part) is value
             for block in network.blocks
             for part, value in parts.items()
         )
-        return None if same else replace(network, blocks=tuple(blocks))
+        return None if is_unchanged else replace(network, blocks=tuple(blocks))
 
     return mutate
 
 
 def set_norms_to_one(network: Any) -> Any:
-    ones = torch.ones_like(network.norm.weight)
-    return replace(network, norm=replace(network.norm, weight=ones))
+    unit_weight = torch.ones_like(network.norm.weight)
+    return replace(network, norm=replace(network.norm, weight=unit_weight))
 
 
 def swap_ropes(network: Any) -> Any:
@@ -153,7 +156,9 @@ def swap_ropes(network: Any) -> Any:
 
 
 def apply_rope_in_every_layer(network: Any) -> Any:
-    if not isinstance(network, DecoderNetwork) or all(b.attention.rotary == 0 for b in network.blocks):
+    if not isinstance(network, DecoderNetwork) or all(
+        block.attention.rotary == 0 for block in network.blocks
+    ):
         return None
     return replace_attention_parts(rotary=0)(network)
 
@@ -182,8 +187,8 @@ def mutate_blocks(mutate: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     def mutated_network(network: Any) -> Any:
         blocks = tuple(mutate(block) for block in network.blocks)
-        same = all(new is old for new, old in zip(blocks, network.blocks, strict=True))
-        return None if same else replace(network, blocks=blocks)
+        is_unchanged = all(new is old for new, old in zip(blocks, network.blocks, strict=True))
+        return None if is_unchanged else replace(network, blocks=blocks)
 
     return mutated_network
 
@@ -214,12 +219,12 @@ def drop_qkv_clipping(block: Any) -> Any:
     return replace(block, attention=replace(attention, qkv=Linear(attention.qkv.packed)))
 
 
-def share_the_norm(block: Any) -> Any:
+def drop_mlp_norm(block: Any) -> Any:
     is_parallel = isinstance(block, ParallelBlock) and block.mlp_norm is not None
     return replace(block, mlp_norm=None) if is_parallel else block
 
 
-def make_sequential(block: Any) -> Any:
+def make_block_sequential(block: Any) -> Any:
     """Run a parallel block sequentially: the feed-forward layer reads the attention's output."""
     if not isinstance(block, ParallelBlock):
         return block
@@ -229,8 +234,8 @@ def make_sequential(block: Any) -> Any:
 
 def change_activation(block: Any) -> Any:
     if isinstance(block.mlp, MLP | GatedMLP):
-        other = "silu" if block.mlp.activation == "relu" else "relu"
-        return replace(block, mlp=replace(block.mlp, activation=other))
+        other_activation = "silu" if block.mlp.activation == "relu" else "relu"
+        return replace(block, mlp=replace(block.mlp, activation=other_activation))
     if isinstance(getattr(block.mlp, "activation", None), XIELU):
         return replace(block, mlp=replace(block.mlp, activation=XIELU(0.5, 0.5, 0.5, -1e-6)))
     return block
@@ -254,8 +259,8 @@ MUTATIONS: dict[str, Callable[[Any], Any]] = {
     "other rotary layout": mutate_blocks(swap_rotary_layout),
     "attention of the base class": mutate_blocks(use_base_attention),
     "clipping of queries, keys and values dropped": mutate_blocks(drop_qkv_clipping),
-    "one shared norm instead of two": mutate_blocks(share_the_norm),
-    "sequential instead of parallel blocks": mutate_blocks(make_sequential),
+    "one shared norm instead of two": mutate_blocks(drop_mlp_norm),
+    "sequential instead of parallel blocks": mutate_blocks(make_block_sequential),
     "other activation": mutate_blocks(change_activation),
     "head bias dropped": drop_head_bias,
     "bias of the final norm set to 0": zero_norm_biases,
@@ -295,10 +300,10 @@ def test_every_mutation_applies_to_some_architecture(tmp_path: Path) -> None:
 def test_a_shifted_block_table_is_detected(
     pipeline: TextGenerationPipeline, expected: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = KVCacheManager.inputs
+    original_inputs = KVCacheManager.inputs
 
     def mutate_call(self: KVCacheManager, *args: Any, **kwargs: Any) -> KVCacheInputs:
-        inputs = original(self, *args, **kwargs)
+        inputs = original_inputs(self, *args, **kwargs)
         shifted_groups = [replace(g, block_tables=g.block_tables.roll(1, dims=1)) for g in inputs.groups]
         return replace(inputs, groups=tuple(shifted_groups))
 
@@ -309,10 +314,10 @@ def test_a_shifted_block_table_is_detected(
 def test_keys_stored_one_slot_late_are_detected(
     pipeline: TextGenerationPipeline, expected: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = KVCacheManager.inputs
+    original_inputs = KVCacheManager.inputs
 
     def mutate_call(self: KVCacheManager, *args: Any, **kwargs: Any) -> KVCacheInputs:
-        inputs = original(self, *args, **kwargs)
+        inputs = original_inputs(self, *args, **kwargs)
         return replace(inputs, groups=tuple(replace(g, slots=g.slots + 1) for g in inputs.groups))
 
     monkeypatch.setattr(KVCacheManager, "inputs", mutate_call)
@@ -341,7 +346,7 @@ def test_a_stale_block_of_the_prefix_cache_is_detected(
 
 
 def test_swapped_layers_are_detected(tmp_path: Path) -> None:
-    """Two layers of the checkpoint are exchanged."""
+    """Loads a checkpoint in which two layers are exchanged."""
     for architecture in DECODERS:
         assert architecture.tiny_config is not None
         folder = write_checkpoint(tmp_path / architecture.name, architecture.tiny_config())

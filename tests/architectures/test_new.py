@@ -28,13 +28,16 @@ def make_config(**changes: Any) -> HuggingFaceConfig:
 
 @pytest.mark.parametrize("factor", [2.0, 8.0])
 def test_ntk_scaling_gives_the_published_frequencies(factor: float) -> None:
-    """Frequency of pair i: ``base ** (-2 i / D) / k ** (2 (i + 1) / D)``. The last pair is k times slower."""
+    """The frequency of pair i is ``base ** (-2 i / D) / factor ** (2 (i + 1) / D)``.
+
+    Scaling divides the frequency of the last pair by the whole factor.
+    """
     dim = 16
     rotary = NewModel.rotary(make_config(rope_scaling={"type": "ntk", "factor": factor}), dim)
-    pairs = np.arange(dim // 2)
-    expected = 20000.0 ** (-2 * pairs / dim) / factor ** (2 * (pairs + 1) / dim)
-    result = rotary.base ** (-2 * pairs / dim) / rotary.parameters["factor"]
-    np.testing.assert_allclose(result, expected, rtol=1e-12)
+    pair_indices = np.arange(dim // 2)
+    expected = 20000.0 ** (-2 * pair_indices / dim) / factor ** (2 * (pair_indices + 1) / dim)
+    frequencies = rotary.base ** (-2 * pair_indices / dim) / rotary.parameters["factor"]
+    np.testing.assert_allclose(frequencies, expected, rtol=1e-12)
     assert rotary.kind == "linear"
     assert rotary.max_length == 130, (
         "the model is trained with the scaling, so the maximum length does not grow"

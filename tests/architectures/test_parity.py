@@ -83,18 +83,20 @@ def test_logits_of_decode_steps_equal_transformers(
 def test_logits_of_a_mixed_batch_equal_transformers(
     pipeline: TextGenerationPipeline, reference: Any, vocabulary: int
 ) -> None:
-    """One forward has a whole prompt, a chunk in the middle of a prompt, a last chunk and a single token."""
+    """One forward has a whole prompt, a middle chunk, a last chunk and a single token, of four requests."""
     texts = [random_tokens(length, vocabulary, seed=length) for length in (23, 50, 41, 30)]
-    full_context, middle, last, single = (make_context(text, log_probabilities_echo=True) for text in texts)
-    single = make_context(texts[3][:-1], log_probabilities_echo=True)
-    for context, num_computed, stop in ((middle, 17, 35), (last, 18, 41)):
+    full_prompt, middle_chunk, last_chunk = (
+        make_context(text, log_probabilities_echo=True) for text in texts[:3]
+    )
+    single_token = make_context(texts[3][:-1], log_probabilities_echo=True)
+    for context, num_computed, stop in ((middle_chunk, 17, 35), (last_chunk, 18, 41)):
         context.set_token_indices(active_idx=num_computed)
         step_logits(pipeline, [context])
         append_token(pipeline, context, 0)
         context.set_token_indices(active_idx=stop)
-    step_logits(pipeline, [single])
-    append_token(pipeline, single, texts[3][-1])
-    contexts = [full_context, middle, last, single]
+    step_logits(pipeline, [single_token])
+    append_token(pipeline, single_token, texts[3][-1])
+    contexts = [full_prompt, middle_chunk, last_chunk, single_token]
     for context, text, logits in zip(contexts, texts, step_logits(pipeline, contexts), strict=True):
         assert_close(logits, transformers_logits(reference, text)[context.start_idx : context.active_idx])
         pipeline.release(context)

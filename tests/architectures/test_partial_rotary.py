@@ -19,7 +19,9 @@ PARTIAL_BY_DEFAULT = ("glm", "glm4", "glm4_moe", "gpt_neox", "minimax_m2", "nemo
 """Families that rotate only a part of each head with every RoPE type."""
 
 
-def write_with_factor(checkpoint: Path, folder: Path, *, in_rope_parameters: bool, **parameters: Any) -> Path:
+def write_checkpoint_with_factor(
+    checkpoint: Path, folder: Path, *, in_rope_parameters: bool, **parameters: Any
+) -> Path:
     """Copy a checkpoint with ``partial_rotary_factor`` 0.5. Skips families without rotary embeddings."""
     config = json.loads((checkpoint / "config.json").read_text())
     ropes = config.get("rope_parameters")
@@ -40,7 +42,7 @@ def write_with_factor(checkpoint: Path, folder: Path, *, in_rope_parameters: boo
 def test_logits_with_partial_rotary_factor_equal_transformers(
     checkpoint: Path, tmp_path: Path, in_rope_parameters: bool
 ) -> None:
-    folder = write_with_factor(
+    folder = write_checkpoint_with_factor(
         checkpoint, tmp_path, in_rope_parameters=in_rope_parameters, rope_type="default"
     )
     tokens = random_tokens(40, 130)
@@ -51,7 +53,9 @@ def test_logits_with_partial_rotary_factor_equal_transformers(
 
 
 def test_a_factor_that_transformers_cannot_apply_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    folder = write_with_factor(checkpoint, tmp_path, in_rope_parameters=True, rope_type="linear", factor=2.0)
+    folder = write_checkpoint_with_factor(
+        checkpoint, tmp_path, in_rope_parameters=True, rope_type="linear", factor=2.0
+    )
     if json.loads((folder / "config.json").read_text())["model_type"] in ("phi3", "phimoe"):
         pytest.skip("has no linear rope")
     tokens = random_tokens(40, 130)

@@ -28,11 +28,11 @@ OPTIONS = {"task": "embeddings-generation", "quantization_encoding": "float32"}
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reranker")
     texts = [TEMPLATE.prefix, TEMPLATE.body, TEMPLATE.suffix, TEMPLATE.instruction, QUERY, DOCUMENT, "yes no"]
-    split = pre_tokenizers.Split(Regex(r"\w+|\W"), "isolated")
-    words = [word for text in texts for word, _ in split.pre_tokenize_str(text)]
+    pre_tokenizer = pre_tokenizers.Split(Regex(r"\w+|\W"), "isolated")
+    words = [word for text in texts for word, _ in pre_tokenizer.pre_tokenize_str(text)]
     vocabulary = {word: i for i, word in enumerate(dict.fromkeys(["[UNK]", *words]))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = split
+    tokenizer.pre_tokenizer = pre_tokenizer
     config = tiny_config() | {"vocab_size": len(vocabulary), "tie_word_embeddings": request.param}
     write_checkpoint(folder, config)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -47,8 +47,8 @@ def expected_logits(
     ids = tokenizer.encode(TEMPLATE.prefix + body + TEMPLATE.suffix).ids
     with torch.inference_mode():
         logits = load_in_transformers(folder)(torch.tensor([ids])).logits[0, -1]
-    rows: torch.Tensor = logits[[tokenizer.token_to_id("no"), tokenizer.token_to_id("yes")]]
-    return rows
+    answer_logits: torch.Tensor = logits[[tokenizer.token_to_id("no"), tokenizer.token_to_id("yes")]]
+    return answer_logits
 
 
 def test_the_score_is_the_softmax_of_yes_and_no(folder: Path) -> None:
@@ -57,21 +57,21 @@ def test_the_score_is_the_softmax_of_yes_and_no(folder: Path) -> None:
         scores = llm.score(QUERY, [DOCUMENT, "blue is the colour"], use_tqdm=False)
         logits = llm.score(QUERY, DOCUMENT, use_tqdm=False, activation=False)
         fields: dict[str, Any] = {"text_pair": DOCUMENT, "instruction": "is the sky blue"}
-        [other] = llm.encode(QUERY, use_tqdm=False, outputs=["scores"], **fields)
-    no, yes = expected_logits(folder, QUERY, DOCUMENT, TEMPLATE.instruction)
-    assert logits[0] == pytest.approx(float(yes - no), abs=1e-3)
+        [response] = llm.encode(QUERY, use_tqdm=False, outputs=["scores"], **fields)
+    no_logit, yes_logit = expected_logits(folder, QUERY, DOCUMENT, TEMPLATE.instruction)
+    assert logits[0] == pytest.approx(float(yes_logit - no_logit), abs=1e-3)
     for score, text in zip(scores, [DOCUMENT, "blue is the colour"], strict=True):
         expected = expected_logits(folder, QUERY, text, TEMPLATE.instruction).softmax(-1)[1]
         assert score == pytest.approx(float(expected), abs=1e-4)
     expected = expected_logits(folder, QUERY, DOCUMENT, "is the sky blue").softmax(-1)[1]
-    assert other.scores is not None
-    assert other.scores[0] == pytest.approx(float(expected), abs=1e-4)
+    assert response.scores is not None
+    assert response.scores[0] == pytest.approx(float(expected), abs=1e-4)
 
 
 def test_truncation_keeps_the_end_of_the_prompt(folder: Path) -> None:
     tokenizer = load_tokenizer(PipelineConfig.from_flat({"model_path": str(folder), **OPTIONS}))
 
-    def ids(max_tokens: int | None) -> np.ndarray:
+    def encode(max_tokens: int | None) -> np.ndarray:
         tokens: np.ndarray = tokenizer.build_embeddings_context(
             EmbeddingsGenerationRequest(
                 id="1",
@@ -84,20 +84,20 @@ def test_truncation_keeps_the_end_of_the_prompt(folder: Path) -> None:
         return tokens
 
     suffix = tokenizer.backend.encode(TEMPLATE.suffix).ids
-    full_ids, truncated_ids = ids(None), ids(150)
+    full_ids, truncated_ids = encode(None), encode(150)
     assert len(truncated_ids) == 150 < len(full_ids)
-    num_kept = 150 - len(suffix)
-    assert truncated_ids.tolist() == [*full_ids[:num_kept].tolist(), *suffix]
+    num_kept_tokens = 150 - len(suffix)
+    assert truncated_ids.tolist() == [*full_ids[:num_kept_tokens].tolist(), *suffix]
     with pytest.raises(InputError, match="cannot cut the input to 40 tokens"):
-        ids(40)
+        encode(40)
 
 
-def test_a_checkpoint_with_a_pooling_is_an_embedder(folder: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_with_a_pooling_module_is_an_embedder(folder: Path, tmp_path: Path) -> None:
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "1_Pooling").mkdir()
     (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_lasttoken": True}))
     with LLM(str(tmp_path), quantization_encoding="float32") as llm:
         assert llm.pipeline.outputs == ("dense", "multi_vector")
-        with pytest.raises(UnsupportedFeatureError, match="no template for it"):
+        with pytest.raises(UnsupportedFeatureError, match="no template with an instruction"):
             llm.encode(QUERY, use_tqdm=False, instruction="is it")

@@ -35,13 +35,13 @@ def ops(request: pytest.FixtureRequest) -> Ops:
     return ReferenceOps() if request.param == "reference" else InferenceSession([CPU()]).ops
 
 
-@pytest.mark.parametrize(("window", "full"), [(32, [1]), (16, [0, 3]), (1000, [2])])
+@pytest.mark.parametrize(("window", "full_attention_layers"), [(32, [1]), (16, [0, 3]), (1000, [2])])
 @torch.inference_mode()
-def test_qwen2_5_rows_equal_transformers(ops: Ops, window: int, full: list[int]) -> None:
+def test_qwen2_5_rows_equal_transformers(ops: Ops, window: int, full_attention_layers: list[int]) -> None:
     from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
-    values = QWEN | {"window_size": window, "fullatt_block_indexes": full}
+    values = QWEN | {"window_size": window, "fullatt_block_indexes": full_attention_layers}
     model = randomize(Qwen2_5_VisionTransformerPretrainedModel(Qwen2_5_VLVisionConfig(**values)))
     tower = Qwen25Vision.load(load_module(model, "tower", ops), "tower", HuggingFaceConfig(values), 40)
     patches = torch.randn(sum(height * width for height, width in GRIDS), 3 * 2 * 4 * 4)
@@ -49,13 +49,13 @@ def test_qwen2_5_rows_equal_transformers(ops: Ops, window: int, full: list[int])
     assert_close(tower.encode(patches, GRIDS, EncoderRunner(ops)), reference_output)
 
 
-@pytest.mark.parametrize("stacked", [[2, 0], [1], []])
+@pytest.mark.parametrize("deepstack_layers", [[2, 0], [1], []])
 @torch.inference_mode()
-def test_qwen3_deepstack_rows_equal_transformers(ops: Ops, stacked: list[int]) -> None:
+def test_qwen3_deepstack_rows_equal_transformers(ops: Ops, deepstack_layers: list[int]) -> None:
     from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
-    values = QWEN | {"num_position_embeddings": 49, "deepstack_visual_indexes": stacked}
+    values = QWEN | {"num_position_embeddings": 49, "deepstack_visual_indexes": deepstack_layers}
     model = randomize(Qwen3VLVisionModel(Qwen3VLVisionConfig(**values)))
     tower = Qwen3Vision.load(load_module(model, "tower", ops), "tower", HuggingFaceConfig(values), 40)
     patches = torch.randn(sum(height * width for height, width in GRIDS), 3 * 2 * 4 * 4)

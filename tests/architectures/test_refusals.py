@@ -12,7 +12,7 @@ from penstock.architectures.gpt2.config import GPT2Config
 from penstock.config import HuggingFaceConfig
 from penstock.errors import CheckpointError, ConfigError
 
-SLIDING = ["sliding_attention"] * 3
+SLIDING_TYPES = ["sliding_attention"] * 3
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 
 
@@ -31,21 +31,29 @@ def load_blueprint(family: str, changes: dict[str, Any]) -> Any:
     [
         ("llama", {"num_key_value_heads": 4}, "num_key_value_heads: 4 kv heads do not divide 6"),
         ("llama", {"hidden_act": "mish"}, "hidden_act: 'mish' is not known: use silu, "),
-        ("llama", {"layer_types": SLIDING}, "layer_types: has sliding_attention, which this family"),
+        ("llama", {"layer_types": SLIDING_TYPES}, "layer_types: has sliding_attention, which this family"),
         (
             "llama",
             {"layer_types": ["chunked_attention"] * 3},
             "layer_types: 'chunked_attention' is not known",
         ),
-        ("llama", {"layer_types": SLIDING[:2]}, "layer_types: must be a list of 3 names"),
-        ("mistral", {"layer_types": ["full_attention", *SLIDING[1:]]}, "layer_types: must all be sliding"),
-        ("mistral", {"layer_types": SLIDING, "sliding_window": None}, "layer_types: must all be full"),
-        ("qwen2", {"use_sliding_window": False, "layer_types": SLIDING}, "use_sliding_window: must be true"),
+        ("llama", {"layer_types": SLIDING_TYPES[:2]}, "layer_types: must be a list of 3 names"),
+        (
+            "mistral",
+            {"layer_types": ["full_attention", *SLIDING_TYPES[1:]]},
+            "layer_types: must all be sliding",
+        ),
+        ("mistral", {"layer_types": SLIDING_TYPES, "sliding_window": None}, "layer_types: must all be full"),
+        (
+            "qwen2",
+            {"use_sliding_window": False, "layer_types": SLIDING_TYPES},
+            "use_sliding_window: must be true",
+        ),
         ("qwen3", {"rope_scaling": {"rope_type": "mrope"}}, "unknown rope type 'mrope'"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers: must be a list of 4 zeros and ones"),
         ("smollm3", {"no_rope_layers": [1, 0, 2, 1]}, "no_rope_layers: must be a list of 4 zeros and ones"),
-        ("smollm3", {"layer_types": [*SLIDING, "full_attention"]}, "use_sliding_window: must be true"),
-        ("phi3", {"layer_types": SLIDING, "sliding_window": None}, "layer_types: must all be full"),
+        ("smollm3", {"layer_types": [*SLIDING_TYPES, "full_attention"]}, "use_sliding_window: must be true"),
+        ("phi3", {"layer_types": SLIDING_TYPES, "sliding_window": None}, "layer_types: must all be full"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention: is true"),
         ("gemma2", {"sliding_window": None}, "sliding_window: must be a number, because some"),
         ("gemma2", {"hidden_activation": "tanh"}, "hidden_activation: 'tanh' is not known"),
@@ -72,7 +80,7 @@ def load_blueprint(family: str, changes: dict[str, Any]) -> Any:
         ),
         (
             "exaone4",
-            {"sliding_window": None, "layer_types": SLIDING + SLIDING[:1]},
+            {"sliding_window": None, "layer_types": SLIDING_TYPES + SLIDING_TYPES[:1]},
             "must be true, because some",
         ),
         ("helium", {"head_dim": 16}, "head_dim: 6 heads of 16 must add up to hidden_size 48"),
@@ -94,7 +102,11 @@ def load_blueprint(family: str, changes: dict[str, Any]) -> Any:
         ("apertus", {"mlp_bias": True}, "mlp_bias: is true"),
         ("apertus", {"qk_norm": False}, "qk_norm: is false"),
         ("apertus", {"post_norm": True}, "post_norm: is true"),
-        ("starcoder2", {"layer_types": ["full_attention", *SLIDING[1:]]}, "layer_types: must all be sliding"),
+        (
+            "starcoder2",
+            {"layer_types": ["full_attention", *SLIDING_TYPES[1:]]},
+            "layer_types: must all be sliding",
+        ),
         ("phi", {"head_dim": 16}, "head_dim: is 16, but heads have 8 dims in this family"),
         ("stablelm", {"head_dim": 8}, "head_dim: is 8, but heads have 16 dims in this family"),
         ("gpt_neox", {"head_dim": 8}, "head_dim: is 8, but heads have 16 dims in this family"),
@@ -137,19 +149,21 @@ def test_malformed_coefficients_of_xielu_are_refused(values: object) -> None:
         ("internlm3", {"qkv_bias": 1}, "qkv_bias must be true or false"),
     ],
 )
-def test_values_that_are_not_numbers_are_refused(family: str, changes: dict[str, Any], message: str) -> None:
+def test_values_of_another_type_or_range_are_refused(
+    family: str, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(CheckpointError, match=message):
         load_blueprint(family, changes)
 
 
 def test_phi3_accepts_older_names_of_longrope() -> None:
-    known_value, *older = (
-        load_blueprint("phi3", {"rope_scaling": LONGROPE | {"type": kind}})
-        for kind in ("longrope", "su", "yarn")
+    current_blueprint, *older_blueprints = (
+        load_blueprint("phi3", {"rope_scaling": LONGROPE | {"type": rope_type}})
+        for rope_type in ("longrope", "su", "yarn")
     )
-    for blueprint in older:
+    for blueprint in older_blueprints:
         assert [rotary.kind for rotary in blueprint.rotaries] == ["longrope"]
-        assert blueprint.max_length == known_value.max_length
+        assert blueprint.max_length == current_blueprint.max_length
 
 
 def test_a_window_as_long_as_the_context_is_ignored() -> None:
@@ -158,9 +172,9 @@ def test_a_window_as_long_as_the_context_is_ignored() -> None:
 
 
 def test_gemma3_does_not_extend_its_maximum_length() -> None:
-    """Gemma 3 states the length after RoPE scaling; older Llama models state the length before it."""
-    scaled = load_blueprint("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})
-    assert scaled.max_length == 256
+    """``max_position_embeddings`` is the length after RoPE scaling in Gemma 3, and before it in Llama."""
+    scaled_blueprint = load_blueprint("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})
+    assert scaled_blueprint.max_length == 256
     assert (
         load_blueprint("llama", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}).max_length == 2048
     )

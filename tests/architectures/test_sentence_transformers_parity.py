@@ -17,7 +17,7 @@ from penstock import LLM
 
 st = pytest.importorskip("sentence_transformers")
 WORDS = "a the sky is blue green grass red query passage how many colours has it".split()
-SPECIAL = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]"]
+SPECIAL_TOKENS = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]"]
 TEXTS = ["the sky is blue", "grass", "how many colours has the green grass and the red sky"]
 POOLINGS = ["cls", "mean", "max", "mean_sqrt_len_tokens", "weightedmean", "lasttoken", ["mean", "max"]]
 
@@ -28,7 +28,9 @@ def save_random_model(folder: Path, name: str, head: str, **changes: Any) -> Pat
 
     (architecture,) = (candidate for candidate in ENCODERS if candidate.name == name)
     save_encoder(architecture, folder, head, **changes)
-    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(SPECIAL + WORDS)}, unk_token="[UNK]"))
+    tokenizer = Tokenizer(
+        WordLevel({word: i for i, word in enumerate(SPECIAL_TOKENS + WORDS)}, unk_token="[UNK]")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]",

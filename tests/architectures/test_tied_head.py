@@ -1,4 +1,4 @@
-"""An output head stored in the file although ``tie_word_embeddings`` is true: logits equal transformers."""
+"""Checkpoints that store an output head although ``tie_word_embeddings`` is true."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from penstock.architectures.registry import SupportedArchitecture
 pytestmark = [pytest.mark.families, pytest.mark.models]
 
 TOKENS = random_tokens(20, 130, seed=1)
-HEADS = ("lm_head.weight", "embed_out.weight")
+HEAD_NAMES = ("lm_head.weight", "embed_out.weight")
 
 
 @pytest.fixture(params=DECODERS, ids=lambda architecture: architecture.name)
 def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """Return a checkpoint whose head differs from its embedding table, although ``config.json`` ties them."""
-    return write_untied(tmp_path, request.param)
+    return write_untied_checkpoint(tmp_path, request.param)
 
 
-def write_untied(folder: Path, architecture: SupportedArchitecture) -> Path:
+def write_untied_checkpoint(folder: Path, architecture: SupportedArchitecture) -> Path:
     assert architecture.tiny_config is not None
     write_checkpoint(folder, architecture.tiny_config() | {"tie_word_embeddings": False})
     config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}
@@ -35,14 +35,14 @@ def write_untied(folder: Path, architecture: SupportedArchitecture) -> Path:
 
 
 def replace_tensors(folder: Path, **tensors: torch.Tensor | None) -> None:
-    """Replace the tensors whose names have this prefix; None removes them."""
+    """Replace the output head (``head``) or the embedding table (``table``) of a file; None removes it."""
     file = folder / "model.safetensors"
     stored_tensors: dict[str, Any] = load_file(file)
     for name in list(stored_tensors):
-        for key in tensors.keys() & {
-            "head" if name in HEADS else "table" if is_embedding_table(name) else ""
+        for role in tensors.keys() & {
+            "head" if name in HEAD_NAMES else "table" if is_embedding_table(name) else ""
         }:
-            stored_tensors[name] = tensors[key]
+            stored_tensors[name] = tensors[role]
     save_file({name: tensor.clone() for name, tensor in stored_tensors.items() if tensor is not None}, file)
 
 
@@ -60,7 +60,9 @@ def read_embedding_table(folder: Path) -> torch.Tensor:
 def read_head(folder: Path) -> tuple[str, torch.Tensor]:
     """Return the name and the tensor of the output head."""
     (head,) = (
-        (name, tensor) for name, tensor in load_file(folder / "model.safetensors").items() if name in HEADS
+        (name, tensor)
+        for name, tensor in load_file(folder / "model.safetensors").items()
+        if name in HEAD_NAMES
     )
     return head
 
@@ -88,7 +90,7 @@ def test_a_head_equal_to_the_table_is_stored_once(checkpoint: Path) -> None:
     assert torch.equal(assert_logits_equal_transformers(checkpoint), single_copy_logits)
 
 
-def test_a_head_without_a_table_is_also_the_embedding_table(checkpoint: Path) -> None:
+def test_a_stored_head_replaces_a_missing_embedding_table(checkpoint: Path) -> None:
     _, head = read_head(checkpoint)
     replace_tensors(checkpoint, table=None)
     logits = assert_logits_equal_transformers(checkpoint)

@@ -107,24 +107,24 @@ def test_chunks_steps_and_batches_equal_transformers(
 ) -> None:
     assert isinstance(pipeline.model, TransformersModel)
     expected = transformers_logits(reference, TOKENS)
-    others = [random_tokens(length, 130, seed=length) for length in (30, 5)]
-    context, first, second = (
-        make_context(tokens, log_probabilities_echo=True) for tokens in (TOKENS[:60], *others)
+    other_prompts = [random_tokens(length, 130, seed=length) for length in (30, 5)]
+    chunked_context, long_context, short_context = (
+        make_context(tokens, log_probabilities_echo=True) for tokens in (TOKENS[:60], *other_prompts)
     )
-    context.set_token_indices(active_idx=33)
-    parts = step_logits(pipeline, [first, context, second])
-    assert_close(parts[1], expected[:33])
-    for part, tokens in zip((parts[0], parts[2]), others, strict=True):
-        assert_close(part, transformers_logits(reference, tokens))
-    append_token(pipeline, context, 0)
-    context.set_token_indices(active_idx=60)
-    append_token(pipeline, first, 7)
-    assert_close(step_logits(pipeline, [first, context])[1], expected[33:60])
+    chunked_context.set_token_indices(active_idx=33)
+    batch_logits = step_logits(pipeline, [long_context, chunked_context, short_context])
+    assert_close(batch_logits[1], expected[:33])
+    for logits, tokens in zip((batch_logits[0], batch_logits[2]), other_prompts, strict=True):
+        assert_close(logits, transformers_logits(reference, tokens))
+    append_token(pipeline, chunked_context, 0)
+    chunked_context.set_token_indices(active_idx=60)
+    append_token(pipeline, long_context, 7)
+    assert_close(step_logits(pipeline, [long_context, chunked_context])[1], expected[33:60])
     for position in range(60, 70):
-        append_token(pipeline, context, TOKENS[position])
-        assert_close(step_logits(pipeline, [context])[0], expected[position : position + 1])
-    for request in (context, first, second):
-        pipeline.release(request)
+        append_token(pipeline, chunked_context, TOKENS[position])
+        assert_close(step_logits(pipeline, [chunked_context])[0], expected[position : position + 1])
+    for context in (chunked_context, long_context, short_context):
+        pipeline.release(context)
 
 
 def test_prefix_hits_and_preemption_keep_the_greedy_text(
@@ -132,16 +132,16 @@ def test_prefix_hits_and_preemption_keep_the_greedy_text(
 ) -> None:
     expected = transformers_greedy(reference, TOKENS, 12)
     assert generate_tokens(pipeline, [make_context(TOKENS, 12)], num_steps=4) == [expected]
-    cached = make_context(TOKENS, 12)
-    assert generate_tokens(pipeline, [make_context(TOKENS[:20], 3), cached])[1] == expected
-    assert cached.num_cached_tokens == 64
-    preempted = make_context(TOKENS, 12)
+    cached_context = make_context(TOKENS, 12)
+    assert generate_tokens(pipeline, [make_context(TOKENS[:20], 3), cached_context])[1] == expected
+    assert cached_context.num_cached_tokens == 64
+    preempted_context = make_context(TOKENS, 12)
     tokens: list[int] = []
     while len(tokens) < 5:
-        tokens += [part.next_token for part in pipeline.execute({"a": preempted})["a"].tokens]
-    pipeline.release(preempted)
-    preempted.reset()
-    assert tokens + generate_tokens(pipeline, [preempted])[0] == expected
+        tokens += [output.next_token for output in pipeline.execute({"a": preempted_context})["a"].tokens]
+    pipeline.release(preempted_context)
+    preempted_context.reset()
+    assert tokens + generate_tokens(pipeline, [preempted_context])[0] == expected
 
 
 def test_text_with_drafts_equals_transformers(checkpoint: Path, reference: Any) -> None:
@@ -152,7 +152,7 @@ def test_text_with_drafts_equals_transformers(checkpoint: Path, reference: Any) 
     ]
 
 
-def test_bfloat16_is_no_worse_than_that_of_transformers(checkpoint: Path, reference: Any) -> None:
+def test_the_bfloat16_error_is_no_larger_than_in_transformers(checkpoint: Path, reference: Any) -> None:
     expected = transformers_logits(reference, TOKENS[:40])
     pipeline = open_fallback(checkpoint, quantization_encoding="bfloat16")
     actual = step_logits(pipeline, [make_context(TOKENS[:40])])[0]
@@ -339,10 +339,10 @@ def test_a_module_that_does_not_read_positions_is_refused(
     from transformers.models.llama import modeling_llama
 
     folder = write_tiny_llm(tmp_path)
-    original: Any = modeling_llama.LlamaRotaryEmbedding.forward
+    original_forward: Any = modeling_llama.LlamaRotaryEmbedding.forward
 
     def forward_without_position_ids(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
-        return original(self, x, torch.arange(position_ids.shape[1])[None])
+        return original_forward(self, x, torch.arange(position_ids.shape[1])[None])
 
     monkeypatch.setattr(modeling_llama.LlamaRotaryEmbedding, "forward", forward_without_position_ids)
     with pytest.raises(UnsupportedFeatureError, match="it does not read position_ids"):

@@ -174,21 +174,20 @@ def test_logits_equal_transformers(family: str, name: str, tmp_path: Path) -> No
     folder = write_checkpoint(tmp_path, config)
     tokens = random_tokens(85, 130, seed=5)
     pipeline = open_pipeline(folder, kv_cache_block_size=16)
-    saved = step_logits(pipeline, [make_context(tokens[:70])])[0]
+    saved_config_logits = step_logits(pipeline, [make_context(tokens[:70])])[0]
     (folder / "config.json").write_text(json.dumps(config))
     reference = load_in_transformers(folder)
     pipeline = open_pipeline(folder, kv_cache_block_size=16)
     context = make_context(tokens[:70])
     logits = step_logits(pipeline, [context])[0]
-    assert torch.equal(saved, logits)
+    assert torch.equal(saved_config_logits, logits)
     expected = transformers_logits(reference, tokens[:70])
     tolerance = 1e-4 * max(1.0, float(expected.std()))
     torch.testing.assert_close(logits, expected, atol=tolerance, rtol=0)
-    _, past = transformers_step(reference, tokens[:70])
-    for length in range(
-        71, 86
-    ):  # transformers decodes step by step, because some RoPE types depend on the length of the text
-        expected, past = transformers_step(reference, tokens[:length], past)
+    _, cache = transformers_step(reference, tokens[:70])
+    # transformers decodes step by step, because some RoPE types depend on the length of the text.
+    for length in range(71, 86):
+        expected, cache = transformers_step(reference, tokens[:length], cache)
         append_token(pipeline, context, tokens[length - 1])
         logits = step_logits(pipeline, [context])[0][-1:]
         torch.testing.assert_close(logits, expected, atol=tolerance, rtol=0)

@@ -24,7 +24,7 @@ from penstock.pipelines.core import ImageMetadata, TextAndVisionContext
 pytestmark = pytest.mark.skipif(not cpu.available_isas(), reason="the C++ kernels are not built")
 
 EAGER_PROMPTS = ("gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-"""Families whose prompts run eagerly: with bidirectional spans, or with multimodal rotary embeddings."""
+"""Families whose prompts run eagerly because of bidirectional spans or multimodal rotary embeddings."""
 
 VISION_FAMILIES = [
     candidate.name for candidate in PIPELINE_REGISTRY.architectures if candidate.media is not None
@@ -59,7 +59,7 @@ def make_images(name: str) -> list[ImageMetadata]:
     return prompt.images
 
 
-def context_with(name: str, images: list[ImageMetadata]) -> TextAndVisionContext:
+def make_context(name: str, images: list[ImageMetadata]) -> TextAndVisionContext:
     """Return a context of the prompt of `make_images` with these images."""
     if name == "llava":
         pixels = [image.pixel_values for image in images]
@@ -92,20 +92,23 @@ def test_captured_steps_are_bit_equal_to_eager_operations(
 ) -> None:
     name, folder = checkpoint
     compiled_pipeline, eager_pipeline = (
-        open_vision(folder, encoding, compiled=each) for each in (True, False)
+        open_vision(folder, encoding, compiled=is_compiled) for is_compiled in (True, False)
     )
-    first, second = make_images(name)
+    first_image, second_image = make_images(name)
     for repetition in range(4):
-        for original in (first, second):
-            image = with_random_pixels(original, repetition)
+        for template_image in (first_image, second_image):
+            image = with_random_pixels(template_image, repetition)
             assert torch.equal(
                 encode_images(compiled_pipeline, [image]), encode_images(eager_pipeline, [image])
             ), f"repetition {repetition}"
-        batch = [with_random_pixels(first, repetition), with_random_pixels(second, 50 + repetition)]
+        batch = [
+            with_random_pixels(first_image, repetition),
+            with_random_pixels(second_image, 50 + repetition),
+        ]
         batch_rows = encode_images(compiled_pipeline, batch)
         assert torch.equal(batch_rows, torch.cat([encode_images(eager_pipeline, [image]) for image in batch]))
-    graphs: Any = compiled_pipeline.model
-    assert graphs.encoder_graphs.status.startswith("compiled: ")
+    compiled_model: Any = compiled_pipeline.model
+    assert compiled_model.encoder_graphs.status.startswith("compiled: ")
     assert (eager_pipeline.session.graph_status, getattr(eager_pipeline.model, "encoder_graphs", 0)) == (
         "eager: compiled steps are disabled",
         None,
@@ -122,7 +125,7 @@ def test_prompts_with_images_run_as_compiled_steps(checkpoint: tuple[str, Path],
     for seed in range(4):
         results = []
         for pipeline in (compiled_pipeline, eager_pipeline):
-            context = context_with(name, [with_random_pixels(image, seed) for image in make_images(name)])
+            context = make_context(name, [with_random_pixels(image, seed) for image in make_images(name)])
             results.append(torch.cat(forward_logits(pipeline, [context])))
             pipeline.release(context)
         assert torch.equal(*results), f"round {seed}"
@@ -157,17 +160,17 @@ def test_the_number_of_graphs_is_bounded(tmp_path: Path) -> None:
         for image in images:
             encode_images(pipeline, [image])
     assert model.encoder_graphs.num_graphs == MAX_ENCODER_GRAPHS
-    rows = model.encoder_row_size(model.pipeline_config, model.huggingface_config)
-    assert 0 < model.encoder_graphs.num_bytes <= model.max_encoder_rows * rows
-    for image in [images[0], *images]:  # the graph of the first image was dropped
+    row_size = model.encoder_row_size(model.pipeline_config, model.huggingface_config)
+    assert 0 < model.encoder_graphs.num_bytes <= model.max_encoder_rows * row_size
+    for image in [images[0], *images]:  # The graph of the first image has been dropped.
         assert torch.equal(encode_images(pipeline, [image]), encode_images(eager_pipeline, [image]))
 
 
 def test_an_image_with_too_many_rows_runs_without_a_graph(tmp_path: Path) -> None:
     pipeline = open_vision(write_vision_checkpoint("qwen2_5_vl", tmp_path), "float32", compiled=True)
     model: Any = pipeline.model
-    small, large = grid_images([(2, 4), (2, model.max_encoder_rows // 2 + 2)])
-    for image in (large, large, small, small, large):
+    small_image, large_image = grid_images([(2, 4), (2, model.max_encoder_rows // 2 + 2)])
+    for image in (large_image, large_image, small_image, small_image, large_image):
         encode_images(pipeline, [image])
     assert model.encoder_graphs.num_graphs == 1
 
@@ -191,15 +194,15 @@ def test_requests_with_images_use_graphs_and_give_the_eager_text(tmp_path: Path)
     eager_pipeline = open_vision(tmp_path, "float32", compiled=False)
     prompt = PROMPTS["smolvlm"](config)
     for seed in range(3):
-        images = [with_random_pixels(original, seed) for original in prompt.images]
+        images = [with_random_pixels(template_image, seed) for template_image in prompt.images]
         contexts = [dataclass_replace(prompt, images=images).context(6) for _ in range(2)]
         outputs = []
         for runner, context in zip((pipeline, eager_pipeline), contexts, strict=True):
-            result: list[int] = []
+            tokens: list[int] = []
             while not context.is_done:
-                result += [int(token.next_token) for token in runner.execute({"a": context}, 1)["a"].tokens]
+                tokens += [int(token.next_token) for token in runner.execute({"a": context}, 1)["a"].tokens]
             runner.release(context)
-            outputs.append(result)
+            outputs.append(tokens)
         assert outputs[0] == outputs[1]
         assert len(outputs[0]) == 6
     model: Any = pipeline.model
@@ -207,10 +210,10 @@ def test_requests_with_images_use_graphs_and_give_the_eager_text(tmp_path: Path)
 
 
 def test_several_steps_after_an_image_read_its_embedding_once(tmp_path: Path) -> None:
-    """A step whose only active token is the last one of an image can begin a call of several steps."""
+    """In a call of several steps, only the first step reads the embedding of the image's last token."""
     folder = write_vision_checkpoint("llava", tmp_path)
 
-    def generated(seed: int, pipeline: TextGenerationPipeline, num_steps: int) -> list[int]:
+    def generate(seed: int, pipeline: TextGenerationPipeline, num_steps: int) -> list[int]:
         context = image_context([1, *[129] * 16], [random_pixels(seed)], 129, max_new=8)
         context.set_token_indices(active_idx=16)
         while not context.is_done:
@@ -218,6 +221,8 @@ def test_several_steps_after_an_image_read_its_embedding_once(tmp_path: Path) ->
         pipeline.release(context)
         return [int(token) for token in context.generated_tokens]
 
-    compiled, eager = (open_vision(folder, "float32", compiled=each) for each in (True, False))
-    for seed in range(3):  # the third step with an image has a graph
-        assert generated(seed, compiled, 4) == generated(seed, eager, 1)
+    compiled_pipeline, eager_pipeline = (
+        open_vision(folder, "float32", compiled=is_compiled) for is_compiled in (True, False)
+    )
+    for seed in range(3):  # The step of the third image is replayed from a graph.
+        assert generate(seed, compiled_pipeline, 4) == generate(seed, eager_pipeline, 1)

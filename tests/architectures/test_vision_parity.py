@@ -83,10 +83,17 @@ def test_logits_in_chunks_equal_transformers(family: Family, pipeline: TextGener
     With causal attention they also end within an image.
     """
     prompt = family.prompt
-    first, second = prompt.images
-    ends = {2, first.start_idx, first.end_idx, first.end_idx + 1, second.end_idx, len(prompt.tokens)}
+    first_image, second_image = prompt.images
+    ends = {
+        2,
+        first_image.start_idx,
+        first_image.end_idx,
+        first_image.end_idx + 1,
+        second_image.end_idx,
+        len(prompt.tokens),
+    }
     if not prompt.is_bidirectional:
-        ends |= {first.start_idx + 1, second.start_idx + 1, second.end_idx - 1}
+        ends |= {first_image.start_idx + 1, second_image.start_idx + 1, second_image.end_idx - 1}
     context = prompt.context(log_probabilities_echo=True)
     assert_close(chunk_logits(pipeline, context, sorted(ends)), family.logits)
     pipeline.release(context)
@@ -95,11 +102,11 @@ def test_logits_in_chunks_equal_transformers(family: Family, pipeline: TextGener
 def test_decode_steps_after_images_equal_transformers(
     family: Family, pipeline: TextGenerationPipeline
 ) -> None:
-    more = random_tokens(8, 120, seed=1)
-    expected = family.prompt.logits(family.model, more)
+    decoded_tokens = random_tokens(8, 120, seed=1)
+    expected = family.prompt.logits(family.model, decoded_tokens)
     context = family.prompt.context()
     forward_logits(pipeline, [context])
-    for index, token in enumerate(more):
+    for index, token in enumerate(decoded_tokens):
         append_token(pipeline, context, token)
         row = len(family.prompt.tokens) + index
         assert_close(forward_logits(pipeline, [context]), expected[row : row + 1])
@@ -136,23 +143,25 @@ def test_an_equal_prefix_with_images_is_reused(family: Family, pipeline: TextGen
     same_context = prompt.context(20)
     pipeline.kv.claim(same_context)
     assert same_context.start_idx >= 16
-    count = pipeline.runner.images.cache.num_encoded
+    num_encoded = pipeline.runner.images.cache.num_encoded
     assert generate_tokens(pipeline, [same_context]) == [text]
-    assert pipeline.runner.images.cache.num_encoded == count
-    last = prompt.images[1]
-    pixels = last.pixel_values.copy()
+    assert pipeline.runner.images.cache.num_encoded == num_encoded
+    last_image = prompt.images[1]
+    pixels = last_image.pixel_values.copy()
     pixels.reshape(-1)[0] += 1
-    changed_image = replace(last, pixel_values=pixels, image_hash=image_digest(pixels, last.arguments))
-    other = dataclass_replace(prompt, images=[prompt.images[0], changed_image]).context(20)
-    pipeline.kv.claim(other)
-    assert other.start_idx <= last.start_idx
-    pipeline.release(other)
+    changed_image = replace(
+        last_image, pixel_values=pixels, image_hash=image_digest(pixels, last_image.arguments)
+    )
+    changed_context = dataclass_replace(prompt, images=[prompt.images[0], changed_image]).context(20)
+    pipeline.kv.claim(changed_context)
+    assert changed_context.start_idx <= last_image.start_idx
+    pipeline.release(changed_context)
 
 
 def test_a_preempted_context_continues_with_the_same_text(
     family: Family, pipeline: TextGenerationPipeline
 ) -> None:
-    """The context loses its blocks after some tokens."""
+    """The context loses its blocks after at least 8 generated tokens, and its text is recomputed."""
     context = family.prompt.context(20)
     tokens: list[int] = []
     while len(tokens) < 8:
@@ -169,17 +178,17 @@ def test_text_after_a_final_image_equals_transformers(
 ) -> None:
     full_prompt = PROMPTS[family.model.config.model_type](family.config, ([5, 6, 7], []))
     prompt = dataclass_replace(full_prompt, tokens=full_prompt.tokens[: full_prompt.images[0].end_idx])
-    more = random_tokens(5, 120, seed=4)
-    expected = prompt.logits(family.model, more)
+    decoded_tokens = random_tokens(5, 120, seed=4)
+    expected = prompt.logits(family.model, decoded_tokens)
     context = prompt.context(log_probabilities_echo=True)  # no row is read from the prefix cache
     assert_close(forward_logits(pipeline, [context]), expected[: len(prompt.tokens)])
-    for index, token in enumerate(more):
+    for index, token in enumerate(decoded_tokens):
         append_token(pipeline, context, token)
         row = len(prompt.tokens) + index
         assert_close(forward_logits(pipeline, [context]), expected[row : row + 1])
     pipeline.release(context)
-    one_by_one = generate_tokens(pipeline, [prompt.context(10)], 1)
-    assert generate_tokens(pipeline, [prompt.context(10)], 5) == one_by_one
+    single_step_text = generate_tokens(pipeline, [prompt.context(10)], 1)
+    assert generate_tokens(pipeline, [prompt.context(10)], 5) == single_step_text
 
 
 @pytest.mark.parametrize(("encoding", "limit"), [("bfloat16", None), ("int8", 0.2)])

@@ -30,15 +30,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-def architecture_named(name: str) -> SupportedArchitecture:
+def find_architecture(name: str) -> SupportedArchitecture:
     (result,) = (candidate for candidate in VISION_DECODERS if candidate.name == name)
     return result
 
 
 def config_values(name: str, changes: dict[str, Any]) -> HuggingFaceConfig:
-    tiny = architecture_named(name).tiny_config
-    assert tiny is not None
-    values = tiny()
+    make_tiny_config = find_architecture(name).tiny_config
+    assert make_tiny_config is not None
+    values = make_tiny_config()
     for key, change in changes.items():
         values[key] = values[key] | change if isinstance(change, dict) else change
     return HuggingFaceConfig(values)
@@ -46,7 +46,7 @@ def config_values(name: str, changes: dict[str, Any]) -> HuggingFaceConfig:
 
 @pytest.mark.parametrize(("name", "changes", "message"), REFUSED, ids=str)
 def test_unsupported_configurations_are_refused(name: str, changes: dict[str, Any], message: str) -> None:
-    model: Any = architecture_named(name).load_pipeline_model()
+    model: Any = find_architecture(name).load_pipeline_model()
     config = config_values(name, changes)
     with pytest.raises(PenstockError, match=message):
         model.blueprint(config) and model.load_encoder(_EmptyLoader(), config)
@@ -56,10 +56,10 @@ class _EmptyLoader:
     """A loader without tensors."""
 
     def __getattr__(self, name: str) -> Any:
-        def read(*arguments: Any, **options: Any) -> Any:
+        def return_none(*arguments: Any, **options: Any) -> Any:
             return None
 
-        return read
+        return return_none
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ class _EmptyLoader:
     ids=str,
 )
 def test_unsupported_connectors_are_refused(name: str, changes: dict[str, Any], message: str) -> None:
-    model: Any = architecture_named(name).load_pipeline_model()
+    model: Any = find_architecture(name).load_pipeline_model()
     with pytest.raises(ConfigError, match=message):
         model.load_encoder(_EmptyLoader(), config_values(name, changes))
 
@@ -82,27 +82,27 @@ def test_more_deepstack_blocks_than_layers_are_refused(tmp_path: Path) -> None:
         "vision_config": {"deepstack_visual_indexes": [0, 1, 2]},
         "text_config": {"num_hidden_layers": 2},
     }
-    save_vision_model(architecture_named("qwen3_vl"), tmp_path, **changes)
+    save_vision_model(find_architecture("qwen3_vl"), tmp_path, **changes)
     with pytest.raises(ConfigError, match="3 blocks for a decoder of 2 layers"):
         open_pipeline(tmp_path)
 
 
 def test_older_and_shorter_configurations_are_read() -> None:
     """Files on the Hub have other keys than those that transformers writes today."""
-    qwen: Any = architecture_named("qwen2_5_vl").load_pipeline_model()
+    qwen: Any = find_architecture("qwen2_5_vl").load_pipeline_model()
     text = config_values("qwen2_5_vl", {}).section("text_config").to_dict()
     text.pop("rope_parameters")
-    flat = {
+    older_config = {
         **text,
         "model_type": "qwen2_5_vl",
         "rope_theta": 77.0,
         "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
         "vision_config": {"hidden_size": 1280},
     }
-    (rotary,) = qwen.blueprint(HuggingFaceConfig(flat)).rotaries
+    (rotary,) = qwen.blueprint(HuggingFaceConfig(older_config)).rotaries
     assert (rotary.kind, rotary.base, rotary.axes) == ("default", 77.0, (0, 0, 1, 1, 1, 2, 2, 2))
-    gemma: Any = architecture_named("gemma3").load_pipeline_model()
-    short = {
+    gemma: Any = find_architecture("gemma3").load_pipeline_model()
+    shorter_config = {
         "model_type": "gemma3",
         "text_config": {
             "model_type": "gemma3_text",
@@ -119,7 +119,7 @@ def test_older_and_shorter_configurations_are_read() -> None:
             "num_attention_heads": 16,
         },
     }
-    blueprint = gemma.blueprint(HuggingFaceConfig(short))
+    blueprint = gemma.blueprint(HuggingFaceConfig(shorter_config))
     assert (blueprint.heads, blueprint.kv_heads, blueprint.head_dim, blueprint.tied_head) == (8, 4, 256, True)
     assert [rotary.kind for rotary in blueprint.rotaries] == ["linear", "default"]
-    assert gemma.max_image_rows(HuggingFaceConfig(short)) == 4096
+    assert gemma.max_image_rows(HuggingFaceConfig(shorter_config)) == 4096

@@ -20,12 +20,11 @@ UNTIL_CLOSE = b"HTTP/1.0 200 OK\r\n\r\nhello"
 
 
 @asynccontextmanager
-async def client_and_server(
+async def open_client_and_server(
     answer: Callable[[bytes, asyncio.StreamWriter], Awaitable[None]],
 ) -> AsyncIterator[tuple[HttpClient, list[bytes]]]:
-    """Yield a client and the requests that its server reads, one list for each connection."""
+    """Yield a client and the list of requests that its server has read."""
     received_requests: list[bytes] = []
-
     server_tasks: set[asyncio.Task[None] | None] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -54,36 +53,36 @@ async def client_and_server(
         tasks = [task for task in server_tasks if task is not None]
         for task in tasks:
             task.cancel()
-        # the connections must close before the event loop ends
+        # The connections must be closed before the event loop ends.
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def respond_with(
-    *chunks: bytes, then_close: bool = False
+    *chunks: bytes, closes_connection: bool = False
 ) -> Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]:
     async def answer(_: bytes, writer: asyncio.StreamWriter) -> None:
         for chunk in chunks:
             writer.write(chunk)
             await writer.drain()
             await asyncio.sleep(0.001)
-        if then_close:
+        if closes_connection:
             writer.close()
 
     return answer
 
 
-def split(data: bytes, size: int) -> list[bytes]:
+def split_chunks(data: bytes, size: int) -> list[bytes]:
     return [data[start : start + size] for start in range(0, len(data), size)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
 @pytest.mark.parametrize(("data", "status"), [(CONTENT_LENGTH, 200), (CHUNKED, 429)])
 async def test_a_response_in_chunks_of_any_size_is_read(data: bytes, status: int, size: int) -> None:
-    async with client_and_server(respond_with(*split(data, size))) as (client, received_requests):
-        for _ in range(2):  # both requests use one connection
+    async with open_client_and_server(respond_with(*split_chunks(data, size))) as (client, received_requests):
+        for _ in range(2):  # both requests use the same connection
             answer = await client.post("/path", {"a": 1})
             assert (answer.status, answer.body) == (status, b"hello")
-        times = [when for when, _ in answer.pieces]
+        times = [time for time, _ in answer.pieces]
         assert times == sorted(times)
         if data is CONTENT_LENGTH:
             assert answer.headers["x-name"] == "a: b"
@@ -94,8 +93,8 @@ async def test_a_response_in_chunks_of_any_size_is_read(data: bytes, status: int
         assert b"\r\nX-Key: k\r\n" in received_requests[1]
 
 
-async def test_a_response_that_ends_with_its_connection_is_read() -> None:
-    async with client_and_server(respond_with(UNTIL_CLOSE, then_close=True)) as (client, _):
+async def test_a_response_that_ends_when_the_connection_closes_is_read() -> None:
+    async with open_client_and_server(respond_with(UNTIL_CLOSE, closes_connection=True)) as (client, _):
         for _ in range(2):
             assert (await client.get("/")).body == b"hello"
 
@@ -111,7 +110,7 @@ async def test_a_connection_closed_by_the_server_is_reopened() -> None:
         else:
             writer.write(CONTENT_LENGTH)
 
-    async with client_and_server(answer) as (client, _):
+    async with open_client_and_server(answer) as (client, _):
         assert (await client.get("/")).body == b"hello"
         assert (await client.get("/")).body == b"hello"
         assert count == 3
@@ -132,7 +131,7 @@ async def test_a_connection_closed_by_the_server_is_reopened() -> None:
     ids=["nothing", "short", "head", "chunks", "chunk size", "status", "length", "long head"],
 )
 async def test_a_malformed_response_is_an_error(chunks: Sequence[bytes]) -> None:
-    async with client_and_server(respond_with(*chunks, then_close=True)) as (client, _):
+    async with open_client_and_server(respond_with(*chunks, closes_connection=True)) as (client, _):
         with pytest.raises(IncompleteResponseError):
             await client.post("/", {})
 
@@ -143,27 +142,27 @@ async def test_an_unreachable_server_is_an_error() -> None:
 
 
 async def test_a_request_that_is_cancelled_closes_its_connection() -> None:
-    begun, gone = asyncio.Event(), asyncio.Event()
+    response_started, client_disconnected = asyncio.Event(), asyncio.Event()
 
     async def answer(_: bytes, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
-        begun.set()
+        response_started.set()
         try:
             while True:
                 writer.write(b"1\r\na\r\n")
                 await writer.drain()
                 await asyncio.sleep(0.001)
         except ConnectionError:
-            gone.set()
+            client_disconnected.set()
             raise
 
-    async with client_and_server(answer) as (client, _):
+    async with open_client_and_server(answer) as (client, _):
         task = asyncio.create_task(client.post("/", {}))
-        await asyncio.wait_for(begun.wait(), 60)
+        await asyncio.wait_for(response_started.wait(), 60)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await asyncio.wait_for(gone.wait(), 30)
+        await asyncio.wait_for(client_disconnected.wait(), 30)
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://a", "http://", "http://a:port", ""])

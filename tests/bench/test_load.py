@@ -22,17 +22,17 @@ class FakeClient(HttpClient):
     def __init__(self, seconds: float = 0.01) -> None:
         super().__init__("http://nowhere")
         self.seconds = seconds
-        self.num_now = self.num_most = 0
+        self.num_active = self.max_active = 0
         self.indices: list[int] = []
-        self.num_served = 0
+        self.num_served = self.num_round_trips = 0
         self.stop: tuple[int, asyncio.Event] | None = None
-        """Number of responses after which the event is set, and the event."""
+        """A number of responses, and the event that is set after this number."""
 
     async def post(self, path: str, body: Any) -> HttpResponse:
         assert path == "/v1/completions"
         self.indices.append(body["index"])
-        self.num_now += 1
-        self.num_most = max(self.num_most, self.num_now)
+        self.num_active += 1
+        self.max_active = max(self.max_active, self.num_active)
         try:
             await asyncio.sleep(self.seconds)
             if "error" in body:
@@ -42,11 +42,11 @@ class FakeClient(HttpClient):
                 self.stop[1].set()
             return HttpResponse(200, {}, [(time.perf_counter(), COMPLETION)])
         finally:
-            self.num_now -= 1
+            self.num_active -= 1
 
     async def get(self, path: str) -> HttpResponse:
-        self.num_now += 1
-        if self.num_now > 7:
+        self.num_round_trips += 1
+        if self.num_round_trips > 7:
             raise ConnectionResetError
         await asyncio.sleep(self.seconds)
         return HttpResponse(200)
@@ -65,7 +65,7 @@ async def run_load(
 async def test_a_closed_loop_keeps_its_concurrency() -> None:
     client = FakeClient()
     result = await run_load(client, make_bodies(20), concurrency=4)
-    assert client.num_most == 4
+    assert client.max_active == 4
     assert client.indices == list(range(20))
     assert [outcome.error for outcome in result.outcomes] == [None] * 20
     assert not result.is_interrupted
@@ -75,15 +75,15 @@ async def test_a_closed_loop_keeps_its_concurrency() -> None:
 async def test_an_open_loop_does_not_wait_for_responses() -> None:
     client = FakeClient(seconds=0.3)
     result = await run_load(client, make_bodies(30), rate=300.0, seed=3)
-    assert client.num_most > 10
+    assert client.max_active > 10
     scheduled_times = [outcome.scheduled - result.started for outcome in result.outcomes]
     assert scheduled_times == sorted(scheduled_times)
-    repeated_outcome = await run_load(FakeClient(0.0), make_bodies(30), rate=300.0, seed=3)
+    repeated_result = await run_load(FakeClient(0.0), make_bodies(30), rate=300.0, seed=3)
     assert [
-        outcome.scheduled - repeated_outcome.started for outcome in repeated_outcome.outcomes
+        outcome.scheduled - repeated_result.started for outcome in repeated_result.outcomes
     ] == pytest.approx(scheduled_times)
-    other = await run_load(FakeClient(0.0), make_bodies(30), rate=300.0, seed=4)
-    assert other.outcomes[-1].scheduled - other.started != pytest.approx(scheduled_times[-1])
+    other_result = await run_load(FakeClient(0.0), make_bodies(30), rate=300.0, seed=4)
+    assert other_result.outcomes[-1].scheduled - other_result.started != pytest.approx(scheduled_times[-1])
 
 
 async def test_arrivals_are_a_poisson_process() -> None:
@@ -96,13 +96,16 @@ async def test_arrivals_are_a_poisson_process() -> None:
 
 
 async def test_latencies_include_delays_of_the_client() -> None:
-    """The client sends two requests at a time. The delay of later ones counts (no coordinated omission)."""
+    """Latencies start at the scheduled time, so they include waiting for one of the client's two slots.
+
+    Otherwise slow responses would reduce the measured load (coordinated omission).
+    """
     client = FakeClient(seconds=0.05)
     result = await run_load(client, make_bodies(10), rate=10_000.0, concurrency=2)
-    assert client.num_most == 2
+    assert client.max_active == 2
     assert max(outcome.seconds for outcome in result.outcomes) >= 5 * 0.05
-    last = max(result.outcomes, key=lambda outcome: outcome.sent)
-    assert last.sent - last.scheduled >= 3 * 0.05
+    last_outcome = max(result.outcomes, key=lambda outcome: outcome.sent)
+    assert last_outcome.sent - last_outcome.scheduled >= 3 * 0.05
 
 
 async def test_errors_are_counted_by_kind() -> None:
@@ -123,7 +126,7 @@ async def test_an_interrupted_run_keeps_finished_requests(load: dict[str, Any]) 
     client.stop = 10, stop
     result = await run_load(client, make_bodies(10_000), stop, **load)
     assert result.is_interrupted
-    assert client.num_now == 0
+    assert client.num_active == 0
     summary = Summary.from_measurement(result)
     assert 0 < summary.completed < 10_000
     assert set(summary.errors) <= {INTERRUPTED}
@@ -135,7 +138,7 @@ async def test_an_exception_in_the_client_is_not_a_server_error() -> None:
         await run_load(FakeClient(), [{"index": 0, "error": ZeroDivisionError()}], concurrency=1)
 
 
-async def test_the_first_round_trip_is_not_counted() -> None:
+async def test_round_trips_exclude_the_first_request_of_the_connection() -> None:
     result = await round_trips(FakeClient(), "/v1/models", 5)
     assert len(result) == 5
     assert min(result) >= 0.009

@@ -1,4 +1,4 @@
-"""How the load generator reads responses, and the figures that it computes from them."""
+"""Responses read by the load generator, and the figures computed from them."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from penstock.bench.outcome import Outcome, parse_events, read_response
 from penstock.bench.summary import Summary, build_report
 
 USAGE = {"prompt_tokens": 7, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 3}}
-SSE = {"content-type": "text/event-stream; charset=utf-8"}
+SSE_HEADERS = {"content-type": "text/event-stream; charset=utf-8"}
 
 
-def content_event(text: str | None, **more: Any) -> bytes:
+def content_event(text: str | None, **fields: Any) -> bytes:
     choice = {"index": 0, "delta": {} if text is None else {"content": text}, "finish_reason": None}
-    return b"data: " + json.dumps({"choices": [choice], **more}).encode() + b"\n\n"
+    return b"data: " + json.dumps({"choices": [choice], **fields}).encode() + b"\n\n"
 
 
 LAST_EVENTS = b"data: " + json.dumps({"choices": [], "usage": USAGE}).encode() + b"\n\ndata: [DONE]\n\n"
 
 
-def stream_outcome(*pieces: tuple[float, bytes]) -> Outcome:
-    return response_outcome(HttpResponse(200, dict(SSE), list(pieces)))
+def read_stream_outcome(*chunks: tuple[float, bytes]) -> Outcome:
+    return read_response_outcome(HttpResponse(200, dict(SSE_HEADERS), list(chunks)))
 
 
-def response_outcome(answer: HttpResponse) -> Outcome:
+def read_response_outcome(response: HttpResponse) -> Outcome:
     outcome = Outcome(0, scheduled=1.0, sent=1.5, ended=9.0)
-    read_response(outcome, answer)
+    read_response(outcome, response)
     return outcome
 
 
 def test_latencies_of_a_stream_follow_from_its_event_times() -> None:
-    outcome = stream_outcome(
-        (2.0, content_event("")),  # the first event has only the role
+    outcome = read_stream_outcome(
+        (2.0, content_event("")),  # the first event has only the role, no text
         (3.0, content_event("He") + b": ping\n\n"),
         (3.5, b": ping\n\n"),
         (5.0, content_event("llo") + content_event(" you")),
@@ -47,14 +47,14 @@ def test_latencies_of_a_stream_follow_from_its_event_times() -> None:
     )
     assert outcome.error is None
     assert (outcome.prompt_tokens, outcome.completion_tokens, outcome.cached_tokens) == (7, 5, 3)
-    assert outcome.first_token_seconds == 2.0  # the scheduled time is 1.0
+    assert outcome.first_token_seconds == 2.0  # from the scheduled time 1.0 to the first text at 3.0
     assert outcome.gaps == [2.0, 0.0]
-    assert outcome.token_seconds == 0.5  # 2 s for the four tokens after the first token
+    assert outcome.token_seconds == 0.5  # the four tokens after the first token take 2 s
     assert outcome.seconds == 8.0
 
 
-def test_tokens_come_from_usage_and_not_from_events() -> None:
-    outcome = stream_outcome((2.0, content_event("a")), (3.0, content_event("b")), (4.0, LAST_EVENTS))
+def test_the_number_of_tokens_is_read_from_usage() -> None:
+    outcome = read_stream_outcome((2.0, content_event("a")), (3.0, content_event("b")), (4.0, LAST_EVENTS))
     assert outcome.completion_tokens == 5
 
 
@@ -63,21 +63,21 @@ def test_tokens_come_from_usage_and_not_from_events() -> None:
 )
 def test_reasoning_and_tool_call_fields_count_as_text(delta: dict[str, Any]) -> None:
     data = json.dumps({"choices": [{"index": 0, "delta": delta}], "usage": USAGE}).encode()
-    outcome = stream_outcome((2.0, b"data: " + data + b"\n\ndata: [DONE]\n\n"))
+    outcome = read_stream_outcome((2.0, b"data: " + data + b"\n\ndata: [DONE]\n\n"))
     assert (outcome.text_times, outcome.error) == ([2.0], None)
 
 
 @given(st.integers(1, 30), st.booleans())
-def test_events_do_not_depend_on_the_chunks_of_the_stream(size: int, with_returns: bool) -> None:
+def test_events_do_not_depend_on_the_chunks_of_the_stream(size: int, has_carriage_returns: bool) -> None:
     text = b"data: a\n\n: ping\n\nevent: x\ndata:b\ndata: c\n\ndata: d\n\n"
-    if with_returns:
+    if has_carriage_returns:
         text = text.replace(b"\n", b"\r\n")
     chunks = [(float(start), text[start : start + size]) for start in range(0, len(text), size)]
     assert [data for _, data in parse_events(chunks)] == [b"a", b"b\nc", b"d"]
 
 
 @pytest.mark.parametrize(
-    ("answer", "kind", "detail"),
+    ("response", "error", "detail"),
     [
         (
             HttpResponse(429, {}, [(1.0, b'{"error": {"message": "wait", "code": "rate"}}')]),
@@ -88,19 +88,21 @@ def test_events_do_not_depend_on_the_chunks_of_the_stream(size: int, with_return
         (HttpResponse(400, {}, [(1.0, b'{"object": "error", "message": "no"}')]), "HTTP 400", "no"),
         (HttpResponse(200, {}, [(1.0, b"{")]), "unreadable response", "truncated"),
         (HttpResponse(200, {}, [(1.0, b'{"choices": []}')]), "no usage", "no token counts"),
-        (HttpResponse(200, SSE, [(1.0, content_event("a"))]), "stream without [DONE]", ""),
+        (HttpResponse(200, SSE_HEADERS, [(1.0, content_event("a"))]), "stream without [DONE]", ""),
         (
             HttpResponse(
-                200, SSE, [(1.0, content_event("a") + b'data: {"error": {"message": "m", "type": "t"}}\n\n')]
+                200,
+                SSE_HEADERS,
+                [(1.0, content_event("a") + b'data: {"error": {"message": "m", "type": "t"}}\n\n')],
             ),
             "error in the response (t)",
             "m",
         ),
     ],
 )
-def test_errors_are_classified(answer: HttpResponse, kind: str, detail: str) -> None:
-    outcome = response_outcome(answer)
-    assert outcome.error == kind
+def test_errors_are_classified(response: HttpResponse, error: str, detail: str) -> None:
+    outcome = read_response_outcome(response)
+    assert outcome.error == error
     assert detail in outcome.detail
 
 
@@ -111,11 +113,11 @@ def test_a_summary_counts_successful_and_failed_requests() -> None:
         )
         for index in range(100)
     ]
-    failed = [Outcome(200, 0.0, ended=1.0, error="timeout", detail="first")] * 2
-    failed.append(
+    failed_outcomes = [Outcome(200, 0.0, ended=1.0, error="timeout", detail="first")] * 2
+    failed_outcomes.append(
         Outcome(201, 0.0, 0.0, 1.0, [0.1, 0.9], prompt_tokens=9, completion_tokens=9, error="HTTP 500")
     )
-    result = Measurement([*successful, *failed], started=0.0, ended=50.0)
+    result = Measurement([*successful, *failed_outcomes], started=0.0, ended=50.0)
     summary = Summary.from_measurement(result)
     assert (summary.requests, summary.completed) == (103, 100)
     assert summary.errors == {"timeout": 2, "HTTP 500": 1}

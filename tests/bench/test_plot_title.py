@@ -12,18 +12,18 @@ LONG_TITLE = (
 )
 
 
-@pytest.mark.parametrize("inches", [4.2, 7.4, 11.0])
+@pytest.mark.parametrize("width_inches", [4.2, 7.4, 11.0])
 @pytest.mark.parametrize("title", ["short", LONG_TITLE, "x" * 200])
-def test_a_title_is_wrapped_to_the_width_of_the_picture(inches: float, title: str) -> None:
-    figures = pytest.importorskip("matplotlib.figure", reason="needs the extra bench")
+def test_a_title_is_wrapped_to_the_width_of_the_picture(width_inches: float, title: str) -> None:
+    figure_module = pytest.importorskip("matplotlib.figure", reason="needs the extra bench")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    figure = figures.Figure(figsize=(inches, 4))
+    figure = figure_module.Figure(figsize=(width_inches, 4))
     FigureCanvasAgg(figure)
     wrap_title(figure, title)
     (text,) = figure.texts
     assert "".join(text.get_text().split()) == "".join(title.split())
-    extent = text.get_window_extent()
-    assert extent.x0 >= 0
-    assert extent.x1 <= figure.bbox.width
+    title_extent = text.get_window_extent()
+    assert title_extent.x0 >= 0
+    assert title_extent.x1 <= figure.bbox.width
     assert ("\n" in text.get_text()) == (title != "short")

@@ -38,40 +38,40 @@ def measure_quality(float32_llm: LLM, texts: list[list[int]], encoding: str, mod
         return compare(float32_llm, llm, texts)
 
 
-def test_int8_is_within_a_percent_of_bfloat16(
+def test_the_perplexity_of_int8_is_within_a_percent_of_bfloat16(
     float32_llm: LLM, texts: list[list[int]], bfloat16_quality: Quality
 ) -> None:
-    result = measure_quality(float32_llm, texts, "int8")
-    assert result.perplexity == pytest.approx(bfloat16_quality.perplexity, rel=0.01)
-    assert bfloat16_quality.divergence < result.divergence < 0.005
-    assert result.agreement > 0.97
+    int8_quality = measure_quality(float32_llm, texts, "int8")
+    assert int8_quality.perplexity == pytest.approx(bfloat16_quality.perplexity, rel=0.01)
+    assert bfloat16_quality.divergence < int8_quality.divergence < 0.005
+    assert int8_quality.agreement > 0.97
 
 
 def test_int4_is_no_worse_than_plain_rounding(
     float32_llm: LLM, texts: list[list[int]], bfloat16_quality: Quality, tmp_path: Path
 ) -> None:
     write_rounded(float32_llm.config.model.checkpoint, tmp_path)
-    plain_quality = measure_quality(float32_llm, texts, "bfloat16", str(tmp_path))
-    result = measure_quality(float32_llm, texts, "int4")
-    assert result.divergence <= plain_quality.divergence
-    assert result.perplexity <= 1.002 * plain_quality.perplexity
-    assert result.divergence > bfloat16_quality.divergence
+    rounded_quality = measure_quality(float32_llm, texts, "bfloat16", str(tmp_path))
+    int4_quality = measure_quality(float32_llm, texts, "int4")
+    assert int4_quality.divergence <= rounded_quality.divergence
+    assert int4_quality.perplexity <= 1.002 * rounded_quality.perplexity
+    assert int4_quality.divergence > bfloat16_quality.divergence
 
 
 def test_a_model_compared_with_itself_has_no_error(float32_llm: LLM, texts: list[list[int]]) -> None:
-    result = compare(float32_llm, float32_llm, texts[:2])
-    assert (result.divergence, result.agreement, result.num_tokens) == (0, 1, 2 * 191)
+    quality = compare(float32_llm, float32_llm, texts[:2])
+    assert (quality.divergence, quality.agreement, quality.num_tokens) == (0, 1, 2 * 191)
 
 
 def test_scores_are_aligned_with_the_tokens(float32_llm: LLM, texts: list[list[int]]) -> None:
-    """The texts are sampled from these distributions, so their tokens have a high probability."""
-    (result,) = scores(float32_llm, texts[:1])
-    assert result.shape == (192, float32_llm.tokenizer.vocab_size)
-    assert float(result.exp().sum(-1).sub(1).abs().max()) < 1e-4
-    aligned = float(result[:-1].gather(1, target_indices(texts[0][1:])).mean())
-    shifted_score = float(result[:-1].gather(1, target_indices(texts[0][:-1])).mean())
-    assert aligned > -2
-    assert shifted_score < aligned - 3
+    """The texts are sampled from the scored distributions, so their tokens have a high probability."""
+    (log_probabilities,) = scores(float32_llm, texts[:1])
+    assert log_probabilities.shape == (192, float32_llm.tokenizer.vocab_size)
+    assert float(log_probabilities.exp().sum(-1).sub(1).abs().max()) < 1e-4
+    aligned_score = float(log_probabilities[:-1].gather(1, target_indices(texts[0][1:])).mean())
+    shifted_score = float(log_probabilities[:-1].gather(1, target_indices(texts[0][:-1])).mean())
+    assert aligned_score > -2
+    assert shifted_score < aligned_score - 3
 
 
 def target_indices(tokens: list[int]) -> Any:

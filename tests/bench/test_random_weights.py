@@ -49,12 +49,14 @@ def test_narrow_models_with_another_depth_generate(name: str, tmp_path: Path) ->
 def test_tensor_names_and_shapes_equal_transformers(name: str, tmp_path: Path) -> None:
     written_tensors = load_file(write_checkpoint(tmp_path, TINY_CONFIGS[name]) / "model.safetensors")
     shapes = tensor_shapes(TINY_CONFIGS[name])
-    same = {key: tuple(tensor.shape) for key, tensor in written_tensors.items() if key in shapes}
-    assert same == {key: shape for key, shape in shapes.items() if key in written_tensors}
-    # Some families store all experts of a layer in one tensor; Penstock reads each expert from it.
-    stacked = {key for key, tensor in written_tensors.items() if tensor.dim() == 3 and key not in shapes}
+    common_shapes = {key: tuple(tensor.shape) for key, tensor in written_tensors.items() if key in shapes}
+    assert common_shapes == {key: shape for key, shape in shapes.items() if key in written_tensors}
+    # Some families store all experts of a layer in one tensor. Penstock has a name for each expert.
+    stacked_names = {
+        key for key, tensor in written_tensors.items() if tensor.dim() == 3 and key not in shapes
+    }
     if name != "gpt2":  # transformers adds a prefix to these names
-        assert len(same) >= len(written_tensors) - 1 - len(stacked)
+        assert len(common_shapes) >= len(written_tensors) - 1 - len(stacked_names)
 
 
 def test_weights_have_the_requested_type_and_scale(tmp_path: Path) -> None:
@@ -62,17 +64,21 @@ def test_weights_have_the_requested_type_and_scale(tmp_path: Path) -> None:
     write_random_checkpoint(tmp_path, config)
     tensors = load_file(tmp_path / "model.safetensors")
     table = tensors["model.embed_tokens.weight"]
-    assert table.shape == (70000, 96), "the table has more numbers than one call of the generator"
+    assert table.shape == (70000, 96), (
+        "the table needs more numbers than one call of the random generator returns"
+    )
     assert str(table.dtype) == "torch.float16"
     assert 0.019 < float(table.float().std()) < 0.021
     assert bool((tensors["model.norm.weight"] == 1).all())
-    first = table.clone()
+    first_table = table.clone()
     write_random_checkpoint(tmp_path, config, seed=1)
-    assert not bool((load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"] == first).all())
+    assert not bool(
+        (load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"] == first_table).all()
+    )
 
 
 def test_all_matrices_differ(tmp_path: Path) -> None:
-    """Exporters of other engines store equal matrices only once. That would reduce memory traffic."""
+    """If matrices were equal, other engines would store them once and read less memory per step."""
     write_random_checkpoint(tmp_path, TINY_CONFIGS["llama"] | {"num_hidden_layers": 6, "hidden_size": 96})
     matrices = [tensor for tensor in load_file(tmp_path / "model.safetensors").values() if tensor.dim() > 1]
     assert len(matrices) > 30

@@ -16,11 +16,11 @@ from click.testing import CliRunner
 from penstock.cli import cli
 
 
-def write_requests(path: Path, count: int, **more: Any) -> None:
+def write_requests(path: Path, count: int, **fields: Any) -> None:
     lines = []
     for index in range(count):
         messages = [{"role": "user", "content": "What is the capital of Germany?"}]
-        body = {"model": "demo", "messages": messages, "temperature": 0, **more}
+        body = {"model": "demo", "messages": messages, "temperature": 0, **fields}
         lines.append(json.dumps({"custom_id": f"n{index}", "url": "/v1/chat/completions", "body": body}))
     path.write_text("\n".join(lines) + "\n")
 
@@ -63,7 +63,7 @@ def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("signal_number", "count", "parts"),
+    ("signal_number", "count", "kill_fractions"),
     [
         (signal.SIGKILL, 100, (0.3,)),
         pytest.param(signal.SIGKILL, 10_000, (0.2, 0.6), marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
@@ -71,19 +71,19 @@ def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_a_killed_batch_is_continued(
-    tmp_path: Path, signal_number: int, count: int, parts: tuple[float, ...]
+    tmp_path: Path, signal_number: int, count: int, kill_fractions: tuple[float, ...]
 ) -> None:
-    """Each request has exactly one result, although the process is killed after some requests."""
+    """Each request has exactly one result, although the process is killed after these fractions of them."""
     input_file, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_requests(input_file, count, max_tokens=4)
     command = [sys.executable, "-m", "penstock", "batch", "run", str(input_file), "-o", str(output)]
-    for part in parts:
+    for kill_fraction in kill_fractions:
         process = subprocess.Popen(command, start_new_session=True)
-        while not output.exists() or output.read_bytes().count(b"\n") < part * count:
+        while not output.exists() or output.read_bytes().count(b"\n") < kill_fraction * count:
             assert process.poll() is None
             time.sleep(0.01)
         process.send_signal(signal_number)
         process.wait(30)
-        assert part * count <= output.read_bytes().count(b"\n") < count
+        assert kill_fraction * count <= output.read_bytes().count(b"\n") < count
     subprocess.run(command, check=True)
     assert {*read_results(output)} == {f"n{index}" for index in range(count)}

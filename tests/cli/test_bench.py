@@ -147,11 +147,11 @@ def test_control_c_writes_the_figures_so_far(server: LiveServer, tmp_path: Path)
     assert summary["completed"] + summary["errors"].get("interrupted", 0) == summary["requests"]
 
 
-def num_completed(server: LiveServer, before: bytes) -> float:
+def num_completed(server: LiveServer, metrics_before: bytes) -> float:
     name = b'penstock_requests_total{method="POST",route="/v1/completions",status="200"}'
 
     def count(text: bytes) -> float:
         rows = [line.split()[-1] for line in text.splitlines() if line.startswith(name)]
         return float(rows[0]) if rows else 0.0
 
-    return count(server.app_server.services.metrics.render()) - count(before)
+    return count(server.app_server.services.metrics.render()) - count(metrics_before)

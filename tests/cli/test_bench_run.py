@@ -31,23 +31,24 @@ def test_every_workload_writes_its_figures(tmp_path: Path) -> None:
     result = run_bench("--model", model, "--json", file, "--plot", plot)
     assert result.exit_code == 0, result.output
     actual = figures_by_workload(file)
-    assert [work for work, _ in actual] == [
+    assert [workload for workload, _ in actual] == [
         *("decode", "prefill", "batch"),
         *("start", "start", "start", "start", "memory", "step", "step"),
     ]
-    assert {row["work"] for row in actual.values()} == set(WORKLOADS)
-    for row in actual.values():
-        assert len(row["runs"]) == 2
-        assert 0 < row["lowest"] <= row["median"] <= row["highest"]
-        assert row["median"] == sum(row["runs"]) / 2
-    assert [of for work, of in actual if work == "batch"] == ["3 prompts"]
-    parts = ("imports", "model", "first token")
+    assert {figure["work"] for figure in actual.values()} == set(WORKLOADS)
+    for figure in actual.values():
+        assert len(figure["runs"]) == 2
+        assert 0 < figure["lowest"] <= figure["median"] <= figure["highest"]
+        assert figure["median"] == sum(figure["runs"]) / 2
+    assert [detail for workload, detail in actual if workload == "batch"] == ["3 prompts"]
+    start_phases = ("imports", "model", "first token")
     for run in range(2):
         assert (
-            sum(actual["start", part]["runs"][run] for part in parts) <= actual["start", "all"]["runs"][run]
+            sum(actual["start", phase]["runs"][run] for phase in start_phases)
+            <= actual["start", "all"]["runs"][run]
         )
-    for work, meaning in WORKLOADS.items():
-        assert f"{work}: {meaning[:30]}" in result.stdout
+    for workload, description in WORKLOADS.items():
+        assert f"{workload}: {description[:30]}" in result.stdout
     assert plot.read_bytes().startswith(b"\x89PNG")
     report = json.loads(file.read_text())
     assert report["sizes"]["prefill_length"] == 20
@@ -64,7 +65,7 @@ def test_a_model_of_random_weights_is_measured(tmp_path: Path) -> None:
     shape.write_text(json.dumps(CONFIG | {"hidden_size": 64, "dtype": "bfloat16"}))
     result = run_bench("--shape", shape, "--work", "prefill", "--work", "decode", "--json", file)
     assert result.exit_code == 0, result.output
-    assert [work for work, _ in figures_by_workload(file)] == ["decode", "prefill"]
+    assert [workload for workload, _ in figures_by_workload(file)] == ["decode", "prefill"]
     assert json.loads(file.read_text())["model"] == str(shape)
 
 
@@ -82,7 +83,7 @@ def test_a_model_of_random_weights_is_measured(tmp_path: Path) -> None:
         (("--max-length", "none"), "max_length"),
     ],
 )
-def test_unmeasurable_workloads_are_refused(flags: tuple[str, ...], expected_message: str) -> None:
+def test_invalid_options_are_refused(flags: tuple[str, ...], expected_message: str) -> None:
     result = run_bench(*flags)
     assert result.exit_code == 2
     assert expected_message in result.stderr

@@ -102,14 +102,14 @@ def test_commands_change_history_and_settings(monkeypatch: pytest.MonkeyPatch, t
     ]
     assert backend.settings == {"temperature": 0.5, "stop": ["x"], "max_tokens": 1024}
     assert backend.num_closed == 6
-    saved = json.loads(path.read_text())
-    assert (saved["system"], len(saved["messages"])) == ("S", 4)
+    saved_conversation = json.loads(path.read_text())
+    assert (saved_conversation["system"], len(saved_conversation["messages"])) == ("S", 4)
     speeds = re.findall(r"7 tokens, [\d.]+ tokens/s, first token after \d+ ms", result.stderr)
     assert len(speeds) == 6
 
 
 def test_images_are_sent_with_the_next_question(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    image, text, saved = tmp_path / "a.png", tmp_path / "b.txt", tmp_path / "saved.json"
+    image, text, saved_path = tmp_path / "a.png", tmp_path / "b.txt", tmp_path / "saved.json"
     image.write_bytes(b"12345")
     text.write_text("x")
     result, _ = run_chat(
@@ -119,10 +119,10 @@ def test_images_are_sent_with_the_next_question(monkeypatch: pytest.MonkeyPatch,
         "refuse",  # a refused question keeps the attached images
         "one",
         "/retry",
-        f"/save {saved}",
+        f"/save {saved_path}",
         f"/image {image}",
         "/image none",
-        f"/load {saved}",
+        f"/load {saved_path}",
         "two",
         f"/image {tmp_path}/none.png",
         f"/image {text}",
@@ -142,15 +142,16 @@ def test_an_interrupt_stops_the_answer_and_keeps_its_text(monkeypatch: pytest.Mo
     lines = result.stdout.splitlines()
     assert lines[0].endswith("stop here")
     assert lines[1].endswith("stop here|stop here|next!")
-    stopped, ended = (line for line in result.stderr.splitlines() if " ms" in line)
-    assert re.fullmatch(r"first token after \d+ ms, stopped", stopped)  # the number of tokens is unknown
-    assert re.fullmatch(r"7 tokens, [\d.]+ tokens/s, first token after \d+ ms", ended)
+    stopped_line, finished_line = (line for line in result.stderr.splitlines() if " ms" in line)
+    # A stopped answer has no number of tokens.
+    assert re.fullmatch(r"first token after \d+ ms, stopped", stopped_line)
+    assert re.fullmatch(r"7 tokens, [\d.]+ tokens/s, first token after \d+ ms", finished_line)
     assert backend.num_closed == 2
 
 
 def test_errors_do_not_end_the_conversation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    other = tmp_path / "other.json"
-    other.write_text("[]")
+    malformed_file = tmp_path / "other.json"
+    malformed_file.write_text("[]")
     result, _ = run_chat(
         monkeypatch,
         "/colour",
@@ -159,12 +160,12 @@ def test_errors_do_not_end_the_conversation(monkeypatch: pytest.MonkeyPatch, tmp
         "/undo",
         "/save",
         f"/load {tmp_path}/none",
-        f"/load {other}",
+        f"/load {malformed_file}",
         "refuse",
         "fine",
     )
     assert result.exit_code == 0
-    for words in (
+    for expected_message in (
         "the command /colour is unknown",
         "'colour' is not a setting",
         "seed cannot be 'x'",
@@ -174,7 +175,7 @@ def test_errors_do_not_end_the_conversation(monkeypatch: pytest.MonkeyPatch, tmp
         "is not a conversation",
         "it is refused",
     ):
-        assert words in result.stderr
+        assert expected_message in result.stderr
     assert result.stdout.splitlines()[-1].endswith("fine!")
     assert "refuse" not in result.stdout  # the refused question is not part of the history
 
@@ -186,19 +187,19 @@ def test_commands_without_an_argument_show_the_value() -> None:
     assert not session.handle("/quit")
 
 
-def test_chat_with_a_model_in_this_process() -> None:
+def test_a_chat_runs_with_a_model_in_this_process() -> None:
     lines = "What is the capital of Germany?\nWhat is Penstock?\n"
     result = CliRunner().invoke(
         cli, ["chat", "demo", "--temperature", "0", "--kv-cache-memory", "64MiB"], input=lines
     )
     assert result.exit_code == 0, result.output
-    first, second = result.stdout.splitlines()
-    assert first == "The capital of Germany is Berlin."
-    assert second.startswith("Penstock is an LLM inference library")
+    first_answer, second_answer = result.stdout.splitlines()
+    assert first_answer == "The capital of Germany is Berlin."
+    assert second_answer.startswith("Penstock is an LLM inference library")
     assert "tokens/s" in result.stderr
 
 
-def test_chat_with_an_image_and_a_model_in_this_process() -> None:
+def test_a_chat_with_an_image_runs_in_this_process() -> None:
     lines = (
         f"/image {ROOT / 'examples' / 'shapes.png'}\nWhat is in the picture?\nHow many shapes are there?\n"
     )
@@ -208,22 +209,22 @@ def test_chat_with_an_image_and_a_model_in_this_process() -> None:
     assert result.stdout.splitlines()[0] == "There is a red circle and a blue square."
 
 
-def test_chat_with_a_server() -> None:
+def test_a_chat_runs_with_a_server() -> None:
     pipeline = FakePipeline.answering(
         lambda prompt: "<think>Hm.</think>" + prompt.removesuffix("assistant: ")
     )
     with live_server(pipeline=pipeline, template=THINKING, api_key=("k",)) as server:
 
-        def run(*flags: str) -> Result:
+        def run_chat_command(*flags: str) -> Result:
             return CliRunner().invoke(cli, ["chat", "--url", server.url, *flags], input="Hello there\n")
 
-        actual = run("--api-key", "k")
+        actual = run_chat_command("--api-key", "k")
         assert actual.exit_code == 0, actual.output
         assert actual.stdout == "Hm.user: Hello there\n"
-        assert "the API key is wrong" in run("--api-key", "x").stderr
-        assert "model_x" in run("model_x", "--api-key", "k", "--system", "S").stderr
-        refused_result = run("--api-key", "k", "--max-length", "5")
+        assert "the API key is wrong" in run_chat_command("--api-key", "x").stderr
+        assert "model_x" in run_chat_command("model_x", "--api-key", "k", "--system", "S").stderr
+        refused_result = run_chat_command("--api-key", "k", "--max-length", "5")
         assert "--max-length is for a model in this process" in refused_result.output
-    unreachable = CliRunner().invoke(cli, ["chat", "--url", "http://127.0.0.1:9"], input="")
-    assert unreachable.exit_code == 2
-    assert "no server answers at http://127.0.0.1:9" in unreachable.stderr
+    unreachable_result = CliRunner().invoke(cli, ["chat", "--url", "http://127.0.0.1:9"], input="")
+    assert unreachable_result.exit_code == 2
+    assert "no server answers at http://127.0.0.1:9" in unreachable_result.stderr

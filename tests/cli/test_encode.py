@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path) -> np.ndarray:
+def expected_vectors(model: Path) -> np.ndarray:
     with LLM(str(model)) as llm:
         vectors: np.ndarray = llm.embed(TEXTS)
     return vectors
@@ -63,14 +63,14 @@ def read_vectors(*arguments: Any, text: str | None = None) -> np.ndarray:
 
 
 def test_texts_are_read_from_flags_files_and_standard_input(
-    model: Path, expected: np.ndarray, files: dict[str, Path]
+    model: Path, expected_vectors: np.ndarray, files: dict[str, Path]
 ) -> None:
-    flags = [part for text in TEXTS for part in ("--text", text)]
-    assert np.array_equal(read_vectors(model, *flags), expected)
-    assert np.array_equal(read_vectors(model, text="\n".join(TEXTS)), expected)
-    assert np.array_equal(read_vectors(model, "--file", "-", text="\n".join(TEXTS)), expected)
+    flags = [argument for text in TEXTS for argument in ("--text", text)]
+    assert np.array_equal(read_vectors(model, *flags), expected_vectors)
+    assert np.array_equal(read_vectors(model, text="\n".join(TEXTS)), expected_vectors)
+    assert np.array_equal(read_vectors(model, "--file", "-", text="\n".join(TEXTS)), expected_vectors)
     for path in files.values():
-        assert np.array_equal(read_vectors(model, "--file", path), expected), path
+        assert np.array_equal(read_vectors(model, "--file", path), expected_vectors), path
 
 
 def test_the_throughput_is_printed(model: Path) -> None:
@@ -83,26 +83,26 @@ def test_the_throughput_is_printed(model: Path) -> None:
 
 
 def test_npy_output_equals_the_vectors(
-    model: Path, expected: np.ndarray, files: dict[str, Path], tmp_path: Path
+    model: Path, expected_vectors: np.ndarray, files: dict[str, Path], tmp_path: Path
 ) -> None:
     output = tmp_path / "vectors.npy"
     assert encode_rows(model, "--file", files["texts.txt"], "--output", output) == []
     vectors = np.load(output)
     assert vectors.dtype == np.float32
-    assert np.array_equal(vectors, expected)
+    assert np.array_equal(vectors, expected_vectors)
     result = run_command("encode", model, "--file", files["texts.txt"], "--format", "npy")
-    assert np.array_equal(np.load(io.BytesIO(result.stdout_bytes)), expected)
+    assert np.array_equal(np.load(io.BytesIO(result.stdout_bytes)), expected_vectors)
 
 
 def test_parquet_output_equals_the_vectors(
-    model: Path, expected: np.ndarray, files: dict[str, Path], tmp_path: Path
+    model: Path, expected_vectors: np.ndarray, files: dict[str, Path], tmp_path: Path
 ) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     output = tmp_path / "vectors.parquet"
     encode_rows(model, "--file", files["texts.txt"], "--output", output)
     table = parquet.read_table(output).to_pydict()
     assert table["text"] == TEXTS
-    assert np.array_equal(np.array(table["embedding"], np.float32), expected)
+    assert np.array_equal(np.array(table["embedding"], np.float32), expected_vectors)
     encode_rows(model, "--text", "cat", "--output-kind", "multi_vector", "--output", output)
     [rows] = parquet.read_table(output).to_pydict()["multi_vector"]
     assert np.shape(rows) == (3, HIDDEN)
@@ -131,9 +131,9 @@ def test_options_equal_those_of_llm(model: Path) -> None:
             assert np.array_equal(
                 read_vectors(model, "--text", "cat", *flags)[0], llm.embed("cat", **options)
             )
-        long = "cat " * 100
-        [truncated_vector] = read_vectors(model, "--text", long, "--truncate")
-        assert np.array_equal(truncated_vector, llm.embed(long, truncate=True))
+        long_text = "cat " * 100
+        [truncated_vector] = read_vectors(model, "--text", long_text, "--truncate")
+        assert np.array_equal(truncated_vector, llm.embed(long_text, truncate=True))
 
 
 def test_output_kinds_are_written(model: Path, tmp_path: Path) -> None:
@@ -149,12 +149,12 @@ def test_rerank_prints_the_ranked_documents(model: Path, files: dict[str, Path],
     for folder in (model, reranker):
         with LLM(str(folder)) as llm:
             results: list[RerankResult] = llm.rerank("cat", TEXTS)
-        printed = run_command("rerank", folder, "--query", "cat", "--file", files["texts.txt"])
-        assert printed.stdout.splitlines() == [
+        table_result = run_command("rerank", folder, "--query", "cat", "--file", files["texts.txt"])
+        assert table_result.stdout.splitlines() == [
             f"{result.score:.4f}  [{result.index}]  {result.document}" for result in results
         ]
-        assert re.search(r"3 documents in \d+\.\d\d s: [\d,.]+ documents/s\n$", printed.stderr)
-        flags = [part for text in TEXTS for part in ("--document", text)]
+        assert re.search(r"3 documents in \d+\.\d\d s: [\d,.]+ documents/s\n$", table_result.stderr)
+        flags = [argument for text in TEXTS for argument in ("--document", text)]
         top_result = run_command("rerank", folder, "--query", "cat", "--top-n", "1", "--json", *flags)
         [row] = json.loads(top_result.stdout)["results"]
         assert (row["index"], row["document"]) == (results[0].index, results[0].document)

@@ -42,20 +42,20 @@ def test_json_is_one_object(model: Path) -> None:
 
 
 def test_the_prompt_may_come_from_standard_input(model: Path) -> None:
-    from_pipe = generate(model, "--json", "--temperature", "0", text="Héllo\n")
-    from_flag = generate(model, "--json", "--temperature", "0", "--prompt", "Héllo")
-    assert json.loads(from_pipe.stdout)["token_ids"] == json.loads(from_flag.stdout)["token_ids"]
+    piped_result = generate(model, "--json", "--temperature", "0", text="Héllo\n")
+    flag_result = generate(model, "--json", "--temperature", "0", "--prompt", "Héllo")
+    assert json.loads(piped_result.stdout)["token_ids"] == json.loads(flag_result.stdout)["token_ids"]
 
 
 def test_stop_strings_end_the_text(model: Path) -> None:
     full_output = generate_answer(model, "--prompt", "Hello")["text"]
-    stop = full_output[4:6]
-    answer = generate_answer(model, "--prompt", "Hello", "--stop", "never", "--stop", stop)
-    assert answer["text"] == full_output[: full_output.index(stop)]
+    stop_string = full_output[4:6]
+    answer = generate_answer(model, "--prompt", "Hello", "--stop", "never", "--stop", stop_string)
+    assert answer["text"] == full_output[: full_output.index(stop_string)]
     assert answer["finish_reason"] == "stop"
 
 
-def test_a_seed_repeats_the_text_and_no_seed_does_not(model: Path) -> None:
+def test_the_same_seed_gives_the_same_text(model: Path) -> None:
     def sample(*arguments: str) -> list[int]:
         result = generate(model, "--json", "--prompt", "Hello", "--max-new-tokens", "40", *arguments)
         tokens: list[int] = json.loads(result.stdout)["token_ids"]
@@ -67,10 +67,10 @@ def test_a_seed_repeats_the_text_and_no_seed_does_not(model: Path) -> None:
 
 
 def test_sampling_flags_reach_the_model(model: Path) -> None:
-    greedy = generate_answer(model, "--prompt", "Hello")["token_ids"]
+    greedy_tokens = generate_answer(model, "--prompt", "Hello")["token_ids"]
     for flags in (["--top-k", "1"], ["--top-p", "0"], ["--min-p", "1"]):
         result = generate(model, "--json", "--prompt", "Hello", "--max-new-tokens", "12", *flags)
-        assert json.loads(result.stdout)["token_ids"] == greedy
+        assert json.loads(result.stdout)["token_ids"] == greedy_tokens
 
 
 def test_several_answers_are_printed_together_at_the_end(model: Path) -> None:
@@ -81,31 +81,31 @@ def test_several_answers_are_printed_together_at_the_end(model: Path) -> None:
     assert len({output["text"] for output in report["outputs"]}) == 3
     assert result.stdout == "".join(f"[{output['index']}] {output['text']}\n" for output in report["outputs"])
     num_tokens = report["usage"]["completion_tokens"]
-    assert report["usage"]["prompt_tokens"] == 5, "the prompt is counted once"
+    assert report["usage"]["prompt_tokens"] == 5, "the tokens of the prompt are counted once for all outputs"
     assert re.search(rf"3 outputs with {num_tokens} tokens in total at \d+\.\d tokens/s\n$", result.stderr)
     for output in report["outputs"]:
         assert len(output["top_log_probabilities"]) == len(output["token_ids"])
-    first = generate(model, *arguments[:-2], "--json", "--logprobs", "1")
+    single_result = generate(model, *arguments[:-2], "--json", "--logprobs", "1")
     assert report["outputs"][0] == {
         "index": 0,
-        **without_timings(json.loads(first.stdout), "usage", "timings"),
+        **without_timings(json.loads(single_result.stdout), "usage", "timings"),
     }
 
 
 def test_a_chat_prompt_can_have_several_answers(model: Path) -> None:
     arguments = ("--prompt", "Hello", "--seed", "3", "--chat", "--system", "Be brief.", "--json")
-    several_outputs = json.loads(generate(model, *arguments, "--n", "2").stdout)
-    single_output = json.loads(generate(model, *arguments).stdout)
-    assert several_outputs["outputs"][0]["text"] == single_output["text"]
-    assert several_outputs["usage"]["prompt_tokens"] == single_output["usage"]["prompt_tokens"]
+    two_answers_report = json.loads(generate(model, *arguments, "--n", "2").stdout)
+    single_report = json.loads(generate(model, *arguments).stdout)
+    assert two_answers_report["outputs"][0]["text"] == single_report["text"]
+    assert two_answers_report["usage"]["prompt_tokens"] == single_report["usage"]["prompt_tokens"]
 
 
 def test_beam_search_prints_the_best_beams(model: Path) -> None:
     arguments = ("--prompt", "Hello", "--num-beams", "4", "--n", "2", "--max-new-tokens", "9")
     report = json.loads(generate(model, *arguments, "--json").stdout)
-    best_output, second = report["outputs"]
-    assert best_output["score"] >= second["score"]
-    assert generate(model, *arguments).stdout == f"[0] {best_output['text']}\n[1] {second['text']}\n"
+    best_output, second_output = report["outputs"]
+    assert best_output["score"] >= second_output["score"]
+    assert generate(model, *arguments).stdout == f"[0] {best_output['text']}\n[1] {second_output['text']}\n"
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,9 @@ def test_beam_search_prints_the_best_beams(model: Path) -> None:
         (["--json-schema", "nowhere.json"], "'--json-schema'"),
     ],
 )
-def test_exclusive_flags_are_refused(arguments: list[str], expected_message: str, model: Path) -> None:
+def test_invalid_combinations_and_values_of_flags_are_refused(
+    arguments: list[str], expected_message: str, model: Path
+) -> None:
     result = CliRunner().invoke(cli, ["generate", "--model", str(model), "--prompt", "Hello", *arguments])
     assert result.exit_code == 2
     assert expected_message in result.stderr
@@ -137,14 +139,14 @@ def test_the_output_follows_the_json_schema(model: Path, tmp_path: Path) -> None
 
 
 def test_chat_uses_the_template(model: Path) -> None:
-    def prompt_tokens(*arguments: str) -> int:
-        count: int = generate_answer(model, "--prompt", "Hi", *arguments)["usage"]["prompt_tokens"]
-        return count
+    def count_prompt_tokens(*arguments: str) -> int:
+        num_tokens: int = generate_answer(model, "--prompt", "Hi", *arguments)["usage"]["prompt_tokens"]
+        return num_tokens
 
-    assert prompt_tokens() == len("Hi")
-    # each special token is one token
-    assert prompt_tokens("--chat") == len("_user: Hi__assistant: ")
-    assert prompt_tokens("--chat", "--system", "Sing") == len("_system: Sing__user: Hi__assistant: ")
+    assert count_prompt_tokens() == len("Hi")
+    # The underscores stand for special tokens.
+    assert count_prompt_tokens("--chat") == len("_user: Hi__assistant: ")
+    assert count_prompt_tokens("--chat", "--system", "Sing") == len("_system: Sing__user: Hi__assistant: ")
 
 
 def test_the_default_is_256_new_tokens(tmp_path: Path) -> None:
@@ -213,7 +215,7 @@ def test_env_names_kernels_devices_and_openmp() -> None:
 
 def test_env_as_text_has_all_values_of_the_json() -> None:
     text = CliRunner().invoke(cli, ["env", "--data-parallel-size", "2"]).stdout
-    for expected_message in (
+    for word in (
         "torch",
         "features",
         "OpenMP",
@@ -222,7 +224,7 @@ def test_env_as_text_has_all_values_of_the_json() -> None:
         "attention",
         "GiB free of",
     ):
-        assert expected_message in text
+        assert word in text
     for cpus in divide_processors(2):
         assert str(cpus) in text
 

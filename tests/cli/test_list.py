@@ -26,12 +26,12 @@ def test_the_table_has_a_row_for_each_architecture() -> None:
 
 def test_json_has_an_entry_for_each_architecture() -> None:
     actual = json.loads(CliRunner().invoke(cli, ["list", "--json"]).stdout)
-    by_name = {(entry["name"], entry["task"]): entry for entry in actual["architectures"]}
+    architectures_by_name = {(entry["name"], entry["task"]): entry for entry in actual["architectures"]}
     for architecture in PIPELINE_REGISTRY.architectures:
-        entry = by_name.pop((architecture.name, architecture.task.value))
+        entry = architectures_by_name.pop((architecture.name, architecture.task.value))
         assert tuple(entry["encodings"]) == architecture.encodings
         assert tuple(entry["examples"]) == architecture.example_repo_ids
-    assert not by_name
+    assert not architectures_by_name
     assert set(actual["tool_call_parsers"]) == set(TOOL_FORMATS)
     assert set(actual["reasoning_parsers"]) == set(REASONING_FORMATS)
     assert actual["gguf_types"] == list(READABLE_BLOCKS)

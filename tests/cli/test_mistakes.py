@@ -150,11 +150,11 @@ def test_invalid_standard_input_gives_one_line(text: bytes, expected_message: st
 
 
 def _remove_files(*names: str) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
+    def damage_checkpoint(folder: Path) -> None:
         for name in names:
             (folder / name).unlink()
 
-    return damage
+    return damage_checkpoint
 
 
 def _write_text(name: str, text: str | bytes) -> Callable[[Path], None]:
@@ -164,11 +164,11 @@ def _write_text(name: str, text: str | bytes) -> Callable[[Path], None]:
 
 
 def _change_config(**values: object) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
+    def damage_checkpoint(folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**config, **values}))
 
-    return damage
+    return damage_checkpoint
 
 
 def _truncate_weights(folder: Path) -> None:
@@ -223,12 +223,14 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.parametrize(("damage", "expected_message"), CHECKPOINTS.values(), ids=CHECKPOINTS.keys())
+@pytest.mark.parametrize(
+    ("damage_checkpoint", "expected_message"), CHECKPOINTS.values(), ids=CHECKPOINTS.keys()
+)
 def test_malformed_checkpoints_give_one_line(
-    damage: Callable[[Path], object], expected_message: str, model: Path, tmp_path: Path
+    damage_checkpoint: Callable[[Path], object], expected_message: str, model: Path, tmp_path: Path
 ) -> None:
     damaged_folder = Path(shutil.copytree(model, tmp_path / "damaged"))
-    damage(damaged_folder)
+    damage_checkpoint(damaged_folder)
     assert_refused(run_command(["generate", "--model", str(damaged_folder), *PROMPT]), expected_message)
 
 

@@ -28,12 +28,12 @@ def test_help_loads_few_modules(arguments: list[str]) -> None:
         "    assert len(sys.modules) - before < 250, len(sys.modules)\n"
         "    assert not sys.modules.keys() & {'torch', 'numpy', 'transformers', 'rich', 'fastapi'}"
     )
-    run = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, check=False)
-    assert run.returncode == 0, run.stderr
+    completed = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, check=False)
+    assert completed.returncode == 0, completed.stderr
 
 
 @pytest.mark.parametrize(
-    ("words", "result"),
+    ("words", "suggestions"),
     [
         (["pen", "warm"], ["warm-cache"]),
         (["penstock", "bench", ""], ["run", "serve"]),
@@ -42,7 +42,7 @@ def test_help_loads_few_modules(arguments: list[str]) -> None:
         (["penstock", "serve", "--shutdown"], ["--shutdown-grace"]),
     ],
 )
-def test_shell_completion_suggests_words(words: list[str], result: list[str]) -> None:
+def test_shell_completion_suggests_words(words: list[str], suggestions: list[str]) -> None:
     variables = {
         "_PENSTOCK_COMPLETE": "bash_complete",
         "COMP_WORDS": " ".join(words),
@@ -51,14 +51,14 @@ def test_shell_completion_suggests_words(words: list[str], result: list[str]) ->
     code = (
         "import sys; from penstock.cli import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
     )
-    run = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert [line.partition(",")[2] for line in run.stdout.splitlines()] == result, run.stderr
+    assert [line.partition(",")[2] for line in completed.stdout.splitlines()] == suggestions, completed.stderr
 
 
 @pytest.mark.parametrize(
@@ -70,12 +70,12 @@ def test_shell_completion_suggests_words(words: list[str], result: list[str]) ->
     ],
 )
 def test_invalid_arguments_give_one_line(arguments: list[str], words: str) -> None:
-    run = subprocess.run([*PENSTOCK, *arguments], capture_output=True, text=True, check=False)
-    assert run.returncode == 2
-    assert run.stdout == ""
-    assert run.stderr.startswith("penstock: error: ")
-    assert run.stderr.count("\n") == 1
-    assert words in run.stderr
+    completed = subprocess.run([*PENSTOCK, *arguments], capture_output=True, text=True, check=False)
+    assert completed.returncode == 2
+    assert completed.stdout == ""
+    assert completed.stderr.startswith("penstock: error: ")
+    assert completed.stderr.count("\n") == 1
+    assert words in completed.stderr
 
 
 def test_a_closed_output_pipe_is_no_error(model: Path) -> None:
@@ -99,26 +99,28 @@ def test_ctrl_c_leaves_no_traceback(model: Path) -> None:
         assert process.returncode == 130
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 def test_a_full_disk_gives_one_line(model: Path) -> None:
-    with open("/dev/full", "wb") as full:
-        run = subprocess.run(_command(model, 5), stdout=full, stderr=subprocess.PIPE, check=False)
+    with open("/dev/full", "wb") as full_device:
+        completed = subprocess.run(
+            _command(model, 5), stdout=full_device, stderr=subprocess.PIPE, check=False
+        )
     assert (
-        _errors_without_kernel_warning(run.stderr)
+        _errors_without_kernel_warning(completed.stderr)
         == b"penstock: error: standard output: No space left on device\n"
     )
-    assert run.returncode == 2
+    assert completed.returncode == 2
 
 
 def test_text_that_the_terminal_cannot_show_is_replaced(model: Path) -> None:
-    run = subprocess.run(
+    completed = subprocess.run(
         _command(model, 60),
         env={**os.environ, "PYTHONIOENCODING": "latin-1"},
         capture_output=True,
         check=False,
     )
-    assert run.returncode == 0, run.stderr
-    assert b"?" in run.stdout
+    assert completed.returncode == 0, completed.stderr
+    assert b"?" in completed.stdout
 
 
 def _start(model: Path) -> subprocess.Popen[bytes]:

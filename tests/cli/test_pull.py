@@ -20,10 +20,11 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-OLDER = "89abcdef0123456789abcdef0123456789abcdef"
-LARGE = 24 * 2**20
+OLDER_COMMIT = "89abcdef0123456789abcdef0123456789abcdef"
+LARGE_FILE_SIZE = 24 * 2**20
 """Size of the large file in bytes. The client writes 10 MiB at a time."""
-STALL = 21 * 2**20
+STALL_OFFSET = 21 * 2**20
+"""Number of bytes of the large file after which the server stalls."""
 
 FILES: dict[str, bytes] = {
     "config.json": b'{"model_type": "llama"}',
@@ -32,7 +33,7 @@ FILES: dict[str, bytes] = {
     "pytorch_model.bin": b"not needed",
     "onnx/model.onnx": b"not needed",
     "original/model.safetensors": b"not needed",
-    "model.safetensors": b"\x01" * LARGE,
+    "model.safetensors": b"\x01" * LARGE_FILE_SIZE,
 }
 GGUF_FILES: dict[str, bytes] = {
     "config.json": b"{}",
@@ -43,7 +44,7 @@ REPOSITORIES = {"tiny/llama": FILES, "tiny/gguf": GGUF_FILES}
 
 
 class Hub:
-    """A hub server: the requests that it received, and the faults that it produces."""
+    """The state of a hub server: the downloads so far, and the faults to produce."""
 
     def __init__(self, url: str, cache: Path) -> None:
         self.url, self.cache = url, cache
@@ -51,10 +52,10 @@ class Hub:
         """The file name and the header ``Range`` of each download."""
         self.commit = COMMIT
         self.stalls = False
-        self.breaks = 0
+        self.num_breaks = 0
         """Number of downloads of the large file that end early."""
         self.etag: str | None = None
-        """The checksum that the server reports, if it is wrong."""
+        """A wrong checksum for the server to report; None for the correct one."""
         self.stalled = threading.Event()
         self.released = threading.Event()
 
@@ -78,7 +79,7 @@ class Hub:
         assert process.returncode == status, errors
         return output, errors
 
-    def local(self) -> list[dict[str, Any]]:
+    def list_local(self) -> list[dict[str, Any]]:
         """Return the rows of ``penstock list --local``."""
         rows: list[dict[str, Any]] = json.loads(self.run("list", "--local", "--json")[0])["models"]
         return rows
@@ -92,7 +93,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             pass
 
         def do_HEAD(self) -> None:
-            self._file(with_body=False)
+            self._file(has_body=False)
 
         def do_GET(self) -> None:
             path = unquote(urlsplit(self.path).path)
@@ -106,12 +107,12 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                     for name, data in files.items()
                 ]
                 siblings = [{"rfilename": name} for name in files]
-                about = {"id": match[1], "sha": hub.commit, "siblings": siblings, "private": False}
-                self._send(200, json.dumps(entries if match[3] == "tree" else about).encode(), {})
+                model_info = {"id": match[1], "sha": hub.commit, "siblings": siblings, "private": False}
+                self._send(200, json.dumps(entries if match[3] == "tree" else model_info).encode(), {})
             else:
-                self._file(with_body=True)
+                self._file(has_body=True)
 
-        def _file(self, with_body: bool) -> None:
+        def _file(self, has_body: bool) -> None:
             path = unquote(urlsplit(self.path).path)
             match = re.fullmatch(r"/([\w-]+/[\w-]+)/resolve/([\w-]+)/(.*)", path)
             data = REPOSITORIES.get(match[1], {}).get(match[3]) if match else None
@@ -120,8 +121,8 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 return
             etag = hub.etag or hashlib.sha256(data).hexdigest()
             headers = {"ETag": f'"{etag}"', "X-Repo-Commit": hub.commit}
-            if not with_body:
-                self._send(200, data, headers, with_body=False)
+            if not has_body:
+                self._send(200, data, headers, has_body=False)
                 return
             byte_range = self.headers.get("Range")
             hub.ranges.append((match[3], byte_range))
@@ -130,22 +131,22 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
             self._send(206 if start else 200, data[start:], headers)
 
-        def _send(self, status: int, data: bytes, headers: dict[str, str], with_body: bool = True) -> None:
+        def _send(self, status: int, data: bytes, headers: dict[str, str], has_body: bool = True) -> None:
             self.send_response(status)
             for name, value in {"Content-Length": str(len(data)), **headers}.items():
                 self.send_header(name, value)
             self.end_headers()
-            if not with_body:
+            if not has_body:
                 return
-            if hub.stalls and len(data) > STALL:
-                self.wfile.write(data[:STALL])
+            if hub.stalls and len(data) > STALL_OFFSET:
+                self.wfile.write(data[:STALL_OFFSET])
                 self.wfile.flush()
                 hub.stalled.set()
                 hub.released.wait(60)
                 self.close_connection = True
                 return
-            if hub.breaks > 0 and len(data) > 2**21:
-                hub.breaks -= 1
+            if hub.num_breaks > 0 and len(data) > 2**21:
+                hub.num_breaks -= 1
                 self.wfile.write(data[: 2**21])
                 self.close_connection = True
                 return
@@ -156,13 +157,13 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:
-    hub_ = Hub("", tmp_path / "hf")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub_))
-    hub_.url = f"http://127.0.0.1:{server.server_address[1]}"
+    fake_hub = Hub("", tmp_path / "hf")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(fake_hub))
+    fake_hub.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    yield hub_
-    hub_.released.set()
+    yield fake_hub
+    fake_hub.released.set()
     server.shutdown()
     server.server_close()
     thread.join(10)
@@ -171,7 +172,7 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 def test_a_model_is_pulled_listed_and_removed(hub: Hub) -> None:
     output, errors = hub.run("pull", "tiny/llama")
     assert output.startswith("tiny/llama: 24.0 MiB in 3 files, ")
-    assert "100%" in errors  # the progress bar
+    assert "100%" in errors  # the progress bar is on standard error
     assert {name for name, _ in hub.ranges} == {"config.json", "tokenizer.json", "model.safetensors"}
     folder = Path(output.strip().rpartition(", ")[2])
     assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
@@ -181,31 +182,31 @@ def test_a_model_is_pulled_listed_and_removed(hub: Hub) -> None:
         "path": str(folder),
         "revision": COMMIT,
         "num_files": 3,
-        "num_bytes": LARGE + len(FILES["config.json"]) + 2,
+        "num_bytes": LARGE_FILE_SIZE + len(FILES["config.json"]) + 2,
     }
-    assert not hub.ranges  # each file is downloaded once
-    (row,) = hub.local()
+    assert not hub.ranges  # the second call downloads nothing
+    (row,) = hub.list_local()
     assert (row["model"], row["revision"], row["refs"], row["is_complete"]) == (
         "tiny/llama",
         COMMIT,
         ["main"],
         True,
     )
-    assert (row["num_files"], row["num_bytes"]) == (3, LARGE + len(FILES["config.json"]) + 2)
+    assert (row["num_files"], row["num_bytes"]) == (3, LARGE_FILE_SIZE + len(FILES["config.json"]) + 2)
     assert abs(row["last_used"] - time.time()) < 600
     table = hub.run("list", "--local")[0]
     assert re.search(r"^tiny/llama +0123456789ab +main +24\.0 MiB +now *$", table, re.MULTILINE)
-    hub.commit = OLDER  # a second revision with the same files
+    hub.commit = OLDER_COMMIT  # a second revision with the same files
     hub.run("pull", "tiny/llama", "--revision", "older")
-    assert [row["refs"] for row in hub.local()] == [["main"], ["older"]]
+    assert [row["refs"] for row in hub.list_local()] == [["main"], ["older"]]
     assert "total 24.0 MiB" in hub.run("list", "--local")[0]  # files shared by revisions count once
     hub.run("rm", "tiny/llama", "--revision", "older", "--yes")
-    assert [row["refs"] for row in hub.local()] == [["main"]]
+    assert [row["refs"] for row in hub.list_local()] == [["main"]]
     assert folder.exists()
     output, _ = hub.run("rm", "tiny/llama", "--yes")
     assert output == "tiny/llama: 24.0 MiB freed\n"
     assert not folder.exists()
-    assert hub.local() == []
+    assert hub.list_local() == []
     assert not [file for file in hub.cache.rglob("*") if file.is_file() and "tiny" in str(file)]
 
 
@@ -213,31 +214,33 @@ def test_an_interrupted_download_is_continued(hub: Hub) -> None:
     hub.stalls = True
     process = hub.start("pull", "tiny/llama")
     assert hub.stalled.wait(60)
-    blobs = hub.cache / "hub" / "models--tiny--llama" / "blobs"
+    blob_folder = hub.cache / "hub" / "models--tiny--llama" / "blobs"
     deadline = time.monotonic() + 30
-    while not (partial := [blob for blob in blobs.glob("*.incomplete") if blob.stat().st_size > 2**20]):
+    while not (
+        partial_files := [blob for blob in blob_folder.glob("*.incomplete") if blob.stat().st_size > 2**20]
+    ):
         assert time.monotonic() < deadline, "no partial file was written"
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=30)
-    num_written = partial[0].stat().st_size
-    assert 0 < num_written < LARGE
-    (row,) = hub.local()
+    num_written_bytes = partial_files[0].stat().st_size
+    assert 0 < num_written_bytes < LARGE_FILE_SIZE
+    (row,) = hub.list_local()
     assert not row["is_complete"]
-    assert row["num_bytes"] >= num_written
+    assert row["num_bytes"] >= num_written_bytes
     assert "incomplete" in hub.run("list", "--local")[0]
     hub.stalls = False
     hub.released.set()
     hub.ranges.clear()
     output, _ = hub.run("pull", "tiny/llama")
-    assert ("model.safetensors", f"bytes={num_written}-") in hub.ranges
+    assert ("model.safetensors", f"bytes={num_written_bytes}-") in hub.ranges
     folder = Path(output.strip().rpartition(", ")[2])
     assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
-    assert hub.local()[0]["is_complete"]
+    assert hub.list_local()[0]["is_complete"]
 
 
 def test_a_download_continues_after_a_broken_connection(hub: Hub) -> None:
-    hub.breaks = 2
+    hub.num_breaks = 2
     output, _ = hub.run("pull", "tiny/llama")
     ranges = [byte_range for name, byte_range in hub.ranges if name == "model.safetensors"]
     assert ranges == [None, f"bytes={2**21}-", f"bytes={2**22}-"]
@@ -253,13 +256,13 @@ def test_a_file_with_another_checksum_is_deleted(hub: Hub) -> None:
 
 
 def test_rm_deletes_a_partial_download(hub: Hub) -> None:
-    blobs = hub.cache / "hub" / "models--tiny--llama" / "blobs"
-    blobs.mkdir(parents=True)
-    (blobs / "0.incomplete").write_bytes(b"x" * 2**20)
-    (row,) = hub.local()
+    blob_folder = hub.cache / "hub" / "models--tiny--llama" / "blobs"
+    blob_folder.mkdir(parents=True)
+    (blob_folder / "0.incomplete").write_bytes(b"x" * 2**20)
+    (row,) = hub.list_local()
     assert (row["model"], row["revision"], row["is_complete"]) == ("tiny/llama", None, False)
     assert hub.run("rm", "tiny/llama", "-y")[0] == "tiny/llama: 1.0 MiB freed\n"
-    assert not blobs.exists()
+    assert not blob_folder.exists()
 
 
 def test_a_single_gguf_file_can_be_pulled(hub: Hub) -> None:
@@ -285,4 +288,4 @@ def test_invalid_arguments_are_refused(hub: Hub) -> None:
     assert "has no revision 'ff' in the cache" in errors
     _, errors = hub.run("rm", "tiny/gguf", status=130)  # standard input has no answer to the question
     assert "Delete tiny/gguf (0123456789ab)?" in errors
-    assert len(hub.local()) == 1
+    assert len(hub.list_local()) == 1

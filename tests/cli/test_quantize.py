@@ -36,9 +36,11 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return write_checkpoint(tmp_path_factory.mktemp(request.param), make_tiny_config(request.param) | SIZES)
 
 
-@pytest.mark.parametrize(("encoding", "kept", "bound"), [("int4", "uint4", 0.12), ("int8", "int8", 0.012)])
+@pytest.mark.parametrize(
+    ("encoding", "stored_encoding", "max_error"), [("int4", "uint4", 0.12), ("int8", "int8", 0.012)]
+)
 def test_quantized_weights_and_logits_are_close_to_the_original(
-    checkpoint: Path, encoding: str, kept: str, bound: float, tmp_path: Path
+    checkpoint: Path, encoding: str, stored_encoding: str, max_error: float, tmp_path: Path
 ) -> None:
     result = run_quantize("--model", checkpoint, "--encoding", encoding, "--out", tmp_path / "q", "--json")
     assert result.exit_code == 0, result.stderr
@@ -46,21 +48,21 @@ def test_quantized_weights_and_logits_are_close_to_the_original(
     assert actual["bytes"]["after"] < actual["bytes"]["before"]
     weights_before, weights_after = Weights.open(checkpoint), Weights.open(tmp_path / "q")
     assert weights_before.names == weights_after.names
-    num_kept = 0
+    num_quantized = 0
     for name in weights_before.names:
         shape = weights_before.shape(name)
-        original, quantized = (
+        original_weight, quantized_weight = (
             weights_before.tensor(name, shape).float(),
             weights_after.tensor(name, shape).float(),
         )
         if weights_after.stored_encoding(name) is None:
-            assert torch.equal(original, quantized)
+            assert torch.equal(original_weight, quantized_weight)
             assert "proj" not in name
             continue
-        num_kept += 1
-        assert weights_after.stored_encoding(name) == kept
-        assert float((quantized - original).norm() / original.norm()) < bound
-    assert num_kept == actual["num_layers"]
+        num_quantized += 1
+        assert weights_after.stored_encoding(name) == stored_encoding
+        assert float((quantized_weight - original_weight).norm() / original_weight.norm()) < max_error
+    assert num_quantized == actual["num_layers"]
     weights_after.finish()
     error = compute_logits(tmp_path / "q") - compute_logits(tmp_path / "q", "float32")
     assert float(error.norm() / compute_logits(tmp_path / "q", "float32").norm()) < 0.2
@@ -77,12 +79,12 @@ def test_a_sharded_checkpoint_has_the_same_tensors(
     assert "layers in int4" in result.stdout
     files = sorted((tmp_path / "many").glob("*.safetensors"))
     assert len(files) > 3
-    unsharded = load_file(tmp_path / "one" / "model.safetensors")
-    parts: dict[str, torch.Tensor] = {}
+    unsharded_tensors = load_file(tmp_path / "one" / "model.safetensors")
+    sharded_tensors: dict[str, torch.Tensor] = {}
     for file in files:
-        parts |= load_file(file)
-    assert parts.keys() == unsharded.keys()
-    assert all(torch.equal(parts[name], tensor) for name, tensor in unsharded.items())
+        sharded_tensors |= load_file(file)
+    assert sharded_tensors.keys() == unsharded_tensors.keys()
+    assert all(torch.equal(sharded_tensors[name], tensor) for name, tensor in unsharded_tensors.items())
     assert Weights.open(tmp_path / "many").num_bytes == Weights.open(tmp_path / "one").num_bytes
 
 
@@ -113,7 +115,7 @@ def test_transformers_loads_the_quantized_checkpoint(checkpoint: Path, encoding:
     from transformers import AutoModelForCausalLM
 
     if "mixtral" in str(checkpoint) and encoding == "int8":
-        pytest.skip("transformers stacks experts, and cannot stack those of int8")
+        pytest.skip("transformers cannot stack the int8 weights of experts")
     assert run_quantize("--model", checkpoint, "--encoding", encoding, "--out", tmp_path / "q").exit_code == 0
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.float32).eval()
     with torch.inference_mode():

@@ -24,7 +24,7 @@ from support.tiny_llm import write_tiny_llm
 from penstock import LLM, SamplingParams
 from penstock.cli import cli
 
-SERVE = [sys.executable, "-m", "penstock", "serve"]
+SERVE_COMMAND = [sys.executable, "-m", "penstock", "serve"]
 LIST_MODULES_AT_EXIT = """
 import sys
 from penstock.cli import cli
@@ -33,12 +33,12 @@ try:
 finally:
     print(sorted({"torch", "transformers", "xgrammar", "llguidance"} & set(sys.modules)))
 """
-"""Runs ``penstock serve``, and prints at its end which large libraries the server process has loaded."""
+"""Runs ``penstock serve``. When the server exits, it prints which of four large libraries are loaded."""
 
 
 @contextmanager
 def run_server(
-    *flags: str, log: Path, command: Sequence[str] = SERVE
+    *flags: str, log: Path, command: Sequence[str] = SERVE_COMMAND
 ) -> Iterator[tuple[subprocess.Popen[bytes], httpx.Client]]:
     """Run a server on a free port, and yield a client of it."""
     with (
@@ -89,11 +89,11 @@ def test_the_embedded_model_from_start_to_end(tmp_path: Path) -> None:
         assert process.wait(60) == 0
         assert process.stdout is not None
         assert process.stdout.read() == b""
-    lines_of_log = log.read_text().splitlines()
-    assert any("event=worker state=restarting was=ready" in line for line in lines_of_log)
-    assert any("outcome=length model=demo stream=true" in line for line in lines_of_log)
-    assert not any("Traceback" in line for line in lines_of_log)
-    assert not any("Hi" in line.split() for line in lines_of_log)
+    log_lines = log.read_text().splitlines()
+    assert any("event=worker state=restarting was=ready" in line for line in log_lines)
+    assert any("outcome=length model=demo stream=true" in line for line in log_lines)
+    assert not any("Traceback" in line for line in log_lines)
+    assert not any("Hi" in line.split() for line in log_lines)
 
 
 def test_an_embedder_from_start_to_end(tmp_path: Path) -> None:
@@ -123,9 +123,9 @@ def _wait_for(client: httpx.Client, path: str, status: int) -> None:
 
 def test_a_server_with_speculation_gives_the_plain_text(tmp_path: Path) -> None:
     """Responses equal those without speculation, and some drafts are accepted. The server loads no torch."""
-    deterministic = {"deterministic": True, "quantization_encoding": "float32", "max_length": 512}
-    story = "Lily lived near a blue lake. Lily lived near a blue lake. Lily lived near a"
-    samplings: list[dict[str, Any]] = [
+    settings = {"deterministic": True, "quantization_encoding": "float32", "max_length": 512}
+    prompt = "Lily lived near a blue lake. Lily lived near a blue lake. Lily lived near a"
+    sampling_fields: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 1.0, "seed": 3, "top_p": 1.0, "top_k": -1},
     ]
@@ -133,21 +133,23 @@ def test_a_server_with_speculation_gives_the_plain_text(tmp_path: Path) -> None:
     flags += ["--speculative-method", "ngram", "--no-adaptive-speculation"]
     command = [sys.executable, "-c", LIST_MODULES_AT_EXIT]
     with run_server(*flags, log=tmp_path / "log", command=command) as (process, client):
-        bodies = [{"model": "demo", "prompt": story, "max_tokens": 60, **sampling} for sampling in samplings]
-        replies = [client.post("/v1/completions", json=body).json() for body in bodies]
+        bodies = [
+            {"model": "demo", "prompt": prompt, "max_tokens": 60, **fields} for fields in sampling_fields
+        ]
+        responses = [client.post("/v1/completions", json=body).json() for body in bodies]
         metrics = client.get("/metrics").text
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
         assert process.stdout is not None
         assert process.stdout.read() == b"[]\n"
-    accepted = re.search(r"^penstock_draft_tokens_accepted_total (\S+)", metrics, re.MULTILINE)
-    assert accepted
-    assert float(accepted[1]) > 0
-    llm = LLM("demo", **deterministic)
-    for sampling, reply in zip(samplings, replies, strict=True):
-        params = SamplingParams(max_new_tokens=60, **sampling)
-        [answer] = llm.generate([story], params)
-        assert reply["choices"][0]["text"] == answer.text
+    accepted_match = re.search(r"^penstock_draft_tokens_accepted_total (\S+)", metrics, re.MULTILINE)
+    assert accepted_match
+    assert float(accepted_match[1]) > 0
+    llm = LLM("demo", **settings)
+    for fields, response in zip(sampling_fields, responses, strict=True):
+        params = SamplingParams(max_new_tokens=60, **fields)
+        [output] = llm.generate([prompt], params)
+        assert response["choices"][0]["text"] == output.text
     assert "lora" in error_line("--lora", "nonsense")
 
 
@@ -161,7 +163,7 @@ def malformed_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_model_that_cannot_be_loaded_gives_one_line(malformed_checkpoint: Path) -> None:
     completed = subprocess.run(
-        [*SERVE, "--port", "0", "--model", str(malformed_checkpoint)],
+        [*SERVE_COMMAND, "--port", "0", "--model", str(malformed_checkpoint)],
         capture_output=True,
         text=True,
         check=False,
@@ -236,15 +238,15 @@ def test_print_config_shows_all_settings_but_hides_keys(tmp_path: Path) -> None:
     file = tmp_path / "serve.json"
     values = {"api_key": ["k1", "k2"], "max_length": 512, "port": 1234, "host": "::1"}
     file.write_text(json.dumps(values))
-    printed = print_config(
+    printed_config = print_config(
         "--config-file", str(file), "--port", "5", PENSTOCK_CORS_ORIGINS="http://a, http://b"
     )
-    assert printed["port"] == ("5", "flag")
-    assert printed["host"] == ("::1", f"file {file}")
-    assert printed["max_length"] == ("512", f"file {file}")
-    assert printed["cors_origins"] == ("http://a,http://b", "environment PENSTOCK_CORS_ORIGINS")
-    assert printed["api_key"] == ("(2 not shown)", f"file {file}")
-    assert printed["shutdown_grace"] == ("30.0", "default")
+    assert printed_config["port"] == ("5", "flag")
+    assert printed_config["host"] == ("::1", f"file {file}")
+    assert printed_config["max_length"] == ("512", f"file {file}")
+    assert printed_config["cors_origins"] == ("http://a,http://b", "environment PENSTOCK_CORS_ORIGINS")
+    assert printed_config["api_key"] == ("(2 not shown)", f"file {file}")
+    assert printed_config["shutdown_grace"] == ("30.0", "default")
     assert print_config(PENSTOCK_API_KEY="a,b,c")["api_key"] == (
         "(3 not shown)",
         "environment PENSTOCK_API_KEY",

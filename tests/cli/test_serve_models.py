@@ -50,9 +50,9 @@ def test_malformed_model_flags_are_refused(text: str, message: str) -> None:
 
 def test_settings_of_a_model_override_the_common_ones() -> None:
     flags = [parse_model("demo,max-length=5"), parse_model("demo,num-threads=3")]
-    (first, _), (second, _) = model_configs(flags, {"max_length": "9"})
-    assert (first.model.max_length, first.num_threads) == (5, None)
-    assert (second.model.max_length, second.num_threads) == (9, 3)
+    (first_config, _), (second_config, _) = model_configs(flags, {"max_length": "9"})
+    assert (first_config.model.max_length, first_config.num_threads) == (5, None)
+    assert (second_config.model.max_length, second_config.num_threads) == (9, 3)
     with pytest.raises(ConfigError, match="did you mean max_length"):
         model_configs([parse_model("demo,max-lenght=5")], {})
 
@@ -104,8 +104,8 @@ def test_two_models_are_swapped_in_the_memory_of_one(tmp_path: Path) -> None:
                     answer = client.post("/v1/completions", json=body).json()
                     assert answer["usage"]["completion_tokens"] == 5
                     assert answer["model"] == name
-                    loaded = client.get("/api/ps").json()["models"]
-                    assert [entry["name"] for entry in loaded] == [name]
+                    loaded_models = client.get("/api/ps").json()["models"]
+                    assert [entry["name"] for entry in loaded_models] == [name]
                     max_lengths = {
                         entry["id"]: entry["max_model_len"]
                         for entry in client.get("/v1/models").json()["data"]

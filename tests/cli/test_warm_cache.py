@@ -46,10 +46,12 @@ def assert_refused(expected_message: str, *arguments: object) -> None:
     assert re.search(expected_message, result.stderr), result.stderr
 
 
-def change_tensors(folder: Path, *dropped: str, **added: Any) -> None:
+def change_tensors(folder: Path, *dropped_names: str, **added_tensors: Any) -> None:
     file = folder / "model.safetensors"
     tensors = load_file(file)
-    save_file({name: tensor for name, tensor in tensors.items() if name not in dropped} | added, file)
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if name not in dropped_names} | added_tensors, file
+    )
 
 
 def test_the_embedded_model_is_complete() -> None:
@@ -117,7 +119,7 @@ def test_the_error_names_all_invalid_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "expected_message"),
+    ("damage_cache", "expected_message"),
     [
         (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer.json"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer"),
@@ -129,10 +131,10 @@ def test_the_error_names_all_invalid_tensors(tmp_path: Path) -> None:
     ],
 )
 def test_checkpoints_that_cannot_be_loaded_are_refused(
-    damage: Callable[[Path], object], expected_message: str, tmp_path: Path
+    damage_cache: Callable[[Path], object], expected_message: str, tmp_path: Path
 ) -> None:
     folder = write_tiny_llm(tmp_path / "tiny")
-    damage(folder)
+    damage_cache(folder)
     assert_refused(expected_message, "--model", folder)
 
 
@@ -154,19 +156,21 @@ def test_a_snapshot_with_a_wrong_checksum_is_refused(tmp_path: Path) -> None:
     """The snapshot has the layout of the Hub's cache: links to blobs that are named by their hash."""
     folder = write_tiny_llm(tmp_path / "snapshots" / "main")
     weights = folder / "model.safetensors"
-    blob = tmp_path / "blobs" / hashlib.sha256(weights.read_bytes()).hexdigest()
-    blob.parent.mkdir()
-    weights.rename(blob)
-    weights.symlink_to(blob)
-    small_file = tmp_path / "blobs" / ("0" * 40)
-    (folder / "config.json").rename(small_file)
-    (folder / "config.json").symlink_to(small_file)
+    weights_blob = tmp_path / "blobs" / hashlib.sha256(weights.read_bytes()).hexdigest()
+    weights_blob.parent.mkdir()
+    weights.rename(weights_blob)
+    weights.symlink_to(weights_blob)
+    config_blob = tmp_path / "blobs" / ("0" * 40)
+    (folder / "config.json").rename(config_blob)
+    (folder / "config.json").symlink_to(config_blob)
     assert read_report("--model", folder, "--checksums")["models"][0]["num_checksums"] == 1
     assert "1 files match the hub" in warm_cache("--model", folder, "--checksums").stdout
-    data = bytearray(blob.read_bytes())
+    data = bytearray(weights_blob.read_bytes())
     data[-1] ^= 1
-    blob.write_bytes(data)
-    assert warm_cache("--model", folder).exit_code == 0, "the shapes are still valid"
+    weights_blob.write_bytes(data)
+    assert warm_cache("--model", folder).exit_code == 0, (
+        "without --checksums, only names and shapes are checked"
+    )
     assert_refused("is damaged: its SHA-256", "--model", folder, "--checksums")
 
 

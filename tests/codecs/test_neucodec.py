@@ -38,25 +38,29 @@ def test_blocks_cover_each_frame_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("known", "ready"), [(0, 0), (14, 0), (15, 10), (29, 10), (30, 25), (169, 115), (170, 165), (219, 165)]
+    ("num_known", "num_ready"),
+    [(0, 0), (14, 0), (15, 10), (29, 10), (30, 25), (169, 115), (170, 165), (219, 165)],
 )
-def test_a_block_is_ready_when_all_frames_of_its_window_are_known(known: int, ready: int) -> None:
+def test_a_block_is_ready_when_all_frames_of_its_window_are_known(num_known: int, num_ready: int) -> None:
     codec = load_reference("neucodec")
-    assert codec.ready_frames(known, ended=False) == ready
-    assert codec.ready_frames(known, ended=True) == known
+    assert codec.ready_frames(num_known, ended=False) == num_ready
+    assert codec.ready_frames(num_known, ended=True) == num_known
 
 
 def test_samples_are_blended_where_windows_overlap() -> None:
     codec, frames = load_reference("neucodec"), load_expected("neucodec")["frames"]
-    hop = codec.samples_per_frame
+    samples_per_frame = codec.samples_per_frame
     (streamed_samples,) = codec.decode_chunks([CodecChunk(frames)])
-    first, second, third = codec.decode([frames[:15], frames[:30], frames[:50]])
-    assert torch.equal(streamed_samples[: 10 * hop], first[: 10 * hop])
-    assert torch.equal(streamed_samples[15 * hop : 25 * hop], second[15 * hop : 25 * hop])
-    weight = (torch.arange(RIGHT_CONTEXT * hop) + 0.5) / (RIGHT_CONTEXT * hop)
-    overlap = slice(25 * hop, 30 * hop)
-    blended = second[overlap] * (1 - weight) + third[overlap] * weight
-    torch.testing.assert_close(streamed_samples[overlap], blended)
+    first_window, second_window, third_window = codec.decode([frames[:15], frames[:30], frames[:50]])
+    assert torch.equal(streamed_samples[: 10 * samples_per_frame], first_window[: 10 * samples_per_frame])
+    assert torch.equal(
+        streamed_samples[15 * samples_per_frame : 25 * samples_per_frame],
+        second_window[15 * samples_per_frame : 25 * samples_per_frame],
+    )
+    weight = (torch.arange(RIGHT_CONTEXT * samples_per_frame) + 0.5) / (RIGHT_CONTEXT * samples_per_frame)
+    overlap_range = slice(25 * samples_per_frame, 30 * samples_per_frame)
+    blended_samples = second_window[overlap_range] * (1 - weight) + third_window[overlap_range] * weight
+    torch.testing.assert_close(streamed_samples[overlap_range], blended_samples)
 
 
 def test_chunks_are_equal_without_the_cache_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,8 +68,8 @@ def test_chunks_are_equal_without_the_cache_of_windows(monkeypatch: pytest.Monke
     (full_samples,) = load_reference("neucodec").decode_chunks([CodecChunk(frames)])
     monkeypatch.setattr(neucodec, "MAX_CACHED_WINDOWS", 0)
     codec = load_reference("neucodec")
-    parts = [codec.decode_chunks([chunk])[0] for chunk in codec.split_stream(frames, 17)]
-    assert torch.equal(torch.cat(parts), full_samples)
+    chunk_samples = [codec.decode_chunks([chunk])[0] for chunk in codec.split_stream(frames, 17)]
+    assert torch.equal(torch.cat(chunk_samples), full_samples)
 
 
 def test_a_shifted_chunk_gives_other_samples(monkeypatch: pytest.MonkeyPatch) -> None:

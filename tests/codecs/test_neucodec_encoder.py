@@ -35,18 +35,18 @@ class ReferenceEncoder:
 
     def encode(self, samples: Tensor) -> Tensor:
         """Return the codes ``[F]`` of transformers. Stores the outputs of its modules in `outputs`."""
-        padded = F.pad(samples, (0, 320 - len(samples) % 320))
+        padded_samples = F.pad(samples, (0, 320 - len(samples) % 320))
         with torch.no_grad():
-            result = self.model.encode(padded[None, None], seamless_rows(padded)[None])
+            result = self.model.encode(padded_samples[None, None], seamless_rows(padded_samples)[None])
         codes: Tensor = result.audio_codes[0, 0]
         return codes
 
 
-def seamless_rows(padded: Tensor) -> Tensor:
+def seamless_rows(padded_samples: Tensor) -> Tensor:
     """Return the features of padded samples, computed by the feature extractor of Seamless M4T."""
     from transformers import SeamlessM4TFeatureExtractor
 
-    result = SeamlessM4TFeatureExtractor()(padded.numpy(), sampling_rate=16000, return_tensors="np")
+    result = SeamlessM4TFeatureExtractor()(padded_samples.numpy(), sampling_rate=16000, return_tensors="np")
     return torch.from_numpy(np.asarray(result["input_features"][0], dtype=np.float32))
 
 
@@ -72,7 +72,7 @@ def session(request: pytest.FixtureRequest) -> Any:
     return SimpleNamespace(ops=all_back_ends(deterministic=True)[request.param])
 
 
-def random_sound(length: int, seed: int = 0) -> Tensor:
+def make_random_samples(length: int, seed: int = 0) -> Tensor:
     """Return noise plus a tone of rising frequency."""
     torch.manual_seed(seed)
     times = torch.arange(length) / 16000
@@ -82,10 +82,10 @@ def random_sound(length: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("length", LENGTHS)
 def test_features_equal_transformers(length: int) -> None:
     """Penstock computes the features in float64, so quiet bins differ from transformers by rounding."""
-    expected = seamless_rows(random_sound(length))
-    result = mel_rows(random_sound(length))
-    torch.testing.assert_close(result, expected[: len(result)], rtol=0, atol=2e-3)
-    assert len(expected) - len(result) in (0, 1)  # transformers pads an odd number of frames
+    expected = seamless_rows(make_random_samples(length))
+    features = mel_rows(make_random_samples(length))
+    torch.testing.assert_close(features, expected[: len(features)], rtol=0, atol=2e-3)
+    assert len(expected) - len(features) in (0, 1)  # transformers pads an odd number of frames
     assert float(expected.std()) == pytest.approx(1, abs=0.1)
 
 
@@ -96,19 +96,19 @@ def test_module_outputs_and_codes_equal_transformers(
 ) -> None:
     codec = load_codec(reference.folder, session)
     assert codec.can_encode
-    samples = random_sound(length)
+    samples = make_random_samples(length)
     expected = reference.encode(samples)
     encoder = codec._load_encoder()
-    padded = F.pad(samples, (0, 320 - length % 320))
-    semantic = encoder.semantic(seamless_rows(padded), session.ops)
-    acoustic = encoder.acoustic(padded, session.ops)
-    for result, name in ((semantic, "semantic_adapter"), (acoustic, "acoustic_encoder")):
+    padded_samples = F.pad(samples, (0, 320 - length % 320))
+    semantic_features = encoder.semantic(seamless_rows(padded_samples), session.ops)
+    acoustic_features = encoder.acoustic(padded_samples, session.ops)
+    for result, name in ((semantic_features, "semantic_adapter"), (acoustic_features, "acoustic_encoder")):
         reference_output = reference.outputs[name].T
         torch.testing.assert_close(
             result, reference_output, rtol=0, atol=2e-5 * max(1.0, float(reference_output.std()))
         )
     levels = reference.outputs["quantizer.project_in"]
-    assert torch.equal(encoder._codes(levels), expected)
+    assert torch.equal(encoder._quantize(levels), expected)
     codes = codec.encode(samples)
     assert codes.shape == (length // 320, 1)
     assert codes.dtype == torch.int64
@@ -120,7 +120,7 @@ def test_decoding_works_without_the_tensors_of_the_encoder(
     reference: ReferenceEncoder, session: Any, tmp_path: Path
 ) -> None:
     codec = load_codec(reference.folder, session)
-    codes = codec.encode(random_sound(9000))
+    codes = codec.encode(make_random_samples(9000))
     tensors = load_file(reference.folder / "model.safetensors")
     decoder_tensors = {
         name: tensor for name, tensor in tensors.items() if "encoder" not in name and "adapter" not in name
@@ -131,12 +131,12 @@ def test_decoding_works_without_the_tensors_of_the_encoder(
     assert not decoder_only.can_encode
     assert torch.equal(decoder_only.decode([codes])[0], codec.decode([codes])[0])
     with pytest.raises(UnsupportedFeatureError, match="it has no encoder"):
-        decoder_only.encode(random_sound(9000))
+        decoder_only.encode(make_random_samples(9000))
 
 
 def test_invalid_samples_are_refused(reference: ReferenceEncoder, session: Any) -> None:
     codec = load_codec(reference.folder, session)
-    assert [len(codec.encode(random_sound(length))) for length in (0, 100, 319, 320, 639, 640)] == [
+    assert [len(codec.encode(make_random_samples(length))) for length in (0, 100, 319, 320, 639, 640)] == [
         0,
         0,
         0,
@@ -155,8 +155,8 @@ def test_malformed_checkpoints_are_refused(reference: ReferenceEncoder, session:
     config = json.loads((reference.folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(WeightsError, match=r"1 missing: acoustic_encoder.conv2.bias"):
-        load_codec(tmp_path, session).encode(random_sound(9000))
+        load_codec(tmp_path, session).encode(make_random_samples(9000))
     config["semantic_model_config"]["position_embeddings_type"] = "rotary"
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedFeatureError, match="position_embeddings_type rotary"):
-        load_codec(tmp_path, session).encode(random_sound(9000))
+        load_codec(tmp_path, session).encode(make_random_samples(9000))

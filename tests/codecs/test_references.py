@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.codecs import CODECS, AudioCodec, CodecChunk
 
-SIZES = (1, 2, 7, 10, 24, 25, 26, 49, 50, 51, 120, 133)
+CHUNK_SIZES = (1, 2, 7, 10, 24, 25, 26, 49, 50, 51, 120, 133)
 """Chunk sizes for codecs that decode in blocks, close to the block sizes."""
 
 
@@ -50,48 +50,48 @@ def test_codes_equal_the_original_package(codec: AudioCodec, name: str) -> None:
 
 def test_chunks_of_every_size_equal_decoding_at_once(codec: AudioCodec, frames: Tensor) -> None:
     (full_samples,) = codec.decode_chunks([CodecChunk(frames)])
-    sizes = range(1, len(frames) + 1) if len(frames) < 20 else SIZES
+    sizes = range(1, len(frames) + 1) if len(frames) < 20 else CHUNK_SIZES
     for chunk_frames in sizes:
         chunks = list(codec.split_stream(frames, chunk_frames))
-        parts = codec.decode_chunks(chunks)
-        assert [len(part) for part in parts] == [
+        chunk_samples = codec.decode_chunks(chunks)
+        assert [len(samples) for samples in chunk_samples] == [
             chunk.num_frames * codec.samples_per_frame for chunk in chunks
         ]
-        assert (torch.cat(parts) - full_samples).abs().max() <= codec.tolerance, chunk_frames
+        assert (torch.cat(chunk_samples) - full_samples).abs().max() <= codec.tolerance, chunk_frames
 
 
 @pytest.mark.parametrize("frames_per_step", [1, 3])
 def test_a_growing_stream_equals_decoding_at_once(
     codec: AudioCodec, frames: Tensor, frames_per_step: int
 ) -> None:
-    num_known, num_decoded, parts = 0, 0, []
+    num_known, num_decoded, chunk_samples = 0, 0, []
     while num_decoded < len(frames):
         num_known = min(num_known + frames_per_step, len(frames))
         is_ended = num_known == len(frames)
-        ready = codec.ready_frames(num_known, ended=is_ended)
-        if ready > num_decoded:
-            parts += codec.decode_chunks(
-                [codec.chunk(frames[:num_known], num_decoded, ready, ended=is_ended)]
+        num_ready = codec.ready_frames(num_known, ended=is_ended)
+        if num_ready > num_decoded:
+            chunk_samples += codec.decode_chunks(
+                [codec.chunk(frames[:num_known], num_decoded, num_ready, ended=is_ended)]
             )
-            num_decoded = ready
+            num_decoded = num_ready
     (full_samples,) = codec.decode_chunks([CodecChunk(frames)])
-    assert len(parts) > 1
-    assert (torch.cat(parts) - full_samples).abs().max() <= codec.tolerance
+    assert len(chunk_samples) > 1
+    assert (torch.cat(chunk_samples) - full_samples).abs().max() <= codec.tolerance
 
 
 def test_samples_of_a_batch_are_bit_equal_to_single_streams(codec: AudioCodec, frames: Tensor) -> None:
     streams = [frames, frames[:1], frames[2:9].flip(0)]
-    singles = [codec.decode([stream])[0] for stream in streams]
-    for batch_item, single in zip(codec.decode(streams), singles, strict=True):
-        assert torch.equal(batch_item, single)
+    all_single_samples = [codec.decode([stream])[0] for stream in streams]
+    for batch_samples, single_samples in zip(codec.decode(streams), all_single_samples, strict=True):
+        assert torch.equal(batch_samples, single_samples)
     chunks = [next(iter(codec.split_stream(stream, 4))) for stream in streams]
-    singles = [codec.decode_chunks([chunk])[0] for chunk in chunks]
-    for batch_item, single in zip(codec.decode_chunks(chunks), singles, strict=True):
-        assert torch.equal(batch_item, single)
+    all_single_samples = [codec.decode_chunks([chunk])[0] for chunk in chunks]
+    for batch_samples, single_samples in zip(codec.decode_chunks(chunks), all_single_samples, strict=True):
+        assert torch.equal(batch_samples, single_samples)
 
 
-def test_no_frames_give_no_samples(codec: AudioCodec, frames: Tensor) -> None:
-    empty, decoded_samples = codec.decode([frames[:0], frames[:2]])
-    assert len(empty) == 0
+def test_a_stream_without_frames_has_no_samples(codec: AudioCodec, frames: Tensor) -> None:
+    no_samples, decoded_samples = codec.decode([frames[:0], frames[:2]])
+    assert len(no_samples) == 0
     assert torch.equal(decoded_samples, codec.decode([frames[:2]])[0])
     assert len(codec.decode_chunks([codec.chunk(frames[:3], 0, 0, ended=False)])[0]) == 0

@@ -42,15 +42,15 @@ class SquareCodec(AudioCodec):
         return cls()
 
     def decode_chunks(self, chunks):
-        out = []
+        results = []
         for chunk in chunks:
             self.check_chunk(chunk)
             values = chunk.frames.float()
-            before = torch.cat([torch.zeros(1, 2), values[:-1]])
-            after = torch.cat([values[1:], torch.zeros(1, 2)])
-            samples = torch.cat([before[:, :1] / 8, values / 8, after[:, :1] / 8], 1)
-            out.append(samples[chunk.left : chunk.left + chunk.num_frames].flatten())
-        return out
+            previous_values = torch.cat([torch.zeros(1, 2), values[:-1]])
+            next_values = torch.cat([values[1:], torch.zeros(1, 2)])
+            samples = torch.cat([previous_values[:, :1] / 8, values / 8, next_values[:, :1] / 8], 1)
+            results.append(samples[chunk.left : chunk.left + chunk.num_frames].flatten())
+        return results
 
     def encode(self, samples):
         raise UnsupportedFeatureError("encoding", "this codec has no encoder")
@@ -126,10 +126,12 @@ def test_a_growing_stream_equals_decoding_at_once(
     while num_decoded < len(frames):
         num_known = min(num_known + frames_per_step, len(frames))
         is_ended = num_known == len(frames)
-        ready = codec.ready_frames(num_known, ended=is_ended)
-        assert ready == (num_known if is_ended else max(num_known - 1, 0))
-        samples += codec.decode_chunks([codec.chunk(frames[:num_known], num_decoded, ready, ended=is_ended)])
-        num_decoded = ready
+        num_ready = codec.ready_frames(num_known, ended=is_ended)
+        assert num_ready == (num_known if is_ended else max(num_known - 1, 0))
+        samples += codec.decode_chunks(
+            [codec.chunk(frames[:num_known], num_decoded, num_ready, ended=is_ended)]
+        )
+        num_decoded = num_ready
     assert torch.equal(torch.cat(samples), codec.decode([frames])[0])
 
 

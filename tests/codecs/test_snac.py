@@ -69,21 +69,21 @@ def test_wide_convolutions_run_in_int8(name: str, monkeypatch: pytest.MonkeyPatc
     samples = codec.decode([frames])[0]
     error = (samples - exact_samples).square().mean()
     assert 0 < error * 100 < exact_samples.square().mean()
-    parts = codec.decode_chunks(list(codec.split_stream(frames, 2)))
-    torch.testing.assert_close(torch.cat(parts), samples, rtol=0, atol=codec.tolerance)
+    chunk_samples = codec.decode_chunks(list(codec.split_stream(frames, 2)))
+    torch.testing.assert_close(torch.cat(chunk_samples), samples, rtol=0, atol=codec.tolerance)
     if codec.can_encode and "encoded" in tensors:
         assert torch.equal(codec.encode(tensors["samples"]), tensors["encoded"])
 
 
-@pytest.mark.parametrize("side", ["left_context", "right_context"])
+@pytest.mark.parametrize("context_name", ["left_context", "right_context"])
 @pytest.mark.parametrize("name", ["snac", "snac_dense"])
-def test_chunks_with_less_context_give_other_samples(name: str, side: str) -> None:
+def test_chunks_with_less_context_give_other_samples(name: str, context_name: str) -> None:
     codec, frames = load_reference(name), load_expected(name)["frames"]
     (full_samples,) = codec.decode_chunks([CodecChunk(frames)])
-    assert getattr(codec, side) < len(frames)
-    setattr(codec, side, getattr(codec, side) - 2)
-    parts = codec.decode_chunks(list(codec.split_stream(frames, 1)))
-    assert (torch.cat(parts) - full_samples).abs().max() > codec.tolerance
+    assert getattr(codec, context_name) < len(frames)
+    setattr(codec, context_name, getattr(codec, context_name) - 2)
+    chunk_samples = codec.decode_chunks(list(codec.split_stream(frames, 1)))
+    assert (torch.cat(chunk_samples) - full_samples).abs().max() > codec.tolerance
 
 
 def test_a_pickled_checkpoint_is_read_without_running_code(checkpoint: Path) -> None:
@@ -115,13 +115,13 @@ def test_a_pickled_checkpoint_is_read_without_running_code(checkpoint: Path) -> 
 
 def test_older_names_of_weight_normalisation_are_read(checkpoint: Path) -> None:
     tensors = load_file(checkpoint / "model.safetensors")
-    old = {
+    renamed_tensors = {
         name.replace("parametrizations.weight.original0", "weight_g").replace(
             "parametrizations.weight.original1", "weight_v"
         ): tensor
         for name, tensor in tensors.items()
     }
-    save_file(old, checkpoint / "model.safetensors")
+    save_file(renamed_tensors, checkpoint / "model.safetensors")
     codec, frames = load_reference("snac", folder=checkpoint.parent), load_expected("snac")["frames"]
     assert torch.equal(codec.decode([frames])[0], load_reference("snac").decode([frames])[0])
 

@@ -109,7 +109,7 @@ def config_values(config: PipelineConfig) -> dict[str, Any]:
 
 
 def to_flag_text(value: Any) -> str:
-    if isinstance(value, tuple) and all(isinstance(item, str | int) for item in value):
+    if isinstance(value, tuple) and all(isinstance(element, str | int) for element in value):
         return ",".join(map(str, value))
     if isinstance(value, tuple):
         ids = ",".join(str(device.id) for device in value)
@@ -130,15 +130,15 @@ def test_valid_values_are_stored(values: dict[str, Any]) -> None:
 
 @given(values=st.fixed_dictionaries({}, optional=VALID_VALUES))
 def test_flags_and_environment_variables_are_parsed_alike(values: dict[str, Any]) -> None:
-    text = {name: to_flag_text(value) for name, value in values.items() if value is not None}
+    flag_texts = {name: to_flag_text(value) for name, value in values.items() if value is not None}
     expected = config_values(PipelineConfig.from_flat(values))
-    variables = {f"PENSTOCK_{name.upper()}": value for name, value in text.items()}
-    assert config_values(PipelineConfig.from_flat(text, "flag")) == expected
+    variables = {f"PENSTOCK_{name.upper()}": value for name, value in flag_texts.items()}
+    assert config_values(PipelineConfig.from_flat(flag_texts, "flag")) == expected
     assert config_values(PipelineConfig.from_flat({}, environment=variables)) == expected
 
 
 @pytest.mark.parametrize(
-    ("values", "legal"),
+    ("values", "message"),
     [
         ({"max_length": 0}, "a whole number of at least 1, was 0"),
         ({"max_length": -3}, "a whole number of at least 1, was -3"),
@@ -173,14 +173,14 @@ def test_flags_and_environment_variables_are_parsed_alike(values: dict[str, Any]
         ({"served_model_name": " "}, "not empty"),
     ],
 )
-def test_the_error_for_an_invalid_value_lists_the_valid_ones(values: dict[str, Any], legal: str) -> None:
-    with pytest.raises(ConfigError, match=legal) as error:
+def test_the_error_for_an_invalid_value_lists_the_valid_ones(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
         PipelineConfig.from_flat(values)
     assert error.value.field == next(iter(values))
 
 
 @pytest.mark.parametrize(
-    ("make", "field"),
+    ("make_config", "field"),
     [
         (lambda: ModelConfig(max_length=-1), "max_length"),
         (lambda: KVCacheConfig(block_size=17), "kv_cache_block_size"),
@@ -188,9 +188,9 @@ def test_the_error_for_an_invalid_value_lists_the_valid_ones(values: dict[str, A
         (lambda: PipelineConfig(max_num_steps="2"), "max_num_steps"),  # type: ignore[arg-type]
     ],
 )
-def test_values_are_checked_when_a_class_is_built_directly(make: Any, field: str) -> None:
+def test_values_are_checked_when_a_class_is_built_directly(make_config: Any, field: str) -> None:
     with pytest.raises(ConfigError) as error:
-        make()
+        make_config()
     assert error.value.field == field
 
 
@@ -222,15 +222,15 @@ def test_text_that_is_not_a_boolean_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "nearest"),
+    ("name", "suggestion"),
     [
         ("max_lenght", "max_length"),
         ("block_size", "kv_cache_block_size"),
         ("max-batch-size", "max_batch_size"),
     ],
 )
-def test_the_error_for_an_unknown_field_suggests_the_nearest(name: str, nearest: str) -> None:
-    with pytest.raises(ConfigError, match=f"did you mean {nearest}"):
+def test_the_error_for_an_unknown_field_suggests_the_closest_name(name: str, suggestion: str) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean {suggestion}"):
         PipelineConfig.from_flat({name: 1})
 
 
@@ -317,9 +317,9 @@ def test_environment_variables_need_exact_names() -> None:
 
 def test_deterministic_is_refused_only_in_float16() -> None:
     assert PipelineConfig.from_flat({"deterministic": True}).model.encoding == "bfloat16", (
-        "the encoding of the demo model"
+        "the demo model must run in bfloat16"
     )
-    for encoding in ENCODINGS.names:  # float16 on a CPU runs as bfloat16
+    for encoding in ENCODINGS.names:  # a CPU replaces float16 by bfloat16
         PipelineConfig.from_flat({"deterministic": True, "quantization_encoding": encoding})
     gpu_values = {"devices": "gpu", "quantization_encoding": "float16"}
     PipelineConfig.from_flat(gpu_values)
@@ -331,9 +331,9 @@ def test_float16_falls_back_to_bfloat16_on_cpus(tmp_path: Path, caplog: pytest.L
     _warn_encoding_fallback.cache_clear()
     assert ModelConfig(quantization_encoding="float16").encoding == "bfloat16"
     assert write_typed_checkpoint(tmp_path, {"dtype": "float16"}).encoding == "bfloat16"
-    (messages,) = caplog.messages
-    assert "float16 weights run in bfloat16 on cpu" in messages
-    assert "--quantization-encoding float32" in messages
+    (message,) = caplog.messages
+    assert "float16 weights run in bfloat16 on cpu" in message
+    assert "--quantization-encoding float32" in message
     gpu_config = ModelConfig(quantization_encoding="float16", devices=(DeviceSpec.accelerator(),))
     assert gpu_config.encoding == "float16"
     assert len(caplog.messages) == 1

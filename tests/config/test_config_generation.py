@@ -13,12 +13,15 @@ from penstock.errors import CheckpointError, InputError
 from penstock.pipelines.core import SamplingParams
 
 
-def make_config(folder: Path, generation_config: Any, *, use: bool = True) -> PipelineConfig:
+def make_config(
+    folder: Path, generation_config: Any, *, use_generation_config: bool = True
+) -> PipelineConfig:
     (folder / "config.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(b"")
     (folder / "generation_config.json").write_text(json.dumps(generation_config))
     return PipelineConfig(
-        model=ModelConfig(model_path=str(folder)), sampling=SamplingConfig(use_generation_config=use)
+        model=ModelConfig(model_path=str(folder)),
+        sampling=SamplingConfig(use_generation_config=use_generation_config),
     )
 
 
@@ -91,7 +94,7 @@ def test_an_invalid_value_in_the_file_is_a_checkpoint_error(tmp_path: Path, key:
 
 
 def test_the_file_can_be_ignored_by_setting(tmp_path: Path) -> None:
-    config = make_config(tmp_path, {"temperature": "hot", "top_k": 2}, use=False)
+    config = make_config(tmp_path, {"temperature": "hot", "top_k": 2}, use_generation_config=False)
     assert config.default_sampling_params(seed=1) == SamplingParams(
         temperature=1.0, top_p=1.0, top_k=-1, seed=1
     )

@@ -85,7 +85,7 @@ def test_an_unknown_task_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("named", "option", "expected"),
+    ("config_values", "option", "expected"),
     [
         ({}, {}, ()),
         ({"is_matryoshka": True}, {}, None),
@@ -96,9 +96,9 @@ def test_an_unknown_task_is_refused() -> None:
     ],
 )
 def test_trained_dimensions_are_read(
-    tmp_path: Path, named: dict[str, Any], option: dict[str, str], expected: tuple[int, ...] | None
+    tmp_path: Path, config_values: dict[str, Any], option: dict[str, str], expected: tuple[int, ...] | None
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", **named}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", **config_values}))
     (tmp_path / "model.safetensors").touch()
     config = PipelineConfig.from_flat({"model_path": str(tmp_path), **option})
     assert config.model.trained_dimensions == expected

@@ -27,17 +27,17 @@ def llm() -> Iterator[LLM]:
         yield llm
 
 
-def answers_to(llm: LLM, pairs: list[tuple[object, str]]) -> list[str]:
+def answer_questions(llm: LLM, questions: list[tuple[object, str]]) -> list[str]:
     """Return the answers to questions about pictures."""
     chats = [
         [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": text}]}]
-        for image, text in pairs
+        for image, text in questions
     ]
     return [output.text for output in llm.chat(chats, GREEDY, use_tqdm=False)]
 
 
 def test_questions_about_the_example_picture_are_answered(llm: LLM) -> None:
-    assert answers_to(llm, [(PICTURE, question) for question in ANSWERS]) == list(ANSWERS.values())
+    assert answer_questions(llm, [(PICTURE, question) for question in ANSWERS]) == list(ANSWERS.values())
 
 
 def test_random_pictures_are_described(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,17 +50,14 @@ def test_random_pictures_are_described(llm: LLM, monkeypatch: pytest.MonkeyPatch
     rng = random.Random(77)
     scenes = [random_scene(rng) for _ in range(12)]
     images = [draw(scene, (200, 200), rng) for scene in scenes]
-    actual = answers_to(llm, [(image, "What is in the picture?") for image in images])
-    num_correct = sum(answer == describe(scene).answer for answer, scene in zip(actual, scenes, strict=True))
+    answers = answer_questions(llm, [(image, "What is in the picture?") for image in images])
+    num_correct = sum(answer == describe(scene).answer for answer, scene in zip(answers, scenes, strict=True))
     assert num_correct >= 4
-    answers_for_other_images = answers_to(
+    shifted_answers = answer_questions(
         llm, [(image, "What is in the picture?") for image in [*images[1:], images[0]]]
     )
     assert (
-        sum(
-            answer == describe(scene).answer
-            for answer, scene in zip(answers_for_other_images, scenes, strict=True)
-        )
+        sum(answer == describe(scene).answer for answer, scene in zip(shifted_answers, scenes, strict=True))
         <= 2
     )
 

@@ -60,11 +60,12 @@ def test_a_speech_recogniser_understands_the_speech(
         edit_distance(words_of(text), recogniser(torch.from_numpy(speech.audio)))
         for text, speech in zip(TEXTS, speeches, strict=True)
     ]
-    assert sum(errors) <= 6  # 15 words in total; another sentence has an error in nearly every word
+    # The sentences have 15 words. For speech of another sentence, nearly every word is an error.
+    assert sum(errors) <= 6
 
 
 def test_speech_recognisers_understand_hello_world(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several spellings are spoken. One recogniser knows few sentences, the other general English."""
+    """Speaks several spellings. The grammar of one recogniser has few sentences; the other has none."""
     pytest.importorskip("pocketsphinx", reason="the recogniser is not installed")
     import torch
 

@@ -11,14 +11,14 @@ from support.tiny_llm import write_tiny_llm
 
 
 @pytest.fixture(scope="session")
-def pair() -> Iterator[RankPair]:
+def rank_pair() -> Iterator[RankPair]:
     """Return two ranks with the default transport."""
-    pair = RankPair()
-    yield pair
-    pair.close()
+    rank_pair = RankPair()
+    yield rank_pair
+    rank_pair.close()
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a tiny Llama with a tokenizer."""
     return write_tiny_llm(tmp_path_factory.mktemp("tiny"))

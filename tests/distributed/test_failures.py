@@ -34,24 +34,24 @@ from penstock.worker.results import Generation
     "shares_memory", [pytest.param(True, id="shared_memory"), pytest.param(False, id="torch")]
 )
 def test_a_lost_rank_ends_the_step_on_all_ranks(
-    tiny: Path, signal_number: signal.Signals, reason: str, shares_memory: bool
+    tiny_checkpoint: Path, signal_number: signal.Signals, reason: str, shares_memory: bool
 ) -> None:
     if signal_number is signal.SIGSTOP and not shares_memory:
         reason = "lost their connection"
-    pair = RankPair(timeout=5.0, shares_memory=shares_memory)
+    rank_pair = RankPair(timeout=5.0, shares_memory=shares_memory)
     try:
-        pipeline = pair.load(tiny)
+        pipeline = rank_pair.load(tiny_checkpoint)
         generate_tokens(pipeline, [make_context([1, 2, 3], 2)])
-        os.kill(pair.processes.pids[0], signal_number)
+        os.kill(rank_pair.processes.pids[0], signal_number)
         start_time = time.monotonic()
         with pytest.raises(RankFailedError, match=reason):
             generate_tokens(pipeline, [make_context([1, 2, 3], 2)])
-        with pytest.raises(RankFailedError, match=reason):  # fails immediately, without computing the step
+        with pytest.raises(RankFailedError, match=reason):  # Fails immediately, without computing the step.
             generate_tokens(pipeline, [make_context([1, 2, 3], 2)])
         assert time.monotonic() - start_time < 60
     finally:
-        pair.close()
-    assert not any(_is_running(pid) for pid in pair.processes.pids)
+        rank_pair.close()
+    assert not any(_is_running(pid) for pid in rank_pair.processes.pids)
 
 
 def test_an_error_of_another_rank_while_it_loads_is_raised_on_rank_0(tmp_path: Path) -> None:
@@ -62,8 +62,8 @@ def test_an_error_of_another_rank_while_it_loads_is_raised_on_rank_0(tmp_path: P
 
 
 @pytest.mark.slow
-async def test_the_server_restarts_after_a_rank_is_killed_under_load(tiny: Path) -> None:
-    config = PipelineConfig.from_flat({"model_path": str(tiny), "tensor_parallel_size": 2})
+async def test_the_server_restarts_after_a_rank_is_killed_under_load(tiny_checkpoint: Path) -> None:
+    config = PipelineConfig.from_flat({"model_path": str(tiny_checkpoint), "tensor_parallel_size": 2})
     tokenizer = load_tokenizer(config)
     client = WorkerClient(partial(load_runtime, config))
 
@@ -72,41 +72,41 @@ async def test_the_server_restarts_after_a_rank_is_killed_under_load(tiny: Path)
         request_id = f"{number}-{time.monotonic()}"
         prompt = "Once upon a time"
         request = TokenGeneratorRequest(request_id, number, "tiny", prompt, sampling_params=params)
-        context_: TextContext = tokenizer.build_context(request)
-        return context_
+        context: TextContext = tokenizer.build_context(request)
+        return context
 
     await client.start()
     try:
         expected = await _tokens(client.submit(make_numbered_context(1, 8)))
-        for victim in (1, 0, 1):
+        for killed_rank in (1, 0, 1):
             worker = client.info.pid
             (rank_1,) = _children(worker)
             generations = [client.submit(make_numbered_context(number, 100)) for number in range(8)]
             await anext(generations[0])
-            os.kill(rank_1 if victim else worker, signal.SIGKILL)
+            os.kill(rank_1 if killed_rank else worker, signal.SIGKILL)
             outcomes = await asyncio.gather(*map(_tokens, generations), return_exceptions=True)
             assert any(isinstance(outcome, UnavailableError) for outcome in outcomes)
             assert all(isinstance(outcome, UnavailableError | list) for outcome in outcomes)
-            await _until(lambda before=worker: client.is_alive and client.info.pid != before)
+            await _wait_until(lambda before=worker: client.is_alive and client.info.pid != before)
             assert await _tokens(client.submit(make_numbered_context(1, 8))) == expected
-            await _until(lambda pid=rank_1: not _is_running(pid))
+            await _wait_until(lambda pid=rank_1: not _is_running(pid))
         # A rank that exits while the server is idle is replaced before the next request.
         worker = client.info.pid
         (rank_1,) = _children(worker)
         os.kill(rank_1, signal.SIGKILL)
-        await _until(lambda: client.is_alive and client.info.pid != worker)
+        await _wait_until(lambda: client.is_alive and client.info.pid != worker)
         assert await _tokens(client.submit(make_numbered_context(1, 8))) == expected
         (rank_1,) = _children(client.info.pid)
     finally:
         await client.stop(0)
-    await _until(lambda: not _is_running(rank_1))
+    await _wait_until(lambda: not _is_running(rank_1))
 
 
 async def _tokens(generation: Generation) -> list[int]:
     return [token for delta in [delta async for delta in generation] for token in delta.token_ids]
 
 
-async def _until(condition: object, seconds: float = 120.0) -> None:
+async def _wait_until(condition: object, seconds: float = 120.0) -> None:
     assert callable(condition)
     deadline = time.monotonic() + seconds
     while not condition():
@@ -117,7 +117,11 @@ async def _until(condition: object, seconds: float = 120.0) -> None:
 def _children(pid: int) -> list[int]:
     """Return the process ids of a worker's other ranks."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in children if b"distributed" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return [
+        int(child_pid)
+        for child_pid in children
+        if b"distributed" in Path(f"/proc/{child_pid}/cmdline").read_bytes()
+    ]
 
 
 def _is_running(pid: int) -> bool:

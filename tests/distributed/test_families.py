@@ -16,19 +16,19 @@ from support.rank_pair import RankPair
 from penstock.architectures.registry import SupportedArchitecture
 from penstock.pipelines import TextGenerationPipeline
 
-DEFAULT = ("llama", "gpt2", "mixtral", "gemma2")
-"""Families of the default run: a plain one, one with fused and transposed weights, one with experts, and one
-with norms before and after each layer."""
-DIVISIBLE = [candidate for candidate in DECODERS if candidate.load_pipeline_model().is_divisible]
+DEFAULT_FAMILIES = ("llama", "gpt2", "mixtral", "gemma2")
+"""Families of the default run: Llama, and families with fused and transposed weights (GPT-2), with experts
+(Mixtral), and with norms before and after each layer (Gemma 2)."""
+SHARDABLE_FAMILIES = [candidate for candidate in DECODERS if candidate.load_pipeline_model().is_divisible]
 
 
 def family_params(*default: str) -> list[Any]:
-    """Return the families as parameters. Those that are not in `default` are slow."""
+    """Return the families as parameters. Families that are not in ``default`` are marked as slow."""
     return [
         pytest.param(
             architecture, id=architecture.name, marks=() if architecture.name in default else pytest.mark.slow
         )
-        for architecture in DIVISIBLE
+        for architecture in SHARDABLE_FAMILIES
     ]
 
 
@@ -59,37 +59,41 @@ def run_batches(pipeline: TextGenerationPipeline) -> tuple[torch.Tensor, list[li
         pipeline.release(context)
     prompts = [random_tokens(count, vocabulary, seed=count) for count in (5, 18)]
     texts = generate_tokens(pipeline, [make_context(prompt, 8) for prompt in prompts])
-    # Decode steps of this shape are now compiled. Several of them run as one call on all ranks.
+    # Decode steps of this shape are now compiled. Several steps run as one call on all ranks.
     texts += generate_tokens(pipeline, [make_context(prompt, 8) for prompt in prompts], num_steps=4)
     return logits, texts
 
 
-def compare_with_one_process(pair: RankPair, checkpoint: Path, tolerance: float = 1e-4, **flat: Any) -> None:
-    """Check the logits of two ranks against those of one process. In float32, also check the text."""
-    one_process = {name: value for name, value in flat.items() if name != "expert_parallel"}
-    pipeline = open_pipeline(checkpoint, **one_process)
+def compare_with_one_process(
+    rank_pair: RankPair, checkpoint: Path, tolerance: float = 1e-4, **settings: Any
+) -> None:
+    """Check that two ranks and one process have the same logits. In float32, also check the text."""
+    single_result = {name: value for name, value in settings.items() if name != "expert_parallel"}
+    pipeline = open_pipeline(checkpoint, **single_result)
     logits, texts = run_batches(pipeline)
     del pipeline
     gc.collect()
-    with pair.open(checkpoint, **flat) as sharded_pipeline:
-        sharded_logits, divided_texts = run_batches(sharded_pipeline)
+    with rank_pair.open(checkpoint, **settings) as sharded_pipeline:
+        sharded_logits, sharded_texts = run_batches(sharded_pipeline)
     scale = max(1.0, float(logits.std()))
     torch.testing.assert_close(sharded_logits, logits, atol=tolerance * scale, rtol=0)
-    if flat.get("quantization_encoding", "float32") == "float32":
-        assert divided_texts == texts
+    if settings.get("quantization_encoding", "float32") == "float32":
+        assert sharded_texts == texts
 
 
-@pytest.mark.parametrize("family", family_params(*DEFAULT))
+@pytest.mark.parametrize("family", family_params(*DEFAULT_FAMILIES))
 def test_logits_and_text_of_two_ranks_equal_one_process(
-    pair: RankPair,
+    rank_pair: RankPair,
     write_family_checkpoint: Callable[[SupportedArchitecture], Path],
     family: SupportedArchitecture,
 ) -> None:
-    compare_with_one_process(pair, write_family_checkpoint(family))
+    compare_with_one_process(rank_pair, write_family_checkpoint(family))
 
 
-EXPERTS = [
-    architecture for architecture in DIVISIBLE if architecture.name in ("mixtral", "qwen3_moe", "gpt_oss")
+EXPERT_FAMILIES = [
+    architecture
+    for architecture in SHARDABLE_FAMILIES
+    if architecture.name in ("mixtral", "qwen3_moe", "gpt_oss")
 ]
 
 
@@ -101,15 +105,15 @@ EXPERTS = [
             id=architecture.name,
             marks=() if architecture.name == "mixtral" else pytest.mark.slow,
         )
-        for architecture in EXPERTS
+        for architecture in EXPERT_FAMILIES
     ],
 )
 @pytest.mark.parametrize("kernels", ["best", "reference"])
 def test_logits_with_expert_parallelism_equal_one_process(
-    pair: RankPair,
+    rank_pair: RankPair,
     write_family_checkpoint: Callable[[SupportedArchitecture], Path],
     family: SupportedArchitecture,
     kernels: str,
 ) -> None:
-    flat: dict[str, Any] = {} if kernels == "best" else {"kernels": kernels}
-    compare_with_one_process(pair, write_family_checkpoint(family), expert_parallel=True, **flat)
+    settings: dict[str, Any] = {} if kernels == "best" else {"kernels": kernels}
+    compare_with_one_process(rank_pair, write_family_checkpoint(family), expert_parallel=True, **settings)

@@ -33,13 +33,13 @@ def compute_logits(pipeline: Any, **fields: Any) -> torch.Tensor:
     return logits
 
 
-def assert_close(pair: RankPair, checkpoint: Path, tolerance: float, **flat: Any) -> None:
+def assert_close(rank_pair: RankPair, checkpoint: Path, tolerance: float, **settings: Any) -> None:
     """Check that the root mean square error is at most this fraction of the logits' standard deviation."""
-    pipeline = open_pipeline(checkpoint, **flat)
+    pipeline = open_pipeline(checkpoint, **settings)
     expected = compute_logits(pipeline)
     del pipeline
     gc.collect()
-    with pair.open(checkpoint, **flat) as sharded_pipeline:
+    with rank_pair.open(checkpoint, **settings) as sharded_pipeline:
         error = compute_logits(sharded_pipeline) - expected
     assert float(error.square().mean().sqrt() / expected.std()) <= tolerance
 
@@ -56,9 +56,9 @@ def wide_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("encoding", "tolerance"), [("bfloat16", 0.02), ("int8", 0.05), ("int4", 0.06), ("int5", 0.06)]
 )
 def test_logits_in_other_encodings_are_close_to_one_process(
-    pair: RankPair, wide_checkpoint: Path, encoding: str, tolerance: float
+    rank_pair: RankPair, wide_checkpoint: Path, encoding: str, tolerance: float
 ) -> None:
-    assert_close(pair, wide_checkpoint, tolerance, quantization_encoding=encoding)
+    assert_close(rank_pair, wide_checkpoint, tolerance, quantization_encoding=encoding)
 
 
 @pytest.mark.parametrize(
@@ -73,18 +73,18 @@ def test_logits_in_other_encodings_are_close_to_one_process(
     ],
 )
 def test_logits_of_uneven_shapes_equal_one_process(
-    pair: RankPair, tmp_path: Path, config: dict[str, Any]
+    rank_pair: RankPair, tmp_path: Path, config: dict[str, Any]
 ) -> None:
-    assert_close(pair, write_tiny_llm(tmp_path, **config), 1e-5)
+    assert_close(rank_pair, write_tiny_llm(tmp_path, **config), 1e-5)
 
 
 def test_logits_of_the_reference_kernels_and_an_int8_cache_are_close(
-    pair: RankPair, wide_checkpoint: Path
+    rank_pair: RankPair, wide_checkpoint: Path
 ) -> None:
-    assert_close(pair, wide_checkpoint, 0.02, kernels="reference", kv_cache_dtype="int8")
+    assert_close(rank_pair, wide_checkpoint, 0.02, kernels="reference", kv_cache_dtype="int8")
 
 
-def test_sampled_choices_and_drafts_equal_one_process(pair: RankPair, tiny: Path) -> None:
+def test_sampled_choices_and_drafts_equal_one_process(rank_pair: RankPair, tiny_checkpoint: Path) -> None:
     """The text is sampled, with several choices and n-gram drafts."""
 
     def run(pipeline: Any) -> list[list[int]]:
@@ -92,15 +92,15 @@ def test_sampled_choices_and_drafts_equal_one_process(pair: RankPair, tiny: Path
         context = make_context([5, 6, 7, 8] * 5, 12, sampling_params=params)
         return generate_tokens(pipeline, choice_contexts(context, 3))
 
-    flat = {"speculative_method": "ngram"}
-    pipeline = open_pipeline(tiny, **flat)
+    settings = {"speculative_method": "ngram"}
+    pipeline = open_pipeline(tiny_checkpoint, **settings)
     expected = run(pipeline)
-    with pair.open(tiny, **flat) as sharded_pipeline:
+    with rank_pair.open(tiny_checkpoint, **settings) as sharded_pipeline:
         assert run(sharded_pipeline) == expected
         assert sharded_pipeline.speculation_stats is not None
 
 
-def test_beams_equal_one_process(pair: RankPair, tiny: Path) -> None:
+def test_beams_equal_one_process(rank_pair: RankPair, tiny_checkpoint: Path) -> None:
     """Beams fork contexts within a block, and every rank copies that block."""
 
     def run(pipeline: Any) -> list[tuple[list[int], float]]:
@@ -108,32 +108,32 @@ def test_beams_equal_one_process(pair: RankPair, tiny: Path) -> None:
         ((_, beams),) = search(pipeline, [make_context(PROMPT[:9], 6)], options, 8, 512)
         return [(list(beam.token_ids), round(float(beam.score), 3)) for beam in beams]
 
-    expected = run(open_pipeline(tiny))
-    with pair.open(tiny) as sharded_pipeline:
+    expected = run(open_pipeline(tiny_checkpoint))
+    with rank_pair.open(tiny_checkpoint) as sharded_pipeline:
         assert run(sharded_pipeline) == expected
 
 
-def test_adapters_are_sharded_with_their_layers(pair: RankPair, tmp_path: Path) -> None:
+def test_adapters_are_sharded_with_their_layers(rank_pair: RankPair, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "base", tiny_config())
     adapters = [
         f"{name}={write_adapter(checkpoint, tmp_path / name, seed, r=3)}"
         for seed, name in ((1, "a"), (2, "b"))
     ]
-    flat: dict[str, Any] = {"lora": tuple(adapters), "max_loras": 1}
+    settings: dict[str, Any] = {"lora": tuple(adapters), "max_loras": 1}
 
     def run(pipeline: Any) -> list[torch.Tensor]:
         return [compute_logits(pipeline, adapter=name) for name in ("a", "b", None, "a")]
 
-    expected = run(open_pipeline(checkpoint, **flat))
+    expected = run(open_pipeline(checkpoint, **settings))
     assert not torch.allclose(expected[0], expected[1], atol=0.1)
-    with pair.open(checkpoint, **flat) as sharded_pipeline:
+    with rank_pair.open(checkpoint, **settings) as sharded_pipeline:
         for actual, reference in zip(run(sharded_pipeline), expected, strict=True):
             torch.testing.assert_close(actual, reference, atol=1e-3, rtol=0)
 
 
-def test_a_rank_holds_only_its_shard(pair: RankPair, tiny: Path) -> None:
-    full_model = open_pipeline(tiny).model
-    with pair.open(tiny) as sharded_pipeline:
+def test_a_rank_holds_only_its_shard(rank_pair: RankPair, tiny_checkpoint: Path) -> None:
+    full_model = open_pipeline(tiny_checkpoint).model
+    with rank_pair.open(tiny_checkpoint) as sharded_pipeline:
         model: Any = sharded_pipeline.model
         block = model.network.blocks[1]
         layers = (block.attention.qkv, block.attention.output, block.mlp.gate_up, block.mlp.down)
@@ -149,7 +149,9 @@ def test_a_rank_holds_only_its_shard(pair: RankPair, tiny: Path) -> None:
 
 def test_a_model_that_cannot_be_sharded_is_refused_by_name(tmp_path: Path) -> None:
     checkpoint = write_tiny_llm(tmp_path)
-    with pytest.raises(ConfigError, match="a draft model cannot draft for a model that several processes"):
+    with pytest.raises(
+        ConfigError, match="a draft model is not supported for a model that several processes"
+    ):
         LLM(checkpoint, tensor_parallel_size=2, draft_model_path=str(checkpoint))
     with pytest.raises(ConfigError, match="expert_parallel: needs tensor_parallel_size to be 2 or more"):
         LLM(checkpoint, expert_parallel=True)

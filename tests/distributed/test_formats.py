@@ -28,8 +28,8 @@ def wide_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def compare_with_one_process(pair: RankPair, checkpoint: Path) -> None:
-    """Check the logits of two ranks against those of one process, in the encodings of the file."""
+def compare_with_one_process(rank_pair: RankPair, checkpoint: Path) -> None:
+    """Check that two ranks and one process have the same logits, in the encodings of the file."""
 
     def compute_logits(pipeline: Any) -> torch.Tensor:
         context = make_context(random_tokens(20, 250, seed=1))
@@ -37,49 +37,49 @@ def compare_with_one_process(pair: RankPair, checkpoint: Path) -> None:
         pipeline.release(context)
         return logits
 
-    flat = {"quantization_encoding": None}
-    expected = compute_logits(open_pipeline(checkpoint, **flat))
+    settings = {"quantization_encoding": None}
+    expected = compute_logits(open_pipeline(checkpoint, **settings))
     gc.collect()
-    with pair.open(checkpoint, **flat) as sharded_pipeline:
+    with rank_pair.open(checkpoint, **settings) as sharded_pipeline:
         error = compute_logits(sharded_pipeline) - expected
     assert float(error.square().mean().sqrt() / expected.std()) < 0.06
 
 
 @pytest.mark.parametrize("order", ["none", "inputs"])
 def test_logits_of_gptq_equal_one_process(
-    pair: RankPair, wide_checkpoint: Path, tmp_path: Path, order: InputOrder, caplog: pytest.LogCaptureFixture
+    rank_pair: RankPair,
+    wide_checkpoint: Path,
+    tmp_path: Path,
+    order: InputOrder,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Layers with reordered inputs cannot be sharded, so they are dequantized."""
     section = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False}
     section["desc_act"] = order != "none"
     compare_with_one_process(
-        pair, write_packed_checkpoint(wide_checkpoint, tmp_path, gptq(4, 32, order=order), section)
+        rank_pair, write_packed_checkpoint(wide_checkpoint, tmp_path, gptq(4, 32, order=order), section)
     )
     assert ("mlp.down_proj are stored with permuted inputs" in caplog.text) == (order != "none")
     assert "gate_proj" not in caplog.text
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", pytest.param("Q5_1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ggml_type", ["Q4_0", "Q8_0", pytest.param("Q5_1", marks=pytest.mark.slow)])
 def test_logits_of_gguf_equal_one_process(
-    pair: RankPair, wide_checkpoint: Path, tmp_path: Path, kind: str
+    rank_pair: RankPair, wide_checkpoint: Path, tmp_path: Path, ggml_type: str
 ) -> None:
     compare_with_one_process(
-        pair, write_gguf(wide_checkpoint, tmp_path / "m.gguf", GGMLQuantizationType[kind])
+        rank_pair, write_gguf(wide_checkpoint, tmp_path / "m.gguf", GGMLQuantizationType[ggml_type])
     )
 
 
-@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q5_1"])
+@pytest.mark.parametrize("ggml_type", ["F32", "Q8_0", "Q5_1"])
 def test_rows_of_a_gguf_tensor_can_be_read_separately(
-    wide_checkpoint: Path, tmp_path: Path, kind: str
+    wide_checkpoint: Path, tmp_path: Path, ggml_type: str
 ) -> None:
-    weights = Weights.open(write_gguf(wide_checkpoint, tmp_path / "m.gguf", GGMLQuantizationType[kind]))
+    weights = Weights.open(write_gguf(wide_checkpoint, tmp_path / "m.gguf", GGMLQuantizationType[ggml_type]))
     for name, shape, start, stop in (
-        (
-            "model.layers.0.self_attn.q_proj.weight",
-            (128, 128),
-            32,
-            96,
-        ),  # GGUF interleaves the rows of each head
+        # GGUF interleaves the rows of each head.
+        ("model.layers.0.self_attn.q_proj.weight", (128, 128), 32, 96),
         ("model.layers.1.mlp.up_proj.weight", (224, 128), 96, 224),
     ):
         encoding, full_weight = weights.read_linear(name, shape)
@@ -90,13 +90,14 @@ def test_rows_of_a_gguf_tensor_can_be_read_separately(
 
 @pytest.mark.parametrize("encoding", list(ENCODINGS))
 def test_inputs_are_split_between_groups(encoding: str) -> None:
-    kind = ENCODINGS[encoding]
+    linear_encoding = ENCODINGS[encoding]
     weight = torch.randn(6, 320)
-    tensors = kind.pack(weight)
-    start = max(128, kind.split_unit or 1)  # the K types of GGUF are split between superblocks of 256
-    selected_tensors = kind.select_inputs("down_proj", tensors, start, 320)
-    assert torch.equal(kind.unpack(selected_tensors), kind.unpack(tensors)[:, start:])
-    if kind.group_size is not None:
+    tensors = linear_encoding.pack(weight)
+    # The K types of GGUF are split between superblocks of 256.
+    start = max(128, linear_encoding.split_unit or 1)
+    selected_tensors = linear_encoding.select_inputs("down_proj", tensors, start, 320)
+    assert torch.equal(linear_encoding.unpack(selected_tensors), linear_encoding.unpack(tensors)[:, start:])
+    if linear_encoding.group_size is not None:
         message = f"inputs 0 to 47 of down_proj, but its {encoding} weights have one scale for each"
         with pytest.raises(ConfigError, match=message):
-            kind.select_inputs("down_proj", tensors, 0, 48)
+            linear_encoding.select_inputs("down_proj", tensors, 0, 48)

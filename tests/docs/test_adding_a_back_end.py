@@ -25,7 +25,7 @@ FILES = dict(re.findall(r"^```python\n# (\S+)\n(.*?)^```$", PAGE, flags=re.DOTAL
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def page_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name, text in FILES.items():
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
@@ -37,8 +37,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
 
 
-def run_check(folder: Path) -> None:
-    exec(compile((folder / "check.py").read_text(), "check.py", "exec"), {"__name__": "__main__"})
+def run_check(page_folder: Path) -> None:
+    exec(compile((page_folder / "check.py").read_text(), "check.py", "exec"), {"__name__": "__main__"})
 
 
 def test_the_page_contains_all_files() -> None:
@@ -46,13 +46,13 @@ def test_the_page_contains_all_files() -> None:
     assert PAGE.count("```python") == len(FILES)
 
 
-def test_the_check_passes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_check(folder)
+def test_the_check_passes(page_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_check(page_folder)
     assert capsys.readouterr().out == "4 ['gated_activation', 'take_rows']\n"
 
 
 @pytest.mark.parametrize(
-    ("name", "original", "faulty"),
+    ("name", "correct_text", "faulty_text"),
     [
         ("ops.py", "* up", "+ up"),
         ("ops.py", "-gate", "gate"),
@@ -61,16 +61,18 @@ def test_the_check_passes(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
         ("columns.py", '"columns"].T', '"columns"].T.flip(0)'),
     ],
 )
-def test_the_check_detects_an_error(folder: Path, name: str, original: str, faulty: str) -> None:
-    file = folder / "numpy_cpu" / name
-    assert original in file.read_text()
-    file.write_text(file.read_text().replace(original, faulty))
+def test_the_check_detects_an_error(
+    page_folder: Path, name: str, correct_text: str, faulty_text: str
+) -> None:
+    file = page_folder / "numpy_cpu" / name
+    assert correct_text in file.read_text()
+    file.write_text(file.read_text().replace(correct_text, faulty_text))
     with pytest.raises(AssertionError):
-        run_check(folder)
+        run_check(page_folder)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_operations_of_the_page_agree_with_the_reference(folder: Path, dtype: torch.dtype) -> None:
+def test_operations_of_the_page_agree_with_the_reference(page_folder: Path, dtype: torch.dtype) -> None:
     reference = ReferenceOps()
     for ops in import_module("numpy_cpu").BACKEND.variants():
         x = (100 * torch.randn(33, 64)).to(dtype)
@@ -81,8 +83,8 @@ def test_operations_of_the_page_agree_with_the_reference(folder: Path, dtype: to
         assert torch.equal(ops.take_rows(x, rows), x[rows])
 
 
-def test_the_registry_discovers_the_folder(folder: Path) -> None:
-    registry = BackendRegistry([folder])
+def test_the_registry_discovers_the_folder(page_folder: Path) -> None:
+    registry = BackendRegistry([page_folder])
     assert [backend.name for backend in registry.backends] == ["cpu", "cuda", "numpy_cpu", "reference"]
     assert registry.open("cpu", "numpy_cpu")[1].name == "numpy_cpu"
 
@@ -93,9 +95,9 @@ def test_an_operation_is_recorded_from_the_row_on_the_page() -> None:
     namespace = {"operation": operation, "CFunction": CFunction, "Tensor": torch.Tensor}
     exec(compile(body, "row.py", "exec"), namespace)
     ops: Any = type("MoreOps", (ReferenceOps,), {"softsign": namespace["softsign"]})()
-    x, other, weight = torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)
+    x, other_input, weight = torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)
     plan = record(ops, {"x": x}, lambda recording: [vars(type(recording))["softsign"](recording, x, weight)])
-    assert torch.equal(plan.replay(ops, {"x": other})[0], ops.softsign(other, weight))
+    assert torch.equal(plan.replay(ops, {"x": other_input})[0], ops.softsign(other_input, weight))
 
 
 def test_paths_and_names_on_the_page_exist() -> None:

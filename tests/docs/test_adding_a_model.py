@@ -93,34 +93,36 @@ def test_the_check_detects_an_error_in_the_block(
 
 
 @pytest.fixture
-def duo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Return the variables of the check of the family with its own block."""
+def duo_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return the variables of ``check_duo.py``, the check of the family with its own block."""
     write_page_files(tmp_path)
     return run_check(tmp_path, monkeypatch, "check_duo.py")
 
 
-def test_logits_of_the_custom_block_equal_plain_torch(duo: dict[str, Any]) -> None:
-    """Logits of single requests, batches and chunks are bit-equal."""
+def test_logits_of_the_custom_block_equal_plain_torch(duo_variables: dict[str, Any]) -> None:
+    """The logits of single requests are bit-equal to those of batches and chunks."""
     config = PipelineConfig.from_flat(
         {"model_path": "tiny-duo", "quantization_encoding": "float32", "deterministic": True}
     )
-    pipeline = TextGenerationPipeline(config, duo["architecture"].load_pipeline_model(), -1)
+    pipeline = TextGenerationPipeline(config, duo_variables["architecture"].load_pipeline_model(), -1)
     tokens = random_tokens(70, 130, seed=1)
-    expected = duo["plain_logits"](duo["weights"], torch.tensor(tokens))
-    full_logits = chunked_logits(pipeline, echo_context(tokens), [70])
+    expected = duo_variables["plain_logits"](duo_variables["weights"], torch.tensor(tokens))
+    full_logits = chunked_logits(pipeline, make_echo_context(tokens), [70])
     torch.testing.assert_close(full_logits, expected, atol=1e-4 * max(1.0, float(expected.std())), rtol=0)
-    for chunks, others in (([70], [13, 1]), ([16, 1, 53], []), ([33, 37], [5])):
-        assert torch.equal(chunked_logits(pipeline, echo_context(tokens), chunks, others), full_logits)
+    for chunks, other_lengths in (([70], [13, 1]), ([16, 1, 53], []), ([33, 37], [5])):
+        assert torch.equal(
+            chunked_logits(pipeline, make_echo_context(tokens), chunks, other_lengths), full_logits
+        )
 
 
-def echo_context(tokens: list[int]) -> TextContext:
+def make_echo_context(tokens: list[int]) -> TextContext:
     """Return a context that computes the logits of all its tokens."""
     return make_context(tokens, log_probabilities_echo=True)
 
 
-def test_the_memory_estimate_of_a_family_with_other_tensor_names(duo: dict[str, Any]) -> None:
-    model: Any = duo["pipeline"].model
-    loaded_bytes = weight_bytes(duo["pipeline"])
+def test_the_memory_estimate_of_a_family_with_other_tensor_names(duo_variables: dict[str, Any]) -> None:
+    model: Any = duo_variables["pipeline"].model
+    loaded_bytes = weight_bytes(duo_variables["pipeline"])
     assert 0.995 * loaded_bytes <= model.memory_plan.weights_size <= 1.3 * loaded_bytes
     headers = model.pipeline_config.model.tensor_headers
     names = model.tensor_names(model.huggingface_config)

@@ -52,19 +52,19 @@ def test_the_check_detects_a_format_that_reads_wrong_values(
 
 
 @pytest.mark.parametrize(
-    ("code", "faulty"),
+    ("code", "faulty_code"),
     [
         ("left_context = right_context = 1", "left_context = right_context = 0"),
         ("padding=TAPS // 2", "padding=TAPS // 2 - 1"),
     ],
 )
 def test_the_check_detects_a_codec_that_ignores_context(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, faulty: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, faulty_code: str
 ) -> None:
     write_files("adding-a-codec", tmp_path)
     file = tmp_path / "codecs" / "wavetable" / "model.py"
     assert code in file.read_text()
-    file.write_text(file.read_text().replace(code, faulty))
+    file.write_text(file.read_text().replace(code, faulty_code))
     monkeypatch.chdir(tmp_path)
     with pytest.raises((AssertionError, RuntimeError)):
         run_check(tmp_path)

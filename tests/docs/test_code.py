@@ -32,14 +32,18 @@ from support.vision_checkpoint import random_picture, write_llava
 
 from penstock.cli import cli
 
-PYTHON = code_blocks("python")
+PYTHON_BLOCKS = code_blocks("python")
 # test_readme.py runs the code of README.md.
-STANDALONE = [block for block in PYTHON if not block.needs_server and block.page.name != "README.md"]
-SESSIONS = [block for block in code_blocks("console") if shell_commands(block)]
-CURLS = [(block, line) for block in SESSIONS for line in shell_commands(block) if line.startswith("curl ")]
-EMBEDDER = "./all-MiniLM-L6-v2"
+STANDALONE_BLOCKS = [
+    block for block in PYTHON_BLOCKS if not block.needs_server and block.page.name != "README.md"
+]
+CONSOLE_BLOCKS = [block for block in code_blocks("console") if shell_commands(block)]
+CURL_COMMANDS = [
+    (block, line) for block in CONSOLE_BLOCKS for line in shell_commands(block) if line.startswith("curl ")
+]
+EMBEDDER_PATH = "./all-MiniLM-L6-v2"
 """The model path in the console sessions with an embeddings model."""
-FOLDERS = ("penstock", "tests", "tools", "examples", "benchmarks")
+CODE_FOLDERS = ("penstock", "tests", "tools", "examples", "benchmarks")
 CLIENT_PACKAGES = {
     "langchain_openai",
     "llama_index",
@@ -50,7 +54,7 @@ CLIENT_PACKAGES = {
     "cohere",
 }
 """Packages used in docs/clients.md that need not be installed for the tests."""
-NOT_RUNNABLE = {"text", "ini", "nginx", "toml", "json", "console", "javascript"}
+OTHER_LANGUAGES = {"text", "ini", "nginx", "toml", "json", "console", "javascript"}
 """Languages of blocks that the Python tests here do not run. Commands in console sessions are checked."""
 NODE_PACKAGES = ROOT / "node_modules"
 
@@ -77,17 +81,17 @@ def url(folder: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def embedder_url(folder: Path) -> Iterator[str]:
-    with running_server(folder, EMBEDDER, "--served-model-name", "minilm") as address:
+    with running_server(folder, EMBEDDER_PATH, "--served-model-name", "minilm") as address:
         yield address
 
 
-@pytest.mark.parametrize("block", STANDALONE, ids=str)
+@pytest.mark.parametrize("block", STANDALONE_BLOCKS, ids=str)
 def test_python_blocks_run(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     run_block(block, block.code)
 
 
-@pytest.mark.parametrize("block", [block for block in PYTHON if block.needs_server], ids=str)
+@pytest.mark.parametrize("block", [block for block in PYTHON_BLOCKS if block.needs_server], ids=str)
 def test_python_client_blocks_run(block: Block, request: pytest.FixtureRequest) -> None:
     code = block.code
     packages = CLIENT_PACKAGES & {*re.findall(r"^(?:from|import) (\w+)", code, flags=re.MULTILINE)}
@@ -96,14 +100,14 @@ def test_python_client_blocks_run(block: Block, request: pytest.FixtureRequest) 
             pytest.skip(f"needs the package {package}")
     url: str = request.getfixturevalue("embedder_url" if '="minilm"' in code else "url")
     code = code.replace(URL, url)
-    if packages:  # in another process, because these packages leave connections open
+    if packages:  # run in another process, because these packages leave connections open
         # Otherwise LiteLLM downloads a price list.
         environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-        child = subprocess.run(
+        completed = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env=environment
         )
-        assert child.returncode == 0, child.stderr
-        assert child.stdout.strip()
+        assert completed.returncode == 0, completed.stderr
+        assert completed.stdout.strip()
         return
     names = run_block(block, code)
     if "client" in names:
@@ -116,10 +120,12 @@ def test_node_client_blocks_run(block: Block, url: str, tmp_path: Path) -> None:
         pytest.skip("needs node and its packages, see CONTRIBUTING.md")
     (tmp_path / "node_modules").symlink_to(NODE_PACKAGES)
     (tmp_path / "client.mjs").write_text(block.code.replace(URL, url))
-    child = subprocess.run(["node", "client.mjs"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    assert child.returncode == 0, child.stderr
-    assert "happy" in child.stdout
-    assert "city" in child.stdout
+    completed = subprocess.run(
+        ["node", "client.mjs"], cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
+    assert completed.returncode == 0, completed.stderr
+    assert "happy" in completed.stdout
+    assert "city" in completed.stdout
 
 
 def run_block(block: Block, code: str) -> dict[str, object]:
@@ -128,16 +134,16 @@ def run_block(block: Block, code: str) -> dict[str, object]:
     return names
 
 
-@pytest.mark.parametrize(("block", "line"), CURLS, ids=str)
+@pytest.mark.parametrize(("block", "line"), CURL_COMMANDS, ids=str)
 def test_curl_commands_succeed(block: Block, line: str, request: pytest.FixtureRequest) -> None:
-    serves_embedder = f"penstock serve {EMBEDDER}" in block.code
+    serves_embedder = f"penstock serve {EMBEDDER_PATH}" in block.code
     url: str = request.getfixturevalue("embedder_url" if serves_embedder else "url")
     method, path, body = parse_curl(line)
     response = httpx.request(method, url + path, json=body, timeout=60)
     assert response.status_code == 200, response.text
 
 
-@pytest.mark.parametrize("block", SESSIONS, ids=str)
+@pytest.mark.parametrize("block", CONSOLE_BLOCKS, ids=str)
 def test_commands_accept_the_flags_of_the_pages(block: Block) -> None:
     for line in shell_commands(block):
         words = shlex.split(line.split("| ")[-1], comments=True)
@@ -155,15 +161,17 @@ def test_links_have_a_target(page: Path) -> None:
         if target.startswith("https://"):
             continue
         name, _, anchor = target.partition("#")
-        linked = page.parent / name if name else page
-        assert linked.exists(), target
-        titles = re.findall(r"^#+ (.*)$", linked.read_text(), flags=re.MULTILINE) if anchor else []
+        linked_page = page.parent / name if name else page
+        assert linked_page.exists(), target
+        titles = re.findall(r"^#+ (.*)$", linked_page.read_text(), flags=re.MULTILINE) if anchor else []
         assert not anchor or anchor in [title.lower().replace(" ", "-") for title in titles], target
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_named_files_exist(page: Path) -> None:
-    files = [f"/{file.relative_to(ROOT)}" for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")]
+    files = [
+        f"/{file.relative_to(ROOT)}" for folder in CODE_FOLDERS for file in (ROOT / folder).rglob("*.py")
+    ]
     for name in re.findall(r"`([\w/]+\.py)\b", page.read_text()):
         if page.name == "CHANGELOG.md":
             continue  # the changelog names files of earlier versions
@@ -171,12 +179,17 @@ def test_named_files_exist(page: Path) -> None:
 
 
 def test_blocks_without_a_language_are_refused() -> None:
-    unmarked = [str(block) for block in code_blocks("", "bash", "sh", "shell", "py")]
-    assert not unmarked, "name the language: python blocks run; console, text and similar blocks do not"
-    assert {block.language for block in code_blocks(*NOT_RUNNABLE, "python")} <= {*NOT_RUNNABLE, "python"}
+    unmarked_blocks = [str(block) for block in code_blocks("", "bash", "sh", "shell", "py")]
+    assert not unmarked_blocks, (
+        "name the language: python blocks run; console, text and similar blocks do not"
+    )
+    assert {block.language for block in code_blocks(*OTHER_LANGUAGES, "python")} <= {
+        *OTHER_LANGUAGES,
+        "python",
+    }
 
 
 def test_the_pages_have_blocks_to_check() -> None:
-    assert len([block for block in PYTHON if block.needs_server]) >= 8
-    assert len(STANDALONE) >= 8
-    assert len(CURLS) >= 2
+    assert len([block for block in PYTHON_BLOCKS if block.needs_server]) >= 8
+    assert len(STANDALONE_BLOCKS) >= 8
+    assert len(CURL_COMMANDS) >= 2

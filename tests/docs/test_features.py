@@ -102,7 +102,7 @@ FEATURES = {
 }
 BEAM_OPTIONS = {"n": {"num_return_sequences": 2}, "logprobs": {}}
 """Feature -> the arguments of `LLM.beam_search` that select it; empty if beam search always has it."""
-CELLS = [*combinations(FEATURES, 2)]
+FEATURE_PAIRS = [*combinations(FEATURES, 2)]
 
 
 @pytest.fixture(scope="module")
@@ -111,17 +111,17 @@ def open_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..
     adapter = write_adapter(tmp_path_factory.mktemp("adapters") / "tone")
     models: dict[str, LLM] = {}
 
-    def open_once(**config: Any) -> LLM:
+    def open_cached_llm(**config: Any) -> LLM:
         if "lora" in config:
             config["lora"] = [f"tone={adapter}"]
         return models.setdefault(json.dumps(config), LLM("demo", **config))
 
-    yield open_once
+    yield open_cached_llm
     for llm in models.values():
         llm.close()
 
 
-def table_cell(first: str, second: str) -> str:
+def table_cell(first_name: str, second_name: str) -> str:
     """Return the page's cell for two features."""
     table = PAGE.partition("## What combines with what")[2].partition("\n## ")[0]
     rows = [
@@ -131,30 +131,32 @@ def table_cell(first: str, second: str) -> str:
     ]
     header, body = rows[0], {row[0]: row for row in rows[1:]}
     assert set(header[1:]) | set(body) == set(FEATURES)
-    return body[second][header.index(first)]
+    return body[second_name][header.index(first_name)]
 
 
-@pytest.mark.parametrize(("first", "second"), CELLS)
+@pytest.mark.parametrize(("first_name", "second_name"), FEATURE_PAIRS)
 def test_a_combination_behaves_as_the_table_states(
-    first: str, second: str, open_model: Callable[..., LLM]
+    first_name: str, second_name: str, open_model: Callable[..., LLM]
 ) -> None:
-    cell = table_cell(first, second)
+    cell = table_cell(first_name, second_name)
     if cell == "n/a":
-        is_beams = second == "beams"
-        assert frozenset((first, second)) in IMPOSSIBLE_PAIRS or (is_beams and is_unsupported_by_beams(first))
+        is_beam_search = second_name == "beams"
+        assert frozenset((first_name, second_name)) in IMPOSSIBLE_PAIRS or (
+            is_beam_search and is_unsupported_by_beams(first_name)
+        )
         return
-    parts = [FEATURES[first], FEATURES[second]]
-    llm = open_model(**{name: value for part in parts for name, value in part.config.items()})
+    features = [FEATURES[first_name], FEATURES[second_name]]
+    llm = open_model(**{name: value for feature in features for name, value in feature.config.items()})
     if cell == "refused":
         with pytest.raises(UnsupportedFeatureError):
-            generate_outputs(llm, (first, second))
+            generate_outputs(llm, (first_name, second_name))
         return
     assert cell.startswith("yes"), cell
-    times = 2 if "prefix" in (first, second) else 1
-    for _ in range(times):
-        outputs = generate_outputs(llm, (first, second))
-    for part in parts:
-        part.check(llm, outputs)
+    num_runs = 2 if "prefix" in (first_name, second_name) else 1
+    for _ in range(num_runs):
+        outputs = generate_outputs(llm, (first_name, second_name))
+    for feature in features:
+        feature.check(llm, outputs)
 
 
 def is_unsupported_by_beams(name: str) -> bool:
@@ -164,14 +166,14 @@ def is_unsupported_by_beams(name: str) -> bool:
 
 
 def generate_outputs(llm: LLM, names: tuple[str, str]) -> list[GenerationOutput]:
-    parts = [FEATURES[name] for name in names]
-    options = {name: value for part in parts for name, value in part.options.items()}
+    features = [FEATURES[name] for name in names]
+    options = {name: value for feature in features for name, value in feature.options.items()}
     if "beams" in names:
         for name in names:
             if name in BEAM_OPTIONS:
                 options = BEAM_OPTIONS[name]
         return llm.beam_search(PROMPT, num_beams=2, max_new_tokens=6, **options)
-    fields = {name: value for part in parts for name, value in part.params.items()}
+    fields = {name: value for feature in features for name, value in feature.params.items()}
     params = SamplingParams(**{"max_new_tokens": 12, **fields})
     if "stream" in names:
         stream = llm.stream(PROMPT, params, **options)
@@ -184,13 +186,13 @@ def test_each_feature_has_a_row_and_a_section() -> None:
     _, _, remainder = PAGE.partition("| feature |")
     table = remainder.partition("\n\n")[0]
     sections = re.findall(r"^## (.*)$", PAGE, flags=re.MULTILINE)[1:]
-    linked = re.findall(r"^\| \[([^\]]*)\]\(#([^)]*)\)", table, flags=re.MULTILINE)
-    assert [name for name, _ in linked] == [
+    linked_sections = re.findall(r"^\| \[([^\]]*)\]\(#([^)]*)\)", table, flags=re.MULTILINE)
+    assert [name for name, _ in linked_sections] == [
         section[0].lower() + section[1:] if section != "LoRA" else section for section in sections
     ]
-    for name, anchor in linked:
+    for name, anchor in linked_sections:
         assert anchor == name.lower().replace(" ", "-")
 
 
 def test_every_combination_is_tested() -> None:
-    assert len(CELLS) == len(FEATURES) * (len(FEATURES) - 1) // 2 == 55
+    assert len(FEATURE_PAIRS) == len(FEATURES) * (len(FEATURES) - 1) // 2 == 55

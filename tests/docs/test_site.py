@@ -16,7 +16,7 @@ from typing import TypeVar
 import pytest
 from support.documents import ROOT
 
-INTERNAL = {
+INTERNAL_PACKAGES = {
     "penstock.architectures",
     "penstock.assembly",
     "penstock.config",
@@ -45,12 +45,12 @@ def build_site(docs: Path, site_dir: Path, **settings: object) -> None:
 def public_names(module_name: str) -> set[str]:
     """Return the public names of a module: those of ``__all__``, otherwise those that it defines."""
     module = import_module(module_name)
-    own = [
+    own_names = [
         name
         for name, value in vars(module).items()
         if getattr(value, "__module__", None) == module_name and not isinstance(value, TypeVar)
     ]
-    names = getattr(module, "__all__", [name for name in own if not name.startswith("_")])
+    names = getattr(module, "__all__", [name for name in own_names if not name.startswith("_")])
     return {f"{module_name}.{name}" for name in names if not name.startswith("__")}
 
 
@@ -72,9 +72,9 @@ def heading_anchors(page: Path) -> set[str]:
     return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip()) for heading in headings}
 
 
-def broken_links(docs: Path) -> list[str]:
+def find_broken_links(docs: Path) -> list[str]:
     """Return the links of all pages whose page or anchor is missing."""
-    broken_links_found = []
+    missing_targets = []
     for page in sorted(docs.rglob("*.md")):
         text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
         for link in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -84,8 +84,8 @@ def broken_links(docs: Path) -> list[str]:
             if not link.startswith(("http:", "https:", "mailto:")) and not (
                 is_inside and target.is_file() and (not anchor or anchor in heading_anchors(target))
             ):
-                broken_links_found.append(f"{page.name}: {link}")
-    return broken_links_found
+                missing_targets.append(f"{page.name}: {link}")
+    return missing_targets
 
 
 def test_every_page_is_in_the_navigation() -> None:
@@ -97,9 +97,11 @@ def test_every_page_is_in_the_navigation() -> None:
 def test_packages_imported_by_pages_are_in_the_reference() -> None:
     files = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", *(ROOT / "examples").rglob("*.py")]
     imports = re.compile(r"^(?:from|import) (penstock[\w.]*)", re.MULTILINE)
-    used = package_names(module for file in files for module in imports.findall(file.read_text()))
-    assert {"penstock.ray", "penstock.nn", "penstock.kernels"} <= used
-    assert used - package_names(reference_modules()) == INTERNAL
+    imported_packages = package_names(
+        module for file in files for module in imports.findall(file.read_text())
+    )
+    assert {"penstock.ray", "penstock.nn", "penstock.kernels"} <= imported_packages
+    assert imported_packages - package_names(reference_modules()) == INTERNAL_PACKAGES
 
 
 def package_names(modules: Iterable[str]) -> set[str]:
@@ -108,7 +110,7 @@ def package_names(modules: Iterable[str]) -> set[str]:
 
 
 def test_every_link_has_a_target() -> None:
-    assert not broken_links(ROOT / "docs")
+    assert not find_broken_links(ROOT / "docs")
 
 
 @pytest.mark.parametrize(
@@ -118,7 +120,7 @@ def test_a_broken_link_is_reported(tmp_path: Path, link: str) -> None:
     docs = shutil.copytree(ROOT / "docs", tmp_path / "docs")
     page = docs / "design.md"
     page.write_text(f"{page.read_text()}\n{link}\n")
-    assert broken_links(docs) == [f"design.md: {link[4:-1]}"]
+    assert find_broken_links(docs) == [f"design.md: {link[4:-1]}"]
 
 
 @pytest.mark.slow
@@ -126,8 +128,8 @@ def test_the_built_site_has_every_page_and_name(tmp_path: Path) -> None:
     pytest.importorskip("mkdocstrings", reason="needs the extra docs")
     docs = ROOT / "docs"
     build_site(docs, tmp_path)
-    built = {page.parent.relative_to(tmp_path).as_posix() for page in tmp_path.rglob("index.html")}
-    assert page_names(docs) <= built
+    built_folders = {page.parent.relative_to(tmp_path).as_posix() for page in tmp_path.rglob("index.html")}
+    assert page_names(docs) <= built_folders
     modules = reference_modules()
     html = "".join(page.read_text() for page in (tmp_path / "reference").rglob("index.html"))
     shown_ids = set(re.findall(r'id="([^"]+)"', html))

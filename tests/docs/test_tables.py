@@ -18,7 +18,7 @@ from penstock.serve.api import schemas
 from penstock.weights import gguf_names
 
 TOOL = runpy.run_path(str(ROOT / "tools" / "write_tables.py"))
-SERVE = ROOT / "penstock" / "serve"
+SERVE_FOLDER = ROOT / "penstock" / "serve"
 
 
 @pytest.mark.parametrize("name", TOOL["PAGES"])
@@ -61,14 +61,14 @@ def test_every_family_of_gguf_files_is_documented() -> None:
 
 def test_every_error_code_is_documented() -> None:
     page = (ROOT / "docs" / "server.md").read_text()
-    missing_codes = {code for code in _codes() if f"`{code}`" not in page}
+    missing_codes = {code for code in _error_codes() if f"`{code}`" not in page}
     assert not missing_codes
 
 
-def _codes() -> Iterator[str]:
-    for file in SERVE.rglob("*.py"):
+def _error_codes() -> Iterator[str]:
+    for file in SERVE_FOLDER.rglob("*.py"):
         yield from re.findall(r'\bcode="(\w+)"', file.read_text())
-    problems = (SERVE / "http" / "problems.py").read_text()
+    problems = (SERVE_FOLDER / "http" / "problems.py").read_text()
     yield from re.findall(r'INVALID, "(\w+)"', problems)
     yield from re.findall(r'"(?:missing|server_error|\w+_error)", "(\w+)"', problems)
     yield from re.findall(r'\{"missing": "(\w+)"\}', problems)
@@ -82,6 +82,8 @@ def test_fields_marked_as_extensions_are_missing_in_openai() -> None:
     for module in (of_completions, of_chats):
         for name in ("Base", "NonStreaming", "Streaming"):
             openai_fields |= set(getattr(module, f"CompletionCreateParams{name}").__annotations__)
-    kinds: tuple[Any, ...] = (schemas.ChatBody, schemas.CompletionBody)
-    honoured = {field.alias or name for kind in kinds for name, field in kind.model_fields.items()}
-    assert honoured - openai_fields == set(TOOL["OURS"])
+    body_types: tuple[Any, ...] = (schemas.ChatBody, schemas.CompletionBody)
+    accepted_names = {
+        field.alias or name for body_type in body_types for name, field in body_type.model_fields.items()
+    }
+    assert accepted_names - openai_fields == set(TOOL["OURS"])

@@ -18,7 +18,7 @@ from support.tiny_speech import write_tiny_speech
 from penstock import LLM, SamplingParams
 
 CLIENTS = ("anthropic_client", "openai_client", "responses_client", "structured_output")
-STANDALONE = ("async_llm", "lora", "score_batch", "semantic_search", "speculation", "speech")
+STANDALONE_EXAMPLES = ("async_llm", "lora", "score_batch", "semantic_search", "speculation", "speech")
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +28,14 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def test_every_example_is_tested() -> None:
-    # test_own_model.py tests own_model. images needs a server of a vision model, and ray_dataset needs Ray
-    # (tests/ray).
-    others = {"own_model", "images", "ray_dataset"}
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*CLIENTS, *STANDALONE, *others}
+    # test_own_model.py tests own_model. The example images needs a server of a vision model. The example
+    # ray_dataset needs Ray and is tested in tests/ray.
+    other_examples = {"own_model", "images", "ray_dataset"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {
+        *CLIENTS,
+        *STANDALONE_EXAMPLES,
+        *other_examples,
+    }
 
 
 def test_openai_client_prints_the_expected_output(url: str) -> None:
@@ -62,10 +66,10 @@ def test_responses_client_prints_the_expected_output(url: str) -> None:
 
 
 def test_async_llm_prints_the_expected_output() -> None:
-    *answers, last = run_example("async_llm").splitlines()
+    *answers, last_line = run_example("async_llm").splitlines()
     assert answers[0] == "What is the capital of Germany? -> The capital of Germany is Berlin."
     assert "Penstock is an LLM inference library" in answers[1]
-    assert last == "the long answer was cancelled"
+    assert last_line == "the long answer was cancelled"
 
 
 def test_structured_output_prints_valid_json(url: str) -> None:
@@ -81,10 +85,10 @@ def test_lora_prints_adapted_text(
     """The example writes its adapters to the folder that docs/features.md names."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["lora.py"])
-    *lines, last = run_in_process("lora", capsys).splitlines()
+    *lines, last_line = run_in_process("lora", capsys).splitlines()
     assert [line.partition(":")[0] for line in lines] == ["no adapter", "tone", "accent"]
     assert len({line.partition(":")[2] for line in lines}) == 3
-    assert last == "adapters: adapters/tone, adapters/accent"
+    assert last_line == "adapters: adapters/tone, adapters/accent"
     folders = set(re.findall(r"adapters/\w+", (ROOT / "docs" / "features.md").read_text()))
     assert folders == {"adapters/tone"}
     with LLM("demo", lora=["tone=adapters/tone"]) as llm:
@@ -120,9 +124,9 @@ def test_speech_writes_audio_files(
     model = write_tiny_speech(tmp_path / "model", codec=str(FOLDER / "neucodec"))
     output = tmp_path / "a.wav"
     monkeypatch.setattr(sys, "argv", ["speech.py", str(model), "Hello.", "--output", str(output)])
-    first, last = run_in_process("speech", capsys).splitlines()
-    assert re.fullmatch(r"first audio after \d+\.\d\d s", first)
-    assert re.fullmatch(r"\d+\.\d\d s of audio in \d+ chunks, real-time factor \d+\.\d\d", last)
+    first_line, last_line = run_in_process("speech", capsys).splitlines()
+    assert re.fullmatch(r"first audio after \d+\.\d\d s", first_line)
+    assert re.fullmatch(r"\d+\.\d\d s of audio in \d+ chunks, real-time factor \d+\.\d\d", last_line)
     assert output.read_bytes()[:4] == b"RIFF"
 
 
@@ -139,9 +143,9 @@ def test_semantic_search_ranks_the_matching_text_first(
     query = "Greetings\nHello world."
     arguments = ["semantic_search.py", str(model), query, "--folder", str(docs), "--top-n", "2"]
     monkeypatch.setattr(sys, "argv", arguments)
-    best_output, second = run_in_process("semantic_search", capsys).splitlines()
-    assert best_output == "1.000  b.md: Greetings"
-    assert re.fullmatch(r"0\.\d{3}  a\.md: Ca(ts|rs)", second)
+    best_line, second_line = run_in_process("semantic_search", capsys).splitlines()
+    assert best_line == "1.000  b.md: Greetings"
+    assert re.fullmatch(r"0\.\d{3}  a\.md: Ca(ts|rs)", second_line)
     monkeypatch.setattr(sys, "argv", ["semantic_search.py", "demo", "cats"])
     with pytest.raises(SystemExit, match="demo is not an embeddings model"):
         run_in_process("semantic_search", capsys)

@@ -57,7 +57,7 @@ def test_each_kind_of_grammar_accepts_and_rejects_texts(
     assert not accepts(wait_until_ready(grammars, make_grammar_context(kind, text)), rejected)
 
 
-def test_a_new_matcher_has_accepted_the_generated_tokens() -> None:
+def test_a_new_matcher_starts_after_the_generated_tokens() -> None:
     context = wait_until_ready(new_compiler(), make_grammar_context("regex", "abc", generated=b"ab"))
     context.update(ord("c"))
     context.update(EOS)
@@ -68,12 +68,16 @@ def test_a_new_matcher_has_accepted_the_generated_tokens() -> None:
 
 def test_each_matcher_uses_the_end_tokens_of_its_context() -> None:
     grammars = new_compiler()
-    first = wait_until_ready(grammars, make_grammar_context("regex", "a", eos_token_ids={7, 9}))
-    second = wait_until_ready(grammars, make_grammar_context("regex", "a", eos_token_ids=set()))
-    assert first.matcher is not None
-    assert second.matcher is not None
-    assert sorted(first.matcher.stop_token_ids) == [7, 9]
-    assert second.matcher.stop_token_ids == [EOS]
+    context_with_end_tokens = wait_until_ready(
+        grammars, make_grammar_context("regex", "a", eos_token_ids={7, 9})
+    )
+    context_without_end_tokens = wait_until_ready(
+        grammars, make_grammar_context("regex", "a", eos_token_ids=set())
+    )
+    assert context_with_end_tokens.matcher is not None
+    assert context_without_end_tokens.matcher is not None
+    assert sorted(context_with_end_tokens.matcher.stop_token_ids) == [7, 9]
+    assert context_without_end_tokens.matcher.stop_token_ids == [EOS]
 
 
 def test_a_grammar_without_an_end_token_is_refused() -> None:
@@ -92,11 +96,11 @@ def test_a_context_without_a_grammar_is_ready_at_once() -> None:
 
 def test_a_grammar_is_compiled_once_and_the_oldest_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled_grammars: list[Grammar] = []
-    original = llguidance_backend.grammar_source
+    original_source = llguidance_backend.grammar_source
 
     def record_and_compile(grammar: Grammar, **options: Any) -> sources.GrammarSource:
         compiled_grammars.append(grammar)
-        return original(grammar, **options)
+        return original_source(grammar, **options)
 
     monkeypatch.setattr(llguidance_backend, "grammar_source", record_and_compile)
     grammars = new_compiler(cache_size=600_000)
@@ -187,7 +191,7 @@ for _ in range(300):
     ],
     ids=lambda value: str(value)[:50],
 )
-def test_each_costly_or_invalid_grammar_compiles_or_is_refused(kind: str, text: Any) -> None:
+def test_costly_or_invalid_grammars_compile_or_are_refused(kind: str, text: Any) -> None:
     grammars = new_compiler(compile_timeout=2.0)
     try:
         context = wait_until_ready(grammars, make_grammar_context(kind, text))
@@ -210,16 +214,16 @@ def test_unsupported_options_of_a_schema_in_a_tag_are_refused(option: dict[str, 
 
 def test_slow_grammars_are_refused_and_others_wait_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
-    original = llguidance_backend.grammar_source
+    original_source = llguidance_backend.grammar_source
 
-    def slow(grammar: Grammar, **options: Any) -> sources.GrammarSource:
+    def compile_slowly(grammar: Grammar, **options: Any) -> sources.GrammarSource:
         if grammar.text.startswith("slow"):
             release.wait(60)
-        return original(grammar, **options)
+        return original_source(grammar, **options)
 
-    monkeypatch.setattr(llguidance_backend, "grammar_source", slow)
+    monkeypatch.setattr(llguidance_backend, "grammar_source", compile_slowly)
     grammars = new_compiler(compile_timeout=0.2)
-    other = make_grammar_context("regex", "other")
+    other_context = make_grammar_context("regex", "other")
     try:
         assert not grammars.ready(make_grammar_context("regex", "slow 1"))
         wait_until_ready(grammars, make_grammar_context("regex", "quick"))
@@ -228,48 +232,48 @@ def test_slow_grammars_are_refused_and_others_wait_for_a_thread(monkeypatch: pyt
                 wait_until_ready(grammars, make_grammar_context("regex", f"slow {number}"))
         with pytest.raises(InputError, match=r"'slow 1' was not compiled"):
             grammars.ready(make_grammar_context("regex", "slow 1"))  # the refusal is cached
-        assert not grammars.ready(other), "no thread is free"
-        with pytest.raises(
-            UnavailableError, match="4 other grammars"
-        ):  # waits for a thread up to the time limit
-            wait_until_ready(grammars, other)
-        assert not grammars.ready(other)
-        wait_until_ready(grammars, make_grammar_context("regex", "quick"))  # this grammar is still cached
+        assert not grammars.ready(other_context), "no thread is free"
+        # The grammar waits for a thread up to the time limit.
+        with pytest.raises(UnavailableError, match="4 other grammars"):
+            wait_until_ready(grammars, other_context)
+        assert not grammars.ready(other_context)
+        # The compiled grammar is still cached.
+        wait_until_ready(grammars, make_grammar_context("regex", "quick"))
     finally:
         release.set()
-    wait_until_ready(grammars, other)
+    wait_until_ready(grammars, other_context)
 
 
-def test_a_thread_ends_at_the_time_limit_of_its_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = llguidance_backend.grammar_source
+def test_a_compilation_thread_ends_at_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    original_source = llguidance_backend.grammar_source
 
-    def slow(grammar: Grammar, **options: Any) -> sources.GrammarSource:
+    def compile_slowly(grammar: Grammar, **options: Any) -> sources.GrammarSource:
         time.sleep(0.3)
-        return original(grammar, **options)
+        return original_source(grammar, **options)
 
-    monkeypatch.setattr(llguidance_backend, "grammar_source", slow)
-    translated: list[object] = []
-    monkeypatch.setattr(llguidance_backend, "lark_text", lambda *_, **__: translated.append(1))
-    threads_before = set(threading.enumerate())  # compilations of earlier tests may still run
+    monkeypatch.setattr(llguidance_backend, "grammar_source", compile_slowly)
+    translated_grammars: list[object] = []
+    monkeypatch.setattr(llguidance_backend, "lark_text", lambda *_, **__: translated_grammars.append(1))
+    threads_before = set(threading.enumerate())  # includes compilations of earlier tests
     grammars = new_compiler(compile_timeout=0.2)
     with pytest.raises(InputError, match="not compiled"):
         wait_until_ready(grammars, make_grammar_context("regex", "a"))
     for thread in set(threading.enumerate()) - threads_before:
         thread.join(60)
         assert not thread.is_alive()
-    assert translated == []
+    assert translated_grammars == []
 
 
 def test_a_slow_grammar_does_not_block_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
-    original = llguidance_backend.grammar_source
+    original_source = llguidance_backend.grammar_source
 
-    def slow(grammar: Grammar, **options: Any) -> sources.GrammarSource:
+    def compile_slowly(grammar: Grammar, **options: Any) -> sources.GrammarSource:
         if grammar.text == "slow":
             release.wait(60)
-        return original(grammar, **options)
+        return original_source(grammar, **options)
 
-    monkeypatch.setattr(llguidance_backend, "grammar_source", slow)
+    monkeypatch.setattr(llguidance_backend, "grammar_source", compile_slowly)
     monkeypatch.setattr(compiler, "_EXCLUSIVE_SECONDS", 0.05)
     grammars = new_compiler(compile_timeout=60)
     try:

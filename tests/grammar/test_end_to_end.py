@@ -32,8 +32,8 @@ def llm() -> Iterator[LLM]:
 
 
 def generate_outputs(llm: LLM, grammar: Grammar, **params: Any) -> list[Any]:
-    sampling = SamplingParams(**{"max_new_tokens": 100, "top_k": -1, "seed": 3, **params})
-    return llm.generate(PROMPTS, sampling, use_tqdm=False, grammar=grammar)
+    sampling_params = SamplingParams(**{"max_new_tokens": 100, "top_k": -1, "seed": 3, **params})
+    return llm.generate(PROMPTS, sampling_params, use_tqdm=False, grammar=grammar)
 
 
 def test_outputs_match_their_grammar(llm: LLM) -> None:
@@ -46,13 +46,15 @@ def test_outputs_match_their_grammar(llm: LLM) -> None:
 def test_forced_tokens_do_not_change_the_output(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     grammar = Grammar("regex", "a-[0-9]{3}é日本-(?:x|y)")
     num_forced_before = llm.pipeline.speculation_stats.num_forced
-    with_forced_tokens = generate_outputs(llm, grammar)
+    outputs_with_forced_tokens = generate_outputs(llm, grammar)
     assert llm.pipeline.speculation_stats.num_forced > num_forced_before
     monkeypatch.setattr(drafting, "forced_tokens", lambda context, limit, vocabulary: [])
-    without_forced_tokens = generate_outputs(llm, grammar)
-    assert [output.text for output in with_forced_tokens] == [output.text for output in without_forced_tokens]
-    assert [list(output.token_ids) for output in with_forced_tokens] == [
-        list(output.token_ids) for output in without_forced_tokens
+    outputs_without_forced_tokens = generate_outputs(llm, grammar)
+    assert [output.text for output in outputs_with_forced_tokens] == [
+        output.text for output in outputs_without_forced_tokens
+    ]
+    assert [list(output.token_ids) for output in outputs_with_forced_tokens] == [
+        list(output.token_ids) for output in outputs_without_forced_tokens
     ]
 
 

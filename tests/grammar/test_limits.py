@@ -1,4 +1,4 @@
-"""Limits of costly grammars: a request fails with an error or continues, and affects no other request."""
+"""Limits of costly grammars: a request above a limit fails with an error and affects no other request."""
 
 from __future__ import annotations
 
@@ -43,37 +43,37 @@ def test_costly_grammars_below_the_limits_are_matched(kind: str, grammar: object
     assert context.generated_tokens.tolist() == list(text.encode())
 
 
-AMBIGUOUS = 'root ::= e\ne ::= e e | [a-z] | "(" e ")"'
+AMBIGUOUS_RULES = 'root ::= e\ne ::= e e | [a-z] | "(" e ")"'
 
 
 def test_the_mask_limit_ends_only_its_request_and_names_the_grammar() -> None:
     grammars = new_compiler(mask_items=200)
-    costly_grammar = wait_until_ready(grammars, make_grammar_context("ebnf", AMBIGUOUS))
-    other = wait_until_ready(grammars, make_grammar_context("regex", "[ab]*"))
-    expected = grammar_bitmask([other], np.array([0]), EOS + 1)
+    costly_context = wait_until_ready(grammars, make_grammar_context("ebnf", AMBIGUOUS_RULES))
+    other_context = wait_until_ready(grammars, make_grammar_context("regex", "[ab]*"))
+    expected = grammar_bitmask([other_context], np.array([0]), EOS + 1)
     assert expected is not None
     for _ in range(300):
-        mask = grammar_bitmask([costly_grammar, other], np.array([0, 1]), EOS + 1)
+        mask = grammar_bitmask([costly_context, other_context], np.array([0, 1]), EOS + 1)
         assert mask is not None
         assert mask[1].tolist() == expected[0].tolist()
-        other.update(ord("a"))
+        other_context.update(ord("a"))
         try:
-            costly_grammar.update(ord("a"))
+            costly_context.update(ord("a"))
         except InputError as error:
             message = str(error)
             break
     assert message.startswith("the ebnf grammar 'root ::= e")
     assert "too complex" in message
     assert "--grammar-mask-items" in message
-    assert isinstance(costly_grammar.matcher, LLGuidanceMatcher)
-    assert costly_grammar.matcher.failure is not None
+    assert isinstance(costly_context.matcher, LLGuidanceMatcher)
+    assert costly_context.matcher.failure is not None
     mask = torch.zeros((1, EOS // 32 + 1), dtype=torch.int32)
-    costly_grammar.matcher.fill_next_token_bitmask(mask)  # a batch with a failed matcher must not raise
+    costly_context.matcher.fill_next_token_bitmask(mask)  # a batch with a failed matcher must not raise
     assert mask.all()
 
 
 def test_a_grammar_that_has_reached_a_limit_is_compiled_again() -> None:
-    """All requests of a compiled grammar share the count of lexer states. Compiling again resets it."""
+    """All requests of a compiled grammar share one count of lexer states. Compiling again resets it."""
     grammars = new_compiler(max_states=400)
     pattern, rng = "[ab]*a[ab]{30}", random.Random(0)
     for _ in range(2):
@@ -104,8 +104,12 @@ def test_the_end_token_is_accepted_only_after_a_complete_output() -> None:
 def test_a_matcher_of_xgrammar_is_accepted() -> None:
     xgr = pytest.importorskip("xgrammar")
     vocabulary = [*(bytes([byte]) for byte in range(256)), b"<end>"]
-    info = xgr.TokenizerInfo(vocabulary, xgr.VocabType.RAW, vocab_size=EOS + 1, stop_token_ids=[EOS])
-    compiled_grammar = xgr.GrammarCompiler(info, cache_enabled=False).compile_grammar('root ::= "ab"')
+    tokenizer_info = xgr.TokenizerInfo(
+        vocabulary, xgr.VocabType.RAW, vocab_size=EOS + 1, stop_token_ids=[EOS]
+    )
+    compiled_grammar = xgr.GrammarCompiler(tokenizer_info, cache_enabled=False).compile_grammar(
+        'root ::= "ab"'
+    )
     context = TextContext(prompt=[1], max_length=50, tokens=np.array([1]))
     context.set_matcher(xgr.GrammarMatcher(compiled_grammar))
     mask = grammar_bitmask(

@@ -37,7 +37,7 @@ def test_each_draft_token_has_a_mask_row() -> None:
     ]
     sequences = np.array([0, 0, 0, 1, 1, 2, 2, 2])
     drafts = [list(b"ab"), [5], [ord("x"), EOS]]
-    for _ in range(2):  # the second call checks that the matcher has not advanced
+    for _ in range(2):  # the second call gives the same mask, so the first call has not advanced the matchers
         mask = grammar_bitmask(contexts, sequences, VOCABULARY, drafts)
         assert mask is not None
         all_tokens = list(range(VOCABULARY))
@@ -49,7 +49,7 @@ def test_each_draft_token_has_a_mask_row() -> None:
             all_tokens,
             [ord("x")],
             [EOS],
-            all_tokens,  # the row after the end token has no constraint
+            all_tokens,  # after the end token, all tokens are allowed
         ]
 
 

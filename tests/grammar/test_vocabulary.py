@@ -1,4 +1,4 @@
-"""Token bytes: joined, they equal the text, for every kind of tokenizer."""
+"""The joined bytes of tokens equal the text, for every kind of tokenizer."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ TEXTS = ['{"name": "Ünïcode 😀", "x": [1, 2.5e-3]}\n\tend  of', "Hello world
 def find_tokenizer(shared_data: Path, name: str) -> Path:
     folder = shared_data / "tokenizers" / name
     if not folder.is_dir():
-        pytest.skip(f"no tokenizer {name} here")
+        pytest.skip(f"the shared data have no tokenizer {name}")
     return folder
 
 
-def check_joined_bytes(tokenizer: TextTokenizer, texts: list[str]) -> None:
+def assert_joined_bytes(tokenizer: TextTokenizer, texts: list[str]) -> None:
     tokens = token_bytes(tokenizer.backend, tokenizer.vocab_size + 5)
     assert tokens[-5:] == [b""] * 5  # ids of a padded vocabulary have no bytes
     for text in texts:
@@ -34,24 +34,26 @@ def check_joined_bytes(tokenizer: TextTokenizer, texts: list[str]) -> None:
 
 
 def test_the_bytes_of_tokens_join_to_the_text() -> None:
-    check_joined_bytes(FakeTokenizer(), TEXTS)
-    check_joined_bytes(TextTokenizer(Path(penstock.demo.__file__).parent), TEXTS)
+    assert_joined_bytes(FakeTokenizer(), TEXTS)
+    assert_joined_bytes(TextTokenizer(Path(penstock.demo.__file__).parent), TEXTS)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "tinyllama", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_real_tokenizers_equal_those_of_xgrammar(name: str, shared_data: Path) -> None:
     folder = find_tokenizer(shared_data, name)
     tokenizer = TextTokenizer(folder)
-    # tinyllama encodes a space as ▁ and so cannot distinguish the two.
-    check_joined_bytes(tokenizer, [text for text in TEXTS if "▁" not in text or name != "tinyllama"])
+    # The tokenizer of tinyllama encodes a space as ▁, so it cannot distinguish these two characters.
+    assert_joined_bytes(tokenizer, [text for text in TEXTS if "▁" not in text or name != "tinyllama"])
     transformers = pytest.importorskip("transformers")
     reference = transformers.AutoTokenizer.from_pretrained(str(folder))
     reference_bytes = xgr.TokenizerInfo.from_huggingface(
         reference, vocab_size=tokenizer.vocab_size
     ).decoded_vocab
     our_bytes = token_bytes(tokenizer.backend, tokenizer.vocab_size)
-    different = [token for token in range(tokenizer.vocab_size) if our_bytes[token] != reference_bytes[token]]
-    assert all(our_bytes[token].startswith(NO_TEXT) for token in different)
+    differing_ids = [
+        token for token in range(tokenizer.vocab_size) if our_bytes[token] != reference_bytes[token]
+    ]
+    assert all(our_bytes[token].startswith(NO_TEXT) for token in differing_ids)
 
 
 def test_special_tokens_have_the_no_text_prefix() -> None:

@@ -13,7 +13,7 @@ from penstock.kernels.encodings import ENCODINGS, encoding_named
 from penstock.kernels.linear import LinearSlice
 from penstock.kernels.reference import ReferenceOps
 
-NAMES = [name for name in ENCODINGS if name != "float16"]
+COMPARED_ENCODINGS = [name for name in ENCODINGS if name != "float16"]
 ACTIVATIONS: list[Activation] = ["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 
 
@@ -23,9 +23,9 @@ def ops(request: pytest.FixtureRequest) -> Ops:
     return fast_back_ends(deterministic=True)[request.param]
 
 
-@pytest.mark.parametrize("encoding", NAMES)
+@pytest.mark.parametrize("encoding", COMPARED_ENCODINGS)
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 32), (200, 96)])
-def test_the_fused_operation_is_bit_equal_to_both_operations(
+def test_the_fused_operation_is_bit_equal_to_separate_operations(
     ops: Ops, encoding: str, outputs: int, inputs: int
 ) -> None:
     packed_weight = ops.pack_linear(
@@ -55,8 +55,10 @@ def test_adapters_are_added_before_the_activation(ops: Ops, encoding: str) -> No
         False,
         False,
     ]
-    others = ops.activated_linear(x, packed_weight, "gelu", lora=LoRAInputs(lora.rows, {"down": (down, up)}))
-    assert torch.equal(others, plain_result)
+    result_of_other_slice = ops.activated_linear(
+        x, packed_weight, "gelu", lora=LoRAInputs(lora.rows, {"down": (down, up)})
+    )
+    assert torch.equal(result_of_other_slice, plain_result)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -56,8 +56,8 @@ class FakeGraph(Graph):
 
     def replay(self, inputs):
         COUNTS["replays"] += 1
-        for own, given in zip(self.inputs.values(), inputs, strict=True):
-            (own[:, : given.shape[1]] if given.dim() == 2 else own).copy_(given)
+        for recorded, new in zip(self.inputs.values(), inputs, strict=True):
+            (recorded[:, : new.shape[1]] if new.dim() == 2 else recorded).copy_(new)
         return self.run()
 
     def run(self):
@@ -94,7 +94,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
+def backends_folder(tmp_path: Path) -> Iterator[Path]:
     package = tmp_path / "fake"
     package.mkdir()
     (package / "__init__.py").write_text(FAKE_BACKEND)
@@ -103,27 +103,27 @@ def folder(tmp_path: Path) -> Iterator[Path]:
         del sys.modules[name]
 
 
-def call_counts(registry: BackendRegistry) -> dict[str, int]:
-    (fake,) = registry.candidates("cpu", "fake")
-    ops: Any = fake.load()
+def get_call_counts(registry: BackendRegistry) -> dict[str, int]:
+    (fake_backend,) = registry.candidates("cpu", "fake")
+    ops: Any = fake_backend.load()
     result: dict[str, int] = sys.modules[type(ops).__module__].COUNTS  # type: ignore[attr-defined]
     return result
 
 
 def test_a_fake_back_end_runs_a_model(
-    folder: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    backends_folder: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = random_tokens(9, 130)
     reference = open_pipeline(checkpoint, kernels="reference")
     expected = generate_tokens(reference, [make_context(prompt, 12)])
-    registry = BackendRegistry([folder])
+    registry = BackendRegistry([backends_folder])
     monkeypatch.setattr("penstock.kernels.backend.BACKENDS", registry)
     pipeline = open_pipeline(checkpoint, max_batch_size=None)
     assert pipeline.session.kernels == "fake"
     plan = pipeline.memory_plan
     assert (plan.max_batch_size, plan.max_batch_input_tokens, plan.block_size) == (3, 77, 64)
     assert generate_tokens(pipeline, [make_context(prompt, 12)]) == expected
-    counts = call_counts(registry)
+    counts = get_call_counts(registry)
     assert counts["rms_norm"] > 0
     assert counts["captures"] == 1
     assert counts["replays"] >= 8
@@ -200,17 +200,19 @@ def test_a_deterministic_session_requires_deterministic_operations(monkeypatch: 
 
 def test_the_reference_and_adapters_read_a_back_ends_own_layout() -> None:
     weight, x = torch.randn(12, 40), torch.randn(3, 40)
-    flipped = Layout("flipped", lambda packed_weight: {"weight": packed_weight.tensors["flipped"].flip(0)})
+    flipped_layout = Layout(
+        "flipped", lambda packed_weight: {"weight": packed_weight.tensors["flipped"].flip(0)}
+    )
 
     class FlippingOps(ReferenceOps):
-        layout = flipped
+        layout = flipped_layout
 
         def pack_linear(
             self, weight: Any, encoding: str, *, bias: Any = None, slices: Any = ()
         ) -> PackedLinear:
             packed_weight = pack_linear(weight, encoding, bias=bias, slices=slices)
             tensors = {"flipped": packed_weight.tensors["weight"].flip(0)}
-            return replace(packed_weight, tensors=tensors, layout=flipped)
+            return replace(packed_weight, tensors=tensors, layout=flipped_layout)
 
     ops = FlippingOps()
     assert ops.packs_weights

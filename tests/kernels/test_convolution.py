@@ -16,8 +16,8 @@ from penstock.kernels.convolution import inverse_dft_weight
 from penstock.kernels.reference import ReferenceOps
 
 REFERENCE = ReferenceOps()
-OPS = all_back_ends()
-DTYPES = {torch.float32: 2e-5, torch.bfloat16: 2.0**-6}
+BACK_ENDS = all_back_ends()
+TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2.0**-6}
 LENGTHS = [9, 1, 30]
 
 CONVOLUTIONS: dict[str, dict[str, Any]] = {
@@ -31,7 +31,7 @@ CONVOLUTIONS: dict[str, dict[str, Any]] = {
     "grouped": {"shape": (8, 2, 5), "groups": 4, "padding": 2},
     "no padding": {"shape": (6, 4, 3)},
 }
-TRANSPOSED: dict[str, dict[str, Any]] = {
+TRANSPOSED_CONVOLUTIONS: dict[str, dict[str, Any]] = {
     "doubling": {"shape": (12, 10, 4), "stride": 2, "padding": 1},
     "by eight": {"shape": (16, 6, 16), "stride": 8, "padding": 4},
     "by three": {"shape": (5, 7, 6), "stride": 3, "padding": 2, "output_padding": 1},
@@ -42,51 +42,51 @@ TRANSPOSED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=back_end_params(OPS))
+@pytest.fixture(params=back_end_params(BACK_ENDS))
 def ops(request: pytest.FixtureRequest) -> Ops:
     torch.manual_seed(0)
-    return OPS[request.param]
+    return BACK_ENDS[request.param]
 
 
-@pytest.fixture(params=back_end_params(OPS))
-def deterministic(request: pytest.FixtureRequest) -> Ops:
+@pytest.fixture(params=back_end_params(BACK_ENDS))
+def deterministic_ops(request: pytest.FixtureRequest) -> Ops:
     torch.manual_seed(0)
     return all_back_ends(deterministic=True)[request.param]
 
 
-def row_offsets(lengths: list[int]) -> Tensor:
+def make_row_offsets(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
 def random_sequences(channels: int, dtype: torch.dtype, lengths: list[int]) -> tuple[Tensor, Tensor]:
-    return torch.randn(sum(lengths), channels).to(dtype), row_offsets(lengths)
+    return torch.randn(sum(lengths), channels).to(dtype), make_row_offsets(lengths)
 
 
 def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
     scale = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
-    torch.testing.assert_close(actual, expected, rtol=DTYPES[dtype], atol=DTYPES[dtype] * scale)
+    torch.testing.assert_close(actual, expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype] * scale)
 
 
 def transposed_rows(x: Tensor, start: int, stop: int) -> Tensor:
     return x[start:stop].float().t()[None]
 
 
-@pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("name", CONVOLUTIONS)
-def test_conv1d_equals_torch(ops: Ops, name: str, dtype: torch.dtype, with_bias: bool) -> None:
+def test_conv1d_equals_torch(ops: Ops, name: str, dtype: torch.dtype, has_bias: bool) -> None:
     fields = dict(CONVOLUTIONS[name])
     weight = torch.randn(fields.pop("shape")).to(dtype)
-    bias = torch.randn(len(weight)).to(dtype) if with_bias else None
+    bias = torch.randn(len(weight)).to(dtype) if has_bias else None
     encoding = "float32" if dtype == torch.float32 else "bfloat16"
     packed_weight = ops.pack_conv1d(weight, encoding, bias=bias, **fields)
     lengths = [length for length in LENGTHS if packed_weight.output_length(length)]
     x, offsets = random_sequences(packed_weight.in_channels, dtype, lengths)
-    wide = None if bias is None else bias.float()
+    float_bias = None if bias is None else bias.float()
     expected = [
-        F.conv1d(transposed_rows(x, a, b), weight.float(), wide, **fields)[0].t()
-        for a, b in pairwise(offsets)
+        F.conv1d(transposed_rows(x, start, stop), weight.float(), float_bias, **fields)[0].t()
+        for start, stop in pairwise(offsets)
     ]
     assert [len(reference) for reference in expected] == [
         packed_weight.output_length(length) for length in lengths
@@ -94,21 +94,21 @@ def test_conv1d_equals_torch(ops: Ops, name: str, dtype: torch.dtype, with_bias:
     assert_close(ops.conv1d(x, packed_weight, offsets), torch.cat(expected).to(dtype), dtype)
 
 
-@pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", TRANSPOSED)
-def test_conv_transpose1d_equals_torch(ops: Ops, name: str, dtype: torch.dtype, with_bias: bool) -> None:
-    fields = dict(TRANSPOSED[name])
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("name", TRANSPOSED_CONVOLUTIONS)
+def test_conv_transpose1d_equals_torch(ops: Ops, name: str, dtype: torch.dtype, has_bias: bool) -> None:
+    fields = dict(TRANSPOSED_CONVOLUTIONS[name])
     weight = torch.randn(fields.pop("shape")).to(dtype)
     channels = weight.shape[1] * fields.get("groups", 1)
-    bias = torch.randn(channels).to(dtype) if with_bias else None
+    bias = torch.randn(channels).to(dtype) if has_bias else None
     encoding = "float32" if dtype == torch.float32 else "bfloat16"
     packed_weight = ops.pack_conv_transpose1d(weight, encoding, bias=bias, **fields)
     x, offsets = random_sequences(packed_weight.in_channels, dtype, LENGTHS)
-    wide = None if bias is None else bias.float()
+    float_bias = None if bias is None else bias.float()
     expected = [
-        F.conv_transpose1d(transposed_rows(x, a, b), weight.float(), wide, **fields)[0].t()
-        for a, b in pairwise(offsets)
+        F.conv_transpose1d(transposed_rows(x, start, stop), weight.float(), float_bias, **fields)[0].t()
+        for start, stop in pairwise(offsets)
     ]
     assert [len(reference) for reference in expected] == [
         packed_weight.output_length(length) for length in LENGTHS
@@ -117,39 +117,40 @@ def test_conv_transpose1d_equals_torch(ops: Ops, name: str, dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize("name", ["wide", "depthwise dilated", "strided"])
-def test_a_sequence_is_bit_equal_alone_and_in_a_batch(deterministic: Ops, name: str) -> None:
+def test_a_sequence_is_bit_equal_alone_and_in_a_batch(deterministic_ops: Ops, name: str) -> None:
     fields = dict(CONVOLUTIONS[name])
-    packed_weight = deterministic.pack_conv1d(torch.randn(fields.pop("shape")), "float32", **fields)
+    packed_weight = deterministic_ops.pack_conv1d(torch.randn(fields.pop("shape")), "float32", **fields)
     lengths = [100, 9, 41]
     x, offsets = random_sequences(packed_weight.in_channels, torch.float32, lengths)
     single_results = [
-        deterministic.conv1d(x[a:b], packed_weight, row_offsets([int(b - a)])) for a, b in pairwise(offsets)
+        deterministic_ops.conv1d(x[start:stop], packed_weight, make_row_offsets([int(stop - start)]))
+        for start, stop in pairwise(offsets)
     ]
-    assert torch.equal(deterministic.conv1d(x, packed_weight, offsets), torch.cat(single_results))
+    assert torch.equal(deterministic_ops.conv1d(x, packed_weight, offsets), torch.cat(single_results))
 
 
 @pytest.mark.parametrize("name", ["wide", "depthwise", "strided", "grouped"])
 def test_sequences_shorter_than_the_kernel_give_no_rows(ops: Ops, name: str) -> None:
     fields = {**CONVOLUTIONS[name], "padding": 0}
     packed_weight = ops.pack_conv1d(torch.randn(fields.pop("shape")), "float32", **fields)
-    y = ops.conv1d(torch.randn(1, packed_weight.in_channels), packed_weight, row_offsets([1]))
+    y = ops.conv1d(torch.randn(1, packed_weight.in_channels), packed_weight, make_row_offsets([1]))
     assert y.shape == (0, packed_weight.out_channels)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (5, 37), (70, 64)])
 def test_snake_equals_its_definition(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None:
     x = (3 * torch.randn(rows, 2 * width)).to(dtype)[:, :width]  # the rows are strided
     alpha, beta = torch.randn(width) * 5, torch.randn(width)
-    wide = x.double()
-    expected = wide + beta.double() * (alpha.double() * wide).sin() ** 2
+    x64 = x.double()
+    expected = x64 + beta.double() * (alpha.double() * x64).sin() ** 2
     assert_close(ops.snake(x, alpha, beta), expected.to(dtype), dtype)
-    large = 100 * torch.randn(rows, width)
-    exact_result = large.double() + beta.double() * (alpha.double() * large.double()).sin() ** 2
-    torch.testing.assert_close(ops.snake(large, alpha, beta).double(), exact_result, rtol=1e-6, atol=2e-4)
+    large_x = 100 * torch.randn(rows, width)
+    exact_result = large_x.double() + beta.double() * (alpha.double() * large_x.double()).sin() ** 2
+    torch.testing.assert_close(ops.snake(large_x, alpha, beta).double(), exact_result, rtol=1e-6, atol=2e-4)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", TOLERANCES)
 def test_add_scaled_agrees_with_the_reference(ops: Ops, dtype: torch.dtype) -> None:
     x, y = torch.randn(2, 33, 100).to(dtype)[:, :, :50]
     factors = torch.randn(33)
@@ -157,17 +158,17 @@ def test_add_scaled_agrees_with_the_reference(ops: Ops, dtype: torch.dtype) -> N
     assert_close(ops.add_scaled(x, y, factors), expected, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize(("width", "groups"), [(64, 32), (60, 3), (128, 2)])
 def test_group_norm_equals_torch(ops: Ops, dtype: torch.dtype, width: int, groups: int) -> None:
     x, offsets = random_sequences(width, dtype, LENGTHS)
     x = (3 + 2 * x).to(dtype)
     weight, bias = torch.randn(2, width)
     expected = [
-        torch.group_norm(transposed_rows(x, a, b).double(), groups, weight.double(), bias.double(), 1e-6)[
-            0
-        ].t()
-        for a, b in pairwise(offsets)
+        torch.group_norm(
+            transposed_rows(x, start, stop).double(), groups, weight.double(), bias.double(), 1e-6
+        )[0].t()
+        for start, stop in pairwise(offsets)
     ]
     actual = ops.group_norm(x, weight, bias, groups, 1e-6, offsets)
     assert_close(actual, torch.cat(expected).to(dtype), dtype)
@@ -175,7 +176,7 @@ def test_group_norm_equals_torch(ops: Ops, dtype: torch.dtype, width: int, group
 
 def test_group_norm_of_groups_of_one_number_is_the_bias(ops: Ops) -> None:
     x, weight, bias = torch.randn(3, 1, 32)
-    actual = ops.group_norm(x, weight[0], bias[0], 32, 1e-6, row_offsets([1]))
+    actual = ops.group_norm(x, weight[0], bias[0], 32, 1e-6, make_row_offsets([1]))
     torch.testing.assert_close(actual, bias, rtol=0, atol=1e-3)
 
 
@@ -185,23 +186,23 @@ def test_the_inverse_short_time_fourier_transform_equals_torch(ops: Ops) -> None
     x = x * 5
     window = torch.hann_window(size)
     packed_weight = ops.pack_linear(inverse_dft_weight(window), "float32")
-    parts = ops.polar(x, 30.0)
-    assert_close(parts, REFERENCE.polar(x, 30.0), torch.float32)
+    polar_values = ops.polar(x, 30.0)
+    assert_close(polar_values, REFERENCE.polar(x, 30.0), torch.float32)
     spectra = x[:, : size // 2 + 1].double().exp().clamp(max=30.0)
     spectra = torch.polar(spectra, x[:, size // 2 + 1 :].double())
-    samples = ops.overlap_add(ops.linear(parts, packed_weight), window.square(), hop, offsets)
+    samples = ops.overlap_add(ops.linear(polar_values, packed_weight), window.square(), hop, offsets)
     expected = []
-    for a, b in pairwise(offsets.tolist()):
-        frames = torch.fft.irfft(spectra[a:b], n=size) * window.double()
-        total, weights = torch.zeros(2, (b - a - 1) * hop + size, dtype=torch.float64)
+    for start, stop in pairwise(offsets.tolist()):
+        frames = torch.fft.irfft(spectra[start:stop], n=size) * window.double()
+        total, weights = torch.zeros(2, (stop - start - 1) * hop + size, dtype=torch.float64)
         for t, frame in enumerate(frames):
             total[t * hop : t * hop + size] += frame
             weights[t * hop : t * hop + size] += window.double() ** 2
-        drop = (size - hop) // 2
-        expected.append((total / weights)[drop : drop + (b - a) * hop])
+        num_dropped_samples = (size - hop) // 2
+        expected.append((total / weights)[num_dropped_samples : num_dropped_samples + (stop - start) * hop])
     assert_close(samples, torch.cat(expected).float(), torch.float32)
     assert_close(
         samples,
-        REFERENCE.overlap_add(ops.linear(parts, packed_weight), window.square(), hop, offsets),
+        REFERENCE.overlap_add(ops.linear(polar_values, packed_weight), window.square(), hop, offsets),
         torch.float32,
     )

@@ -53,13 +53,13 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return dtype
 
 
-def are_same_bits(first: Tensor, second: Tensor) -> bool:
+def are_same_bits(actual: Tensor, expected: Tensor) -> bool:
     """Return whether two tensors have the same bits.
 
     -0 differs from 0, and NaNs with equal bits are equal.
     """
-    return first.dtype == second.dtype and torch.equal(
-        first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8)
+    return actual.dtype == expected.dtype and torch.equal(
+        actual.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8)
     )
 
 
@@ -67,28 +67,28 @@ def are_same_bits(first: Tensor, second: Tensor) -> bool:
 
 
 def packed_linear(
-    outputs: int, inputs: int, dtype: torch.dtype, *, bias: bool = False
+    outputs: int, inputs: int, dtype: torch.dtype, *, has_bias: bool = False
 ) -> Callable[[Ops], PackedLinear]:
     """Return a function that packs one layer with a back end, once for each back end."""
     weight = torch.randn(outputs, inputs) / inputs**0.5
     slices = LinearSlice("a", 0, outputs // 2), LinearSlice("b", outputs // 2, outputs)
     name = str(dtype).removeprefix("torch.")
-    output_bias = torch.randn(outputs) if bias else None
+    output_bias = torch.randn(outputs) if has_bias else None
     return cache(lambda ops: ops.pack_linear(weight, name, bias=output_bias, slices=slices))
 
 
-def linear_case(inputs: int, outputs: int, *, bias: bool) -> Callable[[torch.dtype], RowOperation]:
+def linear_case(inputs: int, outputs: int, *, has_bias: bool) -> Callable[[torch.dtype], RowOperation]:
     def case(dtype: torch.dtype) -> RowOperation:
         x = torch.randn(ROWS, 2 * inputs).to(dtype)[:, :inputs]  # the rows are strided
-        packed_weight = packed_linear(outputs, inputs, dtype, bias=bias)
+        packed_weight = packed_linear(outputs, inputs, dtype, has_bias=has_bias)
         return lambda ops, rows: (ops.linear(x[rows], packed_weight(ops)),)
 
     return case
 
 
-def activated_linear_case(activation: str, *, bias: bool) -> Callable[[torch.dtype], RowOperation]:
+def activated_linear_case(activation: str, *, has_bias: bool) -> Callable[[torch.dtype], RowOperation]:
     def case(dtype: torch.dtype) -> RowOperation:
-        x, packed_weight = torch.randn(ROWS, 72).to(dtype), packed_linear(130, 72, dtype, bias=bias)
+        x, packed_weight = torch.randn(ROWS, 72).to(dtype), packed_linear(130, 72, dtype, has_bias=has_bias)
         return lambda ops, rows: (ops.activated_linear(x[rows], packed_weight(ops), activation),)
 
     return case
@@ -104,7 +104,7 @@ def adapted_linear_case(dtype: torch.dtype) -> RowOperation:
     return lambda ops, rows: (ops.linear(x[rows], packed_weight(ops), lora=lora.take(rows)),)
 
 
-def case_of_rows(
+def row_case(
     operation: Callable[..., Tensor | tuple[Tensor, ...]], *shapes: tuple[int, ...]
 ) -> Callable[[torch.dtype], RowOperation]:
     """Return a case of an operation on tensors ``[R, *shape]``, one tensor for each shape."""
@@ -175,24 +175,18 @@ def experts_case(dtype: torch.dtype) -> RowOperation:
 
 def sampling_case(dtype: torch.dtype) -> RowOperation:
     logits = 3 * torch.randn(ROWS, 1000).to(dtype)
-    full_rules = SamplingInputs(
+    sampling_inputs = SamplingInputs(
         torch.rand(ROWS) * 2,
         torch.randint(0, 60, (ROWS,)),
         torch.rand(ROWS),
         torch.rand(ROWS) / 9,
         torch.rand(ROWS, dtype=torch.float64),
     )
-    bits = torch.randint(-(2**31), 2**31, (ROWS, 32)).int()
+    mask = torch.randint(-(2**31), 2**31, (ROWS, 32)).int()
 
     def run(ops: Ops, rows: Tensor) -> tuple[Tensor, ...]:
-        rules = SamplingInputs(
-            full_rules.temperature[rows],
-            full_rules.top_k[rows],
-            full_rules.top_p[rows],
-            full_rules.min_p[rows],
-            full_rules.uniforms[rows],
-        )
-        return ops.sample(logits[rows], rules), ops.sample(logits[rows], rules, bits[rows])
+        row_inputs = sampling_inputs.take(rows)
+        return ops.sample(logits[rows], row_inputs), ops.sample(logits[rows], row_inputs, mask[rows])
 
     return run
 
@@ -202,40 +196,40 @@ WEIGHT, BIAS = torch.randn(2, 101)
 CASES: dict[str, dict[str, Callable[[torch.dtype], RowOperation]]] = {
     "embedding": {"": embedding_case},
     "linear": {
-        "small": linear_case(40, 37, bias=True),
-        "long rows": linear_case(1031, 130, bias=False),
-        "work for all threads": linear_case(520, 1030, bias=True),
-        "several blocks of inputs": linear_case(2600, 70, bias=False),
+        "small": linear_case(40, 37, has_bias=True),
+        "long rows": linear_case(1031, 130, has_bias=False),
+        "work for all threads": linear_case(520, 1030, has_bias=True),
+        "several blocks of inputs": linear_case(2600, 70, has_bias=False),
         "with adapters": adapted_linear_case,
     },
     "activated_linear": {
-        "gelu": activated_linear_case("gelu", bias=True),
-        "silu": activated_linear_case("silu", bias=False),
+        "gelu": activated_linear_case("gelu", has_bias=True),
+        "silu": activated_linear_case("silu", has_bias=False),
     },
     "rms_norm": {
-        "": case_of_rows(lambda ops, x: ops.rms_norm(x, WEIGHT, 1e-5), (101,)),
-        "of heads": case_of_rows(lambda ops, x: ops.rms_norm(x, WEIGHT[:24], 1e-5), (3, 24)),
+        "": row_case(lambda ops, x: ops.rms_norm(x, WEIGHT, 1e-5), (101,)),
+        "of heads": row_case(lambda ops, x: ops.rms_norm(x, WEIGHT[:24], 1e-5), (3, 24)),
     },
     "add_rms_norm": {
-        "": case_of_rows(lambda ops, x, y: ops.add_rms_norm(x, y, WEIGHT, 1e-5), (101,), (101,)),
+        "": row_case(lambda ops, x, y: ops.add_rms_norm(x, y, WEIGHT, 1e-5), (101,), (101,)),
     },
     "layer_norm": {
-        "": case_of_rows(lambda ops, x: ops.layer_norm(x, WEIGHT, BIAS, 1e-5), (101,)),
-        "of heads": case_of_rows(
+        "": row_case(lambda ops, x: ops.layer_norm(x, WEIGHT, BIAS, 1e-5), (101,)),
+        "of heads": row_case(
             lambda ops, x: ops.layer_norm(x, WEIGHT[:72].view(3, 24), BIAS[:72].view(3, 24), 1e-5), (3, 24)
         ),
     },
     "add_layer_norm": {
-        "": case_of_rows(lambda ops, x, y: ops.add_layer_norm(x, y, WEIGHT, BIAS, 1e-5), (101,), (101,))
+        "": row_case(lambda ops, x, y: ops.add_layer_norm(x, y, WEIGHT, BIAS, 1e-5), (101,), (101,))
     },
     "layer_norm_of_sum": {
-        "": case_of_rows(lambda ops, x, y: ops.layer_norm_of_sum(x, y, WEIGHT, BIAS, 1e-5), (101,), (101,))
+        "": row_case(lambda ops, x, y: ops.layer_norm_of_sum(x, y, WEIGHT, BIAS, 1e-5), (101,), (101,))
     },
-    "add": {"": case_of_rows(lambda ops, x, y: ops.add(x, y), (101,), (101,))},
-    "multiply": {"": case_of_rows(lambda ops, x, y: ops.multiply(x, y), (101,), (101,))},
-    "scale": {"": case_of_rows(lambda ops, x: ops.scale(x, 0.3), (101,))},
-    "clamp": {"": case_of_rows(lambda ops, x: ops.clamp(x, 0.7), (101,))},
-    "soft_cap": {"": case_of_rows(lambda ops, x: ops.soft_cap(x, 2.5), (101,))},
+    "add": {"": row_case(lambda ops, x, y: ops.add(x, y), (101,), (101,))},
+    "multiply": {"": row_case(lambda ops, x, y: ops.multiply(x, y), (101,), (101,))},
+    "scale": {"": row_case(lambda ops, x: ops.scale(x, 0.3), (101,))},
+    "clamp": {"": row_case(lambda ops, x: ops.clamp(x, 0.7), (101,))},
+    "soft_cap": {"": row_case(lambda ops, x: ops.soft_cap(x, 2.5), (101,))},
     "rope_rows": {"": rope_rows_case},
     "rotary": {"": rotary_case},
     "store_kv": {"": store_kv_case},
@@ -243,36 +237,36 @@ CASES: dict[str, dict[str, Callable[[torch.dtype], RowOperation]]] = {
     "encoder_attention": {},  # test_encoder_attention.py compares whole sequences
     "sequence_means": {},  # test_activated_linear.py compares whole sequences
     "gated_activation": {
-        name: case_of_rows(lambda ops, x, name=name: ops.gated_activation(x, name), (2 * 101,))
+        name: row_case(lambda ops, x, name=name: ops.gated_activation(x, name), (2 * 101,))
         for name in ("silu", "gelu", "gelu_tanh", "relu", "relu2")
     },
     "activation": {
-        name: case_of_rows(lambda ops, x, name=name: ops.activation(x, name), (101,))
+        name: row_case(lambda ops, x, name=name: ops.activation(x, name), (101,))
         for name in ("silu", "gelu", "gelu_tanh", "relu", "relu2")
     },
-    "xielu": {"": case_of_rows(lambda ops, x: ops.xielu(x, XIELU(0.8, 1.3, 0.5, -1e-6)), (101,))},
-    "clamped_swiglu": {"": case_of_rows(lambda ops, x: ops.clamped_swiglu(x, ClampedSwiGLU(1.7, 2)), (202,))},
+    "xielu": {"": row_case(lambda ops, x: ops.xielu(x, XIELU(0.8, 1.3, 0.5, -1e-6)), (101,))},
+    "clamped_swiglu": {"": row_case(lambda ops, x: ops.clamped_swiglu(x, ClampedSwiGLU(1.7, 2)), (202,))},
     "route": {
-        kind: case_of_rows(lambda ops, x, kind=kind: ops.route(x, 3, kind), (13,))
-        for kind in ("all", "all_normed", "chosen")
+        routing: row_case(lambda ops, x, routing=routing: ops.route(x, 3, routing), (13,))
+        for routing in ("all", "all_normed", "chosen")
     },
     "experts": {"": experts_case},
     "scale_rows": {
-        "": case_of_rows(lambda ops, x, y: ops.scale_rows(x, y), (101,), (1,)),
-        "by logits": case_of_rows(lambda ops, x, y: ops.scale_rows(x, y, are_logits=True), (101,), (1,)),
+        "": row_case(lambda ops, x, y: ops.scale_rows(x, y), (101,), (1,)),
+        "by logits": row_case(lambda ops, x, y: ops.scale_rows(x, y, are_logits=True), (101,), (1,)),
     },
-    "widen": {"": case_of_rows(lambda ops, x: (ops.widen(x),), (101,))},
+    "widen": {"": row_case(lambda ops, x: (ops.widen(x),), (101,))},
     "all_reduce": {},  # tests/distributed compares this and the next two operations on several processes
     "all_gather": {},
     "embedding_part": {},
     "take_rows": {"": embedding_case},
     "put_rows": {"": put_rows_case},
     "sample": {"": sampling_case},
-    "snake": {"": case_of_rows(lambda ops, x: ops.snake(x, WEIGHT, BIAS), (101,))},
+    "snake": {"": row_case(lambda ops, x: ops.snake(x, WEIGHT, BIAS), (101,))},
     "add_scaled": {
-        "": case_of_rows(lambda ops, x, y, factor: ops.add_scaled(x, y, factor.float()), (101,), (101,), ())
+        "": row_case(lambda ops, x, y, factor: ops.add_scaled(x, y, factor.float()), (101,), (101,), ())
     },
-    "polar": {"": case_of_rows(lambda ops, x: ops.polar(x, 100.0), (50,))},
+    "polar": {"": row_case(lambda ops, x: ops.polar(x, 100.0), (50,))},
     "conv1d": {},  # test_convolution.py compares this and the next operations by sequence
     "conv_transpose1d": {},
     "group_norm": {},
@@ -292,10 +286,10 @@ def check_rows_are_independent(ops: Ops, run: RowOperation) -> None:
     @FEW_EXAMPLES
     @given(
         rows=st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=ROWS, unique=True),
-        threads=st.sampled_from([1, 2]),
+        num_threads=st.sampled_from([1, 2]),
     )
-    def check(rows: list[int], threads: int) -> None:
-        torch.set_num_threads(threads)
+    def check(rows: list[int], num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
         for actual, expected in zip(run(ops, torch.tensor(rows)), full_result, strict=True):
             assert are_same_bits(actual, expected[rows])
 
@@ -324,7 +318,7 @@ class TokenSequence:
     """A sequence whose attention is computed in ranges of rows."""
 
     q: Tensor  # [T, H, D]
-    pairs: Tensor  # [2, K, T, D]
+    keys_and_values: Tensor  # [2, K, T, D]
 
 
 def random_sequence(length: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> TokenSequence:
@@ -336,27 +330,29 @@ def random_sequence(length: int, heads: int, kv_heads: int, dim: int, dtype: tor
 def attend(
     ops: Ops, sequences: Sequence[tuple[TokenSequence, int, int]], block_size: int, **options: object
 ) -> list[Tensor]:
-    """Return the attention of the rows begin:end of each sequence; earlier tokens are in the cache.
+    """Return the attention of the rows start:end of each sequence; earlier tokens are in the cache.
 
     The blocks are in random order. Keys that are not computed yet are NaN.
     """
     window = options.pop("window", None)
     counts = [-(-end // block_size) for _, _, end in sequences]
     ids = (torch.randperm(sum(counts)) + 1).int().split(counts)
-    kv_heads, dim = sequences[0][0].pairs.shape[1], sequences[0][0].pairs.shape[3]
+    kv_heads, dim = sequences[0][0].keys_and_values.shape[1], sequences[0][0].keys_and_values.shape[3]
     cache = torch.full(
         (2, sum(counts) + 1, kv_heads, block_size, dim), torch.nan, dtype=sequences[0][0].q.dtype
     )
     tables = torch.zeros(len(sequences), max(counts), dtype=torch.int32)
-    for b, (text, _, end) in enumerate(sequences):
-        keys_so_far = F.pad(text.pairs[:, :, :end], (0, 0, 0, counts[b] * block_size - end), value=torch.nan)
+    for b, (sequence, _, end) in enumerate(sequences):
+        keys_so_far = F.pad(
+            sequence.keys_and_values[:, :, :end], (0, 0, 0, counts[b] * block_size - end), value=torch.nan
+        )
         cache[:, ids[b].long()] = keys_so_far.unflatten(2, (counts[b], block_size)).transpose(1, 2)
         tables[b, : counts[b]] = ids[b]
-    rows = [end - begin for _, begin, end in sequences]
+    rows = [end - start for _, start, end in sequences]
     offsets = torch.tensor([0, *rows]).cumsum(0).int()
     lengths = torch.tensor([end for _, _, end in sequences]).int()
     kv = LayerKV(cache, tables, torch.empty(0, dtype=torch.int64), window)
-    q = torch.cat([text.q[begin:end] for text, begin, end in sequences])
+    q = torch.cat([sequence.q[start:end] for sequence, start, end in sequences])
     return list(ops.attention(q, kv, offsets, lengths, scale=dim**-0.5, **options).split(rows))
 
 
@@ -372,7 +368,7 @@ def check_attention_rows_are_independent(
     # The reference is slow, and its sums depend on the block size, so one block size is compared.
     is_reference = ops.implementations()["attention"] == "reference"
     length, sizes = (100, [32]) if is_reference else (LENGTH, [16, 32, 128])
-    sequence, other = random_sequence(length, *shape, dtype), random_sequence(length, *shape, dtype)
+    sequence, other_sequence = random_sequence(length, *shape, dtype), random_sequence(length, *shape, dtype)
     (full_result,) = attend(ops, [(sequence, 0, length)], 32, **options)
 
     @FEW_EXAMPLES
@@ -381,21 +377,23 @@ def check_attention_rows_are_independent(
         starts_of_others=st.lists(st.tuples(st.integers(0, length - 1), st.integers(1, 90)), max_size=3),
         position=st.integers(0, 3),
         block_size=st.sampled_from(sizes),
-        threads=st.sampled_from([1, 2]),
+        num_threads=st.sampled_from([1, 2]),
     )
     def check(
         boundaries: set[int],
         starts_of_others: list[tuple[int, int]],
         position: int,
         block_size: int,
-        threads: int,
+        num_threads: int,
     ) -> None:
-        torch.set_num_threads(threads)
-        others = [(other, begin, min(begin + rows, length)) for begin, rows in starts_of_others]
-        for begin, end in pairwise([0, *sorted(boundaries), length]):
-            batch = [*others[:position], (sequence, begin, end), *others[position:]]
-            actual = attend(ops, batch, block_size, **options)[min(position, len(others))]
-            assert are_same_bits(actual, full_result[begin:end])
+        torch.set_num_threads(num_threads)
+        other_ranges = [
+            (other_sequence, start, min(start + rows, length)) for start, rows in starts_of_others
+        ]
+        for start, end in pairwise([0, *sorted(boundaries), length]):
+            batch = [*other_ranges[:position], (sequence, start, end), *other_ranges[position:]]
+            actual = attend(ops, batch, block_size, **options)[min(position, len(other_ranges))]
+            assert are_same_bits(actual, full_result[start:end])
 
     check()
     for row in {0, 31, 32, 63, 511, 512, 513, length - 1} & set(range(length)):
@@ -439,8 +437,8 @@ class SplitsSumsOfFewRows(ReferenceOps):
         if len(x) > 20:
             return super().linear(x, packed, lora=lora)
         middle, weight = x.shape[1] // 2, packed.tensors["weight"]
-        first = multiply_floats(x[:, :middle], weight[:, :middle], packed.bias)
-        return first + multiply_floats(x[:, middle:], weight[:, middle:], None)
+        first_half_sum = multiply_floats(x[:, :middle], weight[:, :middle], packed.bias)
+        return first_half_sum + multiply_floats(x[:, middle:], weight[:, middle:], None)
 
 
 class SplitsKeysByCount(ReferenceOps):
@@ -451,9 +449,10 @@ class SplitsKeysByCount(ReferenceOps):
     ) -> Tensor:
         full_result = super().attention(q, kv, row_offsets, lengths, **options)
         attended = torch.empty_like(full_result)
-        for b, (begin, end) in enumerate(pairwise(row_offsets.tolist())):
-            share = 1 / (1 + float(lengths[b] // 2))  # the rounding of the merged sum depends on the length
-            attended[begin:end] = full_result[begin:end] * share + full_result[begin:end] * (1 - share)
+        for b, (start, end) in enumerate(pairwise(row_offsets.tolist())):
+            # The rounding of the merged sum depends on the length.
+            fraction = 1 / (1 + float(lengths[b] // 2))
+            attended[start:end] = full_result[start:end] * fraction + full_result[start:end] * (1 - fraction)
         return attended
 
 

@@ -27,13 +27,13 @@ def test_a_batch_copies_all_arrays_at_once() -> None:
 
 def test_an_array_beyond_the_capacity_is_refused() -> None:
     batch = UploadBatch(CPU, 64, is_pinned=False)
-    first = batch.add(np.arange(5))
+    five_values = batch.add(np.arange(5))
     assert batch.add(np.arange(3)) is None
-    second = batch.add(np.arange(2))
+    two_values = batch.add(np.arange(2))
     batch.copy()
-    assert first is not None
-    assert second is not None
-    assert (first.tolist(), second.tolist()) == ([0, 1, 2, 3, 4], [0, 1])
+    assert five_values is not None
+    assert two_values is not None
+    assert (five_values.tolist(), two_values.tolist()) == ([0, 1, 2, 3, 4], [0, 1])
 
 
 def test_uploads_to_the_cpu_share_memory() -> None:

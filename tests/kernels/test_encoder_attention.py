@@ -65,22 +65,25 @@ SHAPES = [
 @pytest.mark.matrix
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("mix", "heads", "kv_heads", "dim"), SHAPES)
+@pytest.mark.parametrize(("batch_name", "heads", "kv_heads", "dim"), SHAPES)
 def test_encoder_attention_agrees_with_the_reference(
-    ops: Ops, dtype: torch.dtype, mix: str, options: str, heads: int, kv_heads: int, dim: int
+    ops: Ops, dtype: torch.dtype, batch_name: str, options: str, heads: int, kv_heads: int, dim: int
 ) -> None:
-    q, k, v, offsets = random_batch(LENGTHS_OF_BATCH[mix], heads, kv_heads, dim, dtype)
-    for bias in (None, torch.randn(heads, 2 * max(LENGTHS_OF_BATCH[mix]) + 5)):
-        fields = {"scale": dim**-0.5, "bias": bias, **OPTIONS[options]}
-        expected = ReferenceOps().encoder_attention(q, k, v, offsets, **fields)
+    q, k, v, offsets = random_batch(LENGTHS_OF_BATCH[batch_name], heads, kv_heads, dim, dtype)
+    for bias in (None, torch.randn(heads, 2 * max(LENGTHS_OF_BATCH[batch_name]) + 5)):
+        attention_options = {"scale": dim**-0.5, "bias": bias, **OPTIONS[options]}
+        expected = ReferenceOps().encoder_attention(q, k, v, offsets, **attention_options)
         tolerance = TOLERANCES[dtype]
         torch.testing.assert_close(
-            ops.encoder_attention(q, k, v, offsets, **fields), expected, rtol=tolerance, atol=tolerance
+            ops.encoder_attention(q, k, v, offsets, **attention_options),
+            expected,
+            rtol=tolerance,
+            atol=tolerance,
         )
 
 
 @pytest.mark.parametrize(
-    ("options", "mix", "dim"),
+    ("options", "batch_name", "dim"),
     [
         *((options, "blocks", 32) for options in OPTIONS),
         ("", "long", 32),
@@ -90,18 +93,18 @@ def test_encoder_attention_agrees_with_the_reference(
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_sequence_is_bit_equal_alone_and_in_a_batch(
-    ops: Ops, dtype: torch.dtype, options: str, mix: str, dim: int
+    ops: Ops, dtype: torch.dtype, options: str, batch_name: str, dim: int
 ) -> None:
-    fields = {"scale": 0.2, **OPTIONS[options]}
+    attention_options = {"scale": 0.2, **OPTIONS[options]}
     for back_end in (ops, ReferenceOps()):
-        q, k, v, offsets = random_batch(LENGTHS_OF_BATCH[mix], 4, 2, dim, dtype)
-        for bias in (None, torch.randn(4, 2 * max(LENGTHS_OF_BATCH[mix]) + 5)):
-            full_result = back_end.encoder_attention(q, k, v, offsets, bias=bias, **fields)
+        q, k, v, offsets = random_batch(LENGTHS_OF_BATCH[batch_name], 4, 2, dim, dtype)
+        for bias in (None, torch.randn(4, 2 * max(LENGTHS_OF_BATCH[batch_name]) + 5)):
+            full_result = back_end.encoder_attention(q, k, v, offsets, bias=bias, **attention_options)
             for start, stop in pairwise(offsets.tolist()):
-                offsets_of_one = torch.tensor([0, stop - start], dtype=torch.int32)
+                single_offsets = torch.tensor([0, stop - start], dtype=torch.int32)
                 rows = slice(start, stop)
                 single_result = back_end.encoder_attention(
-                    q[rows], k[rows], v[rows], offsets_of_one, bias=bias, **fields
+                    q[rows], k[rows], v[rows], single_offsets, bias=bias, **attention_options
                 )
                 assert torch.equal(single_result, full_result[rows])
 
@@ -121,19 +124,23 @@ def test_window_and_bias_of_the_reference_match_their_definition(heads: int, dim
     q, k, v, offsets = random_batch([11], heads, heads, dim, torch.float32)
     bias = torch.randn(heads, 2 * 13 - 1)
     actual = ReferenceOps().encoder_attention(q, k, v, offsets, scale=1.0, window=3, bias=bias)
-    for i in range(11):
-        for h in range(heads):
-            visible = range(max(0, i - 3), min(11, i + 4))
-            scores = torch.stack([q[i, h] @ k[j, h] + bias[h, j - i + 12] for j in visible])
-            torch.testing.assert_close(actual[i, h], scores.softmax(0) @ v[list(visible), h])
+    for query in range(11):
+        for head in range(heads):
+            visible_keys = range(max(0, query - 3), min(11, query + 4))
+            scores = torch.stack(
+                [q[query, head] @ k[key, head] + bias[head, key - query + 12] for key in visible_keys]
+            )
+            torch.testing.assert_close(actual[query, head], scores.softmax(0) @ v[list(visible_keys), head])
 
 
 def test_the_layers_of_a_step_share_their_block_list(ops: Ops) -> None:
     q, k, v, offsets = random_batch([5, 70], 2, 2, 16, torch.float32)
-    first = ops.encoder_attention(q, k, v, offsets, scale=1.0)
+    result = ops.encoder_attention(q, k, v, offsets, scale=1.0)
     blocks = ops.sequence_blocks(offsets)
-    assert torch.equal(first, ops.encoder_attention(q, k, v, offsets, scale=1.0, blocks=blocks))
-    other = random_batch([70, 5], 2, 2, 16, torch.float32)[3]
-    shared_result = ops.encoder_attention(q, k, v, other, scale=1.0, blocks=ops.sequence_blocks(other))
-    assert torch.equal(shared_result, ops.encoder_attention(q, k, v, other, scale=1.0))
-    assert not torch.equal(first, shared_result)
+    assert torch.equal(result, ops.encoder_attention(q, k, v, offsets, scale=1.0, blocks=blocks))
+    other_offsets = random_batch([70, 5], 2, 2, 16, torch.float32)[3]
+    other_result = ops.encoder_attention(
+        q, k, v, other_offsets, scale=1.0, blocks=ops.sequence_blocks(other_offsets)
+    )
+    assert torch.equal(other_result, ops.encoder_attention(q, k, v, other_offsets, scale=1.0))
+    assert not torch.equal(result, other_result)

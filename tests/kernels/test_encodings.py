@@ -70,52 +70,54 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("kind", ENCODINGS.values(), ids=lambda kind: kind.name)
+@pytest.mark.parametrize("encoding", ENCODINGS.values(), ids=lambda encoding: encoding.name)
 class TestEveryEncoding:
-    def test_packed_tensors_have_the_declared_types_and_shapes(self, kind: LinearEncoding) -> None:
+    def test_packed_tensors_have_the_declared_types_and_shapes(self, encoding: LinearEncoding) -> None:
         weight = torch.randn(70, 100)
-        tensors = kind.pack(weight)
-        assert tensors["weight"].dtype == kind.storage_dtype.to_torch()
+        tensors = encoding.pack(weight)
+        assert tensors["weight"].dtype == encoding.storage_dtype.to_torch()
         assert tensors["weight"].shape == weight.shape
         assert all(len(tensor) == len(weight) for tensor in tensors.values()), (
             "each tensor has one row per output"
         )
-        assert kind.is_float == ("scales" not in tensors)
-        if not kind.is_float:
+        assert encoding.is_float == ("scales" not in tensors)
+        if not encoding.is_float:
             is_signed = tensors["weight"].dtype == torch.int8
-            assert int(tensors["weight"].int().abs().max()) <= (1 << kind.bits) // (2 if is_signed else 1)
-            groups = 1 if kind.group_size is None else -(-100 // kind.group_size)
+            assert int(tensors["weight"].int().abs().max()) <= (1 << encoding.bits) // (2 if is_signed else 1)
+            groups = 1 if encoding.group_size is None else -(-100 // encoding.group_size)
             assert tensors["scales"].numel() == 70 * groups
 
-    def test_zero_weights_unpack_to_zero(self, kind: LinearEncoding) -> None:
-        zeros = kind.pack(torch.zeros(3, 40))
-        assert bool(zeros["weight"].any()) == kind.has_zero_points
-        assert not kind.unpack(zeros).any()
+    def test_zero_weights_unpack_to_zero(self, encoding: LinearEncoding) -> None:
+        packed_zeros = encoding.pack(torch.zeros(3, 40))
+        assert bool(packed_zeros["weight"].any()) == encoding.has_zero_points
+        assert not encoding.unpack(packed_zeros).any()
 
-    def test_unpacked_weights_are_close_to_the_original(self, kind: LinearEncoding) -> None:
-        weight, x = torch.randn(70, 96), torch.randn(3, 96).to(kind.compute_dtype.to_torch())
-        tensors = kind.pack(weight)
-        error = (kind.unpack(tensors).float() - weight).abs().max() / weight.abs().max()
+    def test_unpacked_weights_are_close_to_the_original(self, encoding: LinearEncoding) -> None:
+        weight, x = torch.randn(70, 96), torch.randn(3, 96).to(encoding.compute_dtype.to_torch())
+        tensors = encoding.pack(weight)
+        error = (encoding.unpack(tensors).float() - weight).abs().max() / weight.abs().max()
         # Bits of mantissa and sign: 4 in 8-bit floats, 2 in 4-bit floats. The values of nf4 have similar
         # distances to those of 4-bit floats.
         effective_bits = {"fp8": 4, "mxfp4": 2, "nvfp4": 2, "nf4": 2, "fp4": 2}.get(
-            kind.name, min(kind.bits - 1, 7)
+            encoding.name, min(encoding.bits - 1, 7)
         )
         assert float(error) <= 1.1 * 2.0**-effective_bits
-        y = kind.multiply(x, tensors, None)
+        y = encoding.multiply(x, tensors, None)
         assert y.dtype == x.dtype
-        expected = x.float() @ kind.unpack(tensors).float().T
+        expected = x.float() @ encoding.unpack(tensors).float().T
         torch.testing.assert_close(y.float(), expected, atol=0.2, rtol=0.02)
 
-    def test_encodings_chosen_for_layers_and_devices_exist(self, kind: LinearEncoding) -> None:
-        result = {kind.on_device("cpu"), kind.on_device("gpu")}
+    def test_encodings_chosen_for_layers_and_devices_exist(self, encoding: LinearEncoding) -> None:
+        chosen_encodings = {encoding.on_device("cpu"), encoding.on_device("gpu")}
         for size in (8, 64, 1000, 5000):
-            result |= {kind.for_layer(role, size, size) for role in ("linear", "expert", "values", "head")}
-        assert result <= set(ENCODINGS)
+            chosen_encodings |= {
+                encoding.for_layer(role, size, size) for role in ("linear", "expert", "values", "head")
+            }
+        assert chosen_encodings <= set(ENCODINGS)
 
-    def test_the_size_estimate_is_close_to_num_bytes(self, kind: LinearEncoding) -> None:
-        exact_bits = 8 * kind.num_bytes(4096, 4096) / 4096**2
-        assert exact_bits == pytest.approx(kind.bits_per_weight, rel=0.12)
+    def test_the_size_estimate_is_close_to_num_bytes(self, encoding: LinearEncoding) -> None:
+        exact_bits = 8 * encoding.num_bytes(4096, 4096) / 4096**2
+        assert exact_bits == pytest.approx(encoding.bits_per_weight, rel=0.12)
 
 
 # -- Names -----------------------------------------------------------------------------------------------
@@ -139,13 +141,13 @@ NAMES_OF_ELEMENT_TYPES = (
 
 
 def test_no_other_file_names_an_encoding() -> None:
-    result = []
+    violations = []
     for file in sorted((ROOT / "penstock").rglob("*.py")):
         path = file.relative_to(ROOT / "penstock").as_posix()
         if path.startswith(MAY_NAME_ENCODINGS):
             continue
-        allowed = ELEMENT_TYPES if path in NAMES_OF_ELEMENT_TYPES else set()
+        allowed_names = ELEMENT_TYPES if path in NAMES_OF_ELEMENT_TYPES else set()
         for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Constant) and node.value in set(ENCODINGS) - allowed:
-                result.append(f"{path}:{node.lineno}: {node.value}")
-    assert not result, "\n".join(result)
+            if isinstance(node, ast.Constant) and node.value in set(ENCODINGS) - allowed_names:
+                violations.append(f"{path}:{node.lineno}: {node.value}")
+    assert not violations, "\n".join(violations)

@@ -41,7 +41,7 @@ def ops(request: pytest.FixtureRequest) -> Ops:
 
 
 @pytest.fixture(params=back_end_params(all_back_ends()))
-def deterministic(request: pytest.FixtureRequest) -> Ops:
+def deterministic_ops(request: pytest.FixtureRequest) -> Ops:
     return all_back_ends(deterministic=True)[request.param]
 
 
@@ -50,14 +50,14 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def random_weights(*, bias: bool) -> list[tuple[Tensor, Tensor | None, Tensor, Tensor | None]]:
+def random_weights(*, has_bias: bool) -> list[tuple[Tensor, Tensor | None, Tensor, Tensor | None]]:
     """Return for each expert: gate and up weights, their bias, down weights, their bias."""
     return [
         (
             torch.randn(2 * INNER, HIDDEN) / 4,
-            torch.randn(2 * INNER) if bias else None,
+            torch.randn(2 * INNER) if has_bias else None,
             torch.randn(HIDDEN, INNER) / 4,
-            torch.randn(HIDDEN) if bias else None,
+            torch.randn(HIDDEN) if has_bias else None,
         )
         for _ in range(EXPERTS)
     ]
@@ -123,12 +123,12 @@ def test_routes_equal_numpy(routing: Routing) -> None:
 
 
 @pytest.mark.parametrize("gating", ["silu", "relu", CLAMPED], ids=["silu", "relu", "clamped"])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("rows", "top"), [(1, 2), (7, 1), (33, 4), (5, EXPERTS)])
 def test_experts_equal_the_weighted_sum_computed_by_numpy(
-    rows: int, top: int, bias: bool, gating: Gating
+    rows: int, top: int, has_bias: bool, gating: Gating
 ) -> None:
-    tensors_of_experts, x = random_weights(bias=bias), torch.randn(rows, HIDDEN)
+    tensors_of_experts, x = random_weights(has_bias=has_bias), torch.randn(rows, HIDDEN)
     topk_weights, topk_ids = random_routes(rows, top)
     actual = ReferenceOps().experts(
         x, pack_experts(ReferenceOps(), tensors_of_experts, torch.float32), topk_weights, topk_ids, gating
@@ -145,11 +145,11 @@ def test_experts_equal_the_weighted_sum_computed_by_numpy(
 
 
 @given(st.lists(st.permutations(range(5)), max_size=30), st.integers(1, 5), st.integers(1, 9))
-def test_assignments_are_grouped_by_expert(rows: list[list[int]], top: int, at_most: int) -> None:
+def test_assignments_are_grouped_by_expert(rows: list[list[int]], top: int, max_assignments: int) -> None:
     topk_ids = torch.tensor([row[:top] for row in rows], dtype=torch.int64).view(len(rows), top)
     visited_rows: list[tuple[int, int]] = []
-    for assignments, sizes in grouped_by_expert(topk_ids, 5, at_most):
-        assert 1 <= len(assignments) == sum(sizes.values()) <= at_most
+    for assignments, sizes in grouped_by_expert(topk_ids, 5, max_assignments):
+        assert 1 <= len(assignments) == sum(sizes.values()) <= max_assignments
         used_experts = [expert for expert, size in sizes.items() for _ in range(size)]
         assert topk_ids.flatten()[assignments].tolist() == used_experts
         visited_rows += zip(used_experts, assignments.tolist(), strict=True)
@@ -168,7 +168,7 @@ def test_experts_agree_with_the_reference(
 ) -> None:
     x, experts = (
         torch.randn(rows, 2 * HIDDEN).to(dtype)[:, :HIDDEN],
-        pack_experts(ops, random_weights(bias=True), dtype),
+        pack_experts(ops, random_weights(has_bias=True), dtype),
     )
     topk_weights, topk_ids = random_routes(rows, top)
     expected = ReferenceOps().experts(x, experts, topk_weights, topk_ids, gating)
@@ -178,26 +178,29 @@ def test_experts_agree_with_the_reference(
 
 
 MUTATIONS: dict[str, Callable[[PackedExperts, Tensor, Tensor], tuple[PackedExperts, Tensor, Tensor]]] = {
-    "two experts swapped": lambda p, s, c: (
-        PackedExperts((p.gate_up[1], p.gate_up[0], *p.gate_up[2:]), (p.down[1], p.down[0], *p.down[2:])),
-        s,
-        c,
+    "two experts swapped": lambda experts, weights, ids: (
+        PackedExperts(
+            (experts.gate_up[1], experts.gate_up[0], *experts.gate_up[2:]),
+            (experts.down[1], experts.down[0], *experts.down[2:]),
+        ),
+        weights,
+        ids,
     ),
-    "weights of other experts": lambda p, s, c: (p, s.roll(1, 1), c),
-    "weights of other rows": lambda p, s, c: (p, s.roll(1, 0), c),
-    "experts of other rows": lambda p, s, c: (p, s, c.roll(1, 0)),
-    "last selected expert dropped": lambda p, s, c: (p, s[:, :-1], c[:, :-1]),
+    "weights of other experts": lambda experts, weights, ids: (experts, weights.roll(1, 1), ids),
+    "weights of other rows": lambda experts, weights, ids: (experts, weights.roll(1, 0), ids),
+    "experts of other rows": lambda experts, weights, ids: (experts, weights, ids.roll(1, 0)),
+    "last selected expert dropped": lambda experts, weights, ids: (experts, weights[:, :-1], ids[:, :-1]),
 }
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_the_comparison_detects_a_mutation(ops: Ops, dtype: torch.dtype, mutation: str) -> None:
-    x, experts = torch.randn(40, HIDDEN).to(dtype), pack_experts(ops, random_weights(bias=True), dtype)
+    x, experts = torch.randn(40, HIDDEN).to(dtype), pack_experts(ops, random_weights(has_bias=True), dtype)
     topk_weights, topk_ids = random_routes(40, 3)
     expected = ReferenceOps().experts(x, experts, topk_weights, topk_ids, "silu")
-    mutated, other_weights, other_ids = MUTATIONS[mutation](experts, topk_weights, topk_ids)
-    assert relative_error(ops.experts(x, mutated, other_weights, other_ids, "silu"), expected) > 4
+    mutated_experts, other_weights, other_ids = MUTATIONS[mutation](experts, topk_weights, topk_ids)
+    assert relative_error(ops.experts(x, mutated_experts, other_weights, other_ids, "silu"), expected) > 4
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
@@ -211,9 +214,9 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_routes_agree_with_the_reference(ops: Ops, dtype: torch.dtype, routing: Routing) -> None:
     logits = torch.randn(50, 40).to(dtype)
-    expected_weights, expected = ReferenceOps().route(logits, 4, routing)
+    expected_weights, expected_ids = ReferenceOps().route(logits, 4, routing)
     topk_weights, topk_ids = ops.route(logits, 4, routing)
-    assert torch.equal(topk_ids, expected)
+    assert torch.equal(topk_ids, expected_ids)
     torch.testing.assert_close(topk_weights, expected_weights)
 
 
@@ -224,20 +227,22 @@ def test_clamped_swiglu_of_extreme_values_agrees_with_the_reference(ops: Ops, dt
     actual = ops.clamped_swiglu(x, CLAMPED)
     torch.testing.assert_close(actual, ReferenceOps().clamped_swiglu(x, CLAMPED))
     assert actual.isfinite().all()
-    assert actual[0, -2:].tolist() == pytest.approx([actual[0, -1].item()] * 2), "gate and up are clamped"
+    assert actual[0, -2:].tolist() == pytest.approx([actual[0, -1].item()] * 2), (
+        "both the gate and the up value must be clamped"
+    )
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_experts_of_a_row_are_bit_equal_in_any_batch(deterministic: Ops, dtype: torch.dtype) -> None:
+def test_experts_of_a_row_are_bit_equal_in_any_batch(deterministic_ops: Ops, dtype: torch.dtype) -> None:
     x, experts = (
         torch.randn(90, HIDDEN).to(dtype),
-        pack_experts(deterministic, random_weights(bias=True), dtype),
+        pack_experts(deterministic_ops, random_weights(has_bias=True), dtype),
     )
-    topk_weights, topk_ids = deterministic.route(torch.randn(90, EXPERTS), 3, "all_normed")
-    full_result = deterministic.experts(x, experts, topk_weights, topk_ids, CLAMPED)
+    topk_weights, topk_ids = deterministic_ops.route(torch.randn(90, EXPERTS), 3, "all_normed")
+    full_result = deterministic_ops.experts(x, experts, topk_weights, topk_ids, CLAMPED)
     for row_indices in (torch.tensor([7]), torch.arange(5, 18), torch.randperm(90)):
         assert torch.equal(
-            deterministic.experts(
+            deterministic_ops.experts(
                 x[row_indices], experts, topk_weights[row_indices], topk_ids[row_indices], CLAMPED
             ),
             full_result[row_indices],
@@ -246,29 +251,33 @@ def test_experts_of_a_row_are_bit_equal_in_any_batch(deterministic: Ops, dtype: 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("experts", [6, 30, 128])
-def test_the_route_of_a_row_is_equal_in_any_batch(deterministic: Ops, routing: Routing, experts: int) -> None:
+def test_the_route_of_a_row_is_equal_in_any_batch(
+    deterministic_ops: Ops, routing: Routing, experts: int
+) -> None:
     logits = torch.randn(700, experts).bfloat16()  # some logits are equal
-    topk_weights, topk_ids = deterministic.route(logits, 4, routing)
+    topk_weights, topk_ids = deterministic_ops.route(logits, 4, routing)
     for row_indices in (torch.tensor([7]), torch.arange(5, 18), torch.randperm(700)):
-        own_weights, own_ids = deterministic.route(logits[row_indices], 4, routing)
-        assert torch.equal(own_ids, topk_ids[row_indices])
-        assert torch.equal(own_weights, topk_weights[row_indices])
+        selected_weights, selected_ids = deterministic_ops.route(logits[row_indices], 4, routing)
+        assert torch.equal(selected_ids, topk_ids[row_indices])
+        assert torch.equal(selected_weights, topk_weights[row_indices])
 
 
-def test_a_batch_above_the_row_limit_equals_its_parts_bit_for_bit(deterministic: Ops) -> None:
+def test_a_batch_above_the_row_limit_equals_its_parts_bit_for_bit(deterministic_ops: Ops) -> None:
     """The batch has more rows than an expert computes at once."""
     rows = 2 * MAX_EXPERT_ROWS + 5
     x, experts = (
         torch.randn(rows, HIDDEN),
-        pack_experts(deterministic, random_weights(bias=False), torch.float32),
+        pack_experts(deterministic_ops, random_weights(has_bias=False), torch.float32),
     )
     topk_weights, topk_ids = torch.ones(rows, 1), torch.full((rows, 1), 4)
-    full_result = deterministic.experts(x, experts, topk_weights, topk_ids, "silu")
-    parts = [
-        deterministic.experts(x[a:b], experts, topk_weights[a:b], topk_ids[a:b], "silu")
-        for a, b in pairwise([0, 1000, 1030, rows])
+    full_result = deterministic_ops.experts(x, experts, topk_weights, topk_ids, "silu")
+    partial_results = [
+        deterministic_ops.experts(
+            x[start:stop], experts, topk_weights[start:stop], topk_ids[start:stop], "silu"
+        )
+        for start, stop in pairwise([0, 1000, 1030, rows])
     ]
-    assert torch.equal(torch.cat(parts), full_result)
+    assert torch.equal(torch.cat(partial_results), full_result)
 
 
 # ---- adapters and recording ----
@@ -283,14 +292,14 @@ def random_adapters(rows: Tensor, names: list[str]) -> LoRAInputs:
     return LoRAInputs(rows, matrices)
 
 
-def test_adapters_on_some_experts_equal_merged_weights(deterministic: Ops) -> None:
-    tensors_of_experts, x = random_weights(bias=True), torch.randn(30, HIDDEN)
+def test_adapters_on_some_experts_equal_merged_weights(deterministic_ops: Ops) -> None:
+    tensors_of_experts, x = random_weights(has_bias=True), torch.randn(30, HIDDEN)
     topk_weights, topk_ids = random_routes(30, 3)
     rows = torch.randint(-1, 2, (30,))
     lora = random_adapters(rows, ["1.up", "4.gate", "4.down"])
-    actual = deterministic.experts(
+    actual = deterministic_ops.experts(
         x,
-        pack_experts(deterministic, tensors_of_experts, torch.float32),
+        pack_experts(deterministic_ops, tensors_of_experts, torch.float32),
         topk_weights,
         topk_ids,
         "silu",
@@ -303,38 +312,42 @@ def test_adapters_on_some_experts_equal_merged_weights(deterministic: Ops) -> No
         ]
         if adapter >= 0:
             for name, (down, up) in lora.matrices.items():
-                expert, _, part = name.partition(".")
-                matrix = merged_experts[int(expert)][2 if part == "down" else 0]
+                expert, _, matrix_name = name.partition(".")
+                matrix = merged_experts[int(expert)][2 if matrix_name == "down" else 0]
                 assert matrix is not None
-                target = {"gate": matrix[:INNER], "up": matrix[INNER:], "down": matrix}[part]
+                target = {"gate": matrix[:INNER], "up": matrix[INNER:], "down": matrix}[matrix_name]
                 target += up[adapter] @ down[adapter]
-        expected = deterministic.experts(
-            x, pack_experts(deterministic, merged_experts, torch.float32), topk_weights, topk_ids, "silu"
-        )  # type: ignore[arg-type]
+        expected = deterministic_ops.experts(
+            x,
+            pack_experts(deterministic_ops, merged_experts, torch.float32),  # type: ignore[arg-type]
+            topk_weights,
+            topk_ids,
+            "silu",
+        )
         torch.testing.assert_close(actual[rows == adapter], expected[rows == adapter], atol=1e-5, rtol=1e-4)
-    plain_result = deterministic.experts(
-        x, pack_experts(deterministic, tensors_of_experts, torch.float32), topk_weights, topk_ids, "silu"
+    plain_result = deterministic_ops.experts(
+        x, pack_experts(deterministic_ops, tensors_of_experts, torch.float32), topk_weights, topk_ids, "silu"
     )
-    assert torch.equal(actual[rows < 0], plain_result[rows < 0]), "bit-equal"
+    assert torch.equal(actual[rows < 0], plain_result[rows < 0]), "rows without an adapter must be bit-equal"
     assert not torch.allclose(actual[rows >= 0], plain_result[rows >= 0], atol=1e-3)
 
 
 def test_a_replayed_layer_routes_its_new_inputs() -> None:
-    experts, x, router = (
-        pack_experts(ReferenceOps(), random_weights(bias=True), torch.float32),
+    experts, x, router_weight = (
+        pack_experts(ReferenceOps(), random_weights(has_bias=True), torch.float32),
         torch.randn(4, HIDDEN),
         torch.randn(6, HIDDEN),
     )
-    gate = pack_linear(router, "float32")
+    packed_router = pack_linear(router_weight, "float32")
 
     def layer(ops: Ops, x: Tensor) -> Tensor:
-        topk_weights, topk_ids = ops.route(ops.linear(x, gate), 2, "chosen")
+        topk_weights, topk_ids = ops.route(ops.linear(x, packed_router), 2, "chosen")
         return ops.experts(x, experts, topk_weights, topk_ids, CLAMPED)
 
     plan = record(ReferenceOps(), {"x": x}, lambda ops: [layer(ops, x)])
-    other = torch.randn(4, HIDDEN)
-    (replayed_result,) = plan.replay(ReferenceOps(), {"x": other})
-    assert torch.equal(replayed_result, layer(ReferenceOps(), other))
+    other_x = torch.randn(4, HIDDEN)
+    (replayed_result,) = plan.replay(ReferenceOps(), {"x": other_x})
+    assert torch.equal(replayed_result, layer(ReferenceOps(), other_x))
     lora = random_adapters(torch.zeros(4, dtype=torch.int64), ["0.up"])
     topk_weights, topk_ids = random_routes(4, 2)
     inputs = {"x": x, "topk_weights": topk_weights, "topk_ids": topk_ids}

@@ -9,15 +9,18 @@ from penstock.kernels import ENCODINGS, encoding_named
 from penstock.kernels.nibbles import fits_nibbles, from_nibbles, signed_offset, to_nibbles
 
 
-@pytest.mark.parametrize("name", [name for name, kind in ENCODINGS.items() if fits_nibbles(kind)])
+@pytest.mark.parametrize(
+    "encoding_name",
+    [encoding_name for encoding_name, encoding in ENCODINGS.items() if fits_nibbles(encoding)],
+)
 @pytest.mark.parametrize("inputs", [1, 32, 33, 64, 100])
-def test_packing_to_nibbles_is_lossless(name: str, inputs: int) -> None:
-    kind = encoding_named(name)
-    rows = kind.pack(torch.randn(5, inputs, generator=torch.Generator().manual_seed(0)))
-    nibbles = to_nibbles(rows, kind)
+def test_packing_to_nibbles_is_lossless(encoding_name: str, inputs: int) -> None:
+    encoding = encoding_named(encoding_name)
+    rows = encoding.pack(torch.randn(5, inputs, generator=torch.Generator().manual_seed(0)))
+    nibbles = to_nibbles(rows, encoding)
     assert nibbles["weight"].shape == (5, -(-inputs // 64) * 32)
     assert nibbles["weight"].dtype == torch.uint8
-    unpacked = from_nibbles(nibbles, kind, inputs)
+    unpacked = from_nibbles(nibbles, encoding, inputs)
     assert unpacked.keys() == rows.keys()
     for key, tensor in rows.items():
         assert torch.equal(unpacked[key], tensor)
@@ -25,16 +28,16 @@ def test_packing_to_nibbles_is_lossless(name: str, inputs: int) -> None:
 
 
 def test_an_input_has_the_documented_nibble() -> None:
-    kind = encoding_named("int4")
+    encoding = encoding_named("int4")
     weight = torch.zeros(1, 128, dtype=torch.int8)
     weight[0, 64 + 32 + 5], weight[0, 7] = -8, 7
-    nibbles = to_nibbles({"weight": weight}, kind)["weight"][0].tolist()
+    nibbles = to_nibbles({"weight": weight}, encoding)["weight"][0].tolist()
     assert nibbles[32 + 5] == 0x08
     assert nibbles[7] == 0x8F
     assert set(nibbles) == {0x88, 0x08, 0x8F}
 
 
 def test_encodings_of_at_most_4_bits_fit_in_nibbles() -> None:
-    assert {name for name, kind in ENCODINGS.items() if fits_nibbles(kind)} >= {"int4", "uint4"}
+    assert {name for name, encoding in ENCODINGS.items() if fits_nibbles(encoding)} >= {"int4", "uint4"}
     assert not any(fits_nibbles(encoding_named(name)) for name in ("int8", "int5", "fp8", "bfloat16"))
     assert [signed_offset(encoding_named(name)) for name in ("int4", "uint4")] == [8, 0]

@@ -76,9 +76,9 @@ def test_the_recorder_records_added_operations(ops: ExtendedOps) -> None:
     assert [record.operation for record in plan.records] == ["scale", "blend"]
     assert plan.records[1].arguments["factor"] == 0.5
     assert [weight.data_ptr() for weight in plan.weights] == [weight.data_ptr()]
-    other = torch.randn(3, 8)
-    (replayed_result,) = plan.replay(ops, {"x": other})
-    torch.testing.assert_close(replayed_result, other * 1.5 + weight)
+    other_x = torch.randn(3, 8)
+    (replayed_result,) = plan.replay(ops, {"x": other_x})
+    torch.testing.assert_close(replayed_result, other_x * 1.5 + weight)
 
 
 def test_defaults_are_recorded() -> None:
@@ -108,7 +108,9 @@ def test_the_c_declarations_come_from_the_table() -> None:
         name: function for row in OPERATIONS.values() for name, function in row.functions.items()
     }
     assert {"pack", "pack_codes", "from_rank_0", *declared_functions} == set(FUNCTIONS)
-    assert sum(len(row.functions) for row in OPERATIONS.values()) == len(declared_functions), "declared twice"
+    assert sum(len(row.functions) for row in OPERATIONS.values()) == len(declared_functions), (
+        "a C function is declared twice"
+    )
 
 
 def test_kernels_are_attributes() -> None:

@@ -39,8 +39,8 @@ def random_rows(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]:
         weight = torch.randint(-128, 128, (outputs, inputs)).to(torch.int8)
         return {"weight": weight, "scales": torch.randn(outputs)}
     if encoding in ("int5", "int4"):
-        half = 1 << int(encoding[3]) - 1
-        weight = torch.randint(-half, half, (outputs, inputs)).to(torch.int8)
+        limit = 1 << int(encoding[3]) - 1
+        weight = torch.randint(-limit, limit, (outputs, inputs)).to(torch.int8)
         return {"weight": weight, "scales": torch.randn(outputs, -(-inputs // GROUP)).half()}
     if encoding in ("uint8", "uint4"):
         num_codes, groups = 1 << int(encoding[4]), -(-inputs // GROUP)
@@ -63,12 +63,12 @@ def test_panels_unpack_to_the_same_rows(encoding: str, outputs: int, inputs: int
     torch.manual_seed(seed)
     rows = random_rows(encoding, outputs, inputs)
     panels = panel_layout(encoding).to_panels(rows)
-    back = panel_layout(encoding).from_panels(panels, outputs, inputs)
-    assert back.keys() == rows.keys()
+    unpacked_rows = panel_layout(encoding).from_panels(panels, outputs, inputs)
+    assert unpacked_rows.keys() == rows.keys()
     for name, tensor in rows.items():
-        assert back[name].dtype == tensor.dtype
-        assert torch.equal(back[name], tensor)
-        assert back[name].is_contiguous()
+        assert unpacked_rows[name].dtype == tensor.dtype
+        assert torch.equal(unpacked_rows[name], tensor)
+        assert unpacked_rows[name].is_contiguous()
     assert all(tensor.is_contiguous() for tensor in panels.values())
     assert panels["panels"].shape[0] == -(-outputs // PANEL)
     assert panels["panels"].shape == panel_layout(encoding).shape(outputs, inputs)
@@ -81,7 +81,7 @@ def test_panels_unpack_to_the_same_rows(encoding: str, outputs: int, inputs: int
     assert tensors_in_rows(packed_weight).keys() == rows.keys()
 
 
-def check_block(
+def check_weight_in_unit(
     units: Tensor, rows: dict[str, Tensor], encoding: str, column: int, weight_index: tuple[int, int]
 ) -> None:
     """Compare a code, its scale, its minimum and its factors with their positions in the units of a panel."""
@@ -107,8 +107,8 @@ def check_block(
         return
     after_codes = group[256 * bits :]
     scale = rows["scales"]
-    numbers = after_codes[: 64 * scale.itemsize * 32 // size].view(scale.dtype)
-    assert numbers[k % 32 // size * 64 + column] == scale[n, k // size]
+    group_scales = after_codes[: 64 * scale.itemsize * 32 // size].view(scale.dtype)
+    assert group_scales[k % 32 // size * 64 + column] == scale[n, k // size]
     if "minima" in rows:
         minimum = rows["minima"]
         assert after_codes[-64 * minimum.itemsize :].view(minimum.dtype)[column] == minimum[n, k // 32]
@@ -133,13 +133,15 @@ def test_a_weight_lies_at_its_documented_position(outputs: int, inputs: int, dat
         elif encoding == "int8":
             assert panels[panel, k // 4, column, k % 4] == int(weight) + 128
         elif encoding in BLOCKS:
-            check_block(panels[panel], rows, encoding, column, (n, k))
+            check_weight_in_unit(panels[panel], rows, encoding, column, (n, k))
         elif encoding == "fp8":
             panel_bytes, byte = panels[panel], 8 * (k % 4 // 2) + 2 * (column % 4) + k % 2
             assert panel_bytes[256 * (k // 4) + 16 * (column // 4) + byte] == weight
-            by_group, by_output = panel_bytes[-64:].view(torch.int32)[:2].tolist()
-            table = panel_bytes[-(-inputs // 128) * 8192 : -64].view(torch.float32)
-            assert table[k // 128 * by_group + column * by_output] == rows["scales"][n, k // 128]
+            group_stride, output_stride = panel_bytes[-64:].view(torch.int32)[:2].tolist()
+            scale_values = panel_bytes[-(-inputs // 128) * 8192 : -64].view(torch.float32)
+            assert (
+                scale_values[k // 128 * group_stride + column * output_stride] == rows["scales"][n, k // 128]
+            )
         elif encoding in ("uint8", "uint4"):
             panel_bytes, step, position = panels[panel, k // 32], k % 32 // 8, k % 8
             if encoding == "uint8":
@@ -153,14 +155,14 @@ def test_a_weight_lies_at_its_documented_position(outputs: int, inputs: int, dat
             group, step, position = k // 32, k % 32 // 8, k % 8
             panel_bytes = panels[panel, group]
             byte = int(panel_bytes[256 * step + 4 * column + position % 4])
-            low = byte >> 4 if position >= 4 else byte & 15
+            low_bits = byte >> 4 if position >= 4 else byte & 15
             if encoding == "int4":
-                assert low == int(weight) + 8
+                assert low_bits == int(weight) + 8
             else:
                 fifth_bits = (
                     int(panel_bytes[1024 + 4 * column + position % 4]) >> 2 * step + position // 4 & 1
                 )
-                assert low + 16 * fifth_bits == int(weight) + 16
+                assert low_bits + 16 * fifth_bits == int(weight) + 16
             assert panel_bytes[-128:].view(torch.float16)[column] == rows["scales"][n, group]
 
 

@@ -49,25 +49,25 @@ def test_outliers_use_additional_bytes() -> None:
 
 @given(
     st.integers(1, 700).flatmap(
-        lambda n: st.tuples(
+        lambda num_inputs: st.tuples(
             st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=20),
             st.integers(0, 2**31),
-            st.just(n),
+            st.just(num_inputs),
         )
     )
 )
 def test_outliers_of_random_activations_fit_into_the_extra_bytes(
     activations_and_size: tuple[list[float], int, int],
 ) -> None:
-    large, seed, inputs = activations_and_size
+    large_values, seed, inputs = activations_and_size
     x = torch.randn(1, inputs, generator=torch.Generator().manual_seed(seed))
-    x[0, : len(large)] = torch.tensor(large)[:inputs]
+    x[0, : len(large_values)] = torch.tensor(large_values)[:inputs]
     integers, scales = quantize_activations(x)
     _, plain_scales = quantize(x)
     max_extras = min(MAX_EXTRAS, inputs // INPUTS_PER_EXTRA)
 
-    def num_extras(quantized: Tensor) -> int:
-        return sum(max(math.ceil(abs(value) / 127) - 1, 0) for value in quantized[0].tolist())
+    def num_extras(quantized_row: Tensor) -> int:
+        return sum(max(math.ceil(abs(value) / 127) - 1, 0) for value in quantized_row[0].tolist())
 
     assert num_extras(integers) <= max_extras
     largest_error = float((x - integers * scales[:, None]).abs().max())
@@ -79,38 +79,38 @@ def test_outliers_of_random_activations_fit_into_the_extra_bytes(
         assert num_extras((x / (scales[:, None] * 0.66)).round()) > max_extras
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("invalid_value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_only_a_row_with_a_non_finite_value_gives_nan(encoding: str, bad: float) -> None:
+def test_only_a_row_with_a_non_finite_value_gives_nan(encoding: str, invalid_value: float) -> None:
     packed_weight = pack_linear(torch.randn(70, 100), encoding)
     x = torch.randn(5, 100)
     plain_result = ReferenceOps().linear(x, packed_weight)
-    x[3, 40] = bad
+    x[3, 40] = invalid_value
     y = ReferenceOps().linear(x, packed_weight)
     assert y[3].isnan().all()
     assert torch.equal(y[[0, 1, 2, 4]], plain_result[[0, 1, 2, 4]])
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("invalid_value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_a_non_finite_weight_gives_nan_in_its_output(encoding: str, bad: float) -> None:
+def test_a_non_finite_weight_gives_nan_in_its_output(encoding: str, invalid_value: float) -> None:
     weight = torch.randn(70, 100)
-    weight[7, 99] = bad
+    weight[7, 99] = invalid_value
     y = ReferenceOps().linear(torch.randn(3, 100), pack_linear(weight, encoding))
     assert y[:, 7].isnan().all()
     assert y[:, :7].isfinite().all()
     assert y[:, 8:].isfinite().all()
 
 
-@pytest.mark.parametrize(("encoding", "error"), [("int8", 0.01), ("int5", 0.042), ("int4", 0.085)])
+@pytest.mark.parametrize(("encoding", "max_error"), [("int8", 0.01), ("int5", 0.042), ("int4", 0.085)])
 @pytest.mark.parametrize("in_features", [96, 100])
 def test_weights_and_products_are_within_their_error_bounds(
-    encoding: str, error: float, in_features: int
+    encoding: str, max_error: float, in_features: int
 ) -> None:
     weight, x, bias = torch.randn(300, in_features), torch.randn(40, in_features), torch.randn(300)
     packed_weight = pack_linear(weight, encoding, bias=bias)
     stored_weight = encoding_named(encoding).unpack(packed_weight.tensors)
-    assert float((stored_weight - weight).norm() / weight.norm()) < error
+    assert float((stored_weight - weight).norm() / weight.norm()) < max_error
     assert packed_weight.bias is not None
     expected = x @ stored_weight.T + packed_weight.bias.float()
     y = ReferenceOps().linear(x, packed_weight)
@@ -122,36 +122,38 @@ def test_weights_and_products_are_within_their_error_bounds(
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_packing_unpacked_weights_changes_nothing(encoding: str) -> None:
-    kind = encoding_named(encoding)
-    first_packing = kind.pack(torch.randn(50, 70))
-    repacked = kind.pack(kind.unpack(first_packing))
-    assert torch.equal(kind.unpack(first_packing), kind.unpack(repacked))
+    linear_encoding = encoding_named(encoding)
+    first_packing = linear_encoding.pack(torch.randn(50, 70))
+    second_packing = linear_encoding.pack(linear_encoding.unpack(first_packing))
+    assert torch.equal(linear_encoding.unpack(first_packing), linear_encoding.unpack(second_packing))
 
 
 def quantize_group(weight: np.ndarray, bits: int) -> tuple[list[int], float]:
     """Return the integers and the scale of one group, computed for each number in turn."""
     f32 = np.float32
-    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
-    largest = weight[int(np.argmax(np.abs(weight)))]
+    min_integer, max_integer = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    largest_weight = weight[int(np.argmax(np.abs(weight)))]
     best_error, best_scale = f32(-1), f32(0)
     for i in range(7):
         divisor = -f32((7 + i / 3) * (2 if bits == 5 else 1))
-        inverse = f32(0) if abs(largest) < 1e-30 else divisor / largest
+        inverse = f32(0) if abs(largest_weight) < 1e-30 else divisor / largest_weight
         product = square = f32(0)
-        for w in weight:
-            x = w * inverse
-            integer = f32(np.rint(np.clip(x, low, high)))
+        for number in weight:
+            x = number * inverse
+            integer = f32(np.rint(np.clip(x, min_integer, max_integer)))
             product += x * integer
             square += integer * integer
         if square == 0:
             return [0] * 32, 0.0
-        in_weights = product / divisor
-        if in_weights * in_weights / square > best_error:
-            best_error = in_weights * in_weights / square
-            best_scale = product / square * (largest / divisor)
+        projection = product / divisor
+        if projection * projection / square > best_error:
+            best_error = projection * projection / square
+            best_scale = product / square * (largest_weight / divisor)
     scale = f32(np.float16(np.clip(best_scale, -65504, 65504))) + f32(0)
     inverse = f32(0) if scale == 0 else f32(1) / scale
-    return [int(np.rint(np.clip(w * inverse, low, high))) for w in weight], float(scale)
+    return [int(np.rint(np.clip(number * inverse, min_integer, max_integer))) for number in weight], float(
+        scale
+    )
 
 
 FLOATS = (
@@ -200,19 +202,25 @@ def test_scales_of_a_row_do_not_depend_on_other_rows() -> None:
         encoding_named("int4").pack(row[None]) for row in weight[[0, 511, 512, 1099]]
     ]
     assert torch.equal(
-        full_rows["weight"][[0, 511, 512, 1099]], torch.cat([part["weight"] for part in single_rows])
+        full_rows["weight"][[0, 511, 512, 1099]],
+        torch.cat([packed_row["weight"] for packed_row in single_rows]),
     )
     assert torch.equal(
-        full_rows["scales"][[0, 511, 512, 1099]], torch.cat([part["scales"] for part in single_rows])
+        full_rows["scales"][[0, 511, 512, 1099]],
+        torch.cat([packed_row["scales"] for packed_row in single_rows]),
     )
 
 
 def test_errors_of_important_inputs_are_smaller() -> None:
     weight, importance = torch.randn(200, 96), torch.randn(96).mul(2).exp()
-    kind = encoding_named("int4")
+    encoding = encoding_named("int4")
 
-    def error(*of: Tensor) -> float:
-        return float(((kind.unpack(kind.pack(weight, *of)) - weight).square() * importance).sum())
+    def error(*importance_of_inputs: Tensor) -> float:
+        return float(
+            (
+                (encoding.unpack(encoding.pack(weight, *importance_of_inputs)) - weight).square() * importance
+            ).sum()
+        )
 
     assert error(importance) < 0.8 * error()
     assert error(importance * 1000) == pytest.approx(error(importance), rel=1e-3), (

@@ -58,16 +58,16 @@ def record_step(pipeline: TextGenerationPipeline, inputs: Any) -> Plan:
 
 def test_a_replay_on_other_inputs_equals_the_step(pipeline: TextGenerationPipeline) -> None:
     plan = record_step(pipeline, decode_inputs(pipeline, [20, 33]))
-    other = decode_inputs(pipeline, [28, 47])
-    expected = run_step(pipeline, other, ReferenceOps())
-    (logits,) = plan.replay(ReferenceOps(), input_tensors(other))
+    other_inputs = decode_inputs(pipeline, [28, 47])
+    expected = run_step(pipeline, other_inputs, ReferenceOps())
+    (logits,) = plan.replay(ReferenceOps(), input_tensors(other_inputs))
     assert torch.equal(logits, expected)
 
 
 def test_the_arena_reuses_the_memory_of_finished_results(pipeline: TextGenerationPipeline) -> None:
     plan = record_step(pipeline, decode_inputs(pipeline, list(range(5, 13))))
-    results = [ref for record in plan.records for ref in record.results]
-    total_bytes = sum(torch.Size(ref.shape).numel() * ref.dtype.itemsize for ref in results)
+    results = [result for record in plan.records for result in record.results]
+    total_bytes = sum(torch.Size(result.shape).numel() * result.dtype.itemsize for result in results)
     assert plan.arena_bytes < total_bytes / 2
     assert {record.operation for record in plan.records} <= set(OPERATIONS)
 
@@ -97,8 +97,8 @@ def test_views_between_operations_are_recorded() -> None:
 
     def step(ops: Ops) -> list[torch.Tensor]:
         gate_output = ops.gated_activation(x.view(4, 16), "gelu")  # [4, 8]
-        put = ops.put_rows(gate_output, rows, gate_output[:2])
-        return [ops.take_rows(put, rows)]
+        changed_rows = ops.put_rows(gate_output, rows, gate_output[:2])
+        return [ops.take_rows(changed_rows, rows)]
 
     plan = record(ReferenceOps(), {"x": x, "rows": rows}, step)
     other_x, other_rows = torch.randn(4, 16), torch.tensor([1, 3])

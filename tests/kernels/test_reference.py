@@ -19,9 +19,9 @@ def paged_cache(
     dim: int,
     *,
     window: int | None = None,
-    int8: bool = False,
-    fp8: bool = False,
-    fixed: float | None = None,
+    is_int8: bool = False,
+    is_fp8: bool = False,
+    fixed_scale: float | None = None,
     is_chunked: bool = False,
 ) -> tuple[LayerKV, list[np.ndarray]]:
     """Return a cache with sequences of these lengths in scattered blocks, and the sequences.
@@ -33,13 +33,13 @@ def paged_cache(
     order = generator.permutation(np.arange(1, sum(counts) + 1))
     # Unwritten slots must not affect results.
     cache = torch.full((2, sum(counts) + 1, kv_heads, BLOCK, dim), torch.nan)
-    scales = torch.zeros(2, sum(counts) + 1, kv_heads, BLOCK) if int8 or fp8 else None
-    if int8:
+    scales = torch.zeros(2, sum(counts) + 1, kv_heads, BLOCK) if is_int8 or is_fp8 else None
+    if is_int8:
         cache = torch.zeros_like(cache, dtype=torch.int8)
-    if fp8:
+    if is_fp8:
         cache = cache.to(torch.float8_e4m3fn)
-    if scales is not None and fixed is not None:
-        scales = torch.full((1, 1, 1, 1), fixed).expand(scales.shape)
+    if scales is not None and fixed_scale is not None:
+        scales = torch.full((1, 1, 1, 1), fixed_scale).expand(scales.shape)
     tables = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
     sequences = []
     for sequence, (length, count) in enumerate(zip(lengths, counts, strict=True)):
@@ -52,7 +52,7 @@ def paged_cache(
         OPS.store_kv(
             torch.from_numpy(keys_and_values[0]),
             torch.from_numpy(keys_and_values[1]),
-            LayerKV(cache, tables, slots, window, scales, has_fixed_scales=fixed is not None),
+            LayerKV(cache, tables, slots, window, scales, has_fixed_scales=fixed_scale is not None),
         )
         sequences.append(keys_and_values)
     return LayerKV(cache, tables, torch.zeros(0, dtype=torch.int64), window, scales, is_chunked), sequences
@@ -70,33 +70,35 @@ def numpy_attention(
 ) -> np.ndarray:
     heads, attended = q.shape[0], np.zeros(q.shape)
     heads_per_kv_head = heads // keys_and_values.shape[2]
-    first = 0 if window is None else max(0, position - window + 1)
+    first_key = 0 if window is None else max(0, position - window + 1)
     if is_chunked:
         assert window is not None
-        first = max(start for start in range(0, position + 1, window))
+        first_key = max(start for start in range(0, position + 1, window))
     for head in range(heads):
-        keys, values = keys_and_values[:, first : position + 1, head // heads_per_kv_head].astype(np.float64)
+        keys, values = keys_and_values[:, first_key : position + 1, head // heads_per_kv_head].astype(
+            np.float64
+        )
         scores = keys @ q[head].astype(np.float64) * scale
         if soft_cap is not None:
             scores = soft_cap * np.tanh(scores / soft_cap)
-        extra = [] if sinks is None else [float(sinks[head])]
-        weights = np.exp(np.array([*scores, *extra]) - max([*scores, *extra]))
+        sink_scores = [] if sinks is None else [float(sinks[head])]
+        weights = np.exp(np.array([*scores, *sink_scores]) - max([*scores, *sink_scores]))
         attended[head] = weights[: len(scores)] @ values / weights.sum()
     return attended
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (5, 1)])
 @pytest.mark.parametrize("window", [None, 1, 7, 16, 40])
-@pytest.mark.parametrize(("soft_cap", "with_sinks"), [(None, False), (3.0, False), (None, True), (2.0, True)])
+@pytest.mark.parametrize(("soft_cap", "has_sinks"), [(None, False), (3.0, False), (None, True), (2.0, True)])
 def test_attention_equals_numpy(
-    heads: tuple[int, int], window: int | None, soft_cap: float | None, with_sinks: bool
+    heads: tuple[int, int], window: int | None, soft_cap: float | None, has_sinks: bool
 ) -> None:
     num_heads, kv_heads = heads
     lengths, counts = [1, 50, 33, 64], [1, 50, 2, 17]
     kv, sequences = paged_cache(lengths, kv_heads, 8, window=window)
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(sum(counts), num_heads, 8, generator=generator)
-    sinks = torch.randn(num_heads, generator=generator) if with_sinks else None
+    sinks = torch.randn(num_heads, generator=generator) if has_sinks else None
     offsets = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
     attended = OPS.attention(
         q, kv, offsets, torch.tensor(lengths, dtype=torch.int32), scale=0.4, soft_cap=soft_cap, sinks=sinks
@@ -142,7 +144,7 @@ def test_blocks_before_the_window_are_not_read() -> None:
 
 def test_attention_over_an_int8_cache_is_close() -> None:
     exact_kv, sequences = paged_cache([70], 2, 16)
-    rounded_kv, _ = paged_cache([70], 2, 16, int8=True)
+    rounded_kv, _ = paged_cache([70], 2, 16, is_int8=True)
     assert rounded_kv.cache.dtype is torch.int8
     q = torch.randn(5, 4, 16, generator=torch.Generator().manual_seed(0))
     offsets, lengths = torch.tensor([0, 5], dtype=torch.int32), torch.tensor([70], dtype=torch.int32)
@@ -153,16 +155,16 @@ def test_attention_over_an_int8_cache_is_close() -> None:
     assert sequences[0].shape == (2, 70, 2, 16)
 
 
-@pytest.mark.parametrize("fixed", [None, 4 / 448])
-def test_attention_over_an_fp8_cache_is_close(fixed: float | None) -> None:
+@pytest.mark.parametrize("fixed_scale", [None, 4 / 448])
+def test_attention_over_an_fp8_cache_is_close(fixed_scale: float | None) -> None:
     """The error of a stored number is at most 2**-4 of its value, or half of the smallest step of 2**-9."""
     exact_kv, _ = paged_cache([70], 2, 16)
-    rounded_kv, _ = paged_cache([70], 2, 16, fp8=True, fixed=fixed)
+    rounded_kv, _ = paged_cache([70], 2, 16, is_fp8=True, fixed_scale=fixed_scale)
     assert rounded_kv.scales is not None
     scales = rounded_kv.scales[..., None]
-    used = exact_kv.cache.isfinite()
-    values, result = exact_kv.cache[used], (rounded_kv.cache.float() * scales)[used]
-    bound = torch.maximum(values.abs() * 2**-4, 2**-10 * scales.expand(used.shape)[used])
+    is_written = exact_kv.cache.isfinite()
+    values, result = exact_kv.cache[is_written], (rounded_kv.cache.float() * scales)[is_written]
+    bound = torch.maximum(values.abs() * 2**-4, 2**-10 * scales.expand(is_written.shape)[is_written])
     differences = (values - result).abs()
     assert (differences <= bound * 1.0001)[values.abs() < 4].all()
     assert 0.5 < float((differences / bound).max())
@@ -174,12 +176,12 @@ def test_attention_over_an_fp8_cache_is_close(fixed: float | None) -> None:
 
 def test_values_beyond_a_fixed_scale_are_clipped() -> None:
     exact_kv, _ = paged_cache([70], 2, 16)
-    rounded_kv, _ = paged_cache([70], 2, 16, fp8=True, fixed=1 / 448)
-    used = exact_kv.cache.isfinite()
-    result = (rounded_kv.cache.float() / 448)[used]
+    rounded_kv, _ = paged_cache([70], 2, 16, is_fp8=True, fixed_scale=1 / 448)
+    is_written = exact_kv.cache.isfinite()
+    result = (rounded_kv.cache.float() / 448)[is_written]
     assert float(result.max()) == 1
     assert float(result.min()) == -1
-    assert (result[exact_kv.cache[used] > 1] == 1).all()
+    assert (result[exact_kv.cache[is_written] > 1] == 1).all()
 
 
 def test_norms_equal_numpy() -> None:
@@ -187,8 +189,8 @@ def test_norms_equal_numpy() -> None:
     x, residual = torch.randn(2, 5, 12, generator=generator)
     weight = torch.randn(12, generator=generator)
     normalized, total = OPS.add_rms_norm(x, residual, weight, 1e-3)
-    wide = (x + residual).numpy().astype(np.float64)
-    expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-3) * weight.numpy()
+    float64_sum = (x + residual).numpy().astype(np.float64)
+    expected = float64_sum / np.sqrt((float64_sum**2).mean(-1, keepdims=True) + 1e-3) * weight.numpy()
     np.testing.assert_allclose(normalized.numpy(), expected, atol=1e-6)
     assert torch.equal(total, x + residual)
     assert torch.equal(OPS.rms_norm(total, weight, 1e-3), normalized)
@@ -213,12 +215,12 @@ def test_rotary_rotates_pairs_and_keeps_the_other_dimensions() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(3, 2, 10, generator=generator), torch.randn(3, 1, 10, generator=generator)
     angles = torch.randn(3, 4, generator=generator)
-    rotated, rotated_k = OPS.rotary(q, k, angles.cos(), angles.sin())
-    assert torch.equal(rotated[..., 8:], q[..., 8:])
+    rotated_q, rotated_k = OPS.rotary(q, k, angles.cos(), angles.sin())
+    assert torch.equal(rotated_q[..., 8:], q[..., 8:])
     assert rotated_k.shape == k.shape
-    pairs = torch.complex(q[..., :4], q[..., 4:8]) * torch.exp(1j * angles)[:, None]
-    torch.testing.assert_close(rotated[..., :4], pairs.real)
-    torch.testing.assert_close(rotated[..., 4:8], pairs.imag)
+    rotated_pairs = torch.complex(q[..., :4], q[..., 4:8]) * torch.exp(1j * angles)[:, None]
+    torch.testing.assert_close(rotated_q[..., :4], rotated_pairs.real)
+    torch.testing.assert_close(rotated_q[..., 4:8], rotated_pairs.imag)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 8, 20])
@@ -243,8 +245,8 @@ def test_linear_with_bias_and_adapters_equals_merged_weights(rows: int) -> None:
 def test_take_rows_and_put_rows_copy_rows() -> None:
     x = torch.arange(12.0).view(4, 3)
     assert OPS.take_rows(x, torch.tensor([3, 0])).tolist() == [[9, 10, 11], [0, 1, 2]]
-    put = OPS.put_rows(x, torch.tensor([1]), torch.zeros(1, 3))
-    assert put.tolist() == [[0, 1, 2], [0, 0, 0], [6, 7, 8], [9, 10, 11]]
+    result = OPS.put_rows(x, torch.tensor([1]), torch.zeros(1, 3))
+    assert result.tolist() == [[0, 1, 2], [0, 0, 0], [6, 7, 8], [9, 10, 11]]
     assert x[1].tolist() == [3, 4, 5], "put_rows does not change its input"
 
 

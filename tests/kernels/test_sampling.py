@@ -49,14 +49,14 @@ def sample_and_compare(ops: Ops, logits: Tensor, rules: SamplingInputs, mask: Te
     return tokens
 
 
-ENDS = (0.0, 0.4, 1 - 2**-53)
+UNIFORMS = (0.0, 0.4, 1 - 2**-53)
 
 
 @pytest.mark.parametrize("rule", [{"top_k": 3}, {"top_k": 3, "temperature": 0.1}, {"top_p": 1e-6}], ids=str)
 def test_equal_logits_that_are_far_apart_rank_by_token_id(ops: Ops, rule: dict[str, float]) -> None:
     logits = torch.full((3, 5000), -40.0)
     logits[:, [5, 1030, 2050, 4097, 4999]] = 1
-    tokens = sample_and_compare(ops, logits, make_rules([rule] * 3, ENDS))
+    tokens = sample_and_compare(ops, logits, make_rules([rule] * 3, UNIFORMS))
     assert tokens.tolist() == ([5, 1030, 2050] if "top_k" in rule else [5, 5, 5])
 
 
@@ -73,8 +73,8 @@ def test_the_first_of_equal_tokens_is_the_greedy_one(ops: Ops) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # bfloat16 has many equal logits
 def test_a_large_top_k_equals_the_reference(ops: Ops, top_k: int, dtype: torch.dtype) -> None:
     logits = (3 * torch.randn(3, 20_000)).to(dtype)
-    ends = (0.0, 0.999, 1 - 2**-53)
-    sample_and_compare(ops, logits, make_rules([{"top_k": top_k, "temperature": 9.0}] * 3, ends))
+    uniforms = (0.0, 0.999, 1 - 2**-53)
+    sample_and_compare(ops, logits, make_rules([{"top_k": top_k, "temperature": 9.0}] * 3, uniforms))
     sample_and_compare(
         ops, logits, make_rules([{"top_k": top_k, "top_p": 0.97, "min_p": 0.01, "temperature": 2.0}] * 3)
     )
@@ -122,8 +122,8 @@ def test_a_top_p_near_1_drops_the_end_of_the_tail(ops: Ops, top_p: float) -> Non
     """The tail has a probability of 0.1 in total. ``top_p`` keeps the first tokens of the tail."""
     logits = torch.zeros(3, 9000)
     logits[:, 3] = torch.tensor(9 * 8999.0).log()
-    ends = (0.0, 0.95, 1 - 2**-50)
-    tokens = sample_and_compare(ops, logits, make_rules([{"top_p": top_p}] * 3, ends)).tolist()
+    uniforms = (0.0, 0.95, 1 - 2**-50)
+    tokens = sample_and_compare(ops, logits, make_rules([{"top_p": top_p}] * 3, uniforms)).tolist()
     assert tokens[0] == 0
     assert abs(tokens[2] - 8999 * (1 - 10 * (1 - top_p))) < 2
 
@@ -150,14 +150,14 @@ def test_rows_with_different_rules_equal_single_rows(ops: Ops) -> None:
     logits[-1] = -torch.inf
     mask = torch.randint(-(2**31), 2**31, (len(rows), 219)).int()
     rules = make_rules(rows)
-    for bits in (None, mask):
-        tokens = sample_and_compare(ops, logits, rules, bits)
+    for allowed_mask in (None, mask):
+        tokens = sample_and_compare(ops, logits, rules, allowed_mask)
         assert tokens[-2:].tolist() == [-1, -1]
         for row in range(len(rows)):
             selected_rows = torch.tensor([row])
             single_tokens = ops.sample(
                 logits[selected_rows],
                 rules.take(selected_rows),
-                None if bits is None else bits[selected_rows],
+                None if allowed_mask is None else allowed_mask[selected_rows],
             )
             assert single_tokens[0] == tokens[row]

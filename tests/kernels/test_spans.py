@@ -26,11 +26,11 @@ def random_batch(
     tables = 1 + torch.randperm(5 * len(BATCH)).view(len(BATCH), 5).int()
     cache = torch.randn(2, 5 * len(BATCH) + 1, KV_HEADS, BLOCK, DIM)
     spans = []
-    for start, end, images in BATCH:
+    for start, end, image_ranges in BATCH:
         rows = torch.arange(start, end)
         row_spans = torch.stack([rows, rows + 1], 1)
-        for first, last in images:
-            row_spans[(rows >= first) & (rows < last)] = torch.tensor([first, last])
+        for image_start, image_end in image_ranges:
+            row_spans[(rows >= image_start) & (rows < image_end)] = torch.tensor([image_start, image_end])
         spans.append(row_spans)
     offsets = torch.cat([torch.zeros(1), counts.cumsum(0)]).int()
     lengths = torch.tensor([end for _, end, _ in BATCH]).int()
@@ -43,15 +43,17 @@ def random_batch(
 def test_a_row_attends_to_its_window_and_its_image(ops: Ops, window: int | None) -> None:
     """A row sees the keys of its window before it, and the keys of its image after it."""
     q, kv, offsets, lengths, spans = random_batch(window)
-    images = ImageSpans(spans, offsets, lengths)
-    attended = ops.attention(q, kv, offsets, lengths, scale=0.3, spans=images)
+    image_spans = ImageSpans(spans, offsets, lengths)
+    attended = ops.attention(q, kv, offsets, lengths, scale=0.3, spans=image_spans)
     row = 0
     for sequence, (start, end, _) in enumerate(BATCH):
         keys, values = kv.cache[:, kv.block_tables[sequence].long()].transpose(2, 3).flatten(1, 2)
         for position in range(start, end):
-            first = 0 if window is None else max(0, position - window + 1)
-            visible = slice(first, int(spans[row, 1]))
-            scores = torch.einsum("hd,nhd->hn", q[row], keys[visible].repeat_interleave(3, 1)) * 0.3
-            expected = torch.einsum("hn,nhd->hd", scores.softmax(-1), values[visible].repeat_interleave(3, 1))
+            first_key = 0 if window is None else max(0, position - window + 1)
+            visible_keys = slice(first_key, int(spans[row, 1]))
+            scores = torch.einsum("hd,nhd->hn", q[row], keys[visible_keys].repeat_interleave(3, 1)) * 0.3
+            expected = torch.einsum(
+                "hn,nhd->hd", scores.softmax(-1), values[visible_keys].repeat_interleave(3, 1)
+            )
             torch.testing.assert_close(attended[row], expected, atol=1e-5, rtol=0)
             row += 1

@@ -95,7 +95,7 @@ def test_releasing_a_block_twice_is_an_internal_error() -> None:
 def test_check_integrity_reports_a_lost_block() -> None:
     pool = BlockPool(5)
     pool.allocate(1)
-    pool._free.pop()
+    pool._free_blocks.pop()
     with pytest.raises(AssertionError, match=r"2 free \+ 1 referenced \+ 0 cached blocks != 4"):
         pool.check_integrity()
 

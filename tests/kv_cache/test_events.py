@@ -88,7 +88,7 @@ def test_events_describe_the_pool_exactly(windows: tuple[int | None, ...]) -> No
             manager.forget_prefixes()
         known_digests = apply_events(known_digests, manager.take_events())
         pool = manager._pools[0]
-        assert known_digests == set(pool._block_of)
+        assert known_digests == set(pool._blocks_by_digest)
         manager.check_integrity()
 
 

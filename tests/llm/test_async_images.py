@@ -36,17 +36,17 @@ async def test_outputs_equal_those_of_llm(tmp_path: Path, monkeypatch: pytest.Mo
     messages = image_chat("What?", [random_picture(2)])
     with LLM.from_config(config) as llm:
         expected = llm.generate(prompts, GREEDY, use_tqdm=False, images=images)
-        other = llm.generate(prompts[0], GREEDY, use_tqdm=False, images=random_picture(5))[0]
-        answer = llm.chat(messages, GREEDY, use_tqdm=False)[0]
-    assert expected[0].token_ids != other.token_ids, "the output depends on the image"
+        other_output = llm.generate(prompts[0], GREEDY, use_tqdm=False, images=random_picture(5))[0]
+        chat_output = llm.chat(messages, GREEDY, use_tqdm=False)[0]
+    assert expected[0].token_ids != other_output.token_ids, "the output depends on the image"
     worker = WorkerClient(partial(load_runtime, config), in_thread=True)
     async with AsyncLLM.from_config(config, worker=worker) as llm:
-        result = await llm.generate(prompts, GREEDY, images=images)
-        assert [item.token_ids for item in result] == [reference.token_ids for reference in expected]
+        outputs = await llm.generate(prompts, GREEDY, images=images)
+        assert [output.token_ids for output in outputs] == [reference.token_ids for reference in expected]
         assert (await llm.generate(prompts[0], GREEDY, images=random_picture(5)))[
             0
-        ].token_ids == other.token_ids
-        assert (await llm.chat(messages, GREEDY))[0].token_ids == answer.token_ids
+        ].token_ids == other_output.token_ids
+        assert (await llm.chat(messages, GREEDY))[0].token_ids == chat_output.token_ids
         chunks = [chunk async for chunk in llm.stream(prompts[0], GREEDY, images=image)]
         assert chunks[-1].output is not None
         assert chunks[-1].output.token_ids == expected[0].token_ids

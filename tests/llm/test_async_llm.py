@@ -44,11 +44,11 @@ async def test_outputs_equal_those_of_llm() -> None:
     with LLM("demo", kv_cache_memory=64 * 2**20) as llm:
         expected = llm.generate(prompts, params, n=2, logprobs=2, prompt_logprobs=1, use_tqdm=False)
         best_outputs = llm.generate("One day", params[0], n=1, best_of=3, use_tqdm=False)
-        answer = llm.chat(messages, GREEDY, use_tqdm=False)
+        chat_outputs = llm.chat(messages, GREEDY, use_tqdm=False)
     async with open_async_llm() as llm:
-        result = await llm.generate(prompts, params, n=2, logprobs=2, prompt_logprobs=1)
-        assert [item.text for item in result] == [reference.text for reference in expected]
-        for actual, reference in zip(result, expected, strict=True):
+        results = await llm.generate(prompts, params, n=2, logprobs=2, prompt_logprobs=1)
+        assert [result.text for result in results] == [reference.text for reference in expected]
+        for actual, reference in zip(results, expected, strict=True):
             assert (actual.token_ids, actual.prompt_token_ids) == (
                 reference.token_ids,
                 reference.prompt_token_ids,
@@ -58,61 +58,61 @@ async def test_outputs_equal_those_of_llm() -> None:
                 reference.index,
                 reference.prompt,
             )
-            for scores, others in (
+            for scores, expected_scores in (
                 (actual.log_probabilities, reference.log_probabilities),
                 (actual.prompt_log_probabilities, reference.prompt_log_probabilities),
             ):
                 assert scores is not None
-                assert others is not None
+                assert expected_scores is not None
                 np.testing.assert_allclose(
-                    scores.token_log_probabilities, others.token_log_probabilities, atol=1e-4
+                    scores.token_log_probabilities, expected_scores.token_log_probabilities, atol=1e-4
                 )
                 assert [len(top_entries) for top_entries in scores.top_log_probabilities] == [
-                    len(top_entries) for top_entries in others.top_log_probabilities
+                    len(top_entries) for top_entries in expected_scores.top_log_probabilities
                 ]
-        ranked = await llm.generate("One day", params[0], n=1, best_of=3)
-        assert [answer.text for answer in ranked] == [answer.text for answer in best_outputs]
+        ranked_outputs = await llm.generate("One day", params[0], n=1, best_of=3)
+        assert [output.text for output in ranked_outputs] == [output.text for output in best_outputs]
         assert [output.text for output in await llm.chat(messages, GREEDY)] == [
-            output.text for output in answer
+            output.text for output in chat_outputs
         ]
 
         chunks = [chunk async for chunk in llm.stream(messages=messages, sampling_params=GREEDY)]
-        assert "".join(chunk.text for chunk in chunks) == answer[0].text
-        assert [token for chunk in chunks for token in chunk.token_ids] == answer[0].token_ids
+        assert "".join(chunk.text for chunk in chunks) == chat_outputs[0].text
+        assert [token for chunk in chunks for token in chunk.token_ids] == chat_outputs[0].token_ids
         assert [chunk.output is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
         assert chunks[-1].output is not None
-        assert chunks[-1].output.text == answer[0].text
-        stopped = [
+        assert chunks[-1].output.text == chat_outputs[0].text
+        stopped_chunks = [
             chunk
             async for chunk in llm.stream(messages=messages, sampling_params=SamplingParams(stop=["Germany"]))
         ]
-        assert "".join(chunk.text for chunk in stopped) == "The capital of "
-        assert stopped[-1].output is not None
-        assert stopped[-1].output.finish_reason == "stop"
+        assert "".join(chunk.text for chunk in stopped_chunks) == "The capital of "
+        assert stopped_chunks[-1].output is not None
+        assert stopped_chunks[-1].output.finish_reason == "stop"
         await wait_until(lambda: llm._worker.num_outstanding == 0)
 
 
 async def test_cancelling_a_task_cancels_its_requests() -> None:
-    endless = SamplingParams(max_new_tokens=900, ignore_eos=True)
+    long_params = SamplingParams(max_new_tokens=900, ignore_eos=True)
     async with open_async_llm() as llm:
         worker = llm._worker
-        task = asyncio.create_task(llm.generate(["a", "b", "c"], endless))
+        task = asyncio.create_task(llm.generate(["a", "b", "c"], long_params))
         await wait_until(lambda: worker.num_outstanding == 3)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         await wait_until(lambda: worker.num_outstanding == 0)
-        async with aclosing(llm.stream("Once", endless)) as stream:
+        async with aclosing(llm.stream("Once", long_params)) as stream:
             async for _ in stream:
                 break
         await wait_until(lambda: worker.num_outstanding == 0)
         with pytest.raises(PromptTooLongError):
-            await llm.generate(["a", [1] * 100_000, "c"], endless)
+            await llm.generate(["a", [1] * 100_000, "c"], long_params)
         await wait_until(lambda: worker.num_outstanding == 0)
 
 
 async def test_a_closed_stream_cancels_at_the_engine() -> None:
-    engine = FakeEngine(is_paused=True)  # the request ends only if it is cancelled
+    engine = FakeEngine(is_paused=True)  # its requests end only if they are cancelled
     config = PipelineConfig.from_flat({"model_path": "demo"})
     async with AsyncLLM.from_config(config, worker=engine) as llm:
         task = asyncio.create_task(llm.generate(["a", "b"], GREEDY))
@@ -127,12 +127,12 @@ async def test_requests_beyond_the_queue_size_are_served() -> None:
         texts = [f"Tell me {index}" for index in range(12)]
         batch_responses, streamed_response = await asyncio.gather(
             llm.generate(texts, GREEDY),
-            asyncio.gather(*[_text(llm, text) for text in texts]),
+            asyncio.gather(*[_join_stream(llm, text) for text in texts]),
         )
         assert [output.text for output in batch_responses] == list(streamed_response)
 
 
-async def _text(llm: AsyncLLM, prompt: str) -> str:
+async def _join_stream(llm: AsyncLLM, prompt: str) -> str:
     return "".join([chunk.text async for chunk in llm.stream(prompt, GREEDY)])
 
 

@@ -19,7 +19,7 @@ from penstock.errors import InputError, TaskMismatchError
 from penstock.llm.speech import Speech
 from penstock.worker.client import WorkerClient
 
-SHORT = SamplingParams(temperature=0.0, max_new_tokens=40)
+SHORT_PARAMS = SamplingParams(temperature=0.0, max_new_tokens=40)
 TEXTS = ["Good morning.", "One two three. " + "The cat is small. " * 8]
 
 
@@ -35,13 +35,13 @@ async def open_async_llm(model: str = "demo-voice", **config: Any) -> AsyncItera
 @pytest.fixture(scope="module")
 def expected() -> Iterator[list[Speech]]:
     with LLM("demo-voice", kv_cache_memory=32 * 2**20) as llm:
-        yield llm.speak(TEXTS, SHORT, use_tqdm=False)
+        yield llm.speak(TEXTS, SHORT_PARAMS, use_tqdm=False)
 
 
 async def test_audio_equals_that_of_llm(expected: list[Speech]) -> None:
     async with open_async_llm() as llm:
-        result = await llm.speak(TEXTS, SHORT)
-        single_audio = await llm.speak(TEXTS[0], SHORT)
+        result = await llm.speak(TEXTS, SHORT_PARAMS)
+        single_audio = await llm.speak(TEXTS[0], SHORT_PARAMS)
         for actual, reference in zip([*result, single_audio], [*expected, expected[0]], strict=True):
             np.testing.assert_allclose(actual.audio, reference.audio, atol=1e-5)
             assert (actual.sample_rate, actual.num_tokens, actual.is_cut) == (
@@ -55,7 +55,7 @@ async def test_audio_equals_that_of_llm(expected: list[Speech]) -> None:
 async def test_joined_chunks_equal_the_audio_of_speak(expected: list[Speech]) -> None:
     async with open_async_llm() as llm:
         for text, full_audio in zip(TEXTS, expected, strict=True):
-            chunks = [chunk async for chunk in llm.stream_speech(text, SHORT)]
+            chunks = [chunk async for chunk in llm.stream_speech(text, SHORT_PARAMS)]
             assert [chunk.is_done for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
             audio = np.concatenate([chunk.audio_data.numpy() for chunk in chunks])
             np.testing.assert_allclose(audio, full_audio.audio, atol=1e-4)

@@ -53,9 +53,9 @@ def llm(shared_llm: LLM) -> Iterator[LLM]:
 def reference_beams(
     reference: Any, llm: LLM, prompt: str, end_ids: set[int], **options: Any
 ) -> list[tuple[Any, ...]]:
-    """Return for each beam of transformers: its tokens without the end token, whether it ended, its score."""
+    """Return the beams of transformers: tokens without the end token, whether it ended, and the score."""
     tokens = torch.from_numpy(llm.tokenizer.encode_text(prompt))[None]
-    result = reference.generate(
+    transformers_output = reference.generate(
         tokens,
         attention_mask=torch.ones_like(tokens),
         do_sample=False,
@@ -65,12 +65,14 @@ def reference_beams(
         output_scores=True,
         **options,
     )
-    actual = []
-    for row, score in zip(result.sequences.tolist(), result.sequences_scores.tolist(), strict=True):
+    beams = []
+    for row, score in zip(
+        transformers_output.sequences.tolist(), transformers_output.sequences_scores.tolist(), strict=True
+    ):
         generated = row[tokens.shape[1] :]
         end = next((i for i, token in enumerate(generated) if token in end_ids), None)
-        actual.append((generated[:end], end is not None, pytest.approx(score, rel=1e-4, abs=1e-4)))
-    return actual
+        beams.append((generated[:end], end is not None, pytest.approx(score, rel=1e-4, abs=1e-4)))
+    return beams
 
 
 def beam_tuples(outputs: list[GenerationOutput]) -> list[tuple[Any, ...]]:
@@ -93,9 +95,9 @@ def test_beams_equal_those_of_transformers(
     }
     outputs = llm.beam_search(PROMPTS, **options)
     assert [output.index for output in outputs] == [0, 1] * len(PROMPTS)
-    ends = llm.tokenizer.eos_token_ids
+    end_ids = llm.tokenizer.eos_token_ids
     for i, prompt in enumerate(PROMPTS):
-        single_beams = reference_beams(reference, llm, prompt, ends, **options)
+        single_beams = reference_beams(reference, llm, prompt, end_ids, **options)
         assert beam_tuples(outputs[2 * i : 2 * i + 2]) == single_beams
         assert outputs[2 * i].prompt == prompt
 
@@ -107,59 +109,59 @@ def test_beams_of_other_models_equal_transformers(seed: int, tmp_path: Path) -> 
     options: dict[str, Any] = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": 40}
     with LLM(str(folder), kv_cache_block_size=16) as llm:
         outputs = llm.beam_search(["One", "Two words"], **options)
-        ends = llm.tokenizer.eos_token_ids
-        assert beam_tuples(outputs[:3]) == reference_beams(reference, llm, "One", ends, **options)
-        assert beam_tuples(outputs[3:]) == reference_beams(reference, llm, "Two words", ends, **options)
+        end_ids = llm.tokenizer.eos_token_ids
+        assert beam_tuples(outputs[:3]) == reference_beams(reference, llm, "One", end_ids, **options)
+        assert beam_tuples(outputs[3:]) == reference_beams(reference, llm, "Two words", end_ids, **options)
 
 
 def test_a_single_beam_is_the_greedy_text(llm: LLM, reference: Any) -> None:
     from penstock import SamplingParams
 
-    greedy = SamplingParams(max_new_tokens=30, ignore_eos=True)
+    greedy_params = SamplingParams(max_new_tokens=30, ignore_eos=True)
     (beam,) = llm.beam_search("Hello", num_beams=1, max_new_tokens=30, ignore_eos=True)
-    assert beam.token_ids == llm.generate("Hello", greedy)[0].token_ids
+    assert beam.token_ids == llm.generate("Hello", greedy_params)[0].token_ids
     assert (beam.finish_reason, beam.num_generated_tokens) == ("length", 30)
     options: dict[str, Any] = {"num_beams": 4, "max_new_tokens": 30}
-    (searched,) = llm.beam_search("Hello", ignore_eos=True, **options)
+    (best_beam,) = llm.beam_search("Hello", ignore_eos=True, **options)
     reference.generation_config.eos_token_id = None
-    assert beam_tuples([searched]) == reference_beams(reference, llm, "Hello", set(), **options)
+    assert beam_tuples([best_beam]) == reference_beams(reference, llm, "Hello", set(), **options)
 
 
 def test_log_probabilities_of_beams_equal_transformers(llm: LLM, reference: Any) -> None:
     for output in llm.beam_search(PROMPTS, num_beams=3, num_return_sequences=3, max_new_tokens=12):
-        rows = output.log_probabilities
-        assert rows is not None
+        log_probabilities = output.log_probabilities
+        assert log_probabilities is not None
         tokens = output.prompt_token_ids + output.token_ids
         scores = torch.log_softmax(transformers_logits(reference, tokens), -1)
-        first = len(output.prompt_token_ids)
-        expected = [scores[first + i - 1, token].item() for i, token in enumerate(output.token_ids)]
-        np.testing.assert_allclose(rows.token_log_probabilities, expected, atol=1e-4)
-        assert [list(top_entries) for top_entries in rows.top_log_probabilities] == [
+        prompt_length = len(output.prompt_token_ids)
+        expected = [scores[prompt_length + i - 1, token].item() for i, token in enumerate(output.token_ids)]
+        np.testing.assert_allclose(log_probabilities.token_log_probabilities, expected, atol=1e-4)
+        assert [list(top_entries) for top_entries in log_probabilities.top_log_probabilities] == [
             [token] for token in output.token_ids
         ]
         assert output.num_generated_tokens == len(output.token_ids) + (output.finish_reason == "stop")
         assert output.text == llm.tokenizer.decode_ids(output.token_ids)
 
 
-def test_the_prompt_is_computed_once_and_each_step_one_token_per_beam(
+def test_each_step_computes_one_token_per_beam_after_the_prompt(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows: list[int] = []
+    row_counts: list[int] = []
     execute = llm.pipeline.model.execute
 
     def count_execute(inputs: Any) -> Any:
-        rows.append(len(inputs.tokens))
+        row_counts.append(len(inputs.tokens))
         return execute(inputs)
 
     monkeypatch.setattr(llm.pipeline.model, "execute", count_execute)
-    prompt = "Nobody has asked for this text before, of which blocks could be cached"
+    prompt = "No earlier test uses this text, so none of its blocks are in the cache"
     (output,) = llm.beam_search(prompt, num_beams=4, max_new_tokens=40, ignore_eos=True)
     assert output.num_generated_tokens == 40
-    assert rows == [len(prompt)] + [4] * 39
+    assert row_counts == [len(prompt)] + [4] * 39
 
 
 def test_replacing_the_sampled_token_keeps_the_computed_blocks() -> None:
-    """Computed and committed tokens stay, also at the end of a block."""
+    """The counts of computed and committed tokens stay, even at the end of a block."""
     context = make_context(range(1, 17))
     context.update(5)
     context.set_token_indices(committed_idx=16)
@@ -171,18 +173,22 @@ def test_replacing_the_sampled_token_keeps_the_computed_blocks() -> None:
 def test_small_step_limits_give_the_same_beams(model: Path, llm: LLM) -> None:
     options: dict[str, Any] = {"num_beams": 4, "max_new_tokens": 20, "num_return_sequences": 4}
     expected = beam_tuples(llm.beam_search(PROMPTS, **options))
-    limits = {"max_batch_size": 3, "max_batch_input_tokens": 7}
-    with LLM(str(model), kv_cache_block_size=16, deterministic=True, **limits) as narrow_llm:
-        assert beam_tuples(narrow_llm.beam_search(PROMPTS, **options)) == expected
-        narrow_llm.pipeline.kv.check_integrity()
+    small_limits = {"max_batch_size": 3, "max_batch_input_tokens": 7}
+    with LLM(str(model), kv_cache_block_size=16, deterministic=True, **small_limits) as small_llm:
+        assert beam_tuples(small_llm.beam_search(PROMPTS, **options)) == expected
+        small_llm.pipeline.kv.check_integrity()
 
 
-def test_prompts_that_do_not_fit_together_are_searched_in_turn(model: Path, llm: LLM) -> None:
+def test_prompts_that_do_not_fit_together_run_one_after_another(model: Path, llm: LLM) -> None:
     options: dict[str, Any] = {"num_beams": 4, "max_new_tokens": 30}
     expected = beam_tuples(llm.beam_search(PROMPTS, **options))
-    block = 16 * 2 * 2 * 2 * 8 * 4
+    bytes_per_block = 16 * 2 * 2 * 2 * 8 * 4
     with LLM(
-        str(model), kv_cache_block_size=16, deterministic=True, kv_cache_memory=18 * block, max_batch_size=16
+        str(model),
+        kv_cache_block_size=16,
+        deterministic=True,
+        kv_cache_memory=18 * bytes_per_block,
+        max_batch_size=16,
     ) as small_llm:
         assert beam_tuples(small_llm.beam_search(PROMPTS, **options)) == expected
         assert small_llm.pipeline.kv.num_free_blocks == small_llm.pipeline.kv.num_blocks
@@ -256,14 +262,14 @@ def test_an_error_during_the_search_frees_all_blocks(llm: LLM, monkeypatch: pyte
 
 def test_the_text_of_a_beam_continues_from_the_prompt(shared_data: Path) -> None:
     tokenizer = TextTokenizer(shared_data / "models/stories260K")
-    prompt, tokens_of_the = (
+    prompt, the_ids = (
         tokenizer.encode_text(text, add_special_tokens=False).tolist() for text in ("One", "the")
     )
     context = tokenizer.build_context(TokenGeneratorRequest("1", 0, "m", prompt=prompt))
-    beam = Hypothesis([*tokens_of_the, tokenizer.eos], [-1.0] * (len(tokens_of_the) + 1), -1.0, ended=True)
+    beam = Hypothesis([*the_ids, tokenizer.eos], [-1.0] * (len(the_ids) + 1), -1.0, ended=True)
     output = GenerationOutput.from_beam(context, 0, beam, tokenizer)
     assert (output.text, output.token_ids, output.num_generated_tokens) == (
         " the",
-        tokens_of_the,
-        len(tokens_of_the) + 1,
+        the_ids,
+        len(the_ids) + 1,
     )

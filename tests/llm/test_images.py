@@ -1,4 +1,4 @@
-"""`LLM` with images: against transformers, and equal in every schedule."""
+"""`LLM` with images: texts equal transformers, and do not depend on chunks, caches or preemption."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def open_llm(folder: Path, **config: Any) -> LLM:
     return LLM(folder, **settings | config)
 
 
-def prompt_tokens(llm: LLM, prompt: str, *images: Any) -> list[int]:
+def generate_tokens(llm: LLM, prompt: str, *images: Any) -> list[int]:
     return llm.generate(prompt, GREEDY, use_tqdm=False, images=list(images) or None)[0].token_ids
 
 
-def encoder_counts(llm: LLM) -> tuple[int, int]:
+def count_encodings(llm: LLM) -> tuple[int, int]:
     """Return the numbers of encoded images and of hits in the encoder cache."""
     cache = llm.pipeline.runner.images.cache
     return cache.num_encoded, cache.num_hits
@@ -73,15 +73,15 @@ def test_all_forms_of_an_image_give_the_same_text(llm: LLM, tmp_path: Path) -> N
     image = random_picture(3)
     path = tmp_path / "picture.png"
     image.save(path)
-    expected = prompt_tokens(llm, "See <image>!", image)
+    expected = generate_tokens(llm, "See <image>!", image)
     for image_form in (np.asarray(image), path, str(path), path.read_bytes()):
-        assert prompt_tokens(llm, "See <image>!", image_form) == expected
+        assert generate_tokens(llm, "See <image>!", image_form) == expected
     url = "data:image/png;base64," + b64encode(path.read_bytes()).decode()
-    part = {"type": "image_url", "image_url": {"url": url}}
-    text = {"type": "text", "text": "What?"}
-    chat = llm.chat([{"role": "user", "content": [part, text]}], GREEDY, use_tqdm=False)
-    same_chat = llm.chat(image_chat("What?", [path]), GREEDY, use_tqdm=False)
-    assert chat[0].token_ids == same_chat[0].token_ids
+    image_part = {"type": "image_url", "image_url": {"url": url}}
+    text_part = {"type": "text", "text": "What?"}
+    chat = llm.chat([{"role": "user", "content": [image_part, text_part]}], GREEDY, use_tqdm=False)
+    repeated_outputs = llm.chat(image_chat("What?", [path]), GREEDY, use_tqdm=False)
+    assert chat[0].token_ids == repeated_outputs[0].token_ids
     stream = llm.stream("See <image>!", GREEDY, images=image)
     "".join(stream)
     assert stream.output.token_ids == expected
@@ -91,7 +91,7 @@ def test_a_batch_equals_single_requests(llm: LLM) -> None:
     prompts = ["A <image> b", "No image", "<image><image>", "A <image> b"]
     images = [[random_picture(4)], None, [random_picture(5), random_picture(4)], [random_picture(6)]]
     single_outputs = [
-        prompt_tokens(llm, prompt, *(prompt_images or ()))
+        generate_tokens(llm, prompt, *(prompt_images or ()))
         for prompt, prompt_images in zip(prompts, images, strict=True)
     ]
     batch_outputs = llm.generate(prompts, GREEDY, use_tqdm=False, images=images)
@@ -101,28 +101,28 @@ def test_a_batch_equals_single_requests(llm: LLM) -> None:
 
 def test_an_image_is_encoded_only_once(folder: Path) -> None:
     with open_llm(folder) as llm:
-        first = prompt_tokens(llm, "Long enough text before <image> after", random_picture(7))
-        assert encoder_counts(llm) == (1, 0)
-        assert prompt_tokens(llm, "Long enough text before <image> after", random_picture(7)) == first
-        assert encoder_counts(llm)[0] == 1
+        expected = generate_tokens(llm, "Long enough text before <image> after", random_picture(7))
+        assert count_encodings(llm) == (1, 0)
+        assert generate_tokens(llm, "Long enough text before <image> after", random_picture(7)) == expected
+        assert count_encodings(llm)[0] == 1
         # The prefix cache holds the whole image, so the encoder cache is not read.
-        prompt_tokens(llm, "<image>" + "a" * 32, random_picture(8))
-        counts_before = encoder_counts(llm)
-        prompt_tokens(llm, "<image>" + "a" * 32, random_picture(8))
-        assert encoder_counts(llm) == counts_before
-        # Other text precedes the image: its rows come from the encoder cache.
-        prompt_tokens(llm, "Other <image>", random_picture(8))
-        assert encoder_counts(llm) == (counts_before[0], counts_before[1] + 1)
-        # Both images of the batch are new and equal: one run of the encoder.
+        generate_tokens(llm, "<image>" + "a" * 32, random_picture(8))
+        counts_before = count_encodings(llm)
+        generate_tokens(llm, "<image>" + "a" * 32, random_picture(8))
+        assert count_encodings(llm) == counts_before
+        # Other text precedes the image, so the rows of the image come from the encoder cache.
+        generate_tokens(llm, "Other <image>", random_picture(8))
+        assert count_encodings(llm) == (counts_before[0], counts_before[1] + 1)
+        # Both images of the batch are new and equal, so the encoder runs once.
         llm.generate(
             ["<image>a", "b<image>"], GREEDY, use_tqdm=False, images=[random_picture(9), random_picture(9)]
         )
-        assert encoder_counts(llm)[0] == counts_before[0] + 1
+        assert count_encodings(llm)[0] == counts_before[0] + 1
 
 
 def test_prefixes_with_other_images_are_not_shared(llm: LLM) -> None:
     prompt = "<image>" + "the same text after it " * 2
-    outputs = [prompt_tokens(llm, prompt, random_picture(seed)) for seed in (10, 11, 10)]
+    outputs = [generate_tokens(llm, prompt, random_picture(seed)) for seed in (10, 11, 10)]
     assert outputs[0] == outputs[2]
     assert outputs[0] != outputs[1]
 
@@ -141,29 +141,29 @@ def test_texts_are_equal_in_every_schedule(llm: LLM, folder: Path, config: dict[
     images = [[random_picture(20 + index), random_picture(21 + index)] for index in range(4)]
     params = SamplingParams(max_new_tokens=40, top_k=1, ignore_eos=True)
     expected = llm.generate(prompts, params, use_tqdm=False, images=images)
-    with open_llm(folder, **config) as other:
-        actual = other.generate(prompts, params, use_tqdm=False, images=images)
+    with open_llm(folder, **config) as limited_llm:
+        actual = limited_llm.generate(prompts, params, use_tqdm=False, images=images)
         if "kv_cache_memory" in config:
-            assert other._scheduler.num_preemptions > 0
+            assert limited_llm._scheduler.num_preemptions > 0
         if "encoder_cache_memory" in config:
-            assert encoder_counts(other)[1] == 0
+            assert count_encodings(limited_llm)[1] == 0
     assert [output.token_ids for output in actual] == [reference.token_ids for reference in expected]
 
 
 def test_invalid_images_are_refused(llm: LLM, tmp_path: Path) -> None:
     valid_image = random_picture(1)
     with pytest.raises(InputError, match="the prompt has 0 placeholders '<image>', but the request has 1"):
-        prompt_tokens(llm, "Hi", valid_image)
+        generate_tokens(llm, "Hi", valid_image)
     with pytest.raises(InputError, match=r"the prompt has 2 placeholders .* has 1 images"):
-        prompt_tokens(llm, "<image><image>", valid_image)
+        generate_tokens(llm, "<image><image>", valid_image)
     with pytest.raises(InputError, match="the data is not an image in one of the formats PNG"):
-        prompt_tokens(llm, "<image>", b"no image")
+        generate_tokens(llm, "<image>", b"no image")
     with pytest.raises(InputError, match="cannot be read"):
-        prompt_tokens(llm, "<image>", tmp_path / "missing.png")
+        generate_tokens(llm, "<image>", tmp_path / "missing.png")
     with pytest.raises(InputError, match="must be uint8 of shape"):
-        prompt_tokens(llm, "<image>", np.zeros((4, 4, 3)))
+        generate_tokens(llm, "<image>", np.zeros((4, 4, 3)))
     with pytest.raises(InputError, match="was dict"):
-        prompt_tokens(llm, "<image>", {})
+        generate_tokens(llm, "<image>", {})
     with pytest.raises(UnsupportedFeatureError, match="images with token ids"):
         llm.generate([1, 2], GREEDY, use_tqdm=False, images=valid_image)
     detailed = [{"type": "image", "image": valid_image, "detail": "high"}]
@@ -172,9 +172,9 @@ def test_invalid_images_are_refused(llm: LLM, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="images has 1 entries for 2 prompts"):
         llm.generate(["a", "b"], GREEDY, use_tqdm=False, images=[valid_image])
     with pytest.raises(InputError, match="the request has 33 images, but the limit is 32"):
-        prompt_tokens(llm, "<image>" * 33, *[valid_image] * 33)
+        generate_tokens(llm, "<image>" * 33, *[valid_image] * 33)
     with pytest.raises(PromptTooLongError, match=r"257.*256|272.*256"):
-        prompt_tokens(llm, "<image>" * 17, *[valid_image] * 17)
+        generate_tokens(llm, "<image>" * 17, *[valid_image] * 17)
 
 
 def test_placeholders_in_user_text_are_not_images(llm: LLM) -> None:

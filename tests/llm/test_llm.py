@@ -51,32 +51,35 @@ def llm(shared_llm: LLM) -> Iterator[LLM]:
 
 def test_a_prompt_is_a_text_a_token_list_or_a_list_of_them(llm: LLM) -> None:
     tokens = llm.tokenizer.encode_text("Hello").tolist()
-    (text,) = llm.generate("Hello", GREEDY)
-    (ids,) = llm.generate(tokens, GREEDY)
-    (array,) = llm.generate(np.array(tokens), GREEDY)
-    mixed_forms = llm.generate(["Hello", tokens], GREEDY)
-    assert [output.token_ids for output in (ids, array, *mixed_forms)] == [text.token_ids] * 4
-    assert text.prompt_token_ids == tokens
-    assert (text.prompt, ids.prompt) == ("Hello", None)
-    assert text.text == llm.tokenizer.decode_ids(text.token_ids)
-    assert (text.finish_reason, text.num_generated_tokens) == ("length", 12)
+    (text_output,) = llm.generate("Hello", GREEDY)
+    (ids_output,) = llm.generate(tokens, GREEDY)
+    (array_output,) = llm.generate(np.array(tokens), GREEDY)
+    list_outputs = llm.generate(["Hello", tokens], GREEDY)
+    assert [output.token_ids for output in (ids_output, array_output, *list_outputs)] == [
+        text_output.token_ids
+    ] * 4
+    assert text_output.prompt_token_ids == tokens
+    assert (text_output.prompt, ids_output.prompt) == ("Hello", None)
+    assert text_output.text == llm.tokenizer.decode_ids(text_output.token_ids)
+    assert (text_output.finish_reason, text_output.num_generated_tokens) == ("length", 12)
 
 
 def test_no_prompts_give_no_outputs(llm: LLM) -> None:
     assert llm.generate([]) == []
 
 
-def test_outputs_are_in_the_order_of_the_prompts_when_they_queue(llm: LLM) -> None:
+def test_outputs_of_queued_prompts_are_in_the_order_of_the_prompts(llm: LLM) -> None:
     prompts = [f"Prompt {i}" * (1 + i % 3) for i in range(11)]
     params = [SamplingParams(max_new_tokens=1 + (7 * i) % 20) for i in range(11)]
     single_outputs = [
-        llm.generate(prompt, sampling)[0] for prompt, sampling in zip(prompts, params, strict=True)
+        llm.generate(prompt, sampling_params)[0]
+        for prompt, sampling_params in zip(prompts, params, strict=True)
     ]
     batch_outputs = llm.generate(prompts, params)
     assert [output.token_ids for output in batch_outputs] == [output.token_ids for output in single_outputs]
     assert [output.prompt for output in batch_outputs] == prompts
     assert [len(output.token_ids) for output in batch_outputs] == [
-        sampling.max_new_tokens for sampling in params
+        sampling_params.max_new_tokens for sampling_params in params
     ]
 
 
@@ -89,10 +92,10 @@ def test_more_prompts_than_the_cache_holds_are_queued(model: Path) -> None:
 
 
 def test_cached_tokens_are_counted(llm: LLM) -> None:
-    prompt = "A prompt of which more than two blocks of sixteen are the same"
+    prompt = "A prompt of more than two blocks of sixteen tokens, sent twice"
     llm.generate(prompt, GREEDY)
-    (second,) = llm.generate(prompt, GREEDY)
-    assert second.num_cached_tokens == (len(prompt) - 1) // 16 * 16
+    (repeated_output,) = llm.generate(prompt, GREEDY)
+    assert repeated_output.num_cached_tokens == (len(prompt) - 1) // 16 * 16
 
 
 def test_each_prompt_has_its_own_seed_by_default(llm: LLM) -> None:
@@ -105,9 +108,9 @@ def test_defaults_come_from_the_generation_config(tmp_path: Path) -> None:
     folder = write_tiny_llm(tmp_path)
     (folder / "generation_config.json").write_text('{"do_sample": false, "max_new_tokens": 7}')
     with LLM(str(folder)) as llm:
-        first, second = llm.generate(["Same prompt"] * 2)
-    assert first.token_ids == second.token_ids
-    assert len(first.token_ids) == 7
+        first_output, second_output = llm.generate(["Same prompt"] * 2)
+    assert first_output.token_ids == second_output.token_ids
+    assert len(first_output.token_ids) == 7
 
 
 def test_stop_strings_truncate_text_and_tokens(llm: LLM) -> None:
@@ -126,9 +129,9 @@ def test_stop_strings_truncate_text_and_tokens(llm: LLM) -> None:
 
 def test_an_end_token_is_counted_but_not_returned(llm: LLM) -> None:
     (full_output,) = llm.generate("Hello", GREEDY)
-    end = full_output.token_ids[5]
-    (truncated_output,) = llm.generate("Hello", SamplingParams(max_new_tokens=12, stop_token_ids=[end]))
-    assert truncated_output.token_ids == full_output.token_ids[: full_output.token_ids.index(end)]
+    end_token = full_output.token_ids[5]
+    (truncated_output,) = llm.generate("Hello", SamplingParams(max_new_tokens=12, stop_token_ids=[end_token]))
+    assert truncated_output.token_ids == full_output.token_ids[: full_output.token_ids.index(end_token)]
     assert truncated_output.text == llm.tokenizer.decode_ids(truncated_output.token_ids)
     assert (truncated_output.finish_reason, truncated_output.num_generated_tokens) == (
         "stop",
@@ -144,14 +147,14 @@ def test_several_steps_per_call_give_the_same_outputs(model: Path, llm: LLM) -> 
         SamplingParams(max_new_tokens=40, stop_token_ids=[full_output.token_ids[5]]),
     ]
     with LLM(str(model), max_num_steps=8) as llm_with_steps:
-        several_outputs = llm_with_steps.generate(["Hello"] * 3, params)
-    single_output = llm.generate(["Hello"] * 3, params)
-    for left, right in zip(several_outputs, single_output, strict=True):
-        assert (left.text, left.token_ids, left.finish_reason, left.num_generated_tokens) == (
-            right.text,
-            right.token_ids,
-            right.finish_reason,
-            right.num_generated_tokens,
+        actual_outputs = llm_with_steps.generate(["Hello"] * 3, params)
+    expected_outputs = llm.generate(["Hello"] * 3, params)
+    for actual, expected in zip(actual_outputs, expected_outputs, strict=True):
+        assert (actual.text, actual.token_ids, actual.finish_reason, actual.num_generated_tokens) == (
+            expected.text,
+            expected.token_ids,
+            expected.finish_reason,
+            expected.num_generated_tokens,
         )
 
 
@@ -192,12 +195,12 @@ def test_chat_passes_variables_to_the_template(llm: LLM) -> None:
 def test_joined_stream_chunks_equal_generate(llm: LLM) -> None:
     params = SamplingParams(max_new_tokens=30)
     stream = llm.stream("Hello", params)
-    first = next(stream)
+    first_chunk = next(stream)
     assert 1 <= stream.num_tokens
-    chunks = [first, *stream]
+    chunks = [first_chunk, *stream]
     assert stream.num_tokens == len(stream.output.token_ids)
-    fewest = 3 if llm.pipeline.session.queue is None else 1  # a GPU runs more steps in one call
-    assert len(chunks) > fewest  # some chunks have several tokens
+    min_chunks = 3 if llm.pipeline.session.queue is None else 1  # on a GPU, one call may run all steps
+    assert len(chunks) > min_chunks  # fewer chunks than tokens, because a call may run several steps
     assert "".join(chunks) == stream.output.text
     assert stream.output.token_ids == llm.generate("Hello", params)[0].token_ids
 
@@ -246,7 +249,7 @@ def test_invalid_prompts_are_refused(prompts: Any, expected_message: str, llm: L
         llm.generate(prompts, GREEDY)
 
 
-def test_the_whole_batch_is_checked_before_any_of_it_runs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_prompts_are_checked_before_one_of_them_runs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     wrap_batch_functions(llm, monkeypatch, lambda run: lambda *_: pytest.fail("a request ran"))
     with pytest.raises(PromptTooLongError) as caught:
         llm.generate(["fine", "x" * (MAX_LENGTH + 1)], GREEDY)
@@ -272,20 +275,20 @@ BatchFunction = Callable[..., Any]
 
 
 def wrap_batch_functions(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, around: Callable[[BatchFunction], BatchFunction]
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, wrap: Callable[[BatchFunction], BatchFunction]
 ) -> None:
     """Wrap the functions that run a batch: `execute`, and with overlapped steps also the launch of a step."""
-    monkeypatch.setattr(llm.pipeline, "execute", around(llm.pipeline.execute))
+    monkeypatch.setattr(llm.pipeline, "execute", wrap(llm.pipeline.execute))
     if isinstance(llm._scheduler, OverlappedScheduler):
         steps: Any = llm._scheduler._steps
-        monkeypatch.setattr(steps, "launch", around(steps.launch))
+        monkeypatch.setattr(steps, "launch", wrap(steps.launch))
 
 
 @pytest.fixture(params=["default", "overlapped"])
-def stepping(
+def llm_variant(
     request: pytest.FixtureRequest, model: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[LLM]:
-    """The shared LLM, and one with overlapped steps on every machine."""
+    """Return the shared LLM (``default``), or an LLM that overlaps steps on any device (``overlapped``)."""
     if request.param == "default":
         yield llm
         return
@@ -299,13 +302,13 @@ def stepping(
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_an_interruption_cancels_all_requests(
-    error: type[BaseException], stepping: LLM, monkeypatch: pytest.MonkeyPatch
+    error: type[BaseException], llm_variant: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = stepping
+    llm = llm_variant
     expected = [output.token_ids for output in llm.generate(["Hello"] * 9, GREEDY)]
     calls = []
 
-    def failing_execute(run: BatchFunction) -> BatchFunction:
+    def fail_at_fourth_call(run: BatchFunction) -> BatchFunction:
         def wrapped(*args: Any) -> Any:
             calls.append(1)
             if len(calls) >= 4:
@@ -315,7 +318,7 @@ def test_an_interruption_cancels_all_requests(
         return wrapped
 
     with monkeypatch.context() as patch:
-        wrap_batch_functions(llm, patch, failing_execute)
+        wrap_batch_functions(llm, patch, fail_at_fourth_call)
         with pytest.raises(error):
             llm.generate(["Hello"] * 9, GREEDY)
     assert len(calls) >= 4
@@ -324,10 +327,10 @@ def test_an_interruption_cancels_all_requests(
     assert [output.token_ids for output in llm.generate(["Hello"] * 9, GREEDY)] == expected
 
 
-def test_ctrl_c_waits_for_the_step_to_end(stepping: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_waits_for_the_step_to_end(llm_variant: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     finished_steps = []
 
-    def interrupted_execute(run: BatchFunction) -> BatchFunction:
+    def interrupt_during_call(run: BatchFunction) -> BatchFunction:
         def wrapped(*args: Any) -> Any:
             signal.raise_signal(signal.SIGINT)
             outputs = run(*args)
@@ -337,14 +340,14 @@ def test_ctrl_c_waits_for_the_step_to_end(stepping: LLM, monkeypatch: pytest.Mon
         return wrapped
 
     with monkeypatch.context() as patch:
-        wrap_batch_functions(stepping, patch, interrupted_execute)
+        wrap_batch_functions(llm_variant, patch, interrupt_during_call)
         with pytest.raises(KeyboardInterrupt):
-            stepping.generate(["Hello"] * 9, GREEDY)
+            llm_variant.generate(["Hello"] * 9, GREEDY)
     assert finished_steps == [1]
 
 
-def test_a_failed_request_ends_the_batch(stepping: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = stepping
+def test_a_failed_request_ends_the_batch(llm_variant: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = llm_variant
     step = llm._scheduler.step
 
     def failing_execute(num_steps: int = 1) -> Any:
@@ -359,26 +362,26 @@ def test_a_failed_request_ends_the_batch(stepping: LLM, monkeypatch: pytest.Monk
     assert len(llm.generate(["Hello"] * 9, GREEDY)) == 9
 
 
-def test_a_second_thread_is_refused(stepping: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = stepping
-    has_entered, may_return = threading.Event(), threading.Event()
+def test_a_second_thread_is_refused(llm_variant: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = llm_variant
+    call_started, release_call = threading.Event(), threading.Event()
 
-    def waiting_execute(run: BatchFunction) -> BatchFunction:
+    def wait_in_call(run: BatchFunction) -> BatchFunction:
         def wrapped(*args: Any) -> Any:
-            has_entered.set()
-            may_return.wait(10)
+            call_started.set()
+            release_call.wait(10)
             return run(*args)
 
         return wrapped
 
-    wrap_batch_functions(llm, monkeypatch, waiting_execute)
+    wrap_batch_functions(llm, monkeypatch, wait_in_call)
     outputs: list[GenerationOutput] = []
     thread = threading.Thread(target=lambda: outputs.extend(llm.generate("Hello", GREEDY)))
     thread.start()
-    assert has_entered.wait(10)
+    assert call_started.wait(10)
     with pytest.raises(UnsupportedFeatureError, match="one thread"):
         llm.generate("Hello", GREEDY)
-    may_return.set()
+    release_call.set()
     thread.join()
     assert len(outputs[0].token_ids) == 12
 
@@ -414,9 +417,9 @@ def test_settings_are_passed_by_flat_names(model: Path) -> None:
 
 def test_from_config_accepts_a_complete_configuration(model: Path, llm: LLM) -> None:
     config = PipelineConfig.from_flat({"model_path": str(model)})
-    with LLM.from_config(config) as other:
-        assert other.config is config
-        assert other.generate("Hello", GREEDY)[0].text == llm.generate("Hello", GREEDY)[0].text
+    with LLM.from_config(config) as configured_llm:
+        assert configured_llm.config is config
+        assert configured_llm.generate("Hello", GREEDY)[0].text == llm.generate("Hello", GREEDY)[0].text
 
 
 def test_a_trained_model_generates_its_story(shared_data: Path) -> None:

@@ -45,14 +45,14 @@ def llm(shared_llm: LLM) -> Iterator[LLM]:
 
 
 @pytest.fixture
-def synchronous(llm: LLM, model: Path) -> Iterator[LLM]:
-    """Return an LLM whose steps are single calls of `execute`."""
+def synchronous_llm(llm: LLM, model: Path) -> Iterator[LLM]:
+    """Return an LLM that does not overlap steps, so `execute` computes each step."""
     if not isinstance(llm._scheduler, OverlappedScheduler):
         yield llm
         return
     options: dict[str, Any] = {"kv_cache_block_size": 16, "max_batch_size": 8, "deterministic": True}
-    with LLM(str(model), overlap_steps=False, **options) as other:
-        yield other
+    with LLM(str(model), overlap_steps=False, **options) as new_llm:
+        yield new_llm
 
 
 def list_token_ids(outputs: list[GenerationOutput]) -> list[list[int]]:
@@ -65,11 +65,11 @@ def list_token_ids(outputs: list[GenerationOutput]) -> list[list[int]]:
 def test_several_answers_are_returned_in_order(llm: LLM) -> None:
     outputs = llm.generate(["One", "Two"], SAMPLED, n=3)
     assert [(output.prompt, output.index) for output in outputs] == [
-        (p, i) for p in ("One", "Two") for i in range(3)
+        (prompt, i) for prompt in ("One", "Two") for i in range(3)
     ]
     assert len({tuple(tokens) for tokens in list_token_ids(outputs)}) == 6
     assert list_token_ids(outputs)[::3] == list_token_ids(llm.generate(["One", "Two"], SAMPLED)), (
-        "answer 0 equals the answer with n=1"
+        "answer 0 must equal the answer of a request with n=1"
     )
     for i in (1, 2):
         params = SamplingParams(temperature=1.0, top_k=-1, seed=splitmix64(11, i), max_new_tokens=12)
@@ -79,23 +79,23 @@ def test_several_answers_are_returned_in_order(llm: LLM) -> None:
 
 @pytest.mark.parametrize("prompt_logprobs", [None, 2])
 def test_the_prompt_is_computed_once(
-    prompt_logprobs: int | None, synchronous: LLM, monkeypatch: pytest.MonkeyPatch
+    prompt_logprobs: int | None, synchronous_llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = synchronous
-    rows: list[int] = []
+    llm = synchronous_llm
+    row_counts: list[int] = []
     execute = llm.pipeline.execute
 
     def count_execute(batch: Any, num_steps: int = 1) -> Any:
-        rows.append(sum(context.active_length for context in batch.values()))
+        row_counts.append(sum(context.active_length for context in batch.values()))
         return execute(batch, num_steps)
 
     monkeypatch.setattr(llm.pipeline, "num_steps_for", lambda seconds: 1)
     monkeypatch.setattr(llm.pipeline, "execute", count_execute)
-    prompt = f"Never asked before ({prompt_logprobs}) and longer than three blocks of the cache"
+    prompt = f"A prompt of this test only ({prompt_logprobs}), longer than three blocks of the cache"
     outputs = llm.generate(prompt, SAMPLED, n=4, prompt_logprobs=prompt_logprobs)
     num_cached = (len(prompt) - 1) // 16 * 16
     num_steps = sum(output.num_generated_tokens - 1 for output in outputs)
-    assert sum(rows) == len(prompt) + 3 * (len(prompt) - num_cached) + num_steps
+    assert sum(row_counts) == len(prompt) + 3 * (len(prompt) - num_cached) + num_steps
     assert [output.num_cached_tokens for output in outputs] == [0, num_cached, num_cached, num_cached]
     if prompt_logprobs is not None:
         prompt_rows = [output.prompt_log_probabilities for output in outputs]
@@ -105,13 +105,13 @@ def test_the_prompt_is_computed_once(
 
 def test_best_of_ranks_by_mean_log_probability(llm: LLM) -> None:
     candidates = llm.generate(PROMPT, SAMPLED, n=6, logprobs=0)
-    means = [float(np.mean(token_scores(answer.log_probabilities))) for answer in candidates]
+    mean_scores = [float(np.mean(token_scores(answer.log_probabilities))) for answer in candidates]
     best_outputs = llm.generate(PROMPT, SAMPLED, n=2, best_of=6)
-    order = sorted(range(6), key=lambda i: -means[i])[:2]
+    order = sorted(range(6), key=lambda i: -mean_scores[i])[:2]
     assert list_token_ids(best_outputs) == [candidates[i].token_ids for i in order]
-    assert [answer.score for answer in best_outputs] == pytest.approx([means[i] for i in order])
+    assert [answer.score for answer in best_outputs] == pytest.approx([mean_scores[i] for i in order])
     assert [answer.index for answer in best_outputs] == [0, 1]
-    assert best_outputs[0].log_probabilities is None, "not requested"
+    assert best_outputs[0].log_probabilities is None, "log probabilities were not requested"
     assert candidates[0].score is None
 
 
@@ -124,8 +124,8 @@ def test_best_of_ignores_tokens_after_a_stop_string(llm: LLM) -> None:
 
 
 def test_an_empty_answer_is_ranked_last(llm: LLM) -> None:
-    first = llm.generate(PROMPT, SAMPLED)[0].token_ids[0]
-    params = SamplingParams(temperature=1.0, top_k=-1, seed=11, max_new_tokens=12, stop_token_ids=[first])
+    stop_id = llm.generate(PROMPT, SAMPLED)[0].token_ids[0]
+    params = SamplingParams(temperature=1.0, top_k=-1, seed=11, max_new_tokens=12, stop_token_ids=[stop_id])
     outputs = llm.generate(PROMPT, params, n=3, best_of=3, prompt_logprobs=0)
     assert outputs[-1].token_ids == []
     assert outputs[-1].score == -np.inf
@@ -216,10 +216,14 @@ def test_only_requested_log_probabilities_are_returned(llm: LLM) -> None:
     assert [list(top_entries) for top_entries in single_output.log_probabilities.top_log_probabilities] == [
         [t] for t in single_output.token_ids
     ]
-    prompt = llm.generate(PROMPT, SAMPLED, prompt_logprobs=1)[0]
-    assert prompt.log_probabilities is None
-    assert prompt.num_cached_tokens == 0, "tokens with log probabilities are not read from the cache"
-    assert list_token_ids([plain_output]) == list_token_ids([single_output]) == list_token_ids([prompt])
+    prompt_output = llm.generate(PROMPT, SAMPLED, prompt_logprobs=1)[0]
+    assert prompt_output.log_probabilities is None
+    assert prompt_output.num_cached_tokens == 0, (
+        "scoring a prompt computes all its tokens, so none are read from the cache"
+    )
+    assert (
+        list_token_ids([plain_output]) == list_token_ids([single_output]) == list_token_ids([prompt_output])
+    )
 
 
 def test_log_probabilities_are_bit_equal_in_batches_and_chunks(model: Path, llm: LLM) -> None:
@@ -232,8 +236,8 @@ def test_log_probabilities_are_bit_equal_in_batches_and_chunks(model: Path, llm:
         "max_batch_size": 3,
         "enable_prefix_caching": False,
     }
-    with LLM(str(model), kv_cache_block_size=16, deterministic=True, **small_limits) as chunking:
-        assert chunking.generate(prompts, SAMPLED, **options) == single_outputs
+    with LLM(str(model), kv_cache_block_size=16, deterministic=True, **small_limits) as chunking_llm:
+        assert chunking_llm.generate(prompts, SAMPLED, **options) == single_outputs
 
 
 def test_tokens_after_a_stop_string_have_no_log_probabilities(llm: LLM) -> None:
@@ -256,12 +260,12 @@ def param_fields(params: SamplingParams) -> dict[str, Any]:
 
 
 def test_a_prompt_is_scored_without_generating(llm: LLM) -> None:
-    no_tokens = SamplingParams(max_new_tokens=0)
-    (output,) = llm.generate(PROMPT, no_tokens, logprobs=1, prompt_logprobs=1)
+    zero_token_params = SamplingParams(max_new_tokens=0)
+    (output,) = llm.generate(PROMPT, zero_token_params, logprobs=1, prompt_logprobs=1)
     assert (output.text, output.token_ids, output.num_generated_tokens) == ("", [], 0)
     assert output.log_probabilities == LogProbabilities([], [])
-    (with_tokens,) = llm.generate(PROMPT, SAMPLED, prompt_logprobs=1)
-    assert output.prompt_log_probabilities == with_tokens.prompt_log_probabilities
+    (generated_output,) = llm.generate(PROMPT, SAMPLED, prompt_logprobs=1)
+    assert output.prompt_log_probabilities == generated_output.prompt_log_probabilities
     assert len(token_scores(output.prompt_log_probabilities)) == len(PROMPT) - 1
     (single_output,) = llm.generate([[65]], SAMPLED, prompt_logprobs=1)
     assert single_output.prompt_log_probabilities == LogProbabilities([], [])
@@ -276,7 +280,7 @@ def test_the_output_of_a_stream_has_log_probabilities(llm: LLM) -> None:
 
 # All options in one batch.
 
-MIXTURE: list[dict[str, Any]] = [
+MIXED_FIELDS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 1.0, "top_k": -1, "seed": 1},
     {"top_k": 20, "top_p": 0.9, "seed": 2, "repetition_penalty": 1.3},
@@ -298,13 +302,15 @@ MIXTURE: list[dict[str, Any]] = [
     ],
 )
 def test_a_mixed_batch_equals_single_prompts(config: dict[str, Any], model: Path, llm: LLM) -> None:
-    params = [SamplingParams(max_new_tokens=24, **fields) for fields in MIXTURE]
+    params = [SamplingParams(max_new_tokens=24, **fields) for fields in MIXED_FIELDS]
     prompts = ["abcabcabcabc", "One two one two one two", "x", "The end. The end. The"] * 2
     options: dict[str, Any] = {"n": 2, "logprobs": 1}
     single_outputs = [llm.generate(*request, **options) for request in zip(prompts, params, strict=True)]
-    with LLM(str(model), kv_cache_block_size=16, deterministic=True, **config) as other:
-        batch_outputs = other.generate(prompts, params, **options)
-        assert ("speculative_method" in config) == (other.pipeline.speculation_stats.num_accepted > 0)
+    with LLM(str(model), kv_cache_block_size=16, deterministic=True, **config) as configured_llm:
+        batch_outputs = configured_llm.generate(prompts, params, **options)
+        assert ("speculative_method" in config) == (
+            configured_llm.pipeline.speculation_stats.num_accepted > 0
+        )
     for expected, result in zip(chain.from_iterable(single_outputs), batch_outputs, strict=True):
         assert result.token_ids == expected.token_ids
         assert (result.text, result.finish_reason) == (expected.text, expected.finish_reason)
@@ -315,18 +321,20 @@ def test_a_mixed_batch_equals_single_prompts(config: dict[str, Any], model: Path
 
 
 def test_token_rules_are_followed(llm: LLM) -> None:
-    allowed = [ord(letter) - 33 for letter in "abcxyz"]
-    params = SamplingParams(**param_fields(SAMPLED), allowed_token_ids=allowed, logit_bias={allowed[0]: -100})
+    allowed_ids = [ord(letter) - 33 for letter in "abcxyz"]
+    params = SamplingParams(
+        **param_fields(SAMPLED), allowed_token_ids=allowed_ids, logit_bias={allowed_ids[0]: -100}
+    )
     outputs = llm.generate(["One", "Two"], params, n=2)
-    assert {token for tokens in list_token_ids(outputs) for token in tokens} <= set(allowed[1:])
-    greedy = llm.generate("One", SamplingParams(max_new_tokens=8))[0].token_ids
-    banned_params = SamplingParams(max_new_tokens=8, banned_token_ids=greedy)
-    assert not set(greedy) & set(llm.generate("One", banned_params)[0].token_ids)
-    sequence = list(greedy[3:6])
-    params = SamplingParams(max_new_tokens=8, banned_sequences=[sequence])
-    other = llm.generate("One", params)[0].token_ids
-    assert list(other[:5]) == list(greedy[:5])
-    assert all(list(other[start : start + 3]) != sequence for start in range(len(other)))
+    assert {token for tokens in list_token_ids(outputs) for token in tokens} <= set(allowed_ids[1:])
+    greedy_tokens = llm.generate("One", SamplingParams(max_new_tokens=8))[0].token_ids
+    banned_params = SamplingParams(max_new_tokens=8, banned_token_ids=greedy_tokens)
+    assert not set(greedy_tokens) & set(llm.generate("One", banned_params)[0].token_ids)
+    banned_sequence = list(greedy_tokens[3:6])
+    params = SamplingParams(max_new_tokens=8, banned_sequences=[banned_sequence])
+    new_tokens = llm.generate("One", params)[0].token_ids
+    assert list(new_tokens[:5]) == list(greedy_tokens[:5])
+    assert all(list(new_tokens[start : start + 3]) != banned_sequence for start in range(len(new_tokens)))
 
 
 @pytest.mark.parametrize(
@@ -347,10 +355,10 @@ def test_contradictory_token_rules_are_refused(rules: dict[str, Any], message: s
 
 def test_a_grammar_applies_only_to_its_prompt(llm: LLM) -> None:
     grammar = Grammar("regex", "[0-9]{3}")
-    unconstrained, constrained_output = llm.generate(["One", "Two"], SAMPLED, grammar=[None, grammar])
+    unconstrained_output, constrained_output = llm.generate(["One", "Two"], SAMPLED, grammar=[None, grammar])
     assert constrained_output.text.isdigit()
     assert (len(constrained_output.text), constrained_output.finish_reason) == (3, "stop")
-    assert unconstrained.token_ids == llm.generate("One", SAMPLED)[0].token_ids
+    assert unconstrained_output.token_ids == llm.generate("One", SAMPLED)[0].token_ids
 
 
 def test_a_response_format_constrains_the_output(llm: LLM) -> None:
@@ -382,9 +390,9 @@ def test_an_unknown_adapter_is_refused(llm: LLM) -> None:
 
 
 def test_closing_ends_the_compilation_of_grammars(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed: list[str] = []
+    close_calls: list[str] = []
     with LLM(str(model)) as llm:
         grammars = llm.pipeline.grammars
         assert grammars is not None
-        monkeypatch.setattr(grammars, "close", lambda: closed.append("yes"))
-    assert closed == ["yes"]
+        monkeypatch.setattr(grammars, "close", lambda: close_calls.append("yes"))
+    assert close_calls == ["yes"]

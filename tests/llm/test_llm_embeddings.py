@@ -23,7 +23,7 @@ from penstock.errors import (
 
 TEXTS = ["the cat sat on the mat", "hello world", "a big red car"]
 PROMPTS = {"prompts": {"query": "query: ", "passage": "passage: "}}
-CAT = [CLS, TOKENS.index("cat"), SEP]
+CAT_TOKENS = [CLS, TOKENS.index("cat"), SEP]
 
 
 @pytest.fixture(scope="module")
@@ -57,26 +57,26 @@ def test_one_text_gives_a_vector_and_several_a_matrix(llm: LLM) -> None:
 
 
 def test_a_step_computes_many_short_inputs(llm: LLM) -> None:
-    steps = []
+    batch_sizes = []
     execute = llm.pipeline.execute
 
-    def count(batch: Any, num_steps: int = 1) -> Any:
-        steps.append(len(batch))
+    def count_and_execute(batch: Any, num_steps: int = 1) -> Any:
+        batch_sizes.append(len(batch))
         return execute(batch, num_steps)
 
-    llm.pipeline.execute = count
+    llm.pipeline.execute = count_and_execute
     try:
         llm.embed(TEXTS * 30)
     finally:
         del llm.pipeline.execute
-    assert steps == [90]
+    assert batch_sizes == [90]
 
 
 def test_token_ids_are_accepted_as_inputs(llm: LLM) -> None:
     expected = llm.embed("cat")
-    assert np.array_equal(llm.embed(CAT), expected)
-    assert np.array_equal(llm.embed(np.array(CAT)), expected)
-    assert np.array_equal(llm.embed([CAT, "cat"]), [expected, expected])
+    assert np.array_equal(llm.embed(CAT_TOKENS), expected)
+    assert np.array_equal(llm.embed(np.array(CAT_TOKENS)), expected)
+    assert np.array_equal(llm.embed([CAT_TOKENS, "cat"]), [expected, expected])
 
 
 def test_no_inputs_give_no_outputs(llm: LLM, classifier: LLM) -> None:
@@ -89,20 +89,20 @@ def test_no_inputs_give_no_outputs(llm: LLM, classifier: LLM) -> None:
 
 
 def test_options_change_the_vectors_as_defined(llm: LLM) -> None:
-    full_output = llm.embed("cat", normalize=False)
-    assert np.linalg.norm(full_output) != pytest.approx(1)
+    full_vector = llm.embed("cat", normalize=False)
+    assert np.linalg.norm(full_vector) != pytest.approx(1)
     truncated_vector = llm.embed("cat", dimensions=8)
-    np.testing.assert_allclose(truncated_vector, full_output[:8] / np.linalg.norm(full_output[:8]), atol=1e-6)
+    np.testing.assert_allclose(truncated_vector, full_vector[:8] / np.linalg.norm(full_vector[:8]), atol=1e-6)
     with pytest.raises(InputError, match="dimensions must be one of 8, 32, was 7"):
         llm.embed("cat", dimensions=7)
     assert np.array_equal(llm.embed("cat", prompt_name="query"), llm.embed("query: cat"))
     assert np.array_equal(llm.embed("cat", prompt="the "), llm.embed("the cat"))
-    first = llm.embed("cat sat", pooling="cls", normalize=False)
-    assert not np.allclose(first, llm.embed("cat sat", normalize=False))
-    long = "cat " * 100
-    assert llm.embed(long, truncate=True).shape == (HIDDEN,)
+    cls_vector = llm.embed("cat sat", pooling="cls", normalize=False)
+    assert not np.allclose(cls_vector, llm.embed("cat sat", normalize=False))
+    long_text = "cat " * 100
+    assert llm.embed(long_text, truncate=True).shape == (HIDDEN,)
     with pytest.raises(PromptTooLongError, match="102 tokens, but the maximum length is 64"):
-        llm.embed(long)
+        llm.embed(long_text)
 
 
 def test_all_kinds_of_outputs_are_returned(llm: LLM) -> None:
@@ -127,9 +127,9 @@ def test_all_kinds_of_outputs_are_returned(llm: LLM) -> None:
 def test_an_error_names_its_input_and_leaves_no_state(
     llm: LLM, inputs: list[Any], options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(PenstockError, match=message) as error:
+    with pytest.raises(PenstockError, match=message) as caught:
         llm.embed(inputs, **options)
-    assert error.value.__notes__ == ["in input 2 of 2"]
+    assert caught.value.__notes__ == ["in input 2 of 2"]
     assert not llm._scheduler.has_work
     assert llm.embed("cat").shape == (HIDDEN,)
 
@@ -141,10 +141,10 @@ def test_an_error_frees_the_slots_of_adapters(tmp_path: Path) -> None:
     with LLM(str(model), lora=lora, max_loras=1) as llm:
         with pytest.raises(InputError, match="the input is empty"):
             llm.embed(["cat", ""], adapter="a")
-        plain_vector, first, second = llm.embed(["cat"] * 3, adapter=[None, "a", "b"])
-        assert not np.allclose(plain_vector, first, atol=1e-3)
-        assert not np.allclose(first, second, atol=1e-3)
-        assert np.array_equal(llm.embed("cat", adapter="b"), second)
+        plain_vector, first_vector, second_vector = llm.embed(["cat"] * 3, adapter=[None, "a", "b"])
+        assert not np.allclose(plain_vector, first_vector, atol=1e-3)
+        assert not np.allclose(first_vector, second_vector, atol=1e-3)
+        assert np.array_equal(llm.embed("cat", adapter="b"), second_vector)
 
 
 def test_adapters_that_do_not_match_the_inputs_are_refused(llm: LLM) -> None:
@@ -166,13 +166,13 @@ def test_similarities_use_the_prompts_of_the_checkpoint(llm: LLM) -> None:
         llm.score("cat", TEXTS, activation=False)
 
 
-@pytest.mark.parametrize("kind", ["dot", "euclidean"])
-def test_scores_use_the_similarity_function_of_the_checkpoint(tmp_path: Path, kind: str) -> None:
-    settings = {"similarity_fn_name": kind}
+@pytest.mark.parametrize("similarity", ["dot", "euclidean"])
+def test_scores_use_the_similarity_function_of_the_checkpoint(tmp_path: Path, similarity: str) -> None:
+    settings = {"similarity_fn_name": similarity}
     modules = ("Transformer", "Pooling")
     with LLM(str(write_tiny_embedder(tmp_path, settings=settings, modules=modules))) as llm:
         [query, text] = llm.embed(["cat", "dog"])
-        expected = query @ text if kind == "dot" else -np.linalg.norm(query - text)
+        expected = query @ text if similarity == "dot" else -np.linalg.norm(query - text)
         assert llm.score("cat", "dog") == pytest.approx([expected], rel=1e-5)
 
 
@@ -211,7 +211,7 @@ def test_classify_returns_probabilities_of_the_labels(classifier: LLM, llm: LLM)
     np.testing.assert_allclose(results[0].scores, exponents / exponents.sum(), atol=1e-6)
     with pytest.raises(UnsupportedFeatureError, match="the output scores"):
         llm.classify("cat")
-    with pytest.raises(InputError, match=r"the model has 3 labels: a cross-encoder has one"):
+    with pytest.raises(InputError, match=r"the model has 3 labels, but a cross-encoder has one"):
         classifier.score("cat", "dog")
 
 

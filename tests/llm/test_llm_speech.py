@@ -38,9 +38,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     (folder / "ben.txt").write_text("I am Ben.\n")
     (folder / "carl.json").write_text(json.dumps({"codes": [1, 2, 3], "transcription": "I am Carl."}))
     model = write_tiny_speech(folder / "model", max_characters=40)
-    with (
-        pytest.MonkeyPatch.context() as patch,
-    ):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         voices = (f"ben={folder / 'ben.wav'}", f"carl={folder / 'carl.json'}", "dora=7,7,7")
         with open_speech_llm(model, voice=voices) as llm:
@@ -64,9 +62,9 @@ def test_one_text_gives_one_speech_and_several_a_list(llm: LLM) -> None:
 
 
 def test_joined_stream_chunks_equal_the_audio_of_speak(llm: LLM) -> None:
-    long = "One sentence is this. Another one follows it. And here is the third of them."
-    assert len(llm.tokenizer.split(long)) > 1
-    for text in (TEXTS[0], long):
+    long_text = "One sentence is this. Another one follows it. And here is the third of them."
+    assert len(llm.tokenizer.split(long_text)) > 1
+    for text in (TEXTS[0], long_text):
         stream = llm.stream_speech(text, PARAMS)
         chunks = list(stream)
         assert all(isinstance(chunk, AudioGeneratorOutput) for chunk in chunks)
@@ -76,16 +74,16 @@ def test_joined_stream_chunks_equal_the_audio_of_speak(llm: LLM) -> None:
             np.concatenate([chunk.audio_data.numpy() for chunk in chunks]), full_audio.audio
         )
         assert len(chunks) > 1
-        last = chunks[-1].metadata
-        assert (last["sample_rate"], last["num_tokens"]) == (RATE, full_audio.num_tokens)
-        assert last["seconds"] == full_audio.seconds
+        last_metadata = chunks[-1].metadata
+        assert (last_metadata["sample_rate"], last_metadata["num_tokens"]) == (RATE, full_audio.num_tokens)
+        assert last_metadata["seconds"] == full_audio.seconds
         assert stream.sample_rate == RATE
 
 
 def test_a_closed_stream_frees_its_request(llm: LLM) -> None:
     stream = llm.stream_speech(TEXTS[0], PARAMS)
     next(stream)
-    with pytest.raises(UnsupportedFeatureError, match="two places at once"):
+    with pytest.raises(UnsupportedFeatureError, match="two calls at the same time"):
         llm.speak("a", PARAMS)
     stream.close()
     assert llm.speak("a", PARAMS).num_tokens
@@ -93,13 +91,19 @@ def test_a_closed_stream_frees_its_request(llm: LLM) -> None:
 
 
 def test_voices_change_the_speech(llm: LLM) -> None:
-    ben, carl, dora = (llm.pipeline.voices[name] for name in ("ben", "carl", "dora"))
-    assert (ben.transcription, carl.transcription, dora.codes) == ("I am Ben.", "I am Carl.", [7, 7, 7])
-    assert len(ben.codes) == 20, "the recording is resampled to the rate of the codec"
-    assert ben.codes == sorted(ben.codes)
+    ben_voice, carl_voice, dora_voice = (llm.pipeline.voices[name] for name in ("ben", "carl", "dora"))
+    assert (ben_voice.transcription, carl_voice.transcription, dora_voice.codes) == (
+        "I am Ben.",
+        "I am Carl.",
+        [7, 7, 7],
+    )
+    assert len(ben_voice.codes) == 20, "the recording is resampled to the rate of the codec"
+    assert ben_voice.codes == sorted(ben_voice.codes)
     speech = llm.speak("hi", PARAMS, voice="carl")
-    prompt = llm.speak("hi", PARAMS, audio_prompt_tokens=[1, 2, 3], audio_prompt_transcription="I am Carl.")
-    np.testing.assert_array_equal(speech.audio, prompt.audio)
+    cloned_speech = llm.speak(
+        "hi", PARAMS, audio_prompt_tokens=[1, 2, 3], audio_prompt_transcription="I am Carl."
+    )
+    np.testing.assert_array_equal(speech.audio, cloned_speech.audio)
     assert not np.array_equal(speech.audio, llm.speak("hi", PARAMS).audio)
     with pytest.raises(InputError, match="voice 'eve' is unknown: known are ben, carl, dora"):
         llm.speak("hi", PARAMS, voice="eve")
@@ -124,13 +128,15 @@ def test_a_voice_is_encoded_once_and_cached(tmp_path: Path, monkeypatch: pytest.
         file.setframerate(RATE)
         file.writeframes(np.zeros(8 * SAMPLES_PER_FRAME, "<i2").tobytes())
     codec = FakeCodec(1)
-    calls = []
-    encode = codec.encode
-    monkeypatch.setattr(codec, "encode", lambda samples: (calls.append(len(samples)), encode(samples))[1])
+    encoded_lengths = []
+    original_encode = codec.encode
+    monkeypatch.setattr(
+        codec, "encode", lambda samples: (encoded_lengths.append(len(samples)), original_encode(samples))[1]
+    )
     voices = [f"a={tmp_path / 'a.wav'}"]
-    first = load_voices(voices, codec, tmp_path / "codec")
-    assert load_voices(voices, codec, tmp_path / "codec") == first
-    assert calls == [4 * SAMPLES_PER_FRAME]
+    loaded_voices = load_voices(voices, codec, tmp_path / "codec")
+    assert load_voices(voices, codec, tmp_path / "codec") == loaded_voices
+    assert encoded_lengths == [4 * SAMPLES_PER_FRAME]
     for invalid, message in [
         ("a=missing.wav", "'a' cannot be used: .*No such file"),
         ("a=1,2,99", "codes must be from 0 to 15"),

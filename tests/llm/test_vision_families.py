@@ -42,7 +42,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[int, str], str]] = {
         "<|vision_start|><|image_pad|><|vision_end|>",
     ),
 }
-"""Image processor, its settings, special tokens, and what the chat template writes for an image."""
+"""The image processor, its settings, the special tokens, and the text of an image in the chat template."""
 
 
 def write_family(folder: Path, name: str) -> Any:
@@ -50,15 +50,17 @@ def write_family(folder: Path, name: str) -> Any:
     (architecture,) = (candidate for candidate in PIPELINE_REGISTRY.architectures if candidate.name == name)
     changes = LONG_CONTEXT | ({"mm_tokens_per_image": 16} if name == "gemma3" else {})
     model = save_vision_model(architecture, folder, **changes)
-    processor, settings, special, image = FAMILIES[name]
-    vocabulary = {chr(code): code for code in range(126)} | {text: index for index, text in special.items()}
+    processor, settings, special_tokens, image_text = FAMILIES[name]
+    vocabulary = {chr(code): code for code in range(126)} | {
+        text: index for index, text in special_tokens.items()
+    }
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.add_special_tokens(list(special.values()))
+    tokenizer.add_special_tokens(list(special_tokens.values()))
     tokenizer.save(str(folder / "tokenizer.json"))
     template = (
         "{% for m in messages %}{% for part in m.content %}{% if part.type == 'image' %}"
-        + image
+        + image_text
         + "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}."
     )
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
@@ -96,7 +98,7 @@ def test_text_about_two_images_equals_transformers(name: str, tmp_path: Path) ->
     )
     assert output.token_ids == text[0, ids.shape[1] :].tolist()
     settings = {"max_batch_input_tokens": 8, "max_batch_size": 2, "kv_cache_block_size": 16}
-    # prompts computed in small chunks
+    # Prompts are computed in chunks of 8 tokens.
     with LLM(tmp_path, quantization_encoding="float32", **settings) as llm:
-        first, second = llm.chat([image_chat("What?", images)] * 2, GREEDY, use_tqdm=False)
-    assert first.token_ids == second.token_ids == output.token_ids
+        first_output, second_output = llm.chat([image_chat("What?", images)] * 2, GREEDY, use_tqdm=False)
+    assert first_output.token_ids == second_output.token_ids == output.token_ids

@@ -45,7 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def adapted_logits(checkpoint: Path, adapter: Path, **config: Any) -> torch.Tensor:
+def compute_adapted_logits(checkpoint: Path, adapter: Path, **config: Any) -> torch.Tensor:
     pipeline = open_pipeline(checkpoint, lora=(f"tone={adapter}",), **config)
     return step_logits(pipeline, [make_context(PROMPT, adapter="tone")])[0]
 
@@ -55,7 +55,7 @@ def adapted_logits(checkpoint: Path, adapter: Path, **config: Any) -> torch.Tens
 def test_logits_equal_peft(checkpoint: Path, case: str, kernels: str, tmp_path: Path) -> None:
     adapter = write_adapter(checkpoint, tmp_path, **CASES[case])
     expected = peft_logits(checkpoint, adapter, PROMPT)
-    actual = adapted_logits(checkpoint, adapter, kernels=kernels)
+    actual = compute_adapted_logits(checkpoint, adapter, kernels=kernels)
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-5)
     plain_logits = step_logits(open_pipeline(checkpoint), [make_context(PROMPT)])[0]
     assert float((actual - plain_logits).abs().max()) > 0.01
@@ -65,47 +65,51 @@ def test_an_adapter_on_a_tied_head_does_not_change_the_embedding(tmp_path: Path)
     checkpoint = write_checkpoint(tmp_path / "base", {**tiny_config(), "tie_word_embeddings": True})
     adapter = write_adapter(checkpoint, tmp_path / "adapter", target_modules=["lm_head"])
     expected = peft_logits(checkpoint, adapter, PROMPT)
-    torch.testing.assert_close(adapted_logits(checkpoint, adapter), expected, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(compute_adapted_logits(checkpoint, adapter), expected, atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_adapters_apply_to_quantized_layers_and_heads(tied: bool, tmp_path: Path) -> None:
-    """PEFT saves a copy of an adapted head. The expected logits are those of the quantized head."""
-    checkpoint = write_checkpoint(tmp_path / "base", {**tiny_config(), "tie_word_embeddings": tied})
+@pytest.mark.parametrize("is_head_tied", [False, True])
+def test_adapters_apply_to_quantized_layers_and_heads(is_head_tied: bool, tmp_path: Path) -> None:
+    """PEFT saves an unquantized copy of an adapted head. The adapter is added to the quantized head."""
+    checkpoint = write_checkpoint(tmp_path / "base", {**tiny_config(), "tie_word_embeddings": is_head_tied})
     adapter = write_adapter(checkpoint, tmp_path / "adapter", target_modules=["lm_head", "up_proj"])
     plain_logits, quantized_logits = (
         step_logits(open_pipeline(checkpoint, quantization_encoding=encoding), [make_context(PROMPT)])[0]
         for encoding in ("float32", "int8")
     )
-    exact_logits = adapted_logits(checkpoint, adapter)
-    result = adapted_logits(checkpoint, adapter, quantization_encoding="int8")
+    exact_logits = compute_adapted_logits(checkpoint, adapter)
+    quantized_adapted_logits = compute_adapted_logits(checkpoint, adapter, quantization_encoding="int8")
     assert float((quantized_logits - plain_logits).norm()) > 0
-    assert float((result - exact_logits).norm()) < 0.5 * float((plain_logits - exact_logits).norm())
+    assert float((quantized_adapted_logits - exact_logits).norm()) < 0.5 * float(
+        (plain_logits - exact_logits).norm()
+    )
 
 
-@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("stored_dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_adapters_stored_in_other_types_equal_peft(
-    checkpoint: Path, stored: torch.dtype, tmp_path: Path
+    checkpoint: Path, stored_dtype: torch.dtype, tmp_path: Path
 ) -> None:
     adapter = write_adapter(checkpoint, tmp_path)
     file = adapter / "adapter_model.safetensors"
-    save_file({name: tensor.to(stored) for name, tensor in load_file(file).items()}, file)
+    save_file({name: tensor.to(stored_dtype) for name, tensor in load_file(file).items()}, file)
     expected = peft_logits(checkpoint, adapter, PROMPT)
-    torch.testing.assert_close(adapted_logits(checkpoint, adapter), expected, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(compute_adapted_logits(checkpoint, adapter), expected, atol=1e-4, rtol=1e-5)
 
 
 def test_tensor_names_with_the_name_of_the_adapter_are_read(checkpoint: Path, tmp_path: Path) -> None:
     adapter = write_adapter(checkpoint, tmp_path)
-    expected = adapted_logits(checkpoint, adapter)
+    expected = compute_adapted_logits(checkpoint, adapter)
     file = adapter / "adapter_model.safetensors"
-    save_file({key.replace(".weight", ".default.weight"): t for key, t in load_file(file).items()}, file)
-    assert torch.equal(adapted_logits(checkpoint, adapter), expected)
+    save_file(
+        {name.replace(".weight", ".default.weight"): tensor for name, tensor in load_file(file).items()}, file
+    )
+    assert torch.equal(compute_adapted_logits(checkpoint, adapter), expected)
 
 
 def test_bfloat16_logits_are_close(checkpoint: Path, tmp_path: Path) -> None:
     adapter = write_adapter(checkpoint, tmp_path)
-    exact_logits = adapted_logits(checkpoint, adapter)
-    rounded_logits = adapted_logits(checkpoint, adapter, quantization_encoding="bfloat16")
+    exact_logits = compute_adapted_logits(checkpoint, adapter)
+    rounded_logits = compute_adapted_logits(checkpoint, adapter, quantization_encoding="bfloat16")
     plain_logits = step_logits(open_pipeline(checkpoint), [make_context(PROMPT)])[0]
     assert float((rounded_logits - exact_logits).abs().mean()) < 0.1 * float(
         (plain_logits - exact_logits).abs().mean()
@@ -161,15 +165,15 @@ def test_module_patterns_match_the_same_modules_as_peft(
             if isinstance(getattr(module, "lora_A", None), torch.nn.ModuleDict)
         }
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", **config}))
-    adapter_config_ = AdapterConfig.read(tmp_path)
+    saved_adapter_config = AdapterConfig.read(tmp_path)
     names = Weights.open(checkpoint).names
     linears = [
         name.removesuffix(".weight") for name in names if name.endswith(("_proj.weight", "head.weight"))
     ]
     result = {
-        name: (adapter_config_.layer_rank(name), adapter_config_.layer_scale(name))
+        name: (saved_adapter_config.layer_rank(name), saved_adapter_config.layer_scale(name))
         for name in linears
-        if adapter_config_.targets(name)
+        if saved_adapter_config.targets(name)
     }
     assert result == expected
 

@@ -32,11 +32,14 @@ PROMPT = random_tokens(40, 130, seed=5)
 
 @pytest.fixture
 def open_adapted(checkpoint: Path, adapters: dict[str, Path]) -> Callable[..., TextGenerationPipeline]:
-    def open_with(**config: object) -> TextGenerationPipeline:
-        flat = {"lora": tuple(f"{name}={path}" for name, path in adapters.items()), "kv_cache_block_size": 16}
-        return open_pipeline(checkpoint, **{**flat, "deterministic": True, **config})
+    def open_with_settings(**config: object) -> TextGenerationPipeline:
+        settings = {
+            "lora": tuple(f"{name}={path}" for name, path in adapters.items()),
+            "kv_cache_block_size": 16,
+        }
+        return open_pipeline(checkpoint, **{**settings, "deterministic": True, **config})
 
-    return open_with
+    return open_with_settings
 
 
 def lora_manager(pipeline: TextGenerationPipeline) -> LoRAManager:
@@ -45,13 +48,15 @@ def lora_manager(pipeline: TextGenerationPipeline) -> LoRAManager:
     return manager
 
 
-NAMES = ["all", None, "some", "head", "all", None, "some"]
+ADAPTER_NAMES = ["all", None, "some", "head", "all", None, "some"]
 
 
-def mixed_logits(pipeline: TextGenerationPipeline) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the logits of a mixed batch, and those of each context in its own batch."""
+def compute_batch_and_single_logits(
+    pipeline: TextGenerationPipeline,
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the logits of a batch of several adapters, and the logits of each context alone."""
     lengths = [3, 17, 1, 40, 9, 2, 33]
-    batch = [make_context(PROMPT[:n], adapter=name) for n, name in zip(lengths, NAMES, strict=True)]
+    batch = [make_context(PROMPT[:n], adapter=name) for n, name in zip(lengths, ADAPTER_NAMES, strict=True)]
     batch_logits = step_logits(pipeline, batch)
     for context in batch:
         pipeline.release(context)
@@ -66,9 +71,9 @@ def mixed_logits(pipeline: TextGenerationPipeline) -> tuple[list[torch.Tensor], 
 def test_a_mixed_batch_is_bit_equal_to_single_requests(
     open_adapted: Callable[..., TextGenerationPipeline],
 ) -> None:
-    batch_logits, single_logits = mixed_logits(open_adapted(enable_prefix_caching=False))
-    for batch_item, single in zip(batch_logits, single_logits, strict=True):
-        assert torch.equal(batch_item, single)
+    batch_logits, single_logits = compute_batch_and_single_logits(open_adapted(enable_prefix_caching=False))
+    for actual, expected in zip(batch_logits, single_logits, strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_a_mixed_batch_on_the_cpu_kernels_is_close_to_single_requests(
@@ -76,9 +81,11 @@ def test_a_mixed_batch_on_the_cpu_kernels_is_close_to_single_requests(
     checkpoint: Path,
     adapters: dict[str, Path],
 ) -> None:
-    batch_logits, single_logits = mixed_logits(open_adapted(deterministic=False, enable_prefix_caching=False))
-    for batch_item, single in zip(batch_logits, single_logits, strict=True):
-        torch.testing.assert_close(batch_item, single, atol=1e-4, rtol=1e-5)
+    batch_logits, single_logits = compute_batch_and_single_logits(
+        open_adapted(deterministic=False, enable_prefix_caching=False)
+    )
+    for actual, expected in zip(batch_logits, single_logits, strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(
         batch_logits[3], peft_logits(checkpoint, adapters["head"], PROMPT), atol=1e-4, rtol=1e-5
     )
@@ -87,14 +94,16 @@ def test_a_mixed_batch_on_the_cpu_kernels_is_close_to_single_requests(
 def test_rows_without_an_adapter_are_bit_equal_to_the_base_model(
     open_adapted: Callable[..., TextGenerationPipeline], checkpoint: Path
 ) -> None:
-    """This also holds on the CPU kernels, because the products have the same rows."""
+    """Run the C++ kernels. Both pipelines multiply the same number of rows, so results are bit-equal."""
     plain_pipeline = open_pipeline(checkpoint, kv_cache_block_size=16, enable_prefix_caching=False)
-    with_adapters = open_adapted(deterministic=False, enable_prefix_caching=False)
+    adapted_pipeline = open_adapted(deterministic=False, enable_prefix_caching=False)
     lengths = [3, 17, 1, 40, 9, 2, 33]
-    bare = step_logits(plain_pipeline, [make_context(PROMPT[:n]) for n in lengths])
-    batch = [make_context(PROMPT[:n], adapter=name) for n, name in zip(lengths, NAMES, strict=True)]
-    for name, adapted_row, bare_row in zip(NAMES, step_logits(with_adapters, batch), bare, strict=True):
-        assert torch.equal(adapted_row, bare_row) == (name is None)
+    plain_logits = step_logits(plain_pipeline, [make_context(PROMPT[:n]) for n in lengths])
+    batch = [make_context(PROMPT[:n], adapter=name) for n, name in zip(lengths, ADAPTER_NAMES, strict=True)]
+    for name, adapted_logits, expected in zip(
+        ADAPTER_NAMES, step_logits(adapted_pipeline, batch), plain_logits, strict=True
+    ):
+        assert torch.equal(adapted_logits, expected) == (name is None)
 
 
 def test_chunks_and_single_tokens_equal_a_whole_prefill(
@@ -102,12 +111,12 @@ def test_chunks_and_single_tokens_equal_a_whole_prefill(
 ) -> None:
     pipeline = open_adapted(enable_prefix_caching=False)
     (full_logits,) = step_logits(pipeline, [make_context(PROMPT, adapter="head")])
-    context, rows = make_context(PROMPT, adapter="head"), []
+    context, chunk_logits = make_context(PROMPT, adapter="head"), []
     for end in (7, 8, 30, 40):
         context.set_token_indices(active_idx=end)
-        rows += step_logits(pipeline, [context])
+        chunk_logits += step_logits(pipeline, [context])
         append_token(pipeline, context, 0)
-    assert torch.equal(torch.cat(rows), full_logits)
+    assert torch.equal(torch.cat(chunk_logits), full_logits)
 
 
 @pytest.mark.parametrize("num_steps", [1, 4])
@@ -116,13 +125,16 @@ def test_batched_generation_equals_single_generation(
 ) -> None:
     pipeline = open_adapted()
 
-    def context(name: str | None) -> object:
+    def make_sampled_context(name: str | None) -> object:
         return make_context(
             PROMPT[:20], 8, adapter=name, sampling_params=SamplingParams(temperature=1, seed=3)
         )
 
-    single_texts = [generate_tokens(pipeline, [context(name)])[0] for name in NAMES]
-    assert generate_tokens(pipeline, [context(name) for name in NAMES], num_steps) == single_texts
+    single_texts = [generate_tokens(pipeline, [make_sampled_context(name)])[0] for name in ADAPTER_NAMES]
+    assert (
+        generate_tokens(pipeline, [make_sampled_context(name) for name in ADAPTER_NAMES], num_steps)
+        == single_texts
+    )
     assert len({tuple(text) for text in single_texts}) == 4
 
 
@@ -133,12 +145,12 @@ def test_only_requests_with_the_same_adapter_share_blocks(
     open_adapted: Callable[..., TextGenerationPipeline],
 ) -> None:
     pipeline = open_adapted()
-    hits = {}
+    cached_token_counts = {}
     for name in ("all", "some", None, "all", "some", None):
         context = make_context(PROMPT, 2, adapter=name)
         generate_tokens(pipeline, [context])
-        hits.setdefault(name, []).append(context.num_cached_tokens)
-    assert hits == {"all": [0, 32], "some": [0, 32], None: [0, 32]}
+        cached_token_counts.setdefault(name, []).append(context.num_cached_tokens)
+    assert cached_token_counts == {"all": [0, 32], "some": [0, 32], None: [0, 32]}
 
 
 def test_a_reload_never_serves_stale_blocks(
@@ -161,7 +173,9 @@ def test_a_reload_never_serves_stale_blocks(
     lora_manager(pipeline).load("tone", str(folder))
     context = make_context(PROMPT, 2, adapter="tone")
     generate_tokens(pipeline, [context])
-    assert context.num_cached_tokens == 32, "the first content is loaded again, and its blocks are found"
+    assert context.num_cached_tokens == 32, (
+        "the first content is loaded again, so its cached blocks are reused"
+    )
 
 
 def test_a_running_request_keeps_its_adapter_content(
@@ -177,15 +191,15 @@ def test_a_running_request_keeps_its_adapter_content(
     for step in range(9):
         if step == 2:
             manager.load("tone", str(adapters["some"]))
-            (other,) = generate_tokens(pipeline, [make_context(PROMPT, 9, adapter="tone")])
-        if step == 4:  # preempts the context as the scheduler does
+            (reloaded_tokens,) = generate_tokens(pipeline, [make_context(PROMPT, 9, adapter="tone")])
+        if step == 4:  # the scheduler preempts a context in this way
             pipeline.kv.release(context)
             context.reset()
         if step == 6:
             manager.unload("tone")
         response = pipeline.execute({"a": context})["a"]
-        tokens += [int(part.next_token) for part in response.tokens]
-    assert tokens == expected != other
+        tokens += [int(token.next_token) for token in response.tokens]
+    assert tokens == expected != reloaded_tokens
     pipeline.release(context)
     with pytest.raises(UnknownModelError, match="'tone' is not served"):
         pipeline.execute({"a": make_context(PROMPT, adapter="tone")})
@@ -206,7 +220,7 @@ def test_changes_of_the_files_after_loading_have_no_effect(
 # -- More adapters than slots ----------------------------------------------------------------------------
 
 
-def test_more_adapters_than_slots_take_turns(
+def test_more_adapters_than_slots_run_one_after_another(
     open_adapted: Callable[..., TextGenerationPipeline],
 ) -> None:
     pipeline = open_adapted(max_loras=1)
@@ -215,17 +229,17 @@ def test_more_adapters_than_slots_take_turns(
         for name in ("all", "some", "head", None)
     }
     scheduler = Scheduler(pipeline, max_batch_size=8, ready=pipeline.ready)
-    contexts = [make_context(PROMPT, 5, adapter=name) for name in NAMES]
+    contexts = [make_context(PROMPT, 5, adapter=name) for name in ADAPTER_NAMES]
     for context in contexts:
         scheduler.submit(context)
     texts: dict[str, list[int]] = {context.request_id: [] for context in contexts}
     for _ in range(100):
         for request_id, output in scheduler.step().items():
-            texts[request_id] += [int(part.next_token) for part in output.tokens]
+            texts[request_id] += [int(token.next_token) for token in output.tokens]
         if not scheduler.has_work:
             break
     assert not scheduler.failures
-    assert [texts[context.request_id] for context in contexts] == [expected[name] for name in NAMES]
+    assert [texts[context.request_id] for context in contexts] == [expected[name] for name in ADAPTER_NAMES]
 
 
 def test_a_batch_of_too_many_adapters_is_refused_before_anything_changes(
@@ -240,7 +254,7 @@ def test_a_batch_of_too_many_adapters_is_refused_before_anything_changes(
     assert set(pipeline.execute(batch)) == {"all", "head"}
 
 
-def test_an_unknown_adapter_lists_the_loaded_ones(
+def test_the_error_for_an_unknown_adapter_lists_the_loaded_ones(
     open_adapted: Callable[..., TextGenerationPipeline],
 ) -> None:
     pipeline, context = open_adapted(), make_context(PROMPT, adapter="al")
@@ -272,7 +286,9 @@ def test_slots_use_the_planned_memory(
 
 
 def swap_matrices(inputs: LoRAInputs) -> LoRAInputs:
-    return LoRAInputs(inputs.rows, {n: (a.flip(0), b) for n, (a, b) in inputs.matrices.items()}, inputs.ranks)
+    return LoRAInputs(
+        inputs.rows, {name: (down.flip(0), up) for name, (down, up) in inputs.matrices.items()}, inputs.ranks
+    )
 
 
 def shift_rows(inputs: LoRAInputs) -> LoRAInputs:
@@ -280,7 +296,9 @@ def shift_rows(inputs: LoRAInputs) -> LoRAInputs:
 
 
 def double_scale(inputs: LoRAInputs) -> LoRAInputs:
-    return LoRAInputs(inputs.rows, {n: (a, b / 2) for n, (a, b) in inputs.matrices.items()}, inputs.ranks)
+    return LoRAInputs(
+        inputs.rows, {name: (down, up / 2) for name, (down, up) in inputs.matrices.items()}, inputs.ranks
+    )
 
 
 @pytest.mark.parametrize("mutate", [swap_matrices, shift_rows, double_scale])
@@ -292,8 +310,8 @@ def test_the_comparison_detects_a_mutation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pipeline = open_adapted(max_loras=2)
-    original = LoRAManager.inputs
-    monkeypatch.setattr(LoRAManager, "inputs", lambda *arguments: mutate(original(*arguments)))
+    original_inputs = LoRAManager.inputs
+    monkeypatch.setattr(LoRAManager, "inputs", lambda *arguments: mutate(original_inputs(*arguments)))
     batch = [make_context(PROMPT, adapter="all"), make_context(PROMPT, adapter="some")]
     actual = step_logits(pipeline, batch)[1]
     expected = peft_logits(checkpoint, adapters["some"], PROMPT)
@@ -305,14 +323,14 @@ def test_the_slot_of_the_least_recently_used_adapter_is_reused(
 ) -> None:
     pipeline = open_adapted(max_loras=2)
     placed_adapters: list[str] = []
-    original = slots.AdapterSlots._put
-    paths = {digest: name for name, digest in _digests(pipeline).items()}
+    original_put = slots.AdapterSlots._put
+    names_by_digest = {digest: name for name, digest in _digests(pipeline).items()}
 
-    def put(self: slots.AdapterSlots, slot: int, adapter: object) -> None:
-        placed_adapters.append(paths[adapter.digest])  # type: ignore[attr-defined]
-        original(self, slot, adapter)  # type: ignore[arg-type]
+    def record_and_put(self: slots.AdapterSlots, slot: int, adapter: object) -> None:
+        placed_adapters.append(names_by_digest[adapter.digest])  # type: ignore[attr-defined]
+        original_put(self, slot, adapter)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(slots.AdapterSlots, "_put", put)
+    monkeypatch.setattr(slots.AdapterSlots, "_put", record_and_put)
     for name in ("all", "some", "all", "head", "all", "some"):
         generate_tokens(pipeline, [make_context(PROMPT, 1, adapter=name)])
     assert placed_adapters == ["all", "some", "head", "some"]

@@ -46,13 +46,13 @@ def open_with_adapters(
 
 
 class Recorder:
-    """Runs contexts step by step, and records the logits and whether each step was replayed."""
+    """Runs contexts step by step. Records the logits, and whether each step was compiled or eager."""
 
     def __init__(self, pipeline: TextGenerationPipeline) -> None:
         self.pipeline = pipeline
         self.manager: Any = pipeline.model.lora_manager
         self.logits: list[torch.Tensor] = []
-        self.was_replayed: list[str] = []
+        self.step_kinds: list[str] = []
 
     def run(self, contexts: Sequence[TextContext], steps: int = 1, rows: int = 1) -> None:
         for _ in range(steps):
@@ -61,11 +61,11 @@ class Recorder:
                 context.set_token_indices(active_idx=end)
             logits = step_logits(self.pipeline, contexts)
             self.logits += logits
-            self.was_replayed.append(self.pipeline.session.graph_status.partition(":")[0])
+            self.step_kinds.append(self.pipeline.session.graph_status.partition(":")[0])
             for context, context_logits in zip(contexts, logits, strict=True):
                 append_token(self.pipeline, context, int(context_logits[-1].argmax()))
 
-    def begin(self, *names: str | None) -> list[TextContext]:
+    def start_batch(self, *names: str | None) -> list[TextContext]:
         contexts = [
             make_context(random_tokens(3 + i, 130, seed=i), adapter=name) for i, name in enumerate(names)
         ]
@@ -78,36 +78,36 @@ class Recorder:
 
 
 def run_changing_batches(pipeline: TextGenerationPipeline, adapters: dict[str, Path]) -> Recorder:
-    """Run batches of equal shape with three adapters in two slots. Return the recorder.
+    """Run batches of equal shape with three adapters in two slots. Returns the recorder.
 
-    The batches also have rows without an adapter. Between replays, slots get other adapters. One name is
-    reloaded with other content, and then with its first content.
+    The batches also have rows without an adapter. Between replays, other adapters are loaded into the slots.
+    The adapter ``some`` is reloaded with the content of ``all``, and then with its first content.
     """
     recorder = Recorder(pipeline)
-    first = recorder.begin("all", None, "some")
-    recorder.run(first, 4)
-    recorder.run([first[1], first[2], first[0]], 3)
-    recorder.release(first)
-    second = recorder.begin("head", None, "all")  # adapter "head" replaces "some" in its slot
-    recorder.run(second, 5)
-    recorder.run(second[:2], 3)
-    recorder.release(second)
-    third = recorder.begin("some", "some", "some")
-    recorder.run(third, 3)
-    recorder.manager.load("some", str(adapters["all"]))  # the third request keeps the earlier content
-    recorder.run(third, 2)
-    recorder.release(third)
-    fourth = recorder.begin("some", None, "head")
-    recorder.run(fourth, 3)
+    first_batch = recorder.start_batch("all", None, "some")
+    recorder.run(first_batch, 4)
+    recorder.run([first_batch[1], first_batch[2], first_batch[0]], 3)
+    recorder.release(first_batch)
+    second_batch = recorder.start_batch("head", None, "all")  # adapter "head" replaces "some" in its slot
+    recorder.run(second_batch, 5)
+    recorder.run(second_batch[:2], 3)
+    recorder.release(second_batch)
+    third_batch = recorder.start_batch("some", "some", "some")
+    recorder.run(third_batch, 3)
+    recorder.manager.load("some", str(adapters["all"]))  # running requests keep the earlier content
+    recorder.run(third_batch, 2)
+    recorder.release(third_batch)
+    fourth_batch = recorder.start_batch("some", None, "head")
+    recorder.run(fourth_batch, 3)
     recorder.manager.unload("head")
-    recorder.run(fourth, 2)
-    recorder.release(fourth)
+    recorder.run(fourth_batch, 2)
+    recorder.release(fourth_batch)
     recorder.manager.load("some", str(adapters["some"]))
-    fifth = recorder.begin("some", None, "all")
-    recorder.run(fifth, 3)
-    recorder.run(fifth[1:2], 3)  # no request has an adapter
-    recorder.run(fifth[::2], 3, rows=2)
-    recorder.release(fifth)
+    fifth_batch = recorder.start_batch("some", None, "all")
+    recorder.run(fifth_batch, 3)
+    recorder.run(fifth_batch[1:2], 3)  # no request has an adapter
+    recorder.run(fifth_batch[::2], 3, rows=2)
+    recorder.release(fifth_batch)
     return recorder
 
 
@@ -117,19 +117,18 @@ def test_replayed_steps_are_bit_equal_to_eager_steps(
 ) -> None:
     compiled_pipeline, eager_pipeline = (
         run_changing_batches(
-            open_with_adapters(checkpoint, adapters, isa, encoding, compiled=each, max_loras=2), adapters
+            open_with_adapters(checkpoint, adapters, isa, encoding, compiled=is_compiled, max_loras=2),
+            adapters,
         )
-        for each in (True, False)
+        for is_compiled in (True, False)
     )
     for number, (compiled_row, eager_row) in enumerate(
         zip(compiled_pipeline.logits, eager_pipeline.logits, strict=True)
     ):
         assert torch.equal(compiled_row, eager_row), f"sequence {number}"
-    was_replayed = Counter(compiled_pipeline.was_replayed)
-    assert was_replayed["compiled"] >= len(compiled_pipeline.was_replayed) * 2 // 3, (
-        compiled_pipeline.was_replayed
-    )
-    assert set(eager_pipeline.was_replayed) == {"eager"}
+    step_kinds = Counter(compiled_pipeline.step_kinds)
+    assert step_kinds["compiled"] >= len(compiled_pipeline.step_kinds) * 2 // 3, compiled_pipeline.step_kinds
+    assert set(eager_pipeline.step_kinds) == {"eager"}
 
 
 @pytest.fixture
@@ -142,44 +141,44 @@ def two_threads() -> Iterator[None]:
 
 @pytest.mark.usefixtures("two_threads")
 def test_wide_layers_with_adapters_are_bit_equal_to_eager_steps(tmp_path: Path) -> None:
-    """The layers are so wide that threads divide the ranks and outputs of a row, and of few and many rows."""
+    """The layers are so wide that threads divide the ranks and the outputs, for few and for many rows."""
     sizes = {"hidden_size": 384, "intermediate_size": 640, "num_hidden_layers": 1}
     checkpoint = write_checkpoint(tmp_path / "base", tiny_config() | sizes)
     adapters = {
         name: write_adapter(checkpoint, tmp_path / name, seed, r=rank, lora_alpha=1)
         for seed, (name, rank) in enumerate({"large": 64, "small": 8}.items())
     }
-    scripts = []
+    recorders = []
     for is_compiled in (True, False):
         torch.set_num_threads(2 if is_compiled else 1)
         recorder = Recorder(
             open_with_adapters(checkpoint, adapters, ISAS[-1], "bfloat16", compiled=is_compiled)
         )
         for names in (["large"], ["small"], ["large", "small", None, "large", "large", None, "large"]):
-            contexts = recorder.begin(*names)
+            contexts = recorder.start_batch(*names)
             recorder.run(contexts, 4)
-            for context in contexts:  # the next run recomputes the text in chunks of eight rows
+            for context in contexts:  # the next run recomputes the text in chunks of 8 tokens
                 recorder.pipeline.kv.release(context)
                 context.reset()
             recorder.run(contexts, 2, rows=8)
             recorder.release(contexts)
-        scripts.append(recorder)
-    for first_row, second_row in zip(scripts[0].logits, scripts[1].logits, strict=True):
-        assert torch.equal(first_row, second_row)
-    assert "compiled" in scripts[0].was_replayed
+        recorders.append(recorder)
+    for compiled_row, eager_row in zip(recorders[0].logits, recorders[1].logits, strict=True):
+        assert torch.equal(compiled_row, eager_row)
+    assert "compiled" in recorders[0].step_kinds
 
 
 def test_text_of_a_batch_equals_text_of_single_requests(checkpoint: Path, adapters: dict[str, Path]) -> None:
     names = ["all", None, "some", "head", "all"]
 
-    def contexts() -> list[TextContext]:
+    def make_contexts() -> list[TextContext]:
         return [make_context(random_tokens(9, 130, seed=i), 12, adapter=name) for i, name in enumerate(names)]
 
     pipeline = open_with_adapters(checkpoint, adapters, ISAS[-1], "bfloat16", compiled=True)
-    texts = generate_tokens(pipeline, contexts(), 4)
+    texts = generate_tokens(pipeline, make_contexts(), 4)
     assert pipeline.session.graph_status.startswith("compiled")
     eager_pipeline = open_with_adapters(checkpoint, adapters, ISAS[-1], "bfloat16", compiled=False)
-    assert texts == [generate_tokens(eager_pipeline, [context])[0] for context in contexts()]
+    assert texts == [generate_tokens(eager_pipeline, [context])[0] for context in make_contexts()]
     assert len({tuple(text) for text in texts}) > 1
 
 
@@ -193,46 +192,46 @@ def test_a_batch_without_adapters_has_no_adapter_kernels(checkpoint: Path, adapt
             )
         )
         for names in ([None, None], ["all", None] if loaded_adapters else [], [None, None]):
-            contexts = recorder.begin(*names) if names else []
+            contexts = recorder.start_batch(*names) if names else []
             if names:
                 recorder.run(contexts, 3)
                 statuses.append(recorder.pipeline.session.graph_status)
             recorder.release(contexts)
     assert len(set(statuses[:3] + statuses[4:])) == 1
-    kernels = [int(status.split()[1]) for status in (statuses[0], statuses[3])]
-    assert kernels[1] > kernels[0], "a batch with adapters has kernels for them"
+    kernel_counts = [int(status.split()[1]) for status in (statuses[0], statuses[3])]
+    assert kernel_counts[1] > kernel_counts[0], "a step with adapters has more kernels"
 
 
 def test_an_adapter_on_more_layers_compiles_new_steps(checkpoint: Path, adapters: dict[str, Path]) -> None:
-    """Steps compiled earlier do not include layers that were added later."""
-    few = {name: adapters[name] for name in ("some", "all")}
+    """Steps that were compiled with the adapter ``some`` lack kernels for the other layers of ``all``."""
+    two_adapters = {name: adapters[name] for name in ("some", "all")}
     compiled_pipeline, eager_pipeline = (
-        Recorder(open_with_adapters(checkpoint, few, ISAS[-1], "bfloat16", compiled=each))
-        for each in (True, False)
+        Recorder(open_with_adapters(checkpoint, two_adapters, ISAS[-1], "bfloat16", compiled=is_compiled))
+        for is_compiled in (True, False)
     )
     for recorder in (compiled_pipeline, eager_pipeline):
         for name in ("some", "some", "all", "some"):  # all shapes are compiled before adapter "all" is used
-            contexts = recorder.begin(name, None)
+            contexts = recorder.start_batch(name, None)
             recorder.run(contexts, 3)
             recorder.release(contexts)
     for compiled_row, eager_row in zip(compiled_pipeline.logits, eager_pipeline.logits, strict=True):
         assert torch.equal(compiled_row, eager_row)
-    assert compiled_pipeline.was_replayed[-1] == "compiled"
+    assert compiled_pipeline.step_kinds[-1] == "compiled"
 
 
 def test_the_output_head_applies_the_adapters_of_the_selected_rows(
     checkpoint: Path, adapters: dict[str, Path]
 ) -> None:
-    """Only the last rows of chunks pass through the output head, in eager and replayed steps."""
+    """The output head computes only the last row of each request, in eager and replayed steps."""
     pipeline = open_with_adapters(checkpoint, adapters, ISAS[-1], "bfloat16", compiled=True)
     model: Any = pipeline.model
     kv: Any = pipeline.kv
     names = ["all", None, "head", "some", "head"]
     contexts = [make_context(random_tokens(3 + i, 130, seed=i), adapter=name) for i, name in enumerate(names)]
     expected = torch.stack([logits[-1] for logits in step_logits(pipeline, contexts)])
-    was_replayed = []
+    step_kinds = []
     for _ in range(3):
         inputs = model.prepare_initial_token_inputs([contexts], kv.inputs(contexts))
         assert torch.equal(model.execute(inputs).logits.float(), expected)
-        was_replayed.append(pipeline.session.graph_status.partition(":")[0])
-    assert was_replayed == ["eager", "compiled", "compiled"]
+        step_kinds.append(pipeline.session.graph_status.partition(":")[0])
+    assert step_kinds == ["eager", "compiled", "compiled"]

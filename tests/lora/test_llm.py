@@ -29,8 +29,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / name / "adapter_config.json").write_text(json.dumps(config))
         tensors = {}
         for layer in range(2):
-            for part, size in (("self_attn.q_proj", 32), ("mlp.up_proj", 48)):
-                key = f"base_model.model.model.layers.{layer}.{part}"
+            for module, size in (("self_attn.q_proj", 32), ("mlp.up_proj", 48)):
+                key = f"base_model.model.model.layers.{layer}.{module}"
                 tensors[f"{key}.lora_A.weight"] = torch.randn(4, 32, generator=generator)
                 tensors[f"{key}.lora_B.weight"] = torch.randn(size, 4, generator=generator)
         save_file(tensors, root / name / "adapter_model.safetensors")
@@ -45,7 +45,7 @@ def llm(folder: Path) -> Iterator[LLM]:
 
 
 def test_each_prompt_gets_the_text_of_its_own_adapter(llm: LLM, folder: Path) -> None:
-    """The adapters exceed the slots, so requests run one after the other."""
+    """There are two adapters and one slot, so requests with different adapters run one after the other."""
     names = ["loud", None, "quiet", "loud"]
     batch_texts = [output.text for output in llm.generate(["Hello there"] * 4, GREEDY, adapter=names)]
     single_texts = [llm.generate("Hello there", GREEDY, adapter=name)[0].text for name in names]

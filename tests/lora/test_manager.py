@@ -25,10 +25,10 @@ from penstock.lora.slots import AdapterSlots
 from penstock.pipelines.core import TextContext
 from penstock.weights import Weights
 
-FUSED = pack_linear(
+FUSED_LAYER = pack_linear(
     torch.zeros(12, 6), "float32", slices=[LinearSlice("m.q_proj", 0, 8), LinearSlice("m.k_proj", 8, 12)]
 )
-LAYERS = {"m.q_proj": FUSED, "m.k_proj": FUSED}
+LAYERS = {"m.q_proj": FUSED_LAYER, "m.k_proj": FUSED_LAYER}
 
 
 def write_constant_adapter(
@@ -64,16 +64,16 @@ def make_manager(tmp_path: Path) -> Callable[..., LoRAManager]:
     return make_manager
 
 
-def context_for(name: str | None, **fields: Any) -> TextContext:
+def make_adapted_context(name: str | None, **fields: Any) -> TextContext:
     return make_context([1, 2, 3], adapter=name, **fields)
 
 
 def adapter_terms(
     manager: LoRAManager, contexts: Sequence[TextContext], counts: Sequence[int]
 ) -> list[float]:
-    """Return the term that each row's adapter adds to the first output, for input rows of ones.
+    """Return the number that each row's adapter adds to the first output of ``m.q_proj`` if all inputs are 1.
 
-    The term is 0 for rows without an adapter.
+    The number is 0 for rows without an adapter.
     """
     inputs = manager.inputs(contexts, np.array(counts))
     if inputs is None:
@@ -87,20 +87,23 @@ def adapter_terms(
 
 
 def expected_term(value: float) -> float:
-    return 2 * (2 * 6 * value * value)  # scale * rank * in_features * A * B
+    return 2 * (2 * 6 * value * value)  # the scale 2, times the rank 2, times 6 inputs, times A * B
 
 
 # -- Layout ----------------------------------------------------------------------------------------------
 
 
 def test_each_row_gets_the_matrices_of_its_adapter(make_manager: Callable[..., LoRAManager]) -> None:
-    contexts = [context_for(name) for name in ("b", None, "a", "b")]
+    contexts = [make_adapted_context(name) for name in ("b", None, "a", "b")]
     expected = [expected_term(2)] * 3 + [0.0] + [expected_term(1)] * 2 + [expected_term(2)]
     assert adapter_terms(make_manager(), contexts, [3, 1, 2, 1]) == expected
 
 
 def test_a_batch_without_adapters_has_no_lora_inputs(make_manager: Callable[..., LoRAManager]) -> None:
-    assert make_manager().inputs([context_for(None), context_for(None)], np.array([1, 2])) is None
+    assert (
+        make_manager().inputs([make_adapted_context(None), make_adapted_context(None)], np.array([1, 2]))
+        is None
+    )
 
 
 def test_inputs_hold_only_layers_with_adapters(
@@ -108,14 +111,16 @@ def test_inputs_hold_only_layers_with_adapters(
 ) -> None:
     manager = make_manager(1)
     manager.load("k", str(write_constant_adapter(tmp_path / "k", 3.0, "m.k_proj", 4)))
-    result = []
+    all_inputs = []
     for names in ("a", "k", "ak", "a"):
-        inputs = manager.inputs([context_for(name) for name in names], np.ones(len(names), int))
+        inputs = manager.inputs([make_adapted_context(name) for name in names], np.ones(len(names), int))
         assert inputs is not None
-        result.append(inputs)
-    layers = [set(inputs.matrices) for inputs in result]
-    assert layers == [set(inputs.ranks) for inputs in result]
-    assert layers == [{"m.q_proj"}, *[{"m.q_proj", "m.k_proj"}] * 3], "earlier inputs are not modified"
+        all_inputs.append(inputs)
+    layers = [set(inputs.matrices) for inputs in all_inputs]
+    assert layers == [set(inputs.ranks) for inputs in all_inputs]
+    assert layers == [{"m.q_proj"}, *[{"m.q_proj", "m.k_proj"}] * 3], (
+        "adding a layer does not modify the inputs of earlier batches"
+    )
     for layer in ("m.q_proj", "m.k_proj"):
         assert inputs.ranks[layer].tolist().count(2) == 1
         assert inputs.ranks[layer].tolist().count(0) == 3
@@ -124,12 +129,12 @@ def test_inputs_hold_only_layers_with_adapters(
 def test_the_memory_of_a_layer_is_never_moved(
     make_manager: Callable[..., LoRAManager], tmp_path: Path
 ) -> None:
-    """Recorded steps use the address. New layers get new memory, and slots change in place."""
+    """Recorded steps contain the addresses. New layers get new memory, and slots are changed in place."""
     manager = make_manager(3, max_loras=1)
     manager.load("k", str(write_constant_adapter(tmp_path / "k", 3.0, "m.k_proj", 4)))
     addresses: list[dict[str, list[int]]] = []
     for name in ("a", "b", "k", "c"):
-        inputs = manager.inputs([context_for(name)], np.ones(1, int))
+        inputs = manager.inputs([make_adapted_context(name)], np.ones(1, int))
         assert inputs is not None
         addresses.append(
             {
@@ -137,41 +142,43 @@ def test_the_memory_of_a_layer_is_never_moved(
                 for layer in inputs.matrices
             }
         )
-    for before, after in pairwise(addresses):
-        assert before.items() <= after.items()
+    for earlier_addresses, later_addresses in pairwise(addresses):
+        assert earlier_addresses.items() <= later_addresses.items()
 
 
 @given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True), max_size=30))
-def test_slots_hold_the_requested_adapters_and_evict_the_oldest(steps: list[list[int]]) -> None:
+def test_slots_evict_the_least_recently_used_adapters(steps: list[list[int]]) -> None:
     from penstock.lora.adapter import Adapter
 
-    def adapter(i: int) -> Adapter:
+    def make_adapter(i: int) -> Adapter:
         matrices = {"m.q_proj": (torch.full((i % 4 + 1, 6), float(i)), torch.full((8, i % 4 + 1), float(i)))}
         return Adapter(str(i), bytes([i]), matrices)
 
     slots = AdapterSlots(3, 4, LAYERS, torch.float32, torch.device("cpu"))
-    recent: list[int] = []  # the most recently used adapter is last
+    recently_used: list[int] = []  # the most recently used adapter is last
     for step in steps:
         digests_before = {digest[0] for digest in slots.slot_digests if digest}
-        slot_of = slots.assign({bytes([i]): adapter(i) for i in step})
-        assert len(set(slot_of.values())) == len(step)
+        slots_by_digest = slots.assign({bytes([i]): make_adapter(i) for i in step})
+        assert len(set(slots_by_digest.values())) == len(step)
         for i in step:
-            slot = slot_of[bytes([i])]
+            slot = slots_by_digest[bytes([i])]
             rank = int(slots.ranks["m.q_proj"][slot])
             assert rank == i % 4 + 1
             assert (slots.matrices["m.q_proj"][0][slot, :rank] == i).all()
             assert (slots.matrices["m.q_proj"][1][slot, :, :rank] == i).all()
-            recent = [*(adapter for adapter in recent if adapter != i), i]
-        loaded = {digest[0] for digest in slots.slot_digests if digest}
-        evicted = digests_before - loaded
-        assert set(recent[-len(loaded) :]) == loaded, "the least recently used adapters were evicted"
-        assert len(evicted) <= len(step)
+            recently_used = [*(adapter for adapter in recently_used if adapter != i), i]
+        loaded_ids = {digest[0] for digest in slots.slot_digests if digest}
+        evicted_ids = digests_before - loaded_ids
+        assert set(recently_used[-len(loaded_ids) :]) == loaded_ids, (
+            "the least recently used adapters were evicted"
+        )
+        assert len(evicted_ids) <= len(step)
 
 
 def test_a_slot_is_cleared_before_reuse(make_manager: Callable[..., LoRAManager], tmp_path: Path) -> None:
     manager = make_manager(2, max_loras=2)
     manager.load("k", str(write_constant_adapter(tmp_path / "k", 3.0, "m.k_proj", 4)))
-    a, b, k = context_for("a"), context_for("b"), context_for("k")
+    a, b, k = make_adapted_context("a"), make_adapted_context("b"), make_adapted_context("k")
     assert adapter_terms(manager, [a, b], [1, 1]) == [expected_term(1), expected_term(2)]
     assert adapter_terms(manager, [b, k], [1, 1]) == [expected_term(2), 0.0]
 
@@ -181,25 +188,27 @@ def test_a_slot_is_cleared_before_reuse(make_manager: Callable[..., LoRAManager]
 
 def test_the_digest_identifies_the_content(make_manager: Callable[..., LoRAManager], tmp_path: Path) -> None:
     manager = make_manager(2)
-    first, second = manager.digest(context_for("a")), manager.digest(context_for("b"))
+    digest_a, digest_b = manager.digest(make_adapted_context("a")), manager.digest(make_adapted_context("b"))
     manager.load("copy", str(write_constant_adapter(tmp_path / "elsewhere", 1.0)))
-    assert manager.digest(context_for("copy")) == first != second
+    assert manager.digest(make_adapted_context("copy")) == digest_a != digest_b
     config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
     (tmp_path / "a" / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 5}))
     manager.load("a", str(tmp_path / "a"))
-    assert manager.digest(context_for("a")) not in (first, second), "the scale is part of the content"
+    assert manager.digest(make_adapted_context("a")) not in (digest_a, digest_b), (
+        "the scale is part of the content"
+    )
 
 
 def test_a_failed_load_changes_nothing(make_manager: Callable[..., LoRAManager], tmp_path: Path) -> None:
     manager = make_manager(2)
-    digest_before, names = manager.digest(context_for("a")), manager.names()
+    digest_before, names = manager.digest(make_adapted_context("a")), manager.names()
     (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"damaged")
     with pytest.raises(CheckpointError):
         manager.load("a", str(tmp_path / "a"))
     with pytest.raises(CheckpointError):
         manager.load("new", str(tmp_path / "a"))
     assert manager.names() == names
-    assert manager.digest(context_for("a")) == digest_before
+    assert manager.digest(make_adapted_context("a")) == digest_before
 
 
 def test_the_number_of_loaded_adapters_is_limited(
@@ -227,29 +236,40 @@ def test_a_request_keeps_its_adapter_content(
     make_manager: Callable[..., LoRAManager], tmp_path: Path
 ) -> None:
     manager = make_manager(1, max_loras=2)
-    old, later_context = context_for("a"), context_for("a")
-    digest = manager.digest(old)
+    earlier_context, later_context = make_adapted_context("a"), make_adapted_context("a")
+    digest = manager.digest(earlier_context)
     manager.load("a", str(write_constant_adapter(tmp_path / "new", 7.0)))
-    assert manager.digest(old) == digest != manager.digest(later_context)
-    assert adapter_terms(manager, [old, later_context], [1, 1]) == [expected_term(1), expected_term(7)]
+    assert manager.digest(earlier_context) == digest != manager.digest(later_context)
+    assert adapter_terms(manager, [earlier_context, later_context], [1, 1]) == [
+        expected_term(1),
+        expected_term(7),
+    ]
     manager.unload("a")
-    assert adapter_terms(manager, [later_context, old], [1, 1]) == [expected_term(7), expected_term(1)]
-    manager.release(old)
-    manager.release(old)
+    assert adapter_terms(manager, [later_context, earlier_context], [1, 1]) == [
+        expected_term(7),
+        expected_term(1),
+    ]
+    manager.release(earlier_context)
+    manager.release(earlier_context)
     with pytest.raises(UnknownModelError):
-        manager.digest(old)
+        manager.digest(earlier_context)
 
 
 def test_a_new_request_with_the_same_id_uses_its_own_adapter(
     make_manager: Callable[..., LoRAManager], tmp_path: Path
 ) -> None:
     manager = make_manager(2, max_loras=1)
-    first, second = context_for("a", request_id="same"), context_for("b", request_id="same")
-    assert manager.ready(first)
-    assert manager.digest(first) != manager.digest(second)
-    assert manager.ready(second), "the first request's slot is reused, although the request was not released"
-    manager.release(first)
-    assert not manager.ready(context_for("a")), (
+    first_context, second_context = (
+        make_adapted_context("a", request_id="same"),
+        make_adapted_context("b", request_id="same"),
+    )
+    assert manager.ready(first_context)
+    assert manager.digest(first_context) != manager.digest(second_context)
+    assert manager.ready(second_context), (
+        "the slot of the first request is free, although it was not released"
+    )
+    manager.release(first_context)
+    assert not manager.ready(make_adapted_context("a")), (
         "releasing the first request again does not release the second"
     )
 
@@ -259,8 +279,13 @@ def test_a_new_request_with_the_same_id_uses_its_own_adapter(
 
 def test_requests_are_ready_only_while_a_slot_is_free(make_manager: Callable[..., LoRAManager]) -> None:
     manager = make_manager(3, max_loras=2)
-    a, a2, b, c = context_for("a"), context_for("a"), context_for("b"), context_for("c")
-    assert [manager.ready(context) for context in (a, b, c, a2, context_for(None))] == [
+    a, a2, b, c = (
+        make_adapted_context("a"),
+        make_adapted_context("a"),
+        make_adapted_context("b"),
+        make_adapted_context("c"),
+    )
+    assert [manager.ready(context) for context in (a, b, c, a2, make_adapted_context(None))] == [
         True,
         True,
         False,
@@ -277,59 +302,70 @@ def test_requests_are_ready_only_while_a_slot_is_free(make_manager: Callable[...
 
 def test_old_and_new_content_use_two_slots(make_manager: Callable[..., LoRAManager], tmp_path: Path) -> None:
     manager = make_manager(1, max_loras=1)
-    old, new = context_for("a"), context_for("a")
-    assert manager.ready(old)
+    earlier_context, later_context = make_adapted_context("a"), make_adapted_context("a")
+    assert manager.ready(earlier_context)
     manager.load("a", str(write_constant_adapter(tmp_path / "new", 7.0)))
-    assert not manager.ready(new)
-    manager.release(old)
-    assert manager.ready(new)
+    assert not manager.ready(later_context)
+    manager.release(earlier_context)
+    assert manager.ready(later_context)
 
 
 def test_a_steady_load_on_one_adapter_does_not_starve_another(
     make_manager: Callable[..., LoRAManager],
 ) -> None:
     manager = make_manager(3, max_loras=1)
-    running_context, starved, rival = context_for("a"), context_for("b"), context_for("c")
+    running_context, waiting_context, third_context = (
+        make_adapted_context("a"),
+        make_adapted_context("b"),
+        make_adapted_context("c"),
+    )
     assert manager.ready(running_context)
     for _ in range(MAX_SKIPS):
-        assert not manager.ready(starved)
-        next_request = context_for("a")
-        if manager.ready(next_request):
+        assert not manager.ready(waiting_context)
+        next_context = make_adapted_context("a")
+        if manager.ready(next_context):
             manager.release(running_context)
-            running_context = next_request
-    assert not manager.ready(context_for("a")), "the starved request blocks new requests"
+            running_context = next_context
+    assert not manager.ready(make_adapted_context("a")), "the waiting request blocks new requests"
     assert manager.ready(running_context)
     manager.release(running_context)
-    assert not manager.ready(rival), "the free slot is reserved for the starved request"
-    assert manager.ready(starved)
-    manager.release(starved)
-    assert manager.ready(rival)
+    assert not manager.ready(third_context), "the free slot is reserved for the waiting request"
+    assert manager.ready(waiting_context)
+    manager.release(waiting_context)
+    assert manager.ready(third_context)
 
 
 def test_a_cancelled_request_does_not_block_others(make_manager: Callable[..., LoRAManager]) -> None:
     manager = make_manager(2, max_loras=1)
-    assert manager.ready(context_for("a"))
-    starved = context_for("b")
+    assert manager.ready(make_adapted_context("a"))
+    waiting_context = make_adapted_context("b")
     for _ in range(MAX_SKIPS):
-        manager.ready(starved)
-    assert not manager.ready(context_for("a"))
-    manager.release(starved)
-    assert manager.ready(context_for("a"))
+        manager.ready(waiting_context)
+    assert not manager.ready(make_adapted_context("a"))
+    manager.release(waiting_context)
+    assert manager.ready(make_adapted_context("a"))
 
 
 def test_a_batch_with_more_adapters_than_slots_is_refused(make_manager: Callable[..., LoRAManager]) -> None:
     manager = make_manager(3, max_loras=2)
-    manager.check([context_for("a"), context_for("b"), context_for("a"), context_for(None)])
+    manager.check(
+        [
+            make_adapted_context("a"),
+            make_adapted_context("b"),
+            make_adapted_context("a"),
+            make_adapted_context(None),
+        ]
+    )
     with pytest.raises(InputError, match="uses 3 adapters, and at most 2 can run at once"):
-        manager.check([context_for("a"), context_for("b"), context_for("c")])
+        manager.check([make_adapted_context("a"), make_adapted_context("b"), make_adapted_context("c")])
     with pytest.raises(UnknownModelError, match=r"'z' is not served here; served are: ./base, a, b, c"):
-        manager.check([context_for("z")])
+        manager.check([make_adapted_context("z")])
 
 
 def test_batches_without_a_scheduler_share_the_slots(make_manager: Callable[..., LoRAManager]) -> None:
     """Without a scheduler, successive batches may use more adapters than there are slots."""
     manager = make_manager(3, max_loras=2)
-    a, b, c = (context_for(name) for name in "abc")
+    a, b, c = (make_adapted_context(name) for name in "abc")
     for _ in range(2):
         assert adapter_terms(manager, [a, b], [1, 1]) == [expected_term(1), expected_term(2)]
         assert adapter_terms(manager, [c, b], [1, 1]) == [expected_term(3), expected_term(2)]

@@ -131,7 +131,7 @@ def test_fields_without_effect_are_accepted(
 def test_tensors_of_unsupported_kinds_are_named(
     checkpoint: Path, load: Callable[[], None], adapter: Path, config: dict[str, Any], feature: str
 ) -> None:
-    """Such adapters are refused even if the configuration does not mention the feature."""
+    """The tensors of a feature are refused even if the configuration does not mention the feature."""
     write_adapter(checkpoint, adapter, **config)
     edit_config(adapter, **{key: None for key in config if key != "target_modules"})
     edit_tensors(adapter, lambda tensors: [tensor.mul_(2) for tensor in tensors.values()])
@@ -154,7 +154,8 @@ def test_a_retrained_head_is_refused_and_an_unchanged_one_accepted(
     with pytest.raises(UnsupportedFeatureError, match=r"a retrained lm_head.weight"):
         manager.load("x", str(tmp_path))
     edit_tensors(
-        tmp_path, lambda t: t.update({"base_model.model.lm_head.base_layer.weight": torch.zeros(131, 48)})
+        tmp_path,
+        lambda tensors: tensors.update({"base_model.model.lm_head.base_layer.weight": torch.zeros(131, 48)}),
     )
     with pytest.raises(UnsupportedFeatureError, match=r"a resized lm_head.weight.*\[131, 48\].*\[130, 48\]"):
         manager.load("x", str(tmp_path))
@@ -171,8 +172,7 @@ def test_a_rank_above_the_maximum_is_refused(checkpoint: Path, manager: LoRAMana
         manager.load("x", str(tmp_path))
 
 
-# -- Malformed adapters
-# ---------------------------------------------------------------------------------------
+# -- Malformed adapters ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

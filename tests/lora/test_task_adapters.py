@@ -47,10 +47,10 @@ def merged_embeddings(
 def test_vectors_of_each_task_equal_merged_weights(
     jina: JinaV3, llm: LLM, task: str | None, tmp_path: Path
 ) -> None:
-    truth = merged_embeddings(jina, llm, task, tmp_path / "merged", INSTRUCTIONS.get(task or "", ""))
-    np.testing.assert_allclose(llm.embed(TEXTS, task=task), truth, atol=2e-5)
+    expected = merged_embeddings(jina, llm, task, tmp_path / "merged", INSTRUCTIONS.get(task or "", ""))
+    np.testing.assert_allclose(llm.embed(TEXTS, task=task), expected, atol=2e-5)
     if task is not None:
-        assert np.abs(truth - llm.embed(TEXTS)).max() > 0.05, "the adapters must change the vectors"
+        assert np.abs(expected - llm.embed(TEXTS)).max() > 0.05, "the adapters must change the vectors"
 
 
 def test_a_batch_of_several_tasks_equals_single_requests(llm: LLM) -> None:
@@ -62,16 +62,18 @@ def test_a_batch_of_several_tasks_equals_single_requests(llm: LLM) -> None:
 
 
 def test_tasks_apply_their_prompts(llm: LLM) -> None:
-    query = llm.embed(TEXTS[0], task="retrieval.query")
-    assert np.array_equal(llm.embed(TEXTS[0], prompt_name="retrieval.query"), query)
-    assert np.array_equal(llm.embed("query how " + TEXTS[0], adapter="retrieval.query"), query)
-    other = llm.embed(TEXTS[0], task="retrieval.query", prompt_name="retrieval.passage")
-    assert np.array_equal(other, llm.embed("passage " + TEXTS[0], adapter="retrieval.query"))
+    query_vector = llm.embed(TEXTS[0], task="retrieval.query")
+    assert np.array_equal(llm.embed(TEXTS[0], prompt_name="retrieval.query"), query_vector)
+    assert np.array_equal(llm.embed("query how " + TEXTS[0], adapter="retrieval.query"), query_vector)
+    passage_prompt_vector = llm.embed(TEXTS[0], task="retrieval.query", prompt_name="retrieval.passage")
+    assert np.array_equal(passage_prompt_vector, llm.embed("passage " + TEXTS[0], adapter="retrieval.query"))
     ids = llm.tokenizer.backend.encode("query how " + TEXTS[0]).ids
-    assert np.array_equal(llm.embed(ids, task="retrieval.query"), query), "no prompt is added to token ids"
+    assert np.array_equal(llm.embed(ids, task="retrieval.query"), query_vector), (
+        "no prompt is added to token ids"
+    )
     scores = llm.score(TEXTS[0], TEXTS)
-    passages = llm.embed(TEXTS, task="retrieval.passage")
-    np.testing.assert_allclose(scores, passages @ query, atol=1e-6)
+    passage_vectors = llm.embed(TEXTS, task="retrieval.passage")
+    np.testing.assert_allclose(scores, passage_vectors @ query_vector, atol=1e-6)
     assert llm.embed(TEXTS[0], task="separation", dimensions=8).shape == (8,)
 
 
@@ -99,7 +101,7 @@ def test_user_adapters_and_task_adapters_run_in_one_batch(jina: JinaV3, tmp_path
     name = "base_model.model.encoder.layers.1.mixer.out_proj"
     torch.manual_seed(4)
     shapes = {"A": (2, 48), "B": (48, 2)}
-    tensors = {f"{name}.lora_{half}.weight": torch.randn(shape) for half, shape in shapes.items()}
+    tensors = {f"{name}.lora_{matrix}.weight": torch.randn(shape) for matrix, shape in shapes.items()}
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 4}')
     options = {"quantization_encoding": "float32", "lora": [f"own={tmp_path}"], "max_loras": 1}
@@ -111,12 +113,16 @@ def test_user_adapters_and_task_adapters_run_in_one_batch(jina: JinaV3, tmp_path
 
 
 def test_limits_are_raised_for_the_task_adapters() -> None:
-    plain_config = LoRAConfig().with_room_for(5, 4)
-    assert (plain_config.max_loras, plain_config.max_loaded_loras, plain_config.max_lora_rank) == (5, 5, 4)
-    limits = LoRAConfig(enable_lora=True, max_loras=2, max_loaded_loras=3, max_lora_rank=8).with_room_for(
-        5, 4
+    default_config = LoRAConfig().with_room_for(5, 4)
+    assert (default_config.max_loras, default_config.max_loaded_loras, default_config.max_lora_rank) == (
+        5,
+        5,
+        4,
     )
-    assert (limits.max_loras, limits.max_loaded_loras, limits.max_lora_rank) == (7, 8, 8)
+    raised_config = LoRAConfig(
+        enable_lora=True, max_loras=2, max_loaded_loras=3, max_lora_rank=8
+    ).with_room_for(5, 4)
+    assert (raised_config.max_loras, raised_config.max_loaded_loras, raised_config.max_lora_rank) == (7, 8, 8)
     assert LoRAConfig().with_room_for(0, 0) == LoRAConfig()
 
 
@@ -139,25 +145,27 @@ def test_adapters_that_do_not_match_the_tasks_are_refused(jina: JinaV3, tmp_path
 async def test_the_server_applies_the_task_of_a_request(jina: JinaV3, llm: LLM) -> None:
     async with embedding_server(jina.folder) as server:
 
-        async def vectors(**body: object) -> np.ndarray:
+        async def request_vectors(**body: object) -> np.ndarray:
             answer = (await server.http.post("/v1/embeddings", json={"input": TEXTS, **body})).json()
             return np.array([entry["embedding"] for entry in answer["data"]])
 
-        query = llm.embed(TEXTS, task="retrieval.query")
+        query_vectors = llm.embed(TEXTS, task="retrieval.query")
         for body in (
             {"task": "retrieval.query"},
             {"prompt_name": "retrieval.query"},
             {"input_type": "query"},
         ):
-            np.testing.assert_allclose(await vectors(**body), query, atol=1e-6)
-        np.testing.assert_allclose(await vectors(), llm.embed(TEXTS), atol=1e-6)
-        passages = llm.embed(TEXTS, task="retrieval.passage")
-        np.testing.assert_allclose(await vectors(input_type="document"), passages, atol=1e-6)
-        unknown_task = await server.http.post("/v1/embeddings", json={"input": "grass", "task": "search"})
-        assert unknown_task.status_code == 400
-        assert "task 'search' is unknown" in unknown_task.json()["error"]["message"]
-        task_and_model = await server.http.post(
+            np.testing.assert_allclose(await request_vectors(**body), query_vectors, atol=1e-6)
+        np.testing.assert_allclose(await request_vectors(), llm.embed(TEXTS), atol=1e-6)
+        passage_vectors = llm.embed(TEXTS, task="retrieval.passage")
+        np.testing.assert_allclose(await request_vectors(input_type="document"), passage_vectors, atol=1e-6)
+        unknown_task_response = await server.http.post(
+            "/v1/embeddings", json={"input": "grass", "task": "search"}
+        )
+        assert unknown_task_response.status_code == 400
+        assert "task 'search' is unknown" in unknown_task_response.json()["error"]["message"]
+        conflict_response = await server.http.post(
             "/v1/embeddings", json={"input": "grass", "task": "separation", "input_type": "query"}
         )
-        assert task_and_model.status_code == 400
-        assert task_and_model.json()["error"]["param"] == "input_type"
+        assert conflict_response.status_code == 400
+        assert conflict_response.json()["error"]["param"] == "input_type"

@@ -1,4 +1,4 @@
-"""Adapters on the decoder of vision models: logits equal PEFT's; the vision encoder has no adapter."""
+"""Adapters on the decoder of vision models: logits equal those of PEFT, and encoder adapters are refused."""
 
 from __future__ import annotations
 
@@ -28,68 +28,70 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def architecture_named(name: str) -> SupportedArchitecture:
+def find_architecture(name: str) -> SupportedArchitecture:
     (result,) = (candidate for candidate in VISION_DECODERS if candidate.name == name)
     return result
 
 
-def with_random_adapter(model: Any, **config: Any) -> Any:
+def add_random_adapter(model: Any, **config: Any) -> Any:
     """Return the model with a PEFT adapter of random matrices."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        peft = get_peft_model(model, LoraConfig(**{"r": 4, "lora_alpha": 8} | config)).eval()
+        peft_model = get_peft_model(model, LoraConfig(**{"r": 4, "lora_alpha": 8} | config)).eval()
     with torch.no_grad():
-        for name, parameter in peft.named_parameters():
+        for name, parameter in peft_model.named_parameters():
             if ".lora_" in name:
                 parameter.normal_(std=0.1)
-    return peft
+    return peft_model
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_logits_equal_peft(name: str, tmp_path: Path) -> None:
-    model = save_vision_model(architecture_named(name), tmp_path / "base")
-    tiny = architecture_named(name).tiny_config
-    assert tiny is not None
-    prompt = PROMPTS[name](tiny())
+    model = save_vision_model(find_architecture(name), tmp_path / "base")
+    tiny_config = find_architecture(name).tiny_config
+    assert tiny_config is not None
+    prompt = PROMPTS[name](tiny_config())
     plain_logits = prompt.logits(model)
-    peft = with_random_adapter(model, **CASES[name])
-    save_adapter(peft, tmp_path / "adapter")
-    expected = prompt.logits(peft)
+    peft_model = add_random_adapter(model, **CASES[name])
+    save_adapter(peft_model, tmp_path / "adapter")
+    expected = prompt.logits(peft_model)
     pipeline = open_pipeline(tmp_path / "base", lora=(f"tone={tmp_path / 'adapter'}",))
     context = prompt.context(adapter="tone")
     torch.testing.assert_close(forward_logits(pipeline, [context]), expected, atol=1e-4, rtol=1e-5)
     assert float((expected - plain_logits).abs().max()) > 0.01
     pipeline.release(context)
-    bare = prompt.context()
-    torch.testing.assert_close(forward_logits(pipeline, [bare]), plain_logits, atol=1e-4, rtol=1e-5)
-    pipeline.release(bare)
+    plain_context = prompt.context()
+    torch.testing.assert_close(forward_logits(pipeline, [plain_context]), plain_logits, atol=1e-4, rtol=1e-5)
+    pipeline.release(plain_context)
 
 
 def test_adapters_with_older_module_names_are_read(tmp_path: Path) -> None:
     """Earlier versions of transformers named the modules of Gemma 3 ``language_model.model``."""
-    model = save_vision_model(architecture_named("gemma3"), tmp_path / "base")
-    tiny = architecture_named("gemma3").tiny_config
-    assert tiny is not None
-    prompt = PROMPTS["gemma3"](tiny())
-    peft = with_random_adapter(model, target_modules=r".*language_model\..*q_proj")
-    file = save_adapter(peft, tmp_path / "adapter") / "adapter_model.safetensors"
+    model = save_vision_model(find_architecture("gemma3"), tmp_path / "base")
+    tiny_config = find_architecture("gemma3").tiny_config
+    assert tiny_config is not None
+    prompt = PROMPTS["gemma3"](tiny_config())
+    peft_model = add_random_adapter(model, target_modules=r".*language_model\..*q_proj")
+    file = save_adapter(peft_model, tmp_path / "adapter") / "adapter_model.safetensors"
     tensors = load_file(file)
-    renamed = {
+    renamed_tensors = {
         name.replace("model.language_model.layers", "language_model.model.layers"): tensor
         for name, tensor in tensors.items()
     }
-    assert renamed.keys() != tensors.keys()
-    save_file(renamed, file)
+    assert renamed_tensors.keys() != tensors.keys()
+    save_file(renamed_tensors, file)
     pipeline = open_pipeline(tmp_path / "base", lora=(f"tone={tmp_path / 'adapter'}",))
     context = prompt.context(adapter="tone")
-    torch.testing.assert_close(forward_logits(pipeline, [context]), prompt.logits(peft), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(
+        forward_logits(pipeline, [context]), prompt.logits(peft_model), atol=1e-4, rtol=1e-5
+    )
 
 
 def test_adapters_of_the_encoder_are_refused(tmp_path: Path) -> None:
-    model = save_vision_model(architecture_named("smolvlm"), tmp_path / "base")
-    save_adapter(with_random_adapter(model, target_modules=["q_proj"]), tmp_path / "adapter")
+    model = save_vision_model(find_architecture("smolvlm"), tmp_path / "base")
+    save_adapter(add_random_adapter(model, target_modules=["q_proj"]), tmp_path / "adapter")
     with pytest.raises(WeightsError, match=r"vision_model\.encoder.*not a linear layer that"):
         open_pipeline(tmp_path / "base", lora=(f"tone={tmp_path / 'adapter'}",))

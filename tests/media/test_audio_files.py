@@ -71,17 +71,17 @@ def test_compressed_formats_can_be_read_back(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [1, 1700, 4096, 4608, RATE])
 def test_flac_in_chunks_has_all_samples(size: int) -> None:
-    """The header of FLAC has the length, so the encoder returns all bytes at the end."""
+    """The header of a FLAC file contains its length, so the encoder returns all bytes at the end."""
     soundfile = pytest.importorskip("soundfile")
     tone = TONE[: 5000 if size == 1 else RATE]
     encoder = AudioEncoder("flac", RATE)
-    parts = [encoder.add(tone[start : start + size]) for start in range(0, len(tone), size)]
-    samples, rate = soundfile.read(io.BytesIO(b"".join([*parts, encoder.finish()])), dtype="float32")
+    chunks = [encoder.add(tone[start : start + size]) for start in range(0, len(tone), size)]
+    samples, rate = soundfile.read(io.BytesIO(b"".join([*chunks, encoder.finish()])), dtype="float32")
     assert (len(samples), rate) == (len(tone), RATE)
     assert np.abs(samples - tone).max() < 1e-4
 
 
-def test_a_compressed_stream_arrives_in_parts() -> None:
+def test_each_chunk_of_an_mp3_stream_returns_bytes() -> None:
     pytest.importorskip("soundfile")
     encoder = AudioEncoder("mp3", RATE)
     assert all(encoder.add(TONE[start : start + 4000]) for start in range(0, 20000, 4000))
@@ -94,10 +94,10 @@ def test_a_file_that_is_not_audio_is_refused(tmp_path: Path) -> None:
         read_audio(tmp_path / "a.wav")
 
 
-@pytest.mark.parametrize("target", [8000, 16000, 44100])
-def test_resampling_keeps_the_tone(target: int) -> None:
-    samples = resample(TONE, RATE, target)
-    expected = 0.5 * np.sin(2 * np.pi * 440 * np.arange(target) / target)
-    assert len(samples) == target
+@pytest.mark.parametrize("target_rate", [8000, 16000, 44100])
+def test_resampling_keeps_the_tone(target_rate: int) -> None:
+    samples = resample(TONE, RATE, target_rate)
+    expected = 0.5 * np.sin(2 * np.pi * 440 * np.arange(target_rate) / target_rate)
+    assert len(samples) == target_rate
     assert np.abs(samples - expected)[200:-200].max() < 1e-3
     assert resample(TONE, RATE, RATE) is TONE

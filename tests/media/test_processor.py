@@ -32,12 +32,12 @@ def test_images_and_errors_are_returned_from_the_process(pool: ProcessorPool) ->
         assert size == image.size
         assert np.array_equal(arrays["pixel_values"], np.asarray(image))
         assert arrays["grid"].tolist() == [40, 1]
-    process = pool._all[0]._process
+    process = pool._processes[0]._process
     with pytest.raises(InputError, match="is not an image"):
         pool.process(b"?", {}, LIMIT)
     with pytest.raises(InputError, match=r"40 x 30 = 1200 pixels, but the limit is 10 "):
         pool.process(encode_image_file(random_picture()), {}, 10)
-    assert pool._all[0]._process is process
+    assert pool._processes[0]._process is process
 
 
 def test_a_crash_fails_only_its_image(pool: ProcessorPool) -> None:
@@ -48,7 +48,7 @@ def test_a_crash_fails_only_its_image(pool: ProcessorPool) -> None:
     pool._timeout = 0.1
     with pytest.raises(RequestFailedError, match=r"not prepared within the time limit \(--image-timeout\)"):
         pool.process(data, {"seconds": 10}, LIMIT)
-    pool._idle.get()
+    pool._idle_processes.get()
     with pytest.raises(OverloadedError, match=r"all image processes were busy for 0.1 s"):
         pool.process(data, {}, LIMIT)
 

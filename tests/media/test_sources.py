@@ -19,13 +19,16 @@ from penstock.errors import InputError
 from penstock.media import sources
 from penstock.media.sources import ImageSources, decode_data_url, is_public, public_address
 
-DATA = b"\x89PNG image"
+IMAGE_BYTES = b"\x89PNG image"
 
 
 def test_data_urls_are_decoded_or_refused() -> None:
-    encoded_image = base64.b64encode(DATA).decode()
-    assert decode_data_url(f"data:image/png;base64,{encoded_image}") == DATA
-    assert decode_data_url(f"data:image/png;name=a;base64,{encoded_image[:5]}\n{encoded_image[5:]}") == DATA
+    encoded_image = base64.b64encode(IMAGE_BYTES).decode()
+    assert decode_data_url(f"data:image/png;base64,{encoded_image}") == IMAGE_BYTES
+    assert (
+        decode_data_url(f"data:image/png;name=a;base64,{encoded_image[:5]}\n{encoded_image[5:]}")
+        == IMAGE_BYTES
+    )
     assert decode_data_url("data:image/png,%41b") == b"Ab"
     for invalid, message in {
         "data:image/png;base64,A": "base64 of a data: URL is not valid",
@@ -58,12 +61,12 @@ def test_sources_that_are_not_allowed_are_refused(url: str, message: str) -> Non
 def test_only_files_below_the_folder_are_read(tmp_path: Path) -> None:
     folder = tmp_path / "images"
     (folder / "sub").mkdir(parents=True)
-    (folder / "sub" / "a b.png").write_bytes(DATA)
+    (folder / "sub" / "a b.png").write_bytes(IMAGE_BYTES)
     (tmp_path / "secret.png").write_bytes(b"secret")
     (folder / "link.png").symlink_to(tmp_path / "secret.png")
     images = ImageSources(1000, 1, folder=folder)
-    assert images.read("file:///sub/a%20b.png") == DATA
-    assert images.read(f"file://{folder}/sub/a%20b.png") == DATA
+    assert images.read("file:///sub/a%20b.png") == IMAGE_BYTES
+    assert images.read(f"file://{folder}/sub/a%20b.png") == IMAGE_BYTES
     for invalid in (
         "/../secret.png",
         "/link.png",
@@ -147,70 +150,72 @@ def test_each_address_of_a_host_must_be_public(monkeypatch: pytest.MonkeyPatch) 
         public_address("example.org", 80)
 
 
-class Handler(BaseHTTPRequestHandler):
+class FakeImageHandler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        kind, _, remainder = self.path.lstrip("/").partition("/")
-        if kind == "to":
+        action, _, remainder = self.path.lstrip("/").partition("/")
+        if action == "to":
             self.send_response(302)
             self.send_header("Location", remainder)
             self.end_headers()
-        elif kind == "status":
+        elif action == "status":
             self.send_error(int(remainder))
-        elif kind == "endless":
+        elif action == "endless":
             self.send_response(200)
             self.end_headers()
             for _ in range(1000):
                 self.wfile.write(b"x" * 1000)
-        elif kind == "parts":
-            self._send_parts(remainder)
-        elif kind == "empty":
+        elif action == "parts":
+            self._send_endless_response(remainder)
+        elif action == "empty":
             self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
-        elif kind == "chunked":
-            self.wfile.write(CHUNKED + 2 * (b"%x\r\n%b\r\n" % (len(DATA), DATA)) + b"0\r\n\r\n")
-        elif kind == "slow":
+        elif action == "chunked":
+            self.wfile.write(
+                CHUNKED_HEADERS + 2 * (b"%x\r\n%b\r\n" % (len(IMAGE_BYTES), IMAGE_BYTES)) + b"0\r\n\r\n"
+            )
+        elif action == "slow":
             self.send_response(200)
             self.end_headers()
             threading.Event().wait(1)
         else:
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(DATA + self.headers["Host"].encode())
+            self.wfile.write(IMAGE_BYTES + self.headers["Host"].encode())
 
-    def _send_parts(self, kind: str) -> None:
+    def _send_endless_response(self, response_name: str) -> None:
         """Send a response that never ends, until the client closes the connection."""
-        start, part = PARTS[kind]
+        first_bytes, repeated_bytes = ENDLESS_RESPONSES[response_name]
         with suppress(OSError):
-            self.wfile.write(start)
+            self.wfile.write(first_bytes)
             while True:
-                self.wfile.write(part)
-                time.sleep(0 if len(part) > 100 else 0.01)
+                self.wfile.write(repeated_bytes)
+                time.sleep(0 if len(repeated_bytes) > 100 else 0.01)
 
     def log_message(self, *_: object) -> None:
         pass
 
 
-CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
-PARTS = {
+CHUNKED_HEADERS = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+ENDLESS_RESPONSES = {
     "status": (b"", b"H"),
     "continue": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
     "header": (b"HTTP/1.1 200 OK\r\nA: ", b"a"),
     "body": (b"HTTP/1.1 200 OK\r\n\r\n", b"a"),
-    "chunk-size": (CHUNKED, b"0"),
-    "chunk-comment": (CHUNKED + b"1;", b"a"),
-    "empty-chunks": (CHUNKED, b"1\r\na\r\n"),
-    "trailers": (CHUNKED + b"0\r\n", b"A: a\r\n"),
+    "chunk-size": (CHUNKED_HEADERS, b"0"),
+    "chunk-comment": (CHUNKED_HEADERS + b"1;", b"a"),
+    "empty-chunks": (CHUNKED_HEADERS, b"1\r\na\r\n"),
+    "trailers": (CHUNKED_HEADERS + b"0\r\n", b"A: a\r\n"),
     "many-continue": (b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 1000),
-    "many-trailers": (CHUNKED + b"0\r\n", b"A: a\r\n" * 10_000),
+    "many-trailers": (CHUNKED_HEADERS + b"0\r\n", b"A: a\r\n" * 10_000),
 }
-"""For each kind: the beginning of a response, and the bytes that the server then repeats without end.
+"""For each kind of response: its first bytes, and the bytes that the server then repeats without end.
 
-Short bytes are repeated slowly.
+Up to 100 bytes are repeated every 10 ms, and longer ones without a pause.
 """
 
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    server = HTTPServer(("127.0.0.1", 0), Handler)
+    server = HTTPServer(("127.0.0.1", 0), FakeImageHandler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     yield server.server_port
@@ -223,7 +228,7 @@ def port() -> Iterator[int]:
 def fetch(port: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], bytes]:
     """Return a function that fetches a path from a local server.
 
-    The server counts as public under the name ``images.test``.
+    The address check accepts the server under the name ``images.test``.
     """
 
     def address(host: str, _: int) -> str:
@@ -235,8 +240,8 @@ def fetch(port: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], bytes]:
 
 
 def test_images_are_fetched(fetch: Callable[[str], bytes], port: int) -> None:
-    assert fetch("a.png?x=1") == DATA + f"images.test:{port}".encode()
-    assert fetch("to//a.png").startswith(DATA)
+    assert fetch("a.png?x=1") == IMAGE_BYTES + f"images.test:{port}".encode()
+    assert fetch("to//a.png").startswith(IMAGE_BYTES)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +262,7 @@ def test_failed_fetches_are_errors(fetch: Callable[[str], bytes], path: str, mes
         fetch(path)
 
 
-@pytest.mark.parametrize("kind", PARTS)
+@pytest.mark.parametrize("kind", ENDLESS_RESPONSES)
 def test_endless_responses_are_ended_by_the_time_limit(
     port: int, fetch: Callable[[str], bytes], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -270,16 +275,16 @@ def test_endless_responses_are_ended_by_the_time_limit(
 
 def test_empty_and_chunked_bodies_are_read(fetch: Callable[[str], bytes]) -> None:
     assert fetch("empty") == b""
-    assert fetch("chunked") == DATA * 2
+    assert fetch("chunked") == IMAGE_BYTES * 2
 
 
 def test_look_ups_end_within_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name server that does not answer blocks neither the request nor more than a few threads."""
-    release, started = threading.Event(), threading.Semaphore(0)
+    """If the name server does not answer, the request still ends, and at most two threads are blocked."""
+    release_lookups, lookups = threading.Event(), threading.Semaphore(0)
 
     def hang(*_: Any, **__: Any) -> list[Any]:
-        started.release()
-        release.wait(20)
+        lookups.release()
+        release_lookups.wait(20)
         return [(0, 0, 0, "", ("127.0.0.1", 80))]
 
     monkeypatch.setattr(socket, "getaddrinfo", hang)
@@ -288,10 +293,10 @@ def test_look_ups_end_within_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> 
     for _ in range(4):
         with pytest.raises(InputError, match=r"not fetched within 0\.05 s"):
             images.read("http://slow.test/a.png")
-    assert started.acquire(timeout=5)
-    assert started.acquire(timeout=5)
-    assert not started.acquire(blocking=False), "more than two look-ups ran"
-    release.set()
-    with_long_limit = ImageSources(5000, 10, allow_urls=True)
+    assert lookups.acquire(timeout=5)
+    assert lookups.acquire(timeout=5)
+    assert not lookups.acquire(blocking=False), "more than two look-ups ran"
+    release_lookups.set()
+    images_with_long_limit = ImageSources(5000, 10, allow_urls=True)
     with pytest.raises(InputError, match="not on the public internet"):
-        with_long_limit.read("http://slow.test/a.png")
+        images_with_long_limit.read("http://slow.test/a.png")

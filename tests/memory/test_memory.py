@@ -1,4 +1,4 @@
-"""The memory planner: plans fit into the memory and use it fully; errors suggest values that fit."""
+"""The memory planner: plans fit into the memory and use all of it, and errors suggest values that fit."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from penstock.memory.demand import requested_block_size, requested_step_tokens
 from penstock.memory.plan import MIN_STEP
 from penstock.memory.refusals import format_bytes
 
-FULL = KVCacheSpec((KVGroup((0, 1), 2, 4, DType.float32),))  # 128 bytes per token
+FULL_ATTENTION = KVCacheSpec((KVGroup((0, 1), 2, 4, DType.float32),))  # 128 bytes per token
 BYTES_PER_TOKEN = 128
 BYTES_PER_BLOCK = 32 * BYTES_PER_TOKEN
 
 SPECS = {
-    "full": FULL,
+    "full": FULL_ATTENTION,
     "windowed": KVCacheSpec((KVGroup((0,), 2, 4, DType.float32, window=50),)),
     "mixed": KVCacheSpec(
         (KVGroup((0, 2), 2, 4, DType.bfloat16), KVGroup((1, 3, 4), 1, 8, DType.float32, window=70))
@@ -39,19 +39,21 @@ SPECS = {
 }
 
 configs = st.builds(
-    lambda max_length, max_batch_size, tokens, chunked, steps, block_size, utilization: PipelineConfig(
-        model=ModelConfig(max_length=max_length),
-        kv_cache=KVCacheConfig(block_size=block_size, device_memory_utilization=utilization),
-        max_batch_size=max_batch_size,
-        max_batch_input_tokens=tokens,
-        enable_chunked_prefill=chunked,
-        max_num_steps=steps,
+    lambda max_length, max_batch_size, step_tokens, is_chunked, num_steps, block_size, utilization: (
+        PipelineConfig(
+            model=ModelConfig(max_length=max_length),
+            kv_cache=KVCacheConfig(block_size=block_size, device_memory_utilization=utilization),
+            max_batch_size=max_batch_size,
+            max_batch_input_tokens=step_tokens,
+            enable_chunked_prefill=is_chunked,
+            max_num_steps=num_steps,
+        )
     ),
     max_length=st.none() | st.integers(1, 2000),
     max_batch_size=st.none() | st.integers(1, 200),
-    tokens=st.integers(1, 9000),
-    chunked=st.booleans(),
-    steps=st.integers(1, 10),
+    step_tokens=st.integers(1, 9000),
+    is_chunked=st.booleans(),
+    num_steps=st.integers(1, 10),
     block_size=st.sampled_from([16, 32, 64, 128]),
     utilization=st.floats(0.1, 1),
 )
@@ -66,7 +68,7 @@ DEFAULT_STEP_SIZE = BACKENDS.default_sizes("cpu").step_tokens
 
 def make_plan(
     config: PipelineConfig | None = None,
-    spec: KVCacheSpec | None = FULL,
+    spec: KVCacheSpec | None = FULL_ATTENTION,
     *,
     length: int = 1000,
     weights: int = 0,
@@ -95,19 +97,19 @@ def make_config(
 
 def max_blocks_used(group: KVGroup, config: PipelineConfig, length: int, rows: int) -> int:
     """Simulate a sequence that computes ``rows`` tokens per step. Returns its maximum number of blocks."""
-    size, largest = requested_block_size(config), 0
+    block_size, max_blocks = requested_block_size(config), 0
     for start in range(0, length, rows):
         stop = min(start + rows, length)
-        largest = max(largest, (stop - 1) // size - group.first_visible(start) // size + 1)
-    return largest
+        max_blocks = max(max_blocks, (stop - 1) // block_size - group.first_visible(start) // block_size + 1)
+    return max_blocks
 
 
-def assert_usable(result: MemoryPlan, config: PipelineConfig, spec: KVCacheSpec) -> None:
+def assert_usable(plan: MemoryPlan, config: PipelineConfig, spec: KVCacheSpec) -> None:
     """The cache must hold one whole sequence, or one block for each sequence of the batch."""
-    rows = result.max_batch_input_tokens if config.enable_chunked_prefill else result.max_length
-    for group, count in zip(spec.groups, result.num_blocks, strict=True):
-        assert count - 1 >= max_blocks_used(group, config, result.max_length, rows)
-        assert count - 1 >= result.max_batch_size
+    rows = plan.max_batch_input_tokens if config.enable_chunked_prefill else plan.max_length
+    for group, count in zip(spec.groups, plan.num_blocks, strict=True):
+        assert count - 1 >= max_blocks_used(group, config, plan.max_length, rows)
+        assert count - 1 >= plan.max_batch_size
 
 
 @given(config=configs, spec=specs, length=lengths, weights=weights, activations=activations, free=memories)
@@ -115,17 +117,17 @@ def test_a_plan_fits_the_memory_and_is_usable(
     config: PipelineConfig, spec: KVCacheSpec, length: int, weights: int, activations: int, free: int
 ) -> None:
     try:
-        result = make_plan(config, spec, length=length, weights=weights, activations=activations, free=free)
+        plan = make_plan(config, spec, length=length, weights=weights, activations=activations, free=free)
     except InsufficientMemoryError:
         return
-    used = result.weights_size + result.activation_size + result.kv_cache_size
-    assert used <= result.available_memory <= free
-    assert result.available_memory == int(free * config.kv_cache.device_memory_utilization)
-    bytes_per_block = spec.bytes_per_block(result.block_size)
-    assert result.kv_cache_size == sum(
-        count * size for count, size in zip(result.num_blocks, bytes_per_block, strict=True)
+    used_memory = plan.weights_size + plan.activation_size + plan.kv_cache_size
+    assert used_memory <= plan.available_memory <= free
+    assert plan.available_memory == int(free * config.kv_cache.device_memory_utilization)
+    bytes_per_block = spec.bytes_per_block(plan.block_size)
+    assert plan.kv_cache_size == sum(
+        count * size for count, size in zip(plan.num_blocks, bytes_per_block, strict=True)
     )
-    assert_usable(result, config, spec)
+    assert_usable(plan, config, spec)
 
 
 @given(config=configs, spec=specs, length=lengths, free=st.integers(200_000, 5_000_000))
@@ -133,16 +135,16 @@ def test_configured_sizes_are_kept_and_others_do_not_exceed_the_defaults(
     config: PipelineConfig, spec: KVCacheSpec, length: int, free: int
 ) -> None:
     try:
-        result = make_plan(config, spec, length=length, free=free)
+        plan = make_plan(config, spec, length=length, free=free)
     except InsufficientMemoryError:
         return
-    assert result.max_length == config.model.max_length or config.model.max_length is None
-    assert result.max_batch_size == config.max_batch_size or config.max_batch_size is None
-    assert 1 <= result.max_length <= length
-    assert 1 <= result.max_batch_size <= max(32, config.max_batch_size or 0)
-    for group, count in zip(spec.groups, result.num_blocks, strict=True):
-        full_length_blocks = group.max_blocks(result.max_length, result.block_size)
-        assert count - 1 <= result.max_batch_size * full_length_blocks
+    assert plan.max_length == config.model.max_length or config.model.max_length is None
+    assert plan.max_batch_size == config.max_batch_size or config.max_batch_size is None
+    assert 1 <= plan.max_length <= length
+    assert 1 <= plan.max_batch_size <= max(32, config.max_batch_size or 0)
+    for group, count in zip(spec.groups, plan.num_blocks, strict=True):
+        full_length_blocks = group.max_blocks(plan.max_length, plan.block_size)
+        assert count - 1 <= plan.max_batch_size * full_length_blocks
 
 
 @given(
@@ -152,7 +154,7 @@ def test_configured_sizes_are_kept_and_others_do_not_exceed_the_defaults(
     weights=weights,
     activations=activations,
     free=st.integers(300_000, 3_000_000),
-    more=st.integers(0, 1_000_000),
+    extra_memory=st.integers(0, 1_000_000),
 )
 def test_more_memory_never_gives_a_smaller_plan(
     config: PipelineConfig,
@@ -161,34 +163,36 @@ def test_more_memory_never_gives_a_smaller_plan(
     weights: int,
     activations: int,
     free: int,
-    more: int,
+    extra_memory: int,
 ) -> None:
     sizes = {"length": length, "weights": weights, "activations": activations}
     try:
-        smaller = make_plan(config, spec, free=free, **sizes)
+        smaller_plan = make_plan(config, spec, free=free, **sizes)
     except InsufficientMemoryError:
         return
-    assume(smaller.max_batch_input_tokens >= min(MIN_STEP, requested_step_tokens(config)))
-    larger = make_plan(config, spec, free=free + more, **sizes)
-    assert larger.max_length >= smaller.max_length
-    assert larger.max_batch_input_tokens >= smaller.max_batch_input_tokens
+    assume(smaller_plan.max_batch_input_tokens >= min(MIN_STEP, requested_step_tokens(config)))
+    larger_plan = make_plan(config, spec, free=free + extra_memory, **sizes)
+    assert larger_plan.max_length >= smaller_plan.max_length
+    assert larger_plan.max_batch_input_tokens >= smaller_plan.max_batch_input_tokens
 
 
 @given(spec=specs, length=st.integers(1, 3000), batch=st.integers(1, 50), free=st.integers(1, 500_000))
-def test_the_length_is_the_longest_that_fits(spec: KVCacheSpec, length: int, batch: int, free: int) -> None:
+def test_a_shortened_length_is_the_maximum_that_fits(
+    spec: KVCacheSpec, length: int, batch: int, free: int
+) -> None:
     config = replace(make_config(max_batch_size=batch), max_batch_input_tokens=64)
     try:
-        result = make_plan(config, spec, length=length, free=free)
+        plan = make_plan(config, spec, length=length, free=free)
     except InsufficientMemoryError:
         with pytest.raises(InsufficientMemoryError):
             make_plan(replace(config, model=ModelConfig(max_length=1)), spec, length=length, free=free)
         return
-    if result.is_shortened:
-        longer = replace(config, model=ModelConfig(max_length=result.max_length + 1))
+    if plan.is_shortened:
+        longer_config = replace(config, model=ModelConfig(max_length=plan.max_length + 1))
         with pytest.raises(InsufficientMemoryError):
-            make_plan(longer, spec, length=length, free=free)
+            make_plan(longer_config, spec, length=length, free=free)
     else:
-        assert result.max_length == length
+        assert plan.max_length == length
 
 
 @given(config=configs, spec=specs, length=lengths, activations=activations, free=st.integers(3000, 100_000))
@@ -214,11 +218,11 @@ def test_a_suggested_length_and_batch_size_fit(
 
 
 def test_every_sequence_of_the_batch_fits_if_memory_suffices() -> None:
-    result = make_plan(length=1000, free=10**9)
-    assert (result.max_length, result.max_batch_size) == (1000, 32)
-    assert result.num_blocks == (32 * 32 + 1,)  # 32 blocks of 32 tokens hold 1000 tokens, plus the null block
-    assert result.num_cache_tokens == 32 * 1024
-    assert result.kv_cache_size == 1025 * BYTES_PER_BLOCK
+    plan = make_plan(length=1000, free=10**9)
+    assert (plan.max_length, plan.max_batch_size) == (1000, 32)
+    assert plan.num_blocks == (32 * 32 + 1,)  # 32 blocks of 32 tokens hold 1000 tokens, plus the null block
+    assert plan.num_cache_tokens == 32 * 1024
+    assert plan.kv_cache_size == 1025 * BYTES_PER_BLOCK
 
 
 def test_a_gpu_has_larger_default_sizes() -> None:
@@ -228,17 +232,17 @@ def test_a_gpu_has_larger_default_sizes() -> None:
 
 
 def test_the_length_is_reduced_to_whole_blocks() -> None:
-    result = make_plan(length=1000, free=10 * BYTES_PER_BLOCK + 5)
-    assert (result.max_length, result.num_blocks) == (9 * 32, (10,))
-    assert result.is_shortened
-    assert result.max_batch_size == 9
+    plan = make_plan(length=1000, free=10 * BYTES_PER_BLOCK + 5)
+    assert (plan.max_length, plan.num_blocks) == (9 * 32, (10,))
+    assert plan.is_shortened
+    assert plan.max_batch_size == 9
 
 
 def test_a_window_needs_the_same_memory_for_longer_sequences() -> None:
     spec, config = SPECS["windowed"], replace(make_config(max_batch_size=1), max_batch_input_tokens=32)
-    short, long = (make_plan(config, spec, length=length, free=10**9) for length in (1000, 100_000))
-    assert short.num_blocks == long.num_blocks == (5,)  # 49 + 32 tokens lie in at most 4 blocks
-    assert long.max_length == 100_000
+    short_plan, long_plan = (make_plan(config, spec, length=length, free=10**9) for length in (1000, 100_000))
+    assert short_plan.num_blocks == long_plan.num_blocks == (5,)  # 49 + 32 tokens lie in at most 4 blocks
+    assert long_plan.max_length == 100_000
 
 
 @given(
@@ -253,62 +257,62 @@ def test_with_enough_memory_all_windows_fit_with_a_full_step(
     config = replace(
         make_config(max_batch_size=len(rows), block_size=block_size), max_batch_input_tokens=sum(rows)
     )
-    result = make_plan(config, KVCacheSpec((group,)), length=2000, free=10**9)
+    plan = make_plan(config, KVCacheSpec((group,)), length=2000, free=10**9)
     used_blocks = sum(max_blocks_used(group, config, 2000, count) for count in rows)
-    assert result.num_blocks[0] - 1 >= used_blocks
+    assert plan.num_blocks[0] - 1 >= used_blocks
 
 
 def test_blocks_unused_by_a_windowed_group_go_to_the_full_group() -> None:
-    result = make_plan(
+    plan = make_plan(
         replace(make_config(max_batch_size=2), max_batch_input_tokens=64), SPECS["mixed"], free=10**9
     )
-    full, windowed = result.num_blocks
-    assert full == 2 * 32 + 1
-    assert windowed < full
+    full_blocks, windowed_blocks = plan.num_blocks
+    assert full_blocks == 2 * 32 + 1
+    assert windowed_blocks < full_blocks
 
 
 def test_a_configured_batch_size_fits_with_its_windows() -> None:
     spec, config = SPECS["mixed"], replace(make_config(max_batch_size=30), max_batch_input_tokens=64)
-    windows = 31 * spec.bytes_per_block(32)[1]
-    result = make_plan(config, spec, length=3000, free=windows + 51 * spec.bytes_per_block(32)[0])
-    assert (result.max_length, result.num_blocks) == (50 * 32, (51, 31))
+    window_bytes = 31 * spec.bytes_per_block(32)[1]
+    plan = make_plan(config, spec, length=3000, free=window_bytes + 51 * spec.bytes_per_block(32)[0])
+    assert (plan.max_length, plan.num_blocks) == (50 * 32, (51, 31))
 
 
 def test_the_suggested_length_and_batch_size_fit_together() -> None:
     spec, config = SPECS["mixed"], replace(make_config(1600, 30), max_batch_input_tokens=64)
-    full, windowed = spec.bytes_per_block(32)
+    full_block_bytes, windowed_block_bytes = spec.bytes_per_block(32)
     with pytest.raises(InsufficientMemoryError, match=r"try --max-length 1600 --max-batch-size 20$"):
-        make_plan(config, spec, length=3000, free=51 * full + 21 * windowed)
+        make_plan(config, spec, length=3000, free=51 * full_block_bytes + 21 * windowed_block_bytes)
 
 
 def test_a_model_without_a_cache_needs_no_blocks() -> None:
-    result = make_plan(spec=None, weights=10, activations=20, free=100)
-    assert (result.num_blocks, result.kv_cache_size, result.num_cache_tokens) == ((), 0, 0)
-    assert (result.max_length, result.max_batch_size) == (1000, 32)
+    plan = make_plan(spec=None, weights=10, activations=20, free=100)
+    assert (plan.num_blocks, plan.kv_cache_size, plan.num_cache_tokens) == ((), 0, 0)
+    assert (plan.max_length, plan.max_batch_size) == (1000, 32)
 
 
 def test_the_step_size_is_reduced_before_the_length() -> None:
     full_sequence_bytes = 33 * BYTES_PER_BLOCK  # one sequence of 1000 tokens
     config = replace(make_config(), max_batch_input_tokens=4096)
-    result = make_plan(config, activations=4096, weights=50, free=full_sequence_bytes + 50 + 1500)
-    assert (result.max_batch_input_tokens, result.activation_size, result.max_length) == (1024, 1024, 1000)
-    result = make_plan(config, activations=4096, free=4 * BYTES_PER_BLOCK + 512)
-    assert (result.max_batch_input_tokens, result.activation_size, result.max_length) == (512, 512, 96)
+    plan = make_plan(config, activations=4096, weights=50, free=full_sequence_bytes + 50 + 1500)
+    assert (plan.max_batch_input_tokens, plan.activation_size, plan.max_length) == (1024, 1024, 1000)
+    plan = make_plan(config, activations=4096, free=4 * BYTES_PER_BLOCK + 512)
+    assert (plan.max_batch_input_tokens, plan.activation_size, plan.max_length) == (512, 512, 96)
 
 
 def test_the_step_size_shrinks_as_a_last_resort() -> None:
     size = DEFAULT_STEP_SIZE * 100
-    result = make_plan(activations=size, length=32, free=64 * 100 + 2 * BYTES_PER_BLOCK)
-    assert (result.max_batch_input_tokens, result.max_length) == (64, 32)
+    plan = make_plan(activations=size, length=32, free=64 * 100 + 2 * BYTES_PER_BLOCK)
+    assert (plan.max_batch_input_tokens, plan.max_length) == (64, 32)
     with pytest.raises(InsufficientMemoryError, match="activations 100 bytes"):
         make_plan(activations=size, length=32, free=99)
 
 
 def test_the_step_size_is_at_least_the_batch_size() -> None:
-    result = make_plan(PipelineConfig(max_batch_size=2000), length=16, free=10**8)
-    assert (result.max_batch_size, result.max_batch_input_tokens) == (2000, 2000)
-    configured = PipelineConfig(max_batch_size=2000, max_batch_input_tokens=3000)
-    assert make_plan(configured, length=16, free=10**8).max_batch_input_tokens == 3000
+    plan = make_plan(PipelineConfig(max_batch_size=2000), length=16, free=10**8)
+    assert (plan.max_batch_size, plan.max_batch_input_tokens) == (2000, 2000)
+    config = PipelineConfig(max_batch_size=2000, max_batch_input_tokens=3000)
+    assert make_plan(config, length=16, free=10**8).max_batch_input_tokens == 3000
     assert make_plan(free=10**8).max_batch_input_tokens == DEFAULT_STEP_SIZE
 
 
@@ -323,13 +327,13 @@ def test_the_step_size_is_kept_if_prompts_cannot_be_chunked() -> None:
 
 
 def test_kv_cache_memory_is_used_exactly() -> None:
-    result = make_plan(
+    plan = make_plan(
         make_config(memory=10 * BYTES_PER_BLOCK, device_memory_utilization=0.1),
         weights=100,
         free=20 * BYTES_PER_BLOCK,
     )
-    assert result.kv_cache_size == 10 * BYTES_PER_BLOCK
-    assert result.available_memory == 10 * BYTES_PER_BLOCK + 100
+    assert plan.kv_cache_size == 10 * BYTES_PER_BLOCK
+    assert plan.available_memory == 10 * BYTES_PER_BLOCK + 100
     with pytest.raises(InsufficientMemoryError, match=r"the KV cache 40.0 KiB, .*: lower --kv-cache-memory"):
         make_plan(make_config(memory=10 * BYTES_PER_BLOCK), weights=100, free=10 * BYTES_PER_BLOCK)
 
@@ -371,9 +375,9 @@ def test_weights_larger_than_the_memory_are_an_error() -> None:
         make_plan(make_config(device_memory_utilization=0.5), weights=600, free=1000)
 
 
-def render_table(result: MemoryPlan) -> str:
+def render_table(plan: MemoryPlan) -> str:
     console = Console(width=100, record=True, file=StringIO())
-    console.print(result.table())
+    console.print(plan.table())
     return console.export_text()
 
 
@@ -405,11 +409,13 @@ def test_sizes_are_formatted_with_units() -> None:
 def test_the_estimated_cache_size_equals_the_plan() -> None:
     config = make_config(max_batch_size=4)
     for available in (5 * BYTES_PER_BLOCK + 7, 50 * BYTES_PER_BLOCK, 10**9):
-        size = estimate_kv_cache_size(config, FULL, model_max_length=1000, available_cache_memory=available)
+        size = estimate_kv_cache_size(
+            config, FULL_ATTENTION, model_max_length=1000, available_cache_memory=available
+        )
         assert size == make_plan(config, free=available).kv_cache_size
     with pytest.raises(InsufficientMemoryError):
         estimate_kv_cache_size(
-            config, FULL, model_max_length=1000, available_cache_memory=5 * BYTES_PER_BLOCK - 1
+            config, FULL_ATTENTION, model_max_length=1000, available_cache_memory=5 * BYTES_PER_BLOCK - 1
         )
     assert estimate_kv_cache_size(config, None, model_max_length=9, available_cache_memory=9) == 0
 
@@ -417,25 +423,25 @@ def test_the_estimated_cache_size_equals_the_plan() -> None:
 def test_memory_for_adapters_reduces_the_cache() -> None:
     config = make_config()
     options = {"model_max_length": 100_000, "weights_size": 1000, "activation_size": 0, "free_memory": 2**20}
-    plan_without, plan_with = (
-        plan_memory(config, FULL, **options),
-        plan_memory(config, FULL, **options, adapters_size=2**19),
+    plan_without_adapters, plan_with_adapters = (
+        plan_memory(config, FULL_ATTENTION, **options),
+        plan_memory(config, FULL_ATTENTION, **options, adapters_size=2**19),
     )
-    assert plan_with.kv_cache_size <= plan_without.kv_cache_size - 2**19 + 2**14
-    assert plan_with.adapters_size == 2**19
-    assert "512.0 KiB" in render_table(plan_with)
-    assert "adapters" not in render_table(plan_without)
+    assert plan_with_adapters.kv_cache_size <= plan_without_adapters.kv_cache_size - 2**19 + 2**14
+    assert plan_with_adapters.adapters_size == 2**19
+    assert "512.0 KiB" in render_table(plan_with_adapters)
+    assert "adapters" not in render_table(plan_without_adapters)
     with pytest.raises(InsufficientMemoryError, match=r"LoRA adapters 2.0 MiB.*lower --max-loras"):
-        plan_memory(config, FULL, **options, adapters_size=2**21)
+        plan_memory(config, FULL_ATTENTION, **options, adapters_size=2**21)
 
 
 def test_unchunked_inputs_need_memory_for_the_longest() -> None:
     options: dict[str, Any] = {"model_max_length": 4096, "weights_size": 1000, "min_step_tokens": 4096}
     config = replace(make_config(), max_batch_input_tokens=1024)
-    result = plan_memory(config, None, **options, activation_size=4096, free_memory=6000)
-    assert (result.max_batch_input_tokens, result.activation_size) == (1024, 4096)
+    plan = plan_memory(config, None, **options, activation_size=4096, free_memory=6000)
+    assert (plan.max_batch_input_tokens, plan.activation_size) == (1024, 4096)
     config = replace(make_config(), max_batch_input_tokens=16384)
-    halved = plan_memory(config, None, **options, activation_size=16384, free_memory=10_000)
-    assert (halved.max_batch_input_tokens, halved.activation_size) == (8192, 8192)
+    halved_plan = plan_memory(config, None, **options, activation_size=16384, free_memory=10_000)
+    assert (halved_plan.max_batch_input_tokens, halved_plan.activation_size) == (8192, 8192)
     with pytest.raises(InsufficientMemoryError, match=r"activations 4\.0 KiB"):
         plan_memory(config, None, **options, activation_size=16384, free_memory=5000)

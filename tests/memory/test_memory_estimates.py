@@ -23,7 +23,7 @@ from penstock.memory import (
 from penstock.nn import TensorNames
 
 
-def write_estimate_checkpoint(folder: Path, *, tied: bool = False, **settings: Any) -> PipelineConfig:
+def write_estimate_checkpoint(folder: Path, *, is_head_tied: bool = False, **settings: Any) -> PipelineConfig:
     """Write a checkpoint with a vocabulary of 10 and a hidden size of 4.
 
     It has a linear layer of 6 outputs, two experts of 3 outputs, a norm, and a position table of integers.
@@ -41,48 +41,54 @@ def write_estimate_checkpoint(folder: Path, *, tied: bool = False, **settings: A
         "lm_head.weight": ones(10, 4),
     }
     save_file(tensors, folder / "model.safetensors")
-    config = {"dtype": "float32", "vocab_size": 10, "tie_word_embeddings": tied}
+    config = {"dtype": "float32", "vocab_size": 10, "tie_word_embeddings": is_head_tied}
     (folder / "config.json").write_text(json.dumps(config))
     return PipelineConfig(model=ModelConfig(model_path=str(folder), **settings), max_batch_size=2)
 
 
 @pytest.mark.parametrize(
-    ("encoding", "tied", "size"),
-    [  # linear layers and the head in panels of 64 outputs
+    ("encoding", "is_head_tied", "size"),
+    [
+        # Linear layers and the head are stored in panels of 64 outputs.
         (None, False, 4 * (40 + 6 + 4 + 4 * 64 * 4) + 40),
         ("float32", True, 4 * (40 + 6 + 4 + 4 * 64 * 4) + 40),
         ("bfloat16", False, 2 * (40 + 6 + 4 + 4 * 64 * 4) + 40),
         ("int8", False, 2 * (40 + 6 + 4) + 4 * 64 * 4 + 4 * (6 + 3 + 3 + 10) + 40),
-        # all layers are too small for this encoding
+        # All layers are too small for int4, so they are stored in int8.
         ("int4", False, 2 * (40 + 6 + 4) + 4 * 64 * 4 + 4 * (6 + 3 + 3 + 10) + 40),
         ("half-byte", False, 4 * (40 + 6 + 4) + (24 + 24 + 40) // 2 + 40),
     ],
 )
 def test_the_size_of_the_loaded_weights_is_estimated(
-    tmp_path: Path, encoding: str | None, tied: bool, size: int
+    tmp_path: Path, encoding: str | None, is_head_tied: bool, size: int
 ) -> None:
     with ENCODINGS.extended(HalvedEncoding("half-byte", 0.5)):
-        config = write_estimate_checkpoint(tmp_path, tied=tied, quantization_encoding=encoding)
+        config = write_estimate_checkpoint(
+            tmp_path, is_head_tied=is_head_tied, quantization_encoding=encoding
+        )
         assert estimate_weights_size(config) == size
 
 
 @pytest.mark.parametrize("kernels", ["cpu", "reference"])
 def test_the_estimate_is_the_size_in_the_layout_of_the_back_end(kernels: str) -> None:
-    """The layers of the embedded model have 5 bits in panels and a byte in rows."""
+    """A weight of the embedded model has 5 bits in the C++ kernels, and 8 bits in the reference kernels."""
     pipeline = open_pipeline(
         Path(penstock.__file__).parent / "demo", kernels=kernels, quantization_encoding="int4", num_threads=1
     )
     assert estimate_weights_size(pipeline.model.pipeline_config) == weight_bytes(pipeline)
 
 
-@pytest.mark.parametrize("kept", ["model.embed_tokens.weight", "lm_head.weight"])
-def test_a_tied_head_counts_in_addition_to_its_table(tmp_path: Path, kept: str) -> None:
+@pytest.mark.parametrize("stored_name", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_a_tied_head_counts_in_addition_to_its_table(tmp_path: Path, stored_name: str) -> None:
     from safetensors.torch import load_file, save_file
 
     write_estimate_checkpoint(tmp_path)
     names = {"model.embed_tokens.weight", "lm_head.weight"}
     tensors = load_file(tmp_path / "model.safetensors")
-    save_file({k: v for k, v in tensors.items() if k not in names - {kept}}, tmp_path / "model.safetensors")
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if name not in names - {stored_name}},
+        tmp_path / "model.safetensors",
+    )
     config = PipelineConfig(model=ModelConfig(model_path=str(tmp_path)), max_batch_size=2)
     assert estimate_weights_size(config) == 4 * (40 + 6 + 4 + 4 * 64 * 4) + 40
 
@@ -94,9 +100,11 @@ def test_the_size_of_the_activations_is_estimated(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("encoding", "size"), [("float32", 4), ("bfloat16", 2)])
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_memory_of_adapters_is_estimated(tmp_path: Path, encoding: str, tied: bool, size: int) -> None:
-    config = write_estimate_checkpoint(tmp_path, tied=tied, quantization_encoding=encoding)
+@pytest.mark.parametrize("is_head_tied", [False, True])
+def test_the_memory_of_adapters_is_estimated(
+    tmp_path: Path, encoding: str, is_head_tied: bool, size: int
+) -> None:
+    config = write_estimate_checkpoint(tmp_path, is_head_tied=is_head_tied, quantization_encoding=encoding)
     assert estimate_adapters_size(config) == 0
     config = replace(config, lora=LoRAConfig(enable_lora=True, max_loras=3, max_lora_rank=5))
     widths = (6 + 4) + 2 * (3 + 4) + (10 + 4)
@@ -104,7 +112,7 @@ def test_the_memory_of_adapters_is_estimated(tmp_path: Path, encoding: str, tied
 
 
 def test_a_family_with_other_tensor_names_is_estimated(tmp_path: Path) -> None:
-    """Embedding table, head, value projection and router are recognised by the family's own names."""
+    """The embedding table, head, value projection and router are recognised by the family's own names."""
     from safetensors.torch import save_file
     from torch import ones
 
@@ -135,13 +143,13 @@ def test_a_family_with_other_tensor_names_is_estimated(tmp_path: Path) -> None:
         qkv=("query", "key", "value"),
         router="choose",
     )
-    int8, int5, floats = (ENCODINGS[name] for name in ("int8", "int5", "bfloat16"))
+    int8_encoding, int5_encoding, float_encoding = (ENCODINGS[name] for name in ("int8", "int5", "bfloat16"))
     assert estimate_weights_size(config, names) == (
         100 * 128 * 2  # the embedding table
-        + int5.num_bytes(128, 128)  # queries
-        + int8.num_bytes(128, 128)  # values
-        + floats.num_bytes(64, 128)  # the router
-        + int8.num_bytes(100, 128)  # the output head
+        + int5_encoding.num_bytes(128, 128)  # queries
+        + int8_encoding.num_bytes(128, 128)  # values
+        + float_encoding.num_bytes(64, 128)  # the router
+        + int8_encoding.num_bytes(100, 128)  # the output head
     )
     widths = [128 + 128, 128 + 128, 64 + 128, 100 + 128]
     assert estimate_adapters_size(config, names) == 2 * sum(widths)

@@ -1,4 +1,4 @@
-"""The loader: encodings, fused parts and released memory of packed layers."""
+"""The loader: encodings of layers, fused layers, and released memory of packed weights."""
 
 from __future__ import annotations
 
@@ -23,16 +23,20 @@ BACK_ENDS = {"reference": ReferenceOps(), "best": InferenceSession([CPU()]).ops}
 class QuantizedTensors(FloatTensors):
     """Named tensors, some of them quantized."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], quantized: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, tensors: Mapping[str, Tensor], quantized_names: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(tensors)
-        self.quantized = quantized or {}
+        self.quantized = quantized_names or {}
         self.released: list[str] = []
         self.mapped: set[str] = set()
         self.expected: dict[str, tuple[int, ...]] = {}
         self.orders: dict[str, bytes] = {}
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        assert name not in self.released, "reading it would load its released pages again"
+        assert name not in self.released, (
+            "the loader must not read a released weight: its pages would be loaded again"
+        )
         return super().tensor(name, shape)
 
     def expect(self, name: str, shape: tuple[int, ...]) -> bool:
@@ -50,7 +54,8 @@ class QuantizedTensors(FloatTensors):
     ) -> tuple[str | None, Mapping[str, Tensor]]:
         encoding = self.quantized[name]
         rows = ENCODINGS[encoding].pack(self.tensors[name])
-        return encoding, rows | {"scales": 2 * rows["scales"]}  # differs from the result of packing
+        # The scales differ from those of the loader, so packing again would be detected.
+        return encoding, rows | {"scales": 2 * rows["scales"]}
 
     def rows(
         self, name: str, shape: tuple[int, int], start: int, stop: int
@@ -89,19 +94,19 @@ def test_small_layers_are_stored_in_more_bits(encoding: str, shape: tuple[int, i
     assert ENCODINGS[encoding].for_layer("linear", *shape) == expected
 
 
-def test_an_expert_counts_as_small_only_if_both_sizes_are() -> None:
-    """Many narrow experts make a large model."""
+def test_an_expert_is_small_only_if_both_dimensions_are_small() -> None:
+    """A model with many narrow experts is large, so its experts are stored in 4 bits."""
     sizes = {(768, 2048): "int4", (2048, 768): "int4", (1024, 2047): "int5", (63, 4096): "int8"}
-    result = {size: ENCODINGS["int4"].for_layer("expert", *size) for size in sizes}
-    assert result == sizes
+    encodings = {size: ENCODINGS["int4"].for_layer("expert", *size) for size in sizes}
+    assert encodings == sizes
 
 
 def test_the_head_has_at_least_eight_bits() -> None:
     heads = {name: encoding.for_layer("head", 4096, 4096) for name, encoding in ENCODINGS.items()}
-    quantized = [
+    quantized_names = [
         name for name, encoding in ENCODINGS.items() if not encoding.is_float and name not in ("int8", "int5")
     ]
-    assert {heads.pop(name) for name in quantized} == {"int8"}
+    assert {heads.pop(name) for name in quantized_names} == {"int8"}
     assert all(head == encoding for encoding, head in heads.items())
 
 
@@ -131,19 +136,23 @@ def test_values_have_at_least_eight_bits_unless_they_are_stored_with_four() -> N
 def test_fused_parts_are_packed_like_the_whole_matrix(
     back_end: str, encoding: str, sizes: tuple[int, ...]
 ) -> None:
-    parts = {f"part{i}": size for i, size in enumerate(sizes)}
-    tensors = {f"x.{name}.weight": random_tensor(size, 80, seed=size) for name, size in parts.items()}
-    biases = {f"x.{name}.bias": random_tensor(size) for name, size in parts.items()}
+    slice_sizes = {f"part{i}": size for i, size in enumerate(sizes)}
+    tensors = {f"x.{name}.weight": random_tensor(size, 80, seed=size) for name, size in slice_sizes.items()}
+    biases = {f"x.{name}.bias": random_tensor(size) for name, size in slice_sizes.items()}
     source = QuantizedTensors(tensors | biases)
-    packed_weight = load(source, encoding, BACK_ENDS[back_end]).fused("x", parts, 80, bias=True).packed
+    packed_weight = load(source, encoding, BACK_ENDS[back_end]).fused("x", slice_sizes, 80, bias=True).packed
     full_matrix = torch.cat(list(tensors.values()))
-    kind = ENCODINGS[packed_weight.encoding]
-    assert torch.equal(unpack_linear(packed_weight), kind.unpack(kind.pack(full_matrix)))
+    weight_encoding = ENCODINGS[packed_weight.encoding]
+    assert torch.equal(
+        unpack_linear(packed_weight), weight_encoding.unpack(weight_encoding.pack(full_matrix))
+    )
     assert packed_weight.bias is not None
-    assert torch.equal(packed_weight.bias, torch.cat(list(biases.values())).to(kind.compute_dtype.to_torch()))
-    assert [(part.name, part.stop - part.start) for part in packed_weight.slices] == [
-        (f"x.{name}", size) for name, size in parts.items()
-    ]
+    assert torch.equal(
+        packed_weight.bias, torch.cat(list(biases.values())).to(weight_encoding.compute_dtype.to_torch())
+    )
+    assert [
+        (layer_slice.name, layer_slice.stop - layer_slice.start) for layer_slice in packed_weight.slices
+    ] == [(f"x.{name}", size) for name, size in slice_sizes.items()]
     assert source.released == list(tensors)
 
 
@@ -157,8 +166,8 @@ def test_weights_of_every_float_type_are_loaded(back_end: str, dtype: torch.dtyp
             .linear("x", 70, 96)
             .packed
         )
-        kind = ENCODINGS[packed_weight.encoding]
-        assert torch.equal(unpack_linear(packed_weight), kind.unpack(kind.pack(weight)))
+        weight_encoding = ENCODINGS[packed_weight.encoding]
+        assert torch.equal(unpack_linear(packed_weight), weight_encoding.unpack(weight_encoding.pack(weight)))
 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
@@ -167,22 +176,24 @@ def test_a_transposed_weight_is_loaded(back_end: str) -> None:
     packed_weight = load(QuantizedTensors({"x.weight": weight}), "int8", BACK_ENDS[back_end]).linear(
         "x", 70, 96, transposed=True
     )
-    kind = ENCODINGS["int8"]
-    assert torch.equal(unpack_linear(packed_weight.packed), kind.unpack(kind.pack(weight.T)))
+    weight_encoding = ENCODINGS["int8"]
+    assert torch.equal(
+        unpack_linear(packed_weight.packed), weight_encoding.unpack(weight_encoding.pack(weight.T))
+    )
 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 @pytest.mark.parametrize("encoding", ["int8", "int4"])
 def test_quantized_rows_are_kept_unchanged(back_end: str, encoding: str) -> None:
-    """The loader quantizes the other part of the fused layer."""
+    """One part of the fused layer is quantized in the checkpoint. The loader quantizes the other part."""
     tensors = {f"x.{name}.weight": random_tensor(64, 80, seed=i) for i, name in enumerate("ab")}
     source = QuantizedTensors(tensors, {"x.a.weight": encoding})
     packed_weight = load(source, encoding, BACK_ENDS[back_end]).fused("x", {"a": 64, "b": 64}, 80).packed
     assert packed_weight.encoding == encoding
-    stored_part, computed = unpack_linear(packed_weight).split(64)
-    kind = ENCODINGS[encoding]
-    assert torch.equal(stored_part, 2 * kind.unpack(kind.pack(tensors["x.a.weight"])))
-    assert torch.equal(computed, kind.unpack(kind.pack(tensors["x.b.weight"])))
+    stored_part, quantized_part = unpack_linear(packed_weight).split(64)
+    weight_encoding = ENCODINGS[encoding]
+    assert torch.equal(stored_part, 2 * weight_encoding.unpack(weight_encoding.pack(tensors["x.a.weight"])))
+    assert torch.equal(quantized_part, weight_encoding.unpack(weight_encoding.pack(tensors["x.b.weight"])))
     assert source.released == list(tensors)
 
 
@@ -204,9 +215,9 @@ class PackedLayerStore:
 
 
 def test_weights_from_the_packed_cache_are_not_read() -> None:
-    """Reading a weight may dequantize it. That would take longer than the rest of the load."""
+    """Reading a weight may dequantize it, which would take longer than the rest of the load."""
 
-    def build(loader: Loader) -> list[PackedLinear]:
+    def load_layers(loader: Loader) -> list[PackedLinear]:
         loader.linear("x", 70, 96, transposed=True)
         loader.fused("y", {"a": 64, "b": 32}, 80, bias=True)
         loader.head("z", 40, 96)
@@ -214,14 +225,14 @@ def test_weights_from_the_packed_cache_are_not_read() -> None:
 
     shapes = {"x.weight": (96, 70), "y.a.weight": (64, 80), "y.b.weight": (32, 80), "z.weight": (40, 96)}
     biases = {"y.a.bias": random_tensor(64), "y.b.bias": random_tensor(32)}
-    full_source = QuantizedTensors({name: random_tensor(*shape) for name, shape in shapes.items()} | biases)
-    layers = build(load(full_source, "int8", ReferenceOps()))
-    assert not full_source.expected
-    source = QuantizedTensors(biases)  # the shapes are known, but reading a weight would fail
-    loader = Loader(source, "int8", torch.device("cpu"), load_packed=PackedLayerStore([*layers]).take)
-    assert all(
-        restored_layer is original for restored_layer, original in zip(build(loader), layers, strict=True)
+    complete_source = QuantizedTensors(
+        {name: random_tensor(*shape) for name, shape in shapes.items()} | biases
     )
+    layers = load_layers(load(complete_source, "int8", ReferenceOps()))
+    assert not complete_source.expected
+    source = QuantizedTensors(biases)  # has no weights, so reading one would fail
+    loader = Loader(source, "int8", torch.device("cpu"), load_packed=PackedLayerStore([*layers]).take)
+    assert all(cached_layer is layer for cached_layer, layer in zip(load_layers(loader), layers, strict=True))
     assert source.expected == shapes
     assert list(loader.linears) == ["x", "y.a", "y.b", "z"]
 
@@ -230,28 +241,29 @@ def load_lazily(source: QuantizedTensors, encoding: str) -> Loader:
     return Loader(source, encoding, torch.device("cpu"), BACK_ENDS["best"], lazy="all")
 
 
-def is_deferred(packed: PackedLinear) -> bool:
+def is_pending(packed: PackedLinear) -> bool:
     return isinstance(packed.tensors, LazyWeight) and bool(packed.tensors.parts)
 
 
 @needs_kernels
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int4"])
 def test_memory_mapped_floats_are_packed_at_first_use(encoding: str) -> None:
-    parts = {"a": 128, "b": 64, "c": 70}
+    slice_sizes = {"a": 128, "b": 64, "c": 70}
     source = QuantizedTensors(
-        {f"x.{name}.weight": random_tensor(size, 80, seed=size) for name, size in parts.items()}
+        {f"x.{name}.weight": random_tensor(size, 80, seed=size) for name, size in slice_sizes.items()}
     )
     source.mapped = set(source.tensors)
-    packed_weight = load_lazily(source, encoding).fused("x", parts, 80).packed
-    assert is_deferred(packed_weight) == ENCODINGS[encoding].packs_lazily
-    assert source.released == ([] if is_deferred(packed_weight) else list(source.tensors))
-    kind = ENCODINGS[packed_weight.encoding]
+    packed_weight = load_lazily(source, encoding).fused("x", slice_sizes, 80).packed
+    assert is_pending(packed_weight) == ENCODINGS[encoding].packs_lazily
+    assert source.released == ([] if is_pending(packed_weight) else list(source.tensors))
+    weight_encoding = ENCODINGS[packed_weight.encoding]
     if isinstance(packed_weight.tensors, LazyWeight):
-        assert packed_weight.tensors.num_bytes == kind.num_bytes(262, 80)
+        assert packed_weight.tensors.num_bytes == weight_encoding.num_bytes(262, 80)
     assert torch.equal(
-        unpack_linear(packed_weight), kind.unpack(kind.pack(torch.cat(list(source.tensors.values()))))
+        unpack_linear(packed_weight),
+        weight_encoding.unpack(weight_encoding.pack(torch.cat(list(source.tensors.values())))),
     )
-    assert not is_deferred(packed_weight)
+    assert not is_pending(packed_weight)
     assert source.released == list(source.tensors)
 
 
@@ -265,10 +277,10 @@ def test_other_weights_are_packed_at_once() -> None:
     )
     source.mapped = set(source.tensors) - {"widened.weight"}
     loader = load_lazily(source, "bfloat16")
-    assert not is_deferred(loader.linear("widened", 64, 80).packed)
-    assert is_deferred(loader.linear("plain", 64, 80).packed)
-    at_once = load(source, "bfloat16", BACK_ENDS["best"])
-    assert not is_deferred(at_once.linear("plain", 64, 80).packed), "lazy loading was not requested"
+    assert not is_pending(loader.linear("widened", 64, 80).packed)
+    assert is_pending(loader.linear("plain", 64, 80).packed)
+    eager_loader = load(source, "bfloat16", BACK_ENDS["best"])
+    assert not is_pending(eager_loader.linear("plain", 64, 80).packed), "lazy loading was not requested"
 
 
 @needs_kernels
@@ -277,7 +289,7 @@ def test_a_tied_head_is_packed_lazily_with_its_table() -> None:
     packed_weight = (
         load_lazily(QuantizedTensors({}), "bfloat16").head("lm_head", 130, 80, tied_to=table).packed
     )
-    assert is_deferred(packed_weight)
+    assert is_pending(packed_weight)
     assert torch.equal(unpack_linear(packed_weight), table)
 
 
@@ -288,6 +300,8 @@ def test_a_head_in_the_file_takes_precedence_over_the_table(encoding: str, back_
     source = QuantizedTensors({"lm_head.weight": head_weight})
     source.mapped = set(source.tensors)
     packed_weight = load(source, encoding, BACK_ENDS[back_end]).head("lm_head", 200, 80, tied_to=table).packed
-    kind = ENCODINGS[packed_weight.encoding]
-    assert torch.equal(unpack_linear(packed_weight), kind.unpack(kind.pack(head_weight)))
+    weight_encoding = ENCODINGS[packed_weight.encoding]
+    assert torch.equal(
+        unpack_linear(packed_weight), weight_encoding.unpack(weight_encoding.pack(head_weight))
+    )
     assert source.released == ["lm_head.weight"]

@@ -33,7 +33,7 @@ class EncodedTensors(FloatTensors):
 
 
 def weight_with_outliers() -> Tensor:
-    """Random weights ``[HIDDEN, INNER]``, three of them 40 times as large."""
+    """Return random weights ``[HIDDEN, INNER]`` of which three are set to 40."""
     weight = random_tensor(HIDDEN, INNER)
     for row, column in OUTLIERS:
         weight[row, column] = 40.0
@@ -41,39 +41,40 @@ def weight_with_outliers() -> Tensor:
 
 
 def max_row_errors(weight: Tensor) -> Tensor:
-    """The largest error of each row in int8."""
+    """Return the maximum int8 error of each row."""
     encoding = ENCODINGS["int8"]
     return (encoding.unpack(encoding.pack(weight)) - weight).abs().amax(1)
 
 
 def test_the_inputs_of_large_weights_are_repeated() -> None:
-    repeated = repeated_inputs(weight_with_outliers(), 8).tolist()
-    assert len(repeated) == 8
-    assert repeated.count(50) >= 2  # input 50 has two large weights
-    assert 11 in repeated  # repeating input 11 helps only after input 50 is repeated
+    repeated_indices = repeated_inputs(weight_with_outliers(), 8).tolist()
+    assert len(repeated_indices) == 8
+    assert repeated_indices.count(50) >= 2  # input 50 has two large weights
+    assert 11 in repeated_indices  # repeating input 11 helps only after input 50 is repeated
 
 
 @pytest.mark.parametrize("value", [None, 0.0, float("nan"), float("inf")])
-def test_weights_without_outliers_stay_as_they_are(value: float | None) -> None:
+def test_weights_without_outliers_have_no_repeated_inputs(value: float | None) -> None:
     weight = random_tensor(400, 200)
     if value is not None:
         weight = torch.full_like(weight, value)
     assert repeated_inputs(weight, 8).numel() == 0
 
 
-def test_the_copies_have_the_sum_of_the_weight_and_a_finer_scale() -> None:
+def test_copies_add_up_to_the_weight_and_reduce_the_int8_error() -> None:
     weight = weight_with_outliers()
-    repeated = repeated_inputs(weight, 8)
-    repeated_weight = with_repeated_inputs(weight, repeated)
+    repeated_indices = repeated_inputs(weight, 8)
+    repeated_weight = with_repeated_inputs(weight, repeated_indices)
     assert repeated_weight.shape == (HIDDEN, INNER + 8)
-    summed = repeated_weight[:, :INNER].index_add(1, repeated, repeated_weight[:, INNER:])
-    torch.testing.assert_close(summed, weight, atol=1e-5, rtol=0)
+    added_weight = repeated_weight[:, :INNER].index_add(1, repeated_indices, repeated_weight[:, INNER:])
+    torch.testing.assert_close(added_weight, weight, atol=1e-5, rtol=0)
     encoding = ENCODINGS["int8"]
     stored_weight = encoding.unpack(encoding.pack(repeated_weight))
-    summed_weight = stored_weight[:, :INNER].index_add(1, repeated, stored_weight[:, INNER:])
-    after = (summed_weight - weight).abs().amax(1)
+    added_int8_weight = stored_weight[:, :INNER].index_add(1, repeated_indices, stored_weight[:, INNER:])
+    row_errors = (added_int8_weight - weight).abs().amax(1)
     for row in {row for row, _ in OUTLIERS}:
-        assert after[row] < 0.55 * max_row_errors(weight)[row]  # two parts or more
+        # Halving a large weight halves the scale of its row.
+        assert row_errors[row] < 0.55 * max_row_errors(weight)[row]
 
 
 def make_tensors(is_gated: bool) -> dict[str, Tensor]:
@@ -84,7 +85,7 @@ def make_tensors(is_gated: bool) -> dict[str, Tensor]:
     return weights
 
 
-def load_split(source: Any, is_gated: bool, encoding: str = "int8", **options: Any) -> Any:
+def load_split_layer(source: Any, is_gated: bool, encoding: str = "int8", **options: Any) -> Any:
     loader = Loader(source, encoding, torch.device("cpu"), **options)
     names = [(name, INNER) for name in ("gate", "up")[not is_gated :]]
     return load_split_mlp(loader, names, "down", (HIDDEN, INNER), up_bias=True, down_bias=True)
@@ -101,7 +102,7 @@ def test_a_split_layer_computes_the_same_function(is_gated: bool, monkeypatch: p
     source: Any = EncodedTensors(make_tensors(is_gated))
     names = ("gate", "up")[not is_gated :]
     monkeypatch.setattr(type(ENCODINGS["float32"]), "max_repeated_inputs", 4)
-    layers = load_split(source, is_gated, "float32")
+    layers = load_split_layer(source, is_gated, "float32")
     assert [layer.packed.in_features for layer in layers] == [HIDDEN, INNER + 4]
     assert layers[0].packed.out_features == len(names) * (INNER + 4)
     weights = make_tensors(is_gated)
@@ -113,17 +114,17 @@ def test_a_split_layer_computes_the_same_function(is_gated: bool, monkeypatch: p
     torch.testing.assert_close(run_layers(layers, is_gated), expected, atol=2e-4, rtol=0)
 
 
-def test_layers_that_need_their_own_sizes_are_not_split() -> None:
+def test_layers_that_need_their_original_sizes_are_not_split() -> None:
     source: Any = EncodedTensors(make_tensors(is_gated=False))
-    assert load_split(source, is_gated=False) is not None
-    others: list[dict[str, Any]] = [
+    assert load_split_layer(source, is_gated=False) is not None
+    other_options: list[dict[str, Any]] = [
         {"keep_stored": True},
         {"is_uniform": True},
         {"has_adapters": True},
         {"shard": Shard(0, 2)},
     ]
-    for options in others:
-        assert load_split(source, is_gated=False, **options) is None, options
-    assert load_split(source, is_gated=False, encoding="bfloat16") is None
+    for options in other_options:
+        assert load_split_layer(source, is_gated=False, **options) is None, options
+    assert load_split_layer(source, is_gated=False, encoding="bfloat16") is None
     quantized_source: Any = EncodedTensors(make_tensors(is_gated=False), "int8")
-    assert load_split(quantized_source, is_gated=False) is None
+    assert load_split_layer(quantized_source, is_gated=False) is None

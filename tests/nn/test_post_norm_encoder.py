@@ -25,7 +25,7 @@ SIZES = PostNormSizes(
 
 
 class RandomTensors(FloatTensors):
-    """Random tensors of any name; the second matrices of feed-forward layers have one large weight."""
+    """Random tensors of any name. The down projections of feed-forward layers have one large weight."""
 
     def __init__(self) -> None:
         super().__init__({})
@@ -60,7 +60,7 @@ def test_norms_keep_the_precision_of_the_checkpoint(encoding: str) -> None:
         assert torch.equal(norm.bias, source.tensors[f"{name}.bias"])
 
 
-def test_large_weights_are_divided_in_int8_only() -> None:
+def test_inputs_of_large_weights_are_repeated_in_int8_only() -> None:
     inputs = {
         encoding: {
             block.mlp.down.packed.in_features for block in load_network(RandomTensors(), encoding).blocks

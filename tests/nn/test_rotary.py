@@ -29,7 +29,7 @@ LONGROPE = {
     "long_factor": [1.0, 2.0, 5.0, 7.5],
     "original_max_position_embeddings": 32,
 }
-KINDS: dict[str, tuple[dict[str, Any], int]] = {  # parameters, and max_position_embeddings
+ROPE_PARAMETERS: dict[str, tuple[dict[str, Any], int]] = {  # parameters, and max_position_embeddings
     "default": ({"rope_type": "default"}, 256),
     "linear": ({"rope_type": "linear", "factor": 4.0}, 64),
     "dynamic": ({"rope_type": "dynamic", "factor": 4.0}, 48),
@@ -45,9 +45,9 @@ KINDS: dict[str, tuple[dict[str, Any], int]] = {  # parameters, and max_position
 }
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=ROPE_PARAMETERS)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    parameters, positions = KINDS[request.param]
+    parameters, positions = ROPE_PARAMETERS[request.param]
     config = tiny_config() | {
         "max_position_embeddings": positions,
         "rope_parameters": parameters | {"rope_theta": 500.0},
@@ -66,9 +66,9 @@ def test_logits_equal_transformers(checkpoint: Path, kernels: str) -> None:
     context = make_context(tokens[:90])
     logits = [step_logits(pipeline, [context])[0]]
     torch.testing.assert_close(logits[0], transformers_logits(reference, tokens[:90]), atol=1e-3, rtol=1e-4)
-    _, past = transformers_step(reference, tokens[:90])
+    _, cache = transformers_step(reference, tokens[:90])
     for length in range(91, 101):
-        expected, past = transformers_step(reference, tokens[:length], past)
+        expected, cache = transformers_step(reference, tokens[:length], cache)
         append_token(pipeline, context, tokens[length - 1])
         actual = step_logits(pipeline, [context])[0][-1:]
         torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-4)
@@ -81,23 +81,24 @@ def test_chunks_of_a_dynamically_scaled_prompt_equal_the_whole(tmp_path: Path) -
     pipeline = open_pipeline(write_checkpoint(tmp_path, config), deterministic=True)
     tokens = random_tokens(90, 130, seed=2)
     full_logits = step_logits(pipeline, [make_context(tokens)])[0]
-    context, rows = make_context(tokens), []
+    context, chunk_logits = make_context(tokens), []
     for end in (20, 60, 90):
         context.set_token_indices(active_idx=end)
-        rows.append(step_logits(pipeline, [context])[0])
+        chunk_logits.append(step_logits(pipeline, [context])[0])
         append_token(pipeline, context, 0)
-    assert torch.equal(torch.cat(rows), full_logits)
+    assert torch.equal(torch.cat(chunk_logits), full_logits)
 
 
 def test_the_older_spelling_is_read() -> None:
     values = {"max_position_embeddings": 64, "rope_theta": 7.0}
-    old = values | {"rope_scaling": {"type": "linear", "factor": 2}}
-    new = {
+    older_values = values | {"rope_scaling": {"type": "linear", "factor": 2}}
+    newer_values = {
         "max_position_embeddings": 64,
         "rope_parameters": {"rope_type": "linear", "factor": 2, "rope_theta": 7},
     }
     configs = [
-        RotaryConfig.from_huggingface(HuggingFaceConfig(values, "config.json"), 16) for values in (old, new)
+        RotaryConfig.from_huggingface(HuggingFaceConfig(values, "config.json"), 16)
+        for values in (older_values, newer_values)
     ]
     assert (configs[0].kind, configs[0].base, configs[0].max_length) == ("linear", 7.0, 128)
     assert (configs[1].kind, configs[1].base, configs[1].max_length) == ("linear", 7.0, 128)

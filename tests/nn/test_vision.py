@@ -46,18 +46,18 @@ def test_siglip_rows_equal_transformers(ops: Ops) -> None:
     assert_close(rows.view(2, 16, 48), model(pixels).last_hidden_state)
 
 
-@pytest.mark.parametrize("blocks", [3, 2])
+@pytest.mark.parametrize("num_blocks", [3, 2])
 @torch.inference_mode()
-def test_clip_rows_equal_transformers(ops: Ops, blocks: int) -> None:
+def test_clip_rows_equal_transformers(ops: Ops, num_blocks: int) -> None:
     from transformers import CLIPVisionConfig, CLIPVisionModel
 
     model = randomize(CLIPVisionModel(CLIPVisionConfig(**SIZES)))
     sizes = VisionSizes.from_huggingface(HuggingFaceConfig(SIZES), activation="quick_gelu", norm_eps=1e-5)
     tower = VisionTower.load(
-        load_module(model, "tower", ops), "tower", sizes, is_clip=True, num_blocks=blocks, post_norm=False
+        load_module(model, "tower", ops), "tower", sizes, is_clip=True, num_blocks=num_blocks, post_norm=False
     )
     pixels = torch.randn(2, 3, 32, 32)
     step = image_step(ops, [17, 17], DEVICE)
     patches = pad(flatten_patches(pixels, 8).view(2, 16, -1), (0, 0, 1, 0)).flatten(0, 1)
-    reference_output = model(pixels, output_hidden_states=True).hidden_states[blocks]
+    reference_output = model(pixels, output_hidden_states=True).hidden_states[num_blocks]
     assert_close(tower(patches, step.positions, step).view(2, 17, 48), reference_output)

@@ -28,9 +28,9 @@ NOT_IN_KUSTOMIZATION = {"kustomization", "rayservice"}  # a RayService replaces 
 
 
 def server_container() -> dict[str, Any]:
-    (only_container,) = MANIFESTS["deployment"]["spec"]["template"]["spec"]["containers"]
-    assert isinstance(only_container, dict)
-    return only_container
+    (container,) = MANIFESTS["deployment"]["spec"]["template"]["spec"]["containers"]
+    assert isinstance(container, dict)
+    return container
 
 
 def test_the_kustomization_lists_all_manifests() -> None:
@@ -48,25 +48,25 @@ def test_manifests_follow_the_kubernetes_schema(name: str) -> None:
         validator.validate(invalid_manifest, version, strict=True)
 
 
-def test_the_flags_are_those_of_the_server() -> None:
+def test_the_flags_of_the_container_are_server_flags() -> None:
     known_names = {flag: option for option in command.params for flag in option.opts}
     args = server_container()["args"]
     flags = [arg for arg in args if arg.startswith("--")]
     assert flags
     assert set(flags) <= known_names.keys()
-    grace = float(args[args.index("--shutdown-grace") + 1])
+    shutdown_grace = float(args[args.index("--shutdown-grace") + 1])
     pod = MANIFESTS["deployment"]["spec"]["template"]["spec"]
-    assert grace < pod["terminationGracePeriodSeconds"]
+    assert shutdown_grace < pod["terminationGracePeriodSeconds"]
 
 
 def test_the_probes_are_routes_without_authentication() -> None:
     paths = create_app(make_services()).openapi()["paths"]
-    for kind, path in {
+    for probe_name, path in {
         "startupProbe": "/health",
         "livenessProbe": "/health",
         "readinessProbe": "/ready",
     }.items():
-        probe = server_container()[kind]["httpGet"]
+        probe = server_container()[probe_name]["httpGet"]
         assert (probe["path"], probe["port"]) == (path, "http")
         assert path in paths
         assert path in PROBES
@@ -97,17 +97,17 @@ def test_the_autoscaler_reads_a_gauge_of_the_server() -> None:
 
 # -- KubeRay ---------------------------------------------------------------------------------------------
 
-RAY = MANIFESTS["rayservice"]["spec"]
-CLUSTER = RAY["rayClusterConfig"]
-(APPLICATION,) = yaml.safe_load(RAY["serveConfigV2"])["applications"]
-GROUPS = {"head": CLUSTER["headGroupSpec"], "worker": CLUSTER["workerGroupSpecs"][0]}
+RAY_SERVICE = MANIFESTS["rayservice"]["spec"]
+RAY_CLUSTER = RAY_SERVICE["rayClusterConfig"]
+(APPLICATION,) = yaml.safe_load(RAY_SERVICE["serveConfigV2"])["applications"]
+NODE_GROUPS = {"head": RAY_CLUSTER["headGroupSpec"], "worker": RAY_CLUSTER["workerGroupSpecs"][0]}
 
 
-@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("name", NODE_GROUPS)
 def test_pod_templates_of_the_ray_cluster_follow_the_schema(name: str) -> None:
-    """The validator has no schema of RayService, but it has one of the pod templates in it."""
+    """The validator has no schema for RayService, so each pod template of the manifest is validated."""
     validator = pytest.importorskip("kubernetes_validate")
-    template = GROUPS[name]["template"]
+    template = NODE_GROUPS[name]["template"]
     pod_template = {
         "apiVersion": "v1",
         "kind": "PodTemplate",
@@ -127,22 +127,22 @@ def test_the_arguments_of_the_ray_application_are_settings() -> None:
     values = collect_values(fields, APPLICATION["args"], "flag", {})
     pipeline, serve, ray = (cls.from_given(values) for cls in (PipelineConfig, ServeConfig, RayConfig))
     check_supported(serve)
-    worker = GROUPS["worker"]
+    worker = NODE_GROUPS["worker"]
     (container,) = worker["template"]["spec"]["containers"]
     cpus = int(container["resources"]["limits"]["cpu"])
     assert Resources.of(pipeline, ray).num_cpus <= cpus
-    per_pod = cpus // Resources.of(pipeline, ray).num_cpus
-    assert worker["maxReplicas"] * per_pod >= ray.max_replicas
-    assert worker["minReplicas"] * per_pod >= ray.ray_min_replicas
+    num_engines_per_pod = cpus // Resources.of(pipeline, ray).num_cpus
+    assert worker["maxReplicas"] * num_engines_per_pod >= ray.max_replicas
+    assert worker["minReplicas"] * num_engines_per_pod >= ray.ray_min_replicas
     assert serve.shutdown_grace < worker["template"]["spec"]["terminationGracePeriodSeconds"]
 
 
 def test_the_ray_cluster_serves_at_the_port_of_the_image() -> None:
-    (head,) = GROUPS["head"]["template"]["spec"]["containers"]
+    (head,) = NODE_GROUPS["head"]["template"]["spec"]["containers"]
     (port,) = [port["containerPort"] for port in head["ports"] if port["name"] == "serve"]
-    assert yaml.safe_load(RAY["serveConfigV2"])["http_options"]["port"] == port
+    assert yaml.safe_load(RAY_SERVICE["serveConfigV2"])["http_options"]["port"] == port
     assert f"EXPOSE {port}" in (ROOT / "Dockerfile").read_text()
-    shell = {group["template"]["spec"]["containers"][0]["command"][1] for group in GROUPS.values()}
+    shell = {group["template"]["spec"]["containers"][0]["command"][1] for group in NODE_GROUPS.values()}
     assert shell == {"-c"}
     assert MANIFESTS["rayservice"]["metadata"]["annotations"]["ray.io/overwrite-container-cmd"] == "true"
 
@@ -150,5 +150,5 @@ def test_the_ray_cluster_serves_at_the_port_of_the_image() -> None:
 @pytest.mark.peers
 def test_ray_accepts_the_serve_configuration() -> None:
     schema = pytest.importorskip("ray.serve.schema", reason="Ray is not installed: pip install '.[ray]'")
-    config = schema.ServeDeploySchema(**yaml.safe_load(RAY["serveConfigV2"]))
+    config = schema.ServeDeploySchema(**yaml.safe_load(RAY_SERVICE["serveConfigV2"]))
     assert config.applications[0].args["model_path"] == "demo"

@@ -23,12 +23,12 @@ ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
-UNIT = (ROOT / "packaging" / "penstock.service").read_text()
+SYSTEMD_UNIT = (ROOT / "packaging" / "penstock.service").read_text()
 DISTRIBUTION = PROJECT["name"]
-TEXTS = [
+TEXT_FILES = [
     path
-    for place in ("", "docs", "examples", "packaging", "penstock", "benchmarks", "scripts", "tools")
-    for path in sorted((ROOT / place).rglob("*") if place else ROOT.iterdir())
+    for folder_name in ("", "docs", "examples", "packaging", "penstock", "benchmarks", "scripts", "tools")
+    for path in sorted((ROOT / folder_name).rglob("*") if folder_name else ROOT.iterdir())
     if path.is_file() and path.suffix in {"", ".md", ".py", ".toml", ".txt", ".yml", ".sh", ".service"}
 ]
 """Files that may contain installation commands."""
@@ -50,26 +50,26 @@ def test_the_version_is_defined_once() -> None:
 def test_every_extra_is_documented() -> None:
     page = (ROOT / "docs" / "getting-started.md").read_text()
     assert not [extra for extra in EXTRAS if f"`{extra}`" not in page and f"'.[{extra}]'" not in page]
-    (everything,) = EXTRAS["all"]
-    # xgrammar is an alternative to the packages of `grammar`. xgrammar and cuda install triton (1 GB). Only
-    # clusters need ray.
-    not_in_all = {"all", "dev", "docs", "browser", "xgrammar", "cuda", "ray"}
-    assert set(re.findall(r"[\w-]+", everything.partition("[")[2])) == {*EXTRAS} - not_in_all
+    (requirement_of_all,) = EXTRAS["all"]
+    # The extra all leaves out xgrammar, an alternative to the packages of grammar, and ray, which only
+    # clusters need. The extras xgrammar and cuda install triton (1 GB).
+    extras_not_in_all = {"all", "dev", "docs", "browser", "xgrammar", "cuda", "ray"}
+    assert set(re.findall(r"[\w-]+", requirement_of_all.partition("[")[2])) == {*EXTRAS} - extras_not_in_all
 
 
 def test_extras_named_by_errors_contain_the_package() -> None:
-    raised = [
+    error_arguments = [
         actual
         for file in (ROOT / "penstock").rglob("*.py")
         for actual in re.findall(r'MissingDependencyError\(\s*"([\w-]+)",\s*"([\w-]+)"', file.read_text())
     ]
-    assert len(raised) >= 3
-    for package, extra in raised:
+    assert len(error_arguments) >= 3
+    for package, extra in error_arguments:
         assert package.lower().replace("_", "-") in requirement_names(EXTRAS[extra]), (package, extra)
 
 
 def requirements_in(text: str) -> list[tuple[str, str]]:
-    """Return every requirement on this project in a text: the project's name or a dot, and the extras."""
+    """Return the requirements on this project in a text, as pairs of a name (or a dot) and extras."""
     with_extras = re.findall(r"(?<![\w/.])(penstock[\w-]*|(?<=['\"])\.)\[([\w{},-]+)\]", text)
     commands = re.findall(r"pip install ([^\n#`]*)", text)
     words = [word.strip("'\".,;:)") for command in commands for word in command.split()]
@@ -79,15 +79,15 @@ def requirements_in(text: str) -> list[tuple[str, str]]:
 def test_installation_commands_name_this_distribution() -> None:
     """The name `penstock` belongs to another distribution on the package index."""
     actual = [
-        (path, requirement) for path in TEXTS for requirement in requirements_in(path.read_text("utf-8"))
+        (path, requirement) for path in TEXT_FILES for requirement in requirements_in(path.read_text("utf-8"))
     ]
     assert {"errors.py", "getting-started.md", "server.md", "features.md", "about_penstock.txt"} <= {
         path.name for path, _ in actual
     }
     for path, (name, extras) in actual:
         assert name in (DISTRIBUTION, "."), (path, name)
-        unknown = {*filter(None, extras.split(","))} - {*EXTRAS}
-        assert unknown <= ({"{extra}"} if path.name == "errors.py" else set()), (path, extras)
+        unknown_extras = {*filter(None, extras.split(","))} - {*EXTRAS}
+        assert unknown_extras <= ({"{extra}"} if path.name == "errors.py" else set()), (path, extras)
 
 
 @pytest.mark.parametrize(
@@ -114,14 +114,14 @@ def test_the_wheel_has_the_name_of_the_distribution() -> None:
 def test_test_requirements_are_pinned() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned_names = requirement_names([line for line in lines if line and not line.startswith("#")])
-    required = requirement_names(
+    required_names = requirement_names(
         [requirement for extra in EXTRAS.values() for requirement in extra] + PROJECT["dependencies"]
     )
-    others = requirement_names(EXTRAS["fast-http"] + EXTRAS["parquet"] + EXTRAS["slow-tokenizers"]) - {
-        "transformers"
-    }
-    others |= requirement_names(EXTRAS["cuda"])  # the CUDA build of torch pins the version of triton
-    assert required - others - pinned_names == {PROJECT["name"]}
+    unpinned_names = requirement_names(
+        EXTRAS["fast-http"] + EXTRAS["parquet"] + EXTRAS["slow-tokenizers"]
+    ) - {"transformers"}
+    unpinned_names |= requirement_names(EXTRAS["cuda"])  # the CUDA build of torch pins the version of triton
+    assert required_names - unpinned_names - pinned_names == {PROJECT["name"]}
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -132,14 +132,14 @@ def test_scripts_are_executable(script: Path) -> None:
 
 
 def test_files_copied_into_the_image_exist_and_are_not_ignored() -> None:
-    ignored = (ROOT / ".dockerignore").read_text().split()
-    assert ignored[0] == "*"
+    dockerignore_lines = (ROOT / ".dockerignore").read_text().split()
+    assert dockerignore_lines[0] == "*"
     copies = re.findall(r"^COPY (?!--from)(.*) \S+$", DOCKERFILE, flags=re.MULTILINE)
     sources = [source for line in copies for source in line.split()]
     assert {"penstock", "pyproject.toml", "CMakeLists.txt"} <= {*sources}
     for source in sources:
         assert (ROOT / source).exists()
-        assert f"!{source}" in ignored, f"{source} is excluded by .dockerignore"
+        assert f"!{source}" in dockerignore_lines, f"{source} is excluded by .dockerignore"
 
 
 def test_the_image_starts_a_server_and_checks_its_health() -> None:
@@ -156,8 +156,8 @@ def test_the_image_starts_a_server_and_checks_its_health() -> None:
 
 
 def test_both_stages_start_from_the_same_image() -> None:
-    bases = re.findall(r"^FROM (\S+)", DOCKERFILE, flags=re.MULTILINE)
-    assert bases == ["$BASE", "$BASE"]
+    base_images = re.findall(r"^FROM (\S+)", DOCKERFILE, flags=re.MULTILINE)
+    assert base_images == ["$BASE", "$BASE"]
     assert "ARG BASE=python:" in DOCKERFILE[: DOCKERFILE.index("FROM $BASE")]
 
 
@@ -176,23 +176,29 @@ def test_the_image_installs_the_requirements_of_the_project(tmp_path: Path) -> N
         r'^RUN python -c "(.*?)" > (?=/source/needed\.txt)', DOCKERFILE, re.MULTILINE | re.DOTALL
     )
     code = code.replace("\\\n", "").replace("/source/", f"{ROOT}/")
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert printed.split("\n")[:-1] == [*PROJECT["dependencies"], *EXTRAS["serve"], *EXTRAS["grammar"]]
+    printed_requirements = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    assert printed_requirements.split("\n")[:-1] == [
+        *PROJECT["dependencies"],
+        *EXTRAS["serve"],
+        *EXTRAS["grammar"],
+    ]
 
 
 def test_a_source_change_does_not_reinstall_packages() -> None:
     steps = [step.partition("\n")[0] for step in re.split(r"\n(?=[A-Z]+ )", DOCKERFILE)]
     source = steps.index("COPY penstock /source/penstock")
-    installs = [
+    install_steps = [
         number for number, step in enumerate(steps) if "pip install" in step or "RUN python -c" in step
     ]
-    assert len([number for number in installs if number < source]) == 2
-    (last,) = [steps[number] for number in installs if number > source]
-    assert "--no-deps" in last
+    assert len([number for number in install_steps if number < source]) == 2
+    (last_install,) = [steps[number] for number in install_steps if number > source]
+    assert "--no-deps" in last_install
 
 
 def test_the_image_build_fails_without_cpp_kernels() -> None:
-    """By default a build continues without the kernels; the setting on the command line overrides this."""
+    """By default, a failed kernel build is ignored. The Dockerfile passes a setting that overrides this."""
     (override,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]["overrides"]
     assert override == {"if": {"failed": True}, "wheel": {"cmake": False}}
     assert "-C wheel.cmake=true" in DOCKERFILE
@@ -200,21 +206,21 @@ def test_the_image_build_fails_without_cpp_kernels() -> None:
 
 
 def test_the_systemd_unit_starts_a_server_and_waits_for_its_exit() -> None:
-    settings = dict(re.findall(r"^(\w+)=(.*)$", UNIT, flags=re.MULTILINE))
+    settings = dict(re.findall(r"^(\w+)=(.*)$", SYSTEMD_UNIT, flags=re.MULTILINE))
     program, *arguments = shlex.split(settings["ExecStart"])
     assert Path(program).name == "penstock"
     assert CliRunner().invoke(cli, [*arguments, "--print-config"]).exit_code == 0
     assert float(settings["TimeoutStopSec"]) > ServeConfig().shutdown_grace
     known_names = {f"PENSTOCK_{field.name.upper()}" for field in (*config_fields(), *serve_fields())}
-    assert set(re.findall(r"\bPENSTOCK_\w+", UNIT)) <= known_names
+    assert set(re.findall(r"\bPENSTOCK_\w+", SYSTEMD_UNIT)) <= known_names
     assert settings["RestartPreventExitStatus"] == "2"
 
 
 def test_an_installed_torch_is_shared_with_the_new_environment(tmp_path: Path) -> None:
-    """The new environment can import the torch of the given Python, and the constraints do not replace it."""
+    """The new environment imports the torch of the given Python, and its constraints do not pin torch."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "new")], check=True)
-    child = run_in_scripts(f"share_torch {sys.executable} {tmp_path}/new; constraints_of {tmp_path}/new")
-    constraints = Path(child.stdout.strip())
+    completed = run_in_scripts(f"share_torch {sys.executable} {tmp_path}/new; constraints_of {tmp_path}/new")
+    constraints = Path(completed.stdout.strip())
     assert constraints.parent == tmp_path / "new"
     all_constraints = (ROOT / "constraints.txt").read_text()
     assert constraints.read_text() == re.sub(r"^torch==.*\n", "", all_constraints, flags=re.MULTILINE)
@@ -226,19 +232,21 @@ def test_an_installed_torch_is_shared_with_the_new_environment(tmp_path: Path) -
     assert actual[0] == actual[1]
 
 
-def test_nothing_is_shared_without_an_installed_torch(tmp_path: Path) -> None:
+def test_without_an_installed_torch_the_constraints_are_unchanged(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "new")], check=True)
-    child = run_in_scripts(
+    completed = run_in_scripts(
         f"share_torch {tmp_path}/new/bin/python {tmp_path}/new; constraints_of {tmp_path}/new"
     )
-    assert child.stdout == "constraints.txt\n"
-    assert child.stderr == ""
+    assert completed.stdout == "constraints.txt\n"
+    assert completed.stderr == ""
 
 
 @pytest.mark.parametrize(
-    ("tags", "fails"), [([], False), (["v1.2.3"], False), (["nightly"], False), (["v1.2.4"], True)], ids=str
+    ("tags", "is_refused"),
+    [([], False), (["v1.2.3"], False), (["nightly"], False), (["v1.2.4"], True)],
+    ids=str,
 )
-def test_a_release_tag_must_equal_the_version(tmp_path: Path, tags: list[str], fails: bool) -> None:
+def test_a_release_tag_must_equal_the_version(tmp_path: Path, tags: list[str], is_refused: bool) -> None:
     (tmp_path / "penstock").mkdir()
     (tmp_path / "penstock" / "__init__.py").write_text('__version__ = "1.2.3"\n')
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
@@ -246,15 +254,15 @@ def test_a_release_tag_must_equal_the_version(tmp_path: Path, tags: list[str], f
     subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "first"], check=True)
     for tag in tags:
         subprocess.run([*git, "tag", tag], check=True)
-    child = subprocess.run(
+    completed = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", f"source {ROOT}/scripts/release.sh; check_tag"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert (child.returncode != 0) == fails
-    assert ("the tag v1.2.4 is not v1.2.3" in child.stderr) == fails
+    assert (completed.returncode != 0) == is_refused
+    assert ("the tag v1.2.4 is not v1.2.3" in completed.stderr) == is_refused
 
 
 def run_in_scripts(commands: str) -> subprocess.CompletedProcess[str]:

@@ -43,12 +43,12 @@ def test_checkpoint_has_the_files_that_peers_require_and_is_written_once(shape: 
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert config["max_position_embeddings"] == 8192
     assert vocabulary_of(folder) == 320
-    written_time = (folder / "model.safetensors").stat().st_mtime_ns
+    modification_time = (folder / "model.safetensors").stat().st_mtime_ns
     assert checkpoint(str(shape), tmp_path / "checkpoints") == folder
-    assert (folder / "model.safetensors").stat().st_mtime_ns == written_time
-    (folder / "complete").unlink()  # as if the first run had been interrupted
+    assert (folder / "model.safetensors").stat().st_mtime_ns == modification_time
+    (folder / "complete").unlink()  # a run that was interrupted leaves no such file
     checkpoint(str(shape), tmp_path / "checkpoints")
-    assert (folder / "model.safetensors").stat().st_mtime_ns > written_time
+    assert (folder / "model.safetensors").stat().st_mtime_ns > modification_time
 
 
 def test_sentencepiece_model_has_four_pieces() -> None:
@@ -63,7 +63,7 @@ def test_preloaded_library_is_in_the_virtual_environment() -> None:
     assert environment_of(PEERS["llama_cpp"], Path("/venvs"), 2) == {"OMP_NUM_THREADS": "2"}
 
 
-def test_encodings_without_counterpart_are_refused(tmp_path: Path) -> None:
+def test_encodings_that_the_peer_does_not_have_are_refused(tmp_path: Path) -> None:
     result = run_command("run", "vllm", "--encoding", "int8")
     assert result.exit_code == 2
     assert "vllm has no encoding to compare with int8; choose one of bfloat16 (bfloat16)" in result.output
@@ -92,7 +92,7 @@ def test_max_loads_the_checkpoint_or_the_gguf_file_of_llama_cpp(tmp_path: Path) 
 @pytest.mark.peers
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", PEERS)
-def test_small_model_on_a_real_peer(name: str, shape: Path, tmp_path: Path) -> None:
+def test_a_small_model_runs_on_a_real_peer(name: str, shape: Path, tmp_path: Path) -> None:
     if not python_of(DEFAULT_FOLDER / name).exists():
         pytest.skip(f"{name} is not installed: python -m benchmarks.peers setup {name}")
     checkpoint = DEFAULT_FOLDER / "checkpoints" / shape.name

@@ -25,15 +25,15 @@ VOCABULARY = 100
 
 @pytest.fixture
 def engines(tmp_path: Path) -> Comparison:
-    def opener(name: str, watch_memory: bool) -> Engine:
+    def open_engine(name: str, watch_memory: bool) -> Engine:
         log = tmp_path / f"{name}{next(numbers)}"
         return Engine([sys.executable, fake_engine.__file__], LOAD, {}, log, watch_memory)
 
     numbers = count()
     speeds: Iterator[int] = count(10)
     return Comparison(
-        partial(opener, "ours"),
-        partial(opener, "theirs"),
+        partial(open_engine, "ours"),
+        partial(open_engine, "theirs"),
         VOCABULARY,
         pairs=2,
         probe=lambda: {"gb_s": next(speeds), "tflop_s": 1.0},
@@ -60,12 +60,12 @@ def test_all_workloads_give_rows(engines: Comparison, tmp_path: Path) -> None:
         assert len(row["ours"]) == len(row["theirs"]) == len(row["machine"]) == 2
         assert row["same_first_token"] == 2  # both engines count upwards from the same prompts
         assert row["ratio"] > 0
-    assert rows["decode", ""]["gb_s"] == 11.5  # the warm-up has speed 10, and the two runs have 11 and 12
+    assert rows["decode", ""]["gb_s"] == 11.5  # the mean of 11 and 12; the warm-up has 10
     assert rows["memory", ""]["median_ours"] > 1
     assert [row["less_is_better"] for row in rows.values()] == 6 * [False] + 2 * [True]
     assert set(actual["versions"]) == {"penstock", "peer"}
     json.dumps(actual)
-    # Two engines stay loaded, and each cold run loads another engine.
+    # Two engines stay loaded, and each cold run starts another engine. Each engine has a log file.
     assert len(list(tmp_path.iterdir())) == 2 + 2 * 2 * 3
 
 
@@ -86,7 +86,7 @@ def test_versions_are_reported_if_every_run_starts_a_new_process(engines: Compar
 
 
 @pytest.mark.parametrize(
-    ("name", "figures"),
+    ("name", "expected_figures"),
     [
         ("decode", {"": 63 / 3}),
         ("prefill", {"": 1024 / 2}),
@@ -94,24 +94,24 @@ def test_versions_are_reported_if_every_run_starts_a_new_process(engines: Compar
         ("long", {"at 128": 63 / 3, "at 4096": 63 / 9, "share": 3 / 9}),
     ],
 )
-def test_figures_of_a_run(name: str, figures: dict[str, float]) -> None:
+def test_the_figures_of_a_run_follow_from_its_times(name: str, expected_figures: dict[str, float]) -> None:
     workload = WORKLOADS[name]
     actual = run(workload, cast(Engine, TimedEngine()), random_prompts(workload, VOCABULARY, Random()))
-    assert actual.figures == pytest.approx(figures)
+    assert actual.figures == pytest.approx(expected_figures)
     assert actual.tokens == [7]
 
 
 def test_decode_speed_excludes_tokens_of_the_first_output() -> None:
-    clock = TimedEngine()
-    clock.num_first = 8
-    for name, figures in {"decode": [56 / 3], "long": [56 / 3, 56 / 9, 3 / 9]}.items():
+    engine = TimedEngine()
+    engine.num_first = 8
+    for name, expected_figures in {"decode": [56 / 3], "long": [56 / 3, 56 / 9, 3 / 9]}.items():
         actual = run(
-            WORKLOADS[name], cast(Engine, clock), random_prompts(WORKLOADS[name], VOCABULARY, Random())
+            WORKLOADS[name], cast(Engine, engine), random_prompts(WORKLOADS[name], VOCABULARY, Random())
         )
-        assert list(actual.figures.values()) == pytest.approx(figures)
+        assert list(actual.figures.values()) == pytest.approx(expected_figures)
 
 
-def test_sized_changes_the_batch_and_context_sizes() -> None:
+def test_with_sizes_changes_the_batch_and_context_sizes() -> None:
     workloads = {name: with_sizes(workload, batch=4, context=8192) for name, workload in WORKLOADS.items()}
     prompts = {name: random_prompts(workload, VOCABULARY, Random()) for name, workload in workloads.items()}
     assert [len(prompts["batch"]), len(prompts["batch"][0])] == [4, 256]
@@ -125,22 +125,22 @@ def test_sized_changes_the_batch_and_context_sizes() -> None:
     assert "at 8192" in run(workloads["long"], cast(Engine, TimedEngine()), prompts["long"]).figures
 
 
-def run_result(value: float, token: int = 5) -> Result:
+def make_result(value: float, token: int = 5) -> Result:
     return Result({"": value}, [token, 9])
 
 
 def test_ratio_is_the_median_of_the_ratios_of_pairs() -> None:
     actual = [
-        (run_result(10), run_result(10)),
-        (run_result(30), run_result(10)),
-        (run_result(16), run_result(8, token=6)),
+        (make_result(10), make_result(10)),
+        (make_result(30), make_result(10)),
+        (make_result(16), make_result(8, token=6)),
     ]
     row = report_row(
         WORKLOADS["decode"], "", actual, [{"gb_s": speed, "tflop_s": 1} for speed in (30, 10, 20)]
     )
     assert row["ours"] == [10, 30, 16]
     assert (row["median_ours"], row["median_theirs"]) == (16, 10)
-    # The median of the ratios; the ratio of the medians would be 16 to 10.
+    # The median of the ratios is 2. The ratio of the medians would be 1.6.
     assert (row["ratio"], row["lowest"], row["highest"]) == (
         2,
         1,
@@ -150,13 +150,13 @@ def test_ratio_is_the_median_of_the_ratios_of_pairs() -> None:
 
 
 def test_prompts_are_new_and_have_the_requested_length() -> None:
-    random = Random(0)
-    first, second = (random_prompts(WORKLOADS["batch"], VOCABULARY, random) for _ in range(2))
-    assert {len(prompt) for prompt in first} == {256}
-    assert len(first) == 32
-    assert first != second
-    assert len({tuple(prompt) for prompt in first}) == 32
-    assert {token for prompt in first for token in prompt} <= set(range(3, VOCABULARY))
+    rng = Random(0)
+    prompts, next_prompts = (random_prompts(WORKLOADS["batch"], VOCABULARY, rng) for _ in range(2))
+    assert {len(prompt) for prompt in prompts} == {256}
+    assert len(prompts) == 32
+    assert prompts != next_prompts
+    assert len({tuple(prompt) for prompt in prompts}) == 32
+    assert {token for prompt in prompts for token in prompt} <= set(range(3, VOCABULARY))
 
 
 def test_max_length_covers_all_workloads() -> None:
@@ -165,12 +165,18 @@ def test_max_length_covers_all_workloads() -> None:
 
 
 def comparison_report() -> dict[str, object]:
-    machine = [{"gb_s": 30.0, "tflop_s": 0.5}] * 2
-    faster = report_row(
-        WORKLOADS["decode"], "", [(run_result(30), run_result(20)), (run_result(40), run_result(20))], machine
+    machine_speeds = [{"gb_s": 30.0, "tflop_s": 0.5}] * 2
+    faster_row = report_row(
+        WORKLOADS["decode"],
+        "",
+        [(make_result(30), make_result(20)), (make_result(40), make_result(20))],
+        machine_speeds,
     )
-    slower = report_row(
-        WORKLOADS["cold"], "", [(run_result(4), run_result(2)), (run_result(6), run_result(2))], machine
+    slower_row = report_row(
+        WORKLOADS["cold"],
+        "",
+        [(make_result(4), make_result(2)), (make_result(6), make_result(2))],
+        machine_speeds,
     )
     return {
         "peer": "llama_cpp",
@@ -178,7 +184,7 @@ def comparison_report() -> dict[str, object]:
         "peer_encoding": "Q4_0",
         "shape": "l1b",
         "encoding": "int4",
-        "rows": [faster, slower],
+        "rows": [faster_row, slower_row],
     }
 
 
@@ -200,9 +206,9 @@ def test_table_has_a_row_for_each_figure() -> None:
 
 
 def test_ratio_is_inverted_if_lower_is_better() -> None:
-    faster, slower = comparison_report()["rows"]  # type: ignore[misc]
-    assert ratios_where_more_is_better(faster) == (1.75, 1.5, 2)
-    assert ratios_where_more_is_better(slower) == (0.4, 1 / 3, 0.5)
+    faster_row, slower_row = comparison_report()["rows"]  # type: ignore[misc]
+    assert ratios_where_more_is_better(faster_row) == (1.75, 1.5, 2)
+    assert ratios_where_more_is_better(slower_row) == (0.4, 1 / 3, 0.5)
 
 
 def test_plot_writes_a_png_file(tmp_path: Path) -> None:

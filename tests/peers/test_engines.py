@@ -24,7 +24,7 @@ def process_state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def reaches_state(pid: int, expected: str) -> bool:
+def wait_for_state(pid: int, expected: str) -> bool:
     """Wait up to 5 s for a process state. A process that has exited counts as a zombie (Z)."""
     for _ in range(500):
         try:
@@ -41,7 +41,7 @@ def test_prints_of_the_driver_do_not_mix_with_its_answers(tmp_path: Path) -> Non
     with start_engine(tmp_path) as engine:
         answer = engine.generate([[3, 4], [7]], 3)
         assert answer["tokens"] == [[5, 6, 7], [8, 9, 10]]
-        assert 0 <= answer["first"] <= answer["seconds"] - 0.01  # arrival of the first of two outputs
+        assert 0 <= answer["first"] <= answer["seconds"] - 0.01  # the time until the first of two outputs
         assert answer["num_first"] == 2
         assert engine.generate([[1]], 1)["tokens"] == [[2]]
         assert engine.versions["python"] == ".".join(map(str, sys.version_info[:3]))
@@ -52,13 +52,13 @@ def test_prints_of_the_driver_do_not_mix_with_its_answers(tmp_path: Path) -> Non
 
 def test_engine_is_stopped_between_requests_and_ends_with_its_children(tmp_path: Path) -> None:
     with start_engine(tmp_path, "child") as engine:
-        child = int((tmp_path / "log").read_text().split("child ")[1].split()[0])
+        child_pid = int((tmp_path / "log").read_text().split("child ")[1].split()[0])
         for _ in range(2):
-            assert reaches_state(engine.process_id, "T")
-            assert reaches_state(child, "T")
+            assert wait_for_state(engine.process_id, "T")
+            assert wait_for_state(child_pid, "T")
             engine.generate([[1]], 2)
-    assert reaches_state(engine.process_id, "Z")
-    assert reaches_state(child, "Z")
+    assert wait_for_state(engine.process_id, "Z")
+    assert wait_for_state(child_pid, "Z")
 
 
 def test_error_of_an_ended_engine_shows_exit_code_and_log(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_error_of_an_ended_engine_shows_exit_code_and_log(tmp_path: Path) -> Non
         ),
     ):
         engine.generate([[1]], 2)
-    assert reaches_state(engine.process_id, "Z")
+    assert wait_for_state(engine.process_id, "Z")
 
 
 def test_engine_that_fails_to_load_leaves_no_process(tmp_path: Path) -> None:
@@ -82,8 +82,8 @@ def test_engine_that_fails_to_load_leaves_no_process(tmp_path: Path) -> None:
         EngineError, match=r"ended with exit status 1; the last lines of .*:\n[0-9]+ no memory"
     ) as caught:
         Engine([sys.executable, "-c", code], LOAD, {}, tmp_path / "log")
-    child = int(str(caught.value).splitlines()[-1].split()[0])
-    assert reaches_state(child, "Z")
+    child_pid = int(str(caught.value).splitlines()[-1].split()[0])
+    assert wait_for_state(child_pid, "Z")
 
 
 def test_answer_with_too_few_tokens_is_an_error(tmp_path: Path) -> None:
@@ -100,13 +100,14 @@ def test_memory_includes_child_processes(tmp_path: Path) -> None:
     peaks = []
     for fault in ("", "large"):
         with start_engine(tmp_path, fault, watch_memory=True) as engine:
-            for _ in range(5):  # several requests, so that memory is sampled during one
+            for _ in range(5):  # several requests, so that memory is sampled during at least one of them
                 engine.generate([[1]], 1)
             peaks.append(engine.peak_bytes())
             assert engine.peak_bytes() == peaks[-1]
-    small, large = peaks
-    assert 1 << 20 < small < 64 << 20
-    assert 32 << 20 < large - small < 64 << 20  # the child holds the memory, and is an interpreter as well
+    peak_bytes, peak_bytes_with_child = peaks
+    assert 1 << 20 < peak_bytes < 64 << 20
+    # The child allocates 32 MiB and has its own interpreter.
+    assert 32 << 20 < peak_bytes_with_child - peak_bytes < 64 << 20
 
 
 def test_log_has_only_the_output_of_its_engine(tmp_path: Path) -> None:

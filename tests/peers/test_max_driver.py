@@ -77,9 +77,10 @@ def test_driver_passes_prompts_and_returns_token_ids(tmp_path: Path) -> None:
         assert answer["tokens"] == [[5, 6, 7], [8, 9, 10]]
         assert 0 < answer["first"] < answer["seconds"]
         assert answer["num_first"] == 1
-        assert os.sched_getaffinity(driver.process_id) == {min(os.sched_getaffinity(0))}  # one thread
-    loaded, calls = logged_calls(tmp_path)
-    assert loaded == {
+        # The driver has one thread, which runs on one CPU.
+        assert os.sched_getaffinity(driver.process_id) == {min(os.sched_getaffinity(0))}
+    load_call, generate_call = logged_calls(tmp_path)
+    assert load_call == {
         "model_path": "somewhere/model",
         "weight_path": [],
         "quantization_encoding": "float32",
@@ -89,13 +90,13 @@ def test_driver_passes_prompts_and_returns_token_ids(tmp_path: Path) -> None:
         "runtime": {"max_batch_size": 2},
     }
     params = {"max_new_tokens": 3, "ignore_eos": True, "temperature": 0, "top_k": 1}
-    assert calls == {"requests": [[[3, 4], params], [[7], params]]}
+    assert generate_call == {"requests": [[[3, 4], params], [[7], params]]}
 
 
 def test_gguf_file_is_loaded_with_its_folder_as_model_path(tmp_path: Path) -> None:
     start_engine(tmp_path, "somewhere/Q4_K_M.gguf", "q4_k").close()
-    (loaded,) = logged_calls(tmp_path)
-    assert (loaded["model_path"], loaded["weight_path"]) == ("somewhere", ["somewhere/Q4_K_M.gguf"])
+    (load_call,) = logged_calls(tmp_path)
+    assert (load_call["model_path"], load_call["weight_path"]) == ("somewhere", ["somewhere/Q4_K_M.gguf"])
 
 
 def test_encoding_without_cpu_support_is_refused(tmp_path: Path) -> None:

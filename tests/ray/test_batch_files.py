@@ -11,11 +11,11 @@ import pytest
 from penstock.errors import InputError
 from penstock.ray.batch import remove_output
 from penstock.ray.batch_files import (
-    done_ids,
+    finished_request_ids,
     make_writer,
     parquet_files,
     pending_chunks,
-    pending_rows,
+    pending_row_ids,
     read_chunk,
     row_to_line,
 )
@@ -59,7 +59,7 @@ def test_results_are_appended_to_existing_results(tmp_path: Path, name: str) -> 
     if name.endswith("parquet"):
         pytest.importorskip("pyarrow")
     output = tmp_path / name
-    assert done_ids(output) == set()
+    assert finished_request_ids(output) == set()
     for ids in (["a", "b"], ["c"]):
         writer = make_writer(output)
         for custom_id in ids:
@@ -68,7 +68,7 @@ def test_results_are_appended_to_existing_results(tmp_path: Path, name: str) -> 
                 json.dumps({"id": "1", "custom_id": custom_id, "response": response, "error": None}).encode()
             )
         writer.close()
-    assert done_ids(output) == {"a", "b", "c"}
+    assert finished_request_ids(output) == {"a", "b", "c"}
     remove_output(output)
     assert not output.exists()
 
@@ -80,19 +80,19 @@ def test_parquet_files_hold_requests_and_results(tmp_path: Path) -> None:
     body = [{"model": "m", "prompt": "x", "stop": None}, {"model": "m", "prompt": "y", "stop": ["s"]}]
     table = pyarrow.table({"custom_id": ["a", "b"], "url": ["/u"] * 2, "body": body})
     write_table(table, tmp_path / "0.parquet")
-    assert pending_rows(tmp_path, {"a"}) == {"b"}
+    assert pending_row_ids(tmp_path, {"a"}) == {"b"}
     lines = [json.loads(row_to_line(row)) for row in table.to_pylist()]
     assert [request["body"] for request in lines] == [{"model": "m", "prompt": "x"}, body[1]]
     assert json.loads(row_to_line({"custom_id": "a", "url": "/u", "body": '{"k": 1}'}))["body"] == {"k": 1}
     write_table(table, tmp_path / "1.parquet")
     with pytest.raises(InputError, match="two requests have the custom_id 'a'"):
-        pending_rows(tmp_path, set())
+        pending_row_ids(tmp_path, set())
     write_table(pyarrow.table({"custom_id": ["a"]}), tmp_path / "only.parquet")
     with pytest.raises(InputError, match=r"only\.parquet has no column url"):
-        pending_rows(tmp_path / "only.parquet", set())
+        pending_row_ids(tmp_path / "only.parquet", set())
     write_table(table.set_column(0, "custom_id", [["a", None]]), tmp_path / "none.parquet")
     with pytest.raises(InputError, match="a row without a custom_id"):
-        pending_rows(tmp_path / "none.parquet", set())
+        pending_row_ids(tmp_path / "none.parquet", set())
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match=r"has no files \*\.parquet"):
         parquet_files(tmp_path / "empty")

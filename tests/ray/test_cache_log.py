@@ -27,12 +27,12 @@ def make_removed_event(*numbers: int) -> BlocksRemoved:
 def test_a_reader_gets_each_event_once_without_token_ids() -> None:
     log = CacheLog()
     log.add([make_stored_event(1, 2)])
-    first = log.since(0)
-    assert first.events == [BlocksStored([make_digest(1), make_digest(2)], None, [])]
+    first_changes = log.since(0)
+    assert first_changes.events == [BlocksStored([make_digest(1), make_digest(2)], None, [])]
     log.add([make_removed_event(2), BlocksCleared()])
-    second = log.since(first.position)
-    assert second.events == [make_removed_event(2), BlocksCleared()]
-    assert log.since(second.position).events == []
+    second_changes = log.since(first_changes.position)
+    assert second_changes.events == [make_removed_event(2), BlocksCleared()]
+    assert log.since(second_changes.position).events == []
 
 
 def test_a_reader_at_a_dropped_position_gets_all_blocks() -> None:
@@ -56,7 +56,7 @@ def test_a_reader_of_another_log_gets_all_blocks() -> None:
     assert log.since(99).events == [BlocksCleared(), make_stored_event_without_tokens(1)]
 
 
-def test_readers_at_any_interval_know_the_cached_blocks() -> None:
+def test_changes_read_at_any_interval_give_the_cached_blocks() -> None:
     rng, log, cached_blocks = random.Random(1), CacheLog(), set[int]()
     readers = [(PrefixMap(), period) for period in (1, 7, 900)]
     positions = [0] * len(readers)
@@ -71,13 +71,13 @@ def test_readers_at_any_interval_know_the_cached_blocks() -> None:
         else:
             cached_blocks.add(block)
             log.add([make_stored_event(block)])
-        for number, (prefixes, period) in enumerate(readers):
+        for number, (prefix_map, period) in enumerate(readers):
             if step % period == 0:
                 changes = log.since(positions[number])
-                prefixes.update(0, changes.events)
+                prefix_map.update(0, changes.events)
                 positions[number] = changes.position
-                assert prefixes.num_blocks == len(cached_blocks)
-                assert all(prefixes.depths([make_digest(block)], 1) == {0: 1} for block in cached_blocks)
+                assert prefix_map.num_blocks == len(cached_blocks)
+                assert all(prefix_map.depths([make_digest(block)], 1) == {0: 1} for block in cached_blocks)
 
 
 def test_a_block_is_cached_while_a_worker_has_it() -> None:

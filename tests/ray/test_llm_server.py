@@ -22,7 +22,7 @@ from penstock.worker.client import WorkerClient
 
 
 class Body:
-    """Stands for the pydantic models of requests and responses."""
+    """A fake of the pydantic models of requests and responses."""
 
     def __init__(self, **fields: Any) -> None:
         self.fields = fields
@@ -36,10 +36,12 @@ class Body:
         return cls(**fields)
 
 
-def make_llm_config(**engine: Any) -> Any:
+def make_llm_config(**engine_kwargs: Any) -> Any:
     loading = SimpleNamespace(model_id="chat", model_source="demo")
     return SimpleNamespace(
-        model_loading_config=loading, engine_kwargs=engine, deployment_config={"max_ongoing_requests": 3}
+        model_loading_config=loading,
+        engine_kwargs=engine_kwargs,
+        deployment_config={"max_ongoing_requests": 3},
     )
 
 
@@ -57,7 +59,9 @@ async def open_server(pipeline: FakePipeline) -> AsyncIterator[PenstockServer]:
 @pytest.fixture(autouse=True)
 def _fake_response_types(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("CompletionResponse", "TokenizeResponse", "ErrorResponse", "ErrorInfo")
-    monkeypatch.setattr(llm_server, "_types", lambda: {name: type(name, (Body,), {}) for name in names})
+    monkeypatch.setattr(
+        llm_server, "_response_types", lambda: {name: type(name, (Body,), {}) for name in names}
+    )
 
 
 BODY = {"model": "chat", "prompt": [5, 6], "max_tokens": 3, "ignore_eos": True}
@@ -65,22 +69,24 @@ BODY = {"model": "chat", "prompt": [5, 6], "max_tokens": 3, "ignore_eos": True}
 
 async def test_requests_return_responses_streams_and_errors() -> None:
     async with open_server(FakePipeline(letters_in_order(9))) as server:
-        (response,) = [item async for item in server.completions(Body(**BODY))]
+        (response,) = [chunk async for chunk in server.completions(Body(**BODY))]
         assert type(response).__name__ == "CompletionResponse"
         assert response.fields["usage"]["completion_tokens"] == 3
-        info = SimpleNamespace(headers={"X-Request-Id": "abc", "authorization": "Bearer x"})
-        events = "".join([item async for item in server.completions(Body(**BODY, stream=True), info)])
+        request_info = SimpleNamespace(headers={"X-Request-Id": "abc", "authorization": "Bearer x"})
+        events = "".join(
+            [chunk async for chunk in server.completions(Body(**BODY, stream=True), request_info)]
+        )
         chunks = [json.loads(event[6:]) for event in events.split("\n\n") if event.startswith("data: {")]
         text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
         assert text == response.fields["choices"][0]["text"]
         assert events.endswith("data: [DONE]\n\n")
-        (error,) = [item async for item in server.completions(Body(**{**BODY, "top_p": -1}))]
-        assert error.fields["error"].fields["code"] == 400
-        assert "top_p" in error.fields["error"].fields["message"]
-        (tokens,) = [item async for item in server.tokenize(Body(model="chat", prompt="Hello"))]
-        assert tokens.fields["count"] == len(tokens.fields["tokens"])
-        (unsupported,) = [item async for item in server.transcriptions(Body())]
-        assert unsupported.fields["error"].fields["message"] == "transcriptions are not supported"
+        (error_response,) = [chunk async for chunk in server.completions(Body(**{**BODY, "top_p": -1}))]
+        assert error_response.fields["error"].fields["code"] == 400
+        assert "top_p" in error_response.fields["error"].fields["message"]
+        (token_response,) = [chunk async for chunk in server.tokenize(Body(model="chat", prompt="Hello"))]
+        assert token_response.fields["count"] == len(token_response.fields["tokens"])
+        (unsupported_response,) = [chunk async for chunk in server.transcriptions(Body())]
+        assert unsupported_response.fields["error"].fields["message"] == "transcriptions are not supported"
 
 
 async def test_closing_a_stream_cancels_the_request() -> None:
@@ -104,8 +110,8 @@ async def test_a_server_can_sleep_but_not_pause() -> None:
         await server.reset_prefix_cache()
         await server.sleep(level=1)
         assert await server.is_sleeping()
-        (error,) = [item async for item in server.completions(Body(**BODY))]
-        assert error.fields["error"].fields["code"] == 503
+        (error_response,) = [response async for response in server.completions(Body(**BODY))]
+        assert error_response.fields["error"].fields["code"] == 503
         await server.wakeup()
         assert not await server.is_sleeping()
         for call in (server.sleep(level=3), server.wakeup(tags=["x"]), server.pause(), server.resume()):
@@ -118,11 +124,11 @@ async def test_a_server_can_sleep_but_not_pause() -> None:
 
 
 def test_engine_kwargs_become_settings_and_deployment_options() -> None:
-    config, serve, ray = read_llm_config(
+    config, serve_config, ray_config = read_llm_config(
         make_llm_config(max_length=64, shutdown_grace=7.0, ray_max_replicas=3)
     )
-    assert (config.model.name, config.model.max_length, serve.shutdown_grace) == ("chat", 64, 7.0)
-    assert ray.max_replicas == 3
+    assert (config.model.name, config.model.max_length, serve_config.shutdown_grace) == ("chat", 64, 7.0)
+    assert ray_config.max_replicas == 3
     options = PenstockServer.get_deployment_options(make_llm_config(ray_cpus=2, tensor_parallel_size=2))
     assert options["max_ongoing_requests"] == 3
     assert options["placement_group_bundles"] == [{"CPU": 2}]

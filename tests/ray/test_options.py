@@ -24,12 +24,12 @@ from penstock.ray.deployment import (
 )
 from penstock.serve.config import ServeConfig
 
-SERVE = ServeConfig(shutdown_grace=45.0)
+SERVE_CONFIG = ServeConfig(shutdown_grace=45.0)
 
 
-def make_deployment_options(ray: RayConfig, **flat: object) -> dict[str, object]:
-    config = PipelineConfig.from_flat({"model_path": "demo", **flat})
-    return engine_options(config, SERVE, ray, Resources.of(config, ray))
+def make_deployment_options(ray: RayConfig, **settings: object) -> dict[str, object]:
+    config = PipelineConfig.from_flat({"model_path": "demo", **settings})
+    return engine_options(config, SERVE_CONFIG, ray, Resources.of(config, ray))
 
 
 @pytest.fixture
@@ -48,23 +48,23 @@ def test_settings_are_validated() -> None:
 
 def test_the_number_of_replicas_is_fixed_or_autoscaled() -> None:
     assert make_deployment_options(RayConfig(ray_min_replicas=2))["num_replicas"] == 2
-    scaled = make_deployment_options(RayConfig(ray_max_replicas=5, ray_target_requests=3))
-    assert "num_replicas" not in scaled
-    assert scaled["autoscaling_config"] == {
+    autoscaled_options = make_deployment_options(RayConfig(ray_max_replicas=5, ray_target_requests=3))
+    assert "num_replicas" not in autoscaled_options
+    assert autoscaled_options["autoscaling_config"] == {
         "min_replicas": 1,
         "max_replicas": 5,
         "target_ongoing_requests": 3.0,
     }
 
 
-def test_draining_may_take_the_shutdown_grace() -> None:
-    deployments = (
+def test_the_shutdown_grace_is_the_limit_for_draining() -> None:
+    deployment_options = (
         make_deployment_options(RayConfig()),
-        ingress_options(SERVE, RayConfig(ray_ingress_replicas=2)),
+        ingress_options(SERVE_CONFIG, RayConfig(ray_ingress_replicas=2)),
     )
-    assert [options["graceful_shutdown_timeout_s"] for options in deployments] == [45.0, 45.0]
-    assert deployments[1]["num_replicas"] == 2
-    assert deployments[1]["ray_actor_options"] == {"num_cpus": 0}
+    assert [options["graceful_shutdown_timeout_s"] for options in deployment_options] == [45.0, 45.0]
+    assert deployment_options[1]["num_replicas"] == 2
+    assert deployment_options[1]["ray_actor_options"] == {"num_cpus": 0}
 
 
 def test_a_tensor_parallel_model_is_one_bundle_on_one_node() -> None:
@@ -73,16 +73,16 @@ def test_a_tensor_parallel_model_is_one_bundle_on_one_node() -> None:
     assert options["placement_group_bundles"] == [{"CPU": 8}]
     assert options["placement_group_strategy"] == "STRICT_PACK"
     assert "placement_group_bundles" not in make_deployment_options(ray)
-    gpus = make_deployment_options(RayConfig(), tensor_parallel_size=2, devices="gpu:2,3")
-    assert gpus["placement_group_bundles"] == [{"CPU": 2, "GPU": 2}]
-    assert gpus["ray_actor_options"] == {"num_cpus": 2, "num_gpus": 2}
+    gpu_options = make_deployment_options(RayConfig(), tensor_parallel_size=2, devices="gpu:2,3")
+    assert gpu_options["placement_group_bundles"] == [{"CPU": 2, "GPU": 2}]
+    assert gpu_options["ray_actor_options"] == {"num_cpus": 2, "num_gpus": 2}
     with pytest.raises(ConfigError, match="ray_cpus: must be at least tensor_parallel_size, 2, was 1"):
         make_deployment_options(RayConfig(ray_cpus=1), tensor_parallel_size=2)
 
 
 def test_options_set_the_cpus_and_threads_of_a_replica() -> None:
-    def compute_cpus_and_threads(ray: RayConfig, **flat: object) -> tuple[int, int | None]:
-        config = PipelineConfig.from_flat({"model_path": "demo", **flat})
+    def compute_cpus_and_threads(ray: RayConfig, **settings: object) -> tuple[int, int | None]:
+        config = PipelineConfig.from_flat({"model_path": "demo", **settings})
         resources = Resources.of(config, ray)
         return resources.num_cpus, replica_config(config, resources).num_threads
 
@@ -94,7 +94,7 @@ def test_options_set_the_cpus_and_threads_of_a_replica() -> None:
     assert compute_cpus_and_threads(RayConfig(), devices="gpu:1") == (1, None)
 
 
-def test_a_replica_sees_its_gpus_from_number_0() -> None:
+def test_the_gpus_of_a_replica_are_numbered_from_0() -> None:
     config = PipelineConfig.from_flat({"model_path": "demo", "devices": "gpu:2,3"})
     replica = replica_config(config, Resources.of(config, RayConfig()))
     assert [str(device) for device in replica.model.devices] == ["gpu:0", "gpu:1"]
@@ -141,11 +141,11 @@ def test_without_ray_the_error_names_the_extra(tmp_path: Path) -> None:
 def test_settings_come_from_flags_and_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_RAY_MAX_REQUESTS", "5")
     arguments = ["serve", "demo", "--ray", "--ray-min-replicas", "2", "--print-config"]
-    rows = {
+    printed_rows = {
         line.split()[0]: line.split()[1:] for line in CliRunner().invoke(cli, arguments).stdout.splitlines()
     }
-    assert rows["ray_min_replicas"] == ["2", "flag"]
-    assert rows["ray_max_requests"] == ["5", "environment", "PENSTOCK_RAY_MAX_REQUESTS"]
+    assert printed_rows["ray_min_replicas"] == ["2", "flag"]
+    assert printed_rows["ray_max_requests"] == ["5", "environment", "PENSTOCK_RAY_MAX_REQUESTS"]
     invalid_result = CliRunner().invoke(cli, ["batch", "run", __file__, "-o", "x", "demo", "--ray-cpus", "0"])
     assert invalid_result.exit_code == 2
     assert "ray_cpus: must be a whole number of at least 1" in invalid_result.stderr

@@ -22,7 +22,7 @@ pytestmark = [
 
 NUM_PROMPTS = 160
 PROMPTS = [f"There were {number} cats" for number in range(NUM_PROMPTS)]
-GENERATE = """
+GENERATE_SCRIPT = """
 import ray.data
 import penstock.ray
 from penstock import SamplingParams
@@ -37,7 +37,7 @@ outputs = penstock.ray.generate(
 outputs.write_parquet("answers")
 print("all written")
 """
-EMBED = """
+EMBED_SCRIPT = """
 import ray.data
 import penstock.ray
 
@@ -68,7 +68,7 @@ def test_each_row_has_one_output_if_an_actor_is_killed(tmp_path: Path) -> None:
 
     prompts: list[Any] = [*PROMPTS, "too long " * 2000]
     write_table(pyarrow.table({"id": list(range(len(prompts))), "prompt": prompts}), tmp_path / "in.parquet")
-    program_text = GENERATE.format(format="parquet", path=tmp_path / "in.parquet")
+    program_text = GENERATE_SCRIPT.format(format="parquet", path=tmp_path / "in.parquet")
     with ray_program(["-c", program_text], tmp_path) as program:
         wait_until(lambda: len(program.pids("penstock.worker.main")) == 2, 100)
         wait_until(lambda: list((tmp_path / "answers").glob("*.parquet")), 100)
@@ -178,7 +178,9 @@ def test_vectors_of_a_dataset_equal_those_of_an_llm(tmp_path: Path) -> None:
     model = write_tiny_embedder(tmp_path / "model")
     texts = [f"a b c {number}" for number in range(10)]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    with ray_program(["-c", EMBED.format(path=tmp_path / "in.jsonl", model=model)], tmp_path) as program:
+    with ray_program(
+        ["-c", EMBED_SCRIPT.format(path=tmp_path / "in.jsonl", model=model)], tmp_path
+    ) as program:
         assert program.wait(150) == 0
     lines = [line for file in (tmp_path / "vectors").glob("*.json") for line in file.read_text().splitlines()]
     rows = {row["text"]: row for row in map(json.loads, lines)}

@@ -1,4 +1,4 @@
-"""`RayEngine` with replicas in this process that tests can lose. Needs no Ray."""
+"""`RayEngine` with replicas in this process, which the tests can stop. Needs no Ray."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class LocalReplicas:
     """Replicas in this process. Requests go to the replicas in turn, or to the preferred replica.
 
     Args:
-        pipelines: make the pipeline of each replica.
+        *pipelines: functions that make the pipeline of each replica.
         honours_preference: whether a request goes to its preferred replica.
     """
 
@@ -60,31 +60,31 @@ class LocalReplicas:
             EngineReplica(CONFIG, ServeConfig(), 64, 1, client, f"replica {number}")
             for number, client in enumerate(self.clients)
         ]
-        self.lost: set[int] = set()
-        self.lose_after: dict[int, int] = {}
-        """Replica number -> number of messages of its next request after which the replica is lost."""
-        self.num_sent: list[int] = []
+        self.lost_replicas: set[int] = set()
+        self.messages_before_loss: dict[int, int] = {}
+        """For a replica number: after how many messages of its next request the replica is lost."""
+        self.used_replicas: list[int] = []
         """Replica number of each request, in order."""
-        self.preferred: list[str] = []
+        self.preferred_replicas: list[str] = []
         self.num_resets = 0
         self._turns = cycle(range(len(self.replicas)))
 
     async def generate(self, frames: Sequence[bytes], replica: str) -> AsyncIterator[bytes]:
         uses_preferred = self.honours_preference and replica
         number = int(replica.removeprefix("replica ")) if uses_preferred else next(self._turns)
-        self.num_sent.append(number)
-        self.preferred.append(replica)
-        if number in self.lost:
+        self.used_replicas.append(number)
+        self.preferred_replicas.append(replica)
+        if number in self.lost_replicas:
             raise ReplicaLostError(f"replica {number} is lost")
-        num_left = self.lose_after.get(number)
+        num_messages_left = self.messages_before_loss.get(number)
         stream = self.replicas[number].generate(frames)
         try:
             async for data in stream:
-                if num_left == 0:
-                    self.lost.add(number)
+                if num_messages_left == 0:
+                    self.lost_replicas.add(number)
                     raise ReplicaLostError(f"replica {number} was killed")
                 yield data
-                num_left = None if num_left is None else num_left - 1
+                num_messages_left = None if num_messages_left is None else num_messages_left - 1
         finally:
             await stream.aclose()
 
@@ -92,7 +92,7 @@ class LocalReplicas:
         return [
             await replica.report(positions)
             for number, replica in enumerate(self.replicas)
-            if number not in self.lost
+            if number not in self.lost_replicas
         ]
 
     async def reset_prefix_caches(self) -> None:
@@ -123,24 +123,24 @@ def make_pipeline() -> FakePipeline:
 async def test_a_request_gets_the_output_of_its_replica() -> None:
     async with open_engine(make_pipeline) as (engine, replicas):
         assert delta_text(await read_deltas(engine.submit(make_request("a")))) == "abcdefghijkl"
-        assert replicas.preferred == ["replica 0"]
+        assert replicas.preferred_replicas == ["replica 0"]
         assert engine.num_outstanding == 0
         assert engine.info.max_batch_size == 4
 
 
 async def test_the_first_result_ends_the_load_of_a_prompt() -> None:
-    """The first of two replicas computes a long prompt, and then only generates."""
+    """Replica 0 has less load than replica 1 after the first result of its long prompt."""
     gates = Gate(), Gate()
     pipelines = [partial(GatedPipeline, gate, choose=letters_in_order(12)) for gate in gates]
     async with open_engine(*pipelines, honours_preference=True) as (engine, replicas):
-        long = engine.submit(make_request("a", "x" * 600, max_length=700))
-        generations = [long, *(engine.submit(make_request(name)) for name in "bc")]
+        long_request = engine.submit(make_request("a", "x" * 600, max_length=700))
+        generations = [long_request, *(engine.submit(make_request(name)) for name in "bc")]
         await asyncio.sleep(0)
-        gates[0].allow_steps(10)  # 64 tokens of the prompt in each step
-        await asyncio.wait_for(anext(long), 30)
+        gates[0].allow_steps(10)  # each step computes 64 tokens of the prompt
+        await asyncio.wait_for(anext(long_request), 30)
         generations.append(engine.submit(make_request("d")))
         await asyncio.sleep(0)
-        assert replicas.num_sent == [0, 1, 1, 0]
+        assert replicas.used_replicas == [0, 1, 1, 0]
         for gate in gates:
             gate.open()
         for generation in generations:
@@ -149,12 +149,14 @@ async def test_the_first_result_ends_the_load_of_a_prompt() -> None:
 
 @pytest.mark.parametrize("num_messages", [0, 1, 3])
 async def test_another_replica_continues_a_request_after_a_loss(num_messages: int) -> None:
-    """Each token is delivered once. The prompt of the second replica includes the tokens of the first one."""
+    """Each token is delivered once. The second replica gets the prompt and the first replica's tokens."""
     prompts: list[list[int]] = []
 
     def make_recording_pipeline() -> FakePipeline:
-        choose = letters_in_order(12)
-        return FakePipeline(lambda context: (prompts.append(context.all_tokens.tolist()), choose(context))[1])
+        choose_letter = letters_in_order(12)
+        return FakePipeline(
+            lambda context: (prompts.append(context.all_tokens.tolist()), choose_letter(context))[1]
+        )
 
     gate = Gate()
     async with open_engine(
@@ -163,18 +165,18 @@ async def test_another_replica_continues_a_request_after_a_loss(num_messages: in
         engine,
         replicas,
     ):
-        replicas.lose_after[0] = num_messages
+        replicas.messages_before_loss[0] = num_messages
         generation = engine.submit(make_request("a"))
-        for _ in range(num_messages + 1):  # one token in each message
+        for _ in range(num_messages + 1):  # each message has one token
             gate.allow_steps(1)
             await asyncio.sleep(0.05)
         gate.open()
         deltas = await read_deltas(generation)
         assert delta_text(deltas) == "abcdefghijkl"
-        assert replicas.num_sent == [0, 1]
+        assert replicas.used_replicas == [0, 1]
         assert engine.num_resumed == 1
-        letters_of_first_replica = prompts[0][-num_messages:] if num_messages else []
-        assert letters_of_first_replica == [97 + n for n in range(num_messages)]
+        tokens_of_first_replica = prompts[0][-num_messages:] if num_messages else []
+        assert tokens_of_first_replica == [97 + n for n in range(num_messages)]
 
 
 async def test_a_request_with_a_grammar_fails_after_its_first_output() -> None:
@@ -184,7 +186,7 @@ async def test_a_request_with_a_grammar_fails_after_its_first_output() -> None:
         engine,
         replicas,
     ):
-        replicas.lose_after[0] = 1
+        replicas.messages_before_loss[0] = 1
         generation = engine.submit(make_request("a", grammar=grammar))
         for _ in range(2):
             gate.allow_steps(1)
@@ -192,18 +194,21 @@ async def test_a_request_with_a_grammar_fails_after_its_first_output() -> None:
         gate.open()
         with pytest.raises(UnavailableError, match="of the request was lost: replica 0 was killed"):
             await read_deltas(generation)
-        assert replicas.num_sent == [0]
+        assert replicas.used_replicas == [0]
         # A request without output is sent again: b goes to replica 1, c to replica 0 (lost) and then to 1.
         for name in ("b", "c"):
             assert (
                 delta_text(await read_deltas(engine.submit(make_request(name, grammar=grammar))))
                 == "abcdefghijkl"
             )
-        assert replicas.num_sent == [0, 1, 0, 1]
+        assert replicas.used_replicas == [0, 1, 0, 1]
 
 
 async def test_prompts_with_a_common_prefix_share_a_replica() -> None:
-    """The router knows a replica's blocks from its reports, and until then from the requests it has sent."""
+    """The router reads the blocks of a replica from its reports.
+
+    Until the next report, it adds the blocks of the requests that it has sent to the replica.
+    """
 
     def make_caching_pipeline() -> FakePipeline:
         return FakePipeline(letters_in_order(12), kv=kv_manager(300))
@@ -212,25 +217,25 @@ async def test_prompts_with_a_common_prefix_share_a_replica() -> None:
         engine,
         replicas,
     ):
-        other = engine.submit(make_request("other", "z" * 40))
+        other_request = engine.submit(make_request("other", "z" * 40))
         for name in "abc":
             await read_deltas(engine.submit(make_request(name, "x" * 400 + name, max_length=500)))
-        assert replicas.preferred == ["replica 0"] + ["replica 1"] * 3
-        await read_deltas(other)
+        assert replicas.preferred_replicas == ["replica 0"] + ["replica 1"] * 3
+        await read_deltas(other_request)
         for _ in range(3):
             await engine._poll()
-        assert not engine._choice._prefixes._expected
+        assert not engine._choice._prefixes._expected_workers
         assert engine._choice._prefixes.num_blocks > 100
         await read_deltas(engine.submit(make_request("d", "x" * 400 + "d", max_length=500)))
         await read_deltas(engine.submit(make_request("e", "z" * 39)))
-        assert replicas.preferred[-2:] == ["replica 1", "replica 0"]
-        replicas.lost.add(1)
-        count = len(replicas.preferred)
+        assert replicas.preferred_replicas[-2:] == ["replica 1", "replica 0"]
+        replicas.lost_replicas.add(1)
+        num_before = len(replicas.preferred_replicas)
         await read_deltas(engine.submit(make_request("f", "x" * 400 + "f", max_length=500)))
-        assert replicas.preferred[count:] == ["replica 1", "replica 0"]
+        assert replicas.preferred_replicas[num_before:] == ["replica 1", "replica 0"]
         await engine._poll()
         await read_deltas(engine.submit(make_request("g", "x" * 400 + "g", max_length=500)))
-        assert replicas.preferred[-1] == "replica 0"
+        assert replicas.preferred_replicas[-1] == "replica 0"
         assert engine._choice._loads.costs == [0, 0]
 
 
@@ -243,11 +248,11 @@ async def test_an_error_of_a_replica_is_raised_by_its_request() -> None:
     async with open_engine(make_failing_pipeline) as (engine, replicas):
         with pytest.raises(RequestFailedError):
             await read_deltas(engine.submit(make_request("a")))
-        assert replicas.num_sent == [0]
+        assert replicas.used_replicas == [0]
         assert delta_text(await read_deltas(engine.submit(make_request("b")))) == "abc"
 
 
-async def test_limits_cancellation_and_stop() -> None:
+async def test_requests_beyond_the_limit_and_after_the_stop_are_refused() -> None:
     gate = Gate()
     async with open_engine(lambda: GatedPipeline(gate, choose=letters_in_order(3)), max_outstanding=1) as (
         engine,
@@ -262,9 +267,9 @@ async def test_limits_cancellation_and_stop() -> None:
         gate.open()
         assert delta_text(await read_deltas(running_request)) == "abc"
         await ended_future
-        cancelled = engine.submit(make_request("c"))
+        cancelled_request = engine.submit(make_request("c"))
         ended_future = engine.request_ended()
-        cancelled.cancel()
+        cancelled_request.cancel()
         await ended_future
         assert engine.num_outstanding == 0
     with pytest.raises(UnavailableError, match="stopped"):
@@ -275,12 +280,17 @@ async def test_controls_of_a_single_process_server_are_refused() -> None:
     async with open_engine(make_pipeline) as (engine, replicas):
         await engine.reset_prefix_cache()
         assert replicas.num_resets == 1
-        for call in (engine.sleep(1, 0), engine.wake_up(), engine.reload(0), engine.start_profile()):
+        for control in (
+            engine.sleep(1, 0),
+            engine.wake_up(),
+            engine.reload(0),
+            engine.load_adapter("a", "b"),
+        ):
             with pytest.raises(UnsupportedFeatureError, match="deploy the application again"):
-                await call
-        for change in (engine.load_adapter("a", "b"), engine.unload_adapter("a"), engine.stop_profile()):
+                await control
+        for control in (engine.start_profile(), engine.stop_profile(), engine.unload_adapter("a")):
             with pytest.raises(UnsupportedFeatureError, match="on Ray is not supported"):
-                await change
+                await control
         with pytest.raises(UnsupportedFeatureError, match="cache events"):
             engine.watch_cache(lambda number, events: None)
 
@@ -291,20 +301,20 @@ async def test_totals_include_lost_replicas() -> None:
             await read_deltas(engine.submit(make_request(name)))
         await engine._poll()
         assert engine.stats.num_generated_tokens == 2 * 13
-        replicas.lost.add(0)
+        replicas.lost_replicas.add(0)
         await engine._poll()
         await engine._poll()
         assert engine.stats.num_generated_tokens == 2 * 13
         assert engine.is_alive
-        replicas.lost.remove(0)  # the replica was slow, not lost
+        replicas.lost_replicas.remove(0)  # the replica was only slow to report
         await engine._poll()
         assert engine.stats.num_generated_tokens == 2 * 13
         with patch("penstock.ray.engine._MAX_MISSING_REPORTS", 0):
-            replicas.lost.add(0)
+            replicas.lost_replicas.add(0)
             await engine._poll()
         assert not engine._missing_reports
         assert engine.stats.num_generated_tokens == 2 * 13
-        replicas.lost.add(1)
+        replicas.lost_replicas.add(1)
         await engine._poll()
         assert not engine.is_alive
 
@@ -315,32 +325,32 @@ async def test_the_application_starts_and_drains_with_the_asgi_lifespan() -> Non
     engine = RayEngine(replicas, 8)
     services = build_services(ServeConfig(access_log=False), CONFIG, engine, FakeTokenizer())
     application = Application(services, engine)
-    incoming: asyncio.Queue[dict[str, str]] = asyncio.Queue()
-    sent: list[dict[str, str]] = []
+    incoming_messages: asyncio.Queue[dict[str, str]] = asyncio.Queue()
+    sent_messages: list[dict[str, str]] = []
 
     async def send(message: dict[str, str]) -> None:
-        sent.append(message)
+        sent_messages.append(message)
 
-    lifespan = asyncio.create_task(application({"type": "lifespan"}, incoming.get, send))  # type: ignore[arg-type]
+    lifespan = asyncio.create_task(application({"type": "lifespan"}, incoming_messages.get, send))  # type: ignore[arg-type]
     transport = httpx.ASGITransport(application)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         body = {"model": "demo", "prompt": "Hi", "max_tokens": 9}
         assert (await client.post("/v1/completions", json=body)).status_code == 503
         await replicas.clients[0].start()
-        await incoming.put({"type": "lifespan.startup"})
-        while not sent:
+        await incoming_messages.put({"type": "lifespan.startup"})
+        while not sent_messages:
             await asyncio.sleep(0.01)
-        assert sent == [{"type": "lifespan.startup.complete"}]
+        assert sent_messages == [{"type": "lifespan.startup.complete"}]
         assert (await client.get("/ready")).status_code == 200
         answer = asyncio.create_task(client.post("/v1/completions", json=body))
         while not gate.num_arrived:
             await asyncio.sleep(0.01)
-        await incoming.put({"type": "lifespan.shutdown"})
+        await incoming_messages.put({"type": "lifespan.shutdown"})
         await asyncio.sleep(0.05)
         assert (await client.post("/v1/completions", json=body)).status_code == 503
-        assert len(sent) == 1
+        assert len(sent_messages) == 1
         gate.open()
         assert (await answer).json()["choices"][0]["text"] == "abcde"
         await lifespan
-    assert sent[1:] == [{"type": "lifespan.shutdown.complete"}]
+    assert sent_messages[1:] == [{"type": "lifespan.shutdown.complete"}]
     await replicas.clients[0].stop(0)

@@ -92,10 +92,10 @@ def test_a_second_replica_starts_under_load(tmp_path: Path) -> None:
             return program.pids("ray::ServeReplica:penstock:engine")
 
         assert len(find_replicas()) == 1
-        is_over = False
+        is_finished = False
 
         def send_requests(prompt: str) -> None:
-            while not is_over:
+            while not is_finished:
                 post(port, completion_body(prompt))
 
         with ThreadPoolExecutor(12) as pool:
@@ -103,6 +103,6 @@ def test_a_second_replica_starts_under_load(tmp_path: Path) -> None:
             try:
                 wait_until(lambda: len(find_replicas()) == 2, 120)
             finally:
-                is_over = True
+                is_finished = True
             for request in requests:
                 request.result(100)

@@ -24,53 +24,56 @@ GROUPS, ROUNDS = 8, 4
 STORY = "Once upon a time, far away, there was a small house beside a river. "
 
 
-def prompt(group: int, turn: int) -> str:
+def make_prompt(group: int, turn: int) -> str:
     return f"Story {group} of the old woman. " + STORY * 8 + f"Part {turn}."
 
 
-def hits_and_queries(port: int) -> tuple[int, int]:
-    """Return the prompt tokens that were found in a prefix cache, and all of them, summed over replicas."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
+def read_hits_and_queries(server_port: int) -> tuple[int, int]:
+    """Return two sums over the replicas: prompt tokens found in a prefix cache, and all prompt tokens."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{server_port}/metrics", timeout=10) as response:
         text = response.read().decode()
     matches = [
         re.search(rf"^penstock_prefix_cache_{name}_total\S* ([\d.e+]+)$", text, re.M)
         for name in ("hits", "queries")
     ]
-    hits, queries = (int(float(match[1])) for match in matches if match is not None)
-    return hits, queries
+    num_hits, queries = (int(float(match[1])) for match in matches if match is not None)
+    return num_hits, queries
 
 
 @pytest.fixture(scope="module")
-def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """The port of a server with two replicas that have reported, with the requests of their warm-up."""
-    port, folder = free_port(), tmp_path_factory.mktemp("server")
+def server_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """Return the port of a server with two replicas, after their reports include the warm-up requests."""
+    server_port, folder = free_port(), tmp_path_factory.mktemp("server")
     flags = ["--ray", "--ray-address", "local", "--ray-min-replicas", "2", "--ray-cpus", "1"]
-    flags += ["--port", str(port), "--kv-cache-memory", "64MiB"]
+    flags += ["--port", str(server_port), "--kv-cache-memory", "64MiB"]
     with ray_program(["-m", "penstock", "serve", "demo", *flags], folder) as program:
-        wait_until(lambda: is_ready(port) or program.process.poll() is not None, 120)
+        wait_until(lambda: is_ready(server_port) or program.process.poll() is not None, 120)
         wait_until(lambda: "penstock: serving" in program.output, 60)
         time.sleep(5)
-        yield port
+        yield server_port
 
 
-def test_a_prefix_is_computed_by_one_replica(port: int) -> None:
-    counts_before = hits_and_queries(port)
+def test_a_prefix_is_computed_by_one_replica(server_port: int) -> None:
+    counts_before = read_hits_and_queries(server_port)
     with ThreadPoolExecutor(4) as pool:
-        for turn in range(ROUNDS):  # four at once, so that both replicas have requests
+        for turn in range(ROUNDS):  # four requests at a time, so that both replicas have requests
             requests = [
-                pool.submit(post, port, completion_body(prompt(group, turn), max_tokens=20))
+                pool.submit(post, server_port, completion_body(make_prompt(group, turn), max_tokens=20))
                 for group in range(GROUPS)
             ]
             answers = [request.result(100) for request in requests]
     length = answers[0]["usage"]["prompt_tokens"]
-    wait_until(lambda: hits_and_queries(port)[1] - counts_before[1] >= 0.98 * GROUPS * ROUNDS * length, 20)
-    hits = hits_and_queries(port)[0] - counts_before[0]
-    # All rounds but the first find the prompt, up to its last block of 32 tokens.
-    assert hits >= (ROUNDS - 1) * GROUPS * (length - 2 * 32)
+    wait_until(
+        lambda: read_hits_and_queries(server_port)[1] - counts_before[1] >= 0.98 * GROUPS * ROUNDS * length,
+        20,
+    )
+    num_hits = read_hits_and_queries(server_port)[0] - counts_before[0]
+    # Except in the first round, a prompt is found except for at most its last two blocks of 32 tokens.
+    assert num_hits >= (ROUNDS - 1) * GROUPS * (length - 2 * 32)
 
 
-async def test_a_session_stays_with_its_replica(port: int) -> None:
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+async def test_a_session_stays_with_its_replica(server_port: int) -> None:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server_port}", timeout=60) as client:
         assert not await stays_with_its_worker(client, "none")
         assert await stays_with_its_worker(client, "header", {"X-Session-ID": "a"})
         assert await stays_with_its_worker(client, "user", user="b")

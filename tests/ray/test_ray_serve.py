@@ -36,7 +36,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[str]:
+def expected_texts() -> list[str]:
     """Return the texts that a single process generates."""
     with LLM("demo", kv_cache_memory="64MiB") as llm:
         params = SamplingParams(max_new_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
@@ -65,7 +65,7 @@ def server(tmp_path: Path) -> Iterator[tuple[RayProgram, int]]:
 
 
 def test_requests_survive_lost_replicas_and_streams_survive_the_shutdown(
-    server: tuple[RayProgram, int], expected: list[str]
+    server: tuple[RayProgram, int], expected_texts: list[str]
 ) -> None:
     program, port = server
     # 1. A replica is killed: the texts equal those of a single process.
@@ -77,7 +77,7 @@ def test_requests_survive_lost_replicas_and_streams_survive_the_shutdown(
         assert not all(answer.done() for answer in answers)
         os.kill(replicas[0], signal.SIGKILL)
         texts = [answer.result(100)["choices"][0]["text"] for answer in answers]
-    assert texts == expected
+    assert texts == expected_texts
     wait_until(lambda: "continues on another replica" in program.output, 10)
     # 2. The worker process of a replica is killed: the texts are equal again.
     wait_until(lambda: len(program.pids("ray::ServeReplica:penstock:engine")) == 2)
@@ -87,16 +87,16 @@ def test_requests_survive_lost_replicas_and_streams_survive_the_shutdown(
         wait_until(lambda: sum(answer.done() for answer in answers) >= 1)
         os.kill(workers[0], signal.SIGKILL)
         texts = [answer.result(100)["choices"][0]["text"] for answer in answers]
-    assert texts == expected
-    # 3. Errors.
+    assert texts == expected_texts
+    # 3. Invalid and unsupported requests are refused.
     with pytest.raises(urllib.error.HTTPError) as refused_error:
         post(port, completion_body("x", max_tokens=-1))
     assert refused_error.value.code == 400
     refused_error.value.close()
-    with pytest.raises(urllib.error.HTTPError) as unsupported:
+    with pytest.raises(urllib.error.HTTPError) as unsupported_error:
         post(port, {}, "/reload")
-    assert unsupported.value.code == 400
-    with unsupported.value as answer:
+    assert unsupported_error.value.code == 400
+    with unsupported_error.value as answer:
         assert "deploy the application" in json.load(answer)["error"]["message"]
     # 4. A stream that runs while the server stops is complete.
     request = urllib.request.Request(
@@ -105,11 +105,11 @@ def test_requests_survive_lost_replicas_and_streams_survive_the_shutdown(
         {"content-type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=100) as response:
-        first = response.readline()
+        first_line = response.readline()
         threading.Thread(target=program.process.send_signal, args=(signal.SIGTERM,)).start()
-        lines = [first, *response]
+        lines = [first_line, *response]
     events = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
-    assert "".join(event["choices"][0]["text"] for event in events) == expected[3]
+    assert "".join(event["choices"][0]["text"] for event in events) == expected_texts[3]
     assert lines[-2] == b"data: [DONE]\n"
     assert program.wait() == 0
     wait_until(lambda: not program.pids("penstock.worker.main"), 20)

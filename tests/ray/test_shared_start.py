@@ -64,10 +64,10 @@ async def test_other_errors_are_raised_at_once() -> None:
 async def test_a_cancelled_call_does_not_cancel_the_start() -> None:
     model = FakeModel()
     start = SharedStart(model.start)
-    first = asyncio.ensure_future(start())
+    first_call = asyncio.ensure_future(start())
     await asyncio.sleep(0)
-    first.cancel()
-    await asyncio.gather(first, return_exceptions=True)
+    first_call.cancel()
+    await asyncio.gather(first_call, return_exceptions=True)
     await start()
     assert model.num_starts == 1
 
@@ -86,14 +86,14 @@ async def test_a_model_starts_although_its_worker_is_killed_during_the_load() ->
     llm = AsyncLLM.from_config(PipelineConfig.from_flat({"model_path": "demo"}, "argument"))
     start = SharedStart(llm.start, retry_seconds=0)
     start_task = asyncio.ensure_future(start())
-    while not (workers := find_child_processes() - children_before):
+    while not (worker_pids := find_child_processes() - children_before):
         await asyncio.sleep(0.01)
-    for pid in workers:
+    for pid in worker_pids:
         os.kill(pid, signal.SIGKILL)
     try:
         await start_task
         (output,) = await llm.generate("Once upon a time")
         assert output.token_ids
-        assert not find_child_processes() & workers
+        assert not find_child_processes() & worker_pids
     finally:
         await llm.close()

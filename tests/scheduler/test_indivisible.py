@@ -90,4 +90,4 @@ def test_a_cached_prefix_that_ends_within_an_image_is_shortened() -> None:
     assert second.num_cached_tokens in (0, 12)
     short = make_context("c", 6)
     short.set_token_indices(active_idx=11, end_idx=11)
-    assert pipeline.kv._prefixes.usable_hit(short, pipeline.kv._prefixes.chain(short), 2) == 0
+    assert pipeline.kv._prefixes.num_usable_blocks(short, pipeline.kv._prefixes.chain(short), 2) == 0

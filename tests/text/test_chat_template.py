@@ -1,4 +1,4 @@
-"""Chat templates render the same text as transformers, for templates of published models; errors."""
+"""Chat templates of published models render the same text as transformers. Invalid templates are refused."""
 
 from __future__ import annotations
 
@@ -27,36 +27,39 @@ TOOL = {
         },
     },
 }
-CALL = {
+TOOL_CALL = {
     "id": "call12345",
     "type": "function",
     "function": {"name": "get_weather", "arguments": {"city": "Zürich"}},
 }
-CALL_AS_TEXT = {**CALL, "function": {"name": "get_weather", "arguments": '{"city": "Zürich"}'}}
-RESULT = {"role": "tool", "content": "12 °C", "tool_call_id": "call12345", "name": "get_weather"}
+CALL_WITH_ENCODED_ARGUMENTS = {
+    **TOOL_CALL,
+    "function": {"name": "get_weather", "arguments": '{"city": "Zürich"}'},
+}
+TOOL_RESULT = {"role": "tool", "content": "12 °C", "tool_call_id": "call12345", "name": "get_weather"}
 
 
 def make_user_message(content: Any) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-def make_assistant_message(content: Any, **more: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": content, **more}
+def make_assistant_message(content: Any, **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **fields}
 
 
-PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-SYSTEM = {"role": "system", "content": "Be brief."}
+CONTENT_PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+SYSTEM_MESSAGE = {"role": "system", "content": "Be brief."}
 CHATS: dict[str, list[dict[str, Any]]] = {
     "single turn": [make_user_message("Is 1 < 2 & 'é'?")],
-    "system": [SYSTEM, make_user_message(" hello\n")],
-    "turns": [SYSTEM, make_user_message("a"), make_assistant_message("b"), make_user_message("c")],
+    "system": [SYSTEM_MESSAGE, make_user_message(" hello\n")],
+    "turns": [SYSTEM_MESSAGE, make_user_message("a"), make_assistant_message("b"), make_user_message("c")],
     "final assistant message": [make_user_message("a"), make_assistant_message(" b ")],
     "two user messages": [make_user_message("a"), make_user_message("b")],
-    "tool call": [make_user_message("w?"), make_assistant_message(None, tool_calls=[CALL]), RESULT],
+    "tool call": [make_user_message("w?"), make_assistant_message(None, tool_calls=[TOOL_CALL]), TOOL_RESULT],
     "tool call as text": [
         make_user_message("w?"),
-        make_assistant_message("", tool_calls=[CALL_AS_TEXT]),
-        RESULT,
+        make_assistant_message("", tool_calls=[CALL_WITH_ENCODED_ARGUMENTS]),
+        TOOL_RESULT,
         make_user_message("thanks"),
     ],
     "reasoning": [
@@ -64,12 +67,12 @@ CHATS: dict[str, list[dict[str, Any]]] = {
         make_assistant_message("<think>\nhm\n</think>\n\nb", reasoning_content="hm"),
         make_user_message("c"),
     ],
-    "parts": [make_user_message(PARTS)],
+    "parts": [make_user_message(CONTENT_PARTS)],
     "no content": [make_user_message(None)],
     "an unknown role": [{"role": "wizard", "content": "x"}],
     "a role without content": [{"role": "user"}],
 }
-OPTIONS: list[dict[str, Any]] = [
+TEMPLATE_OPTIONS: list[dict[str, Any]] = [
     {},
     {"add_generation_prompt": False},
     {"enable_thinking": False, "functions": "[]", "datetime": "noon"},
@@ -80,8 +83,8 @@ OPTIONS: list[dict[str, Any]] = [
 def read_published_templates() -> dict[str, str]:
     files = [path for path in sorted(TEMPLATES.rglob("*.jinja*")) if path.is_file()]
     templates = {f"{path.parent.name}/{path.stem}": path.read_text() for path in files}
-    lines = TEMPLATES / "ollama" / "templates.jsonl"
-    for index, line in enumerate(lines.read_text().splitlines() if lines.is_file() else []):
+    ollama_file = TEMPLATES / "ollama" / "templates.jsonl"
+    for index, line in enumerate(ollama_file.read_text().splitlines() if ollama_file.is_file() else []):
         templates |= {f"ollama/{index} {name}": text for name, text in json.loads(line or "{}").items()}
     return templates
 
@@ -91,23 +94,23 @@ def read_published_templates() -> dict[str, str]:
 )
 def test_published_templates_render_the_text_of_transformers(name: str, source: str) -> None:
     template = ChatTemplate({"default": source}, SPECIAL_TOKENS, name)
-    num_rendered = 0
-    for label, messages in CHATS.items():
+    num_rendered_templates = 0
+    for chat_name, messages in CHATS.items():
         for tools in (None, [TOOL]):
-            for options in OPTIONS:
-                # Newer versions of transformers replace None by an empty string. Older versions do not.
-                normalized = [
+            for options in TEMPLATE_OPTIONS:
+                # Only newer versions of transformers replace None by an empty string.
+                reference_messages = [
                     {**message, "content": ""} if message.get("content", "") is None else message
                     for message in messages
                 ]
-                expected = render_with_transformers(source, normalized, tools, options)
-                assert render_ours(template, messages, tools, options) == expected, (
-                    label,
+                expected = render_with_transformers(source, reference_messages, tools, options)
+                assert render_with_penstock(template, messages, tools, options) == expected, (
+                    chat_name,
                     bool(tools),
                     options,
                 )
-                num_rendered += expected is not None
-    assert num_rendered > 0
+                num_rendered_templates += expected is not None
+    assert num_rendered_templates > 0
 
 
 @pytest.mark.parametrize(
@@ -135,7 +138,7 @@ def test_small_templates_render_the_text_of_transformers(source: str) -> None:
     template = ChatTemplate({"default": source}, SPECIAL_TOKENS, "test")
     for options in ({}, {"add_generation_prompt": False}):
         expected = render_with_transformers(source, [make_user_message("hi")], None, options)
-        assert render_ours(template, [make_user_message("hi")], None, options) == expected
+        assert render_with_penstock(template, [make_user_message("hi")], None, options) == expected
 
 
 def test_strftime_now_gives_the_current_date() -> None:
@@ -314,7 +317,7 @@ class TestRequests:
     def test_a_template_for_strings_gets_joined_parts(self) -> None:
         template = ChatTemplate({"default": "<{{ messages[0].content }}>"}, {}, "test")
         assert not template.takes_parts
-        assert template.render_request([make_user_message(PARTS)]) == "<a\nb>"
+        assert template.render_request([make_user_message(CONTENT_PARTS)]) == "<a\nb>"
         assert template.render_request([make_user_message("a")]) == "<a>"
 
     def test_a_template_for_parts_gets_parts(self) -> None:
@@ -324,12 +327,14 @@ class TestRequests:
         )
         template = ChatTemplate({"default": source}, {}, "test")
         assert template.takes_parts
-        assert template.render_request([make_user_message(PARTS)]) == "ab"
+        assert template.render_request([make_user_message(CONTENT_PARTS)]) == "ab"
 
-    @pytest.mark.parametrize("kind", ["image_url", "image", "input_audio", "video"])
-    def test_content_that_is_not_text_is_named(self, kind: str) -> None:
-        with pytest.raises(UnsupportedFeatureError, match=f"content of type {kind} is not supported"):
-            ChatTemplate({"default": "x"}, {}, "test").render_request([make_user_message([{"type": kind}])])
+    @pytest.mark.parametrize("part_type", ["image_url", "image", "input_audio", "video"])
+    def test_content_that_is_not_text_is_named(self, part_type: str) -> None:
+        with pytest.raises(UnsupportedFeatureError, match=f"content of type {part_type} is not supported"):
+            ChatTemplate({"default": "x"}, {}, "test").render_request(
+                [make_user_message([{"type": part_type}])]
+            )
 
     @pytest.mark.parametrize(
         "content", [3, [3], [{"text": "x"}], [{"type": "text"}], [{"type": "text", "text": 3}]]
@@ -339,7 +344,9 @@ class TestRequests:
             ChatTemplate({"default": "x"}, {}, "test").render_request([make_user_message(content)])
 
 
-def render_ours(template: ChatTemplate, messages: Any, tools: Any, options: dict[str, Any]) -> str | None:
+def render_with_penstock(
+    template: ChatTemplate, messages: Any, tools: Any, options: dict[str, Any]
+) -> str | None:
     """Return the text that `ChatTemplate` renders, or None if the template raises."""
     try:
         return template.render(messages, tools, options)

@@ -1,4 +1,4 @@
-"""Incremental ``tokenizer.decode``: the joined texts of several calls equal the text of all tokens."""
+"""Incremental ``tokenizer.decode``: the joined texts of several calls equal the text of all their tokens."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ TEXTS = [
 def open_tokenizer(shared_data: Path) -> Callable[[str], TextTokenizer]:
     tokenizers: dict[str, TextTokenizer] = {}
 
-    def open_cached(name: str) -> TextTokenizer:
+    def open_named_tokenizer(name: str) -> TextTokenizer:
         if name not in tokenizers:
             tokenizers[name] = TextTokenizer(shared_data / "tokenizers" / name)
         return tokenizers[name]
 
-    return open_cached
+    return open_named_tokenizer
 
 
 def encode(tokenizer: TextTokenizer, text: str, special: bool = False) -> list[int]:
@@ -70,7 +70,7 @@ async def test_chunks_of_generated_tokens_join_to_the_text(
     expected = text_after_prompt(tokenizer, prompt, ids)
     assert await decode_in_chunks(tokenizer, context, ids, size) == expected
     assert await tokenizer.decode(context, ids) == expected
-    # A second pass starts from the beginning.
+    # The first generated tokens again start a new text.
     assert await decode_in_chunks(tokenizer, context, ids) == expected
 
 
@@ -95,7 +95,7 @@ async def test_two_requests_are_decoded_alternately(
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("text", ["Once upon a time there was", "a  b\n\n c ", "naïve 🎉🎉 中文 ﬁ end"])
-async def test_chunks_of_tokens_that_were_not_generated_join_to_the_text(
+async def test_chunks_of_other_tokens_join_to_the_text(
     name: str, text: str, special: bool, size: int, open_tokenizer: Callable[[str], TextTokenizer]
 ) -> None:
     tokenizer = open_tokenizer(name)
@@ -122,10 +122,12 @@ def test_chunks_of_random_sizes_join_to_the_text(
     context = make_context(prompt, ids)
     context.update_status(TextGenerationStatus.MAXIMUM_LENGTH)
 
-    async def text() -> str:
-        return "".join([await tokenizer.decode(context, ids[a:b]) for a, b in pairwise(boundaries)])
+    async def decode_chunks() -> str:
+        return "".join(
+            [await tokenizer.decode(context, ids[start:end]) for start, end in pairwise(boundaries)]
+        )
 
-    assert asyncio.run(text()) == text_after_prompt(tokenizer, prompt, ids)
+    assert asyncio.run(decode_chunks()) == text_after_prompt(tokenizer, prompt, ids)
 
 
 @pytest.mark.parametrize("name", ["tinyllama", "qwen3"])
@@ -142,7 +144,9 @@ async def test_an_incomplete_character_is_emitted_at_the_end(
     assert "\N{REPLACEMENT CHARACTER}" in text_after_prompt(tokenizer, prompt, ids)
 
 
-async def test_repeated_words_that_were_not_generated(open_tokenizer: Callable[[str], TextTokenizer]) -> None:
+async def test_other_tokens_with_repeated_words_are_decoded(
+    open_tokenizer: Callable[[str], TextTokenizer],
+) -> None:
     tokenizer = open_tokenizer("tinyllama")
     ids = encode(tokenizer, "the the the")
     assert await decode_in_chunks(tokenizer, make_context([1]), ids) == "the the the"
@@ -165,13 +169,13 @@ async def test_concurrent_calls_keep_their_order(open_tokenizer: Callable[[str],
     assert "".join(chunks) == tokenizer.decode_ids(ids)
 
 
-async def test_the_last_token_is_decoded_after_tokens_that_were_not(
+async def test_the_last_generated_token_can_be_decoded_alone(
     open_tokenizer: Callable[[str], TextTokenizer],
 ) -> None:
     tokenizer = open_tokenizer("tinyllama")
     context = make_context([1], encode(tokenizer, "one two three"))
-    last = int(context.generated_tokens[-1])
-    assert [await tokenizer.decode(context, last) for _ in range(2)] == [" three", " three"]
+    last_token = int(context.generated_tokens[-1])
+    assert [await tokenizer.decode(context, last_token) for _ in range(2)] == [" three", " three"]
     assert await tokenizer.decode(context, []) == ""
 
 
@@ -179,11 +183,11 @@ async def test_incremental_decoding_continues_after_decoding_all_tokens(
     open_tokenizer: Callable[[str], TextTokenizer],
 ) -> None:
     tokenizer = open_tokenizer("tinyllama")
-    word = encode(tokenizer, "the")
-    context = make_context([1], [*word, *encode(tokenizer, "cat")])
+    word_ids = encode(tokenizer, "the")
+    context = make_context([1], [*word_ids, *encode(tokenizer, "cat")])
     assert await tokenizer.decode(context, context.generated_tokens) == "the cat"
-    context.update(word[0])
-    assert await tokenizer.decode(context, word[0]) == " the"
+    context.update(word_ids[0])
+    assert await tokenizer.decode(context, word_ids[0]) == " the"
     assert await tokenizer.decode(context, context.generated_tokens) == "the cat the"
 
 

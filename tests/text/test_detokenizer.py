@@ -1,4 +1,4 @@
-"""`Detokenizer`: its text equals decoding all ids at once, and its stop strings a search in the text."""
+"""`Detokenizer`: its text equals decoding all ids at once, up to the first stop string."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_appended_texts_join_to_the_text_of_all_ids(
 ) -> None:
     tokenizer = load_tokenizer(shared_data / name)
 
-    @given(ids=draw_token_ids(tokenizer))
+    @given(ids=token_id_lists(tokenizer))
     @settings(max_examples=num_examples(30))
     def check(ids: list[int]) -> None:
         detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
@@ -57,7 +57,7 @@ def test_appended_texts_join_to_the_text_of_all_ids(
     ids=str,
 )
 @given(ids=st.lists(st.integers(0, 12), max_size=40))
-def test_other_decoders_give_the_same_text(decoder: decoders.Decoder | None, ids: list[int]) -> None:
+def test_each_decoder_gives_the_text_of_its_library(decoder: decoders.Decoder | None, ids: list[int]) -> None:
     vocabulary = ["▁", "▁a", "b", "c</w>", "##d", " ", ".", "'t", "\N{REPLACEMENT CHARACTER}"]
     vocabulary += ["<0xC3>", "<0xA9>", "<0x0A>"]
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="b"))
@@ -81,9 +81,9 @@ def test_random_bytes_join_to_the_text_of_all_ids(ids: list[int]) -> None:
 def test_a_character_is_emitted_with_its_last_byte(text: str) -> None:
     detokenizer = Detokenizer(BYTE_TOKENIZER)
     for character in text:
-        *first, last = character.encode()
-        assert [detokenizer.append(byte) for byte in first] == [""] * len(first)
-        assert detokenizer.append(last) == character
+        *leading_bytes, last_byte = character.encode()
+        assert [detokenizer.append(byte) for byte in leading_bytes] == [""] * len(leading_bytes)
+        assert detokenizer.append(last_byte) == character
     assert detokenizer.finish() == ""
 
 
@@ -106,22 +106,25 @@ def test_the_result_does_not_depend_on_chunks(name: str, shared_data: Path) -> N
     @settings(max_examples=num_examples(60))
     def check(text: str, stop: list[str], data: st.DataObject) -> None:
         ids = tokenizer.encode_text(text).tolist()
-        one_by_one, in_chunks = Detokenizer(tokenizer, stop), Detokenizer(tokenizer, stop)
+        single_detokenizer, chunk_detokenizer = Detokenizer(tokenizer, stop), Detokenizer(tokenizer, stop)
         for token_id in ids:
-            one_by_one.append(token_id)
+            single_detokenizer.append(token_id)
         boundaries = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=4)))
         for start, end in zip([0, *boundaries], [*boundaries, len(ids)], strict=True):
-            in_chunks.append(ids[start:end])
-        one_by_one.finish()
-        in_chunks.finish()
-        assert in_chunks.text == one_by_one.text
-        assert (in_chunks.stop_match, in_chunks.num_tokens) == (one_by_one.stop_match, one_by_one.num_tokens)
+            chunk_detokenizer.append(ids[start:end])
+        single_detokenizer.finish()
+        chunk_detokenizer.finish()
+        assert chunk_detokenizer.text == single_detokenizer.text
+        assert (chunk_detokenizer.stop_match, chunk_detokenizer.num_tokens) == (
+            single_detokenizer.stop_match,
+            single_detokenizer.num_tokens,
+        )
         decoded_texts = [tokenizer.decode_ids(ids[:count]) for count in range(len(ids) + 1)]
-        ends = [
+        match_ends = [
             count for count, prefix in enumerate(decoded_texts) if any(string in prefix for string in stop)
         ]
-        assert one_by_one.num_tokens == (ends[0] if ends else len(ids))
-        assert (one_by_one.stop_match is not None) == bool(ends)
+        assert single_detokenizer.num_tokens == (match_ends[0] if match_ends else len(ids))
+        assert (single_detokenizer.stop_match is not None) == bool(match_ends)
 
     check()
 
@@ -136,7 +139,7 @@ def test_a_stop_string_in_byte_tokens_ends_at_its_token(shared_data: Path) -> No
     assert (detokenizer.stop_match, detokenizer.num_tokens) == ("\n", 2)
 
 
-def test_only_a_possible_prefix_of_a_stop_string_is_held_back() -> None:
+def test_text_is_held_back_only_if_a_stop_string_may_follow() -> None:
     detokenizer = Detokenizer(BYTE_TOKENIZER, ["</stop>", "\n\n"])
     assert detokenizer.append(list(b"one <")) == "one "
     assert detokenizer.append(list(b"/st")) == ""
@@ -151,12 +154,8 @@ def test_only_a_possible_prefix_of_a_stop_string_is_held_back() -> None:
     ("stop", "text", "match", "visible_text"),
     [
         (["bc", "abcd"], "xabcd", "bc", "xa"),  # "bc" is complete before "abcd"
-        (
-            ["bc", "abc"],
-            "xabc",
-            "abc",
-            "x",
-        ),  # both are complete at the same character, and the longer one counts
+        # If both stop strings are complete at the same character, the longer one matches.
+        (["bc", "abc"], "xabc", "abc", "x"),
         (["ab", "abc"], "xabc", "ab", "x"),
         (["aab"], "aaab", "aab", "a"),
         ("stop", "a stop", "stop", "a "),  # a string is one stop string, not a list of characters
@@ -216,12 +215,12 @@ def test_the_number_of_decoded_ids_is_linear(ids: list[int]) -> None:
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_text_continues_from_the_end_of_the_prompt(name: str, shared_data: Path) -> None:
-    """The text of the output equals that of decoding prompt and output together, for chunks of any size."""
+    """For chunks of any size, the text of the output is the end of the text of prompt and output together."""
     tokenizer = load_tokenizer(shared_data / name)
-    special = [i for i in range(tokenizer.vocab_size) if not tokenizer.is_visible(i)]
+    special_ids = [i for i in range(tokenizer.vocab_size) if not tokenizer.is_visible(i)]
     text = st.text(" ab\n\u00e9\u6f22\U0001f389", max_size=30)
 
-    @given(text=text, answer=draw_token_ids(tokenizer), data=st.data())
+    @given(text=text, answer=token_id_lists(tokenizer), data=st.data())
     @settings(max_examples=num_examples(60))
     def check(text: str, answer: list[int], data: st.DataObject) -> None:
         ids = tokenizer.encode_text(text, add_special_tokens=False).tolist()
@@ -236,8 +235,8 @@ def test_text_continues_from_the_end_of_the_prompt(name: str, shared_data: Path)
             for end in range(prompt_length + 1)
         ]
         decoded_prompt = max(filter(tokenizer.decode_ids(ids).startswith, candidates), key=len)
-        start = data.draw(st.lists(st.sampled_from([*ids, *special, 5]), max_size=9))
-        prompt = [*start, special[0], *prompt_ids] if special and start else prompt_ids
+        start = data.draw(st.lists(st.sampled_from([*ids, *special_ids, 5]), max_size=9))
+        prompt = [*start, special_ids[0], *prompt_ids] if special_ids and start else prompt_ids
         assert prompt_text(tokenizer, prompt_ids) == decoded_prompt
         decoded_text = tokenizer.decode_ids([*prompt_ids, *answer])
         # Invalid bytes can change how earlier bytes are decoded.
@@ -285,25 +284,25 @@ def test_the_first_word_has_a_space_unless_a_special_token_precedes_it(shared_da
 
 def test_a_character_that_begins_in_the_prompt_belongs_to_the_output(shared_data: Path) -> None:
     tokenizer = load_tokenizer(shared_data / "models/stories260K")
-    byte = {value: token_id for token_id, value in tokenizer.byte_tokens.items()}
-    for decoder, first, rest in (
+    byte_ids = {value: token_id for token_id, value in tokenizer.byte_tokens.items()}
+    for decoder, prompt_ids, output_ids in (
         (BYTE_TOKENIZER, list("né\n漢".encode()[:-1]), [list("漢".encode())[-1]]),
-        (tokenizer, [byte[value] for value in "né\n漢".encode()[:-1]], [byte["漢".encode()[-1]]]),
+        (tokenizer, [byte_ids[value] for value in "né\n漢".encode()[:-1]], [byte_ids["漢".encode()[-1]]]),
     ):
-        assert prompt_text(decoder, first) == "né\n"
-        detokenizer = Detokenizer(decoder, ["漢"], prompt=first)
-        assert detokenizer.append(rest) == ""
+        assert prompt_text(decoder, prompt_ids) == "né\n"
+        detokenizer = Detokenizer(decoder, ["漢"], prompt=prompt_ids)
+        assert detokenizer.append(output_ids) == ""
         assert (detokenizer.stop_match, detokenizer.num_tokens) == ("漢", 1)
-        detokenizer = Detokenizer(decoder, ["\n漢"], prompt=first)
-        assert detokenizer.append(rest) + detokenizer.finish() == "漢"
-        assert detokenizer.stop_match is None  # a part of the character is in the prompt
+        detokenizer = Detokenizer(decoder, ["\n漢"], prompt=prompt_ids)
+        assert detokenizer.append(output_ids) + detokenizer.finish() == "漢"
+        assert detokenizer.stop_match is None  # the newline is in the prompt, so it is not part of a match
 
 
 @pytest.mark.parametrize("count", range(1, 9))
 def test_a_prompt_may_end_within_a_multibyte_character(shared_data: Path, count: int) -> None:
     tokenizer = load_tokenizer(shared_data / "models/stories260K")
-    byte = {value: token_id for token_id, value in tokenizer.byte_tokens.items()}
-    character = [byte[value] for value in "漢".encode()]
+    byte_ids = {value: token_id for token_id, value in tokenizer.byte_tokens.items()}
+    character = [byte_ids[value] for value in "漢".encode()]
     for num_bytes in range(3):
         prompt = character * count + character[:num_bytes]
         assert text_after_prompt(tokenizer, prompt, character[num_bytes:] + character) == "漢漢"
@@ -319,13 +318,13 @@ def test_only_the_end_of_a_long_prompt_is_decoded(shared_data: Path) -> None:
     assert tokenizer.num_decoded < 50
 
 
-@pytest.mark.parametrize(("first", "stop"), [(ord("x"), "\n\r"), (0xFF, "\n")])
+@pytest.mark.parametrize(("first_byte", "stop"), [(ord("x"), "\n\r"), (0xFF, "\n")])
 def test_a_long_run_of_byte_tokens_is_decoded_in_linear_time(
-    first: int, stop: str, shared_data: Path
+    first_byte: int, stop: str, shared_data: Path
 ) -> None:
     tokenizer = CountingDecoder(load_tokenizer(shared_data / "models/stories260K"))
-    byte = {value: token_id for token_id, value in tokenizer.byte_tokens.items()}
-    ids = [byte[first], *[byte[ord("\n")]] * 3000]
+    byte_ids = {value: token_id for token_id, value in tokenizer.byte_tokens.items()}
+    ids = [byte_ids[first_byte], *[byte_ids[ord("\n")]] * 3000]
     detokenizer = Detokenizer(tokenizer, [stop])
     detokenizer.append(ids)
     detokenizer.finish()
@@ -352,32 +351,32 @@ def test_the_example_in_the_docstring_runs() -> None:
 
 
 def search_stop_strings(text: str, stop: list[str]) -> tuple[str, str | None, int]:
-    """Test every prefix. Return (visible text, matching stop string, number of tokens, which are bytes)."""
+    """Search each prefix. Return the text before the match, the stop string, and the number of bytes."""
     for end in range(len(text) + 1):
         matches = [string for string in stop if string and text[:end].endswith(string)]
         if matches:
-            longest = max(matches, key=len)
-            return text[: end - len(longest)], longest, len(text[:end].encode())
+            stop_string = max(matches, key=len)
+            return text[: end - len(stop_string)], stop_string, len(text[:end].encode())
     return text, None, len(text.encode())
 
 
-def draw_token_ids(tokenizer: TextTokenizer) -> st.SearchStrategy[list[int]]:
+def token_id_lists(tokenizer: TextTokenizer) -> st.SearchStrategy[list[int]]:
     """Return a strategy for lists of ids with many byte tokens and special tokens."""
-    kinds = [st.integers(0, tokenizer.vocab_size - 1)]
+    id_strategies = [st.integers(0, tokenizer.vocab_size - 1)]
     if tokenizer.byte_tokens:
-        kinds += [
+        id_strategies += [
             st.sampled_from(sorted(tokenizer.byte_tokens)),
             st.sampled_from(find_byte_tokens(tokenizer)),
         ]
-    special = [i for i in range(tokenizer.vocab_size) if not tokenizer.is_visible(i)]
-    if special:
-        kinds += [st.sampled_from(special)]
-    return st.lists(st.one_of(kinds), max_size=40)
+    special_ids = [i for i in range(tokenizer.vocab_size) if not tokenizer.is_visible(i)]
+    if special_ids:
+        id_strategies += [st.sampled_from(special_ids)]
+    return st.lists(st.one_of(id_strategies), max_size=40)
 
 
 def find_byte_tokens(tokenizer: TextTokenizer) -> list[int]:
-    byte = {value: token_id for token_id, value in tokenizer.byte_tokens.items()}
-    return [byte[value] for value in "é漢\n ".encode()]
+    byte_ids = {value: token_id for token_id, value in tokenizer.byte_tokens.items()}
+    return [byte_ids[value] for value in "é漢\n ".encode()]
 
 
 @cache
@@ -390,12 +389,12 @@ def load_tokenizer(folder: Path) -> TextTokenizer:
     return TextTokenizer(folder)
 
 
-@pytest.mark.parametrize("together", [False, True])
-def test_the_stop_string_is_kept_if_requested(together: bool) -> None:
+@pytest.mark.parametrize("is_one_call", [False, True])
+def test_the_stop_string_is_kept_if_requested(is_one_call: bool) -> None:
     ids = [*b"go END\xc3\xa9 on"]
     for stop, text, num_tokens in ((["END"], "go END", 6), (["x", "\u00e9 o"], "go END\u00e9 o", 10)):
         detokenizer = Detokenizer(FakeTokenizer(), stop=stop, keeps_stop=True)
-        for chunk in [ids] if together else [[token_id] for token_id in ids]:
+        for chunk in [ids] if is_one_call else [[token_id] for token_id in ids]:
             detokenizer.append(chunk)
         detokenizer.finish()
         assert (detokenizer.text, detokenizer.num_tokens) == (text, num_tokens)

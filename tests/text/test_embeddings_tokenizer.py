@@ -38,8 +38,8 @@ def encode_request(tokenizer: EmbeddingsTokenizer, text: Any, **fields: Any) -> 
     return ids
 
 
-def encode_with_tokenizers(text: str, pair: str | None = None) -> list[int]:
-    ids: list[int] = tiny_tokenizer().encode(text, pair).ids
+def encode_with_library(text: str, text_pair: str | None = None) -> list[int]:
+    ids: list[int] = tiny_tokenizer().encode(text, text_pair).ids
     return ids
 
 
@@ -72,8 +72,8 @@ def test_max_length_is_the_smallest_limit(tokenizer: EmbeddingsTokenizer, tmp_pa
 
 
 def test_a_prompt_precedes_the_text(tokenizer: EmbeddingsTokenizer) -> None:
-    assert encode_request(tokenizer, "cat", prompt_name="query") == encode_with_tokenizers("query: cat")
-    assert encode_request(tokenizer, "cat", prompt="the ") == encode_with_tokenizers("the cat")
+    assert encode_request(tokenizer, "cat", prompt_name="query") == encode_with_library("query: cat")
+    assert encode_request(tokenizer, "cat", prompt="the ") == encode_with_library("the cat")
     with pytest.raises(InputError, match="prompt_name 'q' is unknown: the checkpoint has query, passage"):
         build_context(tokenizer, "cat", prompt_name="q")
     with pytest.raises(InputError, match="prompt and prompt_name are both given"):
@@ -83,9 +83,9 @@ def test_a_prompt_precedes_the_text(tokenizer: EmbeddingsTokenizer) -> None:
 def test_the_default_prompt_is_used_without_another(tmp_path: Path) -> None:
     settings = PROMPTS | {"default_prompt_name": "passage"}
     tokenizer = EmbeddingsTokenizer(write_tiny_embedder(tmp_path, settings=settings))
-    assert encode_request(tokenizer, "cat") == encode_with_tokenizers("passage: cat")
-    assert encode_request(tokenizer, "cat", prompt_name="query") == encode_with_tokenizers("query: cat")
-    assert encode_request(tokenizer, "cat", prompt="") == encode_with_tokenizers("cat")
+    assert encode_request(tokenizer, "cat") == encode_with_library("passage: cat")
+    assert encode_request(tokenizer, "cat", prompt_name="query") == encode_with_library("query: cat")
+    assert encode_request(tokenizer, "cat", prompt="") == encode_with_library("cat")
     assert encode_request(tokenizer, [CLS, CAT, SEP]) == [CLS, CAT, SEP]
 
 
@@ -93,7 +93,8 @@ def test_prompt_tokens_can_be_excluded_from_pooling(tmp_path: Path) -> None:
     tokenizer = EmbeddingsTokenizer(
         write_tiny_embedder(tmp_path, settings=PROMPTS, pooling=POOLING_WITHOUT_PROMPT)
     )
-    assert build_context(tokenizer, "cat", prompt_name="query").num_unpooled_tokens == 3  # [CLS] query :
+    # The tokens "[CLS]", "query" and ":".
+    assert build_context(tokenizer, "cat", prompt_name="query").num_unpooled_tokens == 3
     assert build_context(tokenizer, "cat").num_unpooled_tokens == 0
     truncated_context = build_context(
         tokenizer, "cat", prompt="the big red cat sat on ", truncate=True, max_tokens=5
@@ -115,9 +116,11 @@ def test_truncation_keeps_special_tokens(tokenizer: EmbeddingsTokenizer) -> None
     assert encode_request(tokenizer, text, truncate=True) == [CLS, *[CAT] * 38, SEP]
     assert encode_request(tokenizer, text, truncate=True, max_tokens=4) == [CLS, CAT, CAT, SEP]
     assert encode_request(tokenizer, text, truncate=True, max_tokens=90) == [CLS, *[CAT] * 38, SEP]
-    pair = encode_request(tokenizer, "hello", text_pair=text, truncate=True, max_tokens=8)
-    assert pair == [CLS, HELLO, SEP, CAT, CAT, CAT, CAT, SEP], "only the longer text is cut"
-    assert len(encode_request(tokenizer, "cat " * 30)) == 32, "truncation does not apply to the next request"
+    pair_ids = encode_request(tokenizer, "hello", text_pair=text, truncate=True, max_tokens=8)
+    assert pair_ids == [CLS, HELLO, SEP, CAT, CAT, CAT, CAT, SEP], "only the longer text is cut"
+    assert len(encode_request(tokenizer, "cat " * 30)) == 32, (
+        "an earlier request with truncation has no effect"
+    )
     with pytest.raises(InputError, match="cut to 2 tokens, but 2 of them are special tokens: raise max_tok"):
         build_context(tokenizer, text, truncate=True, max_tokens=2)
     with pytest.raises(InputError, match="max_tokens must be at least 1, was 0"):
@@ -168,7 +171,7 @@ def test_an_instruction_is_refused(tokenizer: EmbeddingsTokenizer) -> None:
 def test_surrogates_are_replaced_and_lower_case_is_read(
     tokenizer: EmbeddingsTokenizer, tmp_path: Path
 ) -> None:
-    assert encode_request(tokenizer, "cat \ud800") == encode_with_tokenizers("cat �")
+    assert encode_request(tokenizer, "cat \ud800") == encode_with_library("cat �")
     folder = write_tiny_embedder(tmp_path, max_seq_length=20)
     (folder / "sentence_bert_config.json").write_text('{"do_lower_case": true}')
     assert EmbeddingsTokenizer(folder).layout.lower_case
@@ -219,13 +222,13 @@ def test_inputs_before_an_invalid_one_get_their_contexts(tokenizer: EmbeddingsTo
 
 
 def test_other_tokenizers_build_one_context_at_a_time() -> None:
-    class Lengths(EmbeddingsContextBuilder):
+    class LengthTokenizer(EmbeddingsContextBuilder):
         def build_embeddings_context(self, request: EmbeddingsGenerationRequest) -> EmbeddingsContext:
             tokens = np.array([len(request.input)])
             return EmbeddingsContext(prompt="", max_length=1, tokens=tokens, request_id=request.id)
 
     requests = [EmbeddingsGenerationRequest(id=text, input=text) for text in ("a", "bcd")]
-    contexts = Lengths().build_embeddings_contexts(requests)
+    contexts = LengthTokenizer().build_embeddings_contexts(requests)
     assert [(context.request_id, context.next_tokens.tolist()) for context in contexts] == [
         ("a", [1]),
         ("bcd", [3]),
@@ -233,13 +236,13 @@ def test_other_tokenizers_build_one_context_at_a_time() -> None:
 
 
 def count_encoded_texts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that collects the number of texts of each call of the tokenizer's library."""
+    """Return a list to which each call of the library's tokenizer appends its number of texts."""
     counts: list[int] = []
-    encode = EmbeddingsTokenizer._encode_samples
+    original_encode = EmbeddingsTokenizer._encode_batch
 
-    def counted(self: EmbeddingsTokenizer, samples: Any, cut_to: int | None) -> Any:
+    def count_and_encode(self: EmbeddingsTokenizer, samples: Any, cut_to: int | None) -> Any:
         counts.append(len(samples))
-        return encode(self, samples, cut_to)
+        return original_encode(self, samples, cut_to)
 
-    monkeypatch.setattr(EmbeddingsTokenizer, "_encode_samples", counted)
+    monkeypatch.setattr(EmbeddingsTokenizer, "_encode_batch", count_and_encode)
     return counts

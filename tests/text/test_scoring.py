@@ -8,12 +8,12 @@ import pytest
 from penstock.errors import InputError
 from penstock.text.scoring import best_label, label_names, max_similarity, ranking, similarity
 
-FIRST = np.array([[3.0, 4.0], [1.0, 0.0]], np.float32)
-SECOND = np.array([[4.0, 3.0], [0.0, 0.0]], np.float32)
+LEFT_VECTORS = np.array([[3.0, 4.0], [1.0, 0.0]], np.float32)
+RIGHT_VECTORS = np.array([[4.0, 3.0], [0.0, 0.0]], np.float32)
 
 
 @pytest.mark.parametrize(
-    ("kind", "expected"),
+    ("similarity_name", "expected"),
     [
         ("cosine", [24 / 25, 0.0]),
         ("dot", [24.0, 0.0]),
@@ -21,13 +21,13 @@ SECOND = np.array([[4.0, 3.0], [0.0, 0.0]], np.float32)
         ("manhattan", [-2.0, -1.0]),
     ],
 )
-def test_each_row_has_the_expected_similarity(kind: str, expected: list[float]) -> None:
-    assert similarity(FIRST, SECOND, kind) == pytest.approx(expected)
+def test_each_row_has_the_expected_similarity(similarity_name: str, expected: list[float]) -> None:
+    assert similarity(LEFT_VECTORS, RIGHT_VECTORS, similarity_name) == pytest.approx(expected)
 
 
 def test_an_unknown_similarity_is_refused() -> None:
     with pytest.raises(InputError, match=r"'hamming' is unknown: use cosine, dot, euclidean, manhattan"):
-        similarity(FIRST, SECOND, "hamming")
+        similarity(LEFT_VECTORS, RIGHT_VECTORS, "hamming")
 
 
 def test_ranking_is_stable_and_limited() -> None:
@@ -39,7 +39,7 @@ def test_ranking_is_stable_and_limited() -> None:
         ranking(scores, 0)
 
 
-def test_label_names_and_best_label() -> None:
+def test_labels_without_a_name_are_numbered() -> None:
     config = {"id2label": {"0": "negative", "1": "positive"}}
     assert label_names(config) == {0: "negative", 1: "positive"}
     assert best_label(config, np.array([0.1, 0.9])) == "positive"

@@ -30,10 +30,10 @@ def test_a_checkpoint_without_the_files_has_an_empty_layout(tmp_path: Path) -> N
     assert not layout.is_present
 
 
-@pytest.mark.parametrize("kind", POOLING_FLAGS)
-def test_a_pooling_flag_selects_the_pooling(tmp_path: Path, kind: str) -> None:
-    flags = {flag: flag == POOLING_FLAGS[kind] for flag in POOLING_FLAGS.values()}
-    assert read_layout(write_tiny_embedder(tmp_path, pooling=flags)).poolings == (kind,)
+@pytest.mark.parametrize("pooling", POOLING_FLAGS)
+def test_a_pooling_flag_selects_the_pooling(tmp_path: Path, pooling: str) -> None:
+    flags = {flag: flag == POOLING_FLAGS[pooling] for flag in POOLING_FLAGS.values()}
+    assert read_layout(write_tiny_embedder(tmp_path, pooling=flags)).poolings == (pooling,)
 
 
 def test_several_poolings_and_pooling_mode_names(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from support.tiny_speech import SIZE, write_tiny_speech
 from penstock.config import PipelineConfig
 from penstock.errors import CheckpointError, ConfigError, InputError, UnsupportedFeatureError
 from penstock.pipelines.core import AudioGenerationRequest, PipelineTask, SamplingParams
-from penstock.text.phonemes import phonemes_of
+from penstock.text.phonemes import phonemize
 from penstock.text.sentences import split_text
 from penstock.text.speech_format import SpeechCodes, format_name, speech_formats
 from penstock.text.speech_tokenizer import SpeechTokenizer
@@ -39,7 +39,9 @@ def test_orpheus_prompts_contain_voice_and_cloned_codes(tokenizers: dict[str, Sp
     cloning_prompt = build_prompt(
         tokenizer, input="Hi", audio_prompt_tokens=[0, 1, 15], audio_prompt_transcription="Ho"
     )
-    codes = "".join(f"<custom_token_{10 + p * SIZE + code}>" for p, code in enumerate([0, 1, 15]))
+    codes = "".join(
+        f"<custom_token_{10 + position * SIZE + code}>" for position, code in enumerate([0, 1, 15])
+    )
     assert cloning_prompt == f"{start}Ho{end}{codes}<custom_token_2><custom_token_6>{start}Hi{end}"
     with pytest.raises(InputError, match="voice 'eve' is unknown: the model has tara, leah"):
         build_prompt(tokenizer, input="Hi", voice="eve")
@@ -173,7 +175,7 @@ def test_an_invalid_speech_config_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("text", "limit", "parts"),
+    ("text", "limit", "expected"),
     [
         ("One. Two!", 50, ["One. Two!"]),
         ("One sentence. Another one! A third?", 26, ["One sentence. Another one!", "A third?"]),
@@ -184,8 +186,8 @@ def test_an_invalid_speech_config_is_refused(
         ("  ", 5, []),
     ],
 )
-def test_long_texts_are_split(text: str, limit: int, parts: list[str]) -> None:
-    assert split_text(text, limit) == parts
+def test_long_texts_are_split(text: str, limit: int, expected: list[str]) -> None:
+    assert split_text(text, limit) == expected
 
 
 def test_texts_are_split_at_each_sentence_if_configured(tmp_path: Path) -> None:
@@ -199,17 +201,17 @@ def test_texts_are_split_at_each_sentence_if_configured(tmp_path: Path) -> None:
 def test_espeak_converts_words_to_phonemes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UnsupportedFeatureError, match="espeak-ng is not installed"):
-        phonemes_of("hi", "en-us")
+        phonemize("hi", "en-us")
     program = tmp_path / "espeak-ng"
     program.write_text('#!/bin/sh\nread -r line\n[ "$5" = xx ] && exit 1\necho "(fr)[$line](en)"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    assert phonemes_of("Hi, you (all)!", "en-us") == "[Hi], [you] ([all])!"
-    assert phonemes_of("...", "en-us") == "..."
+    assert phonemize("Hi, you (all)!", "en-us") == "[Hi], [you] ([all])!"
+    assert phonemize("...", "en-us") == "..."
 
 
 def test_prompts_of_a_phoneme_model_contain_phonemes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.text.speech_tokenizer.phonemes_of", lambda text, language: f"/{text}/")
+    monkeypatch.setattr("penstock.text.speech_tokenizer.phonemize", lambda text, language: f"/{text}/")
     tokenizer = SpeechTokenizer(write_tiny_speech(tmp_path / "m", phonemes=True))
     text = build_prompt(tokenizer, input="Hi", audio_prompt_tokens=[3], audio_prompt_transcription="Ho")
     assert "<|TEXT_PROMPT_START|>/Ho/ /Hi/<|TEXT_PROMPT_END|>" in text

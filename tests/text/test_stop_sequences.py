@@ -22,12 +22,12 @@ TOKENIZER_NAMES = ("tinyllama", "qwen3", "gpt2")
 def open_tokenizer(shared_data: Path) -> Callable[[str], TextTokenizer]:
     tokenizers: dict[str, TextTokenizer] = {}
 
-    def open_cached(name: str) -> TextTokenizer:
+    def open_named_tokenizer(name: str) -> TextTokenizer:
         if name not in tokenizers:
             tokenizers[name] = TextTokenizer(shared_data / "tokenizers" / name)
         return tokenizers[name]
 
-    return open_cached
+    return open_named_tokenizer
 
 
 def find_sequences(tokenizer: TextTokenizer, stop: str) -> list[list[int]]:
@@ -75,9 +75,9 @@ def test_each_sequence_contains_the_stop_string(
     name: str, stop: str, open_tokenizer: Callable[[str], TextTokenizer]
 ) -> None:
     tokenizer = open_tokenizer(name)
-    first, *others = find_sequences(tokenizer, stop)
-    assert first
-    for sequence in others:
+    first_sequence, *other_sequences = find_sequences(tokenizer, stop)
+    assert first_sequence
+    for sequence in other_sequences:
         assert stop.encode() in b"".join(map(tokenizer.token_bytes, sequence))
 
 

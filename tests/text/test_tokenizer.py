@@ -1,4 +1,4 @@
-"""`TextTokenizer`: its tokens equal those of transformers, and each field of a request has its effect."""
+"""`TextTokenizer`: tokens equal those of transformers, and each field of a request has its effect."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ TEXT_PARTS = [
 TEXT_PARTS += ["<s>", "</s>", "<|im_end|>", "<|endoftext|>", "<tool_call>"]
 TEXTS = st.lists(st.sampled_from(TEXT_PARTS), max_size=25).map("".join)
 TOKENIZER = FakeTokenizer(max_length=40)
-HELLO = list(b"hello")
-USER = {"role": "user", "content": "hi"}
+HELLO_IDS = list(b"hello")
+USER_MESSAGE = {"role": "user", "content": "hi"}
 
 
 class TestEqualToTransformers:
     @pytest.mark.parametrize("name", TOKENIZERS)
     def test_tokens_of_a_text_equal_those_of_transformers(self, name: str, shared_data: Path) -> None:
-        tokenizer, expected = (
+        tokenizer, reference = (
             load_tokenizer(shared_data / name),
             load_transformers_tokenizer(shared_data / name),
         )
@@ -73,41 +73,41 @@ class TestEqualToTransformers:
         @given(text=TEXTS, add_special_tokens=st.booleans())
         @settings(max_examples=num_examples(50))
         def check(text: str, add_special_tokens: bool) -> None:
-            ids = expected(text, add_special_tokens=add_special_tokens)["input_ids"]
+            ids = reference(text, add_special_tokens=add_special_tokens)["input_ids"]
             assert tokenizer.encode_text(text, add_special_tokens).tolist() == ids
             for skip in (True, False):
-                assert tokenizer.decode_ids(ids, skip) == expected.decode(ids, skip_special_tokens=skip)
+                assert tokenizer.decode_ids(ids, skip) == reference.decode(ids, skip_special_tokens=skip)
 
         check()
 
     @pytest.mark.parametrize("name", ["tokenizers/qwen3", "tokenizers/tinyllama"])
     def test_tokens_of_a_chat_equal_those_of_transformers(self, name: str, shared_data: Path) -> None:
-        tokenizer, expected = (
+        tokenizer, reference = (
             load_tokenizer(shared_data / name),
             load_transformers_tokenizer(shared_data / name),
         )
         messages: Any = [
             {"role": "system", "content": "Brief."},
-            USER,
+            USER_MESSAGE,
             {"role": "assistant", "content": "yo"},
-            USER,
+            USER_MESSAGE,
         ]
         context = tokenizer.build_context(make_request(messages=messages))
-        text = expected.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert context.prompt == tokenizer.render_chat(messages) == text
-        assert context.prompt_tokens.tolist() == expected(text, add_special_tokens=False)["input_ids"]
+        assert context.prompt_tokens.tolist() == reference(text, add_special_tokens=False)["input_ids"]
 
     @pytest.mark.parametrize("name", TOKENIZERS)
     def test_special_tokens_and_vocabulary_size_equal_those_of_transformers(
         self, name: str, shared_data: Path
     ) -> None:
-        tokenizer, expected = (
+        tokenizer, reference = (
             load_tokenizer(shared_data / name),
             load_transformers_tokenizer(shared_data / name),
         )
-        assert tokenizer.special_tokens == expected.special_tokens_map
-        assert tokenizer.vocab_size == len(expected)
-        assert tokenizer.eos_token_ids == ({expected.eos_token_id} - {None})
+        assert tokenizer.special_tokens == reference.special_tokens_map
+        assert tokenizer.vocab_size == len(reference)
+        assert tokenizer.eos_token_ids == ({reference.eos_token_id} - {None})
 
     def test_long_text_is_not_truncated(self, shared_data: Path) -> None:
         # The tokenizer.json of this tokenizer truncates at 512 tokens.
@@ -133,7 +133,7 @@ class TestText:
         assert TOKENIZER.decode_ids(TOKENIZER.encode_text(text)) == expected
         assert TOKENIZER.build_context(make_request(text)).prompt_tokens.tolist() == list(expected.encode())
 
-    @pytest.mark.parametrize("ids", [np.array(HELLO, dtype=np.int32), tuple(HELLO), HELLO])
+    @pytest.mark.parametrize("ids", [np.array(HELLO_IDS, dtype=np.int32), tuple(HELLO_IDS), HELLO_IDS])
     def test_any_sequence_of_ids_is_decoded(self, ids: Sequence[int]) -> None:
         assert TOKENIZER.decode_ids(ids) == "hello"
 
@@ -143,7 +143,7 @@ class TestText:
             TOKENIZER.decode_ids([1, invalid])
 
     def test_special_tokens_are_skipped_unless_requested(self) -> None:
-        ids = [*HELLO, TOKENIZER.EOS]
+        ids = [*HELLO_IDS, TOKENIZER.EOS]
         assert (TOKENIZER.decode_ids(ids), TOKENIZER.decode_ids(ids, False)) == ("hello", "hello<|end|>")
         assert not TOKENIZER.is_visible(TOKENIZER.EOS)
         assert TOKENIZER.is_visible(TOKENIZER.EOS, skip_special_tokens=False)
@@ -152,14 +152,14 @@ class TestText:
     async def test_async_methods_equal_the_synchronous_ones(self) -> None:
         context = await TOKENIZER.new_context(make_request("hello"))
         assert context == TOKENIZER.build_context(make_request("hello"))
-        assert (await TOKENIZER.encode("hello", True)).tolist() == HELLO
-        assert await TOKENIZER.decode(context, HELLO) == "hello"
-        assert await TOKENIZER.decode(context, np.array(HELLO)) == "hello"
+        assert (await TOKENIZER.encode("hello", True)).tolist() == HELLO_IDS
+        assert await TOKENIZER.decode(context, HELLO_IDS) == "hello"
+        assert await TOKENIZER.decode(context, np.array(HELLO_IDS)) == "hello"
         assert await TOKENIZER.decode(context, ord("x")) == "x"
         assert await TOKENIZER.decode(context, np.int64(ord("x"))) == "x"  # type: ignore[arg-type]
         assert await TOKENIZER.decode(context, [TOKENIZER.EOS], skip_special_tokens=False) == "<|end|>"
         with pytest.raises(TypeError):
-            await TOKENIZER.decode(context, HELLO, unknown=True)
+            await TOKENIZER.decode(context, HELLO_IDS, unknown=True)
 
     def test_concurrent_encoding_equals_sequential_encoding(self, shared_data: Path) -> None:
         tokenizer = TextTokenizer(shared_data / "models/stories260K", max_length=10_000)
@@ -173,7 +173,7 @@ class TestText:
     async def test_concurrent_requests_equal_sequential_requests(self) -> None:
         requests = [make_request("x" * (i % 30 + 1), id=str(i)) for i in range(100)]
         contexts = await asyncio.gather(*map(TOKENIZER.new_context, requests))
-        assert contexts == [TOKENIZER.build_context(item) for item in requests]
+        assert contexts == [TOKENIZER.build_context(request) for request in requests]
 
 
 class TestEndOfSequence:
@@ -256,13 +256,13 @@ class TestLengths:
         assert (context.max_length, context.current_length) == (max_length, 5)
 
     @pytest.mark.parametrize(
-        "too_long", [{"prompt": "x" * 40}, {"prompt": [1] * 40}, {"messages": [USER] * 4}]
+        "request_fields", [{"prompt": "x" * 40}, {"prompt": [1] * 40}, {"messages": [USER_MESSAGE] * 4}]
     )
-    def test_a_prompt_that_leaves_no_token_is_refused(self, too_long: dict[str, Any]) -> None:
+    def test_a_prompt_that_leaves_no_token_is_refused(self, request_fields: dict[str, Any]) -> None:
         with pytest.raises(
             PromptTooLongError, match=r"has 4\d tokens, but the maximum length is 40"
         ) as caught:
-            TOKENIZER.build_context(make_request(**too_long))
+            TOKENIZER.build_context(make_request(**request_fields))
         assert (caught.value.num_tokens >= 40, caught.value.max_length) == (True, 40)
 
     def test_a_prompt_of_maximum_length_is_accepted_without_output(self) -> None:
@@ -275,31 +275,33 @@ class TestLengths:
         with pytest.raises(PromptTooLongError, match="has 41 tokens, but the maximum length is 40"):
             TOKENIZER.encode_text("x" * 41)
 
-    @pytest.mark.parametrize("form", ["prompt", "messages", "encode"])
+    @pytest.mark.parametrize("method", ["prompt", "messages", "encode"])
     def test_a_prompt_that_exceeds_the_limit_is_not_fully_encoded(
-        self, form: str, monkeypatch: pytest.MonkeyPatch
+        self, method: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         tokenizer, text = FakeTokenizer(max_length=40), "x" * 100_000
         lengths: list[int] = []
-        encode = tokenizer.backend.encode_batch_fast
+        original_encode = tokenizer.backend.encode_batch_fast
 
         def count_encoded(texts: list[str], **options: Any) -> Any:
             lengths.append(len(texts[0]))
-            return encode(texts, **options)
+            return original_encode(texts, **options)
 
         counting_tokenizer = SimpleNamespace(tokenizer=SimpleNamespace(encode_batch_fast=count_encoded))
         monkeypatch.setattr(tokenizer, "_copies", counting_tokenizer)
         calls: dict[str, Callable[[], object]] = {
             "prompt": lambda: tokenizer.build_context(make_request(text)),
-            "messages": lambda: tokenizer.build_context(make_request(messages=[{**USER, "content": text}])),
+            "messages": lambda: tokenizer.build_context(
+                make_request(messages=[{**USER_MESSAGE, "content": text}])
+            ),
             "encode": lambda: tokenizer.encode_text(text),
         }
         with pytest.raises(PromptTooLongError, match="more than 320 tokens, but the maximum length is 40"):
-            calls[form]()
+            calls[method]()
         assert lengths == [320]
 
     def test_a_long_text_of_few_tokens_is_encoded(self, tmp_path: Path) -> None:
-        """Prefixes of increasing length are encoded until the length of the whole text is known."""
+        """Prefixes of increasing length are encoded until the whole text fits or the limit is exceeded."""
         backend = Tokenizer(WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
         backend.pre_tokenizer = WhitespaceSplit()
         files = TokenizerFiles(
@@ -322,15 +324,15 @@ class TestLengths:
     def test_only_texts_above_the_limit_are_refused(self, name: str, shared_data: Path) -> None:
         limit = 64
         tokenizer = TextTokenizer(shared_data / name, max_length=limit)
-        for part in (*TEXT_PARTS, " " * 80, "=" * 70, "a b", "ab" * 40):
+        for text in (*TEXT_PARTS, " " * 80, "=" * 70, "a b", "ab" * 40):
             for count in (limit // 4, limit, 10 * limit):
-                is_too_long = len(tokenizer.encode_text(part * count, limited=False)) > limit
+                is_too_long = len(tokenizer.encode_text(text * count, limited=False)) > limit
                 with pytest.raises(PromptTooLongError) if is_too_long else nullcontext():
-                    tokenizer.encode_text(part * count)
+                    tokenizer.encode_text(text * count)
 
     def test_the_tokens_of_any_text_can_be_counted(self) -> None:
         tokenizer = FakeTokenizer(max_length=40)
-        assert len(tokenizer.prompt_of(make_request("x" * 100_000))[1]) == 100_000
+        assert len(tokenizer.encode_request_prompt(make_request("x" * 100_000))[1]) == 100_000
         assert len(tokenizer.encode_text("x" * 100_000, limited=False)) == 100_000
 
     def test_without_a_maximum_length_the_request_must_have_a_limit(self) -> None:
@@ -362,10 +364,12 @@ class TestPrompts:
         assert chat.prompt_tokens.tolist().count(1) == 1
         assert chat.prompt == "<s>Once"
 
-    @pytest.mark.parametrize("ids", [HELLO, tuple(HELLO), np.array(HELLO), np.array(HELLO, dtype=np.uint16)])
+    @pytest.mark.parametrize(
+        "ids", [HELLO_IDS, tuple(HELLO_IDS), np.array(HELLO_IDS), np.array(HELLO_IDS, dtype=np.uint16)]
+    )
     def test_token_ids_are_used_unchanged(self, ids: Any) -> None:
         context = TOKENIZER.build_context(make_request(ids))
-        assert context.prompt == context.prompt_tokens.tolist() == HELLO
+        assert context.prompt == context.prompt_tokens.tolist() == HELLO_IDS
 
     @pytest.mark.parametrize("invalid", [-1, 257, 2**70, 1.0, True, "a", None])
     def test_an_invalid_token_id_is_named_with_its_position(self, invalid: Any) -> None:
@@ -379,13 +383,13 @@ class TestPrompts:
         with pytest.raises(InputError, match=r"a prompt is text or|of the prompt is"):
             TOKENIZER.build_context(make_request(invalid))
 
-    @pytest.mark.parametrize("empty", ["", [], np.array([], dtype=np.int64)])
-    def test_an_empty_prompt_is_refused(self, empty: Any) -> None:
+    @pytest.mark.parametrize("empty_prompt", ["", [], np.array([], dtype=np.int64)])
+    def test_an_empty_prompt_is_refused(self, empty_prompt: Any) -> None:
         with pytest.raises(InputError, match="the prompt is empty"):
-            TOKENIZER.build_context(make_request(empty))
+            TOKENIZER.build_context(make_request(empty_prompt))
 
     @pytest.mark.parametrize(
-        "fields", [{}, {"prompt": "x", "messages": [USER]}, {"prompt": "", "messages": []}]
+        "fields", [{}, {"prompt": "x", "messages": [USER_MESSAGE]}, {"prompt": "", "messages": []}]
     )
     def test_exactly_one_of_prompt_and_messages_is_required(self, fields: dict[str, Any]) -> None:
         with pytest.raises(InputError, match="either a prompt or messages"):
@@ -401,17 +405,19 @@ class TestPrompts:
     def test_tools_and_options_are_variables_of_the_template(self) -> None:
         template = "{{ tools[0].type }} {{ style }} {{ add_generation_prompt }}"
         context = FakeTokenizer(template=template).build_context(
-            make_request(messages=[USER], tools=[{"type": "function"}], chat_template_options={"style": "s"})
+            make_request(
+                messages=[USER_MESSAGE], tools=[{"type": "function"}], chat_template_options={"style": "s"}
+            )
         )
         assert context.prompt == "function s True"
 
     def test_messages_without_a_template_are_refused(self) -> None:
         with pytest.raises(InputError, match="no chat template: pass a prompt, or a template"):
-            FakeTokenizer(template=None).build_context(make_request(messages=[USER]))
+            FakeTokenizer(template=None).build_context(make_request(messages=[USER_MESSAGE]))
 
     def test_an_error_of_the_template_is_reported(self) -> None:
         with pytest.raises(InputError, match="these messages: only one turn"):
-            FakeTokenizer(template="{{ raise_exception('only one turn') }}").render_chat([USER])
+            FakeTokenizer(template="{{ raise_exception('only one turn') }}").render_chat([USER_MESSAGE])
 
     def test_a_custom_template_replaces_that_of_the_checkpoint(
         self, shared_data: Path, tmp_path: Path
@@ -420,14 +426,14 @@ class TestPrompts:
         tokenizer = TextTokenizer(
             shared_data / "tokenizers/tinyllama", chat_template=str(tmp_path / "custom.jinja")
         )
-        assert tokenizer.render_chat([USER]) == "custom </s>"
+        assert tokenizer.render_chat([USER_MESSAGE]) == "custom </s>"
 
     def test_images_are_refused(self) -> None:
         with pytest.raises(UnsupportedFeatureError, match="images is not supported"):
-            TOKENIZER.build_context(make_request(messages=[USER], images=[b"png"]))
-        parts = [{"type": "image_url", "image_url": {"url": "x"}}]
+            TOKENIZER.build_context(make_request(messages=[USER_MESSAGE], images=[b"png"]))
+        content_parts = [{"type": "image_url", "image_url": {"url": "x"}}]
         with pytest.raises(UnsupportedFeatureError, match="content of type image_url"):
-            TOKENIZER.build_context(make_request(messages=[{"role": "user", "content": parts}]))
+            TOKENIZER.build_context(make_request(messages=[{"role": "user", "content": content_parts}]))
 
     def test_tokens_without_an_embedding_are_refused(self, shared_data: Path, tmp_path: Path) -> None:
         folder = copy_stories_tokenizer(shared_data, tmp_path)
@@ -537,9 +543,9 @@ def test_encoding_a_long_prompt_releases_the_interpreter() -> None:
     tokenizer = FakeTokenizer(max_length=None)
     with ThreadPoolExecutor(1) as pool:
         pool.submit(tokenizer.encode_text, "a").result()
-        encoding, num_iterations = pool.submit(tokenizer.encode_text, "ab c" * 200_000), 0
-        while not encoding.done():
+        encoding_future, num_iterations = pool.submit(tokenizer.encode_text, "ab c" * 200_000), 0
+        while not encoding_future.done():
             time.sleep(0.001)
             num_iterations += 1
-    assert len(encoding.result()) == 800_000
-    assert num_iterations > 3  # would be 1 if encoding held the interpreter lock
+    assert len(encoding_future.result()) == 800_000
+    assert num_iterations > 3  # would be 1 if encoding held the global interpreter lock

@@ -98,8 +98,8 @@ class TestSpecialTokens:
         assert tokenizer.decode([513, 512]) == ""
 
     def test_tokens_of_added_tokens_decoder_are_added(self, folder: Path) -> None:
-        x, y = {"content": "<x>", "special": True}, {"content": "<y>", "special": False}
-        change_config(folder, added_tokens_decoder={"513": y, "512": x})
+        special_token, plain_token = {"content": "<x>", "special": True}, {"content": "<y>", "special": False}
+        change_config(folder, added_tokens_decoder={"513": plain_token, "512": special_token})
         tokenizer = read_tokenizer_files(folder).tokenizer
         assert tokenizer.encode("<x><y>", add_special_tokens=False).ids == [512, 513]
         assert tokenizer.decode([512, 513]) == "<y>"
@@ -126,7 +126,7 @@ class TestInvalidFiles:
         "name", ["tokenizer_config.json", "special_tokens_map.json", "config.json", "generation_config.json"]
     )
     @pytest.mark.parametrize(
-        ("text", "problem"), [("{", "is not readable as JSON"), ("[]", "must hold a JSON object")]
+        ("text", "problem"), [("{", "is not readable as JSON"), ("[]", "must contain a JSON object")]
     )
     def test_a_damaged_configuration_is_refused(
         self, name: str, text: str, problem: str, folder: Path

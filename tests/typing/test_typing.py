@@ -41,26 +41,31 @@ def test_each_lazy_name_exists_and_is_visible_to_type_checkers(file: Path) -> No
     tree = ast.parse((PACKAGE.parent / file).read_text())
     module = import_module(".".join(file.with_suffix("").parts).removesuffix(".__init__"))
     conditionals = [node for node in tree.body if isinstance(node, ast.If)]
-    names = {
+    imported_names = {
         alias.asname or alias.name
-        for node in [*tree.body, *(inner for guard in conditionals for inner in guard.body)]
+        for node in [
+            *tree.body,
+            *(statement for conditional in conditionals for statement in conditional.body),
+        ]
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
     defined_names = {getattr(node, "name", None) for node in tree.body} | {"__version__"}
-    assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
+    assignments = [node for node in tree.body if isinstance(node, ast.Assign)]
     defined_names |= {
-        target.id for node in assigned for target in node.targets if isinstance(target, ast.Name)
+        target.id for node in assignments for target in node.targets if isinstance(target, ast.Name)
     }
-    assert set(module.__all__) <= names | defined_names, "a name is not visible to type checkers"
+    assert set(module.__all__) <= imported_names | defined_names, "a name is not visible to type checkers"
     for name in module.__all__:
         assert getattr(module, name) is not None
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         module.nothing  # noqa: B018
     getattr_conditionals = [
-        guard for guard in conditionals if any("__getattr__" in ast.unparse(node) for node in guard.body)
+        conditional
+        for conditional in conditionals
+        if any("__getattr__" in ast.unparse(node) for node in conditional.body)
     ]
-    assert [ast.unparse(guard.test) for guard in getattr_conditionals] == ["not TYPE_CHECKING"], (
+    assert [ast.unparse(conditional.test) for conditional in getattr_conditionals] == ["not TYPE_CHECKING"], (
         "type checkers must not see `__getattr__`: it would make any name valid"
     )
 
@@ -72,12 +77,12 @@ def test_the_number_of_any_annotations_is_bounded() -> None:
     assert sum(name.id == "Any" for name in names) <= 150, "write the type: `Any` disables type checks"
 
 
-def code_blocks_of_pages() -> list[Block]:
+def checked_code_blocks() -> list[Block]:
     return [block for block in code_blocks("python") if block.page.name in CHECKED_PAGES]
 
 
 def test_the_pages_have_code_to_check() -> None:
-    pages = [block.page.name for block in code_blocks_of_pages()]
+    pages = [block.page.name for block in checked_code_blocks()]
     assert {*pages} == {*CHECKED_PAGES}
     assert len(pages) >= 18
 
@@ -113,14 +118,14 @@ def option_type(field: ConfigField) -> Any:
 @pytest.mark.timeout(600)
 def test_user_code_passes_mypy_strict(tmp_path: Path) -> None:
     """Check user code and the code of the documentation outside this project, without its mypy settings."""
-    names = ["user.py", "type_errors.py"]
-    for name in names:
+    file_names = ["user.py", "type_errors.py"]
+    for name in file_names:
         shutil.copy(Path(__file__).with_name(name), tmp_path)
-    for block in code_blocks_of_pages():
-        names.append(f"{block.page.stem.lower()}_{block.line}.py")
-        (tmp_path / names[-1]).write_text(block.code)
+    for block in checked_code_blocks():
+        file_names.append(f"{block.page.stem.lower()}_{block.line}.py")
+        (tmp_path / file_names[-1]).write_text(block.code)
     result = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", *names],
+        [sys.executable, "-m", "mypy", "--strict", *file_names],
         cwd=tmp_path,
         env={"MYPYPATH": str(PACKAGE.parent), "PATH": ""},
         capture_output=True,

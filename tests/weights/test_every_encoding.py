@@ -1,4 +1,4 @@
-"""Each encoding in a model whose linear layers are stored in it: adapters and compiled steps."""
+"""Models whose linear layers are stored in an encoding, for each encoding: adapters and compiled steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from penstock.weights.formats import FORMATS
 
 TOKENS = random_tokens(20, 120, seed=5)
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-QUANTIZED = [name for name, encoding in ENCODINGS.items() if not encoding.is_float]
+QUANTIZED_ENCODINGS = [name for name, encoding in ENCODINGS.items() if not encoding.is_float]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def float_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("floats"), make_tiny_config("llama") | SIZES)
 
 
-@pytest.fixture(params=QUANTIZED)
+@pytest.fixture(params=QUANTIZED_ENCODINGS)
 def checkpoint(request: pytest.FixtureRequest, float_checkpoint: Path, tmp_path: Path) -> Iterator[Path]:
     """Yield a checkpoint of an encoding. The folder ``plain`` next to it has the same weights as floats."""
     encoding = encoding_named(request.param)
@@ -70,7 +70,7 @@ def test_adapter_logits_are_close_to_those_of_peft(checkpoint: Path, tmp_path: P
 @pytest.mark.skipif(not available_isas(), reason="the C++ kernels are not built")
 def test_compiled_steps_give_equal_logits(checkpoint: Path) -> None:
     logits: dict[bool, list[Tensor]] = {}
-    status: dict[bool, str] = {}
+    graph_statuses: dict[bool, str] = {}
     for is_compiled in (False, True):
         pipeline = open_pipeline(checkpoint, quantization_encoding=None, enable_prefix_caching=False)
         pipeline.session.use_graphs = is_compiled
@@ -79,10 +79,10 @@ def test_compiled_steps_give_equal_logits(checkpoint: Path) -> None:
             (row,) = step_logits(pipeline, [context])
             logits[is_compiled].append(row)
             append_token(pipeline, context, int(row[-1].argmax()))
-        status[is_compiled] = pipeline.session.graph_status
-    assert status[True].startswith("compiled"), status
-    assert not status[False].startswith("compiled")
+        graph_statuses[is_compiled] = pipeline.session.graph_status
+    assert graph_statuses[True].startswith("compiled"), graph_statuses
+    assert not graph_statuses[False].startswith("compiled")
     assert all(
-        torch.equal(eager_logits, is_compiled)
-        for eager_logits, is_compiled in zip(*logits.values(), strict=True)
+        torch.equal(eager_logits, compiled_logits)
+        for eager_logits, compiled_logits in zip(*logits.values(), strict=True)
     )

@@ -29,8 +29,8 @@ def write_gguf_file(
     **options: Any,
 ) -> Path:
     writer = GGUFWriter(file, "llama", **options)
-    for key, (value, kind) in (metadata or {}).items():
-        writer.add_key_value(key, value, kind)
+    for key, (value, value_type) in (metadata or {}).items():
+        writer.add_key_value(key, value, value_type)
     for name, tensor in (tensors or {}).items():
         writer.add_tensor(name, tensor)
     write_and_close(writer)
@@ -50,8 +50,8 @@ def make_gguf_bytes(
     return header + bytes(-len(header) % 32) + data
 
 
-def make_tensor_description(name: str, dims: list[int], kind: int = 0, offset: int = 0) -> bytes:
-    return encode_string(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, offset)
+def make_tensor_description(name: str, dims: list[int], type_number: int = 0, offset: int = 0) -> bytes:
+    return encode_string(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, type_number, offset)
 
 
 VALUES = {
@@ -102,7 +102,9 @@ def test_metadata_of_every_type_is_read(file: Path) -> None:
 
 def test_tensor_shapes_types_and_offsets_are_read(file: Path) -> None:
     tensors = GGUFFile(file).tensors
-    assert {name: (t.shape, t.block_type.name, t.num_bytes) for name, t in tensors.items()} == {
+    assert {
+        name: (tensor.shape, tensor.block_type.name, tensor.num_bytes) for name, tensor in tensors.items()
+    } == {
         "a.weight": ((3, 4), "F32", 48),
         "b.weight": ((1, 2, 3), "F16", 12),
         "rope_freqs.weight": ((3,), "F32", 12),
@@ -119,9 +121,9 @@ def test_tensor_shapes_types_and_offsets_are_read(file: Path) -> None:
 
 
 def test_block_types_equal_those_of_the_gguf_package() -> None:
-    for number, kind in BLOCK_TYPES.items():
+    for number, block_type in BLOCK_TYPES.items():
         expected = GGMLQuantizationType(number)
-        assert (kind.name, (kind.num_elements, kind.num_bytes)) == (
+        assert (block_type.name, (block_type.num_elements, block_type.num_bytes)) == (
             expected.name,
             gguf.GGML_QUANT_SIZES[expected],
         )
@@ -248,8 +250,8 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 def test_a_file_truncated_at_any_byte_is_refused(file: Path) -> None:
     data = file.read_bytes()
-    last = max(tensor.offset + tensor.num_bytes for tensor in GGUFFile(file).tensors.values())
-    for size in range(last):
+    data_end = max(tensor.offset + tensor.num_bytes for tensor in GGUFFile(file).tensors.values())
+    for size in range(data_end):
         file.write_bytes(data[:size])
         with pytest.raises(WeightsError):
             GGUFFile(file).tensors  # noqa: B018
@@ -285,7 +287,7 @@ def test_random_byte_changes_cause_an_error_or_valid_offsets(
 class TestParts:
     """A model that is split into several files."""
 
-    def write_parts(self, folder: Path) -> list[Path]:
+    def write_split_files(self, folder: Path) -> list[Path]:
         files = []
         for number in (1, 2, 3):
             metadata = {
@@ -299,7 +301,7 @@ class TestParts:
         return files
 
     def test_tensors_of_all_parts_are_read(self, tmp_path: Path) -> None:
-        files = self.write_parts(tmp_path)
+        files = self.write_split_files(tmp_path)
         gguf_file = GGUFFile(files[0])
         assert {name: tensor.file for name, tensor in gguf_file.tensors.items()} == dict(
             zip(("w1", "w2", "w3"), files, strict=True)
@@ -307,23 +309,23 @@ class TestParts:
         assert gguf_file.floats("w3") == [3.0, 3.0]
 
     def test_a_missing_part_is_named(self, tmp_path: Path) -> None:
-        files = self.write_parts(tmp_path)
+        files = self.write_split_files(tmp_path)
         files[1].unlink()
         with pytest.raises(WeightsError, match=r"1 of 3 parts are missing: m-00002-of-00003.gguf"):
             GGUFFile(files[0]).tensors  # noqa: B018
 
     def test_the_error_for_a_later_part_names_the_first_part(self, tmp_path: Path) -> None:
-        files = self.write_parts(tmp_path)
+        files = self.write_split_files(tmp_path)
         with pytest.raises(WeightsError, match=r"use its first part, m-00001-of-00003.gguf"):
             GGUFFile(files[2]).tensors  # noqa: B018
 
     def test_a_tensor_in_two_parts_is_refused(self, tmp_path: Path) -> None:
-        files = self.write_parts(tmp_path)
+        files = self.write_split_files(tmp_path)
         write_gguf_file(files[2], {"w1": np.ones(2, np.float32)})
         with pytest.raises(WeightsError, match=r"contains w1, which is also in m-00001-of-00003.gguf"):
             GGUFFile(files[0]).tensors  # noqa: B018
 
     def test_a_renamed_part_is_refused(self, tmp_path: Path) -> None:
-        files = self.write_parts(tmp_path)
+        files = self.write_split_files(tmp_path)
         with pytest.raises(WeightsError, match=r"split.tensors.count is 3, but the files have 1"):
             GGUFFile(files[0].rename(tmp_path / "m.gguf")).tensors  # noqa: B018

@@ -33,13 +33,13 @@ def write_gguf_file(
     architecture: str = "llama",
     *,
     tensors: dict[str, np.ndarray] | None = None,
-    omitted: tuple[str, ...] = (),
-    **more: Any,
+    omitted_keys: tuple[str, ...] = (),
+    **metadata: Any,
 ) -> Path:
-    """Write a file with few tensors. ``more`` has keys of the architecture, with ``__`` instead of dots."""
+    """Write a file with few tensors. ``metadata`` has keys of the architecture, with ``__`` for dots."""
     writer = GGUFWriter(folder / "m.gguf", architecture)
-    keys = SIZES | {name.replace("__", "."): value for name, value in more.items()}
-    values = {f"{architecture}.{key}": value for key, value in keys.items() if key not in omitted}
+    keys = SIZES | {name.replace("__", "."): value for name, value in metadata.items()}
+    values = {f"{architecture}.{key}": value for key, value in keys.items() if key not in omitted_keys}
     add_metadata(writer, values)
     table = {"token_embd.weight": np.zeros((10, 64), np.float32)}
     for name, tensor in (table | (tensors or {})).items():
@@ -80,7 +80,7 @@ def test_missing_keys_have_defaults(tmp_path: Path) -> None:
     }
 
 
-def test_tensors_determine_ties_biases_and_type(tmp_path: Path) -> None:
+def test_tied_heads_biases_and_type_follow_from_the_tensors(tmp_path: Path) -> None:
     tensors = {
         "output.weight": np.zeros((10, 64), np.float16),
         "blk.0.attn_q.bias": np.zeros(64, np.float32),
@@ -111,34 +111,38 @@ class TestFamilies:
         assert config["sliding_window"] is None
 
     @pytest.mark.parametrize(
-        ("family", "layers", "size"), [("gemma2", 46, 48), ("gemma3", 62, 48), ("gemma2", 26, 16)]
+        ("family", "num_layers", "query_scale"), [("gemma2", 46, 48), ("gemma3", 62, 48), ("gemma2", 26, 16)]
     )
     def test_the_largest_gemmas_have_their_own_query_scale(
-        self, tmp_path: Path, family: str, layers: int, size: int
+        self, tmp_path: Path, family: str, num_layers: int, query_scale: int
     ) -> None:
         file = write_gguf_file(
-            tmp_path, family, block_count=layers, embedding_length=192, attention__key_length=16
+            tmp_path, family, block_count=num_layers, embedding_length=192, attention__key_length=16
         )
-        assert gguf_config(file)["query_pre_attn_scalar"] == size
+        assert gguf_config(file)["query_pre_attn_scalar"] == query_scale
 
     @pytest.mark.parametrize(
-        ("pattern", "full"),
+        ("pattern", "full_attention_layers"),
         [(None, (5,)), (2, (1, 3, 5)), ([True, False, True, True, True, True], (1,))],
     )
     def test_the_pattern_selects_layers_with_full_attention_in_gemma_3(
-        self, tmp_path: Path, pattern: int | list[bool] | None, full: tuple[int, ...]
+        self, tmp_path: Path, pattern: int | list[bool] | None, full_attention_layers: tuple[int, ...]
     ) -> None:
-        more = {} if pattern is None else {"attention__sliding_window_pattern": pattern}
+        metadata = {} if pattern is None else {"attention__sliding_window_pattern": pattern}
         blueprint = load_blueprint(
-            write_gguf_file(tmp_path, "gemma3", block_count=6, attention__sliding_window=32, **more)
+            write_gguf_file(tmp_path, "gemma3", block_count=6, attention__sliding_window=32, **metadata)
         )
-        assert [i for i, window in enumerate(blueprint.windows) if window is None] == list(full)
-        assert [i for i, rope in enumerate(blueprint.rotary_indices) if rope == 0] == list(full)
+        assert [layer for layer, window in enumerate(blueprint.windows) if window is None] == list(
+            full_attention_layers
+        )
+        assert [layer for layer, rope in enumerate(blueprint.rotary_indices) if rope == 0] == list(
+            full_attention_layers
+        )
         assert [rotary.base for rotary in blueprint.rotaries] == [1_000_000.0, 10_000.0]
 
     def test_gemma_scales_only_the_rope_of_full_attention(self, tmp_path: Path) -> None:
-        more = {"rope__scaling__type": "linear", "rope__scaling__factor": 8.0, "rope__freq_base": 5e5}
-        blueprint = load_blueprint(write_gguf_file(tmp_path, "gemma3", rope__freq_base_swa=77.0, **more))
+        metadata = {"rope__scaling__type": "linear", "rope__scaling__factor": 8.0, "rope__freq_base": 5e5}
+        blueprint = load_blueprint(write_gguf_file(tmp_path, "gemma3", rope__freq_base_swa=77.0, **metadata))
         assert [(rotary.kind, rotary.base) for rotary in blueprint.rotaries] == [
             ("linear", 5e5),
             ("default", 77.0),
@@ -157,7 +161,7 @@ class TestRope:
         wavelength_ratios = 64 * frequencies / (2 * torch.pi)
         blend = ((wavelength_ratios - 1) / 3).clamp(0, 1)
         factors = 1 / ((1 - blend) / 8 + blend)
-        assert 1 < len(factors.unique()) < 8, "factors for low, medium and high frequencies"
+        assert 1 < len(factors.unique()) < 8, "the test needs factors of low, medium and high frequencies"
         file = write_gguf_file(
             tmp_path, tensors={"rope_freqs.weight": factors.numpy()}, rope__freq_base=10000.0
         )
@@ -169,20 +173,20 @@ class TestRope:
     @pytest.mark.parametrize("attn_factor", [None, 1.19])
     def test_longrope_factors_of_phi_3_are_read(self, tmp_path: Path, attn_factor: float | None) -> None:
         tensors = {
-            f"rope_factors_{which}.weight": np.linspace(1, end, 8, dtype=np.float32)
-            for which, end in (("short", 2), ("long", 30))
+            f"rope_factors_{factor_set}.weight": np.linspace(1, last_factor, 8, dtype=np.float32)
+            for factor_set, last_factor in (("short", 2), ("long", 30))
         }
-        more = {} if attn_factor is None else {"rope__scaling__attn_factor": attn_factor}
-        more["rope__scaling__original_context_length"] = 128  # type: ignore[assignment]
-        (rotary,) = load_blueprint(write_gguf_file(tmp_path, "phi3", tensors=tensors, **more)).rotaries
+        metadata = {} if attn_factor is None else {"rope__scaling__attn_factor": attn_factor}
+        metadata["rope__scaling__original_context_length"] = 128  # type: ignore[assignment]
+        (rotary,) = load_blueprint(write_gguf_file(tmp_path, "phi3", tensors=tensors, **metadata)).rotaries
         assert (rotary.kind, rotary.max_positions, rotary.max_length) == ("longrope", 128, 512)
         assert rotary.parameters["long_factor"][-1] == 30.0
         assert rotary.parameters.get("attention_factor") == attn_factor
 
     def test_yarn_scaling_is_read(self, tmp_path: Path) -> None:
         scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 128}
-        more = {f"rope__scaling__{name}": value for name, value in scaling.items()}
-        file = write_gguf_file(tmp_path, "qwen2", **more, rope__scaling__yarn_beta_fast=16.0)
+        metadata = {f"rope__scaling__{name}": value for name, value in scaling.items()}
+        file = write_gguf_file(tmp_path, "qwen2", **metadata, rope__scaling__yarn_beta_fast=16.0)
         expected = {
             "rope_type": "yarn",
             "factor": 4.0,
@@ -216,8 +220,8 @@ class TestRope:
 @pytest.mark.parametrize(
     ("keys", "problem"),
     [
-        ({"omitted": ("block_count",)}, "has no llama.block_count"),
-        ({"omitted": ("attention.head_count",)}, "has no llama.attention.head_count"),
+        ({"omitted_keys": ("block_count",)}, "has no llama.block_count"),
+        ({"omitted_keys": ("attention.head_count",)}, "has no llama.attention.head_count"),
         ({"embedding_length": "x"}, "llama.embedding_length must be a whole number of at least 1, was 'x'"),
         ({"context_length": 0}, "llama.context_length must be a whole number of at least 1, was 0"),
         ({"attention__layer_norm_rms_epsilon": -1.0}, "must be a number above 0, was -1.0"),
@@ -244,9 +248,9 @@ def test_partial_rotary_dimensions_are_refused_if_the_family_has_none(tmp_path: 
 
 def test_an_olmo_2_with_a_window_is_an_olmo_3(tmp_path: Path) -> None:
     scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 128}
-    more: dict[str, Any] = {f"rope__scaling__{name}": value for name, value in scaling.items()}
-    more["attention__sliding_window_pattern"] = [True, False]
-    file = write_gguf_file(tmp_path, "olmo2", attention__sliding_window=64, rope__freq_base=7e4, **more)
+    metadata: dict[str, Any] = {f"rope__scaling__{name}": value for name, value in scaling.items()}
+    metadata["attention__sliding_window_pattern"] = [True, False]
+    file = write_gguf_file(tmp_path, "olmo2", attention__sliding_window=64, rope__freq_base=7e4, **metadata)
     assert gguf_config(file)["model_type"] == "olmo3"
     blueprint = load_blueprint(file)
     assert blueprint.windows == (64, None)
@@ -267,8 +271,8 @@ def test_ignored_keys_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         gguf_config(write_gguf_file(tmp_path, vocab_size=10))
         assert not caplog.records
         gguf_config(write_gguf_file(tmp_path, new__setting=3, other=True))
-    ignored = "these metadata keys are ignored: llama.new.setting, llama.other"
-    assert caplog.messages == [f"{tmp_path / 'm.gguf'}: {ignored}"]
+    warning = "these metadata keys are ignored: llama.new.setting, llama.other"
+    assert caplog.messages == [f"{tmp_path / 'm.gguf'}: {warning}"]
 
 
 def test_recommended_sampling_parameters_are_defaults(tmp_path: Path) -> None:

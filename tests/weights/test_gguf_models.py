@@ -87,37 +87,39 @@ def compute_logits(checkpoint: Path, **config: Any) -> torch.Tensor:
 def test_tensors_and_logits_equal_those_of_the_checkpoint(family: str, tmp_path: Path) -> None:
     checkpoint = write_family_checkpoint(family, tmp_path)
     file = write_gguf(checkpoint, tmp_path / "m.gguf")
-    original, converted_weights = Weights.open(checkpoint), Weights.open(file)
-    tied = {"lm_head.weight"} if HuggingFaceConfig.from_checkpoint(file).tie_word_embeddings else set()
-    metadata = {name for name in original.names if ".act_fn." in name}
-    assert set(converted_weights.names) == set(original.names) - tied - metadata
+    original_weights, converted_weights = Weights.open(checkpoint), Weights.open(file)
+    tied_names = {"lm_head.weight"} if HuggingFaceConfig.from_checkpoint(file).tie_word_embeddings else set()
+    metadata = {name for name in original_weights.names if ".act_fn." in name}
+    assert set(converted_weights.names) == set(original_weights.names) - tied_names - metadata
     for name in converted_weights.names:
-        shape = original.shape(name)
+        shape = original_weights.shape(name)
         torch.testing.assert_close(
-            converted_weights.tensor(name, shape), original.tensor(name, shape), atol=3e-7, rtol=0
+            converted_weights.tensor(name, shape), original_weights.tensor(name, shape), atol=3e-7, rtol=0
         )
     converted_weights.finish()
     torch.testing.assert_close(compute_logits(file), compute_logits(checkpoint), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-@pytest.mark.parametrize("kind", ["F16", "BF16"])
+@pytest.mark.parametrize("float_type", ["F16", "BF16"])
 def test_logits_of_16_bit_floats_equal_those_of_rounded_weights(
-    family: str, kind: str, tmp_path: Path
+    family: str, float_type: str, tmp_path: Path
 ) -> None:
     """Logits equal those of a checkpoint whose matrices are rounded to the type."""
     checkpoint = write_family_checkpoint(family, tmp_path)
-    dtype = {"F16": torch.float16, "BF16": torch.bfloat16}[kind]
+    dtype = {"F16": torch.float16, "BF16": torch.bfloat16}[float_type]
     tensors = load_file(checkpoint / "model.safetensors")
-    rounded_tensors = {name: t.to(dtype).float() if t.dim() > 1 else t for name, t in tensors.items()}
+    rounded_tensors = {
+        name: tensor.to(dtype).float() if tensor.dim() > 1 else tensor for name, tensor in tensors.items()
+    }
     save_file(rounded_tensors, checkpoint / "model.safetensors")
-    file = write_gguf(checkpoint, tmp_path / "m.gguf", GGMLQuantizationType[kind])
+    file = write_gguf(checkpoint, tmp_path / "m.gguf", GGMLQuantizationType[float_type])
     expected = compute_logits(checkpoint, quantization_encoding="float32")
     assert torch.equal(compute_logits(file, quantization_encoding="float32"), expected)
     config = PipelineConfig.from_flat({"model_path": str(file)}).model
     is_cpu = str(config.devices[0]) == "cpu"
-    half_encoding = "bfloat16" if is_cpu else {"F16": "float16", "BF16": "bfloat16"}[kind]
-    assert config.encoding == ("float32" if dtype == torch.float32 else half_encoding)
+    expected_encoding = "bfloat16" if is_cpu else {"F16": "float16", "BF16": "bfloat16"}[float_type]
+    assert config.encoding == ("float32" if dtype == torch.float32 else expected_encoding)
 
 
 BLOCK_ENCODINGS = {
@@ -134,9 +136,9 @@ BLOCK_ENCODINGS = {
 """Block type -> encoding that stores the blocks unchanged."""
 
 
-@pytest.mark.parametrize("kind", [*BLOCK_ENCODINGS, "IQ2_S", "TQ1_0"])
+@pytest.mark.parametrize("block_type_name", [*BLOCK_ENCODINGS, "IQ2_S", "TQ1_0"])
 def test_quantized_blocks_are_dequantized_exactly(
-    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    block_type_name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Tensors of random blocks equal the numbers that the gguf package dequantizes."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2}
@@ -145,16 +147,16 @@ def test_quantized_blocks_are_dequantized_exactly(
     tensors = load_file(checkpoint / "model.safetensors")
     writer = GGUFWriter(tmp_path / "m.gguf", "llama")
     add_config(writer, config)
-    block_type = GGMLQuantizationType[kind]
+    block_type = GGMLQuantizationType[block_type_name]
     dequantized: dict[str, torch.Tensor] = {}
-    random = np.random.default_rng(0)
-    for (name, tensor), original in zip(convert_tensors(tensors, config).items(), tensors, strict=True):
+    rng = np.random.default_rng(0)
+    for (name, tensor), original_name in zip(convert_tensors(tensors, config).items(), tensors, strict=True):
         if tensor.dim() == 1:
             writer.add_tensor(name, tensor.float().numpy())
             continue
-        blocks = random_blocks(tuple(tensor.shape), kind, random)
+        blocks = random_blocks(tuple(tensor.shape), block_type_name, rng)
         writer.add_tensor(name, blocks, raw_dtype=block_type)
-        dequantized[original] = torch.from_numpy(gguf.quants.dequantize(blocks, block_type))
+        dequantized[original_name] = torch.from_numpy(gguf.quants.dequantize(blocks, block_type))
     write_and_close(writer)
     weights = Weights.open(tmp_path / "m.gguf")
     for name, numbers in dequantized.items():
@@ -164,12 +166,12 @@ def test_quantized_blocks_are_dequantized_exactly(
             numbers = numbers.view(heads, -1, 2, numbers.shape[1]).transpose(1, 2).reshape(numbers.shape)
         assert torch.equal(actual, numbers), name
     model = PipelineConfig.from_flat({"model_path": str(tmp_path / "m.gguf")})
-    assert model.model.encoding == BLOCK_ENCODINGS.get(kind, "bfloat16")
+    assert model.model.encoding == BLOCK_ENCODINGS.get(block_type_name, "bfloat16")
     exact_logits = compute_logits(tmp_path / "m.gguf", quantization_encoding="float32")
-    if kind in BLOCK_ENCODINGS:
+    if block_type_name in BLOCK_ENCODINGS:
         for name, numbers in dequantized.items():
             stored_encoding, rows = weights.read_linear(name, (numbers.shape[0], numbers.shape[1]))
-            assert stored_encoding == BLOCK_ENCODINGS[kind]
+            assert stored_encoding == BLOCK_ENCODINGS[block_type_name]
             assert torch.equal(
                 ENCODINGS[stored_encoding].unpack(rows), weights.tensor(name, tuple(numbers.shape))
             )
@@ -177,24 +179,24 @@ def test_quantized_blocks_are_dequantized_exactly(
         assert float((quantized_logits - exact_logits).norm() / exact_logits.norm()) < 0.1
     else:
         compute_logits(tmp_path / "m.gguf", quantization_encoding=None)
-    assert ("quantized weights are dequantized to" in caplog.text) == (kind not in BLOCK_ENCODINGS)
+    assert ("quantized weights are dequantized to" in caplog.text) == (block_type_name not in BLOCK_ENCODINGS)
     assert torch.isfinite(exact_logits).all()
 
 
 def test_q4_0_is_kept_unchanged(tmp_path: Path) -> None:
-    """Separate and fused layers hold the integers and scales of the file. Float layers remain floats."""
+    """Separate and fused layers keep the integers and scales of the file. Float layers stay floats."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 1}
     checkpoint = write_family_checkpoint("llama", tmp_path, **sizes)
     config = json.loads((checkpoint / "config.json").read_text())
     tensors = load_file(checkpoint / "model.safetensors")
     writer = GGUFWriter(tmp_path / "m.gguf", "llama")
     add_config(writer, config)
-    random = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     for name, tensor in convert_tensors(tensors, config).items():
         if tensor.dim() == 1 or "attn_v" in name:
             writer.add_tensor(name, tensor.float().numpy())
         else:
-            blocks = random_blocks(tuple(tensor.shape), "Q4_0", random)
+            blocks = random_blocks(tuple(tensor.shape), "Q4_0", rng)
             writer.add_tensor(name, blocks, raw_dtype=GGMLQuantizationType.Q4_0)
     write_and_close(writer)
     pipeline = open_pipeline(tmp_path / "m.gguf", quantization_encoding=None)
@@ -215,17 +217,17 @@ def test_q4_0_is_kept_unchanged(tmp_path: Path) -> None:
             expected = weights.tensor(f"{name}.{slice_name}.weight", shape)
             assert torch.equal(unpacked[start : start + shape[0]], expected), slice_name
             start += shape[0]
-    held_size, estimated = (
+    loaded_bytes, estimated_bytes = (
         weight_bytes(pipeline),
         pipeline.model.estimate_weights_size(pipeline.model.pipeline_config),
     )
-    assert 0.995 * held_size <= estimated <= 1.1 * held_size
-    value = f"{name}.self_attn.v_proj.weight"
-    values = weights.tensor(value, weights.shape(value))
+    assert 0.995 * loaded_bytes <= estimated_bytes <= 1.1 * loaded_bytes
+    value_name = f"{name}.self_attn.v_proj.weight"
+    value_weight = weights.tensor(value_name, weights.shape(value_name))
     assert block.attention.values.packed.encoding == "bfloat16", (
-        "the float layer is not fused with quantized layers"
+        "the float layer must not be fused with quantized layers"
     )
-    assert torch.equal(unpack_linear(block.attention.values.packed).cpu(), values.bfloat16())
+    assert torch.equal(unpack_linear(block.attention.values.packed).cpu(), value_weight.bfloat16())
 
 
 def test_float_tensors_are_views_of_the_mapped_file(tmp_path: Path) -> None:
@@ -284,19 +286,19 @@ def test_errors_contain_tensor_names_of_the_file(tmp_path: Path) -> None:
     write_and_close(writer)
     with pytest.raises(WeightsError) as error:
         open_pipeline(tmp_path / "m.gguf")
-    for part in (
+    for expected_message in (
         "1 missing: model.layers.1.mlp.down_proj.weight",
         "1 misshapen: model.layers.0.self_attn.v_proj.weight (blk.0.attn_v.weight in the file) is [3, 48]",
         "1 unexpected: blk.0.more.weight",
     ):
-        assert part in str(error.value)
+        assert expected_message in str(error.value)
 
 
 def test_unsupported_block_types_are_refused(tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "m.gguf", "llama")
     writer.add_head_count(1)
-    kind = GGMLQuantizationType.Q8_K
-    writer.add_tensor("blk.0.ffn_up.weight", np.zeros((1, 292), np.uint8), raw_dtype=kind)
+    block_type = GGMLQuantizationType.Q8_K
+    writer.add_tensor("blk.0.ffn_up.weight", np.zeros((1, 292), np.uint8), raw_dtype=block_type)
     write_and_close(writer)
     with pytest.raises(
         WeightsError,

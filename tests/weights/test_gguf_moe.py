@@ -79,37 +79,40 @@ def interleave_halves(rows: Tensor, heads: int) -> Tensor:
 
 def convert_tensors(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint under their GGUF names. Vectors remain vectors."""
-    result: dict[str, Tensor] = {}
+    gguf_tensors: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        stem, _, kind = name.rpartition(".")
+        stem, _, suffix = name.rpartition(".")
         if stem in MODEL_TENSORS:
-            result[f"{MODEL_TENSORS[stem]}.{kind}"] = tensor
+            gguf_tensors[f"{MODEL_TENSORS[stem]}.{suffix}"] = tensor
             continue
         match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)
         assert match is not None
-        block, part = f"blk.{match[1]}", re.sub(r"^(mlp|block_sparse_moe|feed_forward)\.", "", match[2])
-        expert = re.fullmatch(r"experts\.(\d+)\.(\w+)\.weight", part)
-        shared_match = re.fullmatch(r"shared_experts?\.(\w+)\.(\w+)", part)
+        block, block_tensor = (
+            f"blk.{match[1]}",
+            re.sub(r"^(mlp|block_sparse_moe|feed_forward)\.", "", match[2]),
+        )
+        expert = re.fullmatch(r"experts\.(\d+)\.(\w+)\.weight", block_tensor)
+        shared_match = re.fullmatch(r"shared_experts?\.(\w+)\.(\w+)", block_tensor)
         if expert is not None:
             key = f"{block}.ffn_{EXPERT_MATRICES[expert[2]]}_exps.weight"
             count = sum(f".{match[1]}." in key and key.endswith(f".{expert[2]}.weight") for key in tensors)
-            result.setdefault(key, torch.zeros(config["num_local_experts"], *tensor.shape))[
+            gguf_tensors.setdefault(key, torch.zeros(config["num_local_experts"], *tensor.shape))[
                 int(expert[1])
             ] = tensor
             assert count >= config["num_local_experts"]
-        elif part in ("input_linear.weight", "experts.gate_up_proj"):
-            gate_and_up = tensor if part.startswith("input") else tensor.transpose(1, 2)
+        elif block_tensor in ("input_linear.weight", "experts.gate_up_proj"):
+            gate_and_up = tensor if block_tensor.startswith("input") else tensor.transpose(1, 2)
             gate, up = gate_and_up.chunk(2, dim=1)
-            result |= {f"{block}.ffn_gate_exps.weight": gate, f"{block}.ffn_up_exps.weight": up}
-        elif part in ("output_linear.weight", "experts.down_proj"):
-            down = tensor if part.startswith("output") else tensor.transpose(1, 2)
-            result[f"{block}.ffn_down_exps.weight"] = down
+            gguf_tensors |= {f"{block}.ffn_gate_exps.weight": gate, f"{block}.ffn_up_exps.weight": up}
+        elif block_tensor in ("output_linear.weight", "experts.down_proj"):
+            down = tensor if block_tensor.startswith("output") else tensor.transpose(1, 2)
+            gguf_tensors[f"{block}.ffn_down_exps.weight"] = down
         elif shared_match is not None:
-            result[f"{block}.ffn_{EXPERT_MATRICES[shared_match[1]]}_shexp.{shared_match[2]}"] = tensor
-        elif part in BLOCK_TENSORS:
-            result[f"{block}.{BLOCK_TENSORS[part]}"] = tensor.flatten()
+            gguf_tensors[f"{block}.ffn_{EXPERT_MATRICES[shared_match[1]]}_shexp.{shared_match[2]}"] = tensor
+        elif block_tensor in BLOCK_TENSORS:
+            gguf_tensors[f"{block}.{BLOCK_TENSORS[block_tensor]}"] = tensor.flatten()
         else:
-            stem, _, kind = part.rpartition(".")
+            stem, _, suffix = block_tensor.rpartition(".")
             gguf_name = BLOCK_TENSORS[stem]
             if config["model_type"] == "granitemoe" and gguf_name in ("attn_q", "attn_k"):
                 tensor = interleave_halves(
@@ -118,12 +121,12 @@ def convert_tensors(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) ->
             if config["model_type"] == "glm4_moe" and gguf_name == "ffn_norm":
                 gguf_name = "post_attention_norm"
             tensor = tensor.flatten() if gguf_name == "ffn_gate_inp_shexp" else tensor
-            result[f"{block}.{gguf_name}.{kind}"] = tensor
-    return result
+            gguf_tensors[f"{block}.{gguf_name}.{suffix}"] = tensor
+    return gguf_tensors
 
 
-def convert_to_gguf(checkpoint: Path, file: Path, **more: Any) -> Path:
-    """Convert a checkpoint to a GGUF file. ``more`` has additional metadata keys."""
+def convert_to_gguf(checkpoint: Path, file: Path, **metadata: Any) -> Path:
+    """Convert a checkpoint to a GGUF file. ``metadata`` has additional keys."""
     config = json.loads((checkpoint / "config.json").read_text())
     family = config["model_type"]
     experts = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -171,7 +174,7 @@ def convert_to_gguf(checkpoint: Path, file: Path, **more: Any) -> Path:
         writer.add_interleave_moe_layer_step(2)
         writer.add_uint32("llama4.attention.temperature_length", config["floor_scale"])
         writer.add_float32("llama4.attention.temperature_scale", config["attn_scale"])
-    for key, value in more.items():
+    for key, value in metadata.items():
         writer.add_uint32(f"{GGUF_ARCHITECTURES[family]}.{key}", value)
     for name, tensor in convert_tensors(load_file(checkpoint / "model.safetensors"), config).items():
         writer.add_tensor(name, tensor.float().contiguous().numpy())
@@ -180,9 +183,9 @@ def convert_to_gguf(checkpoint: Path, file: Path, **more: Any) -> Path:
 
 
 def write_family_checkpoint(family: str, folder: Path) -> Path:
-    (tiny,) = (decoder.tiny_config for decoder in DECODERS if decoder.name == family)
-    assert tiny is not None
-    return write_checkpoint(folder, tiny() | CONFIG_CHANGES.get(family, {}))
+    (tiny_config,) = (decoder.tiny_config for decoder in DECODERS if decoder.name == family)
+    assert tiny_config is not None
+    return write_checkpoint(folder, tiny_config() | CONFIG_CHANGES.get(family, {}))
 
 
 @pytest.mark.parametrize("family", GGUF_ARCHITECTURES)

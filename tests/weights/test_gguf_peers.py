@@ -48,8 +48,8 @@ ASSUMED_SETTINGS: dict[str, dict[str, Any]] = {
 
 def open_with_llama_cpp(file: Path, **options: Any) -> Any:
     llama_cpp = pytest.importorskip("llama_cpp")
-    more = {"n_ctx": 256, "n_threads": 1, "verbose": False, "type_k": 0, "type_v": 0}
-    return llama_cpp.Llama(model_path=str(file), **more | options)
+    default_options = {"n_ctx": 256, "n_threads": 1, "verbose": False, "type_k": 0, "type_v": 0}
+    return llama_cpp.Llama(model_path=str(file), **default_options | options)
 
 
 def compute_logits_with_llama_cpp(file: Path, tokens: list[int]) -> torch.Tensor:  # [T, V]
@@ -68,46 +68,49 @@ def test_logits_are_close_to_those_of_llama_cpp(family: str, tmp_path: Path) -> 
     checkpoint = write_family_checkpoint(family, tmp_path, **ASSUMED_SETTINGS.get(family, {}))
     file = write_gguf(checkpoint, tmp_path / "m.gguf", metadata=sentencepiece_metadata(BYTE_PIECES))
     expected = compute_logits_with_llama_cpp(file, TOKENS)
-    # llama.cpp computes GELU with a table of float16.
+    # llama.cpp computes GELU with a table of float16 values, so the tolerance is larger for these families.
     tolerance = 0.05 if family.startswith("g") and family != "granite" else 1e-4
     torch.testing.assert_close(compute_our_logits(file, TOKENS), expected, atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize(
-    "kind", ["Q4_0", "Q5_0", "Q8_0", "Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K", "IQ4_NL", "IQ4_XS"]
+    "quantization", ["Q4_0", "Q5_0", "Q8_0", "Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K", "IQ4_NL", "IQ4_XS"]
 )
-def test_files_quantised_by_llama_cpp_are_dequantized_equally(kind: str, tmp_path: Path) -> None:
+def test_files_quantised_by_llama_cpp_are_dequantized_equally(quantization: str, tmp_path: Path) -> None:
     llama_cpp = pytest.importorskip("llama_cpp")
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2}
     checkpoint = write_family_checkpoint("llama", tmp_path, **sizes)
     file = write_gguf(checkpoint, tmp_path / "m.gguf", metadata=sentencepiece_metadata(BYTE_PIECES))
-    packed_file, unpacked = tmp_path / "packed.gguf", tmp_path / "unpacked.gguf"
-    for source, target, ftype in ((file, packed_file, f"MOSTLY_{kind}"), (packed_file, unpacked, "ALL_F32")):
+    quantized_file, dequantized_file = tmp_path / "packed.gguf", tmp_path / "unpacked.gguf"
+    for source, target, type_name in (
+        (file, quantized_file, f"MOSTLY_{quantization}"),
+        (quantized_file, dequantized_file, "ALL_F32"),
+    ):
         params = llama_cpp.llama_model_quantize_default_params()
-        params.ftype, params.nthread = getattr(llama_cpp, f"LLAMA_FTYPE_{ftype}"), 1
+        params.ftype, params.nthread = getattr(llama_cpp, f"LLAMA_FTYPE_{type_name}"), 1
         params.allow_requantize = True
-        status = llama_cpp.llama_model_quantize(
+        error_code = llama_cpp.llama_model_quantize(
             str(source).encode(), str(target).encode(), ctypes.byref(params)
         )
-        assert status == 0
-    gguf_weights, unquantized, original = (
-        Weights.open(packed_file),
-        Weights.open(unpacked),
+        assert error_code == 0
+    gguf_weights, reference_weights, float_weights = (
+        Weights.open(quantized_file),
+        Weights.open(dequantized_file),
         Weights.open(file),
     )
-    assert gguf_weights.names == unquantized.names == original.names
+    assert gguf_weights.names == reference_weights.names == float_weights.names
     for name in gguf_weights.names:
         numbers, shape = gguf_weights.tensor(name, gguf_weights.shape(name)), gguf_weights.shape(name)
-        assert torch.equal(numbers, unquantized.tensor(name, shape)), name
-        assert len(shape) == 1 or not torch.equal(numbers, original.tensor(name, shape)), name
+        assert torch.equal(numbers, reference_weights.tensor(name, shape)), name
+        assert len(shape) == 1 or not torch.equal(numbers, float_weights.tensor(name, shape)), name
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen3", "llama2xs", "stories260K"])
 def test_tokens_equal_those_of_llama_cpp(name: str, tmp_path: Path, shared_data: Path) -> None:
     if name in ("gpt2", "qwen3"):
-        original = read_tokenizer_files(shared_data / "tokenizers" / name).tokenizer
+        reference_tokenizer = read_tokenizer_files(shared_data / "tokenizers" / name).tokenizer
         metadata = tokenizer_metadata(
-            json.loads(original.to_str()), {"gpt2": "gpt-2", "qwen3": "qwen2"}[name]
+            json.loads(reference_tokenizer.to_str()), {"gpt2": "gpt-2", "qwen3": "qwen2"}[name]
         )
     else:
         metadata = sentencepiece_metadata(
@@ -128,8 +131,8 @@ def test_tokens_equal_those_of_llama_cpp(name: str, tmp_path: Path, shared_data:
 def test_text_equals_that_of_llama_cpp(name: str, tmp_path: Path, shared_data: Path) -> None:
     checkpoint = shared_data / "models" / name
     metadata = sentencepiece_metadata(read_sentencepiece(checkpoint / "tokenizer.model"))
-    for kind in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
-        file = write_gguf(checkpoint, tmp_path / "m.gguf", kind, metadata)
+    for float_type in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
+        file = write_gguf(checkpoint, tmp_path / "m.gguf", float_type, metadata)
         with LLM(str(file), quantization_encoding="float32") as llm:
             output = llm.generate("Once upon a time", SamplingParams(max_new_tokens=100))[0].text
         options = {"max_tokens": 100, "temperature": 0.0, "repeat_penalty": 1.0}

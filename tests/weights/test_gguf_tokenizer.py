@@ -58,12 +58,12 @@ def write_gguf_file(folder: Path, metadata: dict[str, Any]) -> Path:
     return folder / "m.gguf"
 
 
-def check_equal(actual: Tokenizer, original: Tokenizer) -> None:
+def assert_tokenizers_are_equal(actual: Tokenizer, reference: Tokenizer) -> None:
     for text in TEXTS:
-        ids = original.encode(text).ids
+        ids = reference.encode(text).ids
         assert actual.encode(text).ids == ids, text
         for skip in (True, False):
-            assert actual.decode(ids, skip_special_tokens=skip) == original.decode(
+            assert actual.decode(ids, skip_special_tokens=skip) == reference.decode(
                 ids, skip_special_tokens=skip
             )
 
@@ -78,18 +78,21 @@ def read_embedded_tokenizer() -> dict[str, Any]:
 def test_a_byte_level_tokenizer_equals_the_original(tmp_path: Path) -> None:
     tokenizer = read_embedded_tokenizer()
     gguf_tokenizer = read_gguf_tokenizer(write_gguf_file(tmp_path, tokenizer_metadata(tokenizer, "gpt-2")))
-    check_equal(gguf_tokenizer.tokenizer, Tokenizer.from_str(json.dumps(tokenizer)))
+    assert_tokenizers_are_equal(gguf_tokenizer.tokenizer, Tokenizer.from_str(json.dumps(tokenizer)))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen3"])
 def test_published_byte_level_tokenizers_equal_the_originals(
     tmp_path: Path, shared_data: Path, name: str
 ) -> None:
-    original = read_tokenizer_files(shared_data / "tokenizers" / name).tokenizer
-    pre = {"gpt2": "gpt-2", "qwen3": "qwen2"}[name]
-    size = {"gpt2": 50257, "qwen3": 151936}[name]
-    file = write_gguf_file(tmp_path, tokenizer_metadata(json.loads(original.to_str()), pre, size=size))
-    check_equal(read_gguf_tokenizer(file).tokenizer, original)
+    original_tokenizer = read_tokenizer_files(shared_data / "tokenizers" / name).tokenizer
+    pre_tokenizer_name = {"gpt2": "gpt-2", "qwen3": "qwen2"}[name]
+    vocabulary_size = {"gpt2": 50257, "qwen3": 151936}[name]
+    file = write_gguf_file(
+        tmp_path,
+        tokenizer_metadata(json.loads(original_tokenizer.to_str()), pre_tokenizer_name, size=vocabulary_size),
+    )
+    assert_tokenizers_are_equal(read_gguf_tokenizer(file).tokenizer, original_tokenizer)
 
 
 @pytest.mark.parametrize("name", ["llama2xs", "stories260K"])
@@ -99,22 +102,22 @@ def test_published_sentencepiece_models_equal_the_originals(
     folder = shared_data / "models" / name
     file = write_gguf_file(tmp_path, sentencepiece_metadata(read_sentencepiece(folder / "tokenizer.model")))
     gguf_tokenizer = read_gguf_tokenizer(file)
-    check_equal(gguf_tokenizer.tokenizer, Tokenizer.from_file(str(folder / "tokenizer.json")))
+    assert_tokenizers_are_equal(gguf_tokenizer.tokenizer, Tokenizer.from_file(str(folder / "tokenizer.json")))
     assert gguf_tokenizer.special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     assert gguf_tokenizer.eos_token_ids == (2,)
 
 
 def test_a_published_vocabulary_with_scores_equals_the_original(tmp_path: Path, shared_data: Path) -> None:
-    """The scores of TinyLlama's tokenizer are derived from the order of its merges."""
+    """The scores are derived from the order of the merges in TinyLlama's tokenizer.json."""
     path = shared_data / "tokenizers" / "tinyllama" / "tokenizer.json"
     model = json.loads(path.read_text())["model"]
     scores: dict[str, float] = {}
     for rank, merge in enumerate(model["merges"]):
-        left, right = merge if isinstance(merge, list) else merge.split(" ")
-        scores.setdefault(left + right, -float(rank))
+        left_piece, right_piece = merge if isinstance(merge, list) else merge.split(" ")
+        scores.setdefault(left_piece + right_piece, -float(rank))
     pieces = [(piece, scores.get(piece, -1e6)) for piece in sorted(model["vocab"], key=model["vocab"].get)]
     file = write_gguf_file(tmp_path, sentencepiece_metadata(pieces))
-    check_equal(read_gguf_tokenizer(file).tokenizer, Tokenizer.from_file(str(path)))
+    assert_tokenizers_are_equal(read_gguf_tokenizer(file).tokenizer, Tokenizer.from_file(str(path)))
 
 
 PIECES = [
@@ -127,22 +130,22 @@ PIECES = [
 
 
 class TestScores:
-    """A small SentencePiece tokenizer."""
+    """Tests of a small SentencePiece tokenizer with scores."""
 
-    def tokens(self, folder: Path, text: str, **more: Any) -> list[str]:
+    def encode(self, folder: Path, text: str, **settings: Any) -> list[str]:
         metadata = sentencepiece_metadata(PIECES) | {
-            f"tokenizer.ggml.{key}": value for key, value in more.items()
+            f"tokenizer.ggml.{key}": value for key, value in settings.items()
         }
         gguf_tokenizer = read_gguf_tokenizer(write_gguf_file(folder, metadata)).tokenizer
         assert gguf_tokenizer.decode(gguf_tokenizer.encode(text).ids) == text
         return gguf_tokenizer.encode(text).tokens
 
     def test_the_pair_with_the_highest_score_is_merged_first(self, tmp_path: Path) -> None:
-        assert self.tokens(tmp_path, "abc") == ["<s>", "▁a", "bc"]
+        assert self.encode(tmp_path, "abc") == ["<s>", "▁a", "bc"]
 
-    def test_add_space_prefix_false(self, tmp_path: Path) -> None:
-        assert self.tokens(tmp_path, "abc", add_space_prefix=False) == ["<s>", "abc"]
-        assert self.tokens(tmp_path, " a", add_space_prefix=False) == ["<s>", "▁a"]
+    def test_without_add_space_prefix_no_space_is_added(self, tmp_path: Path) -> None:
+        assert self.encode(tmp_path, "abc", add_space_prefix=False) == ["<s>", "abc"]
+        assert self.encode(tmp_path, " a", add_space_prefix=False) == ["<s>", "▁a"]
 
     def test_special_tokens_in_a_text_are_recognised(self, tmp_path: Path) -> None:
         metadata = sentencepiece_metadata(PIECES)
@@ -151,7 +154,7 @@ class TestScores:
         assert gguf_tokenizer.decode([1, 0, 2]) == ""
 
     def test_unknown_characters_are_encoded_as_bytes(self, tmp_path: Path) -> None:
-        assert self.tokens(tmp_path, "é") == ["<s>", "▁", "<0xC3>", "<0xA9>"]
+        assert self.encode(tmp_path, "é") == ["<s>", "▁", "<0xC3>", "<0xA9>"]
 
     @pytest.mark.parametrize(
         ("settings", "expected"),
@@ -161,10 +164,10 @@ class TestScores:
             ({"add_bos_token": False, "add_eos_token": True}, ["▁a", "</s>"]),
         ],
     )
-    def test_bos_and_eos_tokens_are_added_as_the_file_says(
+    def test_settings_of_the_file_add_bos_and_eos_tokens(
         self, tmp_path: Path, settings: dict[str, bool], expected: list[str]
     ) -> None:
-        assert self.tokens(tmp_path, "a", **settings) == expected
+        assert self.encode(tmp_path, "a", **settings) == expected
 
     def test_user_defined_tokens_are_matched_first(self, tmp_path: Path) -> None:
         metadata = sentencepiece_metadata([*PIECES, ("  ", -1000.0), ("abcab", -1000.0)])
@@ -221,10 +224,10 @@ class TestTokenizerJson:
         return write_gguf_file(folder, tokenizer_metadata(tokenizer, "martian") | changes)
 
     def test_tokenizer_json_has_precedence(self, tmp_path: Path) -> None:
-        more = {"tokenizer.chat_template": "from GGUF", "tokenizer.ggml.eos_token_id": 0}
-        file = self.write_folder(tmp_path, **more, **{"tokenizer.ggml.bos_token_id": 1})
+        metadata = {"tokenizer.chat_template": "from GGUF", "tokenizer.ggml.eos_token_id": 0}
+        file = self.write_folder(tmp_path, **metadata, **{"tokenizer.ggml.bos_token_id": 1})
         files = read_tokenizer_files(file)
-        check_equal(files.tokenizer, Tokenizer.from_file(str(tmp_path / "tokenizer.json")))
+        assert_tokenizers_are_equal(files.tokenizer, Tokenizer.from_file(str(tmp_path / "tokenizer.json")))
         assert files.templates == {"default": "from the folder"}
         assert files.eos_token_ids == (2, 0)
         assert files.special_tokens == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
@@ -250,7 +253,7 @@ def test_a_complete_tokenizer_in_the_metadata_is_used(tmp_path: Path) -> None:
     metadata = tokenizer_metadata(tokenizer, "martian") | {
         "tokenizer.huggingface.json": json.dumps(tokenizer)
     }
-    check_equal(
+    assert_tokenizers_are_equal(
         read_gguf_tokenizer(write_gguf_file(tmp_path, metadata)).tokenizer,
         Tokenizer.from_str(json.dumps(tokenizer)),
     )

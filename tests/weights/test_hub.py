@@ -175,9 +175,9 @@ class FakeHub:
     """A fake hub client with one repository. Records the downloaded files."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, folder: Path, *names: str, online: bool = True
+        self, monkeypatch: pytest.MonkeyPatch, folder: Path, *names: str, is_online: bool = True
     ) -> None:
-        self.folder, self.names, self.online = folder, names, online
+        self.folder, self.names, self.online = folder, names, is_online
         self.downloaded: set[str] = set()
         monkeypatch.setattr(huggingface_hub, "snapshot_download", self.snapshot_download)
         monkeypatch.setattr(huggingface_hub, "list_repo_files", self.list_repo_files)
@@ -204,19 +204,19 @@ class FakeHub:
 
 
 class TestHubGGUF:
-    SIZES = ("README.md", "m-Q4_K_M.gguf", "m-Q8_0.gguf", "mmproj-m.gguf")
+    FILES = ("README.md", "m-Q4_K_M.gguf", "m-Q8_0.gguf", "mmproj-m.gguf")
 
     def test_only_the_selected_file_is_downloaded(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        hub = FakeHub(monkeypatch, tmp_path / "m", *self.SIZES, "tokenizer.json")
+        hub = FakeHub(monkeypatch, tmp_path / "m", *self.FILES, "tokenizer.json")
         assert resolve_checkpoint("a/b", "v1", "q4_k_m") == tmp_path / "m" / "m-Q4_K_M.gguf"
         assert hub.downloaded == {"m-Q4_K_M.gguf", "tokenizer.json"}
 
     def test_several_gguf_files_without_a_selection_are_refused_before_a_download(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        hub = FakeHub(monkeypatch, tmp_path / "m", *self.SIZES)
+        hub = FakeHub(monkeypatch, tmp_path / "m", *self.FILES)
         with pytest.raises(
             CheckpointError, match=r"a/b: has 2 matching GGUF files: .*: m-Q4_K_M.gguf, m-Q8_0.gguf$"
         ):
@@ -230,25 +230,25 @@ class TestHubGGUF:
         assert resolve_checkpoint("a/b", "v1") == tmp_path / "m" / "m-Q8_0.gguf"
 
     def test_safetensors_are_preferred_to_gguf(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        hub = FakeHub(monkeypatch, tmp_path / "m", *self.SIZES, "config.json", "model.safetensors")
+        hub = FakeHub(monkeypatch, tmp_path / "m", *self.FILES, "config.json", "model.safetensors")
         assert resolve_checkpoint("a/b", "v1") == tmp_path / "m"
         assert hub.downloaded == {"config.json", "model.safetensors"}
 
     def test_a_selected_gguf_file_is_preferred_to_safetensors(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        hub = FakeHub(monkeypatch, tmp_path / "m", *self.SIZES, "config.json", "model.safetensors")
+        hub = FakeHub(monkeypatch, tmp_path / "m", *self.FILES, "config.json", "model.safetensors")
         resolve_checkpoint("a/b", "v1", "Q8_0")
         assert hub.downloaded == {"config.json", "m-Q8_0.gguf"}
 
     def test_all_parts_are_downloaded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        parts = tuple(f"Q8_0/m-Q8_0-{i:05}-of-00003.gguf" for i in (1, 2, 3))
-        hub = FakeHub(monkeypatch, tmp_path / "m", *parts, "Q4_0/m-Q4_0-00001-of-00001.gguf")
-        assert resolve_checkpoint("a/b", "v1", "Q8_0") == tmp_path / "m" / parts[0]
-        assert hub.downloaded == set(parts)
+        part_names = tuple(f"Q8_0/m-Q8_0-{i:05}-of-00003.gguf" for i in (1, 2, 3))
+        hub = FakeHub(monkeypatch, tmp_path / "m", *part_names, "Q4_0/m-Q4_0-00001-of-00001.gguf")
+        assert resolve_checkpoint("a/b", "v1", "Q8_0") == tmp_path / "m" / part_names[0]
+        assert hub.downloaded == set(part_names)
 
     def test_offline_uses_the_local_cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        FakeHub(monkeypatch, create_files(tmp_path, "m-Q8_0.gguf"), *self.SIZES, online=False)
+        FakeHub(monkeypatch, create_files(tmp_path, "m-Q8_0.gguf"), *self.FILES, is_online=False)
         assert resolve_checkpoint("a/b", "v1") == tmp_path / "m-Q8_0.gguf"
         with pytest.raises(CheckpointError, match=r"has no GGUF file 'Q4_K_M': choose one of m-Q8_0.gguf$"):
             resolve_checkpoint("a/b", "v1", "Q4_K_M")
@@ -256,7 +256,7 @@ class TestHubGGUF:
     def test_an_incomplete_download_is_refused_offline(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        FakeHub(monkeypatch, create_files(tmp_path, "config.json", "m-1.safetensors"), online=False)
+        FakeHub(monkeypatch, create_files(tmp_path, "config.json", "m-1.safetensors"), is_online=False)
         index = {"weight_map": {"a": "m-1.safetensors", "b": "m-2.safetensors", "c": "m-3.safetensors"}}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
         with pytest.raises(
@@ -271,10 +271,10 @@ class TestHub:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         module_files = {"config.json", "modules.json", "1_Pooling/config.json", "2_Dense/pytorch_model.bin"}
-        heads = {"sparse_linear.pt", "colbert_linear.pt"}
-        others = {"pytorch_model.bin", "optimizer.pt", "onnx/model.onnx"}
-        expected = module_files | heads | {"model.safetensors"}
-        hub = FakeHub(monkeypatch, tmp_path / "m", *expected, *others)
+        head_files = {"sparse_linear.pt", "colbert_linear.pt"}
+        other_files = {"pytorch_model.bin", "optimizer.pt", "onnx/model.onnx"}
+        expected = module_files | head_files | {"model.safetensors"}
+        hub = FakeHub(monkeypatch, tmp_path / "m", *expected, *other_files)
         assert resolve_checkpoint("a/b", "v1") == tmp_path / "m"
         assert hub.downloaded == expected
 
@@ -312,7 +312,7 @@ class TestHub:
         assert "\n" not in str(error.value)
 
     @pytest.mark.parametrize(
-        ("kind", "advice"),
+        ("error_type", "advice"),
         [
             (errors.GatedRepoError, "accept its terms at https://huggingface.co/a/b"),
             (errors.RepositoryNotFoundError, "no such model on the hub"),
@@ -325,17 +325,17 @@ class TestHub:
         ],
     )
     def test_each_download_error_has_advice(
-        self, monkeypatch: pytest.MonkeyPatch, kind: type[Exception], advice: str
+        self, monkeypatch: pytest.MonkeyPatch, error_type: type[Exception], advice: str
     ) -> None:
         text = "first line\nsecond line"
-        if issubclass(kind, errors.HfHubHTTPError):
+        if issubclass(error_type, errors.HfHubHTTPError):
             response = httpx.Response(404, request=httpx.Request("GET", "https://huggingface.co"))
-            problem: Exception = kind(text, response=response)  # type: ignore[call-arg]
+            download_error: Exception = error_type(text, response=response)  # type: ignore[call-arg]
         else:
-            problem = kind(text)
+            download_error = error_type(text)
 
         def download(*args: Any, **options: Any) -> str:
-            raise problem
+            raise download_error
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
         with pytest.raises(CheckpointNotFoundError, match=advice) as error:

@@ -13,16 +13,16 @@ from penstock.bench.random_weights import SHAPES, write_random_checkpoint
 from penstock.weights import Weights
 from penstock.weights.mapping import drop_pages
 
-STATUS = Path("/proc/self/status")
-pytestmark = pytest.mark.skipif(not STATUS.is_file(), reason="the system has no RssAnon")
+PROCESS_STATUS = Path("/proc/self/status")
+pytestmark = pytest.mark.skipif(not PROCESS_STATUS.is_file(), reason="the system has no RssAnon")
 
 CONFIG = {**SHAPES["l110m"], "num_hidden_layers": 8, "vocab_size": 4096}
-MB = 1 << 20
+MIB = 1 << 20
 
 
-def resident_bytes(kind: str) -> int:
-    """Return resident bytes of this process: ``RssAnon`` (anonymous) or ``RssFile`` (mapped files)."""
-    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{kind}:"))
+def resident_bytes(field: str) -> int:
+    """Return the resident bytes of this process: ``RssAnon`` (anonymous) or ``RssFile`` (mapped files)."""
+    line = next(line for line in PROCESS_STATUS.read_text().splitlines() if line.startswith(f"{field}:"))
     return 1024 * int(line.split()[1])
 
 
@@ -35,10 +35,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_peak_memory_is_close_to_the_packed_size(
     checkpoint: Path, encoding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = {"max_length": 64, "max_batch_size": 1, "kv_cache_memory": 8 * MB, "num_threads": 1}
-    # A first model loads libraries, which allocate memory once.
+    options = {"max_length": 64, "max_batch_size": 1, "kv_cache_memory": 8 * MIB, "num_threads": 1}
+    # Loading a first model loads the libraries, which allocate memory once.
     generate_tokens(open_pipeline("demo", **options), [make_context([1, 2], 2)])
-    anonymous_bytes, file_bytes, release = (
+    anonymous_bytes, file_bytes, original_release = (
         [resident_bytes("RssAnon")],
         [resident_bytes("RssFile")],
         Weights.release,
@@ -47,39 +47,39 @@ def test_peak_memory_is_close_to_the_packed_size(
     def record_and_release(weights: Weights, name: str) -> None:
         anonymous_bytes.append(resident_bytes("RssAnon"))
         file_bytes.append(resident_bytes("RssFile"))
-        release(weights, name)
+        original_release(weights, name)
 
     monkeypatch.setattr(Weights, "release", record_and_release)
     pipeline = open_pipeline(checkpoint, quantization_encoding=encoding, **options)
     file_bytes.append(resident_bytes("RssFile"))
     generate_tokens(pipeline, [make_context([1, 2], 3)])
     packed_size = pipeline.model.estimate_weights_size(pipeline.model.pipeline_config)
-    assert len(anonymous_bytes) > 40, "each release of a tensor was recorded"
-    assert file_bytes[-1] - file_bytes[0] < 24 * MB, "mapped pages of the file are released"
-    if encoding == "bfloat16":  # mapped rows are used first; packed panels replace them layer by layer
+    assert len(anonymous_bytes) > 40, "the memory must be measured at each release of a tensor"
+    assert file_bytes[-1] - file_bytes[0] < 24 * MIB, "mapped pages of the file must be released"
+    if encoding == "bfloat16":  # the first step uses mapped rows; packed panels replace them layer by layer
         assert max(file_bytes) - file_bytes[0] > 0.5 * packed_size
         assert (
             max(map(sum, zip(anonymous_bytes, file_bytes, strict=False)))
-            < anonymous_bytes[0] + file_bytes[0] + 1.15 * packed_size + 24 * MB
+            < anonymous_bytes[0] + file_bytes[0] + 1.15 * packed_size + 24 * MIB
         )
     else:
-        assert max(file_bytes) - file_bytes[0] < 24 * MB
-        assert max(anonymous_bytes) - anonymous_bytes[0] < 1.15 * packed_size + 24 * MB
+        assert max(file_bytes) - file_bytes[0] < 24 * MIB
+        assert max(anonymous_bytes) - anonymous_bytes[0] < 1.15 * packed_size + 24 * MIB
 
 
 def test_released_pages_are_read_from_the_file_again(tmp_path: Path) -> None:
-    numbers = torch.arange(3 * MB, dtype=torch.int32).view(3, MB)
-    save_file({"a": numbers.float(), "b": torch.ones(7)}, tmp_path / "model.safetensors")
+    values = torch.arange(3 * MIB, dtype=torch.int32).view(3, MIB)
+    save_file({"a": values.float(), "b": torch.ones(7)}, tmp_path / "model.safetensors")
     weights = Weights.open(tmp_path / "model.safetensors")
-    tensor, other = weights.tensor("a", (3, MB)), weights.tensor("b", (7,))
+    tensor, small_tensor = weights.tensor("a", (3, MIB)), weights.tensor("b", (7,))
     assert float(tensor.sum()) > 0
     bytes_before = resident_bytes("RssFile")
     weights.release("a")
     weights.release("a")
     weights.release("no such tensor")
-    assert bytes_before - resident_bytes("RssFile") > 10 * MB
-    assert torch.equal(tensor, numbers.float())
-    assert torch.equal(other, torch.ones(7))
+    assert bytes_before - resident_bytes("RssFile") > 10 * MIB
+    assert torch.equal(tensor, values.float())
+    assert torch.equal(small_tensor, torch.ones(7))
 
 
 def test_tensors_smaller_than_a_page_are_not_dropped() -> None:

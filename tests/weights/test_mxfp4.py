@@ -20,23 +20,25 @@ from penstock.weights.formats.mxfp4 import BLOCK, dequantize
 
 
 def dequantize_element(nibble: int, scale: int) -> float:
-    """Return E2M1 element times E8M0 scale (OCP Microscaling Formats 1.0, sections 5.3.3 and 5.4.1)."""
+    """Return the E2M1 element times the E8M0 scale (OCP Microscaling Formats 1.0, sections 5.3.3, 5.4.1)."""
     sign, exponent, mantissa = nibble >> 3, nibble >> 1 & 3, nibble & 1
     magnitude = (1 + mantissa / 2) * 2.0 ** (exponent - 1) if exponent else mantissa / 2
     return (-magnitude if sign else magnitude) * 2.0 ** (scale - 127)
 
 
 @given(st.lists(st.integers(0, 255), min_size=16, max_size=16), st.integers(0, 252))
-def test_dequantized_blocks_equal_the_definition(content: list[int], scale: int) -> None:
-    numbers = dequantize(torch.tensor([content]).byte(), torch.tensor([scale]).byte())
+def test_dequantized_blocks_equal_the_definition(block_bytes: list[int], scale: int) -> None:
+    numbers = dequantize(torch.tensor([block_bytes]).byte(), torch.tensor([scale]).byte())
     assert numbers.dtype == torch.bfloat16
-    expected = [dequantize_element(nibble, scale) for byte in content for nibble in (byte & 15, byte >> 4)]
+    expected = [
+        dequantize_element(nibble, scale) for byte in block_bytes for nibble in (byte & 15, byte >> 4)
+    ]
     assert numbers.tolist() == expected
 
 
 def test_a_nan_scale_gives_nan() -> None:
-    content = torch.arange(32).view(2, 16).byte()
-    numbers = dequantize(content, torch.tensor([127, 255]).byte()).view(2, BLOCK)
+    block_bytes = torch.arange(32).view(2, 16).byte()
+    numbers = dequantize(block_bytes, torch.tensor([127, 255]).byte()).view(2, BLOCK)
     assert numbers[0].isfinite().all()
     assert numbers[1].isnan().all()
 
@@ -84,7 +86,7 @@ def test_expert_blocks_are_read_as_one_matrix_per_expert(method: str | None, tmp
     weights.finish()
 
 
-def test_other_tensors_with_similar_names_are_not_mxfp4(tmp_path: Path) -> None:
+def test_other_tensors_with_such_names_are_not_read_as_mxfp4(tmp_path: Path) -> None:
     tensors = {"a_blocks": torch.zeros(64).byte(), "b_scales": torch.zeros(2), "c": torch.zeros(2).byte()}
     headers = open_checkpoint(write_checkpoint(tmp_path, tensors)).headers
     assert set(headers) == set(tensors)
@@ -92,7 +94,7 @@ def test_other_tensors_with_similar_names_are_not_mxfp4(tmp_path: Path) -> None:
 
 def test_blocks_and_scales_of_wrong_shapes_are_refused(tmp_path: Path) -> None:
     valid_tensors = {"a_blocks": torch.zeros(2, 3, 1, 16).byte(), "a_scales": torch.zeros(2, 3, 1).byte()}
-    cases = {
+    tensors_by_message = {
         "a_scales is missing": {"a_blocks": valid_tensors["a_blocks"]},
         "a_scales is F32 [2, 3, 1] where MXFP4 needs U8 [2, 3, 1]": valid_tensors
         | {"a_scales": torch.zeros(2, 3, 1)},
@@ -100,6 +102,6 @@ def test_blocks_and_scales_of_wrong_shapes_are_refused(tmp_path: Path) -> None:
         "a_blocks is [2, 3, 1, 8] where MXFP4 needs [2, 3, 1, 16]": valid_tensors
         | {"a_blocks": torch.zeros(2, 3, 1, 8).byte()},
     }
-    for number, (message, tensors) in enumerate(cases.items()):
+    for number, (message, tensors) in enumerate(tensors_by_message.items()):
         with pytest.raises(WeightsError, match=re.escape(message)):
             Weights.open(write_checkpoint(tmp_path / str(number), tensors))

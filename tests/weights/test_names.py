@@ -102,7 +102,7 @@ def test_a_tied_embedding_that_is_stored_as_the_head_is_found(tmp_path: Path) ->
     """Some writers save tied tensors once and list the other names in the metadata of the file."""
     from safetensors.torch import save_model
 
-    class Tied(torch.nn.Module):
+    class TiedModel(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.lm_head = torch.nn.Linear(4, 6, bias=False)
@@ -110,7 +110,7 @@ def test_a_tied_embedding_that_is_stored_as_the_head_is_found(tmp_path: Path) ->
             self.model.embed_tokens = torch.nn.Embedding(6, 4)
             self.model.embed_tokens.weight = self.lm_head.weight
 
-    model = Tied()
+    model = TiedModel()
     save_model(model, str(tmp_path / "model.safetensors"))
     assert len(load_file(tmp_path / "model.safetensors")) == 1
     weights = Weights.open(tmp_path)

@@ -1,4 +1,4 @@
-"""Packed weight files: equal to the weights that a load packs, and not used if they may be outdated."""
+"""Files of packed weights: equal to newly packed weights, and not used if they may be outdated."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def packed_encodings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list that receives the encoding of each layer that the back end packs."""
+    """Return a list to which the encoding of each packed layer is appended."""
     encodings: list[str] = []
-    pack = CpuOps._pack
+    original_pack = CpuOps._pack
 
     def record_encoding(
         ops: CpuOps, parts: Sequence[torch.Tensor], encoding: str, *options: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         encodings.append(encoding)
-        return pack(ops, parts, encoding, *options)
+        return original_pack(ops, parts, encoding, *options)
 
     monkeypatch.setattr(CpuOps, "_pack", record_encoding)
     return encodings
@@ -77,12 +77,12 @@ def test_logits_with_a_packed_file_equal_those_without(
     checkpoint = write_architecture_checkpoint(name, tmp_path / name)
     expected = compute_logits(checkpoint, encoding)
     assert len(packed_encodings) > 4 or encoding in ("float32", "bfloat16"), (
-        "float weights are packed after the first step"
+        "layers must be packed, except float weights, which are packed later"
     )
     pack_checkpoint(make_config(checkpoint, encoding))
     packed_encodings.clear()
     assert torch.equal(compute_logits(checkpoint, encoding), expected)
-    assert not packed_encodings, "no layer is packed again"
+    assert not packed_encodings, "no layer may be packed again"
 
 
 def test_a_file_of_another_encoding_is_not_used(llama: Path, packed_encodings: list[str]) -> None:
@@ -99,8 +99,8 @@ def test_a_file_of_replaced_weights_is_not_used(tmp_path: Path, packed_encodings
     save_file({name: tensor * 0.5 for name, tensor in load_file(weights).items()}, weights)
     packed_encodings.clear()
     expected = compute_logits(checkpoint)
-    assert packed_encodings, "the packed file belongs to the previous weights"
-    assert pack_checkpoint(make_config(checkpoint)) == file, "the file is replaced"
+    assert packed_encodings, "the file of the previous weights must not be used"
+    assert pack_checkpoint(make_config(checkpoint)) == file, "the new file must replace the previous one"
     packed_encodings.clear()
     assert torch.equal(compute_logits(checkpoint), expected)
     assert not packed_encodings
@@ -118,7 +118,7 @@ def test_a_file_of_another_version_is_not_used(
 
 
 @pytest.mark.parametrize(
-    "damage",
+    "damage_file",
     [
         lambda file: os.truncate(file, file.stat().st_size - 1),
         lambda file: os.truncate(file, 20),
@@ -127,13 +127,13 @@ def test_a_file_of_another_version_is_not_used(
     ],
 )
 def test_a_damaged_file_is_not_used(
-    damage: Callable[[Path], object],
+    damage_file: Callable[[Path], object],
     llama: Path,
     packed_encodings: list[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     expected = compute_logits(llama)
-    damage(pack_checkpoint(make_config(llama)))
+    damage_file(pack_checkpoint(make_config(llama)))
     packed_encodings.clear()
     with caplog.at_level(logging.WARNING):
         assert torch.equal(compute_logits(llama), expected)
@@ -153,13 +153,13 @@ def test_layers_in_another_order_are_packed_again(
     llama: Path, packed_encodings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = compute_logits(llama)
-    write = packed_weights.write_packed
+    original_write = packed_weights.write_packed
 
-    def write_exchanged(key: PackedKey, layers: list[PackedLinear]) -> Path:
+    def write_in_another_order(key: PackedKey, layers: list[PackedLinear]) -> Path:
         layers[1], layers[2] = layers[2], layers[1]
-        return write(key, layers)
+        return original_write(key, layers)
 
-    monkeypatch.setattr(packed_weights, "write_packed", write_exchanged)
+    monkeypatch.setattr(packed_weights, "write_packed", write_in_another_order)
     pack_checkpoint(make_config(llama))
     packed_encodings.clear()
     assert torch.equal(compute_logits(llama), expected)

@@ -1,4 +1,4 @@
-"""Lazy packing of float weights: the first step uses rows, later steps use panels, with equal results."""
+"""Lazy packing of float weights: the first step with rows equals later steps with packed panels."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def num_pending(pipeline: TextGenerationPipeline) -> int:
     return int(model.lazy_packing.num_pending)
 
 
-def num_reserved(pipeline: TextGenerationPipeline) -> int:
+def reserved_bytes(pipeline: TextGenerationPipeline) -> int:
     return pipeline.session.reservations.num_bytes
 
 
 def compute_logits(pipeline: TextGenerationPipeline, count: int) -> torch.Tensor:
     context = make_context(random_tokens(count, 130, seed=count))
-    (rows,) = step_logits(pipeline, [context])
+    (logits,) = step_logits(pipeline, [context])
     pipeline.release(context)
-    return rows
+    return logits
 
 
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16"])
@@ -56,14 +56,14 @@ def compute_logits(pipeline: TextGenerationPipeline, count: int) -> torch.Tensor
 def test_the_first_step_equals_later_steps(name: str, encoding: str, tmp_path: Path) -> None:
     checkpoint = write_architecture_checkpoint(name, tmp_path / name)
     pipeline = open_pipeline(checkpoint, quantization_encoding=encoding, enable_prefix_caching=False)
-    num_waiting = num_pending(pipeline)
-    first = compute_logits(pipeline, 40)
-    assert num_pending(pipeline) <= num_waiting
-    second = compute_logits(pipeline, 40)
+    num_pending_before = num_pending(pipeline)
+    first_logits = compute_logits(pipeline, 40)
+    assert num_pending(pipeline) <= num_pending_before
+    second_logits = compute_logits(pipeline, 40)
     assert num_pending(pipeline) == 0
-    assert torch.equal(first, second)
+    assert torch.equal(first_logits, second_logits)
     if name == "llama":
-        assert num_waiting > 4
+        assert num_pending_before > 4
 
 
 def test_tokens_equal_those_of_a_packed_model(llama: Path) -> None:
@@ -79,14 +79,14 @@ def test_tokens_equal_those_of_a_packed_model(llama: Path) -> None:
     )
 
 
-def test_weights_are_packed_one_by_one(llama: Path) -> None:
+def test_each_call_of_pack_pending_packs_one_weight(llama: Path) -> None:
     pipeline = open_pipeline(llama)
-    reserved, num_waiting = num_reserved(pipeline), num_pending(pipeline)
-    for num_left in range(num_waiting - 1, -1, -1):
-        assert pipeline.pack_pending() == (num_left > 0)
-        assert num_pending(pipeline) == num_left
-        assert num_reserved(pipeline) < reserved
-        reserved = num_reserved(pipeline)
+    reserved_before, num_pending_before = reserved_bytes(pipeline), num_pending(pipeline)
+    for num_pending_left in range(num_pending_before - 1, -1, -1):
+        assert pipeline.pack_pending() == (num_pending_left > 0)
+        assert num_pending(pipeline) == num_pending_left
+        assert reserved_bytes(pipeline) < reserved_before
+        reserved_before = reserved_bytes(pipeline)
     assert not pipeline.pack_pending()
 
 
@@ -113,11 +113,11 @@ def test_quantised_weights_are_packed_at_load(llama: Path) -> None:
 
 def test_free_memory_excludes_pending_weights(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.host.limits.memory", lambda: (1 << 30, 1 << 29))
-    first = open_pipeline(llama)
-    devices, size = first.model.devices, num_reserved(first)
-    assert size > 0
+    pipeline = open_pipeline(llama)
+    devices, pending_bytes = pipeline.model.devices, reserved_bytes(pipeline)
+    assert pending_bytes > 0
     session = InferenceSession()
     free_before = session.free_memory_of(devices)
-    assert free_before <= (1 << 29) - size
-    first.pack_all_pending()
-    assert session.free_memory_of(devices) == free_before + size
+    assert free_before <= (1 << 29) - pending_bytes
+    pipeline.pack_all_pending()
+    assert session.free_memory_of(devices) == free_before + pending_bytes

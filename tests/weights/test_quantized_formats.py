@@ -15,12 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import packed_checkpoints as packers
-from support.checkpoints import (
-    load_in_transformers,
-    make_tiny_config,
-    transformers_logits,
-    write_checkpoint,
-)
+from support.checkpoints import load_in_transformers, make_tiny_config, transformers_logits, write_checkpoint
 from support.networks import modules_and_weights, weight_bytes
 from support.packed_checkpoints import Packer, write_packed_checkpoint
 from support.pipeline_steps import make_context, open_pipeline, random_tokens, step_logits
@@ -42,23 +37,22 @@ SIZES = {
 }
 TOKENS = random_tokens(24, 120, seed=3)
 
-Case = tuple[Packer | Mapping[str, Packer], dict[str, Any], str | None]
-"""The packer, the ``quantization_config``, and the encoding in which the weights are kept; None if they are
-dequantized."""
+QuantizedFormat = tuple[Packer | Mapping[str, Packer], dict[str, Any], str | None]
+"""The packer, the ``quantization_config``, and the encoding of the loaded weights; None for floats."""
 
 
-def make_compressed_tensors_config(bits: int = 8, kind: str = "int", **weights: Any) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": {"num_bits": bits, "type": kind, **weights}}
+def make_compressed_tensors_config(bits: int = 8, number_type: str = "int", **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"num_bits": bits, "type": number_type, **weights}}
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
 
 
-MIXED = make_compressed_tensors_config(4, group_size=32)
-MIXED["config_groups"]["group_1"] = {
+MIXED_BITS = make_compressed_tensors_config(4, group_size=32)
+MIXED_BITS["config_groups"]["group_1"] = {
     "targets": [r"re:.*down_proj$", "model.layers.0.self_attn.o_proj"],
     "weights": {"num_bits": 8, "type": "int", "group_size": 32},
 }
 
-CASES: dict[str, Case] = {
+CASES: dict[str, QuantizedFormat] = {
     "fp8-tensor": (packers.fp8(per_tensor=True), {"quant_method": "fp8"}, "fp8"),
     "fp8-channel": (packers.fp8(), {"quant_method": "fbgemm_fp8"}, "fp8"),
     "fp8-block": (
@@ -178,19 +172,21 @@ def compute_error(logits: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def can_store(encoding: str | None, shape: tuple[int, ...]) -> bool:
-    """Return whether an encoding can store the layer: blocks of bitsandbytes must not cross rows."""
+    """Return whether an encoding can store a layer. Blocks of bitsandbytes must not cross rows."""
     return encoding not in ("nf4", "fp4") or shape[1] % 64 == 0
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_weights_of_each_format_equal_the_original_weights(case: str, llama: Path, tmp_path: Path) -> None:
-    packer, section, encoding = CASES[case]
-    folder = write_packed_checkpoint(llama, tmp_path, packer, section, ignore=("1.mlp.up_proj",), shards=2)
-    weights, count = Weights.open(folder), 0
+    packer, quantization, encoding = CASES[case]
+    folder = write_packed_checkpoint(
+        llama, tmp_path, packer, quantization, ignore=("1.mlp.up_proj",), shards=2
+    )
+    weights, num_packed_weights = Weights.open(folder), 0
     for name, expected in load_file(tmp_path / "plain" / "model.safetensors").items():
         shape = tuple(expected.shape)
         is_packed = "_proj" in name and "1.mlp.up_proj" not in name
-        count += is_packed
+        num_packed_weights += is_packed
         expected_encoding = encoding if is_packed and can_store(encoding, shape) else None
         assert weights.stored_encoding(name) == expected_encoding
         torch.testing.assert_close(weights.tensor(name, shape).float(), expected, rtol=1e-5, atol=1e-7)
@@ -198,9 +194,9 @@ def test_weights_of_each_format_equal_the_original_weights(case: str, llama: Pat
             stored_encoding, tensors = weights.read_linear(name, (shape[0], shape[1]))
             assert stored_encoding == expected_encoding
             assert all(len(tensor) == shape[0] for tensor in tensors.values()), (
-                "each tensor has one row per output"
+                "each tensor must have one row per output"
             )
-    assert count == 13
+    assert num_packed_weights == 13
     weights.finish()
     assert weights.num_bytes == sum(
         tensor.nbytes for file in folder.glob("*.safetensors") for tensor in load_file(file).values()
@@ -229,9 +225,9 @@ def test_weights_of_each_format_equal_the_original_weights(case: str, llama: Pat
 def test_logits_are_close_to_those_of_the_float_weights(
     case: str, llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Only the rounding of activations to 8 bits changes the logits."""
-    packer, section, encoding = CASES[case]
-    folder = write_packed_checkpoint(llama, tmp_path, packer, section, ignore=("1.mlp.up_proj",))
+    """The logits differ only because activations are rounded to 8 bits."""
+    packer, quantization, encoding = CASES[case]
+    folder = write_packed_checkpoint(llama, tmp_path, packer, quantization, ignore=("1.mlp.up_proj",))
     expected = transformers_logits(load_in_transformers(folder / "plain"), TOKENS)
     assert compute_error(compute_logits(folder), expected) < 0.06
     assert compute_error(compute_logits(folder, quantization_encoding="float32"), expected) < 1e-4
@@ -239,19 +235,19 @@ def test_logits_are_close_to_those_of_the_float_weights(
     model: Any = pipeline.model
     assert model.pipeline_config.model.encoding == (encoding or "float32")
     linears = {
-        part.name: layer
+        layer_slice.name: layer
         for layer in modules_and_weights(model.network)
         if isinstance(layer, PackedLinear)
-        for part in layer.slices
+        for layer_slice in layer.slices
     }
-    floats = "bfloat16" if encoding else "float32"
-    assert linears["model.layers.0.self_attn.o_proj"].encoding == (encoding or floats)
+    float_type = "bfloat16" if encoding else "float32"
+    assert linears["model.layers.0.self_attn.o_proj"].encoding == (encoding or float_type)
     has_order = linears["model.layers.0.mlp.down_proj"].order is not None
     assert has_order == (encoding is not None and ("desc-act" in case or "actorder" in case))
-    assert linears["model.layers.1.mlp.up_proj"].encoding == floats
+    assert linears["model.layers.1.mlp.up_proj"].encoding == float_type
     assert ("13 quantized weights are dequantized to float32" in caplog.text) == (encoding is None)
-    estimated = model.estimate_weights_size(model.pipeline_config)
-    assert 0.995 * weight_bytes(pipeline) <= estimated <= 1.5 * weight_bytes(pipeline)
+    estimated_bytes = model.estimate_weights_size(model.pipeline_config)
+    assert 0.995 * weight_bytes(pipeline) <= estimated_bytes <= 1.5 * weight_bytes(pipeline)
 
 
 @pytest.mark.parametrize(
@@ -271,27 +267,31 @@ def test_quantized_models_of_other_families_compute_the_expected_logits(
     family: str, case: str, tmp_path: Path
 ) -> None:
     """The families have fused layers, experts, tied heads or biases."""
-    packer, section, _ = CASES[case]
+    packer, quantization, _ = CASES[case]
     folder = write_packed_checkpoint(
-        write_family_checkpoint(family, tmp_path / "floats"), tmp_path / "packed", packer, section
+        write_family_checkpoint(family, tmp_path / "floats"), tmp_path / "packed", packer, quantization
     )
     expected = transformers_logits(load_in_transformers(folder / "plain"), TOKENS)
     bfloat16_error = compute_error(
         compute_logits(folder / "plain", quantization_encoding="bfloat16"), expected
     )
-    # Rounding can change the selected experts.
+    # Rounding can change the selected experts, so the error of bfloat16 is part of the bound.
     assert compute_error(compute_logits(folder), expected) < 1.5 * bfloat16_error + 0.02
     assert compute_error(compute_logits(folder, quantization_encoding="float32"), expected) < 1e-4
 
 
-def test_a_fused_layer_with_different_input_orders_is_widened(
+def test_a_fused_layer_with_different_input_orders_is_dequantized(
     llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """v_proj keeps its encoding, because it can be a separate layer."""
-    _, section, _ = CASES["gptq-desc-act"]
-    input_order, layer_order = packers.gptq(order="inputs"), packers.gptq(order="layer")
-    packer = {"0.self_attn.v_proj": layer_order, "1.self_attn.k_proj": layer_order, "": input_order}
-    folder = write_packed_checkpoint(llama, tmp_path, packer, section)
+    """In layer 0 only v_proj differs. It keeps its encoding, because it can be a separate layer."""
+    _, quantization, _ = CASES["gptq-desc-act"]
+    pack_input_order, pack_layer_order = packers.gptq(order="inputs"), packers.gptq(order="layer")
+    packer = {
+        "0.self_attn.v_proj": pack_layer_order,
+        "1.self_attn.k_proj": pack_layer_order,
+        "": pack_input_order,
+    }
+    folder = write_packed_checkpoint(llama, tmp_path, packer, quantization)
     expected = transformers_logits(load_in_transformers(folder / "plain"), TOKENS)
     assert compute_error(compute_logits(folder), expected) < 0.06
     model: Any = open_pipeline(folder, quantization_encoding=None).model
@@ -306,11 +306,10 @@ def test_a_fused_layer_with_different_input_orders_is_widened(
     assert "form one layer but are stored with inputs in different orders (desc_act)" in caplog.text
 
 
-def test_a_layer_name_precedes_a_pattern_and_a_pattern_a_layer_type(llama: Path, tmp_path: Path) -> None:
-    """A layer name has precedence over a pattern, and a pattern over a layer type."""
-    eight_bits = packers.compressed_codes(8)
-    packer = {"down_proj": eight_bits, "0.self_attn.o_proj": eight_bits, "": packers.compressed_codes()}
-    weights = Weights.open(write_packed_checkpoint(llama, tmp_path, packer, MIXED))
+def test_layer_names_precede_patterns_and_patterns_precede_layer_types(llama: Path, tmp_path: Path) -> None:
+    pack_8_bits = packers.compressed_codes(8)
+    packer = {"down_proj": pack_8_bits, "0.self_attn.o_proj": pack_8_bits, "": packers.compressed_codes()}
+    weights = Weights.open(write_packed_checkpoint(llama, tmp_path, packer, MIXED_BITS))
     for name, expected in load_file(tmp_path / "plain" / "model.safetensors").items():
         torch.testing.assert_close(weights.tensor(name, tuple(expected.shape)).float(), expected)
     encodings = {
@@ -322,17 +321,17 @@ def test_a_layer_name_precedes_a_pattern_and_a_pattern_a_layer_type(llama: Path,
     assert compute_error(compute_logits(tmp_path), expected) < 0.06
 
 
-def test_a_fused_layer_with_different_encodings_is_widened(
+def test_a_fused_layer_with_different_encodings_is_dequantized(
     llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    section = json.loads(json.dumps(MIXED))
-    section["config_groups"]["group_1"]["targets"] = ["re:.*k_proj"]
+    quantization = json.loads(json.dumps(MIXED_BITS))
+    quantization["config_groups"]["group_1"]["targets"] = ["re:.*k_proj"]
     packer = {"k_proj": packers.compressed_codes(8), "": packers.compressed_codes()}
-    folder = write_packed_checkpoint(llama, tmp_path, packer, section)
+    folder = write_packed_checkpoint(llama, tmp_path, packer, quantization)
     model: Any = open_pipeline(folder, quantization_encoding=None).model
     linears = [layer for layer in modules_and_weights(model.network) if isinstance(layer, PackedLinear)]
-    (fused,) = {layer.encoding for layer in linears if len(layer.slices) == 3}
-    assert fused == "bfloat16"
+    (fused_encoding,) = {layer.encoding for layer in linears if len(layer.slices) == 3}
+    assert fused_encoding == "bfloat16"
     assert (
         "v_proj form one layer but are stored as uint4 and uint8: they are dequantized to bfloat16"
         in caplog.text
@@ -346,15 +345,15 @@ def test_a_fused_layer_with_different_encodings_is_widened(
 
 
 def test_the_quantization_configuration_is_read_from_a_separate_file(llama: Path, tmp_path: Path) -> None:
-    packer, section, _ = CASES["gptq-4"]
+    packer, quantization, _ = CASES["gptq-4"]
     for number, (name, content) in enumerate(
         [
-            ("quantization_config.json", section),
+            ("quantization_config.json", quantization),
             ("hf_quant_config.json", {"producer": {}, "quantization": {"quant_algo": "FP8"}}),
-            ("quantize_config.json", {key: section[key] for key in ("bits", "group_size")}),
+            ("quantize_config.json", {key: quantization[key] for key in ("bits", "group_size")}),
         ]
     ):
-        folder = write_packed_checkpoint(llama, tmp_path / str(number), packer, section)
+        folder = write_packed_checkpoint(llama, tmp_path / str(number), packer, quantization)
         (folder / "config.json").write_text((folder / "plain" / "config.json").read_text())
         (folder / name).write_text(json.dumps(content))
         checkpoint = open_checkpoint(folder)
@@ -366,18 +365,20 @@ def test_the_quantization_configuration_is_read_from_a_separate_file(llama: Path
 
 
 def test_scales_of_activations_and_caches_have_no_effect(llama: Path, tmp_path: Path) -> None:
-    extra = {
+    extra_tensors = {
         f"model.layers.0.self_attn.{name}": torch.ones(1)
         for name in ("k_proj.input_scale", "k_scale", "v_scale")
     }
-    folder = write_packed_checkpoint(llama, tmp_path, *CASES["fp8-tensor"][:2], extra=extra)
+    folder = write_packed_checkpoint(llama, tmp_path, *CASES["fp8-tensor"][:2], extra=extra_tensors)
     assert compute_logits(folder).isfinite().all()
 
 
 def test_a_bias_that_the_model_lacks_must_be_zero(llama: Path, tmp_path: Path) -> None:
     for value in (0.0, 0.5):
-        extra = {"model.layers.0.mlp.up_proj.bias": torch.full((96,), value)}
-        folder = write_packed_checkpoint(llama, tmp_path / str(value), *CASES["gptq-4"][:2], extra=extra)
+        extra_tensors = {"model.layers.0.mlp.up_proj.bias": torch.full((96,), value)}
+        folder = write_packed_checkpoint(
+            llama, tmp_path / str(value), *CASES["gptq-4"][:2], extra=extra_tensors
+        )
         if value:
             with pytest.raises(WeightsError, match=r"1 unexpected: model\.layers\.0\.mlp\.up_proj\.bias"):
                 compute_logits(folder)
@@ -463,21 +464,21 @@ FAULTS: dict[str, tuple[str, str, Any, str]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_inconsistent_tensors_are_refused(fault: str, llama: Path, tmp_path: Path) -> None:
-    case, part, tensor, message = FAULTS[fault]
+    case, tensor_name, tensor, message = FAULTS[fault]
     folder = write_packed_checkpoint(llama, tmp_path, *CASES[case][:2])
     tensors = load_file(folder / "model.safetensors")
     if tensor is None:
-        del tensors[f"{LAYER}.{part}"]
+        del tensors[f"{LAYER}.{tensor_name}"]
     else:
-        tensors[f"{LAYER}.{part}"] = tensor
+        tensors[f"{LAYER}.{tensor_name}"] = tensor
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(WeightsError, match=re.escape(message)) as error:
+    with pytest.raises(WeightsError, match=re.escape(message)) as caught:
         Weights.open(folder)
-    assert LAYER in str(error.value)
+    assert LAYER in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("section", "message"),
+    ("quantization", "message"),
     [
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "'marlin' cannot be read"),
         ({"quant_method": "awq", "bits": 8}, "AWQ weights of 4 bits can be read"),
@@ -494,16 +495,16 @@ def test_inconsistent_tensors_are_refused(fault: str, llama: Path, tmp_path: Pat
     ],
 )
 def test_unsupported_configurations_are_refused(
-    section: dict[str, Any], message: str, llama: Path, tmp_path: Path
+    quantization: dict[str, Any], message: str, llama: Path, tmp_path: Path
 ) -> None:
-    folder = write_packed_checkpoint(llama, tmp_path, packers.gptq(), section)
+    folder = write_packed_checkpoint(llama, tmp_path, packers.gptq(), quantization)
     with pytest.raises(ConfigError, match=message):
         assert PipelineConfig.from_flat({"model_path": str(folder)}).model.tensor_headers
 
 
 def test_an_invalid_group_order_is_refused(llama: Path, tmp_path: Path) -> None:
-    packer, section, _ = CASES["gptq-desc-act"]
-    folder = write_packed_checkpoint(llama, tmp_path, packer, section | {"desc_act": False})
+    packer, quantization, _ = CASES["gptq-desc-act"]
+    folder = write_packed_checkpoint(llama, tmp_path, packer, quantization | {"desc_act": False})
     name = f"{LAYER}.weight"
     with pytest.raises(WeightsError, match="g_idx is not sorted, but desc_act is not set"):
         Weights.open(folder).read_linear(name, (96, 64))
@@ -512,19 +513,19 @@ def test_an_invalid_group_order_is_refused(llama: Path, tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(WeightsError, match="g_idx refers to groups that do not exist"):
         Weights.open(folder).tensor(name, (96, 64))
-    (folder / "config.json").write_text(json.dumps({"quantization_config": section}))
+    (folder / "config.json").write_text(json.dumps({"quantization_config": quantization}))
     with pytest.raises(WeightsError, match="g_idx refers to groups that do not exist"):
         Weights.open(folder)
 
 
-def test_a_layer_with_groups_of_different_sizes_is_widened(llama: Path, tmp_path: Path) -> None:
-    packer, section, _ = CASES["gptq-desc-act"]
-    folder = write_packed_checkpoint(llama, tmp_path, packer, section)
+def test_a_layer_with_groups_of_different_sizes_is_dequantized(llama: Path, tmp_path: Path) -> None:
+    packer, quantization, _ = CASES["gptq-desc-act"]
+    folder = write_packed_checkpoint(llama, tmp_path, packer, quantization)
     tensors = load_file(folder / "model.safetensors")
     weights_before = Weights.open(folder).tensor(f"{LAYER}.weight", (96, 64)).clone()
-    groups = tensors[f"{LAYER}.g_idx"]
-    index = int((groups == 0).nonzero()[0])
-    groups[index] = 1
+    group_indices = tensors[f"{LAYER}.g_idx"]
+    index = int((group_indices == 0).nonzero()[0])
+    group_indices[index] = 1
     save_file(tensors, folder / "model.safetensors")
     weights = Weights.open(folder)
     assert weights.stored_encoding(f"{LAYER}.weight") is None

@@ -29,7 +29,7 @@ from penstock.pipelines import PipelineConfig
 
 TOKENS = random_tokens(20, 120, seed=5)
 SIZES = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
-MXFP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
+MXFP4_WEIGHTS = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
 CASES: dict[str, tuple[packers.Packer, dict[str, Any]]] = {
     "awq": (packers.awq(), {"quant_method": "awq", "bits": 4, "group_size": 32}),
     "fp8": (
@@ -46,7 +46,7 @@ CASES: dict[str, tuple[packers.Packer, dict[str, Any]]] = {
         packers.mxfp4,
         {
             "quant_method": "compressed-tensors",
-            "config_groups": {"group_0": {"targets": ["Linear"], "weights": MXFP4}},
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": MXFP4_WEIGHTS}},
         },
     ),
 }
@@ -65,16 +65,16 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 def write_gguf_model(folder: Path, config: dict[str, Any]) -> Path:
     """Write a GGUF file of several block types, and a folder ``plain`` with the same weights as floats."""
-    sizes = {"hidden_size": 256, "intermediate_size": 256}
-    floats = write_checkpoint(folder / "floats", config | SIZES | sizes)
-    tensors = write_random_blocks(floats, folder / "m.gguf", BLOCK_TYPES)
+    block_sizes = {"hidden_size": 256, "intermediate_size": 256}
+    float_folder = write_checkpoint(folder / "floats", config | SIZES | block_sizes)
+    tensors = write_random_blocks(float_folder, folder / "m.gguf", BLOCK_TYPES)
     (folder / "plain").mkdir()
-    (folder / "plain" / "config.json").write_text((floats / "config.json").read_text())
+    (folder / "plain" / "config.json").write_text((float_folder / "config.json").read_text())
     save_file(tensors, folder / "plain" / "model.safetensors", metadata={"format": "pt"})
     return folder / "m.gguf"
 
 
-def float_checkpoint(checkpoint: Path) -> Path:
+def find_float_checkpoint(checkpoint: Path) -> Path:
     return (checkpoint if checkpoint.is_dir() else checkpoint.parent) / "plain"
 
 
@@ -84,26 +84,26 @@ def compute_logits(checkpoint: Path, adapter: str | None = None, **config: Any) 
 
 
 def test_adapter_logits_are_close_to_those_of_peft(checkpoint: Path, tmp_path: Path) -> None:
-    adapter = write_adapter(float_checkpoint(checkpoint), tmp_path)
-    expected = peft_logits(float_checkpoint(checkpoint), adapter, TOKENS)
+    adapter = write_adapter(find_float_checkpoint(checkpoint), tmp_path)
+    expected = peft_logits(find_float_checkpoint(checkpoint), adapter, TOKENS)
     actual = compute_logits(checkpoint, "tone", lora=(f"tone={adapter}",))
     assert float((actual - expected).norm() / expected.norm()) < 0.08
     assert float((actual - compute_logits(checkpoint)).norm() / expected.norm()) > 0.1
 
 
 def test_layers_keep_the_block_types_of_the_file(checkpoint: Path) -> None:
-    """v_proj is a separate layer if its block type differs."""
+    """v_proj is loaded as a separate layer if its block type differs from those of q_proj and k_proj."""
     model: Any = open_pipeline(checkpoint, quantization_encoding=None).model
-    actual = {
+    encodings = {
         layer.encoding for layer in modules_and_weights(model.network) if isinstance(layer, PackedLinear)
     }
     if not checkpoint.is_dir():
-        assert actual == {"q4_k", "q5_k", "q6_k"}
-    assert "bfloat16" not in actual - {model.pipeline_config.model.encoding}
+        assert encodings == {"q4_k", "q5_k", "q6_k"}
+    assert "bfloat16" not in encodings - {model.pipeline_config.model.encoding}
 
 
 def test_logits_are_close_to_those_of_the_float_weights(checkpoint: Path) -> None:
-    expected = transformers_logits(load_in_transformers(float_checkpoint(checkpoint)), TOKENS)
+    expected = transformers_logits(load_in_transformers(find_float_checkpoint(checkpoint)), TOKENS)
     actual = compute_logits(checkpoint)
     assert float((actual - expected).norm() / expected.norm()) < 0.08
 
@@ -133,7 +133,7 @@ def test_check_checkpoint_accepts_the_checkpoint(checkpoint: Path, monkeypatch: 
 @needs_kernels
 def test_compiled_steps_give_equal_logits(checkpoint: Path) -> None:
     logits: dict[bool, list[torch.Tensor]] = {}
-    status: dict[bool, str] = {}
+    graph_statuses: dict[bool, str] = {}
     for is_compiled in (False, True):
         pipeline = open_pipeline(checkpoint, quantization_encoding=None, enable_prefix_caching=False)
         pipeline.session.use_graphs = is_compiled
@@ -142,10 +142,10 @@ def test_compiled_steps_give_equal_logits(checkpoint: Path) -> None:
             (row,) = step_logits(pipeline, [context])
             logits[is_compiled].append(row)
             append_token(pipeline, context, int(row[-1].argmax()))
-        status[is_compiled] = pipeline.session.graph_status
-    assert status[True].startswith("compiled"), status
-    assert not status[False].startswith("compiled")
+        graph_statuses[is_compiled] = pipeline.session.graph_status
+    assert graph_statuses[True].startswith("compiled"), graph_statuses
+    assert not graph_statuses[False].startswith("compiled")
     assert all(
-        torch.equal(eager_logits, is_compiled)
-        for eager_logits, is_compiled in zip(*logits.values(), strict=True)
+        torch.equal(eager_logits, compiled_logits)
+        for eager_logits, compiled_logits in zip(*logits.values(), strict=True)
     )

@@ -24,8 +24,8 @@ def write_file(file: Path, header: Any, data: bytes = b"") -> Path:
     return file
 
 
-def make_entry(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, Any]:
-    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+def make_entry(dtype: str, shape: list[int], start: int, end: int) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
 
 
 def write_shards(folder: Path, weight_map: dict[str, str]) -> None:
@@ -42,7 +42,10 @@ def test_headers_have_types_shapes_and_sizes(tmp_path: Path) -> None:
         metadata={"format": "pt"},
     )
     headers = read_checkpoint_headers(tmp_path)
-    actual = {name: (h.dtype, h.shape, h.num_elements, h.num_bytes) for name, h in headers.items()}
+    actual = {
+        name: (header.dtype, header.shape, header.num_elements, header.num_bytes)
+        for name, header in headers.items()
+    }
     assert actual == {
         "a": (DType.float32, (2, 3), 6, 24),
         "b": (DType.int8, (), 1, 1),

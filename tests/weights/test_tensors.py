@@ -1,4 +1,4 @@
-"""`Weights`: tensors by name, and one error for all faults of a load."""
+"""`Weights`: reads tensors by name, and reports all faults of a load in one error."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def save_and_open(folder: Path, tensors: dict[str, Tensor]) -> Weights:
     return Weights.open(folder)
 
 
-def read_all(weights: Weights) -> None:
+def read_all_tensors(weights: Weights) -> None:
     for name in weights.names:
         weights.tensor(name, weights.shape(name))
 
@@ -48,9 +48,9 @@ def test_names_shapes_and_types(weights: Weights) -> None:
 
 def test_tensors_have_the_stored_type_and_values(weights: Weights) -> None:
     for name, tensor in TENSORS.items():
-        read = weights.tensor(name, tuple(tensor.shape))
-        assert read.dtype is tensor.dtype
-        assert torch.equal(read, tensor)
+        stored_tensor = weights.tensor(name, tuple(tensor.shape))
+        assert stored_tensor.dtype is tensor.dtype
+        assert torch.equal(stored_tensor, tensor)
     weights.finish()
 
 
@@ -108,7 +108,7 @@ def test_eight_bit_floats_are_not_read_as_weights(tmp_path: Path) -> None:
 
 
 def test_long_lists_in_errors_are_shortened(weights: Weights) -> None:
-    read_all(weights)
+    read_all_tensors(weights)
     for number in range(11):
         weights.tensor(f"layer.{number}", (1,))
     with pytest.raises(WeightsError, match=r"11 missing: layer\.0, .*, layer\.7 and 3 more$"):
@@ -135,13 +135,13 @@ def test_tensors_that_match_a_pattern_may_be_unread(weights: Weights) -> None:
 
 
 def test_renamed_tensors_are_read_by_their_new_names(weights: Weights) -> None:
-    renamed = weights.renamed(lambda name: None if name.startswith("half") else f"model.{name}")
-    assert renamed.names == ("model.embed.weight", "model.norm.weight")
-    assert renamed.num_parameters == 16
-    assert torch.equal(renamed.tensor("model.norm.weight", (4,)), TENSORS["norm.weight"])
-    renamed.tensor("model.embed.weight", (1,))
+    renamed_weights = weights.renamed(lambda name: None if name.startswith("half") else f"model.{name}")
+    assert renamed_weights.names == ("model.embed.weight", "model.norm.weight")
+    assert renamed_weights.num_parameters == 16
+    assert torch.equal(renamed_weights.tensor("model.norm.weight", (4,)), TENSORS["norm.weight"])
+    renamed_weights.tensor("model.embed.weight", (1,))
     with pytest.raises(WeightsError, match=r"model\.embed\.weight \(embed\.weight in the file\) is \[3, 4\]"):
-        renamed.finish()
+        renamed_weights.finish()
 
 
 def test_renaming_twice_reads_the_right_tensor(weights: Weights) -> None:
@@ -155,7 +155,7 @@ def test_two_tensors_with_the_same_new_name_are_refused(weights: Weights) -> Non
 
 
 def test_a_renamed_view_records_its_reads_separately(weights: Weights) -> None:
-    read_all(weights.renamed(lambda name: name))
+    read_all_tensors(weights.renamed(lambda name: name))
     with pytest.raises(WeightsError, match="3 unexpected"):
         weights.finish()
 
@@ -168,5 +168,5 @@ def test_the_shape_of_a_missing_tensor_is_refused(weights: Weights) -> None:
 def test_a_trained_checkpoint_is_read_without_faults(shared_data: Path) -> None:
     weights = Weights.open(shared_data / "models" / "stories260K")
     assert weights.shape("model.embed_tokens.weight") == (512, 64)
-    read_all(weights)
+    read_all_tensors(weights)
     weights.finish()

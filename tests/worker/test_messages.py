@@ -81,7 +81,7 @@ INFO = WorkerInfo(
     memory=[("weights", "1 GiB")],
 )
 LOG_PROBABILITIES = LogProbabilities([-0.5], [{3: -0.5, 4: -1.25}])
-PACKED_LOG_PROBABILITIES = PackedLogProbabilities.of(LOG_PROBABILITIES)
+PACKED_LOG_PROBABILITIES = PackedLogProbabilities.pack(LOG_PROBABILITIES)
 DONE = TextGenerationStatus.MAXIMUM_LENGTH
 
 
@@ -93,7 +93,7 @@ def test_every_error_class_is_in_the_list() -> None:
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_an_error_keeps_its_class_message_and_attributes(error: PenstockError) -> None:
     error.add_note("in prompt 2")
-    encoded_error = messages.report_encoder()(StartFailed(ErrorRecord.of(error)))
+    encoded_error = messages.report_encoder()(StartFailed(ErrorRecord.from_error(error)))
     decoded_exception = messages.report_decoder()(encoded_error)
     assert isinstance(decoded_exception, StartFailed)
     decoded_error = decoded_exception.error.error()
@@ -103,19 +103,19 @@ def test_an_error_keeps_its_class_message_and_attributes(error: PenstockError) -
 
 
 def test_internal_details_are_not_in_messages() -> None:
-    decoded_error = ErrorRecord.of(ZeroDivisionError("/secret/path")).error()
+    decoded_error = ErrorRecord.from_error(ZeroDivisionError("/secret/path")).error()
     assert type(decoded_error) is RequestFailedError
     assert "secret" not in str(decoded_error)
     error = errors.InputError("no")
     error.context = object()  # type: ignore[attr-defined]
-    assert ErrorRecord.of(error) == ErrorRecord("InputError", "no")
+    assert ErrorRecord.from_error(error) == ErrorRecord("InputError", "no")
 
 
 def test_an_error_of_an_unknown_class_becomes_its_nearest_known_base_class() -> None:
     class UnknownError(errors.ConfigError):
         pass
 
-    decoded_error = ErrorRecord.of(UnknownError("odd", "is not even")).error()
+    decoded_error = ErrorRecord.from_error(UnknownError("odd", "is not even")).error()
     assert type(decoded_error) is errors.ConfigError
     assert str(decoded_error) == "odd: is not even"
 

@@ -65,7 +65,7 @@ def test_depths_equal_those_of_a_linear_search(seed: int) -> None:
             assert prefixes.depths(digests, workers) == search_depths(caches, digests, workers)
     for _, recorded in running_requests:
         prefixes.clear_expected(recorded)
-    assert prefixes._expected == {}
+    assert prefixes._expected_workers == {}
     assert prefixes.depths([], 1) == {}
 
 

@@ -129,7 +129,7 @@ async def test_a_worker_that_exits_in_a_forward_is_restarted() -> None:
     await client.start()
     try:
         for _ in range(2):
-            with pytest.raises(UnavailableError, match="worker process died"):
+            with pytest.raises(UnavailableError, match="worker process ended unexpectedly"):
                 await read_deltas(client.submit(make_request("a")))
             await until(lambda: client.state == "ready")
         assert client.num_restarts == 2
@@ -142,7 +142,7 @@ async def test_a_stopped_process_is_restarted_at_the_hang_limit() -> None:
     await client.start()
     try:
         os.kill(client.info.pid, signal.SIGSTOP)
-        with pytest.raises(UnavailableError, match="worker process died"):
+        with pytest.raises(UnavailableError, match="worker process ended unexpectedly"):
             await read_deltas(client.submit(make_request("a")))
         await until(lambda: client.state == "ready")
         assert delta_text(await read_deltas(client.submit(make_request("a")))) == "Hello!"
@@ -162,7 +162,9 @@ async def test_a_hanging_step_restarts_the_worker(factory: Callable[[], WorkerRu
         outcomes = await asyncio.gather(*map(read_deltas, generations), return_exceptions=True)
         hung_outcome = outcomes[0]
         assert isinstance(hung_outcome, UnavailableError)
-        assert "the worker process died (no progress for 2 s) and is being restarted" in str(hung_outcome)
+        assert "the worker process ended unexpectedly (no progress for 2 s) and is being restarted" in str(
+            hung_outcome
+        )
         await until(lambda: client.state == "ready")
         assert (client.info.pid != first, client.num_restarts) == (True, 1)
         assert await read_deltas(client.submit(make_request("a")))
@@ -218,7 +220,7 @@ async def test_a_suspended_process_is_restarted(monkeypatch: pytest.MonkeyPatch)
     try:
         first = client.info.pid
         os.kill(first, signal.SIGSTOP)
-        with pytest.raises(UnavailableError, match="worker process died"):
+        with pytest.raises(UnavailableError, match="worker process ended unexpectedly"):
             await read_deltas(client.submit(make_request("a")))
         await until(lambda: client.state == "ready")
         assert client.info.pid != first

@@ -19,17 +19,17 @@ class Clock:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
 
-    def at(self, time: float, action: Callable[[], None]) -> None:
+    def call_at(self, time: float, action: Callable[[], None]) -> None:
         """Call ``action`` at the virtual time ``time``, which must not be in the past."""
         assert time >= self.now, f"{time} is before {self.now}"
         heapq.heappush(self._events, (time, next(self._numbers), action))
 
-    def after(self, seconds: float, action: Callable[[], None]) -> None:
+    def call_after(self, seconds: float, action: Callable[[], None]) -> None:
         """Call ``action`` after ``seconds`` of virtual time."""
-        self.at(self.now + seconds, action)
+        self.call_at(self.now + seconds, action)
 
     def run(self) -> None:
-        """Run all events, including events that are added meanwhile."""
+        """Run all events, including events that other events add."""
         while self._events:
             self.now, _, action = heapq.heappop(self._events)
             action()
@@ -47,13 +47,13 @@ class BusyServer:
         self._free_at = 0.0
         self.busy_seconds = 0.0
         """Total seconds of the tasks that were passed to `serve`."""
-        self.waits: list[float] = []
+        self.wait_seconds: list[float] = []
         """For each task, the seconds from the call of `serve` until the task began."""
 
     def serve(self, seconds: float, action: Callable[[], None]) -> None:
         """Run a task of ``seconds`` after all earlier tasks, and then call ``action``."""
         begin = max(self._clock.now, self._free_at)
-        self.waits.append(begin - self._clock.now)
+        self.wait_seconds.append(begin - self._clock.now)
         self._free_at = begin + seconds
         self.busy_seconds += seconds
-        self._clock.at(self._free_at, action)
+        self._clock.call_at(self._free_at, action)

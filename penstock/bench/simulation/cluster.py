@@ -1,6 +1,6 @@
 """`Cluster`: runs a trace of requests in virtual time.
 
-The router and the schedulers of the workers are the real ones. Only the forwards are simulated.
+The simulation uses the router and the schedulers of the engine. Only the forwards are simulated.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock.worker.router import WorkerRouter
 from penstock.worker.routing import LeastLoaded, RoutingPolicy, WorkerLoads
 
 _WARM_UP = 0.25
-"""Fraction of the trace at its beginning that is not measured, because the prefix caches are still filled."""
+"""Fraction of the trace that is not measured at its beginning, because the prefix caches are not yet full."""
 
 
 class RandomWorker:
@@ -51,17 +51,17 @@ POLICIES: Mapping[str, Callable[[], RoutingPolicy | None]] = {
     "least-loaded": LeastLoaded,
     "random": RandomWorker,
 }
-"""Name -> the policy of the router. None is the default of the router, which is prefix-aware."""
+"""Name -> function that returns the routing policy. None stands for the router's default, `PrefixAware`."""
 
 
 @dataclass(slots=True)
 class TurnOutcome:
     """The times of a request, in virtual seconds."""
 
-    arrived: float
+    arrival_time: float
     num_prompt_tokens: int
-    first_token: float = 0.0
-    ended: float = 0.0
+    first_token_time: float = 0.0
+    end_time: float = 0.0
     num_new_tokens: int = 0
     num_cached_tokens: int = 0
 
@@ -76,18 +76,18 @@ class ClusterReport:
     requests_per_second: float
     tokens_per_second: float
     """Number of generated tokens per second."""
-    first_token: tuple[float, float]
-    """Seconds from arrival to the first token: median and 99th percentile."""
+    first_token_time: tuple[float, float]
+    """Median and 99th percentile of the seconds from arrival to the first token."""
     latency: tuple[float, float]
-    """Seconds from arrival to the end: median and 99th percentile."""
+    """Median and 99th percentile of the seconds from arrival to the end."""
     hit_rate: float
     """Fraction of the prompt tokens that were in a prefix cache."""
     worker_utilization: float
-    """Fraction of the time in which a worker ran steps, mean of all workers."""
+    """Fraction of the time in which a worker ran steps, averaged over all workers."""
     router_utilization: float
     """Fraction of the time in which the thread of the router was busy."""
     router_wait: float
-    """Seconds that a message waited for the thread of the router, 99th percentile."""
+    """99th percentile of the seconds that a message waited for the thread of the router."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class _Request:
 
 
 class Cluster:
-    """Runs a trace on simulated workers behind the real router.
+    """Runs a trace on simulated workers behind the engine's router.
 
     Args:
         costs: the measured times and limits of workers and router.
@@ -132,19 +132,21 @@ class Cluster:
             raise InputError("a trace needs two conversations that begin at different times")
         no_tokens = np.empty(0, np.int64)
         for conversation in trace:
-            self._clock.at(conversation.begin, partial(self._arrive, conversation, 0, no_tokens))
+            self._clock.call_at(conversation.begin, partial(self._send_turn, conversation, 0, no_tokens))
         end = trace[-1].begin
-        busy: list[tuple[float, float]] = []
+        busy_seconds: list[tuple[float, float]] = []
         for time in (_WARM_UP * end, end):
-            self._clock.at(time, lambda: busy.append(self._busy_seconds()))
+            self._clock.call_at(time, lambda: busy_seconds.append(self._busy_seconds()))
         self._clock.run()
-        return self._report(end, *np.subtract(busy[1], busy[0]).tolist())
+        return self._report(end, *np.subtract(busy_seconds[1], busy_seconds[0]).tolist())
 
     def _busy_seconds(self) -> tuple[float, float]:
-        """Return the busy seconds so far: the sum of all workers, and those of the router."""
+        """Return the busy seconds so far: the sum over all workers, and the busy seconds of the router."""
         return sum(worker.busy_seconds for worker in self._workers), self._router_thread.busy_seconds
 
-    def _arrive(self, conversation: SimulatedConversation, turn_index: int, previous_tokens: Tokens) -> None:
+    def _send_turn(
+        self, conversation: SimulatedConversation, turn_index: int, previous_tokens: Tokens
+    ) -> None:
         """Send a turn to the router, with the tokens of the previous turns."""
         turn = conversation.turns[turn_index]
         tokens = np.concatenate([previous_tokens, turn.message])
@@ -173,48 +175,50 @@ class Cluster:
             deliver(report)
             for result in report.results:
                 assert isinstance(result, TextResult)
-                self._count(result)
+                self._record_result(result)
 
         self._router_thread.serve(self._costs.router.report_seconds(len(report.results)), process)
 
-    def _count(self, result: TextResult) -> None:
+    def _record_result(self, result: TextResult) -> None:
         """Record the tokens of a request. If the request has ended, schedule the next turn."""
         request, now = self._requests[result.request_id], self._clock.now
         outcome = request.outcome
         if result.tokens and not outcome.num_new_tokens:
-            outcome.first_token = now
+            outcome.first_token_time = now
         outcome.num_new_tokens += len(result.tokens)
         if not result.status.is_done:
             return
         del self._requests[result.request_id]
-        outcome.ended = now
+        outcome.end_time = now
         outcome.num_cached_tokens = request.context.num_cached_tokens
         turn_index, turns = request.turn_index + 1, request.conversation.turns
         if turn_index < len(turns):
             tokens = request.context.all_tokens.astype(np.int64)
-            self._clock.after(
+            self._clock.call_after(
                 turns[turn_index].think_seconds,
-                partial(self._arrive, request.conversation, turn_index, tokens),
+                partial(self._send_turn, request.conversation, turn_index, tokens),
             )
 
     def _report(self, last_begin: float, workers_busy: float, router_busy: float) -> ClusterReport:
         begin = _WARM_UP * last_begin
-        arrived = [outcome for outcome in self.outcomes if begin <= outcome.arrived <= last_begin]
-        ended = [outcome for outcome in self.outcomes if begin <= outcome.ended <= last_begin]
+        arrived_turns = [outcome for outcome in self.outcomes if begin <= outcome.arrival_time <= last_begin]
+        ended_turns = [outcome for outcome in self.outcomes if begin <= outcome.end_time <= last_begin]
         span, num_workers = last_begin - begin, len(self._workers)
-        num_prompt_tokens = sum(outcome.num_prompt_tokens for outcome in arrived)
+        num_prompt_tokens = sum(outcome.num_prompt_tokens for outcome in arrived_turns)
         return ClusterReport(
             num_workers=num_workers,
             policy=self._policy,
-            num_requests=len(arrived),
-            requests_per_second=len(ended) / span,
-            tokens_per_second=sum(outcome.num_new_tokens for outcome in ended) / span,
-            first_token=_percentiles([outcome.first_token - outcome.arrived for outcome in arrived]),
-            latency=_percentiles([outcome.ended - outcome.arrived for outcome in arrived]),
-            hit_rate=sum(outcome.num_cached_tokens for outcome in arrived) / num_prompt_tokens,
+            num_requests=len(arrived_turns),
+            requests_per_second=len(ended_turns) / span,
+            tokens_per_second=sum(outcome.num_new_tokens for outcome in ended_turns) / span,
+            first_token_time=_percentiles(
+                [outcome.first_token_time - outcome.arrival_time for outcome in arrived_turns]
+            ),
+            latency=_percentiles([outcome.end_time - outcome.arrival_time for outcome in arrived_turns]),
+            hit_rate=sum(outcome.num_cached_tokens for outcome in arrived_turns) / num_prompt_tokens,
             worker_utilization=workers_busy / span / num_workers,
             router_utilization=router_busy / span,
-            router_wait=float(np.percentile(self._router_thread.waits, 99)),
+            router_wait=float(np.percentile(self._router_thread.wait_seconds, 99)),
         )
 
 
@@ -227,16 +231,21 @@ def capacity(costs: ClusterCosts, shape: TraceShape) -> float:
     limits, step = costs.limits, costs.step
     trace = make_trace(shape)
     answers = [turn.num_new_tokens for conversation in trace for turn in conversation.turns]
-    prompt, answer = _mean_prompt(trace), sum(answers) / len(answers)
+    mean_prompt, mean_answer = _mean_prompt(trace), sum(answers) / len(answers)
     step_tokens = min(limits.max_batch_input_tokens, 512)
-    prefill = (
+    prefill_token_seconds = (
         step.step_seconds(StepShape(step_tokens, 1, step_tokens * step_tokens // 2, step_tokens))
         / step_tokens
     )
-    batch = max(1, min(limits.max_batch_size, int(limits.num_blocks * limits.block_size / (prompt + answer))))
-    keys = int(batch * (prompt + answer / 2))
-    decode = step.step_seconds(StepShape(batch, batch, keys, keys)) / batch
-    return 1 / (prompt * prefill + answer * decode)
+    batch_size = max(
+        1,
+        min(limits.max_batch_size, int(limits.num_blocks * limits.block_size / (mean_prompt + mean_answer))),
+    )
+    num_keys = int(batch_size * (mean_prompt + mean_answer / 2))
+    decode_token_seconds = (
+        step.step_seconds(StepShape(batch_size, batch_size, num_keys, num_keys)) / batch_size
+    )
+    return 1 / (mean_prompt * prefill_token_seconds + mean_answer * decode_token_seconds)
 
 
 def _mean_prompt(trace: Sequence[SimulatedConversation]) -> float:

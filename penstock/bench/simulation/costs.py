@@ -1,4 +1,4 @@
-"""The measured times that a simulation uses: those of worker steps and of router messages."""
+"""The measured times that a simulation uses: the times of worker steps and of router messages."""
 
 from __future__ import annotations
 
@@ -30,9 +30,11 @@ class StepShape(NamedTuple):
     def from_contexts(cls, contexts: Iterable[InputContext]) -> StepShape:
         """Return the shape of the next forward of a batch."""
         shapes = [(context.active_length, context.start_idx) for context in contexts]
-        pairs = sum(rows * start + rows * (rows + 1) // 2 for rows, start in shapes)
-        keys = sum(rows + start for rows, start in shapes)
-        return cls(sum(rows for rows, _ in shapes), len(shapes), pairs, keys)
+        num_pairs = sum(
+            num_tokens * start + num_tokens * (num_tokens + 1) // 2 for num_tokens, start in shapes
+        )
+        num_keys = sum(num_tokens + start for num_tokens, start in shapes)
+        return cls(sum(num_tokens for num_tokens, _ in shapes), len(shapes), num_pairs, num_keys)
 
 
 class StepCostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,12 +65,12 @@ class StepCostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def step_seconds(self, shape: StepShape) -> float:
         """Return the seconds of a step."""
-        after = min(max(bisect_left(self.num_tokens, shape.num_tokens), 1), len(self.num_tokens) - 1)
-        low, high = self.num_tokens[after - 1], self.num_tokens[after]
-        slope = (self.seconds[after] - self.seconds[after - 1]) / (high - low)
-        table = self.seconds[after - 1] + slope * (shape.num_tokens - low)
+        entry = min(max(bisect_left(self.num_tokens, shape.num_tokens), 1), len(self.num_tokens) - 1)
+        low, high = self.num_tokens[entry - 1], self.num_tokens[entry]
+        slope = (self.seconds[entry] - self.seconds[entry - 1]) / (high - low)
+        table_seconds = self.seconds[entry - 1] + slope * (shape.num_tokens - low)
         attention = self.per_pair * shape.num_pairs + self.per_key * shape.num_keys
-        return table + self.per_sequence * shape.num_sequences + attention
+        return table_seconds + self.per_sequence * shape.num_sequences + attention
 
     def scaled(self, speed: float) -> StepCostTable:
         """Return the costs of a worker that is ``speed`` times as fast."""
@@ -93,14 +95,14 @@ class StepCostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             InputError: all steps have the same number of tokens.
         """
         sizes = sorted({shape.num_tokens for shape, _ in steps})
-        rows = np.zeros((len(steps), len(sizes) + 3))  # [N, entries and 3]
+        rows = np.zeros((len(steps), len(sizes) + 3))  # [N, table entries + 3]
         for row, (shape, seconds) in zip(rows, steps, strict=True):
             row[sizes.index(shape.num_tokens)] = 1 / seconds
             row[-3] = shape.num_sequences / seconds
             row[-2] = shape.num_pairs / seconds
             row[-1] = shape.num_keys / seconds
         coefficients = non_negative_least_squares(rows, np.ones(len(steps)))
-        table = np.maximum.accumulate(coefficients[:-3])  # more tokens never take less time
+        table = np.maximum.accumulate(coefficients[:-3])  # makes the table ascend, because measurements vary
         return cls(sizes, table.tolist(), *map(float, coefficients[-3:]))
 
 
@@ -172,16 +174,16 @@ def non_negative_least_squares(
     """Return coefficients ``[M]`` of at least 0 with a small squared error ``|matrix @ coefficients -
     target|^2``.
 
-    The function solves without the constraint and fixes the most negative coefficient at 0, until none is
-    negative.
+    The function solves the problem without the constraint. While a coefficient is negative, it fixes the most
+    negative one at 0 and solves again.
     """
-    used = list(range(matrix.shape[1]))
+    free_columns = list(range(matrix.shape[1]))
     result = np.zeros(matrix.shape[1])
-    while used:
-        solution, *_ = np.linalg.lstsq(matrix[:, used], target, rcond=None)
-        lowest = int(np.argmin(solution))
-        if solution[lowest] >= 0:
-            result[used] = solution
+    while free_columns:
+        solution, *_ = np.linalg.lstsq(matrix[:, free_columns], target, rcond=None)
+        lowest_index = int(np.argmin(solution))
+        if solution[lowest_index] >= 0:
+            result[free_columns] = solution
             break
-        del used[lowest]
+        del free_columns[lowest_index]
     return result

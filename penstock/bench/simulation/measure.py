@@ -20,7 +20,7 @@ from penstock.scheduler import AnyScheduler
 PROMPTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Numbers of tokens of the measured prompts."""
 CHUNKS = (16, 64, 256, 512)
-"""Numbers of tokens of the measured last chunks of a prompt. The first chunk fills a step."""
+"""Numbers of tokens of the measured last chunks of a prompt. The first chunk has the maximum size."""
 BATCHES = (1, 2, 4, 8, 16, 32)
 """Numbers of contexts of the measured decode steps."""
 CONTEXTS = (16, 512)
@@ -28,7 +28,7 @@ CONTEXTS = (16, 512)
 
 
 def measure_steps(config: PipelineConfig, *, repeats: int = 5) -> tuple[StepCostTable, WorkerLimits]:
-    """Load a model, measure its steps, and return the fitted step times and the limits of the model.
+    """Load a model, measure its steps, and return the fitted step times and the limits of its memory plan.
 
     A step is a call of `Scheduler.step`: scheduling, forward and sampling. Each shape runs once for warm-up.
     Its time is the median of ``repeats`` runs.
@@ -128,12 +128,12 @@ def _submit(
     scheduler: AnyScheduler, count: int, length: int, num_new_tokens: int, vocabulary: int
 ) -> Sequence[TextContext]:
     """Submit greedy requests with random prompts."""
-    draws = np.random.default_rng(length)
+    generator = np.random.default_rng(length)
     contexts = [
         TextContext(
             prompt="",
             max_length=length + num_new_tokens,
-            tokens=draws.integers(0, vocabulary, length),
+            tokens=generator.integers(0, vocabulary, length),
             ignore_eos=True,
             sampling_params=SamplingParams(temperature=0.0),
             request_id=uuid4().hex,
@@ -147,6 +147,6 @@ def _submit(
 
 def _time_step(scheduler: AnyScheduler) -> float:
     """Return the seconds of a step."""
-    begin = perf_counter()
+    start = perf_counter()
     scheduler.step()
-    return perf_counter() - begin
+    return perf_counter() - start

@@ -2,13 +2,12 @@
 
 - Conversations begin in bursts. The gaps between them have a Gamma distribution with a coefficient of
   variation of 2. BurstGPT (arXiv:2401.17644) reports Gamma gaps for the traffic of a chat service.
-- The system prompt of a conversation is one of ``num_prefixes``. The probability of the k-th is proportional
-  to 1 / k (Zipf).
+- The system prompt of a conversation is one of ``num_prefixes``. The probability of the k-th system prompt is
+    proportional to 1 / k (Zipf).
 - Lengths of system prompts, messages and answers have log-normal distributions. Their medians are parameters.
   In the traces of Splitwise (arXiv:2311.18677), answers of conversations have a median of 129 tokens.
 - The number of turns has a geometric distribution. The prompt of a turn consists of the previous conversation
-  and a new message. A turn arrives after the end of the previous answer and an exponentially distributed
-  pause.
+  and a new message. A turn arrives an exponentially distributed time after the end of the previous answer.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import numpy.typing as npt
 from penstock.errors import InputError
 
 _BURSTINESS = 2.0
-"""Coefficient of variation of the gaps between conversations; that of a Poisson process is 1."""
+"""Coefficient of variation of the gaps between conversations. It is 1 for a Poisson process."""
 _PREFIX_SPREAD, _MESSAGE_SPREAD, _ANSWER_SPREAD = 0.4, 1.0, 0.7
 """Standard deviations of the logarithms of lengths."""
 
@@ -91,8 +90,8 @@ def make_trace(shape: TraceShape) -> list[SimulatedConversation]:
     Equal parameters result in equal traces.
     """
     conversations: list[SimulatedConversation] = []
-    requests_left, draws = shape.num_requests, np.random.default_rng(shape.seed)
-    for turns in _conversations(shape, draws):
+    requests_left, generator = shape.num_requests, np.random.default_rng(shape.seed)
+    for turns in _draw_conversations(shape, generator):
         kept_turns = tuple(islice(turns, requests_left))
         conversations.append(SimulatedConversation(f"user-{len(conversations)}", 0.0, kept_turns))
         requests_left -= len(kept_turns)
@@ -100,40 +99,41 @@ def make_trace(shape: TraceShape) -> list[SimulatedConversation]:
             break
     mean_gap = shape.num_requests / len(conversations) / shape.rate
     gamma_shape = 1 / _BURSTINESS**2
-    gaps = draws.gamma(gamma_shape, mean_gap / gamma_shape, len(conversations))
-    begins = np.cumsum(gaps) - gaps[0]
+    gaps = generator.gamma(gamma_shape, mean_gap / gamma_shape, len(conversations))
+    start_times = np.cumsum(gaps) - gaps[0]
     return [
-        SimulatedConversation(conversation.name, float(begin), conversation.turns)
-        for conversation, begin in zip(conversations, begins, strict=True)
+        SimulatedConversation(conversation.name, float(start_time), conversation.turns)
+        for conversation, start_time in zip(conversations, start_times, strict=True)
     ]
 
 
-def _conversations(shape: TraceShape, draws: np.random.Generator) -> Iterator[list[Turn]]:
+def _draw_conversations(shape: TraceShape, generator: np.random.Generator) -> Iterator[list[Turn]]:
     """Yield the turns of an unlimited number of conversations, at least one turn each."""
     limit = shape.max_length // 2  # the first turn must fit
     lengths = [
-        _length(draws, shape.prefix_length, _PREFIX_SPREAD, limit // 2) for _ in range(shape.num_prefixes)
+        _draw_length(generator, shape.prefix_length, _PREFIX_SPREAD, limit // 2)
+        for _ in range(shape.num_prefixes)
     ]
-    prefixes = [draws.integers(0, shape.vocab_size, length) for length in lengths]
+    prefixes = [generator.integers(0, shape.vocab_size, length) for length in lengths]
     weights = 1 / np.arange(1, shape.num_prefixes + 1)
     weights /= weights.sum()
     while True:
-        prefix = prefixes[draws.choice(shape.num_prefixes, p=weights)]
+        prefix = prefixes[generator.choice(shape.num_prefixes, p=weights)]
         turns: list[Turn] = []
         total = 0
-        for number in range(draws.geometric(1 / shape.turns)):
-            length = _length(draws, shape.message_length, _MESSAGE_SPREAD, limit // 2)
-            message = draws.integers(0, shape.vocab_size, length)
-            if not number:
+        for turn_index in range(generator.geometric(1 / shape.turns)):
+            length = _draw_length(generator, shape.message_length, _MESSAGE_SPREAD, limit // 2)
+            message = generator.integers(0, shape.vocab_size, length)
+            if not turn_index:
                 message = np.concatenate([prefix, message])
-            num_new = _length(draws, shape.answer_length, _ANSWER_SPREAD, limit)
+            num_new = _draw_length(generator, shape.answer_length, _ANSWER_SPREAD, limit)
             total += len(message) + num_new
             if total > shape.max_length:
                 break
-            turns.append(Turn(message, num_new, float(draws.exponential(shape.think_seconds))))
+            turns.append(Turn(message, num_new, float(generator.exponential(shape.think_seconds))))
         yield turns
 
 
-def _length(draws: np.random.Generator, median: float, spread: float, maximum: int) -> int:
+def _draw_length(generator: np.random.Generator, median: float, spread: float, maximum: int) -> int:
     """Draw a length from a log-normal distribution, from 1 to ``maximum``."""
-    return max(1, min(round(median * float(np.exp(spread * draws.standard_normal()))), maximum))
+    return max(1, min(round(median * float(np.exp(spread * generator.standard_normal()))), maximum))

@@ -1,4 +1,4 @@
-"""`SimulatedWorker`: the real scheduler and KV cache in virtual time, with a pipeline that only adds up step
+"""`SimulatedWorker`: the scheduler and the KV cache of the engine, with a pipeline that only adds up step
 times.
 """
 
@@ -27,7 +27,9 @@ _LATENCY_BUDGET = 0.02
 _MAX_STEPS = 8
 """Maximum number of steps in one call of the pipeline, as in `penstock.pipelines.runner`."""
 _READY_POLL_SECONDS = 0.004
-"""Seconds between calls of `Scheduler.step` while no context is ready, as in a real worker."""
+"""Virtual seconds between calls of `Scheduler.step` while no context is ready. A worker process waits equally
+long.
+"""
 _VOCAB_SIZE = 32_000
 
 
@@ -79,7 +81,7 @@ def _next_token(context: TextContext) -> int:
 
 
 class SimulatedWorker:
-    """A worker in virtual time. It has those members of `EngineClient` that `WorkerRouter` uses.
+    """A worker in virtual time. It has all members of `EngineClient` that `WorkerRouter` uses.
 
     Args:
         clock: the virtual time.
@@ -141,7 +143,7 @@ class SimulatedWorker:
         assert isinstance(context, TextContext)
         generation = Generation(context.request_id, lambda request_id: None)
         self._generations[context.request_id] = generation
-        self._clock.after(self._message_seconds, lambda: self._receive(context))
+        self._clock.call_after(self._message_seconds, lambda: self._receive(context))
         return generation
 
     # -- The worker --------------------------------------------------------------------------------------
@@ -161,14 +163,14 @@ class SimulatedWorker:
         self._is_busy = scheduler.has_work
         if not self._is_busy:
             return
-        before = pipeline.seconds
+        start = pipeline.seconds
         outputs = scheduler.step(pipeline.num_steps_for(_LATENCY_BUDGET))
         if scheduler.failures:
             raise next(iter(scheduler.failures.values()))
-        seconds = pipeline.seconds - before
+        seconds = pipeline.seconds - start
         self.busy_seconds += seconds
-        if not seconds:  # no context is ready; a context can wait for a prefix that another context computes
-            self._clock.after(_READY_POLL_SECONDS, self._step)
+        if not seconds:  # no context ran: all wait for a prefix that another context computes
+            self._clock.call_after(_READY_POLL_SECONDS, self._step)
             return
         report = StepResults(
             WorkerStats(),
@@ -178,10 +180,10 @@ class SimulatedWorker:
         )
 
         def end() -> None:
-            self._clock.after(self._message_seconds, lambda: self._send(report, self._deliver))
+            self._clock.call_after(self._message_seconds, lambda: self._send(report, self._deliver))
             self._step()
 
-        self._clock.after(seconds, end)
+        self._clock.call_after(seconds, end)
 
     def _result(self, request_id: str, output: TextGenerationResponse) -> RequestResult | None:
         context = self._contexts[request_id]

@@ -23,14 +23,14 @@ _HALF_TAPS = _NUM_TAPS // 2
 class AliasFreeSnake:
     """A snake activation at twice the sampling rate, with a low-pass filter before and after it.
 
-    Upsampling takes two convolutions: `even` computes the even output samples, `odd` the odd output samples.
-    `down` filters the result and halves the rate.
+    Upsampling takes two convolutions: `even_upsampling` computes the even output samples, `odd_upsampling`
+    the odd output samples. `downsampling` filters the result and halves the rate.
     """
 
-    even: Conv1d
-    odd: Conv1d
+    even_upsampling: Conv1d
+    odd_upsampling: Conv1d
     snake: Snake
-    down: Conv1d
+    downsampling: Conv1d
 
     def __call__(self, x: RaggedRows, ops: Ops) -> RaggedRows:
         """``x [T, C] -> [T, C]``, one sequence."""
@@ -38,25 +38,25 @@ class AliasFreeSnake:
         padded = _pad_with_edges(rows, _HALF_TAPS - 1, _HALF_TAPS - 1)
         phases = [
             conv(_one_sequence(padded[start : start + count + _HALF_TAPS - 1]), ops).rows
-            for conv, start in ((self.even, 2), (self.odd, 3))
+            for conv, start in ((self.even_upsampling, 2), (self.odd_upsampling, 3))
         ]
-        doubled = ops.snake(torch.stack(phases, 1).view(2 * count, -1), self.snake.alpha, self.snake.beta)
-        return self.down(_one_sequence(_pad_with_edges(doubled, _HALF_TAPS - 1, _HALF_TAPS)), ops)
+        upsampled = ops.snake(torch.stack(phases, 1).view(2 * count, -1), self.snake.alpha, self.snake.beta)
+        return self.downsampling(_one_sequence(_pad_with_edges(upsampled, _HALF_TAPS - 1, _HALF_TAPS)), ops)
 
 
 @dataclass(frozen=True, slots=True)
 class AliasFreeUnit:
     """A residual unit: activation, dilated convolution, activation, pointwise convolution."""
 
-    first: AliasFreeSnake
-    dilated: Conv1d
-    second: AliasFreeSnake
-    pointwise: Conv1d
+    first_snake: AliasFreeSnake
+    dilated_conv: Conv1d
+    second_snake: AliasFreeSnake
+    pointwise_conv: Conv1d
 
     def __call__(self, x: RaggedRows, ops: Ops) -> RaggedRows:
-        inner = self.dilated(self.first(x, ops), ops)
-        inner = self.pointwise(self.second(inner, ops), ops)
-        return RaggedRows(ops.add(x.rows, inner.rows), x.lengths)
+        hidden = self.dilated_conv(self.first_snake(x, ops), ops)
+        hidden = self.pointwise_conv(self.second_snake(hidden, ops), ops)
+        return RaggedRows(ops.add(x.rows, hidden.rows), x.lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +77,17 @@ class DownsamplingBlock:
 class AcousticEncoder:
     """Converts samples ``[S]`` to rows ``[S / hop, E]`` by strided convolutions."""
 
-    first: Conv1d
+    first_conv: Conv1d
     blocks: tuple[DownsamplingBlock, ...]
     snake: AliasFreeSnake
-    last: Conv1d
+    last_conv: Conv1d
 
     def __call__(self, samples: Tensor, ops: Ops) -> Tensor:
         """``samples [S] -> [S / hop, E]``. S must be a multiple of hop, the product of the strides."""
-        x = self.first(_one_sequence(samples[:, None]), ops)
+        x = self.first_conv(_one_sequence(samples[:, None]), ops)
         for block in self.blocks:
             x = block(x, ops)
-        return self.last(self.snake(x, ops), ops).rows
+        return self.last_conv(self.snake(x, ops), ops).rows
 
 
 def read_acoustic_encoder(
@@ -102,7 +102,7 @@ def read_acoustic_encoder(
         hidden_size: E.
     """
     name = "acoustic_encoder"
-    first = loader.conv1d(f"{name}.conv1", 1, channels, _KERNEL, padding=_KERNEL // 2)
+    first_conv = loader.conv1d(f"{name}.conv1", 1, channels, _KERNEL, padding=_KERNEL // 2)
     blocks = []
     for index, stride in enumerate(ratios):
         block = f"{name}.block.{index}"
@@ -117,7 +117,7 @@ def read_acoustic_encoder(
         blocks.append(DownsamplingBlock(units, snake, downsample))
         channels *= 2
     return AcousticEncoder(
-        first,
+        first_conv,
         tuple(blocks),
         _read_snake(loader, f"{name}.snake1", channels),
         loader.conv1d(f"{name}.conv2", channels, hidden_size, 3, padding=1),
@@ -125,12 +125,12 @@ def read_acoustic_encoder(
 
 
 def _read_unit(loader: CodecLoader, name: str, channels: int, dilation: int) -> AliasFreeUnit:
-    dilated = loader.conv1d(
+    dilated_conv = loader.conv1d(
         f"{name}.conv1", channels, channels, _KERNEL, padding=_KERNEL // 2 * dilation, dilation=dilation
     )
     return AliasFreeUnit(
         _read_snake(loader, f"{name}.snake1", channels),
-        dilated,
+        dilated_conv,
         _read_snake(loader, f"{name}.snake2", channels),
         loader.conv1d(f"{name}.conv2", channels, channels, 1),
     )
@@ -150,7 +150,7 @@ def _read_snake(loader: CodecLoader, name: str, channels: int) -> AliasFreeSnake
 
 
 def low_pass_filter() -> Tensor:
-    """Return the taps ``[12]`` of a low-pass filter at half the bandwidth: a sinc with a Kaiser window."""
+    """Return the taps ``[12]`` of a low-pass filter at half the bandwidth: a sinc times a Kaiser window."""
     cutoff, width = 0.25, 0.3
     attenuation = 2.285 * (_HALF_TAPS - 1) * pi * 4 * width + 7.95
     window = torch.kaiser_window(_NUM_TAPS, periodic=False, beta=0.1102 * (attenuation - 8.7))
@@ -164,6 +164,6 @@ def _one_sequence(rows: Tensor) -> RaggedRows:
     return RaggedRows(rows, [len(rows)])
 
 
-def _pad_with_edges(rows: Tensor, before: int, after: int) -> Tensor:
-    """Return the rows padded with ``before`` copies of the first row and ``after`` copies of the last row."""
-    return torch.cat([rows[:1].expand(before, -1), rows, rows[-1:].expand(after, -1)])
+def _pad_with_edges(rows: Tensor, num_before: int, num_after: int) -> Tensor:
+    """Return the rows with ``num_before`` copies of the first and ``num_after`` copies of the last row."""
+    return torch.cat([rows[:1].expand(num_before, -1), rows, rows[-1:].expand(num_after, -1)])

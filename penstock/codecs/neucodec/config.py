@@ -22,14 +22,17 @@ class SemanticConfig:
     heads: int
     kernel_size: int
     left_positions: int
-    """Number of distances with an embedding of their own, for keys before the query."""
+    """Number of distances of keys before the query that have separate embeddings. Larger distances share one.
+    """
     right_positions: int
-    """Number of distances with an embedding of their own, for keys after the query."""
+    """Number of distances of keys after the query that have separate embeddings. Larger distances share one.
+    """
     norm_eps: float
 
     @classmethod
     def read(cls, values: HuggingFaceConfig) -> SemanticConfig:
-        """Read the ``semantic_model_config`` of a ``config.json``. The defaults are those of W2v-BERT.
+        """Read the ``semantic_model_config`` of a ``config.json``. Missing values default to those of
+        W2v-BERT.
 
         Raises:
             CheckpointError: a value has the wrong type.
@@ -37,15 +40,16 @@ class SemanticConfig:
                 adapter.
         """
         positions = values.text("position_embeddings_type", "relative_key")
-        for name, value, supported in (
+        for name, value, supported_value in (
             ("model_type", values.text("model_type", "wav2vec2-bert"), "wav2vec2-bert"),
             ("hidden_act", values.text("hidden_act", "swish"), "swish"),
             ("position_embeddings_type", positions, "relative_key"),
             ("add_adapter", values.flag("add_adapter"), False),
         ):
-            if value != supported:
+            if value != supported_value:
                 raise UnsupportedFeatureError(
-                    f"NeuCodec's semantic encoder with {name} {value}", f"only {supported} is implemented"
+                    f"NeuCodec's semantic encoder with {name} {value}",
+                    f"only {supported_value} is implemented",
                 )
         return cls(
             features=values.integer("feature_projection_input_dim", 160),
@@ -62,7 +66,7 @@ class SemanticConfig:
 
 @dataclass(frozen=True, slots=True)
 class NeuCodecConfig:
-    """The sizes of a NeuCodec checkpoint. `semantic` reads those of the semantic encoder on demand."""
+    """The sizes of a NeuCodec checkpoint. `semantic` reads the sizes of the semantic encoder on demand."""
 
     sample_rate: int
     encoder_sample_rate: int
@@ -104,15 +108,15 @@ class NeuCodecConfig:
         """
         values = HuggingFaceConfig(config, str(folder / "config.json"))
         heads = values.integer("num_attention_heads")
-        for name, value, supported in (
+        for name, value, supported_value in (
             ("hidden_act", values.text("hidden_act", "silu"), "silu"),
             ("attention_bias", values.flag("attention_bias"), False),
             ("num_key_value_heads", values.integer("num_key_value_heads", heads), heads),
         ):
-            if value != supported:
+            if value != supported_value:
                 raise UnsupportedFeatureError(
                     f"NeuCodec with {name} {value}",
-                    f"only {supported} is implemented: use another checkpoint",
+                    f"only {supported_value} is implemented: use another checkpoint",
                 )
         rates = values.integer("output_sampling_rate"), values.integer("input_sampling_rate")
         ratios = values.integers("downsampling_ratios") or (0,)

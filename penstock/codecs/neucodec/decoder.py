@@ -37,7 +37,7 @@ class GroupNorm:
 
 @dataclass(frozen=True, slots=True)
 class ResNetBlock:
-    """A residual block of two convolutions, each after a group norm and a SiLU."""
+    """A residual block: twice a group norm, a SiLU and a convolution."""
 
     norms: tuple[GroupNorm, GroupNorm]
     convs: tuple[Conv1d, Conv1d]
@@ -51,7 +51,7 @@ class ResNetBlock:
 
 @dataclass(frozen=True, slots=True)
 class TransformerLayer:
-    """Bidirectional attention and a feed-forward layer, each after an RMS norm."""
+    """A transformer layer: RMS norm, bidirectional attention, RMS norm, feed-forward layer."""
 
     attention_norm: Tensor
     qkv: PackedLinear
@@ -69,9 +69,9 @@ class NeuCodecDecoder:
     digits: Tensor  # [codebook_size, N]: the values of the N digits of each code
     projection: PackedLinear
     embed: Conv1d
-    before: tuple[ResNetBlock, ...]
+    blocks_before: tuple[ResNetBlock, ...]
     layers: tuple[TransformerLayer, ...]
-    after: tuple[ResNetBlock, ...]
+    blocks_after: tuple[ResNetBlock, ...]
     norm: tuple[Tensor, Tensor]
     head: PackedLinear
     inverse_dft: PackedLinear
@@ -83,10 +83,10 @@ class NeuCodecDecoder:
         """Return the samples of each sequence: codes ``[F, 1] -> [F * hop]`` float32."""
         x = RaggedRows(ops.embedding(frames.rows.flatten(), self.digits), frames.lengths)
         x = self.embed(RaggedRows(ops.linear(x.rows, self.projection), x.lengths), ops)
-        for block in self.before:
+        for block in self.blocks_before:
             x = block(x, ops)
         x = RaggedRows(self._transform(x, ops), x.lengths)
-        for block in self.after:
+        for block in self.blocks_after:
             x = block(x, ops)
         rows = ops.linear(ops.layer_norm(x.rows, *self.norm, NORM_EPS), self.head)
         windows = ops.linear(ops.polar(rows, MAX_MAGNITUDE), self.inverse_dft)
@@ -99,8 +99,10 @@ class NeuCodecDecoder:
         for layer in self.layers:
             normalized = ops.rms_norm(residual, layer.attention_norm, eps).to(self.dtype)
             q, k, v = ops.linear(normalized, layer.qkv).view(len(normalized), 3, sizes.heads, -1).unbind(1)
-            attended = ops.encoder_attention(q, k, v, offsets, scale=sizes.head_dim**-0.5, blocks=blocks)
-            update = ops.linear(attended.view(len(normalized), -1), layer.output)
+            attention_output = ops.encoder_attention(
+                q, k, v, offsets, scale=sizes.head_dim**-0.5, blocks=blocks
+            )
+            update = ops.linear(attention_output.view(len(normalized), -1), layer.output)
             normalized, residual = ops.add_rms_norm(update.float(), residual, layer.mlp_norm, eps)
             hidden = ops.activation(ops.linear(normalized.to(self.dtype), layer.up), "silu")
             residual = ops.add(ops.linear(hidden, layer.down).float(), residual)
@@ -118,18 +120,18 @@ def read_decoder(loader: CodecLoader, config: NeuCodecConfig, encoding: str) -> 
     """
     prefix, size = "acoustic_decoder", config.hidden_size
     window = torch.hann_window(FRAMES_PER_WINDOW * config.hop)
-    blocks = CodecLoader(loader.weights, loader.ops, "int8" if encoding == "int8" else "float32")
+    block_loader = CodecLoader(loader.weights, loader.ops, "int8" if encoding == "int8" else "float32")
     return NeuCodecDecoder(
         config,
         code_digits(config.levels),
         _read_projection(loader, config),
         loader.conv1d(f"{prefix}.embed", size, size, 7, padding=3),
-        _read_blocks(blocks, f"{prefix}.prior_net", size),
+        _read_blocks(block_loader, f"{prefix}.prior_net", size),
         tuple(
             _read_layer(loader, f"{prefix}.layers.{index}", config, encoding)
             for index in range(config.layers)
         ),
-        _read_blocks(blocks, f"{prefix}.post_net", size),
+        _read_blocks(block_loader, f"{prefix}.post_net", size),
         (loader.tensor(f"{prefix}.norm.weight", size), loader.tensor(f"{prefix}.norm.bias", size)),
         loader.linear(f"{prefix}.head.linear", size, len(window) + 2),
         loader.ops.pack_linear(inverse_dft_weight(window), "float32"),
@@ -141,23 +143,23 @@ def read_decoder(loader: CodecLoader, config: NeuCodecConfig, encoding: str) -> 
 def code_digits(levels: tuple[int, ...]) -> Tensor:
     """Return the values from -1 to 1 of the digits of each code, ``[prod(levels), len(levels)]``.
 
-    Finite scalar quantization (arXiv:2309.15505): a code is a number whose digits, the lowest first, have
-    these numbers of levels.
+    Codes of finite scalar quantization (arXiv:2309.15505) are numbers. Their digit i has ``levels[i]``
+    values; digit 0 is the lowest.
     """
     codes, columns = torch.arange(int(torch.tensor(levels).prod())), []
     for level in levels:
-        half = level // 2
-        columns.append((codes % level - half).float() / half)
+        half_levels = level // 2
+        columns.append((codes % level - half_levels).float() / half_levels)
         codes = codes // level
     return torch.stack(columns, 1)
 
 
 def _read_projection(loader: CodecLoader, config: NeuCodecConfig) -> PackedLinear:
-    """Return the product of the two linear layers between the digits of a code and the decoder."""
-    inner, size = config.quantization_dim, config.hidden_size
-    projection = loader.tensor("quantizer.project_out.weight", inner, len(config.levels)).double()
-    offset = loader.tensor("quantizer.project_out.bias", inner).double()
-    weight = loader.tensor("acoustic_decoder.fc.weight", size, inner).double()
+    """Return one linear layer that replaces the two consecutive layers between digits and decoder."""
+    inner_size, size = config.quantization_dim, config.hidden_size
+    projection = loader.tensor("quantizer.project_out.weight", inner_size, len(config.levels)).double()
+    offset = loader.tensor("quantizer.project_out.bias", inner_size).double()
+    weight = loader.tensor("acoustic_decoder.fc.weight", size, inner_size).double()
     bias = loader.tensor("acoustic_decoder.fc.bias", size).double()
     return loader.ops.pack_linear(
         (weight @ projection).float(), "float32", bias=(weight @ offset + bias).float()
@@ -168,7 +170,7 @@ def _read_blocks(loader: CodecLoader, prefix: str, size: int) -> tuple[ResNetBlo
     blocks = []
     for index in range(2):
         name = f"{prefix}.{index}"
-        first, second = (
+        first_norm, second_norm = (
             GroupNorm(
                 loader.tensor(f"{name}.norm{number}.weight", size),
                 loader.tensor(f"{name}.norm{number}.bias", size),
@@ -179,15 +181,15 @@ def _read_blocks(loader: CodecLoader, prefix: str, size: int) -> tuple[ResNetBlo
             loader.conv1d(f"{name}.conv1", size, size, 3, padding=1),
             loader.conv1d(f"{name}.conv2", size, size, 3, padding=1),
         )
-        blocks.append(ResNetBlock((first, second), convs))
+        blocks.append(ResNetBlock((first_norm, second_norm), convs))
     return tuple(blocks)
 
 
 def _read_layer(loader: CodecLoader, name: str, config: NeuCodecConfig, encoding: str) -> TransformerLayer:
     size, ops = config.hidden_size, loader.ops
-    inner = config.heads * config.head_dim
-    qkv = [loader.tensor(f"{name}.self_attn.{letter}_proj.weight", inner, size) for letter in "qkv"]
-    output = loader.tensor(f"{name}.self_attn.o_proj.weight", size, inner)
+    inner_size = config.heads * config.head_dim
+    qkv = [loader.tensor(f"{name}.self_attn.{letter}_proj.weight", inner_size, size) for letter in "qkv"]
+    output = loader.tensor(f"{name}.self_attn.o_proj.weight", size, inner_size)
     up = loader.tensor(f"{name}.mlp.fc1.weight", config.intermediate_size, size)
     down = loader.tensor(f"{name}.mlp.fc2.weight", size, config.intermediate_size)
     return TransformerLayer(

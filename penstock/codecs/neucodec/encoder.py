@@ -1,4 +1,4 @@
-"""The encoder of NeuCodec: converts samples to codes by a semantic and an acoustic encoder."""
+"""The encoder of NeuCodec: converts samples to codes with a semantic and an acoustic encoder."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from penstock.codecs.neucodec.semantic import SemanticEncoder, read_semantic_enc
 from penstock.kernels import Ops, PackedLinear
 
 _MARGIN = 1e-3
-"""Fraction by which the bound of a digit exceeds its outer levels, so that they can be reached
-(arXiv:2309.15505).
+"""Fraction by which the range of a digit exceeds its outer levels, so that the hyperbolic tangent reaches the
+outer levels (arXiv:2309.15505).
 """
 
 
@@ -41,21 +41,22 @@ class NeuCodecEncoder:
         semantic, acoustic = self.semantic(features, ops), self.acoustic(padded, ops)
         count = min(len(semantic), len(acoustic))
         rows = ops.linear(torch.cat([semantic[:count], acoustic[:count]], 1), self.projection)
-        return self._codes(ops.linear(rows, self.digits))
+        return self._quantize(ops.linear(rows, self.digits))
 
-    def _codes(self, x: Tensor) -> Tensor:
+    def _quantize(self, x: Tensor) -> Tensor:
         """Round ``x [T, N]`` to the levels of the digits, and return the codes ``[T]``.
 
-        The bound is applied twice, as in training: by the residual quantizer and by its first stage.
+        The range is limited twice, because the residual quantizer and its first stage each limited it in
+        training.
         """
-        digits = self._bound(self._bound(x)).round().long() + self.levels // 2
+        digits = self._limit_range(self._limit_range(x)).round().long() + self.levels // 2
         return (digits * torch.cat([torch.ones(1, dtype=torch.int64), self.levels[:-1].cumprod(0)])).sum(1)
 
-    def _bound(self, x: Tensor) -> Tensor:
+    def _limit_range(self, x: Tensor) -> Tensor:
         """Map ``x [T, N]`` by a hyperbolic tangent to the range of the levels of each digit."""
-        half = (self.levels - 1) * (1 + _MARGIN) / 2
+        half_range = (self.levels - 1) * (1 + _MARGIN) / 2
         offset = torch.where(self.levels % 2 == 0, 0.5, 0.0)
-        return (x + (offset / half).atanh()).tanh() * half - offset
+        return (x + (offset / half_range).atanh()).tanh() * half_range - offset
 
 
 def read_encoder(loader: CodecLoader, config: NeuCodecConfig) -> NeuCodecEncoder:

@@ -1,8 +1,8 @@
 """Features of the semantic encoder: log mel spectrograms as in Kaldi, with two frames concatenated in each
 row.
 
-Source: Povey et al. 2011, "The Kaldi speech recognition toolkit". The parameters are those of Seamless M4T
-(arXiv:2312.05187, section 3.2.1), because NeuCodec uses its encoder.
+Source: Povey et al. 2011, "The Kaldi speech recognition toolkit". The parameters are the parameters of
+    Seamless M4T (arXiv:2312.05187, section 3.2.1), because NeuCodec uses its encoder.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def mel_rows(samples: Tensor) -> Tensor:
         return torch.zeros(0, FRAMES_PER_ROW * MEL_BINS)
     frames = samples.double().mul(_FULL_SCALE).unfold(0, _WINDOW, _SHIFT)  # [F, 400]
     frames = frames - frames.mean(1, keepdim=True)
-    before = torch.cat([frames[:, :1], frames[:, :-1]], 1)
-    frames = (frames - _PREEMPHASIS * before) * _povey_window()
+    previous_samples = torch.cat([frames[:, :1], frames[:, :-1]], 1)
+    frames = (frames - _PREEMPHASIS * previous_samples) * _povey_window()
     power: Tensor = torch.fft.rfft(frames, _FFT).abs().square()  # [F, 257]
     bins: Tensor = (power @ mel_filters()).clamp(min=_FLOOR).log()  # [F, 80]
     bins = (bins - bins.mean(0)) / (bins.var(0) + 1e-7).sqrt()
@@ -46,13 +46,13 @@ def _povey_window() -> Tensor:
 def mel_filters() -> Tensor:
     """Return the weights ``[257, 80]`` of triangular filters, which are evenly spaced in mel."""
     frequencies = torch.arange(_FFT // 2 + 1, dtype=torch.float64) * SAMPLE_RATE / _FFT
-    bounds = _mel(torch.tensor([_MIN_FREQUENCY, SAMPLE_RATE / 2], dtype=torch.float64))
+    bounds = _hertz_to_mel(torch.tensor([_MIN_FREQUENCY, SAMPLE_RATE / 2], dtype=torch.float64))
     edges = torch.linspace(float(bounds[0]), float(bounds[1]), MEL_BINS + 2, dtype=torch.float64)
     left, center, right = edges[:-2], edges[1:-1], edges[2:]
-    mels = _mel(frequencies)[:, None]
+    mels = _hertz_to_mel(frequencies)[:, None]
     return torch.minimum((mels - left) / (center - left), (right - mels) / (right - center)).clamp(min=0)
 
 
-def _mel(frequencies: Tensor) -> Tensor:
+def _hertz_to_mel(frequencies: Tensor) -> Tensor:
     mels: Tensor = 1127.0 * torch.log1p(frequencies / 700.0)
     return mels

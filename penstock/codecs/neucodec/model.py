@@ -38,12 +38,17 @@ from penstock.errors import InputError, UnsupportedFeatureError
 from penstock.kernels import Ops
 
 MAX_CACHED_WINDOWS = 128
-"""Maximum number of cached windows. They are used again for the next block and for chunks shorter than a
-block."""
-_ENCODER_START = "semantic_encoder.feature_projection.projection.weight"
+"""Maximum number of cached windows. The next block and later chunks of the same block use a window again."""
+_ENCODER_TENSOR = "semantic_encoder.feature_projection.projection.weight"
 """A checkpoint with this tensor has an encoder."""
-_ENCODER = ("semantic_encoder.*", "semantic_adapter.*", "acoustic_encoder.*", "fc_encoder.*")
-_UNUSED = ("quantizer.project_in.*", "*.inv_freq", "*.original_inv_freq", "*.window", "quantizer.quantizer.*")
+_ENCODER_PATTERNS = ("semantic_encoder.*", "semantic_adapter.*", "acoustic_encoder.*", "fc_encoder.*")
+_UNUSED_PATTERNS = (
+    "quantizer.project_in.*",
+    "*.inv_freq",
+    "*.original_inv_freq",
+    "*.window",
+    "quantizer.quantizer.*",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +61,7 @@ class _Window:
 
     @property
     def key(self) -> tuple[int, bytes]:
-        """The key of the window in the cache. It contains everything on which the samples depend."""
+        """The key of the window in the cache. It determines all samples of the window."""
         return self.frame_block.index, self.frames.numpy().tobytes()
 
 
@@ -104,13 +109,13 @@ class NeuCodec(AudioCodec):
         """
         sizes, weights = NeuCodecConfig.read(config, folder), open_weights(folder)
         decoder = read_decoder(CodecLoader(weights, session.ops), sizes, encoding)
-        has_encoder = _ENCODER_START in weights
-        weights.finish(ignore=(*_ENCODER, *_UNUSED))
+        has_encoder = _ENCODER_TENSOR in weights
+        weights.finish(ignore=(*_ENCODER_PATTERNS, *_UNUSED_PATTERNS))
 
         def load_encoder() -> NeuCodecEncoder:
             tensors = open_weights(folder)
             encoder = read_encoder(CodecLoader(tensors, session.ops), sizes)
-            tensors.finish(ignore=("*",))  # reports missing tensors; those of the decoder stay unread
+            tensors.finish(ignore=("*",))  # reports missing tensors, and ignores the tensors of the decoder
             return encoder
 
         return cls(sizes, session.ops, decoder, load_encoder if has_encoder else None)
@@ -129,8 +134,8 @@ class NeuCodec(AudioCodec):
 
     def context_at(self, start: int, stop: int) -> tuple[int, int]:
         first = block_at(start)
-        before = frame_block(first.index - 1) if first.index else first
-        return before.window[0], block_at(max(stop - 1, start)).window[1]
+        previous = frame_block(first.index - 1) if first.index else first
+        return previous.window[0], block_at(max(stop - 1, start)).window[1]
 
     @torch.no_grad()
     def decode(self, frames: Sequence[Tensor]) -> list[Tensor]:
@@ -143,17 +148,17 @@ class NeuCodec(AudioCodec):
         for chunk in chunks:
             self.check_chunk(chunk)
         windows = [self._windows(chunk) for chunk in chunks]
-        uncached = {
+        uncached_windows = {
             window.key: window
             for chunk_windows in windows
             for window in chunk_windows
             if window.key not in self._cache
         }
-        decoded = self._decode([window.frames for window in uncached.values()])
-        for (key, window), samples in zip(uncached.items(), decoded, strict=True):
+        decoded_samples = self._decode([window.frames for window in uncached_windows.values()])
+        for (key, window), samples in zip(uncached_windows.items(), decoded_samples, strict=True):
             left = window.frame_block.start - window.frame_block.window[0]
             self._cache[key] = samples[left * self.samples_per_frame :].clone()
-        results = [self._join(*pair) for pair in zip(chunks, windows, strict=True)]
+        results = [self._join(*chunk_and_windows) for chunk_and_windows in zip(chunks, windows, strict=True)]
         while len(self._cache) > MAX_CACHED_WINDOWS:
             self._cache.popitem(last=False)
         return results
@@ -173,7 +178,7 @@ class NeuCodec(AudioCodec):
         return self._load_encoder()(samples, self._ops)[:, None]
 
     def _decode(self, frames: Sequence[Tensor]) -> list[Tensor]:
-        """Return the samples of sequences of codes. Each sequence is decoded as a whole."""
+        """Return the samples of each sequence of codes. Each sequence is decoded as a whole."""
         lengths = [len(frame) for frame in frames if len(frame)]
         if not lengths:
             return [torch.zeros(0) for _ in frames]
@@ -181,14 +186,14 @@ class NeuCodec(AudioCodec):
         return [next(samples) if len(frame) else torch.zeros(0) for frame in frames]
 
     def _windows(self, chunk: CodecChunk) -> list[_Window]:
-        """Return the windows of a chunk's blocks, after the window of the previous block if there is one."""
+        """Return the windows of the block before a chunk (if there is one) and of the chunk's blocks."""
         if not chunk.num_frames:
             return []
-        stop, current = chunk.start + chunk.num_frames, block_at(chunk.start)
-        windows = [self._window(chunk, frame_block(current.index - 1))] if current.index else []
-        while current.start < stop:
-            windows.append(self._window(chunk, current))
-            current = frame_block(current.index + 1)
+        stop, current_block = chunk.start + chunk.num_frames, block_at(chunk.start)
+        windows = [self._window(chunk, frame_block(current_block.index - 1))] if current_block.index else []
+        while current_block.start < stop:
+            windows.append(self._window(chunk, current_block))
+            current_block = frame_block(current_block.index + 1)
         return windows
 
     def _window(self, chunk: CodecChunk, frame_block: FrameBlock) -> _Window:
@@ -198,30 +203,32 @@ class NeuCodec(AudioCodec):
     def _join(self, chunk: CodecChunk, windows: Sequence[_Window]) -> Tensor:
         """Return the samples of a chunk from its cached windows.
 
-        Where two windows overlap, they are blended.
+        Overlapping samples of two windows are cross-faded.
         """
-        hop, stop, parts = self.samples_per_frame, chunk.start + chunk.num_frames, [torch.zeros(0)]
-        tail: Tensor | None = None
+        hop, stop, block_samples = self.samples_per_frame, chunk.start + chunk.num_frames, [torch.zeros(0)]
+        overlapping_samples: Tensor | None = None
         for window in windows:
             start, end, samples = window.frame_block.start, window.frame_block.stop, self._cache[window.key]
             self._cache.move_to_end(window.key)
-            body = samples[: (end - start) * hop]
+            samples_of_block = samples[: (end - start) * hop]
             if end > chunk.start:
-                if tail is not None:
-                    body = _blend(tail, body, RIGHT_CONTEXT * hop)
-                parts.append(body[max(chunk.start - start, 0) * hop : (stop - start) * hop])
-            tail = samples[(end - start) * hop :]
-        return torch.cat(parts)
+                if overlapping_samples is not None:
+                    samples_of_block = _cross_fade(overlapping_samples, samples_of_block, RIGHT_CONTEXT * hop)
+                block_samples.append(
+                    samples_of_block[max(chunk.start - start, 0) * hop : (stop - start) * hop]
+                )
+            overlapping_samples = samples[(end - start) * hop :]
+        return torch.cat(block_samples)
 
 
-def _blend(before: Tensor, samples: Tensor, overlap: int) -> Tensor:
+def _cross_fade(previous_samples: Tensor, samples: Tensor, num_overlapping: int) -> Tensor:
     """Return the samples of a block, with a linear cross-fade from the previous window at the start.
 
     Args:
-        before: the samples that the previous window computed after its own block.
+        previous_samples: the samples that the previous window computed after its own block.
         samples: the samples of the block.
-        overlap: the number of samples of the cross-fade.
+        num_overlapping: the number of samples of the cross-fade.
     """
-    count = min(len(before), len(samples))
-    weights = (torch.arange(count) + 0.5) / overlap
-    return torch.cat([torch.lerp(before[:count], samples[:count], weights), samples[count:]])
+    count = min(len(previous_samples), len(samples))
+    weights = (torch.arange(count) + 0.5) / num_overlapping
+    return torch.cat([torch.lerp(previous_samples[:count], samples[:count], weights), samples[count:]])

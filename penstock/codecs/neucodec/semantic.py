@@ -30,8 +30,8 @@ class HalfFeedForward:
     down: PackedLinear  # the weights include the factor 0.5
 
     def __call__(self, x: Tensor, eps: float, ops: Ops) -> Tensor:  # [T, E] -> [T, E]
-        inner = ops.activation(ops.linear(ops.layer_norm(x, *self.norm, eps), self.up), "silu")
-        return ops.linear(inner, self.down)
+        hidden_rows = ops.activation(ops.linear(ops.layer_norm(x, *self.norm, eps), self.up), "silu")
+        return ops.linear(hidden_rows, self.down)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,26 +76,29 @@ class ConvolutionModule:
 
     def __call__(self, x: Tensor, eps: float, ops: Ops) -> Tensor:  # [T, E] -> [T, E]
         values, gates = ops.linear(ops.layer_norm(x, *self.norm, eps), self.values_and_gates).chunk(2, 1)
-        inner = values * torch.sigmoid(gates)
-        before = inner.new_zeros(self.depthwise.packed.kernel_size - 1, inner.shape[1])
-        padded = RaggedRows(torch.cat([before, inner]), [len(before) + len(inner)])
-        inner = ops.layer_norm(self.depthwise(padded, ops).rows, *self.depthwise_norm, eps)
-        return ops.linear(ops.activation(inner, "silu"), self.output)
+        hidden_rows = values * torch.sigmoid(gates)
+        padding_rows = hidden_rows.new_zeros(self.depthwise.packed.kernel_size - 1, hidden_rows.shape[1])
+        padded_rows = RaggedRows(
+            torch.cat([padding_rows, hidden_rows]), [len(padding_rows) + len(hidden_rows)]
+        )
+        hidden_rows = ops.layer_norm(self.depthwise(padded_rows, ops).rows, *self.depthwise_norm, eps)
+        return ops.linear(ops.activation(hidden_rows, "silu"), self.output)
 
 
 @dataclass(frozen=True, slots=True)
 class ConformerLayer:
     """A conformer layer: half feed-forward layer, attention, convolution, half feed-forward layer, norm."""
 
-    first: HalfFeedForward
+    first_feed_forward: HalfFeedForward
     attention: RelativeAttention
     convolution: ConvolutionModule
-    second: HalfFeedForward
+    second_feed_forward: HalfFeedForward
     norm: NormWeights
 
     def __call__(self, x: Tensor, eps: float, ops: Ops) -> Tensor:  # [T, E] -> [T, E]
-        for part in (self.first, self.attention, self.convolution, self.second):
-            x = ops.add(x, part(x, eps, ops))
+        sublayers = (self.first_feed_forward, self.attention, self.convolution, self.second_feed_forward)
+        for sublayer in sublayers:
+            x = ops.add(x, sublayer(x, eps, ops))
         return ops.layer_norm(x, *self.norm, eps)
 
 
@@ -115,12 +118,12 @@ class SemanticEncoder:
         x = ops.linear(ops.layer_norm(features, *self.norm, eps), self.projection)
         for layer in self.layers:
             x = layer(x, eps, ops)
-        first, second, third, last = self.adapter
+        first_conv, second_conv, third_conv, last_conv = self.adapter
         lengths = [len(x)]
-        rows = ops.activation(first(RaggedRows(x, lengths), ops).rows, "relu")
-        inner = ops.activation(second(RaggedRows(rows, lengths), ops).rows, "relu")
-        inner = third(RaggedRows(inner, lengths), ops).rows
-        return last(RaggedRows(ops.add(inner, rows), lengths), ops).rows
+        rows = ops.activation(first_conv(RaggedRows(x, lengths), ops).rows, "relu")
+        hidden = ops.activation(second_conv(RaggedRows(rows, lengths), ops).rows, "relu")
+        hidden = third_conv(RaggedRows(hidden, lengths), ops).rows
+        return last_conv(RaggedRows(ops.add(hidden, rows), lengths), ops).rows
 
 
 def read_semantic_encoder(loader: CodecLoader, config: SemanticConfig) -> SemanticEncoder:
@@ -143,14 +146,14 @@ def read_semantic_encoder(loader: CodecLoader, config: SemanticConfig) -> Semant
 
 
 def _read_layer(loader: CodecLoader, name: str, config: SemanticConfig) -> ConformerLayer:
-    size, inner, ops = config.hidden_size, config.intermediate_size, loader.ops
+    size, hidden_rows, ops = config.hidden_size, config.intermediate_size, loader.ops
 
     def feed_forward(part: str) -> HalfFeedForward:
-        weight = loader.tensor(f"{name}.{part}.output_dense.weight", size, inner)
+        weight = loader.tensor(f"{name}.{part}.output_dense.weight", size, hidden_rows)
         bias = loader.tensor(f"{name}.{part}.output_dense.bias", size)
         return HalfFeedForward(
             loader.norm(f"{name}.{part}_layer_norm", size),
-            loader.linear(f"{name}.{part}.intermediate_dense", size, inner),
+            loader.linear(f"{name}.{part}.intermediate_dense", size, hidden_rows),
             ops.pack_linear(weight / 2, "float32", bias=bias / 2),
         )
 
@@ -158,13 +161,15 @@ def _read_layer(loader: CodecLoader, name: str, config: SemanticConfig) -> Confo
         weight = loader.tensor(f"{name}.conv_module.{part}.weight", outputs, size, 1)
         return ops.pack_linear(weight[..., 0], "float32")
 
-    parts = [f"{name}.self_attn.linear_{letter}" for letter in "qkv"]
-    weights = [loader.tensor(f"{part}.weight", size, size) for part in parts]
+    projection_names = [f"{name}.self_attn.linear_{letter}" for letter in "qkv"]
+    weights = [loader.tensor(f"{part}.weight", size, size) for part in projection_names]
     count = config.left_positions + 1 + config.right_positions
     attention = RelativeAttention(
         loader.norm(f"{name}.self_attn_layer_norm", size),
         ops.pack_linear(
-            weights, "float32", bias=torch.cat([loader.tensor(f"{part}.bias", size) for part in parts])
+            weights,
+            "float32",
+            bias=torch.cat([loader.tensor(f"{part}.bias", size) for part in projection_names]),
         ),
         loader.linear(f"{name}.self_attn.linear_out", size, size),
         loader.tensor(f"{name}.self_attn.distance_embedding.weight", count, size // config.heads),

@@ -1,9 +1,9 @@
-"""The blocks and windows in which a stream is decoded before it is complete.
+"""Blocks and windows: the ranges of frames in which an incomplete stream is decoded.
 
 A stream is divided into blocks at fixed positions, regardless of the sizes of its chunks. The first blocks
 are short, so that the first samples are available early. A window is a block with some frames before and
-after it, which are decoded together. The frames at the start of a block are also the right context of the
-previous window. Their samples are a cross-fade of both windows.
+after it, which are decoded together. The first `RIGHT_CONTEXT` frames of a block are also the right context
+of the previous window. The samples of these frames are a cross-fade of both windows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 FIRST_BLOCK_FRAMES = (10, 15, 20, 30, 40)
 """Numbers of frames of the first blocks."""
 BLOCK_FRAMES = 50
-"""Number of frames of each following block."""
+"""Number of frames of each block after the `FIRST_BLOCK_FRAMES`."""
 LEFT_CONTEXT = 25
 """Number of frames of a window before its block."""
 RIGHT_CONTEXT = 5
@@ -30,7 +30,7 @@ class FrameBlock:
 
     @property
     def window(self) -> tuple[int, int]:
-        """The frames ``(first, end)`` that are decoded for the block. The end can exceed the stream."""
+        """The range ``(first, end)`` of frames to decode for the block. ``end`` can exceed the stream."""
         return max(self.start - LEFT_CONTEXT, 0), self.stop + RIGHT_CONTEXT
 
 

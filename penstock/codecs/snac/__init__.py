@@ -10,7 +10,7 @@ from penstock.codecs.registry import SupportedCodec
 
 
 def _detect(config: Mapping[str, object]) -> bool:
-    """Return whether ``config`` is that of SNAC. Published checkpoints have no ``model_type``."""
+    """Return whether a configuration belongs to SNAC. Published checkpoints have no ``model_type``."""
     return config.get("model_type", "snac") == "snac" and "vq_strides" in config
 
 

@@ -54,7 +54,7 @@ class SnacConfig:
         encoder_rates, decoder_rates, strides = (numbers or () for numbers in lists.values())
         if prod(encoder_rates) != prod(decoder_rates):
             raise CheckpointError(folder, "encoder_rates and decoder_rates must have the same product")
-        if any(coarse % fine for coarse, fine in pairwise(strides)):
+        if any(stride % next_stride for stride, next_stride in pairwise(strides)):
             raise CheckpointError(
                 folder, f"each of vq_strides must be a multiple of the next, were {list(strides)}"
             )

@@ -25,24 +25,24 @@ class DownsamplingBlock:
 class SnacEncoder:
     """Converts samples to latent rows."""
 
-    first: Conv1d
+    first_conv: Conv1d
     blocks: tuple[DownsamplingBlock, ...]
-    last: Conv1d
+    last_conv: Conv1d
 
     def __call__(self, samples: Tensor, ops: Ops) -> Tensor:
         """``samples [S] -> [S / hop, latent_dim]``. S must be a multiple of hop."""
-        x = self.first(RaggedRows(samples[:, None], [len(samples)]), ops)
+        x = self.first_conv(RaggedRows(samples[:, None], [len(samples)]), ops)
         for block in self.blocks:
             for unit in block.units:
                 x = unit(x, ops)
             x = block.downsample(RaggedRows(block.snake(x.rows, ops), x.lengths), ops)
-        return self.last(x, ops).rows
+        return self.last_conv(x, ops).rows
 
 
 def read_encoder(loader: CodecLoader, config: SnacConfig) -> SnacEncoder:
     """Read the tensors ``encoder.*``."""
-    channels, side = config.encoder_dim, KERNEL_SIZE // 2
-    first = loader.conv1d("encoder.block.0", 1, channels, KERNEL_SIZE, padding=side)
+    channels, padding = config.encoder_dim, KERNEL_SIZE // 2
+    first_conv = loader.conv1d("encoder.block.0", 1, channels, KERNEL_SIZE, padding=padding)
     blocks = []
     for index, stride in enumerate(config.encoder_rates):
         name = f"encoder.block.{index + 1}.block"
@@ -53,9 +53,9 @@ def read_encoder(loader: CodecLoader, config: SnacConfig) -> SnacEncoder:
         )
         blocks.append(DownsamplingBlock(units, snake, downsample))
     groups = channels if config.is_depthwise else 1
-    last = f"encoder.block.{len(blocks) + 1}"
+    last_name = f"encoder.block.{len(blocks) + 1}"
     return SnacEncoder(
-        first,
+        first_conv,
         tuple(blocks),
-        loader.conv1d(last, channels, config.latent_dim, KERNEL_SIZE, padding=side, groups=groups),
+        loader.conv1d(last_name, channels, config.latent_dim, KERNEL_SIZE, padding=padding, groups=groups),
     )

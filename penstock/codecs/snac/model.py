@@ -1,11 +1,11 @@
 """`SnacCodec`: SNAC checkpoints without attention layers, such as SNAC 24 kHz.
 
 A frame contains one code of the coarsest codebook, and the codes of the finer codebooks for the same time.
-They are ordered by start time, coarse codes first. With the strides 4, 2, 1 the codes of a frame belong to
-the codebooks 1, 2, 3, 3, 2, 3, 3.
+They are ordered by start time, coarse codes first. With the strides 4, 2 and 1, a frame has seven codes,
+which belong to the codebooks 1, 2, 3, 3, 2, 3, 3.
 
-The decoder adds noise that the network scales. The noise is a function of the position in the stream
-(`codecs.snac.noise`), so decoding is deterministic and independent of chunks.
+The decoder adds noise, multiplied by outputs of the network. The noise is a function of the position in the
+stream (`codecs.snac.noise`). Decoding is therefore deterministic and independent of the division into chunks.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ class SnacCodec(AudioCodec):
         sizes, weights = SnacConfig.read(config, folder), open_weights(folder)
         loader = CodecLoader(weights, session.ops, encoding, min_channels=MIN_QUANTIZED_CHANNELS)
         float_loader = CodecLoader(weights, session.ops)
-        parts = (
+        codec_parts = (
             read_quantizer(float_loader, sizes),
             read_decoder(loader, sizes),
             read_encoder(float_loader, sizes),
         )
         weights.finish()
-        return cls(sizes, session.ops, *parts)
+        return cls(sizes, session.ops, *codec_parts)
 
     @property
     def can_encode(self) -> bool:
@@ -88,18 +88,19 @@ class SnacCodec(AudioCodec):
     def decode_chunks(self, chunks: Sequence[CodecChunk]) -> list[Tensor]:
         for chunk in chunks:
             self.check_chunk(chunk)
-        nonempty = [chunk for chunk in chunks if chunk.num_frames]
-        samples = iter(self._decode(nonempty)) if nonempty else iter(())
+        nonempty_chunks = [chunk for chunk in chunks if chunk.num_frames]
+        samples = iter(self._decode(nonempty_chunks)) if nonempty_chunks else iter(())
         return [next(samples) if chunk.num_frames else torch.zeros(0) for chunk in chunks]
 
     def _decode(self, chunks: Sequence[CodecChunk]) -> list[Tensor]:
-        rate = self._rows_per_frame
+        rows_per_frame = self._rows_per_frame
         frames = torch.cat([chunk.frames for chunk in chunks])
         latents = RaggedRows(
-            self._quantizer.latents(frames, self._ops), [len(chunk.frames) * rate for chunk in chunks]
+            self._quantizer.latents(frames, self._ops),
+            [len(chunk.frames) * rows_per_frame for chunk in chunks],
         )
         spans = [
-            Span(chunk.start - chunk.left, chunk.start, chunk.start + chunk.num_frames).scale(rate)
+            Span(chunk.start - chunk.left, chunk.start, chunk.start + chunk.num_frames).scale(rows_per_frame)
             for chunk in chunks
         ]
         return self._decoder(latents, spans, self._ops, with_noise=self.with_noise)

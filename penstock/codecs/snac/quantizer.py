@@ -1,4 +1,4 @@
-"""The residual vector quantizer of SNAC: each codebook encodes the residual of the coarser ones."""
+"""The residual vector quantizer of SNAC: each codebook encodes the residual of the coarser codebooks."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ class Codebook:
         rows = ops.linear(ops.embedding(codes, self.table), self.project_out)
         return ops.take_rows(rows, torch.arange(len(rows) * self.stride) // self.stride)
 
-    def nearest(self, latents: Tensor, ops: Ops) -> Tensor:
-        """Return the codes whose vectors have the smallest angle to latent rows: ``[N * stride, latent] ->
-        [N]``.
-        """
+    def nearest_codes(self, latents: Tensor, ops: Ops) -> Tensor:
+        """Return the nearest code of each ``stride`` latent rows: ``[N * stride, latent] -> [N]``."""
+        # The nearest code has the smallest angle between its vector and the projected mean of the rows.
         means = latents.view(-1, self.stride, latents.shape[1]).mean(1)
         queries = F.normalize(ops.linear(means, self.project_in))
         return (queries @ F.normalize(self.table).t()).argmax(1)
@@ -43,7 +42,7 @@ class Quantizer:
 
     codebooks: tuple[Codebook, ...]
     columns: tuple[Tensor, ...]
-    """For each codebook, the columns of a frame with its codes, int64."""
+    """For each codebook, the columns of a frame that contain its codes, int64."""
 
     def latents(self, frames: Tensor, ops: Ops) -> Tensor:
         """Return the latent rows of frames: ``[F, C] -> [F * strides[0], latent]``."""
@@ -60,21 +59,23 @@ class Quantizer:
         frames = torch.empty(count, sum(map(len, self.columns)), dtype=torch.int64)
         residual = latents
         for codebook, columns in zip(self.codebooks, self.columns, strict=True):
-            codes = codebook.nearest(residual, ops)
+            codes = codebook.nearest_codes(residual, ops)
             frames[:, columns] = codes.view(count, -1)
             residual = residual - codebook.latents(codes, ops)
         return frames
 
 
 def frame_columns(strides: Sequence[int]) -> tuple[Tensor, ...]:
-    """Return the columns of a frame with the codes of each codebook.
+    """Return for each codebook the columns of a frame that contain its codes.
 
     The codes are sorted by the latent row at which they begin. Codes with the same row are sorted from coarse
     to fine.
     """
-    order = [level for row in range(strides[0]) for level, stride in enumerate(strides) if row % stride == 0]
+    levels_in_frame = [
+        level for row in range(strides[0]) for level, stride in enumerate(strides) if row % stride == 0
+    ]
     return tuple(
-        torch.tensor([column for column, code_level in enumerate(order) if code_level == level])
+        torch.tensor([column for column, code_level in enumerate(levels_in_frame) if code_level == level])
         for level in range(len(strides))
     )
 

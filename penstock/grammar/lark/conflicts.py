@@ -1,13 +1,14 @@
-"""Finds lexemes whose longest match may differ from the match that the rules need.
+"""Finds conflicts: lexemes whose longest match can differ from the match that the rules need.
 
 A conflict is a text w of a lexeme and a character c such that
 
 - the rules allow c after the lexeme, so that the lexeme may end after w, and
 - w c is the prefix of a text of a lexeme that can start at the same position.
 
-A longest-match lexer then continues with the longer text, although the rules may need the shorter one.
-Without conflicts, the longest match is always right. The search treats long repetitions as unbounded and
-ignores the nesting of rules. It may therefore report a conflict that does not exist, but it never misses one.
+A longest-match lexer then continues with the longer text, although the rules may need the shorter text.
+If there are no conflicts, the longest match is always right. The search treats long repetitions as unbounded
+and ignores the nesting of rules. It may therefore report a conflict that does not exist, but it never misses
+a conflict.
 """
 
 from __future__ import annotations
@@ -33,54 +34,55 @@ from penstock.grammar.lark.nodes import (
 from penstock.grammar.lark.positions import LexemePositions
 
 _MAX_COUNTED = 3  # repetitions with higher bounds are treated as unbounded
-MAX_WORK = 600_000  # visits of automaton states; about two seconds
+MAX_WORK = 600_000  # maximum number of visited automaton states, which takes about two seconds
 
 
 def find_conflicts(
     rules: Rules,
     lexemes: dict[str, Node],
-    parts: Rules,
+    lexeme_rules: Rules,
     root: str,
     check_time: Callable[[], None],
 ) -> tuple[dict[str, str], int]:
-    """Find the conflicts of a division.
+    """Find the conflicts of a grammar that is divided into lexemes and rules (`lexemes.Division`).
 
     Args:
         rules: rules over lexemes.
-        lexemes: name -> node, which refers to rules of ``parts``.
-        parts: the rules that lexemes refer to.
+        lexemes: name -> node, which may refer to rules of ``lexeme_rules``.
+        lexeme_rules: the rules that lexemes refer to.
         root: the name of the start rule.
         check_time: called regularly; raises at the time limit.
 
     Returns:
-        ({lexeme whose match can continue: lexeme that must end earlier, possibly the same one}, number of
-        visited states).
-        If the number exceeds `MAX_WORK`, the search was aborted and the dict is empty.
+        ({name of a lexeme whose match can continue: name of the lexeme that must end earlier}, number of
+        visited states). Both names can be equal. If the number exceeds `MAX_WORK`, the search was aborted and
+        the dict is empty.
     """
-    classes = _CharacterClasses(lexemes, parts)
-    nfa = _Nfa(classes, parts)
+    classes = _CharacterClasses(lexemes, lexeme_rules)
+    nfa = _Nfa(classes, lexeme_rules)
     try:
         for name, node in lexemes.items():
             nfa.add_lexeme(name, node)
         check_time()
-        positions = LexemePositions(rules, lexemes, nfa.nullable, nfa.first_sets(), root)
+        positions = LexemePositions(rules, lexemes, nfa.nullable_lexemes, nfa.first_sets(), root)
         check_time()
         conflicts: dict[str, str] = {}
-        overlapping_pairs: dict[frozenset[str], set[frozenset[str]]] = {}  # by the lexemes of a group
-        visited, pending = {positions.start}, [positions.start]
+        # lexemes at a group of positions -> pairs of lexemes that match a common text
+        overlapping_pairs: dict[frozenset[str], set[frozenset[str]]] = {}
+        visited_groups, pending = {positions.start}, [positions.start]
         while pending:
             group = pending.pop()
             names = positions.lexemes_at(group)
             if names not in overlapping_pairs:
                 check_time()
                 new_conflicts, overlapping_pairs[names] = _longer_matches(nfa, names, positions.follow_sets)
-                for name, other in new_conflicts.items():
-                    conflicts.setdefault(name, other)
-            for next_state in positions.next_groups(group, overlapping_pairs[names]):
+                for name, ending_lexeme in new_conflicts.items():
+                    conflicts.setdefault(name, ending_lexeme)
+            for next_group in positions.next_groups(group, overlapping_pairs[names]):
                 nfa.add_work(1)
-                if next_state not in visited:
-                    visited.add(next_state)
-                    pending.append(next_state)
+                if next_group not in visited_groups:
+                    visited_groups.add(next_group)
+                    pending.append(next_group)
         return conflicts, nfa.work
     except _WorkLimitError:
         return {}, nfa.work
@@ -93,7 +95,7 @@ class _WorkLimitError(Exception):
 def _longer_matches(
     nfa: _Nfa, names: frozenset[str], follow: dict[str, int]
 ) -> tuple[dict[str, str], set[frozenset[str]]]:
-    """Search the deterministic automaton of lexemes that may start at the same position.
+    """Search the deterministic automaton of the lexemes ``names``, which may start at the same position.
 
     Returns:
         ({lexeme that can continue: lexeme that must end}, pairs of lexemes that match a common text).
@@ -101,27 +103,31 @@ def _longer_matches(
     conflicts: dict[str, str] = {}
     overlapping: set[frozenset[str]] = set()
     start = nfa.closure([nfa.starts[name] for name in sorted(names)])
-    visited, pending = {start}, [start]
+    visited_groups, pending = {start}, [start]
     while pending:
         states = pending.pop()
         if states != start:
-            ends = sorted(nfa.finals[state] for state in states if state in nfa.finals)
-            overlapping.update(frozenset(pair) for pair in combinations(ends, 2))
-            for ending_lexeme in ends:
-                allowed = follow.get(ending_lexeme, 0)
+            ending_lexemes = sorted(
+                nfa.lexeme_by_final_state[state] for state in states if state in nfa.lexeme_by_final_state
+            )
+            overlapping.update(frozenset(pair) for pair in combinations(ending_lexemes, 2))
+            for ending_lexeme in ending_lexemes:
+                follow_mask = follow.get(ending_lexeme, 0)
                 for state in states:
-                    if any(mask & allowed for mask, _ in nfa.edges[state]):
+                    if any(mask & follow_mask for mask, _ in nfa.edges[state]):
                         conflicts.setdefault(nfa.owners[state], ending_lexeme)
         for targets in _successors(nfa, states):
             next_state = nfa.closure(targets)
-            if next_state not in visited:
-                visited.add(next_state)
+            if next_state not in visited_groups:
+                visited_groups.add(next_state)
                 pending.append(next_state)
-    return {name: other for name, other in conflicts.items() if nfa.sizes[name] > 1}, overlapping
+    return {
+        name: ending_lexeme for name, ending_lexeme in conflicts.items() if nfa.sizes[name] > 1
+    }, overlapping
 
 
 def _successors(nfa: _Nfa, states: frozenset[int]) -> Iterator[set[int]]:
-    """Yield the sets of target states of the transitions, one set per class of characters."""
+    """Yield the target states of the transitions: one set of states per class of characters."""
     edges = [edge for state in states for edge in nfa.edges[state]]
     classes: dict[int, set[int]] = {}  # disjoint sets of character classes -> target states
     for mask, target in edges:
@@ -148,7 +154,7 @@ class _CharacterClasses:
     A set of classes is an integer with one bit per class.
     """
 
-    def __init__(self, lexemes: dict[str, Node], parts: Rules) -> None:
+    def __init__(self, lexemes: dict[str, Node], lexeme_rules: Rules) -> None:
         bounds = {0, 0xD800, 0xE000, 0x110000}
         pending, seen = list(lexemes.values()), set[str]()
         while pending:
@@ -156,17 +162,17 @@ class _CharacterClasses:
                 if isinstance(node, Chars):
                     bounds.update(bound for low, high in node.ranges for bound in (low, high + 1))
                 elif isinstance(node, Text | FreeText | TextUntil):
-                    points = {ord(char) for text in _texts(node) for char in text}
+                    points = {ord(char) for text in _literal_texts(node) for char in text}
                     bounds.update(bound for point in points for bound in (point, point + 1))
                 elif isinstance(node, Ref) and node.name not in seen:
                     seen.add(node.name)
-                    pending.append(parts[node.name])
+                    pending.append(lexeme_rules[node.name])
         self._index = {bound: index for index, bound in enumerate(sorted(bounds))}
         self._masks: dict[Ranges, int] = {}
         self.all_characters = self.mask(ANY_CHARACTER)
 
     def mask(self, ranges: Ranges) -> int:
-        """Return the set of classes of character ranges."""
+        """Return the classes of the characters in ``ranges``, as a bit mask."""
         if ranges not in self._masks:
             mask = 0
             for low, high in ranges:
@@ -175,47 +181,47 @@ class _CharacterClasses:
         return self._masks[ranges]
 
     def class_of(self, char: str) -> int:
-        """Return the set with the class of one character."""
+        """Return the class of one character, as a bit mask."""
         return self.mask(((ord(char), ord(char)),))
 
 
-def _texts(node: Text | FreeText | TextUntil) -> tuple[str, ...]:
+def _literal_texts(node: Text | FreeText | TextUntil) -> tuple[str, ...]:
     if isinstance(node, Text):
         return (node.text,)
-    return node.excludes if isinstance(node, FreeText) else (node.end, *node.others, *node.excludes)
+    return node.excludes if isinstance(node, FreeText) else (node.end, *node.other_ends, *node.excludes)
 
 
 class _Nfa:
     """A nondeterministic finite automaton (NFA) with the paths of all lexemes."""
 
-    def __init__(self, classes: _CharacterClasses, parts: Rules) -> None:
+    def __init__(self, classes: _CharacterClasses, lexeme_rules: Rules) -> None:
         self._classes = classes
-        self._parts = parts
+        self._lexeme_rules = lexeme_rules
         self._owner = ""
         self._closures: dict[int, frozenset[int]] = {}
         self._empty_edges: list[list[int]] = []
         self.edges: list[list[tuple[int, int]]] = []  # per state: (mask of characters, next state)
         self.owners: list[str] = []
         self.starts: dict[str, int] = {}
-        self.finals: dict[int, str] = {}
+        self.lexeme_by_final_state: dict[int, str] = {}
         self.sizes: dict[str, int] = {}
-        self.nullable: set[str] = set()
+        self.nullable_lexemes: set[str] = set()
         self.work = 0
 
     def add_lexeme(self, name: str, node: Node) -> None:
         self._owner = name
         num_states = len(self.edges)
-        start = self._state()
-        end = self._add(node, start)
+        start = self._add_state()
+        end = self._add_node(node, start)
         self.starts[name] = start
-        self.finals[end] = name
+        self.lexeme_by_final_state[end] = name
         is_single_character = isinstance(node, Chars) or (isinstance(node, Text) and len(node.text) == 1)
         self.sizes[name] = 1 if is_single_character else len(self.edges) - num_states
         if end in self.closure([start]):
-            self.nullable.add(name)
+            self.nullable_lexemes.add(name)
 
     def first_sets(self) -> dict[str, int]:
-        """Return, for each lexeme, the set of characters that it may begin with."""
+        """Return for each lexeme the classes of the characters with which it can begin, as a bit mask."""
         result = {}
         for name, start in self.starts.items():
             mask = 0
@@ -230,22 +236,22 @@ class _Nfa:
         result: set[int] = set()
         for state in states:  # type: ignore[attr-defined]
             if state not in self._closures:
-                reachable, pending = {state}, [state]
+                reachable_states, pending = {state}, [state]
                 while pending:
                     new_states = [
                         successor
                         for successor in self._empty_edges[pending.pop()]
-                        if successor not in reachable
+                        if successor not in reachable_states
                     ]
-                    reachable.update(new_states)
+                    reachable_states.update(new_states)
                     pending += new_states
-                with_edges = (
+                states_with_edges = (
                     successor
-                    for successor in reachable
+                    for successor in reachable_states
                     if self.edges[successor] or not self._empty_edges[successor]
                 )
-                self._closures[state] = frozenset(with_edges)
-                self.add_work(len(reachable))
+                self._closures[state] = frozenset(states_with_edges)
+                self.add_work(len(reachable_states))
             result |= self._closures[state]
         self.add_work(len(result))
         return frozenset(result)
@@ -260,65 +266,65 @@ class _Nfa:
         if self.work > MAX_WORK:
             raise _WorkLimitError
 
-    def _state(self) -> int:
+    def _add_state(self) -> int:
         self.edges.append([])
         self._empty_edges.append([])
         self.owners.append(self._owner)
         return len(self.edges) - 1
 
-    def _add(self, node: Node, start: int) -> int:
+    def _add_node(self, node: Node, start: int) -> int:
         """Add the states of a node after `start`. Return its end state, which has no transitions yet."""
         if isinstance(node, Chars):
-            end = self._state()
+            end = self._add_state()
             self.edges[start].append((self._classes.mask(node.ranges), end))
             return end
         if isinstance(node, Text):
             for char in node.text:
-                end = self._state()
+                end = self._add_state()
                 self.edges[start].append((self._classes.class_of(char), end))
                 start = end
             return start
         if isinstance(node, Seq):
             for part in node.parts:
-                start = self._add(part, start)
+                start = self._add_node(part, start)
             return start
         if isinstance(node, Alt):
-            end = self._state()
+            end = self._add_state()
             for option in node.options:
-                option_start = self._state()
+                option_start = self._add_state()
                 self._empty_edges[start].append(option_start)
-                self._empty_edges[self._add(option, option_start)].append(end)
+                self._empty_edges[self._add_node(option, option_start)].append(end)
             return end
         if isinstance(node, Repeat):
             return self._add_repeat(node, start)
         if isinstance(node, Ref):
-            return self._add(self._parts[node.name], start)
+            return self._add_node(self._lexeme_rules[node.name], start)
         assert isinstance(node, FreeText | TextUntil)
         return self._add_free_text(node, start)
 
     def _add_repeat(self, node: Repeat, start: int) -> int:
         for _ in range(min(node.min_count, _MAX_COUNTED)):
-            start = self._add(node.part, start)
-        end = self._state()
+            start = self._add_node(node.part, start)
+        end = self._add_state()
         if node.max_count is None or node.max_count > _MAX_COUNTED:
-            loop = self._state()
+            loop = self._add_state()
             self._empty_edges[start].append(loop)
-            self._empty_edges[self._add(node.part, loop)].append(loop)
+            self._empty_edges[self._add_node(node.part, loop)].append(loop)
             self._empty_edges[loop].append(end)
             return end
         for _ in range(node.max_count - node.min_count):
-            first = self._state()
-            self._empty_edges[start] += [first, end]
-            start = self._add(node.part, first)
+            part_start = self._add_state()
+            self._empty_edges[start] += [part_start, end]
+            start = self._add_node(node.part, part_start)
         self._empty_edges[start].append(end)
         return end
 
     def _add_free_text(self, node: FreeText | TextUntil, start: int) -> int:
         """Add an Aho-Corasick automaton of the node's words, with one state per prefix of a word."""
-        words = [word for word in _texts(node) if word]
+        words = [word for word in _literal_texts(node) if word]
         prefixes = {word[:length] for word in words for length in range(len(word) + 1)} | {""}
-        end = self._state()
-        states = {prefix: self._state() for prefix in prefixes if not _ends_with_any(prefix, words)}
+        end = self._add_state()
+        states = {prefix: self._add_state() for prefix in prefixes if not _ends_with_any(prefix, words)}
         self._empty_edges[start].append(states[""])
         chars = {char for word in words for char in word}
         for prefix, state in states.items():
@@ -331,7 +337,7 @@ class _Nfa:
                         continue
                     self.edges[state].append((self._classes.class_of(char), end))
                 elif not _ends_with_any(text, words):
-                    target = next(text[at:] for at in range(len(text) + 1) if text[at:] in states)
+                    target = next(text[index:] for index in range(len(text) + 1) if text[index:] in states)
                     self.edges[state].append((self._classes.class_of(char), states[target]))
             if other_characters:
                 self.edges[state].append((other_characters, states[""]))

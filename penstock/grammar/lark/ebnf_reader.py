@@ -1,6 +1,6 @@
-"""Read EBNF: rules ``name ::= expression``, in the notation of GBNF and xgrammar.
+"""Reads EBNF: rules ``name ::= expression``, in the notation of GBNF and xgrammar.
 
-An expression has strings ("..."), character classes ([a-z], [^a-z]), any character (.), references,
+An expression consists of strings ("..."), character classes ([a-z], [^a-z]), any character (.), references,
 groups, ``|`` and the repetitions ``*``, ``+``, ``?``, ``{n}``, ``{m,n}`` and ``{m,}``. Comments begin with #.
 """
 
@@ -52,7 +52,7 @@ def read_ebnf(text: str) -> Rules:
     """Return the rules of a grammar, including ``root``.
 
     Raises:
-        InputError: the text is not a grammar. The message has the line and the column.
+        InputError: the text is not a grammar. The message contains the line and the column.
         UnsupportedFeatureError: the text uses an unsupported construct.
     """
     return _Reader(text).rules()
@@ -61,58 +61,58 @@ def read_ebnf(text: str) -> Rules:
 class _Reader:
     def __init__(self, text: str) -> None:
         self._text = text
-        self._at = 0
+        self._position = 0
 
     def rules(self) -> Rules:
         rules: Rules = {}
-        uses: dict[str, int] = {}
-        self._skip()
-        while self._at < len(self._text):
-            head = _RULE.match(self._text, self._at)
-            if head is None:
+        first_uses: dict[str, int] = {}
+        self._skip_space()
+        while self._position < len(self._text):
+            rule_start = _RULE.match(self._text, self._position)
+            if rule_start is None:
                 self._fail("expected a rule, name ::= expression")
-            name = head[1]
+            name = rule_start[1]
             if name in rules:
                 self._fail(f"the rule {name!r} is defined twice")
-            self._at = head.end()
-            rules[name] = self._alternatives(0, uses)
+            self._position = rule_start.end()
+            rules[name] = self._alternatives(0, first_uses)
         if "root" not in rules:
             self._fail("there is no rule named root")
-        for name, place in uses.items():
+        for name, position in first_uses.items():
             if name not in rules:
-                self._at = place
+                self._position = position
                 self._fail(f"the rule {name!r} is not defined")
         return rules
 
-    def _alternatives(self, depth: int, uses: dict[str, int]) -> Node:
+    def _alternatives(self, depth: int, first_uses: dict[str, int]) -> Node:
         if depth > _MAX_DEPTH:
             raise InputError(f"the ebnf grammar has groups more than {_MAX_DEPTH} deep: make it flatter")
-        options = [self._sequence(depth, uses)]
-        while self._take("|"):
-            options.append(self._sequence(depth, uses))
+        options = [self._sequence(depth, first_uses)]
+        while self._skip_character("|"):
+            options.append(self._sequence(depth, first_uses))
         return choice(options)
 
-    def _sequence(self, depth: int, uses: dict[str, int]) -> Node:
+    def _sequence(self, depth: int, first_uses: dict[str, int]) -> Node:
         parts: list[Node] = []
         while True:
-            self._skip()
-            if self._at >= len(self._text) or self._text[self._at] in "|)":
+            self._skip_space()
+            if self._position >= len(self._text) or self._text[self._position] in "|)":
                 return sequence(parts)
-            if _RULE.match(self._text, self._at):
+            if _RULE.match(self._text, self._position):
                 if depth:
                     self._fail("a group is not closed")
                 return sequence(parts)
-            parts.append(self._repetition(self._atom(depth, uses)))
+            parts.append(self._repetition(self._atom(depth, first_uses)))
 
     def _repetition(self, part: Node) -> Node:
         while True:
-            self._skip()
-            char = self._text[self._at : self._at + 1]
+            self._skip_space()
+            char = self._text[self._position : self._position + 1]
             if char in ("*", "+", "?") and char:
-                self._at += 1
+                self._position += 1
                 part = repeated(part, int(char == "+"), 1 if char == "?" else None)
             elif char == "{":
-                bounds = _BOUNDS.match(self._text, self._at)
+                bounds = _BOUNDS.match(self._text, self._position)
                 if bounds is None:
                     self._fail("{ begins no repetition: write {n}, {m,n} or {m,}")
                 min_count = int(bounds[1])
@@ -121,13 +121,13 @@ class _Reader:
                     self._fail(f"a repetition of more than {_MAX_REPEAT} times")
                 if max_count is not None and max_count < min_count:
                     self._fail("a repetition whose bounds are out of order")
-                self._at = bounds.end()
+                self._position = bounds.end()
                 part = repeated(part, min_count, max_count)
             else:
                 return part
 
-    def _atom(self, depth: int, uses: dict[str, int]) -> Node:
-        char = self._text[self._at]
+    def _atom(self, depth: int, first_uses: dict[str, int]) -> Node:
+        char = self._text[self._position]
         if char == '"':
             text = self._match(_TEXT, "an unterminated text")[1]
             points = [point for point, _ in self._chars(text)]
@@ -137,23 +137,23 @@ class _Reader:
         if char == "[":
             return self._class()
         if char == ".":
-            self._at += 1
+            self._position += 1
             return Chars(ANY_CHARACTER)
         if char == "(":
-            if self._text[self._at + 1 : self._at + 2] == "=":
+            if self._text[self._position + 1 : self._position + 2] == "=":
                 raise UnsupportedFeatureError("a lookahead (= ...) in an ebnf grammar", "omit it")
-            self._at += 1
-            group = self._alternatives(depth + 1, uses)
-            if not self._take(")"):
+            self._position += 1
+            group = self._alternatives(depth + 1, first_uses)
+            if not self._skip_character(")"):
                 self._fail("a group is not closed")
             return group
-        name = _NAME.match(self._text, self._at)
+        name = _NAME.match(self._text, self._position)
         if name is None:
             self._fail(f"unexpected {char!r}")
         if self._text[name.end() : name.end() + 1] == "(" and name[0] in _MACROS:
             raise UnsupportedFeatureError(f"{name[0]}(...) in an ebnf grammar", "use a structural tag")
-        uses.setdefault(name[0], self._at)
-        self._at = name.end()
+        first_uses.setdefault(name[0], self._position)
+        self._position = name.end()
         return Ref(name[0])
 
     def _class(self) -> Node:
@@ -181,7 +181,7 @@ class _Reader:
         return Chars(tuple(characters))
 
     def _chars(self, text: str) -> list[tuple[int, bool]]:
-        """Return (code point, whether it is an escape) of each character of a string or class."""
+        """Return (code point, whether it was written as an escape) of each character of a string or class."""
         result = []
         for match in _CHAR.finditer(text):
             if match[6] is not None:
@@ -201,27 +201,27 @@ class _Reader:
         return result
 
     def _match(self, pattern: re.Pattern[str], problem: str) -> re.Match[str]:
-        match = pattern.match(self._text, self._at)
+        match = pattern.match(self._text, self._position)
         if match is None:
             self._fail(problem)
-        self._at = match.end()
+        self._position = match.end()
         return match
 
-    def _skip(self) -> None:
-        match = _SPACE.match(self._text, self._at)
+    def _skip_space(self) -> None:
+        match = _SPACE.match(self._text, self._position)
         assert match is not None
-        self._at = match.end()
+        self._position = match.end()
 
-    def _take(self, char: str) -> bool:
-        self._skip()
-        if not self._text.startswith(char, self._at):
+    def _skip_character(self, char: str) -> bool:
+        self._skip_space()
+        if not self._text.startswith(char, self._position):
             return False
-        self._at += 1
+        self._position += 1
         return True
 
     def _fail(self, problem: str) -> NoReturn:
-        line = self._text.count("\n", 0, self._at) + 1
-        column = self._at - (self._text.rfind("\n", 0, self._at) + 1) + 1
+        line = self._text.count("\n", 0, self._position) + 1
+        column = self._position - (self._text.rfind("\n", 0, self._position) + 1) + 1
         raise InputError(f"the ebnf grammar is not valid: {problem} at line {line}, column {column}")
 
 

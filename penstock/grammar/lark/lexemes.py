@@ -1,8 +1,9 @@
 """Divides a grammar into lexemes, which are regular expressions, and rules over lexemes.
 
-llguidance matches lexemes with lazily built automata, which are fast. It matches rules with an Earley parser,
-which is slow for single characters. Its lexer takes the longest match of all lexemes that may come next. A
-division is therefore exact only if it has no conflicts (see `conflicts`).
+llguidance matches lexemes with automata, which are fast. It matches rules with an Earley parser, which is
+slow if the lexemes are single characters. Its lexer takes the longest match of all lexemes that may come
+next. The division into lexemes therefore keeps the language of the grammar only if there are no conflicts
+(see `conflicts`).
 """
 
 from __future__ import annotations
@@ -31,29 +32,29 @@ from penstock.grammar.lark.nodes import (
     sequence,
     walk,
 )
-from penstock.grammar.lark.simplify import order
+from penstock.grammar.lark.simplify import post_order
 
 MAX_LEXEME_SIZE = 1_000  # maximum nodes of a lexeme, with its rules expanded
 MAX_ONLY_LEXEME_SIZE = 50_000  # maximum nodes of a lexeme that is the whole grammar
-MAX_LEXEME_DEPTH = 300  # maximum nesting of rules in a lexeme; llguidance recurses over them
+MAX_LEXEME_DEPTH = 300  # maximum nesting of rules in a lexeme; llguidance recurses once per level
 ANY_SIZE = 1 << 59
 _TOO_LARGE = 1 << 60
 
 
 @dataclass(slots=True)
 class Division:
-    """A grammar as rules over lexemes.
+    """A grammar divided into lexemes and rules over lexemes.
 
     Attributes:
         rules: rules over lexemes and tokens.
-        lexemes: name -> node, which refers to rules of ``parts``.
-        parts: the rules that lexemes refer to.
+        lexemes: name -> node, which may refer to rules of ``lexeme_rules``.
+        lexeme_rules: the rules that lexemes refer to.
         root: the name of the start rule.
     """
 
     rules: Rules
     lexemes: dict[str, Node]
-    parts: Rules
+    lexeme_rules: Rules
     root: str
 
 
@@ -67,24 +68,24 @@ def divide(
     """Divide simplified rules into lexemes and rules over lexemes. The language stays the same.
 
     Raises:
-        FreeTextConflict: free text is adjacent to an expression that it may contain. Free text cannot be
-            divided.
+        FreeTextConflict: free text is adjacent to an expression that it may contain. Splitting its lexeme is
+            not possible.
     """
     limits = _LexemeLimits(rules)
     if limits.is_lexeme(Ref(root), max_only_size):
         return Division({"start": Ref("lexeme_0")}, {"lexeme_0": rules[root]}, rules, "start")
     split_nodes: dict[Node, list[Node]] = {}
-    total = 0
-    while total <= MAX_WORK:
+    total_work = 0
+    while total_work <= MAX_WORK:
         division = _Divider(rules, limits, split_nodes).divide(root)
         conflicts, work = find_conflicts(division.rules, division.lexemes, rules, division.root, check_time)
-        total += work
+        total_work += work
         if not conflicts and work <= MAX_WORK:
             return division
-        for name, other in conflicts.items():
+        for name, prefix_name in conflicts.items():
             node = division.lexemes[name]
-            split_nodes[node] = _split_lexeme(node, division.lexemes[other])
-    # Lexemes of one character have no conflicts: after one of them ends, no other can continue.
+            split_nodes[node] = _split_lexeme(node, division.lexemes[prefix_name])
+    # Lexemes of one character have no conflicts, because no lexeme can continue after one character.
     limits.max_size = 1
     return _Divider(rules, limits, {}).divide(root)
 
@@ -92,19 +93,20 @@ def divide(
 def _split_lexeme(node: Node, prefix: Node) -> list[Node]:
     """Split a lexeme that has a conflict with `prefix` into parts.
 
-    If the lexeme begins with `prefix`, the parts are `prefix` and the rest, else its children.
+    If the lexeme begins with `prefix`, the parts are `prefix` and the rest. Otherwise the parts are the
+    children of the node.
     """
     parts = node.parts if isinstance(node, Seq) else (node,)
     if prefix != node:
         prefix_parts = prefix.parts if isinstance(prefix, Seq) else (prefix,)
-        *common, last = prefix_parts or (node,)
-        size = len(common)
-        if len(parts) > size and list(parts[:size]) == common:
-            if parts[size] == last and len(parts) > size + 1:
+        *common_parts, last_prefix_part = prefix_parts or (node,)
+        size = len(common_parts)
+        if len(parts) > size and list(parts[:size]) == common_parts:
+            if parts[size] == last_prefix_part and len(parts) > size + 1:
                 return [prefix, sequence(parts[size + 1 :])]
-            if isinstance(last, Text) and isinstance(first_part := parts[size], Text):
-                if first_part.text.startswith(last.text):
-                    rest = Text(first_part.text[len(last.text) :])
+            if isinstance(last_prefix_part, Text) and isinstance(first_part := parts[size], Text):
+                if first_part.text.startswith(last_prefix_part.text):
+                    rest = Text(first_part.text[len(last_prefix_part.text) :])
                     return [prefix, sequence([rest, *parts[size + 1 :]])]
     return list(children(node))
 
@@ -116,22 +118,22 @@ class _LexemeLimits:
         self.max_size = MAX_LEXEME_SIZE
         self._sizes: dict[str, int] = {}
         self._depths: dict[str, int] = {}
-        names, recursive, _ = order(rules)
+        names, recursive, _ = post_order(rules)
         for name in names:
             node = rules[name]
             self._sizes[name] = _TOO_LARGE if name in recursive else self.size(node)
             referenced_names = [ref.name for ref in walk(node) if isinstance(ref, Ref)]
             self._depths[name] = 1 + max(
-                (self._depths.get(other, 0) for other in referenced_names), default=0
+                (self._depths.get(referenced_name, 0) for referenced_name in referenced_names), default=0
             )
 
-    def is_lexeme(self, node: Node, max_count: int | None = None) -> bool:
-        """Return whether the node can be a lexeme: a regular expression of at most this size."""
-        max_count = self.max_size if max_count is None else max_count
-        if isinstance(node, Ref) and max_count == 1:
+    def is_lexeme(self, node: Node, max_size: int | None = None) -> bool:
+        """Return whether the node can be a lexeme: a regular expression with at most ``max_size`` nodes."""
+        max_size = self.max_size if max_size is None else max_size
+        if isinstance(node, Ref) and max_size == 1:
             return False
         depth = max((self._depths[ref.name] for ref in walk(node) if isinstance(ref, Ref)), default=0)
-        return self.size(node) <= max_count and depth <= MAX_LEXEME_DEPTH
+        return self.size(node) <= max_size and depth <= MAX_LEXEME_DEPTH
 
     def size(self, node: Node) -> int:
         """Return the number of nodes and characters, with rules expanded."""
@@ -148,7 +150,7 @@ def _node_size(node: Node) -> int:
     if isinstance(node, FreeText):
         return 1 + sum(map(len, node.excludes))
     if isinstance(node, TextUntil):
-        return len(node.end) + sum(map(len, node.others + node.excludes))
+        return len(node.end) + sum(map(len, node.other_ends + node.excludes))
     return 1
 
 
@@ -166,21 +168,23 @@ class _Divider:
         while self._pending_rules:
             name = self._pending_rules.pop()
             if f"rule_{name}" not in self._divided_rules:
-                self._divided_rules[f"rule_{name}"] = self._rule(self._rules[name])
+                self._divided_rules[f"rule_{name}"] = self._divided_node(self._rules[name])
         lexemes = {name: node for node, name in self._names.items()}
         return Division(self._divided_rules, lexemes, self._rules, f"rule_{root}")
 
-    def _rule(self, node: Node) -> Node:
-        """Return the node with lexemes in place of its regular parts, as few and as long as possible."""
+    def _divided_node(self, node: Node) -> Node:
+        """Return the node with its regular parts replaced by lexemes, as few and as long as possible."""
         if node == EMPTY:
             return node
         if self._limits.is_lexeme(node) and node not in self._split_nodes:
             return self._lexeme(node)
         if isinstance(node, Seq):
-            return sequence(map(self._rule, self._split_nodes.get(node) or self._joined_parts(node.parts)))
+            return sequence(
+                map(self._divided_node, self._split_nodes.get(node) or self._joined_parts(node.parts))
+            )
         if isinstance(node, Alt):
             if node in self._split_nodes:
-                return choice(map(self._rule, node.options))
+                return choice(map(self._divided_node, node.options))
             regular_options = [option for option in node.options if self._limits.is_lexeme(option)]
             regular_choice = choice(regular_options) if regular_options else None
             if (
@@ -188,17 +192,17 @@ class _Divider:
                 or regular_choice in self._split_nodes
                 or not self._limits.is_lexeme(regular_choice)
             ):
-                return choice(map(self._rule, node.options))
+                return choice(map(self._divided_node, node.options))
             context_free_options = [option for option in node.options if not self._limits.is_lexeme(option)]
-            return choice([self._lexeme(regular_choice), *map(self._rule, context_free_options)])
+            return choice([self._lexeme(regular_choice), *map(self._divided_node, context_free_options)])
         if isinstance(node, Repeat):
-            return self._repeat_rule(node)
+            return self._divided_repeat(node)
         if isinstance(node, Ref):
             self._pending_rules.append(node.name)
             return Ref(f"rule_{node.name}")
         if isinstance(node, Text):
             parts = self._split_nodes.get(node) or [Text(char) for char in node.text]
-            return sequence(self._rule(part) for part in parts)
+            return sequence(self._divided_node(part) for part in parts)
         if node == FreeText():
             return Repeat(self._lexeme(Chars(ANY_CHARACTER)), 0, None)
         if isinstance(node, FreeText | TextUntil):
@@ -206,7 +210,7 @@ class _Divider:
         assert isinstance(node, Tokens | Chars)
         return node if isinstance(node, Tokens) else self._lexeme(node)
 
-    def _repeat_rule(self, node: Repeat) -> Node:
+    def _divided_repeat(self, node: Repeat) -> Node:
         """Return a repetition in which consecutive regular options are one lexeme.
 
         With a regular option r and a non-regular option n, ``(r | n)*`` becomes ``r* (n r*)*``.
@@ -221,14 +225,14 @@ class _Divider:
             or node.min_count > 1
             or self._limits.max_size == 1
         ):
-            return Repeat(self._rule(node.part), node.min_count, node.max_count)
+            return Repeat(self._divided_node(node.part), node.min_count, node.max_count)
         regular_run = repeated(choice(regular_options), 0, None)
-        part = self._rule(sequence([choice(context_free_options), regular_run]))
-        loop = sequence([self._rule(regular_run), repeated(part, node.min_count, None)])
+        part = self._divided_node(sequence([choice(context_free_options), regular_run]))
+        loop = sequence([self._divided_node(regular_run), repeated(part, node.min_count, None)])
         return (
             loop
             if node.min_count == 0
-            else choice([loop, self._rule(repeated(choice(regular_options), 1, None))])
+            else choice([loop, self._divided_node(repeated(choice(regular_options), 1, None))])
         )
 
     def _joined_parts(self, parts: tuple[Node, ...]) -> list[Node]:

@@ -12,7 +12,7 @@ ANY_CHARACTER: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))
 
 @dataclass(frozen=True, slots=True)
 class Chars:
-    """One character from these ranges."""
+    """One character in ``ranges``."""
 
     ranges: Ranges
 
@@ -33,7 +33,7 @@ class Seq:
 
 @dataclass(frozen=True, slots=True)
 class Alt:
-    """One of the options. Without options, it matches no text."""
+    """One of the options. A node without options matches no text."""
 
     options: tuple[Node, ...]
 
@@ -56,7 +56,7 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """One token with an id in these ranges, or with any other id if ``negated``. Does not match text."""
+    """One token whose id is in ``ranges``, or not in ``ranges`` if ``negated``. It does not match text."""
 
     ranges: Ranges
     negated: bool = False
@@ -73,11 +73,11 @@ class FreeText:
 class TextUntil:
     """Any text that ends with the first occurrence of ``end`` and contains none of ``excludes``.
 
-    No text of ``others`` may end before the end of ``end``, but it may end at the same character.
+    A text of ``other_ends`` may end at the last character of ``end``, but not at an earlier character.
     """
 
     end: str
-    others: tuple[str, ...] = ()
+    other_ends: tuple[str, ...] = ()
     excludes: tuple[str, ...] = ()
 
 
@@ -105,25 +105,28 @@ def sequence(parts: Iterable[Node]) -> Node:
 def choice(options: Iterable[Node]) -> Node:
     """Return a choice, with nested choices joined, equal options removed and common suffixes shared.
 
-    ``a x | b x`` becomes ``(a | b) x`` if ``x`` is a rule or a string. Without this, expansion of a chain of
-    rules that each refer twice to the next rule would double the size at every level.
+    ``a x | b x`` becomes ``(a | b) x`` if ``x`` is a rule or a string. Otherwise, if each rule of a chain
+    refers twice to the next rule, expansion of the chain would double the size at every level.
     """
-    flat: dict[Node, None] = {}
+    flat_options: dict[Node, None] = {}
     for option in options:
         for node in option.options if isinstance(option, Alt) else (option,):
-            flat[node] = None
+            flat_options[node] = None
     groups: dict[Node, list[Node]] = {}
-    for option in flat:
+    for option in flat_options:
         parts = option.parts if isinstance(option, Seq) else (option,)
         last_part = parts[-1] if parts and isinstance(parts[-1], Ref | Text) else option
         groups.setdefault(last_part, []).append(option)
     result: list[Node] = []
-    for last_part, members in groups.items():
-        if len(members) == 1:
-            result.append(members[0])
+    for last_part, group in groups.items():
+        if len(group) == 1:
+            result.append(group[0])
         else:
-            heads = (sequence(member.parts[:-1]) if isinstance(member, Seq) else EMPTY for member in members)
-            result.append(sequence([choice(heads), last_part]))
+            prefixes = (
+                sequence(group_option.parts[:-1]) if isinstance(group_option, Seq) else EMPTY
+                for group_option in group
+            )
+            result.append(sequence([choice(prefixes), last_part]))
     return result[0] if len(result) == 1 else Alt(tuple(result))
 
 

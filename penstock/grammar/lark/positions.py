@@ -1,4 +1,4 @@
-"""Positions of lexemes in rules: which positions can follow each other or start together."""
+"""Positions of lexemes in rules. Computes which positions can follow each other or start together."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from penstock.grammar.lark.nodes import Alt, Node, Ref, Repeat, Rules, Seq, chil
 
 
 class LexemePositions:
-    """The positions, that is, the occurrences of lexemes in rules.
+    """The positions of a grammar, that is, the occurrences of lexemes in rules.
 
-    A set of positions (a group) is an integer with one bit per position.
+    A group is a set of positions, stored as an integer with one bit per position.
 
     Attributes:
         start: the group of positions at which a text can start.
-        follow_sets: lexeme -> set of characters that can follow it, in the form of ``first_sets``.
+        follow_sets: lexeme -> set of characters that can follow it, as a bit mask.
 
     Args:
         rules: rules over lexemes.
@@ -64,11 +64,11 @@ class LexemePositions:
             group: the positions.
             overlapping: pairs of lexemes that match a common text, and therefore can end together.
         """
-        following: dict[str, int] = {}
+        masks_by_lexeme: dict[str, int] = {}
         for position in _bits(group):
             lexeme_name = self._lexeme_names[position]
-            following[lexeme_name] = following.get(lexeme_name, 0) | self._follow_masks[position]
-        return _merge_overlapping(following, overlapping)
+            masks_by_lexeme[lexeme_name] = masks_by_lexeme.get(lexeme_name, 0) | self._follow_masks[position]
+        return _merge_overlapping(masks_by_lexeme, overlapping)
 
     def _with_positions(self, node: Node) -> Node:
         """Return the node with a separate name for each occurrence of a lexeme."""
@@ -104,9 +104,9 @@ def _merge_overlapping(masks: dict[str, int], overlapping: set[frozenset[str]]) 
 
 def _bits(mask: int) -> Iterator[int]:
     while mask:
-        low = mask & -mask
-        yield low.bit_length() - 1
-        mask ^= low
+        lowest_bit = mask & -mask
+        yield lowest_bit.bit_length() - 1
+        mask ^= lowest_bit
 
 
 def _name(position: int) -> str:
@@ -119,14 +119,14 @@ class _FirstAndFollowSets:
     def __init__(self, rules: Rules, nullable_rules: set[str], first_sets: dict[str, int]) -> None:
         self._rules = rules
         self._nullable_rules = set(nullable_rules)
-        self._firsts = dict(first_sets)
+        self._first_sets = dict(first_sets)
         self._follow: dict[str, int] = {}
         self._pending_rules: list[str] = []
         self._compute_first_sets()
 
     def first(self, name: str) -> int:
         """Return the first set of a rule."""
-        return self._firsts.get(name, 0)
+        return self._first_sets.get(name, 0)
 
     def follow_sets_from(self, root: str) -> dict[str, int]:
         """Return the follow set of each rule and each position."""
@@ -134,58 +134,60 @@ class _FirstAndFollowSets:
         self._pending_rules = [root]
         while self._pending_rules:
             name = self._pending_rules.pop()
-            self._visit(self._rules[name], self._follow[name])
+            self._add_follow_set(self._rules[name], self._follow[name])
         return self._follow
 
     def _compute_first_sets(self) -> None:
-        users: dict[str, set[str]] = {}
+        rules_by_reference: dict[str, set[str]] = {}
         for name, node in self._rules.items():
             for child in walk(node):
                 if isinstance(child, Ref):
-                    users.setdefault(child.name, set()).add(name)
+                    rules_by_reference.setdefault(child.name, set()).add(name)
         pending = dict.fromkeys(reversed(self._rules))
         while pending:
             name, _ = pending.popitem()
-            first, is_nullable = self._first(self._rules[name])
-            if first != self._firsts.get(name, 0) or (is_nullable and name not in self._nullable_rules):
-                self._firsts[name] = first
+            first, is_nullable = self._first_set(self._rules[name])
+            if first != self._first_sets.get(name, 0) or (is_nullable and name not in self._nullable_rules):
+                self._first_sets[name] = first
                 if is_nullable:
                     self._nullable_rules.add(name)
-                pending.update(dict.fromkeys(users.get(name, ())))
+                pending.update(dict.fromkeys(rules_by_reference.get(name, ())))
 
-    def _first(self, node: Node) -> tuple[int, bool]:
+    def _first_set(self, node: Node) -> tuple[int, bool]:
         """Return the first set of a node, and whether it matches the empty text."""
         if isinstance(node, Ref):
-            return self._firsts.get(node.name, 0), node.name in self._nullable_rules
+            return self._first_sets.get(node.name, 0), node.name in self._nullable_rules
         if isinstance(node, Seq):
             mask = 0
             for part in node.parts:
-                first, is_nullable = self._first(part)
+                first, is_nullable = self._first_set(part)
                 mask |= first
                 if not is_nullable:
                     return mask, False
             return mask, True
-        pairs = [self._first(child) for child in children(node)]
+        pairs = [self._first_set(child) for child in children(node)]
         mask = 0
         for first, _ in pairs:
             mask |= first
         is_nullable = any(child_is_nullable for _, child_is_nullable in pairs)
         return mask, is_nullable or (isinstance(node, Repeat) and node.min_count == 0)
 
-    def _visit(self, node: Node, after: int) -> None:
+    def _add_follow_set(self, node: Node, follow: int) -> None:
         if isinstance(node, Ref):
             old_follow = self._follow.get(node.name)
-            if old_follow is None or after & ~old_follow:
-                self._follow[node.name] = after | (old_follow or 0)
+            if old_follow is None or follow & ~old_follow:
+                self._follow[node.name] = follow | (old_follow or 0)
                 if node.name in self._rules:
                     self._pending_rules.append(node.name)
         elif isinstance(node, Seq):
             for part in reversed(node.parts):
-                self._visit(part, after)
-                first, is_nullable = self._first(part)
-                after = first | after if is_nullable else first
+                self._add_follow_set(part, follow)
+                first, is_nullable = self._first_set(part)
+                follow = first | follow if is_nullable else first
         elif isinstance(node, Repeat):
-            self._visit(node.part, after | (0 if node.max_count == 1 else self._first(node.part)[0]))
+            self._add_follow_set(
+                node.part, follow | (0 if node.max_count == 1 else self._first_set(node.part)[0])
+            )
         else:
             for child in children(node):
-                self._visit(child, after)
+                self._add_follow_set(child, follow)

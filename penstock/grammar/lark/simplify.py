@@ -27,13 +27,14 @@ def simplified(rules: Rules, root: str) -> Rules:
     Raises:
         InputError: ``root`` matches no finite text.
     """
-    productive = _productive(rules)
-    if root not in productive:
+    productive_rules = _productive_rules(rules)
+    if root not in productive_rules:
         raise InputError("the grammar allows no output: it matches no finite text")
-    useful = {
-        name: _without_recursion(name, _without_unproductive(rules[name], productive)) for name in productive
+    rules_without_recursion = {
+        name: _without_recursion(name, _without_unproductive(rules[name], productive_rules))
+        for name in productive_rules
     }
-    return _reachable_rules(_with_counts(_reachable_rules(useful, root)), root)
+    return _reachable_rules(_with_repetitions(_reachable_rules(rules_without_recursion, root)), root)
 
 
 def _reachable_rules(rules: Rules, root: str) -> Rules:
@@ -47,15 +48,15 @@ def _reachable_rules(rules: Rules, root: str) -> Rules:
     return result
 
 
-def _with_counts(rules: Rules) -> Rules:
-    """Replace chains of rules by repetitions, if each rule of the chain adds the same part.
+def _with_repetitions(rules: Rules) -> Rules:
+    """Replace chains of rules by repetitions if each rule of the chain adds the same part.
 
     For example, ``a = x b`` and ``b = (x | "") end`` become ``a = x{1,2} end``.
     """
     # rule -> (part, minimum, maximum, following node)
     counted_rules: dict[str, tuple[Node, int, int, Node]] = {}
     result = dict(rules)
-    for name in order(rules)[0]:
+    for name in post_order(rules)[0]:
         repetition = _extract_counted(rules[name], counted_rules)
         if repetition is not None:
             counted_rules[name] = part, min_count, max_count, end = repetition
@@ -73,15 +74,15 @@ def _extract_counted(
             return choice(option for option in head.options if option != EMPTY), 0, 1, end
     options = node.options if isinstance(node, Alt) else (node,)
     sequences = [option for option in options if isinstance(option, Seq) and len(option.parts) > 1]
-    links = [
+    counted_options = [
         option
         for option in sequences
         if isinstance(ref := option.parts[-1], Ref) and ref.name in counted_rules
     ]
-    other_options = [option for option in options if option not in links]
-    if len(links) != 1 or len(other_options) > 1:
+    other_options = [option for option in options if option not in counted_options]
+    if len(counted_options) != 1 or len(other_options) > 1:
         return None
-    *parts, ref = links[0].parts
+    *parts, ref = counted_options[0].parts
     assert isinstance(ref, Ref)
     part, min_count, max_count, end = counted_rules[ref.name]
     if sequence(parts) != part or (other_options and (other_options[0] != end or min_count > 0)):
@@ -89,22 +90,27 @@ def _extract_counted(
     return part, 0 if other_options else min_count + 1, max_count + 1, end
 
 
-def unrolled(rules: Rules, root: str, times: int) -> Rules:
-    """Return rules without recursion, which match only texts with at most ``times`` levels of recursion."""
-    recursive = order(rules)[1]
+def unrolled(rules: Rules, root: str, max_level: int) -> Rules:
+    """Return rules without recursion, for texts with at most ``max_level`` levels of recursion."""
+    recursive_rules = post_order(rules)[1]
     result: Rules = {}
-    pending = [(root, times)]
+    pending = [(root, max_level)]
     while pending:
         name, level = pending.pop()
-        copy = name if level == times else f"{name}-{level}"
+        copy = name if level == max_level else f"{name}-{level}"
         if copy in result:
             continue
-        result[copy] = _at_level(rules[name], name, recursive, level, times, pending)
+        result[copy] = _with_rule_copies(rules[name], name, recursive_rules, level, max_level, pending)
     return result
 
 
-def _at_level(
-    node: Node, rule_name: str, recursive: set[str], level: int, times: int, pending: list[tuple[str, int]]
+def _with_rule_copies(
+    node: Node,
+    rule_name: str,
+    recursive_rules: set[str],
+    level: int,
+    max_level: int,
+    pending: list[tuple[str, int]],
 ) -> Node:
     """Return a node with references to copies of recursive rules, one copy per level of recursion.
 
@@ -113,11 +119,13 @@ def _at_level(
 
     def with_copied_rules(child: Node) -> Node:
         if isinstance(child, Ref):
-            child_level = times if child.name not in recursive else level - (rule_name in recursive)
+            child_level = (
+                max_level if child.name not in recursive_rules else level - (rule_name in recursive_rules)
+            )
             if child_level < 1:
                 return NOTHING
             pending.append((child.name, child_level))
-            return child if child_level == times else Ref(f"{child.name}-{child_level}")
+            return child if child_level == max_level else Ref(f"{child.name}-{child_level}")
         if isinstance(child, Seq):
             return sequence(map(with_copied_rules, child.parts))
         if isinstance(child, Alt):
@@ -131,8 +139,8 @@ def _at_level(
     return with_copied_rules(node)
 
 
-def order(rules: Rules) -> tuple[list[str], set[str], int]:
-    """Return (names in post-order, recursive names, depth of the search).
+def post_order(rules: Rules) -> tuple[list[str], set[str], int]:
+    """Return (names in post-order, names of recursive rules, depth of the search).
 
     The depth is the length of the longest chain of references that the depth-first search followed.
     """
@@ -142,73 +150,73 @@ def order(rules: Rules) -> tuple[list[str], set[str], int]:
     stack: list[str] = []
     on_stack: set[str] = set()
     finished: list[str] = []
-    recursive: set[str] = set()
-    deepest = 0
+    recursive_rules: set[str] = set()
+    max_depth = 0
     for start in rules:  # Tarjan's algorithm with an explicit stack
-        calls = [] if start in index else [(start, iter(callees[start]))]
-        while calls:
-            name, rest = calls[-1]
-            deepest = max(deepest, len(calls))
+        call_stack = [] if start in index else [(start, iter(callees[start]))]
+        while call_stack:
+            name, unvisited_callees = call_stack[-1]
+            max_depth = max(max_depth, len(call_stack))
             if name not in index:
                 index[name] = low[name] = len(index)
                 stack.append(name)
                 on_stack.add(name)
-            for other in rest:
-                if other not in index:
-                    calls.append((other, iter(callees[other])))
+            for callee in unvisited_callees:
+                if callee not in index:
+                    call_stack.append((callee, iter(callees[callee])))
                     break
-                if other in on_stack:
-                    low[name] = min(low[name], index[other])
+                if callee in on_stack:
+                    low[name] = min(low[name], index[callee])
             else:
-                calls.pop()
-                if calls:
-                    low[calls[-1][0]] = min(low[calls[-1][0]], low[name])
+                call_stack.pop()
+                if call_stack:
+                    low[call_stack[-1][0]] = min(low[call_stack[-1][0]], low[name])
                 if low[name] == index[name]:
                     component = stack[stack.index(name) :] if stack[-1] != name else [name]
                     del stack[len(stack) - len(component) :]
                     on_stack.difference_update(component)
                     finished += component
                     if len(component) > 1 or name in callees[name]:
-                        recursive.update(component)
-    return finished, recursive, deepest
+                        recursive_rules.update(component)
+    return finished, recursive_rules, max_depth
 
 
-def _productive(rules: Rules) -> set[str]:
+def _productive_rules(rules: Rules) -> set[str]:
     """Return the rules that match some finite text."""
-    users: dict[str, list[str]] = {}
+    rules_by_reference: dict[str, list[str]] = {}
     for name, node in rules.items():
-        for other in references(node):
-            users.setdefault(other, []).append(name)
-    productive: set[str] = set()
+        for reference in references(node):
+            rules_by_reference.setdefault(reference, []).append(name)
+    productive_rules: set[str] = set()
     pending = list(rules)
     while pending:
         name = pending.pop()
-        if name not in productive and _matches_some(rules[name], productive):
-            productive.add(name)
-            pending += users.get(name, [])
-    return productive
+        if name not in productive_rules and _matches_some(rules[name], productive_rules):
+            productive_rules.add(name)
+            pending += rules_by_reference.get(name, [])
+    return productive_rules
 
 
-def _matches_some(node: Node, productive: set[str]) -> bool:
+def _matches_some(node: Node, productive_rules: set[str]) -> bool:
     if isinstance(node, Ref):
-        return node.name in productive
+        return node.name in productive_rules
     if isinstance(node, Alt):
-        return any(_matches_some(option, productive) for option in node.options)
+        return any(_matches_some(option, productive_rules) for option in node.options)
     if isinstance(node, Repeat) and node.min_count == 0:
         return True
-    return all(_matches_some(part, productive) for part in children(node))
+    return all(_matches_some(part, productive_rules) for part in children(node))
 
 
-def _without_unproductive(node: Node, productive: set[str]) -> Node:
+def _without_unproductive(node: Node, productive_rules: set[str]) -> Node:
     """Return the node without options that match no finite text."""
     if isinstance(node, Ref):
-        return node if node.name in productive else NOTHING
+        return node if node.name in productive_rules else NOTHING
     if isinstance(node, Alt):
-        return choice(_without_unproductive(option, productive) for option in node.options)
+        return choice(_without_unproductive(option, productive_rules) for option in node.options)
     if isinstance(node, Seq):
-        return sequence(_without_unproductive(part, productive) for part in node.parts)
+        return sequence(_without_unproductive(part, productive_rules) for part in node.parts)
     if isinstance(node, Repeat):
-        return repeated(_without_unproductive(node.part, productive), node.min_count, node.max_count)
+        return repeated(_without_unproductive(node.part, productive_rules), node.min_count, node.max_count)
     return node
 
 
@@ -230,7 +238,7 @@ def _refers_to(node: Node, name: str) -> bool:
 
 
 def _split_recursion(node: Node, name: str, at_end: bool) -> tuple[Node, Node] | None:
-    """Split a node with recursion at one end: ``a name | b`` (if `at_end`) or ``name a | b`` to (a, b).
+    """Return (a, b) for a node with recursion at one end: ``a name | b`` (if `at_end`) or ``name a | b``.
 
     Returns None if the node refers to `name` at any other place.
     """
@@ -239,13 +247,17 @@ def _split_recursion(node: Node, name: str, at_end: bool) -> tuple[Node, Node] |
     if not _refers_to(node, name):
         return NOTHING, node
     if isinstance(node, Seq):
-        rest, side = (node.parts[:-1], node.parts[-1]) if at_end else (node.parts[1:], node.parts[0])
-        if any(_refers_to(part, name) for part in rest):
+        other_parts, end_part = (
+            (node.parts[:-1], node.parts[-1]) if at_end else (node.parts[1:], node.parts[0])
+        )
+        if any(_refers_to(part, name) for part in other_parts):
             return None
-        split = _split_recursion(side, name, at_end)
+        split = _split_recursion(end_part, name, at_end)
         if split is None:
             return None
-        repeated_part, last = (sequence([*rest, child] if at_end else [child, *rest]) for child in split)
+        repeated_part, last = (
+            sequence([*other_parts, child] if at_end else [child, *other_parts]) for child in split
+        )
         return repeated_part, last
     if isinstance(node, Alt):
         pairs = [_split_recursion(option, name, at_end) for option in node.options]

@@ -58,12 +58,12 @@ class _Reader:
         """Return the node of a format."""
         match _format_type(part):
             case "const_string":
-                return _text(_field(part, "value", str))
+                return _text_node(_field(part, "value", str))
             case "grammar":
                 return self._grammar(_field(part, "grammar", str))
             case "any_text":
                 _refuse_fields(part, "max_tokens", "max_chars")
-                return FreeText(_words(part, "excludes"))
+                return FreeText(_string_list(part, "excludes"))
             case "sequence":
                 return sequence(map(self.node, _elements(part)))
             case "or":
@@ -83,12 +83,14 @@ class _Reader:
             case "triggered_tags" | "dispatch":
                 return self._triggered_tags(part, ())
             case "token":
-                return Tokens(_ids([part.get("token")]))
+                return Tokens(_token_id_ranges([part.get("token")]))
             case "exclude_token":
-                return Tokens(_ids(part.get("exclude_tokens", [])), negated=True)
+                return Tokens(_token_id_ranges(part.get("exclude_tokens", [])), negated=True)
             case "any_tokens":
                 _refuse_fields(part, "max_tokens")
-                return repeated(Tokens(_ids(part.get("exclude_tokens", [])), negated=True), 0, None)
+                return repeated(
+                    Tokens(_token_id_ranges(part.get("exclude_tokens", [])), negated=True), 0, None
+                )
             case "token_triggered_tags" | "token_dispatch":
                 return self._token_triggered_tags(part, [])
             case kind:
@@ -113,80 +115,86 @@ class _Reader:
 
     def _tag(self, part: TagFormat) -> Node:
         begin, end = part.get("begin"), part.get("end")
-        first = _text(begin) if isinstance(begin, str) else self.node(begin)
+        begin_node = _text_node(begin) if isinstance(begin, str) else self.node(begin)
         if isinstance(end, dict):
             token = self.node(end)
-            return sequence([first, self._before_token(_field(part, "content", dict), token), token])
-        ends = (end,) if isinstance(end, str) else tuple(end) if isinstance(end, list) else ()
-        if not ends or not all(isinstance(end, str) for end in ends):
+            return sequence(
+                [begin_node, self._content_before_token(_field(part, "content", dict), token), token]
+            )
+        end_texts = (end,) if isinstance(end, str) else tuple(end) if isinstance(end, list) else ()
+        if not end_texts or not all(isinstance(end, str) for end in end_texts):
             raise InputError("a tag of a structural_tag needs an end: a string, strings or a token")
-        return sequence([first, self._with_end(_field(part, "content", dict), ends)])
+        return sequence([begin_node, self._with_end(_field(part, "content", dict), end_texts)])
 
-    def _before_token(self, content: TagFormat, token: Node) -> Node:
+    def _content_before_token(self, content: TagFormat, token: Node) -> Node:
         if _format_type(content) in ("token_triggered_tags", "token_dispatch") and isinstance(token, Tokens):
             return self._token_triggered_tags(content, list(token.ranges))
         return self.node(content)
 
-    def _with_end(self, part: TagFormat, ends: tuple[str, ...]) -> Node:
-        """Return the node of a format followed by one of ``ends``. Free text ends at the first of them."""
-        if ends == ("",):
+    def _with_end(self, part: TagFormat, end_texts: tuple[str, ...]) -> Node:
+        """Return the node of a format and one of ``end_texts``. Free text ends at the first end text."""
+        if end_texts == ("",):
             return self.node(part)
-        end_marker = choice(map(_text, ends))
+        end_marker = choice(map(_text_node, end_texts))
         match _format_type(part):
             case "any_text":
                 _refuse_fields(part, "max_tokens", "max_chars")
-                return _text_until(ends, (), ends, _words(part, "excludes"))
+                return _text_until(end_texts, (), end_texts, _string_list(part, "excludes"))
             case "triggered_tags" | "dispatch":
-                return self._triggered_tags(part, ends)
+                return self._triggered_tags(part, end_texts)
             case "sequence":
                 *parts, last = _elements(part)
-                return sequence([*map(self.node, parts), self._with_end(last, ends)])
+                return sequence([*map(self.node, parts), self._with_end(last, end_texts)])
             case "or":
-                return choice(self._with_end(option, ends) for option in _elements(part))
+                return choice(self._with_end(option, end_texts) for option in _elements(part))
             case "optional":
-                return choice([end_marker, self._with_end(_field(part, "content", dict), ends)])
+                return choice([end_marker, self._with_end(_field(part, "content", dict), end_texts)])
         return sequence([self.node(part), end_marker])
 
     def _tags_with_separator(self, part: TagFormat) -> Node:
-        tag = choice(map(self.node, _list(part, "tags")))
+        tag = choice(map(self.node, _non_empty_list(part, "tags")))
         further_tags: Node = EMPTY
         if not part.get("stop_after_first"):
-            further_tags = repeated(sequence([_text(_field(part, "separator", str)), tag]), 0, None)
+            further_tags = repeated(sequence([_text_node(_field(part, "separator", str)), tag]), 0, None)
         tags = sequence([tag, further_tags])
         return tags if part.get("at_least_one") else choice([EMPTY, tags])
 
-    def _triggered_tags(self, part: TagFormat, ends: tuple[str, ...]) -> Node:
-        """Return the node of free text in which triggers start formats.
+    def _triggered_tags(self, part: TagFormat, end_texts: tuple[str, ...]) -> Node:
+        """Return the node of free text in which a trigger text starts a format.
 
-        The text ends at the first of ``ends``. Without ``ends`` it has no end marker.
+        The text ends at the first end text. If ``end_texts`` is empty, the text has no end marker.
         """
         contents = self._contents_by_trigger(part)
-        excludes, triggers = _words(part, "excludes"), tuple(contents)
-        only_one = part.get("stop_after_first") or (part["type"] == "dispatch" and not part.get("loop", True))
-        words = (*triggers, *ends)
+        excludes, triggers = _string_list(part, "excludes"), tuple(contents)
+        stops_after_first = part.get("stop_after_first") or (
+            part["type"] == "dispatch" and not part.get("loop", True)
+        )
+        words = (*triggers, *end_texts)
         text_and_tag = choice(
-            sequence([_text_until((trigger,), triggers, ends, excludes), content])
+            sequence([_text_until((trigger,), triggers, end_texts, excludes), content])
             for trigger, content in contents.items()
         )
-        end_marker = choice(map(_text, ends)) if ends else EMPTY
+        end_marker = choice(map(_text_node, end_texts)) if end_texts else EMPTY
         free_text: Node = (
-            FreeText((*words, *excludes)) if not ends else _text_until(ends, triggers, ends, excludes)
+            FreeText((*words, *excludes))
+            if not end_texts
+            else _text_until(end_texts, triggers, end_texts, excludes)
         )
         result = (
             choice([free_text, sequence([text_and_tag, end_marker])])
-            if only_one
+            if stops_after_first
             else sequence([repeated(text_and_tag, 0, None), free_text])
         )
         if not part.get("at_least_one"):
             return result
-        first = choice(map(self.node, _list(part, "tags")))
-        return sequence([first, end_marker if only_one else result])
+        first_tag = choice(map(self.node, _non_empty_list(part, "tags")))
+        return sequence([first_tag, end_marker if stops_after_first else result])
 
     def _contents_by_trigger(self, part: TagFormat) -> dict[str, Node]:
-        """Return trigger -> node of the formats that can follow it."""
+        """Return trigger text -> node of the formats that can follow it."""
         nodes: dict[str, list[Node]] = {}
         if part["type"] == "dispatch":
-            for rule in _list(part, "rules"):
+            for rule in _non_empty_list(part, "rules"):
                 trigger, content = rule if isinstance(rule, list) and len(rule) == 2 else (None, None)
                 if not isinstance(trigger, str) or not trigger:
                     raise InputError(
@@ -194,8 +202,8 @@ class _Reader:
                     )
                 nodes.setdefault(trigger, []).append(self.node(content))
         else:
-            triggers = _words(part, "triggers")
-            for tag in _list(part, "tags"):
+            triggers = _string_list(part, "triggers")
+            for tag in _non_empty_list(part, "tags"):
                 begin = tag.get("begin") if isinstance(tag, dict) else None
                 matching_triggers = [
                     trigger for trigger in triggers if isinstance(begin, str) and begin.startswith(trigger)
@@ -211,42 +219,49 @@ class _Reader:
             raise InputError(f"the {part['type']} of a structural_tag has no tags")
         return {trigger: choice(options) for trigger, options in nodes.items()}
 
-    def _token_triggered_tags(self, part: TagFormat, ends: list[tuple[int, int]]) -> Node:
-        """Return the node of tokens in which trigger tokens start formats.
+    def _token_triggered_tags(self, part: TagFormat, end_ids: list[tuple[int, int]]) -> Node:
+        """Return the node of tokens in which a trigger token starts a format.
 
-        Like `_triggered_tags`, but triggers and ends are token ids instead of texts.
+        This is `_triggered_tags` with token ids instead of trigger texts and end texts.
         """
         if part["type"] == "token_dispatch":
-            rules = _list(part, "rules")
+            rules = _non_empty_list(part, "rules")
             if not all(isinstance(rule, list) and len(rule) == 2 for rule in rules):
                 raise InputError("a rule of a token_dispatch must be a pair: a token and a format")
             triggers = [rule[0] for rule in rules]
-            tags = [sequence([Tokens(_ids([token])), self.node(content)]) for token, content in rules]
-            only_one = not part.get("loop", True)
+            tags = [
+                sequence([Tokens(_token_id_ranges([token])), self.node(content)]) for token, content in rules
+            ]
+            stops_after_first = not part.get("loop", True)
         else:
-            triggers = _list(part, "trigger_tokens")
-            tags = [self.node(tag) for tag in _list(part, "tags")]
-            only_one = bool(part.get("stop_after_first"))
-        excluded_ids = _ids([*triggers, *part.get("exclude_tokens", [])])
-        text = repeated(Tokens(tuple(sorted({*excluded_ids, *ends})), negated=True), 0, None)
+            triggers = _non_empty_list(part, "trigger_tokens")
+            tags = [self.node(tag) for tag in _non_empty_list(part, "tags")]
+            stops_after_first = bool(part.get("stop_after_first"))
+        excluded_ids = _token_id_ranges([*triggers, *part.get("exclude_tokens", [])])
+        text = repeated(Tokens(tuple(sorted({*excluded_ids, *end_ids})), negated=True), 0, None)
         text_and_tag = sequence([text, choice(tags)])
         result = (
-            choice([text, text_and_tag]) if only_one else sequence([repeated(text_and_tag, 0, None), text])
+            choice([text, text_and_tag])
+            if stops_after_first
+            else sequence([repeated(text_and_tag, 0, None), text])
         )
         if not part.get("at_least_one"):
             return result
-        return sequence([choice(tags), EMPTY if only_one else result])
+        return sequence([choice(tags), EMPTY if stops_after_first else result])
 
 
 def _text_until(
-    end_texts: tuple[str, ...], triggers: tuple[str, ...], ends: tuple[str, ...], excludes: tuple[str, ...]
+    allowed_ends: tuple[str, ...],
+    triggers: tuple[str, ...],
+    end_texts: tuple[str, ...],
+    excludes: tuple[str, ...],
 ) -> Node:
-    """Return the node of free text up to the first trigger or end, which must be one of ``end_texts``."""
-    if "" in ends:
+    """Return the node of free text up to the first trigger or end text, which must be in ``allowed_ends``."""
+    if "" in end_texts:
         raise InputError("free text in a tag of a structural_tag needs an end that is not empty")
-    words = {*triggers, *ends}
+    words = {*triggers, *end_texts}
     forbidden_words = tuple(word for word in excludes if word not in words)
-    return choice(TextUntil(word, tuple(sorted(words - {word})), forbidden_words) for word in end_texts)
+    return choice(TextUntil(word, tuple(sorted(words - {word})), forbidden_words) for word in allowed_ends)
 
 
 def _format_type(part: object) -> str:
@@ -263,7 +278,7 @@ def _field(part: TagFormat, name: str, kind: type[FieldT]) -> FieldT:
     return value
 
 
-def _list(part: TagFormat, name: str) -> list[Any]:
+def _non_empty_list(part: TagFormat, name: str) -> list[Any]:
     value = part.get(name)
     if not isinstance(value, list) or not value:
         raise InputError(f"the {part['type']} of a structural_tag needs {name}, a list that is not empty")
@@ -271,21 +286,21 @@ def _list(part: TagFormat, name: str) -> list[Any]:
 
 
 def _elements(part: TagFormat) -> list[Any]:
-    return _list(part, "elements")
+    return _non_empty_list(part, "elements")
 
 
-def _words(part: TagFormat, name: str) -> tuple[str, ...]:
+def _string_list(part: TagFormat, name: str) -> tuple[str, ...]:
     words = part.get(name) or []
     if not isinstance(words, list) or not all(isinstance(word, str) and word for word in words):
         raise InputError(f"{name} of a structural_tag must be strings that are not empty")
     return tuple(words)
 
 
-def _text(text: str) -> Node:
+def _text_node(text: str) -> Node:
     return Text(text) if text else EMPTY
 
 
-def _ids(tokens: Sequence[object]) -> Ranges:
+def _token_id_ranges(tokens: Sequence[object]) -> Ranges:
     ids = [token for token in tokens if isinstance(token, int) and token >= 0]
     if len(ids) < len(tokens):
         raise InputError("the tokens of a structural_tag must be ids or texts of tokens of this model")

@@ -1,4 +1,4 @@
-"""Writes a divided grammar in llguidance's Lark notation."""
+"""Divides a grammar into lexemes and rules, and writes them in llguidance's Lark notation."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from penstock.grammar.lark.nodes import (
     references,
     walk,
 )
-from penstock.grammar.lark.simplify import order, simplified, unrolled
+from penstock.grammar.lark.simplify import post_order, simplified, unrolled
 
-MAX_UNROLLED = 12  # maximum levels of recursion if the whole grammar is one lexeme
-MAX_RULE_DEPTH = 3_000  # maximum length of a chain of references; llguidance recurses over them
+MAX_UNROLLED = 12  # maximum levels of recursion in a grammar that is written as one lexeme
+MAX_RULE_DEPTH = 3_000  # maximum length of a chain of rules; llguidance recurses once per rule
 
 
-def _no_limit() -> None:
+def _no_time_limit() -> None:
     pass
 
 
-def lark_text(rules: Rules, root: str = "root", *, check_time: Callable[[], None] = _no_limit) -> str:
+def lark_text(rules: Rules, root: str = "root", *, check_time: Callable[[], None] = _no_time_limit) -> str:
     """Return the grammar of ``root`` in llguidance's Lark notation.
 
     Args:
@@ -42,7 +42,8 @@ def lark_text(rules: Rules, root: str = "root", *, check_time: Callable[[], None
 
     Raises:
         InputError: the grammar matches no finite text, or a chain of references is too long.
-        UnsupportedFeatureError: free text is adjacent to an expression that it may contain.
+        UnsupportedFeatureError: free text is adjacent to an expression that it may contain. The lexer cannot
+            find the end of the free text.
     """
     simple_rules = simplified(rules, root)
     check_time()
@@ -55,7 +56,7 @@ def lark_text(rules: Rules, root: str = "root", *, check_time: Callable[[], None
 
 
 def _as_one_lexeme(rules: Rules, root: str, check_time: Callable[[], None]) -> Division:
-    """Return a division with a single lexeme, in which recursion is limited to `MAX_UNROLLED` levels."""
+    """Return the grammar as a single lexeme, in which recursion is limited to `MAX_UNROLLED` levels."""
     try:
         bounded_rules = simplified(unrolled(rules, root, MAX_UNROLLED), root)
         return divide(bounded_rules, root, check_time, ANY_SIZE)
@@ -74,57 +75,64 @@ class _Writer:
     def text(self) -> str:
         division = self._division
         _check_depth(division.rules)
-        lines = [f"start: {self._name(division.root)}"]
-        lines += [f"{self._name(name)}: {self._rule(node)}" for name, node in division.rules.items()]
-        lines += [f"{self._name(name)}: {self._terminal(node)}" for name, node in division.lexemes.items()]
+        lines = [f"start: {self._symbol_name(division.root)}"]
+        lines += [
+            f"{self._symbol_name(name)}: {self._rule_text(node)}" for name, node in division.rules.items()
+        ]
+        lines += [
+            f"{self._symbol_name(name)}: {self._lexeme_text(node)}" for name, node in division.lexemes.items()
+        ]
         pending = [name for node in division.lexemes.values() for name in references(node)]
-        written_parts: set[str] = set()
+        written_names: set[str] = set()
         while pending:
             name = pending.pop()
-            if name not in written_parts:
-                written_parts.add(name)
-                node = division.parts[name]
-                lines.append(f"{self._part(name)}: {self._terminal(node)}")
+            if name not in written_names:
+                written_names.add(name)
+                node = division.lexeme_rules[name]
+                lines.append(f"{self._lexeme_rule_name(name)}: {self._lexeme_text(node)}")
                 pending += references(node)
         return "\n".join([*lines, ""])
 
-    def _name(self, name: str) -> str:
+    def _symbol_name(self, name: str) -> str:
         number = self._numbers.setdefault(name, len(self._numbers))
         return f"L{number}" if name in self._division.lexemes else f"r{number}"
 
-    def _part(self, name: str) -> str:
+    def _lexeme_rule_name(self, name: str) -> str:
         return f"P{self._numbers.setdefault(f'part {name}', len(self._numbers))}"
 
-    def _rule(self, node: Node) -> str:
-        """Return the text of a node over lexemes and tokens."""
+    def _rule_text(self, node: Node) -> str:
+        """Return the text of a node of a rule, which refers to lexemes, rules and tokens."""
         if isinstance(node, Ref):
-            return self._name(node.name)
+            return self._symbol_name(node.name)
         if isinstance(node, Tokens):
             ranges = ",".join(f"{low}" if low == high else f"{low}-{high}" for low, high in node.ranges)
             return f"<[{'^' if node.negated else ''}{ranges}]>"
-        return _operator_text(node, self._rule)
+        return _operator_text(node, self._rule_text)
 
-    def _terminal(self, node: Node) -> str:
-        """Return the text of a node of a lexeme, as a regular expression if possible."""
+    def _lexeme_text(self, node: Node) -> str:
+        """Return the text of a node of a lexeme: a regular expression if possible."""
         if node == EMPTY:
             return '""'
         if not any(isinstance(part, Ref | FreeText | TextUntil) for part in walk(node)):
             return f"/{_regex(node)}/"
         if isinstance(node, Ref):
-            return self._part(node.name)
+            return self._lexeme_rule_name(node.name)
         if isinstance(node, FreeText):
-            return f"{_ANY} & {_without(node.excludes)}" if node.excludes else _ANY
+            return f"{_ANY} & {_text_without(node.excludes)}" if node.excludes else _ANY
         if isinstance(node, TextUntil):
-            parts = [f"({_ANY} /{_string_literal(node.end)}/)", _without((node.end, *node.others), "(?s:.+)")]
-            return " & ".join([*parts, *([_without(node.excludes)] if node.excludes else [])])
-        return _operator_text(node, self._terminal)
+            parts = [
+                f"({_ANY} /{_string_literal(node.end)}/)",
+                _text_without((node.end, *node.other_ends), "(?s:.+)"),
+            ]
+            return " & ".join([*parts, *([_text_without(node.excludes)] if node.excludes else [])])
+        return _operator_text(node, self._lexeme_text)
 
 
 _ANY = "/(?s:.*)/"
 
 
-def _without(words: tuple[str, ...], suffix: str = "(?s:.*)") -> str:
-    """Return an expression for text that contains none of the words followed by ``suffix``."""
+def _text_without(words: tuple[str, ...], suffix: str = "(?s:.*)") -> str:
+    """Return an expression that matches texts which do not contain a word followed by ``suffix``."""
     return f"~/(?s:.*)(?:{'|'.join(map(_string_literal, words))}){suffix}/"
 
 
@@ -136,7 +144,7 @@ def _operator_text(node: Node, write: object) -> str:
     if isinstance(node, Alt):
         return " | ".join(_grouped_text(option, write) for option in node.options)
     assert isinstance(node, Repeat)
-    return f"({write(node.part)}){_times(node)}"  # type: ignore[operator]
+    return f"({write(node.part)}){_quantifier(node)}"  # type: ignore[operator]
 
 
 def _grouped_text(node: Node, write: object) -> str:
@@ -144,7 +152,7 @@ def _grouped_text(node: Node, write: object) -> str:
     return text if isinstance(node, Ref | Tokens | Chars | Text) else f"({text})"
 
 
-def _times(node: Repeat) -> str:
+def _quantifier(node: Repeat) -> str:
     if (node.min_count, node.max_count) == (0, 1):
         return "?"
     if node.max_count is None and node.min_count < 2:
@@ -158,7 +166,12 @@ def _regex(node: Node) -> str:
     if isinstance(node, Text):
         return _string_literal(node.text)
     if isinstance(node, Chars):
-        parts = (_code(a) if a == b else f"{_code(a)}-{_code(b)}" for a, b in node.ranges)
+        parts = (
+            _escaped_character(low)
+            if low == high
+            else f"{_escaped_character(low)}-{_escaped_character(high)}"
+            for low, high in node.ranges
+        )
         return f"[{''.join(parts)}]"
     if isinstance(node, Seq):
         return "".join(
@@ -167,19 +180,21 @@ def _regex(node: Node) -> str:
     if isinstance(node, Alt):
         return "|".join(map(_regex, node.options))
     assert isinstance(node, Repeat)
-    return f"(?:{_regex(node.part)}){_times(node)}"
+    return f"(?:{_regex(node.part)}){_quantifier(node)}"
 
 
 def _string_literal(text: str) -> str:
-    return "".join(char if char.isascii() and char.isalnum() else _code(ord(char)) for char in text)
+    return "".join(
+        char if char.isascii() and char.isalnum() else _escaped_character(ord(char)) for char in text
+    )
 
 
-def _code(point: int) -> str:
+def _escaped_character(point: int) -> str:
     return chr(point) if 0 <= point < 128 and chr(point).isalnum() else f"\\x{{{point:x}}}"
 
 
 def _check_depth(rules: Rules) -> None:
-    depth = order(rules)[2]
+    depth = post_order(rules)[2]
     if depth > MAX_RULE_DEPTH:
         raise InputError(
             f"the grammar has a chain of {depth} rules that refer to each other, the maximum is "

@@ -1,6 +1,7 @@
-"""Converts the grammars of requests to EBNF. Needs neither a grammar library nor torch.
+"""Converts the grammars of requests to EBNF.
 
-The server process can therefore refuse unsupported grammars before it submits a request to a worker.
+This package imports neither a grammar library nor torch. The
+server process can therefore reject unsupported grammars before it submits a request to a worker.
 """
 
 from __future__ import annotations

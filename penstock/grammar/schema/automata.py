@@ -1,8 +1,8 @@
-"""Automata of strings that satisfy several conditions: expressions, excluded expressions, a bounded length.
+"""Computes automata of strings that match several expressions, no excluded expression, and a bounded length.
 
 States are built from partial derivatives (Antimirov 1996). A position is the part of an expression that is
-not matched yet, and a state is the set of positions that a text can reach. Repetitions are expanded only when
-a state reaches them, so a bound such as {0,100000} has no cost of its own.
+not matched yet. A state is the set of positions that a text can reach. Repetitions are expanded only when a
+state reaches them. A bound such as {0,100000} therefore takes no additional time or memory.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from penstock.grammar.schema.ebnf import Ranges, union
 
 MAX_STATES = 400
 _MAX_UNMINIMISED_STATES = 2000  # maximum states before minimisation
-_MAX_POSITIONS = 4000  # maximum positions that the computation of one state's transitions visits
-_MAX_WORK = 300_000  # maximum character ranges and positions visited for one expression
+_MAX_POSITIONS = 4000  # maximum positions visited to compute the transitions of one state
+_MAX_WORK = 300_000  # maximum number of character ranges and positions visited for one expression
 
 _END = 0  # the position at the end of an expression
 _Row: TypeAlias = list[tuple[int, int, frozenset[int]]]  # (first, last character, next positions), ascending
@@ -43,17 +43,17 @@ class Automaton:
     accepting: list[bool] = field(default_factory=list)
 
     @property
-    def shortest(self) -> list[int]:
+    def min_lengths(self) -> list[int]:
         """For each state, the minimum number of characters from it to an accepting state."""
         predecessors = _predecessors(self)
-        distance = [0 if is_end else -1 for is_end in self.accepting]
+        lengths = [0 if is_end else -1 for is_end in self.accepting]
         pending = [state for state, is_end in enumerate(self.accepting) if is_end]
         for state in pending:
             for predecessor in predecessors[state]:
-                if distance[predecessor] < 0:
-                    distance[predecessor] = distance[state] + 1
+                if lengths[predecessor] < 0:
+                    lengths[predecessor] = lengths[state] + 1
                     pending.append(predecessor)
-        return distance
+        return lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def intersection(
                     raise TooLargeError
             row.append((union(ranges), numbers[target]))
         steps.append(row)
-    result = _minimal(_without_dead_states(Automaton(steps, [product.accepts(state) for state in states])))
+    result = _minimize(_without_dead_states(Automaton(steps, [product.accepts(state) for state in states])))
     if result is not None and len(result.steps) > MAX_STATES:
         raise TooLargeError
     return result
@@ -104,7 +104,7 @@ class _Positions:
     """The positions of one expression, and their transitions."""
 
     def __init__(self, tree: regex.RegexNode) -> None:
-        self._nodes: dict[object, regex.RegexNode] = {}  # one object for equal parts of the tree
+        self._nodes: dict[object, regex.RegexNode] = {}  # one object for equal subtrees
         self._position_numbers: dict[tuple[int, int], int] = {}
         self._nodes_and_rests: list[tuple[regex.RegexNode, int] | None] = [None]
         self._lengths: list[tuple[int, int | None]] = [(0, 0)]
@@ -115,14 +115,14 @@ class _Positions:
         self._node_lengths: dict[int, tuple[int, int | None]] = {}
         self.start = frozenset({self._position_of(self._with_shared_nodes(tree), _END)})
 
-    def shortest(self, positions: frozenset[int]) -> int:
+    def min_length(self, positions: frozenset[int]) -> int:
         """Return the minimum number of characters until the end of the expression."""
         return min(self._lengths[position][0] for position in positions)
 
-    def longest(self, positions: frozenset[int]) -> int | None:
+    def max_length(self, positions: frozenset[int]) -> int | None:
         """Return the maximum number of characters until the end of the expression; None if unbounded."""
-        highs = [self._lengths[position][1] for position in positions]
-        return None if None in highs else max((high or 0 for high in highs), default=0)
+        max_lengths = [self._lengths[position][1] for position in positions]
+        return None if None in max_lengths else max((length or 0 for length in max_lengths), default=0)
 
     def can_end(self, positions: frozenset[int]) -> bool:
         """Return whether a text may end at one of these positions."""
@@ -142,17 +142,17 @@ class _Positions:
                     events += [(low, 1, rest), (high + 1, -1, rest)]
         self._add_work(len(events))
         result: _Row = []
-        active: Counter[int] = Counter()
+        active_positions: Counter[int] = Counter()
         start = 0
-        for border, group in itertools.groupby(sorted(events), key=lambda event: event[0]):
-            if active:
-                self._add_work(len(active))
-                result.append((start, border - 1, frozenset(active)))
+        for boundary, group in itertools.groupby(sorted(events), key=lambda event: event[0]):
+            if active_positions:
+                self._add_work(len(active_positions))
+                result.append((start, boundary - 1, frozenset(active_positions)))
             for _, change, rest in group:
-                active[rest] += change
-                if not active[rest]:
-                    del active[rest]
-            start = border
+                active_positions[rest] += change
+                if not active_positions[rest]:
+                    del active_positions[rest]
+            start = boundary
         return result
 
     def _step(self, position: int) -> tuple[bool, list[tuple[Ranges, int]]]:
@@ -211,9 +211,8 @@ class _Positions:
             rest_low, rest_high = self._lengths[rest]
             self._position_numbers[key] = len(self._nodes_and_rests)
             self._nodes_and_rests.append((node, rest))
-            self._lengths.append(
-                (low + rest_low, None if high is None or rest_high is None else high + rest_high)
-            )
+            max_length = None if high is None or rest_high is None else high + rest_high
+            self._lengths.append((low + rest_low, max_length))
         return self._position_numbers[key]
 
     def _repeat(self, part: regex.RegexNode, min_count: int, max_count: int | None) -> regex.RegexNode:
@@ -222,7 +221,7 @@ class _Positions:
         )
 
     def _with_shared_nodes(self, node: regex.RegexNode) -> regex.RegexNode:
-        """Return the tree with one object for equal parts, so that positions can be compared by identity."""
+        """Return the tree with one object for equal subtrees, so that positions are compared by identity."""
         if isinstance(node, regex.RegexRepeat):
             return self._repeat(self._with_shared_nodes(node.part), node.min_count, node.max_count)
         if isinstance(node, regex.RegexSeq):
@@ -241,52 +240,53 @@ class _Product:
         self, required: Sequence[regex.RegexNode], excluded: Sequence[regex.RegexNode], bound: Bound
     ) -> None:
         self._operands = [_Positions(tree) for tree in (*required, *excluded)]
-        self._required = self._operands[: len(required)]
+        self._required_operands = self._operands[: len(required)]
         self._bound = bound
         self.start = self._normalized_state(tuple(operand.start for operand in self._operands), 0)
 
     def accepts(self, state: _State) -> bool:
         """Return whether a text may end in this state."""
-        sets, count = state
+        position_sets, count = state
         if 0 <= count < self._bound.min_count:
             return False
-        ends = [operand.can_end(positions) for operand, positions in zip(self._operands, sets, strict=True)]
-        num_required = len(self._required)
-        return all(ends[:num_required]) and not any(ends[num_required:])
+        can_end = [
+            operand.can_end(group) for operand, group in zip(self._operands, position_sets, strict=True)
+        ]
+        num_required = len(self._required_operands)
+        return all(can_end[:num_required]) and not any(can_end[num_required:])
 
     def steps(self, state: _State) -> Iterator[tuple[Ranges, _State]]:
         """Yield (characters, next state)."""
-        sets, count = state
+        position_sets, count = state
         if self._bound.max_count is not None and count >= self._bound.max_count:
             return
-        rows = [operand.row(positions) for operand, positions in zip(self._operands, sets, strict=True)]
-        for low, high, target in _merged_rows(rows, len(self._required)):
-            if self._is_short(target, count + 1):
+        rows = [operand.row(group) for operand, group in zip(self._operands, position_sets, strict=True)]
+        for low, high, target in _merged_rows(rows, len(self._required_operands)):
+            if self._fits_max_length(target, count + 1):
                 yield ((low, high),), self._normalized_state(target, count + 1 if count >= 0 else -1)
 
-    def _is_short(self, sets: tuple[frozenset[int], ...], count: int) -> bool:
+    def _fits_max_length(self, position_sets: tuple[frozenset[int], ...], count: int) -> bool:
         """Return whether some text after this state ends within the maximum length."""
         if self._bound.max_count is None or count <= 0:
             return True
         remaining = self._bound.max_count - count
         return all(
-            operand.shortest(positions) <= remaining
-            for operand, positions in zip(self._required, sets, strict=False)
+            operand.min_length(positions) <= remaining
+            for operand, positions in zip(self._required_operands, position_sets, strict=False)
         )
 
-    def _normalized_state(self, sets: tuple[frozenset[int], ...], count: int) -> _State:
+    def _normalized_state(self, position_sets: tuple[frozenset[int], ...], count: int) -> _State:
         """Return the state with a count of -1 if no further text can violate a bound of the length."""
         min_count, max_count = self._bound.min_count, self._bound.max_count
         if count >= 0 and max_count is not None:
-            longest = [
-                operand.longest(positions) for operand, positions in zip(self._required, sets, strict=False)
-            ]
-            is_safe = any(high is not None and count + high <= max_count for high in longest)
+            groups = zip(self._required_operands, position_sets, strict=False)
+            max_lengths = [operand.max_length(positions) for operand, positions in groups]
+            is_safe = any(length is not None and count + length <= max_count for length in max_lengths)
         else:
             is_safe = max_count is None or count < 0
         if count < 0 or (is_safe and count >= min_count):
-            return sets, -1
-        return sets, min(count, min_count) if is_safe else count
+            return position_sets, -1
+        return position_sets, min(count, min_count) if is_safe else count
 
 
 def _merged_rows(
@@ -298,52 +298,52 @@ def _merged_rows(
         for low, high, target in row:
             events += [(low, index, target), (high + 1, index, frozenset())]
     if num_required == 0:
-        events += [(border, -1, frozenset()) for border in (0, 0xD800, 0xE000, 0x110000)]
+        events += [(boundary, -1, frozenset()) for boundary in (0, 0xD800, 0xE000, 0x110000)]
     targets = [frozenset[int]()] * len(rows)
     start = 0
     # At a boundary, the end of one range comes before the start of another.
     events.sort(key=lambda event: (event[0], bool(event[2])))
-    for border, group in itertools.groupby(events, key=lambda event: event[0]):
-        is_character = start < border <= 0x110000 and start != 0xD800
+    for boundary, group in itertools.groupby(events, key=lambda event: event[0]):
+        is_character = start < boundary <= 0x110000 and start != 0xD800
         if is_character and all(targets[:num_required]):
-            yield start, border - 1, tuple(targets)
+            yield start, boundary - 1, tuple(targets)
         for _, index, target in group:
             if index >= 0:
                 targets[index] = target
-        start = border
+        start = boundary
 
 
 def _without_dead_states(automaton: Automaton) -> Automaton | None:
     """Return the automaton without states that cannot reach an accepting state."""
     predecessors = _predecessors(automaton)
     pending = [state for state, is_end in enumerate(automaton.accepting) if is_end]
-    live = set(pending)
+    live_states = set(pending)
     while pending:
         for predecessor in predecessors[pending.pop()]:
-            if predecessor not in live:
-                live.add(predecessor)
+            if predecessor not in live_states:
+                live_states.add(predecessor)
                 pending.append(predecessor)
-    if 0 not in live:
+    if 0 not in live_states:
         return None
-    numbers = {state: number for number, state in enumerate(sorted(live))}
+    numbers = {state: number for number, state in enumerate(sorted(live_states))}
     steps = [
-        [(ranges, numbers[target]) for ranges, target in automaton.steps[state] if target in live]
+        [(ranges, numbers[target]) for ranges, target in automaton.steps[state] if target in live_states]
         for state in numbers
     ]
     return Automaton(steps, [automaton.accepting[state] for state in numbers])
 
 
-def _minimal(automaton: Automaton | None) -> Automaton | None:
+def _minimize(automaton: Automaton | None) -> Automaton | None:
     """Return the minimal automaton (Moore's partition refinement)."""
     if automaton is None:
         return None
-    classes = _by_distance(automaton)
+    classes = _classes_by_length(automaton)
     count = 0
     while len(set(classes)) > count:
         count = len(set(classes))
         keys: dict[object, int] = {}
         classes = [
-            keys.setdefault((classes[state], _by_target_class(row, classes)), len(keys))
+            keys.setdefault((classes[state], _transitions_by_class(row, classes)), len(keys))
             for state, row in enumerate(automaton.steps)
         ]
     # Classes are numbered by first appearance, so the class of state 0 is 0.
@@ -352,7 +352,7 @@ def _minimal(automaton: Automaton | None) -> Automaton | None:
     for state, class_ in enumerate(classes):
         accepting[class_] = automaton.accepting[state]
         steps[class_] = [
-            (ranges, target) for target, ranges in _by_target_class(automaton.steps[state], classes)
+            (ranges, target) for target, ranges in _transitions_by_class(automaton.steps[state], classes)
         ]
     return Automaton(steps, accepting)
 
@@ -366,31 +366,31 @@ def _predecessors(automaton: Automaton) -> list[list[int]]:
     return predecessors
 
 
-def _by_distance(automaton: Automaton) -> list[int]:
+def _classes_by_length(automaton: Automaton) -> list[int]:
     """Return a class for each state, by the minimum and maximum number of characters that can follow.
 
     Equivalent states are in the same class. Without these initial classes, the refinement would need one
     round per character of the longest text.
     """
     predecessors = _predecessors(automaton)
-    distance = automaton.shortest
+    min_count = automaton.min_lengths
     max_count = [-1] * len(automaton.steps)  # -1 if the length is unbounded
-    missing = [len(row) for row in automaton.steps]
-    pending = [state for state, num_missing in enumerate(missing) if not num_missing]
+    num_pending_targets = [len(row) for row in automaton.steps]
+    pending = [state for state, num_missing in enumerate(num_pending_targets) if not num_missing]
     for state in pending:
         max_count[state] = max((max_count[target] + 1 for _, target in automaton.steps[state]), default=0)
         for predecessor in predecessors[state]:
-            missing[predecessor] -= 1
-            if not missing[predecessor]:
+            num_pending_targets[predecessor] -= 1
+            if not num_pending_targets[predecessor]:
                 pending.append(predecessor)
     keys: dict[object, int] = {}
     return [
-        keys.setdefault((automaton.accepting[state], distance[state], max_count[state]), len(keys))
+        keys.setdefault((automaton.accepting[state], min_count[state], max_count[state]), len(keys))
         for state in range(len(automaton.steps))
     ]
 
 
-def _by_target_class(
+def _transitions_by_class(
     row: Sequence[tuple[Ranges, int]], classes: Sequence[int]
 ) -> tuple[tuple[int, tuple[tuple[int, int], ...]], ...]:
     """Return the transitions (class of the target, characters), one per class."""

@@ -1,4 +1,4 @@
-"""Automata with a maximum length, written with few rules: repeated characters are counted in blocks."""
+"""Writes automata with a maximum length as few grammar rules. Repeated characters are counted in blocks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from penstock.grammar.schema.automata import Automaton
 from penstock.grammar.schema.ebnf import NOTHING, EbnfRules, Ranges, choice, repeated, sequence
 
-MAX_COUNTED = 700  # maximum number of counted states; each is a rule of the grammar
-_MAX_SMALL_BLOCK_STATES = 400  # a smaller block size is chosen only with at most this many counted states
+MAX_COUNTED = 700  # maximum number of counted states, each of which is a rule of the grammar
+_MAX_SMALL_BLOCK_STATES = 400  # maximum number of counted states, unless blocks have the largest size
 _BLOCKS = 16  # a block has at most 1/16 of the maximum length
 
 
@@ -19,7 +19,7 @@ class _CountedState:
 
     state: int
     remaining: int
-    after_detour: bool = False  # whether a detour led from the state back to it
+    after_detour: bool = False  # whether the text took the detour of the state (see `Counting`)
 
 
 class Counting:
@@ -29,16 +29,16 @@ class Counting:
     down to a multiple of the block size, unless no text would then fit. This excludes some texts near the
     maximum length.
 
-    A *detour* is a path from a state with a loop over other states back to it, such as an escaped character
-    in a URI. After its first detour, a state treats a detour as one repetition of the loop. Otherwise every
-    detour would cost a block.
+    A *detour* is a path from a state with a loop over other states back to this state, such as an escaped
+    character in a URI. After the first detour of a state, a detour counts as one repetition of the loop.
+    Otherwise the remaining length would decrease by a block at every detour.
     """
 
     def __init__(self, automaton: Automaton, max_count: int, block_size: int) -> None:
         self.automaton = automaton
         self.max_count = max_count
         self.block_size = block_size
-        self.shortest = automaton.shortest
+        self.min_lengths = automaton.min_lengths
         self.loops: list[Ranges | None] = [
             next((ranges for ranges, target in row if target == state), None)
             for state, row in enumerate(automaton.steps)
@@ -62,43 +62,51 @@ class Counting:
     def _has_one_exit(self, state: int) -> bool:
         return not self.automaton.accepting[state] and len(self.automaton.steps[state]) == 1
 
-    def enter(self, state: int, remaining: int, source: int | None = None) -> _CountedState | None:
-        """Return the counted state; None if no text fits into the remaining length."""
-        if remaining < self.shortest[state]:
+    def make_counted_state(
+        self, state: int, remaining: int, source: int | None = None
+    ) -> _CountedState | None:
+        """Return the counted state of a state; None if no text fits into the remaining length."""
+        if remaining < self.min_lengths[state]:
             return None
         if self.loops[state] is None:
             return _CountedState(state, remaining)
-        if remaining - remaining % self.block_size >= self.shortest[state]:
+        if remaining - remaining % self.block_size >= self.min_lengths[state]:
             remaining -= remaining % self.block_size
         return _CountedState(
             state, remaining, source is not None and source in self.detours.get(state, ([], []))[1]
         )
 
     def exits(self, counted_state: _CountedState, remaining: int) -> Iterator[tuple[Ranges, _CountedState]]:
-        """Yield the transitions to other states, as (characters, counted state)."""
-        first = self.detours[counted_state.state][1][0] if counted_state.after_detour else None
+        """Yield the transitions from a counted state to other states, as (characters, counted state)."""
+        detour_state = self.detours[counted_state.state][1][0] if counted_state.after_detour else None
         for ranges, target in self.automaton.steps[counted_state.state]:
-            if target in (counted_state.state, first):
+            if target in (counted_state.state, detour_state):
                 continue
-            if (next_state := self.enter(target, remaining - 1, counted_state.state)) is not None:
+            if (
+                next_state := self.make_counted_state(target, remaining - 1, counted_state.state)
+            ) is not None:
                 yield ranges, next_state
 
     def self_loops(self, counted_state: _CountedState) -> tuple[int, int, bool]:
         """Return (maximum repetitions, their characters, whether a whole block fits) of a state's loop.
 
-        The repetitions are those before a transition to another state, fewer than a block. The transition
-        counts the maximum, even if a text has fewer repetitions.
+        The repetitions precede a transition to another state. They are fewer than a block. The transition
+        subtracts the maximum from the remaining length, even if a text has fewer repetitions.
         """
         if self.loops[counted_state.state] is None:
             return 0, 0, False
-        size = len(self.detours[counted_state.state][0]) if counted_state.after_detour else 1
-        if counted_state.remaining - self.block_size >= self.shortest[counted_state.state]:
-            repetitions = self.block_size // size - 1
-            return repetitions, repetitions * size, True
-        repetitions = (counted_state.remaining - self.shortest[counted_state.state]) // size
-        return repetitions, repetitions * size, False
+        characters_per_repetition = (
+            len(self.detours[counted_state.state][0]) if counted_state.after_detour else 1
+        )
+        if counted_state.remaining - self.block_size >= self.min_lengths[counted_state.state]:
+            repetitions = self.block_size // characters_per_repetition - 1
+            return repetitions, repetitions * characters_per_repetition, True
+        repetitions = (
+            counted_state.remaining - self.min_lengths[counted_state.state]
+        ) // characters_per_repetition
+        return repetitions, repetitions * characters_per_repetition, False
 
-    def after_block(self, counted_state: _CountedState) -> _CountedState:
+    def counted_state_after_block(self, counted_state: _CountedState) -> _CountedState:
         """Return the counted state after a whole block of repetitions."""
         return _CountedState(
             counted_state.state, counted_state.remaining - self.block_size, counted_state.after_detour
@@ -115,7 +123,9 @@ class Counting:
                 next_state
                 for _, next_state in self.exits(counted_state, counted_state.remaining - num_characters)
             ]
-            for successor in [*successors, self.after_block(counted_state)] if has_block else successors:
+            for successor in (
+                [*successors, self.counted_state_after_block(counted_state)] if has_block else successors
+            ):
                 if successor not in seen:
                     seen.add(successor)
                     pending.append(successor)
@@ -124,17 +134,17 @@ class Counting:
     @property
     def start(self) -> _CountedState:
         """The start state."""
-        next_state = self.enter(0, self.max_count)
+        next_state = self.make_counted_state(0, self.max_count)
         assert next_state is not None
         return next_state
 
 
-def counting_of(automaton: Automaton, max_count: int) -> Counting | None:
-    """Return the counted states of an automaton for a maximum length, with blocks as small as possible.
+def make_counting(automaton: Automaton, max_count: int) -> Counting | None:
+    """Return the counted states of an automaton for a maximum length, with the smallest possible blocks.
 
     Returns None if there are more than `MAX_COUNTED` counted states, or if no text is short enough.
     """
-    if automaton.shortest[0] > max_count:
+    if automaton.min_lengths[0] > max_count:
         return None
     block_size = 1
     while block_size <= max(max_count // _BLOCKS, 1):
@@ -164,20 +174,20 @@ class CountedWriter:
         self._options = options
         self._end = end
         self._names: dict[_CountedState, str] = {}
-        self._pending: list[_CountedState] = []
+        self._pending_states: list[_CountedState] = []
 
     def write(self) -> str:
         """Write all rules. Return the name of the start rule."""
         first = self._name(self._counting.start)
-        while self._pending:
-            counted_state = self._pending.pop()
+        while self._pending_states:
+            counted_state = self._pending_states.pop()
             self._rules.define(self._names[counted_state], choice(self._body(counted_state)))
         return first
 
     def _name(self, counted_state: _CountedState) -> str:
         if counted_state not in self._names:
             self._names[counted_state] = self._rules.reserve("state")
-            self._pending.append(counted_state)
+            self._pending_states.append(counted_state)
         return self._names[counted_state]
 
     def _body(self, counted_state: _CountedState) -> list[str]:
@@ -185,8 +195,8 @@ class CountedWriter:
         exits = self._write_exits(counted_state, counted_state.remaining - num_characters)
         if repetitions == 0 and not has_block:
             return exits
-        # The text has either fewer repetitions than a block and then a transition, or a whole block. So each
-        # text has exactly one derivation.
+        # The text has either fewer repetitions than a block and then a transition, or a whole block. Each
+        # text therefore has exactly one derivation.
         self_loops = self._write_self_loops(counted_state)
         partial_block = (
             self._rules.add("some", repeated(self_loops, 0, repetitions)) if repetitions else NOTHING
@@ -194,7 +204,9 @@ class CountedWriter:
         result = [sequence(partial_block, choice(exits))] if exits else []
         if has_block:
             whole_block = self._rules.add("block", repeated(self_loops, repetitions + 1, repetitions + 1))
-            result.append(sequence(whole_block, self._name(self._counting.after_block(counted_state))))
+            result.append(
+                sequence(whole_block, self._name(self._counting.counted_state_after_block(counted_state)))
+            )
         return result
 
     def _write_self_loops(self, counted_state: _CountedState) -> str:

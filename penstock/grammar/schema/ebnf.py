@@ -1,4 +1,4 @@
-"""Functions that write EBNF in xgrammar's notation, and the collection of rules."""
+"""Functions that write expressions in xgrammar's EBNF notation, and `EbnfRules`, which collects rules."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from penstock.errors import InputError
 MAX_RULES = 20_000
 LAST_CHARACTER = 0x10FFFF
 NOTHING = '""'
-_PLAIN_IN_TEXT = " !#$%&()*+,-./:;<=>?@[]_{|}~"  # punctuation that needs no escape in a literal
+_PLAIN_IN_TEXT = " !#$%&()*+,-./:;<=>?@[]_{|}~"  # characters that need no escape in a literal
 
 Ranges = Sequence[tuple[int, int]]  # inclusive ranges of code points, ascending and not adjacent
 ALL_CHARACTERS: Ranges = ((0, 0xD7FF), (0xE000, LAST_CHARACTER))  # all code points that UTF-8 can encode
 
 
 class EbnfRules:
-    """The rules of a grammar. Rules with equal bodies are one rule. A rule's name begins with its purpose."""
+    """The rules of a grammar. Equal bodies share one rule. The name of a rule begins with its purpose."""
 
     def __init__(self) -> None:
         self._bodies: dict[str, str] = {}
@@ -62,7 +62,10 @@ def char_class(ranges: Ranges) -> str:
     assert ranges, "a class without characters matches nothing"
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
         return literal(chr(ranges[0][0]))
-    parts = (_in_class(low) if low == high else f"{_in_class(low)}-{_in_class(high)}" for low, high in ranges)
+    parts = (
+        _class_character(low) if low == high else f"{_class_character(low)}-{_class_character(high)}"
+        for low, high in ranges
+    )
     return f"[{''.join(parts)}]"
 
 
@@ -73,9 +76,13 @@ def sequence(*parts: str) -> str:
 
 def choice(alternatives: Iterable[str]) -> str:
     """Return a choice of at least one alternative."""
-    unique = list(dict.fromkeys(alternatives))
-    assert unique, "a choice of nothing"
-    return unique[0] if len(unique) == 1 else f"({' | '.join(unique)})"
+    distinct_alternatives = list(dict.fromkeys(alternatives))
+    assert distinct_alternatives, "a choice without alternatives"
+    return (
+        distinct_alternatives[0]
+        if len(distinct_alternatives) == 1
+        else f"({' | '.join(distinct_alternatives)})"
+    )
 
 
 def repeated(part: str, min_count: int, max_count: int | None) -> str:
@@ -120,7 +127,7 @@ def _escaped_character(character: str) -> str:
     return character if is_plain else _code(ord(character))
 
 
-def _in_class(point: int) -> str:
+def _class_character(point: int) -> str:
     return chr(point) if point < 128 and chr(point).isalnum() else _code(point)
 
 

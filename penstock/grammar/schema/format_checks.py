@@ -52,9 +52,9 @@ def is_date_time(value: str) -> bool:
 
 
 def _day(value: str) -> date | None:
-    parts = _DATE.fullmatch(value)
+    match = _DATE.fullmatch(value)
     try:
-        return date(*map(int, parts.groups())) if parts else None
+        return date(*map(int, match.groups())) if match else None
     except ValueError:
         return None
 
@@ -96,21 +96,21 @@ def _is_ldh_label(label: str) -> bool:
 
 def is_idn_hostname(value: str) -> bool:
     """Return whether a string is an internationalised host name of RFC 5890."""
-    if len(value) > 253:  # the ASCII form is never shorter
+    if len(value) > 253:  # the ASCII form, whose maximum is 253, is never shorter than the Unicode form
         return False
     labels = _IDN_DOTS.split(value)
-    total = 0
+    ascii_length = 0
     for label in labels:
         if label.isascii():
             if not _is_ldh_label(label):
                 return False
-            total += len(label) + 1
+            ascii_length += len(label) + 1
         else:
             size = len(label.encode("punycode", "replace")) + 4
             if size > 63 or not is_u_label(label):
                 return False
-            total += size + 1
-    return total - 1 <= 253
+            ascii_length += size + 1
+    return ascii_length - 1 <= 253
 
 
 def is_email(value: str) -> bool:
@@ -120,10 +120,14 @@ def is_email(value: str) -> bool:
 
 def is_idn_email(value: str) -> bool:
     """Return whether a string is a mailbox of RFC 6531."""
-    local, at, domain = value.rpartition("@")
-    if not at or len(local.encode(errors="replace")) > 64 or len(value.encode(errors="replace")) > 254:
+    local_part, at_sign, domain = value.rpartition("@")
+    if (
+        not at_sign
+        or len(local_part.encode(errors="replace")) > 64
+        or len(value.encode(errors="replace")) > 254
+    ):
         return False
-    if not (_QUOTED_LOCAL_PART if local.startswith('"') else _DOT_STRING).fullmatch(local):
+    if not (_QUOTED_LOCAL_PART if local_part.startswith('"') else _DOT_STRING).fullmatch(local_part):
         return False
     if domain.startswith("["):
         return domain.endswith("]") and _is_address(domain[1:-1])
@@ -131,7 +135,7 @@ def is_idn_email(value: str) -> bool:
 
 
 def _is_address(text: str) -> bool:
-    """Return whether a text is an address literal of a mailbox, without its brackets."""
+    """Return whether a text is the content of a mailbox's address literal ``[...]``."""
     if text[:5].lower() != "ipv6:":
         return _IPV4.fullmatch(text) is not None
     try:
@@ -145,20 +149,20 @@ def _is_address(text: str) -> bool:
 
 def is_regex(value: str) -> bool:
     """Return whether a string is a regular expression of ECMA 262."""
-    at = groups = highest_reference = 0
+    position = num_groups = highest_reference = 0
     depth = 0
     names: set[str] = set()
     referenced_names: set[str] = set()
     can_repeat = False
-    while at < len(value):
-        if value[at] == "[":
-            at = _class_end(value, at + 1)
-            if at < 0:
+    while position < len(value):
+        if value[position] == "[":
+            position = _class_end(value, position + 1)
+            if position < 0:
                 return False
             can_repeat = True
             continue
-        token = match.group() if (match := _REGEX_TOKEN.match(value, at)) else ""
-        at += len(token)
+        token = match.group() if (match := _REGEX_TOKEN.match(value, position)) else ""
+        position += len(token)
         if token == "\\":  # an invalid escape
             return False
         is_quantifier = token[0] in "*+?" or (token[0] == "{" and len(token) > 1)
@@ -169,10 +173,10 @@ def is_regex(value: str) -> bool:
             continue
         if token[0] == "(":
             depth += 1
-            if token == "(" and value[at : at + 1] == "?":
+            if token == "(" and value[position : position + 1] == "?":
                 return False  # (? with a construct that ECMA 262 does not have
             if token == "(" or (token.startswith("(?<") and token[-1] == ">"):
-                groups += 1
+                num_groups += 1
             if token.startswith("(?<") and token[-1] == ">":
                 if token[3:-1] in names:
                     return False
@@ -186,7 +190,7 @@ def is_regex(value: str) -> bool:
         elif token[0] == "\\" and token[1] in "123456789":
             highest_reference = max(highest_reference, int(token[1:]))
         can_repeat = token not in ("^", "$", "|", "\\b", "\\B") and token[0] != "("
-    return depth == 0 and highest_reference <= groups and referenced_names <= names
+    return depth == 0 and highest_reference <= num_groups and referenced_names <= names
 
 
 def _is_ordered(quantifier: str) -> bool:
@@ -194,28 +198,28 @@ def _is_ordered(quantifier: str) -> bool:
     return not (comma and high) or int(low) <= int(high)
 
 
-def _class_end(value: str, at: int) -> int:
-    """Return the index after a character class that begins before `at`; -1 if the class is invalid."""
-    at += value[at : at + 1] == "^"
-    previous: int | None = None  # last character, which may be the first of a range
+def _class_end(value: str, position: int) -> int:
+    """Return the index after a character class whose content begins at `position`; -1 if it is invalid."""
+    position += value[position : position + 1] == "^"
+    previous: int | None = None  # previous character, which may be the first character of a range
     in_range = False
-    while at < len(value) and value[at] != "]":
-        token = match.group() if (match := _REGEX_TOKEN.match(value, at)) else ""
-        token = token if token[0] == "\\" else value[at]
+    while position < len(value) and value[position] != "]":
+        token = match.group() if (match := _REGEX_TOKEN.match(value, position)) else ""
+        token = token if token[0] == "\\" else value[position]
         if token == "\\" or token[:2] in ("\\k", "\\B") or re.match(r"\\[1-9]", token):
             return -1
-        at += len(token)
-        if token == "-" and previous is not None and value[at : at + 1] not in ("]", ""):
+        position += len(token)
+        if token == "-" and previous is not None and value[position : position + 1] not in ("]", ""):
             in_range = True
             continue
-        point = _point(token)
-        if in_range and (point is None or previous is None or point < previous):
+        code_point = _code_point(token)
+        if in_range and (code_point is None or previous is None or code_point < previous):
             return -1
-        previous, in_range = (None, False) if in_range else (point, False)
-    return at + 1 if at < len(value) else -1
+        previous, in_range = (None, False) if in_range else (code_point, False)
+    return position + 1 if position < len(value) else -1
 
 
-def _point(token: str) -> int | None:
+def _code_point(token: str) -> int | None:
     """Return the code point of a class member; None if the member stands for several characters."""
     if len(token) == 1:
         return ord(token)

@@ -1,7 +1,8 @@
-"""String formats. Each has a regular expression for grammars and a check of values.
+"""String formats. Each format has a regular expression for grammars and a check of values.
 
-An expression matches only values of the format. If the expression of all values would give too large a
-grammar, it excludes the values that the comments name. `has_format` accepts the excluded values too.
+An expression matches only values of the format. If an expression of all values would result in a grammar that
+is too large, the expression excludes the values that its comment describes. `has_format` accepts the excluded
+values too.
 """
 
 from __future__ import annotations
@@ -20,9 +21,8 @@ from penstock.grammar.schema.regex_tree import RegexNode
 _MONTHS = "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
 _LEAP = "[0-9]{2}(?:0[48]|[2468][048]|[13579][26])-02-29"
 _LEAP_CENTURY = "(?:0[48]|[2468][048]|[13579][26])00-02-29"
-_YEAR = (
-    "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"  # not 0000, which Python's date does not support
-)
+# Without the year 0000, which Python's date does not support.
+_YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
 _DATE = f"(?:{_YEAR}-{_MONTHS}|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP}|{_LEAP_CENTURY})"
 _HOUR_MINUTE = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
 _FRACTION = "(?:\\.[0-9]+)?"
@@ -32,8 +32,8 @@ _TIME = f"{_HOUR_MINUTE}:[0-5][0-9]{_FRACTION}(?:[Zz]|[+-]{_HOUR_MINUTE})"
 def _leap_seconds() -> tuple[str, str]:
     """Return two expressions of local times equal to 23:59:60 UTC, a leap second.
 
-    The local day is the UTC day in the first, and the next day in the second. Offsets are multiples of half
-    an hour.
+    In the first expression, the local day is the UTC day. In the second expression, it is the next day. UTC
+    offsets are multiples of half an hour.
     """
     same_day = [f"23:59:60{_FRACTION}(?:[Zz]|[+-]00:00)"]
     next_day = [f"{hour:02}:29:60{_FRACTION}\\+{hour:02}:30" for hour in range(24)]
@@ -83,18 +83,18 @@ def _ipv6(groups: int) -> str:
             return ""
         return f"(?:{_GROUP}{more_groups(left - 1)}" + (f"|{_IPV4}" if left >= 2 else "") + ")?"
 
-    def after(count: int) -> str:
+    def groups_after(count: int) -> str:
         """Return the expression after ``count`` groups at the start."""
         if count == 8:
             return ""
-        options = [f"{_GROUP}{after(count + 1)}"]
+        options = [f"{_GROUP}{groups_after(count + 1)}"]
         if count <= groups:
             options.append(f":{shortened_address(groups - count)}")
         if count == 6:
             options.append(_IPV4)
         return f":(?:{'|'.join(options)})"
 
-    return f"(?:::{shortened_address(groups)}|{_GROUP}{after(1)})"
+    return f"(?:::{shortened_address(groups)}|{_GROUP}{groups_after(1)})"
 
 
 _IPV6 = _ipv6(7)
@@ -111,7 +111,7 @@ def _label(max_count: int) -> str:
     )
 
 
-# Excluded: valid names (at most 253 characters) whose labels are longer than all of these combinations.
+# Excluded: valid names (at most 253 characters) that exceed the label lengths of all these alternatives.
 _HOST = (
     f"(?:{_label(63)}(?:\\.{_label(63)}){{0,2}}(?:\\.{_label(61)})?"
     f"|{_label(63)}(?:\\.{_label(26)}){{0,7}}|{_label(15)}(?:\\.{_label(15)}){{0,14}})"
@@ -122,12 +122,12 @@ _MAIL_HOST = (  # at most 189 characters, so that an address has at most 254 (RF
 )
 _ADDRESS_LITERAL = f"\\[(?:{_IPV4}|[Ii][Pp][Vv]6:{_ipv6(6)})\\]"
 _ATOM = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]"
-# Excluded: local parts of more than 32 characters with several dots that are longer than all of these.
+# Excluded: local parts with several dots that exceed the lengths of all these alternatives.
 _LOCAL_PART = f"(?:{_ATOM}{{1,64}}|{_ATOM}(?:\\.?{_ATOM}){{0,31}}|{_ATOM}{{1,31}}\\.{_ATOM}{{1,32}})"
 _QUOTED_LOCAL_PART = '"(?:[ !#-\\[\\]-~]|\\\\[ -~]){0,31}"'  # a local part of at most 64 characters
 _EMAIL = f"(?:{_LOCAL_PART}|{_QUOTED_LOCAL_PART})@(?:{_MAIL_HOST}|{_ADDRESS_LITERAL})"
 
-# Letters of many scripts that IDNA 2008 allows without conditions. All others are excluded.
+# Letters of many scripts that IDNA 2008 allows without conditions. All other non-ASCII letters are excluded.
 _LETTERS = (
     "\u00df-\u00f6\u00f8-\u00ff\u03b1-\u03c1\u03c3-\u03ce\u0430-\u045f\u0561-\u0586\u0905-\u0939\u0e01-\u0e2e\u0e40-\u0e44"
     "\u10d0-\u10f0\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
@@ -150,7 +150,7 @@ _IDN_EMAIL = (
 
 # -- URIs (RFC 3986) and IRIs (RFC 3987) -----------------------------------------------------------------
 
-_UNRESERVED = "A-Za-z0-9._~"  # also -, which is added at the end of each class
+_UNRESERVED = "A-Za-z0-9._~"  # The hyphen is unreserved too. It is added at the end of each character class.
 _SUB_DELIMS = "!$&'()*+,;="
 _PERCENT_ESCAPE = "%[0-9A-Fa-f]{2}"
 # Excludes the directional marks, which RFC 3987 forbids.
@@ -163,7 +163,7 @@ _PRIVATE_USE = f"\ue000-\uf8ff{chr(0xF0000)}-{chr(0xFFFFD)}{chr(0x100000)}-{chr(
 
 
 def _any_number(characters: str) -> str:
-    """Return an expression of any number of these characters and of percent-encoded characters."""
+    """Return an expression that matches any number of ``characters`` and percent-encoded characters."""
     return f"[{characters}-]*(?:{_PERCENT_ESCAPE}[{characters}-]*)*"
 
 
@@ -183,14 +183,14 @@ def _uri(iri_characters: str, query_characters: str, *, is_reference: bool, is_s
     path = _any_number(f"{unescaped}:@/")
     first_character = f"(?:[{unescaped}:@-]|{_PERCENT_ESCAPE})"
     absolute_path = f"/(?:/{authority}(?:/{path})?|{first_character}{path})?"
-    tail = (
+    query_and_fragment = (
         f"(?:\\?{_any_number(f'{unescaped}{query_characters}:@/?')})?(?:#{_any_number(f'{unescaped}:@/?')})?"
     )
-    absolute = f"[A-Za-z][A-Za-z0-9+.-]*:(?:{absolute_path}|{first_character}{path})?"
+    absolute_uri = f"[A-Za-z][A-Za-z0-9+.-]*:(?:{absolute_path}|{first_character}{path})?"
     if not is_reference:
-        return f"{absolute}{tail}"
-    no_scheme = f"(?:[{unescaped}@-]|{_PERCENT_ESCAPE}){_any_number(f'{unescaped}@')}(?:/{path})?"
-    return f"(?:{absolute}|{absolute_path}|{no_scheme})?{tail}"
+        return f"{absolute_uri}{query_and_fragment}"
+    path_without_scheme = f"(?:[{unescaped}@-]|{_PERCENT_ESCAPE}){_any_number(f'{unescaped}@')}(?:/{path})?"
+    return f"(?:{absolute_uri}|{absolute_path}|{path_without_scheme})?{query_and_fragment}"
 
 
 # RFC 6570, without the operators that are reserved for extensions.
@@ -240,13 +240,12 @@ SIMPLE: Mapping[str, tuple[str, int | None]] = {
 }
 """Format -> (smaller expression, maximum string length up to which all its matches are valid).
 
-Grammars that combine a format with other conditions use these expressions. Some valid values do not match.
-A maximum length of
-None means that all matches are valid.
+Grammars that combine a format with other conditions use these expressions. Some valid values do not match. If
+the maximum length is None, all matches are valid.
 """
 
 UNSUPPORTED = frozenset({"regex"})
-"""Formats of the standard without an expression. Only values of enum and const are checked.
+"""Formats of the standard for which no grammar is generated. Only values of enum and const are checked.
 
 Formats that the standard does not define are annotations.
 """
@@ -276,8 +275,8 @@ def simple_tree(name: str, max_count: int | None) -> RegexNode | None:
         name: the format.
         max_count: maximum length of the matches; None means unbounded.
     """
-    expression, longest = SIMPLE.get(name, ("", 0))
-    if longest is not None and (max_count is None or max_count > longest):
+    expression, max_valid_length = SIMPLE.get(name, ("", 0))
+    if max_valid_length is not None and (max_count is None or max_count > max_valid_length):
         return None
     return parse_regex(expression, search=False)
 

@@ -20,8 +20,8 @@ _EXCLUDED_RANGES = [
 def is_u_label(label: str) -> bool:
     """Return whether a label with non-ASCII characters may be registered (RFC 5891, 4.2).
 
-    Zero-width joiners and non-joiners are allowed only after a virama. RFC 5892 also allows some other
-    non-joiners.
+    Zero-width joiners and non-joiners are allowed only after a virama. RFC 5892 also allows non-joiners in
+    some other places.
     """
     if not label or label.startswith("-") or label.endswith("-") or label[2:4] == "--":
         return False

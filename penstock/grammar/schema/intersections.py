@@ -9,7 +9,7 @@ from decimal import Decimal
 from penstock.errors import InputError, UnsupportedSchemaError
 from penstock.grammar.schema import regex
 from penstock.grammar.schema.formats import has_format
-from penstock.grammar.schema.keywords import are_unique, decimal_of, identity, is_number
+from penstock.grammar.schema.keywords import are_unique, equality_key, is_number, to_decimal
 from penstock.grammar.schema.shapes import (
     Array,
     Condition,
@@ -20,7 +20,7 @@ from penstock.grammar.schema.shapes import (
     Schemas,
     Shape,
     StringShape,
-    both,
+    conjoin,
 )
 
 MAX_SHAPES = 1000
@@ -34,11 +34,11 @@ def intersect_all(
 
 
 def _intersections(schemas: Schemas, first: Sequence[Shape], second: Sequence[Shape]) -> Iterator[Shape]:
-    literals = {identity(b.value) for b in second if isinstance(b, Literal)}
+    literals = {equality_key(b.value) for b in second if isinstance(b, Literal)}
     non_literals = [b for b in second if not isinstance(b, Literal)]
     for a in first:
-        if isinstance(a, Literal):  # linear time for long lists of literals
-            if identity(a.value) in literals or any(has_shape(schemas, b, a.value) for b in non_literals):
+        if isinstance(a, Literal):  # a set lookup, so that long lists of literals take linear time
+            if equality_key(a.value) in literals or any(has_shape(schemas, b, a.value) for b in non_literals):
                 yield a
         else:
             yield from (common for b in second if (common := _intersect(schemas, a, b)) is not None)
@@ -50,7 +50,7 @@ def union(options: Sequence[Iterable[Shape]], node: SchemaNode) -> list[Shape]:
     literals: set[object] = set()
     for shape in (shape for option in options for shape in option):
         if isinstance(shape, Literal):
-            key = identity(shape.value)
+            key = equality_key(shape.value)
             if key in literals:
                 continue
             literals.add(key)
@@ -71,16 +71,20 @@ def _intersect(schemas: Schemas, a: Shape, b: Shape) -> Shape | None:
     if isinstance(a, Numeric) and isinstance(b, Numeric):
         factor = math.lcm(a.multiple_of, b.multiple_of)
         where = a.source if a.multiple_of > 1 else b.source
-        return Numeric(a.bounds.both(b.bounds), a.is_integer or b.is_integer, factor, where)
+        return Numeric(a.bounds.intersection(b.bounds), a.is_integer or b.is_integer, factor, where)
     if isinstance(a, StringShape) and isinstance(b, StringShape):
         return intersect_strings(a, b)
     if isinstance(a, Array) and isinstance(b, Array):
         length = max(len(a.prefix), len(b.prefix))
-        prefix = tuple(both(a.item(i), b.item(i)) for i in range(length))
-        items = both(a.items, b.items)
-        unique_at = a.unique_at or b.unique_at
+        prefix = tuple(conjoin(a.item(i), b.item(i)) for i in range(length))
+        items = conjoin(a.items, b.items)
+        unique_items_node = a.unique_items_node or b.unique_items_node
         return Array(
-            prefix, items, max(a.min_count, b.min_count), _min_bound(a.max_count, b.max_count), unique_at
+            prefix,
+            items,
+            max(a.min_count, b.min_count),
+            _min_bound(a.max_count, b.max_count),
+            unique_items_node,
         )
     if isinstance(a, Object) and isinstance(b, Object):
         return _intersect_objects(a, b)
@@ -94,29 +98,31 @@ def intersect_strings(a: StringShape, b: StringShape) -> StringShape:
 
 
 def _intersect_objects(a: Object, b: Object) -> Object:
-    for first, second in ((a, b), (b, a)):
-        if first.names is not None and (second.properties or second.required or second.restricts_additional):
+    for shape, other_shape in ((a, b), (b, a)):
+        if shape.names is not None and (
+            other_shape.properties or other_shape.required or other_shape.restricts_additional
+        ):
             reason = "not together with propertyNames, nor with a second schema of the same object"
-            raise UnsupportedSchemaError("patternProperties", first.minimum_at, reason)
+            raise UnsupportedSchemaError("patternProperties", shape.min_properties_location, reason)
     names = [*a.properties, *(name for name in b.properties if name not in a.properties)]
     return Object(
-        {name: both(a.property(name), b.property(name)) for name in names},
+        {name: conjoin(a.property(name), b.property(name)) for name in names},
         a.required | b.required,
-        both(a.additional_properties, b.additional_properties),
+        conjoin(a.additional_properties, b.additional_properties),
         a.restricts_additional or b.restricts_additional,
         a.names or b.names,
         max(a.min_count, b.min_count),
         _min_bound(a.max_count, b.max_count),
-        a.minimum_at if a.min_count >= b.min_count else b.minimum_at,
+        a.min_properties_location if a.min_count >= b.min_count else b.min_properties_location,
     )
 
 
 def has_shape(schemas: Schemas, shape: Shape, value: object) -> bool:
     """Return whether a value matches a shape."""
     if isinstance(shape, Literal):
-        return bool(identity(shape.value) == identity(value))
+        return bool(equality_key(shape.value) == equality_key(value))
     if isinstance(shape, Numeric):
-        return is_number(value) and _is_in_numeric_shape(shape, decimal_of(value))
+        return is_number(value) and _is_in_numeric_shape(shape, to_decimal(value))
     if isinstance(shape, StringShape):
         return isinstance(value, str) and (
             shape.min_count <= len(value) <= or_infinity(shape.max_count)
@@ -125,7 +131,7 @@ def has_shape(schemas: Schemas, shape: Shape, value: object) -> bool:
     if isinstance(shape, Array):
         return isinstance(value, list) and (
             shape.min_count <= len(value) <= or_infinity(shape.max_count)
-            and (shape.unique_at is None or are_unique(value))
+            and (shape.unique_items_node is None or are_unique(value))
             and all(schemas.accepts(shape.item(i), item) for i, item in enumerate(value))
         )
     return isinstance(value, dict) and (
@@ -151,7 +157,7 @@ def _has_property(schemas: Schemas, shape: Object, name: str, value: object) -> 
 def _is_in_numeric_shape(shape: Numeric, value: Decimal) -> bool:
     if not shape.bounds.contains(value):
         return False
-    integer = int(value)  # an int, because Decimal's % is limited to 28 digits
+    integer = int(value)  # the % of Decimal is limited to 28 digits
     return not shape.is_integer or (value == integer and integer % shape.multiple_of == 0)
 
 

@@ -1,7 +1,7 @@
 """Converts JSON schemas to EBNF. The grammar accepts only valid JSON that satisfies the schema.
 
 The grammar does not accept all spellings of all values (`schema_ebnf` lists the differences). It never
-accepts a value that the schema does not allow: `reader` refuses keywords that cannot be enforced.
+accepts a value that the schema forbids. `reader` rejects keywords that cannot be enforced.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from penstock.grammar.schema.shapes import (
     Object,
     Shape,
     StringShape,
+    conjunction_key,
     is_closed,
-    key_of,
 )
 from penstock.grammar.schema.strings import ESCAPE, StringWriter
 from penstock.grammar.schema.unique import UniqueWriter
 
-_MAX_COUNTED = 200  # maximum named properties of an object whose number of properties is bounded
+_MAX_COUNTED = 200  # maximum number of named properties of an object with bounds on its number of properties
 _MAX_UNBOUNDED_FACTOR = 100
 _MAX_LISTED_MULTIPLES = 1000
 
@@ -39,8 +39,8 @@ def schema_ebnf(schema: object, *, compact: bool = False, escaped: str = "") -> 
 
     The grammar is stricter than the schema in these respects:
 
-    - Properties come in the order of the schema. If the schema names properties and does not mention others,
-      there are no others.
+    - Properties come in the order of the schema. If the schema names properties and does not have
+        ``additionalProperties`` or ``patternProperties``, no other properties are allowed.
     - Integers have no decimal point and no exponent; bounded numbers have no exponent.
     - Names and strings with a pattern use the shortest escapes. Strings with a maximum length above 256 have
      no escapes.
@@ -75,7 +75,7 @@ class _Writer:
 
     def text(self) -> str:
         root = self._reader.root
-        if not self._satisfiability.holds_for(root):
+        if not self._satisfiability.is_satisfiable(root):
             raise InputError("no value satisfies the JSON schema: its parts exclude each other")
         root_rule = self._value(root)
         while self._pending_rules:
@@ -90,7 +90,7 @@ class _Writer:
 
     def _value(self, conjunction: Conjunction) -> str:
         """Return the name of the rule of a value. The first call for a conjunction creates the rule."""
-        key = key_of(conjunction)
+        key = conjunction_key(conjunction)
         name = self._names.get(key)
         if name is None:
             name = self._names[key] = self._rules.reserve("value")
@@ -110,7 +110,9 @@ class _Writer:
         return self._array(shape) if isinstance(shape, Array) else self._object(shape)
 
     def _literal(self, value: object) -> str:
-        """Return the expression of a constant value, with the same optional white space as other values."""
+        """Return the expression of a constant value, with optional white space in the same places as other
+        values.
+        """
         if not isinstance(value, list | dict) or not value:
             return self._scalar_text(value)
         space = self._space or NOTHING
@@ -170,19 +172,19 @@ class _Writer:
         length = len(shape.prefix)
         max_count = shape.max_count
         for index, item in enumerate(shape.prefix):
-            if not self._satisfiability.holds_for(item):
+            if not self._satisfiability.is_satisfiable(item):
                 max_count = index if max_count is None else min(max_count, index)
                 break
-        if not self._satisfiability.holds_for(shape.items):
+        if not self._satisfiability.is_satisfiable(shape.items):
             max_count = length if max_count is None else min(max_count, length)
         if max_count is not None and shape.min_count > max_count:
             return None
         if max_count == 0:
             return sequence(literal("["), self._space or NOTHING, literal("]"))
         comma = sequence(literal(","), self._space or NOTHING)
-        if shape.unique_at is not None and (max_count is None or max_count > 1):
+        if shape.unique_items_node is not None and (max_count is None or max_count > 1):
             return self._unique(replace(shape, max_count=max_count), comma)
-        # The expression is built backwards. `rest` is the expression after the item at `index`.
+        # The expression is built from its end. `rest` is the expression after the item at `index`.
         end = length if max_count is None else min(max_count, length)
         rest = NOTHING
         if max_count is None or max_count > length:
@@ -196,8 +198,8 @@ class _Writer:
         for index in range(end - 1, 0, -1):
             next_items = sequence(comma, self._value(shape.prefix[index]), rest)
             rest = next_items if shape.min_count > index else repeated(next_items, 0, 1)
-        first = self._value(shape.item(0))
-        elements = sequence(first, rest, self._space or NOTHING)
+        first_item = self._value(shape.item(0))
+        elements = sequence(first_item, rest, self._space or NOTHING)
         content = elements if shape.min_count > 0 else repeated(elements, 0, 1)
         return sequence(literal("["), self._space or NOTHING, content, literal("]"))
 
@@ -213,34 +215,36 @@ class _Writer:
 
     def _object(self, shape: Object) -> str | None:
         names = [
-            *(name for name in shape.properties if self._satisfiability.holds_for(shape.property(name))),
+            *(name for name in shape.properties if self._satisfiability.is_satisfiable(shape.property(name))),
             *sorted(shape.required - shape.properties.keys()),
         ]
-        other_pair = (
+        unnamed_pair = (
             None
-            if is_closed(shape) or not self._satisfiability.holds_for(shape.additional_properties)
-            else self._other_pair(shape)
+            if is_closed(shape) or not self._satisfiability.is_satisfiable(shape.additional_properties)
+            else self._unnamed_pair(shape)
         )
         is_counted = shape.min_count > len(shape.required) or shape.max_count is not None
         if is_counted and len(names) > _MAX_COUNTED:
-            reason = f"the number of properties is bounded only where at most {_MAX_COUNTED} are named"
-            raise UnsupportedSchemaError("minProperties", shape.minimum_at, reason)
-        if shape.min_count > len(names) + (other_pair is not None):
-            if other_pair is None:
+            reason = f"a schema with such bounds can name at most {_MAX_COUNTED} properties"
+            raise UnsupportedSchemaError("minProperties", shape.min_properties_location, reason)
+        if shape.min_count > len(names) + (unnamed_pair is not None):
+            if unnamed_pair is None:
                 return None
-            reason = "unnamed properties may repeat a name, and count as one: name them in properties"
-            raise UnsupportedSchemaError("minProperties", shape.minimum_at, reason)
+            reason = (
+                "unnamed properties may repeat a name, so they count as one property: name them in properties"
+            )
+            raise UnsupportedSchemaError("minProperties", shape.min_properties_location, reason)
         space = self._space or NOTHING
         members = Members(self._rules, shape, names, is_counted, sequence(literal(","), space), space)
         pairs = [self._pair(self._scalar_text(name), shape.property(name)) for name in names]
-        content = members.write(pairs, other_pair)
+        content = members.write(pairs, unnamed_pair)
         return None if content is None else sequence(literal("{"), space, content, literal("}"))
 
     def _pair(self, name: str, value: Conjunction) -> str:
         return sequence(name, literal(":"), self._space or NOTHING, self._value(value))
 
-    def _other_pair(self, shape: Object) -> str | None:
-        """Return the expression of a property that the schema does not name; None if there can be none."""
+    def _unnamed_pair(self, shape: Object) -> str | None:
+        """Return the expression of a property that the schema does not name; None if it is impossible."""
         if shape.names is not None:
             name = self._strings.text(shape.names) if is_possible(shape.names) else None
             if name is None:

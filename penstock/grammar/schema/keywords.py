@@ -14,18 +14,18 @@ TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _MAX_COUNT = 1_000_000_000
 
 
-def identity(value: object) -> object:
-    """Return a hashable key that is equal for equal JSON values. 1 equals 1.0 but not true."""
+def equality_key(value: object) -> object:
+    """Return a hashable key that is equal for equal JSON values. 1 and 1.0 are equal, 1 and true are not."""
     if isinstance(value, dict):
-        return ("object", frozenset((name, identity(member)) for name, member in value.items()))
+        return ("object", frozenset((name, equality_key(member)) for name, member in value.items()))
     if isinstance(value, list):
-        return ("array", tuple(map(identity, value)))
+        return ("array", tuple(map(equality_key, value)))
     return (bool if isinstance(value, bool) else None, value)
 
 
 def are_unique(values: list[object]) -> bool:
     """Return whether no two values are equal."""
-    return len({identity(value) for value in values}) == len(values)
+    return len({equality_key(value) for value in values}) == len(values)
 
 
 def is_finite(value: object) -> bool:
@@ -38,35 +38,35 @@ def is_finite(value: object) -> bool:
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Return whether a value is a JSON number. true and false are not."""
+    """Return whether a value is a JSON number. The values true and false are not numbers."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def decimal_of(value: int | float) -> Decimal:
+def to_decimal(value: int | float) -> Decimal:
     """Return a JSON number as a Decimal with the same digits."""
     return Decimal(repr(value))
 
 
-def number_of(node: SchemaNode, keyword: str) -> Decimal | None:
+def read_number(node: SchemaNode, keyword: str) -> Decimal | None:
     """Return the number of a keyword; None if the schema does not have the keyword."""
     value = node.schema.get(keyword)
     if value is None and keyword not in node.schema:
         return None
     if not is_number(value) or not is_finite(value):
         raise invalid_keyword(node, keyword, "a number")
-    number = decimal_of(value)
+    number = to_decimal(value)
     if len(number.as_tuple().digits) > 40 or abs(number.adjusted()) > 40:
         raise UnsupportedSchemaError(keyword, node.where, f"{value} has more than 40 digits")
     return number
 
 
-def counts_of(node: SchemaNode, min_count: str, max_count: str) -> tuple[int, int | None]:
-    """Return (minimum, maximum) of a count from the values of two keywords. The defaults are 0 and None."""
-    low, high = _count(node, min_count), _count(node, max_count)
+def read_counts(node: SchemaNode, min_count: str, max_count: str) -> tuple[int, int | None]:
+    """Return (minimum, maximum) of a count: the values of two keywords, by default 0 and None."""
+    low, high = _read_count(node, min_count), _read_count(node, max_count)
     return low or 0, high
 
 
-def _count(node: SchemaNode, keyword: str) -> int | None:
+def _read_count(node: SchemaNode, keyword: str) -> int | None:
     value = node.schema.get(keyword)
     if keyword not in node.schema:
         return None
@@ -75,10 +75,10 @@ def _count(node: SchemaNode, keyword: str) -> int | None:
     count = int(value)
     if count > _MAX_COUNT and keyword.startswith("min"):
         raise UnsupportedSchemaError(keyword, node.where, f"{count} is more than {_MAX_COUNT}")
-    return min(count, _MAX_COUNT)  # no output is that long
+    return min(count, _MAX_COUNT)  # longer than any output
 
 
-def mapping_of(node: SchemaNode, keyword: str) -> dict[str, object]:
+def read_mapping(node: SchemaNode, keyword: str) -> dict[str, object]:
     """Return the object of a keyword; empty if the schema does not have the keyword."""
     value = node.schema.get(keyword, {})
     if not isinstance(value, dict):
@@ -86,14 +86,14 @@ def mapping_of(node: SchemaNode, keyword: str) -> dict[str, object]:
     return value
 
 
-def strings_of(node: SchemaNode, keyword: str, value: object) -> list[str]:
+def read_strings(node: SchemaNode, keyword: str, value: object) -> list[str]:
     """Return the value of a keyword. Raise if it is not a list of strings."""
     if not isinstance(value, list) or not all(isinstance(member, str) for member in value):
         raise invalid_keyword(node, keyword, "an array of strings")
     return value
 
 
-def types_of(node: SchemaNode) -> list[str]:
+def read_types(node: SchemaNode) -> list[str]:
     """Return the types of the keyword ``type``; all types if the schema does not have it."""
     type_names = node.schema.get("type", list(TYPES))
     types = [type_names] if isinstance(type_names, str) else type_names
@@ -104,7 +104,7 @@ def types_of(node: SchemaNode) -> list[str]:
     return types
 
 
-def pattern_of(node: SchemaNode) -> tuple[regex.RegexNode, list[tuple[regex.RegexNode, bool]]]:
+def read_pattern(node: SchemaNode) -> tuple[regex.RegexNode, list[tuple[regex.RegexNode, bool]]]:
     """Return the result of `regex.parse_pattern` for the pattern of a schema."""
     pattern = node.schema["pattern"]
     if not isinstance(pattern, str):
@@ -115,7 +115,7 @@ def pattern_of(node: SchemaNode) -> tuple[regex.RegexNode, list[tuple[regex.Rege
         raise UnsupportedSchemaError("pattern", node.where, str(error)) from None
 
 
-def format_of(node: SchemaNode) -> str:
+def read_format(node: SchemaNode) -> str:
     """Return the name of a schema's format; empty without a format."""
     name = node.schema.get("format", "")
     if not isinstance(name, str):
@@ -123,22 +123,22 @@ def format_of(node: SchemaNode) -> str:
     return name
 
 
-def invalid_keyword(node: SchemaNode, keyword: str, legal: str) -> InputError:
+def invalid_keyword(node: SchemaNode, keyword: str, allowed_values: str) -> InputError:
     """Return the error for a keyword with an invalid value."""
     value_text = repr(node.schema[keyword])
     value_text = value_text if len(value_text) <= 80 else f"{value_text[:80]}..."
     return InputError(
-        f"the JSON schema keyword {keyword!r} (at {node.where}) must be {legal}, was {value_text}"
+        f"the JSON schema keyword {keyword!r} (at {node.where}) must be {allowed_values}, was {value_text}"
     )
 
 
-def escaped(name: str) -> str:
-    """Return a name escaped for a JSON pointer (RFC 6901)."""
+def escape_pointer(name: str) -> str:
+    """Return a name with the escapes of a JSON pointer (RFC 6901)."""
     return name.replace("~", "~0").replace("/", "~1")
 
 
 def array_index(name: str) -> int:
-    """Return the array index in a part of a JSON pointer (RFC 6901).
+    """Return the array index that a part of a JSON pointer (RFC 6901) contains.
 
     Raises:
         IndexError: the part is not a number, or has a sign or leading zeros.
@@ -148,7 +148,7 @@ def array_index(name: str) -> int:
     return int(name)
 
 
-def branches_of(node: SchemaNode, keyword: str) -> list[SchemaNode]:
+def read_branches(node: SchemaNode, keyword: str) -> list[SchemaNode]:
     """Return the schemas of ``allOf``, ``anyOf`` or ``oneOf``; empty if the schema does not have it."""
     branches = node.schema.get(keyword, [])
     if not isinstance(branches, list) or (keyword in node.schema and not branches):

@@ -10,14 +10,14 @@ from typing import TypeAlias
 from penstock.errors import UnsupportedSchemaError
 from penstock.grammar.schema import regex
 from penstock.grammar.schema.automata import Automaton, Bound, TooLargeError, intersection
-from penstock.grammar.schema.counted import Counting, counting_of
+from penstock.grammar.schema.counted import Counting, make_counting
 from penstock.grammar.schema.formats import simple_tree
 from penstock.grammar.schema.shapes import StringShape
 
 
 @dataclass(frozen=True, slots=True)
 class CountedLanguage:
-    """The union of two sets of strings: of an automaton with a maximum length, and of an expression."""
+    """The union of the strings of an automaton with a maximum length and the strings of an expression."""
 
     counting: Counting
     expression: regex.RegexNode | None
@@ -28,8 +28,8 @@ _SIMPLE_LENGTH = 63  # maximum length for which all expressions of formats.SIMPL
 
 
 @lru_cache(maxsize=128)
-def language_of(text: StringShape) -> Language | None:
-    """Return the strings of a shape with conditions; None if no string satisfies them.
+def string_language(text: StringShape) -> Language | None:
+    """Return the strings of a shape with conditions; None if no string satisfies the conditions.
 
     The result is exact if its automaton is small. Otherwise it excludes strings near a maximum length and
     rare forms of a format (`formats.SIMPLE`).
@@ -41,7 +41,7 @@ def language_of(text: StringShape) -> Language | None:
     excluded_trees = [condition.tree for condition in text.conditions if condition.is_negated]
     bound = Bound(text.min_count, text.max_count)
     if len(required_trees) == 1 and not excluded_trees:
-        bounded_tree = _with_length(required_trees[0], bound)
+        bounded_tree = _with_length_bound(required_trees[0], bound)
         if bounded_tree is not None:
             return bounded_tree
     for tree in required_trees:
@@ -92,17 +92,17 @@ def _reduced_language(
                 continue
             if max_count is None:
                 return automaton
-            counting = counting_of(automaton, max_count)
+            counting = make_counting(automaton, max_count)
             if counting is not None:
                 return CountedLanguage(counting, expression)
     return expression
 
 
-def _with_length(tree: regex.RegexNode, bound: Bound) -> regex.RegexNode | None:
-    """Return an expression of the texts of ``tree`` within a bound of the length.
+def _with_length_bound(tree: regex.RegexNode, bound: Bound) -> regex.RegexNode | None:
+    """Return an expression of the texts of ``tree`` whose length is within a bound.
 
     The result is ``tree`` itself if the bound has no effect, or a single repetition with other counts.
-    Returns None if neither is possible.
+    Returns None if neither of these expressions is possible.
     """
     while isinstance(tree, regex.RegexSeq) and len(tree.parts) == 1:
         tree = tree.parts[0]
@@ -139,13 +139,20 @@ def shortened(node: regex.RegexNode, max_count: int) -> regex.RegexNode:
         return _shortened_repeat(node, max_count)
     assert isinstance(node, regex.RegexSeq)
     lengths = [regex.lengths(part) for part in node.parts]
-    optional = {i: None if b is None else b - a for i, (a, b) in enumerate(lengths) if a != b}
+    num_optional = {
+        i: None if max_length is None else max_length - min_length
+        for i, (min_length, max_length) in enumerate(lengths)
+        if min_length != max_length
+    }
     remaining_count = max_count - low
-    max_counts = {i: a for i, (a, _) in enumerate(lengths)}
-    # Parts with few optional characters keep all of them. The other parts share the rest evenly.
-    for num_done, i in enumerate(sorted(optional, key=lambda i: (optional[i] is None, optional[i] or 0))):
-        share = remaining_count // (len(optional) - num_done)
-        count = optional[i]
+    max_counts = {i: min_length for i, (min_length, _) in enumerate(lengths)}
+    # Parts with few optional characters keep all of them. The other parts get equal shares of the remaining
+    # characters.
+    for num_done, i in enumerate(
+        sorted(num_optional, key=lambda i: (num_optional[i] is None, num_optional[i] or 0))
+    ):
+        share = remaining_count // (len(num_optional) - num_done)
+        count = num_optional[i]
         extra_count = share if count is None else min(count, share)
         max_counts[i] += extra_count
         remaining_count -= extra_count
@@ -159,7 +166,7 @@ def _shortened_repeat(node: regex.RegexRepeat, max_count: int) -> regex.RegexNod
             node.part, node.min_count, max_count if node.max_count is None else min(node.max_count, max_count)
         )
     max_repetitions = max_count if node.max_count is None else node.max_count
-    # Balance between the length of one repetition and the number of repetitions.
+    # Use about the square root of the length for one repetition, so that there are several of them.
     part_length = max(low, max_count if max_repetitions <= 1 else isqrt(max_count * max(low, 1)))
     if high is not None:
         part_length = min(part_length, high)

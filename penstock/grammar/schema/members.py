@@ -10,8 +10,8 @@ class Members:
     """Writes the members of an object: its named properties in order, then other properties.
 
     The grammar has one rule per state. A state is the index of the next named property and the number of
-    members so far. If the number of members is not bounded, the state only records whether a member
-    came before. In that case, a comma must precede the next member.
+    members so far. If the number of members is not bounded, the state only records whether there was a member
+    before, because a comma must then precede the next member.
     """
 
     def __init__(
@@ -28,8 +28,8 @@ class Members:
     def write(self, pairs: list[str], other_member: str | None) -> str | None:
         """Return the expression of all members; None if the bounds cannot be satisfied."""
         states: dict[int, str | None] = {}
-        highest = len(pairs) if self._counts_members else 1
-        for count in range(highest + 1):
+        max_count = len(pairs) if self._counts_members else 1
+        for count in range(max_count + 1):
             states[count] = self._other_members(other_member, count)
         for index in range(len(pairs) - 1, -1, -1):
             new_states: dict[int, str | None] = {}
@@ -51,7 +51,8 @@ class Members:
         if self._counts_members:
             min_count = self._min_count - count
             max_count = None if self._max_count is None else self._max_count - count
-        # Toward the minimum, all other members count as one, because several of them may have the same name.
+        # Members that the schema does not name count as one member toward the minimum, because they can have
+        # equal names.
         num_missing = max(min_count or 0, 0)
         if num_missing > (other_member is not None) or (max_count is not None and max_count < num_missing):
             return None

@@ -10,9 +10,9 @@ from penstock.grammar.schema.ebnf import NOTHING, choice, literal, repeated, seq
 
 _DIGIT = "[0-9]"
 _MAX_FRACTION_DIGITS = 17  # maximum digits after the decimal point of bounded numbers; a float has 17
-_EXACT_DIGITS = 15  # number of decimal digits for which all numbers are different floats
-_LARGE_BOUND = Decimal(10**14)  # bounds from here on restrict numbers with a fraction
-_MAX_WITH_FRACTION = Decimal(10**9)  # maximum absolute value of numbers with a fraction in that case
+_EXACT_DIGITS = 15  # decimal numbers with up to this many digits are different floats
+_LARGE_BOUND = Decimal(10**14)  # if a bound is at least this large, numbers with a fraction are restricted
+_MAX_WITH_FRACTION = Decimal(10**9)  # maximum absolute value of restricted numbers with a fraction
 
 ANY_INTEGER = '"-"? ("0" | [1-9] [0-9]*)'
 ANY_NUMBER = f'{ANY_INTEGER} ("." [0-9]+)? ([eE] [+\\-]? ([0-9] | [1-9] [0-9] | [12] [0-9] [0-9]))?'
@@ -39,14 +39,14 @@ class Bounds:
         )
         return is_above_low and is_below_high
 
-    def both(self, other: Bounds) -> Bounds:
+    def intersection(self, other: Bounds) -> Bounds:
         """Return the intersection of two intervals."""
         low, excludes_low = max(
-            ((b.low, b.excludes_low) for b in (self, other)),
+            ((bounds.low, bounds.excludes_low) for bounds in (self, other)),
             key=lambda bound: (bound[0] is not None, bound[0] or 0, bound[1]),
         )
         high, excludes_high = min(
-            ((b.high, b.excludes_high) for b in (self, other)),
+            ((bounds.high, bounds.excludes_high) for bounds in (self, other)),
             key=lambda bound: (bound[0] is None, bound[0] or 0, not bound[1]),
         )
         return Bounds(low, high, excludes_low, excludes_high)
@@ -89,21 +89,24 @@ def integers_between(low: int | None, high: int | None) -> str | None:
 def numbers_between(bounds: Bounds) -> str | None:
     """Return an expression for the numbers in an interval, without exponents; None if there are none.
 
-    If a bound has 15 or more digits, only numbers from -10**9 to 10**9 may have a fraction.
+    If a bound has 15 or more digits before the decimal point, only numbers from -10**9 to 10**9 may have a
+    fraction.
     """
     if bounds.low is None and bounds.high is None:
         return ANY_NUMBER
     if any(bound is not None and bound.copy_abs() >= _LARGE_BOUND for bound in (bounds.low, bounds.high)):
-        # Rounding to a float could move a number with a fraction past such a bound, but not an integer.
-        fraction_interval = bounds.both(Bounds(-_MAX_WITH_FRACTION, _MAX_WITH_FRACTION))
-        with_fraction = None if fraction_interval.is_empty else numbers_between(fraction_interval)
-        parts = [part for part in (integers_between(*bounds.integers()), with_fraction) if part is not None]
+        # Rounding to a float could move a number with a fraction, but not an integer, beyond such a bound.
+        fraction_interval = bounds.intersection(Bounds(-_MAX_WITH_FRACTION, _MAX_WITH_FRACTION))
+        fraction_expression = None if fraction_interval.is_empty else numbers_between(fraction_interval)
+        parts = [
+            part for part in (integers_between(*bounds.integers()), fraction_expression) if part is not None
+        ]
         return choice(parts) if parts else None
     options: list[str] = []
     if bounds.low is None or bounds.low < 0 or (bounds.low == 0 and not bounds.excludes_low):
         if bounds.low is None or bounds.low < 0:
             negated_bounds = Bounds(
-                # not the operator -, which rounds to 28 digits
+                # copy_negate, because the operator - rounds to 28 digits
                 Decimal(0) if bounds.high is None or bounds.high > 0 else bounds.high.copy_negate(),
                 None if bounds.low is None else bounds.low.copy_negate(),
                 bounds.high is not None and bounds.high <= 0 and bounds.excludes_high,
@@ -121,32 +124,34 @@ def numbers_between(bounds: Bounds) -> str | None:
 def _naturals(low: int, high: int | None) -> list[str]:
     """Return alternatives for the integers from ``low``, at least 0, to ``high``."""
     options = []
-    longest = len(str(low)) if high is None else len(str(high))
-    for size in range(len(str(low)), longest + 1):
+    max_size = len(str(low)) if high is None else len(str(high))
+    for size in range(len(str(low)), max_size + 1):
         first = 0 if size == 1 else 10 ** (size - 1)
         last = 10**size - 1 if high is None else min(high, 10**size - 1)
         if max(low, first) <= last:
-            options += _same_length(str(max(low, first)), str(last))
+            options += _numbers_of_same_length(str(max(low, first)), str(last))
     if high is None:
-        options.append(sequence("[1-9]", repeated(_DIGIT, longest, None)))
+        options.append(sequence("[1-9]", repeated(_DIGIT, max_size, None)))
     return options
 
 
-def _same_length(low: str, high: str) -> list[str]:
-    """Return alternatives for the digit strings from ``low`` to ``high``, which have the same length."""
+def _numbers_of_same_length(low: str, high: str) -> list[str]:
+    """Return alternatives for the digit strings from ``low`` to ``high``. Both have the same length."""
     if not low:
         return [NOTHING]
     if low[0] == high[0]:
-        return [sequence(literal(low[0]), rest) for rest in _same_length(low[1:], high[1:])]
+        return [sequence(literal(low[0]), rest) for rest in _numbers_of_same_length(low[1:], high[1:])]
     first, last = int(low[0]), int(high[0])
     size = len(low) - 1
     options = []
     if low[1:].strip("0"):
-        options += [sequence(literal(low[0]), rest) for rest in _same_length(low[1:], "9" * size)]
+        options += [sequence(literal(low[0]), rest) for rest in _numbers_of_same_length(low[1:], "9" * size)]
         first += 1
     last_options: list[str] = []
     if high[1:].strip("9"):
-        last_options = [sequence(literal(high[0]), rest) for rest in _same_length("0" * size, high[1:])]
+        last_options = [
+            sequence(literal(high[0]), rest) for rest in _numbers_of_same_length("0" * size, high[1:])
+        ]
         last -= 1
     if first <= last:
         digit = literal(str(first)) if first == last else f"[{first}-{last}]"
@@ -161,24 +166,24 @@ def _decimals(bounds: Bounds) -> Iterator[str]:
         return
     digits = _MAX_FRACTION_DIGITS
     if bounds.excludes_low or bounds.excludes_high:
-        # With more digits, a number close to the excluded bound would be the same float as the bound.
+        # A number with more digits that is close to an excluded bound would be the same float as the bound.
         integer = max(int(bounds.low), int(bounds.high or 0))
         digits = max(_EXACT_DIGITS - len(str(integer)), 1)
     low, low_fraction = _integer_and_fraction(bounds.low)
     high, high_fraction = (None, "") if bounds.high is None else _integer_and_fraction(bounds.high)
-    lower = (low_fraction, bounds.excludes_low)
-    upper = (high_fraction, bounds.excludes_high)
+    low_bound = (low_fraction, bounds.excludes_low)
+    high_bound = (high_fraction, bounds.excludes_high)
     if low == high:
-        yield from _with_fraction(literal(str(low)), _fraction(lower, upper, digits))
+        yield from _with_fraction(literal(str(low)), _fraction(low_bound, high_bound, digits))
         return
-    yield from _with_fraction(literal(str(low)), _fraction(lower, None, digits))
-    whole_numbers = (
+    yield from _with_fraction(literal(str(low)), _fraction(low_bound, None, digits))
+    inner_integers = (
         _naturals(low + 1, None if high is None else high - 1) if high is None or high > low + 1 else []
     )
-    if whole_numbers:
-        yield from _with_fraction(choice(whole_numbers), _fraction(None, None, digits))
+    if inner_integers:
+        yield from _with_fraction(choice(inner_integers), _fraction(None, None, digits))
     if high is not None:
-        yield from _with_fraction(literal(str(high)), _fraction(None, upper, digits))
+        yield from _with_fraction(literal(str(high)), _fraction(None, high_bound, digits))
 
 
 def _integer_and_fraction(value: Decimal) -> tuple[int, str]:

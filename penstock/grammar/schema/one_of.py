@@ -1,4 +1,4 @@
-"""``oneOf``: the values that match exactly one of several schemas."""
+"""Reads ``oneOf``: computes the values that match exactly one of several schemas."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from penstock.errors import UnsupportedSchemaError
 from penstock.grammar.schema.intersections import has_shape, intersect_all, or_infinity, union
-from penstock.grammar.schema.keywords import branches_of, identity
+from penstock.grammar.schema.keywords import equality_key, read_branches
 from penstock.grammar.schema.shapes import (
     NEVER,
     Array,
@@ -26,34 +26,34 @@ from penstock.grammar.schema.shapes import (
 def exactly_one(schemas: Schemas, node: SchemaNode, shapes: Sequence[Shape]) -> list[Shape]:
     """Return the values of ``shapes`` that match exactly one branch, as a union of shapes.
 
-    Literals and shapes that two branches have in common are removed from both. If object shapes of two
-    branches may overlap, each shape forbids a property that the other shape requires.
+    Literals and shapes that two branches have in common are removed from both branches. If object shapes of
+    two branches may overlap, each shape forbids a property that the other shape requires.
 
     Raises:
         UnsupportedSchemaError: two branches may overlap in any other way.
     """
     options = [
         intersect_all(schemas, shapes, schemas.shapes((branch,)), node)
-        for branch in branches_of(node, "oneOf")
+        for branch in read_branches(node, "oneOf")
     ]
     num_branches = Counter(
         key
         for option in options
-        for key in {identity(shape.value) for shape in option if isinstance(shape, Literal)}
+        for key in {equality_key(shape.value) for shape in option if isinstance(shape, Literal)}
     )
     entries = [(index, shape) for index, option in enumerate(options) for shape in option]
     non_literals = [entry for entry in entries if not isinstance(entry[1], Literal)]
     result: list[Shape] = []
     for index, shape in entries:
         if isinstance(shape, Literal):
-            if num_branches[identity(shape.value)] == 1:
-                result.append(_without_rivals(schemas, shape, index, non_literals, node))
+            if num_branches[equality_key(shape.value)] == 1:
+                result.append(_exclude_rivals(schemas, shape, index, non_literals, node))
         elif not any(rival_index != index and shape == rival for rival_index, rival in non_literals):
-            result.append(_without_rivals(schemas, shape, index, entries, node))
+            result.append(_exclude_rivals(schemas, shape, index, entries, node))
     return union([result], node)
 
 
-def _without_rivals(
+def _exclude_rivals(
     schemas: Schemas, shape: Shape, index: int, rivals: Sequence[tuple[int, Shape]], node: SchemaNode
 ) -> Shape:
     """Return the shape restricted so that no rival, a shape of another branch, matches its values."""
@@ -61,7 +61,7 @@ def _without_rivals(
         if rival_index != index and not _are_disjoint(schemas, shape, rival):
             restricted_shape = _forbid_rival(schemas, shape, rival)
             if restricted_shape is None:
-                raise _overlap(node, min(index, rival_index), max(index, rival_index))
+                raise _overlap_error(node, min(index, rival_index), max(index, rival_index))
             shape = restricted_shape
     return shape
 
@@ -71,15 +71,15 @@ def _forbid_rival(schemas: Schemas, shape: Shape, rival: Shape) -> Shape | None:
     if not isinstance(shape, Object) or not isinstance(rival, Object):
         return None
     # A name that matches the pattern of the shape's other properties cannot be forbidden.
-    missing = [
+    forbidden_names = [
         name
         for name in sorted(rival.required - shape.required)
         if name in shape.properties or shape.names is None or not has_shape(schemas, shape.names, name)
     ]
-    if not missing:
+    if not forbidden_names:
         return None
     # Prefer a property that the shape does not name, which excludes the fewest values.
-    name = min(missing, key=lambda name: name in shape.properties)
+    name = min(forbidden_names, key=lambda name: name in shape.properties)
     return replace(shape, properties={**shape.properties, name: NEVER})
 
 
@@ -88,7 +88,7 @@ def _is_never(conjunction: Conjunction) -> bool:
 
 
 def _are_disjoint(schemas: Schemas, a: Shape, b: Shape, depth: int = 0) -> bool:
-    """Return whether two shapes have no common value. False if this cannot be decided."""
+    """Return whether two shapes are known to have no common value."""
     if isinstance(b, Literal):
         a, b = b, a
     if isinstance(a, Literal):
@@ -96,7 +96,7 @@ def _are_disjoint(schemas: Schemas, a: Shape, b: Shape, depth: int = 0) -> bool:
     if type(a) is not type(b):
         return True
     if isinstance(a, Numeric) and isinstance(b, Numeric):
-        return a.bounds.both(b.bounds).is_empty
+        return a.bounds.intersection(b.bounds).is_empty
     if isinstance(a, StringShape) and isinstance(b, StringShape):
         return a.min_count > or_infinity(b.max_count) or b.min_count > or_infinity(a.max_count)
     if isinstance(a, Array) and isinstance(b, Array):
@@ -117,9 +117,9 @@ def _are_disjoint(schemas: Schemas, a: Shape, b: Shape, depth: int = 0) -> bool:
     )
 
 
-def _overlap(node: SchemaNode, first: int, second: int) -> UnsupportedSchemaError:
+def _overlap_error(node: SchemaNode, first: int, second: int) -> UnsupportedSchemaError:
     reason = (
-        f"its branches {first} and {second} may both match: use anyOf, or give each a required property "
-        "with a different const"
+        f"its branches {first} and {second} may both match: use anyOf, or give each branch a required "
+        "property with a different const"
     )
     return UnsupportedSchemaError("oneOf", node.where, reason)

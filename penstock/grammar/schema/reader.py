@@ -1,6 +1,6 @@
 """Reads JSON schemas: converts each schema to a union of shapes, each of one JSON type.
 
-Every keyword is read here or in `types`. Unsupported keywords are refused by name.
+This module and `types` read all keywords. An unsupported keyword is an error that contains its name.
 """
 
 from __future__ import annotations
@@ -14,16 +14,23 @@ from penstock.errors import InputError, UnsupportedSchemaError
 from penstock.grammar.schema.intersections import intersect_all, union
 from penstock.grammar.schema.keywords import (
     array_index,
-    branches_of,
-    escaped,
-    identity,
+    equality_key,
+    escape_pointer,
     invalid_keyword,
     is_finite,
-    mapping_of,
-    strings_of,
+    read_branches,
+    read_mapping,
+    read_strings,
 )
 from penstock.grammar.schema.one_of import exactly_one
-from penstock.grammar.schema.shapes import REFUSED_KEYWORDS, Conjunction, Literal, SchemaNode, Shape, key_of
+from penstock.grammar.schema.shapes import (
+    REFUSED_KEYWORDS,
+    Conjunction,
+    Literal,
+    SchemaNode,
+    Shape,
+    conjunction_key,
+)
 from penstock.grammar.schema.types import all_types, typed_shapes
 from penstock.grammar.schema.validator import Validator
 
@@ -49,7 +56,7 @@ class Reader:
 
     def shapes(self, conjunction: Conjunction) -> list[Shape]:
         """Return the values of a conjunction as a union of shapes; empty if no value satisfies it."""
-        key = key_of(conjunction)
+        key = conjunction_key(conjunction)
         if key not in self._shapes:
             if key in self._keys_in_progress:
                 where = conjunction[0].where
@@ -78,13 +85,15 @@ class Reader:
         return shapes
 
     def _listed_values(self, node: SchemaNode, depth: int = 0) -> list[object] | None:
-        """Return the values of const or enum, of the schema or of its $ref and allOf; None without them."""
+        """Return the values of the const or enum of a schema or of its $ref or allOf; None without these
+        keywords.
+        """
         schema = node.schema
         if not isinstance(schema, dict) or depth > _MAX_DEPTH:
             return None
         for keyword in ("const", "enum"):
             if keyword in schema and not is_finite(schema[keyword]):
-                raise invalid_keyword(node, keyword, "without infinities and NaN, which JSON cannot write")
+                raise invalid_keyword(node, keyword, "without infinities and NaN, which JSON does not have")
         if "const" in schema:
             return [value for value in [schema["const"]] if _is_encodable(value)]
         if "enum" in schema:
@@ -92,12 +101,17 @@ class Reader:
                 raise invalid_keyword(node, "enum", "an array")
             values_by_identity: dict[object, object] = {}
             for value in schema["enum"]:
-                values_by_identity.setdefault(identity(value), value)
+                values_by_identity.setdefault(equality_key(value), value)
             return [value for value in values_by_identity.values() if _is_encodable(value)]
-        parts = [self._resolve(node)] if "$ref" in schema else []
-        parts += branches_of(node, "allOf")
+        subschemas = [self._resolve(node)] if "$ref" in schema else []
+        subschemas += read_branches(node, "allOf")
         return next(
-            (values for part in parts if (values := self._listed_values(part, depth + 1)) is not None), None
+            (
+                values
+                for subschema in subschemas
+                if (values := self._listed_values(subschema, depth + 1)) is not None
+            ),
+            None,
         )
 
     def _read(self, node: SchemaNode) -> list[Shape]:
@@ -116,8 +130,8 @@ class Reader:
         if "$id" in schema and node.where != "#":
             raise UnsupportedSchemaError("$id", node.where, "only the outermost schema may have one")
         shapes = typed_shapes(self, node, self._is_of_older_draft)
-        for group in self._applied_shapes(node):
-            shapes = intersect_all(self, shapes, group, node)
+        for applied_shapes in self._applied_shapes(node):
+            shapes = intersect_all(self, shapes, applied_shapes, node)
         return exactly_one(self, node, shapes) if "oneOf" in schema else shapes
 
     def _applied_shapes(self, node: SchemaNode) -> Iterator[list[Shape]]:
@@ -125,30 +139,32 @@ class Reader:
         schema = node.schema
         if "$ref" in schema:
             yield self.shapes((self._resolve(node),))
-        for branch in branches_of(node, "allOf"):
+        for branch in read_branches(node, "allOf"):
             yield self.shapes((branch,))
         if "anyOf" in schema:
-            yield union([self.shapes((branch,)) for branch in branches_of(node, "anyOf")], node)
+            yield union([self.shapes((branch,)) for branch in read_branches(node, "anyOf")], node)
         dependencies: list[tuple[str, object]] = [
-            (name, {"required": [name, *strings_of(node, "dependentRequired", names)]})
-            for name, names in mapping_of(node, "dependentRequired").items()
+            (name, {"required": [name, *read_strings(node, "dependentRequired", names)]})
+            for name, names in read_mapping(node, "dependentRequired").items()
         ]
         dependencies += [
             (name, {"required": [name], "allOf": [value]})
-            for name, value in mapping_of(node, "dependentSchemas").items()
+            for name, value in read_mapping(node, "dependentSchemas").items()
         ]
         for index, (name, consequence) in enumerate(dependencies):
-            where = f"{node.where}#dependent/{index}"  # a key for `key_of`, not a pointer into the document
-            absent = SchemaNode({"properties": {name: False}}, f"{where}/absent")
-            yield union([self.shapes((absent,)), self.shapes((SchemaNode(consequence, where),))], node)
+            where = f"{node.where}#dependent/{index}"  # unique, for `conjunction_key`; not a JSON pointer
+            absent_property = SchemaNode({"properties": {name: False}}, f"{where}/absent")
+            yield union(
+                [self.shapes((absent_property,)), self.shapes((SchemaNode(consequence, where),))], node
+            )
 
     def _resolve(self, node: SchemaNode) -> SchemaNode:
         reference = node.schema["$ref"]
         if not isinstance(reference, str):
             raise invalid_keyword(node, "$ref", "a string")
-        base = self._document.get("$id") if isinstance(self._document, dict) else None
-        if isinstance(base, str) and reference.startswith(f"{base.rstrip('#')}#"):
-            reference = reference[len(base.rstrip("#")) :]
+        base_uri = self._document.get("$id") if isinstance(self._document, dict) else None
+        if isinstance(base_uri, str) and reference.startswith(f"{base_uri.rstrip('#')}#"):
+            reference = reference[len(base_uri.rstrip("#")) :]
         if reference != "#" and not reference.startswith("#/"):
             reason = f"only locations in the same schema are resolved, written #/... (was {reference!r})"
             raise UnsupportedSchemaError("$ref", node.where, reason)
@@ -167,7 +183,7 @@ class Reader:
             except (KeyError, IndexError, ValueError):
                 message = f"the JSON schema's $ref {reference!r} (at {node.where}) does not exist"
                 raise InputError(message) from None
-            where = f"{where}/{escaped(name)}"
+            where = f"{where}/{escape_pointer(name)}"
         return SchemaNode(referenced_schema, where)
 
     @cached_property

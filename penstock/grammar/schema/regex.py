@@ -30,15 +30,17 @@ def lengths(node: RegexNode) -> tuple[int, int | None]:
         return 1, 1
     if isinstance(node, RegexRepeat):
         min_count, max_count = lengths(node.part)
-        no_end = max_count is None or (node.max_count is None and max_count > 0)
-        return min_count * node.min_count, None if no_end else (max_count or 0) * (node.max_count or 0)
+        is_unbounded = max_count is None or (node.max_count is None and max_count > 0)
+        return min_count * node.min_count, None if is_unbounded else (max_count or 0) * (node.max_count or 0)
     if isinstance(node, RegexSeq):
         pairs = [lengths(part) for part in node.parts]
-        return sum(low for low, _ in pairs), _sum([high for _, high in pairs])
+        return sum(low for low, _ in pairs), _sum_or_none([high for _, high in pairs])
     assert isinstance(node, RegexAlt)
     pairs = [lengths(option) for option in node.options]
-    highs = [high for _, high in pairs]
-    return min(low for low, _ in pairs), None if None in highs else max(high or 0 for high in highs)
+    max_lengths = [high for _, high in pairs]
+    return min(low for low, _ in pairs), None if None in max_lengths else max(
+        high or 0 for high in max_lengths
+    )
 
 
 def to_ebnf(
@@ -51,7 +53,7 @@ def to_ebnf(
     Args:
         node: the tree.
         write: returns the expression of characters, given (ranges, minimum count, maximum count or None).
-        share: replaces a part of the result, for example by the name of a rule with this body.
+        share: returns a replacement of a part of the result, for example the name of a rule with this body.
     """
     if isinstance(node, Char):
         return write(node.ranges, 1, 1)
@@ -75,36 +77,38 @@ def to_plain_ebnf(node: RegexNode) -> str:
 def matches(node: RegexNode, text: str) -> bool:
     """Return whether the whole text matches.
 
-    Runs in polynomial time; Python's ``re`` can take exponential time.
+    The function runs in polynomial time. Python's ``re`` can take exponential time.
     """
-    return len(text) in _ends(node, text, frozenset({0}))
+    return len(text) in _end_positions(node, text, frozenset({0}))
 
 
-def _ends(node: RegexNode, text: str, starts: frozenset[int]) -> frozenset[int]:
+def _end_positions(node: RegexNode, text: str, starts: frozenset[int]) -> frozenset[int]:
     """Return the positions at which matches that begin at one of ``starts`` can end."""
     if isinstance(node, Char):
         positions = (i for i in starts if i < len(text))
-        return frozenset(i + 1 for i in positions if any(a <= ord(text[i]) <= b for a, b in node.ranges))
+        return frozenset(
+            i + 1 for i in positions if any(low <= ord(text[i]) <= high for low, high in node.ranges)
+        )
     if isinstance(node, RegexSeq):
         for part in node.parts:
-            starts = _ends(part, text, starts)
+            starts = _end_positions(part, text, starts)
         return starts
     if isinstance(node, RegexAlt):
-        return frozenset().union(*(_ends(option, text, starts) for option in node.options))
+        return frozenset().union(*(_end_positions(option, text, starts) for option in node.options))
     assert isinstance(node, RegexRepeat)
     for _ in range(node.min_count):
-        previous, starts = starts, _ends(node.part, text, starts)
+        previous, starts = starts, _end_positions(node.part, text, starts)
         if starts == previous:
             break
     ends = new_ends = starts
     max_rounds = len(text) + 1 if node.max_count is None else node.max_count - node.min_count
     for _ in range(min(max_rounds, len(text) + 1)):
-        new_ends = _ends(node.part, text, new_ends) - ends
+        new_ends = _end_positions(node.part, text, new_ends) - ends
         if not new_ends:
             break
         ends |= new_ends
     return ends
 
 
-def _sum(values: list[int | None]) -> int | None:
+def _sum_or_none(values: list[int | None]) -> int | None:
     return None if None in values else sum(value or 0 for value in values)

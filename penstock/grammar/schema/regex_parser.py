@@ -1,8 +1,8 @@
 """Parses regular expressions: the constructs of ECMA 262 that describe regular languages.
 
-Character classes contain only the characters that are in the class in both ECMA 262 and Python. For example,
-``\\d`` is ``[0-9]``, because ECMA 262 has no other digits. ``\\D`` contains no digit of any script, because
-Python excludes them.
+Character classes contain only the characters that the class has in both dialects: ECMA 262 and Python. For
+example, ``\\d`` is ``[0-9]``, because ECMA 262 has no other digits. ``\\D`` contains no digit of any script,
+because Python's class excludes all digits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CLASSES = {
     "s": _SPACE_IN_BOTH_DIALECTS,
     "S": without(ALL_CHARACTERS, [*_SPACE, *_SPACE_ONLY_IN_PYTHON]),
 }
-_EITHER_DIALECT: dict[str, Ranges] = {  # characters of a class in either of the two dialects
+_EITHER_DIALECT: dict[str, Ranges] = {  # characters of a class that only one dialect has
     "d": without(ALL_CHARACTERS, _ASCII),
     "w": without(ALL_CHARACTERS, _ASCII),
     "D": without(ALL_CHARACTERS, _DIGITS),
@@ -53,57 +53,59 @@ def parse_regex(pattern: str, *, search: bool) -> RegexNode:
     Args:
         pattern: the expression.
         search: whether a match anywhere in the text is sufficient, as for a schema's ``pattern``. Otherwise
-           the whole text must match.
+            the whole text must match.
 
     Raises:
         InputError: the expression is invalid or has an unsupported construct, which the message names.
     """
     parser = _Parser(pattern)
     tree = parser.alternatives(0)
-    if parser.rest:
+    if parser.remaining_pattern:
         raise parser.error("an unmatched )")
-    return _with_free_ends(tree, pattern, starts=not search, ends=not search)
+    return _without_end_anchors(tree, pattern, starts=not search, ends=not search)
 
 
 def parse_pattern(pattern: str) -> tuple[RegexNode, list[tuple[RegexNode, bool]]]:
     """Parse a schema's ``pattern``. Return (tree without lookaheads, [(lookahead, is negated), ...]).
 
-    Lookaheads are supported only directly after a ^ at the start of the pattern. Each is a tree that the
-    whole text must match, or must not match if it is negated.
+    Lookaheads are supported only directly after a ^ at the start of the pattern. A lookahead is a tree that
+    the whole text must match. If the lookahead is negated, the text must not match.
 
     Raises:
-        InputError: as `parse_regex`.
+        InputError: see `parse_regex`.
     """
     parser = _Parser(pattern)
     lookaheads: list[tuple[RegexNode, bool]] = []
     if pattern.startswith("^"):
         parser.skip(1)
-        while parser.rest.startswith(("(?=", "(?!")):
-            is_negated = parser.rest[2] == "!"
+        while parser.remaining_pattern.startswith(("(?=", "(?!")):
+            is_negated = parser.remaining_pattern[2] == "!"
             parser.skip(3)
-            group = parser.lookahead(is_wide=is_negated)
-            tree = _with_free_ends(group, pattern, starts=True, ends=False, is_wide=is_negated)
+            group = parser.lookahead(uses_union=is_negated)
+            tree = _without_end_anchors(group, pattern, starts=True, ends=False, uses_union=is_negated)
             lookaheads.append((tree, is_negated))
     if not lookaheads:
         return parse_regex(pattern, search=True), []
     tree = parser.alternatives(0)
-    if parser.rest:
+    if parser.remaining_pattern:
         raise parser.error("an unmatched )")
     if isinstance(tree, RegexAlt):
         raise parser.error("a lookahead beside | (write the alternatives as a group)")
-    return _with_free_ends(tree, pattern, starts=True, ends=False), lookaheads
+    return _without_end_anchors(tree, pattern, starts=True, ends=False), lookaheads
 
 
-def _with_free_ends(
-    tree: RegexNode, pattern: str, *, starts: bool, ends: bool, is_wide: bool = False
+def _without_end_anchors(
+    tree: RegexNode, pattern: str, *, starts: bool, ends: bool, uses_union: bool = False
 ) -> RegexNode:
     options = tree.options if isinstance(tree, RegexAlt) else (tree,)
-    result = tuple(_without_anchors(option, starts, ends, pattern, is_wide) for option in options)
+    result = tuple(_without_anchors(option, starts, ends, pattern, uses_union) for option in options)
     return result[0] if len(result) == 1 else RegexAlt(result)
 
 
-def _without_anchors(option: RegexNode, starts: bool, ends: bool, pattern: str, is_wide: bool) -> RegexNode:
-    """Replace the anchors of a top-level alternative: it gets "any text" where an anchor is absent."""
+def _without_anchors(
+    option: RegexNode, starts: bool, ends: bool, pattern: str, uses_union: bool
+) -> RegexNode:
+    """Remove the anchors of a top-level alternative. Add "any text" at each end without an anchor."""
     parts = list(option.parts if isinstance(option, RegexSeq) else (option,))
     while parts and parts[0] == Anchor("^"):
         starts = True
@@ -111,7 +113,7 @@ def _without_anchors(option: RegexNode, starts: bool, ends: bool, pattern: str, 
     while parts and parts[-1] == Anchor("$"):
         ends = True
         del parts[-1]
-        if is_wide:  # in Python, $ also matches before a line feed at the end
+        if uses_union:  # Python's $ also matches before a line feed at the end
             parts.append(RegexRepeat(Char(((10, 10),)), 0, 1))
             break
     if any(map(_has_anchor, parts)):
@@ -137,31 +139,33 @@ def _has_anchor(node: RegexNode) -> bool:
 class _Parser:
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
-        self._at = 0
-        # Whether a class is the union of both dialects instead of the intersection. A negated lookahead then
-        # excludes enough texts.
-        self._is_wide = False
+        self._position = 0
+        # Whether a class is the union of its meanings in Python and ECMA 262 instead of the intersection. The
+        # union is for negated lookaheads, which must exclude the texts of both dialects.
+        self._uses_union = False
         if any("\ud800" <= char <= "\udfff" for char in pattern):
             raise self.error("a surrogate code point, which UTF-8 cannot encode,")
 
     @property
-    def rest(self) -> str:
-        return self._pattern[self._at :]
+    def remaining_pattern(self) -> str:
+        return self._pattern[self._position :]
 
-    def error(self, what: str) -> InputError:
+    def error(self, problem: str) -> InputError:
         pattern_start = self._pattern if len(self._pattern) <= 80 else f"{self._pattern[:80]}..."
-        return InputError(f"the regular expression {pattern_start!r} has {what} at position {self._at}")
+        return InputError(
+            f"the regular expression {pattern_start!r} has {problem} at position {self._position}"
+        )
 
     def skip(self, count: int) -> None:
         """Skip characters."""
-        self._at += count
+        self._position += count
 
-    def lookahead(self, *, is_wide: bool) -> RegexNode:
+    def lookahead(self, *, uses_union: bool) -> RegexNode:
         """Parse the content of a lookahead up to its closing parenthesis."""
-        self._is_wide = is_wide
+        self._uses_union = uses_union
         group = self.alternatives(1)
-        self._is_wide = False
-        if not self._take(")"):
+        self._uses_union = False
+        if not self._skip_character(")"):
             raise self.error("a group without its )")
         return group
 
@@ -169,13 +173,13 @@ class _Parser:
         if depth > _MAX_DEPTH:
             raise self.error(f"groups nested more than {_MAX_DEPTH} deep")
         options = [self._sequence(depth)]
-        while self._take("|"):
+        while self._skip_character("|"):
             options.append(self._sequence(depth))
         return options[0] if len(options) == 1 else RegexAlt(tuple(options))
 
     def _sequence(self, depth: int) -> RegexNode:
         parts: list[RegexNode] = []
-        while self._at < len(self._pattern) and self._peek() not in "|)":
+        while self._position < len(self._pattern) and self._peek() not in "|)":
             parts.append(self._with_quantifier(self._atom(depth)))
         return parts[0] if len(parts) == 1 else RegexSeq(tuple(parts))
 
@@ -183,22 +187,22 @@ class _Parser:
         min_count, max_count = 1, 1
         bounds = {"*": (0, None), "+": (1, None), "?": (0, 1)}.get(self._peek())
         if bounds is not None:
-            self._at += 1
+            self._position += 1
         elif self._peek() == "{":
             bounds = self._bounds()
         if bounds is None:
             return atom
         if isinstance(atom, Anchor):
             raise self.error("a repeated ^ or $")
-        self._take("?")  # a lazy repetition matches the same texts as a greedy one
+        self._skip_character("?")  # a lazy repetition matches the same texts as a greedy one
         if self._peek() in tuple("*+?{"):
             raise self.error("a repetition of a repetition")
         min_count, max_count = bounds  # type: ignore[assignment]
         return RegexRepeat(atom, min_count, max_count)
 
     def _bounds(self) -> tuple[int, int | None]:
-        end = self._pattern.find("}", self._at)
-        low, comma, high = self._pattern[self._at + 1 : max(end, self._at + 1)].partition(",")
+        end = self._pattern.find("}", self._position)
+        low, comma, high = self._pattern[self._position + 1 : max(end, self._position + 1)].partition(",")
         if end < 0 or not _is_number(low) or not (high == "" or _is_number(high)):
             raise self.error("a { that begins no repetition (write \\{ for the character)")
         min_count = int(low)
@@ -207,64 +211,70 @@ class _Parser:
             raise self.error(f"a repetition of more than {_MAX_REPEAT} times")
         if max_count is not None and min_count > max_count:
             raise self.error("a repetition whose bounds are out of order")
-        self._at = end + 1
+        self._position = end + 1
         return min_count, max_count
 
     def _atom(self, depth: int) -> RegexNode:
         char = self._next()
         if char == "(":
-            if self._take("?"):
-                if not self._take(":"):
-                    raise self.error("a group that begins with (?, of which only (?: is supported")
+            if self._skip_character("?"):
+                if not self._skip_character(":"):
+                    raise self.error("a group that begins with (?: only (?: is supported")
             group = self.alternatives(depth + 1)
-            if not self._take(")"):
+            if not self._skip_character(")"):
                 raise self.error("a group without its )")
             return RegexSeq((group,))
         if char == "[":
             return self._class()
         if char == ".":
-            return Char(tuple(_ANY_IN_EITHER_DIALECT if self._is_wide else _ANY))
+            return Char(tuple(_ANY_IN_EITHER_DIALECT if self._uses_union else _ANY))
         if char in "^$":
             return Anchor(char)
         if char in "*+?{":
-            self._at -= 1
+            self._position -= 1
             raise self.error("nothing to repeat")
         if char in "]}":
-            self._at -= 1
+            self._position -= 1
             raise self.error(f"an unmatched {char} (write \\{char} for the character)")
         if char == "\\":
             letter = self._peek()
             characters = self._escape(in_class=False)
             return Char(
-                tuple(union([*characters, *_EITHER_DIALECT.get(letter, [])]) if self._is_wide else characters)
+                tuple(
+                    union([*characters, *_EITHER_DIALECT.get(letter, [])]) if self._uses_union else characters
+                )
             )
         return Char(((ord(char), ord(char)),))
 
     def _class(self) -> RegexNode:
-        is_complement = self._take("^")
+        is_complement = self._skip_character("^")
         ranges: list[tuple[int, int]] = []
-        # Characters of members in only one dialect, which a negated class excludes.
-        either_dialect: list[tuple[int, int]] = []
-        while not self._take("]"):
+        # Characters of members that only one dialect has. A negated class excludes them.
+        either_dialect_ranges: list[tuple[int, int]] = []
+        while not self._skip_character("]"):
             low, in_either = self._member()
-            if self._peek() == "-" and self.rest[1:2] not in ("]", ""):
-                self._at += 1
+            if self._peek() == "-" and self.remaining_pattern[1:2] not in ("]", ""):
+                self._position += 1
                 high, _ = self._member()
                 if not (_is_single(low) and _is_single(high)) or low[0][0] > high[0][0]:
                     raise self.error("a range of characters that is out of order")
                 low, in_either = [(low[0][0], high[0][0])], []
             ranges += low
-            either_dialect += in_either
-        if self._is_wide:
-            ranges = without(ALL_CHARACTERS, ranges) if is_complement else union([*ranges, *either_dialect])
+            either_dialect_ranges += in_either
+        if self._uses_union:
+            ranges = (
+                without(ALL_CHARACTERS, ranges) if is_complement else union([*ranges, *either_dialect_ranges])
+            )
         else:
-            ranges = without(ALL_CHARACTERS, [*ranges, *either_dialect]) if is_complement else union(ranges)
+            ranges = (
+                without(ALL_CHARACTERS, [*ranges, *either_dialect_ranges]) if is_complement else union(ranges)
+            )
         if not ranges:
             raise self.error("a class without characters")
         return Char(tuple(ranges))
 
     def _member(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Return (characters of a class member in both dialects, characters in either dialect)."""
+        """Return (characters of a class member in both dialects, characters that only one dialect has)."""
         char = self._next()
         if char != "\\":
             return [(ord(char), ord(char))], []
@@ -280,10 +290,10 @@ class _Parser:
             point = _CONTROLS[letter]
         elif letter in "xu":
             size = 2 if letter == "x" else 4
-            digits = self.rest[:size]
+            digits = self.remaining_pattern[:size]
             if len(digits) < size or not all(digit in "0123456789abcdefABCDEF" for digit in digits):
                 raise self.error(f"a \\{letter} without its {size} hexadecimal digits")
-            self._at += size
+            self._position += size
             point = int(digits, 16)
         elif letter == "0" and not _is_number(self._peek()):
             point = 0
@@ -298,18 +308,18 @@ class _Parser:
         return [(point, point)]
 
     def _peek(self) -> str:
-        return self._pattern[self._at : self._at + 1]
+        return self._pattern[self._position : self._position + 1]
 
     def _next(self) -> str:
-        if self._at >= len(self._pattern):
+        if self._position >= len(self._pattern):
             raise self.error("an unexpected end")
-        self._at += 1
-        return self._pattern[self._at - 1]
+        self._position += 1
+        return self._pattern[self._position - 1]
 
-    def _take(self, char: str) -> bool:
+    def _skip_character(self, char: str) -> bool:
         if self._peek() != char:
             return False
-        self._at += 1
+        self._position += 1
         return True
 
 

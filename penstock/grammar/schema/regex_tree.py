@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class Char:
-    """One character from these ranges."""
+    """One character in ``ranges``."""
 
     ranges: tuple[tuple[int, int], ...]
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from penstock.grammar.schema.languages import language_of
+from penstock.grammar.schema.languages import string_language
 from penstock.grammar.schema.numbers import numbers_between
 from penstock.grammar.schema.shapes import (
     Array,
@@ -17,30 +17,30 @@ from penstock.grammar.schema.shapes import (
     Schemas,
     Shape,
     StringShape,
+    conjunction_key,
     is_closed,
-    key_of,
 )
 from penstock.grammar.schema.unique import has_enough_items
 
 
 @dataclass(slots=True)
-class _Needs:
-    """What must be satisfiable before a shape is satisfiable."""
+class _Requirements:
+    """The conjunctions that must be satisfiable before a shape is satisfiable."""
 
-    key: tuple[str, ...]  # the conjunction that the shape is an alternative of
-    all: set[tuple[str, ...]]  # conjunctions that must all be satisfiable
+    key: tuple[str, ...]  # the conjunction whose union of shapes contains the shape
+    required_keys: set[tuple[str, ...]]  # conjunctions that must all be satisfiable
     # Conjunctions of optional properties, ``num_missing`` of which must be satisfiable.
-    optional: Counter[tuple[str, ...]]
+    optional_keys: Counter[tuple[str, ...]]
     num_missing: int
 
     @property
     def is_satisfied(self) -> bool:
-        return not self.all and self.num_missing <= 0
+        return not self.required_keys and self.num_missing <= 0
 
     def mark_satisfiable(self, key: tuple[str, ...]) -> None:
         """Record that a conjunction is satisfiable."""
-        self.all.discard(key)
-        self.num_missing -= self.optional.pop(key, 0)
+        self.required_keys.discard(key)
+        self.num_missing -= self.optional_keys.pop(key, 0)
 
 
 class Satisfiability:
@@ -54,9 +54,9 @@ class Satisfiability:
         self._schemas = schemas
         self._results: dict[tuple[str, ...], bool] = {}
 
-    def holds_for(self, conjunction: Conjunction) -> bool:
+    def is_satisfiable(self, conjunction: Conjunction) -> bool:
         """Return whether some value satisfies a conjunction."""
-        key = key_of(conjunction)
+        key = conjunction_key(conjunction)
         if key not in self._results:
             self._compute(conjunction)
         return self._results[key]
@@ -64,25 +64,27 @@ class Satisfiability:
     def has_value(self, shape: Shape) -> bool:
         """Return whether some value matches the shape."""
         if not self._is_possible(shape) or not all(
-            self.holds_for(conjunction) for conjunction in _required_conjunctions(shape)
+            self.is_satisfiable(conjunction) for conjunction in _required_conjunctions(shape)
         ):
             return False
         if not isinstance(shape, Object) or shape.min_count <= len(shape.required):
             return True
-        optional, num_missing = _optional_properties(shape)
-        return sum(self.holds_for(conjunction) for conjunction in optional) >= num_missing
+        optional_conjunctions, num_missing = _optional_properties(shape)
+        return sum(self.is_satisfiable(conjunction) for conjunction in optional_conjunctions) >= num_missing
 
     def _is_possible(self, shape: Shape) -> bool:
         return is_possible(shape) and (
-            not isinstance(shape, Array) or shape.unique_at is None or has_enough_items(self._schemas, shape)
+            not isinstance(shape, Array)
+            or shape.unique_items_node is None
+            or has_enough_items(self._schemas, shape)
         )
 
-    def _needs(self, key: tuple[str, ...], shape: Shape) -> _Needs:
-        """Return the needs of a shape that are not known to be satisfiable."""
-        required_keys = {key_of(conjunction) for conjunction in _required_conjunctions(shape)}
-        optional, num_missing = _optional_properties(shape)
-        optional_keys = Counter(key_of(conjunction) for conjunction in optional)
-        result = _Needs(key, required_keys, optional_keys, num_missing)
+    def _requirements(self, key: tuple[str, ...], shape: Shape) -> _Requirements:
+        """Return the conjunctions that a shape needs, without those that are known to be satisfiable."""
+        required_keys = {conjunction_key(conjunction) for conjunction in _required_conjunctions(shape)}
+        optional_conjunctions, num_missing = _optional_properties(shape)
+        optional_keys = Counter(conjunction_key(conjunction) for conjunction in optional_conjunctions)
+        result = _Requirements(key, required_keys, optional_keys, num_missing)
         for needed_key in [*required_keys, *optional_keys]:
             if self._results.get(needed_key):
                 result.mark_satisfiable(needed_key)
@@ -91,48 +93,49 @@ class Satisfiability:
     def _compute(self, conjunction: Conjunction) -> None:
         """Determine the satisfiability of a conjunction and of all conjunctions that it refers to.
 
-        Computes the least fixpoint of the rule that a shape is satisfiable if all of its needs are.
+        The method computes a least fixpoint. A shape is satisfiable if all conjunctions that it needs are
+        satisfiable.
         """
         shapes_by_key: dict[tuple[str, ...], list[Shape]] = {}
         pending = [conjunction]
         while pending:
-            current = pending.pop()
-            key = key_of(current)
+            pending_conjunction = pending.pop()
+            key = conjunction_key(pending_conjunction)
             if key in shapes_by_key or key in self._results:
                 continue
-            shapes_by_key[key] = self._schemas.shapes(current)
+            shapes_by_key[key] = self._schemas.shapes(pending_conjunction)
             pending += [
                 nested_conjunction
                 for shape in shapes_by_key[key]
                 for nested_conjunction in (*_required_conjunctions(shape), *_optional_properties(shape)[0])
             ]
-        dependents: dict[tuple[str, ...], list[_Needs]] = {}
+        dependents: dict[tuple[str, ...], list[_Requirements]] = {}
         satisfiable_keys: set[tuple[str, ...]] = set()
         new_keys: list[tuple[str, ...]] = []
         for key, shapes in shapes_by_key.items():
             for shape in shapes:
                 if not self._is_possible(shape):
                     continue
-                needs = self._needs(key, shape)
-                for needed_key in needs.all | set(needs.optional):
-                    dependents.setdefault(needed_key, []).append(needs)
-                if needs.is_satisfied:
+                requirements = self._requirements(key, shape)
+                for needed_key in requirements.required_keys | set(requirements.optional_keys):
+                    dependents.setdefault(needed_key, []).append(requirements)
+                if requirements.is_satisfied:
                     new_keys.append(key)
         while new_keys:
             key = new_keys.pop()
             if key in satisfiable_keys:
                 continue
             satisfiable_keys.add(key)
-            for needs in dependents.get(key, []):
-                needs.mark_satisfiable(key)
-                if needs.is_satisfied:
-                    new_keys.append(needs.key)
+            for requirements in dependents.get(key, []):
+                requirements.mark_satisfiable(key)
+                if requirements.is_satisfied:
+                    new_keys.append(requirements.key)
         for key in shapes_by_key:
             self._results[key] = key in satisfiable_keys
 
 
 def _required_conjunctions(shape: Shape) -> Iterator[Conjunction]:
-    """Yield the conjunctions of the items or properties that every value of a shape has."""
+    """Yield the conjunctions of the items or properties that every value of a shape contains."""
     if isinstance(shape, Array):
         for index in range(min(shape.min_count, len(shape.prefix) + 1)):
             yield shape.item(index)
@@ -149,7 +152,7 @@ def _optional_properties(shape: Shape) -> tuple[list[Conjunction], int]:
         conjunction for name, conjunction in shape.properties.items() if name not in shape.required
     ]
     additional_properties = [] if is_closed(shape) else [shape.additional_properties]
-    # `_Writer._object` refuses schemas that need more than one property without a name in the schema.
+    # `_Writer._object` rejects schemas that need more than one property without a name in the schema.
     return [
         *optional_conjunctions,
         *additional_properties * (shape.min_count - len(shape.required)),
@@ -168,7 +171,7 @@ def is_possible(shape: Shape) -> bool:
         return shape.max_count is None or max(shape.min_count, len(shape.required)) <= shape.max_count
     if shape.max_count is not None and shape.min_count > shape.max_count:
         return False
-    return not isinstance(shape, StringShape) or not shape.conditions or language_of(shape) is not None
+    return not isinstance(shape, StringShape) or not shape.conditions or string_language(shape) is not None
 
 
 def _is_number_possible(shape: Numeric) -> bool:

@@ -1,8 +1,8 @@
 """Shapes: sets of JSON values of one type. Also the table of unsupported keywords.
 
-Several schemas can apply to one value: by ``allOf``, by ``$ref`` beside other keywords, or if two schemas
-have a property of the same name. The value must satisfy their *conjunction*. `reader.Reader` converts a
-conjunction to a union of shapes.
+Several schemas can apply to one value: with ``allOf``, with ``$ref`` and other keywords in one schema, or if
+two schemas that apply to an object have a property of the same name. The value must satisfy their
+*conjunction*. `reader.Reader` converts a conjunction to a union of shapes.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Condition:
     source: SchemaNode = field(compare=False)
     keyword: str = field(compare=False)
     is_negated: bool = False  # True for a negated lookahead: the string must not match
-    format: str | None = None  # name of the format; its check may accept more strings than the tree
+    format: str | None = None  # name of the format, whose check can accept more strings than the tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +83,14 @@ class StringShape:
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """Arrays, with a conjunction for each of the first items and one for all other items."""
+    """Arrays, with one conjunction for each of the first items and one conjunction for all other items."""
 
     prefix: tuple[Conjunction, ...] = ()
     items: Conjunction = ANYTHING
     min_count: int = 0
     max_count: int | None = None
-    unique_at: SchemaNode | None = field(default=None, compare=False)  # the schema with uniqueItems, if any
+    # The schema with uniqueItems, if any
+    unique_items_node: SchemaNode | None = field(default=None, compare=False)
 
     def item(self, index: int) -> Conjunction:
         """Return the conjunction that the item at an index must satisfy."""
@@ -98,7 +99,7 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class Object:
-    """Objects, with a conjunction for each named property and one for all other properties."""
+    """Objects, with one conjunction for each named property and one conjunction for all other properties."""
 
     properties: dict[str, Conjunction] = field(default_factory=dict)
     required: frozenset[str] = frozenset()
@@ -107,7 +108,7 @@ class Object:
     names: StringShape | None = None  # restricts the names of additional properties
     min_count: int = 0
     max_count: int | None = None
-    minimum_at: str = "#"  # location of minProperties, for errors
+    min_properties_location: str = "#"  # location of minProperties, for errors
 
     def property(self, name: str) -> Conjunction:
         """Return the conjunction that a property must satisfy."""
@@ -118,10 +119,10 @@ Shape: TypeAlias = Literal | Numeric | StringShape | Array | Object
 
 
 class Schemas(Protocol):
-    """The methods of `reader.Reader` that functions on shapes need for nested schemas."""
+    """The methods of `reader.Reader` with which functions on shapes read nested schemas."""
 
     def shapes(self, conjunction: Conjunction) -> list[Shape]:
-        """Return the values of a conjunction as a union of shapes; empty if no value satisfies it."""
+        """Return the values of a conjunction as a union of shapes; empty if there are none."""
         ...
 
     def accepts(self, conjunction: Conjunction, value: object) -> bool:
@@ -130,9 +131,10 @@ class Schemas(Protocol):
 
 
 def is_closed(shape: Object) -> bool:
-    """Return whether the grammar of an object shape allows no other properties.
+    """Return whether the grammar of an object shape allows only named properties.
 
-    The schema excludes them, or it names properties and does not mention others.
+    This is the case if the schema forbids other properties, or if it names properties and has no keyword for
+    other properties.
     """
     if shape.restricts_additional:
         return shape.additional_properties != ANYTHING and any(
@@ -141,11 +143,11 @@ def is_closed(shape: Object) -> bool:
     return bool(shape.properties or shape.required)
 
 
-def key_of(conjunction: Conjunction) -> tuple[str, ...]:
+def conjunction_key(conjunction: Conjunction) -> tuple[str, ...]:
     """Return a key that is equal for conjunctions of the same schemas."""
     return tuple(sorted({node.where for node in conjunction}))
 
 
-def both(a: Conjunction, b: Conjunction) -> Conjunction:
+def conjoin(a: Conjunction, b: Conjunction) -> Conjunction:
     """Return the conjunction of two conjunctions, without duplicate schemas."""
     return tuple({node.where: node for node in (*a, *b)}.values())

@@ -27,13 +27,14 @@ def grammar_source(
 ) -> GrammarSource:
     """Return the grammar in a notation that the back ends compile exactly.
 
-    JSON schemas, regular expressions and choices become EBNF, also inside structural tags. The reason is that
-    xgrammar's own conversion accepts more than the schema in some cases.
+    JSON schemas, regular expressions and choices become EBNF, also inside structural tags. xgrammar's own
+    conversion is not used, because it accepts more than the schema in some cases.
 
     Args:
         grammar: a grammar of any kind.
         compact: whether JSON has no white space.
-        token_id: returns the id of a token, given its text. Needed for structural tags that name tokens.
+        token_id: returns the id of a token, given its text. It is needed for structural tags that contain
+            tokens.
 
     Raises:
         UnsupportedSchemaError: a JSON schema has an unsupported keyword.
@@ -80,7 +81,7 @@ def _regex_ebnf(pattern: str) -> str:
 
 def _choice_ebnf(choices: object) -> str:
     if not isinstance(choices, list) or not choices or not all(isinstance(text, str) for text in choices):
-        raise InputError(f"a choice must be a JSON list of strings, not empty, was {str(choices)[:80]}")
+        raise InputError(f"a choice must be a non-empty JSON list of strings, was {str(choices)[:80]}")
     return f"root ::= {choice(map(literal, choices))}\n"
 
 

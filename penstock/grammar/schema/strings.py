@@ -19,7 +19,7 @@ from penstock.grammar.schema.ebnf import (
     sequence,
     without,
 )
-from penstock.grammar.schema.languages import CountedLanguage, language_of
+from penstock.grammar.schema.languages import CountedLanguage, string_language
 from penstock.grammar.schema.shapes import StringShape
 
 # Characters that need no escape in a JSON string.
@@ -29,7 +29,7 @@ _SHORT_ESCAPES = {0x22: '"', 0x5C: "\\", 0x08: "b", 0x0C: "f", 0x0A: "n", 0x0D: 
 _CONTROLS_WITHOUT_SHORT_ESCAPE = without([(0, 0x1F)], [(8, 10), (12, 13)])
 ESCAPE = "\\"
 _MAX_COUNTED_CHARACTERS = 256
-_MAX_INLINE = 60  # maximum number of characters of an expression that has no rule of its own
+_MAX_INLINE = 60  # maximum number of characters of an expression that is written inside other rules
 _Spelling: TypeAlias = tuple[str | None, str | None]  # (class of plain characters, rule of escapes)
 
 
@@ -44,16 +44,16 @@ class StringWriter:
     def __init__(self, rules: EbnfRules, escaped: list[int]) -> None:
         self._rules = rules
         self._escaped = escaped
-        self._plain = without(_PLAIN, [(point, point) for point in escaped])
+        self._plain_ranges = without(_PLAIN, [(code_point, code_point) for code_point in escaped])
 
     def text(self, shape: StringShape) -> str | None:
         """Return the name of the rule of a string shape; None if no string has the shape."""
         quote = literal('"')
         if not shape.conditions:
-            spelling: _Spelling = (char_class(self._plain), self._any_escape())
+            spelling: _Spelling = (char_class(self._plain_ranges), self._any_escape())
             content = self._repeated_character(spelling, shape.min_count, shape.max_count, quote)
         else:
-            language = language_of(shape)
+            language = string_language(shape)
             if language is None:
                 return None
             if isinstance(language, Automaton):
@@ -61,25 +61,25 @@ class StringWriter:
             elif isinstance(language, CountedLanguage):
                 content = self._counted_string(language, quote)
             elif isinstance(language, regex.RegexRepeat) and isinstance(language.part, regex.Char):
-                spelling = self._spelling_of(language.part.ranges)
+                spelling = self._spelling(language.part.ranges)
                 content = self._repeated_character(spelling, language.min_count, language.max_count, quote)
             else:
                 content = sequence(regex.to_ebnf(language, self._characters, self._shared_rule), quote)
         return self._rules.add("string", sequence(quote, content))
 
     def _shared_rule(self, body: str) -> str:
-        """Return `body`, or the name of a rule with it if it is long. Equal long parts share a rule."""
+        """Return a short `body`, or the name of a rule with a long `body`. Equal bodies share a rule."""
         return self._rules.add("part", body) if len(body) > _MAX_INLINE else body
 
     def _automaton(self, automaton: Automaton, end: str) -> str:
-        """Write one rule per state of an automaton. Return the start rule. ``end`` follows the text."""
+        """Write one rule per state of an automaton and ``end``. Return the name of the start rule."""
         names = [self._rules.reserve("state") for _ in automaton.steps]
         for state, row in enumerate(automaton.steps):
             options = [end] if automaton.accepting[state] else []
             loop = NOTHING
             for ranges, target in row:
-                if target == state:  # a repeated class has the cheapest masks
-                    unescaped, escape = self._spelling_of(ranges)
+                if target == state:  # masks of a repeated character class take the least time
+                    unescaped, escape = self._spelling(ranges)
                     loop = f"{unescaped}*" if unescaped else NOTHING
                     if escape:
                         loop = sequence(loop, f"({sequence(escape, loop)})*")
@@ -89,7 +89,7 @@ class StringWriter:
         return names[0]
 
     def _counted_string(self, language: CountedLanguage, end: str) -> str:
-        """Return the expression of a `CountedLanguage` language, followed by ``end``."""
+        """Return the expression of a `CountedLanguage`, followed by ``end``."""
         content = CountedWriter(self._rules, language.counting, self._options, end).write()
         if language.expression is None:
             return content
@@ -98,36 +98,44 @@ class StringWriter:
         )
 
     def _options(self, ranges: Ranges) -> list[str]:
-        """Return the expressions of one character: as a plain character and as an escape, if possible."""
-        return [self._shared_rule(option) for option in self._spelling_of(ranges) if option is not None]
+        """Return the expressions of one character: a plain character, an escape, or both."""
+        return [self._shared_rule(option) for option in self._spelling(ranges) if option is not None]
 
     def _any_escape(self) -> str:
         """Return the name of a rule for all JSON escapes. A surrogate pair is one escape."""
         digit = "[0-9a-fA-F]"
-        single = f"([0-9a-cA-CefEF] {digit} {digit} {digit} | [dD] [0-7] {digit} {digit})"
-        pair = f"[dD] [89abAB] {digit} {digit} {literal(ESCAPE + 'u')} [dD] [c-fC-F] {digit} {digit}"
+        single_escape = f"([0-9a-cA-CefEF] {digit} {digit} {digit} | [dD] [0-7] {digit} {digit})"
+        surrogate_pair = (
+            f"[dD] [89abAB] {digit} {digit} {literal(ESCAPE + 'u')} [dD] [c-fC-F] {digit} {digit}"
+        )
         short_escape = '["\\\\/bfnrt]'
-        return self._rules.add("escape", f'{literal(ESCAPE)} ({short_escape} | "u" ({single} | {pair}))')
+        return self._rules.add(
+            "escape", f'{literal(ESCAPE)} ({short_escape} | "u" ({single_escape} | {surrogate_pair}))'
+        )
 
     def _characters(self, ranges: Ranges, min_count: int, max_count: int | None) -> str:
         """Return the expression of ``min_count`` to ``max_count`` characters in their shortest spelling."""
-        return self._repeated_character(self._spelling_of(ranges), min_count, max_count, NOTHING)
+        return self._repeated_character(self._spelling(ranges), min_count, max_count, NOTHING)
 
-    def _spelling_of(self, ranges: Ranges) -> _Spelling:
+    def _spelling(self, ranges: Ranges) -> _Spelling:
         unescaped = [
-            common
-            for common in ((max(a, c), min(b, d)) for a, b in ranges for c, d in self._plain)
-            if common[0] <= common[1]
+            plain_range
+            for plain_range in ((max(a, c), min(b, d)) for a, b in ranges for c, d in self._plain_ranges)
+            if plain_range[0] <= plain_range[1]
         ]
-        long_escaped = [
-            *(point for first, last in _CONTROLS_WITHOUT_SHORT_ESCAPE for point in range(first, last + 1)),
+        long_escape_points = [
+            *(
+                code_point
+                for first, last in _CONTROLS_WITHOUT_SHORT_ESCAPE
+                for code_point in range(first, last + 1)
+            ),
             *self._escaped,
         ]
-        controls = [(point, f"u{point:04x}") for point in long_escaped]
+        controls = [(code_point, f"u{code_point:04x}") for code_point in long_escape_points]
         escapes = [
             literal(f"{ESCAPE}{escape_text}")
-            for point, escape_text in [*_SHORT_ESCAPES.items(), *controls]
-            if any(low <= point <= high for low, high in ranges)
+            for code_point, escape_text in [*_SHORT_ESCAPES.items(), *controls]
+            if any(low <= code_point <= high for low, high in ranges)
         ]
         escape = self._rules.add("short_escape", choice(escapes)) if escapes else None
         return char_class(unescaped) if unescaped else None, escape
@@ -137,17 +145,18 @@ class StringWriter:
     ) -> str:
         """Return the expression of ``min_count`` to ``max_count`` characters, followed by ``end``.
 
-        xgrammar precomputes a mask for each state of a rule. It checks tokens that extend beyond the end of a
-        rule one by one, which makes a mask a thousand times slower. Therefore a class is repeated inside its
-        rule, a count has one rule per character, and the end is part of the last rule.
+        xgrammar precomputes a mask for each state of a rule. Tokens that extend beyond the end of a rule are
+        not part of the precomputed mask. xgrammar checks them one by one, which makes a mask a thousand times
+        slower. Therefore a character class is repeated inside its rule, a bounded count has one rule per
+        character, and ``end`` is part of the last rule.
         """
         unescaped, escape = spelling
         if unescaped is None or escape is None:
-            single = unescaped or escape
-            assert single is not None
+            character = unescaped or escape
+            assert character is not None
             if max_count is None or end == NOTHING:
-                return sequence(repeated(single, min_count, max_count), end)
-            spellings = [single]
+                return sequence(repeated(character, min_count, max_count), end)
+            spellings = [character]
         else:
             if (min_count, max_count) == (1, 1) and end == NOTHING:
                 return choice([unescaped, escape])
@@ -158,7 +167,7 @@ class StringWriter:
                 return self._repeated_character(spelling, min_count, min_count, self._rules.add("rest", rest))
             return sequence(f"{unescaped}*", f"({escape} {unescaped}*)*", end)
         if max_count > _MAX_COUNTED_CHARACTERS:
-            # Long strings have no escapes, because escapes would make every mask slow.
+            # Long strings have no escapes, because with escapes the computation of each mask would be slow.
             return sequence(repeated(spellings[0], min_count, max_count), end)
         rest_rule = end
         for count in range(max_count - 1, -1, -1):
@@ -175,20 +184,20 @@ class StringWriter:
         return self._name_outside(taken_names, 0, any_rest)
 
     def _name_outside(self, taken_names: list[str], depth: int, any_rest: str) -> str:
-        """Return the rest of a name after ``depth`` characters, which all of ``taken_names`` share."""
+        """Return the rest of a name after ``depth`` characters, with which all ``taken_names`` begin."""
         if not taken_names:
             return any_rest
-        ends_here = any(len(name) == depth for name in taken_names)
+        is_taken = any(len(name) == depth for name in taken_names)
         branches: dict[str, list[str]] = {}
         for name in taken_names:
             if len(name) > depth:
                 branches.setdefault(name[depth], []).append(name)
-        # One level of recursion per shared character.
-        options = [] if ends_here else [literal('"')]
-        points = [(ord(character), ord(character)) for character in branches]
-        options.append(sequence(self._characters(without(ALL_CHARACTERS, points), 1, 1), any_rest))
+        # One level of recursion per character that several taken names share.
+        options = [] if is_taken else [literal('"')]
+        branch_ranges = [(ord(character), ord(character)) for character in branches]
+        options.append(sequence(self._characters(without(ALL_CHARACTERS, branch_ranges), 1, 1), any_rest))
         for character, names in branches.items():
-            point = ord(character)
+            code_point = ord(character)
             rest = self._name_outside(names, depth + 1, any_rest)
-            options.append(sequence(self._characters([(point, point)], 1, 1), rest))
+            options.append(sequence(self._characters([(code_point, code_point)], 1, 1), rest))
         return self._rules.add("name", choice(options))

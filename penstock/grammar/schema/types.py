@@ -8,15 +8,15 @@ from penstock.errors import UnsupportedSchemaError
 from penstock.grammar.schema import formats
 from penstock.grammar.schema.intersections import has_shape
 from penstock.grammar.schema.keywords import (
-    counts_of,
-    escaped,
-    format_of,
+    escape_pointer,
     invalid_keyword,
-    mapping_of,
-    number_of,
-    pattern_of,
-    strings_of,
-    types_of,
+    read_counts,
+    read_format,
+    read_mapping,
+    read_number,
+    read_pattern,
+    read_strings,
+    read_types,
 )
 from penstock.grammar.schema.numbers import Bounds
 from penstock.grammar.schema.shapes import (
@@ -43,14 +43,14 @@ def all_types() -> list[Shape]:
 
 
 def typed_shapes(schemas: Schemas, node: SchemaNode, is_older: bool) -> list[Shape]:
-    """Return one or more shapes for each type that a schema allows, restricted by the keywords of the type.
+    """Return the shapes of each type that a schema allows, restricted by the keywords of the type.
 
     Args:
         schemas: reads nested schemas.
         node: the schema.
         is_older: whether the document uses a draft before 2020-12.
     """
-    types = types_of(node)
+    types = read_types(node)
     shapes: list[Shape] = []
     if "null" in types:
         shapes.append(Literal(None))
@@ -69,31 +69,33 @@ def typed_shapes(schemas: Schemas, node: SchemaNode, is_older: bool) -> list[Sha
 
 def _numeric(node: SchemaNode, is_integer: bool) -> Numeric:
     numbers = {
-        keyword: number_of(node, keyword)
+        keyword: read_number(node, keyword)
         for keyword in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
     }
-    bounds = Bounds(numbers["minimum"], numbers["maximum"]).both(
+    bounds = Bounds(numbers["minimum"], numbers["maximum"]).intersection(
         Bounds(numbers["exclusiveMinimum"], numbers["exclusiveMaximum"], True, True)
     )
     factor = numbers["multipleOf"]
     if factor is None:
         return Numeric(bounds, is_integer)
     if factor != int(factor) or factor <= 0:
-        raise UnsupportedSchemaError("multipleOf", node.where, f"only whole numbers are, was {factor}")
+        raise UnsupportedSchemaError(
+            "multipleOf", node.where, f"only whole numbers are supported, was {factor}"
+        )
     return Numeric(bounds, True, int(factor), node.where)
 
 
 def _text(node: SchemaNode) -> StringShape:
-    min_count, max_count = counts_of(node, "minLength", "maxLength")
+    min_count, max_count = read_counts(node, "minLength", "maxLength")
     conditions: list[Condition] = []
     pattern = node.schema.get("pattern")
     if pattern is not None:
-        tree, lookaheads = pattern_of(node)
+        tree, lookaheads = read_pattern(node)
         conditions.append(Condition(tree, node, "pattern"))
         conditions += [
             Condition(lookahead, node, "pattern", is_negated) for lookahead, is_negated in lookaheads
         ]
-    name = format_of(node)
+    name = read_format(node)
     if name in formats.UNSUPPORTED:
         supported_formats = ", ".join(formats.SUPPORTED)
         reason = f"{name!r} needs enum or const; a grammar can express {supported_formats}"
@@ -108,7 +110,7 @@ def _array(node: SchemaNode, is_older: bool) -> Array:
     is_unique = schema.get("uniqueItems", False)
     if not isinstance(is_unique, bool):
         raise invalid_keyword(node, "uniqueItems", "true or false")
-    min_count, max_count = counts_of(node, "minItems", "maxItems")
+    min_count, max_count = read_counts(node, "minItems", "maxItems")
     if "prefixItems" in schema and is_older:
         reason = "the draft in $schema does not define it: use draft 2020-12"
         raise UnsupportedSchemaError("prefixItems", node.where, reason)
@@ -121,11 +123,11 @@ def _array(node: SchemaNode, is_older: bool) -> Array:
     )
     items = ANYTHING
     if isinstance(schema.get("items"), list):
-        reason = "an array of schemas is an old spelling: use prefixItems"
+        reason = "an array of schemas is the syntax of older drafts: use prefixItems"
         raise UnsupportedSchemaError("items", node.where, reason)
     if "items" in schema:
         items = (SchemaNode(schema["items"], f"{node.where}/items"),)
-    elif _closes(node, "unevaluatedItems"):
+    elif _forbids_unevaluated(node, "unevaluatedItems"):
         items = NEVER
     return Array(prefix, items, min_count, max_count, node if is_unique else None)
 
@@ -133,18 +135,18 @@ def _array(node: SchemaNode, is_older: bool) -> Array:
 def _object(schemas: Schemas, node: SchemaNode) -> Object:
     schema = node.schema
     properties: dict[str, Conjunction] = {
-        name: (SchemaNode(property_schema, f"{node.where}/properties/{escaped(name)}"),)
-        for name, property_schema in mapping_of(node, "properties").items()
+        name: (SchemaNode(property_schema, f"{node.where}/properties/{escape_pointer(name)}"),)
+        for name, property_schema in read_mapping(node, "properties").items()
     }
-    required = frozenset(strings_of(node, "required", schema.get("required", [])))
-    min_count, max_count = counts_of(node, "minProperties", "maxProperties")
+    required = frozenset(read_strings(node, "required", schema.get("required", [])))
+    min_count, max_count = read_counts(node, "minProperties", "maxProperties")
     additional_schemas, restricts_additional, name_schema = ANYTHING, False, None
     if "additionalProperties" in schema:
         additional_schemas = (
             SchemaNode(schema["additionalProperties"], f"{node.where}/additionalProperties"),
         )
         restricts_additional = True
-    elif _closes(node, "unevaluatedProperties"):
+    elif _forbids_unevaluated(node, "unevaluatedProperties"):
         additional_schemas, restricts_additional = NEVER, True
     result = Object(
         properties,
@@ -156,24 +158,24 @@ def _object(schemas: Schemas, node: SchemaNode) -> Object:
         max_count,
         node.where,
     )
-    result = _with_patterns(schemas, node, result)
-    return _with_names(schemas, node, result)
+    result = _with_pattern_properties(schemas, node, result)
+    return _with_property_names(schemas, node, result)
 
 
-def _closes(node: SchemaNode, keyword: str) -> bool:
+def _forbids_unevaluated(node: SchemaNode, keyword: str) -> bool:
     """Return whether an ``unevaluated...`` keyword is false, which excludes all other items or properties."""
     if node.schema.get(keyword, True) is True:
         return False
     if node.schema[keyword] is not False:
-        raise UnsupportedSchemaError(keyword, node.where, "only true and false are")
+        raise UnsupportedSchemaError(keyword, node.where, "only true and false are supported")
     if any(applicator in node.schema for applicator in _APPLICATORS):
         reason = f"not together with {', '.join(_APPLICATORS)}: set it in each branch"
         raise UnsupportedSchemaError(keyword, node.where, reason)
     return True
 
 
-def _with_patterns(schemas: Schemas, node: SchemaNode, result: Object) -> Object:
-    patterns = mapping_of(node, "patternProperties")
+def _with_pattern_properties(schemas: Schemas, node: SchemaNode, result: Object) -> Object:
+    patterns = read_mapping(node, "patternProperties")
     if not patterns:
         return result
 
@@ -190,11 +192,12 @@ def _with_patterns(schemas: Schemas, node: SchemaNode, result: Object) -> Object
         if has_shape(schemas, names, name):
             raise unsupported_pattern(f"the property {name!r} matches the pattern {pattern!r} too")
     additional_properties = (
-        SchemaNode(pattern_schema, f"{node.where}/patternProperties/{escaped(pattern)}"),
+        SchemaNode(pattern_schema, f"{node.where}/patternProperties/{escape_pointer(pattern)}"),
     )
     properties = result.properties
     if not result.restricts_additional:
-        # Names that do not match the pattern stay allowed, so required names become named properties.
+        # Names that do not match the pattern stay allowed. Required names must therefore become named
+        # properties.
         unnamed_properties = sorted(result.required - properties.keys())
         properties = properties | dict.fromkeys(unnamed_properties, ANYTHING)
     return replace(
@@ -206,7 +209,7 @@ def _with_patterns(schemas: Schemas, node: SchemaNode, result: Object) -> Object
     )
 
 
-def _with_names(schemas: Schemas, node: SchemaNode, result: Object) -> Object:
+def _with_property_names(schemas: Schemas, node: SchemaNode, result: Object) -> Object:
     if "propertyNames" not in node.schema:
         return result
     names = (SchemaNode(node.schema["propertyNames"], f"{node.where}/propertyNames"),)

@@ -1,4 +1,4 @@
-"""Arrays with ``uniqueItems``, whose items have a limited number of possible values."""
+"""Writes arrays with ``uniqueItems``. Their items must have a limited number of possible values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from math import comb
 
 from penstock.errors import UnsupportedSchemaError
 from penstock.grammar.schema.ebnf import NOTHING, EbnfRules, choice, sequence
-from penstock.grammar.schema.keywords import identity
+from penstock.grammar.schema.keywords import equality_key
 from penstock.grammar.schema.shapes import Array, Conjunction, Literal, Numeric, Schemas
 
 MAX_SUBSETS = 256  # maximum number of sets of used values, each of which is a rule
@@ -28,28 +28,31 @@ def has_enough_items(schemas: Schemas, shape: Array) -> bool:
 
 
 def listed_values(schemas: Schemas, conjunction: Conjunction) -> list[object] | None:
-    """Return the distinct values of a conjunction; None if they are neither listed nor few integers."""
-    values_by_identity: dict[Hashable, object] = {}
+    """Return the distinct values of a conjunction: listed values, and integers between two bounds.
+
+    Returns None if the values are not listed or are more than `MAX_VALUES` integers.
+    """
+    values_by_key: dict[Hashable, object] = {}
     for shape in schemas.shapes(conjunction):
         if isinstance(shape, Literal):
-            values_by_identity.setdefault(identity(shape.value), shape.value)
+            values_by_key.setdefault(equality_key(shape.value), shape.value)
         elif isinstance(shape, Numeric) and shape.is_integer:
             low, high = shape.bounds.integers()
             factor = shape.multiple_of
             if low is None or high is None or (high - low) // factor > MAX_VALUES:
                 return None
             for value in range(-(-low // factor) * factor, high + 1, factor):
-                values_by_identity.setdefault(identity(value), value)
+                values_by_key.setdefault(equality_key(value), value)
         else:
             return None
-    return list(values_by_identity.values())
+    return list(values_by_key.values())
 
 
 class UniqueWriter:
     """Writes the grammars of arrays with unique items.
 
-    Any order needs one rule per set of used values. If there would be more than `MAX_SUBSETS` rules, the
-    values come in the order of the schema.
+    A grammar for items in any order has one rule per set of used values. If this would result in more than
+    `MAX_SUBSETS` rules, the values must come in the order of the schema.
 
     Args:
         rules: receives the new rules.
@@ -84,49 +87,52 @@ class UniqueWriter:
         if shape.min_count > max_count:
             return None
         if not prefix and sum(comb(len(rest), size) for size in range(max_count + 1)) > MAX_SUBSETS:
-            return self._in_order(rest, shape.min_count, max_count)
+            return self._items_in_order(rest, shape.min_count, max_count)
         return _AnyOrder(self, shape, prefix, rest, max_count).write()
 
     def _values(self, shape: Array, conjunction: Conjunction) -> list[object]:
         values = listed_values(self._schemas, conjunction)
         if values is None or len(values) > MAX_VALUES:
-            raise self.refused(
-                shape, f"only where the items are of enum, const, boolean, or at most {MAX_VALUES} integers"
+            raise self.unsupported_error(
+                shape, f"only for items with enum, const, boolean, or at most {MAX_VALUES} integers"
             )
         return values
 
-    def refused(self, shape: Array, reason: str) -> UnsupportedSchemaError:
+    def unsupported_error(self, shape: Array, reason: str) -> UnsupportedSchemaError:
         """Return the error for an unsupported array."""
-        assert shape.unique_at is not None
-        return UnsupportedSchemaError("uniqueItems", shape.unique_at.where, reason)
+        assert shape.unique_items_node is not None
+        return UnsupportedSchemaError("uniqueItems", shape.unique_items_node.where, reason)
 
     def add(self, options: list[str]) -> str | None:
-        """Return the name of a rule with these options; None without options."""
+        """Return the name of a rule with ``options``; None if there are no options."""
         return self._rules.add("unique", choice(options)) if options else None
 
     def item(self, value: object, is_first: bool) -> str:
-        """Return the expression of an item, with a comma before it unless it is the first."""
+        """Return the expression of an item. A comma precedes every item except the first."""
         return sequence(NOTHING if is_first else self._comma, self._rules.add("item", self._write(value)))
 
-    def _in_order(self, values: list[object], min_count: int, max_count: int) -> str | None:
+    def _items_in_order(self, values: list[object], min_count: int, max_count: int) -> str | None:
         """Return the expression of items in the order of the schema.
 
-        Counts the items only as far as a bound can be violated.
+        If there are at most ``max_count`` values, items are counted only up to ``min_count``, but at least up
+        to 1, because only the first item has no comma.
         """
-        highest = max(min_count, max_count if max_count < len(values) else 1)
-        rests: list[str | None] = [NOTHING if count >= min_count else None for count in range(highest + 1)]
+        max_tracked_count = max(min_count, max_count if max_count < len(values) else 1)
+        expressions: list[str | None] = [
+            NOTHING if count >= min_count else None for count in range(max_tracked_count + 1)
+        ]
         for value in reversed(values):
-            new_rests: list[str | None] = []
-            for count in range(highest + 1):
+            new_expressions: list[str | None] = []
+            for count in range(max_tracked_count + 1):
                 options = []
                 can_add = count < max_count or max_count == len(values)
-                if can_add and (rest := rests[min(count + 1, highest)]) is not None:
+                if can_add and (rest := expressions[min(count + 1, max_tracked_count)]) is not None:
                     options.append(sequence(self.item(value, count == 0), rest))
-                if (rest_without_value := rests[count]) is not None:
+                if (rest_without_value := expressions[count]) is not None:
                     options.append(rest_without_value)
-                new_rests.append(self.add(options))
-            rests = new_rests
-        return rests[0]
+                new_expressions.append(self.add(options))
+            expressions = new_expressions
+        return expressions[0]
 
 
 class _AnyOrder:
@@ -142,31 +148,31 @@ class _AnyOrder:
     ) -> None:
         self._writer = writer
         self._shape = shape
-        self._prefix = prefix
-        self._rest = rest
+        self._prefix_values = prefix
+        self._rest_values = rest
         self._max_count = max_count
         self._rules_by_state: dict[tuple[int, frozenset[Hashable]], str | None] = {}
 
     def write(self) -> str | None:
-        """Return the expression of all items; None if there can be no array."""
-        return self._after(0, frozenset())
+        """Return the expression of all items; None if no array is possible."""
+        return self._expression_after(0, frozenset())
 
-    def _after(self, count: int, used_values: frozenset[Hashable]) -> str | None:
+    def _expression_after(self, count: int, used_values: frozenset[Hashable]) -> str | None:
         """Return the expression after ``count`` items with the values ``used_values``."""
         key = (count, used_values)
         if key not in self._rules_by_state:
             if len(self._rules_by_state) > 2 * MAX_SUBSETS:
                 reason = f"with prefixItems, only up to {2 * MAX_SUBSETS} sets of items"
-                raise self._writer.refused(self._shape, reason)
+                raise self._writer.unsupported_error(self._shape, reason)
             self._rules_by_state[key] = None
             options = [NOTHING] if count >= self._shape.min_count else []
             if count < self._max_count:
-                values = self._prefix[count] if count < len(self._prefix) else self._rest
+                values = self._prefix_values[count] if count < len(self._prefix_values) else self._rest_values
                 for value in values:
-                    name = identity(value)
+                    value_key = equality_key(value)
                     if (
-                        name not in used_values
-                        and (rest := self._after(count + 1, used_values | {name})) is not None
+                        value_key not in used_values
+                        and (rest := self._expression_after(count + 1, used_values | {value_key})) is not None
                     ):
                         options.append(sequence(self._writer.item(value, count == 0), rest))
             self._rules_by_state[key] = self._writer.add(options)
@@ -176,7 +182,7 @@ class _AnyOrder:
 def _are_distinct(lists: list[list[object]], min_count: int) -> bool:
     """Return whether `min_count` items can have distinct values, by bipartite matching.
 
-    Item i has a value of ``lists[i]``, or of the last list for all further items.
+    Item i has a value in ``lists[i]``. Items beyond the lists have a value in the last list.
     """
     item_values = [*lists, *[lists[-1]] * (min_count - len(lists))]
     if min_count > sum(map(len, lists)):
@@ -185,11 +191,11 @@ def _are_distinct(lists: list[list[object]], min_count: int) -> bool:
 
     def assign(index: int, visited_values: set[Hashable]) -> bool:
         for value in item_values[index]:
-            name = identity(value)
-            if name not in visited_values:
-                visited_values.add(name)
-                if name not in items_by_value or assign(items_by_value[name], visited_values):
-                    items_by_value[name] = index
+            value_key = equality_key(value)
+            if value_key not in visited_values:
+                visited_values.add(value_key)
+                if value_key not in items_by_value or assign(items_by_value[value_key], visited_values):
+                    items_by_value[value_key] = index
                     return True
         return False
 

@@ -1,7 +1,7 @@
 """Tests whether a value satisfies a schema.
 
-Used for values that a schema lists with `enum` or `const`. It also evaluates keywords that grammars
-do not support.
+The validator is used for values that a schema lists with `enum` or `const`. It also evaluates keywords that
+grammars do not support.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from penstock.grammar.schema import regex
 from penstock.grammar.schema.formats import has_format
 from penstock.grammar.schema.keywords import (
     are_unique,
-    branches_of,
-    counts_of,
-    decimal_of,
-    escaped,
-    format_of,
-    identity,
+    equality_key,
+    escape_pointer,
     invalid_keyword,
     is_number,
-    mapping_of,
-    number_of,
-    pattern_of,
-    strings_of,
-    types_of,
+    read_branches,
+    read_counts,
+    read_format,
+    read_mapping,
+    read_number,
+    read_pattern,
+    read_strings,
+    read_types,
+    to_decimal,
 )
 from penstock.grammar.schema.shapes import SchemaNode
 
 _MAX_DEPTH = 100
 _EVALUATED_KEYWORDS = frozenset({"not", "if", "then", "else", "contains", "minContains", "maxContains"})
-# Characters that are in the same classes in all regex dialects.
+# Characters that belong to the same character classes in all dialects of regular expressions.
 _PORTABLE_CHARACTERS = frozenset(map(chr, range(32, 127)))
 
 
 class _DialectsDifferError(Exception):
-    """ECMA 262 and Python may disagree on whether a value matches a pattern."""
+    """A value may match a pattern in ECMA 262 but not in Python, or the reverse."""
 
 
 class Validator:
@@ -66,13 +66,13 @@ class Validator:
             InputError: a schema is malformed.
         """
         try:
-            return self._holds(node, value)
+            return self._satisfies(node, value)
         except _DialectsDifferError:
             return False
         finally:
             self._depth = 0
 
-    def _holds(self, node: SchemaNode, value: object) -> bool:
+    def _satisfies(self, node: SchemaNode, value: object) -> bool:
         schema = node.schema
         if isinstance(schema, bool):
             return schema
@@ -85,9 +85,7 @@ class Validator:
             raise UnsupportedSchemaError("$id", node.where, "only the outermost schema may have one")
         self._depth += 1
         if self._depth > _MAX_DEPTH:
-            raise UnsupportedSchemaError(
-                "$ref", node.where, f"more than {_MAX_DEPTH} schemas inside each other"
-            )
+            raise UnsupportedSchemaError("$ref", node.where, f"more than {_MAX_DEPTH} nested schemas")
         try:
             return (
                 _has_type(node, value)
@@ -110,22 +108,22 @@ class Validator:
 
     def _matches_enum(self, node: SchemaNode, value: object) -> bool:
         schema = node.schema
-        if "const" in schema and identity(schema["const"]) != identity(value):
+        if "const" in schema and equality_key(schema["const"]) != equality_key(value):
             return False
         if "enum" not in schema:
             return True
         if node.where not in self._enum_identities:
             if not isinstance(schema["enum"], list):
                 raise invalid_keyword(node, "enum", "an array")
-            self._enum_identities[node.where] = frozenset(map(identity, schema["enum"]))
-        return identity(value) in self._enum_identities[node.where]
+            self._enum_identities[node.where] = frozenset(map(equality_key, schema["enum"]))
+        return equality_key(value) in self._enum_identities[node.where]
 
     def _satisfies_string_keywords(self, node: SchemaNode, value: str) -> bool:
-        if not _is_between(len(value), counts_of(node, "minLength", "maxLength")):
+        if not _is_between(len(value), read_counts(node, "minLength", "maxLength")):
             return False
         if "pattern" in node.schema and not self._matches(node, value):
             return False
-        return has_format(format_of(node), value)
+        return has_format(read_format(node), value)
 
     def _matches(self, node: SchemaNode, value: str) -> bool:
         """Return whether a text matches the pattern of a schema.
@@ -135,7 +133,7 @@ class Validator:
         """
         pattern = node.schema["pattern"]
         if not isinstance(pattern, str) or pattern not in self._patterns:
-            self._patterns[pattern if isinstance(pattern, str) else ""] = pattern_of(node)
+            self._patterns[pattern if isinstance(pattern, str) else ""] = read_pattern(node)
         tree, lookaheads = self._patterns[pattern]
         is_match = regex.matches(tree, value) and all(
             regex.matches(lookahead, value) != is_negated for lookahead, is_negated in lookaheads
@@ -146,7 +144,7 @@ class Validator:
 
     def _satisfies_array_keywords(self, node: SchemaNode, value: list[object]) -> bool:
         schema = node.schema
-        if not _is_between(len(value), counts_of(node, "minItems", "maxItems")):
+        if not _is_between(len(value), read_counts(node, "minItems", "maxItems")):
             return False
         if schema.get("uniqueItems", False) is not False and not are_unique(value):
             return False
@@ -154,78 +152,84 @@ class Validator:
         if not isinstance(prefix, list):
             raise invalid_keyword(node, "prefixItems", "an array")
         if isinstance(schema.get("items"), list):
-            reason = "an array of schemas is an old spelling: use prefixItems"
+            reason = "an array of schemas is the syntax of older drafts: use prefixItems"
             raise UnsupportedSchemaError("items", node.where, reason)
-        other_items = schema["items"] if "items" in schema else _allows_others(node, "unevaluatedItems")
-        parts = [
+        other_items = schema["items"] if "items" in schema else _allows_unevaluated(node, "unevaluatedItems")
+        item_schemas = [
             _subschema(node, f"prefixItems/{i}", prefix_schema) for i, prefix_schema in enumerate(prefix)
         ]
-        parts += [_subschema(node, "items", other_items)] * (len(value) - len(parts))
-        if not all(self._holds(part, item) for part, item in zip(parts, value, strict=False)):
+        item_schemas += [_subschema(node, "items", other_items)] * (len(value) - len(item_schemas))
+        if not all(
+            self._satisfies(item_schema, item) for item_schema, item in zip(item_schemas, value, strict=False)
+        ):
             return False
         if "contains" not in schema:
             return True
-        min_count, max_count = counts_of(node, "minContains", "maxContains")
-        count = sum(self._holds(_subschema(node, "contains", schema["contains"]), item) for item in value)
+        min_count, max_count = read_counts(node, "minContains", "maxContains")
+        count = sum(self._satisfies(_subschema(node, "contains", schema["contains"]), item) for item in value)
         return _is_between(count, (min_count if "minContains" in schema else 1, max_count))
 
     def _satisfies_object_keywords(self, node: SchemaNode, value: dict[str, object]) -> bool:
         schema = node.schema
-        if not _is_between(len(value), counts_of(node, "minProperties", "maxProperties")):
+        if not _is_between(len(value), read_counts(node, "minProperties", "maxProperties")):
             return False
-        if not set(strings_of(node, "required", schema.get("required", []))) <= value.keys():
+        if not set(read_strings(node, "required", schema.get("required", []))) <= value.keys():
             return False
-        for name, names in mapping_of(node, "dependentRequired").items():
-            if name in value and not set(strings_of(node, "dependentRequired", names)) <= value.keys():
+        for name, names in read_mapping(node, "dependentRequired").items():
+            if name in value and not set(read_strings(node, "dependentRequired", names)) <= value.keys():
                 return False
-        for name, dependent in mapping_of(node, "dependentSchemas").items():
-            if name in value and not self._holds(
-                _subschema(node, f"dependentSchemas/{escaped(name)}", dependent), value
+        for name, dependent in read_mapping(node, "dependentSchemas").items():
+            if name in value and not self._satisfies(
+                _subschema(node, f"dependentSchemas/{escape_pointer(name)}", dependent), value
             ):
                 return False
         return all(self._satisfies_property_schemas(node, name, member) for name, member in value.items())
 
     def _satisfies_property_schemas(self, node: SchemaNode, name: str, value: object) -> bool:
         schema = node.schema
-        parts = []
-        properties = mapping_of(node, "properties")
+        subschemas = []
+        properties = read_mapping(node, "properties")
         if name in properties:
-            parts.append(_subschema(node, f"properties/{escaped(name)}", properties[name]))
-        for pattern, pattern_schema in mapping_of(node, "patternProperties").items():
-            where = f"patternProperties/{escaped(pattern)}"
+            subschemas.append(_subschema(node, f"properties/{escape_pointer(name)}", properties[name]))
+        for pattern, pattern_schema in read_mapping(node, "patternProperties").items():
+            where = f"patternProperties/{escape_pointer(pattern)}"
             if self._matches(_subschema(node, where, {"pattern": pattern}), name):
-                parts.append(_subschema(node, where, pattern_schema))
-        if not parts:
-            is_given = "additionalProperties" in schema
+                subschemas.append(_subschema(node, where, pattern_schema))
+        if not subschemas:
+            is_matched = "additionalProperties" in schema
             additional_schema = (
-                schema["additionalProperties"] if is_given else _allows_others(node, "unevaluatedProperties")
+                schema["additionalProperties"]
+                if is_matched
+                else _allows_unevaluated(node, "unevaluatedProperties")
             )
-            parts.append(_subschema(node, "additionalProperties", additional_schema))
-        if "propertyNames" in schema and not self._holds(
+            subschemas.append(_subschema(node, "additionalProperties", additional_schema))
+        if "propertyNames" in schema and not self._satisfies(
             _subschema(node, "propertyNames", schema["propertyNames"]), name
         ):
             return False
-        return all(self._holds(part, value) for part in parts)
+        return all(self._satisfies(subschema, value) for subschema in subschemas)
 
     def _satisfies_nested_schemas(self, node: SchemaNode, value: object) -> bool:
-        """Return whether a value satisfies the keywords whose schemas apply to the same value."""
+        """Return whether a value satisfies keywords such as ``allOf``, whose schemas apply to the value."""
         schema = node.schema
-        if "$ref" in schema and not self._holds(self._resolve(node), value):
+        if "$ref" in schema and not self._satisfies(self._resolve(node), value):
             return False
-        if not all(self._holds(branch, value) for branch in branches_of(node, "allOf")):
+        if not all(self._satisfies(branch, value) for branch in read_branches(node, "allOf")):
             return False
-        if "anyOf" in schema and not any(self._holds(branch, value) for branch in branches_of(node, "anyOf")):
+        if "anyOf" in schema and not any(
+            self._satisfies(branch, value) for branch in read_branches(node, "anyOf")
+        ):
             return False
         if "oneOf" in schema:
-            branches = branches_of(node, "oneOf")
-            if sum(self._holds(branch, value) for branch in branches) != 1:
+            branches = read_branches(node, "oneOf")
+            if sum(self._satisfies(branch, value) for branch in branches) != 1:
                 return False
-        if "not" in schema and self._holds(_subschema(node, "not", schema["not"]), value):
+        if "not" in schema and self._satisfies(_subschema(node, "not", schema["not"]), value):
             return False
         if "if" not in schema:
             return True
-        keyword = "then" if self._holds(_subschema(node, "if", schema["if"]), value) else "else"
-        return keyword not in schema or self._holds(_subschema(node, keyword, schema[keyword]), value)
+        keyword = "then" if self._satisfies(_subschema(node, "if", schema["if"]), value) else "else"
+        return keyword not in schema or self._satisfies(_subschema(node, keyword, schema[keyword]), value)
 
 
 def _subschema(node: SchemaNode, path: str, schema: object) -> SchemaNode:
@@ -246,21 +250,24 @@ def _has_type(node: SchemaNode, value: object) -> bool:
         int: ("integer", "number"),
         float: ("integer", "number") if isinstance(value, float) and value.is_integer() else ("number",),
     }
-    types = types_of(node)
+    types = read_types(node)
     return any(name in types for name in names[type(value)])
 
 
 def _is_in_range(node: SchemaNode, value: int | float) -> bool:
-    number = decimal_of(value)
-    low, high = number_of(node, "minimum"), number_of(node, "maximum")
-    exclusive_low, exclusive_high = number_of(node, "exclusiveMinimum"), number_of(node, "exclusiveMaximum")
+    number = to_decimal(value)
+    low, high = read_number(node, "minimum"), read_number(node, "maximum")
+    exclusive_low, exclusive_high = (
+        read_number(node, "exclusiveMinimum"),
+        read_number(node, "exclusiveMaximum"),
+    )
     if (low is not None and number < low) or (high is not None and number > high):
         return False
     if (exclusive_low is not None and number <= exclusive_low) or (
         exclusive_high is not None and number >= exclusive_high
     ):
         return False
-    factor = number_of(node, "multipleOf")
+    factor = read_number(node, "multipleOf")
     if factor is None:
         return True
     if factor <= 0:
@@ -270,12 +277,14 @@ def _is_in_range(node: SchemaNode, value: int | float) -> bool:
     return numerator * factor_denominator % (denominator * factor_numerator) == 0
 
 
-def _allows_others(node: SchemaNode, keyword: str) -> bool:
+def _allows_unevaluated(node: SchemaNode, keyword: str) -> bool:
     """Return the value of an ``unevaluated...`` keyword. Raise if it is neither true nor false."""
     allows = node.schema.get(keyword, True)
     applicators = ("$ref", "allOf", "anyOf", "oneOf", "dependentSchemas", "if")
     if allows is not True and (
         allows is not False or any(applicator in node.schema for applicator in applicators)
     ):
-        raise UnsupportedSchemaError(keyword, node.where, "only true and false are, without other schemas")
+        raise UnsupportedSchemaError(
+            keyword, node.where, "only true and false are supported, without other schemas"
+        )
     return allows is True

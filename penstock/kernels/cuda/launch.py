@@ -40,12 +40,12 @@ def launch(
         program: the program.
         grid: the grid dimensions; nothing runs if one is 0.
         first: its first argument.
-        arguments: its other arguments.
+        *arguments: its other arguments.
         is_dependent: whether the program supports programmatic dependent launch (compute capability 9.0): it
             has the constant ``PDL`` and may start while the previous kernel still runs. It must call
             `programs.dependent_launch.wait_for_previous` before it reads results of other kernels and before
             it writes.
-        options: its constant arguments, ``num_warps`` and ``num_stages``.
+        **options: its constant arguments, ``num_warps`` and ``num_stages``.
     """
     if 0 in grid:
         return

@@ -1,1 +1,1 @@
-"""The HTTP routes: one module per route family, and the modules that they share."""
+"""The HTTP routes: one module per route family, and modules that several route families use."""

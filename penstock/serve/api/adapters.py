@@ -1,6 +1,6 @@
-"""``/v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``: load and unload adapters at run time.
+"""The routes ``/v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``, which change adapters at run time.
 
-A client names a directory that the server then reads. The routes therefore require ``--enable-lora``, and
+The server reads a directory that the client chooses. The routes therefore require ``--enable-lora``, and
 either an API key or a loopback address. ``--lora-dir`` restricts the directories.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse
 
-from penstock.serve.api.generation import in_pool
+from penstock.serve.api.generation import run_in_pool
 from penstock.serve.api.schemas import LoadAdapterBody, UnloadAdapterBody
 from penstock.serve.api.text_generation import checked_body
 from penstock.serve.http.bodies import JsonRoute
@@ -31,8 +31,7 @@ router = APIRouter(route_class=JsonRoute, tags=["adapters"], default_response_cl
 async def load_adapter(request: Request) -> str:
     """Load a PEFT directory as an adapter, or replace a loaded adapter.
 
-    The response is sent when requests can use the adapter. Running requests keep the adapter that they
-    started with.
+    The response is sent when requests can use the adapter. Running requests continue with the old adapter.
     """
     services = Services.of(request)
     _check_allowed(services)
@@ -49,11 +48,11 @@ async def load_adapter(request: Request) -> str:
     if is_loaded and body.load_inplace is False:
         raise RequestProblem(
             409,
-            f"an adapter {name!r} is loaded, and load_inplace is false: unload it first",
+            f"an adapter {name!r} is loaded, and load_inplace is false: unload the adapter first",
             param="lora_name",
             code="name_in_use",
         )
-    path = await in_pool(request, lambda: _allowed_path(services, body.lora_path))
+    path = await run_in_pool(request, lambda: _allowed_path(services, body.lora_path))
     await services.worker.load_adapter(name, path)
     services.log.info("the adapter %s was %s from %s", name, "reloaded" if is_loaded else "loaded", path)
     return f"The adapter {name!r} is {'reloaded' if is_loaded else 'loaded'}."
@@ -92,15 +91,15 @@ def _check_allowed(services: Services) -> None:
 
 def _allowed_path(services: Services, lora_path: str) -> str:
     """Return the directory of an adapter. With ``--lora-dir``, it must be inside that directory."""
-    limit = services.pipeline_config.lora.lora_dir
+    lora_dir = services.pipeline_config.lora.lora_dir
     if "\0" in lora_path:
         raise RequestProblem(400, "lora_path contains a NUL character", param="lora_path")
-    if limit is None:
+    if lora_dir is None:
         return lora_path
-    root = Path(limit).expanduser().resolve()
+    root = Path(lora_dir).expanduser().resolve()
     path = (root / lora_path).resolve()
     if not path.is_relative_to(root):
         raise RequestProblem(
-            403, f"adapters are loaded only from {root}, and {lora_path!r} is outside", param="lora_path"
+            403, f"lora_path must be inside the directory {root}, but {lora_path!r} is not", param="lora_path"
         )
     return str(path)

@@ -1,4 +1,4 @@
-"""Translate the request field ``bad_words`` to token sequences that must not be generated."""
+"""Translates the request field ``bad_words`` to token sequences that must not be generated."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from penstock.text.token_bytes import BYTE_LEVEL
 from penstock.text.tokenizer import TextTokenizer
 
 MAX_SEQUENCES = 1024
-"""Maximum number of banned sequences of a request, besides the tokenizer's own encoding of each word."""
+"""Maximum number of banned sequences per request. The tokenizer's encodings of the words do not count."""
 MAX_SEQUENCES_PER_WORD = 128
 _MAX_WORD_BYTES = 64
-"""Maximum length of a word in bytes. For a longer word, only the tokenizer's own encoding is banned."""
+"""Maximum length of a word in bytes. For a longer word, only the tokenizer's encoding is banned."""
 _MAX_TOKEN_BYTES = 16
 _MAX_PARTIAL_SEQUENCES = 4096
+"""Maximum number of token sequences that the search for the encodings of a word examines."""
 _BYTE_CHARACTERS = {byte: character for character, byte in BYTE_LEVEL.items()}
 
 
 def banned_sequences(words: Sequence[str] | None, tokenizer: TextTokenizer) -> list[list[int]] | None:
-    """Return the token sequences that decode to one of the words, or to a space and the word.
+    """Return the token sequences that decode to one of the words, with or without a space before the word.
 
-    The tokenizer's own encoding of each word comes first. A model can generate the same text with other
-    tokens, so other encodings are banned too, shortest first, up to the limits of this module.
+    The result has the tokenizer's encoding of each word. A model can generate the same text with other
+    tokens, so the result also has other encodings of the word. Up to the limits of this module, the shortest
+    are used.
     """
     if not words:
         return None
@@ -40,7 +42,7 @@ def _encodings(text: bytes, tokenizer: TextTokenizer, limit: int) -> list[tuple[
     if len(text) > _MAX_WORD_BYTES:
         return []
     edges = [_tokens_at(text, start, tokenizer) for start in range(len(text))]
-    reachable_positions = {len(text)}  # positions from which tokens reach the end of the text
+    reachable_positions = {len(text)}  # positions from which a token sequence leads to the end of the text
     for start in reversed(range(len(text))):
         if any(end in reachable_positions for end, _ in edges[start]):
             reachable_positions.add(start)

@@ -1,4 +1,4 @@
-"""``/v1/chat/completions``, and ``/v1/chat/completions/render``, which returns only the prompt."""
+"""The routes ``/v1/chat/completions`` and ``/v1/chat/completions/render``. The latter returns the prompt."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from fastapi import APIRouter, Request, Response
 
 from penstock.serve.api.chat_response import ChatResponse
 from penstock.serve.api.conversation import Conversation
-from penstock.serve.api.generation import GenerationJob, GenerationRun, in_pool
+from penstock.serve.api.generation import GenerationJob, GenerationRun, run_in_pool
 from penstock.serve.api.json_parts import Parts, json_response
 from penstock.serve.api.schemas import ChatBody
-from penstock.serve.api.text_generation import answer_request, envelope_of, record_logged_fields
+from penstock.serve.api.text_generation import answer_request, make_envelope, record_logged_fields
 from penstock.serve.api.token_scores import ChatScores, prompt_parts
 from penstock.serve.http.bodies import JsonRoute
 from penstock.serve.http.openapi import route_options
@@ -22,16 +22,16 @@ from penstock.serve.services import Services
 router = APIRouter(route_class=JsonRoute, tags=["chat"])
 
 
-@router.post("/v1/chat/completions", **route_options(ChatBody, "The answer; with `stream`, in chunks."))
+@router.post("/v1/chat/completions", **route_options(ChatBody, "The answer, in chunks with `stream`."))
 async def create_chat_completion(request: Request) -> Response:
     """Generate the next message of a conversation."""
     services, record = Services.of(request), RequestRecord.of(request)
     raw = await request.json()
-    chat = await in_pool(request, lambda: Conversation.of(services, raw, f"chatcmpl-{uuid4().hex}"))
+    chat = await run_in_pool(request, lambda: Conversation.of(services, raw, f"chatcmpl-{uuid4().hex}"))
     record_logged_fields(chat.body, record, chat.context)
     body, job = chat.body, chat.job(services)
     response = ChatResponse(
-        envelope_of(services, chat.context.request_id, body),
+        make_envelope(services, chat.context.request_id, body),
         scores=ChatScores(services.fragments_for(body), body.top_logprobs or 0) if body.logprobs else None,
         prompt_scores=_prompt_scores(services, chat, job),
         prompt_token_ids=chat.context.prompt_tokens.tolist() if body.return_token_ids else None,
@@ -51,11 +51,11 @@ async def create_chat_completion(request: Request) -> Response:
 async def render_chat_completion(request: Request) -> Response:
     """Return the prompt of a conversation without running the model.
 
-    The request is checked as by `/v1/chat/completions`.
+    The request is validated like a request to `/v1/chat/completions`.
     """
     services = Services.of(request)
     raw = await request.json()
-    chat = await in_pool(request, lambda: Conversation.of(services, raw, f"chatcmpl-{uuid4().hex}"))
+    chat = await run_in_pool(request, lambda: Conversation.of(services, raw, f"chatcmpl-{uuid4().hex}"))
     ids = chat.context.prompt_tokens.tolist()
     prompt = {
         "object": "chat.completion.prompt",
@@ -69,19 +69,20 @@ async def render_chat_completion(request: Request) -> Response:
 
 
 def _prompt_scores(services: Services, chat: Conversation, job: GenerationJob) -> Callable[[], Parts] | None:
-    """Return a function that encodes ``prompt_logprobs`` after generation; None if they are not requested."""
-    top = chat.body.prompt_logprobs
-    if top is None:
+    """Return a function that encodes ``prompt_logprobs`` after the generation, or None if not requested."""
+    num_top = chat.body.prompt_logprobs
+    if num_top is None:
         return None
     return lambda: prompt_parts(
         services.fragments_for(chat.body),
         chat.context.prompt_tokens.tolist(),
         job.choices[0].prompt_scores,
-        top,
+        num_top,
         chat.context.log_probabilities or 0,
     )
 
 
 def _reasoning_fields(services: Services) -> tuple[str, ...]:
+    """Return the names of the message members that contain the reasoning (``--reasoning-field``)."""
     field = services.config.reasoning_field
     return ("reasoning", "reasoning_content") if field == "both" else (field,)

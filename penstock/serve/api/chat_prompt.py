@@ -1,4 +1,4 @@
-"""Prepare messages, tools and variables for the chat template."""
+"""Prepares messages, tools and variables for the chat template."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ChatLike = ChatBody | TokenizeBody
 
 @dataclass(frozen=True)
 class ToolUse:
-    """The tools that the model may call, and whether it must call one."""
+    """The tools that the model may call, and whether the output must be a tool call."""
 
     tools: list[TokenGeneratorRequestTool]
     choice: str | NamedFunction
@@ -38,32 +38,32 @@ class ToolUse:
 
     @property
     def callable_names(self) -> frozenset[str]:
-        """Names of the tools that a required call may use."""
+        """Names of the tools that the model may call if a call is required."""
         if isinstance(self.choice, dict):
             return frozenset({self.choice["function"]["name"]})
         return frozenset(tool["function"]["name"] for tool in self.tools)
 
 
-def messages_of(raw: Mapping[str, object]) -> list[Message]:
-    """Return the messages of a chat request as the client sent them; the request is validated."""
+def raw_messages(raw: Mapping[str, object]) -> list[Message]:
+    """Return the messages of a validated chat request as the client sent them."""
     messages = raw["messages"]
     assert isinstance(messages, list)
     return messages
 
 
-def plain_tools(raw: Mapping[str, object]) -> list[TokenGeneratorRequestTool]:
+def template_tools(raw: Mapping[str, object]) -> list[TokenGeneratorRequestTool]:
     """Return the tools of a validated request as the client sent them, without nulls and ``strict``."""
     tools = raw.get("tools")
-    return [_plain_tool(tool) for tool in tools] if isinstance(tools, list) else []
+    return [_template_tool(tool) for tool in tools] if isinstance(tools, list) else []
 
 
-def tool_use(body: ChatBody, raw: Mapping[str, object]) -> ToolUse:
-    """Return the tools of a request and how they may be used.
+def requested_tool_use(body: ChatBody, raw: Mapping[str, object]) -> ToolUse:
+    """Return the tools that the model may call and the tool choice of a request.
 
     Raises:
         RequestProblem: 400; ``tool_choice`` names a tool that the request does not have.
     """
-    tools = plain_tools(raw)
+    tools = template_tools(raw)
     names = [tool["function"]["name"] for tool in tools]
     choice = body.tool_choice
     strict = frozenset(tool.function.name for tool in body.tools or () if tool.function.strict)
@@ -90,8 +90,8 @@ def tool_use(body: ChatBody, raw: Mapping[str, object]) -> ToolUse:
     return ToolUse(tools, choice or ("auto" if tools else "none"), strict)
 
 
-def check_template_shows(tools: Sequence[Mapping[str, object]], tokenizer: TextTokenizer) -> None:
-    """Refuse tools if the chat template would omit them from the prompt.
+def check_template_reads_tools(tools: Sequence[Mapping[str, object]], tokenizer: TextTokenizer) -> None:
+    """Raise if a request has tools and the chat template omits tools from the prompt.
 
     Raises:
         RequestProblem: 400; the template does not read ``tools``.
@@ -99,7 +99,8 @@ def check_template_shows(tools: Sequence[Mapping[str, object]], tokenizer: TextT
     if tools and tokenizer.has_chat_template and not tokenizer.template_mentions("tools"):
         raise RequestProblem(
             400,
-            "tools are not supported: the model's chat template omits them; --chat-template sets another",
+            "tools are not supported: the model's chat template omits them. Start the server with another "
+            "--chat-template",
             param="tools",
             code="unsupported_parameter",
         )
@@ -108,14 +109,18 @@ def check_template_shows(tools: Sequence[Mapping[str, object]], tokenizer: TextT
 def template_messages(
     messages: Sequence[Message], tokenizer: TextTokenizer
 ) -> list[TokenGeneratorRequestMessage]:
-    """Return the messages in the form that Hugging Face templates expect: without nulls, with known roles."""
-    knows_developer = tokenizer.template_mentions("developer")
+    """Return the messages in the format of Hugging Face templates.
+
+    Null members are removed. The role ``developer`` becomes ``system`` if the template does not mention it.
+    """
+    has_developer_role = tokenizer.template_mentions("developer")
     as_objects = tokenizer.template_takes_argument_objects
     converted_messages = [
-        _message(message, knows_developer, as_objects, tokenizer.reads_images) for message in messages
+        _template_message(message, has_developer_role, as_objects, tokenizer.reads_images)
+        for message in messages
     ]
     if tokenizer.template_mentions("thinking") and not tokenizer.template_mentions("reasoning_content"):
-        for message in converted_messages:  # gpt-oss calls the field "thinking"
+        for message in converted_messages:  # the template of gpt-oss names the field "thinking"
             if "reasoning_content" in message:
                 message["thinking"] = message.pop("reasoning_content")
     return cast("list[TokenGeneratorRequestMessage]", converted_messages)
@@ -124,18 +129,18 @@ def template_messages(
 def template_options(body: ChatLike, tokenizer: TextTokenizer, *, can_reason: bool) -> dict[str, object]:
     """Return the variables of the chat template.
 
-    Variables that the template does not read have no effect, as in transformers. Some clients send the same
-    variables to every model.
+    Variables that the template does not read have no effect, as in transformers. They are not refused,
+    because some clients send the same variables to every model.
 
     Raises:
-        RequestProblem: 400; a name is not a variable, or the template does not support the requested
-            ``reasoning_effort``.
+        RequestProblem: 400; ``chat_template_kwargs`` has a reserved name, or the template does not support
+            the requested ``reasoning_effort``.
     """
     options = dict(body.chat_template_kwargs or {})
     for name in sorted(RESERVED_OPTIONS & options.keys()):
         raise RequestProblem(
             400,
-            f"chat_template_kwargs cannot set {name}: it is not a variable of the template",
+            f"chat_template_kwargs cannot set {name}: this name is reserved",
             param=f"chat_template_kwargs.{name}",
             code="unsupported_parameter",
         )
@@ -153,21 +158,21 @@ def template_options(body: ChatLike, tokenizer: TextTokenizer, *, can_reason: bo
     elif effort != "none" or can_reason:
         raise RequestProblem(
             400,
-            f"reasoning_effort {effort!r} is not supported: the model's chat template does not read it",
+            f"reasoning_effort {effort!r} is not supported: the model's chat template does not use it",
             param="reasoning_effort",
             code="unsupported_parameter",
         )
     return options
 
 
-def reads_effort(tokenizer: TextTokenizer, effort: str) -> bool:
+def template_supports_effort(tokenizer: TextTokenizer, effort: str) -> bool:
     """Return whether the chat template can apply a ``reasoning_effort``."""
     return tokenizer.template_mentions("reasoning_effort") or (
         effort == "none" and tokenizer.template_mentions("enable_thinking")
     )
 
 
-def _plain_tool(tool: TokenGeneratorRequestTool) -> TokenGeneratorRequestTool:
+def _template_tool(tool: TokenGeneratorRequestTool) -> TokenGeneratorRequestTool:
     function = {
         key: value for key, value in tool["function"].items() if value is not None and key != "strict"
     }
@@ -183,24 +188,24 @@ def _check_name(name: str, names: Sequence[str], param: str) -> None:
         )
 
 
-def _message(
-    message: Message, knows_developer: bool, as_objects: bool, reads_images: bool
+def _template_message(
+    message: Message, has_developer_role: bool, as_objects: bool, reads_images: bool
 ) -> dict[str, object]:
     template_message = {
         key: value for key, value in message.items() if value is not None and key in _MESSAGE_FIELDS
     }
-    if template_message["role"] == "developer" and not knows_developer:
+    if template_message["role"] == "developer" and not has_developer_role:
         template_message["role"] = "system"
     if message.get("reasoning") is not None:
         template_message.setdefault("reasoning_content", message["reasoning"])
     content = template_message.get("content")
     if isinstance(content, list):
-        template_message["content"] = [_part(part, reads_images) for part in content] or ""
+        template_message["content"] = [_template_part(part, reads_images) for part in content] or ""
     elif content is None:
         template_message["content"] = message.get("refusal") or ""
     calls = template_message.get("tool_calls")
     if isinstance(calls, list) and calls:
-        template_message["tool_calls"] = [_call(call, as_objects) for call in calls]
+        template_message["tool_calls"] = [_template_call(call, as_objects) for call in calls]
     else:
         template_message.pop("tool_calls", None)
     return template_message
@@ -209,7 +214,7 @@ def _message(
 _MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 
 
-def _part(part: Mapping[str, object], reads_images: bool) -> dict[str, object]:
+def _template_part(part: Mapping[str, object], reads_images: bool) -> dict[str, object]:
     if part["type"] == "image_url" and reads_images:
         return {"type": "image"}
     if part["type"] == "refusal":
@@ -217,22 +222,22 @@ def _part(part: Mapping[str, object], reads_images: bool) -> dict[str, object]:
     return {key: value for key, value in part.items() if value is not None}
 
 
-class _Function(TypedDict):
+class _CalledFunction(TypedDict):
     name: str
     arguments: NotRequired[object]
 
 
-class _Call(TypedDict):
-    """A call of an earlier message."""
+class _EarlierToolCall(TypedDict):
+    """A tool call in an earlier message of the conversation."""
 
     id: NotRequired[str | None]
-    function: _Function
+    function: _CalledFunction
 
 
-def _call(call: _Call, as_objects: bool) -> dict[str, object]:
+def _template_call(call: _EarlierToolCall, as_objects: bool) -> dict[str, object]:
     arguments = call["function"].get("arguments")
     if as_objects:
-        arguments = _object(arguments)
+        arguments = _parsed_arguments(arguments)
     elif not isinstance(arguments, str):
         arguments = json.dumps(arguments or {}, ensure_ascii=False)
     id_field = {"id": call["id"]} if call.get("id") is not None else {}
@@ -243,8 +248,8 @@ def _call(call: _Call, as_objects: bool) -> dict[str, object]:
     }
 
 
-def _object(arguments: object) -> object:
-    """Return the object that JSON text encodes. Text that is not a JSON object is returned unchanged."""
+def _parsed_arguments(arguments: object) -> object:
+    """Return the object that a JSON text encodes. A text that is not a JSON object is returned unchanged."""
     if not isinstance(arguments, str):
         return arguments or {}
     try:

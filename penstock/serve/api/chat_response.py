@@ -1,4 +1,4 @@
-"""Build chat responses in OpenAI's format: the whole object, or the chunks of a stream."""
+"""Builds chat responses in OpenAI's format: one object, or the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -24,14 +24,22 @@ class Envelope:
     model: str
     system_fingerprint: str
 
-    def parts(self, kind: str, members: Mapping[str, Iterable[bytes]], **more: object) -> Parts:
-        """Yield the JSON of an object. `members`, such as its choices, are given as parts of JSON."""
-        chunk_members = self.response_object(kind, [], **more)
+    def parts(self, kind: str, members: Mapping[str, Iterable[bytes]], **extra_members: object) -> Parts:
+        """Yield the JSON of an object of type `kind`.
+
+        Args:
+            kind: the value of the member ``object``.
+            members: name of a member -> parts of its JSON. Contains ``choices``.
+            **extra_members: further members.
+        """
+        chunk_members = self.response_object(kind, [], **extra_members)
         del chunk_members["choices"]
         return with_members(chunk_members, **members)
 
-    def response_object(self, kind: str, choices: Sequence[object], **more: object) -> dict[str, object]:
-        """Return an object of type `kind`."""
+    def response_object(
+        self, kind: str, choices: Sequence[object], **extra_members: object
+    ) -> dict[str, object]:
+        """Return an object of type `kind` with its choices and further members."""
         return {
             "id": self.id,
             "object": kind,
@@ -39,19 +47,19 @@ class Envelope:
             "model": self.model,
             "choices": choices,
             "system_fingerprint": self.system_fingerprint,
-            **more,
+            **extra_members,
         }
 
 
 class FunctionDelta(TypedDict):
-    """The function of a tool call, or the next part of its arguments."""
+    """The member ``function`` of a tool call or of a part of a tool call."""
 
     name: NotRequired[str]
     arguments: str
 
 
 class ToolCallDelta(TypedDict):
-    """A tool call, or the next part of one."""
+    """A tool call. In a chunk of a stream, it may be only the next part of a tool call."""
 
     index: int
     id: NotRequired[str]
@@ -60,15 +68,15 @@ class ToolCallDelta(TypedDict):
 
 
 class ChatResponse(OpenAIStream):
-    """Builds the objects of one chat response.
+    """Builds the object or the stream events of one chat response.
 
     Args:
         envelope: the members that all objects share.
-        scores: encodes log probabilities, if requested.
-        prompt_scores: encodes the log probabilities of the prompt, if requested; not for streams.
-        prompt_token_ids: the token ids of the prompt, if token ids were requested.
-        include_usage: whether chunks have a ``usage`` member, which is null except in the last chunk.
-        reasoning_fields: the names of the members with the reasoning.
+        scores: encodes log probabilities; None if they are not requested.
+        prompt_scores: encodes the log probabilities of the prompt; None for streams and if not requested.
+        prompt_token_ids: the token ids of the prompt; None if token ids are not requested.
+        include_usage: whether chunks have the member ``usage``. Its value is null except in the last chunk.
+        reasoning_fields: the names of the members that contain the reasoning.
     """
 
     def __init__(
@@ -90,33 +98,35 @@ class ChatResponse(OpenAIStream):
         self._started_choices: set[int] = set()
         self._templates: dict[int, EventTemplate] = {}
 
-    def whole(self, outputs: Sequence[ChoiceDelta], usage: Usage) -> Parts:
+    def whole_response(self, outputs: Sequence[ChoiceDelta], usage: Usage) -> Parts:
         """Yield the JSON of a response that is not streamed."""
         choices = (self._choice(index, output) for index, output in enumerate(outputs))
-        more: dict[str, object] = {"usage": usage}
+        extra_members: dict[str, object] = {"usage": usage}
         if self._prompt_token_ids is not None:
-            more["prompt_token_ids"] = self._prompt_token_ids
+            extra_members["prompt_token_ids"] = self._prompt_token_ids
         members: dict[str, Iterable[bytes]] = {"choices": array(choices)}
         if self._prompt_scores is not None:
             members["prompt_logprobs"] = self._prompt_scores()
-        return self._envelope.parts("chat.completion", members, **more)
+        return self._envelope.parts("chat.completion", members, **extra_members)
 
     def events(self, index: int, delta: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
-        """Return the events of a delta; the first event of a choice has the role.
+        """Return the events of a delta. The first event of a choice contains the role.
 
-        `usage` is the usage including this delta, for streams whose chunks all have a usage. Each chunk
-        counts all tokens up to and including its own.
+        Args:
+            index: the index of the choice.
+            delta: the delta.
+            usage: the usage up to and including this delta, if every chunk must have a usage, else None.
         """
-        usage_before = _without(usage, delta.num_tokens)
+        usage_before = _without_last_tokens(usage, delta.num_tokens)
         first_event = b"" if index in self._started_choices else self._first_event(index, usage_before)
         text = delta.events[0] if len(delta.events) == 1 else None
         is_plain = self._scores is None and self._prompt_token_ids is None and usage is None
-        if is_plain and isinstance(text, Content):  # fast path for the most frequent kind of chunk
+        if is_plain and isinstance(text, Content):  # the fast path, because most chunks are plain text
             last_event = b"" if delta.finish_reason is None else self._last_event(index, delta, None)
             return (b"%b%b%b" % (first_event, self._template(index).with_value(text.text), last_event),)
         message_delta = self._message_delta(delta.events)
         last_event = b"" if delta.finish_reason is None else self._last_event(index, delta, usage)
-        usage_so_far = _without(usage, delta.num_tokens - len(delta.token_ids))
+        usage_so_far = _without_last_tokens(usage, delta.num_tokens - len(delta.token_ids))
         if self._scores is not None and delta.scores:
             return chain(
                 (first_event,), self._scored_chunk(index, message_delta, delta, usage_so_far), (last_event,)
@@ -128,22 +138,24 @@ class ChatResponse(OpenAIStream):
         return (first_event + delta_event + last_event,)
 
     def begin(self) -> bytes:
-        """Return the events before the first delta. Chat completions have none."""
+        """Return no events. Chat completions have none before the first delta."""
         return b""
 
     def end(self, usage: Usage) -> bytes:
-        """Return the last events: the usage of the whole response, if requested, and the end."""
+        """Return the events after the last delta: the total usage, if requested, and ``[DONE]``."""
         return (self._usage_event(usage) if self._include_usage else b"") + DONE
 
     def _usage_event(self, usage: Usage) -> bytes:
         return event(self._envelope.response_object("chat.completion.chunk", [], usage=usage))
 
     def _first_event(self, index: int, usage: Usage | None) -> bytes:
-        more: dict[str, object] = {}
+        extra_members: dict[str, object] = {}
         if self._prompt_token_ids is not None and not self._started_choices:
-            more["prompt_token_ids"] = self._prompt_token_ids
+            extra_members["prompt_token_ids"] = self._prompt_token_ids
         self._started_choices.add(index)
-        return event(self._chunk(index, {"role": "assistant", "content": ""}, usage=usage, more=more))
+        return event(
+            self._chunk(index, {"role": "assistant", "content": ""}, usage=usage, extra_members=extra_members)
+        )
 
     def _last_event(self, index: int, delta: ChoiceDelta, usage: Usage | None) -> bytes:
         return event(self._chunk(index, {}, finish_reason=delta.finish_reason, usage=usage))
@@ -171,10 +183,10 @@ class ChatResponse(OpenAIStream):
         *,
         finish_reason: str | None = None,
         usage: Usage | None = None,
-        more: Mapping[str, object] | None = None,
+        extra_members: Mapping[str, object] | None = None,
     ) -> dict[str, object]:
         choice = self._chunk_choice(index, message_delta, delta, finish_reason)
-        members = {**(more or {}), **self._usage(usage)}
+        members = {**(extra_members or {}), **self._usage(usage)}
         return self._envelope.response_object("chat.completion.chunk", [choice], **members)
 
     def _chunk_choice(
@@ -195,7 +207,7 @@ class ChatResponse(OpenAIStream):
         return choice
 
     def _usage(self, usage: Usage | None) -> dict[str, object]:
-        """Return the ``usage`` member of a chunk; an empty dict if chunks have none."""
+        """Return the member ``usage`` of a chunk; an empty dict if chunks do not have this member."""
         return {"usage": usage} if self._include_usage or usage is not None else {}
 
     def _choice(self, index: int, delta: ChoiceDelta) -> Parts:
@@ -210,7 +222,7 @@ class ChatResponse(OpenAIStream):
         return with_members(choice, logprobs=scores)
 
     def _message(self, delta: ChoiceDelta) -> dict[str, object]:
-        calls = _calls(delta.events)
+        calls = _tool_call_deltas(delta.events)
         message: dict[str, object] = {
             "role": "assistant",
             "content": delta.content or (None if calls else ""),
@@ -225,7 +237,10 @@ class ChatResponse(OpenAIStream):
         return message
 
     def _message_delta(self, events: Sequence[Event]) -> dict[str, object]:
-        """Return only the members that are set, because strict clients refuse nulls."""
+        """Return the ``delta`` member of a chunk. Members without a value are left out, not null.
+
+        Some clients refuse null members.
+        """
         message_delta: dict[str, object] = {}
         contents = [event.text for event in events if isinstance(event, Content)]
         reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
@@ -233,13 +248,13 @@ class ChatResponse(OpenAIStream):
             message_delta["content"] = "".join(contents)
         if reasoning:
             message_delta |= dict.fromkeys(self._reasoning_fields, reasoning)
-        if calls := _calls(events):
+        if calls := _tool_call_deltas(events):
             message_delta["tool_calls"] = calls
         return message_delta
 
 
-def _without(usage: Usage | None, num_tokens: int) -> Usage | None:
-    """Return a usage without its last `num_tokens` tokens."""
+def _without_last_tokens(usage: Usage | None, num_tokens: int) -> Usage | None:
+    """Return the usage before the last `num_tokens` tokens were generated."""
     if usage is None or not num_tokens:
         return usage
     completion = usage["completion_tokens"] - num_tokens
@@ -253,7 +268,7 @@ def _without(usage: Usage | None, num_tokens: int) -> Usage | None:
     }
 
 
-def _calls(events: Sequence[Event]) -> list[ToolCallDelta]:
+def _tool_call_deltas(events: Sequence[Event]) -> list[ToolCallDelta]:
     """Return the ``tool_calls`` entries of the events, one per call."""
     calls: dict[int, ToolCallDelta] = {}
     for parser_event in events:

@@ -1,4 +1,4 @@
-"""Decode the tokens of one choice: text, reasoning, tool calls, log probabilities, finish reason."""
+"""Decodes the tokens of one choice to text, reasoning, tool calls, log probabilities and a finish reason."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from penstock.serve.parsers import Content, Event, OutputParser, Reasoning
 from penstock.text.detokenizer import AnyTokenIds, Detokenizer, TokenDecoder, text_after_prompt
 from penstock.worker.messages import PackedLogProbabilities
 
-Rows: TypeAlias = LogProbabilities | PackedLogProbabilities
-
-
-Top: TypeAlias = Mapping[int, float] | msgspec.Raw
-"""The top tokens of one position, best first, as id to log probability; decoded or as raw msgpack."""
-PromptScore: TypeAlias = tuple[float, Top]
+AnyLogProbabilities: TypeAlias = LogProbabilities | PackedLogProbabilities
+"""The log probabilities of one or more positions."""
+TopTokens: TypeAlias = Mapping[int, float] | msgspec.Raw
+"""Token id -> log probability for the top tokens of one position, best first. Decoded, or raw msgpack."""
+PromptScore: TypeAlias = tuple[float, TopTokens]
 """The log probability of a prompt token, and the top tokens of its position."""
 
 _decode_top = msgspec.msgpack.Decoder(dict[int, float]).decode
 
 
-def top_tokens(top: Top) -> Mapping[int, float]:
-    """Return the top tokens, decoded."""
+def top_tokens(top: TopTokens) -> Mapping[int, float]:
+    """Return the decoded top tokens."""
     return _decode_top(top) if isinstance(top, msgspec.Raw) else top
 
 
@@ -35,22 +34,22 @@ class Score:
 
     token_id: int
     logprob: float
-    top: Top
+    top: TopTokens
 
 
 @dataclass(slots=True)
 class ChoiceDelta:
-    """The output that new tokens add to a choice. The output of a choice is the sum of its deltas."""
+    """The output of one or more new tokens of a choice. The output of a choice is the sum of its deltas."""
 
     events: list[Event]
-    """Content, reasoning and tool calls, in order."""
+    """Content, reasoning and tool calls, in the order of the output."""
     token_ids: list[int]
     scores: list[Score]
-    """One per token, if log probabilities were requested."""
+    """One score per token, if log probabilities are requested."""
     finish_reason: str | None = None
-    """Set on the last delta."""
+    """Set only in the last delta."""
     num_tokens: int = 0
-    """Number of tokens to add to the usage; counts the token that ended the output."""
+    """Number of tokens to add to the usage. It includes the token that ended the output."""
 
     @property
     def content(self) -> str:
@@ -80,12 +79,14 @@ class ChoiceDecoder:
     Args:
         context: the context of the choice.
         tokenizer: the tokenizer of the model.
-        parser: splits the text into reasoning, tool calls and content; None treats all text as content.
-        skip_special_tokens: False if the markup that the parser reads consists of special tokens.
-        token_by_token: parse after each token, to count the reasoning tokens exactly and to end the choice at
-            the token that completes the only allowed call.
+        parser: splits the text into reasoning, tool calls and content. Without a parser, all text is content.
+        skip_special_tokens: whether special tokens are left out of the text. Must be False if the parser's
+            markup consists of special tokens.
+        token_by_token: whether the text is parsed after each token. This counts the reasoning tokens exactly.
+            If only one tool call is allowed, it also ends the choice at the last token of the call.
         keeps_stop: whether the text includes the stop string that ended the choice.
-        at_once: whether all tokens may be decoded together at the end, because the response is not streamed.
+        may_decode_at_end: whether all tokens may be decoded together at the end, because the response is not
+            streamed.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class ChoiceDecoder:
         parser: OutputParser | None = None,
         skip_special_tokens: bool = True,
         token_by_token: bool = False,
-        at_once: bool = False,
+        may_decode_at_end: bool = False,
         keeps_stop: bool = False,
     ) -> None:
         params = context.sampling_params
@@ -107,10 +108,10 @@ class ChoiceDecoder:
         self.num_reasoning_tokens = 0
         self.finish_reason: str | None = None
         self.prompt_scores: list[PromptScore] = []
-        """Scores of all prompt tokens except the first. Complete when the first output token arrives."""
+        """Scores of all prompt tokens except the first one. Complete when the first output token arrives."""
         self._parser = parser
         self._text: _TextDecoder
-        if at_once and not params.stop and not token_by_token:
+        if may_decode_at_end and not params.stop and not token_by_token:
             self._text = _DeferredDetokenizer(tokenizer, context.prompt_tokens, skip_special_tokens)
         else:
             self._text = Detokenizer(
@@ -121,14 +122,18 @@ class ChoiceDecoder:
                 keeps_stop=keeps_stop,
             )
         self.decodes_at_end = isinstance(self._text, _DeferredDetokenizer)
-        """Whether the text is decoded only at the end. No stop string or call can then end the choice."""
+        """Whether the text is decoded only at the end.
+
+        No stop string or tool call can then end the choice.
+        """
         self._token_by_token = token_by_token
-        self._answer_begun = False  # output other than reasoning has been parsed
+        self._answer_begun = False  # whether output other than reasoning has been parsed
         self._has_reasoning = False
         self._has_tool_calls = False
         self._num_output_tokens = 0
-        self._end_position: int | None = None  # number of tokens when a stop string or the call was complete
-        # With max_tokens 0 the prefill step still samples a token, which is dropped.
+        # Number of output tokens up to the end of the stop string or tool call that ended the choice.
+        self._end_position: int | None = None
+        # With max_tokens 0, the prefill step still samples a token. The token is dropped.
         self._has_output = params.max_new_tokens != 0
 
     @property
@@ -139,7 +144,10 @@ class ChoiceDecoder:
 
     @property
     def is_done(self) -> bool:
-        """Whether the choice has ended. After a stop string the worker may still be generating."""
+        """Whether the choice has ended.
+
+        The worker may still be generating, for example after a stop string.
+        """
         return self.finish_reason is not None
 
     @property
@@ -149,9 +157,9 @@ class ChoiceDecoder:
 
     @property
     def ended_by_text(self) -> bool:
-        """Whether a stop string or the only allowed call ended the choice.
+        """Whether a stop string or the only allowed tool call ended the choice.
 
-        The caller then cancels the generation, because the worker does not know.
+        In this case the caller must cancel the generation, because the worker does not decode text.
         """
         return self._end_position is not None
 
@@ -159,10 +167,10 @@ class ChoiceDecoder:
         self,
         token_ids: Sequence[int],
         status: TextGenerationStatus,
-        log_probabilities: Sequence[Rows | None] = (),
-        prompt_log_probabilities: Rows | None = None,
+        log_probabilities: Sequence[AnyLogProbabilities | None] = (),
+        prompt_log_probabilities: AnyLogProbabilities | None = None,
     ) -> ChoiceDelta:
-        """Decode tokens from the worker. Returns an empty delta after the choice has ended."""
+        """Decode tokens from the worker. Returns an empty delta after the end of the choice."""
         if self.is_done:
             return ChoiceDelta([], [], [])
         if prompt_log_probabilities is not None:
@@ -171,7 +179,7 @@ class ChoiceDecoder:
             self._score(token_ids, log_probabilities)
             token_ids = ()
         ids = list(token_ids)
-        events = self._parse_each(ids) if self._token_by_token else self._parse_together(ids)
+        events = self._parse_each_token(ids) if self._token_by_token else self._parse_all_tokens(ids)
         if self._end_position is not None:
             del ids[self._end_position - self._num_output_tokens :]
         num_tokens_before = self.num_tokens
@@ -186,13 +194,13 @@ class ChoiceDecoder:
         scores = self._score(ids, log_probabilities)
         return ChoiceDelta(events, ids, scores, self.finish_reason, self.num_tokens - num_tokens_before)
 
-    def _parse_together(self, ids: Sequence[int]) -> list[Event]:
+    def _parse_all_tokens(self, ids: Sequence[int]) -> list[Event]:
         events = self._parse(self._text.append(ids))
         if self._text.stop_match is not None:
             self._end_position = self._text.num_tokens
         return events
 
-    def _parse_each(self, ids: Sequence[int]) -> list[Event]:
+    def _parse_each_token(self, ids: Sequence[int]) -> list[Event]:
         events: list[Event] = []
         for count, token_id in enumerate(ids, self._num_output_tokens):
             new_events = self._parse(self._text.append([token_id]))
@@ -216,9 +224,9 @@ class ChoiceDecoder:
     def _finish(self, status: TextGenerationStatus) -> list[Event]:
         events = self._parse(self._text.finish())
         if self._parser is not None:
-            rest = self._parser.finish()
-            self._has_tool_calls |= any(not isinstance(event, Content | Reasoning) for event in rest)
-            events = [*events, *rest]
+            last_events = self._parser.finish()
+            self._has_tool_calls |= any(not isinstance(event, Content | Reasoning) for event in last_events)
+            events = [*events, *last_events]
         if not self._has_output:
             status = TextGenerationStatus.MAXIMUM_LENGTH
         self.finish_reason = finish_reason(
@@ -226,27 +234,29 @@ class ChoiceDecoder:
         )
         return events
 
-    def _score(self, token_ids: Sequence[int], log_probabilities: Sequence[Rows | None]) -> list[Score]:
-        """Return the scores of tokens.
+    def _score(
+        self, token_ids: Sequence[int], log_probabilities: Sequence[AnyLogProbabilities | None]
+    ) -> list[Score]:
+        """Return the scores of generated tokens, and append scores of prompt tokens to `prompt_scores`.
 
-        An entry of `log_probabilities` can have several rows. The last row belongs to the token, and the
-        rows before it belong to the prompt.
+        Each entry of `log_probabilities` belongs to one generated token and has one or more positions. The
+        last position is that of the generated token. The positions before it belong to the prompt.
         """
         scores = []
-        for token_id, rows in zip(token_ids, log_probabilities, strict=False):
-            if rows is not None:
-                *prompt_scores, (logprob, top) = _positions(rows)
+        for token_id, position_logprobs in zip(token_ids, log_probabilities, strict=False):
+            if position_logprobs is not None:
+                *prompt_scores, (logprob, top) = _position_scores(position_logprobs)
                 self.prompt_scores += prompt_scores
                 scores.append(Score(token_id, logprob, top))
         return scores
 
-    def _add_prompt_scores(self, rows: Rows) -> None:
-        self.prompt_scores += _positions(rows)
+    def _add_prompt_scores(self, position_logprobs: AnyLogProbabilities) -> None:
+        self.prompt_scores += _position_scores(position_logprobs)
 
 
-def _positions(rows: Rows) -> Iterator[PromptScore]:
-    tops: Sequence[Top] = rows.top_log_probabilities
-    return zip(rows.token_log_probabilities, tops, strict=True)
+def _position_scores(position_logprobs: AnyLogProbabilities) -> Iterator[PromptScore]:
+    top_tokens_by_position: Sequence[TopTokens] = position_logprobs.top_log_probabilities
+    return zip(position_logprobs.token_log_probabilities, top_tokens_by_position, strict=True)
 
 
 class _TextDecoder(Protocol):
@@ -260,7 +270,10 @@ class _TextDecoder(Protocol):
 
 @dataclass
 class _DeferredDetokenizer:
-    """Decodes all tokens together at the end. Gives the same text as a `Detokenizer`, but is faster."""
+    """Decodes all tokens together at the end.
+
+    The text equals that of a `Detokenizer`, but costs less time.
+    """
 
     tokenizer: TokenDecoder
     prompt: AnyTokenIds

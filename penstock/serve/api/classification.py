@@ -1,4 +1,4 @@
-"""``/v1/classify`` and ``/classify``: classify texts."""
+"""The routes ``/v1/classify`` and ``/classify``, which classify texts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from penstock.serve.api.embedding_requests import (
     check_outputs,
     encode_inputs,
     input_list,
-    numbers,
+    nested_list,
     read_body,
     response_id,
 )
 from penstock.serve.api.embedding_schemas import ClassifyBody
-from penstock.serve.api.json_parts import JsonResponse, array, encode, gather, with_members
+from penstock.serve.api.json_parts import JsonResponse, array, collect_parts, encode, with_members
 from penstock.serve.http.bodies import JsonRoute
 from penstock.serve.http.openapi import route_options
 from penstock.serve.services import Services
@@ -44,7 +44,7 @@ async def classify(request: Request) -> Response:
                     {
                         "index": index,
                         "label": best_label(config, row),
-                        "probs": numbers(row),
+                        "probs": nested_list(row),
                         "num_classes": len(row),
                     }
                 )
@@ -59,12 +59,14 @@ async def classify(request: Request) -> Response:
         "model": body.model,
         "usage": encoded_inputs.usage,
     }
-    return JsonResponse(await gather(with_members(envelope, data=array(items)), services.turns))
+    return JsonResponse(
+        await collect_parts(with_members(envelope, data=array(items)), services.encoding_turns)
+    )
 
 
 @router.post("/classify", **_ROUTE)
 async def classify_without_version(request: Request) -> Response:
-    """The same as `/v1/classify`."""
+    """Do the same as `/v1/classify`."""
     return await classify(request)
 
 

@@ -1,4 +1,4 @@
-"""Build completion responses in OpenAI's format: the whole object, or the chunks of a stream."""
+"""Builds completion responses in OpenAI's format: one object, or the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -7,37 +7,38 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from penstock.serve.api.chat_response import Envelope
-from penstock.serve.api.choice_decoder import ChoiceDecoder, ChoiceDelta, PromptScore, Top
+from penstock.serve.api.choice_decoder import ChoiceDecoder, ChoiceDelta, PromptScore, TopTokens
 from penstock.serve.api.json_parts import Parts, array, event_parts, with_members
 from penstock.serve.api.token_scores import CompletionScores
 from penstock.serve.api.usage import Usage
 from penstock.serve.http.sse import DONE, EventTemplate, OpenAIStream, event
 
-KIND = "text_completion"
+OBJECT_TYPE = "text_completion"
 PromptScores: TypeAlias = Callable[[Sequence[int], Sequence[PromptScore]], Parts]
-"""Encodes the ``prompt_logprobs`` of a prompt, given its tokens and their scores."""
+"""Function that encodes ``prompt_logprobs`` from the tokens of a prompt and their scores."""
 
 
 @dataclass(frozen=True)
 class Echo:
-    """A prompt that the output repeats (``echo``)."""
+    """A prompt that the response repeats before the output (request field ``echo``)."""
 
     text: str
     token_ids: list[int]
 
 
 class CompletionResponse(OpenAIStream):
-    """Builds the objects of one completion response.
+    """Builds the object or the stream events of one completion response.
 
     Args:
         envelope: the members that all objects share.
-        choices: all choices of all prompts.
-        prompt_token_ids: the prompt tokens of each choice, if token ids were requested.
-        echoes: the prompt of each choice, if the output includes it.
-        n: number of choices per prompt. If not streamed, the first choice of a prompt has its prompt scores.
-        scores: for each choice, encodes log probabilities, if requested.
-        prompt_scores: encodes the log probabilities of a prompt, if requested; not for streams.
-        include_usage: whether chunks have a ``usage`` member, which is null except in the last chunk.
+        choices: the decoders of all choices of all prompts.
+        prompt_token_ids: the prompt tokens of each choice; None if token ids are not requested.
+        echoes: the prompt of each choice; None if the response does not repeat the prompts.
+        n: number of choices per prompt. Without a stream, only the first choice of a prompt computes the log
+            probabilities of the prompt.
+        scores: the encoder of log probabilities for each choice; None if they are not requested.
+        prompt_scores: encodes the log probabilities of a prompt; None for streams and if not requested.
+        include_usage: whether chunks have the member ``usage``. Its value is null except in the last chunk.
     """
 
     def __init__(
@@ -63,18 +64,21 @@ class CompletionResponse(OpenAIStream):
         self._started_choices: set[int] = set()
         self._templates: dict[int, EventTemplate] = {}
 
-    def whole(self, outputs: Sequence[ChoiceDelta], usage: Usage) -> Parts:
+    def whole_response(self, outputs: Sequence[ChoiceDelta], usage: Usage) -> Parts:
         """Yield the JSON of a response that is not streamed."""
         choices = (
             with_members(self._choice(index, output, is_first=True), **self._members(index, output))
             for index, output in enumerate(outputs)
         )
-        return self._envelope.parts(KIND, {"choices": array(choices)}, usage=usage)
+        return self._envelope.parts(OBJECT_TYPE, {"choices": array(choices)}, usage=usage)
 
     def events(self, index: int, delta: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
-        """Return the event of a delta; nothing if the delta is empty.
+        """Return the event of a delta, or no event if the delta is empty.
 
-        `usage` is the usage so far, for streams whose chunks all have a usage.
+        Args:
+            index: the index of the choice.
+            delta: the delta.
+            usage: the usage up to and including this delta, if every chunk must have a usage, else None.
         """
         is_first = index not in self._started_choices
         text = delta.content
@@ -88,22 +92,30 @@ class CompletionResponse(OpenAIStream):
             return ()
         self._started_choices.add(index)
         scores = self._logprobs(index, delta, is_first=is_first)
-        more = self._usage_field(usage)
+        extra_members = self._usage_field(usage)
         if scores is None:
-            return (event(self._envelope.response_object(KIND, [{**choice, "logprobs": None}], **more)),)
+            return (
+                event(
+                    self._envelope.response_object(
+                        OBJECT_TYPE, [{**choice, "logprobs": None}], **extra_members
+                    )
+                ),
+            )
         choices_with_logprobs = array([with_members(choice, logprobs=scores)])
-        return event_parts(self._envelope.parts(KIND, {"choices": choices_with_logprobs}, **more))
+        return event_parts(
+            self._envelope.parts(OBJECT_TYPE, {"choices": choices_with_logprobs}, **extra_members)
+        )
 
     def begin(self) -> bytes:
-        """Return the events before the first delta. Completions have none."""
+        """Return no events. Completions have none before the first delta."""
         return b""
 
     def end(self, usage: Usage) -> bytes:
-        """Return the last events: the usage of the whole response, if requested, and the end."""
+        """Return the events after the last delta: the total usage, if requested, and ``[DONE]``."""
         return (self._usage_event(usage) if self._include_usage else b"") + DONE
 
     def _usage_event(self, usage: Usage) -> bytes:
-        return event(self._envelope.response_object(KIND, [], usage=usage))
+        return event(self._envelope.response_object(OBJECT_TYPE, [], usage=usage))
 
     def _template(self, index: int) -> EventTemplate:
         if index not in self._templates:
@@ -113,7 +125,7 @@ class CompletionResponse(OpenAIStream):
                 "logprobs": None,
                 "finish_reason": None,
             }
-            chunk = self._envelope.response_object(KIND, [choice], **self._usage_field(None))
+            chunk = self._envelope.response_object(OBJECT_TYPE, [choice], **self._usage_field(None))
             self._templates[index] = EventTemplate(chunk)
         return self._templates[index]
 
@@ -135,7 +147,7 @@ class CompletionResponse(OpenAIStream):
         return choice
 
     def _members(self, index: int, delta: ChoiceDelta) -> dict[str, Iterable[bytes]]:
-        """Return the members with the log probabilities of a whole choice and of its prompt."""
+        """Return the members ``logprobs`` and ``prompt_logprobs`` of a choice that is not streamed."""
         scores = self._logprobs(index, delta, is_first=True)
         members: dict[str, Iterable[bytes]] = {"logprobs": (b"null",) if scores is None else scores}
         if self._prompt_scores is not None:
@@ -144,22 +156,26 @@ class CompletionResponse(OpenAIStream):
         return members
 
     def _logprobs(self, index: int, delta: ChoiceDelta, *, is_first: bool) -> Parts | None:
-        """Return the log probabilities of a delta; None if it has none.
+        """Return the JSON of a delta's log probabilities; None if they are not requested or there are none.
 
-        If they are requested, the first delta of a choice has empty lists when it has no tokens.
+        If they are requested, the first delta of a choice always has log probabilities. They are empty lists
+        if the delta has no tokens.
         """
         if self._scores is None:
             return None
         ids = [score.token_id for score in delta.scores]
         logprobs: list[float | None] = [score.logprob for score in delta.scores]
-        tops: list[Top | None] = [score.top for score in delta.scores]
+        top_tokens_by_position: list[TopTokens | None] = [score.top for score in delta.scores]
         if self._echoes is not None and is_first:
-            echo, rows = self._echoes[index], self._prompt_scores_at(index)
-            assert len(rows) == len(echo.token_ids) - 1, "a row for each token of the prompt except the first"
+            echo, prompt_scores = self._echoes[index], self._prompt_scores_at(index)
+            assert len(prompt_scores) == len(echo.token_ids) - 1, (
+                "all prompt tokens but the first have scores"
+            )
             ids = [*echo.token_ids, *ids]
-            logprobs = [None, *(logprob for logprob, _ in rows), *logprobs]
-            tops = [None, *(top for _, top in rows), *tops]
-        return self._scores[index].parts(ids, logprobs, tops) if ids or is_first else None
+            logprobs = [None, *(logprob for logprob, _ in prompt_scores), *logprobs]
+            top_tokens_by_position = [None, *(top for _, top in prompt_scores), *top_tokens_by_position]
+        return self._scores[index].parts(ids, logprobs, top_tokens_by_position) if ids or is_first else None
 
     def _prompt_scores_at(self, index: int) -> Sequence[PromptScore]:
+        """Return the prompt scores of a choice, or else those of the first choice of its prompt."""
         return self._choices[index].prompt_scores or self._choices[index - index % self._n].prompt_scores

@@ -1,4 +1,4 @@
-"""``/v1/completions``: continue prompts."""
+"""The route ``/v1/completions``, which continues prompts."""
 
 from __future__ import annotations
 
@@ -11,14 +11,19 @@ from fastapi import APIRouter, Request, Response
 from penstock.pipelines.core import TextContext
 from penstock.serve.api.choice_decoder import ChoiceDecoder
 from penstock.serve.api.completion_response import CompletionResponse, Echo, PromptScores
-from penstock.serve.api.fill_in_middle import fill_in_ends, fill_in_prompt
-from penstock.serve.api.generation import GenerationJob, GenerationRun, check_choices, in_pool
-from penstock.serve.api.logprob_limit import check_num_logprobs, num_best, num_prompt_logprobs
-from penstock.serve.api.models import adapter_named
+from penstock.serve.api.fill_in_middle import fill_in_end_ids, fill_in_prompt
+from penstock.serve.api.generation import GenerationJob, GenerationRun, check_choices, run_in_pool
+from penstock.serve.api.logprob_limit import check_num_logprobs, num_prompt_logprobs, num_top_logprobs
+from penstock.serve.api.models import requested_adapter
 from penstock.serve.api.output_format import check_enabled, output_grammar
 from penstock.serve.api.request_context import contexts_for_choices, request_context
 from penstock.serve.api.schemas import CompletionBody
-from penstock.serve.api.text_generation import answer_request, checked_body, envelope_of, record_logged_fields
+from penstock.serve.api.text_generation import (
+    answer_request,
+    checked_body,
+    make_envelope,
+    record_logged_fields,
+)
 from penstock.serve.api.token_scores import CompletionScores, prompt_parts
 from penstock.serve.http.bodies import JsonRoute
 from penstock.serve.http.openapi import route_options
@@ -30,16 +35,16 @@ from penstock.text.detokenizer import prompt_text
 router = APIRouter(route_class=JsonRoute, tags=["completions"])
 
 
-@router.post("/v1/completions", **route_options(CompletionBody, "The completions; with `stream`, in chunks."))
+@router.post("/v1/completions", **route_options(CompletionBody, "The completions, in chunks with `stream`."))
 async def create_completion(request: Request) -> Response:
     """Generate a continuation of each prompt."""
     services, record = Services.of(request), RequestRecord.of(request)
     raw = await request.json()
-    completion = await in_pool(request, lambda: CompletionRequest.of(services, raw))
+    completion = await run_in_pool(request, lambda: CompletionRequest.of(services, raw))
     body, job = completion.body, completion.job
     record_logged_fields(body, record, job.contexts[0])
     response = CompletionResponse(
-        envelope_of(services, completion.id, body),
+        make_envelope(services, completion.id, body),
         job.choices,
         prompt_token_ids=(
             [context.prompt_tokens.tolist() for context in job.contexts] if body.return_token_ids else None
@@ -71,7 +76,7 @@ async def create_completion(request: Request) -> Response:
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """A validated request and the generations that it runs."""
+    """A validated completion request, its contexts and the decoders of its choices."""
 
     id: str
     body: CompletionBody
@@ -80,15 +85,15 @@ class CompletionRequest:
 
     @classmethod
     def of(cls, services: Services, raw: object) -> CompletionRequest:
-        """Validate a body and encode its prompts. Slow: call it in the pool.
+        """Validate a request body and encode its prompts. Blocks: call it in a thread pool.
 
         Raises:
-            RequestProblem: 400 that names the field.
-            UnknownModelError: the server has no model or adapter of that name.
+            RequestProblem: 400; the message names the invalid field.
+            UnknownModelError: the server has no model or adapter with the requested name.
         """
         body = checked_body(services, CompletionBody, raw)
 
-        adapter = adapter_named(services, body.model)
+        adapter = requested_adapter(services, body.model)
         grammar_and_field = output_grammar(services, body)
         if grammar_and_field is not None:
             check_enabled(services, body, grammar_and_field[1])
@@ -99,15 +104,15 @@ class CompletionRequest:
         check_choices(services, len(prompts), n)
         contexts: list[TextContext] = []
         for index, prompt in enumerate(prompts):
-            is_only = len(prompts) == 1
+            is_single = len(prompts) == 1
             context = request_context(
                 services,
                 body,
-                name if is_only else f"{name}-{index}",
+                name if is_single else f"{name}-{index}",
                 index=index,
-                param="prompt" if is_only else f"prompt[{index}]",
+                param="prompt" if is_single else f"prompt[{index}]",
                 adapter=adapter,
-                top=body.logprobs,
+                num_top=body.logprobs,
                 echo=(bool(body.echo) and body.logprobs is not None) or body.prompt_logprobs is not None,
                 default_limit=services.config.default_max_tokens_completions,
                 prompt=prompt,
@@ -118,8 +123,10 @@ class CompletionRequest:
         check_num_logprobs(
             services,
             contexts,
-            top=body.logprobs,
-            prompt_rows=num_prompt_logprobs(body, contexts, echoed=body.logprobs if body.echo else None),
+            num_top=body.logprobs,
+            prompt_count=num_prompt_logprobs(
+                body, contexts, num_echo_top=body.logprobs if body.echo else None
+            ),
             param="prompt_logprobs" if body.logprobs is None else "logprobs",
         )
         choices = [
@@ -127,7 +134,7 @@ class CompletionRequest:
                 context,
                 services.tokenizer,
                 skip_special_tokens=not body.shows_special_tokens,
-                at_once=not body.stream,
+                may_decode_at_end=not body.stream,
                 keeps_stop=bool(body.include_stop_str_in_output),
             )
             for context in contexts
@@ -137,12 +144,12 @@ class CompletionRequest:
 
 
 def _prompt_scores(services: Services, body: CompletionBody) -> PromptScores | None:
-    """Return a function that encodes the ``prompt_logprobs`` of a choice; None if they are not requested."""
-    top = body.prompt_logprobs
-    if top is None:
+    """Return a function that encodes the ``prompt_logprobs`` of a choice, or None if not requested."""
+    num_top = body.prompt_logprobs
+    if num_top is None:
         return None
-    num_top, fragments = num_best(body, body.logprobs), services.fragments_for(body)
-    return lambda ids, scores: prompt_parts(fragments, ids, scores, top, num_top)
+    num_computed, fragments = num_top_logprobs(body, body.logprobs), services.fragments_for(body)
+    return lambda ids, scores: prompt_parts(fragments, ids, scores, num_top, num_computed)
 
 
 def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
@@ -163,22 +170,25 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str 
 def _with_fill_in_prompts(
     services: Services, body: CompletionBody, prompts: list[str | list[int]]
 ) -> tuple[CompletionBody, list[str | list[int]]]:
-    """Return the body and fill-in-the-middle prompts of a request with ``suffix``.
+    """Return the body and the prompts of a request with ``suffix``, converted for filling in the middle.
+
+    The prompts become fill-in-the-middle prompts. Tokens that end the generated middle become stop tokens.
 
     Raises:
-        RequestProblem: 400; a prompt is token ids, or the tokenizer has no fill-in-the-middle tokens.
+        RequestProblem: 400; ``echo`` is set, a prompt is not a text, or the tokenizer has no
+            fill-in-the-middle tokens.
     """
     if body.echo:
         raise RequestProblem(400, "echo is not available with suffix", param="echo")
     if any(not isinstance(prompt, str) for prompt in prompts):
-        raise RequestProblem(400, "suffix needs prompts that are texts", param="suffix")
+        raise RequestProblem(400, "suffix requires prompts that are texts, not token ids", param="suffix")
     tokenizer = services.tokenizer
     fill_in_prompts: list[str | list[int]] = [
         fill_in_prompt(tokenizer, str(prompt), body.suffix or "", "suffix") for prompt in prompts
     ]
-    ends = [] if body.ignore_eos else fill_in_ends(tokenizer)
-    stops = [*(body.stop_token_ids or ()), *ends]
-    return body.model_copy(update={"stop_token_ids": stops or None}), fill_in_prompts
+    end_ids = [] if body.ignore_eos else fill_in_end_ids(tokenizer)
+    stop_ids = [*(body.stop_token_ids or ()), *end_ids]
+    return body.model_copy(update={"stop_token_ids": stop_ids or None}), fill_in_prompts
 
 
 def _echo(services: Services, context: TextContext) -> Echo:

@@ -1,6 +1,6 @@
-"""Routes for operators that change the workers: sleep, reload, the prefix cache, profiles.
+"""Routes for operators: sleep, reload, reset of the prefix cache, and profiles of the workers.
 
-They need ``--api-key``, or a server that listens at a loopback address.
+The routes require ``--api-key``, or a server that listens on a loopback address.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ class Sleep(BaseModel):
 
 @router.post("/sleep", responses=_ERRORS)
 async def sleep(request: Request, level: int = 1) -> Sleep:
-    """Refuse new requests, wait for running ones, and free the KV cache; with `level=2` the weights too."""
+    """Refuse new requests, wait for running requests, and free the KV cache.
+
+    `level=2` also frees the weights.
+    """
     services = _checked_services(request)
     if level not in (1, 2):
         raise RequestProblem(400, f"level must be 1 or 2, was {level}", param="level")
@@ -40,7 +43,7 @@ async def sleep(request: Request, level: int = 1) -> Sleep:
 
 @router.post("/wake_up", responses=_ERRORS)
 async def wake_up(request: Request) -> Sleep:
-    """Accept requests again. After `level=2` the model is loaded first."""
+    """Accept requests again. After a sleep with `level=2`, the model is loaded first."""
     services = _checked_services(request)
     await services.worker.wake_up()
     _update_max_length(services)
@@ -56,14 +59,14 @@ async def is_sleeping(request: Request) -> Sleep:
 
 @router.post("/reload", responses=_ERRORS)
 async def reload(request: Request) -> Status:
-    """Restart the workers one after another, so that they read the checkpoint again. Serving continues.
+    """Restart the workers one after another. The new workers read the checkpoint again.
 
-    The tokenizer and the configuration stay as they are.
+    The server continues to serve requests. The tokenizer and the configuration are not read again.
     """
     services = _checked_services(request)
     await services.worker.reload(services.config.shutdown_grace)
     _update_max_length(services)
-    services.log.info("all workers are replaced")
+    services.log.info("all workers have been replaced")
     return Status(status="reloaded")
 
 
@@ -76,14 +79,14 @@ async def reset_prefix_cache(request: Request) -> Status:
 
 @router.post("/start_profile", responses=_ERRORS)
 async def start_profile(request: Request) -> Status:
-    """Start recording a profile of the workers; needs `--profile-dir`."""
+    """Start recording a profile of the workers. Requires `--profile-dir`."""
     await _worker(request).start_profile()
     return Status(status="recording")
 
 
 @router.post("/stop_profile", responses=_ERRORS)
 async def stop_profile(request: Request) -> Status:
-    """Stop recording, and write the profiles into `--profile-dir`."""
+    """Stop recording and write the profiles to `--profile-dir`."""
     await _worker(request).stop_profile()
     return Status(status="written")
 
@@ -105,5 +108,8 @@ def _checked_services(request: Request) -> Services:
 
 
 def _update_max_length(services: Services) -> None:
-    """Set the maximum length to that of the new workers, which may have more or less KV cache memory."""
+    """Set the tokenizer's maximum length to that of the workers.
+
+    The maximum length depends on the free memory at the time when a worker started.
+    """
     services.tokenizer.max_length = services.worker.info.max_length

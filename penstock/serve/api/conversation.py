@@ -1,4 +1,4 @@
-"""A conversation: the validated request of any chat API, its prompt and its output format."""
+"""`Conversation`: a validated chat request of any API, its prompt and the grammar of its output."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import msgspec
 from penstock.pipelines.core import Grammar, TextContext
 from penstock.serve.api.chat_prompt import (
     ToolUse,
-    check_template_shows,
-    messages_of,
+    check_template_reads_tools,
+    raw_messages,
+    requested_tool_use,
     template_messages,
     template_options,
-    tool_use,
 )
 from penstock.serve.api.choice_decoder import ChoiceDecoder
 from penstock.serve.api.generation import GenerationJob, check_choices
 from penstock.serve.api.images import ImageFields
 from penstock.serve.api.logprob_limit import check_num_logprobs, num_prompt_logprobs, with_bounded_output
-from penstock.serve.api.models import adapter_named
+from penstock.serve.api.models import requested_adapter
 from penstock.serve.api.output_format import check_enabled, check_tools, checked_grammar, output_grammar
 from penstock.serve.api.parameters import map_input_errors, output_limit
 from penstock.serve.api.request_context import contexts_for_choices, request_context
@@ -35,18 +35,19 @@ from penstock.text.chat_template import Message
 class Conversation:
     """A validated chat request and the context of its prompt.
 
-    Responses, Messages, Ollama and the other chat APIs translate their requests to a chat request.
+    The routes of all other chat APIs, such as Responses, Messages and Ollama, translate their requests to
+    chat requests.
     """
 
     body: ChatBody
-    use: ToolUse
+    tool_use: ToolUse
     context: TextContext
     opens_reasoning: bool
     """Whether the prompt ends inside a reasoning block."""
 
     @classmethod
     def of(cls, services: Services, raw: Mapping[str, object], request_id: str) -> Conversation:
-        """Validate a chat request, render its messages and encode them. Slow: call it in the pool.
+        """Validate a chat request, render its messages and encode them. Blocks: call it in a thread pool.
 
         Args:
             services: the objects that routes use.
@@ -54,51 +55,53 @@ class Conversation:
             request_id: the id of the context.
 
         Raises:
-            RequestProblem: 400 that names the field.
-            UnknownModelError: the server has no model or adapter of that name.
+            RequestProblem: 400; the message names the invalid field.
+            UnknownModelError: the server has no model or adapter with the requested name.
         """
         body = checked_body(services, ChatBody, raw)
         check_choices(services, 1, body.n or 1)
-        chat_messages = messages_of(raw)
-        use = tool_use(body, raw)
-        check_template_shows(use.tools, services.tokenizer)
+        chat_messages = raw_messages(raw)
+        tool_use = requested_tool_use(body, raw)
+        check_template_reads_tools(tool_use.tools, services.tokenizer)
         parsers, tokenizer = services.parsers, services.tokenizer
         messages = template_messages(chat_messages, tokenizer)
         options = template_options(body, tokenizer, can_reason=parsers.reasoning_format is not None)
         with map_input_errors("messages"):
-            check_roles(messages, tokenizer, use.tools or None, options)
-        top = (body.top_logprobs or 0) if body.logprobs else None
+            check_roles(messages, tokenizer, tool_use.tools or None, options)
+        num_top = (body.top_logprobs or 0) if body.logprobs else None
         context = request_context(
             services,
             body,
             request_id,
             param="messages",
-            adapter=adapter_named(services, body.model),
-            top=top,
+            adapter=requested_adapter(services, body.model),
+            num_top=num_top,
             echo=body.prompt_logprobs is not None,
             messages=messages,
-            tools=use.tools or None,
+            tools=tool_use.tools or None,
             chat_template_options=options,
             **image_fields(services, chat_messages),
         )
-        prompt_rows = num_prompt_logprobs(body, [context])
-        if top is not None and output_limit(body) is None:
-            context = with_bounded_output(services, context, body.n or 1, top=top, prompt_rows=prompt_rows)
+        prompt_count = num_prompt_logprobs(body, [context])
+        if num_top is not None and output_limit(body) is None:
+            context = with_bounded_output(
+                services, context, body.n or 1, num_top=num_top, prompt_count=prompt_count
+            )
         check_num_logprobs(
             services,
             [context] * (body.n or 1),
-            top=top,
-            prompt_rows=prompt_rows,
+            num_top=num_top,
+            prompt_count=prompt_count,
             param="top_logprobs" if body.logprobs else "prompt_logprobs",
         )
         opens_reasoning = parsers.prompt_opens_reasoning(str(context.prompt), _prefill(body))
-        grammar = _grammar(services, body, use, opens_reasoning)
+        grammar = _grammar(services, body, tool_use, opens_reasoning)
         if grammar is not None:
             context = msgspec.structs.replace(context, grammar=grammar)
-        return cls(body, use, context, opens_reasoning)
+        return cls(body, tool_use, context, opens_reasoning)
 
     def job(self, services: Services) -> GenerationJob:
-        """Return a context and a decoder for each choice."""
+        """Return the `GenerationJob` with a context and a decoder for each choice."""
         parsers = services.parsers
         parallel = self.body.parallel_tool_calls is not False
         contexts = contexts_for_choices(self.context, self.body, has_logprobs=bool(self.body.logprobs))
@@ -107,8 +110,8 @@ class Conversation:
                 context,
                 services.tokenizer,
                 parser=parsers.new(
-                    tools=self.use.tools,
-                    tool_choice=self.use.choice,
+                    tools=self.tool_use.tools,
+                    tool_choice=self.tool_use.choice,
                     in_reasoning=self.opens_reasoning,
                     parallel=parallel,
                     shows_special_tokens=self.body.shows_special_tokens,
@@ -116,7 +119,7 @@ class Conversation:
                 ),
                 skip_special_tokens=parsers.skip_special_tokens and not self.body.shows_special_tokens,
                 token_by_token=parsers.reasoning_format is not None or not parallel,
-                at_once=not self.body.stream,
+                may_decode_at_end=not self.body.stream,
                 keeps_stop=bool(self.body.include_stop_str_in_output),
             )
             for context in contexts
@@ -125,10 +128,10 @@ class Conversation:
 
 
 def image_fields(services: Services, messages: Sequence[Message]) -> ImageFields:
-    """Return the request fields with the images of messages; empty without images. Blocks on files and URLs.
+    """Return the request fields for the images of messages; empty without images. Blocks on files and URLs.
 
     Raises:
-        RequestProblem: 400 that names the message of an image that cannot be read.
+        RequestProblem: 400; there are too many images, or an image cannot be read.
     """
     if not services.tokenizer.reads_images:
         return {}
@@ -137,7 +140,7 @@ def image_fields(services: Services, messages: Sequence[Message]) -> ImageFields
 
 
 def _prefill(body: ChatBody) -> str:
-    """Return the text of the last message if the output continues it, else ""."""
+    """Return the text of the last message if the output continues it, else an empty string."""
     last = body.messages[-1]
     if not body.continue_final_message or last.role != "assistant":
         return ""
@@ -146,36 +149,40 @@ def _prefill(body: ChatBody) -> str:
     return text
 
 
-def _grammar(services: Services, body: ChatBody, use: ToolUse, opens_reasoning: bool) -> Grammar | None:
-    """Return the grammar of the output after the reasoning; None for free text.
+def _grammar(services: Services, body: ChatBody, tool_use: ToolUse, opens_reasoning: bool) -> Grammar | None:
+    """Return the grammar of the output, including its reasoning; None if the output is not constrained.
 
     Raises:
-        RequestProblem: 400 that names the field.
+        RequestProblem: 400; the message names the invalid field.
     """
     parsers = services.parsers
     parallel = body.parallel_tool_calls is not False
     grammar_and_field = output_grammar(services, body)
-    if use.is_forced:  # the output is a tool call, so a format of the text has no effect
+    if tool_use.is_forced:  # the output is a tool call, so a response format has no effect
         check_enabled(services, body, "tool_choice")
-        check_tools(services, body, use.callable_names)
+        check_tools(services, body, tool_use.callable_names)
         with map_input_errors("tool_choice"):
             call_grammar = parsers.grammar(
-                use.tools, use.choice, parallel=parallel, reasoning=True, in_reasoning=opens_reasoning
+                tool_use.tools,
+                tool_use.choice,
+                parallel=parallel,
+                reasoning=True,
+                in_reasoning=opens_reasoning,
             )
         return checked_grammar(services, call_grammar, "tools")
-    if grammar_and_field is None and not use.strict:
+    if grammar_and_field is None and not tool_use.strict:
         return None
     grammar, param = grammar_and_field or (None, "tools")
     check_enabled(services, body, param)
-    check_tools(services, body, use.strict)
+    check_tools(services, body, tool_use.strict)
     with map_input_errors(param):
         if grammar is None:
             combined_grammar = parsers.strict_grammar(
-                use.tools, use.strict, parallel=parallel, in_reasoning=opens_reasoning
+                tool_use.tools, tool_use.strict, parallel=parallel, in_reasoning=opens_reasoning
             )
-        elif use.tools:
+        elif tool_use.tools:
             combined_grammar = parsers.calls_or_format_grammar(
-                grammar, use.tools, use.strict, parallel=parallel, in_reasoning=opens_reasoning
+                grammar, tool_use.tools, tool_use.strict, parallel=parallel, in_reasoning=opens_reasoning
             )
         else:
             combined_grammar = parsers.after_reasoning(grammar, in_reasoning=opens_reasoning)

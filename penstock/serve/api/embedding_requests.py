@@ -1,4 +1,4 @@
-"""Request handling shared by all routes of embeddings models."""
+"""Functions that all routes of embeddings models share: they read requests and run the model."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from penstock.pipelines.core import (
 from penstock.pipelines.core.embeddings import EmbeddingsFields, EmbeddingsOptions
 from penstock.serve.api.embedding_run import EmbeddingRun
 from penstock.serve.api.embedding_schemas import EncodingBody, TextsOrIds, VectorBody
-from penstock.serve.api.generation import cancel_on_disconnect, in_pool
-from penstock.serve.api.models import adapter_named
+from penstock.serve.api.generation import cancel_on_disconnect, run_in_pool
+from penstock.serve.api.models import requested_adapter
 from penstock.serve.api.parameters import map_input_errors
 from penstock.serve.api.text_generation import checked_body
 from penstock.serve.http.problems import RequestProblem
@@ -40,55 +40,57 @@ class ModelInput:
     """One input of the model."""
 
     name: str
-    """The field of the request, such as ``input[3]``, for errors."""
+    """The request field of the input, such as ``input[3]``, for error messages."""
     fields: EmbeddingsFields
+    """The fields of the input's `EmbeddingsGenerationRequest`."""
 
 
 @dataclass(frozen=True)
 class EncodedInputs:
-    """The outputs of all inputs of a request."""
+    """The model's outputs for all inputs of a request."""
 
     responses: list[EmbeddingsResponse]
     num_tokens: int
+    """The total number of tokens of the inputs."""
 
     @property
     def usage(self) -> dict[str, int]:
-        """OpenAI's ``usage``."""
+        """OpenAI's ``usage`` object."""
         return {"prompt_tokens": self.num_tokens, "total_tokens": self.num_tokens}
 
 
 async def read_body(request: Request, kind: type[Body]) -> Body:
-    """Read and check the body of a request, and write its log fields into the record.
+    """Read and validate the body of a request. Write its model and user into the request record.
 
     Raises:
-        RequestProblem: 400 that names the field.
-        UnknownModelError: the server has no model or adapter of that name.
+        RequestProblem: 400; the message names the invalid field.
+        UnknownModelError: the server has no model or adapter with the requested name.
     """
     services, record = Services.of(request), RequestRecord.of(request)
     raw = await request.json()
-    body = await in_pool(request, lambda: checked_body(services, kind, raw))
+    body = await run_in_pool(request, lambda: checked_body(services, kind, raw))
     record.model, record.user = body.model, body.user
-    adapter_named(services, body.model)
+    requested_adapter(services, body.model)
     return body
 
 
 async def encode_inputs(
     request: Request, body: EncodingBody, inputs: Callable[[], Sequence[ModelInput]]
 ) -> EncodedInputs:
-    """Return the model's outputs for all inputs of a request. Cancels them if the client disconnects.
+    """Return the model's outputs for all inputs of a request. Cancels the inputs if the client disconnects.
 
     Args:
-        request: the request, whose body has been read.
-        body: the body.
-        inputs: function that returns the inputs; runs in the thread pool.
+        request: a request whose body has been read.
+        body: the validated body.
+        inputs: function that returns the inputs. It runs in a thread pool.
 
     Raises:
-        RequestProblem: names the input that cannot be served or that failed.
+        RequestProblem: an input is invalid or has failed. The message names the input.
         PenstockError: the worker is not ready, or the queue is full.
         ClientDisconnect: the client disconnected.
     """
     services, record = Services.of(request), RequestRecord.of(request)
-    contexts, names = await in_pool(request, lambda: _contexts(services, body, inputs()))
+    contexts, names = await run_in_pool(request, lambda: _contexts(services, body, inputs()))
     record.details["inputs"] = len(contexts)
     run = EmbeddingRun(services, record, contexts, names)
     responses = await cancel_on_disconnect(request, run, run.responses)
@@ -114,7 +116,7 @@ def check_count(services: Services, count: int, field: str) -> None:
     """Raise if a request has more inputs than ``--max-inputs-per-request``.
 
     Raises:
-        RequestProblem: 400 with both numbers.
+        RequestProblem: 400; the message has both numbers.
     """
     limit = services.config.max_inputs_per_request
     if count > limit:
@@ -132,16 +134,16 @@ def check_outputs(services: Services, outputs: Sequence[str], hint: str = "") ->
     Args:
         services: the objects that routes use.
         outputs: the requested outputs.
-        hint: end of the error message: what the client can do instead.
+        hint: the end of the error message, which says what the client can do instead.
 
     Raises:
-        UnsupportedFeatureError: names the outputs of the model.
+        UnsupportedFeatureError: the message names the outputs of the model.
     """
     model_outputs = services.worker.info.outputs
-    missing = [name for name in outputs if name not in model_outputs]
-    if model_outputs and missing:
+    missing_outputs = [name for name in outputs if name not in model_outputs]
+    if model_outputs and missing_outputs:
         raise UnsupportedFeatureError(
-            f"the output {missing[0]}", f"this model computes {', '.join(model_outputs)}{hint}"
+            f"the output {missing_outputs[0]}", f"this model computes {', '.join(model_outputs)}{hint}"
         )
 
 
@@ -149,18 +151,24 @@ def vector_inputs(
     services: Services,
     body: VectorBody,
     outputs: Sequence[EmbeddingsOutput] | None,
-    **more: Unpack[EmbeddingsOptions],
+    **extra_options: Unpack[EmbeddingsOptions],
 ) -> list[ModelInput]:
-    """Return the inputs of a request for vectors.
+    """Return the model inputs of a request for embeddings or pooling.
+
+    Args:
+        services: the objects that routes use.
+        body: the validated request body.
+        outputs: the outputs to compute; None for the model's first output.
+        **extra_options: options that replace those of the body.
 
     Raises:
-        RequestProblem: 400 that names the field.
+        RequestProblem: 400; the message names the invalid field.
     """
     inputs = input_list(body.input)
     check_count(services, len(inputs), "input")
     if body.input_type is not None and body.prompt_name is not None:
         raise RequestProblem(
-            400, "input_type selects a prompt, and so does prompt_name: send one of them", param="input_type"
+            400, "input_type and prompt_name both select a prompt: send only one of them", param="input_type"
         )
     size = services.worker.info.embedding_size
     if body.dimensions is not None and body.pooling is None and size:
@@ -168,12 +176,12 @@ def vector_inputs(
             check_dimensions(body.dimensions, size, services.pipeline_config.model.trained_dimensions)
     prompt_name = body.prompt_name
     if body.input_type is not None:
-        prompt_name = tokenizer_of(services).layout.prompt_for(
+        prompt_name = embeddings_tokenizer(services).layout.prompt_for(
             "query" if body.input_type == "query" else "document"
         )
     if body.input_type is not None and body.task is not None:
         raise RequestProblem(
-            400, "input_type selects a task, and so does task: send one of them", param="input_type"
+            400, "input_type and task both select a task: send only one of them", param="input_type"
         )
     shared_options: EmbeddingsOptions = {
         "pooling": body.pooling,
@@ -181,7 +189,7 @@ def vector_inputs(
         "normalize": body.normalize,
         "prompt_name": prompt_name,
         "task": body.task,
-        **more,
+        **extra_options,
     }
     kinds = tuple(outputs) if outputs else None
     return [
@@ -190,17 +198,17 @@ def vector_inputs(
     ]
 
 
-def tokenizer_of(services: Services) -> EmbeddingsTokenizer:
-    """Return the tokenizer. All embeddings models have one."""
+def embeddings_tokenizer(services: Services) -> EmbeddingsTokenizer:
+    """Return the tokenizer of an embeddings model."""
     return cast(EmbeddingsTokenizer, services.tokenizer)
 
 
 def response_id(kind: str) -> str:
-    """Return a new id, such as ``rerank-1f0c...``."""
+    """Return a new random id that begins with `kind`, such as ``rerank-1f0c...``."""
     return f"{kind}-{uuid4().hex}"
 
 
-def numbers(array: npt.NDArray[np.number]) -> list[object]:
+def nested_list(array: npt.NDArray[np.number]) -> list[object]:
     """Return an array as nested lists of Python numbers."""
     values: list[object] = array.tolist()
     return values
@@ -209,31 +217,32 @@ def numbers(array: npt.NDArray[np.number]) -> list[object]:
 def _contexts(
     services: Services, body: EncodingBody, inputs: Sequence[ModelInput]
 ) -> tuple[list[EmbeddingsContext], list[str]]:
-    """Return the contexts of all inputs and their names. Slow: call it in the pool."""
-    adapter = adapter_named(services, body.model)
-    is_only = len(inputs) == 1
+    """Return the contexts of all inputs and their names. Blocks: call it in a thread pool."""
+    adapter = requested_adapter(services, body.model)
+    is_single = len(inputs) == 1
     requests: list[EmbeddingsGenerationRequest] = []
     for model_input in inputs:
         fields: EmbeddingsFields = {
             **model_input.fields,
-            "truncate": body.cuts,
+            "truncate": body.truncates,
             "max_tokens": body.max_tokens,
             "adapter": adapter,
             "priority": body.priority or 0,
         }
-        with _input_errors(model_input.name, is_only=is_only):
+        with _input_errors(model_input.name, is_single=is_single):
             requests.append(EmbeddingsGenerationRequest(id=uuid4().hex, model_name=body.model, **fields))
-    new_contexts = tokenizer_of(services).build_embeddings_contexts(requests)  # encodes all texts together
+    # One call for all requests, because the tokenizer encodes batches of texts faster.
+    new_contexts = embeddings_tokenizer(services).build_embeddings_contexts(requests)
     contexts: list[EmbeddingsContext] = []
     for model_input in inputs:
-        with _input_errors(model_input.name, is_only=is_only):
+        with _input_errors(model_input.name, is_single=is_single):
             contexts.append(next(new_contexts))
     return contexts, [model_input.name for model_input in inputs]
 
 
 @contextmanager
-def _input_errors(name: str, *, is_only: bool) -> Iterator[None]:
-    """Raise an `InputError` of the block as a `RequestProblem` that names the input."""
+def _input_errors(name: str, *, is_single: bool) -> Iterator[None]:
+    """Convert an `InputError` in the ``with`` block to a `RequestProblem` that names the input."""
     try:
         with map_input_errors(name):
             yield
@@ -243,9 +252,9 @@ def _input_errors(name: str, *, is_only: bool) -> Iterator[None]:
             count = str(cause.num_tokens) if cause.is_exact else f"more than {cause.num_tokens}"
             message = (
                 f"{name} has {count} tokens, but the maximum length is {cause.max_length} tokens: "
-                "shorten it, or send truncate: true to cut it"
+                "shorten the input, or send truncate: true to cut it"
             )
-        elif not is_only:
+        elif not is_single:
             message = f"{name}: {message}"
         raise RequestProblem(
             problem.status_code, message, param=problem.param, code=problem.code

@@ -1,7 +1,7 @@
 """Run the inputs of one HTTP request through an embeddings model.
 
-Each input has its own context. A request submits a few batches of them at a time, so that a request with many
-inputs does not fill the queue and displace other requests.
+Each input has its own context. A run submits only as many contexts at a time as fit into two batches. A
+request with many inputs therefore does not fill the queue and displace other requests.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from penstock.serve.observability.request_record import RequestRecord
 from penstock.serve.services import Services
 from penstock.worker.results import Generation
 
-_BATCHES_AT_ONCE = 2
-"""Batches of inputs that one request submits at a time: one batch runs while the next is in the queue."""
+_MAX_SUBMITTED_BATCHES = 2
+"""Maximum number of batches that one request has in the worker. One batch runs while the next one waits."""
 
 
 class EmbeddingRun:
@@ -29,7 +29,7 @@ class EmbeddingRun:
         services: the objects that routes use.
         record: receives the number of tokens and the time of admission.
         contexts: the contexts of the inputs.
-        names: the field of each context, such as ``input[3]``, for errors.
+        names: the request field of each context, such as ``input[3]``, for error messages.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class EmbeddingRun:
         self._generations: dict[int, Generation] = {}
         self._responses: list[EmbeddingsResponse | None] = [None] * len(contexts)
         num_slots = min(
-            _BATCHES_AT_ONCE * self._worker.info.max_batch_size, self._worker.max_outstanding // 2
+            _MAX_SUBMITTED_BATCHES * self._worker.info.max_batch_size, self._worker.max_outstanding // 2
         )
         self._input_ended = asyncio.Event()
         self._slots = asyncio.Semaphore(max(1, num_slots))
         self.num_tokens = sum(context.current_length for context in contexts)
-        """The number of tokens of all inputs."""
+        """The total number of tokens of the inputs."""
         record.prompt_tokens = self.num_tokens
 
     def cancel(self) -> None:
@@ -66,8 +66,8 @@ class EmbeddingRun:
         If one input fails, all other inputs are cancelled.
 
         Raises:
-            PenstockError: no input was accepted: the worker is not ready, or the queue is full.
-            RequestProblem: an input failed, which the message names; or 503, the request takes too long.
+            PenstockError: the worker is not ready or the queue is full, so no input was accepted.
+            RequestProblem: an input failed, and the message names the input. 503 if a time limit is exceeded.
         """
         try:
             await self._limits.within(self._run())
@@ -87,17 +87,17 @@ class EmbeddingRun:
                 tasks.create_task(self._collect(index))
 
     async def _submit(self, context: EmbeddingsContext, *, is_first: bool) -> Generation:
-        """Submit an input. All inputs except the first wait while the queue is more than half full."""
+        """Submit an input. Inputs other than the first one wait until `_may_submit` returns True."""
         if is_first:
             return self._worker.submit(context)
         while True:
             if self._may_submit():
                 with suppress(OverloadedError):
                     return self._worker.submit(context)
-            await self._queue_changed()
+            await self._wait_until_queue_changes()
 
-    async def _queue_changed(self) -> None:
-        """Return when a request of the worker or an input of this run has ended."""
+    async def _wait_until_queue_changes(self) -> None:
+        """Wait until any request of the worker or an input of this run has ended."""
         self._input_ended.clear()
         input_ended = asyncio.create_task(self._input_ended.wait())
         try:
@@ -111,8 +111,8 @@ class EmbeddingRun:
         """Return whether another input may be submitted now.
 
         Half of the queue is reserved for the first inputs of requests. Otherwise a request with many inputs
-        would fill the queue, and the server would refuse other requests. A request without running inputs may
-        always submit one.
+        would fill the queue, and the server would refuse other requests. A run that has no input in the
+        worker may always submit one.
         """
         worker = self._worker
         return not self._generations or worker.num_outstanding < worker.max_outstanding // 2
@@ -126,7 +126,7 @@ class EmbeddingRun:
                 if delta.embeddings is not None:
                     self._responses[index] = delta.embeddings
         except PenstockError as error:
-            # The slot is not released, so that no further input starts.
+            # The semaphore is not released, so that no further input is submitted.
             raise self._problem(index, error) from error
         finally:
             del self._generations[index]
@@ -137,10 +137,10 @@ class EmbeddingRun:
     def _problem(self, index: int, error: PenstockError) -> RequestProblem:
         """Return the error of an input as a `RequestProblem` that names the input."""
         problem, name = problem_of(error), self._names[index]
-        where = f"{name}: " if len(self._contexts) > 1 else ""
+        prefix = f"{name}: " if len(self._contexts) > 1 else ""
         return RequestProblem(
             problem.status,
-            f"{where}{problem.message}",
+            f"{prefix}{problem.message}",
             param=problem.param or name,
             code=problem.code,
             type=problem.type,

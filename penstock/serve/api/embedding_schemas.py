@@ -19,9 +19,9 @@ class EncodingBody(RequestBody):
     model: str = ""
     """Defaults to the served model, which `penstock.serve.api.text_generation.checked_body` sets."""
     truncate: bool | Literal["NONE", "END"] | None = None
-    """Whether inputs over the maximum length are cut at the end; otherwise they are refused."""
+    """Whether inputs over the maximum length are cut at the end. If not, they are refused."""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
-    """Number of first tokens to keep; -1 keeps as many as the model can read."""
+    """Number of leading tokens to keep; -1 keeps as many as the maximum length of the model."""
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     user: Label | None = None
 
@@ -29,40 +29,40 @@ class EncodingBody(RequestBody):
     @classmethod
     def _reject_zero(cls, count: int | None) -> int | None:
         if count == 0:
-            raise ValueError("0 would leave an empty input: send at least 1, or -1 to keep as many as fit")
+            raise ValueError("0 leaves an empty input: send at least 1, or -1 for the model's maximum length")
         return count
 
     @property
-    def cuts(self) -> bool:
+    def truncates(self) -> bool:
         """Whether inputs over the maximum length are cut."""
         return self.truncate in (True, "END") or self.truncate_prompt_tokens is not None
 
     @property
     def max_tokens(self) -> int | None:
-        """The length to cut to; None for the maximum length of the model."""
+        """The length in tokens to which inputs are cut; None for the maximum length of the model."""
         return None if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
 
 
 class VectorBody(EncodingBody):
-    """The fields of bodies that request vectors."""
+    """The fields that request bodies for embeddings and pooling share."""
 
     input: TextsOrIds
     encoding_format: Literal["float", "base64"] | None = None
-    """``base64``: the bytes of the vector as little-endian float32."""
+    """With ``base64``, a vector is the base64 text of its little-endian float32 values."""
     dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     """Number of leading dimensions to keep."""
 
-    # Not in the OpenAI API.
+    # The fields below are not in the OpenAI API.
     prompt_name: str | None = None
-    """The name of a prompt of the checkpoint, which is placed before each text."""
+    """The name of a prompt in the checkpoint. The prompt is placed before each text."""
     input_type: Literal["query", "document", "passage"] | None = None
-    """Selects the prompt of the checkpoint for queries or for documents."""
+    """Selects the checkpoint's prompt for queries or for documents."""
     task: str | None = None
-    """The task of a model with task adapters, such as ``retrieval.query``; also selects its prompt."""
+    """Selects the adapter and the prompt of a model with task adapters, for example ``retrieval.query``."""
     pooling: PoolingType | None = None
-    """Replaces the pooling of the checkpoint."""
+    """The pooling to use instead of the checkpoint's pooling."""
     normalize: bool | None = None
-    """Whether vectors are scaled to length 1; the default is that of the checkpoint."""
+    """Whether vectors are scaled to length 1. None uses the default of the checkpoint."""
 
 
 class EmbeddingsBody(VectorBody):
@@ -82,9 +82,9 @@ class PoolingBody(VectorBody):
     """``POST /pooling``."""
 
     outputs: Annotated[list[EmbeddingsOutput], Field(min_length=1, max_length=4)] | None = None
-    """The outputs to return; the default is the model's first output."""
+    """The outputs to return. None returns the model's first output."""
     activation: bool | None = None
-    """False returns the logits of a classification head."""
+    """False returns the logits of a classification head, without the activation function."""
 
 
 class ClassifyBody(EncodingBody):
@@ -92,24 +92,24 @@ class ClassifyBody(EncodingBody):
 
     input: TextsOrIds
     activation: bool | None = None
-    """False returns logits."""
+    """False returns the logits, without the activation function."""
 
 
 class ScoreBody(EncodingBody):
     """``POST /v1/score``."""
 
     text_1: str | Texts
-    """One text, which is paired with each text of ``text_2``, or as many texts as ``text_2``.
+    """One text, or a list as long as ``text_2``.
 
-    In the second case, each text is paired with the text of the same index.
+    One text is paired with each text of ``text_2``. Texts of two lists are paired by index.
     """
     text_2: str | Texts
     activation: bool | None = None
-    """False returns the logits of a cross-encoder."""
+    """False returns the logits of a cross-encoder, without the activation function."""
 
 
 class RerankDocument(RequestBody):
-    """A document as an object."""
+    """A document in the form of a JSON object."""
 
     text: str
 
@@ -122,11 +122,14 @@ class RerankBody(EncodingBody):
     top_n: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     return_documents: bool | None = None
     max_tokens_per_doc: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    """Number of first tokens of each document to keep. Pairs over the maximum length are cut, too."""
+    """Number of leading tokens of each document to keep.
+
+    If this field is set, a pair of query and document is also cut to the maximum length of the model.
+    """
     activation: bool | None = None
-    """False returns the logits of a cross-encoder."""
+    """False returns the logits of a cross-encoder, without the activation function."""
 
     @property
-    def cuts(self) -> bool:
-        """Whether pairs over the maximum length are cut."""
-        return super().cuts or self.max_tokens_per_doc is not None
+    def truncates(self) -> bool:
+        """Whether pairs of query and document over the maximum length are cut."""
+        return super().truncates or self.max_tokens_per_doc is not None

@@ -1,4 +1,4 @@
-"""``/v1/embeddings`` and ``/pooling``: vectors of texts."""
+"""The routes ``/v1/embeddings`` and ``/pooling``, which return vectors of texts."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from penstock.serve.api.embedding_requests import (
     EncodedInputs,
     check_outputs,
     encode_inputs,
-    numbers,
+    nested_list,
     read_body,
     vector_inputs,
 )
 from penstock.serve.api.embedding_schemas import EmbeddingsBody, PoolingBody
-from penstock.serve.api.json_parts import JsonResponse, Parts, array, encode, gather, with_members
+from penstock.serve.api.json_parts import JsonResponse, Parts, array, collect_parts, encode, with_members
 from penstock.serve.http.bodies import JsonRoute
 from penstock.serve.http.openapi import route_options
 from penstock.serve.services import Services
 
 router = APIRouter(route_class=JsonRoute, tags=["embeddings"])
 
-_OTHER_ROUTES_HINT = ": send the request to /v1/rerank, /v1/score or /v1/classify"
+_ROUTES_FOR_SCORES = ": send the request to /v1/rerank, /v1/score or /v1/classify"
 
 
 @router.post(
@@ -37,7 +37,7 @@ async def create_embeddings(request: Request) -> Response:
     """Return a vector for each input."""
     services = Services.of(request)
     body = await read_body(request, EmbeddingsBody)
-    check_outputs(services, ["dense"], _OTHER_ROUTES_HINT)
+    check_outputs(services, ["dense"], _ROUTES_FOR_SCORES)
     encoded_inputs = await encode_inputs(
         request, body, lambda: vector_inputs(services, body, ("dense",), normalize=body.normalizes)
     )
@@ -75,13 +75,15 @@ async def create_pooling(request: Request) -> Response:
 async def _list_response(
     services: Services, model: str, encoded_inputs: EncodedInputs, items: Iterator[Parts]
 ) -> Response:
-    """Return OpenAI's list object. Encodes long vectors in slices, between which the event loop runs."""
+    """Return OpenAI's list object. While it is encoded, the event loop runs after each `SLICE_SECONDS`."""
     members = {"object": "list", "model": model, "usage": encoded_inputs.usage}
-    return JsonResponse(await gather(with_members(members, data=array(items)), services.turns))
+    return JsonResponse(
+        await collect_parts(with_members(members, data=array(items)), services.encoding_turns)
+    )
 
 
 def _outputs(response: EmbeddingsResponse, *, as_base64: bool) -> dict[str, Parts]:
-    """Return the JSON of the outputs that a response has, by name."""
+    """Return the outputs of a response: name of the output -> its JSON."""
     outputs: dict[str, Parts] = {}
     if response.embeddings.size:
         outputs["dense"] = _vector(response.embeddings, as_base64=as_base64)
@@ -95,13 +97,13 @@ def _outputs(response: EmbeddingsResponse, *, as_base64: bool) -> dict[str, Part
 
 
 def _sparse(sparse: SparseEmbedding, *, as_base64: bool) -> Parts:
-    members = {"token_ids": numbers(sparse.token_ids)}
+    members = {"token_ids": nested_list(sparse.token_ids)}
     return with_members(members, weights=_vector(sparse.weights, as_base64=as_base64))
 
 
 def _vector(vector: npt.NDArray[np.number], *, as_base64: bool) -> Parts:
-    """Yield the JSON of a vector: numbers, or the base64 text of its little-endian float32 bytes."""
+    """Yield the JSON of a vector: a list of numbers, or the base64 text of little-endian float32 values."""
     if as_base64:
         yield encode(base64.b64encode(np.ascontiguousarray(vector, "<f4").tobytes()).decode())
     else:
-        yield encode(numbers(vector))
+        yield encode(nested_list(vector))

@@ -1,4 +1,4 @@
-"""Prompts for filling in the middle of a text, with the special tokens of the model."""
+"""Builds fill-in-the-middle (FIM) prompts from the special tokens of the model."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from penstock.text.tokenizer import TextTokenizer
 
 @dataclass(frozen=True)
 class FillInMiddleTokens:
-    """The fill-in-the-middle tokens of one model family, and their order in training data."""
+    """The fill-in-the-middle tokens of one model family, and their order in a prompt."""
 
     prefix: str
     suffix: str
     middle: str
     suffix_first: bool = False
+    """Whether the suffix precedes the prefix in a prompt. Such a prompt has no middle token."""
 
 
 FAMILIES = (
@@ -28,22 +29,30 @@ FAMILIES = (
     FillInMiddleTokens("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
     FillInMiddleTokens("[PREFIX]", "[SUFFIX]", "[MIDDLE]", suffix_first=True),  # Codestral
 )
-"""The model families. `fill_in_prompt` uses the first family whose tokens are in the tokenizer."""
-ENDS = ("<|endoftext|>", "<|file_sep|>", "<|fim_pad|>", "<|repo_name|>", "<|cursor|>", "<EOT>", "▁<EOT>")
+"""The known model families. `fill_in_prompt` uses the first family whose tokens the tokenizer has."""
+END_TOKENS = (
+    "<|endoftext|>",
+    "<|file_sep|>",
+    "<|fim_pad|>",
+    "<|repo_name|>",
+    "<|cursor|>",
+    "<EOT>",
+    "▁<EOT>",
+)
 """Tokens that end the generated middle, besides the end-of-sequence tokens of the model."""
 
 
 def fill_in_prompt(tokenizer: TextTokenizer, prefix: str, suffix: str, param: str) -> list[int]:
-    """Return the tokens of a prompt that makes the model generate the text between `prefix` and `suffix`.
+    """Return the token ids of a prompt for the text between `prefix` and `suffix`.
 
     Args:
         tokenizer: the tokenizer of the model.
-        prefix: the text before.
-        suffix: the text after.
-        param: the field of the request, for the error.
+        prefix: the text before the generated text.
+        suffix: the text after the generated text.
+        param: the request field that the error names.
 
     Raises:
-        RequestProblem: 400; the tokenizer has no such tokens.
+        RequestProblem: 400; the tokenizer has no known fill-in-the-middle tokens.
     """
     find = tokenizer.backend.token_to_id
     for family in FAMILIES:
@@ -53,7 +62,7 @@ def fill_in_prompt(tokenizer: TextTokenizer, prefix: str, suffix: str, param: st
     else:
         raise RequestProblem(
             400,
-            f"{param} is not supported: the tokenizer of this model has no tokens to fill in the middle",
+            f"{param} is not supported: the tokenizer of this model has no fill-in-the-middle tokens",
             param=param,
             code="unsupported_parameter",
         )
@@ -62,20 +71,21 @@ def fill_in_prompt(tokenizer: TextTokenizer, prefix: str, suffix: str, param: st
         return tokenizer.encode_text(text, False, limited=False).tolist() if text else []
 
     prefix_token, suffix_token, middle_token = (token for token in ids if token is not None)
-    parts: Sequence[list[int]] = ([prefix_token, *encode(prefix)], [suffix_token, *encode(suffix)])
-    if family.suffix_first:  # Codestral continues directly after the prefix
-        return [*_begin(tokenizer), *parts[1], *parts[0]]
-    return [*_begin(tokenizer), *parts[0], *parts[1], middle_token]
+    prefix_ids: Sequence[int] = [prefix_token, *encode(prefix)]
+    suffix_ids: Sequence[int] = [suffix_token, *encode(suffix)]
+    if family.suffix_first:
+        return [*_leading_special_ids(tokenizer), *suffix_ids, *prefix_ids]
+    return [*_leading_special_ids(tokenizer), *prefix_ids, *suffix_ids, middle_token]
 
 
-def fill_in_ends(tokenizer: TextTokenizer) -> list[int]:
+def fill_in_end_ids(tokenizer: TextTokenizer) -> list[int]:
     """Return the ids of the tokens that end the generated middle."""
-    token_ids = (tokenizer.backend.token_to_id(text) for text in ENDS)
+    token_ids = (tokenizer.backend.token_to_id(text) for text in END_TOKENS)
     return [token_id for token_id in token_ids if token_id is not None]
 
 
-def _begin(tokenizer: TextTokenizer) -> list[int]:
-    """Return the special tokens that the tokenizer adds before a text, such as BOS."""
+def _leading_special_ids(tokenizer: TextTokenizer) -> list[int]:
+    """Return the ids of the special tokens that the tokenizer adds before a text, such as BOS."""
     with_special, without_special = (
         tokenizer.encode_text("x", special, limited=False).tolist() for special in (True, False)
     )

@@ -1,9 +1,9 @@
-"""Run the generations of one HTTP request: submission, admission, output, disconnects.
+"""Run the contexts of one HTTP request: submit them, wait for admission, yield output, handle disconnects.
 
-    contexts -> GenerationRun(...) -> admitted() -> deltas() | whole() -> usage()
+    contexts -> GenerationRun(...) -> admitted() -> deltas() | whole_output() -> usage()
 
-A `GenerationRun` holds the contexts of one HTTP request: ``n`` choices for each prompt, in OpenAI's order.
-Choice ``i`` of prompt ``p`` has index ``p * n + i``.
+A `GenerationRun` has ``n`` choices for each prompt of the request, in OpenAI's order. Choice ``i`` of prompt
+``p`` has index ``p * n + i``.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from penstock.worker.results import Generation, RequestDelta
 
 T = TypeVar("T")
 
-_IMAGE = b'"image'
-"""A text that every request body with images contains, in all APIs.
+_IMAGE_KEY = b'"image'
+"""Bytes that the body of every request with images contains, in all APIs.
 
-The thread pool for images then runs the request. A body without images may contain the text too, which is
-harmless.
+Requests whose bodies contain these bytes are prepared in the thread pool for images. A request without images
+may run there, too.
 """
 
 
@@ -43,22 +43,23 @@ class GenerationJob:
     """The contexts of one HTTP request and their decoders."""
 
     contexts: Sequence[TextContext]
-    """``n`` per prompt."""
+    """``n`` contexts per prompt."""
     choices: Sequence[ChoiceDecoder]
-    """One per context."""
+    """One decoder per context."""
     n: int
+    """The number of choices per prompt."""
 
     @property
     def num_prompt_tokens(self) -> int:
-        """The number of tokens of all prompts. The tokens of a prompt count once for its ``n`` choices."""
+        """The total number of prompt tokens. A prompt counts once, not once for each of its ``n`` choices."""
         return sum(len(context.prompt_tokens) for context in self.contexts[:: self.n])
 
 
 def check_choices(services: Services, num_prompts: int, n: int) -> None:
-    """Raise if a request has too many choices. Called before their contexts are created.
+    """Raise if a request has too many choices. Call it before contexts are created, which is expensive.
 
     Raises:
-        RequestProblem: 400 that names the limit.
+        RequestProblem: 400; the message names the limit.
     """
     capacity, limit = services.worker.max_outstanding, services.config.max_choices_per_request
     count = num_prompts * n
@@ -68,16 +69,16 @@ def check_choices(services: Services, num_prompts: int, n: int) -> None:
         reason = f"this server accepts {capacity}"
     else:
         return
-    requested_answers = f"{n} answers" if num_prompts == 1 else f"{num_prompts} prompts with {n} answers each"
+    requested_choices = f"{n} choices" if num_prompts == 1 else f"{num_prompts} prompts with {n} choices each"
     raise RequestProblem(
         400,
-        f"the request asks for {requested_answers}, but {reason}: send fewer prompts, or a smaller n",
+        f"the request has {requested_choices}, but {reason}: send fewer prompts, or a smaller n",
         param="n" if n > 1 else "prompt",
     )
 
 
 class GenerationRun:
-    """The running choices of one request. Leaving the ``async with`` block cancels choices that still run.
+    """The running choices of one request. At the end of its ``async with`` block, it cancels running choices.
 
     Raises:
         UnavailableError: the worker is not ready, or too many requests are waiting.
@@ -116,7 +117,7 @@ class GenerationRun:
         self.finish()
 
     def finish(self) -> None:
-        """Cancel the choices that still run and write the token counts into the record."""
+        """Cancel running choices and write the token counts and finish reasons into the request record."""
         self.cancel()
         choices = self.job.choices
         self._record.completion_tokens = sum(choice.num_tokens for choice in choices)
@@ -124,7 +125,7 @@ class GenerationRun:
         self._record.finish_reasons = [choice.finish_reason for choice in choices if choice.finish_reason]
 
     async def admitted(self) -> None:
-        """Wait until every choice has been admitted to the batch.
+        """Wait until the scheduler has admitted every choice.
 
         Raises:
             PenstockError: the scheduler refuses a choice, or its grammar cannot be compiled.
@@ -134,7 +135,9 @@ class GenerationRun:
             self._record.admitted()
 
     async def deltas(self) -> AsyncGenerator[tuple[int, ChoiceDelta] | None, None]:
-        """Yield (index of the choice, delta) as output arrives; None after a pause without output.
+        """Yield (index of the choice, delta) when output arrives.
+
+        Yields None after `stream_ping` seconds without output.
 
         Raises:
             PenstockError: a choice failed; the other choices are cancelled.
@@ -142,19 +145,19 @@ class GenerationRun:
         """
         merged_deltas = _MergedDeltas(self._generations)
         with closing(merged_deltas):
-            pauses = self._limits.with_pings(
+            deltas_and_pings = self._limits.with_pings(
                 merged_deltas, ping=self._ping_seconds, progress=merged_deltas.num_unread
             )
-            async with aclosing(pauses):
-                async for item in pauses:
+            async with aclosing(deltas_and_pings):
+                async for item in deltas_and_pings:
                     if item is None:
                         yield None
                     elif self._has_output(*item):
                         yield item[0], self._take(*item)
                     if all(choice.is_done for choice in self.job.choices):
-                        return  # after a stop string the worker may still be generating
+                        return  # the worker may still be generating, after a stop string
 
-    async def whole(self) -> list[ChoiceDelta]:
+    async def whole_output(self) -> list[ChoiceDelta]:
         """Wait for all choices to finish and return the whole output of each.
 
         Raises:
@@ -169,7 +172,7 @@ class GenerationRun:
         return [_joined_delta(choice_deltas) for choice_deltas in deltas_by_choice]
 
     def usage(self) -> Usage:
-        """Return OpenAI's ``usage`` of the output so far."""
+        """Return OpenAI's ``usage`` object for the output so far."""
         choices = self.job.choices
         prompt = self._num_prompt_tokens
         completion = sum(choice.num_tokens for choice in choices)
@@ -185,10 +188,10 @@ class GenerationRun:
 
     @property
     def _num_cached_tokens(self) -> int:
-        """Number of prompt tokens that were cached before the request.
+        """Number of prompt tokens that were in the prefix cache before the request.
 
-        The later choices of a prompt also hit blocks that the first choice has computed. The minimum over the
-        choices excludes these hits.
+        The later choices of a prompt also find blocks that the first choice has stored. The minimum over the
+        choices of a prompt excludes these cache hits.
         """
         cached_counts = [choice.num_cached_tokens for choice in self.job.choices]
         return sum(
@@ -197,7 +200,7 @@ class GenerationRun:
         )
 
     def _has_output(self, index: int, delta: RequestDelta) -> bool:
-        # The worker may generate more tokens before it processes the cancellation.
+        # Tokens can arrive after the end of a choice, until the worker has processed the cancellation.
         return bool(delta.token_ids or delta.status.is_done) and not self.job.choices[index].is_done
 
     def _take(self, index: int, delta: RequestDelta) -> ChoiceDelta:
@@ -215,7 +218,7 @@ class GenerationRun:
 
 
 class _MergedDeltas:
-    """Merges the deltas of several generations. Deltas that arrive while the reader is busy are joined."""
+    """Async iterator over the deltas of several generations, as pairs (index of the generation, delta)."""
 
     def __init__(self, generations: Sequence[Generation]) -> None:
         self._generations = generations
@@ -254,6 +257,7 @@ class _MergedDeltas:
 
 
 def _joined_delta(deltas: Sequence[ChoiceDelta]) -> ChoiceDelta:
+    """Return the sum of the deltas of one choice."""
     if len(deltas) == 1:
         return deltas[0]
     return ChoiceDelta(
@@ -264,23 +268,26 @@ def _joined_delta(deltas: Sequence[ChoiceDelta]) -> ChoiceDelta:
     )
 
 
-async def in_pool(request: Request, function: Callable[[], T]) -> T:
-    """Run a function in the thread pool that the request body selects. The body must have been read."""
+async def run_in_pool(request: Request, function: Callable[[], T]) -> T:
+    """Run a function that prepares a request in a thread pool. The request body must have been read.
+
+    Bodies that may have images use the thread pool for images. Other bodies use a pool chosen by their size.
+    """
     services, body = Services.of(request), await request.body()
-    if getattr(services.tokenizer, "reads_images", False) and _IMAGE in body:
+    if getattr(services.tokenizer, "reads_images", False) and _IMAGE_KEY in body:
         limits = TimeLimits(services.config, RequestRecord.of(request))
         return await limits.within(services.images.run(function))
     return await asyncio.get_running_loop().run_in_executor(services.pool_for(len(body)), function)
 
 
 class Cancellable(Protocol):
-    """The computation of a request, which can be cancelled."""
+    """A computation that can be cancelled."""
 
     def cancel(self) -> None: ...
 
 
 async def cancel_on_disconnect(request: Request, run: Cancellable, compute: Callable[[], Awaitable[T]]) -> T:
-    """Await and return the result of `answer`. Cancel `run` if the client disconnects first.
+    """Await and return the result of `compute`. Cancel `run` if the client disconnects first.
 
     Raises:
         ClientDisconnect: the client disconnected.

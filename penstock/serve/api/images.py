@@ -1,4 +1,4 @@
-"""Images of requests: their sources, and a thread pool for requests with images."""
+"""Reads the images of requests, and prepares requests with images in a separate thread pool."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ T = TypeVar("T")
 
 _NUM_THREADS = 8
 _MAX_ACTIVE = 32
-"""Maximum number of requests with images that are prepared concurrently. Each holds its images in memory."""
+"""Maximum number of requests with images that are prepared concurrently. It bounds the memory for images."""
 
 
 class ImageFields(TypedDict, total=False):
-    """The fields of a `TokenGeneratorRequest` for the images of its messages; empty without images."""
+    """The fields of a `TokenGeneratorRequest` for the images of its messages. Empty without images."""
 
     images: list[bytes]
     image_details: list[str]
@@ -35,13 +35,13 @@ class ImageFields(TypedDict, total=False):
 class ImageRequests:
     """Reads the images of requests, and prepares requests with images in a separate thread pool.
 
-    The preparation waits for decoder processes and for image servers. In the thread pool of other
-    requests, it would delay those requests.
+    The preparation waits for the processes that decode images and for image servers. In the thread pool of
+    requests without images, it would delay those requests.
 
     Args:
         config: the configuration of the server.
-        vision: the limits of images.
-        metrics: counts the images.
+        vision: the limits on images.
+        metrics: records the preparation time of each request.
     """
 
     def __init__(self, config: ServeConfig, vision: VisionConfig, metrics: Metrics) -> None:
@@ -64,7 +64,7 @@ class ImageRequests:
         """
         if self._num_active >= _MAX_ACTIVE:
             raise OverloadedError(
-                f"{self._num_active} requests with images are being prepared already: try again later",
+                f"{self._num_active} other requests with images are being prepared: try again later",
                 retry_after=5,
             )
         self._num_active += 1
@@ -77,14 +77,14 @@ class ImageRequests:
     def _end(self, ended_future: asyncio.Future[T], begin: float) -> None:
         self._num_active -= 1
         if not ended_future.cancelled():
-            ended_future.exception()  # marks it as retrieved: asyncio would log it for a cancelled request
+            ended_future.exception()  # marks the exception as retrieved, so that asyncio does not log it
         self._metrics.images_prepared(time.perf_counter() - begin)
 
     def fields(self, messages: Sequence[Message]) -> ImageFields:
-        """Return the request fields with the images of messages: files and details. Blocks on files and URLs.
+        """Return the encoded image files of messages and their ``detail`` values. Blocks on files and URLs.
 
         Raises:
-            InputError: there are too many images, or an image cannot be read; names its message.
+            InputError: there are too many images, or an image cannot be read.
         """
         image_parts = [
             (f"messages[{i}].content[{j}]", part["image_url"])
@@ -99,11 +99,11 @@ class ImageRequests:
                 "(--max-images-per-request)"
             )
         images = []
-        for place, image in image_parts:
+        for field_name, image in image_parts:
             try:
                 images.append(self._sources.read(image["url"]))
             except InputError as error:
-                raise InputError(f"{place}: {error}") from error
+                raise InputError(f"{field_name}: {error}") from error
         details = [image.get("detail") or "auto" for _, image in image_parts]
         return {"images": images, "image_details": details} if images else {}
 

@@ -1,7 +1,7 @@
-"""JSON documents in parts, so that encoding a long response does not block the event loop.
+"""Encodes JSON documents in parts, so that encoding a long response does not block the event loop.
 
-A response with many log probabilities takes seconds to encode. The functions here yield its JSON in parts of
-bounded cost. `gather` and `spread` let the event loop run after each `SLICE_SECONDS` of work.
+Encoding a response with many log probabilities takes seconds. The functions here yield its JSON in small
+parts. `collect_parts` and `with_pauses` yield to the event loop after each `SLICE_SECONDS` of encoding.
 """
 
 from __future__ import annotations
@@ -15,16 +15,21 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 SLICE_SECONDS = 0.001
-"""Encoding time after which the event loop runs. Encoding one part takes about this long at most."""
+"""Seconds of encoding after which the event loop runs. Encoding one part takes about this long at most."""
 MESSAGE_BYTES = 256 * 1024
-"""Approximate maximum size of one ASGI body message."""
+"""Size in bytes at which an ASGI body message is sent. A message exceeds it by less than one part."""
 
 encode = msgspec.json.Encoder().encode
 Parts = Iterator[bytes]
+"""Consecutive parts of a JSON text in UTF-8."""
 
 
 def with_members(first_members: Mapping[str, object], **members: Iterable[bytes]) -> Parts:
-    """Yield the JSON of an object: ``first_members``, which are not empty, then further members in parts.
+    """Yield the JSON of an object.
+
+    Args:
+        first_members: the first members of the object; at least one.
+        **members: the name of each further member -> the parts of its JSON.
 
     >>> b"".join(with_members({"a": 1}, b=[b"[2,", b"3]"], c=[b"null"]))
     b'{"a":1,"b":[2,3],"c":null}'
@@ -37,7 +42,7 @@ def with_members(first_members: Mapping[str, object], **members: Iterable[bytes]
 
 
 def array(items: Iterable[Iterable[bytes]]) -> Parts:
-    """Yield the JSON of an array; the items are given in parts.
+    """Yield the JSON of an array. Each item is an iterable of the parts of its JSON.
 
     >>> b"".join(array([[b"1"], [b"[2,", b"3]"]]))
     b'[1,[2,3]]'
@@ -51,30 +56,30 @@ def array(items: Iterable[Iterable[bytes]]) -> Parts:
 
 
 def event_parts(data: Iterable[bytes]) -> Parts:
-    """Yield one server-sent event; its data are given in parts."""
+    """Yield one server-sent event whose data is the concatenation of ``data``."""
     yield b"data: "
     yield from data
     yield b"\n\n"
 
 
 class EncodingTurns:
-    """Lets one long response at a time encode a slice, so that the event loop runs after each slice."""
+    """Makes long responses take turns: between two slices of any responses, the event loop runs once."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
 
     async def pause(self) -> None:
-        """Yield to the event loop and to other responses that wait for their next slice."""
+        """Yield to the event loop, then wait for the turns of the responses that paused earlier."""
         async with self._lock:
             await asyncio.sleep(0)
 
 
-async def gather(parts: Iterable[bytes], turns: EncodingTurns) -> list[bytes]:
+async def collect_parts(parts: Iterable[bytes], turns: EncodingTurns) -> list[bytes]:
     """Return all parts. Yields to the event loop after each `SLICE_SECONDS` of encoding."""
-    return [part async for part in spread(parts, turns)]
+    return [part async for part in with_pauses(parts, turns)]
 
 
-async def spread(parts: Iterable[bytes], turns: EncodingTurns) -> AsyncGenerator[bytes, None]:
+async def with_pauses(parts: Iterable[bytes], turns: EncodingTurns) -> AsyncGenerator[bytes, None]:
     """Yield the parts. Yields to the event loop after each `SLICE_SECONDS` of encoding."""
     begin = time.perf_counter()
     for part in parts:
@@ -86,21 +91,21 @@ async def spread(parts: Iterable[bytes], turns: EncodingTurns) -> AsyncGenerator
 
 
 def json_response(value: object) -> Response:
-    """Return a short JSON document."""
+    """Return a response with a short JSON document."""
     return Response(encode(value), media_type="application/json")
 
 
 class JsonResponse(Response):
-    """A JSON document; a long one is sent in several messages.
+    """A response with a JSON document, sent in ASGI messages of about `MESSAGE_BYTES`.
 
     Args:
-        parts: the document.
+        parts: the parts of the document.
     """
 
     media_type = "application/json"
 
     def __init__(self, parts: Sequence[bytes]) -> None:
-        # Not Response.__init__, which needs the whole body as one bytes object.
+        # Response.__init__ is not called, because it requires the whole body as one bytes object.
         self.status_code = 200
         self.background = None
         self.body = b""

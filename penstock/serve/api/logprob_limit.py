@@ -1,4 +1,4 @@
-"""The limit on the number of log probabilities in one response."""
+"""Limits the number of log probabilities in one response (``--max-logprobs-per-request``)."""
 
 from __future__ import annotations
 
@@ -12,58 +12,65 @@ from penstock.serve.http.problems import RequestProblem
 from penstock.serve.services import Services
 
 
-def num_best(body: GenerationBody, top: int | None) -> int:
+def num_top_logprobs(body: GenerationBody, num_top: int | None) -> int:
     """Return the number of top tokens that the worker computes per position; 0 for no log probabilities.
 
     Args:
-        body: the request, which may ask for ``prompt_logprobs``.
-        top: number of top tokens per generated token; None without log probabilities of generated tokens.
+        body: the request. Its ``prompt_logprobs`` is the number of top tokens per prompt token.
+        num_top: number of top tokens per generated token; None if the response has no log probabilities of
+            generated tokens.
     """
-    counts = [max(1, num_top) for num_top in (top, body.prompt_logprobs) if num_top is not None]
+    counts = [max(1, count) for count in (num_top, body.prompt_logprobs) if count is not None]
     return max(counts, default=0)
 
 
 def num_prompt_logprobs(
-    body: GenerationBody, contexts: Sequence[TextContext], *, echoed: int | None = None
+    body: GenerationBody, contexts: Sequence[TextContext], *, num_echo_top: int | None = None
 ) -> int:
     """Return the number of prompt log probabilities in a response.
 
     Args:
-        body: the request, which may ask for ``prompt_logprobs``.
+        body: the request. Its ``prompt_logprobs`` is the number of top tokens per prompt token.
         contexts: the contexts of the request.
-        echoed: number of top tokens per echoed prompt token; None if the echo has no log probabilities.
+        num_echo_top: number of top tokens per repeated prompt token; None if the echo has no log
+            probabilities.
     """
-    rows = sum(len(context.prompt_tokens) for context in contexts)
-    return sum(rows * (top + 1) for top in (body.prompt_logprobs, echoed) if top is not None)
+    num_tokens = sum(len(context.prompt_tokens) for context in contexts)
+    return sum(
+        num_tokens * (count + 1) for count in (body.prompt_logprobs, num_echo_top) if count is not None
+    )
 
 
-def without_echo(context: TextContext, *, has_logprobs: bool) -> TextContext:
-    """Return a copy of a context that does not score its prompt. Another choice scores the same prompt.
+def without_prompt_logprobs(context: TextContext, *, has_logprobs: bool) -> TextContext:
+    """Return a copy of a context without log probabilities of the prompt.
+
+    Used for all choices of a prompt except the first one, which computes them.
 
     Args:
         context: a context that has not started.
-        has_logprobs: whether its generated tokens have log probabilities.
+        has_logprobs: whether the generated tokens of the copy have log probabilities.
     """
     log_probabilities = context.log_probabilities if has_logprobs else None
     return msgspec.structs.replace(context, log_probabilities_echo=False, log_probabilities=log_probabilities)
 
 
 def with_bounded_output(
-    services: Services, context: TextContext, num_choices: int, *, top: int, prompt_rows: int = 0
+    services: Services, context: TextContext, num_choices: int, *, num_top: int, prompt_count: int = 0
 ) -> TextContext:
-    """Return a copy with a maximum length at which the log probabilities fit into one response.
+    """Return a copy of a context whose maximum length keeps the log probabilities within the limit.
 
-    Used if the request has no output limit. The output then ends with ``length``. If not even one token fits,
-    the context is returned unchanged, and `check_num_logprobs` refuses it.
+    Used for requests without an output limit. Output that reaches the maximum length has the finish reason
+    ``length``. If not even one token fits, the context is returned unchanged. `check_num_logprobs` then
+    raises.
 
     Args:
         services: its configuration has the limit.
-        context: the context of each choice.
+        context: the context of the request.
         num_choices: the number of choices.
-        top: number of top tokens per generated token.
-        prompt_rows: number of log probabilities of the prompt in the response.
+        num_top: number of top tokens per generated token.
+        prompt_count: number of log probabilities of the prompt in the response.
     """
-    max_tokens = (services.config.max_logprobs_per_request - prompt_rows) // (num_choices * (top + 1))
+    max_tokens = (services.config.max_logprobs_per_request - prompt_count) // (num_choices * (num_top + 1))
     length = len(context.prompt_tokens) + max_tokens
     if max_tokens < 1 or length >= context.max_length:
         return context
@@ -74,37 +81,37 @@ def check_num_logprobs(
     services: Services,
     contexts: Sequence[TextContext],
     *,
-    top: int | None,
-    prompt_rows: int = 0,
+    num_top: int | None,
+    prompt_count: int = 0,
     param: str,
 ) -> None:
     """Raise if the response could have more log probabilities than ``--max-logprobs-per-request``.
 
     Args:
         services: its configuration has the limit.
-        contexts: one per choice; each may generate up to its maximum length.
-        top: number of top tokens per generated token; None if the response has no log
+        contexts: one context per choice. Each context may generate up to its maximum length.
+        num_top: number of top tokens per generated token; None if the response has no log
             probabilities of generated tokens.
-        prompt_rows: number of log probabilities of all prompts in the response.
+        prompt_count: number of log probabilities of all prompts in the response.
         param: the field that the error names.
 
     Raises:
-        RequestProblem: 400 with the numbers.
+        RequestProblem: 400; the message has both numbers.
     """
     limit = services.config.max_logprobs_per_request
     lengths = [context.max_length - len(context.prompt_tokens) for context in contexts]
-    count = prompt_rows + (0 if top is None else sum(lengths) * (top + 1))
+    count = prompt_count + (0 if num_top is None else sum(lengths) * (num_top + 1))
     if count <= limit:
         return
-    parts = []
-    if top is not None:
-        parts.append(f"{len(lengths)} x {max(lengths)} tokens x {top + 1}")
-    if prompt_rows:
-        parts.append(f"{prompt_rows} of the prompt")
+    terms = []
+    if num_top is not None:
+        terms.append(f"{len(lengths)} choice(s) x {max(lengths)} tokens x {num_top + 1}")
+    if prompt_count:
+        terms.append(f"{prompt_count} of the prompt")
     raise RequestProblem(
         400,
-        f"the answer could have {count} log probabilities ({', '.join(parts)}), "
-        f"but this server sends at most {limit} in one answer: lower n, max_tokens or {param}, "
+        f"the response could have {count} log probabilities ({' + '.join(terms)}), "
+        f"but this server sends at most {limit} in one response: lower n, max_tokens or {param}, "
         "shorten the prompt, or raise --max-logprobs-per-request",
         param=param,
     )

@@ -1,4 +1,4 @@
-"""``/v1/models``, and the model or adapter that a request names."""
+"""The route ``/v1/models``, and the lookup of the model or adapter that a request names."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class Model(BaseModel):
     created: int
     owned_by: str = "penstock"
     root: str
-    """The path that the model or adapter was loaded from."""
+    """The path from which the model or adapter was loaded."""
     parent: str | None = None
-    """For an adapter: the model that it adapts."""
+    """The id of the model to which an adapter belongs. None for a model."""
     max_model_len: int
-    """Maximum number of tokens of prompt and output together."""
+    """Maximum total number of tokens of prompt and output."""
     task: str
     """The task that the model is loaded for, such as ``text-generation``."""
     input_modalities: list[str]
     """The content types of messages: ``text``, and ``image`` if the model reads images."""
     outputs: list[str]
-    """For an embeddings model: the outputs that a request may choose, the default first."""
+    """The outputs that a request to an embeddings model may choose, starting with the default."""
 
 
 class ModelList(BaseModel):
@@ -49,23 +49,23 @@ class ModelList(BaseModel):
 @router.get("/v1/models", responses=responses(401, 421, 503))
 async def list_models(request: Request) -> ModelList:
     """List the served model and its adapters."""
-    return ModelList(data=list(models_of(Services.of(request)).values()))
+    return ModelList(data=list(models_by_id(Services.of(request)).values()))
 
 
 @router.get("/v1/models/{model:path}", responses=responses(401, 404, 421, 503))
 async def retrieve_model(model: str, request: Request) -> Model:
     """Return one model or adapter. The name may contain slashes."""
-    models = models_of(Services.of(request))
+    models = models_by_id(Services.of(request))
     if model not in models:
         raise UnknownModelError(model[:200], models)
     return models[model]
 
 
-def adapter_named(services: Services, model: str) -> str | None:
-    """Return the adapter that a request names as ``model``; None if it names the model itself.
+def requested_adapter(services: Services, model: str) -> str | None:
+    """Return the adapter that a request names in its field ``model``; None if it names the model itself.
 
     Raises:
-        UnknownModelError: the server has no model or adapter of that name.
+        UnknownModelError: the server has no model or adapter with this name.
     """
     if model == services.model_name:
         return None
@@ -82,7 +82,7 @@ def system_fingerprint(services: Services) -> str:
 
 
 def unloaded_model(services: Services) -> Model:
-    """Return the entry of a model that is not loaded yet, with the maximum length of its checkpoint."""
+    """Return the entry of a model that is not loaded. Its maximum length is that of the checkpoint."""
     return Model(
         id=services.model_name,
         root=services.pipeline_config.model.model_path,
@@ -94,8 +94,8 @@ def unloaded_model(services: Services) -> Model:
     )
 
 
-def models_of(services: Services) -> dict[str, Model]:
-    """Return the entries of a loaded model and its adapters, by name."""
+def models_by_id(services: Services) -> dict[str, Model]:
+    """Return id -> entry for a loaded model and its adapters."""
     base_model, info = unloaded_model(services), services.worker.info
     base_model = base_model.model_copy(update={"max_model_len": info.max_length, "outputs": info.outputs})
     models = {base_model.id: base_model}

@@ -1,4 +1,4 @@
-"""Routes for operators: liveness, readiness, load, version, metrics."""
+"""Routes for operators that return liveness, readiness, load, version and metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ router = APIRouter(tags=["operations"])
 
 
 class Status(BaseModel):
-    """The body of a successful check."""
+    """The response to a successful check or command."""
 
     status: str
 
@@ -33,9 +33,9 @@ class Version(BaseModel):
 
 @router.get("/health")
 async def health(request: Request) -> Status:
-    """Liveness: 200 while the model worker responds, else 503.
+    """Return 200 while the model worker responds, else 503 (liveness).
 
-    A server that is shutting down also answers 200 until its worker stops.
+    During shutdown the status stays 200 until the worker stops.
     """
     worker = Services.of(request).worker
     if not worker.is_alive:
@@ -46,7 +46,7 @@ async def health(request: Request) -> Status:
 @router.get("/ping")
 @router.post("/ping", include_in_schema=False)
 async def ping(request: Request) -> Status:
-    """The same as `/health`, for SageMaker. Also accepts POST."""
+    """Do the same as `/health`. SageMaker calls this route. It also accepts POST."""
     return await health(request)
 
 
@@ -58,7 +58,7 @@ async def load(request: Request) -> ServerLoad:
 
 @router.get("/ready")
 async def ready(request: Request) -> Status:
-    """Readiness: 200 if the server admits requests now, else 503."""
+    """Return 200 if the server admits requests now, else 503 (readiness)."""
     services = Services.of(request)
     if services.gate.reason:
         raise RequestProblem(503, services.gate.reason)

@@ -1,4 +1,4 @@
-"""Translate ``response_format`` and ``structured_outputs`` to a grammar of the output."""
+"""Translates ``response_format`` and ``structured_outputs`` to a grammar for the output."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from penstock.serve.services import Services
 
 
 def output_grammar(services: Services, body: GenerationBody) -> tuple[Grammar, str] | None:
-    """Return the grammar of a request and the field that specifies it; None for free text.
+    """Return the grammar that a request sets, and the name of the field; None if it sets no grammar.
 
     Raises:
-        RequestProblem: 400; two fields specify a format, a format is invalid, or the schema has a keyword
-            that grammars do not support.
+        RequestProblem: 400; two fields set a format, a format is invalid, or a schema has a keyword that
+            grammars do not support.
     """
     formats = []
     if body.response_format is not None and body.response_format.type != "text":
@@ -32,22 +32,22 @@ def output_grammar(services: Services, body: GenerationBody) -> tuple[Grammar, s
     ]
     if len(formats) > 1:
         names = " and ".join(name for name, *_ in formats)
-        raise RequestProblem(400, f"{names} both set a format: send one", param=formats[1][0])
-    for param, grammar, place in formats:
-        return _checked_grammar(services, grammar, place), param
+        raise RequestProblem(400, f"{names} each set a format: send only one", param=formats[1][0])
+    for param, grammar, field_path in formats:
+        return _validated_grammar(services, grammar, field_path), param
     return None
 
 
 def check_enabled(services: Services, body: GenerationBody, param: str) -> None:
-    """Raise if the worker has no grammar back end, or if a request with a grammar could not end.
+    """Raise if the worker has no grammar back end, or if ``ignore_eos`` would make the output endless.
 
     Raises:
-        RequestProblem: 400 that names the field.
+        RequestProblem: 400; the message names the field.
     """
     if not services.worker.info.grammars_enabled:
         raise RequestProblem(
             400,
-            f"{param} needs the grammar extra, which is not installed: pip install 'penstock-llm[grammar]'",
+            f"{param} requires an optional package: pip install 'penstock-llm[grammar]'",
             param=param,
             code="unsupported_parameter",
         )
@@ -63,30 +63,32 @@ def check_tools(services: Services, body: ChatBody, names: Container[str]) -> No
     """Raise if the parameter schema of a tool cannot be translated to a grammar.
 
     Args:
-        names: the tools whose calls must match their schemas.
+        services: the objects that routes use.
+        body: the request.
+        names: the names of tools whose calls must match their schemas.
 
     Raises:
-        RequestProblem: 400 that names the tool.
+        RequestProblem: 400; the message names the tool.
     """
     for index, tool in enumerate(body.tools or ()):
         if tool.function.name in names and tool.function.parameters is not None:
-            place = f"tools[{index}].function.parameters"
-            _check_size(services, len(json.dumps(tool.function.parameters, ensure_ascii=False)), place)
-            with map_input_errors(place):
+            field_path = f"tools[{index}].function.parameters"
+            _check_size(services, len(json.dumps(tool.function.parameters, ensure_ascii=False)), field_path)
+            with map_input_errors(field_path):
                 check_json_schema(tool.function.parameters)
 
 
-def checked_grammar(services: Services, grammar: Grammar | None, place: str) -> Grammar | None:
-    """Check a grammar that combines separately checked grammars, for example of tools and of reasoning.
+def checked_grammar(services: Services, grammar: Grammar | None, field_path: str) -> Grammar | None:
+    """Validate and return a grammar that combines validated grammars, for example of tools and of reasoning.
 
     Raises:
-        RequestProblem: 400; the combined grammar is too large, or it has an invalid reference.
+        RequestProblem: 400; the combined grammar is too large or has an invalid reference.
     """
-    return None if grammar is None else _checked_grammar(services, grammar, place)
+    return None if grammar is None else _validated_grammar(services, grammar, field_path)
 
 
 def _response_format_grammar(response_format: ResponseFormat) -> tuple[Grammar, str]:
-    """Return the unchecked grammar and the field that contains its text."""
+    """Return the grammar, which is not validated, and the field that contains its text."""
     if response_format.type == "json_object":
         return Grammar("json_object"), "response_format"
     if response_format.type == "structural_tag":
@@ -95,17 +97,17 @@ def _response_format_grammar(response_format: ResponseFormat) -> tuple[Grammar, 
     if response_format.json_schema is None:
         raise RequestProblem(
             400,
-            "response_format of type json_schema needs a json_schema",
+            "response_format of type json_schema requires a json_schema",
             param="response_format.json_schema",
         )
     json_schema = response_format.json_schema
     schema = (
         json_schema.model_dump(exclude_unset=True, by_alias=True)
-        if json_schema.is_bare
+        if json_schema.is_plain_schema
         else json_schema.schema_
     )
-    place = "response_format.json_schema"
-    return _json_schema_grammar({} if schema is None else schema, place), place
+    field_path = "response_format.json_schema"
+    return _json_schema_grammar({} if schema is None else schema, field_path), field_path
 
 
 def _structured_outputs_grammar(outputs: StructuredOutputs) -> tuple[Grammar, str]:
@@ -120,23 +122,25 @@ def _structured_outputs_grammar(outputs: StructuredOutputs) -> tuple[Grammar, st
             param="structured_outputs",
         )
     ((name, value),) = formats.items()
-    place = f"structured_outputs.{name}"
+    field_path = f"structured_outputs.{name}"
     match name:
         case "json":
-            grammar = _json_schema_grammar(_parsed_json(value, place), place)
+            grammar = _json_schema_grammar(_parsed_json(value, field_path), field_path)
         case "choice":
             grammar = Grammar("choice", json.dumps(value, ensure_ascii=False))
         case "structural_tag":
-            grammar = Grammar("structural_tag", json.dumps(_parsed_json(value, place), ensure_ascii=False))
+            grammar = Grammar(
+                "structural_tag", json.dumps(_parsed_json(value, field_path), ensure_ascii=False)
+            )
         case "grammar":
             grammar = Grammar("ebnf", str(value))
         case _:
             grammar = Grammar("regex", str(value))
-    return grammar, place
+    return grammar, field_path
 
 
 def _guided_fields(body: GenerationBody) -> dict[str, object]:
-    """Return the ``guided_...`` fields, which are aliases of the members of ``structured_outputs``."""
+    """Return the ``guided_...`` fields. They are aliases of the members of ``structured_outputs``."""
     return {
         "guided_json": body.guided_json,
         "guided_regex": body.guided_regex,
@@ -166,38 +170,38 @@ def _structured_outputs_fields(outputs: StructuredOutputs) -> dict[str, object]:
     }
 
 
-def _parsed_json(value: object, place: str) -> object:
+def _parsed_json(value: object, field_path: str) -> object:
     if not isinstance(value, str):
         return value
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise RequestProblem(400, f"{place} is not JSON: {error}", param=place) from None
+        raise RequestProblem(400, f"{field_path} is not JSON: {error}", param=field_path) from None
 
 
-def _json_schema_grammar(schema: object, place: str) -> Grammar:
+def _json_schema_grammar(schema: object, field_path: str) -> Grammar:
     if not isinstance(schema, dict | bool):
-        raise RequestProblem(400, f"{place} must be a JSON schema, an object", param=place)
+        raise RequestProblem(400, f"{field_path} must be a JSON schema, which is an object", param=field_path)
     return Grammar("json_schema", json.dumps(schema, ensure_ascii=False))
 
 
-def _checked_grammar(services: Services, grammar: Grammar, place: str) -> Grammar:
-    _check_size(services, len(grammar.text), place)
-    with map_input_errors(place):
+def _validated_grammar(services: Services, grammar: Grammar, field_path: str) -> Grammar:
+    _check_size(services, len(grammar.text), field_path)
+    with map_input_errors(field_path):
         check_grammar(grammar)
     return grammar
 
 
-def _check_size(services: Services, size: int, place: str) -> None:
-    """Raise if a grammar is larger than ``--max-grammar-size``.
+def _check_size(services: Services, size: int, field_path: str) -> None:
+    """Raise if a grammar has more characters than ``--max-grammar-size``.
 
-    Called before the grammar is parsed, because parsing a large grammar is slow.
+    Call it before the grammar is parsed, because parsing a large grammar is slow.
     """
     limit = services.pipeline_config.structured_output.max_size
     if size > limit:
         raise RequestProblem(
             400,
-            f"{place} gives a grammar of {size} characters, and the maximum is {limit}: "
+            f"{field_path} results in a grammar of {size} characters, but the maximum is {limit}: "
             "shorten it, or raise --max-grammar-size",
-            param=place,
+            param=field_path,
         )

@@ -1,4 +1,4 @@
-"""The owners of stored responses, files and batches."""
+"""Determines the owner of stored responses, files and batches."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from fastapi import Request
 from penstock.serve.services import Services
 
 
-def owner_of(request: Request) -> str:
-    """Return the owner of objects that a client stores: its API key if there are several keys, else ""."""
+def request_owner(request: Request) -> str:
+    """Return the owner of the objects that a client stores.
+
+    The owner is the hash of the client's API key. It is an empty string if the server has fewer than two
+    keys.
+    """
     if len(Services.of(request).config.api_key) < 2:
         return ""
     key = request.headers.get("authorization", "").partition(" ")[2] or request.headers.get("x-api-key", "")

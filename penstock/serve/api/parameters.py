@@ -1,12 +1,12 @@
-"""Checks of request fields, the tables of unsupported fields, and the sampling parameters of a request.
+"""Checks request fields, lists unsupported fields, and converts a request to sampling parameters.
 
-No field is ignored:
+No field is ignored silently:
 
 - A supported field is in `penstock.serve.api.schemas`.
-- A field of `LOGGED` is written to the log and has no effect on the response.
-- An unsupported field is in a table here, with the accepted values: those that request the server's normal
-  behaviour. Any other value is refused.
-- Any other field is unknown. It is refused, or with ``--unknown-fields warn`` logged and dropped.
+- A field of `LOGGED_FIELDS` is written to the log and has no effect on the response.
+- An unsupported field is in a table of this module with its accepted values. These values request the
+  server's normal behaviour. Any other value is refused.
+- Any other field is unknown and is refused. With ``--unknown-fields warn`` it is logged and dropped.
 """
 
 from __future__ import annotations
@@ -33,17 +33,14 @@ from penstock.serve.api.schemas import (
     StreamOptions,
     ToolCall,
 )
-from penstock.serve.api.unsupported import Refused
+from penstock.serve.api.unsupported import RefusedField
 from penstock.serve.http.problems import RequestProblem, problem_of
 from penstock.text.tokenizer import TextTokenizer
 
-LOGGED = ("user", "metadata", "safety_identifier", "prompt_cache_key")
+LOGGED_FIELDS = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 """Fields that are written to the request log and have no other effect."""
-
-
-_MAX_NAME = 100
-"""Maximum number of characters of a field name that an error quotes."""
-
+_MAX_NAME_LENGTH = 100
+"""Maximum number of characters of a field name in an error message. A path may have twice as many."""
 
 _NO_BEAM_SEARCH = "the server has no beam search: use n and choose among the outputs"
 _USE_TOOLS = "this is the old form of tools: send tools and tool_choice"
@@ -54,140 +51,149 @@ _USE_FORMAT = "send response_format, or structured_outputs: {json: ...} or {gram
 _NO_SAMPLER = "the server does not have this sampler: use top_k, top_p, min_p and temperature"
 _ONE_PROVIDER = "this server runs one model"
 
-_GENERATION_FIELDS: Mapping[str, Refused] = {
-    "use_beam_search": Refused(_NO_BEAM_SEARCH, (False,)),
-    "length_penalty": Refused(_NO_BEAM_SEARCH, (1, 1.0)),
-    "early_stopping": Refused(_NO_BEAM_SEARCH, (False,)),
-    "spaces_between_special_tokens": Refused("no spaces are added between special tokens", (True, False)),
-    "truncation_side": Refused("the end of the prompt is kept", ("left",)),
-    "logits_processors": Refused("requests cannot contain code", ([],)),
-    "stream_interval": Refused("tokens are sent when they are generated", (1,)),
-    "service_tier": Refused("there is only one service tier", ("auto", "default")),
-    "store": Refused("responses are not stored", (False,)),
-    # Fields of llama.cpp and Ollama. Values that disable a sampler are accepted.
-    "cache_prompt": Refused("the prefix cache is always on; cache_salt keeps prompts apart", (True,)),
-    "id_slot": Refused("the scheduler chooses the slot", (-1,)),
-    "n_keep": Refused("a running prompt is not shortened", (0,)),
-    "min_keep": Refused("at least one token is always kept", (0, 1)),
-    "repeat_last_n": Refused("repetition_penalty covers the prompt and the whole output", (-1,)),
-    "typical_p": Refused(_NO_SAMPLER, (1, 1.0)),
-    "tfs_z": Refused(_NO_SAMPLER, (1, 1.0)),
-    "top_a": Refused(_NO_SAMPLER, (0, 0.0)),
-    "top_n_sigma": Refused(_NO_SAMPLER, (-1, -1.0)),
-    "mirostat": Refused(_NO_SAMPLER, (0,)),
-    "dynatemp_range": Refused(_NO_SAMPLER, (0, 0.0)),
-    "xtc_probability": Refused(_NO_SAMPLER, (0, 0.0)),
-    "dry_multiplier": Refused(_NO_SAMPLER, (0, 0.0)),
-    "samplers": Refused(_NO_SAMPLER),
-    "timings_per_token": Refused("timings are in /metrics and in the log", (False,)),
-    "post_sampling_probs": Refused("log probabilities are those before sampling filters", (False,)),
-    "n_probs": Refused("send logprobs"),
-    "n_predict": Refused(_USE_MAX_TOKENS),
-    "num_predict": Refused(_USE_MAX_TOKENS),
-    "max_new_tokens": Refused(_USE_MAX_TOKENS),
-    "grammar": Refused(_USE_FORMAT),
-    "json_schema": Refused(_USE_FORMAT),
-    "format": Refused(_USE_FORMAT),
-    "options": Refused("send its fields at the top level of the body"),
-    "extra_body": Refused("send its fields at the top level of the body"),
-    "num_ctx": Refused("the server's --max-length limits the length of a request"),
-    "keep_alive": Refused("the model stays loaded", (-1, "-1")),
+_GENERATION_FIELDS: Mapping[str, RefusedField] = {
+    "use_beam_search": RefusedField(_NO_BEAM_SEARCH, (False,)),
+    "length_penalty": RefusedField(_NO_BEAM_SEARCH, (1, 1.0)),
+    "early_stopping": RefusedField(_NO_BEAM_SEARCH, (False,)),
+    "spaces_between_special_tokens": RefusedField(
+        "no spaces are added between special tokens", (True, False)
+    ),
+    "truncation_side": RefusedField("the end of the prompt is kept", ("left",)),
+    "logits_processors": RefusedField("requests cannot contain code", ([],)),
+    "stream_interval": RefusedField("tokens are sent when they are generated", (1,)),
+    "service_tier": RefusedField("there is only one service tier", ("auto", "default")),
+    "store": RefusedField("responses are not stored", (False,)),
+    # Fields of llama.cpp and Ollama. The accepted values of samplers disable the sampler.
+    "cache_prompt": RefusedField("the prefix cache is always on; cache_salt keeps prompts apart", (True,)),
+    "id_slot": RefusedField("the scheduler chooses the slot", (-1,)),
+    "n_keep": RefusedField("the server has no context shift", (0,)),
+    "min_keep": RefusedField("at least one token is always kept", (0, 1)),
+    "repeat_last_n": RefusedField("repetition_penalty covers the prompt and the whole output", (-1,)),
+    "typical_p": RefusedField(_NO_SAMPLER, (1, 1.0)),
+    "tfs_z": RefusedField(_NO_SAMPLER, (1, 1.0)),
+    "top_a": RefusedField(_NO_SAMPLER, (0, 0.0)),
+    "top_n_sigma": RefusedField(_NO_SAMPLER, (-1, -1.0)),
+    "mirostat": RefusedField(_NO_SAMPLER, (0,)),
+    "dynatemp_range": RefusedField(_NO_SAMPLER, (0, 0.0)),
+    "xtc_probability": RefusedField(_NO_SAMPLER, (0, 0.0)),
+    "dry_multiplier": RefusedField(_NO_SAMPLER, (0, 0.0)),
+    "samplers": RefusedField(_NO_SAMPLER),
+    "timings_per_token": RefusedField("timings are in /metrics and in the log", (False,)),
+    "post_sampling_probs": RefusedField("log probabilities are those before sampling filters", (False,)),
+    "n_probs": RefusedField("send logprobs"),
+    "n_predict": RefusedField(_USE_MAX_TOKENS),
+    "num_predict": RefusedField(_USE_MAX_TOKENS),
+    "max_new_tokens": RefusedField(_USE_MAX_TOKENS),
+    "grammar": RefusedField(_USE_FORMAT),
+    "json_schema": RefusedField(_USE_FORMAT),
+    "format": RefusedField(_USE_FORMAT),
+    "options": RefusedField("send its fields at the top level of the body"),
+    "extra_body": RefusedField("send its fields at the top level of the body"),
+    "num_ctx": RefusedField("the server's --max-length limits the length of a request"),
+    "keep_alive": RefusedField("the model stays loaded", (-1, "-1")),
     # Fields of OpenRouter.
-    "transforms": Refused("prompts are not changed; truncate_prompt_tokens shortens them", ([],)),
-    "plugins": Refused("there are no plugins", ([],)),
-    "models": Refused(_ONE_PROVIDER, ([],)),
-    "provider": Refused(_ONE_PROVIDER, ({},)),
-    "route": Refused(_ONE_PROVIDER),
-    "usage": Refused("responses always have it; for streams send stream_options: {include_usage: true}"),
+    "transforms": RefusedField("prompts are not changed; truncate_prompt_tokens shortens them", ([],)),
+    "plugins": RefusedField("there are no plugins", ([],)),
+    "models": RefusedField(_ONE_PROVIDER, ([],)),
+    "provider": RefusedField(_ONE_PROVIDER, ({},)),
+    "route": RefusedField(_ONE_PROVIDER),
+    "usage": RefusedField("responses always have it; for streams send stream_options: {include_usage: true}"),
 }
-_SPECIAL_TOKENS = Refused("texts are encoded with the tokenizer's own special tokens", (True,))
+_SPECIAL_TOKENS = RefusedField("texts are encoded with the tokenizer's own special tokens", (True,))
 
-UNSUPPORTED: Mapping[type[RequestBody], Mapping[str, Refused]] = {
+UNSUPPORTED: Mapping[type[RequestBody], Mapping[str, RefusedField]] = {
     ChatBody: {
         **_GENERATION_FIELDS,
-        "audio": Refused(_TEXT_ONLY),
-        "best_of": Refused(_NO_BEAM_SEARCH, (1,)),
-        "chat_template": Refused("a request cannot set the template: start the server with --chat-template"),
-        "documents": Refused("send them in chat_template_kwargs, if the template reads them", ([],)),
-        "add_special_tokens": Refused("the chat template adds the special tokens", (False,)),
-        "echo": Refused("use continue_final_message, or /v1/completions with echo", (False,)),
-        "function_call": Refused(_USE_TOOLS, ("none", "auto")),
-        "functions": Refused(_USE_TOOLS, ([],)),
-        "modalities": Refused(_TEXT_ONLY, (["text"],)),
-        "moderation": Refused("there is no moderation"),
-        "prediction": Refused("predicted outputs are not supported"),
-        "prompt_cache_options": Refused("the prefix cache has no per-request options", ({},)),
-        "prompt_cache_retention": Refused(
+        "audio": RefusedField(_TEXT_ONLY),
+        "best_of": RefusedField(_NO_BEAM_SEARCH, (1,)),
+        "chat_template": RefusedField(
+            "a request cannot set the template: start the server with --chat-template"
+        ),
+        "documents": RefusedField("send them in chat_template_kwargs, if the template reads them", ([],)),
+        "add_special_tokens": RefusedField("the chat template adds the special tokens", (False,)),
+        "echo": RefusedField("use continue_final_message, or /v1/completions with echo", (False,)),
+        "function_call": RefusedField(_USE_TOOLS, ("none", "auto")),
+        "functions": RefusedField(_USE_TOOLS, ([],)),
+        "modalities": RefusedField(_TEXT_ONLY, (["text"],)),
+        "moderation": RefusedField("there is no moderation"),
+        "prediction": RefusedField("predicted outputs are not supported"),
+        "prompt_cache_options": RefusedField("the prefix cache has no per-request options", ({},)),
+        "prompt_cache_retention": RefusedField(
             "cached prefixes stay in memory while there is room", ("in_memory", "in-memory", "24h")
         ),
-        "reasoning": Refused("send reasoning_effort, and include_reasoning"),
-        "think": Refused("send reasoning_effort, or chat_template_kwargs"),
-        "verbosity": Refused("the model has no verbosity setting", ("low", "medium", "high")),
-        "web_search_options": Refused("there is no web search"),
+        "reasoning": RefusedField("send reasoning_effort, and include_reasoning"),
+        "think": RefusedField("send reasoning_effort, or chat_template_kwargs"),
+        "verbosity": RefusedField("the model has no verbosity setting", ("low", "medium", "high")),
+        "web_search_options": RefusedField("there is no web search"),
     },
     CompletionBody: {
         **_GENERATION_FIELDS,
-        "add_special_tokens": Refused("prompts are encoded with the tokenizer's own special tokens", (True,)),
+        "add_special_tokens": RefusedField(
+            "prompts are encoded with the tokenizer's own special tokens", (True,)
+        ),
     },
     ChatMessage: {
-        "annotations": Refused("there is no web search", ([],)),
-        "audio": Refused(_TEXT_ONLY),
-        "function_call": Refused("this is the old form of tool_calls"),
+        "annotations": RefusedField("there is no web search", ([],)),
+        "audio": RefusedField(_TEXT_ONLY),
+        "function_call": RefusedField("this is the old form of tool_calls"),
     },
-    ToolCall: {"index": Refused("the order of the list is the index", tuple(range(128)))},
+    ToolCall: {"index": RefusedField("the order of the list is the index", tuple(range(128)))},
     EmbeddingsBody: {"add_special_tokens": _SPECIAL_TOKENS},
     PoolingBody: {"add_special_tokens": _SPECIAL_TOKENS},
     ClassifyBody: {"add_special_tokens": _SPECIAL_TOKENS},
     RerankBody: {
-        "max_chunks_per_doc": Refused("a document is not split: send max_tokens_per_doc", (1,)),
-        "rank_fields": Refused("documents have the field text only", (["text"],)),
+        "max_chunks_per_doc": RefusedField("a document is not split: send max_tokens_per_doc", (1,)),
+        "rank_fields": RefusedField("documents have the field text only", (["text"],)),
     },
-    StreamOptions: {"include_obfuscation": Refused("chunks are not padded", (False,))},
+    StreamOptions: {"include_obfuscation": RefusedField("chunks are not padded", (False,))},
 }
 
 
-def unsupported_fields(kind: type[RequestBody]) -> Mapping[str, Refused]:
-    """Return the known but unsupported fields of a schema."""
+def unsupported_fields(kind: type[RequestBody]) -> Mapping[str, RefusedField]:
+    """Return the unsupported fields of a schema by name."""
     return UNSUPPORTED.get(kind) or kind.unsupported
 
 
 @dataclass(frozen=True)
 class UnknownFields:
-    """Checks the fields that a schema does not declare. Refuses unknown fields, or logs and drops them."""
+    """Checks the fields of requests that their schemas do not declare.
+
+    Refuses unknown fields, or logs and drops them (``--unknown-fields``).
+    """
 
     refuse: bool
     log: logging.Logger
 
-    def check(self, body: RequestBody, place: str = "") -> None:
-        """Check the fields of a body and of its nested objects that their schemas do not declare.
+    def check(self, body: RequestBody, field_path: str = "") -> None:
+        """Check the undeclared fields of a body and of its nested objects.
 
         Raises:
-            RequestProblem: 400 that names the field.
+            RequestProblem: 400; the message names the field.
         """
         table = unsupported_fields(type(body))
         for name, value in (body.model_extra or {}).items():
             if value is None and name in table:
                 continue
-            param = f"{place}.{name}" if place else name
+            param = f"{field_path}.{name}" if field_path else name
             if name in table:
                 _check_value(param, value, table[name])
             elif not body.has_open_fields:
-                self._unknown(body, name, param)
+                self._report_unknown(body, name, param)
         for name in body.model_fields_set:
-            self._check_nested(getattr(body, name, None), f"{place}.{name}" if place else name)
+            self._check_nested(getattr(body, name, None), f"{field_path}.{name}" if field_path else name)
 
-    def _check_nested(self, value: object, place: str) -> None:
+    def _check_nested(self, value: object, field_path: str) -> None:
         if isinstance(value, RequestBody):
-            self.check(value, place)
+            self.check(value, field_path)
         elif isinstance(value, list):
             for index, element in enumerate(value):
                 if isinstance(element, RequestBody):
-                    self.check(element, f"{place}[{index}]")
+                    self.check(element, f"{field_path}[{index}]")
                 elif isinstance(element, int):
-                    return  # token ids
+                    return  # a list of token ids, which has no fields
 
-    def _unknown(self, body: RequestBody, name: str, param: str) -> None:
-        name, param = name[:_MAX_NAME], param[: 2 * _MAX_NAME]
+    def _report_unknown(self, body: RequestBody, name: str, param: str) -> None:
+        name, param = name[:_MAX_NAME_LENGTH], param[: 2 * _MAX_NAME_LENGTH]
         fields = type(body).model_fields.items()
         known_names = [
             *(field.alias or client_param for client_param, field in fields),
@@ -200,7 +206,7 @@ class UnknownFields:
         self.log.warning("a request has the unknown field %r, which is ignored%s", param, hint)
 
 
-def _check_value(param: str, value: object, field: Refused) -> None:
+def _check_value(param: str, value: object, field: RefusedField) -> None:
     if field.accepts_all or any(
         type(value) is type(accepted_value) and value == accepted_value for accepted_value in field.accepted
     ):
@@ -213,7 +219,7 @@ def _check_value(param: str, value: object, field: Refused) -> None:
 
 @contextmanager
 def map_input_errors(param: str | None) -> Iterator[None]:
-    """Raise an `InputError` of the block as a `RequestProblem` that names the field."""
+    """Convert an `InputError` in the ``with`` block to a `RequestProblem` that names the field."""
     try:
         yield
     except InputError as error:
@@ -227,7 +233,7 @@ def output_limit(body: GenerationBody) -> int | None:
     """Return ``max_completion_tokens`` or its older name ``max_tokens``; None if both are absent.
 
     Raises:
-        RequestProblem: 400; they differ.
+        RequestProblem: 400; both are present and differ.
     """
     max_completion_tokens = body.max_completion_tokens
     if (
@@ -237,7 +243,7 @@ def output_limit(body: GenerationBody) -> int | None:
     ):
         raise RequestProblem(
             400,
-            f"max_tokens is {body.max_tokens} and max_completion_tokens {max_completion_tokens}: "
+            f"max_tokens is {body.max_tokens}, but max_completion_tokens is {max_completion_tokens}: "
             "send only one of them",
             param="max_tokens",
         )
@@ -248,36 +254,36 @@ def repetition_penalty(body: GenerationBody) -> float | None:
     """Return ``repetition_penalty`` or its alias ``repeat_penalty``; None if both are absent.
 
     Raises:
-        RequestProblem: 400; they differ.
+        RequestProblem: 400; both are present and differ.
     """
     penalty, alias = body.repetition_penalty, body.repeat_penalty
     if penalty is not None and alias is not None and penalty != alias:
         raise RequestProblem(
             400,
-            f"repetition_penalty is {penalty:g} and repeat_penalty {alias:g}: send only one of them",
+            f"repetition_penalty is {penalty:g}, but repeat_penalty is {alias:g}: send only one of them",
             param="repeat_penalty",
         )
     return alias if penalty is None else penalty
 
 
 def check_combinations(body: GenerationBody) -> None:
-    """Raise if a combination of fields is invalid.
+    """Raise if fields of a request contradict each other.
 
     Raises:
-        RequestProblem: 400 that names the field.
+        RequestProblem: 400; the message names the fields.
     """
     limit = output_limit(body)
     if body.stream_options is not None and not body.stream:
-        raise RequestProblem(400, "stream_options needs stream to be true", param="stream_options")
+        raise RequestProblem(400, "stream_options requires stream to be true", param="stream_options")
     if limit is not None and (body.min_tokens or 0) > limit:
         raise RequestProblem(
-            400, f"min_tokens is {body.min_tokens}, but max_tokens {limit}", param="min_tokens"
+            400, f"min_tokens is {body.min_tokens}, but max_tokens is {limit}", param="min_tokens"
         )
     if body.prompt_logprobs is not None and body.stream:
         raise RequestProblem(400, "prompt_logprobs is not available with stream", param="prompt_logprobs")
     if isinstance(body, ChatBody):
         if body.top_logprobs is not None and not body.logprobs:
-            raise RequestProblem(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+            raise RequestProblem(400, "top_logprobs requires logprobs to be true", param="top_logprobs")
         if body.continue_final_message and body.add_generation_prompt:
             raise RequestProblem(
                 400,
@@ -293,16 +299,16 @@ def check_combinations(body: GenerationBody) -> None:
 def sampling_params(
     body: GenerationBody, config: PipelineConfig, *, tokenizer: TextTokenizer, default_limit: int | None
 ) -> SamplingParams:
-    """Return the sampling parameters of a request. The configuration provides the defaults.
+    """Return the sampling parameters of a request.
 
     Args:
         body: the request.
-        config: `PipelineConfig.default_sampling_params` sets absent parameters and draws a seed.
-        tokenizer: encodes bad words; its ``vocab_size`` bounds token ids.
-        default_limit: ``max_tokens`` if absent from the request; None means the limit of the model.
+        config: provides the values of absent parameters, and a random seed if the seed is absent.
+        tokenizer: encodes bad words. Token ids must be less than its ``vocab_size``.
+        default_limit: the output limit of a request without ``max_tokens``; None for the limit of the model.
 
     Raises:
-        RequestProblem: 400 that names the field.
+        RequestProblem: 400; the message names the invalid field.
     """
     limit, vocab_size = output_limit(body), tokenizer.vocab_size
     options: dict[str, Any] = {
@@ -317,9 +323,9 @@ def sampling_params(
         "min_new_tokens": body.min_tokens,
         "ignore_eos": body.ignore_eos,
         "seed": body.seed,
-        "stop": body.stops or None,
+        "stop": body.stop_strings or None,
         "stop_token_ids": _checked_ids("stop_token_ids", body.stop_token_ids, vocab_size),
-        "logit_bias": _biases(body.logit_bias, vocab_size),
+        "logit_bias": _logit_biases(body.logit_bias, vocab_size),
         "allowed_token_ids": _checked_ids("allowed_token_ids", body.allowed_token_ids, vocab_size),
         "banned_sequences": banned_sequences(body.bad_words, tokenizer),
     }
@@ -329,7 +335,7 @@ def sampling_params(
         )
 
 
-def _biases(logit_bias: Mapping[str, float] | None, vocab_size: int) -> dict[int, float] | None:
+def _logit_biases(logit_bias: Mapping[str, float] | None, vocab_size: int) -> dict[int, float] | None:
     if not logit_bias:
         return None
     biases: dict[int, float] = {}
@@ -337,7 +343,7 @@ def _biases(logit_bias: Mapping[str, float] | None, vocab_size: int) -> dict[int
         if not (key.isascii() and key.isdecimal() and len(key) < 20 and int(key) < vocab_size):
             raise RequestProblem(
                 400,
-                f"logit_bias has the key {key!r}: keys must be token ids from 0 to {vocab_size - 1}, as text",
+                f"logit_bias has the key {key!r}: keys must be texts of token ids from 0 to {vocab_size - 1}",
                 param="logit_bias",
             )
         biases[int(key)] = bias
@@ -354,7 +360,7 @@ def _checked_ids(param: str, ids: list[int] | None, vocab_size: int) -> list[int
 
 
 def accepted_values(kind: type[RequestBody]) -> dict[str, dict[str, object]]:
-    """Return, for each unsupported field of a body, the JSON schema of its accepted values."""
+    """Return the name of each unsupported field of a body -> the JSON schema of its accepted values."""
     table = unsupported_fields(kind)
     return {
         name: {} if field.accepts_all else {"enum": [None, *field.accepted]} for name, field in table.items()

@@ -1,4 +1,4 @@
-"""The contexts of a text generation request: prompt, truncation, sampling parameters, choices."""
+"""Builds the contexts of a text generation request: one context for each choice of each prompt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.pipelines.core import (
 )
 from penstock.pipelines.core.choices import choice_contexts
 from penstock.serve.api.images import ImageFields
-from penstock.serve.api.logprob_limit import num_best, without_echo
+from penstock.serve.api.logprob_limit import num_top_logprobs, without_prompt_logprobs
 from penstock.serve.api.parameters import map_input_errors, sampling_params
 from penstock.serve.api.schemas import GenerationBody
 from penstock.serve.services import Services
@@ -40,37 +40,37 @@ def request_context(
     index: int = 0,
     param: str,
     adapter: str | None,
-    top: int | None,
+    num_top: int | None,
     echo: bool,
     default_limit: int | None = None,
     **prompt: Unpack[PromptFields],
 ) -> TextContext:
     """Return the context of one prompt of a request.
 
-    If the request has no seed, each call chooses another random seed.
+    If the request has no seed, each call chooses a new random seed.
 
     Args:
         services: the objects that routes use.
         body: the request.
         request_id: the id of the context.
         index: the index of the prompt in the request.
-        param: the field to name in errors of the prompt.
+        param: the request field that errors of the prompt name.
         adapter: the name of the adapter; None for the model itself.
-        top: number of top tokens per generated token; None if the response has no log
+        num_top: number of top tokens per generated token; None if the response has no log
             probabilities of generated tokens.
-        echo: whether the prompt is scored too.
-        default_limit: the output limit of a request without one; None is the limit of the model.
-        prompt: ``prompt``, or ``messages``, ``tools`` and ``chat_template_options``.
+        echo: whether log probabilities of the prompt are computed.
+        default_limit: the output limit of a request without ``max_tokens``; None for the limit of the model.
+        **prompt: ``prompt``, or ``messages``, ``tools`` and ``chat_template_options``, and images.
 
     Raises:
-        RequestProblem: 400 that names the field.
+        RequestProblem: 400; the message names the invalid field.
     """
     tokenizer = services.tokenizer
     request = TokenGeneratorRequest(
         request_id,
         index,
         body.model,
-        logprobs=num_best(body, top),
+        logprobs=num_top_logprobs(body, num_top),
         echo=echo,
         sampling_params=sampling_params(
             body, services.pipeline_config, tokenizer=tokenizer, default_limit=default_limit
@@ -99,7 +99,8 @@ def contexts_for_choices(
     first_context, *other_contexts = choice_contexts(context, body.n or 1)
     if not body.stream:
         other_contexts = [
-            without_echo(other_context, has_logprobs=has_logprobs) for other_context in other_contexts
+            without_prompt_logprobs(other_context, has_logprobs=has_logprobs)
+            for other_context in other_contexts
         ]
     return [first_context, *other_contexts]
 
@@ -107,27 +108,28 @@ def contexts_for_choices(
 def build_context(tokenizer: TextTokenizer, request: TokenGeneratorRequest, limit: int | None) -> TextContext:
     """Return the context of a request with the prompt truncated to its last `limit` tokens.
 
-    A BOS token stays at the beginning. Stop strings are matched in the text, not as tokens.
+    A BOS token stays at the beginning of a truncated prompt. The context has no stop strings in the form of
+    tokens, because `ChoiceDecoder` matches stop strings in the text.
 
     Args:
         tokenizer: the tokenizer of the model.
         request: a request with a prompt or messages.
-        limit: number of prompt tokens to keep. None keeps all. -1 keeps what the maximum length minus the
-            output limit allows.
+        limit: number of prompt tokens to keep. None keeps all. -1 keeps as many as the maximum length minus
+            the output limit.
 
     Raises:
         InputError: see `TextTokenizer.build_context`.
     """
     if limit is None:
         return tokenizer.build_context(request, stops_as_tokens=False)
-    text, token_ids = tokenizer.prompt_of(request)
+    text, token_ids = tokenizer.encode_request_prompt(request)
     tokens: list[int] = token_ids.tolist()
     if limit == -1:
         max_new_tokens = request.sampling_params.max_new_tokens
         max_length = len(tokens) if tokenizer.max_length is None else tokenizer.max_length
         limit = max(1, max_length - (1 if max_new_tokens is None else max_new_tokens))
     if len(tokens) > limit:
-        keeps_bos = limit > 1 and tokens[0] == _bos(tokenizer)
+        keeps_bos = limit > 1 and tokens[0] == _bos_id(tokenizer)
         tokens = [tokens[0], *tokens[1 - limit :]] if keeps_bos else tokens[len(tokens) - limit :]
         is_chat = request.messages is not None
         text = tokenizer.decode_ids(tokens, skip_special_tokens=False) if is_chat else None
@@ -136,6 +138,6 @@ def build_context(tokenizer: TextTokenizer, request: TokenGeneratorRequest, limi
     return context if text is None else msgspec.structs.replace(context, prompt=text)
 
 
-def _bos(tokenizer: TextTokenizer) -> int | None:
+def _bos_id(tokenizer: TextTokenizer) -> int | None:
     text = tokenizer.special_tokens.get("bos_token")
     return None if text is None else tokenizer.backend.token_to_id(text)

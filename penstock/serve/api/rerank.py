@@ -1,4 +1,4 @@
-"""``/v1/rerank``, ``/v2/rerank`` and ``/rerank``: order documents by their relevance to a query."""
+"""The routes ``/v1/rerank``, ``/v2/rerank`` and ``/rerank``. They order documents by relevance to a query."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from penstock.serve.api.embedding_requests import (
     EncodedInputs,
     ModelInput,
     check_count,
+    embeddings_tokenizer,
     encode_inputs,
     read_body,
     response_id,
-    tokenizer_of,
 )
 from penstock.serve.api.embedding_schemas import RerankBody
-from penstock.serve.api.generation import in_pool
-from penstock.serve.api.json_parts import JsonResponse, array, encode, gather, with_members
+from penstock.serve.api.generation import run_in_pool
+from penstock.serve.api.json_parts import JsonResponse, array, collect_parts, encode, with_members
 from penstock.serve.api.parameters import map_input_errors
 from penstock.serve.http.bodies import JsonRoute
 from penstock.serve.http.openapi import route_options
@@ -39,7 +39,7 @@ async def rerank(request: Request) -> Response:
 
 @router.post("/rerank", **_ROUTE)
 async def rerank_without_version(request: Request) -> Response:
-    """The same as `/v1/rerank`."""
+    """Do the same as `/v1/rerank`."""
     return await _rerank(request, "1")
 
 
@@ -57,37 +57,39 @@ async def _rerank(request: Request, version: str) -> Response:
         raise RequestProblem(400, "documents is an empty list: send at least one document", param="documents")
     check_count(services, len(texts), "documents")
     with map_input_errors("activation"):
-        plan = PairScoring(
+        scoring = PairScoring(
             [body.query] * len(texts),
             texts,
             outputs=services.worker.info.outputs,
-            layout=tokenizer_of(services).layout,
+            layout=embeddings_tokenizer(services).layout,
             activation=body.activation,
         )
-    encoded_inputs = await encode_inputs(request, body, lambda: _inputs(services, body, plan, texts))
+    encoded_inputs = await encode_inputs(request, body, lambda: _inputs(services, body, scoring, texts))
     with map_input_errors("model"):
-        scores = await in_pool(request, lambda: plan.scores(encoded_inputs.responses))
+        scores = await run_in_pool(request, lambda: scoring.scores(encoded_inputs.responses))
     items = (
         iter([encode(_result(index, float(scores[index]), texts[index] if body.return_documents else None))])
         for index in ranking(scores, body.top_n)
     )
     parts = with_members(_envelope(body.model, version, encoded_inputs), results=array(items))
-    return JsonResponse(await gather(parts, services.turns))
+    return JsonResponse(await collect_parts(parts, services.encoding_turns))
 
 
 def _inputs(
-    services: Services, body: RerankBody, plan: PairScoring, texts: Sequence[str]
+    services: Services, body: RerankBody, scoring: PairScoring, texts: Sequence[str]
 ) -> list[ModelInput]:
-    """Return the inputs of the model, with documents cut to ``max_tokens_per_doc``."""
-    limit, tokenizer = body.max_tokens_per_doc, tokenizer_of(services)
+    """Return the inputs of the model. Documents are cut to ``max_tokens_per_doc``."""
+    limit, tokenizer = body.max_tokens_per_doc, embeddings_tokenizer(services)
     inputs = []
-    for input_ in plan.inputs:
-        fields: EmbeddingsFields = {**input_.fields, "outputs": (plan.output,)}
-        if limit is not None and input_.kind == "pair":
-            fields["text_pair"] = tokenizer.cut_text(texts[input_.index], limit)
-        elif limit is not None and input_.kind == "document":
-            fields["input"] = tokenizer.cut_text(texts[input_.index], limit)
-        inputs.append(ModelInput("query" if input_.kind == "query" else f"documents[{input_.index}]", fields))
+    for pair_input in scoring.inputs:
+        fields: EmbeddingsFields = {**pair_input.fields, "outputs": (scoring.output,)}
+        if limit is not None and pair_input.kind == "pair":
+            fields["text_pair"] = tokenizer.cut_text(texts[pair_input.index], limit)
+        elif limit is not None and pair_input.kind == "document":
+            fields["input"] = tokenizer.cut_text(texts[pair_input.index], limit)
+        inputs.append(
+            ModelInput("query" if pair_input.kind == "query" else f"documents[{pair_input.index}]", fields)
+        )
     return inputs
 
 

@@ -1,4 +1,4 @@
-"""Model-specific roles, such as ``ipython``: accepted if the chat template renders their messages."""
+"""Checks model-specific roles, such as ``ipython``, which the chat template must support."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def check_roles(
 ) -> None:
     """Raise if the chat template omits the messages of a role from the prompt.
 
-    Some templates raise an error for an unknown role. Others silently skip the message. To detect this, the
-    template is rendered with unique markers in place of the contents.
+    Some templates raise an error for an unknown role. Other templates silently skip the message. To detect
+    skipped messages, the template is rendered with unique markers in place of their contents.
 
     Args:
         messages: the messages for the template.
@@ -30,25 +30,25 @@ def check_roles(
         options: the variables of the template.
 
     Raises:
-        RequestProblem: 400 that names the role.
-        InputError: the template refuses the messages; the message is the template's own.
+        RequestProblem: 400; the message names the role.
+        InputError: the template raises an error, for example for an unknown role.
     """
-    marks = {
-        index: f"mark{index}x{uuid4().hex}"
+    markers = {
+        index: f"marker{index}x{uuid4().hex}"
         for index, message in enumerate(messages)
         if message["role"] not in STANDARD_ROLES
     }
-    if not marks or not tokenizer.has_chat_template:
+    if not markers or not tokenizer.has_chat_template:
         return
-    for index in marks:
-        _check_name(str(messages[index]["role"]), index, tokenizer)
+    for index in markers:
+        _check_role_name(str(messages[index]["role"]), index, tokenizer)
     marked_messages: list[Message] = [
-        {**message, "content": marks.get(index, _as_text(message.get("content")))}
+        {**message, "content": markers.get(index, _as_text(message.get("content")))}
         for index, message in enumerate(messages)
     ]
     text = tokenizer.render_chat(marked_messages, tools, options)
-    for index, mark in marks.items():
-        if mark not in text:
+    for index, marker in markers.items():
+        if marker not in text:
             role = messages[index]["role"]
             raise RequestProblem(
                 400,
@@ -58,7 +58,7 @@ def check_roles(
             )
 
 
-def _check_name(role: str, index: int, tokenizer: TextTokenizer) -> None:
+def _check_role_name(role: str, index: int, tokenizer: TextTokenizer) -> None:
     special_token = next((text for text in tokenizer.special_token_texts if text and text in role), None)
     if special_token is not None:
         raise RequestProblem(

@@ -1,8 +1,7 @@
 """The schemas of request bodies, with the field names of the OpenAI API.
 
-A class declares the supported fields and the fields that are only logged. The tables of
-`penstock.serve.api.parameters` list other fields of OpenAI and of other servers. ``null`` always means
-absent.
+A class declares the supported fields and the fields that are only logged. `penstock.serve.api.parameters`
+lists the unsupported fields of OpenAI's and other servers. A ``null`` field always means an absent field.
 """
 
 from __future__ import annotations
@@ -12,52 +11,52 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from penstock.serve.api.unsupported import Refused
+from penstock.serve.api.unsupported import RefusedField
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 2048
-"""Maximum for all stop strings together: each new token is compared with each prefix of each stop string."""
-MAX_LABEL = 512
-"""Maximum number of characters of a logged field, as OpenAI limits ``metadata``."""
+"""Maximum total length of the stop strings. It bounds the time that matching takes for each token."""
+MAX_LABEL_LENGTH = 512
+"""Maximum length of a logged field in characters. OpenAI has the same limit for values of ``metadata``."""
 MAX_METADATA = 16
 MAX_ROLE = 64
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARACTERS = 16_384
-"""Maximum for all bad words together."""
+"""Maximum total length of the bad words."""
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
-Label = Annotated[str, Field(max_length=MAX_LABEL)]
+Label = Annotated[str, Field(max_length=MAX_LABEL_LENGTH)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 
 
 class RequestBody(BaseModel):
-    """A JSON object. Types are strict: ``"1"`` and ``true`` are not numbers."""
+    """Base class of JSON objects. Types are strict: ``"1"`` and ``true`` are not numbers."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
-    unsupported: ClassVar[Mapping[str, Refused]] = {}
-    """Known but unsupported fields. `penstock.serve.api.parameters` has the fields of further classes."""
+    unsupported: ClassVar[Mapping[str, RefusedField]] = {}
+    """The unsupported fields of this class, unless `penstock.serve.api.parameters` lists them."""
 
     @property
     def has_open_fields(self) -> bool:
-        """Whether undeclared fields are allowed here, because the code that reads the object checks them."""
+        """Whether undeclared fields are allowed, because the code that reads the object checks them."""
         return False
 
 
 class FunctionCall(RequestBody):
-    """A tool call of an earlier turn."""
+    """The function of a tool call."""
 
     name: str
     arguments: str | dict[str, object] | None = None
-    """JSON text, as in responses, or an object."""
+    """The arguments: a JSON text, as in responses, or an object."""
 
 
 class ToolCall(RequestBody):
-    """One tool call of an assistant message."""
+    """A tool call in an assistant message."""
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -65,16 +64,16 @@ class ToolCall(RequestBody):
 
 
 class ImageUrl(RequestBody):
-    """An image of a message."""
+    """An image in a message."""
 
     url: str
-    """A ``data:`` URL; or ``https:`` and ``file:``, if the server allows them."""
+    """A ``data:`` URL. An ``https:`` or ``file:`` URL is accepted if the server allows it."""
     detail: str | None = None
     """The requested resolution: ``auto``, or another value that the model supports."""
 
 
 class ContentPart(RequestBody):
-    """A part of a message: ``text``, an image (``image_url``), or a ``refusal`` of the assistant."""
+    """A content part of a message: ``text``, an image (``image_url``), or the assistant's ``refusal``."""
 
     type: str
     text: str | None = None
@@ -89,21 +88,21 @@ class ContentPart(RequestBody):
     @model_validator(mode="after")
     def _check_content(self) -> Self:
         if self.type == "text" and self.text is None:
-            raise ValueError("a part of type text needs text")
+            raise ValueError("a part of type text requires the field text")
         if self.type == "refusal" and self.refusal is None:
-            raise ValueError("a part of type refusal needs refusal")
+            raise ValueError("a part of type refusal requires the field refusal")
         if self.type == "image_url" and self.image_url is None:
-            raise ValueError("a part of type image_url needs image_url")
+            raise ValueError("a part of type image_url requires the field image_url")
         return self
 
 
 class ChatMessage(RequestBody):
-    """A message of a chat."""
+    """A message of a conversation."""
 
     role: Annotated[str, Field(min_length=1, max_length=MAX_ROLE)]
-    """May be a model-specific role, such as ``ipython``, if the chat template renders it."""
+    """A standard role, or a model-specific role that the chat template supports, such as ``ipython``."""
     content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
-    """Null, an empty list and an absent content mean empty text."""
+    """None and an empty list mean an empty text."""
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -117,7 +116,7 @@ class ChatMessage(RequestBody):
         if self.role != "assistant" and (self.tool_calls or self.refusal is not None):
             raise ValueError(f"tool_calls and refusal are for assistant messages, not for role {self.role}")
         if self.role == "tool" and self.tool_call_id is None:
-            raise ValueError("a message of role tool needs the tool_call_id of its call")
+            raise ValueError("a message of role tool requires the tool_call_id of its tool call")
         return self
 
 
@@ -127,7 +126,7 @@ class FunctionDefinition(RequestBody):
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: str | None = None
     parameters: dict[str, object] | None = None
-    """A JSON schema; absent for a function without parameters."""
+    """A JSON schema. None for a function without parameters."""
     strict: bool | None = None
 
 
@@ -145,7 +144,7 @@ class FunctionName(RequestBody):
 
 
 class NamedTool(RequestBody):
-    """A tool by name, as ``tool_choice`` or in a list of allowed tools."""
+    """A tool's name, in ``tool_choice`` or in a list of allowed tools."""
 
     type: Literal["function"]
     function: FunctionName
@@ -166,27 +165,27 @@ class AllowedTools(RequestBody):
 
 
 class JsonSchema(RequestBody):
-    """A JSON schema under ``schema``, with a name. Without both members, the object itself is the schema."""
+    """A JSON schema in the field ``schema``, with a name. Without these fields, the object is the schema."""
 
     name: str | None = None
     description: str | None = None
     schema_: dict[str, object] | bool | None = Field(None, alias="schema")
     strict: bool | None = None
-    """Has no effect: the output always matches the schema."""
+    """Has no effect, because the output always matches the schema."""
 
     @property
-    def is_bare(self) -> bool:
+    def is_plain_schema(self) -> bool:
         """Whether the object itself is the schema."""
         return self.name is None and self.schema_ is None
 
     @property
     def has_open_fields(self) -> bool:
-        """Whether undeclared fields are allowed here, because the object itself is the schema."""
-        return self.is_bare
+        """Whether undeclared fields are allowed, because the object itself is the schema."""
+        return self.is_plain_schema
 
 
 class ResponseFormat(RequestBody):
-    """The required format of the output. A ``structural_tag`` has further fields."""
+    """The format to which the output must conform. The type ``structural_tag`` has further fields."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
@@ -198,10 +197,10 @@ class ResponseFormat(RequestBody):
 
 
 class StructuredOutputs(RequestBody):
-    """The required format of the output, as one of five kinds. Not part of the OpenAI API."""
+    """The format to which the output must conform, in one of five forms. Not part of the OpenAI API."""
 
     json_: dict[str, object] | str | None = Field(None, alias="json")
-    """A JSON schema, or its text."""
+    """A JSON schema, as an object or as a JSON text."""
     regex: str | None = None
     choice: list[str] | None = Field(None, min_length=1)
     grammar: str | None = None
@@ -214,21 +213,21 @@ class StreamOptions(RequestBody):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    """Adds the usage so far to every chunk. Implies ``include_usage``, unless ``include_usage`` is false."""
+    """Adds the usage up to the chunk to every chunk. Implies ``include_usage`` unless that is false."""
 
 
 class GenerationBody(RequestBody):
-    """The fields that chats and completions share."""
+    """The fields that chat and completion requests share."""
 
     model: str = ""
     """Defaults to the served model, which `penstock.serve.api.text_generation.checked_body` sets."""
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[str, Annotated[Number, Field(ge=-100, le=100)]] | None = None
-    """Maps a token id, as text, to the value that is added to its logit."""
+    """Token id, in decimal digits -> value that is added to the logit of the token."""
     max_tokens: Count | None = None
     max_completion_tokens: Annotated[Count, Field(ge=1)] | None = None
-    """OpenAI has it only for chats; benchmark clients also send it for completions."""
+    """In OpenAI's API, only chat requests have this field. Some clients also send it for completions."""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: str | Texts | None = None
@@ -238,7 +237,7 @@ class GenerationBody(RequestBody):
     top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     response_format: ResponseFormat | None = None
 
-    # Not in the OpenAI API.
+    # The fields below are not in the OpenAI API.
     top_k: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[Number, Field(gt=0)] | None = None
@@ -249,25 +248,25 @@ class GenerationBody(RequestBody):
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    """Whether log probabilities have ``token_id:17`` instead of the text of a token."""
+    """Whether tokens in log probabilities are written as ``token_id:17`` instead of their text."""
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     """Number of top tokens per prompt token."""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
-    """Number of last prompt tokens to keep; -1 keeps as many as fit."""
+    """Number of prompt tokens to keep, from the end; -1 keeps as many as the maximum length allows."""
     bad_words: Annotated[Texts, Field(max_length=MAX_BAD_WORDS)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: str | None = None
 
-    # Aliases of fields above.
+    # Aliases of the fields above.
     repeat_penalty: Annotated[Number, Field(gt=0)] | None = None
     guided_json: dict[str, object] | str | None = None
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
     guided_grammar: str | None = None
 
-    # Only logged.
+    # Fields that are only logged.
     user: Label | None = None
     metadata: Annotated[dict[Label, Label], Field(max_length=MAX_METADATA)] | None = None
     safety_identifier: Label | None = None
@@ -275,11 +274,11 @@ class GenerationBody(RequestBody):
 
     @property
     def shows_special_tokens(self) -> bool:
-        """Whether the text includes special tokens."""
+        """Whether the output text includes special tokens."""
         return self.skip_special_tokens is False
 
     @property
-    def stops(self) -> list[str]:
+    def stop_strings(self) -> list[str]:
         """The stop strings."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
@@ -295,25 +294,25 @@ class GenerationBody(RequestBody):
 
     @property
     def has_continuous_usage(self) -> bool:
-        """Whether every chunk of a stream has the usage so far."""
+        """Whether every chunk of a stream has the usage up to that chunk."""
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     @field_validator("stop")
     @classmethod
-    def _bound_stops(cls, stop: str | list[str] | None) -> str | list[str] | None:
-        stops = [stop] if isinstance(stop, str) else stop or []
-        if len(stops) > MAX_STOP_STRINGS:
-            raise ValueError(f"there are {len(stops)} stop strings; the maximum is {MAX_STOP_STRINGS}")
-        if sum(map(len, stops)) > MAX_STOP_CHARACTERS:
+    def _check_stop_length(cls, stop: str | list[str] | None) -> str | list[str] | None:
+        stop_strings = [stop] if isinstance(stop, str) else stop or []
+        if len(stop_strings) > MAX_STOP_STRINGS:
+            raise ValueError(f"there are {len(stop_strings)} stop strings; the maximum is {MAX_STOP_STRINGS}")
+        if sum(map(len, stop_strings)) > MAX_STOP_CHARACTERS:
             raise ValueError(
-                f"the stop strings have {sum(map(len, stops))} characters; "
+                f"the stop strings have {sum(map(len, stop_strings))} characters; "
                 f"the maximum is {MAX_STOP_CHARACTERS}"
             )
         return stop
 
     @field_validator("bad_words")
     @classmethod
-    def _bound_bad_words(cls, words: list[str] | None) -> list[str] | None:
+    def _check_bad_words(cls, words: list[str] | None) -> list[str] | None:
         if any(not word.strip() for word in words or ()):
             raise ValueError("a bad word is empty: omit it")
         size = sum(map(len, words or ()))
@@ -327,7 +326,7 @@ class GenerationBody(RequestBody):
     @classmethod
     def _reject_zero(cls, count: int | None) -> int | None:
         if count == 0:
-            raise ValueError("0 would leave an empty prompt: send at least 1, or -1 to keep as many as fit")
+            raise ValueError("0 leaves an empty prompt: send at least 1, or -1 for the maximum length")
         return count
 
 
@@ -343,12 +342,12 @@ class ChatBody(GenerationBody):
     tool_choice: Literal["auto", "none", "required"] | NamedTool | AllowedTools | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
 
-    # Not in the OpenAI API.
+    # The fields below are not in the OpenAI API.
     chat_template_kwargs: dict[str, object] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     include_reasoning: bool | None = None
-    """False omits the reasoning from the response."""
+    """False leaves the reasoning out of the response."""
 
 
 class CompletionBody(GenerationBody):
@@ -358,12 +357,12 @@ class CompletionBody(GenerationBody):
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     echo: bool | None = None
     suffix: str | None = None
-    """The text after the output, for models with tokens to fill in the middle."""
+    """The text that follows the output, for models with fill-in-the-middle tokens."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
 
 class TokenizeBody(RequestBody):
-    """``POST /tokenize``: a text or messages."""
+    """``POST /tokenize``, with either a text or messages."""
 
     model: str | None = None
     prompt: str | None = None
@@ -389,7 +388,7 @@ class LoadAdapterBody(RequestBody):
     lora_name: str = Field(min_length=1, max_length=256)
     lora_path: str = Field(min_length=1, max_length=4096)
     load_inplace: bool | None = None
-    """Whether a loaded adapter of that name is replaced. If false, the request is refused."""
+    """Whether a loaded adapter with the same name is replaced. With False, the request is refused."""
 
 
 class UnloadAdapterBody(RequestBody):

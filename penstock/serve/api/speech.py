@@ -1,4 +1,4 @@
-"""``/v1/audio/speech`` and ``/v1/audio/voices``: text to speech, streamed while it is generated."""
+"""The routes ``/v1/audio/speech`` and ``/v1/audio/voices``. Speech is streamed while it is generated."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fastapi import APIRouter, Request, Response
 from penstock.errors import InputError, MissingDependencyError
 from penstock.media.audio_files import AudioEncoder, Samples
 from penstock.pipelines.core import AudioGenerationRequest, TTSContext
-from penstock.serve.api.generation import cancel_on_disconnect, in_pool
-from penstock.serve.api.models import adapter_named
+from penstock.serve.api.generation import cancel_on_disconnect, run_in_pool
+from penstock.serve.api.models import requested_adapter
 from penstock.serve.api.parameters import map_input_errors
 from penstock.serve.api.speech_run import SpeechRun
 from penstock.serve.api.speech_schemas import SpeechBody
-from penstock.serve.api.text_generation import checked_body, note_error
+from penstock.serve.api.text_generation import checked_body, record_error
 from penstock.serve.http.bodies import JsonRoute
 from penstock.serve.http.openapi import BODY_ERRORS, body_of, responses
 from penstock.serve.http.problems import Problem, RequestProblem
@@ -42,17 +42,20 @@ _AUDIO_RESPONSE: dict[int | str, dict[str, object]] = {
 
 
 class AudioCutOffError(Exception):
-    """An error during a stream of audio bytes. The server then closes the connection early."""
+    """An error during a stream of audio bytes.
+
+    The server closes the connection before the stream is complete.
+    """
 
 
 @router.post(
     "/v1/audio/speech", response_class=Response, openapi_extra=body_of(SpeechBody), responses=_AUDIO_RESPONSE
 )
 async def create_speech(request: Request) -> Response:
-    """Return the audio of a text. The first byte is sent with the first audio."""
+    """Return the speech for a text. The response begins when the first audio has been generated."""
     services, record = Services.of(request), RequestRecord.of(request)
     raw = await request.json()
-    body, contexts, encoder = await in_pool(request, lambda: _prepare(services, raw))
+    body, contexts, encoder = await run_in_pool(request, lambda: _prepare(services, raw))
     record.model, record.user, record.stream = body.model, body.user, True
     record.details["seed"] = contexts[0].sampling_params.seed
     run = SpeechRun(services, record, contexts)
@@ -64,9 +67,9 @@ async def create_speech(request: Request) -> Response:
         raise
     return EventStream(
         speech.body_chunks(),
-        on_error=lambda error: note_error(services, record, error),
+        on_error=lambda error: record_error(services, record, error),
         on_disconnect=run.cancel,
-        error_event=None if speech.as_events else _cut_off,
+        error_event=None if speech.as_events else _raise_cut_off,
         media_type="text/event-stream" if speech.as_events else encoder.format.media_type,
         is_text=speech.as_events,
     )
@@ -74,11 +77,11 @@ async def create_speech(request: Request) -> Response:
 
 @router.get("/v1/audio/voices", responses=responses(400, 401, 403, 421))
 async def list_voices(request: Request) -> dict[str, object]:
-    """Return the voices that requests may name."""
+    """Return the names and types of the voices that a request can select."""
     services = Services.of(request)
     cloned_voices = [voice.name for voice in services.worker.info.voices]
     trained_voices = [
-        name for name in _tokenizer_of(services).speech_format.voices if name not in cloned_voices
+        name for name in _speech_tokenizer(services).speech_format.voices if name not in cloned_voices
     ]
     kinds = {**dict.fromkeys(cloned_voices, "imitated"), **dict.fromkeys(trained_voices, "trained")}
     data = [{"id": name, "object": "voice", "type": kind} for name, kind in kinds.items()]
@@ -86,7 +89,7 @@ async def list_voices(request: Request) -> dict[str, object]:
 
 
 class _SpeechResponse:
-    """The body of a speech response. The first audio is awaited before the headers are sent."""
+    """The body of a speech response: audio bytes, or events that contain audio bytes."""
 
     def __init__(self, request: Request, run: SpeechRun, encoder: AudioEncoder, *, as_events: bool) -> None:
         self.as_events = as_events
@@ -97,10 +100,10 @@ class _SpeechResponse:
         self._first_audio: Samples | None = None
 
     async def begin(self) -> None:
-        """Wait for the first audio.
+        """Wait for the first audio. The route calls it before it sends the response headers.
 
         Raises:
-            PenstockError: the request failed before it had audio.
+            PenstockError: the request failed before the first audio.
         """
         await self._run.admitted()
         while self._first_audio is None:
@@ -125,38 +128,43 @@ class _SpeechResponse:
         return event({"type": "speech.audio.delta", "audio": base64.b64encode(data).decode()})
 
     async def _encode_audio(self, samples: Samples | None) -> bytes:
-        """Return the encoded bytes of samples; the final bytes for None. Compression runs in the pool."""
+        """Return the encoded bytes of samples, or the last bytes of the audio file if ``samples`` is None.
+
+        Compressed formats are encoded in the thread pool.
+        """
         encoder = self._encoder
 
         def encode() -> bytes:
             return encoder.finish() if samples is None else encoder.add(samples)
 
-        return encode() if encoder.format.container is None else await in_pool(self._request, encode)
+        return encode() if encoder.format.container is None else await run_in_pool(self._request, encode)
 
 
 def _prepare(services: Services, raw: object) -> tuple[SpeechBody, list[TTSContext], AudioEncoder]:
-    """Check a body and return its contexts and the encoder of its audio. Slow: call it in the pool.
+    """Validate a request. Return its body, its contexts and an audio encoder.
+
+    Blocks: call it in a thread pool.
 
     Raises:
-        RequestProblem: 400 that names the field.
-        UnknownModelError: the server has no model or adapter of that name.
+        RequestProblem: 400; the message names the invalid field.
+        UnknownModelError: the server has no model or adapter with the requested name.
     """
     body = checked_body(services, SpeechBody, raw)
-    adapter = adapter_named(services, body.model)
-    tokenizer, info = _tokenizer_of(services), services.worker.info
-    form = tokenizer.speech_format
+    adapter = requested_adapter(services, body.model)
+    tokenizer, info = _speech_tokenizer(services), services.worker.info
+    speech_format = tokenizer.speech_format
     try:
         encoder = AudioEncoder(body.response_format, info.sample_rate)
     except (MissingDependencyError, InputError) as error:
         raise RequestProblem(400, str(error), param="response_format", code="unsupported_value") from error
     if body.voice_name is not None and body.audio_prompt_tokens:
         raise RequestProblem(
-            400, "voice and audio_prompt_tokens both choose a voice: send one", param="voice"
+            400, "voice and audio_prompt_tokens both set the voice: send only one of them", param="voice"
         )
     with map_input_errors("voice"):
         voices_by_name = {voice.name: voice for voice in info.voices}
         voice_options: VoiceFields = (
-            {} if body.voice_name is None else voice_fields(body.voice_name, voices_by_name, form)
+            {} if body.voice_name is None else voice_fields(body.voice_name, voices_by_name, speech_format)
         )
     if body.audio_prompt_tokens:
         voice_options = {
@@ -166,7 +174,7 @@ def _prepare(services: Services, raw: object) -> tuple[SpeechBody, list[TTSConte
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
     with map_input_errors(None):
         params = services.pipeline_config.default_sampling_params(
-            defaults=form.sampling_defaults,
+            defaults=speech_format.sampling_defaults,
             max_new_tokens=body.max_tokens,
             **{name: getattr(body, name) for name in names},
         )
@@ -191,10 +199,11 @@ def _prepare(services: Services, raw: object) -> tuple[SpeechBody, list[TTSConte
     return body, contexts, encoder
 
 
-def _tokenizer_of(services: Services) -> SpeechTokenizer:
-    """Return the tokenizer. All speech models have one."""
+def _speech_tokenizer(services: Services) -> SpeechTokenizer:
+    """Return the tokenizer of a speech model."""
     return cast(SpeechTokenizer, services.tokenizer)
 
 
-def _cut_off(problem: Problem) -> NoReturn:
+def _raise_cut_off(problem: Problem) -> NoReturn:
+    """Close the connection, because audio bytes cannot contain an error message."""
     raise AudioCutOffError(problem.message)

@@ -1,4 +1,4 @@
-"""Run the parts of a text through a speech model, one after another, as one stream of audio."""
+"""Runs the parts of a text through a speech model and yields one stream of audio."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from penstock.worker.results import Generation
 
 
 class SpeechRun:
-    """The text parts of one request. The next part starts when the previous one has produced audio.
+    """Runs the parts of a request's text in order. A part starts when the part before it has produced audio.
 
     Args:
         services: the objects that routes use.
         record: receives the token counts, the time of admission and the audio duration.
-        contexts: one for each part.
+        contexts: one context for each part of the text.
 
     Raises:
         UnavailableError: the worker is not ready, or the queue is full.
@@ -37,14 +37,14 @@ class SpeechRun:
         self._generations: list[Generation] = []
         self._num_tokens = [0] * len(contexts)
         self._cached_tokens = [0] * len(contexts)
-        self.is_cut = False
-        """Whether a part reached the maximum length."""
+        self.is_truncated = False
+        """Whether the speech of a part was cut at the maximum length."""
         record.prompt_tokens = sum(len(context.prompt_tokens) for context in contexts)
         self._submit_next()
 
     @property
     def usage(self) -> dict[str, int]:
-        """OpenAI's ``usage`` of speech."""
+        """OpenAI's ``usage`` object for speech."""
         prompt_tokens, speech_tokens = self._record.prompt_tokens, sum(self._num_tokens)
         return {
             "input_tokens": prompt_tokens,
@@ -53,27 +53,27 @@ class SpeechRun:
         }
 
     def cancel(self) -> None:
-        """Cancel the parts that still run. Idempotent."""
+        """Cancel the running parts. Idempotent."""
         for generation in self._generations:
             generation.cancel()
 
     def finish(self) -> None:
-        """Cancel the parts that still run, and write the token counts into the record."""
+        """Cancel the running parts and write the token counts into the request record."""
         self.cancel()
         self._record.completion_tokens = sum(self._num_tokens)
         self._record.cached_tokens = sum(self._cached_tokens)
 
     async def admitted(self) -> None:
-        """Wait until the first part is admitted to the batch.
+        """Wait until the scheduler has admitted the first part.
 
         Raises:
-            PenstockError: the scheduler refuses it.
+            PenstockError: the scheduler refuses the part.
         """
         await self._limits.within(self._generations[0].admitted())
         self._record.admitted()
 
     async def chunks(self) -> AsyncGenerator[npt.NDArray[np.float32] | None, None]:
-        """Yield the audio as it arrives; None after a pause without audio.
+        """Yield the samples when they arrive. Yield None after `stream_ping` seconds without samples.
 
         Raises:
             PenstockError: a part failed.
@@ -95,14 +95,14 @@ class SpeechRun:
                         self._record.tokens(delta.num_tokens - self._num_tokens[index], index)
                         self._num_tokens[index] = max(delta.num_tokens, self._num_tokens[index])
                         self._cached_tokens[index] = delta.num_cached_tokens
-                        self.is_cut |= delta.status.value == "maximum_length"
+                        self.is_truncated |= delta.status.value == "maximum_length"
                         if delta.audio:
                             if index + 1 == len(self._generations) < len(self._contexts):
                                 self._submit_next()
                             samples = np.concatenate(delta.audio)
                             self._record.audio(len(samples) / self._worker.info.sample_rate)
                             yield samples
-            self._record.finish_reasons = ["length" if self.is_cut else "stop"]
+            self._record.finish_reasons = ["length" if self.is_truncated else "stop"]
         finally:
             self.finish()
 

@@ -1,4 +1,4 @@
-"""The schema of ``POST /v1/audio/speech``."""
+"""The schema of the request body of ``/v1/audio/speech``."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from penstock.serve.api.schemas import Label, Number, RequestBody, TokenIds
-from penstock.serve.api.unsupported import Refused
+from penstock.serve.api.unsupported import RefusedField
 
 MAX_INPUT_CHARACTERS = 4096
-"""OpenAI's limit of ``input``."""
+"""Maximum length of ``input`` in characters, as in OpenAI's API."""
 
 
 class VoiceId(RequestBody):
-    """A voice as an object."""
+    """A voice in the form of a JSON object."""
 
     id: str
 
@@ -23,26 +23,26 @@ class SpeechBody(RequestBody):
     """``POST /v1/audio/speech``."""
 
     unsupported: ClassVar = {
-        "instructions": Refused(
+        "instructions": RefusedField(
             "the model takes no instructions: choose a voice, or write emotions as the model's card says",
             ("",),
         ),
-        "speed": Refused("the model speaks at one speed: change the speed of the audio", (1, 1.0)),
+        "speed": RefusedField("the model speaks at one speed: change the speed of the audio", (1, 1.0)),
     }
 
     model: str = ""
     """Defaults to the served model, which `penstock.serve.api.text_generation.checked_body` sets."""
     input: Annotated[str, Field(min_length=1, max_length=MAX_INPUT_CHARACTERS)]
     voice: str | VoiceId | None = None
-    """The name of a voice; ``default`` or no name selects the model's default voice."""
+    """The name of a voice. ``default`` and None select the model's default voice."""
     response_format: Literal["mp3", "opus", "flac", "wav", "pcm"] = "mp3"
-    """``pcm``: 16-bit samples without a header."""
+    """The format of the audio. ``pcm`` is 16-bit samples without a header."""
     stream_format: Literal["audio", "sse"] = "audio"
-    """Whether the audio arrives as bytes or as events."""
+    """Whether the response body is the audio itself or events that contain the audio."""
 
-    # Not in the OpenAI API.
+    # The fields below are not in the OpenAI API.
     audio_prompt_tokens: TokenIds | None = None
-    """Speech token ids of a recording of the voice to imitate."""
+    """The speech token ids of a recording. The model imitates the voice of the recording."""
     audio_prompt_transcription: str | None = None
     """The transcription of ``audio_prompt_tokens``."""
     temperature: Number | None = None

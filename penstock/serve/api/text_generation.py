@@ -1,4 +1,4 @@
-"""Request handling shared by chat and completions."""
+"""Functions that all routes of text generation share: they validate requests and send responses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.pipelines.core import TextContext
 from penstock.serve.api.chat_response import Envelope
 from penstock.serve.api.choice_decoder import ChoiceDelta
 from penstock.serve.api.generation import cancel_on_disconnect
-from penstock.serve.api.json_parts import EncodingTurns, JsonResponse, gather, spread
+from penstock.serve.api.json_parts import EncodingTurns, JsonResponse, collect_parts, with_pauses
 from penstock.serve.api.models import system_fingerprint
 from penstock.serve.api.parameters import UnknownFields, check_combinations
 from penstock.serve.api.schemas import GenerationBody, RequestBody
@@ -29,14 +29,14 @@ Body = TypeVar("Body", bound=RequestBody)
 
 
 class ChoiceResponseBuilder(Protocol):
-    """Builds the response of one API from the output: the whole object, or the events of a stream."""
+    """Builds the response of one API from the output: one object, or the events of a stream."""
 
     @property
     def media_type(self) -> str:
         """The content type of the stream."""
         ...
 
-    def whole(self, outputs: list[ChoiceDelta], usage: Usage) -> Iterable[bytes]:
+    def whole_response(self, outputs: list[ChoiceDelta], usage: Usage) -> Iterable[bytes]:
         """Yield the JSON of a response that is not streamed."""
         ...
 
@@ -45,7 +45,7 @@ class ChoiceResponseBuilder(Protocol):
         ...
 
     def events(self, index: int, delta: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
-        """Return the events of a delta of a choice; `usage` is set if each event has the usage so far."""
+        """Return the events of a delta. `usage` is set if each event must have the usage up to the delta."""
         ...
 
     def end(self, usage: Usage) -> bytes:
@@ -53,22 +53,22 @@ class ChoiceResponseBuilder(Protocol):
         ...
 
     def ping(self) -> bytes:
-        """Return the event that keeps a silent stream open."""
+        """Return the event that is sent during a pause, so that proxies do not close the connection."""
         ...
 
     def error(self, problem: Problem) -> bytes:
-        """Return the event of an error that ends the stream."""
+        """Return the error event that ends the stream."""
         ...
 
 
 class ChoiceRun(Protocol):
-    """The running choices of one request: the interface of `GenerationRun`."""
+    """Interface of an object that runs the choices of one request, such as `GenerationRun`."""
 
     async def admitted(self) -> None: ...
 
     def deltas(self) -> AsyncGenerator[tuple[int, ChoiceDelta] | None, None]: ...
 
-    async def whole(self) -> list[ChoiceDelta]: ...
+    async def whole_output(self) -> list[ChoiceDelta]: ...
 
     def usage(self) -> Usage: ...
 
@@ -84,12 +84,12 @@ class ChoiceRun(Protocol):
 
 
 def checked_body(services: Services, kind: type[Body], raw: object) -> Body:
-    """Validate a body and check all of its fields.
+    """Validate a request body, including its unknown and unsupported fields, and return it.
 
     If ``model`` is absent, it is set to the served model.
 
     Raises:
-        RequestProblem: 400 that names the field.
+        RequestProblem: 400; the message names the invalid field.
     """
     model = kind.model_fields.get("model")
     has_default = model is not None and model.default == ""
@@ -103,7 +103,7 @@ def checked_body(services: Services, kind: type[Body], raw: object) -> Body:
 
 
 def record_logged_fields(body: GenerationBody, record: RequestRecord, context: TextContext) -> None:
-    """Write the fields of `LOGGED` into the record."""
+    """Write the model, the request id, the seed and the fields of `LOGGED_FIELDS` into the request record."""
     record.model = body.model
     record.stream = bool(body.stream)
     record.user = body.user
@@ -115,7 +115,7 @@ def record_logged_fields(body: GenerationBody, record: RequestRecord, context: T
         record.details["prompt_cache_key"] = body.prompt_cache_key
 
 
-def envelope_of(services: Services, request_id: str, body: GenerationBody) -> Envelope:
+def make_envelope(services: Services, request_id: str, body: GenerationBody) -> Envelope:
     """Return the members that all objects of a response share."""
     return Envelope(
         id=request_id,
@@ -137,8 +137,8 @@ async def answer_request(
 ) -> Response:
     """Run the choices of a request and return the HTTP response.
 
-    The response headers are sent after all choices are admitted. A refusal therefore has a proper status
-    code, instead of an error inside a stream with status 200.
+    The response headers are sent after all choices have been admitted. If the scheduler refuses a choice, the
+    response therefore has an error status, and not an error event in a stream with status 200.
 
     Args:
         request: the HTTP request.
@@ -146,7 +146,7 @@ async def answer_request(
         run: the running choices.
         response: builds the response.
         stream: whether the response is streamed.
-        with_usage: whether the events of a stream have the usage so far.
+        with_usage: whether each event of a stream has the usage up to this event.
         on_complete: called when the response is complete, before its last part is sent.
 
     Raises:
@@ -161,23 +161,25 @@ async def answer_request(
             run.finish()
             raise
         return EventStream(
-            response_events(run, response, services.turns, with_usage=with_usage, on_complete=on_complete),
-            on_error=lambda error: note_error(services, record, error),
+            response_events(
+                run, response, services.encoding_turns, with_usage=with_usage, on_complete=on_complete
+            ),
+            on_error=lambda error: record_error(services, record, error),
             on_disconnect=run.cancel,
             error_event=response.error,
             media_type=response.media_type,
         )
 
-    async def whole() -> list[bytes]:
+    async def complete_response() -> list[bytes]:
         await run.admitted()
-        outputs = await run.whole()
-        parts = await gather(response.whole(outputs, run.usage()), services.turns)
+        outputs = await run.whole_output()
+        parts = await collect_parts(response.whole_response(outputs, run.usage()), services.encoding_turns)
         if on_complete is not None:
             await on_complete()
         return parts
 
     async with run:
-        parts = await cancel_on_disconnect(request, run, whole)
+        parts = await cancel_on_disconnect(request, run, complete_response)
     return JsonResponse(parts)
 
 
@@ -189,7 +191,7 @@ async def response_events(
     with_usage: bool = False,
     on_complete: Callable[[], Awaitable[None]] | None = None,
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a response as its output arrives; the arguments are those of `answer_request`."""
+    """Yield the events of a response when its output arrives. `answer_request` describes the arguments."""
     async with run, aclosing(run.deltas()) as deltas:
         if first_events := response.begin():
             yield first_events
@@ -200,7 +202,7 @@ async def response_events(
                 continue
             index, delta = item
             events = response.events(index, delta, run.usage() if with_usage else None)
-            async for part in spread(events, turns):
+            async for part in with_pauses(events, turns):
                 yield part
         last_events = response.end(run.usage())
         if on_complete is not None:
@@ -208,9 +210,9 @@ async def response_events(
         yield last_events
 
 
-def note_error(services: Services, record: RequestRecord, error: BaseException) -> None:
-    """Write the error that ended a response into the record. Log it if it is unexpected."""
+def record_error(services: Services, record: RequestRecord, error: BaseException) -> None:
+    """Write the error that ended a response into the request record. Log the error if its status is 500."""
     problem = problem_of(error)
     record.failed(problem.code, problem.status)
     if problem.status == 500:
-        services.log.error("a stream failed", exc_info=error, extra={"fields": {"id": record.request_id}})
+        services.log.error("a stream has failed", exc_info=error, extra={"fields": {"id": record.request_id}})

@@ -1,4 +1,4 @@
-"""A cache of the JSON of tokens, which is most of a response with log probabilities."""
+"""A cache of JSON fragments of tokens. Most of a response with log probabilities consists of them."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from penstock.text.tokenizer import TextTokenizer
 T = TypeVar("T")
 
 MIN_LOGPROB = -9999.0
-"""OpenAI's value for a token of probability 0; JSON has no infinity."""
+"""OpenAI's value for a token of probability 0, because JSON has no infinity."""
 
 MAX_COST = 1024
-"""Maximum cost of one part, which takes about 1 ms to encode.
+"""Maximum cost of one part of JSON. Encoding such a part takes about 1 ms.
 
-A number costs 1. A token whose JSON is not cached yet costs `UNCACHED_TOKEN_COST` more.
+A number has a cost of 1. A token whose JSON is not in the cache has an additional cost of
+`UNCACHED_TOKEN_COST`.
 """
 UNCACHED_TOKEN_COST = 64
 
-Number: TypeAlias = tuple[bytes, bytes, bytes]
-"""The JSON before a number, a placeholder for the number, the JSON after it."""
+NumberTemplate: TypeAlias = tuple[bytes, bytes, bytes]
+"""The JSON before a number, an empty placeholder for the number, and the JSON after the number."""
 
 
 class Fragments(dict[int, T]):
-    """A cache of the results of `make`, which is called once per token id."""
+    """A dict that maps token ids to the results of `make`. It calls `make` once per token id."""
 
     def __init__(self, make: Callable[[int], T]) -> None:
         super().__init__()
@@ -38,33 +39,33 @@ class Fragments(dict[int, T]):
 
 
 class TokenFragments:
-    """Fragments of JSON for the tokens of a tokenizer.
+    """Caches the JSON fragments of the tokens of a tokenizer.
 
     Args:
         tokenizer: the tokenizer of the model.
-        as_ids: write ``token_id:17`` instead of the text of a token.
+        as_ids: whether ``token_id:17`` is written instead of the text of a token.
     """
 
     def __init__(self, tokenizer: TextTokenizer, *, as_ids: bool = False) -> None:
         self._tokenizer = tokenizer
         self._as_ids = as_ids
-        self.entries = Fragments(self._entry)
-        """A chat's log probability: ``,{"token":"a","logprob":`` and ``,"bytes":[97]}``."""
-        self.keys = Fragments(self._key)
-        """A completion's log probability: ``,"a":``."""
-        self.decoded = Fragments(self._decoded_fragment)
-        """A log probability of the prompt: ``,"97":{"logprob":`` and ``,"decoded_token":"a"}``."""
+        self.chat_entries = Fragments(self._chat_entry)
+        """The JSON around a chat log probability: ``,{"token":"a","logprob":`` and ``,"bytes":[97]}``."""
+        self.completion_keys = Fragments(self._completion_key)
+        """The JSON before a log probability of a completion: ``,"a":``."""
+        self.prompt_entries = Fragments(self._prompt_entry)
+        """The JSON around a prompt log probability: ``,"97":{"logprob":`` and ``,"decoded_token":"a"}``."""
 
     @property
     def num_cached(self) -> int:
         """The number of cached fragments."""
-        return len(self.entries) + len(self.keys) + len(self.decoded)
+        return len(self.chat_entries) + len(self.completion_keys) + len(self.prompt_entries)
 
     def text(self, token_id: int) -> str:
-        """Return the token's text for a completion.
+        """Return the text of a token for the log probabilities of a completion.
 
-        A token whose bytes are not valid UTF-8 is written as ``bytes:\\xe2\\x80``, as OpenAI does, so that
-        two such tokens differ.
+        If the bytes of a token are not valid UTF-8, the text is, for example, ``bytes:\\xe2\\x80``, as in
+        OpenAI's API. Two such tokens therefore have different texts.
         """
         if self._as_ids:
             return self._token_text(token_id)
@@ -74,15 +75,15 @@ class TokenFragments:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
 
-    def _entry(self, token_id: int) -> Number:
+    def _chat_entry(self, token_id: int) -> NumberTemplate:
         token_bytes = self._tokenizer.token_bytes(token_id)
         suffix = b',"bytes":%b}' % encode(list(token_bytes))
         return b',{"token":%b,"logprob":' % encode(self._token_text(token_id)), b"", suffix
 
-    def _key(self, token_id: int) -> Number:
+    def _completion_key(self, token_id: int) -> NumberTemplate:
         return b",%b:" % encode(self.text(token_id)), b"", b""
 
-    def _decoded_fragment(self, token_id: int) -> Number:
+    def _prompt_entry(self, token_id: int) -> NumberTemplate:
         suffix = b',"decoded_token":%b}' % encode(self._token_text(token_id))
         return b',"%d":{"logprob":' % token_id, b"", suffix
 
@@ -93,12 +94,12 @@ class TokenFragments:
 
 
 class NumberWriter:
-    """Collects log probabilities and the JSON around them.
+    """Collects log probabilities and the JSON around them, and returns their JSON in parts.
 
-    All numbers of a part are encoded in one call, which is faster than one call per number.
+    One call encodes all numbers of a part, because one call per number takes longer.
 
     Args:
-        fragments: the JSON of tokens; tokens that are encoded for the first time count as cost.
+        fragments: the cache of JSON fragments. Tokens that are new in the cache have an additional cost.
     """
 
     def __init__(self, fragments: TokenFragments) -> None:
@@ -108,18 +109,18 @@ class NumberWriter:
         self._values: list[float] = []
 
     def add_row(
-        self, prefix: bytes, surroundings: Iterable[Number], values: Iterable[float], suffix: bytes
+        self, prefix: bytes, templates: Iterable[NumberTemplate], values: Iterable[float], suffix: bytes
     ) -> None:
-        """Add a row of numbers; the comma before the first number is dropped.
+        """Add a row of one or more numbers.
 
         Args:
-            prefix: JSON before the row.
-            surroundings: the JSON around each number, beginning with a comma.
+            prefix: the JSON before the row. It replaces the comma before the first number.
+            templates: the JSON around each number. Each template begins with a comma.
             values: the numbers.
-            suffix: JSON after the row.
+            suffix: the JSON after the row.
         """
         start = len(self._json_parts)
-        self._json_parts += chain.from_iterable(surroundings)
+        self._json_parts += chain.from_iterable(templates)
         self._values += values
         if start == len(self._json_parts):
             raise ValueError("a row has no number")
@@ -128,23 +129,23 @@ class NumberWriter:
 
     @property
     def is_full(self) -> bool:
-        """Whether the part has reached the maximum cost."""
+        """Whether the current part has reached the maximum cost."""
         num_new = self._fragments.num_cached - self._num_cached
         return len(self._values) + UNCACHED_TOKEN_COST * num_new >= MAX_COST
 
     def part(self) -> bytes:
-        """Return the JSON added since the last call."""
-        self._json_parts[1::3] = numbers(self._values)
+        """Return the JSON that was added since the last call."""
+        self._json_parts[1::3] = encoded_numbers(self._values)
         data = b"".join(self._json_parts)
         self._json_parts, self._values = [], []
         self._num_cached = self._fragments.num_cached
         return data
 
 
-def numbers(values: Sequence[float | None]) -> list[bytes]:
-    """Return the JSON of each log probability, clamped to `MIN_LOGPROB`.
+def encoded_numbers(values: Sequence[float | None]) -> list[bytes]:
+    """Return the JSON of each log probability. Values below `MIN_LOGPROB` are replaced by it.
 
-    >>> numbers([-0.5, None, float("-inf")])
+    >>> encoded_numbers([-0.5, None, float("-inf")])
     [b'-0.5', b'null', b'-9999.0']
     """
     if not values:

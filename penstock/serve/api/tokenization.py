@@ -1,4 +1,4 @@
-"""``/tokenize`` and ``/detokenize``: text to tokens, and tokens to text."""
+"""The routes ``/tokenize`` and ``/detokenize``, which convert texts to tokens and tokens to texts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
 from penstock.pipelines.core import TokenGeneratorRequest
-from penstock.serve.api.chat_prompt import messages_of, plain_tools, template_messages, template_options
+from penstock.serve.api.chat_prompt import raw_messages, template_messages, template_options, template_tools
 from penstock.serve.api.conversation import image_fields
-from penstock.serve.api.generation import in_pool
-from penstock.serve.api.models import adapter_named
+from penstock.serve.api.generation import run_in_pool
+from penstock.serve.api.models import requested_adapter
 from penstock.serve.api.parameters import map_input_errors
 from penstock.serve.api.roles import check_roles
 from penstock.serve.api.schemas import DetokenizeBody, TokenizeBody
@@ -32,10 +32,10 @@ class TokenizeResponse(BaseModel):
 
     count: int
     max_model_len: int
-    """Maximum number of tokens of prompt and output together."""
+    """Maximum total number of tokens of prompt and output."""
     tokens: list[int]
     token_strs: list[str] | None = None
-    """The text of each token, if requested."""
+    """The text of each token. None if not requested."""
 
 
 class DetokenizeResponse(BaseModel):
@@ -46,20 +46,20 @@ class DetokenizeResponse(BaseModel):
 
 @router.post("/tokenize", openapi_extra=body_of(TokenizeBody), responses=responses(*BODY_ERRORS))
 async def tokenize(request: Request) -> TokenizeResponse:
-    """Return the tokens of a text, or of messages rendered by the chat template."""
-    return await _in_pool(request, _tokenize)
+    """Return the tokens of a text, or of the messages that the chat template renders."""
+    return await _run(request, _tokenize)
 
 
 @router.post("/detokenize", openapi_extra=body_of(DetokenizeBody), responses=responses(*BODY_ERRORS))
 async def detokenize(request: Request) -> DetokenizeResponse:
     """Return the text of tokens, including special tokens."""
-    return await _in_pool(request, _detokenize)
+    return await _run(request, _detokenize)
 
 
-async def _in_pool(request: Request, work: Callable[[Services, object], T]) -> T:
+async def _run(request: Request, function: Callable[[Services, object], T]) -> T:
     services = Services.of(request)
     raw = await request.json()
-    return await in_pool(request, lambda: work(services, raw))
+    return await run_in_pool(request, lambda: function(services, raw))
 
 
 def _tokenize(services: Services, raw: object) -> TokenizeResponse:
@@ -79,7 +79,7 @@ def _tokenize(services: Services, raw: object) -> TokenizeResponse:
         if chat_fields := sorted(
             chat_only_fields & {name for name, value in raw.items() if value is not None}
         ):
-            raise RequestProblem(400, f"{chat_fields[0]} needs messages", param=chat_fields[0])
+            raise RequestProblem(400, f"{chat_fields[0]} requires messages", param=chat_fields[0])
         ids = tokenizer.encode_text(body.prompt, body.add_special_tokens is not False, limited=False).tolist()
     else:
         if body.add_special_tokens:
@@ -88,9 +88,9 @@ def _tokenize(services: Services, raw: object) -> TokenizeResponse:
                 "add_special_tokens is only for prompt: the chat template adds special tokens",
                 param="add_special_tokens",
             )
-        chat_messages = messages_of(raw)
+        chat_messages = raw_messages(raw)
         messages = template_messages(chat_messages, tokenizer)
-        tools = plain_tools(raw) or None
+        tools = template_tools(raw) or None
         options = template_options(body, tokenizer, can_reason=False)
         images = image_fields(services, chat_messages)
         chat = TokenGeneratorRequest(
@@ -104,7 +104,7 @@ def _tokenize(services: Services, raw: object) -> TokenizeResponse:
         )
         with map_input_errors("messages"):
             check_roles(messages, tokenizer, tools, options)
-            ids = tokenizer.prompt_of(chat)[1].tolist()
+            ids = tokenizer.encode_request_prompt(chat)[1].tolist()
     texts = (
         [tokenizer.token_bytes(token).decode(errors="replace") for token in ids]
         if body.return_token_strs
@@ -131,4 +131,4 @@ def _detokenize(services: Services, raw: object) -> DetokenizeResponse:
 
 def _check_model(services: Services, model: str | None) -> None:
     if model is not None:
-        adapter_named(services, model)
+        requested_adapter(services, model)

@@ -1,4 +1,4 @@
-"""Requests of other APIs as chat requests. Errors name the field of the original request."""
+"""`Translation`: a chat request that is made from a client's request of another API."""
 
 from __future__ import annotations
 
@@ -16,35 +16,38 @@ _INDEXED_FIELD = re.compile(r"(messages|tools)\[(\d+)\](.*)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Translation:
-    """A chat request made from the request of another API."""
+    """A chat request that is made from a client's request of another API.
+
+    Errors of the chat request are converted, so that they name the fields of the client's request.
+    """
 
     chat: Mapping[str, object]
     """The decoded body of the chat request."""
-    message_places: Sequence[str]
-    """For each message, the field of the client's request that it comes from."""
-    tool_places: Sequence[str] = ()
-    """For each tool, the field of the client's request."""
+    message_paths: Sequence[str]
+    """The field of the client's request from which each message comes."""
+    tool_paths: Sequence[str] = ()
+    """The field of the client's request from which each tool comes."""
     fields: Mapping[str, str] = field(default_factory=dict)
-    """Field of the chat request -> the client's field, where they differ."""
+    """Field of the chat request -> field of the client's request, for fields with different names."""
 
     def conversation(self, services: Services, request_id: str) -> Conversation:
-        """Return the conversation. Slow: call it in the pool.
+        """Validate and render the chat request. Blocks: call it in a thread pool.
 
         Raises:
-            RequestProblem: 400 that names the field of the client's request.
-            UnknownModelError: the server has no model or adapter of that name.
+            RequestProblem: 400; the message names the invalid field of the client's request.
+            UnknownModelError: the server has no model or adapter with the requested name.
         """
         with self.with_client_fields():
             return Conversation.of(services, self.chat, request_id)
 
     @contextmanager
     def with_client_fields(self) -> Iterator[None]:
-        """In a `RequestProblem` of the block, replace fields of the chat request by the client's fields."""
+        """Replace the field names in a `RequestProblem` of the ``with`` block by the client's field names."""
         try:
             yield
         except RequestProblem as problem:
-            param = None if problem.param is None else self._place(problem.param)
-            message = self._text(problem.message, problem.param, param)
+            param = None if problem.param is None else self._client_path(problem.param)
+            message = self._translated_message(problem.message, problem.param, param)
             raise RequestProblem(
                 problem.status_code,
                 message,
@@ -54,12 +57,14 @@ class Translation:
                 headers=problem.headers,
             ) from problem
 
-    def _place(self, param: str) -> str:
+    def _client_path(self, param: str) -> str:
         if match := _INDEXED_FIELD.fullmatch(param):
-            places = self.message_places if match[1] == "messages" else self.tool_places
+            field_paths = self.message_paths if match[1] == "messages" else self.tool_paths
             index = int(match[2])
-            place = places[index] if index < len(places) else self.fields.get(match[1], match[1])
-            return place + (self._tool_field(match[3]) if match[1] == "tools" else "")
+            field_path = (
+                field_paths[index] if index < len(field_paths) else self.fields.get(match[1], match[1])
+            )
+            return field_path + (self._tool_field(match[3]) if match[1] == "tools" else "")
         for name, client_field in self.fields.items():
             if param == name or param.startswith((f"{name}.", f"{name}[")):
                 return client_field + param[len(name) :]
@@ -69,9 +74,9 @@ class Translation:
         name = path.removeprefix(".function").removeprefix(".")
         return f".{self.fields.get(f'tools.{name}', name)}" if name else ""
 
-    def _text(self, message: str, param: str | None, place: str | None) -> str:
-        if param is not None and place is not None:
-            message = message.replace(param, place)
+    def _translated_message(self, message: str, param: str | None, field_path: str | None) -> str:
+        if param is not None and field_path is not None:
+            message = message.replace(param, field_path)
         for name, client_field in self.fields.items():
             message = re.sub(rf"(?<![\w.\[]){re.escape(name)}(?!\w)", client_field, message)
         return message

@@ -1,4 +1,4 @@
-"""Known fields that the server does not support."""
+"""`RefusedField`: describes a request field that the server does not support."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedField:
     """A known but unsupported field. Values that request the server's normal behaviour are accepted."""
 
     reason: str
+    """Why other values are refused. It is part of the error message."""
     accepted: tuple[object, ...] = ()
-    """Accepted values. Null, which means absent, is always accepted."""
+    """Accepted values. Null is always accepted, because it means that the field is absent."""
     accepts_all: bool = False
-    """Whether every value is accepted, because the field concerns a feature that the server does not have."""
+    """Whether every value is accepted, because the field can have no effect in this server."""

@@ -1,4 +1,4 @@
-"""The token counts of a response, in the shape of OpenAI's ``usage``."""
+"""The token counts of a response in the format of OpenAI's ``usage``."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from typing import TypedDict
 
 
 class PromptTokensDetails(TypedDict):
-    """Details of the prompt tokens."""
+    """The number of prompt tokens that were in the prefix cache."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(TypedDict):
-    """Details of the generated tokens."""
+    """The number of generated tokens that belong to the reasoning."""
 
     reasoning_tokens: int
 
 
 class Usage(TypedDict):
-    """Token counts of all choices of a response. Cached and reasoning tokens are part of the totals."""
+    """Token counts of all choices of a response. They include cached tokens and reasoning tokens."""
 
     prompt_tokens: int
     completion_tokens: int

@@ -1,4 +1,4 @@
-"""Validate request bodies against `penstock.serve.api.schemas` and report errors."""
+"""Validates request bodies against their schemas, and converts validation errors to HTTP errors."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ def validated(kind: type[Body], body: object) -> Body:
     """Validate a body against its schema. Does not check unknown fields.
 
     Raises:
-        RequestProblem: 400 that names the first invalid field.
+        RequestProblem: 400; the message names the first invalid field.
     """
     if not isinstance(body, dict):
-        raise RequestProblem(400, f"the body must be a JSON object, not {_beginning(body)}")
-    if len(body) > _MAX_FIELDS:  # pydantic validates all fields in one call that holds the GIL
+        raise RequestProblem(400, f"the body must be a JSON object, not {_shortened(body)}")
+    if len(body) > _MAX_FIELDS:  # one call of pydantic validates all fields and holds the GIL
         raise RequestProblem(400, f"the body has {len(body)} fields; the maximum is {_MAX_FIELDS}")
     try:
         return kind.model_validate(_with_lists_validated(kind, body))
     except ValidationError as error:
-        raise _problem_of(error, body) from None
+        raise _first_problem(error, body) from None
 
 
 def _with_lists_validated(kind: type[RequestBody], body: dict[str, object]) -> dict[str, object]:
-    """Validate the elements of long lists one by one, because one call of pydantic holds the GIL.
+    """Return the body with the elements of long lists validated.
 
-    A list with an invalid element is cut after that element. The validation of the whole body then reports
-    it.
+    The elements are validated one by one, because a call of pydantic holds the GIL until it returns. A list
+    with an invalid element is cut after this element. The validation of the whole body then reports the
+    element.
     """
     validated_lists = {}
-    for name, element_type in _LISTS.items():
+    for name, element_type in _LIST_TYPES.items():
         elements = body.get(name)
-        if name in kind.model_fields and isinstance(elements, list) and len(elements) > _LONG_LIST:
+        if name in kind.model_fields and isinstance(elements, list) and len(elements) > _LONG_LIST_LENGTH:
             validated_lists[name] = _validated_elements(element_type, elements)
     return {**body, **validated_lists} if validated_lists else body
 
@@ -55,43 +56,58 @@ def _validated_elements(kind: type[RequestBody], raw_elements: list[object]) -> 
     return elements
 
 
-def _beginning(body: object) -> str:
+def _shortened(body: object) -> str:
     return json.dumps(body[:10] if isinstance(body, list | str) else body)[:40]
 
 
 _MAX_FIELDS = 1000
-_LISTS: Mapping[str, type[RequestBody]] = {"messages": ChatMessage, "tools": Tool}
-_LONG_LIST = 64
+_LIST_TYPES: Mapping[str, type[RequestBody]] = {"messages": ChatMessage, "tools": Tool}
+"""Name of a field that can be a long list -> type of its elements."""
+_LONG_LIST_LENGTH = 64
+"""Lists with more elements are validated element by element."""
 
 
-def _problem_of(error: ValidationError, body: Mapping[str, object]) -> RequestProblem:
-    """Return the error of the first invalid field; for a union of types, the errors of all types."""
+def _first_problem(error: ValidationError, body: Mapping[str, object]) -> RequestProblem:
+    """Return the error of the first invalid field. For a union of types, it has the errors of all types."""
     details = error.errors(include_url=False, include_context=False)
-    places = [_place(detail, body) for detail in details]
-    # Of the alternatives of a union, report the one with the deepest error location.
-    first = max((place for place in places if place.startswith(places[0])), key=len)
-    messages = [detail["msg"] for detail, place in zip(details, places, strict=True) if place == first]
-    text = " or ".join(dict.fromkeys(_sentence(message) for message in messages))
-    missing = details[places.index(first)]["type"] == "missing"
-    if missing:
-        return RequestProblem(400, f"{first} is required", param=first, code="missing_required_parameter")
-    return RequestProblem(400, f"{first}: {text}" if first else text, param=first or None)
+    field_paths = [_error_path(detail, body) for detail in details]
+    # If no type of a union matches, the type with the deepest error location is reported.
+    deepest_path = max(
+        (field_path for field_path in field_paths if field_path.startswith(field_paths[0])), key=len
+    )
+    messages = [
+        detail["msg"]
+        for detail, field_path in zip(details, field_paths, strict=True)
+        if field_path == deepest_path
+    ]
+    text = " or ".join(dict.fromkeys(_error_text(message) for message in messages))
+    is_missing = details[field_paths.index(deepest_path)]["type"] == "missing"
+    if is_missing:
+        return RequestProblem(
+            400, f"{deepest_path} is required", param=deepest_path, code="missing_required_parameter"
+        )
+    return RequestProblem(
+        400, f"{deepest_path}: {text}" if deepest_path else text, param=deepest_path or None
+    )
 
 
-def _place(error: ErrorDetails, body: Mapping[str, object]) -> str:
-    """Return the location, such as ``messages[0].content``, without pydantic's names of union members."""
-    place, value = "", _Value(body)
-    absent = error["loc"][-1:] if error["type"] == "missing" else ()
+def _error_path(error: ErrorDetails, body: Mapping[str, object]) -> str:
+    """Return the path of the invalid field, such as ``messages[0].content``.
+
+    The path leaves out the names that pydantic gives the types of a union.
+    """
+    field_path, value = "", _Value(body)
+    absent_key = error["loc"][-1:] if error["type"] == "missing" else ()
     for part in error["loc"]:
         if isinstance(part, int) and value.has_index(part):
-            place, value = f"{place}[{part}]", value.at(part)
-        elif isinstance(part, str) and (value.has_key(part) or (part,) == absent):
-            place, value = f"{place}.{part}" if place else part, value.at(part)
-    return place
+            field_path, value = f"{field_path}[{part}]", value.at(part)
+        elif isinstance(part, str) and (value.has_key(part) or (part,) == absent_key):
+            field_path, value = f"{field_path}.{part}" if field_path else part, value.at(part)
+    return field_path
 
 
 class _Value:
-    """A value in the body, or None."""
+    """A value in the body; None for a value that the body does not have."""
 
     def __init__(self, value: object) -> None:
         self.value = value
@@ -111,13 +127,16 @@ class _Value:
         return _Value(None)
 
 
-def _sentence(message: str) -> str:
+def _error_text(message: str) -> str:
     message = message.removeprefix("Value error, ")
     return message[:1].lower() + message[1:]
 
 
 def json_schema(kind: type[RequestBody]) -> dict[str, object]:
-    """Return the JSON schema of a body for the OpenAPI document, with all references inlined."""
+    """Return the JSON schema of a body for the OpenAPI document.
+
+    All references are replaced by definitions.
+    """
     schema = kind.model_json_schema()
     definitions = schema.pop("$defs", {})
     inlined_schema = _with_definitions_inlined(schema, definitions)

@@ -1,1 +1,1 @@
-"""OpenAI's Batch API: files of requests as JSON lines, which run with lower priority than other requests."""
+"""OpenAI's Batch API. It runs files of requests in JSON lines with a lower priority than other requests."""

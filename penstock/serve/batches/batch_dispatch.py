@@ -1,4 +1,4 @@
-"""Run the lines of a batch through the routes of the server, without a connection."""
+"""Runs the requests of a batch through the routes of the server, without network connections."""
 
 from __future__ import annotations
 
@@ -10,50 +10,51 @@ from threading import Lock
 import msgspec
 from starlette.types import ASGIApp
 
-from penstock.serve.batches.batch_lines import BadLine, BatchRequest, result_line
+from penstock.serve.batches.batch_lines import BatchRequest, InvalidLine, result_line
 from penstock.serve.http.internal_request import internal_request
 from penstock.serve.http.sse import escape_line_ends
 
 CLIENT = "batch"
 """The client id of all batches, for fair scheduling."""
 _RETRY_SECONDS = 0.5
+"""Seconds between two attempts of a request."""
 MAX_ATTEMPTS = 5
-"""Default of ``max_attempts`` of `BatchDispatcher`."""
+"""Default maximum number of attempts of a request whose response is 503."""
 
 
 class StoppedError(Exception):
-    """The batch was stopped before all lines had a result."""
+    """The batch was stopped before all its requests had results."""
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The response to an internal request."""
+class BatchResponse:
+    """The complete response to a request of a batch."""
 
     status: int
     request_id: str
     body: bytes
 
 
-async def post(app: ASGIApp, path: str, body: dict[str, object]) -> Answer:
-    """Send a request to the application, and return the response.
+async def post(app: ASGIApp, path: str, body: dict[str, object]) -> BatchResponse:
+    """Send a request to the application and return the response.
 
-    Cancelling the task cancels the request.
+    If the calling task is cancelled, the request is cancelled.
     """
     async with internal_request(app, path, body, {}, client=CLIENT) as response:
         request_id = response.headers.get(b"x-request-id", b"").decode()
-        return Answer(response.status, request_id, await response.body())
+        return BatchResponse(response.status, request_id, await response.body())
 
 
 class BatchDispatcher:
-    """Runs the lines of a batch, several concurrently, and reports each result when it is available.
+    """Runs the requests of a batch concurrently and reports each result when it is available.
 
     Args:
         app: the application.
-        concurrency: number of lines that run concurrently.
-        is_stopping: returns whether the server is stopping. No further line is then started.
-        on_result: called with (line of the result, whether the request succeeded, number of output tokens).
-        max_attempts: attempts of a line whose response is 503, for example during a restart of the worker.
-            Attempts are half a second apart.
+        concurrency: maximum number of requests that run concurrently.
+        is_stopping: returns whether the server is stopping. If it is, no further request is started.
+        on_result: called with (result line, whether the request succeeded, number of output tokens).
+        max_attempts: maximum number of attempts of a request whose response is 503, for example while the
+            worker is being restarted. The attempts are `_RETRY_SECONDS` apart.
     """
 
     def __init__(
@@ -71,11 +72,11 @@ class BatchDispatcher:
         self._on_result = on_result
         self._max_attempts = max_attempts
 
-    async def run(self, lines: Iterator[BatchRequest | BadLine]) -> None:
+    async def run(self, lines: Iterator[BatchRequest | InvalidLine]) -> None:
         """Run all lines.
 
         Raises:
-            StoppedError: the server is stopping. The lines without a reported result have not run.
+            StoppedError: the server is stopping. Lines without a reported result must run again.
         """
         loop = asyncio.get_running_loop()
 
@@ -87,7 +88,7 @@ class BatchDispatcher:
                 await self._run_line(line)
             raise StoppedError
 
-        # The tasks below share the iterator. Each reads its next line in a thread.
+        # All tasks read their lines from one iterator. They read in threads, because reading blocks.
         lines = _LockedIterator(lines)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -96,34 +97,34 @@ class BatchDispatcher:
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
-    async def _run_line(self, line: BatchRequest | BadLine) -> None:
-        if isinstance(line, BadLine):
+    async def _run_line(self, line: BatchRequest | InvalidLine) -> None:
+        if isinstance(line, InvalidLine):
             self._on_result(escape_line_ends(msgspec.json.encode(line.result)), False, 0)
             return
-        num_failed = 0
+        num_unavailable = 0  # number of responses with status 503
         while True:
             response = await post(self._app, line.url, line.body)
             is_temporary = response.status == 429 or (
-                response.status == 503 and num_failed < self._max_attempts
+                response.status == 503 and num_unavailable < self._max_attempts
             )
             if not is_temporary:
                 break
             if self._is_stopping():
                 raise StoppedError
-            num_failed += response.status == 503
+            num_unavailable += response.status == 503
             await asyncio.sleep(_RETRY_SECONDS)
         result = result_line(line.custom_id, response.status, response.request_id, response.body)
         self._on_result(result, response.status == 200, _num_tokens(response.body))
 
 
-class _LockedIterator(Iterator[BatchRequest | BadLine]):
+class _LockedIterator(Iterator[BatchRequest | InvalidLine]):
     """A thread-safe iterator over lines."""
 
-    def __init__(self, lines: Iterator[BatchRequest | BadLine]) -> None:
+    def __init__(self, lines: Iterator[BatchRequest | InvalidLine]) -> None:
         self._lines = lines
         self._lock = Lock()
 
-    def __next__(self) -> BatchRequest | BadLine:
+    def __next__(self) -> BatchRequest | InvalidLine:
         with self._lock:
             return next(self._lines)
 

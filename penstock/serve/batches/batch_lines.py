@@ -1,4 +1,4 @@
-"""The lines of a batch: requests in, results out, in the format of OpenAI's Batch API."""
+"""Parses request lines and builds result lines in the format of OpenAI's Batch API."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from penstock.serve.http.json_process import InvalidJsonError, TooManyValuesErro
 from penstock.serve.http.sse import escape_line_ends
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
-"""The routes that a batch may use."""
+"""The routes that the requests of a batch may use."""
 PRIORITY = -1_000_000
-"""Added to the priority of each request of a batch, so that other requests run first."""
+"""Value added to the priority of each request of a batch, so that requests outside batches run first."""
 
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """A valid line of a batch file."""
+    """The request in a valid line."""
 
     custom_id: str
     url: str
@@ -29,7 +29,7 @@ class BatchRequest:
 
 
 @dataclass(frozen=True)
-class BadLine:
+class InvalidLine:
     """A line that is not a valid request."""
 
     custom_id: str
@@ -38,18 +38,18 @@ class BadLine:
 
     @property
     def result(self) -> dict[str, object]:
-        """The result of the line, as an object of the Batch API."""
+        """The result of the line in the format of the Batch API."""
         error = {"code": self.code, "message": self.message}
         return {"id": new_id(), "custom_id": self.custom_id, "response": None, "error": error}
 
 
-def read_lines(path: Path, max_values: int, max_items: int) -> Iterator[BatchRequest | BadLine]:
-    """Yield the lines of a file; empty lines are skipped.
+def read_lines(path: Path, max_values: int, max_items: int) -> Iterator[BatchRequest | InvalidLine]:
+    """Yield the parsed lines of a file. Empty lines are skipped.
 
     Args:
         path: the file.
-        max_values: maximum number of objects, arrays and keys of a line.
-        max_items: maximum number of elements and members of a line.
+        max_values: maximum number of objects, arrays and keys in a line.
+        max_items: maximum number of array elements and object members in a line.
 
     Raises:
         InputError: the file cannot be read.
@@ -63,23 +63,25 @@ def read_lines(path: Path, max_values: int, max_items: int) -> Iterator[BatchReq
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def parse_line(line: bytes, number: int, max_values: int, max_items: int) -> BatchRequest | BadLine:
-    """Parse and check a line. A line without a ``custom_id`` gets the id ``line-NUMBER``."""
+def parse_line(line: bytes, number: int, max_values: int, max_items: int) -> BatchRequest | InvalidLine:
+    """Parse and validate a line. A line without a ``custom_id`` gets the id ``line-NUMBER``."""
     custom_id = f"line-{number}"
     try:
         request = decode(line, max_values, max_items)
     except (InvalidJsonError, TooManyValuesError) as error:
-        return BadLine(custom_id, "invalid_json", f"line {number}: {error}")
+        return InvalidLine(custom_id, "invalid_json", f"line {number}: {error}")
     if not isinstance(request, dict):
-        return BadLine(custom_id, "invalid_request", f"line {number} is not a JSON object")
+        return InvalidLine(custom_id, "invalid_request", f"line {number} is not a JSON object")
     custom_id = request.get("custom_id") or custom_id
     if not isinstance(custom_id, str) or len(custom_id) > 512:
-        return BadLine(f"line-{number}", "invalid_request", f"line {number}: custom_id must be a short text")
-    unknown = sorted(request.keys() - {"custom_id", "method", "url", "body"})
+        return InvalidLine(
+            f"line-{number}", "invalid_request", f"line {number}: custom_id must be a short text"
+        )
+    unknown_fields = sorted(request.keys() - {"custom_id", "method", "url", "body"})
     url, body = request.get("url"), request.get("body")
     problem = None
-    if unknown:
-        problem = f"unknown field {unknown[0][:100]!r}"
+    if unknown_fields:
+        problem = f"unknown field {unknown_fields[0][:100]!r}"
     elif request.get("method", "POST") != "POST":
         problem = "method must be POST"
     elif url not in ENDPOINTS:
@@ -91,21 +93,21 @@ def parse_line(line: bytes, number: int, max_values: int, max_items: int) -> Bat
     elif not isinstance(body.get("priority") or 0, int):
         problem = "body.priority must be a whole number"
     if problem is not None:
-        return BadLine(custom_id, "invalid_request", f"line {number}: {problem}")
+        return InvalidLine(custom_id, "invalid_request", f"line {number}: {problem}")
     assert isinstance(body, dict)
     priority = PRIORITY + (body.get("priority") or 0)
     return BatchRequest(custom_id, str(url), {**body, "priority": priority})
 
 
 def result_line(custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
-    """Return the result line of a response."""
+    """Return the result line for the response to a request."""
     response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}
     result = {"id": new_id(), "custom_id": custom_id, "response": response, "error": None}
     return escape_line_ends(msgspec.json.encode(result))
 
 
 def new_id() -> str:
-    """Return a random id of a result."""
+    """Return a new random id for a result."""
     return f"batch_req_{uuid4().hex}"
 
 
@@ -138,22 +140,24 @@ class _Result(msgspec.Struct):
     custom_id: str
 
 
-def check_unique(lines: Iterator[BatchRequest | BadLine]) -> int:
-    """Check that each ``custom_id`` is unique. Return the number of lines.
+def check_unique(lines: Iterator[BatchRequest | InvalidLine]) -> int:
+    """Return the number of lines. Raise if two lines have the same ``custom_id``.
 
     Raises:
         InputError: two lines have the same ``custom_id``.
     """
-    seen: set[str] = set()
+    seen_ids: set[str] = set()
     for line in lines:
-        if line.custom_id in seen:
-            raise InputError(f"two lines have the custom_id {line.custom_id[:100]!r}: give each its own")
-        seen.add(line.custom_id)
-    return len(seen)
+        if line.custom_id in seen_ids:
+            raise InputError(
+                f"two lines have the custom_id {line.custom_id[:100]!r}: give each line a different one"
+            )
+        seen_ids.add(line.custom_id)
+    return len(seen_ids)
 
 
 def remaining_lines(
-    lines: Iterator[BatchRequest | BadLine], finished_ids: Container[str]
-) -> Iterator[BatchRequest | BadLine]:
+    lines: Iterator[BatchRequest | InvalidLine], finished_ids: Container[str]
+) -> Iterator[BatchRequest | InvalidLine]:
     """Yield the lines whose ``custom_id`` is not in ``finished_ids``."""
     return (line for line in lines if line.custom_id not in finished_ids)

@@ -1,4 +1,4 @@
-"""Run the batches of a server, one after another, and continue them after a restart."""
+"""Runs the batches of a server one after another, and continues them after a restart of the server."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from starlette.types import ASGIApp
 from penstock.errors import InputError
 from penstock.serve.batches.batch_dispatch import BatchDispatcher, StoppedError
 from penstock.serve.batches.batch_lines import (
-    BadLine,
     BatchRequest,
+    InvalidLine,
     check_unique,
     finished_ids,
     read_lines,
@@ -25,7 +25,7 @@ from penstock.serve.services import Services
 
 ACTIVE_STATUSES = ("validating", "in_progress", "finalizing", "cancelling")
 _SAVE_INTERVAL = 1.0
-"""Seconds between two updates of the counts on disk."""
+"""Seconds between two writes of the request counts to disk."""
 
 
 class BatchManager:
@@ -33,8 +33,8 @@ class BatchManager:
 
     Args:
         services: the objects that routes use.
-        app: the application that runs the lines.
-        state_dir: the folder.
+        app: the application that runs the requests of batches.
+        state_dir: the folder for files and batches.
     """
 
     def __init__(self, services: Services, app: ASGIApp, state_dir: str) -> None:
@@ -45,38 +45,38 @@ class BatchManager:
         self._app = app
         self._task: asyncio.Task[None] | None = None
         self._has_new_batches = asyncio.Event()
-        self._current: BatchObject | None = None
+        self._current_batch: BatchObject | None = None
         self._run_task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start the task that runs batches, if needed. It also continues unfinished batches on disk."""
+        """Start the task that runs batches if it is not running. It also continues unfinished batches."""
         self._has_new_batches.set()
         if self._task is None or self._task.done():
-            self._task = asyncio.ensure_future(self._run())
+            self._task = asyncio.ensure_future(self._run_batches())
 
     def close(self) -> None:
         """Cancel the task that runs batches. The batches continue when the server starts again."""
         if self._task is not None and not self._task.get_loop().is_closed():
             self._task.get_loop().call_soon_threadsafe(self._task.cancel)
 
-    def state_of(self, batch: BatchObject) -> BatchObject:
-        """Return the newest state of a batch."""
-        current = self._current
-        return current if current is not None and current["id"] == batch["id"] else batch
+    def current_state(self, batch: BatchObject) -> BatchObject:
+        """Return a batch in its current state, which may be newer than the state on disk."""
+        running_batch = self._current_batch
+        return running_batch if running_batch is not None and running_batch["id"] == batch["id"] else batch
 
     async def cancel(self, batch: BatchObject) -> BatchObject:
-        """Cancel a batch. Its results so far are stored as files. Does nothing if the batch has ended."""
-        batch = self.state_of(batch)
+        """Cancel a batch and store its existing results. Does nothing if the batch has ended."""
+        batch = self.current_state(batch)
         if batch["status"] not in ACTIVE_STATUSES:
             return batch
         batch |= {"status": "cancelling", "cancelling_at": int(time.time())}
         await asyncio.to_thread(self.batches.put, batch)
-        if self._run_task is not None and self._current is batch:
+        if self._run_task is not None and self._current_batch is batch:
             self._run_task.cancel()
         self.start()
         return batch
 
-    async def _run(self) -> None:
+    async def _run_batches(self) -> None:
         """Run batches until the server stops."""
         while not self._services.gate.reason:
             self._has_new_batches.clear()
@@ -88,8 +88,8 @@ class BatchManager:
             if not active_batches:
                 await self._has_new_batches.wait()
                 continue
-            batch = self._current = active_batches[-1]
-            self._run_task = asyncio.ensure_future(self._run_one(batch))
+            batch = self._current_batch = active_batches[-1]
+            self._run_task = asyncio.ensure_future(self._run_batch(batch))
             try:
                 await asyncio.wait((self._run_task,))
                 if self._run_task.cancelled() or self._run_task.exception() is None:
@@ -104,13 +104,16 @@ class BatchManager:
                     await asyncio.to_thread(self._fail, batch, "internal_error", "see the server's log")
             finally:
                 self._run_task.cancel()
-                self._current = self._run_task = None
+                self._current_batch = self._run_task = None
 
-    async def _run_one(self, batch: BatchObject) -> None:
+    async def _run_batch(self, batch: BatchObject) -> None:
         if batch["status"] == "cancelling":
             return
         services, counts = self._services, batch["request_counts"]
-        results, failures = self.files.content(batch["results"]), self.files.content(batch["failures"])
+        results, failures = (
+            self.files.content_path(batch["results"]),
+            self.files.content_path(batch["failures"]),
+        )
         try:
             completed_ids = await asyncio.to_thread(finished_ids, results)
             failed_ids = await asyncio.to_thread(finished_ids, failures)
@@ -134,43 +137,52 @@ class BatchManager:
                     saved_at = time.monotonic()
                     self.batches.put(batch)
 
-            runner = BatchDispatcher(
+            dispatcher = BatchDispatcher(
                 self._app,
                 services.worker.info.max_batch_size,
                 is_stopping=lambda: bool(services.gate.reason),
                 on_result=write_result,
             )
-            await runner.run(remaining_lines(self._lines(batch), completed_ids | failed_ids))
+            await dispatcher.run(remaining_lines(self._lines(batch), completed_ids | failed_ids))
         await asyncio.to_thread(self._finish, batch, "completed")
 
-    def _lines(self, batch: BatchObject) -> Iterator[BatchRequest | BadLine]:
-        """Yield the lines of a batch. A line whose ``url`` is not the batch's endpoint is a `BadLine`."""
-        path = self.files.content(batch["input_file_id"])
+    def _lines(self, batch: BatchObject) -> Iterator[BatchRequest | InvalidLine]:
+        """Yield the lines of a batch.
+
+        A line whose ``url`` is not the batch's endpoint is an `InvalidLine`.
+        """
+        path = self.files.content_path(batch["input_file_id"])
         for line in read_lines(path, *self._services.json_limits):
             if isinstance(line, BatchRequest) and line.url != batch["endpoint"]:
-                message = f"url is {line.url!r}, and the endpoint of the batch is {batch['endpoint']!r}"
-                yield BadLine(line.custom_id, "mismatched_url", message)
+                message = f"url is {line.url!r}, but the endpoint of the batch is {batch['endpoint']!r}"
+                yield InvalidLine(line.custom_id, "mismatched_url", message)
             else:
                 yield line
 
     def _finish(self, batch: BatchObject, status: Literal["completed", "cancelled"]) -> None:
-        """Register the result files of a batch, and set its final status."""
+        """Register the result files of a batch and set its final status."""
         batch["output_file_id"] = self._register_result_file(batch, batch["results"], "output")
         batch["error_file_id"] = self._register_result_file(batch, batch["failures"], "error")
         batch["status"] = status
         batch["completed_at" if status == "completed" else "cancelled_at"] = int(time.time())
         self.batches.put(batch)
 
-    def _register_result_file(self, batch: BatchObject, name: str, title: str) -> str | None:
-        """Store the file object of a result file and return its id. Delete an empty file and return None."""
-        path = self.files.content(name)
+    def _register_result_file(self, batch: BatchObject, file_id: str, title: str) -> str | None:
+        """Store the file object of a result file and return its id. Delete an empty file and return None.
+
+        Args:
+            batch: the batch.
+            file_id: the id of the file.
+            title: ``output`` or ``error``, for the file name that clients get.
+        """
+        path = self.files.content_path(file_id)
         size = path.stat().st_size if path.exists() else 0
         if not size:
             path.unlink(missing_ok=True)
             return None
         file_name = f"{batch['id']}_{title}.jsonl"
-        self.files.put(file_object(name, batch["owner"], file_name, "batch_output", size))
-        return name
+        self.files.put(file_object(file_id, batch["owner"], file_name, "batch_output", size))
+        return file_id
 
     def _fail(self, batch: BatchObject, code: str, message: str) -> None:
         data = [{"code": code, "message": message, "param": None, "line": None}]

@@ -1,4 +1,4 @@
-"""``/v1/files`` and ``/v1/batches``."""
+"""The routes ``/v1/files`` and ``/v1/batches`` of OpenAI's Batch API."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.responses import FileResponse
 from starlette.types import ASGIApp
 
 from penstock.serve.api.json_parts import json_response
-from penstock.serve.api.owners import owner_of
+from penstock.serve.api.owners import request_owner
 from penstock.serve.api.schemas import MAX_METADATA, Label, RequestBody
 from penstock.serve.api.text_generation import checked_body
 from penstock.serve.batches.batch_lines import ENDPOINTS
@@ -43,24 +43,25 @@ class BatchBody(RequestBody):
     input_file_id: str
     endpoint: str
     completion_window: Literal["24h"]
-    """Has no effect: a batch runs until it has ended."""
+    """Has no effect, because a batch has no time limit."""
     metadata: Annotated[dict[Label, Label], Field(max_length=MAX_METADATA)] | None = None
 
 
 @router.post("/v1/files", response_class=Response, responses=responses(400, 401, 408, 413, 415, 503))
 async def upload_file(request: Request) -> Response:
-    """Store a file of requests. The client sends a form with the fields `file` and `purpose`."""
+    """Store a file of requests. The request body is a form with the fields `file` and `purpose`."""
     services, manager = Services.of(request), _manager(request)
-    name = manager.files.new_id()
-    path = manager.files.content(name)
+    file_id = manager.files.new_id()
+    path = manager.files.content_path(file_id)
     config = services.config
     try:
         form = await read_form(request, path, max_bytes=config.max_file_size, timeout=config.body_timeout)
-        if unknown := sorted(form.fields.keys() - {"purpose"}):
-            raise RequestProblem(400, f"unknown field {unknown[0][:100]!r}", param=unknown[0][:100])
+        if unknown_fields := sorted(form.fields.keys() - {"purpose"}):
+            field = unknown_fields[0][:100]
+            raise RequestProblem(400, f"unknown field {field!r}", param=field)
         if form.fields.get("purpose") != "batch":
             raise RequestProblem(400, "purpose must be batch", param="purpose")
-        file = file_object(name, owner_of(request), form.file_name or "file", "batch", form.size)
+        file = file_object(file_id, request_owner(request), form.file_name or "file", "batch", form.size)
         await asyncio.to_thread(manager.files.put, file)
     except BaseException:
         await asyncio.to_thread(path.unlink, missing_ok=True)
@@ -76,8 +77,8 @@ async def list_files(
     after: str | None = None,
     order: Literal["asc", "desc"] = "desc",
 ) -> Response:
-    """List the stored files, by default the newest first."""
-    files = await asyncio.to_thread(_manager(request).files.all, owner_of(request))
+    """Return a list of the stored files. By default, the newest file comes first."""
+    files = await asyncio.to_thread(_manager(request).files.all, request_owner(request))
     matching_files = [file for file in files if purpose is None or file["purpose"] == purpose]
     if order == "asc":
         matching_files.reverse()
@@ -86,7 +87,7 @@ async def list_files(
 
 @router.get("/v1/files/{file_id}", response_class=Response, responses=responses(401, 404, 503))
 async def retrieve_file(request: Request, file_id: str) -> Response:
-    """Return the description of a file."""
+    """Return the object that describes a file."""
     return json_response(public_members(await _stored_object(request, _manager(request).files, file_id)))
 
 
@@ -95,7 +96,7 @@ async def file_content(request: Request, file_id: str) -> Response:
     """Return the content of a file."""
     files = _manager(request).files
     stored_object = await _stored_object(request, files, file_id)
-    return FileResponse(files.content(stored_object["id"]), media_type="application/jsonl")
+    return FileResponse(files.content_path(stored_object["id"]), media_type="application/jsonl")
 
 
 @router.delete("/v1/files/{file_id}", response_class=Response, responses=responses(401, 404, 503))
@@ -109,10 +110,10 @@ async def delete_file(request: Request, file_id: str) -> Response:
 
 @router.post("/v1/batches", **route_options(BatchBody, "The batch.", streams=False))
 async def create_batch(request: Request) -> Response:
-    """Run the requests of a file with lower priority than other requests."""
+    """Start a batch, which runs the requests of a file with a lower priority than other requests."""
     services = Services.of(request)
     raw = await request.json()
-    manager, owner = _manager(request), owner_of(request)
+    manager, owner = _manager(request), request_owner(request)
     body = checked_body(services, BatchBody, raw)
     if body.endpoint not in ENDPOINTS:
         raise RequestProblem(400, f"endpoint must be one of {', '.join(ENDPOINTS)}", param="endpoint")
@@ -156,24 +157,24 @@ async def create_batch(request: Request) -> Response:
 
 @router.get("/v1/batches", response_class=Response, responses=responses(401, 503))
 async def list_batches(request: Request, limit: PageSize = 20, after: str | None = None) -> Response:
-    """List the batches, the newest first."""
+    """Return a list of the batches. The newest batch comes first."""
     manager = _manager(request)
-    batches = await asyncio.to_thread(manager.batches.all, owner_of(request))
-    return _page([manager.state_of(batch) for batch in batches], limit, after)
+    batches = await asyncio.to_thread(manager.batches.all, request_owner(request))
+    return _page([manager.current_state(batch) for batch in batches], limit, after)
 
 
 @router.get("/v1/batches/{batch_id}", response_class=Response, responses=responses(401, 404, 503))
 async def retrieve_batch(request: Request, batch_id: str) -> Response:
-    """Return the state of a batch."""
+    """Return the current state of a batch."""
     manager = _manager(request)
     return json_response(
-        public_members(manager.state_of(await _stored_object(request, manager.batches, batch_id)))
+        public_members(manager.current_state(await _stored_object(request, manager.batches, batch_id)))
     )
 
 
 @router.post("/v1/batches/{batch_id}/cancel", response_class=Response, responses=responses(401, 404, 503))
 async def cancel_batch(request: Request, batch_id: str) -> Response:
-    """Cancel a batch. Its results so far are stored as files."""
+    """Cancel a batch. Its existing results are stored in files."""
     manager = _manager(request)
     return json_response(
         public_members(await manager.cancel(await _stored_object(request, manager.batches, batch_id)))
@@ -181,22 +182,22 @@ async def cancel_batch(request: Request, batch_id: str) -> Response:
 
 
 def _manager(request: Request) -> BatchManager:
-    """Return the manager.
+    """Return the batch manager of the server.
 
     Raises:
-        RequestProblem: 400, the server has no ``--state-dir``.
+        RequestProblem: 400; the server has no ``--state-dir``.
     """
     services = Services.of(request)
     folder = services.config.state_dir
     if folder is None:
         raise RequestProblem(
-            400, "files and batches need a server with --state-dir", code="unsupported_parameter"
+            400, "files and batches require a server with --state-dir", code="unsupported_parameter"
         )
     return open_manager(services, request.app)
 
 
 def open_manager(services: Services, app: ASGIApp) -> BatchManager:
-    """Return the manager of a server with ``--state-dir``. The first call creates it.
+    """Return the batch manager of a server with ``--state-dir``. The first call creates the manager.
 
     Raises:
         ConfigError: the folder cannot be used.
@@ -206,18 +207,18 @@ def open_manager(services: Services, app: ASGIApp) -> BatchManager:
     return services.states.get_or_make(BatchManager, lambda: BatchManager(services, app, folder))
 
 
-async def _stored_object(request: Request, store: ObjectStore[ObjectT], name: str) -> ObjectT:
-    stored_object = await asyncio.to_thread(store.get, name, owner_of(request))
+async def _stored_object(request: Request, store: ObjectStore[ObjectT], object_id: str) -> ObjectT:
+    stored_object = await asyncio.to_thread(store.get, object_id, request_owner(request))
     if stored_object is None:
-        raise RequestProblem(404, f"there is no {name[:100]!r}")
+        raise RequestProblem(404, f"there is no file or batch {object_id[:100]!r}")
     return stored_object
 
 
 def _page(objects: Sequence[StoredObject], limit: int, after: str | None) -> Response:
-    names = [item["id"] for item in objects]
-    if after is not None and after not in names:
+    object_ids = [item["id"] for item in objects]
+    if after is not None and after not in object_ids:
         raise RequestProblem(400, f"after is {after[:100]!r}, which is not in the list", param="after")
-    start = 0 if after is None else names.index(after) + 1
+    start = 0 if after is None else object_ids.index(after) + 1
     data = [public_members(item) for item in objects[start : start + limit]]
     page: dict[str, object] = {
         "object": "list",

@@ -1,4 +1,4 @@
-"""Files and batches on disk: a JSON file for each object, and the content of each file beside its object.
+"""Stores files and batches on disk. Each object is a JSON file. The content of a file is beside its object:
 
 STATE_DIR/files/file-ID.json   STATE_DIR/files/file-ID.jsonl   STATE_DIR/batches/batch_ID.json
 """
@@ -30,7 +30,7 @@ class StoredObject(TypedDict):
 
 
 class FileObject(StoredObject):
-    """A file."""
+    """A stored file, with the members of OpenAI's file object."""
 
     bytes: int
     filename: str
@@ -39,7 +39,7 @@ class FileObject(StoredObject):
 
 
 class RequestCounts(TypedDict):
-    """The numbers of requests of a batch."""
+    """The number of all, of successful and of failed requests of a batch."""
 
     total: int
     completed: int
@@ -47,7 +47,7 @@ class RequestCounts(TypedDict):
 
 
 class BatchObject(StoredObject):
-    """A batch."""
+    """A batch, with the members of OpenAI's batch object and the ids of its result files."""
 
     endpoint: str
     errors: Mapping[str, object] | None
@@ -67,82 +67,85 @@ class BatchObject(StoredObject):
     request_counts: RequestCounts
     metadata: Mapping[str, str] | None
     results: str
-    """The id of the file of results."""
+    """The id of the file with the results of successful requests."""
     failures: str
-    """The id of the file of failed requests."""
+    """The id of the file with the results of failed requests."""
 
 
 ObjectT = TypeVar("ObjectT", bound=StoredObject)
 
 
 class ObjectStore(Generic[ObjectT]):
-    """JSON objects by id in one folder. Every method reads or writes the disk: call it in a thread.
+    """Stores JSON objects by id in one folder. The methods read and write the disk: call them in a thread.
 
     Args:
-        folder: the folder; it is created.
-        kind: prefix of the ids.
+        folder: the folder. It is created if it does not exist.
+        id_prefix: the prefix of the ids.
 
     Raises:
         ConfigError: the folder cannot be used.
     """
 
-    def __init__(self, folder: Path, kind: str) -> None:
+    def __init__(self, folder: Path, id_prefix: str) -> None:
         self._folder = folder
-        self._kind = kind
+        self._id_prefix = id_prefix
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError("state_dir", f"{folder} cannot be used: {error.strerror}") from error
 
     def new_id(self) -> str:
-        """Return a new id."""
-        return f"{self._kind}{uuid4().hex}"
+        """Return a new random id."""
+        return f"{self._id_prefix}{uuid4().hex}"
 
-    def content(self, name: str) -> Path:
-        """Return the path of the content of a file."""
-        return self._folder / f"{name}.jsonl"
+    def content_path(self, object_id: str) -> Path:
+        """Return the path of a file's content."""
+        return self._folder / f"{object_id}.jsonl"
 
     def put(self, value: ObjectT) -> None:
-        """Store an object under its id. Replaces an existing object atomically."""
+        """Store an object by its id. Replaces an existing object with the same id atomically."""
         path = self._path(value["id"])
         temporary_path = path.with_suffix(".new")
         temporary_path.write_bytes(msgspec.json.encode(value))
         os.replace(temporary_path, path)
 
-    def get(self, name: str, owner: str | None = None) -> ObjectT | None:
-        """Return an object; None if it does not exist or has another owner."""
-        if not _ID.fullmatch(name) or not name.startswith(self._kind):
+    def get(self, object_id: str, owner: str | None = None) -> ObjectT | None:
+        """Return an object. Return None if it does not exist or has another owner."""
+        if not _ID.fullmatch(object_id) or not object_id.startswith(self._id_prefix):
             return None
         try:
-            value: ObjectT = msgspec.json.decode(self._path(name).read_bytes())
+            value: ObjectT = msgspec.json.decode(self._path(object_id).read_bytes())
         except FileNotFoundError:
             return None
         return value if owner is None or value["owner"] == owner else None
 
-    def delete(self, name: str) -> None:
+    def delete(self, object_id: str) -> None:
         """Delete an object and its content."""
-        self._path(name).unlink(missing_ok=True)
-        self.content(name).unlink(missing_ok=True)
+        self._path(object_id).unlink(missing_ok=True)
+        self.content_path(object_id).unlink(missing_ok=True)
 
     def all(self, owner: str | None = None) -> list[ObjectT]:
-        """Return all objects of an owner, the newest first."""
-        names = (path.stem for path in self._folder.glob(f"{self._kind}*.json"))
-        objects = [value for name in names if (value := self.get(name, owner)) is not None]
+        """Return all objects of an owner, or of all owners if `owner` is None.
+
+        The newest object comes first.
+        """
+        object_ids = (path.stem for path in self._folder.glob(f"{self._id_prefix}*.json"))
+        objects = [value for object_id in object_ids if (value := self.get(object_id, owner)) is not None]
         return sorted(objects, key=lambda value: (-value["created_at"], value["id"]))
 
-    def _path(self, name: str) -> Path:
-        return self._folder / f"{name}.json"
+    def _path(self, object_id: str) -> Path:
+        return self._folder / f"{object_id}.json"
 
 
 def public_members(value: Mapping[str, object]) -> dict[str, object]:
-    """Return the members of an object that clients see."""
+    """Return the members of an object that responses contain."""
     return {name: member for name, member in value.items() if name not in ("owner", "results", "failures")}
 
 
-def file_object(name: str, owner: str, file_name: str, purpose: str, size: int) -> FileObject:
-    """Return the object of a file."""
+def file_object(file_id: str, owner: str, file_name: str, purpose: str, size: int) -> FileObject:
+    """Return a new file object."""
     return {
-        "id": name,
+        "id": file_id,
         "object": "file",
         "bytes": size,
         "created_at": time.time_ns() // 10**9,

@@ -1,4 +1,4 @@
-"""Read a form with a file (``multipart/form-data``); `python_multipart` parses it."""
+"""Reads a form with a file (``multipart/form-data``). The package `python_multipart` parses the form."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _MAX_HEADER_BYTES = 4096
 
 
 class Form:
-    """The fields of a form. Its file is written to disk while the form arrives.
+    """The fields of a form. The content of the form's file is written to disk while the form arrives.
 
     Args:
-        boundary: the boundary of the parts.
-        file: receives the content of the form's file.
+        boundary: the boundary between the parts of the form.
+        file: an open file to which the content of the form's file is written.
     """
 
     def __init__(self, boundary: bytes, file: IO[bytes]) -> None:
         self.fields: dict[str, str] = {}
         self.file_name: str | None = None
         self.size = 0
-        """Bytes of the file."""
+        """The size of the form's file in bytes."""
         self._file = file
         self._header_name = b""
         self._header_value = b""
@@ -65,13 +65,13 @@ class Form:
             raise RequestProblem(400, f"the form is malformed: {str(error)[:200]}") from None
 
     def finish(self) -> None:
-        """Check the form after its last byte.
+        """Check that the form is complete. Call it after the last byte.
 
         Raises:
-            RequestProblem: 400; the form is incomplete, or has no file.
+            RequestProblem: 400; the form is incomplete or has no file.
         """
         if self._num_parts and not self._has_ended:
-            raise RequestProblem(400, "the form is malformed: its last part does not end")
+            raise RequestProblem(400, "the form is malformed: its last part is incomplete")
         if self.file_name is None:
             raise RequestProblem(400, "file is required", param="file", code="missing_required_parameter")
 
@@ -101,7 +101,7 @@ class Form:
         self._field = name
         if name == "file":
             if self.file_name is not None:
-                raise RequestProblem(400, "the form has two files: send one", param="file")
+                raise RequestProblem(400, "the form has two files: send only one", param="file")
             file_name = options.get(b"filename", b"").decode(errors="replace")
             self._field, self.file_name = None, Path(file_name or "file").name[:255]
 
@@ -121,11 +121,11 @@ class Form:
 
 
 async def read_form(request: Request, path: Path, *, max_bytes: int, timeout: float) -> Form:
-    """Read a form. Write its file to `path` as it arrives.
+    """Read a form, write the content of its file to `path` and return the form.
 
     Raises:
-        RequestProblem: 415 the body is not such a form; 413 it is too long; 408 it arrives too slowly; 400 it
-            is malformed or has no file.
+        RequestProblem: 415 if the body is not ``multipart/form-data``, 413 if it is too long, 408 if it
+            arrives too slowly, 400 if it is malformed or has no file.
     """
     kind, options = parse_options_header(request.headers.get("content-type"))
     boundary = options.get(b"boundary")

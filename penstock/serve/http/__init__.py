@@ -1,1 +1,1 @@
-"""HTTP: the server, middleware, request bodies, server-sent events, time limits, authentication, errors."""
+"""The HTTP layer: server, middleware, request bodies, server-sent events, time limits, keys and errors."""

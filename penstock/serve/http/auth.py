@@ -14,7 +14,7 @@ _CHALLENGE = {"www-authenticate": 'Bearer realm="penstock"'}
 class ApiKeys:
     """The API keys of the server. Without keys, all requests are accepted.
 
-    The comparison takes constant time: it compares digests of equal length, with every key.
+    The time of a check does not depend on the key. A check compares digests of equal length with every key.
     """
 
     def __init__(self, keys: Iterable[str]) -> None:
@@ -27,17 +27,17 @@ class ApiKeys:
             headers: the raw headers from ASGI, with names in lower case.
 
         Returns:
-            The index of the key in the configuration. None if fewer than two keys are configured, because
-            the key then does not identify the client.
+            The index of the key in the configuration. None if fewer than two keys are configured, because a
+            single key does not identify a client.
 
         Raises:
-            RequestProblem: 401, the key is missing or wrong.
+            RequestProblem: 401; the key is missing or wrong.
         """
         if not self._digests:
             return None
         headers = list(headers)
         keys = [value for name, value in headers if name == b"authorization"]
-        if not keys:  # Anthropic's clients send this header
+        if not keys:  # Anthropic's clients send x-api-key
             keys = [b"Bearer " + value for name, value in headers if name == b"x-api-key"]
         if not keys:
             raise RequestProblem(

@@ -1,6 +1,6 @@
-"""Request bodies: limits of size and time, and strict JSON.
+"""Reads and decodes JSON request bodies, with limits on size and time.
 
-Routers with JSON bodies use ``APIRouter(route_class=JsonRoute)``.
+Routers whose routes have JSON bodies use ``APIRouter(route_class=JsonRoute)``.
 """
 
 from __future__ import annotations
@@ -20,42 +20,42 @@ from penstock.serve.http.problems import RequestProblem
 from penstock.serve.services import LARGE_BODY_BYTES, Services
 
 _MAX_INLINE_BYTES = 64 * 1024
-"""Bodies with more bytes are decoded in another process."""
+"""Longer bodies are decoded in another process, so that decoding does not block the event loop."""
 
 
 class JsonRequest(Request):
-    """A request with limits for its body and strict JSON decoding."""
+    """A request with limits on its body and with strict JSON decoding."""
 
-    _read_body: bytes | None = None
-    _holds_large_slot = False
+    _body_bytes: bytes | None = None
+    _holds_large_body_slot = False
 
     async def body(self) -> bytes:
         """Return the whole body.
 
         Raises:
-            RequestProblem: 413 the body is too long; 408 it arrives too slowly; 415 its content type is
-                not JSON.
-            OverloadedError: 429 the body is large, and the limit of concurrent large bodies is reached.
+            RequestProblem: 413 if the body is too long, 408 if it arrives too slowly, 415 if its content type
+                is not JSON.
+            OverloadedError: 429; the body is large, and too many large bodies are being processed.
         """
-        if self._read_body is None:
+        if self._body_bytes is None:
             self._check_media_type()
             config = Services.of(self).config
             try:
                 async with asyncio.timeout(config.body_timeout):
-                    self._read_body = await self._read(config.max_body_size)
+                    self._body_bytes = await self._read(config.max_body_size)
             except TimeoutError:
                 raise RequestProblem(
                     408,
                     f"the body did not arrive within {config.body_timeout:g} seconds",
                     headers={"connection": "close"},
                 ) from None
-        return self._read_body
+        return self._body_bytes
 
     async def json(self) -> object:
         """Return the decoded body.
 
         Raises:
-            RequestProblem: 400 the body is not strict JSON, or has too many values.
+            RequestProblem: 400; the body is not strict JSON or has too many values.
             UnavailableError: the process that decodes long bodies has ended.
         """
         body = await self.body()
@@ -63,12 +63,12 @@ class JsonRequest(Request):
         limits = services.json_limits
         if len(body) <= _MAX_INLINE_BYTES:
             return decode_json(body, *limits)
-        with _json_problems():
+        with _map_json_errors():
             return await services.decoder_for(len(body)).decode(body, *limits)
 
     def _check_media_type(self) -> None:
         content_type = self.headers.get("content-type")
-        if content_type is None:  # pages of other sites can send this without a preflight
+        if content_type is None:  # web pages can send such requests to other sites without a CORS preflight
             raise RequestProblem(
                 415, "the body must be JSON: send 'Content-Type: application/json', which is missing"
             )
@@ -95,17 +95,17 @@ class JsonRequest(Request):
             size += len(part)
             if size > limit:
                 _raise_too_long(limit)
-            if size > LARGE_BODY_BYTES and not self._holds_large_slot:
+            if size > LARGE_BODY_BYTES and not self._holds_large_body_slot:
                 Services.of(self).large_bodies.acquire()
-                self._holds_large_slot = True
+                self._holds_large_body_slot = True
             parts.append(part)
             if not message.get("more_body", False):
                 return b"".join(parts)
 
     def release(self) -> None:
-        """Release the slot of a large body."""
-        if self._holds_large_slot:
-            self._holds_large_slot = False
+        """Release the slot for a large body if the request holds one."""
+        if self._holds_large_body_slot:
+            self._holds_large_body_slot = False
             Services.of(self).large_bodies.release()
 
 
@@ -113,7 +113,7 @@ class JsonRoute(APIRoute):
     """A route that passes a `JsonRequest` to its handler."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[object, object, Response]]:
-        """Return the handler, wrapped so that it receives a `JsonRequest`."""
+        """Return a function that calls the route's handler with a `JsonRequest`."""
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
@@ -130,14 +130,14 @@ def decode_json(body: bytes, max_values: int = sys.maxsize, max_items: int = sys
     """Decode JSON with the rules of `penstock.serve.http.json_process.decode`.
 
     Raises:
-        RequestProblem: 400. The message contains the error and its position, or the number of values.
+        RequestProblem: 400; the message contains the error and its position, or the number of values.
     """
-    with _json_problems():
+    with _map_json_errors():
         return decode(body, max_values, max_items)
 
 
 @contextmanager
-def _json_problems() -> Iterator[None]:
+def _map_json_errors() -> Iterator[None]:
     try:
         yield
     except InvalidJsonError as error:
@@ -145,7 +145,7 @@ def _json_problems() -> Iterator[None]:
     except TooManyValuesError as error:
         raise RequestProblem(
             400,
-            f"{error} (--max-json-values): send less, or send text instead of token ids",
+            f"{error} (--max-json-values): send a smaller body, or text instead of token ids",
             code="too_many_values",
         ) from None
 

@@ -1,12 +1,12 @@
 """HTTP connections: uvicorn's protocols, with framing and connection closure as RFC 9112 requires.
 
-uvicorn closes a connection immediately after a response and when the client stops sending. This module
-changes that:
+uvicorn closes a connection immediately when the client stops sending, and after a response that is sent
+before the request has arrived completely. This module changes that:
 
-    the client stops sending     the response is still sent; probes detect whether the client still reads
+    the client stops sending     the response is sent; probes detect whether the client still reads
     an early response            the rest of the request is read and discarded, then the connection closes
-    the framing is ambiguous     400, and the connection closes
-    the header is too long       431, and the connection closes
+    the framing is ambiguous     status 400, then the connection closes
+    the headers are too long     status 431, then the connection closes
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from penstock.serve.http.problems import RequestProblem, problem_of
 from penstock.serve.http.transport import ClosingTransport
 
 MAX_HEAD_SIZE = 64 * 1024
-"""Maximum bytes of a request's first line and headers."""
+"""Maximum size of a request's first line and headers in bytes."""
 
 _REASONS = {400: "Bad Request", 431: "Request Header Fields Too Large", 501: "Not Implemented"}
 
@@ -40,27 +40,27 @@ class Cycle(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    """Mixin for uvicorn's protocol classes with the behaviour described above."""
+    """Mixin for uvicorn's protocol classes with the behaviour that the module describes."""
 
     request_start_timeout: float
-    """Seconds in which a request must start. Otherwise the connection closes."""
+    """Seconds within which the headers of a request must arrive. After this time, the connection closes."""
     cycle: Cycle | None
     """The last parsed request; None before the first request."""
     flow: FlowControl
     transport: ClosingTransport
     _start_timer: asyncio.TimerHandle | None = None
     _has_received_eof = False
-    _has_error = False  # the client has sent invalid HTTP
-    _pending_refusal: bytes | None = None  # sent after the responses to earlier requests
+    _has_error = False  # whether the client has sent invalid HTTP
+    _pending_refusal: bytes | None = None  # an error response to send after the responses to earlier requests
 
     # -- Called by asyncio -------------------------------------------------------------------------------
 
     def connection_made(self, transport: Any) -> None:
-        """Start waiting for a request."""
-        listener = transport.get_extra_info("socket")
-        if listener.family in (socket.AF_INET, socket.AF_INET6):
-            # Header and body of a response are two writes. The second must not wait for an ACK.
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        """Start the timer for the first request."""
+        client_socket = transport.get_extra_info("socket")
+        if client_socket.family in (socket.AF_INET, socket.AF_INET6):
+            # The headers and the body of a response are two writes. The second must not wait for an ACK.
+            client_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         super().connection_made(ClosingTransport(transport, self._is_client_sending))  # type: ignore[arg-type]
         self._wait_for_request()
 
@@ -76,10 +76,10 @@ class Connection(asyncio.Protocol):
         if self.cycle is not cycle:
             self._stop_waiting()
         elif self._start_timer is None and (cycle is None or cycle.response_complete):
-            self._wait_for_request()  # the rest of the next request's headers must arrive in time
+            self._wait_for_request()  # the next request has begun, and its headers must arrive in time
 
     def eof_received(self) -> bool:
-        """Return whether the connection stays open. It does while a response is pending."""
+        """Return whether the connection stays open. It stays open while a response is pending."""
         self._has_received_eof = True
         if self.transport.is_closing() or not self._is_answering():
             return False
@@ -89,7 +89,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the requests of the connection and its timers."""
-        self._stop_waiting()  # the timer would keep the connection in memory
+        self._stop_waiting()  # a running timer would keep the connection in memory
         self.transport.cancel_timers()
         super().connection_lost(exc)
 
@@ -114,7 +114,7 @@ class Connection(asyncio.Protocol):
             super().shutdown()  # type: ignore[misc]
 
     def send_400_response(self, msg: str) -> None:
-        """Send a 400 for invalid HTTP, in the format of all other errors."""
+        """Send a 400 for invalid HTTP. Its body has the format of all other errors."""
         self._refuse(400, "the request is not valid HTTP")
 
     # -- Internal ----------------------------------------------------------------------------------------
@@ -136,23 +136,23 @@ class Connection(asyncio.Protocol):
         cycle = self.cycle
         if cycle is None or cycle.response_complete or not cycle.response_started:
             self.transport.write(refusal)
-        if cycle is not None and not cycle.response_complete:  # the invalid bytes are in its body
+        if cycle is not None and not cycle.response_complete:  # invalid bytes in the body of this request
             cycle.disconnected = True
             cycle.message_event.set()
         self.transport.close()
 
     def _is_answering(self) -> bool:
-        """Return whether a completely received request is being answered."""
+        """Return whether a request has arrived completely and its response is not complete."""
         return self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
 
     def _has_response_to_start(self) -> bool:
         return self.cycle is not None and not self.cycle.response_started
 
     def _drop_incomplete_request(self) -> None:
-        """Drop a pipelined request that will stay incomplete."""
+        """Remove a pipelined request whose remaining bytes will not arrive."""
 
     def _is_client_sending(self) -> bool:
-        """Return whether more unread bytes may arrive. Closing the socket would then reset the connection."""
+        """Return whether unread bytes may arrive. If so, closing the socket would reset the connection."""
         if self._has_error:
             return True
         return self.cycle is not None and (self.cycle.more_body or self.flow.read_paused)
@@ -168,10 +168,10 @@ class Connection(asyncio.Protocol):
 
 
 class _StrictParser(h11.Connection):
-    """h11's parser, with a check for ambiguous framing."""
+    """h11's parser with an additional check for ambiguous framing."""
 
     status = 400
-    """The status code for the last parser error."""
+    """The HTTP status code of the last parser error."""
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         try:
@@ -185,7 +185,7 @@ class _StrictParser(h11.Connection):
 
 
 class H11Connection(Connection, H11Protocol):  # type: ignore[misc]
-    """A connection with the pure Python parser h11."""
+    """A connection that uses the parser h11, which is pure Python."""
 
     conn: _StrictParser
 
@@ -202,11 +202,11 @@ class H11Connection(Connection, H11Protocol):  # type: ignore[misc]
 
 
 def check_framing(headers: Iterable[tuple[bytes, bytes]], http_version: bytes) -> None:
-    """Check that a proxy finds the end of a request at the same byte (request smuggling).
+    """Raise if a proxy could find the end of a request at a different byte (request smuggling).
 
     Raises:
-        RemoteProtocolError: the request has a content length and chunks, chunks in HTTP/1.0, or an unknown
-            transfer coding.
+        RemoteProtocolError: the request has both a content length and chunks, chunks in HTTP/1.0, or an
+            unknown transfer coding.
     """
     fields = [(name, value) for name, value in headers if name in (b"content-length", b"transfer-encoding")]
     codings = [value.strip().lower() for name, value in fields if name == b"transfer-encoding"]

@@ -1,4 +1,4 @@
-"""HTTP connections with the parser httptools. Imported only if httptools is installed."""
+"""HTTP connections with the parser httptools. This module is imported only if httptools is installed."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from penstock.serve.http.connection import MAX_HEAD_SIZE, Connection, check_fram
 
 
 class HttpToolsConnection(Connection, HttpToolsProtocol):  # type: ignore[misc]
-    """A connection with the parser httptools, which limits neither headers nor pipelining."""
+    """A connection that uses the parser httptools. httptools itself does not limit the size of headers."""
 
     _is_in_head = True
-    _num_marks = 0  # number of complete headers plus number of complete bodies
+    _num_parsed_parts = 0  # number of headers plus number of bodies that have arrived completely
     _head_size = 0
 
     def data_received(self, data: bytes) -> None:
-        """Parse received bytes, and refuse a request with headers above the limit."""
-        marks_before = self._num_marks
+        """Parse received bytes. Refuse a request whose headers are longer than `MAX_HEAD_SIZE`."""
+        parts_before = self._num_parsed_parts
         super().data_received(data)
-        if self._num_marks != marks_before:
+        if self._num_parsed_parts != parts_before:
             self._head_size = 0
-        if self._num_marks != marks_before or not self._is_in_head:
+        if self._num_parsed_parts != parts_before or not self._is_in_head:
             return
         self._head_size += len(data)
         if self._head_size > MAX_HEAD_SIZE and not self.transport.is_closing():
@@ -32,24 +32,24 @@ class HttpToolsConnection(Connection, HttpToolsProtocol):  # type: ignore[misc]
         """Start processing a request.
 
         Raises:
-            RemoteProtocolError: the framing is ambiguous; httptools reports it as a parser error.
+            RemoteProtocolError: the framing is ambiguous. httptools converts the exception to a parser error.
         """
         self._is_in_head = False
-        self._num_marks += 1
+        self._num_parsed_parts += 1
         check_framing(self.headers, self.parser.get_http_version().encode())
         super().on_headers_complete()
         if self.parser.get_http_version() == "1.0":
-            # uvicorn creates the cycle and has no setting for its class.
-            self.cycle.__class__ = _UnframedCycle
+            # uvicorn has no setting for the class of the cycles that it creates.
+            self.cycle.__class__ = _Http10Cycle
 
     def on_message_complete(self) -> None:
         """Record the end of a request's body."""
         self._is_in_head = True
-        self._num_marks += 1
+        self._num_parsed_parts += 1
         super().on_message_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the requests of the connection, pipelined requests included."""
+        """End the requests of the connection, including pipelined requests."""
         for cycle, _ in self.pipeline:
             cycle.disconnected = True
         super().connection_lost(exc)
@@ -62,8 +62,8 @@ class HttpToolsConnection(Connection, HttpToolsProtocol):  # type: ignore[misc]
             self.pipeline.popleft()
 
 
-class _UnframedCycle(RequestResponseCycle):
-    """A response in HTTP/1.0. Without a content length, closing the connection ends it."""
+class _Http10Cycle(RequestResponseCycle):
+    """A response in HTTP/1.0. If it has no content length, the end of the connection marks its end."""
 
     _is_unframed = False
 

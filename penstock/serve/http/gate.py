@@ -1,4 +1,4 @@
-"""The gate: tracks whether the server accepts requests, and the number of active requests."""
+"""`Gate`: tracks whether the server accepts requests, and counts the active requests."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from contextlib import contextmanager
 
 
 class Gate:
-    """Accepts requests from the call of `open` until the call of `close` at shutdown.
+    """Tracks whether the server accepts requests: from the call of `open` until the call of `close`.
 
     Args:
-        is_open: False if the model is not loaded yet.
+        is_open: whether the gate is open from the beginning. False while the model is being loaded.
     """
 
     def __init__(self, *, is_open: bool = True) -> None:
         self._reason = "" if is_open else "the model is being loaded"
         self._is_closed = False
         self._num_active = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._idle_event = asyncio.Event()
+        self._idle_event.set()
 
     @property
     def reason(self) -> str:
@@ -43,21 +43,21 @@ class Gate:
 
     @contextmanager
     def track(self) -> Iterator[None]:
-        """Count a request as active while the block runs."""
+        """Count a request as active for the duration of the ``with`` block."""
         self._num_active += 1
-        self._idle.clear()
+        self._idle_event.clear()
         try:
             yield
         finally:
             self._num_active -= 1
             if not self._num_active:
-                self._idle.set()
+                self._idle_event.set()
 
     async def wait_until_idle(self, seconds: float) -> bool:
         """Wait until no request is active. Return False if that takes longer than ``seconds``."""
         try:
             async with asyncio.timeout(seconds):
-                await self._idle.wait()
+                await self._idle_event.wait()
         except TimeoutError:
             return False
         return True

@@ -1,4 +1,4 @@
-"""Requests to an application of this process, without a connection."""
+"""Sends requests to an ASGI application in this process, without a network connection."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.serve.http.middleware import INTERNAL
 
 @dataclass(frozen=True, slots=True)
 class InternalResponse:
-    """The response to an internal request, whose body arrives in parts."""
+    """The response to an internal request. Its body arrives in parts."""
 
     status: int
     headers: Mapping[bytes, bytes]
@@ -31,14 +31,16 @@ class InternalResponse:
 async def internal_request(
     app: ASGIApp, path: str, body: Mapping[str, object], headers: Mapping[str, str], *, client: str
 ) -> AsyncIterator[InternalResponse]:
-    """Send a request to an application and yield the started response. Leaving the block cancels it.
+    """Send a POST request to an application and yield the response when it has started.
+
+    The end of the ``async with`` block cancels the request if it is still running.
 
     Args:
         app: the application.
         path: the path of the route.
         body: the JSON body.
         headers: additional headers.
-        client: the address of the client, for fair scheduling.
+        client: the address or id of the client, for fair scheduling.
     """
     requests: list[Message] = [
         {"type": "http.request", "body": msgspec.json.encode(body), "more_body": False}
@@ -48,7 +50,8 @@ async def internal_request(
     async def receive() -> Message:
         if requests:
             return requests.pop()
-        await asyncio.Event().wait()  # blocks forever: an internal client does not disconnect
+        # Blocks until cancellation, because an internal client does not disconnect.
+        await asyncio.Event().wait()
         raise AssertionError
 
     all_headers = {"host": "localhost", "content-type": "application/json", **headers}
@@ -71,14 +74,14 @@ async def internal_request(
     task = asyncio.ensure_future(_run(app, scope, receive, sent_messages))
 
     async def parts() -> AsyncIterator[bytes]:
-        more = True
-        while more:
+        has_more = True
+        while has_more:
             message = await sent_messages.get()
             if message["type"] != "http.response.body":
                 raise await _application_error(task)
             if part := message.get("body"):
                 yield part
-            more = message.get("more_body", False)
+            has_more = message.get("more_body", False)
 
     try:
         start = await sent_messages.get()
@@ -98,6 +101,6 @@ async def _run(app: ASGIApp, scope: Message, receive: object, sent_messages: asy
 
 
 async def _application_error(task: asyncio.Task[None]) -> BaseException:
-    """Return the error of an application that ended before its response."""
+    """Return the error of an application that ended before its response was complete."""
     (error,) = await asyncio.gather(task, return_exceptions=True)
     return error if isinstance(error, BaseException) else RuntimeError("the response is incomplete")

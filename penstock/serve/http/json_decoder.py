@@ -1,4 +1,4 @@
-"""Decoding of long bodies in a separate process: the event loop's side."""
+"""`JsonDecoder`: decodes long request bodies in a separate process, which `json_process` implements."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from penstock.serve.http.json_process import (
 
 _READ_LIMIT = 2**20
 _MAX_INLINE_REPLY_BYTES = 256 * 1024
-"""Replies with more bytes are unmarshalled in a thread."""
+"""Longer replies are unmarshalled in a thread, so that they do not block the event loop."""
 
 
 class JsonDecoder:
-    """Decodes one body at a time in a process that is started for the first body.
+    """Decodes bodies one after another in a separate process. The first body starts the process.
 
-    If the process ends, for example because the kernel is out of memory, the next body starts a new one.
+    If the process ends, for example because the machine is out of memory, the next body starts a new process.
 
     Args:
-        niceness: added to the server's niceness for the process.
+        niceness: the difference between the niceness of the process and that of the server.
     """
 
     def __init__(self, niceness: int = 0) -> None:
@@ -44,7 +44,7 @@ class JsonDecoder:
         Raises:
             InvalidJsonError: the body is not strict JSON.
             TooManyValuesError: the body has more values than the limits.
-            UnavailableError: the process ended.
+            UnavailableError: the process has ended.
         """
         async with self._lock:
             try:
@@ -53,7 +53,7 @@ class JsonDecoder:
                 self._kill()
                 raise UnavailableError(f"the process that decodes long bodies has ended: {error}") from error
             except BaseException:
-                self._kill()  # its reply to this body must not be read as the reply to the next
+                self._kill()  # otherwise the reply to this body would be read as the reply to the next body
                 raise
         if kind == VALUE:
             if len(data) <= _MAX_INLINE_REPLY_BYTES:
@@ -63,7 +63,7 @@ class JsonDecoder:
         raise InvalidJsonError(message) if kind == INVALID else TooManyValuesError(message)
 
     async def close(self) -> None:
-        """End the process if it runs."""
+        """Stop the process if it is running."""
         process = self._kill()
         if process is not None:
             await process.wait()
@@ -89,20 +89,21 @@ class JsonDecoder:
 
 
 async def _start(niceness: int) -> asyncio.subprocess.Process:
-    # Run as a script, not with -m: it needs only the standard library and starts in about 20 ms.
+    # As a script, the process imports only the standard library and starts in about 20 ms. With -m it would
+    # import the package.
     command = [sys.executable, "-I", "-S", json_process.__file__, str(niceness)]
     return await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C must reach only the server, which then closes the pipe
+        start_new_session=True,  # Ctrl-C must not reach the process, because the server stops it
         limit=_READ_LIMIT,
     )
 
 
 def _unmarshal(data: bytes) -> object:
     was_enabled = gc.isenabled()
-    gc.disable()  # garbage collections would traverse the value repeatedly and block all other threads
+    gc.disable()  # garbage collections would repeatedly traverse the value and block all other threads
     try:
         return marshal.loads(data)
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp
 
-from penstock.serve.app import create_app, middleware_of, task_for_path
+from penstock.serve.app import create_app, make_middleware, task_for_path
 from penstock.serve.batches import batch_routes
 from penstock.serve.models.dispatch import ModelDispatcher
 from penstock.serve.models.model_routes import model_router
@@ -27,7 +27,7 @@ def make_front(registry: ModelRegistry) -> ASGIApp:
             model.services, *([routes] if model is registry.default else []), is_inner=True
         )
     front: ASGIApp = ModelDispatcher(registry, task_for_path, config.max_body_size, config.body_timeout)
-    for layer in reversed(middleware_of(services)):
+    for layer in reversed(make_middleware(services)):
         front = layer.cls(front, *layer.args, **layer.kwargs)
     if config.state_dir is not None:
         batch_routes.open_manager(services, front)

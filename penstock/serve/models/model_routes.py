@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from fastapi import APIRouter, Request
 
 from penstock.errors import UnknownModelError
-from penstock.serve.api.models import Model, ModelList, models_of, unloaded_model
-from penstock.serve.api.ollama.ollama_routes import listed_models
+from penstock.serve.api.models import Model, ModelList, models_by_id, unloaded_model
+from penstock.serve.api.ollama.ollama_routes import model_entries
 from penstock.serve.api.operations import Status
 from penstock.serve.http.openapi import responses
 from penstock.serve.http.problems import RequestProblem
@@ -71,7 +71,7 @@ def _all_models(registry: ModelRegistry) -> dict[str, Model]:
     for model in registry:
         assert model.services is not None
         if model.was_loaded:
-            models_by_name |= models_of(model.services)
+            models_by_name |= models_by_id(model.services)
         else:
             models_by_name[model.name] = unloaded_model(model.services)
     return models_by_name
@@ -81,5 +81,5 @@ def _ollama_entries(models: Iterable[ServedModel]) -> list[dict[str, object]]:
     entries: list[dict[str, object]] = []
     for model in models:
         assert model.services is not None
-        entries += listed_models(model.services, [model.name, *model.engine.adapters])
+        entries += model_entries(model.services, [model.name, *model.engine.adapters])
     return entries

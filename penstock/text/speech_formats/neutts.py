@@ -1,8 +1,8 @@
-"""NeuTTS: a small decoder that writes the codes of NeuCodec, one per frame, as ``<|speech_N|>``.
+"""NeuTTS: small language models that generate the codes of NeuCodec, one per frame, as ``<|speech_N|>``.
 
-The models read phonemes. A recording with its transcription determines the voice. The phonemes of the
-transcription precede those of the text, and the codes of the recording are the beginning of the speech that
-the model continues.
+The models read phonemes. A recording with its transcription determines the voice. The prompt contains the
+phonemes of the transcription and of the text, and then the codes of the recording. The model continues the
+speech of the recording.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Orpheus: a Llama that writes the codes of SNAC, 7 per frame, as ``<custom_token_N>``.
+"""Orpheus: a Llama that generates the codes of SNAC, 7 per frame, as ``<custom_token_N>``.
 
 The codes of position ``p`` of a frame are the tokens ``10 + p * size`` to ``10 + (p + 1) * size - 1``.
 """
@@ -48,14 +48,14 @@ class OrpheusFormat(SpeechFormat):
         reference: list[int] = []
         if len(codes):
             speech_ids = [*self.codes.token_ids(codes), self.token(_SPEECH_END), self.token(_AI_END)]
-            reference = [*self._turn(transcription), *speech_ids]
-        return [*reference, *self._turn(text if voice is None else f"{voice}: {text}")]
+            reference = [*self._turn_tokens(transcription), *speech_ids]
+        return [*reference, *self._turn_tokens(text if voice is None else f"{voice}: {text}")]
 
-    def _turn(self, text: str) -> list[int]:
+    def _turn_tokens(self, text: str) -> list[int]:
         """Return the tokens of a text and of the beginning of its speech."""
-        ends = (_TEXT_END, _HUMAN_END, _AI_START, _SPEECH_START)
+        end_tokens = (_TEXT_END, _HUMAN_END, _AI_START, _SPEECH_START)
         ids = self._tokenizer.encode_plain(text, add_special_tokens=True)
-        return [self.token(_HUMAN_START), *ids, *map(self.token, ends)]
+        return [self.token(_HUMAN_START), *ids, *map(self.token, end_tokens)]
 
 
 FORMAT = OrpheusFormat

@@ -109,7 +109,7 @@ class StoredTensors:
             layer: the name of the layer.
             part: the name of the part.
             types: the allowed types.
-            shapes: the allowed shapes; empty for any shape.
+            *shapes: the allowed shapes; empty for any shape.
 
         Raises:
             WeightsError: the part is missing, or its type or shape is not allowed.

@@ -1,4 +1,4 @@
-"""The fitted durations of steps and of the router."""
+"""Durations of steps and of the router, which the simulation computes from fitted costs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEP_COSTS = StepCostTable([1, 8, 64], [0.01, 0.02, 0.1], per_sequence=1e-4, per
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_a_step_costs_its_rows_its_contexts_its_pairs_and_its_keys() -> None:
+def test_step_seconds_add_the_costs_of_rows_sequences_pairs_and_keys() -> None:
     assert STEP_COSTS.step_seconds(StepShape(8, 1, 100, 30)) == pytest.approx(0.02 + 1e-4 + 1e-5 + 3e-5)
     assert STEP_COSTS.step_seconds(StepShape(4, 0, 0, 0)) == pytest.approx(0.01 + 0.01 * 3 / 7)
     assert STEP_COSTS.step_seconds(StepShape(120, 0, 0, 0)) == pytest.approx(0.18)
@@ -33,10 +33,10 @@ def test_a_step_costs_its_rows_its_contexts_its_pairs_and_its_keys() -> None:
 
 
 def test_the_shape_of_a_batch_counts_the_visible_keys_of_each_row() -> None:
-    prompt = TextContext(prompt="", max_length=9, tokens=np.arange(4))
-    later_context = TextContext(prompt="", max_length=9, tokens=np.arange(6))
-    later_context.set_token_indices(start_idx=3)
-    assert StepShape.from_contexts([prompt, later_context]) == (
+    prompt_context = TextContext(prompt="", max_length=9, tokens=np.arange(4))
+    chunk_context = TextContext(prompt="", max_length=9, tokens=np.arange(6))
+    chunk_context.set_token_indices(start_idx=3)
+    assert StepShape.from_contexts([prompt_context, chunk_context]) == (
         4 + 3,
         2,
         (1 + 2 + 3 + 4) + (4 + 5 + 6),
@@ -44,16 +44,16 @@ def test_the_shape_of_a_batch_counts_the_visible_keys_of_each_row() -> None:
     )
 
 
-def test_the_fit_recovers_the_costs_of_exact_times() -> None:
+def test_fitting_exact_durations_recovers_the_costs() -> None:
     shapes = [StepShape(n, 1, n * (n + 1) // 2, n) for n in (1, 8, 64)]
     shapes += [StepShape(n, 1, n * 99 + n * (n + 1) // 2, 99 + n) for n in (8, 64)]
     shapes += [StepShape(n, n, n * length, n * length) for n in (1, 8, 64) for length in (16, 512)]
-    result = StepCostTable.fitted([(shape, STEP_COSTS.step_seconds(shape)) for shape in shapes])
-    assert result.num_tokens == STEP_COSTS.num_tokens
-    assert result.seconds == pytest.approx(STEP_COSTS.seconds, rel=1e-6)
-    assert result.per_sequence == pytest.approx(STEP_COSTS.per_sequence, rel=1e-5)
-    assert result.per_pair == pytest.approx(STEP_COSTS.per_pair, rel=1e-5)
-    assert result.per_key == pytest.approx(STEP_COSTS.per_key, rel=1e-5)
+    fitted_costs = StepCostTable.fitted([(shape, STEP_COSTS.step_seconds(shape)) for shape in shapes])
+    assert fitted_costs.num_tokens == STEP_COSTS.num_tokens
+    assert fitted_costs.seconds == pytest.approx(STEP_COSTS.seconds, rel=1e-6)
+    assert fitted_costs.per_sequence == pytest.approx(STEP_COSTS.per_sequence, rel=1e-5)
+    assert fitted_costs.per_pair == pytest.approx(STEP_COSTS.per_pair, rel=1e-5)
+    assert fitted_costs.per_key == pytest.approx(STEP_COSTS.per_key, rel=1e-5)
 
 
 def test_fitted_coefficients_are_not_negative() -> None:
@@ -92,10 +92,10 @@ def test_measuring_steps_gives_positive_costs() -> None:
     config = PipelineConfig.from_flat(
         {"model_path": "demo", "num_threads": 1, "kv_cache_memory": "32MiB", "max_batch_size": 4}
     )
-    step, limits = measure_steps(config, repeats=1)
+    step_costs, limits = measure_steps(config, repeats=1)
     assert limits.max_batch_size == 4
-    assert step.num_tokens[0] == 1
-    assert min(step.seconds) >= 0
-    longest = step.num_tokens[-1]
-    longest_prompt_seconds = step.step_seconds(StepShape(longest, 1, longest**2 // 2, longest))
-    assert longest_prompt_seconds > step.step_seconds(StepShape(1, 1, 16, 16)) > 0
+    assert step_costs.num_tokens[0] == 1
+    assert min(step_costs.seconds) >= 0
+    max_tokens = step_costs.num_tokens[-1]
+    longest_prompt_seconds = step_costs.step_seconds(StepShape(max_tokens, 1, max_tokens**2 // 2, max_tokens))
+    assert longest_prompt_seconds > step_costs.step_seconds(StepShape(1, 1, 16, 16)) > 0

@@ -15,20 +15,22 @@ SHAPE = TraceShape(rate=20.0, num_requests=3000, max_length=2048, num_prefixes=8
 
 
 def test_the_same_seed_gives_the_same_trace() -> None:
-    first, again, other = (make_trace(replace(SHAPE, seed=seed, num_requests=50)) for seed in (1, 1, 2))
+    trace, repeated_trace, other_trace = (
+        make_trace(replace(SHAPE, seed=seed, num_requests=50)) for seed in (1, 1, 2)
+    )
     assert (
-        [conversation.begin for conversation in first]
-        == [conversation.begin for conversation in again]
-        != [conversation.begin for conversation in other]
+        [conversation.begin for conversation in trace]
+        == [conversation.begin for conversation in repeated_trace]
+        != [conversation.begin for conversation in other_trace]
     )
     assert all(
         np.array_equal(a.message, b.message)
-        for conversation, repeated in zip(first, again, strict=True)
-        for a, b in zip(conversation.turns, repeated.turns, strict=True)
+        for conversation, repeated_conversation in zip(trace, repeated_trace, strict=True)
+        for a, b in zip(conversation.turns, repeated_conversation.turns, strict=True)
     )
 
 
-def test_rate_lengths_and_turns_follow_the_shape() -> None:
+def test_rate_lengths_and_numbers_of_turns_agree_with_the_shape() -> None:
     trace = make_trace(SHAPE)
     turns = [turn for conversation in trace for turn in conversation.turns]
     assert len(turns) == SHAPE.num_requests
@@ -50,11 +52,11 @@ def test_conversations_arrive_in_bursts() -> None:
 
 def test_a_few_prefixes_are_frequent() -> None:
     prefixes = Counter(conversation.turns[0].message[:8].tobytes() for conversation in make_trace(SHAPE))
-    (first, second, third), num = [count for _, count in prefixes.most_common(3)], len(make_trace(SHAPE))
+    counts = [count for _, count in prefixes.most_common(3)]
     assert len(prefixes) == SHAPE.num_prefixes
     weights = [1 / k for k in range(1, SHAPE.num_prefixes + 1)]
-    assert first / num == pytest.approx(1 / sum(weights), rel=0.2)
-    assert first > 1.5 * second > 1.5 * third
+    assert counts[0] / len(make_trace(SHAPE)) == pytest.approx(1 / sum(weights), rel=0.2)
+    assert counts[0] > 1.5 * counts[1] > 1.5 * counts[2]
 
 
 @pytest.mark.parametrize("name", ["rate", "num_requests", "prefix_length"])

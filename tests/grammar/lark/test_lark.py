@@ -15,16 +15,17 @@ from penstock.grammar.lark import lark_text, read_ebnf, read_structural_tag, wri
 from penstock.grammar.schema import schema_ebnf
 
 llguidance_bytes = pytest.importorskip("support.llguidance_bytes")
-END, CALL, OTHER_TOKEN = 256, 257, 258
+END_TOKEN, CALL_TOKEN, OTHER_TOKEN = 256, 257, 258
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Any:
+def special_tokens() -> Any:
+    """Return the texts of the tokens `CALL_TOKEN` and `OTHER_TOKEN`."""
     return ("<call>", "<mark>")
 
 
-def make_matcher(special: Any, lark: str) -> Any:
-    return llguidance_bytes.match_lark(lark, special)
+def make_matcher(special_tokens: Any, lark: str) -> Any:
+    return llguidance_bytes.match_lark(lark, special_tokens)
 
 
 def accepts(matcher: Any, tokens: list[int]) -> bool:
@@ -45,21 +46,21 @@ def draw_prefix(matcher: Any, rng: random.Random) -> str:
 
 
 def draw_expression(rng: random.Random, depth: int) -> str:
-    kind = rng.random()
-    if depth == 0 or kind < 0.3:
+    choice = rng.random()
+    if depth == 0 or choice < 0.3:
         return rng.choice(['"a"', '"b"', '"ab"', '"aba"', "[ab]", "[abc]", "[bc]", '"c"', '"ca"', '""'])
-    parts = [draw_expression(rng, depth - 1) for _ in range(rng.randint(2, 3))]
-    if kind < 0.5:
-        return " ".join(parts)
-    if kind < 0.68:
-        return f"({' | '.join(parts)})"
-    if kind < 0.84:
-        return f"({parts[0]}){rng.choice(['*', '?', '+', '{0,2}', '{1,3}', '{2}', '{1,}'])}"
+    subexpressions = [draw_expression(rng, depth - 1) for _ in range(rng.randint(2, 3))]
+    if choice < 0.5:
+        return " ".join(subexpressions)
+    if choice < 0.68:
+        return f"({' | '.join(subexpressions)})"
+    if choice < 0.84:
+        return f"({subexpressions[0]}){rng.choice(['*', '?', '+', '{0,2}', '{1,3}', '{2}', '{1,}'])}"
     return rng.choice(["root", "x", "y", "z"])
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_random_grammar_matches_the_same_texts_as_its_ebnf(seed: int, tokenizer: Any) -> None:
+def test_the_lark_of_a_random_grammar_matches_the_same_texts(seed: int, special_tokens: Any) -> None:
     rng = random.Random(seed)
     num_checked = 0
     while num_checked < 8:
@@ -68,8 +69,8 @@ def test_a_random_grammar_matches_the_same_texts_as_its_ebnf(seed: int, tokenize
         }
         ebnf = "".join(f"{name} ::= {body}\n" for name, body in rules.items())
         try:
-            matcher = make_matcher(tokenizer, lark_text(read_ebnf(ebnf)))
-        except InputError:  # no finite text matches
+            matcher = make_matcher(special_tokens, lark_text(read_ebnf(ebnf)))
+        except InputError:  # the grammar matches no finite text
             continue
         texts = {"".join(rng.choices("abc", k=rng.randint(0, 7))) for _ in range(30)}
         texts |= {draw_prefix(matcher, rng) for _ in range(20)}
@@ -97,9 +98,9 @@ def test_a_random_grammar_matches_the_same_texts_as_its_ebnf(seed: int, tokenize
     ],
 )
 def test_ebnf_accepts_and_rejects_texts(
-    ebnf: str, accepted: list[str], rejected: list[str], tokenizer: Any
+    ebnf: str, accepted: list[str], rejected: list[str], special_tokens: Any
 ) -> None:
-    matcher = make_matcher(tokenizer, lark_text(read_ebnf(ebnf)))
+    matcher = make_matcher(special_tokens, lark_text(read_ebnf(ebnf)))
     assert [text for text in accepted if not accepts(matcher, list(text.encode()))] == []
     assert [text for text in rejected if accepts(matcher, list(text.encode()))] == []
 
@@ -140,11 +141,11 @@ def test_a_long_chain_of_rules_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         lark_text(read_ebnf(chain + 'r80 ::= "c"'))
 
 
-def test_a_json_grammar_has_few_lexemes_and_one_for_whole_strings() -> None:
+def test_a_json_grammar_has_few_lexemes() -> None:
     lark = lark_text(read_ebnf(schema_ebnf({"type": "object"})))
     lexemes = [line for line in lark.splitlines() if line.startswith("L")]
     assert 5 <= len(lexemes) <= 10
-    # No lexeme is a single character of a string. With such a lexeme, each mask would visit every token.
+    # With a lexeme for single characters of a string, each mask would visit every token.
     assert not any(line.endswith(": /[\\x{20}-\\x{21}\\x{23}-\\x{5b}]/") for line in lexemes)
 
 
@@ -162,8 +163,8 @@ def make_tag(begin: Any, content: Any, end: Any) -> dict[str, Any]:
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
-ANY = {"type": "any_text"}
-TOKEN = {"type": "token", "token": CALL}
+ANY_TEXT = {"type": "any_text"}
+TOKEN = {"type": "token", "token": CALL_TOKEN}
 TRIGGERED_TAGS = {
     "type": "triggered_tags",
     "triggers": ["<f"],
@@ -171,7 +172,7 @@ TRIGGERED_TAGS = {
 }
 TOKEN_TRIGGERED_TAGS = {
     "type": "token_triggered_tags",
-    "trigger_tokens": [CALL],
+    "trigger_tokens": [CALL_TOKEN],
     "tags": [make_tag(TOKEN, make_constant("x"), "")],
 }
 SEPARATED_TAGS = {
@@ -197,10 +198,10 @@ SEPARATED_TAGS = {
         (TRIGGERED_TAGS | {"stop_after_first": True}, ["", "hi<f=a>x</f>"], ["<f=a>x</f>more"]),
         (TRIGGERED_TAGS | {"excludes": ["zz"]}, ["az", "z<f=a>x</f>"], ["azz", "zz<f=a>x</f>"]),
         (make_tag("[", TRIGGERED_TAGS, "]"), ["[]", "[hi]", "[hi<f=a>x</f>]"], ["[hi]]", "[hi<f]"]),
-        (make_tag("<", ANY, ">>"), ["<>>", "<a>b>>"], ["<a", "<a>>b>>"]),
-        (make_tag("<", ANY | {"excludes": ["no", "o>"]}, ">>"), ["<n>>"], ["<no>>", "<mo>>"]),
-        (make_tag("[", ANY, ["]", "}"]), ["[a]", "[a}"], ["[a]}"]),
-        ({"type": "sequence", "elements": [ANY, make_constant("END")]}, ["END", "abEND"], ["abENDx"]),
+        (make_tag("<", ANY_TEXT, ">>"), ["<>>", "<a>b>>"], ["<a", "<a>>b>>"]),
+        (make_tag("<", ANY_TEXT | {"excludes": ["no", "o>"]}, ">>"), ["<n>>"], ["<no>>", "<mo>>"]),
+        (make_tag("[", ANY_TEXT, ["]", "}"]), ["[a]", "[a}"], ["[a]}"]),
+        ({"type": "sequence", "elements": [ANY_TEXT, make_constant("END")]}, ["END", "abEND"], ["abENDx"]),
         (SEPARATED_TAGS, ["", "<a>x</a>", "<a>x</a>,<a>x</a>"], ["<a>x</a>,"]),
         (SEPARATED_TAGS | {"at_least_one": True}, ["<a>x</a>"], [""]),
         (SEPARATED_TAGS | {"stop_after_first": True}, ["", "<a>x</a>"], ["<a>x</a>,<a>x</a>"]),
@@ -211,23 +212,27 @@ SEPARATED_TAGS = {
         ({"type": "grammar", "grammar": 'root ::= "a" root | "b"'}, ["aab"], ["aa"]),
         (
             TOKEN_TRIGGERED_TAGS,
-            [[], [104, CALL, 120], [104, OTHER_TOKEN, 105], [CALL, 120, 97]],
-            [[CALL], [CALL, 97]],
+            [[], [104, CALL_TOKEN, 120], [104, OTHER_TOKEN, 105], [CALL_TOKEN, 120, 97]],
+            [[CALL_TOKEN], [CALL_TOKEN, 97]],
         ),
         (
-            make_tag(TOKEN, ANY, TOKEN),
-            [[CALL, 97, CALL]],
-            [[CALL, 97], [CALL, OTHER_TOKEN, CALL], "<call>a<call>"],
+            make_tag(TOKEN, ANY_TEXT, TOKEN),
+            [[CALL_TOKEN, 97, CALL_TOKEN]],
+            [[CALL_TOKEN, 97], [CALL_TOKEN, OTHER_TOKEN, CALL_TOKEN], "<call>a<call>"],
         ),
-        ({"type": "any_tokens", "exclude_tokens": [OTHER_TOKEN]}, [[], [CALL, 97]], [[OTHER_TOKEN]]),
-        ({"type": "exclude_token", "exclude_tokens": [OTHER_TOKEN]}, [[CALL], [97]], [[OTHER_TOKEN], []]),
+        ({"type": "any_tokens", "exclude_tokens": [OTHER_TOKEN]}, [[], [CALL_TOKEN, 97]], [[OTHER_TOKEN]]),
+        (
+            {"type": "exclude_token", "exclude_tokens": [OTHER_TOKEN]},
+            [[CALL_TOKEN], [97]],
+            [[OTHER_TOKEN], []],
+        ),
     ],
 )
 def test_structural_tags_accept_and_reject_outputs(
-    tag_format: Any, accepted: list[Any], rejected: list[Any], tokenizer: Any
+    tag_format: Any, accepted: list[Any], rejected: list[Any], special_tokens: Any
 ) -> None:
     tag_text = json.dumps({"type": "structural_tag", "format": tag_format})
-    matcher = make_matcher(tokenizer, lark_text(read_structural_tag(tag_text)))
+    matcher = make_matcher(special_tokens, lark_text(read_structural_tag(tag_text)))
 
     def is_accepted(text: Any) -> bool:
         return accepts(matcher, list(text.encode()) if isinstance(text, str) else text)
@@ -241,8 +246,8 @@ def test_structural_tags_accept_and_reject_outputs(
     [
         ({"type": "nothing"}, "no format 'nothing'"),
         ({"type": "sequence", "elements": []}, "needs elements"),
-        (ANY | {"max_tokens": 3}, "max_tokens"),
-        (make_tag("<", ANY, ["", ">"]), "not empty"),
+        (ANY_TEXT | {"max_tokens": 3}, "max_tokens"),
+        (make_tag("<", ANY_TEXT, ["", ">"]), "not empty"),
         (TRIGGERED_TAGS | {"triggers": ["<g"]}, "begin with exactly one trigger"),
         ({"type": "token", "token": "<x>"}, "ids or texts"),
         ("text", "object with a type"),

@@ -37,19 +37,19 @@ def to_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-def test_every_format_of_the_standard_has_cases() -> None:
+def test_every_format_of_the_standard_is_tested() -> None:
     assert CASES.keys() == SUPPORTED.keys() | UNSUPPORTED
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_valid_strings_are_accepted_and_invalid_ones_rejected(name: str) -> None:
-    generated, enum_only, invalid_strings = CASES[name]
-    for value in generated + enum_only:
+    generated_strings, enum_only_strings, invalid_strings = CASES[name]
+    for value in generated_strings + enum_only_strings:
         assert has_format(name, value), value
     for value in invalid_strings:
         assert not has_format(name, value), value
     if name in SUPPORTED:
-        for value in generated:
+        for value in generated_strings:
             assert accepts(compile_format(name), to_json(value)), value
         for value in invalid_strings:
             assert not accepts(compile_format(name), to_json(value)), value
@@ -57,15 +57,18 @@ def test_valid_strings_are_accepted_and_invalid_ones_rejected(name: str) -> None
 
 @pytest.mark.parametrize("name", CASES)
 def test_enum_and_const_keep_only_values_with_the_format(name: str) -> None:
-    generated, enum_only, invalid_strings = CASES[name]
+    generated_strings, enum_only_strings, invalid_strings = CASES[name]
     grammar = compile_grammar(
-        schema_ebnf({"format": name, "enum": [*invalid_strings, *generated, *enum_only, 7]}, compact=True)
+        schema_ebnf(
+            {"format": name, "enum": [*invalid_strings, *generated_strings, *enum_only_strings, 7]},
+            compact=True,
+        )
     )
-    for value in [*generated, *enum_only, 7]:  # a format applies to strings only
+    for value in [*generated_strings, *enum_only_strings, 7]:  # a format applies to strings only
         assert accepts(grammar, to_json(value)), value
-    for value in set(invalid_strings) - {*generated, *enum_only}:
+    for value in set(invalid_strings) - {*generated_strings, *enum_only_strings}:
         assert not accepts(grammar, to_json(value)), value
-    for value in generated + enum_only:
+    for value in generated_strings + enum_only_strings:
         assert schema_ebnf({"format": name, "const": value})
     for value in invalid_strings:
         with pytest.raises(InputError, match="no value satisfies"):
@@ -73,13 +76,13 @@ def test_enum_and_const_keep_only_values_with_the_format(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
-@given(seed=st.integers(0, 10_000), end_after=st.integers(0, 40))
+@given(seed=st.integers(0, 10_000), end_length=st.integers(0, 40))
 @settings(max_examples=40, deadline=None)
-def test_generated_strings_have_the_format(name: str, seed: int, end_after: int) -> None:
-    value = json.loads(generate_random_text(compile_format(name), seed, end_after))
+def test_generated_strings_have_the_format(name: str, seed: int, end_length: int) -> None:
+    value = json.loads(generate_random_text(compile_format(name), seed, end_length))
     assert has_format(name, value), value
     checker = Draft202012Validator.FORMAT_CHECKER
-    # For the formats in this list, the checker of jsonschema is stricter than the standard.
+    # For these formats, the checker of jsonschema is stricter than the standard.
     if name not in (
         "iri",
         "iri-reference",
@@ -110,9 +113,9 @@ def test_ipv6_accepts_the_addresses_that_python_accepts(text: str) -> None:
 def test_grammars_of_formats_are_small() -> None:
     sizes = {name: len(schema_ebnf({"type": "string", "format": name})) for name in SUPPORTED}
     assert max(sizes.values()) < 12_000, sizes
-    long = ("uri", "iri-reference", "email", "hostname")
+    long_formats = ("uri", "iri-reference", "email", "hostname")
     # The size of a grammar grows with maxLength.
-    limited_schemas = [{"format": name, "maxLength": 2083} for name in long]
+    limited_schemas = [{"format": name, "maxLength": 2083} for name in long_formats]
     assert max(len(schema_ebnf({"type": "string", **keywords})) for keywords in limited_schemas) < 65_000
 
 
@@ -179,10 +182,10 @@ def test_generated_strings_have_the_format_and_the_length(
 
 
 @pytest.mark.parametrize("name", [name for name in SUPPORTED if not name.startswith("i")])
-def test_a_valid_string_is_accepted_if_the_maximum_length_is_larger(name: str) -> None:
-    generated, _, _ = CASES[name]
+def test_max_length_does_not_exclude_shorter_valid_strings(name: str) -> None:
+    generated_strings, _, _ = CASES[name]
     # The grammar accepts addresses in brackets only if they are much shorter than the maximum length.
-    values = sorted((value for value in generated if "[" not in value and len(value) <= 40), key=len)
+    values = sorted((value for value in generated_strings if "[" not in value and len(value) <= 40), key=len)
     for value in values:
         assert accepts(compile_format(name, maxLength=100), to_json(value)), value
     # Only the longest value is tested, because each maximum length needs another slow compilation.
@@ -209,17 +212,21 @@ _PATTERNS = st.sampled_from(
 
 
 @given(
-    first=_PATTERNS,
-    second=_PATTERNS,
+    outer_pattern=_PATTERNS,
+    inner_pattern=_PATTERNS,
     min_count=st.integers(0, 3),
     max_count=st.integers(2, 7) | st.none(),
     texts=st.lists(st.text("abc", max_size=8), min_size=8, max_size=8),
 )
 @settings(max_examples=60, deadline=None)
 def test_combined_patterns_accept_texts_that_match_each_of_them(
-    first: str, second: str, min_count: int, max_count: int | None, texts: list[str]
+    outer_pattern: str, inner_pattern: str, min_count: int, max_count: int | None, texts: list[str]
 ) -> None:
-    schema: dict[str, Any] = {"type": "string", "pattern": first, "allOf": [{"pattern": second}]}
+    schema: dict[str, Any] = {
+        "type": "string",
+        "pattern": outer_pattern,
+        "allOf": [{"pattern": inner_pattern}],
+    }
     schema["minLength"] = min_count
     if max_count is not None:
         schema["maxLength"] = max_count
@@ -228,6 +235,6 @@ def test_combined_patterns_accept_texts_that_match_each_of_them(
     except InputError:
         grammar = None
     for text in texts:
-        is_valid = all(re.search(pattern, text) for pattern in (first, second))
+        is_valid = all(re.search(pattern, text) for pattern in (outer_pattern, inner_pattern))
         is_valid = is_valid and min_count <= len(text) and (max_count is None or len(text) <= max_count)
         assert (grammar is not None and accepts(grammar, f'"{text}"')) == is_valid, text

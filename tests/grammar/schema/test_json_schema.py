@@ -280,7 +280,7 @@ def test_invalid_and_unsatisfiable_schemas_are_refused(schema: Any) -> None:
 
 
 def test_two_long_enums_are_intersected_fast() -> None:
-    values = [str(number) for number in range(15_000)]  # comparing all pairs would take minutes
+    values = [str(number) for number in range(15_000)]  # comparing all pairs of values would take minutes
     ebnf = schema_ebnf({"allOf": [{"enum": values}, {"enum": values[::-1]}], "maxLength": 1})
     assert ebnf.count("|") == 9
 
@@ -295,72 +295,73 @@ _VALUES = st.recursive(
 )
 
 
-def _draw_optional_keywords(**keywords: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+def _optional_keywords(**keywords: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries({}, optional=keywords)
 
 
-def _draw_schemas_of_type(
+def _typed_schemas(
     name: str | list[str], **keywords: st.SearchStrategy[Any]
 ) -> st.SearchStrategy[dict[str, Any]]:
-    return _draw_optional_keywords(**keywords).map(lambda drawn_keywords: {"type": name, **drawn_keywords})
+    return _optional_keywords(**keywords).map(lambda drawn_keywords: {"type": name, **drawn_keywords})
 
 
 _BOUND = st.integers(-120, 120) | st.sampled_from([0.5, -1.25, 99.75, -0.001])
-_NUMERIC = {"minimum": _BOUND, "maximum": _BOUND, "exclusiveMinimum": _BOUND, "exclusiveMaximum": _BOUND}
+_NUMERIC_KEYWORDS = {
+    "minimum": _BOUND,
+    "maximum": _BOUND,
+    "exclusiveMinimum": _BOUND,
+    "exclusiveMaximum": _BOUND,
+}
 _COUNT = st.integers(0, 3)
 _PATTERN = st.sampled_from(["^a", "[a-z]$", "^[a-z]{1,3}$", "é|\\d+", "^(?:x|yz)*$", "[^a-z]", "^\\S\\s?$"])
 _LEAVES = st.one_of(
     st.booleans(),
-    _draw_schemas_of_type("null"),
-    _draw_schemas_of_type("boolean"),
-    _draw_schemas_of_type("integer", **_NUMERIC),
-    _draw_schemas_of_type("number", **_NUMERIC),
-    _draw_schemas_of_type("integer", multipleOf=st.integers(1, 30)),
-    _draw_schemas_of_type("string", minLength=_COUNT, maxLength=_COUNT),
-    _draw_schemas_of_type("string", pattern=_PATTERN),
-    _draw_schemas_of_type(
-        "string", format=st.sampled_from(["date", "uuid", "email", "ipv4", "time", "password"])
-    ),
-    _draw_schemas_of_type(["string", "null", "integer"], maxLength=_COUNT, minimum=_BOUND),
+    _typed_schemas("null"),
+    _typed_schemas("boolean"),
+    _typed_schemas("integer", **_NUMERIC_KEYWORDS),
+    _typed_schemas("number", **_NUMERIC_KEYWORDS),
+    _typed_schemas("integer", multipleOf=st.integers(1, 30)),
+    _typed_schemas("string", minLength=_COUNT, maxLength=_COUNT),
+    _typed_schemas("string", pattern=_PATTERN),
+    _typed_schemas("string", format=st.sampled_from(["date", "uuid", "email", "ipv4", "time", "password"])),
+    _typed_schemas(["string", "null", "integer"], maxLength=_COUNT, minimum=_BOUND),
     st.lists(_VALUES, min_size=1, max_size=3).map(lambda values: {"enum": values}),
     _VALUES.map(lambda value: {"const": value}),
     st.just({"$ref": "#/$defs/d"}),
 )
 
 
-def _draw_containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    branches_strategy = st.lists(inner, min_size=1, max_size=3)
+def _container_schemas(subschemas: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    schema_lists = st.lists(subschemas, min_size=1, max_size=3)
     return st.one_of(
-        _draw_schemas_of_type(
-            "array", items=inner, prefixItems=branches_strategy, minItems=_COUNT, maxItems=_COUNT
-        ),
-        _draw_schemas_of_type(
+        _typed_schemas("array", items=subschemas, prefixItems=schema_lists, minItems=_COUNT, maxItems=_COUNT),
+        _typed_schemas(
             "object",
-            properties=st.dictionaries(_NAMES, inner, max_size=3),
+            properties=st.dictionaries(_NAMES, subschemas, max_size=3),
             required=st.lists(_NAMES, max_size=2, unique=True),
-            additionalProperties=inner,
+            additionalProperties=subschemas,
             maxProperties=_COUNT,
         ),
-        _draw_optional_keywords(
-            properties=st.dictionaries(_NAMES, inner, max_size=3),
+        _optional_keywords(
+            properties=st.dictionaries(_NAMES, subschemas, max_size=3),
             minProperties=st.integers(0, 2),
             dependentRequired=st.dictionaries(_NAMES, st.lists(_NAMES, max_size=1), max_size=1),
-            items=inner,
+            items=subschemas,
             minimum=_BOUND,
         ),
-        _draw_schemas_of_type(
-            "object", patternProperties=inner.map(lambda schema: {"^x": schema}), required=st.just(["a"])
+        _typed_schemas(
+            "object", patternProperties=subschemas.map(lambda schema: {"^x": schema}), required=st.just(["a"])
         ),
-        branches_strategy.map(lambda branches: {"anyOf": branches}),
-        branches_strategy.map(lambda branches: {"oneOf": branches}),
-        st.tuples(branches_strategy, _draw_optional_keywords(type=st.sampled_from(["object", "string"]))).map(
-            lambda pair: {"allOf": pair[0], **pair[1]}
+        schema_lists.map(lambda branches: {"anyOf": branches}),
+        schema_lists.map(lambda branches: {"oneOf": branches}),
+        st.tuples(schema_lists, _optional_keywords(type=st.sampled_from(["object", "string"]))).map(
+            lambda schemas: {"allOf": schemas[0], **schemas[1]}
         ),
     )
 
 
-SCHEMAS = st.tuples(st.recursive(_LEAVES, _draw_containers, max_leaves=6), _LEAVES).map(
-    lambda pair: {**pair[0], "$defs": {"d": pair[1]}} if isinstance(pair[0], dict) else pair[0]
+SCHEMAS = st.tuples(st.recursive(_LEAVES, _container_schemas, max_leaves=6), _LEAVES).map(
+    lambda schemas: {**schemas[0], "$defs": {"d": schemas[1]}} if isinstance(schemas[0], dict) else schemas[0]
 )
 
 

@@ -13,7 +13,7 @@ from support.byte_grammar import accepts, compile_grammar
 
 from penstock.errors import InputError, UnsupportedSchemaError
 from penstock.grammar.schema import schema_ebnf
-from penstock.grammar.schema.keywords import identity
+from penstock.grammar.schema.keywords import equality_key
 
 # (schema with enum or const, its valid values)
 CASES: list[tuple[dict[str, Any], list[Any]]] = [
@@ -39,14 +39,14 @@ CASES: list[tuple[dict[str, Any], list[Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("schema", "valid"), CASES, ids=lambda value: str(value)[:50])
-def test_exactly_the_valid_values_are_accepted(schema: dict[str, Any], valid: list[Any]) -> None:
+@pytest.mark.parametrize(("schema", "valid_values"), CASES, ids=lambda value: str(value)[:50])
+def test_exactly_the_valid_values_are_accepted(schema: dict[str, Any], valid_values: list[Any]) -> None:
     grammar = compile_grammar(schema_ebnf(schema, compact=True))
     values = [schema["const"]] if "const" in schema else schema.get("enum", [1, 2, "::1", "1.2.3.4", "x"])
     for value in values:
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
         if "\ud800" not in text:
-            assert accepts(grammar, text) == (value in valid), value
+            assert accepts(grammar, text) == (value in valid_values), value
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ _SUBSCHEMAS = st.sampled_from(
     ]
 )
 _BRANCHES = st.lists(_SUBSCHEMAS, min_size=1, max_size=3)
-_NAMED = st.dictionaries(st.sampled_from("abc"), _SUBSCHEMAS, max_size=2)
+_NAMED_SUBSCHEMAS = st.dictionaries(st.sampled_from("abc"), _SUBSCHEMAS, max_size=2)
 _COUNT = st.integers(0, 3)
 _KEYWORDS: dict[str, st.SearchStrategy[Any]] = {
     "type": st.sampled_from(["string", "integer", "number", "array", "object", ["null", "boolean", "array"]]),
@@ -105,7 +105,7 @@ _KEYWORDS: dict[str, st.SearchStrategy[Any]] = {
     "contains": _SUBSCHEMAS,
     "minContains": _COUNT,
     "maxContains": _COUNT,
-    "properties": _NAMED,
+    "properties": _NAMED_SUBSCHEMAS,
     "patternProperties": st.just({"a|b": {"type": "integer"}}),
     "additionalProperties": _SUBSCHEMAS,
     "propertyNames": st.just({"pattern": "a"}),
@@ -113,7 +113,7 @@ _KEYWORDS: dict[str, st.SearchStrategy[Any]] = {
     "minProperties": _COUNT,
     "maxProperties": _COUNT,
     "dependentRequired": st.just({"a": ["b"]}),
-    "dependentSchemas": _NAMED,
+    "dependentSchemas": _NAMED_SUBSCHEMAS,
     "allOf": _BRANCHES,
     "anyOf": _BRANCHES,
     "oneOf": _BRANCHES,
@@ -126,7 +126,7 @@ _KEYWORDS: dict[str, st.SearchStrategy[Any]] = {
 
 @given(
     # 1 and 1.0 are equal values in JSON schema.
-    values=st.lists(_VALUES, min_size=1, max_size=5, unique_by=identity),
+    values=st.lists(_VALUES, min_size=1, max_size=5, unique_by=equality_key),
     keywords=st.sets(st.sampled_from(sorted(_KEYWORDS)), max_size=4).flatmap(
         lambda names: st.fixed_dictionaries({name: _KEYWORDS[name] for name in names})
     ),

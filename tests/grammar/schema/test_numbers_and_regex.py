@@ -1,4 +1,4 @@
-"""Grammars of bounded numbers against comparisons, and of regular expressions against `re`."""
+"""Grammars of bounded numbers compared with Python numbers, and of regular expressions with `re`."""
 
 from __future__ import annotations
 
@@ -15,44 +15,52 @@ from penstock.errors import InputError
 from penstock.grammar.schema import regex
 from penstock.grammar.schema.numbers import Bounds, integers_between, numbers_between
 
-BOUND = st.none() | st.integers(-1200, 1200)
+BOUNDS = st.none() | st.integers(-1200, 1200)
 DECIMAL = st.decimals(-20, 20, places=2)
 
 
-@given(BOUND, BOUND, st.lists(st.integers(-1300, 1300), min_size=5, max_size=20))
+@given(BOUNDS, BOUNDS, st.lists(st.integers(-1300, 1300), min_size=5, max_size=20))
 @settings(max_examples=num_examples(60), deadline=None)
 def test_integers_between_accepts_exactly_the_integers_in_range(
-    low: int | None, high: int | None, values: list[int]
+    minimum: int | None, maximum: int | None, values: list[int]
 ) -> None:
-    rule = integers_between(low, high)
-    near_bounds = [end + step for end in (low, high) if end is not None for step in (-1, 0, 1)]
-    in_range = [
+    rule = integers_between(minimum, maximum)
+    values_near_bounds = [
+        bound + step for bound in (minimum, maximum) if bound is not None for step in (-1, 0, 1)
+    ]
+    values_in_range = [
         value
-        for value in {*values, *near_bounds}
-        if (low is None or value >= low) and (high is None or value <= high)
+        for value in {*values, *values_near_bounds}
+        if (minimum is None or value >= minimum) and (maximum is None or value <= maximum)
     ]
     if rule is None:
-        assert not in_range
+        assert not values_in_range
         return
     grammar = compile_grammar(f"root ::= {rule}")
-    for value in {*values, *near_bounds}:
-        assert accepts(grammar, str(value)) == (value in in_range), value
+    for value in {*values, *values_near_bounds}:
+        assert accepts(grammar, str(value)) == (value in values_in_range), value
 
 
 @given(st.none() | DECIMAL, st.none() | DECIMAL, st.booleans(), st.booleans(), st.lists(DECIMAL, max_size=20))
 @settings(max_examples=num_examples(100), deadline=None)
 def test_numbers_between_accepts_exactly_the_decimals_in_range(
-    low: Decimal | None, high: Decimal | None, excludes_low: bool, excludes_high: bool, values: list[Decimal]
+    minimum: Decimal | None,
+    maximum: Decimal | None,
+    excludes_minimum: bool,
+    excludes_maximum: bool,
+    values: list[Decimal],
 ) -> None:
-    bounds = Bounds(low, high, low is not None and excludes_low, high is not None and excludes_high)
+    bounds = Bounds(
+        minimum, maximum, minimum is not None and excludes_minimum, maximum is not None and excludes_maximum
+    )
     rule = numbers_between(bounds)
-    near_bounds = [
-        end + step
-        for end in (low, high)
-        if end is not None
+    values_near_bounds = [
+        bound + step
+        for bound in (minimum, maximum)
+        if bound is not None
         for step in map(Decimal, ("-0.01", "0", "0.001", "1"))
     ]
-    for value in {*values, *near_bounds}:
+    for value in {*values, *values_near_bounds}:
         if value == 0:
             continue  # zero has two spellings, 0 and -0
         text = format(value.normalize(), "f")
@@ -77,12 +85,12 @@ PATTERNS = [
 @settings(max_examples=num_examples(200), deadline=None)
 def test_regex_grammar_matches_the_same_texts_as_re(pattern: str, text: str) -> None:
     for search in (False, True):
-        tree = regex.parse_regex(pattern, search=search)
+        parsed_pattern = regex.parse_regex(pattern, search=search)
         expected = (re.search if search else re.fullmatch)(pattern, text) is not None
-        assert regex.matches(tree, text) == expected
-        assert accepts(compile_grammar(f"root ::= {regex.to_plain_ebnf(tree)}"), text) == expected
-        low, high = regex.lengths(tree)
-        assert not expected or low <= len(text) <= (len(text) if high is None else high)
+        assert regex.matches(parsed_pattern, text) == expected
+        assert accepts(compile_grammar(f"root ::= {regex.to_plain_ebnf(parsed_pattern)}"), text) == expected
+        min_length, max_length = regex.lengths(parsed_pattern)
+        assert not expected or min_length <= len(text) <= (len(text) if max_length is None else max_length)
 
 
 @pytest.mark.parametrize(

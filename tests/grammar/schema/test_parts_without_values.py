@@ -1,4 +1,4 @@
-"""Unsatisfiable subschemas: an optional one is left out of the grammar, a required one is refused."""
+"""Unsatisfiable subschemas are left out of the grammar if they are optional, and refused if required."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_an_unsatisfiable_schema_is_refused(unsatisfiable: Any) -> None:
 @pytest.mark.parametrize("unsatisfiable", UNSATISFIABLE, ids=str)
 @pytest.mark.parametrize(
     ("position", "accepted"),
-    [("property", "{}"), ("branch", "7"), ("items", "[]"), ("prefix", "[true]"), ("others", '{"a":1}')],
+    [("property", "{}"), ("branch", "7"), ("items", "[]"), ("prefix", "[true]"), ("additional", '{"a":1}')],
 )
 def test_an_optional_unsatisfiable_subschema_is_left_out(
     unsatisfiable: Any, position: str, accepted: str
@@ -57,7 +57,7 @@ def test_an_optional_unsatisfiable_subschema_is_left_out(
         "branch": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "integer"}]},
         "items": {"type": "array", "items": {"$ref": "#/$defs/n"}},
         "prefix": {"type": "array", "prefixItems": [{"type": "boolean"}, {"$ref": "#/$defs/n"}]},
-        "others": {
+        "additional": {
             "type": "object",
             "properties": {"a": {"type": "integer"}},
             "additionalProperties": {"$ref": "#/$defs/n"},

@@ -57,8 +57,10 @@ def random_blocks(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]
     rows["weight"] = torch.randint(0, num_codes, (outputs, inputs)).to(torch.uint8)
     for name in ("scales", "minima"):
         if name in rows and not rows[name].is_floating_point():
-            low, high = {"mxfp4": (120, 130), "nvfp4": (0, 127), "q6_k": (-128, 128)}.get(encoding, (0, 64))
-            rows[name] = torch.randint(low, high, rows[name].shape).to(rows[name].dtype)
+            min_scale, max_scale = {"mxfp4": (120, 130), "nvfp4": (0, 127), "q6_k": (-128, 128)}.get(
+                encoding, (0, 64)
+            )
+            rows[name] = torch.randint(min_scale, max_scale, rows[name].shape).to(rows[name].dtype)
     if "row_scales" in rows:
         rows["row_scales"] = torch.rand(outputs)
     return rows
@@ -67,7 +69,7 @@ def random_blocks(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_products_agree_with_the_definition(ops: CpuOps, encoding: str, shape: tuple[int, int]) -> None:
-    kind, rows, bias = (
+    linear_encoding, rows, bias = (
         encoding_named(encoding),
         random_rows(encoding, *shape),
         torch.randn(shape[0]).bfloat16(),
@@ -76,13 +78,13 @@ def test_products_agree_with_the_definition(ops: CpuOps, encoding: str, shape: t
     assert packed_weight.layout == PANELS
     # the rows are strided and unaligned
     x = torch.randn(33, shape[1] + 5).bfloat16()[:, 3 : 3 + shape[1]]
-    expected = kind.multiply(x.float(), rows, bias.float())
-    terms = x.float().abs() @ kind.unpack(rows).abs().T + bias.float().abs()
-    for count in (1, 2, 3, 7, 33):
-        y = ops.linear(x[:count], packed_weight)
-        error = (y.float() - expected[:count]).abs()
-        assert bool((error <= 2**-8 * expected[:count].abs() + 2**-18 * terms[:count]).all())
-        assert torch.equal(y[-1], ops.linear(x[count - 1 : count], packed_weight)[0])
+    expected = linear_encoding.multiply(x.float(), rows, bias.float())
+    terms = x.float().abs() @ linear_encoding.unpack(rows).abs().T + bias.float().abs()
+    for num_rows in (1, 2, 3, 7, 33):
+        y = ops.linear(x[:num_rows], packed_weight)
+        error = (y.float() - expected[:num_rows]).abs()
+        assert bool((error <= 2**-8 * expected[:num_rows].abs() + 2**-18 * terms[:num_rows]).all())
+        assert torch.equal(y[-1], ops.linear(x[num_rows - 1 : num_rows], packed_weight)[0])
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
@@ -115,17 +117,18 @@ def test_products_with_every_shape_of_fp8_scales_agree(
     ops: CpuOps, scales: torch.Tensor, strides: tuple[int, int]
 ) -> None:
     rows = random_rows("fp8", 100, 300) | {"scales": scales.contiguous()}
-    layout, kind = encoding_named("fp8").panels, encoding_named("fp8")
+    layout, linear_encoding = encoding_named("fp8").panels, encoding_named("fp8")
     assert layout is not None
     packed_weight = ops.pack_quantized(rows, "fp8")
     panels = packed_weight.tensors["panels"]
     assert tuple(panels[0, -64:].view(torch.int32)[:2].tolist()) == strides
     assert torch.equal(panels, layout.to_panels(rows)["panels"])
     assert torch.equal(layout.from_panels(packed_weight.tensors, 100, 300)["scales"], rows["scales"])
-    for count in (1, 7, 20):  # rows of one tile, of two tiles, and of the path that widens weights to float32
-        x = torch.randn(count, 300).bfloat16()
-        expected = kind.multiply(x.float(), rows, None)
-        terms = x.float().abs() @ kind.unpack(rows).abs().T
+    # Rows of one tile, of two tiles, and of the path that widens weights to float32.
+    for num_rows in (1, 7, 20):
+        x = torch.randn(num_rows, 300).bfloat16()
+        expected = linear_encoding.multiply(x.float(), rows, None)
+        terms = x.float().abs() @ linear_encoding.unpack(rows).abs().T
         error = (ops.linear(x, packed_weight).float() - expected).abs()
         assert bool((error <= 2**-8 * expected.abs() + 2**-18 * terms).all())
 
@@ -140,11 +143,15 @@ def test_every_8_bit_float_is_decoded_exactly(ops: CpuOps) -> None:
 
 @pytest.fixture
 def table_choice() -> Iterator[ctypes.c_int32]:
-    """Yield the library's variable that selects how 8-bit floats are widened: 0 arithmetic, 2 tables."""
-    choice = ctypes.c_int32.in_dll(ctypes.CDLL(str(library.PATH)), "penstock_fp8_tables")
-    previous_value = choice.value
-    yield choice
-    choice.value = previous_value
+    """Yield the variable of the library that selects how 8-bit floats are decoded.
+
+    0: never with tables; 1: with tables where they are faster; 2: always with tables. The fixture restores
+    the value after the test.
+    """
+    table_variable = ctypes.c_int32.in_dll(ctypes.CDLL(str(library.PATH)), "penstock_fp8_tables")
+    previous_value = table_variable.value
+    yield table_variable
+    table_variable.value = previous_value
 
 
 @pytest.mark.skipif("avx512" not in VARIANTS, reason="needs AVX-512 with bfloat16")
@@ -162,12 +169,12 @@ def test_tables_of_8_bit_floats_change_no_bits(table_choice: ctypes.c_int32, out
     for choice in (0, 1, 2):
         table_choice.value = choice
         results.append([ops.linear(x[:count], packed_weight) for count in (1, 2, 3, 7, 33)])
-    for by_arithmetic, *by_tables in zip(*results, strict=True):
-        assert all(torch.equal(by_arithmetic, result) for result in by_tables)
+    for arithmetic_result, *table_results in zip(*results, strict=True):
+        assert all(torch.equal(arithmetic_result, table_result) for table_result in table_results)
 
 
 @pytest.mark.skipif("avx512" not in VARIANTS, reason="needs AVX-512 with bfloat16")
-def test_every_8_bit_float_without_tables(table_choice: ctypes.c_int32) -> None:
+def test_every_8_bit_float_is_decoded_exactly_without_tables(table_choice: ctypes.c_int32) -> None:
     table_choice.value = 0
     test_every_8_bit_float_is_decoded_exactly(VARIANTS["avx512"])
 
@@ -175,20 +182,20 @@ def test_every_8_bit_float_without_tables(table_choice: ctypes.c_int32) -> None:
 @pytest.mark.parametrize("encoding", BLOCKS)
 def test_every_code_and_scale_of_a_block_encoding_is_decoded(ops: CpuOps, encoding: str) -> None:
     """One input is 1 and all others are 0, so each output is a weight."""
-    kind = encoding_named(encoding)
+    linear_encoding = encoding_named(encoding)
     rows = random_blocks(encoding, 256, 1)
-    rows["weight"] = (torch.arange(256)[:, None] % (1 << kind.bits)).to(torch.uint8)
+    rows["weight"] = (torch.arange(256)[:, None] % (1 << linear_encoding.bits)).to(torch.uint8)
     if encoding in ("mxfp4", "nvfp4"):
         rows["scales"] = torch.arange(256)[:, None].to(torch.uint8)
         rows["weight"] = rows["weight"].flip(0).contiguous()
-    expected = kind.unpack(rows)[:, 0]
+    expected = linear_encoding.unpack(rows)[:, 0]
     y = ops.linear(torch.ones(1, 1), ops.pack_quantized(rows, encoding))[0]
     # The kernel may overflow before it scales a product.
-    finite = expected.isfinite() & (expected.abs() < 1e38)
-    assert int(finite.sum()) > 200
+    is_comparable = expected.isfinite() & (expected.abs() < 1e38)
+    assert int(is_comparable.sum()) > 200
     # The kernel rounds nf4 values to 16 bits. Subtracting a zero point of q4_z cancels leading bits.
     error = {"nf4": 0.51 / 32767, "q4_z": 2e-6}.get(encoding, 0.0) * float(rows["scales"].float().max())
-    torch.testing.assert_close(y[finite], expected[finite], rtol=1e-6, atol=max(error, 1e-38))
+    torch.testing.assert_close(y[is_comparable], expected[is_comparable], rtol=1e-6, atol=max(error, 1e-38))
     assert y[expected.isnan()].isnan().all()
 
 
@@ -216,8 +223,8 @@ def test_split_scales_are_exact_at_every_magnitude() -> None:
             torch.randn(50, 4) * 10.0 ** torch.randint(-30 if dtype == torch.bfloat16 else -3, 3, (50, 1))
         ).to(dtype)
         scales[3] = 0
-        halves, row_scales = split_scales(scales)
-        assert torch.equal(halves.float() * row_scales[:, None], scales.float())
+        float16_scales, row_scales = split_scales(scales)
+        assert torch.equal(float16_scales.float() * row_scales[:, None], scales.float())
 
 
 @pytest.mark.parametrize("group_size", [32, 96, 128, 320])
@@ -228,6 +235,8 @@ def test_group_codes_keep_the_numbers_of_every_group_size(group_size: int) -> No
     groups = -(-300 // group_size)
     scales, zeros = torch.rand(5, groups), torch.randint(0, 16, (5, groups))
     scales = scales.half().float()
-    per_input = [values.repeat_interleave(group_size, 1)[:, :300] for values in (scales, zeros.float())]
+    values_per_input = [
+        values.repeat_interleave(group_size, 1)[:, :300] for values in (scales, zeros.float())
+    ]
     result = unpack_codes(group_codes(codes, scales, zeros, group_size))
-    assert torch.equal(result, (codes.float() - per_input[1]) * per_input[0])
+    assert torch.equal(result, (codes.float() - values_per_input[1]) * values_per_input[0])

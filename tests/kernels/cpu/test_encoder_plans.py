@@ -30,8 +30,8 @@ def ops(request: pytest.FixtureRequest) -> CpuOps:
     return result
 
 
-def double(o: Ops, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-    return [o.scale(inputs["x"], 2.0)]
+def double(ops: Ops, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+    return [ops.scale(inputs["x"], 2.0)]
 
 
 def random_encoder(ops: CpuOps, width: int, lengths: Sequence[int]) -> tuple[Step, dict[str, Tensor]]:
@@ -44,10 +44,14 @@ def random_encoder(ops: CpuOps, width: int, lengths: Sequence[int]) -> tuple[Ste
         heads = ops.linear(inputs["x"], qkv).view(-1, 3, width // 16, 16)
         q, k, v = heads.unbind(1)
         shared_options = {"scale": 0.25, "blocks": blocks}
-        attended = ops.encoder_attention(q, k, v, inputs["offsets"], **shared_options)
-        windowed = ops.encoder_attention(attended, k, v, inputs["offsets"], window=3, **shared_options)
-        causal = ops.encoder_attention(windowed, k, v, inputs["offsets"], is_causal=True, **shared_options)
-        return [ops.add(inputs["x"], causal.flatten(1))]
+        full_result = ops.encoder_attention(q, k, v, inputs["offsets"], **shared_options)
+        windowed_result = ops.encoder_attention(
+            full_result, k, v, inputs["offsets"], window=3, **shared_options
+        )
+        causal_result = ops.encoder_attention(
+            windowed_result, k, v, inputs["offsets"], is_causal=True, **shared_options
+        )
+        return [ops.add(inputs["x"], causal_result.flatten(1))]
 
     return step, {"x": torch.randn(sum(lengths), width), "offsets": offsets}
 
@@ -57,31 +61,31 @@ def test_compiled_encoder_attention_is_bit_equal_to_eager(
     ops: CpuOps, width: int, lengths: list[int]
 ) -> None:
     step, inputs = random_encoder(ops, width, lengths)
-    plans = GraphCache(CpuGraphCompiler(ops), pads_columns=False)
-    for number in range(4):
+    graphs = GraphCache(CpuGraphCompiler(ops), pads_columns=False)
+    for replay in range(4):
         inputs["x"] = torch.randn(sum(lengths), width)
-        results = plans.run("a", inputs, step)
-        assert (results is None) == (number == 0)
+        results = graphs.run("a", inputs, step)
+        assert (results is None) == (replay == 0)
         if results is not None:
             assert torch.equal(results[0], step(ops, inputs)[0])
-    assert plans.status == "compiled: 8 kernels in one call"
+    assert graphs.status == "compiled: 8 kernels in one call"
 
 
 def test_a_long_step_is_split_into_several_calls(ops: CpuOps, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the work of products with many rows counts for the split."""
     monkeypatch.setattr("penstock.kernels.cpu.plan._MULTIPLICATIONS_PER_CALL", 1 << 20)
     step, inputs = random_encoder(ops, 64, [100])
-    plans = GraphCache(CpuGraphCompiler(ops), pads_columns=False)
+    graphs = GraphCache(CpuGraphCompiler(ops), pads_columns=False)
     for _ in range(3):
         inputs["x"] = torch.randn(100, 64)
-        results = plans.run("a", inputs, step)
+        results = graphs.run("a", inputs, step)
     assert results is not None
     assert torch.equal(results[0], step(ops, inputs)[0])
-    assert plans.status == "compiled: 8 kernels in 5 calls"
-    few, rows = random_encoder(ops, 64, [50])
+    assert graphs.status == "compiled: 8 kernels in 5 calls"
+    small_step, small_inputs = random_encoder(ops, 64, [50])
     for _ in range(2):
-        plans.run("b", rows, few)
-    assert plans.status == "compiled: 8 kernels in one call"
+        graphs.run("b", small_inputs, small_step)
+    assert graphs.status == "compiled: 8 kernels in one call"
 
 
 def test_replay_without_scratch_memory_is_refused(ops: CpuOps) -> None:
@@ -95,37 +99,37 @@ def test_replay_without_scratch_memory_is_refused(ops: CpuOps) -> None:
 def test_attention_with_lengths_or_bias_is_not_recorded(ops: CpuOps) -> None:
     """A recorded step would use the lengths and the bias of the recording in each replay."""
     x, offsets = torch.randn(5, 2, 16), torch.tensor([0, 5]).int()
-    plans = GraphCache(CpuGraphCompiler(ops), pads_columns=False)
+    graphs = GraphCache(CpuGraphCompiler(ops), pads_columns=False)
     for key, fields, reason in (
         ("lengths", {}, "an operation needs the lengths of the sequences"),
         ("bias", {"bias": torch.randn(2, 9), "blocks": ops.sequence_blocks(offsets)}, "a bias of encoder"),
     ):
         for _ in range(2):
             assert (
-                plans.run(
+                graphs.run(
                     key,
                     {"x": x, "offsets": offsets},
-                    lambda o, inputs, fields=fields: [  # type: ignore[misc]
-                        o.encoder_attention(
+                    lambda ops, inputs, fields=fields: [  # type: ignore[misc]
+                        ops.encoder_attention(
                             inputs["x"], inputs["x"], inputs["x"], inputs["offsets"], scale=1.0, **fields
                         )
                     ],
                 )
                 is None
             )
-        assert reason in str(plans.status)
+        assert reason in str(graphs.status)
 
 
 def test_the_memory_of_graphs_is_bounded(ops: CpuOps) -> None:
-    plans = GraphCache(CpuGraphCompiler(ops), max_bytes=600_000)
+    graphs = GraphCache(CpuGraphCompiler(ops), max_bytes=600_000)
     for rows in (100, 200, 300, 400, 100):
         for _ in range(2):
-            plans.run(rows, {"x": torch.ones(rows, 128)}, double)
-        assert plans.num_bytes <= 600_000
-        assert plans.num_graphs
-    assert plans.run(1000, {"x": torch.ones(1000, 128)}, double) is None
-    results = plans.run(1000, {"x": torch.ones(1000, 128)}, double)
+            graphs.run(rows, {"x": torch.ones(rows, 128)}, double)
+        assert graphs.num_bytes <= 600_000
+        assert graphs.num_graphs
+    assert graphs.run(1000, {"x": torch.ones(1000, 128)}, double) is None
+    results = graphs.run(1000, {"x": torch.ones(1000, 128)}, double)
     assert results is not None
     assert torch.equal(results[0], torch.full((1000, 128), 2.0))
-    assert plans.run(1000, {"x": torch.ones(1000, 128)}, double) is None
-    assert "exceeds the limit of 600,000 bytes" in str(plans.status)
+    assert graphs.run(1000, {"x": torch.ones(1000, 128)}, double) is None
+    assert "exceeds the limit of 600,000 bytes" in str(graphs.status)

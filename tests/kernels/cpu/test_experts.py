@@ -32,13 +32,13 @@ def pack_experts(
     encoding: str,
     down_encoding: str = "",
     *,
-    bias: bool = True,
+    has_bias: bool = True,
 ) -> PackedExperts:
     def pack_linears(out_features: int, in_features: int, encoding: str) -> tuple[PackedLinear, ...]:
         weights = torch.randn(experts, out_features, in_features) / in_features**0.5
         biases = torch.randn(experts, out_features)
         return tuple(
-            ops.pack_linear(weight, encoding, bias=weight_bias if bias else None)
+            ops.pack_linear(weight, encoding, bias=weight_bias if has_bias else None)
             for weight, weight_bias in zip(weights, biases, strict=True)
         )
 
@@ -64,12 +64,12 @@ def random_activations(rows: int, width: int, encoding: str) -> Tensor:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int5", "int4", "uint4", "uint8", "fp8"])
 def test_any_number_of_rows_is_bit_equal_to_separate_experts(
-    ops: CpuOps, encoding: str, bias: bool, monkeypatch: pytest.MonkeyPatch
+    ops: CpuOps, encoding: str, has_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    experts = pack_experts(ops, 7, 72, 100, encoding, bias=bias)
+    experts = pack_experts(ops, 7, 72, 100, encoding, has_bias=has_bias)
     cases = []
     for rows in (*range(1, 41), 0, 300, 800):
         x, gating = random_activations(rows, 72, encoding), GATINGS[rows % 5]
@@ -109,7 +109,7 @@ def test_layers_in_different_encodings_are_bit_equal_to_separate_experts(
     ops: CpuOps, encoding: str, down_encoding: str, dtype: torch.dtype
 ) -> None:
     """The activations are float32 or bfloat16."""
-    experts = pack_experts(ops, 4, 130, 40, encoding, down_encoding, bias=False)
+    experts = pack_experts(ops, 4, 130, 40, encoding, down_encoding, has_bias=False)
     x = torch.randn(9, 130).to(dtype)
     topk_weights, topk_ids = random_routes(9, 4, 2)
     actual = ops.experts(x, experts, topk_weights, topk_ids, "silu")
@@ -120,13 +120,13 @@ def test_layers_in_different_encodings_are_bit_equal_to_separate_experts(
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int5", "int4"])
 @pytest.mark.usefixtures("_restore_num_threads")
 def test_wide_experts_are_bit_equal_on_any_number_of_threads(ops: CpuOps, encoding: str) -> None:
-    """The layers have more panels than a task, and more inputs than a block of the kernel."""
+    """The layers have more panels than one task computes, and more inputs than one block of the kernel."""
     experts = pack_experts(ops, 3, 1100, 700, encoding)
     for rows in (1, 2, 30):
         x, (topk_weights, topk_ids) = random_activations(rows, 1100, encoding), random_routes(rows, 3, 2)
         expected = run_experts_separately(ops, x, experts, topk_weights, topk_ids, "silu")
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
+        for num_threads in (1, 2, 5):
+            torch.set_num_threads(num_threads)
             assert torch.equal(ops.experts(x, experts, topk_weights, topk_ids, "silu"), expected)
 
 
@@ -142,8 +142,8 @@ def test_more_assignments_than_one_pass_are_bit_equal(ops: CpuOps, encoding: str
     )
     topk_ids[1000:, 1:] = torch.tensor([3, 1, 4])
     expected = run_experts_separately(ops, x, experts, topk_weights, topk_ids, "silu")
-    for threads in (1, 3):
-        torch.set_num_threads(threads)
+    for num_threads in (1, 3):
+        torch.set_num_threads(num_threads)
         assert torch.equal(ops.experts(x, experts, topk_weights, topk_ids, "silu"), expected)
 
 
@@ -165,13 +165,13 @@ def test_strided_topk_weights_and_topk_ids_are_read(ops: CpuOps) -> None:
     )
 
 
-@pytest.mark.parametrize("bad", [-1, 6, 1 << 40])
+@pytest.mark.parametrize("invalid_id", [-1, 6, 1 << 40])
 @pytest.mark.parametrize("rows", [2, 60])
-def test_an_invalid_expert_id_is_refused(ops: CpuOps, bad: int, rows: int) -> None:
+def test_an_invalid_expert_id_is_refused(ops: CpuOps, invalid_id: int, rows: int) -> None:
     experts, x = pack_experts(ops, 6, 64, 64, "float32"), random_activations(rows, 64, "float32")
     topk_weights, topk_ids = random_routes(rows, 6, 3)
-    topk_ids[1, 2] = bad
-    with pytest.raises(IndexError, match=f"expert {bad} of 6"):
+    topk_ids[1, 2] = invalid_id
+    with pytest.raises(IndexError, match=f"expert {invalid_id} of 6"):
         ops.experts(x, experts, topk_weights, topk_ids, "silu")
 
 
@@ -186,7 +186,7 @@ def test_unsupported_arguments_fall_back_to_the_reference(ops: CpuOps) -> None:
         plain_experts.down,
     )
     mixed_experts = PackedExperts(
-        pack_experts(ops, 4, 64, 64, "int8", bias=False).gate_up[:1] + plain_experts.gate_up[1:],
+        pack_experts(ops, 4, 64, 64, "int8", has_bias=False).gate_up[:1] + plain_experts.gate_up[1:],
         plain_experts.down,
     )
     biased_experts = PackedExperts(

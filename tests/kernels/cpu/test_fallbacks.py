@@ -55,7 +55,7 @@ def test_elementwise_operations_name_their_types(ops: CpuOps, caplog: pytest.Log
     with caplog.at_level(logging.WARNING, logger="penstock"):
         ops.scale(torch.ones(2, 8, dtype=torch.float16), 2.0)
         ops.rms_norm(torch.ones(2, 8, dtype=torch.float16), torch.ones(8), 1e-5)
-    first, second = (record.getMessage() for record in caplog.records)
-    assert first.startswith("scale runs")
-    assert first.endswith("do not support torch.float16 activations")
-    assert second.startswith("rms_norm runs")
+    scale_message, norm_message = (record.getMessage() for record in caplog.records)
+    assert scale_message.startswith("scale runs")
+    assert scale_message.endswith("do not support torch.float16 activations")
+    assert norm_message.startswith("rms_norm runs")

@@ -18,19 +18,19 @@ def ops(request: pytest.FixtureRequest) -> CpuOps:
     return VARIANTS[request.param]
 
 
-def lazy_weight(packed: PackedLinear) -> LazyWeight:
+def get_lazy_weight(packed: PackedLinear) -> LazyWeight:
     assert isinstance(packed.tensors, LazyWeight)
     return packed.tensors
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("stored_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rows", [0, 1, 5, 33, 300])
 @pytest.mark.parametrize("sizes", [(70,), (64, 128, 1), (640, 64), (33, 100, 7)], ids=str)
 def test_rows_and_panels_give_the_same_bits(
     ops: CpuOps,
-    stored: torch.dtype,
+    stored_dtype: torch.dtype,
     encoding: str,
     rows: int,
     sizes: tuple[int, ...],
@@ -38,24 +38,24 @@ def test_rows_and_panels_give_the_same_bits(
 ) -> None:
     monkeypatch.setattr(linear, "_SLICE_BYTES", 64 * 81 * 4 * 2)  # products use two or four panels at a time
     # the rows are strided and unaligned
-    parts = [torch.randn(size, 90).to(stored)[:, 3:84] for size in sizes]
+    weights = [torch.randn(size, 90).to(stored_dtype)[:, 3:84] for size in sizes]
     dtype = getattr(torch, encoding)
     x, bias = torch.randn(rows, 85).to(dtype)[:, 4:], torch.randn(sum(sizes))
-    packed_weight = ops.pack_lazily(parts, encoding, bias=bias)
-    expected = ops.linear(x, ops.pack_linear(parts, encoding, bias=bias))
+    packed_weight = ops.pack_lazily(weights, encoding, bias=bias)
+    expected = ops.linear(x, ops.pack_linear(weights, encoding, bias=bias))
     assert torch.equal(ops.linear(x, packed_weight), expected)
-    assert len(lazy_weight(packed_weight).parts) == len(sizes), "the weight is not packed yet"
+    assert len(get_lazy_weight(packed_weight).parts) == len(sizes), "the weight is not packed yet"
     assert set(packed_weight.tensors) == {"panels"}
-    assert not lazy_weight(packed_weight).parts
+    assert not get_lazy_weight(packed_weight).parts
     assert torch.equal(ops.linear(x, packed_weight), expected)
 
 
 def test_a_lazy_weight_is_packed_once(ops: CpuOps) -> None:
     packed_weight, calls = ops.pack_lazily([torch.randn(70, 33)], "float32"), []
-    lazy_weight(packed_weight).release = lambda: calls.append(1)
+    get_lazy_weight(packed_weight).release = lambda: calls.append(1)
     panels = packed_weight.tensors["panels"]
     assert packed_weight.tensors["panels"] is panels
-    assert lazy_weight(packed_weight).pack()["panels"] is panels
+    assert get_lazy_weight(packed_weight).pack()["panels"] is panels
     assert packed_weight.tensors.get("scales") is None
     assert len(packed_weight.tensors) == 1
     assert calls == [1]
@@ -67,7 +67,7 @@ def test_products_use_floats_until_the_weight_is_quantized(ops: CpuOps) -> None:
     for encoding in ("int8", "int5", "int4"):
         packed_weight = ops.pack_lazily([weight], encoding)
         assert torch.equal(ops.linear(x, packed_weight), ops.linear(x, ops.pack_linear(weight, "float32")))
-        lazy_weight(packed_weight).pack()
+        get_lazy_weight(packed_weight).pack()
         assert torch.equal(ops.linear(x, packed_weight), ops.linear(x, ops.pack_linear(weight, encoding)))
     packed_weight = ops.pack_lazily([weight], "bfloat16")
     expected = ops.linear(x, ops.pack_linear(weight, "bfloat16"))

@@ -57,17 +57,17 @@ def test_an_invalid_library_file_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp
     ("cap", "capability"), [("generic", "default"), ("avx2", "avx2"), ("avx512", None), (None, None)]
 )
 def test_the_cap_also_limits_torch(cap: str | None, capability: str | None) -> None:
-    names = ("PENSTOCK_ISA", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
-    environment = {name: value for name, value in os.environ.items() if name not in names}
+    variables = ("PENSTOCK_ISA", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
+    environment = {name: value for name, value in os.environ.items() if name not in variables}
     code = "import os, penstock; print(os.environ.get('ATEN_CPU_CAPABILITY'))"
-    run = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code],
         env=environment | ({"PENSTOCK_ISA": cap} if cap else {}),
         capture_output=True,
         text=True,
         check=True,
     )
-    assert run.stdout.strip() == str(capability)
+    assert completed.stdout.strip() == str(capability)
 
 
 @needs_library
@@ -114,8 +114,8 @@ def test_inline_functions_have_a_symbol_for_each_instruction_set() -> None:
     if nm is None:
         pytest.skip("needs nm, to list the symbols of the library")
     symbols = subprocess.run([nm, library.PATH], capture_output=True, text=True, check=True).stdout
-    weak = re.findall(r"^[0-9a-f]+ [WVu] (\w+)", symbols, re.MULTILINE)
-    assert [name for name in weak if not any(isa in name for isa in library.ISAS)] == []
+    weak_symbols = re.findall(r"^[0-9a-f]+ [WVu] (\w+)", symbols, re.MULTILINE)
+    assert [name for name in weak_symbols if not any(isa in name for isa in library.ISAS)] == []
 
 
 @needs_library
@@ -125,17 +125,17 @@ def test_the_kernels_use_the_openmp_library_of_torch() -> None:
 from penstock.kernels import cpu
 import torch
 
-def threads():
+def count_threads():
     with open("/proc/self/status") as status:
         return next(line.split()[1] for line in status if line.startswith("Threads:"))
 
 ops, x = cpu.load(), torch.randn(2048, 256)
 x @ x.T
-before = threads()
+num_threads_before = count_threads()
 ops.rms_norm(x, torch.ones(256), 1e-5)
 with open("/proc/self/maps") as maps:
     print(len({line.split()[5] for line in maps if "gomp" in line or "iomp" in line}))
-print(threads() == before, torch.get_num_threads())
+print(count_threads() == num_threads_before, torch.get_num_threads())
 """
     if not Path("/proc/self/maps").exists():
         pytest.skip("this system has no /proc")

@@ -96,7 +96,7 @@ NUMBERS = st.one_of(
 @settings(max_examples=num_examples(20), deadline=None)
 @given(
     weight=st.integers(1, 40).flatmap(
-        lambda n: st.lists(st.lists(NUMBERS, min_size=n, max_size=n), min_size=1, max_size=5)
+        lambda width: st.lists(st.lists(NUMBERS, min_size=width, max_size=width), min_size=1, max_size=5)
     )
 )
 def test_any_finite_numbers_are_packed_as_defined(encoding: str, weight: list[list[float]]) -> None:
@@ -105,20 +105,22 @@ def test_any_finite_numbers_are_packed_as_defined(encoding: str, weight: list[li
 
 
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 13])
-@pytest.mark.parametrize(("encoding", "low"), [("int4", -8), ("int5", -16)])
-def test_a_group_with_a_float16_scale_keeps_it(ops: CpuOps, encoding: str, low: int, step: int) -> None:
+@pytest.mark.parametrize(("encoding", "lowest_integer"), [("int4", -8), ("int5", -16)])
+def test_a_group_with_a_float16_scale_keeps_it(
+    ops: CpuOps, encoding: str, lowest_integer: int, step: int
+) -> None:
     """The largest weight of each group is the lowest integer times a float16 value.
 
     That float16 value must be the scale, whatever its size.
     """
-    halves = torch.arange(1, 0x7C00, step, dtype=torch.int16).view(torch.float16)
-    weight = torch.zeros(len(halves), 32)
-    weight[:, 5] = halves.float() * low
-    weight[:, 6] = halves.float() * 7
+    float16_values = torch.arange(1, 0x7C00, step, dtype=torch.int16).view(torch.float16)
+    weight = torch.zeros(len(float16_values), 32)
+    weight[:, 5] = float16_values.float() * lowest_integer
+    weight[:, 6] = float16_values.float() * 7
     assert_equals_definition(ops, encoding, weight)
     tensors = encoding_named(encoding).pack(weight)
-    assert torch.equal(tensors["scales"].flatten(), halves)
+    assert torch.equal(tensors["scales"].flatten(), float16_values)
     x = torch.zeros(1, 32)
     x[0, 6] = 127
     y = ops.linear(x, ops.pack_linear(weight, encoding))
-    assert torch.equal(y[0], halves.float() * 7 * 127)
+    assert torch.equal(y[0], float16_values.float() * 7 * 127)

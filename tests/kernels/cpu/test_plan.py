@@ -51,7 +51,7 @@ def compile_step(ops: CpuOps, inputs: Mapping[str, Tensor], step: Step) -> tuple
 def step_with_all_operations(ops: CpuOps, encoding: str, width: int) -> Step:
     """Return a step with every operation that has a kernel."""
     packed_weight = ops.pack_linear(torch.randn(4 * width, width) / width**0.5, encoding)
-    back = ops.pack_linear(torch.randn(width, 2 * width) / width**0.5, encoding)
+    down_weight = ops.pack_linear(torch.randn(width, 2 * width) / width**0.5, encoding)
     dtype = encoding_named(encoding).compute_dtype.to_torch()
     gate_ups = tuple(ops.pack_linear(torch.randn(96, width) / width**0.5, encoding) for _ in range(6))
     downs = tuple(ops.pack_linear(torch.randn(width, 48) / 7, encoding) for _ in range(6))
@@ -81,8 +81,8 @@ def step_with_all_operations(ops: CpuOps, encoding: str, width: int) -> Step:
         gate_output = ops.gated_activation(gates, "silu")
         clamped_output = ops.clamped_swiglu(gates, ClampedSwiGLU(1.7, 7.0))
         gate_output = ops.add(gate_output, ops.xielu(clamped_output, XIELU(0.8, 1.3, 0.5, -1e-6)))
-        y = ops.linear(ops.add(gate_output, clamped_output), back)
-        y = ops.linear(ops.activated_linear(y, packed_weight, "gelu")[:, : 2 * width], back)
+        y = ops.linear(ops.add(gate_output, clamped_output), down_weight)
+        y = ops.linear(ops.activated_linear(y, packed_weight, "gelu")[:, : 2 * width], down_weight)
         topk_weights, topk_ids = ops.route(ops.soft_cap(ops.activation(y, "gelu"), 5.0)[:, :6], 3, "chosen")
         return [
             y,
@@ -127,18 +127,18 @@ def test_a_compiled_step_is_bit_equal_to_its_operations(ops: CpuOps, encoding: s
 def test_results_are_not_overwritten_by_the_next_replay(ops: CpuOps) -> None:
     step = step_with_all_operations(ops, "float32", 32)
     plan, _ = compile_step(ops, make_step_inputs([3, 20]), step)
-    first = plan.replay(list(make_step_inputs([5, 9]).values()))
-    copies = [result.clone() for result in first]
-    second = plan.replay(list(make_step_inputs([50, 60]).values()))
-    assert all(torch.equal(original, copy) for original, copy in zip(first, copies, strict=True))
-    assert not torch.equal(first[0], second[0])
+    first_results = plan.replay(list(make_step_inputs([5, 9]).values()))
+    copies = [result.clone() for result in first_results]
+    second_results = plan.replay(list(make_step_inputs([50, 60]).values()))
+    assert all(torch.equal(result, copy) for result, copy in zip(first_results, copies, strict=True))
+    assert not torch.equal(first_results[0], second_results[0])
 
 
 def test_an_index_outside_its_table_is_refused(ops: CpuOps) -> None:
     plan, _ = compile_step(ops, make_step_inputs([3, 20]), step_with_all_operations(ops, "float32", 32))
-    for name, bad in (("tokens", 50), ("tokens", -1), ("positions", 100)):
+    for name, invalid_id in (("tokens", 50), ("tokens", -1), ("positions", 100)):
         step_inputs = make_step_inputs([5, 9])
-        step_inputs[name][1] = bad
+        step_inputs[name][1] = invalid_id
         with pytest.raises(IndexError, match="take_rows"):
             plan.replay(list(step_inputs.values()))
     plan.replay(list(make_step_inputs([5, 9]).values()))
@@ -151,7 +151,7 @@ def test_the_error_names_an_operation_without_a_kernel(ops: CpuOps) -> None:
             compile_step(
                 ops,
                 {"x": x.to(dtype)},
-                lambda o, step_inputs: [o.rms_norm(step_inputs["x"], torch.ones(8), 1e-5)],
+                lambda step_ops, step_inputs: [step_ops.rms_norm(step_inputs["x"], torch.ones(8), 1e-5)],
             )
 
 
@@ -161,8 +161,8 @@ def test_compiling_does_not_run_the_reference(ops: CpuOps) -> None:
     k = torch.randn(1, 1, 8).half()  # the C++ kernels do not support float16
     step_inputs = {"tables": torch.zeros(1, 2).int(), "slots": torch.tensor([20]), "k": k}
 
-    def step(o: Ops) -> list[Tensor]:
-        o.store_kv(
+    def step(step_ops: Ops) -> list[Tensor]:
+        step_ops.store_kv(
             step_inputs["k"], step_inputs["k"], LayerKV(cache, step_inputs["tables"], step_inputs["slots"])
         )
         return []
@@ -182,18 +182,18 @@ def test_compiling_does_not_run_the_reference(ops: CpuOps) -> None:
 def test_a_step_is_recorded_without_computing(ops: CpuOps) -> None:
     """The cache holds only the values that the replays stored."""
     cache = torch.zeros(2, 3, 1, 16, 8)
-    plans, replayed_results = GraphCache(CpuGraphCompiler(ops)), []
+    graphs, replayed_results = GraphCache(CpuGraphCompiler(ops)), []
 
-    def step(o: Ops, step_inputs: Mapping[str, Tensor]) -> list[Tensor]:
-        x = o.scale(step_inputs["x"], 2.0)
+    def step(step_ops: Ops, step_inputs: Mapping[str, Tensor]) -> list[Tensor]:
+        x = step_ops.scale(step_inputs["x"], 2.0)
         k = x.view(1, 1, -1)[..., :8]
-        o.store_kv(k, k, LayerKV(cache, step_inputs["tables"], step_inputs["slots"]))
+        step_ops.store_kv(k, k, LayerKV(cache, step_inputs["tables"], step_inputs["slots"]))
         replayed_results.append(cache.clone())
         return [x]
 
     for slot in (20, 21):
         tensors = {"x": torch.ones(1, 8), "tables": torch.zeros(1, 1).int(), "slots": torch.tensor([slot])}
-        results = plans.run("a", tensors, step)
+        results = graphs.run("a", tensors, step)
     assert results is not None
     assert len(replayed_results) == 1
     assert not replayed_results[0].any()
@@ -201,49 +201,51 @@ def test_a_step_is_recorded_without_computing(ops: CpuOps) -> None:
     assert not cache[:, 1, 0, 4].any()
 
 
-def double(o: Ops, step_inputs: Mapping[str, Tensor]) -> list[Tensor]:
-    return [o.scale(step_inputs["x"], 2.0)]
+def double(step_ops: Ops, step_inputs: Mapping[str, Tensor]) -> list[Tensor]:
+    return [step_ops.scale(step_inputs["x"], 2.0)]
 
 
 def test_a_step_is_recorded_when_its_shape_occurs_again(ops: CpuOps) -> None:
-    plans = GraphCache(CpuGraphCompiler(ops))
-    assert plans.status is None
-    assert plans.run("a", {"x": torch.randn(2, 8)}, double) is None
-    assert plans.status == "eager: a step of this shape ran once"
+    graphs = GraphCache(CpuGraphCompiler(ops))
+    assert graphs.status is None
+    assert graphs.run("a", {"x": torch.randn(2, 8)}, double) is None
+    assert graphs.status == "eager: a step of this shape ran once"
     for _ in range(3):
         x = torch.randn(2, 8)
-        results = plans.run("a", {"x": x}, double)
+        results = graphs.run("a", {"x": x}, double)
         assert results is not None
         assert torch.equal(results[0][:, :8], 2 * x)
-        assert plans.status == "compiled: 1 kernels in one call"
+        assert graphs.status == "compiled: 1 kernels in one call"
 
 
 def test_an_unrecordable_step_is_tried_once(ops: CpuOps) -> None:
-    plans, ran = GraphCache(CpuGraphCompiler(ops)), []
+    graphs, back_ends = GraphCache(CpuGraphCompiler(ops)), []
 
-    def step(o: Ops, step_inputs: Mapping[str, Tensor]) -> list[Tensor]:
-        ran.append(o.name)
-        return [o.scale(step_inputs["x"] + 1, 2.0)]
+    def step(step_ops: Ops, step_inputs: Mapping[str, Tensor]) -> list[Tensor]:
+        back_ends.append(step_ops.name)
+        return [step_ops.scale(step_inputs["x"] + 1, 2.0)]
 
     for _ in range(4):
-        assert plans.run("a", {"x": torch.randn(8, 8)}, step) is None
-    assert ran == ["recording"]
-    assert plans.status is not None
-    assert "comes from no recorded operation" in plans.status
+        assert graphs.run("a", {"x": torch.randn(8, 8)}, step) is None
+    assert back_ends == ["recording"]
+    assert graphs.status is not None
+    assert "comes from no recorded operation" in graphs.status
 
 
 def test_a_larger_arena_keeps_earlier_steps_correct(ops: CpuOps) -> None:
-    plans = GraphCache(CpuGraphCompiler(ops))
+    graphs = GraphCache(CpuGraphCompiler(ops))
     for rows in (1, 50, 1, 50, 1, 400, 50, 1, 400):
         for _ in range(2):
             x = torch.randn(rows)
-            results = plans.run(
-                rows, {"x": x}, lambda o, step_inputs: double(o, {"x": step_inputs["x"].view(1, -1)})
+            results = graphs.run(
+                rows,
+                {"x": x},
+                lambda step_ops, step_inputs: double(step_ops, {"x": step_inputs["x"].view(1, -1)}),
             )
             if results is not None:
                 assert torch.equal(results[0][0], 2 * x)
-    assert plans.status == "compiled: 1 kernels in one call"
-    assert plans.last is not None
+    assert graphs.status == "compiled: 1 kernels in one call"
+    assert graphs.last is not None
 
 
 def tiny_language_model(ops: CpuOps) -> Step:
@@ -265,9 +267,9 @@ def tiny_language_model(ops: CpuOps) -> Step:
     return step
 
 
-def advance_inputs(step_inputs: Mapping[str, Tensor], ahead: int) -> dict[str, Tensor]:
-    """Return the inputs, except for the tokens, of the step that is ``ahead`` steps later."""
-    lengths = step_inputs["lengths"].long() + ahead
+def advance_inputs(step_inputs: Mapping[str, Tensor], num_steps: int) -> dict[str, Tensor]:
+    """Return the inputs, except for the tokens, of the step that is ``num_steps`` steps later."""
+    lengths = step_inputs["lengths"].long() + num_steps
     last_positions = lengths - 1
     slots = (
         step_inputs["tables"].long()[torch.arange(len(last_positions)), last_positions // 16] * 16
@@ -286,7 +288,7 @@ def make_sampling_inputs(rows: int, temperature: float) -> SamplingInputs:
     )
 
 
-def no_ends(rows: int) -> Tensor:
+def no_end_ids(rows: int) -> Tensor:
     return torch.full((rows, 1), -1)
 
 
@@ -311,13 +313,13 @@ def test_replay_steps_equals_single_steps(ops: CpuOps, lengths: list[int], tempe
         name: torch.stack([step[name] for step in steps]) for name in ("positions", "lengths", "slots")
     }
     tokens, expected = step_inputs["tokens"], []
-    for inputs_of_step, draws in zip(steps, uniforms, strict=True):
-        (logits,) = step(ops, {**inputs_of_step, "tokens": tokens})
-        tokens = ops.sample(logits, replace(sampling, uniforms=draws.clone()))
+    for inputs, step_uniforms in zip(steps, uniforms, strict=True):
+        (logits,) = step(ops, {**inputs, "tokens": tokens})
+        tokens = ops.sample(logits, replace(sampling, uniforms=step_uniforms.clone()))
         expected.append(tokens)
     for _ in range(2):  # the second run does not depend on what the first one stored
         sampled_ids = plan.replay_steps(
-            list(step_inputs.values()), step_values, sampling, uniforms, no_ends(rows)
+            list(step_inputs.values()), step_values, sampling, uniforms, no_end_ids(rows)
         )
         assert torch.equal(sampled_ids, torch.stack(expected))
     if temperature:
@@ -334,18 +336,21 @@ def test_replay_steps_stops_when_every_row_has_ended(ops: CpuOps) -> None:
     }
     uniforms = torch.rand(num_steps, 2, dtype=torch.float64)
 
-    def run(ends: Tensor) -> Tensor:
+    def run(end_ids: Tensor) -> Tensor:
         return plan.replay_steps(
-            list(step_inputs.values()), step_values, make_sampling_inputs(2, 1.0), uniforms, ends
+            list(step_inputs.values()), step_values, make_sampling_inputs(2, 1.0), uniforms, end_ids
         )
 
-    full_tokens = run(no_ends(2))
+    full_tokens = run(no_end_ids(2))
     assert len(full_tokens) == num_steps
-    first = [full_tokens[:, row].tolist().index(int(full_tokens[at, row])) for row, at in ((0, 1), (1, 4))]
-    ends = torch.tensor([[-1, int(full_tokens[1, 0])], [int(full_tokens[4, 1]), -1]])
-    assert torch.equal(run(ends), full_tokens[: max(first) + 1])
-    ends[0] = -1
-    assert len(run(ends)) == num_steps, "a row without end tokens continues"
+    end_steps = [
+        full_tokens[:, row].tolist().index(int(full_tokens[step_number, row]))
+        for row, step_number in ((0, 1), (1, 4))
+    ]
+    end_ids = torch.tensor([[-1, int(full_tokens[1, 0])], [int(full_tokens[4, 1]), -1]])
+    assert torch.equal(run(end_ids), full_tokens[: max(end_steps) + 1])
+    end_ids[0] = -1
+    assert len(run(end_ids)) == num_steps, "a row without end tokens continues"
 
 
 def test_a_row_with_non_finite_logits_does_not_stop_the_batch(ops: CpuOps) -> None:
@@ -365,7 +370,7 @@ def test_a_row_with_non_finite_logits_does_not_stop_the_batch(ops: CpuOps) -> No
     }
     uniforms = torch.rand(3, 2, dtype=torch.float64)
     sampled_ids = plan.replay_steps(
-        list(step_inputs.values()), step_values, make_sampling_inputs(2, 1.0), uniforms, no_ends(2)
+        list(step_inputs.values()), step_values, make_sampling_inputs(2, 1.0), uniforms, no_end_ids(2)
     )
     assert sampled_ids[:, 0].tolist() == [-1, -1, -1]
     assert bool((sampled_ids[:, 1] >= 0).all())
@@ -374,8 +379,10 @@ def test_a_row_with_non_finite_logits_does_not_stop_the_batch(ops: CpuOps) -> No
 def test_replay_steps_refuses_a_token_outside_its_table(ops: CpuOps) -> None:
     step_inputs = advance_inputs(make_step_inputs([3, 20]), 0)
     plan, _ = compile_step(ops, step_inputs, tiny_language_model(ops))
-    bad = {**step_inputs, "tokens": torch.tensor([1, 50])}
+    invalid_inputs = {**step_inputs, "tokens": torch.tensor([1, 50])}
     step_values = {"lengths": step_inputs["lengths"].repeat(4, 1)}
     uniforms = torch.zeros(4, 2, dtype=torch.float64)
     with pytest.raises(IndexError, match="take_rows"):
-        plan.replay_steps(list(bad.values()), step_values, make_sampling_inputs(2, 0.0), uniforms, no_ends(2))
+        plan.replay_steps(
+            list(invalid_inputs.values()), step_values, make_sampling_inputs(2, 0.0), uniforms, no_end_ids(2)
+        )

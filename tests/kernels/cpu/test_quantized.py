@@ -37,7 +37,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
 
 
-def pack_as(ops: CpuOps, weight: Tensor, encoding: str, bias: Tensor | None = None) -> PackedLinear:
+def pack_with_bias(ops: CpuOps, weight: Tensor, encoding: str, bias: Tensor | None = None) -> PackedLinear:
     packed_weight = ops.pack_linear(weight, encoding)
     assert packed_weight.layout == PANELS
     return PackedLinear(
@@ -53,12 +53,12 @@ def pack_as(ops: CpuOps, weight: Tensor, encoding: str, bias: Tensor | None = No
 
 def expected_product(weight: Tensor, encoding: str, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the encoding's product in float32, and the sum of the magnitudes of its terms."""
-    kind = encoding_named(encoding)
-    tensors = kind.pack(weight)
-    wide_bias = None if bias is None else bias.float()
-    y = kind.multiply(x.float(), tensors, wide_bias)
-    terms = x.float().abs() @ kind.unpack(tensors).abs().T
-    return y, terms if wide_bias is None else terms + wide_bias.abs()
+    linear_encoding = encoding_named(encoding)
+    tensors = linear_encoding.pack(weight)
+    float_bias = None if bias is None else bias.float()
+    y = linear_encoding.multiply(x.float(), tensors, float_bias)
+    terms = x.float().abs() @ linear_encoding.unpack(tensors).abs().T
+    return y, terms if float_bias is None else terms + float_bias.abs()
 
 
 def assert_is_rounded(y: Tensor, expected: Tensor, terms: Tensor) -> None:
@@ -79,7 +79,7 @@ def test_products_agree_with_the_definition(
     x[5, 0] = 10000.0
     x[7] = 0
     bias = torch.randn(shape[0]).to(dtype) if with_bias else None
-    y = ops.linear(x, pack_as(ops, weight, encoding, bias))
+    y = ops.linear(x, pack_with_bias(ops, weight, encoding, bias))
     assert y.dtype == dtype
     expected, terms = expected_product(weight, encoding, x, bias)
     assert_is_rounded(y, expected, terms)
@@ -106,14 +106,14 @@ def test_outliers_do_not_reduce_the_precision_of_other_activations(
     ops: CpuOps, dtype: torch.dtype, inputs: int
 ) -> None:
     weight, x = torch.randn(70, inputs), rows_with_outliers(inputs).to(dtype)
-    packed_weight = pack_as(ops, weight, "int8")
+    packed_weight = pack_with_bias(ops, weight, "int8")
     y = ops.linear(x, packed_weight)
     expected, terms = expected_product(weight, "int8", x, None)
     assert_is_rounded(y, expected, terms)
     if dtype == torch.float32:
         assert torch.equal(y, expected)
-    for begin, end in ((0, 1), (7, 10), (30, 36), (20, 60)):
-        assert torch.equal(ops.linear(x[begin:end], packed_weight), y[begin:end])
+    for start, end in ((0, 1), (7, 10), (30, 36), (20, 60)):
+        assert torch.equal(ops.linear(x[start:end], packed_weight), y[start:end])
 
 
 @pytest.mark.matrix
@@ -122,18 +122,21 @@ def test_outliers_do_not_reduce_the_precision_of_other_activations(
 def test_a_row_is_bit_equal_in_every_batch(
     ops: CpuOps, encoding: str, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
-    x, packed_weight = torch.randn(700, shape[1]).to(dtype), pack_as(ops, torch.randn(shape), encoding)
+    x, packed_weight = torch.randn(700, shape[1]).to(dtype), pack_with_bias(ops, torch.randn(shape), encoding)
     batch_result = ops.linear(x, packed_weight)
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        for begin, end in ((0, 0), (0, 1), (3, 5), (6, 9), (0, 4), (2, 7), (0, 6), (1, 8), (0, 33), (0, 700)):
-            assert torch.equal(ops.linear(x[begin:end], packed_weight), batch_result[begin:end])
+    for num_threads in (1, 2, 3):
+        torch.set_num_threads(num_threads)
+        for start, end in ((0, 0), (0, 1), (3, 5), (6, 9), (0, 4), (2, 7), (0, 6), (1, 8), (0, 33), (0, 700)):
+            assert torch.equal(ops.linear(x[start:end], packed_weight), batch_result[start:end])
 
 
 @pytest.mark.matrix(strength=1)
 @pytest.mark.usefixtures("_restore_num_threads")
 def test_more_rows_than_one_quantization_pass_are_bit_equal(ops: CpuOps, encoding: str) -> None:
-    x, packed_weight = torch.randn(300, 40000).bfloat16(), pack_as(ops, torch.randn(3, 40000), encoding)
+    x, packed_weight = (
+        torch.randn(300, 40000).bfloat16(),
+        pack_with_bias(ops, torch.randn(3, 40000), encoding),
+    )
     torch.set_num_threads(2)
     batch_result = ops.linear(x, packed_weight)
     torch.set_num_threads(1)
@@ -143,72 +146,74 @@ def test_more_rows_than_one_quantization_pass_are_bit_equal(ops: CpuOps, encodin
 
 def test_results_larger_than_the_cpu_cache_are_correct(ops: CpuOps, dtype: torch.dtype) -> None:
     """Tiles write results below 4 MiB directly. They write larger results after a whole panel is computed."""
-    packed_weight = pack_as(ops, torch.randn(4096, 40), "int8", torch.randn(4096).to(dtype))
+    packed_weight = pack_with_bias(ops, torch.randn(4096, 40), "int8", torch.randn(4096).to(dtype))
     x = torch.randn(520, 40).to(dtype)
     full_result = ops.linear(x, packed_weight)
     assert torch.equal(full_result[100:103], ops.linear(x[100:103], packed_weight))
-    activated = ops.activated_linear(x, packed_weight, "gelu")
-    assert torch.equal(activated, ops.activation(full_result, "gelu"))
-    assert torch.equal(activated[100:103], ops.activated_linear(x[100:103], packed_weight, "gelu"))
+    activated_result = ops.activated_linear(x, packed_weight, "gelu")
+    assert torch.equal(activated_result, ops.activation(full_result, "gelu"))
+    assert torch.equal(activated_result[100:103], ops.activated_linear(x[100:103], packed_weight, "gelu"))
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("invalid_value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("rows", [5, 40])
 @pytest.mark.parametrize("position", [0, 130])  # within a full SIMD vector, and in the remainder of the row
 def test_only_a_row_with_a_non_finite_value_gives_nan(
-    ops: CpuOps, encoding: str, dtype: torch.dtype, rows: int, position: int, bad: float
+    ops: CpuOps, encoding: str, dtype: torch.dtype, rows: int, position: int, invalid_value: float
 ) -> None:
-    x, packed_weight = torch.randn(rows, 131).to(dtype), pack_as(ops, torch.randn(70, 131), encoding)
+    x, packed_weight = torch.randn(rows, 131).to(dtype), pack_with_bias(ops, torch.randn(70, 131), encoding)
     plain_result = ops.linear(x, packed_weight)
-    x[3, position] = bad
+    x[3, position] = invalid_value
     y = ops.linear(x, packed_weight)
     assert y[3].isnan().all()
-    others = [row for row in range(rows) if row != 3]
-    assert torch.equal(y[others], plain_result[others])
+    other_rows = [row for row in range(rows) if row != 3]
+    assert torch.equal(y[other_rows], plain_result[other_rows])
 
 
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("rows", [1, 9])
 def test_sums_of_extreme_values_are_exact(ops: CpuOps, sign: int, rows: int) -> None:
     inputs = 14336
-    packed_weight = pack_as(ops, torch.full((2, inputs), 127.0 * sign), "int8")
+    packed_weight = pack_with_bias(ops, torch.full((2, inputs), 127.0 * sign), "int8")
     y = ops.linear(torch.full((rows, inputs), 127.0), packed_weight)
     assert torch.equal(y, torch.full((rows, 2), float(127 * 127 * inputs * sign)))
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize(("encoding", "low"), [("int4", -8.0), ("int5", -16.0)])
-def test_group_sums_of_extreme_values_are_exact(ops: CpuOps, encoding: str, low: float, sign: int) -> None:
+@pytest.mark.parametrize(("encoding", "lowest_integer"), [("int4", -8.0), ("int5", -16.0)])
+def test_group_sums_of_extreme_values_are_exact(
+    ops: CpuOps, encoding: str, lowest_integer: float, sign: int
+) -> None:
     """All weights are the lowest or highest integer and all activations are 127.
 
     Intermediate sums need all 16 bits.
     """
-    packed_weight = pack_as(ops, torch.full((2, 64), low), encoding)
+    packed_weight = pack_with_bias(ops, torch.full((2, 64), lowest_integer), encoding)
     assert torch.equal(
         ops.linear(torch.full((3, 64), 127.0 * sign), packed_weight),
-        torch.full((3, 2), low * 127 * 64 * sign),
+        torch.full((3, 2), lowest_integer * 127 * 64 * sign),
     )
-    rows = torch.tensor([[-low - 1, low] * 32])
+    rows = torch.tensor([[-lowest_integer - 1, lowest_integer] * 32])
     packed_weight = ops.pack_quantized(
         {"weight": rows.to(torch.int8), "scales": torch.ones(1, 2).half()}, encoding, bias=None, slices=()
     )
     x = torch.tensor([[127.0 * sign, -127.0 * sign] * 32])
-    assert ops.linear(x, packed_weight).tolist() == [[sign * 127.0 * (-2 * low - 1) * 32]]
+    assert ops.linear(x, packed_weight).tolist() == [[sign * 127.0 * (-2 * lowest_integer - 1) * 32]]
     packed_weight = ops.pack_quantized(
-        {"weight": (-low - 1 + 0 * rows).to(torch.int8), "scales": torch.ones(1, 2).half()},
+        {"weight": (-lowest_integer - 1 + 0 * rows).to(torch.int8), "scales": torch.ones(1, 2).half()},
         encoding,
         bias=None,
         slices=(),
     )
     assert (
         ops.linear(torch.full((2, 64), 127.0 * sign), packed_weight).tolist()
-        == [[sign * 127.0 * (-low - 1) * 64]] * 2
+        == [[sign * 127.0 * (-lowest_integer - 1) * 64]] * 2
     )
 
 
 def test_nothing_beyond_the_outputs_is_written(ops: CpuOps, encoding: str, dtype: torch.dtype) -> None:
-    x, packed_weight = torch.randn(9, 40).to(dtype), pack_as(ops, torch.randn(70, 40), encoding)
+    x, packed_weight = torch.randn(9, 40).to(dtype), pack_with_bias(ops, torch.randn(70, 40), encoding)
     y = torch.full((9, 72), 5.0, dtype=dtype)
     scales = packed_weight.tensors.get("scales")
     ops._kernels.linear(
@@ -234,7 +239,7 @@ def test_nothing_beyond_the_outputs_is_written(ops: CpuOps, encoding: str, dtype
 def test_a_non_finite_weight_gives_nan_in_its_output(ops: CpuOps, encoding: str) -> None:
     weight = torch.randn(70, 100)
     weight[7, 99], weight[66, 0] = math.nan, math.inf
-    y = ops.linear(torch.randn(3, 100), pack_as(ops, weight, encoding))
+    y = ops.linear(torch.randn(3, 100), pack_with_bias(ops, weight, encoding))
     assert y[:, [7, 66]].isnan().all()
     y[:, [7, 66]] = 0
     assert y.isfinite().all()

@@ -19,21 +19,21 @@ def ops(request: pytest.FixtureRequest) -> CpuOps:
 
 def gelu_tanh(x: Tensor) -> Tensor:
     """Return the function in float64, as a product without cancellation."""
-    wide = x.double()
-    return wide / (1 + torch.exp(-2 * (2 / torch.pi) ** 0.5 * (wide + 0.044715 * wide**3)))
+    float64_x = x.double()
+    return float64_x / (1 + torch.exp(-2 * (2 / torch.pi) ** 0.5 * (float64_x + 0.044715 * float64_x**3)))
 
 
-def test_gelu_of_every_bfloat16_number_is_within_six_tenths_of_its_last_place(ops: CpuOps) -> None:
+def test_the_error_of_gelu_is_below_0_6_ulp_for_every_bfloat16_number(ops: CpuOps) -> None:
     numbers = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     x = numbers[numbers.isfinite()].view(1, -1)
     y, expected = ops.activation(x, "gelu_tanh").double(), gelu_tanh(x)
-    last_place = 2.0 ** (expected.abs().clamp(min=2.0**-110).log2().floor() - 7)
-    assert ((y - expected).abs() / last_place).max() < 0.6
-    gated = ops.gated_activation(torch.cat([x, torch.ones_like(x)], 1), "gelu_tanh")
-    assert torch.equal(gated.double(), y)
+    ulp = 2.0 ** (expected.abs().clamp(min=2.0**-110).log2().floor() - 7)
+    assert ((y - expected).abs() / ulp).max() < 0.6
+    gated_y = ops.gated_activation(torch.cat([x, torch.ones_like(x)], 1), "gelu_tanh")
+    assert torch.equal(gated_y.double(), y)
 
 
-def test_gelu_of_infinities_and_nan(ops: CpuOps) -> None:
+def test_gelu_of_minus_infinity_and_of_nan_is_nan(ops: CpuOps) -> None:
     x = torch.tensor([[torch.inf, -torch.inf, torch.nan, 1.0]]).bfloat16()
     y = ops.activation(x, "gelu_tanh")
     assert y[0, 0] == torch.inf
@@ -43,7 +43,7 @@ def test_gelu_of_infinities_and_nan(ops: CpuOps) -> None:
 @pytest.mark.parametrize("rows", [3, 150])
 @pytest.mark.parametrize("scale", [0.05, 0.125, 1.0])
 def test_weights_of_attention_add_up_to_one(ops: CpuOps, rows: int, scale: float) -> None:
-    """The values are all 1. Scores differ by up to 60."""
+    """All values are 1, so each output is the sum of the weights. Scores differ by up to 60."""
     torch.manual_seed(0)
     q, k = torch.randn(2, rows, 3, 64).bfloat16()
     offsets = torch.tensor([0, rows], dtype=torch.int32)
@@ -62,8 +62,8 @@ def test_attention_is_as_accurate_as_its_rounded_weights(ops: CpuOps, rows: int,
     weights = (torch.einsum("qhd,khd->hqk", q.double(), k.double()) * scale).softmax(-1)
     expected = torch.einsum("hqk,khd->qhd", weights, v.double())
     squares = torch.einsum("hqk,khd->qhd", weights**2, v.double() ** 2)
-    spread = squares.sqrt()  # to which rounding of the weights is proportional
-    assert ((out - expected).abs() <= 2.0**-8 * expected.abs() + 2.0**-7 * spread + 1e-4).all()
+    weighted_norm = squares.sqrt()  # the error from rounding the weights is proportional to it
+    assert ((out - expected).abs() <= 2.0**-8 * expected.abs() + 2.0**-7 * weighted_norm + 1e-4).all()
 
 
 def test_a_nan_in_a_query_affects_only_its_row(ops: CpuOps) -> None:

@@ -42,17 +42,19 @@ def attend_ranges(
     block_size: int,
     window: int | None,
     *,
-    in_bytes: bool,
+    is_int8: bool,
 ) -> Tensor:
     """Return the attention of ranges of the sequence, each passed as a sequence of the batch."""
-    blocks = -(-LENGTH // block_size)
-    padded = torch.nn.functional.pad(keys_and_values, (0, 0, 0, blocks * block_size - LENGTH))
-    cache = padded.view(2, KV_HEADS, blocks, block_size, DIM).transpose(1, 2).contiguous()
+    num_blocks = -(-LENGTH // block_size)
+    padded_keys_and_values = torch.nn.functional.pad(
+        keys_and_values, (0, 0, 0, num_blocks * block_size - LENGTH)
+    )
+    cache = padded_keys_and_values.view(2, KV_HEADS, num_blocks, block_size, DIM).transpose(1, 2).contiguous()
     scales = None
-    if in_bytes:
+    if is_int8:
         scales = cache.float().abs().amax(-1).clamp_min(1e-12) / 127
         cache = (cache / scales[..., None]).round().to(torch.int8)
-    tables = torch.arange(blocks).repeat(len(ranges), 1).int()
+    tables = torch.arange(num_blocks).repeat(len(ranges), 1).int()
     counts = torch.tensor([0] + [rows.stop - rows.start for rows in ranges])
     lengths = torch.tensor([rows.stop for rows in ranges]).int()
     q = torch.cat([queries[rows] for rows in ranges])
@@ -60,16 +62,16 @@ def attend_ranges(
     return ops.attention(q, kv, counts.cumsum(0).int(), lengths, scale=DIM**-0.5)
 
 
-@pytest.mark.parametrize("in_bytes", [False, True])
+@pytest.mark.parametrize("is_int8", [False, True])
 @pytest.mark.parametrize("window", [None, 100, 700])
 def test_attention_is_bit_equal_whole_in_chunks_and_by_row(
-    ops: CpuOps, dtype: torch.dtype, window: int | None, in_bytes: bool
+    ops: CpuOps, dtype: torch.dtype, window: int | None, is_int8: bool
 ) -> None:
     queries, keys_and_values = random_sequence(dtype)
-    attend = partial(attend_ranges, in_bytes=in_bytes)
+    attend = partial(attend_ranges, is_int8=is_int8)
     full_result = attend(ops, queries, keys_and_values, [slice(0, LENGTH)], 32, window)
     boundaries = [0, 7, 300, 301, 700, LENGTH]
-    chunks = [slice(a, b) for a, b in pairwise(boundaries)]
+    chunks = [slice(start, stop) for start, stop in pairwise(boundaries)]
     assert torch.equal(attend(ops, queries, keys_and_values, chunks, 32, window), full_result)
     assert torch.equal(attend(ops, queries, keys_and_values, chunks, 128, window), full_result)
     for row in (0, 63, 64, 511, 512, 700, LENGTH - 1):
@@ -82,23 +84,23 @@ def test_attention_with_large_scores_is_bit_equal_batched_and_by_row(ops: CpuOps
     """With large scores, another order of additions changes the result."""
     queries, keys_and_values = random_sequence(dtype)
     attend = partial(
-        attend_ranges, ops, 3 * queries, keys_and_values, block_size=32, window=None, in_bytes=False
+        attend_ranges, ops, 3 * queries, keys_and_values, block_size=32, window=None, is_int8=False
     )
     single_rows = attend(ranges=[slice(row, row + 1) for row in range(LENGTH)])
     assert torch.equal(attend(ranges=[slice(0, LENGTH)]), single_rows)
 
 
 @pytest.mark.usefixtures("_restore_num_threads")
-@pytest.mark.parametrize("in_bytes", [False, True])
+@pytest.mark.parametrize("is_int8", [False, True])
 @pytest.mark.parametrize("ranges", [[slice(LENGTH - 1, LENGTH)], [slice(1100, LENGTH), slice(600, 602)]])
 def test_attention_is_bit_equal_on_any_number_of_threads(
-    ops: CpuOps, dtype: torch.dtype, ranges: list[slice], in_bytes: bool
+    ops: CpuOps, dtype: torch.dtype, ranges: list[slice], is_int8: bool
 ) -> None:
     queries, keys_and_values = random_sequence(dtype)
     results = []
-    for threads in (1, 2, 5):  # with two or more threads, the key chunks of few items are separate tasks
-        torch.set_num_threads(threads)
-        results.append(attend_ranges(ops, queries, keys_and_values, ranges, 32, None, in_bytes=in_bytes))
+    for num_threads in (1, 2, 5):  # with two or more threads, the key chunks of few items are separate tasks
+        torch.set_num_threads(num_threads)
+        results.append(attend_ranges(ops, queries, keys_and_values, ranges, 32, None, is_int8=is_int8))
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
 
@@ -141,8 +143,8 @@ def test_row_operations_are_bit_equal_on_any_number_of_threads(ops: CpuOps, dtyp
     x, residual = torch.randn(2, 300, 512).to(dtype)
     weight = torch.randn(512)
     results = []
-    for threads in (1, 3):
-        torch.set_num_threads(threads)
+    for num_threads in (1, 3):
+        torch.set_num_threads(num_threads)
         normalized, total = ops.add_rms_norm(x, residual, weight, 1e-5)
         results.append(torch.cat([normalized, total, ops.gated_activation(x, "silu").repeat(1, 2)]))
     assert torch.equal(*results)

@@ -25,7 +25,7 @@ TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-
 
 
 @dataclass(frozen=True)
-class Case:
+class AttentionCase:
     """One call of attention over the paged cache."""
 
     dim: int = 64
@@ -40,7 +40,7 @@ class Case:
     """
     sequences: tuple[tuple[int, int], ...] = ((1, 20), (7, 19))
     """For each sequence, its number of rows (queries) and its length. A sequence may have no rows."""
-    block: int = 16
+    block_size: int = 16
     window: int | None = None
     is_chunked: bool = False
     soft_cap: float | None = None
@@ -51,18 +51,18 @@ class Case:
     seed: int = 0
 
 
-def attention_inputs(case: Case) -> tuple[Tensor, LayerKV, Tensor, Tensor, dict[str, Any]]:
+def attention_inputs(case: AttentionCase) -> tuple[Tensor, LayerKV, Tensor, Tensor, dict[str, Any]]:
     """Return queries, cache, row offsets, lengths and options; values that no query may read are NaN."""
     torch.manual_seed(case.seed)
-    counts = [-(-length // case.block) for _, length in case.sequences]
-    cache = torch.full((2, sum(counts) + 1, case.kv_heads, case.block, case.dim), torch.nan)
+    counts = [-(-length // case.block_size) for _, length in case.sequences]
+    cache = torch.full((2, sum(counts) + 1, case.kv_heads, case.block_size, case.dim), torch.nan)
     ids = (torch.randperm(sum(counts)) + 1).int().split(counts)
     tables = torch.zeros(len(counts), max(counts) + 1, dtype=torch.int32)
     for b, (_, length) in enumerate(case.sequences):
         tables[b, : counts[b]] = ids[b]
         for column, block in enumerate(ids[b].tolist()):
-            num_filled = min(case.block, length - case.block * column)
-            cache[:, block, :, :num_filled] = torch.randn(2, case.kv_heads, num_filled, case.dim)
+            num_filled_slots = min(case.block_size, length - case.block_size * column)
+            cache[:, block, :, :num_filled_slots] = torch.randn(2, case.kv_heads, num_filled_slots, case.dim)
     stored_cache = cache.to(torch.float32 if case.cache_kind == "wide" else case.dtype)
     scales = None
     if case.cache_kind == "int8":
@@ -92,19 +92,24 @@ def attention_inputs(case: Case) -> tuple[Tensor, LayerKV, Tensor, Tensor, dict[
     if case.span:
         bounds = []
         for rows, length in case.sequences:
-            first = max(length - rows, length - case.span)
-            bounds += [(first, length) if p >= first else (p, p + 1) for p in range(length - rows, length)]
+            span_start = max(length - rows, length - case.span)
+            bounds += [
+                (span_start, length) if position >= span_start else (position, position + 1)
+                for position in range(length - rows, length)
+            ]
         options["spans"] = ImageSpans(torch.tensor(bounds).view(-1, 2).int(), offsets, lengths)
     return q, kv, offsets, lengths, options
 
 
-def assert_agrees_with_reference(case: Case) -> None:
+def assert_agrees_with_reference(case: AttentionCase) -> None:
     """Check that the attention of a case agrees with the reference."""
     ops = CudaOps()
     if case.is_deterministic:
         ops.require_determinism()
     q, kv, offsets, lengths, options = attention_inputs(case)
-    actual, expected = (o.attention(q, kv, offsets, lengths, **options) for o in (ops, REFERENCE))
+    actual, expected = (
+        back_end.attention(q, kv, offsets, lengths, **options) for back_end in (ops, REFERENCE)
+    )
     assert actual.dtype == expected.dtype
     assert expected.isfinite().all(), "the case is not valid"
     tolerance = TOLERANCE[case.dtype]
@@ -112,39 +117,47 @@ def assert_agrees_with_reference(case: Case) -> None:
 
 
 FIXED_CASES = {
-    **{f"head of {dim}": Case(dim=dim, group=2) for dim in (80, 96, 112, 192, 256)},
+    **{f"head of {dim}": AttentionCase(dim=dim, group=2) for dim in (80, 96, 112, 192, 256)},
     **{
-        f"bfloat16 head of {dim}": Case(dim=dim, group=3, dtype=torch.bfloat16, cache_kind="int8")
+        f"bfloat16 head of {dim}": AttentionCase(dim=dim, group=3, dtype=torch.bfloat16, cache_kind="int8")
         for dim in (80, 112, 192)
     },
-    **{f"group of {group}": Case(dim=16, group=group, kv_heads=2) for group in (3, 5, 7, 12)},
+    **{f"group of {group}": AttentionCase(dim=16, group=group, kv_heads=2) for group in (3, 5, 7, 12)},
     **{
-        f"{cache_kind} head of {dim}": Case(dim=dim, group=2, kv_heads=3, dtype=dtype, cache_kind=cache_kind)
+        f"{cache_kind} head of {dim}": AttentionCase(
+            dim=dim, group=2, kv_heads=3, dtype=dtype, cache_kind=cache_kind
+        )
         for dim, dtype in ((80, torch.bfloat16), (128, torch.float16), (192, torch.float32))
         for cache_kind in ("fp8", "fixed")
     },
-    "spans in a window with fp8": Case(window=4, span=6, cache_kind="fp8", sequences=((8, 30), (1, 9))),
-    "sinks, soft cap and fixed scales": Case(
+    "spans in a window with fp8": AttentionCase(
+        window=4, span=6, cache_kind="fp8", sequences=((8, 30), (1, 9))
+    ),
+    "sinks, soft cap and fixed scales": AttentionCase(
         soft_cap=3.0, has_sinks=True, cache_kind="fixed", group=5, dim=80
     ),
-    "splits with fp8": Case(window=530, cache_kind="fp8", sequences=((1, 1100), (1, 30)), dim=16),
-    "window beyond the context": Case(window=500, sequences=((1, 20), (9, 33))),
-    "window of one key": Case(window=1, sequences=((1, 20), (9, 33))),
-    "chunks beyond the context": Case(window=64, is_chunked=True, sequences=((1, 20), (9, 33))),
-    "spans in a window": Case(window=4, span=6, sequences=((8, 30), (1, 9))),
-    "spans with int8": Case(span=5, cache_kind="int8", sequences=((8, 30), (7, 7))),
-    "sinks, soft cap and int8": Case(soft_cap=3.0, has_sinks=True, cache_kind="int8", group=5, dim=80),
-    "sinks and window": Case(has_sinks=True, window=3, group=2),
-    "sinks and splits": Case(has_sinks=True, soft_cap=4.0, sequences=((1, 600), (1, 30)), dim=16),
-    "window and splits": Case(window=530, sequences=((1, 1100), (1, 30)), dim=16),
-    "no rows at the start": Case(sequences=((0, 8), (3, 12), (1, 5))),
-    "no rows in the middle": Case(sequences=((3, 12), (0, 40), (0, 3), (1, 5)), group=3),
-    "no rows at the end": Case(sequences=((17, 17), (0, 40))),
-    "no rows in the batch": Case(sequences=((0, 8), (0, 12))),
-    "sequence without rows and split keys": Case(sequences=((1, 600), (0, 520), (1, 9)), dim=16),
-    "float16 queries, float32 cache": Case(dtype=torch.float16, cache_kind="wide", dim=96, group=2),
-    "blocks of 64": Case(block=64, sequences=((5, 130), (1, 64))),
-    "deterministic": Case(is_deterministic=True, dim=80, group=3, window=40, sequences=((20, 70), (1, 9))),
+    "splits with fp8": AttentionCase(window=530, cache_kind="fp8", sequences=((1, 1100), (1, 30)), dim=16),
+    "window beyond the context": AttentionCase(window=500, sequences=((1, 20), (9, 33))),
+    "window of one key": AttentionCase(window=1, sequences=((1, 20), (9, 33))),
+    "chunks beyond the context": AttentionCase(window=64, is_chunked=True, sequences=((1, 20), (9, 33))),
+    "spans in a window": AttentionCase(window=4, span=6, sequences=((8, 30), (1, 9))),
+    "spans with int8": AttentionCase(span=5, cache_kind="int8", sequences=((8, 30), (7, 7))),
+    "sinks, soft cap and int8": AttentionCase(
+        soft_cap=3.0, has_sinks=True, cache_kind="int8", group=5, dim=80
+    ),
+    "sinks and window": AttentionCase(has_sinks=True, window=3, group=2),
+    "sinks and splits": AttentionCase(has_sinks=True, soft_cap=4.0, sequences=((1, 600), (1, 30)), dim=16),
+    "window and splits": AttentionCase(window=530, sequences=((1, 1100), (1, 30)), dim=16),
+    "no rows at the start": AttentionCase(sequences=((0, 8), (3, 12), (1, 5))),
+    "no rows in the middle": AttentionCase(sequences=((3, 12), (0, 40), (0, 3), (1, 5)), group=3),
+    "no rows at the end": AttentionCase(sequences=((17, 17), (0, 40))),
+    "no rows in the batch": AttentionCase(sequences=((0, 8), (0, 12))),
+    "sequence without rows and split keys": AttentionCase(sequences=((1, 600), (0, 520), (1, 9)), dim=16),
+    "float16 queries, float32 cache": AttentionCase(dtype=torch.float16, cache_kind="wide", dim=96, group=2),
+    "blocks of 64": AttentionCase(block_size=64, sequences=((5, 130), (1, 64))),
+    "deterministic": AttentionCase(
+        is_deterministic=True, dim=80, group=3, window=40, sequences=((20, 70), (1, 9))
+    ),
 }
 
 
@@ -154,7 +167,7 @@ def test_fixed_cases_agree_with_the_reference(name: str) -> None:
 
 
 @st.composite
-def random_cases(draw: st.DrawFn) -> Case:
+def random_cases(draw: st.DrawFn) -> AttentionCase:
     """Draw a small case, because the interpreter is slow."""
 
     def sequence() -> tuple[int, int]:
@@ -164,14 +177,14 @@ def random_cases(draw: st.DrawFn) -> Case:
     sequences = tuple(sequence() for _ in range(draw(st.integers(1, 4))))
     window = draw(st.sampled_from([None, None, 1, 7, 33, 64, 500]))
     is_chunked = window is not None and draw(st.booleans())
-    return Case(
+    return AttentionCase(
         dim=draw(st.sampled_from([16, 24, 40, 64, 72, 80, 96, 112, 128, 160, 192, 256])),
         group=draw(st.sampled_from([1, 2, 3, 5, 6, 7, 8, 12, 16])),
         kv_heads=draw(st.integers(1, 3)),
         dtype=draw(st.sampled_from(list(TOLERANCE))),
         cache_kind=draw(st.sampled_from(["same", "wide", "int8", "fp8", "fixed"])),
         sequences=sequences,
-        block=draw(st.sampled_from([16, 32, 64])),
+        block_size=draw(st.sampled_from([16, 32, 64])),
         window=window,
         is_chunked=is_chunked,
         soft_cap=draw(st.sampled_from([None, None, 2.0, 50.0])),
@@ -185,20 +198,20 @@ def random_cases(draw: st.DrawFn) -> Case:
 @pytest.mark.random
 @settings(max_examples=num_examples(8))
 @given(case=random_cases())
-def test_random_cases_agree_with_the_reference(case: Case) -> None:
+def test_random_cases_agree_with_the_reference(case: AttentionCase) -> None:
     assert_agrees_with_reference(case)
 
 
 def test_each_option_changes_the_result() -> None:
-    """Without this, a kernel that ignores an option could pass the comparison."""
-    case = Case(has_sinks=True, window=3, soft_cap=2.0, span=4, sequences=((8, 30), (1, 9)))
+    """A kernel that ignores an option would otherwise pass if the option had no effect on the inputs."""
+    case = AttentionCase(has_sinks=True, window=3, soft_cap=2.0, span=4, sequences=((8, 30), (1, 9)))
     q, kv, offsets, lengths, options = attention_inputs(case)
     full_result = CudaOps().attention(q, kv, offsets, lengths, **options)
     for name in ("soft_cap", "sinks", "spans"):
-        other = CudaOps().attention(q, kv, offsets, lengths, **(options | {name: None}))
-        assert not torch.allclose(full_result, other, atol=1e-3), name
-    other = CudaOps().attention(q, replace(kv, window=None), offsets, lengths, **options)
-    assert not torch.allclose(full_result, other, atol=1e-3)
+        result_without_option = CudaOps().attention(q, kv, offsets, lengths, **(options | {name: None}))
+        assert not torch.allclose(full_result, result_without_option, atol=1e-3), name
+    result_without_option = CudaOps().attention(q, replace(kv, window=None), offsets, lengths, **options)
+    assert not torch.allclose(full_result, result_without_option, atol=1e-3)
 
 
 @pytest.mark.random
@@ -233,8 +246,10 @@ def test_random_encoder_batches_agree_with_the_reference(
     )
     bias = torch.randn(heads, 2 * 40 + 1) if has_bias else None
     actual, expected = (
-        o.encoder_attention(q, k, v, offsets, scale=dim**-0.5, window=window, is_causal=is_causal, bias=bias)
-        for o in (CudaOps(), REFERENCE)
+        back_end.encoder_attention(
+            q, k, v, offsets, scale=dim**-0.5, window=window, is_causal=is_causal, bias=bias
+        )
+        for back_end in (CudaOps(), REFERENCE)
     )
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance)

@@ -35,7 +35,7 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
     encoding=st.sampled_from(["int8", "int5", "int4", "uint4", "uint8", "fp8", "bfloat16", "float32"]),
     rows=st.integers(1, 70),
     outputs=st.integers(1, 90),
-    inputs=st.integers(1, 5).map(lambda n: 32 * n) | st.integers(1, 140),
+    inputs=st.integers(1, 5).map(lambda num_groups: 32 * num_groups) | st.integers(1, 140),
     is_deterministic=st.booleans(),
     has_bias=st.booleans(),
     seed=seeds,
@@ -56,8 +56,10 @@ def test_random_products_agree_with_the_reference(
     weight, x = torch.randn(outputs, inputs) / inputs**0.5, torch.randn(rows, inputs)
     bias = torch.randn(outputs) if has_bias else None
     x = x.bfloat16() if encoding in ("bfloat16", "fp8") else x
-    packed_weight, expected = (o.pack_linear(weight, encoding, bias=bias) for o in (ops, REFERENCE))
-    assert_close(ops.linear(x, packed_weight), REFERENCE.linear(x, expected))
+    packed_weight, reference_weight = (
+        back_end.pack_linear(weight, encoding, bias=bias) for back_end in (ops, REFERENCE)
+    )
+    assert_close(ops.linear(x, packed_weight), REFERENCE.linear(x, reference_weight))
 
 
 @settings(max_examples=num_examples(4))
@@ -66,7 +68,7 @@ def test_random_products_agree_with_the_reference(
     rows=st.integers(1, 12),
     experts=st.integers(1, 9),
     top=st.integers(1, 4),
-    hidden=st.integers(1, 3).map(lambda n: 32 * n),
+    hidden=st.integers(1, 3).map(lambda num_groups: 32 * num_groups),
     inner=st.integers(1, 60),
     seed=seeds,
 )
@@ -111,8 +113,10 @@ def test_random_row_operations_agree_with_the_reference(
     dim = 2 * (width % 40 + 1)
     qk, angles = torch.randn(rows, heads + 1, dim).to(dtype), torch.rand(rows, dim // 2) * 6
     results = [
-        o.rotary(qk[:, :heads], qk[:, heads:], angles.cos(), angles.sin(), is_interleaved=bool(seed % 2))
-        for o in (ops, REFERENCE)
+        back_end.rotary(
+            qk[:, :heads], qk[:, heads:], angles.cos(), angles.sin(), is_interleaved=bool(seed % 2)
+        )
+        for back_end in (ops, REFERENCE)
     ]
     for actual, expected in zip(*results, strict=True):
         assert_close(actual, expected)

@@ -10,7 +10,12 @@ from itertools import product
 
 import pytest
 import torch
-from kernels.cuda.interpreted_attention import TOLERANCE, Case, assert_agrees_with_reference, attention_inputs
+from kernels.cuda.interpreted_attention import (
+    TOLERANCE,
+    AttentionCase,
+    assert_agrees_with_reference,
+    attention_inputs,
+)
 from support.float_activations import FloatActivations
 from torch import Tensor
 
@@ -36,7 +41,7 @@ def ops() -> CudaOps:
 
 
 @pytest.fixture
-def deterministic() -> CudaOps:
+def deterministic_ops() -> CudaOps:
     cuda_ops = CudaOps()
     cuda_ops.require_determinism()
     return cuda_ops
@@ -48,17 +53,17 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float | None = Non
     torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance)
 
 
-def attention_cases() -> list[Case]:
+def attention_cases() -> list[AttentionCase]:
     """Return cases of all sizes. Options, types and block sizes alternate between consecutive cases."""
     sizes = product((48, 72, 80, 96, 112, 192, 256, 512), ((7, 1), (7, 2), (1, 71), (3, 9)), CACHES)
     return [
-        Case(
+        AttentionCase(
             dim=dim,
             group=group,
             kv_heads=kv_heads,
             dtype=DTYPES[i % 3],
             cache_kind=cache_kind,
-            block=(16, 32, 64, 128)[i % 4],
+            block_size=(16, 32, 64, 128)[i % 4],
             window=(None, 3, 65)[i % 3],
             soft_cap=(None, 7.0)[i % 2],
             has_sinks=i % 5 == 0,
@@ -74,17 +79,19 @@ def attention_cases() -> list[Case]:
 @pytest.mark.parametrize(
     "case", attention_cases(), ids=lambda case: f"{case.dim}-{case.cache_kind}-{case.seed}"
 )
-def test_attention_cases_agree_with_the_reference(case: Case) -> None:
+def test_attention_cases_agree_with_the_reference(case: AttentionCase) -> None:
     assert_agrees_with_reference(case)
 
 
 @pytest.mark.parametrize("size", [1, 2, 17, 100, 300])
 def test_attention_of_large_batches_agrees_with_the_reference(size: int) -> None:
-    decoding = tuple((1, 1 + 7 * j % 50) for j in range(size))
-    assert_agrees_with_reference(Case(group=2, dtype=torch.bfloat16, sequences=decoding, seed=size))
-    ragged = tuple((j % 3, max(j % 3, 1 + 7 * j % 20)) for j in range(size))
+    decoding_sequences = tuple((1, 1 + 7 * j % 50) for j in range(size))
     assert_agrees_with_reference(
-        Case(dim=80, cache_kind="fp8", sequences=ragged, is_deterministic=True, seed=size)
+        AttentionCase(group=2, dtype=torch.bfloat16, sequences=decoding_sequences, seed=size)
+    )
+    mixed_sequences = tuple((j % 3, max(j % 3, 1 + 7 * j % 20)) for j in range(size))
+    assert_agrees_with_reference(
+        AttentionCase(dim=80, cache_kind="fp8", sequences=mixed_sequences, is_deterministic=True, seed=size)
     )
 
 
@@ -98,76 +105,80 @@ def test_attention_of_large_batches_agrees_with_the_reference(size: int) -> None
     ],
 )
 def test_decoding_is_bit_equal_alone_and_in_a_batch(
-    deterministic: CudaOps, monkeypatch: pytest.MonkeyPatch, cache_kind: str, dim: int, group: int,
+    deterministic_ops: CudaOps, monkeypatch: pytest.MonkeyPatch, cache_kind: str, dim: int, group: int,
     kv_heads: int, dtype: torch.dtype,
 ) -> None:  # fmt: skip
     """Results are bit-equal alone and in a batch, with and without splitting the keys among programs."""
     sequences = ((1, 1300), (1, 513), (1, 512), (3, 700), (1, 20), (0, 9))
-    case = Case(
+    case = AttentionCase(
         dim=dim,
         group=group,
         kv_heads=kv_heads,
         dtype=dtype,
         cache_kind=cache_kind,
-        block=32,
+        block_size=32,
         sequences=sequences,
     )
     q, kv, offsets, lengths, options = attention_inputs(case)
-    processors = [1]
-    monkeypatch.setattr(attention, "num_processors", lambda device: processors[0])
-    full_result = deterministic.attention(q, kv, offsets, lengths, **options)
-    for processors[0] in (1, 10**6):
+    num_processors = [1]
+    monkeypatch.setattr(attention, "num_processors", lambda device: num_processors[0])
+    full_result = deterministic_ops.attention(q, kv, offsets, lengths, **options)
+    for num_processors[0] in (1, 10**6):
         for b in range(5):
             rows = slice(int(offsets[b]), int(offsets[b + 1]))
             single_kv = replace(kv, block_tables=kv.block_tables[b : b + 1])
             single_offsets = torch.tensor([0, rows.stop - rows.start]).int()
-            single_result = deterministic.attention(
+            single_result = deterministic_ops.attention(
                 q[rows], single_kv, single_offsets, lengths[b : b + 1], **options
             )
             assert torch.equal(single_result, full_result[rows])
 
 
 @pytest.mark.parametrize("width", [80, 896, 4096])
-def test_norms_are_bit_equal_alone_and_in_a_batch(deterministic: CudaOps, width: int) -> None:
+def test_norms_are_bit_equal_alone_and_in_a_batch(deterministic_ops: CudaOps, width: int) -> None:
     x, residual = torch.randn(2, 300, width).bfloat16()
     weight, bias = torch.randn(2, width)
-    full_result = deterministic.add_rms_norm(x, residual, weight, 1e-6)[0]
-    centred = deterministic.add_layer_norm(x, residual, weight, bias, 1e-6)[0]
+    rms_norm_result = deterministic_ops.add_rms_norm(x, residual, weight, 1e-6)[0]
+    layer_norm_result = deterministic_ops.add_layer_norm(x, residual, weight, bias, 1e-6)[0]
     for row in (0, 17, 299):
         row_slice = slice(row, row + 1)
         assert torch.equal(
-            deterministic.add_rms_norm(x[row_slice], residual[row_slice], weight, 1e-6)[0],
-            full_result[row_slice],
+            deterministic_ops.add_rms_norm(x[row_slice], residual[row_slice], weight, 1e-6)[0],
+            rms_norm_result[row_slice],
         )
-        single_result = deterministic.add_layer_norm(x[row_slice], residual[row_slice], weight, bias, 1e-6)[0]
-        assert torch.equal(single_result, centred[row_slice])
+        single_result = deterministic_ops.add_layer_norm(
+            x[row_slice], residual[row_slice], weight, bias, 1e-6
+        )[0]
+        assert torch.equal(single_result, layer_norm_result[row_slice])
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_products_are_bit_equal_alone_and_in_a_batch(deterministic: CudaOps, encoding: str) -> None:
-    packed_weight = deterministic.pack_linear(torch.randn(70, 160), encoding)
+def test_products_are_bit_equal_alone_and_in_a_batch(deterministic_ops: CudaOps, encoding: str) -> None:
+    packed_weight = deterministic_ops.pack_linear(torch.randn(70, 160), encoding)
     for dtype in (torch.bfloat16, torch.float32):
         x = torch.randn(70, 160).to(dtype)
-        full_result = deterministic.linear(x, packed_weight)
+        full_result = deterministic_ops.linear(x, packed_weight)
         for selected_rows in ([5], [69, 0, 7], list(range(33))):
             assert torch.equal(
-                deterministic.linear(x[selected_rows], packed_weight), full_result[selected_rows]
+                deterministic_ops.linear(x[selected_rows], packed_weight), full_result[selected_rows]
             )
 
 
-def test_samples_are_equal_alone_and_in_a_batch(deterministic: CudaOps) -> None:
-    count = 12
-    rules = SamplingInputs(
-        torch.full((count,), 0.8),
-        torch.full((count,), 40),
-        torch.full((count,), 0.9),
-        torch.zeros(count),
-        torch.rand(count, dtype=torch.float64),
+def test_samples_are_equal_alone_and_in_a_batch(deterministic_ops: CudaOps) -> None:
+    num_rows = 12
+    sampling_inputs = SamplingInputs(
+        torch.full((num_rows,), 0.8),
+        torch.full((num_rows,), 40),
+        torch.full((num_rows,), 0.9),
+        torch.zeros(num_rows),
+        torch.rand(num_rows, dtype=torch.float64),
     )
-    logits = torch.randn(count, 5000)
-    tokens = deterministic.sample(logits, rules)
-    for row in range(count):
-        single_result = deterministic.sample(logits[row : row + 1], rules.take(torch.tensor([row])))
+    logits = torch.randn(num_rows, 5000)
+    tokens = deterministic_ops.sample(logits, sampling_inputs)
+    for row in range(num_rows):
+        single_result = deterministic_ops.sample(
+            logits[row : row + 1], sampling_inputs.take(torch.tensor([row]))
+        )
         assert single_result[0] == tokens[row]
 
 
@@ -177,12 +188,12 @@ def test_row_operations_agree_with_the_reference(ops: CudaOps, dtype: torch.dtyp
     x, residual = torch.randn(2, 5, width).to(dtype)
     weight = torch.randn(width)
     for norm_weight in (weight, weight.to(dtype)):
-        pairs = zip(
+        results = zip(
             ops.add_rms_norm(x, residual, norm_weight, 1e-6),
             REFERENCE.add_rms_norm(x, residual, norm_weight, 1e-6),
             strict=True,
         )
-        for actual, expected in pairs:
+        for actual, expected in results:
             assert_close(actual, expected)
     for activation in ("silu", "gelu", "gelu_tanh", "relu", "relu2"):
         assert_close(ops.activation(x, activation), REFERENCE.activation(x, activation))  # type: ignore[arg-type]
@@ -190,13 +201,18 @@ def test_row_operations_agree_with_the_reference(ops: CudaOps, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("dim", "rotated"), [(80, 80), (96, 32), (112, 56), (192, 192), (256, 64), (20, 10)])
-def test_rotary_agrees_with_the_reference(ops: CudaOps, dtype: torch.dtype, dim: int, rotated: int) -> None:
+@pytest.mark.parametrize(
+    ("dim", "rotary_dim"), [(80, 80), (96, 32), (112, 56), (192, 192), (256, 64), (20, 10)]
+)
+def test_rotary_agrees_with_the_reference(
+    ops: CudaOps, dtype: torch.dtype, dim: int, rotary_dim: int
+) -> None:
     q, k = torch.randn(2, 3, 7, dim).to(dtype)
-    angles = torch.rand(3, rotated // 2) * 6
-    for pairs in (False, True):
+    angles = torch.rand(3, rotary_dim // 2) * 6
+    for is_interleaved in (False, True):
         actual, expected = (
-            o.rotary(q, k, angles.cos(), angles.sin(), is_interleaved=pairs) for o in (ops, REFERENCE)
+            back_end.rotary(q, k, angles.cos(), angles.sin(), is_interleaved=is_interleaved)
+            for back_end in (ops, REFERENCE)
         )
         assert_close(actual[0], expected[0])
         assert_close(actual[1], expected[1])
@@ -207,12 +223,12 @@ def test_rotary_agrees_with_the_reference(ops: CudaOps, dtype: torch.dtype, dim:
 def test_cache_writes_equal_the_reference(ops: CudaOps, dtype: torch.dtype, dim: int) -> None:
     k, v = torch.randn(2, 5, 7, dim).to(dtype)
     slots = torch.tensor([33, 127, 64, 40, 95])
-    for cached in (dtype, torch.int8, torch.float8_e4m3fn):
+    for cache_dtype in (dtype, torch.int8, torch.float8_e4m3fn):
         stored_caches = []
         for back_end in (ops, REFERENCE):
             scales = torch.zeros(2, 4, 7, 32)
-            cache = torch.zeros(2, 4, 7, 32, dim).to(cached)
-            cache_scales = None if cached == dtype else scales
+            cache = torch.zeros(2, 4, 7, 32, dim).to(cache_dtype)
+            cache_scales = None if cache_dtype == dtype else scales
             back_end.store_kv(k, v, LayerKV(cache, torch.zeros(1, 1).int(), slots, None, cache_scales))
             stored_caches.append((cache.float(), scales))
         assert torch.equal(stored_caches[0][0], stored_caches[1][0])
@@ -224,11 +240,13 @@ def test_cache_writes_equal_the_reference(ops: CudaOps, dtype: torch.dtype, dim:
 def test_products_agree_with_the_reference(ops: CudaOps, encoding: str, dtype: torch.dtype) -> None:
     for out_features, in_features in ((33, 96), (70, 130)):
         weight, bias = torch.randn(out_features, in_features), torch.randn(out_features)
-        packed_weight, expected = (o.pack_linear(weight, encoding, bias=bias) for o in (ops, REFERENCE))
+        packed_weight, reference_weight = (
+            back_end.pack_linear(weight, encoding, bias=bias) for back_end in (ops, REFERENCE)
+        )
         for rows in (1, 17):
             x = torch.randn(rows, in_features).to(dtype)
             tolerance = 1e-3 if dtype == torch.float32 else 4 * TOLERANCE[dtype]
-            assert_close(ops.linear(x, packed_weight), REFERENCE.linear(x, expected), tolerance)
+            assert_close(ops.linear(x, packed_weight), REFERENCE.linear(x, reference_weight), tolerance)
 
 
 @pytest.mark.parametrize("encoding", ["bfloat16", "int8", "uint4", "mxfp4", "nvfp4", "fp8"])
@@ -240,12 +258,12 @@ def test_experts_agree_with_the_reference(
     x = torch.randn(rows, 64).bfloat16()
     weights, ids = REFERENCE.route(torch.randn(rows, experts), top, "all_normed")
     results = []
-    for o in (ops, REFERENCE):
+    for back_end in (ops, REFERENCE):
         packed_experts = PackedExperts(
-            tuple(o.pack_linear(up, encoding) for up, _ in expert_weights),
-            tuple(o.pack_linear(down, encoding) for _, down in expert_weights),
+            tuple(back_end.pack_linear(up, encoding) for up, _ in expert_weights),
+            tuple(back_end.pack_linear(down, encoding) for _, down in expert_weights),
         )
-        results.append(o.experts(x, packed_experts, weights, ids, "silu"))
+        results.append(back_end.experts(x, packed_experts, weights, ids, "silu"))
     assert_close(results[0], results[1], 2.0**-5)
 
 
@@ -253,15 +271,18 @@ def test_experts_agree_with_the_reference(
 def test_routes_agree_with_the_reference(ops: CudaOps, experts: int, top: int) -> None:
     logits = torch.randn(9, experts)
     for routing in ("all", "all_normed", "chosen"):
-        (weights, ids), (expected, numbers) = (o.route(logits, top, routing) for o in (ops, REFERENCE))  # type: ignore[arg-type]
-        assert torch.equal(ids, numbers)
+        (weights, ids), (expected, expected_ids) = (
+            back_end.route(logits, top, routing)  # type: ignore[arg-type]
+            for back_end in (ops, REFERENCE)
+        )
+        assert torch.equal(ids, expected_ids)
         assert_close(weights, expected)
 
 
 @pytest.mark.parametrize("vocabulary", [2, 33, 1000, 32003])
 def test_sampled_tokens_equal_the_reference(ops: CudaOps, vocabulary: int) -> None:
     rows = 7
-    rules = SamplingInputs(
+    sampling_inputs = SamplingInputs(
         torch.rand(rows) * 1.5,
         torch.randint(0, 40, (rows,)),
         torch.rand(rows),
@@ -270,5 +291,8 @@ def test_sampled_tokens_equal_the_reference(ops: CudaOps, vocabulary: int) -> No
     )
     logits = 3 * torch.randn(rows, vocabulary)
     mask = torch.randint(-(2**31), 2**31, (rows, -(-vocabulary // 32))).int()
-    for allowed in (None, mask):
-        assert torch.equal(ops.sample(logits, rules, allowed), REFERENCE.sample(logits, rules, allowed))
+    for allowed_mask in (None, mask):
+        assert torch.equal(
+            ops.sample(logits, sampling_inputs, allowed_mask),
+            REFERENCE.sample(logits, sampling_inputs, allowed_mask),
+        )

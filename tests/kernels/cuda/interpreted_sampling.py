@@ -25,7 +25,7 @@ def ops() -> CudaOps:
 
 
 @pytest.mark.parametrize(
-    "rule",
+    "changed_rules",
     [
         {},
         {"temperature": 0.0},
@@ -34,27 +34,27 @@ def ops() -> CudaOps:
     ],
     ids=str,
 )
-def test_sampled_tokens_equal_the_reference(ops: CudaOps, rule: dict[str, float]) -> None:
-    rows, rule_values = 3, {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | rule
+def test_sampled_tokens_equal_the_reference(ops: CudaOps, changed_rules: dict[str, float]) -> None:
+    rows, rules = 3, {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | changed_rules
     inputs = SamplingInputs(
-        torch.full((rows,), rule_values["temperature"]),
-        torch.full((rows,), int(rule_values["top_k"])),
-        torch.full((rows,), rule_values["top_p"]),
-        torch.full((rows,), rule_values["min_p"]),
+        torch.full((rows,), rules["temperature"]),
+        torch.full((rows,), int(rules["top_k"])),
+        torch.full((rows,), rules["top_p"]),
+        torch.full((rows,), rules["min_p"]),
         torch.rand(rows, dtype=torch.float64),
     )
     logits = torch.randint(0, 6, (rows, 50)).bfloat16()  # many equal logits
     logits[1, 40] = torch.nan
     mask = torch.randint(-(2**31), 2**31, (rows, 2)).int()
     mask[2] = 0
-    for allowed in (None, mask):
-        actual, expected = (o.sample(logits, inputs, allowed) for o in (ops, REFERENCE))
+    for allowed_mask in (None, mask):
+        actual, expected = (back_end.sample(logits, inputs, allowed_mask) for back_end in (ops, REFERENCE))
         assert torch.equal(actual, expected)
         assert actual[1] == -1
 
 
 @pytest.mark.parametrize(
-    ("sizes", "dtype"),
+    ("register_sizes", "dtype"),
     [
         ((1024, 4096), torch.float32),
         ((16, 1024), torch.bfloat16),
@@ -64,13 +64,13 @@ def test_sampled_tokens_equal_the_reference(ops: CudaOps, rule: dict[str, float]
     ids=["few", "many", "row", "row of bfloat16"],
 )
 def test_sampled_tokens_of_any_number_of_candidates_equal_the_reference(
-    ops: CudaOps, dtype: torch.dtype, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    ops: CudaOps, dtype: torch.dtype, register_sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The candidates fit into one of two register sizes or into neither. A row has five chunks."""
     monkeypatch.setattr("penstock.kernels.cuda.rows._LOGITS", 128)
-    monkeypatch.setattr("penstock.kernels.cuda.rows._SMALL_LIST", sizes[0])
-    monkeypatch.setattr("penstock.kernels.cuda.rows._LARGE_LIST", sizes[1])
-    rows = [  # temperature, top_k, top_p, min_p
+    monkeypatch.setattr("penstock.kernels.cuda.rows._SMALL_LIST", register_sizes[0])
+    monkeypatch.setattr("penstock.kernels.cuda.rows._LARGE_LIST", register_sizes[1])
+    rules = [  # temperature, top_k, top_p, min_p
         (1.0, 0, 0.9, 0.0),
         (3.0, 0, 0.99, 0.1),
         (9.0, 0, 0.0, 0.0),
@@ -80,33 +80,38 @@ def test_sampled_tokens_of_any_number_of_candidates_equal_the_reference(
         (1.0, 0, 1.0, 0.1),
         (0.0, 0, 0.5, 0.0),
     ]
-    temperature, top_k, top_p, min_p = torch.tensor(rows).T.contiguous()
-    logits = (2 * torch.randn(len(rows), 600)).to(dtype)
+    temperature, top_k, top_p, min_p = torch.tensor(rules).T.contiguous()
+    logits = (2 * torch.randn(len(rules), 600)).to(dtype)
     logits[:, 200:300] = logits[:, 300:400]  # equal logits in different chunks
-    mask = torch.randint(-(2**31), 2**31, (len(rows), 19)).int()
+    mask = torch.randint(-(2**31), 2**31, (len(rules), 19)).int()
     uniforms = torch.tensor([0.0, 0.3, 1 - 2**-53, 0.9], dtype=torch.float64).repeat(2)
     inputs = SamplingInputs(temperature, top_k.long(), top_p, min_p, uniforms)
-    for allowed in (None, mask):
-        actual, expected = (o.sample(logits, inputs, allowed) for o in (ops, REFERENCE))
+    for allowed_mask in (None, mask):
+        actual, expected = (back_end.sample(logits, inputs, allowed_mask) for back_end in (ops, REFERENCE))
         assert torch.equal(actual, expected)
 
 
 def test_rows_without_limits_need_no_candidate_lists(ops: CudaOps, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lists have 2 bytes for each logit."""
-    rows = [(0.0, 3, 0.5, 0.0), (1.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.2), (1.0, 1, 0.5, 0.0)]
-    temperature, top_k, top_p, min_p = torch.tensor(rows).T.contiguous()
+    """The lists take 2 bytes for each logit, so the second call allocates that much less memory."""
+    rules = [(0.0, 3, 0.5, 0.0), (1.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.2), (1.0, 1, 0.5, 0.0)]
+    temperature, top_k, top_p, min_p = torch.tensor(rules).T.contiguous()
     logits = torch.randn(4, 3000)
     uniforms = torch.tensor([0.1, 0.5, 0.9, 0.2], dtype=torch.float64)
-    limited = SamplingInputs(temperature, top_k.long(), top_p, min_p, uniforms)
-    sizes = []
+    limited_inputs = SamplingInputs(temperature, top_k.long(), top_p, min_p, uniforms)
+    allocation_sizes = []
 
-    def empty(shape: int | tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def record_and_allocate(
+        shape: int | tuple[int, ...], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         tensor = torch.zeros(shape, dtype=dtype, device=device)
-        sizes.append(tensor.nbytes)
+        allocation_sizes.append(tensor.nbytes)
         return tensor
 
-    monkeypatch.setattr(torch, "empty", empty)
-    for inputs in (limited, replace(limited, is_limited=False).take(torch.arange(4))):
+    monkeypatch.setattr(torch, "empty", record_and_allocate)
+    for inputs in (limited_inputs, replace(limited_inputs, is_limited=False).take(torch.arange(4))):
         assert torch.equal(ops.sample(logits, inputs), REFERENCE.sample(logits, inputs))
-    first, second = sizes[: len(sizes) // 2], sizes[len(sizes) // 2 :]
-    assert sum(first) - sum(second) >= 2 * logits.numel()
+    limited_sizes, unlimited_sizes = (
+        allocation_sizes[: len(allocation_sizes) // 2],
+        allocation_sizes[len(allocation_sizes) // 2 :],
+    )
+    assert sum(limited_sizes) - sum(unlimited_sizes) >= 2 * logits.numel()

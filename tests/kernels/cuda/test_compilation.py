@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 MODULES = ("attention", "codes", "lookups", "rows", "products", "linear", "ops")
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
+LAUNCH_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
 CAPABILITY = int(os.environ.get("COMPUTE_CAPABILITY", "90"))
 
 
@@ -42,10 +42,10 @@ def compile_launch(program: Any, grid: tuple[int, ...], *arguments: Any, **optio
 
     if options.pop("is_dependent", False):
         options |= {"PDL": CAPABILITY >= 90, "launch_pdl": CAPABILITY >= 90}
-    launch_options = {name: options[name] for name in OPTIONS if name in options} | {
+    launch_options = {name: options[name] for name in LAUNCH_OPTIONS if name in options} | {
         "enable_fp_fusion": False
     }
-    constants = {name: value for name, value in options.items() if name not in OPTIONS}
+    constants = {name: value for name, value in options.items() if name not in LAUNCH_OPTIONS}
     signature = {}
     for name, value in zip(program.arg_names, arguments, strict=False):
         signature[name] = "constexpr" if isinstance(value, int) and value == 1 else mangle_type(value)
@@ -55,10 +55,10 @@ def compile_launch(program: Any, grid: tuple[int, ...], *arguments: Any, **optio
     source = ASTSource(fn=program, signature=signature, constexprs=constants)
     kernel = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=launch_options)
     assert kernel.metadata.shared <= 227 * 1024
-    COMPILED.append(program.__name__)
+    compiled_kernels.append(program.__name__)
 
 
-COMPILED: list[str] = []
+compiled_kernels: list[str] = []
 
 
 @pytest.fixture
@@ -67,9 +67,9 @@ def ops(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     for name in MODULES:
         monkeypatch.setattr(import_module(f"penstock.kernels.cuda.{name}"), "launch", compile_launch)
-    COMPILED.clear()
+    compiled_kernels.clear()
     yield import_module("penstock.kernels.cuda.ops").CudaOps()
-    assert COMPILED
+    assert compiled_kernels
 
 
 parametrize_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -92,28 +92,30 @@ def test_attention_kernels_compile(
     if dim == 80:
         spans = ImageSpans(torch.zeros(rows, 2).int(), offsets, offsets[1:])
         options = {"soft_cap": 2.0, "sinks": torch.zeros(heads), "spans": spans}
-    for cached in (dtype, torch.int8, torch.float8_e4m3fn):
+    for cache_dtype in (dtype, torch.int8, torch.float8_e4m3fn):
         kv = LayerKV(
-            torch.zeros(2, 3, kv_heads, 32, dim, dtype=cached),
+            torch.zeros(2, 3, kv_heads, 32, dim, dtype=cache_dtype),
             torch.zeros(sequences, 128, dtype=torch.int32),
             torch.zeros(rows, dtype=torch.int64),
             16 if dim == 64 else None,
-            torch.zeros(2, 3, kv_heads, 32) if cached != dtype else None,
+            torch.zeros(2, 3, kv_heads, 32) if cache_dtype != dtype else None,
         )
-        if cached == torch.float8_e4m3fn and rows == 1:
+        if cache_dtype == torch.float8_e4m3fn and rows == 1:
             scales = torch.ones(2, 1, kv_heads, 1).expand(2, 3, kv_heads, 32)
             kv = replace(kv, scales=scales, has_fixed_scales=True)
         ops.attention(q, kv, offsets, offsets[1:].contiguous(), scale=0.1, **options)
         ops.store_kv(q[:, :kv_heads], q[:, :kv_heads], kv)
-    keys = q[:, :kv_heads].contiguous()
-    ops.encoder_attention(q, keys, keys, offsets, scale=0.1, window=3, bias=torch.zeros(heads, 9))
-    ops.rotary(q, keys, torch.zeros(rows, 32), torch.zeros(rows, 32))
+    keys_and_values = q[:, :kv_heads].contiguous()
+    ops.encoder_attention(
+        q, keys_and_values, keys_and_values, offsets, scale=0.1, window=3, bias=torch.zeros(heads, 9)
+    )
+    ops.rotary(q, keys_and_values, torch.zeros(rows, 32), torch.zeros(rows, 32))
 
 
 @parametrize_dtypes
 def test_row_kernels_compile(ops: Any, dtype: torch.dtype) -> None:
     x, weight = torch.zeros(3, 256, dtype=dtype), torch.zeros(256, dtype=dtype)
-    calls: list[Callable[[], object]] = [
+    operations: list[Callable[[], object]] = [
         lambda: ops.rms_norm(x, weight.float(), 1e-5),
         lambda: ops.rms_norm(x.view(3, 4, 64), weight[:64], 1e-5),
         lambda: ops.add_rms_norm(x, x, weight, 1e-5),
@@ -123,8 +125,8 @@ def test_row_kernels_compile(ops: Any, dtype: torch.dtype) -> None:
         lambda: ops.route(x, 4, "all_normed"),
         lambda: ops.route(x, 4, "all"),
     ]
-    for call in calls:
-        call()
+    for operation in operations:
+        operation()
     for activation in ("silu", "gelu", "gelu_tanh", "relu"):
         ops.activation(x, activation)
         ops.gated_activation(x, activation)
@@ -140,10 +142,12 @@ def test_lookup_kernels_compile(ops: Any, dtype: torch.dtype) -> None:
 
 @parametrize_dtypes
 def test_sampling_kernels_compile(ops: Any, dtype: torch.dtype) -> None:
-    ones = torch.ones(3)
-    rules = SamplingInputs(ones, torch.zeros(3).long(), ones, ones, torch.zeros(3).double())
+    row_values = torch.ones(3)
+    sampling_inputs = SamplingInputs(
+        row_values, torch.zeros(3).long(), row_values, row_values, torch.zeros(3).double()
+    )
     for mask in (None, torch.zeros(3, 1001).int()):
-        ops.sample(torch.zeros(3, 32003, dtype=dtype), rules, mask)
+        ops.sample(torch.zeros(3, 32003, dtype=dtype), sampling_inputs, mask)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -160,6 +164,6 @@ def test_product_kernels_compile(ops: Any, dtype: torch.dtype, encoding: str, is
     experts = PackedExperts((packed_weight, packed_weight), (down, down))
     ids = torch.zeros(40, 2).long()
     ops.experts(torch.zeros(40, 256, dtype=dtype), experts, torch.ones(40, 2), ids, ClampedSwiGLU(1.0, 7.0))
-    pair = torch.zeros(2, 8, 256, dtype=dtype), torch.zeros(2, 96, 8, dtype=dtype)
-    lora = LoRAInputs(torch.zeros(3).long(), {"a": pair}, {"a": torch.ones(2).long()})
+    adapter_matrices = torch.zeros(2, 8, 256, dtype=dtype), torch.zeros(2, 96, 8, dtype=dtype)
+    lora = LoRAInputs(torch.zeros(3).long(), {"a": adapter_matrices}, {"a": torch.ones(2).long()})
     ops.linear(torch.zeros(3, 256, dtype=dtype), packed_weight, lora=lora)

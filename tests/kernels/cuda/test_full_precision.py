@@ -20,7 +20,7 @@ SHAPES = list(product((1, 2, 4), (1, 4), (1, 3), (0, 5), (1, 2), (1, 20)))
 def assert_equals_reference(name: str, packed: PackedConv1d | PackedConvTranspose1d, x: Tensor) -> None:
     """Compare a convolution with the reference. The methods do not use ``self``, so it is None."""
     actual, reference = (
-        getattr(cls, name)(None, x, packed) for cls in (CudaConvolution, ReferenceConvolution)
+        getattr(back_end, name)(None, x, packed) for back_end in (CudaConvolution, ReferenceConvolution)
     )
     torch.testing.assert_close(actual, reference, rtol=1e-5, atol=1e-5)
 
@@ -28,23 +28,23 @@ def assert_equals_reference(name: str, packed: PackedConv1d | PackedConvTranspos
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_convolutions_by_matrix_products_equal_the_reference(has_bias: bool) -> None:
     torch.manual_seed(0)
-    bias, count = torch.randn(12) if has_bias else None, 0
+    bias, num_comparisons = torch.randn(12) if has_bias else None, 0
     for groups, size, stride, padding, dilation, rows in SHAPES:
         x = torch.randn(rows, 16)[:, :8]
         weight = torch.randn(12, 8 // groups, size)
         conv = PackedConv1d(8, 12, size, stride, padding, dilation, groups, weight=weight, bias=bias)
         if conv.output_length(rows):
             assert_equals_reference("_grouped_conv1d", conv, x)
-            count += 1
-        for extra in range(stride):
+            num_comparisons += 1
+        for output_padding in range(stride):
             weight = torch.randn(8, 12 // groups, size)
-            transposed = PackedConvTranspose1d(
-                8, 12, size, stride, padding, extra, dilation, groups, weight=weight, bias=bias
+            transposed_conv = PackedConvTranspose1d(
+                8, 12, size, stride, padding, output_padding, dilation, groups, weight=weight, bias=bias
             )
-            if transposed.output_length(rows) > 0:
-                assert_equals_reference("_grouped_conv_transpose1d", transposed, x)
-                count += 1
-    assert count > len(SHAPES)
+            if transposed_conv.output_length(rows) > 0:
+                assert_equals_reference("_grouped_conv_transpose1d", transposed_conv, x)
+                num_comparisons += 1
+    assert num_comparisons > len(SHAPES)
 
 
 def test_each_index_add_call_has_distinct_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,13 +52,13 @@ def test_each_index_add_call_has_distinct_rows(monkeypatch: pytest.MonkeyPatch) 
     pytest.importorskip("triton")
     from penstock.kernels.cuda.ops import CudaOps
 
-    add, calls = Tensor.index_add_, []
+    index_add, calls = Tensor.index_add_, []
 
-    def watched(self: Tensor, dim: int, rows: Tensor, values: Tensor) -> Any:
+    def record_rows(self: Tensor, dim: int, rows: Tensor, values: Tensor) -> Any:
         calls.append(rows.tolist())
-        return add(self, dim, rows, values)
+        return index_add(self, dim, rows, values)
 
-    monkeypatch.setattr(Tensor, "index_add_", watched)
+    monkeypatch.setattr(Tensor, "index_add_", record_rows)
     total, values = torch.zeros(4, 2), torch.arange(10.0).view(5, 2)
     CudaOps()._add_pairs(total, torch.tensor([1, 3, 1, 2, 1]), values, [2, 2, 1])
     assert calls == [[1, 3], [1, 2], [1]]

@@ -90,7 +90,7 @@ def test_no_overlapped_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch
         for name in ("launch", "sample"):
             method = getattr(OverlappedSteps, name)
 
-            def watched(self: Any, *arguments: Any, name: str = name, method: Any = method) -> Any:
+            def call_and_check(self: Any, *arguments: Any, name: str = name, method: Any = method) -> Any:
                 calls.append(name)
                 try:
                     set_sync_mode("error")
@@ -101,7 +101,7 @@ def test_no_overlapped_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch
                 finally:
                     set_sync_mode("default")
 
-            monkeypatch.setattr(OverlappedSteps, name, watched)
+            monkeypatch.setattr(OverlappedSteps, name, call_and_check)
         for params in (GREEDY, SAMPLED, penalised_params):
             llm.generate(PROMPTS, params)
     assert not waits
@@ -116,7 +116,7 @@ def test_batched_texts_equal_single_texts(encoding: str) -> None:
 
 
 def test_replayed_steps_have_the_bits_of_eager_steps() -> None:
-    """With `deterministic`, a captured step, whose block table is padded, computes what an eager one does."""
+    """With `deterministic`, the padded block table of a captured step changes no bits of its results."""
     with LLM("demo", devices=DEVICE, deterministic=True, quantization_encoding="bfloat16") as llm:
         results = []
         for uses_graphs in (True, True, False):
@@ -131,30 +131,29 @@ def test_replayed_steps_have_the_bits_of_eager_steps() -> None:
 def test_images_are_encoded_by_graphs(name: str, tmp_path: Path) -> None:
     """Replays on other pixels give the rows of eager operations, and earlier rows do not change."""
     folder = write_vision_checkpoint(name, tmp_path)
-    compiled, eager = (
-        open_vision(folder, "bfloat16", compiled=each, devices=DEVICE) for each in (True, False)
+    compiled_encoder, eager_encoder = (
+        open_vision(folder, "bfloat16", compiled=is_compiled, devices=DEVICE) for is_compiled in (True, False)
     )
-    model: Any = compiled.model
-    rows, expected = [], []
+    model: Any = compiled_encoder.model
+    compiled_rows, eager_rows = [], []
     for seed in range(4):
-        for original in make_images(name):
-            image = with_random_pixels(original, seed)
-            rows.append(encode_images(compiled, [image]))
-            expected.append(encode_images(eager, [image]))
+        for example_image in make_images(name):
+            image = with_random_pixels(example_image, seed)
+            compiled_rows.append(encode_images(compiled_encoder, [image]))
+            eager_rows.append(encode_images(eager_encoder, [image]))
     assert model.encoder_graphs.status.startswith("compiled: ")
-    for compiled_rows, eager_rows in zip(rows, expected, strict=True):
-        assert torch.equal(compiled_rows, eager_rows)
+    assert all(map(torch.equal, compiled_rows, eager_rows))
 
 
 def test_graphs_of_many_shapes_stay_within_their_budget() -> None:
     with LLM("demo", devices=DEVICE, max_batch_size=64, max_length=256) as llm:
         llm.generate(PROMPTS, GREEDY)
         torch.cuda.empty_cache()
-        before, total = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[1]
+        reserved_before, total_bytes = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[1]
         for size in (*range(1, 40), *range(1, 40)):
             llm.generate(["Once"] * size, replace(GREEDY, max_new_tokens=4))
         graphs = llm.pipeline.session.graphs
         assert graphs is not None
         assert graphs.num_graphs > 30
         torch.cuda.empty_cache()
-        assert torch.cuda.memory_reserved() - before < 0.06 * total
+        assert torch.cuda.memory_reserved() - reserved_before < 0.06 * total_bytes

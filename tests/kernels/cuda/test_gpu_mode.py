@@ -32,8 +32,8 @@ def test_pipelines_open_on_the_gpu(has_gpu: bool) -> None:
     config = PipelineConfig.from_flat({"max_batch_size": 2})
     assert str(config.model.devices[0]) == ("gpu:0" if has_gpu else "cpu")
     assert config.max_batch_size == 2
-    named = PipelineConfig.from_flat({"kernels": "reference"})
-    assert str(named.model.devices[0]) == "cpu", (
+    config_with_kernels = PipelineConfig.from_flat({"kernels": "reference"})
+    assert str(config_with_kernels.model.devices[0]) == "cpu", (
         "a configuration that sets its kernels must not move to the GPU"
     )
 
@@ -56,8 +56,8 @@ def test_the_marker_gpu_selects_tests(has_gpu: bool, expression: str) -> None:
     config: Any = SimpleNamespace(getoption=lambda name, default: expression)
     items: Any = [FakeTestItem("gpu"), FakeTestItem("models"), FakeTestItem()]
     gpu_mode.mark_tests_of_gpus(config, items)
-    kernel, model, other = items
-    assert ("skip" in kernel.names) == (not has_gpu)
-    assert ("gpu" in model.names) == expression.startswith("gpu")
-    assert ("skip" in model.names) == (expression.startswith("gpu") and not has_gpu)
-    assert other.names == []
+    gpu_item, model_item, plain_item = items
+    assert ("skip" in gpu_item.names) == (not has_gpu)
+    assert ("gpu" in model_item.names) == expression.startswith("gpu")
+    assert ("skip" in model_item.names) == (expression.startswith("gpu") and not has_gpu)
+    assert plain_item.names == []

@@ -100,7 +100,7 @@ def run_step(ops: Ops, inputs: Mapping[str, Tensor]) -> list[Tensor]:
     return [ops.add(rows, inputs["tables"][:, :3].sum(1, keepdim=True).float().expand(-1, 2))]
 
 
-def step_inputs(*tokens: int, width: int = 3) -> dict[str, Tensor]:
+def make_step_inputs(*tokens: int, width: int = 3) -> dict[str, Tensor]:
     tables = torch.arange(len(tokens) * width, dtype=torch.int32).view(len(tokens), width)
     return {"tokens": torch.tensor(tokens), "tables": tables}
 
@@ -113,30 +113,35 @@ def run_cached(cache: GraphCache, inputs: Mapping[str, Tensor]) -> Tensor | None
 def test_a_step_is_captured_at_its_second_occurrence_and_then_replayed() -> None:
     cuda = FakeCuda()
     cache = GraphCache(CudaGraphCompiler(ReferenceOps(), cuda=cuda))
-    assert run_cached(cache, step_inputs(1, 2)) is None
+    assert run_cached(cache, make_step_inputs(1, 2)) is None
     replayed_results = [
         run_cached(cache, inputs)
-        for inputs in (step_inputs(1, 2), step_inputs(5, 0), step_inputs(3, 3, width=4))
+        for inputs in (make_step_inputs(1, 2), make_step_inputs(5, 0), make_step_inputs(3, 3, width=4))
     ]
     for actual, inputs in zip(
-        replayed_results, (step_inputs(1, 2), step_inputs(5, 0), step_inputs(3, 3, width=4)), strict=True
+        replayed_results,
+        (make_step_inputs(1, 2), make_step_inputs(5, 0), make_step_inputs(3, 3, width=4)),
+        strict=True,
     ):
         assert actual is not None
         assert torch.equal(actual, run_step(ReferenceOps(), inputs)[0])
     assert cache.status == "compiled: a CUDA graph"
-    assert run_cached(cache, step_inputs(1)) is None
-    assert run_cached(cache, step_inputs(4)) is not None
+    assert run_cached(cache, make_step_inputs(1)) is None
+    assert run_cached(cache, make_step_inputs(4)) is not None
     assert cuda.pools == [cuda.pool] * 2, "all graphs share one pool"
 
 
 def test_results_do_not_change_with_the_next_replay() -> None:
     cache = GraphCache(CudaGraphCompiler(ReferenceOps(), cuda=FakeCuda()))
     for _ in range(2):
-        run_cached(cache, step_inputs(1, 2))
-    first, expected = run_cached(cache, step_inputs(4, 4)), run_step(ReferenceOps(), step_inputs(4, 4))[0]
-    run_cached(cache, step_inputs(0, 0))
-    assert first is not None
-    assert torch.equal(first, expected)
+        run_cached(cache, make_step_inputs(1, 2))
+    first_result, expected = (
+        run_cached(cache, make_step_inputs(4, 4)),
+        run_step(ReferenceOps(), make_step_inputs(4, 4))[0],
+    )
+    run_cached(cache, make_step_inputs(0, 0))
+    assert first_result is not None
+    assert torch.equal(first_result, expected)
 
 
 @pytest.mark.parametrize("uniforms", [[0.0, 0.0, 0.0], [0.1, 0.6, 0.95]])
@@ -145,28 +150,38 @@ def test_several_steps_feed_their_tokens_to_the_next(uniforms: list[float]) -> N
     ops, table = ReferenceOps(), torch.randn(6, 6, generator=torch.Generator().manual_seed(0))
     table[4] = torch.nan  # the row after token 4 has no finite logits
 
-    def logits(ops: Ops, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+    def compute_logits(ops: Ops, inputs: Mapping[str, Tensor]) -> list[Tensor]:
         rows = ops.take_rows(table, inputs["tokens"])
         return [ops.add(rows, inputs["positions"][:, None].float().sin().expand(-1, 6) * table[0])]
 
-    def given(tokens: Tensor, positions: Tensor) -> dict[str, Tensor]:
+    def make_inputs(tokens: Tensor, positions: Tensor) -> dict[str, Tensor]:
         return {"tokens": tokens, "positions": positions}
 
-    first, positions = torch.tensor([1, 4]), torch.tensor([[5, 9], [6, 10], [7, 11]])
+    first_tokens, positions = torch.tensor([1, 4]), torch.tensor([[5, 9], [6, 10], [7, 11]])
     temperature = torch.full((2,), float(any(uniforms)))
-    rules = SamplingInputs(
+    sampling_inputs = SamplingInputs(
         temperature, torch.zeros(2).long(), torch.ones(2), torch.zeros(2), torch.zeros(2).double()
     )
-    draws = torch.tensor(uniforms, dtype=torch.float64)[:, None].expand(3, 2)
+    uniforms_per_step = torch.tensor(uniforms, dtype=torch.float64)[:, None].expand(3, 2)
     cache = GraphCache(CudaGraphCompiler(ops, cuda=FakeCuda()))
-    inputs = given(first, positions[0])
-    assert cache.run_loop("key", inputs, {"positions": positions}, rules, draws, torch.empty(2, 0)) is None
+    inputs = make_inputs(first_tokens, positions[0])
+    assert (
+        cache.run_loop(
+            "key", inputs, {"positions": positions}, sampling_inputs, uniforms_per_step, torch.empty(2, 0)
+        )
+        is None
+    )
     for _ in range(2):
-        cache.run("key", inputs, logits)
-    actual = cache.run_loop("key", inputs, {"positions": positions}, rules, draws, torch.empty(2, 0))
-    tokens, expected = first, []
-    for row, draw in zip(positions, draws, strict=True):
-        sampled_ids = ops.sample(logits(ops, given(tokens, row))[0], replace(rules, uniforms=draw))
+        cache.run("key", inputs, compute_logits)
+    actual = cache.run_loop(
+        "key", inputs, {"positions": positions}, sampling_inputs, uniforms_per_step, torch.empty(2, 0)
+    )
+    tokens, expected = first_tokens, []
+    for step_positions, step_uniforms in zip(positions, uniforms_per_step, strict=True):
+        sampled_ids = ops.sample(
+            compute_logits(ops, make_inputs(tokens, step_positions))[0],
+            replace(sampling_inputs, uniforms=step_uniforms),
+        )
         expected.append(sampled_ids.tolist())
         tokens = sampled_ids.clamp(min=0)
     assert actual is not None
@@ -178,7 +193,9 @@ def test_graphs_beyond_the_budget_run_eagerly(caplog: pytest.LogCaptureFixture) 
     cache = GraphCache(CudaGraphCompiler(ReferenceOps(), cuda=FakeCuda()))  # the limit is 5 % of 100 MiB
     with caplog.at_level(logging.WARNING):
         was_captured = [
-            run_cached(cache, step_inputs(*[1] * rows)) is not None for rows in range(1, 7) for _ in range(2)
+            run_cached(cache, make_step_inputs(*[1] * rows)) is not None
+            for rows in range(1, 7)
+            for _ in range(2)
         ]
     assert was_captured == [False, True] * 3 + [False, False] * 3
     assert [record.getMessage() for record in caplog.records] == [
@@ -188,45 +205,48 @@ def test_graphs_beyond_the_budget_run_eagerly(caplog: pytest.LogCaptureFixture) 
 
 
 def test_all_steps_are_captured_in_one_side_stream() -> None:
-    """The allocator of torch keeps the memory of each stream, so every further one takes as much again."""
+    """The allocator of torch keeps memory for each stream, so each further stream would need as much."""
     cuda = FakeCuda()
     cache = GraphCache(CudaGraphCompiler(ReferenceOps(), cuda=cuda, max_bytes=100 * MIB))
     for rows in (1, 1, 2, 2, 3, 3):
-        run_cached(cache, step_inputs(*[1] * rows))
+        run_cached(cache, make_step_inputs(*[1] * rows))
     assert (cache.num_graphs, len(cuda.streams)) == (3, 1)
 
 
 def test_inputs_of_graphs_count_in_the_budget_until_a_graph_is_dropped() -> None:
-    """The pool holds no inputs. Those of prompts with images have megabytes."""
+    """The memory of inputs is not in the pool of the graphs. Inputs of prompts with images have megabytes."""
     compiler = CudaGraphCompiler(ReferenceOps(), cuda=FakeCuda(), max_bytes=10 * MIB)
     cache = GraphCache(compiler, max_graphs=1, pads_columns=False)
 
-    def captured(rows: int) -> bool:  # each graph takes 2 MiB of the pool
+    def is_captured(rows: int) -> bool:  # each graph takes 2 MiB of the pool
         inputs = {"x": torch.zeros(rows, 512, 512)}
-        results = [cache.run(rows, inputs, lambda ops, given: [ops.scale(given["x"], 2.0)]) for _ in range(2)]
+        results = [
+            cache.run(rows, inputs, lambda ops, step_inputs: [ops.scale(step_inputs["x"], 2.0)])
+            for _ in range(2)
+        ]
         return results[1] is not None
 
-    assert captured(4)  # 4 MiB of inputs, freed by the next graph
-    assert captured(5)
+    assert is_captured(4)  # 4 MiB of inputs, freed by the next graph
+    assert is_captured(5)
     assert cache.num_bytes == 5 * MIB
-    assert captured(1)
-    assert captured(2)
-    assert not captured(3)
+    assert is_captured(1)
+    assert is_captured(2)
+    assert not is_captured(3)
 
 
 def test_a_step_that_cannot_be_captured_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
-    def reads(ops: Ops, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+    def read_on_host(ops: Ops, inputs: Mapping[str, Tensor]) -> list[Tensor]:
         return [ops.scale(inputs["tokens"].float(), float(inputs["tokens"].sum()))]
 
     compiler = CudaGraphCompiler(ReferenceOps(), cuda=FakeCuda())
     cache = GraphCache(compiler)
     with caplog.at_level(logging.WARNING):
-        assert [cache.run("key", step_inputs(1), reads) for _ in range(3)] == [None] * 3
+        assert [cache.run("key", make_step_inputs(1), read_on_host) for _ in range(3)] == [None] * 3
     assert len(caplog.records) == 1
     assert "operation not permitted when stream is capturing" in caplog.text
     assert "more lines" not in caplog.text
     with pytest.raises(UnrecordableStepError, match="cannot capture"):
-        compiler.capture(reads, step_inputs(1))
+        compiler.capture(read_on_host, make_step_inputs(1))
 
 
 def test_the_back_end_has_no_graphs_without_a_gpu() -> None:

@@ -31,7 +31,8 @@ def run_interpreted(*arguments: str, timeout: float) -> str:
 @pytest.mark.timeout(600)
 def test_kernels_pass_on_small_shapes() -> None:
     files = [
-        f"tests/kernels/cuda/interpreted_{name}.py" for name in ("checks", "attention", "lookups", "sampling")
+        f"tests/kernels/cuda/interpreted_{name}.py"
+        for name in ("checks", "attention", "lookups", "model", "sampling")
     ]
     assert " passed" in run_interpreted(*files, timeout=590)
 
@@ -54,24 +55,26 @@ def test_kernels_pass_on_a_matrix_of_shapes() -> None:
 @pytest.mark.timeout(7200)
 def test_models_run_on_interpreted_kernels() -> None:
     """Run the tests of models that are marked for a GPU on the interpreted kernels."""
-    chosen = "llama and best and (mixed_batch or chunks0)"
+    expression = "llama and best and (mixed_batch or chunks0)"
     assert " passed" in run_interpreted(
-        "tests/architectures/test_parity.py", "--timeout=1800", "-m", "gpu", "-k", chosen, timeout=7000
+        "tests/architectures/test_parity.py", "--timeout=1800", "-m", "gpu", "-k", expression, timeout=7000
     )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("file", ["conformance", "encoder_attention", "experts", "determinism", "sampling"])
-def test_back_end_tests_pass_on_interpreted_kernels(file: str) -> None:
-    chosen = "cuda and not 32003 and not snake and not polar"
-    run_interpreted(f"tests/kernels/test_{file}.py", "--timeout=1800", "-k", chosen, timeout=7000)
+@pytest.mark.parametrize(
+    "test_file", ["conformance", "encoder_attention", "experts", "determinism", "sampling"]
+)
+def test_back_end_tests_pass_on_interpreted_kernels(test_file: str) -> None:
+    expression = "cuda and not 32003 and not snake and not polar"
+    run_interpreted(f"tests/kernels/test_{test_file}.py", "--timeout=1800", "-k", expression, timeout=7000)
 
 
 def test_the_back_end_needs_a_gpu_or_the_interpreter() -> None:
     import torch
 
     if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
-        pytest.skip("it runs here")
+        pytest.skip("the back end runs on this machine")
     assert BACKEND.load() is None
     assert list(BACKEND.variants()) == []

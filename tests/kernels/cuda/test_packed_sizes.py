@@ -12,13 +12,13 @@ from penstock.kernels.cuda import BACKEND
 from penstock.kernels.cuda.linear import packed_for_gpu
 
 
-@pytest.mark.parametrize("name", ENCODINGS)
+@pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("inputs", [256, 288, 1000])
-def test_the_planned_size_is_at_least_the_packed_size(name: str, inputs: int) -> None:
+def test_the_planned_size_is_at_least_the_packed_size(encoding: str, inputs: int) -> None:
     weight = torch.randn(128, inputs, generator=torch.Generator().manual_seed(0))
-    packed = packed_for_gpu(pack_linear(weight, name))
-    size = sum(tensor.nbytes for tensor in packed.tensors.values())
-    planned = BACKEND.num_bytes(ENCODINGS[name], 128, inputs)
-    assert size <= planned
+    packed = packed_for_gpu(pack_linear(weight, encoding))
+    packed_size = sum(tensor.nbytes for tensor in packed.tensors.values())
+    planned_size = BACKEND.num_bytes(ENCODINGS[encoding], 128, inputs)
+    assert packed_size <= planned_size
     if inputs == 256:  # panels have no padding
-        assert planned <= 1.02 * size
+        assert planned_size <= 1.02 * packed_size

@@ -81,17 +81,17 @@ def test_a_copy_waits_for_earlier_work_only() -> None:
     for step in (1, 2):
         cuda.main.length += 10  # the work of the step
         tokens = torch.tensor([step, step])
-        fetched = queue.fetch(queue.submit(lambda tokens=tokens: tokens))
+        copy = queue.fetch(queue.submit(lambda tokens=tokens: tokens))
         cuda.main.length += 100  # the next forward
-        (side,) = cuda.streams
-        assert side.waits_for == {"main": 110 * step - 100}
+        (side_stream,) = cuda.streams
+        assert side_stream.waits_for == {"main": 110 * step - 100}
         event = cuda.events[-1]
-        assert event.stream is side
+        assert event.stream is side_stream
         assert not event.is_synchronized
-        assert fetched.wait().tolist() == [step, step]
+        assert copy.wait().tolist() == [step, step]
         assert event.is_synchronized
         tokens.zero_()
-        assert fetched.wait().tolist() == [step, step], "the value must be a copy"
+        assert copy.wait().tolist() == [step, step], "the value must be a copy"
 
 
 def test_only_a_gpu_has_a_queue() -> None:
@@ -111,11 +111,11 @@ def test_a_copy_is_complete_before_later_work() -> None:
     queue = CudaQueue()
     x = torch.rand(4096, 4096, device=device)
     result = queue.submit(lambda: x.sum())
-    fetched = queue.fetch(result)
+    copy = queue.fetch(result)
     later_result = queue.submit(lambda: [x @ x for _ in range(200)][-1])
     done_event = torch.cuda.Event()
     done_event.record()
-    value = fetched.wait()
+    value = copy.wait()
     assert not done_event.query(), "the copy waited for work that was submitted later"
     assert value.item() == result.value.item()
     assert later_result.value.shape == x.shape

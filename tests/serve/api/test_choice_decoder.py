@@ -110,9 +110,10 @@ def test_output_does_not_depend_on_token_chunks(
 ) -> None:
     ids = list(text.encode())[: -1 if broken else None]  # the last token may end within a character
     context = make_context(stop=stop or None)
-    expected = take_all(make_choice(context, template, parallel, at_once=True), ids, [], status)
+    expected = take_all(make_choice(context, template, parallel, may_decode_at_end=True), ids, [], status)
     assert take_all(make_choice(context, template, parallel), ids, cuts, status) == expected
-    assert take_all(make_choice(context, template, parallel, at_once=True), ids, cuts, status) == expected
+    deferred_choice = make_choice(context, template, parallel, may_decode_at_end=True)
+    assert take_all(deferred_choice, ids, cuts, status) == expected
     assert take_all(make_choice(context, template, parallel), ids, range(len(ids)), status) == expected
     _, token_ids, scored, reason, num_tokens, num_reasoning = expected
     assert scored == token_ids == ids[: len(token_ids)]
@@ -176,14 +177,14 @@ def test_reasoning_tokens_are_counted() -> None:
     assert take_all(make_choice(make_context(), THINKING), list(b"abc"), [], END)[-1] == 0
 
 
-@pytest.mark.parametrize("at_once", [False, True])
-def test_the_text_is_decoded_after_the_prompt(shared_data: Path, at_once: bool) -> None:
+@pytest.mark.parametrize("may_decode_at_end", [False, True])
+def test_the_text_is_decoded_after_the_prompt(shared_data: Path, may_decode_at_end: bool) -> None:
     tokenizer = TextTokenizer(shared_data / "models/stories260K")
     prompt, answer = (tokenizer.encode_text(text, add_special_tokens=False) for text in ("One day", "the"))
     for before, text in (([1, *prompt.tolist()], " the"), ([*prompt.tolist(), 1], "the")):
         context = tokenizer.build_context(TokenGeneratorRequest("1", 0, "m", prompt=before))
-        choice = ChoiceDecoder(context, tokenizer, at_once=at_once)
-        assert choice.decodes_at_end == at_once
+        choice = ChoiceDecoder(context, tokenizer, may_decode_at_end=may_decode_at_end)
+        assert choice.decodes_at_end == may_decode_at_end
         assert choice.take(answer.tolist(), END).content == text
 
 

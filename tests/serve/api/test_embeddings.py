@@ -76,14 +76,14 @@ async def test_the_texts_of_a_request_are_encoded_together(
     embedder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts: list[int] = []
-    encode = EmbeddingsTokenizer._encode_samples
+    encode = EmbeddingsTokenizer._encode_batch
 
     def counted(self: EmbeddingsTokenizer, samples: Any, cut_to: int | None) -> Any:
         counts.append(len(samples))
         return encode(self, samples, cut_to)
 
     async with embedding_server(embedder) as server:
-        monkeypatch.setattr(EmbeddingsTokenizer, "_encode_samples", counted)
+        monkeypatch.setattr(EmbeddingsTokenizer, "_encode_batch", counted)
         await request_embeddings(server, input=TEXTS)
         assert counts == [len(TEXTS)]
 
@@ -154,7 +154,11 @@ async def test_truncated_vectors_are_normalised(tmp_path: Path) -> None:
             "input",
             "'title' is unknown: the checkpoint has query, docu",
         ),
-        ({"input": "a", "input_type": "query", "prompt_name": "query"}, "input_type", "send one of them"),
+        (
+            {"input": "a", "input_type": "query", "prompt_name": "query"},
+            "input_type",
+            "send only one of them",
+        ),
         ({"input": [5], "prompt_name": "query"}, "input", "a prompt needs a text"),
         ({"input": ["a"] * 6}, "input", "input has 6 entries, but a request may have 5"),
         ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "send at least 1"),
@@ -182,7 +186,7 @@ async def test_long_inputs_are_refused_without_truncation(embedder: Path) -> Non
             error = await server.expect_refusal("/v1/embeddings", model="tiny", input=value)
             assert (error["code"], error["param"]) == ("context_length_exceeded", name)
             assert error["message"].startswith(f"{name} has 7")
-            assert "but the maximum length is 64 tokens: shorten it, or send truncate" in error["message"]
+            assert "but the maximum length is 64 tokens: shorten the input" in error["message"]
         huge = await server.expect_refusal("/v1/embeddings", model="tiny", input="cat " * 100_000)
         assert "has more than " in huge["message"]
         full = await request_embeddings(server, input="cat " * 62)

@@ -94,10 +94,10 @@ async def test_more_choices_than_the_limit_are_refused() -> None:
         assert refused_response.status_code == 400
         error = refused_response.json()["error"]
         assert (error["param"], error["type"]) == ("n", "invalid_request_error")
-        assert "5 answers, but a request may have 4 (--max-choices-per-request)" in error["message"]
+        assert "5 choices, but a request may have 4 (--max-choices-per-request)" in error["message"]
         refused_response = await server.post("/v1/completions", prompt=["a", "b", "c"], n=2)
         assert refused_response.status_code == 400
-        assert "3 prompts with 2 answers each, but" in refused_response.json()["error"]["message"]
+        assert "3 prompts with 2 choices each, but" in refused_response.json()["error"]["message"]
         refused_response = await server.post("/v1/completions", prompt=["a"] * 5)
         assert refused_response.json()["error"]["param"] == "prompt"
         assert len((await server.chat(n=4))["choices"]) == 4

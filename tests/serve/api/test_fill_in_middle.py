@@ -29,7 +29,7 @@ async def test_a_completion_with_a_suffix_fills_in_the_middle(monkeypatch: pytes
         refusal_error = await server.expect_refusal("/v1/completions", prompt="a", suffix="b")
         assert (refusal_error["param"], refusal_error["code"]) == ("suffix", "unsupported_parameter")
         monkeypatch.setattr(fill_in_middle, "FAMILIES", (PSM,))
-        monkeypatch.setattr(fill_in_middle, "ENDS", ("!",))
+        monkeypatch.setattr(fill_in_middle, "END_TOKENS", ("!",))
         response = await server.complete(prompt=["ab", ""], suffix="cd", max_tokens=50)
         assert [choice["text"] for choice in response["choices"]] == ["^ab~cd|", "^~cd|"]
         assert [choice["finish_reason"] for choice in response["choices"]] == ["stop", "stop"]

@@ -102,7 +102,7 @@ async def check_errors(server: InProcessServer, client: AsyncOpenAI) -> None:
         (make_message("?", make_image_url(1), detail="high"), "detail 'high' is not supported"),
         (make_message("?", *[make_image_url(1)] * 16), r"27\d.*256"),
         (make_message("?", *["data:,"] * 33), "has 33 images, but the limit is 32"),
-        ({"role": "user", "content": [{"type": "image_url"}]}, "needs image_url"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "requires the field image_url"),
         ({"role": "user", "content": [{"type": "input_audio"}]}, "reads text and images only"),
     ]
     for case, text in cases:

@@ -13,7 +13,7 @@ from support.joined_streams import drop_variable_fields, join_chat, join_complet
 import penstock.serve.api.json_parts
 from penstock.pipelines.core import LogProbabilities, TextContext
 from penstock.serve.api.choice_decoder import Score, top_tokens
-from penstock.serve.api.json_parts import EncodingTurns, JsonResponse, gather
+from penstock.serve.api.json_parts import EncodingTurns, JsonResponse, collect_parts
 from penstock.serve.api.token_fragments import MAX_COST, TokenFragments
 from penstock.serve.api.token_scores import ChatScores, CompletionScores, prompt_parts
 from penstock.testing import FakePipeline, FakeTokenizer
@@ -73,7 +73,7 @@ async def test_the_event_loop_runs_between_slices(monkeypatch: pytest.MonkeyPatc
             order.append(name)
             yield name.encode()
 
-    bodies = await asyncio.gather(gather(parts("a"), turns), gather(parts("b"), turns))
+    bodies = await asyncio.gather(collect_parts(parts("a"), turns), collect_parts(parts("b"), turns))
     assert [b"".join(item) for item in bodies] == [b"aaa", b"bbb"]
     assert order == ["a", "b"] * 3
 
@@ -91,7 +91,7 @@ async def test_slices_of_several_responses_run_in_different_iterations(
             num_parts += 1
             yield b"x"
 
-    tasks = [asyncio.ensure_future(gather(parts(), turns)) for _ in range(8)]
+    tasks = [asyncio.ensure_future(collect_parts(parts(), turns)) for _ in range(8)]
     while not all(task.done() for task in tasks):
         num_parts_before = num_parts
         await asyncio.sleep(0)
@@ -119,7 +119,7 @@ async def test_a_long_document_is_sent_in_several_messages() -> None:
 
 
 def test_rows_are_unpacked_when_they_are_encoded() -> None:
-    packed_log_probabilities = PackedLogProbabilities.of(LogProbabilities([-1.0], [{3: -1.0, 4: -2.0}]))
+    packed_log_probabilities = PackedLogProbabilities.pack(LogProbabilities([-1.0], [{3: -1.0, 4: -2.0}]))
     (top_entries,) = packed_log_probabilities.top_log_probabilities
     assert not isinstance(top_entries, dict)
     assert top_tokens(top_entries) == {3: -1.0, 4: -2.0}
@@ -161,9 +161,9 @@ TOO_MANY: list[tuple[str, dict[str, Any], str, list[str]]] = [
         CHAT,
         {"n": 4, "max_tokens": 60, "logprobs": True, "top_logprobs": 4},
         "top_logprobs",
-        ["1200", "4 x 60 tokens x 5"],
+        ["1200", "4 choice(s) x 60 tokens x 5"],
     ),
-    (CHAT, {"logprobs": True, "max_tokens": 1500}, "top_logprobs", ["1500", "1 x 1500 tokens x 1"]),
+    (CHAT, {"logprobs": True, "max_tokens": 1500}, "top_logprobs", ["1500", "1 choice(s) x 1500 tokens x 1"]),
     (COMPLETIONS, {"n": 4, "max_tokens": 60, "logprobs": 4}, "logprobs", ["1200"]),
     (
         COMPLETIONS,

@@ -137,7 +137,7 @@ async def test_formats_without_grammar_support_are_refused_and_a_model_is_descri
 ) -> None:
     for form in ({"type": "object"}, "json"):  # the fake model supports no grammars
         refused_response = await server.post("/api/chat", messages=make_user_message("x"), format=form)
-        assert refused_response.json()["error"].startswith("format needs the grammar extra")
+        assert refused_response.json()["error"].startswith("format requires an optional package")
     description = (await server.post("/api/show")).json()
     assert description["capabilities"] == ["completion", "tools", "thinking"]
     assert description["model_info"]["llama.context_length"] == 2048
@@ -160,12 +160,12 @@ async def test_model_lists_and_errors(server: InProcessServer) -> None:
         (
             "/api/chat",
             {"messages": make_user_message("x"), "options": {"num_ctx": 10**6}},
-            "--max-length is 2048",
+            "--max-length 2048",
         ),
         ("/api/chat", {"messages": [{"role": "user", "images": ["aaaa"]}]}, "image"),
-        ("/api/chat", {"messages": make_user_message("x"), "think": "high"}, "reads no effort"),
-        ("/api/generate", {"prompt": "x", "suffix": "y"}, "no tokens to fill in the middle"),
-        ("/api/generate", {"prompt": "x", "raw": True, "system": "S"}, "system needs the chat template"),
+        ("/api/chat", {"messages": make_user_message("x"), "think": "high"}, "has no such effort"),
+        ("/api/generate", {"prompt": "x", "suffix": "y"}, "no fill-in-the-middle tokens"),
+        ("/api/generate", {"prompt": "x", "raw": True, "system": "S"}, "system requires the chat template"),
         ("/api/generate", {"prompt": "x", "context": [1]}, "context is not supported"),
         ("/api/embed", {"input": "x"}, "task"),
         ("/api/show", {"model": "other"}, "other"),

@@ -11,7 +11,7 @@ from openai.types.chat import chat_completion_stream_options_param
 from openai.types.chat import completion_create_params as chat_params
 from support.in_process_server import InProcessServer, run_in_process, user_message
 
-from penstock.serve.api.parameters import LOGGED, UNSUPPORTED
+from penstock.serve.api.parameters import LOGGED_FIELDS, UNSUPPORTED
 from penstock.serve.api.schemas import ChatBody, CompletionBody, RequestBody, StreamOptions
 from penstock.serve.api.validation import validated
 from penstock.serve.http.problems import RequestProblem
@@ -58,7 +58,7 @@ def test_each_openai_field_is_in_a_table(request_class: type[RequestBody], opena
 def test_no_field_is_in_two_tables() -> None:
     for kind, table in UNSUPPORTED.items():
         assert not kind.model_fields.keys() & table.keys()
-    assert set(LOGGED) <= ChatBody.model_fields.keys() & CompletionBody.model_fields.keys()
+    assert set(LOGGED_FIELDS) <= ChatBody.model_fields.keys() & CompletionBody.model_fields.keys()
 
 
 @pytest.mark.parametrize(("kind", "name"), TABLES)

@@ -103,7 +103,7 @@ async def test_long_documents_are_truncated_or_refused(cross_encoder: Path) -> N
         ("/v1/rerank", {"query": "a", "documents": ["b", ""]}, "documents[1]", "documents[1]: the input"),
         ("/v1/rerank", {"query": "", "documents": ["b"]}, "query", "query: the input is empty"),
         ("/v1/rerank", {"query": "a", "documents": ["b"], "activation": False}, "activation", "embedder"),
-        ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a"] * 3}, "text_1", "2 texts and text_2 3"),
+        ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a"] * 3}, "text_1", "2 texts, but text_2 has 3"),
         ("/v1/score", {"text_1": [], "text_2": ["a"]}, "text_1", "text_1 is an empty list"),
         ("/v1/score", {"text_1": "a", "text_2": []}, "text_2", "text_2 is an empty list"),
         ("/v1/score", {"text_1": "a", "text_2": ["b", ""]}, "text_2[1]", "the input is empty"),
@@ -135,6 +135,6 @@ async def test_classify_equals_the_library(classifier: Path) -> None:
         [same] = (await post_ok(server, "/v1/classify", input=ids, activation=False))["data"]
         assert same == single_response
         error = await server.expect_refusal("/v1/rerank", model="tiny", query="a", documents=["b"])
-        assert "the model has 3 labels: a cross-encoder has one" in error["message"]
+        assert "the model has 3 labels, but a cross-encoder has one" in error["message"]
         [raw_item] = (await post_ok(server, "/pooling", input=TEXTS[1], activation=False))["data"]
         np.testing.assert_allclose(raw_item["scores"], single_response["probs"], atol=1e-6)

@@ -231,10 +231,10 @@ async def test_a_background_response_can_be_polled_and_streamed() -> None:
         assert [event.sequence_number async for event in resumed_stream] == [
             event.sequence_number for event in events[3:]
         ]
-        with pytest.raises(openai.BadRequestError, match="background needs store"):
+        with pytest.raises(openai.BadRequestError, match="background requires store"):
             await client.responses.create(model="demo", input="Hi", background=True, store=False)
         plain_response = await client.responses.create(model="demo", input="Hi")
-        with pytest.raises(openai.BadRequestError, match="only a response with background"):
+        with pytest.raises(openai.BadRequestError, match="only a background response"):
             await client.responses.cancel(plain_response.id)
 
 
@@ -338,7 +338,7 @@ async def test_invalid_values_are_refused_with_the_field(body: dict[str, Any], p
         refusal_error = await server.expect_refusal("/v1/responses", **body)
         assert refusal_error["param"] == param
         if "min_tokens" in body:
-            assert "but max_output_tokens 2" in refusal_error["message"]
+            assert "but max_output_tokens is 2" in refusal_error["message"]
 
 
 async def test_truncation_drops_the_oldest_turns() -> None:

@@ -167,7 +167,7 @@ async def test_voices_are_listed_and_used(folder: Path) -> None:
         ({"input": "a" * 4097}, "input", "at most 4096 characters"),
         ({"temperature": -1.0}, None, "temperature"),
         ({"speeed": 1}, "speeed", "speed"),
-        ({"voice": "zoe", "audio_prompt_tokens": [1]}, "voice", "send one"),
+        ({"voice": "zoe", "audio_prompt_tokens": [1]}, "voice", "send only one"),
         ({"audio_prompt_tokens": [99], "audio_prompt_transcription": "a"}, "input", "from 0 to 15"),
     ],
 )

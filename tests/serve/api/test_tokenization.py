@@ -88,7 +88,7 @@ def decode_parts(parts: Iterable[bytes]) -> Any:
 
 
 def test_chat_log_probabilities_contain_texts_and_bytes_of_tokens() -> None:
-    scores = ChatScores(TokenFragments(FakeTokenizer()), top=2)
+    scores = ChatScores(TokenFragments(FakeTokenizer()), num_top=2)
     score = Score(195, float("-inf"), {97: -2.0, 195: float("-inf"), 98: -1.0})
     [entry] = decode_parts(scores.parts([score]))["content"]
     assert entry == {
@@ -104,7 +104,7 @@ def test_chat_log_probabilities_contain_texts_and_bytes_of_tokens() -> None:
 
 def test_completion_log_probabilities_contain_texts_and_offsets_of_tokens() -> None:
     tokenizer = FakeTokenizer()
-    scores = CompletionScores(tokenizer, TokenFragments(tokenizer), top=1)
+    scores = CompletionScores(tokenizer, TokenFragments(tokenizer), num_top=1)
     first = decode_parts(scores.parts([110, 256], [None, -3.0], [None, {97: -1.0, 256: -3.0}]))
     assert first == {
         "text_offset": [0, 1],

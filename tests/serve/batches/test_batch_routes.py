@@ -94,7 +94,7 @@ async def test_a_batch_continues_after_a_restart(tmp_path: Path) -> None:
         async with asyncio.timeout(30):
             while (
                 server.services.states.of(BatchManager)
-                .state_of({"id": created.id})
+                .current_state({"id": created.id})
                 .get("request_counts", {})
                 .get("completed", 0)
                 < 3
@@ -201,7 +201,7 @@ def make_form_part(name: str, content: bytes, **parameters: str) -> bytes:
 PURPOSE = make_form_part("purpose", b"batch")
 FILE = make_form_part("file", b"\r\n--y", filename="a/b.jsonl")
 MALFORMED_FORMS = {
-    "its last part does not end": PURPOSE + FILE,
+    "its last part is incomplete": PURPOSE + FILE,
     "two files": PURPOSE + FILE + FILE + b"--x--",
     "file is required": PURPOSE + b"--x--",
     "longer than 4096 bytes": make_form_part("purpose", b"b" * 4097) + FILE + b"--x--",

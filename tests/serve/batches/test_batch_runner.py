@@ -15,8 +15,8 @@ from penstock.errors import InputError
 from penstock.serve.batches.batch_dispatch import BatchDispatcher, StoppedError, post
 from penstock.serve.batches.batch_lines import (
     PRIORITY,
-    BadLine,
     BatchRequest,
+    InvalidLine,
     check_unique,
     finished_ids,
     parse_line,
@@ -33,12 +33,12 @@ def make_request_line(name: str, url: str = "/v1/chat/completions", **body: Any)
     return json.dumps({"custom_id": name, "method": "POST", "url": url, "body": body}).encode()
 
 
-def parse_requests(*lines: bytes) -> Iterator[BatchRequest | BadLine]:
+def parse_requests(*lines: bytes) -> Iterator[BatchRequest | InvalidLine]:
     return (parse_line(text, number, 1000, 1000) for number, text in enumerate(lines, 1))
 
 
 async def run(
-    server: InProcessServer, lines: Iterable[BatchRequest | BadLine], concurrency: int = 4
+    server: InProcessServer, lines: Iterable[BatchRequest | InvalidLine], concurrency: int = 4
 ) -> tuple[dict[str, Any], list[tuple[bool, int]]]:
     """Return the results by custom_id, and the reports of each result."""
     results, reports = {}, []

@@ -1,1 +1,1 @@
-"""The native routes of llama.cpp's server."""
+"""Routes that are compatible with llama.cpp's server."""

@@ -1,4 +1,4 @@
-"""``/completion`` and ``/infill``: native routes of llama.cpp's server."""
+"""The routes ``/completion`` and ``/infill``, which are compatible with llama.cpp's server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 
 from penstock.serve.api.choice_decoder import ChoiceDelta
 from penstock.serve.api.completions import CompletionRequest
-from penstock.serve.api.generation import GenerationRun, in_pool
+from penstock.serve.api.generation import GenerationRun, run_in_pool
 from penstock.serve.api.llama_cpp.llama_cpp_schema import InfillBody, LlamaCppBody, LlamaCppCompletionBody
 from penstock.serve.api.text_generation import answer_request, checked_body, record_logged_fields
 from penstock.serve.api.translation import Translation
@@ -32,35 +32,35 @@ FIELDS: Mapping[str, str] = {
     "structured_outputs": "json_schema",
     "suffix": "input_suffix",
 }
-"""Field of a completion request -> field of llama.cpp's request."""
+"""Field of a completion request -> field of llama.cpp's request, for error messages."""
 _SAME_NAMES = (
     "temperature top_k top_p min_p stop stream presence_penalty frequency_penalty ignore_eos".split()
 )
 
 
 @router.post(
-    "/completion", **route_options(LlamaCppCompletionBody, "The completion; with `stream`, its events.")
+    "/completion", **route_options(LlamaCppCompletionBody, "The completion, or its events with `stream`.")
 )
 async def llama_cpp_completion(request: Request) -> Response:
-    """Continue a prompt, in llama.cpp's format."""
+    """Continue a prompt. Request and response have llama.cpp's format."""
     return await _answer(request, LlamaCppCompletionBody)
 
 
 @router.post(
-    "/infill", **route_options(InfillBody, "The text between prefix and suffix; with `stream`, its events.")
+    "/infill", **route_options(InfillBody, "The text between prefix and suffix, or its events with `stream`.")
 )
 async def llama_cpp_infill(request: Request) -> Response:
-    """Fill in the middle of a text, in llama.cpp's format."""
+    """Fill in the middle of a text. Request and response have llama.cpp's format."""
     return await _answer(request, InfillBody)
 
 
 class LlamaCppBuilder(OpenAIStream):
-    """Builds the objects of one response.
+    """Builds the JSON object or the stream events of one response.
 
     Args:
         body: the request.
-        completion: the completion request that it was translated to.
-        record: has the times of the request.
+        completion: the completion request to which `body` was translated.
+        record: has the times of admission and of the first token.
     """
 
     def __init__(self, body: LlamaCppBody, completion: CompletionRequest, record: RequestRecord) -> None:
@@ -69,17 +69,17 @@ class LlamaCppBuilder(OpenAIStream):
         self._choice = completion.job.choices[0]
         self._record = record
 
-    def whole(self, outputs: Sequence[ChoiceDelta], usage: Usage) -> Iterable[bytes]:
+    def whole_response(self, outputs: Sequence[ChoiceDelta], usage: Usage) -> Iterable[bytes]:
         """Yield the JSON of a response that is not streamed."""
         output = outputs[0]
-        yield msgspec.json.encode(self._last(output.content, output.token_ids, usage))
+        yield msgspec.json.encode(self._final_object(output.content, output.token_ids, usage))
 
     def begin(self) -> bytes:
-        """Return the events before the first delta. This API has none."""
+        """Return no events. This API has none before the first delta."""
         return b""
 
     def events(self, index: int, delta: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
-        """Return the event of a delta; nothing if it has no text."""
+        """Return the event of a delta, or no event if the delta has no text."""
         if not delta.content:
             return ()
         tokens = delta.token_ids if self._body.return_tokens else []
@@ -87,9 +87,9 @@ class LlamaCppBuilder(OpenAIStream):
 
     def end(self, usage: Usage) -> bytes:
         """Return the last event."""
-        return event(self._last("", [], usage))
+        return event(self._final_object("", [], usage))
 
-    def _last(self, text: str, token_ids: list[int], usage: Usage) -> dict[str, object]:
+    def _final_object(self, text: str, token_ids: list[int], usage: Usage) -> dict[str, object]:
         choice, context = self._choice, self._completion.job.contexts[0]
         stop = choice.stop_match
         stop_type = "limit" if choice.finish_reason == "length" else "eos" if stop is None else "word"
@@ -139,7 +139,7 @@ async def _answer(request: Request, kind: type[LlamaCppBody]) -> Response:
         with translation.with_client_fields():
             return body, CompletionRequest.of(services, translation.chat)
 
-    body, completion = await in_pool(request, prepare)
+    body, completion = await run_in_pool(request, prepare)
     record_logged_fields(completion.body, record, completion.job.contexts[0])
     builder = LlamaCppBuilder(body, completion, record)
     run = GenerationRun(services, record, completion.job)
@@ -147,10 +147,10 @@ async def _answer(request: Request, kind: type[LlamaCppBody]) -> Response:
 
 
 def _completion(services: Services, body: LlamaCppBody) -> dict[str, object]:
-    """Translate the request to a completion request.
+    """Return the fields of the completion request to which a request is translated.
 
     Raises:
-        RequestProblem: 400 that names the field.
+        RequestProblem: 400; the message names the invalid field.
     """
     fields: dict[str, object] = {
         name: getattr(body, name) for name in ("model", *_SAME_NAMES) if getattr(body, name) is not None
@@ -160,7 +160,7 @@ def _completion(services: Services, body: LlamaCppBody) -> dict[str, object]:
     if body.repeat_penalty is not None:
         fields["repetition_penalty"] = body.repeat_penalty
     if body.json_schema is not None and body.grammar:
-        raise RequestProblem(400, "json_schema and grammar both ask for a format: send one", param="grammar")
+        raise RequestProblem(400, "json_schema and grammar both set a format: send only one", param="grammar")
     if body.json_schema is not None:
         fields["structured_outputs"] = {"json": body.json_schema}
     elif body.grammar:

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from penstock.serve.api.schemas import Number, RequestBody, Texts, TokenIds
-from penstock.serve.api.unsupported import Refused
+from penstock.serve.api.unsupported import RefusedField
 
 _NO_SAMPLER = "the server does not have this sampler: use top_k, top_p, min_p and temperature"
 
@@ -16,38 +16,38 @@ _NO_SAMPLER = "the server does not have this sampler: use top_k, top_p, min_p an
 class LlamaCppBody(RequestBody):
     """The fields that both routes share."""
 
-    unsupported: ClassVar[Mapping[str, Refused]] = {
-        "cache_prompt": Refused("the prefix cache is always on", (True, False)),
-        "dry_multiplier": Refused(_NO_SAMPLER, (0, 0.0)),
-        "dynatemp_range": Refused(_NO_SAMPLER, (0, 0.0)),
-        "id_slot": Refused("the scheduler chooses the slot", (-1,)),
-        "logit_bias": Refused("send it to /v1/completions", ([],)),
-        "min_keep": Refused("at least one token is always kept", (0, 1)),
-        "mirostat": Refused(_NO_SAMPLER, (0,)),
-        "n_indent": Refused("the indentation is not enforced", (0,)),
-        "n_keep": Refused("a running prompt is not shortened", (0,)),
-        "n_probs": Refused("send logprobs to /v1/completions", (0,)),
-        "penalize_nl": Refused("line ends are penalised like other tokens", (True,)),
-        "post_sampling_probs": Refused("send logprobs to /v1/completions", (False,)),
-        "repeat_last_n": Refused("the penalty covers the prompt and the whole output", (-1, 64)),
-        "samplers": Refused("the order of the samplers is fixed"),
-        "t_max_predict_ms": Refused("--request-timeout limits the time", (0,)),
-        "tfs_z": Refused(_NO_SAMPLER, (1, 1.0)),
-        "timings_per_token": Refused("timings are at the end", (False,)),
-        "top_n_sigma": Refused(_NO_SAMPLER, (-1, -1.0)),
-        "typical_p": Refused(_NO_SAMPLER, (1, 1.0)),
-        "xtc_probability": Refused(_NO_SAMPLER, (0, 0.0)),
+    unsupported: ClassVar[Mapping[str, RefusedField]] = {
+        "cache_prompt": RefusedField("the prefix cache is always on", (True, False)),
+        "dry_multiplier": RefusedField(_NO_SAMPLER, (0, 0.0)),
+        "dynatemp_range": RefusedField(_NO_SAMPLER, (0, 0.0)),
+        "id_slot": RefusedField("the scheduler chooses the slot", (-1,)),
+        "logit_bias": RefusedField("send it to /v1/completions", ([],)),
+        "min_keep": RefusedField("at least one token is always kept", (0, 1)),
+        "mirostat": RefusedField(_NO_SAMPLER, (0,)),
+        "n_indent": RefusedField("the indentation is not enforced", (0,)),
+        "n_keep": RefusedField("the server has no context shift", (0,)),
+        "n_probs": RefusedField("send logprobs to /v1/completions", (0,)),
+        "penalize_nl": RefusedField("newlines are penalised like other tokens", (True,)),
+        "post_sampling_probs": RefusedField("send logprobs to /v1/completions", (False,)),
+        "repeat_last_n": RefusedField("the penalty covers the prompt and the whole output", (-1, 64)),
+        "samplers": RefusedField("the order of the samplers is fixed"),
+        "t_max_predict_ms": RefusedField("--request-timeout limits the time", (0,)),
+        "tfs_z": RefusedField(_NO_SAMPLER, (1, 1.0)),
+        "timings_per_token": RefusedField("timings are at the end", (False,)),
+        "top_n_sigma": RefusedField(_NO_SAMPLER, (-1, -1.0)),
+        "typical_p": RefusedField(_NO_SAMPLER, (1, 1.0)),
+        "xtc_probability": RefusedField(_NO_SAMPLER, (0, 0.0)),
     }
 
     model: str = ""
     n_predict: Annotated[int, Field(ge=-2, lt=2**31)] | None = None
-    """Maximum number of new tokens; -1 and -2 mean the limit of the model."""
+    """Maximum number of new tokens. -1 and -2 mean the maximum length of the model."""
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-1, lt=2**64)] | None = None
-    """-1 chooses a random seed."""
+    """Seed of the sampling. -1 means a random seed."""
     stop: str | Texts | None = None
     stream: bool | None = None
     repeat_penalty: Annotated[Number, Field(gt=0)] | None = None
@@ -64,7 +64,7 @@ class LlamaCppBody(RequestBody):
 class LlamaCppCompletionBody(LlamaCppBody):
     """``POST /completion``."""
 
-    unsupported: ClassVar[Mapping[str, Refused]] = LlamaCppBody.unsupported
+    unsupported: ClassVar[Mapping[str, RefusedField]] = LlamaCppBody.unsupported
 
     prompt: str | TokenIds
 
@@ -79,7 +79,7 @@ class InfillExtra(RequestBody):
 class InfillBody(LlamaCppBody):
     """``POST /infill``."""
 
-    unsupported: ClassVar[Mapping[str, Refused]] = LlamaCppBody.unsupported
+    unsupported: ClassVar[Mapping[str, RefusedField]] = LlamaCppBody.unsupported
 
     input_prefix: str
     input_suffix: str

@@ -1,1 +1,1 @@
-"""Anthropic's Messages API."""
+"""The routes of Anthropic's Messages API."""

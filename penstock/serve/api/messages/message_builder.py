@@ -1,4 +1,4 @@
-"""Build a response of the Messages API: the whole message, or the events of a stream."""
+"""Builds a response of the Messages API: a message object, or the events of a stream."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.serve.http.sse import named_event
 from penstock.serve.parsers import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 
 SIGNATURE = "penstock"
-"""The signature of all thinking blocks. Anthropic's API requires one, and the server does not check it."""
+"""The signature of all thinking blocks. Anthropic's API requires a signature. It is not checked."""
 _PING_EVENT = named_event({"type": "ping"})
 
 
@@ -25,7 +25,7 @@ class MessageBuilder:
     Args:
         body: the request.
         message_id: the id of the message.
-        job: the running choice.
+        job: has the context and the decoder of the only choice.
     """
 
     media_type = "text/event-stream"
@@ -40,9 +40,9 @@ class MessageBuilder:
         self._is_block_open = False
         """Whether the last content block is open, that is, has no ``content_block_stop`` event yet."""
         self._text_parts: list[str] = []
-        """The text of the last block."""
+        """The parts of the last block's text."""
 
-    def whole(self, outputs: Sequence[ChoiceDelta], usage: Usage) -> Iterable[bytes]:
+    def whole_response(self, outputs: Sequence[ChoiceDelta], usage: Usage) -> Iterable[bytes]:
         """Yield the JSON of a message that is not streamed."""
         (output,) = outputs
         self._add(output.events)
@@ -69,18 +69,18 @@ class MessageBuilder:
         return b"".join(map(named_event, new_events))
 
     def ping(self) -> bytes:
-        """Return the event that keeps a silent stream open."""
+        """Return the event that is sent during a pause, so that proxies do not close the connection."""
         return _PING_EVENT
 
     def error(self, problem: Problem) -> bytes:
-        """Return the event of an error that ends the stream."""
+        """Return the error event that ends the stream."""
         return named_event(anthropic_error(problem))
 
-    def _message(self, **more: object) -> dict[str, object]:
-        return {"id": self._id, "type": "message", "role": "assistant", "model": self._body.model, **more}
+    def _message(self, **members: object) -> dict[str, object]:
+        return {"id": self._id, "type": "message", "role": "assistant", "model": self._body.model, **members}
 
     def _stop_fields(self) -> dict[str, object]:
-        """Return the reason why the message ended."""
+        """Return the members ``stop_reason`` and ``stop_sequence`` of the message."""
         match self._choice.finish_reason:
             case "length":
                 is_full = self._choice.num_tokens < self._body.max_tokens
@@ -93,7 +93,7 @@ class MessageBuilder:
         return {"stop_reason": reason, "stop_sequence": stop}
 
     def _add(self, events: Sequence[Event]) -> list[dict[str, object]]:
-        """Add output to the blocks, and return the corresponding events."""
+        """Add output to the content blocks. Return the stream events for it."""
         new_events: list[dict[str, object]] = []
         for event in events:
             match event:
@@ -128,7 +128,7 @@ class MessageBuilder:
         )
 
     def _close(self) -> list[dict[str, object]]:
-        """End the open content block, if any."""
+        """End the open content block, if any. Return the stream events for it."""
         if not self._is_block_open:
             return []
         self._is_block_open = False
@@ -141,7 +141,7 @@ class MessageBuilder:
                 block |= {"thinking": text, "signature": SIGNATURE}
                 new_events.append(self._delta(type="signature_delta", signature=SIGNATURE))
             case _:
-                block["input"] = _input(text)
+                block["input"] = _tool_input(text)
         return [*new_events, {"type": "content_block_stop", "index": len(self._blocks) - 1}]
 
     def _delta(self, **delta: object) -> dict[str, object]:
@@ -152,7 +152,7 @@ _NO_CACHE = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
 
 
 def _usage(usage: Usage) -> dict[str, object]:
-    """Return the usage in Anthropic's format, where ``input_tokens`` excludes tokens read from the cache."""
+    """Return the usage in Anthropic's format. Its ``input_tokens`` excludes tokens read from the cache."""
     cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": usage["prompt_tokens"] - cached_tokens,
@@ -162,8 +162,8 @@ def _usage(usage: Usage) -> dict[str, object]:
     }
 
 
-def _input(arguments: str) -> dict[str, object]:
-    """Return the input of a tool call; empty if the output ended inside its JSON."""
+def _tool_input(arguments: str) -> dict[str, object]:
+    """Return the input of a tool call; an empty dict if ``arguments`` is not a complete JSON object."""
     try:
         value = msgspec.json.decode(arguments or "{}")
     except msgspec.DecodeError:

@@ -1,4 +1,4 @@
-"""Translate a Messages request to a chat request."""
+"""Translates Messages requests to chat requests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from penstock.serve.api.chat_prompt import reads_effort
+from penstock.serve.api.chat_prompt import template_supports_effort
 from penstock.serve.api.messages.message_schema import (
     SAME_NAMES,
     CountTokensBody,
@@ -31,32 +31,35 @@ FIELDS: Mapping[str, str] = {
     "tool_choice.function.name": "tool_choice.name",
     "tools.parameters": "input_schema",
 }
-"""Field of a chat request -> field of a Messages request."""
+"""Field of a chat request -> field of a Messages request, for error messages."""
 
 
 def chat_request(services: Services, body: CountTokensBody) -> tuple[Translation, list[str]]:
-    """Return the chat request of a Messages request, and the requested features that are skipped.
+    """Translate a Messages request to a chat request.
+
+    Returns:
+        The translation, and a description of each requested feature that is skipped.
 
     Raises:
-        RequestProblem: 400 that names the field.
+        RequestProblem: 400; the message names the invalid field.
     """
     messages = _ChatMessages()
     if body.system:
-        messages.add({"role": "system", "content": _content(body.system, "system")}, "system")
+        messages.add({"role": "system", "content": _message_content(body.system, "system")}, "system")
     for index, message in enumerate(body.messages):
-        place = f"messages[{index}]"
+        field_path = f"messages[{index}]"
         if isinstance(message.content, str):
-            messages.add({"role": message.role, "content": message.content}, place)
+            messages.add({"role": message.role, "content": message.content}, field_path)
         elif message.role == "assistant":
-            messages.add(_assistant(message.content, place), place)
+            messages.add(_assistant_message(message.content, field_path), field_path)
         else:
-            messages.add_blocks(message.role, message.content, place)
-    tools, tool_places, warnings = _tools(services, body)
+            messages.add_blocks(message.role, message.content, field_path)
+    tools, tool_paths, warnings = _chat_tools(services, body)
     reasoning, ignored_settings = _reasoning_settings(services, body)
     chat: dict[str, object] = {
         "model": body.model,
         "messages": messages.chat,
-        **_tool_choice(body),
+        **_tool_choice_fields(body),
         **reasoning,
     }
     if tools:
@@ -66,66 +69,76 @@ def chat_request(services: Services, body: CountTokensBody) -> tuple[Translation
         schema = {"name": "output", "schema": output_format.schema_}
         chat["response_format"] = {"type": "json_schema", "json_schema": schema}
     last = messages.chat[-1]
-    if last["role"] == "assistant" and not last.get("tool_calls"):  # it is the beginning of the output
+    if last["role"] == "assistant" and not last.get("tool_calls"):  # the output continues the last message
         chat["continue_final_message"] = True
     if isinstance(body, MessagesBody):
         chat |= _sampling_fields(body, chat)
-    return Translation(chat, messages.places, tool_places, FIELDS), warnings + ignored_settings
+    return Translation(chat, messages.field_paths, tool_paths, FIELDS), warnings + ignored_settings
 
 
 class _ChatMessages:
-    """Builds the messages of a chat request."""
+    """The messages of a chat request, and the field of the Messages request that each message comes from."""
 
     def __init__(self) -> None:
         self.chat: list[dict[str, object]] = []
-        self.places: list[str] = []
+        self.field_paths: list[str] = []
 
-    def add(self, message: dict[str, object], place: str) -> None:
+    def add(self, message: dict[str, object], field_path: str) -> None:
         self.chat.append(message)
-        self.places.append(place)
+        self.field_paths.append(field_path)
 
-    def add_blocks(self, role: str, blocks: Sequence[MessageBlock], place: str) -> None:
-        """Add the messages of a user message.
+    def add_blocks(self, role: str, blocks: Sequence[MessageBlock], field_path: str) -> None:
+        """Translate the blocks of one Messages message and add the resulting chat messages.
 
-        Each tool result becomes a message. The blocks between two tool results also become a message.
+        Each tool result becomes a chat message. The blocks between two tool results also become a chat
+        message.
         """
         content_blocks: list[MessageBlock] = []
 
         def flush() -> None:
             if content_blocks:
-                self.add({"role": role, "content": _content(content_blocks, f"{place}.content")}, place)
+                self.add(
+                    {"role": role, "content": _message_content(content_blocks, f"{field_path}.content")},
+                    field_path,
+                )
                 content_blocks.clear()
 
         for index, block in enumerate(blocks):
             if block.type == "tool_result":
                 flush()
-                self.add(_tool_result(block, f"{place}.content[{index}]"), place)
+                self.add(_tool_message(block, f"{field_path}.content[{index}]"), field_path)
             else:
                 content_blocks.append(block)
         flush()
         if not blocks:
-            self.add({"role": role, "content": ""}, place)
+            self.add({"role": role, "content": ""}, field_path)
 
 
-def _assistant(blocks: Sequence[MessageBlock], place: str) -> dict[str, object]:
+def _assistant_message(blocks: Sequence[MessageBlock], field_path: str) -> dict[str, object]:
     texts, reasoning_texts, calls = [], [], []
     for index, block in enumerate(blocks):
-        here = f"{place}.content[{index}]"
+        block_path = f"{field_path}.content[{index}]"
         match block.type:
             case "text":
-                texts.append(_required_value(block.text, f"{here}.text"))
+                texts.append(_required_value(block.text, f"{block_path}.text"))
             case "thinking":
-                reasoning_texts.append(_required_value(block.thinking, f"{here}.thinking"))
+                reasoning_texts.append(_required_value(block.thinking, f"{block_path}.thinking"))
             case "redacted_thinking":
                 continue
             case "tool_use":
-                arguments = json.dumps(_required_value(block.input, f"{here}.input"), ensure_ascii=False)
-                function = {"name": _required_value(block.name, f"{here}.name"), "arguments": arguments}
-                calls.append(
-                    {"id": _required_value(block.id, f"{here}.id"), "type": "function", "function": function}
+                arguments = json.dumps(
+                    _required_value(block.input, f"{block_path}.input"), ensure_ascii=False
                 )
-            case other:
-                raise _unsupported_type(other, here, "text, thinking or tool_use")
+                function = {"name": _required_value(block.name, f"{block_path}.name"), "arguments": arguments}
+                calls.append(
+                    {
+                        "id": _required_value(block.id, f"{block_path}.id"),
+                        "type": "function",
+                        "function": function,
+                    }
+                )
+            case block_type:
+                raise _unsupported_type(block_type, block_path, "text, thinking or tool_use")
     message: dict[str, object] = {"role": "assistant", "content": "".join(texts)}
     if reasoning_texts:
         message["reasoning_content"] = "".join(reasoning_texts)
@@ -134,84 +147,88 @@ def _assistant(blocks: Sequence[MessageBlock], place: str) -> dict[str, object]:
     return message
 
 
-def _tool_result(block: MessageBlock, place: str) -> dict[str, object]:
-    content = "" if block.content is None else _content(block.content, f"{place}.content")
+def _tool_message(block: MessageBlock, field_path: str) -> dict[str, object]:
+    content = "" if block.content is None else _message_content(block.content, f"{field_path}.content")
     if block.is_error:  # chat templates cannot mark errors
-        content = f"Error: {content}" if isinstance(content, str) else [_text("Error: "), *content]
+        content = f"Error: {content}" if isinstance(content, str) else [_text_part("Error: "), *content]
     return {
         "role": "tool",
-        "tool_call_id": _required_value(block.tool_use_id, f"{place}.tool_use_id"),
+        "tool_call_id": _required_value(block.tool_use_id, f"{field_path}.tool_use_id"),
         "content": content,
     }
 
 
-def _content(content: str | Sequence[ResultBlock], place: str) -> str | list[dict[str, object]]:
-    """Return the content of a message; one text block becomes plain text."""
+def _message_content(content: str | Sequence[ResultBlock], field_path: str) -> str | list[dict[str, object]]:
+    """Return the content of a chat message. A single text block becomes a string."""
     if isinstance(content, str):
         return content
-    parts = [_part(block, f"{place}[{index}]") for index, block in enumerate(content)]
+    parts = [_content_part(block, f"{field_path}[{index}]") for index, block in enumerate(content)]
     text = parts[0].get("text") if len(parts) == 1 else None
     return text if isinstance(text, str) else parts
 
 
-def _part(block: ResultBlock, place: str) -> dict[str, object]:
+def _content_part(block: ResultBlock, field_path: str) -> dict[str, object]:
     source = block.source
     match block.type:
         case "text":
-            return _text(_required_value(block.text, f"{place}.text"))
+            return _text_part(_required_value(block.text, f"{field_path}.text"))
         case "image" if source is not None and source.type == "url":
             return {
                 "type": "image_url",
-                "image_url": {"url": _required_value(source.url, f"{place}.source.url")},
+                "image_url": {"url": _required_value(source.url, f"{field_path}.source.url")},
             }
         case "image" if source is not None and source.type == "base64":
-            data = _required_value(source.data, f"{place}.source.data")
-            kind = _required_value(source.media_type, f"{place}.source.media_type")
+            data = _required_value(source.data, f"{field_path}.source.data")
+            kind = _required_value(source.media_type, f"{field_path}.source.media_type")
             return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
         case "document" if source is not None and source.type == "text":
-            data = _required_value(source.data, f"{place}.source.data")
-            return _text(f"{block.title}\n\n{data}" if block.title else data)
-        case "tool_reference":  # result of a search for deferred tools; the prompt already contains all tools
-            return _text(f"The tool {_required_value(block.tool_name, f'{place}.tool_name')} is available.")
+            data = _required_value(source.data, f"{field_path}.source.data")
+            return _text_part(f"{block.title}\n\n{data}" if block.title else data)
+        case "tool_reference":  # found by a search for deferred tools, but the prompt contains all tools
+            return _text_part(
+                f"The tool {_required_value(block.tool_name, f'{field_path}.tool_name')} is available."
+            )
         case "image" | "document":
             source_type = None if source is None else source.type
             raise RequestProblem(
                 400,
-                f"{place}.source has the type {source_type!r}, which is not supported for type {block.type}",
-                param=f"{place}.source",
+                f"{field_path}.source has the type {source_type!r}, which type {block.type} does not support",
+                param=f"{field_path}.source",
                 code="unsupported_value",
             )
-    raise _unsupported_type(block.type, place, "text, image, document, tool_reference or tool_result")
+    raise _unsupported_type(block.type, field_path, "text, image, document, tool_reference or tool_result")
 
 
-def _text(text: str) -> dict[str, object]:
+def _text_part(text: str) -> dict[str, object]:
     return {"type": "text", "text": text}
 
 
-def _tools(services: Services, body: CountTokensBody) -> tuple[list[dict[str, object]], list[str], list[str]]:
+def _chat_tools(
+    services: Services, body: CountTokensBody
+) -> tuple[list[dict[str, object]], list[str], list[str]]:
     tools: list[dict[str, object]] = []
-    places, skipped_tools = [], []
+    field_paths, skipped_tools = [], []
     for index, tool in enumerate(body.tools or ()):
-        place = f"tools[{index}]"
+        field_path = f"tools[{index}]"
         if tool.is_hosted:
             if services.config.hosted_tools == "refuse":
                 raise RequestProblem(
                     400,
-                    f"{place} is the hosted tool {tool.type!r}, and this server has no hosted tools "
+                    f"{field_path} is the hosted tool {tool.type!r}, and this server has no hosted tools "
                     "(--hosted-tools skip omits hosted tools)",
-                    param=f"{place}.type",
+                    param=f"{field_path}.type",
                     code="unsupported_value",
                 )
             skipped_tools.append(f"the hosted tool {tool.type}, which the server does not have")
             continue
-        schema = _required_value(tool.input_schema, f"{place}.input_schema")
+        schema = _required_value(tool.input_schema, f"{field_path}.input_schema")
         function = {"name": tool.name, "description": tool.description, "parameters": schema}
         tools.append({"type": "function", "function": {**function, "strict": tool.strict}})
-        places.append(place)
-    return tools, places, skipped_tools
+        field_paths.append(field_path)
+    return tools, field_paths, skipped_tools
 
 
-def _tool_choice(body: CountTokensBody) -> dict[str, object]:
+def _tool_choice_fields(body: CountTokensBody) -> dict[str, object]:
     choice = body.tool_choice
     if choice is None:
         return {}
@@ -234,7 +251,7 @@ def _tool_choice(body: CountTokensBody) -> dict[str, object]:
 
 
 def _reasoning_settings(services: Services, body: CountTokensBody) -> tuple[dict[str, object], list[str]]:
-    """Return the reasoning settings of the chat request, and the settings that the chat template ignores."""
+    """Return the reasoning fields of the chat request, and a description of each setting without effect."""
     settings: dict[str, object] = {}
     ignored_settings = []
     thinking, config = body.thinking, body.output_config
@@ -245,10 +262,10 @@ def _reasoning_settings(services: Services, body: CountTokensBody) -> tuple[dict
         elif is_on and services.parsers.reasoning_format is None:
             ignored_settings.append("thinking, which the model does not support")
     if config is not None and config.effort is not None:
-        if reads_effort(services.tokenizer, config.effort):
+        if template_supports_effort(services.tokenizer, config.effort):
             settings["reasoning_effort"] = config.effort
         else:
-            ignored_settings.append("output_config.effort, which the chat template does not read")
+            ignored_settings.append("output_config.effort, which the chat template does not use")
     return settings, ignored_settings
 
 
@@ -268,16 +285,18 @@ def _sampling_fields(body: MessagesBody, chat: Mapping[str, object]) -> dict[str
     return {**fields, "max_completion_tokens": body.max_tokens}
 
 
-def _required_value(value: T | None, place: str) -> T:
+def _required_value(value: T | None, field_path: str) -> T:
     if value is None:
-        raise RequestProblem(400, f"{place} is required", param=place, code="missing_required_parameter")
+        raise RequestProblem(
+            400, f"{field_path} is required", param=field_path, code="missing_required_parameter"
+        )
     return value
 
 
-def _unsupported_type(kind: str, place: str, supported_types: str) -> RequestProblem:
+def _unsupported_type(kind: str, field_path: str, supported_types: str) -> RequestProblem:
     return RequestProblem(
         400,
-        f"{place} has the type {kind[:100]!r}, which is not supported: send {supported_types}",
-        param=f"{place}.type",
+        f"{field_path} has the type {kind[:100]!r}, which is not supported: send {supported_types}",
+        param=f"{field_path}.type",
         code="unsupported_value",
     )

@@ -1,4 +1,4 @@
-"""``/v1/messages`` and ``/v1/messages/count_tokens``: Anthropic's API."""
+"""The routes ``/v1/messages`` and ``/v1/messages/count_tokens`` of Anthropic's API."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from uuid import uuid4
 from fastapi import APIRouter, Request, Response
 
 from penstock.serve.api.conversation import Conversation
-from penstock.serve.api.generation import GenerationRun, in_pool
+from penstock.serve.api.generation import GenerationRun, run_in_pool
 from penstock.serve.api.json_parts import json_response
 from penstock.serve.api.messages.message_builder import MessageBuilder
 from penstock.serve.api.messages.message_input import chat_request
@@ -21,21 +21,21 @@ from penstock.serve.services import Services
 router = APIRouter(route_class=JsonRoute, tags=["messages"])
 
 
-@router.post("/v1/messages", **route_options(MessagesBody, "The message; with `stream`, its events."))
+@router.post("/v1/messages", **route_options(MessagesBody, "The message, or its events with `stream`."))
 async def create_message(request: Request) -> Response:
-    """Generate the next message of a conversation, in Anthropic's format."""
+    """Generate the next message of a conversation. Request and response have Anthropic's format."""
     services, record = Services.of(request), RequestRecord.of(request)
     raw = await request.json()
-    name = f"msg_{uuid4().hex}"
+    message_id = f"msg_{uuid4().hex}"
 
     def prepare() -> tuple[MessagesBody, Conversation]:
         body = checked_body(services, MessagesBody, raw)
-        return body, _conversation(services, body, name)
+        return body, _conversation(services, body, message_id)
 
-    body, conversation = await in_pool(request, prepare)
+    body, conversation = await run_in_pool(request, prepare)
     record_logged_fields(conversation.body, record, conversation.context)
     job = conversation.job(services)
-    builder = MessageBuilder(body, name, job)
+    builder = MessageBuilder(body, message_id, job)
     run = GenerationRun(services, record, job)
     return await answer_request(request, services, run, builder, stream=bool(body.stream))
 
@@ -44,7 +44,7 @@ async def create_message(request: Request) -> Response:
     "/v1/messages/count_tokens", **route_options(CountTokensBody, "The number of tokens.", streams=False)
 )
 async def count_message_tokens(request: Request) -> Response:
-    """Return the number of input tokens of a message, without generating it."""
+    """Return the number of prompt tokens of a request without running the model."""
     services = Services.of(request)
     raw: object = await request.json()
 
@@ -52,11 +52,11 @@ async def count_message_tokens(request: Request) -> Response:
         body = checked_body(services, CountTokensBody, raw)
         return len(_conversation(services, body, "count").context.prompt_tokens)
 
-    usage = {"input_tokens": await in_pool(request, count)}
+    usage = {"input_tokens": await run_in_pool(request, count)}
     return json_response(usage)
 
 
-def _conversation(services: Services, body: CountTokensBody, name: str) -> Conversation:
+def _conversation(services: Services, body: CountTokensBody, request_id: str) -> Conversation:
     translation, warnings = chat_request(services, body)
     services.warn_once(warnings)
-    return translation.conversation(services, name)
+    return translation.conversation(services, request_id)

@@ -1,4 +1,4 @@
-"""The schemas of ``/v1/messages``, with the field names of Anthropic's API."""
+"""The schemas of the request bodies of ``/v1/messages``, with Anthropic's field names."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from penstock.serve.api.schemas import Count, Label, Number, RequestBody, Texts
-from penstock.serve.api.unsupported import Refused
+from penstock.serve.api.unsupported import RefusedField
 
-_CACHE_CONTROL = Refused("the prefix cache needs no markers", accepts_all=True)
-_CALLED_DIRECTLY = Refused("the model calls tools directly", ({"type": "direct"},))
+_CACHE_CONTROL = RefusedField("the prefix cache needs no markers", accepts_all=True)
+_CALLED_DIRECTLY = RefusedField("the model calls tools directly", ({"type": "direct"},))
 
 
 class MediaSource(RequestBody):
@@ -24,12 +24,12 @@ class MediaSource(RequestBody):
 
 
 class ResultBlock(RequestBody):
-    """A block of the output of a tool."""
+    """A content block of a tool's output."""
 
-    unsupported: ClassVar[Mapping[str, Refused]] = {
+    unsupported: ClassVar[Mapping[str, RefusedField]] = {
         "cache_control": _CACHE_CONTROL,
-        "citations": Refused("the server makes no citations", accepts_all=True),
-        "context": Refused("put it into the text of the document"),
+        "citations": RefusedField("the server makes no citations", accepts_all=True),
+        "context": RefusedField("put it into the text of the document"),
     }
 
     type: str
@@ -37,18 +37,18 @@ class ResultBlock(RequestBody):
     source: MediaSource | None = None
     title: str | None = None
     tool_name: str | None = None
-    """The tool that a block of the type ``tool_reference`` names."""
+    """The name of the tool in a block of type ``tool_reference``."""
 
 
 class MessageBlock(ResultBlock):
-    """A block of a message."""
+    """A content block of a message."""
 
-    unsupported: ClassVar[Mapping[str, Refused]] = {
+    unsupported: ClassVar[Mapping[str, RefusedField]] = {
         **ResultBlock.unsupported,
         "caller": _CALLED_DIRECTLY,
-        "signature": Refused("thinking is not signed", accepts_all=True),
-        "data": Refused("redacted thinking cannot be read", accepts_all=True),
-        "toolset_name": Refused("there are no toolsets"),
+        "signature": RefusedField("thinking is not signed", accepts_all=True),
+        "data": RefusedField("redacted thinking cannot be read", accepts_all=True),
+        "toolset_name": RefusedField("there are no toolsets"),
     }
 
     id: str | None = None
@@ -68,14 +68,14 @@ class ConversationMessage(RequestBody):
 
 
 class MessageTool(RequestBody):
-    """A tool of the client, or a tool of Anthropic's servers, which has a type and further fields."""
+    """A tool of the client or a tool of Anthropic's servers. The latter has a type and further fields."""
 
-    unsupported: ClassVar[Mapping[str, Refused]] = {
-        "allowed_callers": Refused("the model calls tools directly", (["direct"],)),
+    unsupported: ClassVar[Mapping[str, RefusedField]] = {
+        "allowed_callers": RefusedField("the model calls tools directly", (["direct"],)),
         "cache_control": _CACHE_CONTROL,
-        "defer_loading": Refused("all tools are in the prompt", accepts_all=True),
-        "eager_input_streaming": Refused("the input of a tool is always streamed", accepts_all=True),
-        "input_examples": Refused("chat templates do not read them", accepts_all=True),
+        "defer_loading": RefusedField("all tools are in the prompt", accepts_all=True),
+        "eager_input_streaming": RefusedField("the input of a tool is always streamed", accepts_all=True),
+        "input_examples": RefusedField("chat templates do not read them", accepts_all=True),
     }
 
     type: str | None = None
@@ -86,7 +86,7 @@ class MessageTool(RequestBody):
 
     @property
     def is_hosted(self) -> bool:
-        """Whether the tool runs on Anthropic's servers or has a schema that only Anthropic's models know."""
+        """Whether the tool runs on Anthropic's servers, or its schema is defined by Anthropic."""
         return self.type not in (None, "custom")
 
     @property
@@ -104,26 +104,28 @@ class MessageToolChoice(RequestBody):
 
 
 class Thinking(RequestBody):
-    """Whether the model reasons before it answers."""
+    """Whether the model reasons before the answer."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[Count, Field(ge=1)] | None = None
-    """Has no effect: ``max_tokens`` limits thinking and text together."""
+    """Has no effect. ``max_tokens`` limits the thinking and the text together."""
     display: Literal["summarized", "omitted"] | None = None
-    """``omitted`` returns empty thinking blocks; otherwise the blocks contain all thinking text."""
+    """With ``omitted``, thinking blocks are empty. Otherwise they contain the whole thinking text."""
 
 
 class OutputFormat(RequestBody):
-    """The JSON schema of the text."""
+    """The JSON schema to which the output text must conform."""
 
     type: Literal["json_schema"]
     schema_: dict[str, object] = Field(alias="schema")
 
 
 class OutputConfig(RequestBody):
-    """Effort and format of the output."""
+    """The reasoning effort and the format of the output."""
 
-    unsupported: ClassVar[Mapping[str, Refused]] = {"task_budget": Refused("there are no task budgets")}
+    unsupported: ClassVar[Mapping[str, RefusedField]] = {
+        "task_budget": RefusedField("there are no task budgets")
+    }
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
@@ -138,17 +140,17 @@ class MessageMetadata(RequestBody):
 class CountTokensBody(RequestBody):
     """``POST /v1/messages/count_tokens``."""
 
-    unsupported: ClassVar[Mapping[str, Refused]] = {
+    unsupported: ClassVar[Mapping[str, RefusedField]] = {
         "cache_control": _CACHE_CONTROL,
-        "container": Refused("there are no containers"),
-        "context_management": Refused("the server does not edit the conversation", accepts_all=True),
-        "diagnostics": Refused("there are no diagnostics", accepts_all=True),
-        "inference_geo": Refused("the server has one location"),
-        "mcp_servers": Refused("only the Responses API calls tool servers", ([],)),
-        "service_tier": Refused("there is only one service tier", ("auto", "standard_only")),
-        "speed": Refused("there is only one speed", ("standard",)),
-        "user_profile_id": Refused("there are no user profiles"),
-        "workspace_id": Refused("there are no workspaces"),
+        "container": RefusedField("there are no containers"),
+        "context_management": RefusedField("the server does not edit the conversation", accepts_all=True),
+        "diagnostics": RefusedField("there are no diagnostics", accepts_all=True),
+        "inference_geo": RefusedField("the server has one location"),
+        "mcp_servers": RefusedField("only the Responses API calls tool servers", ([],)),
+        "service_tier": RefusedField("there is only one service tier", ("auto", "standard_only")),
+        "speed": RefusedField("there is only one speed", ("standard",)),
+        "user_profile_id": RefusedField("there are no user profiles"),
+        "workspace_id": RefusedField("there are no workspaces"),
     }
 
     model: str = ""
@@ -163,7 +165,7 @@ class CountTokensBody(RequestBody):
 class MessagesBody(CountTokensBody):
     """``POST /v1/messages``."""
 
-    unsupported: ClassVar[Mapping[str, Refused]] = CountTokensBody.unsupported
+    unsupported: ClassVar[Mapping[str, RefusedField]] = CountTokensBody.unsupported
 
     max_tokens: Annotated[Count, Field(ge=1)]
     stop_sequences: Texts | None = None
@@ -173,7 +175,7 @@ class MessagesBody(CountTokensBody):
     top_k: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
     metadata: MessageMetadata | None = None
 
-    # Not in Anthropic's API.
+    # The fields below are not in Anthropic's API.
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[Number, Field(gt=0)] | None = None
@@ -185,4 +187,4 @@ class MessagesBody(CountTokensBody):
 SAME_NAMES = (
     "temperature top_p top_k stream seed min_p repetition_penalty priority cache_salt chat_template_kwargs"
 ).split()
-"""Fields of `MessagesBody` that a chat request has too."""
+"""Fields with the same name and meaning in `MessagesBody` and in a chat request."""

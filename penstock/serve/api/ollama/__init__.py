@@ -1,1 +1,1 @@
-"""Ollama's API."""
+"""The routes of Ollama's API."""

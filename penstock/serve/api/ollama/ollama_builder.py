@@ -1,4 +1,4 @@
-"""Build Ollama's responses: one object, or a stream of JSON lines."""
+"""Builds responses in Ollama's format: one JSON object, or a stream of JSON lines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.serve.parsers import Content, Event, Reasoning, ToolCallArguments,
 
 
 class _Message(TypedDict, total=False):
-    """A message, or the part of it in one line."""
+    """A message, or the part of a message in one line of a stream."""
 
     content: str
     thinking: str
@@ -26,14 +26,14 @@ class _Message(TypedDict, total=False):
 
 
 class OllamaBuilder:
-    """Builds the lines of one response.
+    """Builds the JSON object or the JSON lines of one response.
 
     Args:
         model: the name of the model, as in the request.
-        job: the running choice.
-        record: has the times of the request.
-        is_chat: whether the text is in a ``message``; otherwise it is in ``response``.
-        hides_thinking: whether the reasoning is omitted.
+        job: has the decoder of the only choice.
+        record: has the times of arrival, of admission and of the first token.
+        is_chat: whether the text is in the member ``message``. Otherwise it is in ``response``.
+        hides_thinking: whether the reasoning is left out.
     """
 
     media_type = "application/x-ndjson"
@@ -46,54 +46,54 @@ class OllamaBuilder:
         self._record = record
         self._is_chat = is_chat
         self._hides_thinking = hides_thinking
-        self._call: tuple[ToolCallStart, list[str]] | None = None
+        self._open_call: tuple[ToolCallStart, list[str]] | None = None
 
-    def whole(self, outputs: Sequence[ChoiceDelta], usage: Usage) -> Iterable[bytes]:
+    def whole_response(self, outputs: Sequence[ChoiceDelta], usage: Usage) -> Iterable[bytes]:
         """Yield the JSON of a response that is not streamed."""
         message: _Message = {"content": ""}
-        for part in [*self._parts(outputs[0].events), *self._end_call()]:
+        for part in [*self._message_parts(outputs[0].events), *self._end_call()]:
             if "content" in part:
                 message["content"] += part["content"]
             if "thinking" in part:
                 message["thinking"] = message.get("thinking", "") + part["thinking"]
             if "tool_calls" in part:
                 message["tool_calls"] = [*message.get("tool_calls", ()), *part["tool_calls"]]
-        yield msgspec.json.encode(self._object(message, done=True, **self._end(usage)))
+        yield msgspec.json.encode(self._response_object(message, done=True, **self._final_members(usage)))
 
     def begin(self) -> bytes:
-        """Return the lines before the first delta. This API has none."""
+        """Return no lines. This API has none before the first delta."""
         return b""
 
     def events(self, index: int, delta: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
         """Return the lines of a delta."""
-        return [self._line(part) for part in self._parts(delta.events)]
+        return [self._line(part) for part in self._message_parts(delta.events)]
 
     def end(self, usage: Usage) -> bytes:
         """Return the last lines."""
         lines = [self._line(part) for part in self._end_call()]
-        last = self._object({"content": ""}, done=True, **self._end(usage))
+        last = self._response_object({"content": ""}, done=True, **self._final_members(usage))
         return b"".join([*lines, msgspec.json.encode(last) + b"\n"])
 
     def ping(self) -> bytes:
-        """Return nothing: JSON lines have no comment that could keep a silent stream open."""
+        """Return nothing, because JSON lines have no comments that could be sent during a pause."""
         return b""
 
     def error(self, problem: Problem) -> bytes:
-        """Return the line of an error that ends the stream."""
+        """Return the error line that ends the stream."""
         return msgspec.json.encode(ollama_error(problem)) + b"\n"
 
     def _line(self, part: _Message) -> bytes:
-        return msgspec.json.encode(self._object({"content": "", **part}, done=False)) + b"\n"
+        return msgspec.json.encode(self._response_object({"content": "", **part}, done=False)) + b"\n"
 
-    def _object(self, message: _Message, **more: object) -> dict[str, object]:
-        common_members = {"model": self._model, "created_at": now()}
+    def _response_object(self, message: _Message, **members: object) -> dict[str, object]:
+        common_members = {"model": self._model, "created_at": current_time()}
         if self._is_chat:
-            return {**common_members, "message": {"role": "assistant", **message}, **more}
+            return {**common_members, "message": {"role": "assistant", **message}, **members}
         thinking = {"thinking": message["thinking"]} if "thinking" in message else {}
-        return {**common_members, "response": message["content"], **thinking, **more}
+        return {**common_members, "response": message["content"], **thinking, **members}
 
-    def _parts(self, events: Sequence[Event]) -> list[_Message]:
-        """Return the message members of parser events. A tool call is returned when it is complete."""
+    def _message_parts(self, events: Sequence[Event]) -> list[_Message]:
+        """Return the parts of the message for parser events. A tool call is returned when it is complete."""
         parts: list[_Message] = []
         for event in events:
             match event:
@@ -104,15 +104,15 @@ class OllamaBuilder:
                         parts.append({"thinking": event.text})
                 case ToolCallStart():
                     parts += self._end_call()
-                    self._call = event, []
-                case ToolCallArguments() if self._call is not None:
-                    self._call[1].append(event.text)
+                    self._open_call = event, []
+                case ToolCallArguments() if self._open_call is not None:
+                    self._open_call[1].append(event.text)
         return parts
 
     def _end_call(self) -> list[_Message]:
-        if self._call is None:
+        if self._open_call is None:
             return []
-        (start, argument_parts), self._call = self._call, None
+        (start, argument_parts), self._open_call = self._open_call, None
         try:
             arguments = msgspec.json.decode("".join(argument_parts) or "{}")
         except msgspec.DecodeError:  # the output ended inside the arguments
@@ -120,8 +120,8 @@ class OllamaBuilder:
         function = {"index": start.index, "name": start.name, "arguments": arguments}
         return [{"tool_calls": [{"id": start.id, "function": function}]}]
 
-    def _end(self, usage: Usage) -> dict[str, object]:
-        """Return the finish reason, the token counts, and the times in nanoseconds."""
+    def _final_members(self, usage: Usage) -> dict[str, object]:
+        """Return the finish reason, the token counts, and the durations in nanoseconds."""
         record, end = self._record, time.perf_counter()
         first_token_at = record.first_token_at or end
         return {
@@ -135,8 +135,8 @@ class OllamaBuilder:
         }
 
 
-def now() -> str:
-    """Return the time in Ollama's format."""
+def current_time() -> str:
+    """Return the current time in Ollama's format."""
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 

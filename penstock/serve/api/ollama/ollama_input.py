@@ -1,11 +1,11 @@
-"""Translate Ollama's requests to chat and completion requests."""
+"""Translates Ollama's requests to chat and completion requests."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 
-from penstock.serve.api.chat_prompt import reads_effort
+from penstock.serve.api.chat_prompt import template_supports_effort
 from penstock.serve.api.ollama.ollama_schema import (
     OllamaBody,
     OllamaChatBody,
@@ -27,18 +27,21 @@ FIELDS: Mapping[str, str] = {
     },
     "repetition_penalty": "options.repeat_penalty",
 }
-"""Field of a chat request -> field of Ollama's request."""
+"""Field of a chat request -> field of Ollama's request, for error messages."""
 
 
-def model_of(services: Services, name: str) -> str:
-    """Return the name of a served model. Adds or removes the tag ``:latest`` if needed."""
+def served_model_name(services: Services, name: str) -> str:
+    """Return the name of the served model or adapter for a requested name.
+
+    A requested name may have the additional tag ``:latest``.
+    """
     model_names = {services.model_name, *services.worker.adapters}
     untagged_name = name.removesuffix(":latest")
     return untagged_name if name not in model_names and untagged_name in model_names else name
 
 
 def translate_chat(services: Services, body: OllamaChatBody) -> Translation:
-    """Return the chat request of ``/api/chat``."""
+    """Translate a request to ``/api/chat`` to a chat request."""
     messages: list[dict[str, object]] = []
     pending_call_ids: list[str] = []
     for number, message in enumerate(body.messages or ()):
@@ -46,37 +49,37 @@ def translate_chat(services: Services, body: OllamaChatBody) -> Translation:
     chat: dict[str, object] = {**_shared_fields(services, body), "messages": messages}
     if body.tools:
         chat["tools"] = [tool.model_dump(exclude_unset=True) for tool in body.tools]
-    places = [f"messages[{number}]" for number in range(len(messages))]
-    tool_places = [f"tools[{number}]" for number in range(len(body.tools or ()))]
-    return Translation(chat, places, tool_places, {**FIELDS, "tools.parameters": "function.parameters"})
+    field_paths = [f"messages[{number}]" for number in range(len(messages))]
+    tool_paths = [f"tools[{number}]" for number in range(len(body.tools or ()))]
+    return Translation(chat, field_paths, tool_paths, {**FIELDS, "tools.parameters": "function.parameters"})
 
 
 def translate_generate_to_chat(services: Services, body: OllamaGenerateBody) -> Translation:
-    """Return the chat request of ``/api/generate`` with the chat template."""
+    """Translate a request to ``/api/generate`` to a chat request. The chat template is applied."""
     messages: list[dict[str, object]] = (
         [] if not body.system else [{"role": "system", "content": body.system}]
     )
-    places = ["system"] * len(messages)
+    field_paths = ["system"] * len(messages)
     messages.append({"role": "user", "content": _with_images(body.prompt or "", body.images)})
     chat = {**_shared_fields(services, body), "messages": messages}
-    return Translation(chat, [*places, "prompt"], (), FIELDS)
+    return Translation(chat, [*field_paths, "prompt"], (), FIELDS)
 
 
 def translate_generate_to_completion(services: Services, body: OllamaGenerateBody) -> Translation:
-    """Return the completion request of ``/api/generate`` without the chat template.
+    """Translate a request to ``/api/generate`` to a completion request. The chat template is not applied.
 
     Raises:
-        RequestProblem: 400; a field needs the chat template.
+        RequestProblem: 400; a field requires the chat template.
     """
     for name in ("system", "images", "think"):
         if getattr(body, name):
-            raise RequestProblem(400, f"{name} needs the chat template: omit raw and suffix", param=name)
+            raise RequestProblem(400, f"{name} requires the chat template: omit raw and suffix", param=name)
     fields = _shared_fields(services, body)
     return Translation({**fields, "prompt": body.prompt or "", "suffix": body.suffix or None}, (), (), FIELDS)
 
 
 def _shared_fields(services: Services, body: OllamaBody) -> dict[str, object]:
-    fields: dict[str, object] = {"model": model_of(services, body.model), "stream": body.streams}
+    fields: dict[str, object] = {"model": served_model_name(services, body.model), "stream": body.streams}
     if body.format == "json":
         fields["response_format"] = {"type": "json_object"}
     elif isinstance(body.format, dict):
@@ -88,7 +91,7 @@ def _shared_fields(services: Services, body: OllamaBody) -> dict[str, object]:
         if options.num_ctx is not None and options.num_ctx > limit:
             raise RequestProblem(
                 400,
-                f"options.num_ctx is {options.num_ctx}, and the server's --max-length is {limit}: send less",
+                f"options.num_ctx must be at most the server's --max-length {limit}, was {options.num_ctx}",
                 param="options.num_ctx",
             )
         names = "temperature top_k top_p min_p stop presence_penalty frequency_penalty".split()
@@ -97,8 +100,9 @@ def _shared_fields(services: Services, body: OllamaBody) -> dict[str, object]:
             fields["seed"] = options.seed
         if options.repeat_penalty is not None:
             fields["repetition_penalty"] = options.repeat_penalty
-    predict = -1 if options is None or options.num_predict is None else options.num_predict
-    fields["max_completion_tokens"] = services.worker.info.max_length if predict < 0 else max(1, predict)
+    num_predict = -1 if options is None or options.num_predict is None else options.num_predict
+    max_length = services.worker.info.max_length
+    fields["max_completion_tokens"] = max_length if num_predict < 0 else max(1, num_predict)
     return fields | _reasoning_fields(services, body)
 
 
@@ -112,16 +116,25 @@ def _reasoning_fields(services: Services, body: OllamaBody) -> dict[str, object]
     elif think is True and services.parsers.reasoning_format is None:
         raise RequestProblem(400, f"{body.model!r} does not support thinking", param="think")
     if isinstance(think, str):
-        if not reads_effort(services.tokenizer, think):
+        if not template_supports_effort(services.tokenizer, think):
             raise RequestProblem(
-                400, f"think {think!r} is not supported: the chat template reads no effort", param="think"
+                400, f"think {think!r} is not supported: the chat template has no such effort", param="think"
             )
         settings["reasoning_effort"] = think
     return settings
 
 
 def _message(message: OllamaMessage, number: int, pending_call_ids: list[str]) -> dict[str, object]:
-    """Translate a message. Ollama's calls may have no id: the n-th tool result answers the n-th call."""
+    """Translate a message.
+
+    Ollama's tool calls may have no id. They get one here. Tool results without an id are matched to the tool
+    calls of the last assistant message by their order.
+
+    Args:
+        message: the message.
+        number: the index of the message.
+        pending_call_ids: the ids of tool calls without a result. The function updates this list.
+    """
     chat_message: dict[str, object] = {
         "role": message.role,
         "content": _with_images(message.content or "", message.images),
@@ -147,7 +160,7 @@ def _message(message: OllamaMessage, number: int, pending_call_ids: list[str]) -
 
 
 def _with_images(text: str, images: list[str] | None) -> str | list[dict[str, object]]:
-    """Return a text with its images. Images come before the text, as in training data of vision models."""
+    """Return the content of a message. Images come before the text, as in training data of vision models."""
     if not images:
         return text
     urls = [image if image.startswith("data:") else f"data:image/png;base64,{image}" for image in images]

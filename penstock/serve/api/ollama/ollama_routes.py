@@ -1,4 +1,4 @@
-"""``/api/chat``, ``/api/generate``, ``/api/tags``, ``/api/show``, ``/api/embed``: Ollama's API."""
+"""The routes of Ollama's API: chat, generation, embeddings and the description of models."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from penstock import __version__
 from penstock.pipelines.core import PipelineTask
 from penstock.serve.api.completions import CompletionRequest
 from penstock.serve.api.conversation import Conversation
-from penstock.serve.api.embedding_requests import check_outputs, encode_inputs, numbers, vector_inputs
+from penstock.serve.api.embedding_requests import check_outputs, encode_inputs, nested_list, vector_inputs
 from penstock.serve.api.embedding_schemas import EmbeddingsBody
-from penstock.serve.api.generation import GenerationJob, GenerationRun, in_pool
+from penstock.serve.api.generation import GenerationJob, GenerationRun, run_in_pool
 from penstock.serve.api.json_parts import (
     JsonResponse,
     Parts,
     array,
+    collect_parts,
     encode,
-    gather,
     json_response,
     with_members,
 )
-from penstock.serve.api.models import adapter_named
-from penstock.serve.api.ollama.ollama_builder import OllamaBuilder, now
+from penstock.serve.api.models import requested_adapter
+from penstock.serve.api.ollama.ollama_builder import OllamaBuilder, current_time
 from penstock.serve.api.ollama.ollama_input import (
-    model_of,
+    served_model_name,
     translate_chat,
     translate_generate_to_chat,
     translate_generate_to_completion,
@@ -53,21 +53,21 @@ embedding_router = APIRouter(route_class=JsonRoute, tags=["ollama"])
 
 
 @text_router.post(
-    "/api/chat", **route_options(OllamaChatBody, "The answer; unless `stream` is false, as JSON lines.")
+    "/api/chat", **route_options(OllamaChatBody, "The answer, as JSON lines unless `stream` is false.")
 )
 async def ollama_chat(request: Request) -> Response:
-    """Generate the next message of a conversation, in Ollama's format."""
+    """Generate the next message of a conversation. Request and response have Ollama's format."""
     services = Services.of(request)
     raw = await request.json()
 
     def prepare() -> tuple[OllamaChatBody, Conversation | None]:
         body = checked_body(services, OllamaChatBody, raw)
         if not body.messages:
-            adapter_named(services, model_of(services, body.model))
+            requested_adapter(services, served_model_name(services, body.model))
             return body, None
         return body, translate_chat(services, body).conversation(services, _new_id())
 
-    body, conversation = await in_pool(request, prepare)
+    body, conversation = await run_in_pool(request, prepare)
     if conversation is None:
         return _load_response(body, message={"role": "assistant", "content": ""})
     return await _answer_chat(request, body, conversation, is_chat=True)
@@ -75,17 +75,17 @@ async def ollama_chat(request: Request) -> Response:
 
 @text_router.post(
     "/api/generate",
-    **route_options(OllamaGenerateBody, "The answer; unless `stream` is false, as JSON lines."),
+    **route_options(OllamaGenerateBody, "The answer, as JSON lines unless `stream` is false."),
 )
 async def ollama_generate(request: Request) -> Response:
-    """Answer or continue a prompt, in Ollama's format."""
+    """Answer or continue a prompt. Request and response have Ollama's format."""
     services = Services.of(request)
     raw = await request.json()
 
     def prepare() -> tuple[OllamaGenerateBody, Conversation | CompletionRequest | None]:
         body = checked_body(services, OllamaGenerateBody, raw)
         if not body.prompt and not body.suffix:
-            adapter_named(services, model_of(services, body.model))
+            requested_adapter(services, served_model_name(services, body.model))
             return body, None
         if body.raw or body.suffix:
             translation = translate_generate_to_completion(services, body)
@@ -93,13 +93,13 @@ async def ollama_generate(request: Request) -> Response:
                 return body, CompletionRequest.of(services, translation.chat)
         return body, translate_generate_to_chat(services, body).conversation(services, _new_id())
 
-    body, prepared = await in_pool(request, prepare)
-    if prepared is None:
+    body, prepared_request = await run_in_pool(request, prepare)
+    if prepared_request is None:
         return _load_response(body, response="")
-    if isinstance(prepared, Conversation):
-        return await _answer_chat(request, body, prepared, is_chat=False)
-    record_logged_fields(prepared.body, RequestRecord.of(request), prepared.job.contexts[0])
-    return await _answer(request, body, prepared.job, is_chat=False)
+    if isinstance(prepared_request, Conversation):
+        return await _answer_chat(request, body, prepared_request, is_chat=False)
+    record_logged_fields(prepared_request.body, RequestRecord.of(request), prepared_request.job.contexts[0])
+    return await _answer(request, body, prepared_request.job, is_chat=False)
 
 
 @embedding_router.post(
@@ -107,16 +107,16 @@ async def ollama_generate(request: Request) -> Response:
     **route_options(OllamaEmbedBody, "The embeddings, in the order of the inputs.", streams=False),
 )
 async def ollama_embed(request: Request) -> Response:
-    """Return a vector for each input, in Ollama's format."""
+    """Return a vector for each input. Request and response have Ollama's format."""
     services, record = Services.of(request), RequestRecord.of(request)
     raw = await request.json()
-    body = await in_pool(request, lambda: checked_body(services, OllamaEmbedBody, raw))
-    adapter_named(services, model_of(services, body.model))
+    body = await run_in_pool(request, lambda: checked_body(services, OllamaEmbedBody, raw))
+    requested_adapter(services, served_model_name(services, body.model))
     check_outputs(services, ["dense"])
     embeddings_body = validated(
         EmbeddingsBody,
         {
-            "model": model_of(services, body.model),
+            "model": served_model_name(services, body.model),
             "input": body.input,
             "truncate": body.truncate is not False,
             "dimensions": body.dimensions,
@@ -130,7 +130,7 @@ async def ollama_embed(request: Request) -> Response:
 
     def vectors() -> Iterator[Parts]:
         for response in encoded_inputs.responses:
-            yield iter([encode(numbers(response.embeddings))])
+            yield iter([encode(nested_list(response.embeddings))])
 
     members = {
         "model": body.model,
@@ -138,7 +138,9 @@ async def ollama_embed(request: Request) -> Response:
         "load_duration": 0,
         "prompt_eval_count": encoded_inputs.usage["prompt_tokens"],
     }
-    return JsonResponse(await gather(with_members(members, embeddings=array(vectors())), services.turns))
+    return JsonResponse(
+        await collect_parts(with_members(members, embeddings=array(vectors())), services.encoding_turns)
+    )
 
 
 @router.get("/api/tags", response_class=Response, responses=responses(401, 503))
@@ -146,13 +148,13 @@ async def ollama_tags(request: Request) -> Response:
     """List the served model and its adapters, in Ollama's format."""
     services = Services.of(request)
     return json_response(
-        {"models": listed_models(services, [services.model_name, *services.worker.adapters])}
+        {"models": model_entries(services, [services.model_name, *services.worker.adapters])}
     )
 
 
 @router.get("/api/ps", response_class=Response, responses=responses(401, 503))
 async def ollama_ps(request: Request) -> Response:
-    """The same as `/api/tags`, because all served models are loaded."""
+    """Do the same as `/api/tags`, because all served models are loaded."""
     return await ollama_tags(request)
 
 
@@ -167,15 +169,15 @@ async def ollama_show(request: Request) -> Response:
     """Describe a model, in Ollama's format."""
     services = Services.of(request)
     raw = await request.json()
-    body = await in_pool(request, lambda: checked_body(services, OllamaShowBody, raw))
-    name = model_of(services, body.model or body.name or services.model_name)
-    adapter_named(services, name)
+    body = await run_in_pool(request, lambda: checked_body(services, OllamaShowBody, raw))
+    name = served_model_name(services, body.model or body.name or services.model_name)
+    requested_adapter(services, name)
     parsers, config = services.parsers, services.pipeline_config.model.huggingface_config
     is_text = services.task is PipelineTask.TEXT_GENERATION
-    abilities = ["completion"] if is_text else ["embedding"]
-    abilities += ["vision"] if services.tokenizer.reads_images else []
-    abilities += ["tools"] if is_text and parsers.tool_format is not None else []
-    abilities += ["thinking"] if is_text and parsers.reasoning_format is not None else []
+    capabilities = ["completion"] if is_text else ["embedding"]
+    capabilities += ["vision"] if services.tokenizer.reads_images else []
+    capabilities += ["tools"] if is_text and parsers.tool_format is not None else []
+    capabilities += ["thinking"] if is_text and parsers.reasoning_format is not None else []
     family = config.model_type
     return json_response(
         {
@@ -187,7 +189,7 @@ async def ollama_show(request: Request) -> Response:
                 "general.architecture": family,
                 f"{family}.context_length": services.worker.info.max_length,
             },
-            "capabilities": abilities,
+            "capabilities": capabilities,
         }
     )
 
@@ -206,13 +208,13 @@ async def _answer(request: Request, body: OllamaBody, job: GenerationJob, *, is_
     return await answer_request(request, services, run, builder, stream=body.streams)
 
 
-def listed_models(services: Services, names: Iterable[str]) -> list[dict[str, object]]:
-    """Return Ollama's entries of a model and its adapters."""
+def model_entries(services: Services, names: Iterable[str]) -> list[dict[str, object]]:
+    """Return the entry of each model or adapter in Ollama's format."""
     return [
         {
             "name": name,
             "model": name,
-            "modified_at": now(),
+            "modified_at": current_time(),
             "size": 0,
             "digest": sha256(name.encode()).hexdigest(),
             "details": _details(services),
@@ -233,10 +235,10 @@ def _details(services: Services) -> dict[str, object]:
     }
 
 
-def _load_response(body: OllamaBody, **answer: object) -> Response:
-    """Return the response to a request without a prompt. Clients send it to load a model."""
+def _load_response(body: OllamaBody, **members: object) -> Response:
+    """Return the response to a request without a prompt. Clients send such requests to load a model."""
     return json_response(
-        {"model": body.model, "created_at": now(), **answer, "done": True, "done_reason": "load"}
+        {"model": body.model, "created_at": current_time(), **members, "done": True, "done_reason": "load"}
     )
 
 

@@ -1,4 +1,4 @@
-"""The schemas of Ollama's routes, with Ollama's field names."""
+"""The schemas of the request bodies of Ollama's routes, with Ollama's field names."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from penstock.serve.api.schemas import Number, RequestBody, Texts, Tool
-from penstock.serve.api.unsupported import Refused
+from penstock.serve.api.unsupported import RefusedField
 
-_SERVER_SETTING = Refused("it is a setting of the server", accepts_all=True)
+_SERVER_SETTING = RefusedField("it is a setting of the server", accepts_all=True)
 _NO_SAMPLER = "the server does not have this sampler: use top_k, top_p, min_p and temperature"
 Think = bool | Literal["low", "medium", "high", "max"]
 
@@ -18,25 +18,25 @@ Think = bool | Literal["low", "medium", "high", "max"]
 class OllamaOptions(RequestBody):
     """The ``options`` of a request."""
 
-    unsupported: ClassVar[Mapping[str, Refused]] = {
+    unsupported: ClassVar[Mapping[str, RefusedField]] = {
         **dict.fromkeys(
             "numa num_batch num_gpu main_gpu low_vram use_mmap use_mlock num_thread f16_kv".split(),
             _SERVER_SETTING,
         ),
-        "num_keep": Refused("a running prompt is not shortened", accepts_all=True),
-        "repeat_last_n": Refused("the penalty covers the prompt and the whole output", accepts_all=True),
-        "penalize_newline": Refused("line ends are penalised like other tokens", (True,)),
-        "tfs_z": Refused(_NO_SAMPLER, (1, 1.0)),
-        "typical_p": Refused(_NO_SAMPLER, (1, 1.0)),
-        "mirostat": Refused(_NO_SAMPLER, (0,)),
-        "mirostat_eta": Refused(_NO_SAMPLER, accepts_all=True),
-        "mirostat_tau": Refused(_NO_SAMPLER, accepts_all=True),
+        "num_keep": RefusedField("the server has no context shift", accepts_all=True),
+        "repeat_last_n": RefusedField("the penalty covers the prompt and the whole output", accepts_all=True),
+        "penalize_newline": RefusedField("newlines are penalised like other tokens", (True,)),
+        "tfs_z": RefusedField(_NO_SAMPLER, (1, 1.0)),
+        "typical_p": RefusedField(_NO_SAMPLER, (1, 1.0)),
+        "mirostat": RefusedField(_NO_SAMPLER, (0,)),
+        "mirostat_eta": RefusedField(_NO_SAMPLER, accepts_all=True),
+        "mirostat_tau": RefusedField(_NO_SAMPLER, accepts_all=True),
     }
 
     num_predict: Annotated[int, Field(ge=-2, lt=2**31)] | None = None
-    """Maximum number of new tokens; -1 and -2 mean the limit of the model."""
+    """Maximum number of new tokens. -1 and -2 mean the maximum length of the model."""
     num_ctx: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    """The context length that the client expects; more than ``--max-length`` is refused."""
+    """The context length that the client requires. A value above ``--max-length`` is refused."""
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
@@ -49,10 +49,10 @@ class OllamaOptions(RequestBody):
 
 
 class OllamaFunction(RequestBody):
-    """The function of a call."""
+    """The function of a tool call."""
 
-    unsupported: ClassVar[Mapping[str, Refused]] = {
-        "index": Refused("the order of the list is the index", accepts_all=True)
+    unsupported: ClassVar[Mapping[str, RefusedField]] = {
+        "index": RefusedField("the order of the list is the index", accepts_all=True)
     }
 
     name: str
@@ -60,42 +60,44 @@ class OllamaFunction(RequestBody):
 
 
 class OllamaCall(RequestBody):
-    """A call of an earlier answer."""
+    """A tool call in an earlier message of the conversation."""
 
-    unsupported: ClassVar[Mapping[str, Refused]] = {"type": Refused("all tools are functions", ("function",))}
+    unsupported: ClassVar[Mapping[str, RefusedField]] = {
+        "type": RefusedField("all tools are functions", ("function",))
+    }
 
     id: str | None = None
     function: OllamaFunction
 
 
 class OllamaMessage(RequestBody):
-    """A message of a chat."""
+    """A message of the conversation."""
 
     role: str
     content: str | None = None
     thinking: str | None = None
     images: Texts | None = None
-    """Images as base64."""
+    """Image files in base64."""
     tool_calls: list[OllamaCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
 
 
 class OllamaBody(RequestBody):
-    """The fields that chats and generations share."""
+    """The fields that ``/api/chat`` and ``/api/generate`` share."""
 
-    unsupported: ClassVar[Mapping[str, Refused]] = {
-        "keep_alive": Refused("the model stays loaded", accepts_all=True),
-        "truncate": Refused("a prompt that is too long is refused", (False, True)),
-        "shift": Refused("a running prompt is not shortened", (False, True)),
-        "logprobs": Refused("use the OpenAI routes", (False,)),
-        "top_logprobs": Refused("use the OpenAI routes", (0,)),
-        "dimensions": Refused("it is for /api/embed"),
+    unsupported: ClassVar[Mapping[str, RefusedField]] = {
+        "keep_alive": RefusedField("the model stays loaded", accepts_all=True),
+        "truncate": RefusedField("a prompt that is too long is refused", (False, True)),
+        "shift": RefusedField("the server has no context shift", (False, True)),
+        "logprobs": RefusedField("use the OpenAI routes", (False,)),
+        "top_logprobs": RefusedField("use the OpenAI routes", (0,)),
+        "dimensions": RefusedField("it is for /api/embed"),
     }
 
     model: str
     stream: bool | None = None
-    """True if absent."""
+    """None means True."""
     format: Literal["", "json"] | dict[str, object] | None = None
     """``json``, or a JSON schema."""
     options: OllamaOptions | None = None
@@ -110,24 +112,24 @@ class OllamaBody(RequestBody):
 class OllamaChatBody(OllamaBody):
     """``POST /api/chat``."""
 
-    unsupported: ClassVar[Mapping[str, Refused]] = OllamaBody.unsupported
+    unsupported: ClassVar[Mapping[str, RefusedField]] = OllamaBody.unsupported
 
     messages: Annotated[list[OllamaMessage], Field(fail_fast=True)] | None = None
-    """An empty list only loads the model, which is loaded already."""
+    """A request without messages loads the model. The model is always loaded, so it has no effect."""
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
 
 
 class OllamaGenerateBody(OllamaBody):
     """``POST /api/generate``."""
 
-    unsupported: ClassVar[Mapping[str, Refused]] = {
+    unsupported: ClassVar[Mapping[str, RefusedField]] = {
         **OllamaBody.unsupported,
-        "context": Refused("send the conversation to /api/chat", ([],)),
-        "template": Refused("a request cannot set the template", ("",)),
+        "context": RefusedField("send the conversation to /api/chat", ([],)),
+        "template": RefusedField("a request cannot set the template", ("",)),
     }
 
     prompt: str | None = None
-    """An absent prompt only loads the model, which is loaded already."""
+    """A request without a prompt loads the model. The model is always loaded, so it has no effect."""
     suffix: str | None = None
     system: str | None = None
     raw: bool | None = None
@@ -138,25 +140,25 @@ class OllamaGenerateBody(OllamaBody):
 class OllamaEmbedBody(RequestBody):
     """``POST /api/embed``."""
 
-    unsupported: ClassVar[Mapping[str, Refused]] = {
-        "keep_alive": Refused("the model stays loaded", accepts_all=True),
-        "options": Refused("they do not concern embeddings", accepts_all=True),
+    unsupported: ClassVar[Mapping[str, RefusedField]] = {
+        "keep_alive": RefusedField("the model stays loaded", accepts_all=True),
+        "options": RefusedField("they do not concern embeddings", accepts_all=True),
     }
 
     model: str
     input: str | Texts
     truncate: bool | None = None
-    """Whether long inputs are cut at the end; true if absent."""
+    """Whether inputs over the maximum length are cut at the end. None means True."""
     dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
 
 
 class OllamaShowBody(RequestBody):
     """``POST /api/show``."""
 
-    unsupported: ClassVar[Mapping[str, Refused]] = {
-        "verbose": Refused("the answer always contains all details", (False, True))
+    unsupported: ClassVar[Mapping[str, RefusedField]] = {
+        "verbose": RefusedField("the answer always contains all details", (False, True))
     }
 
     model: str | None = None
     name: str | None = None
-    """The older name of ``model``."""
+    """The former name of the field ``model``."""

@@ -1,4 +1,4 @@
-"""Background responses, which run without a connection, and the state of the Responses API."""
+"""Runs background responses independently of connections, and holds the state of the Responses API."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.serve.api.responses.response_builder import ResponseBuilder
 from penstock.serve.api.responses.response_request import PreparedResponse
 from penstock.serve.api.responses.response_run import Pool, ResponseRun
 from penstock.serve.api.responses.response_store import ResponseStore
-from penstock.serve.api.text_generation import note_error, response_events
+from penstock.serve.api.text_generation import record_error, response_events
 from penstock.serve.http.problems import problem_of
 from penstock.serve.observability.access_log import log_request
 from penstock.serve.observability.request_record import RequestRecord
@@ -30,18 +30,18 @@ class ResponseState:
         path = None if state_dir is None else Path(state_dir).expanduser() / "responses.sqlite3"
         self.store = ResponseStore(path, store_size)
         self.runs: OrderedDict[str, BackgroundRun] = OrderedDict()
-        """The running background responses and the last `MAX_ENDED_RUNS` finished ones."""
+        """The running background responses and the last `MAX_ENDED_RUNS` finished background responses."""
 
     def close(self) -> None:
         """Close the store."""
         self.store.close()
 
     def add(self, run: BackgroundRun) -> None:
-        """Add a run. Drop the oldest finished runs above `MAX_ENDED_RUNS`."""
+        """Add a run. Remove the oldest finished runs if there are more than `MAX_ENDED_RUNS`."""
         self.runs[run.response_id] = run
-        finished_runs = [name for name, kept_run in self.runs.items() if kept_run.is_done]
-        for name in finished_runs[: max(0, len(finished_runs) - MAX_ENDED_RUNS)]:
-            del self.runs[name]
+        finished_ids = [response_id for response_id, other_run in self.runs.items() if other_run.is_done]
+        for response_id in finished_ids[: max(0, len(finished_ids) - MAX_ENDED_RUNS)]:
+            del self.runs[response_id]
 
 
 class BackgroundRun:
@@ -50,10 +50,10 @@ class BackgroundRun:
     Args:
         services: the objects that routes use.
         state: stores the response.
-        owner: the owner of the response, as `owner_of` returns it.
-        prepared: the request.
+        owner: the owner of the response, as `request_owner` returns it.
+        prepared_response: the request.
         pool: runs the preparation of later turns.
-        record: the request record of the task, for metrics and the access log.
+        record: a request record for the task, for metrics and the access log.
 
     Raises:
         UnavailableError: the worker is not ready, or too many requests are waiting.
@@ -64,20 +64,20 @@ class BackgroundRun:
         services: Services,
         state: ResponseState,
         owner: str,
-        prepared: PreparedResponse,
+        prepared_response: PreparedResponse,
         pool: Pool,
         record: RequestRecord,
     ) -> None:
         self.owner = owner
-        self.response_id = prepared.conversation.context.request_id
-        self._run = ResponseRun(services, record, prepared, pool)
-        self.builder = ResponseBuilder(services, prepared, self._run)
-        self.keeps_events = bool(prepared.body.stream)
+        self.response_id = prepared_response.conversation.context.request_id
+        self._run = ResponseRun(services, record, prepared_response, pool)
+        self.builder = ResponseBuilder(services, prepared_response, self._run)
+        self.keeps_events = bool(prepared_response.body.stream)
         self.is_done = False
-        self.builder.with_status("queued")
+        self.builder.set_status("queued")
         self._services = services
         self._state = state
-        self._items = prepared.items
+        self._items = prepared_response.items
         self._record = record
         self._events: list[bytes] = []
         self._change_event = asyncio.Event()
@@ -85,14 +85,14 @@ class BackgroundRun:
         self._task = asyncio.ensure_future(self._generate())
 
     async def put(self) -> None:
-        """Write the current state of the response to the store."""
+        """Write the response in its current state to the store."""
         output = self.builder.result["output"]
         assert isinstance(output, list)
         result = {**self.builder.result, "output": [*output]}
         await self._state.store.put(self.owner, result, self._items, is_done=self.is_done)
 
     async def cancel(self) -> dict[str, object]:
-        """Cancel the generation and return the response. If the generation has ended, only return it."""
+        """Cancel the generation if it is running, and return the response."""
         if not self.is_done:
             self._is_cancelled = True
             self._run.cancel()
@@ -100,7 +100,10 @@ class BackgroundRun:
         return self.builder.result
 
     async def events(self, after: int) -> AsyncGenerator[bytes, None]:
-        """Yield the events with a sequence number above `after`, and wait for new ones."""
+        """Yield the events with a sequence number above `after`.
+
+        Waits for new events until the response ends.
+        """
         position = after + 1
         while True:
             change_event = self._change_event
@@ -117,14 +120,14 @@ class BackgroundRun:
         with services.gate.track():
             try:
                 await self._run.admitted()
-                builder.with_status("in_progress")
-                async with aclosing(response_events(self._run, builder, services.turns)) as events:
+                builder.set_status("in_progress")
+                async with aclosing(response_events(self._run, builder, services.encoding_turns)) as events:
                     async for encoded_event in events:
                         if self._is_cancelled:
                             break
                         self._publish(encoded_event)
             except Exception as error:
-                note_error(services, self._record, error)
+                record_error(services, self._record, error)
                 builder.end_with_error(problem_of(error))
                 if not self._is_cancelled:
                     self._publish(builder.error(problem_of(error)))
@@ -134,18 +137,18 @@ class BackgroundRun:
                 builder.end_as_cancelled()
             self.is_done = True
             await self.put()
-            self._wake()
+            self._notify_readers()
             self._record.ended_at = time.perf_counter()
             self._record.status = 200
             if services.config.access_log:
                 log_request(self._record)
 
     def _publish(self, events: bytes) -> None:
-        """Append encoded events to the list of events, whose indices are the sequence numbers."""
+        """Append encoded events to the event list. The index of an event is its sequence number."""
         if self.keeps_events and events.startswith(b"event:"):
             self._events += [event + b"\n\n" for event in events.split(b"\n\n") if event]
-            self._wake()
+            self._notify_readers()
 
-    def _wake(self) -> None:
+    def _notify_readers(self) -> None:
         self._change_event.set()
         self._change_event = asyncio.Event()

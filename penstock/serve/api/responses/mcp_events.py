@@ -1,4 +1,4 @@
-"""Events between the turns of a response: tool lists, calls to tool servers, and their outcomes."""
+"""Events between the turns of a response: tool lists, calls to tool servers, and outcomes of calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ToolOutcome:
 
 @dataclass(frozen=True)
 class ApprovedCall:
-    """A call of an earlier response, which the client has approved."""
+    """A tool call that an earlier response has requested and that the client has approved."""
 
     call_id: str
     tool: OfferedTool
@@ -36,7 +36,7 @@ McpEvent: TypeAlias = ToolListing | ApprovedCall | ToolOutcome
 
 @dataclass(slots=True)
 class ToolDelta(ChoiceDelta):
-    """A delta with events between two turns instead of model output."""
+    """A delta that has events between two turns instead of model output."""
 
     mcp_events: Sequence[McpEvent] = ()
 

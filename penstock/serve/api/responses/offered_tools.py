@@ -1,4 +1,4 @@
-"""The tools of tool servers that a request offers to the model."""
+"""Finds the tools of tool servers (MCP) that a request offers to the model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import Field
 
 from penstock.serve.api.parameters import UnknownFields
 from penstock.serve.api.schemas import RequestBody
-from penstock.serve.api.unsupported import Refused
+from penstock.serve.api.unsupported import RefusedField
 from penstock.serve.api.validation import validated
 from penstock.serve.http.problems import RequestProblem
 from penstock.serve.mcp.tool_server import ServerTools, ToolServers
@@ -20,14 +20,14 @@ from penstock.serve.mcp.tool_session import ServerTool, ToolServer
 from penstock.serve.services import Services
 
 MCP = "mcp"
-"""The tool type that represents a tool server."""
+"""The value of ``type`` for a tool that stands for all tools of a tool server."""
 _INVALID_NAME_CHARACTERS = re.compile(r"[^a-zA-Z0-9_.-]")
-_MAX_NAME = 64
-_MAX_LISTED = 20
+_MAX_NAME_LENGTH = 64
+_MAX_LISTED_NAMES = 20
 
 
 class ToolFilter(RequestBody):
-    """A filter of the tools of a server. A tool must satisfy all given members."""
+    """A filter of the tools of a server. A tool must satisfy all members that are present."""
 
     tool_names: list[str] | None = None
     read_only: bool | None = None
@@ -42,23 +42,23 @@ class ToolFilter(RequestBody):
 
 
 class ApprovalFilter(RequestBody):
-    """Which tools always need the client's approval, and which never do."""
+    """Filters for tools whose calls always require the client's approval, or never do."""
 
     always: ToolFilter | None = None
     never: ToolFilter | None = None
 
 
 class McpTool(RequestBody):
-    """A tool of the type ``mcp``: a tool server that ``--mcp-server`` names."""
+    """A tool of type ``mcp``. It offers the tools of a server that is configured with ``--mcp-server``."""
 
-    unsupported: ClassVar[Mapping[str, Refused]] = {
-        "allowed_callers": Refused("the model calls tools directly", (["direct"],)),
-        "authorization": Refused("the server sends the token of --mcp-token"),
-        "connector_id": Refused("the server has no connectors: send server_label"),
-        "defer_loading": Refused("all tools are in the prompt", accepts_all=True),
-        "headers": Refused("the server sends the token of --mcp-token", ({},)),
-        "server_description": Refused("chat templates describe tools only", accepts_all=True),
-        "tunnel_id": Refused("the server has no tunnels: send server_label"),
+    unsupported: ClassVar[Mapping[str, RefusedField]] = {
+        "allowed_callers": RefusedField("the model calls tools directly", (["direct"],)),
+        "authorization": RefusedField("the server sends the token of --mcp-token"),
+        "connector_id": RefusedField("the server has no connectors: send server_label"),
+        "defer_loading": RefusedField("all tools are in the prompt", accepts_all=True),
+        "headers": RefusedField("the server sends the token of --mcp-token", ({},)),
+        "server_description": RefusedField("chat templates describe tools only", accepts_all=True),
+        "tunnel_id": RefusedField("the server has no tunnels: send server_label"),
     }
 
     type: Literal["mcp"]
@@ -69,21 +69,25 @@ class McpTool(RequestBody):
 
     def allows(self, tool: ServerTool) -> bool:
         """Return whether the request allows a tool."""
-        allowed = self.allowed_tools
-        if isinstance(allowed, ToolFilter):
-            return allowed.matches(tool)
-        return allowed is None or tool.name in allowed
+        allowed_tools = self.allowed_tools
+        if isinstance(allowed_tools, ToolFilter):
+            return allowed_tools.matches(tool)
+        return allowed_tools is None or tool.name in allowed_tools
 
-    def needs_approval(self, tool: ServerTool, default: str) -> bool:
-        """Return whether calls of a tool need approval. `default` applies without ``require_approval``."""
+    def needs_approval(self, tool: ServerTool, default_approval: str) -> bool:
+        """Return whether calls of a tool require approval.
+
+        `default_approval` applies without ``require_approval``.
+        """
         rule = self.require_approval
         if not isinstance(rule, ApprovalFilter):
-            return (rule or default) == "always"
+            return (rule or default_approval) == "always"
         if rule.always is not None and rule.always.matches(tool):
             return True
         if rule.never is not None and rule.never.matches(tool):
             return False
-        return rule.never is not None or default == "always"  # only the tools under "never" are exempt
+        # A filter "never" means that all other tools require approval.
+        return rule.never is not None or default_approval == "always"
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,7 @@ class OfferedTool:
     server: ToolServer
     tool: ServerTool
     needs_approval: bool
-    place: str
+    field_path: str
     """The field of the request that offers the tool."""
 
     def function(self, name: str) -> dict[str, object]:
@@ -106,7 +110,7 @@ class OfferedTool:
 
 @dataclass(frozen=True)
 class ToolListing:
-    """The item ``mcp_list_tools`` of a response: the tools of a server, or the error of listing them."""
+    """The item ``mcp_list_tools`` of a response. It has the tools of a server, or an error."""
 
     label: str
     tools: Sequence[Mapping[str, object]] = ()
@@ -115,22 +119,26 @@ class ToolListing:
 
 @dataclass(frozen=True)
 class OfferedTools:
-    """All tools of tool servers that a request offers, by the function name in the prompt."""
+    """All tools of tool servers that a request offers."""
 
     functions: Mapping[str, OfferedTool] = field(default_factory=dict)
+    """Function name in the prompt -> tool."""
     listings: Sequence[ToolListing] = ()
     implied_servers: Sequence[str] = ()
-    """Names of the servers that are offered although the request names none."""
+    """Names of the servers whose tools are offered because the request names no server."""
 
     def function_name(self, label: str, tool: str) -> str:
-        """Return the function name of a tool; if the tool is not offered, its name as a function name."""
+        """Return the function name of a tool in the prompt.
+
+        If the request does not offer the tool, the result is the tool's name in the form of a function name.
+        """
         for name, offered_tool in self.functions.items():
             if (offered_tool.label, offered_tool.tool.name) == (label, tool):
                 return name
         return _plain_name(tool)
 
-    def names_of(self, label: str) -> list[str]:
-        """Return the names of the functions of a server."""
+    def function_names(self, label: str) -> list[str]:
+        """Return the function names of the tools of a server."""
         return [name for name, offered_tool in self.functions.items() if offered_tool.label == label]
 
 
@@ -146,15 +154,16 @@ def tool_servers(services: Services) -> ToolServers:
     )
 
 
-async def offered_tools(services: Services, raw: object) -> OfferedTools:
-    """Return the tools that a request offers: those of the servers that it names, or of all servers.
+async def find_offered_tools(services: Services, raw: object) -> OfferedTools:
+    """Return the tools of tool servers that a request offers.
 
-    A request that names no server and has ``tool_choice: "none"`` offers no tools. A server that cannot list
-    its tools offers none, and has a listing with the error.
+    A request offers the tools of the servers that it names. If it names none, it offers the tools of all
+    servers, or no tools if it has ``tool_choice: "none"``. If a server cannot list its tools, its
+    `ToolListing` has an error and no tools.
 
     Args:
         services: the objects that routes use.
-        raw: the decoded body of the request, which need not be valid.
+        raw: the decoded body of the request, which has not been validated.
 
     Raises:
         RequestProblem: 400; the request names a server that is not configured.
@@ -163,65 +172,81 @@ async def offered_tools(services: Services, raw: object) -> OfferedTools:
     tools = (
         [tool if isinstance(tool, dict) else {} for tool in raw_tools] if isinstance(raw_tools, list) else []
     )
-    mcp_tools = [(f"tools[{index}]", tool) for index, tool in enumerate(tools) if tool.get("type") == MCP]
-    if (not mcp_tools and not services.config.mcp_server) or not isinstance(raw, dict):
+    raw_mcp_tools = [(f"tools[{index}]", tool) for index, tool in enumerate(tools) if tool.get("type") == MCP]
+    if (not raw_mcp_tools and not services.config.mcp_server) or not isinstance(raw, dict):
         return OfferedTools()
     servers = tool_servers(services)
-    entries = [(place, _entry(services, tool, place)) for place, tool in mcp_tools]
-    implied_servers = [] if mcp_tools or raw.get("tool_choice") == "none" else servers.names
+    mcp_tools = [
+        (field_path, _validated_mcp_tool(services, tool, field_path)) for field_path, tool in raw_mcp_tools
+    ]
+    implied_servers = [] if raw_mcp_tools or raw.get("tool_choice") == "none" else servers.names
     if implied_servers and not services.tokenizer.template_mentions("tools"):
-        services.warn_once(["tools of tool servers, which the chat template does not show"])
+        services.warn_once(["tools of tool servers, which the chat template omits"])
         implied_servers = []
-    entries += [("tools", McpTool(type="mcp", server_label=name)) for name in implied_servers]
-    configured_servers = [_server(servers, entry, place) for place, entry in entries]
-    labels = [entry.server_label for _, entry in entries]
+    mcp_tools += [("tools", McpTool(type="mcp", server_label=name)) for name in implied_servers]
+    configured_servers = [
+        _configured_server(servers, mcp_tool, field_path) for field_path, mcp_tool in mcp_tools
+    ]
+    labels = [mcp_tool.server_label for _, mcp_tool in mcp_tools]
     for index, label in enumerate(labels):
         if label in labels[:index]:
-            place = f"{entries[index][0]}.server_label"
+            field_path = f"{mcp_tools[index][0]}.server_label"
             raise RequestProblem(
-                400, f"{place} is {label!r}, which is the label of another tool too", param=place
+                400, f"{field_path} is {label!r}, but another tool has the same label", param=field_path
             )
     tool_lists = await asyncio.gather(*(servers.tools_of(server) for server in configured_servers))
     taken_names = {str(tool.get("name")) for tool in tools if tool.get("type") in ("function", "custom")}
     functions: dict[str, OfferedTool] = {}
     listings = []
-    default = services.config.mcp_require_approval
-    for (place, entry), server, tool_list in zip(entries, configured_servers, tool_lists, strict=True):
-        _check_allowed(entry, tool_list, place)
-        allowed = [tool for tool in tool_list.tools if entry.allows(tool)]
+    default_approval = services.config.mcp_require_approval
+    for (field_path, mcp_tool), server, tool_list in zip(
+        mcp_tools, configured_servers, tool_lists, strict=True
+    ):
+        _check_allowed(mcp_tool, tool_list, field_path)
+        allowed_tools = [tool for tool in tool_list.tools if mcp_tool.allows(tool)]
         listings.append(
-            ToolListing(entry.server_label, [_tool_description(tool) for tool in allowed], tool_list.error)
+            ToolListing(
+                mcp_tool.server_label, [_tool_description(tool) for tool in allowed_tools], tool_list.error
+            )
         )
-        for tool in allowed:
-            name = _free_name(entry.server_label, tool.name, taken_names)
+        for tool in allowed_tools:
+            name = _free_name(mcp_tool.server_label, tool.name, taken_names)
             taken_names.add(name)
             functions[name] = OfferedTool(
-                entry.server_label, server, tool, entry.needs_approval(tool, default), place
+                mcp_tool.server_label,
+                server,
+                tool,
+                mcp_tool.needs_approval(tool, default_approval),
+                field_path,
             )
     return OfferedTools(functions, listings, implied_servers)
 
 
-def _entry(services: Services, raw: Mapping[str, object], place: str) -> McpTool:
-    """Validate a tool of the type ``mcp``."""
+def _validated_mcp_tool(services: Services, raw: Mapping[str, object], field_path: str) -> McpTool:
+    """Validate and return a tool of type ``mcp``."""
     try:
-        entry = validated(McpTool, raw)
+        mcp_tool = validated(McpTool, raw)
     except RequestProblem as problem:
-        param = f"{place}.{problem.param}" if problem.param else place
+        param = f"{field_path}.{problem.param}" if problem.param else field_path
         message = problem.message.replace(problem.param, param, 1) if problem.param else problem.message
         raise RequestProblem(400, message, param=param, code=problem.code) from None
-    UnknownFields(services.config.unknown_fields == "error", services.log).check(entry, place)
-    return entry
+    UnknownFields(services.config.unknown_fields == "error", services.log).check(mcp_tool, field_path)
+    return mcp_tool
 
 
-def _server(servers: ToolServers, entry: McpTool, place: str) -> ToolServer:
-    """Return the configured server that an entry names. A request cannot choose any other server."""
-    url = entry.server_url
-    server = servers.by_name(entry.server_label) if url is None else servers.by_url(url)
+def _configured_server(servers: ToolServers, mcp_tool: McpTool, field_path: str) -> ToolServer:
+    """Return the configured server that a tool of type ``mcp`` names.
+
+    Raises for servers that are not configured.
+    """
+    url = mcp_tool.server_url
+    server = servers.by_name(mcp_tool.server_label) if url is None else servers.by_url(url)
     if server is not None:
         return server
-    param = f"{place}.{'server_label' if url is None else 'server_url'}"
-    requested_server = repr((entry.server_label if url is None else url)[:200])
-    hint = f"send server_label {_joined_names(servers.names)}" if servers.names else "--mcp-server sets some"
+    param = f"{field_path}.{'server_label' if url is None else 'server_url'}"
+    requested_server = repr((mcp_tool.server_label if url is None else url)[:200])
+    names = servers.names
+    hint = f"send server_label {_joined_names(names)}" if names else "set tool servers with --mcp-server"
     raise RequestProblem(
         400,
         f"{param} is {requested_server}, which is not a tool server in the configuration: {hint}",
@@ -230,10 +255,10 @@ def _server(servers: ToolServers, entry: McpTool, place: str) -> ToolServer:
     )
 
 
-def _check_allowed(entry: McpTool, tool_list: ServerTools, place: str) -> None:
+def _check_allowed(mcp_tool: McpTool, tool_list: ServerTools, field_path: str) -> None:
     """Raise if ``allowed_tools`` names a tool that the server does not have."""
-    allowed = entry.allowed_tools
-    path = f"{place}.allowed_tools"
+    allowed = mcp_tool.allowed_tools
+    path = f"{field_path}.allowed_tools"
     if isinstance(allowed, ToolFilter):
         allowed, path = allowed.tool_names, f"{path}.tool_names"
     if tool_list.error is not None:
@@ -243,14 +268,14 @@ def _check_allowed(entry: McpTool, tool_list: ServerTools, place: str) -> None:
         if name not in tool_names:
             raise RequestProblem(
                 400,
-                f"{path} has {name[:200]!r}, which the server does not have: {_joined_names(tool_names)}",
+                f"{path} has {name[:200]!r}, but the server has only {_joined_names(tool_names)}",
                 param=path,
             )
 
 
 def _joined_names(names: Sequence[str]) -> str:
-    more = len(names) - _MAX_LISTED
-    return ", ".join(names[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
+    num_hidden = len(names) - _MAX_LISTED_NAMES
+    return ", ".join(names[:_MAX_LISTED_NAMES]) + (f" and {num_hidden} more" if num_hidden > 0 else "")
 
 
 def _tool_description(tool: ServerTool) -> dict[str, object]:
@@ -263,17 +288,18 @@ def _tool_description(tool: ServerTool) -> dict[str, object]:
 
 
 def _plain_name(tool: str) -> str:
-    return _INVALID_NAME_CHARACTERS.sub("_", tool)[:_MAX_NAME]
+    """Return the name of a tool in the form of a function name."""
+    return _INVALID_NAME_CHARACTERS.sub("_", tool)[:_MAX_NAME_LENGTH]
 
 
 def _free_name(label: str, tool: str, taken_names: Iterable[str]) -> str:
-    """Return an unused function name: the tool's name, or with the server label if that name is taken."""
+    """Return an unused function name. It begins with the server label if the tool's name is in use."""
     name = _plain_name(tool)
     if name not in taken_names:
         return name
     name = _plain_name(f"{label}_{tool}")
     number = 2
     while name in taken_names:
-        name = _plain_name(f"{label}_{tool}"[: _MAX_NAME - 4]) + f"_{number}"
+        name = _plain_name(f"{label}_{tool}"[: _MAX_NAME_LENGTH - 4]) + f"_{number}"
         number += 1
     return name

@@ -1,4 +1,4 @@
-"""Build a response of the Responses API: the whole object, or the events of a stream."""
+"""Builds a response of the Responses API: one object, or the events of a stream."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.serve.api.responses.response_output import OutputItems
 from penstock.serve.api.responses.response_request import PreparedResponse
 from penstock.serve.api.responses.response_run import ResponseRun
 from penstock.serve.api.responses.response_schema import ENCRYPTED_REASONING
-from penstock.serve.api.responses.tool_input import custom_tools_of
+from penstock.serve.api.responses.tool_input import custom_tool_names
 from penstock.serve.api.token_scores import ChatScores
 from penstock.serve.api.usage import Usage
 from penstock.serve.http.problems import Problem
@@ -29,36 +29,38 @@ class _Scores(msgspec.Struct):
 
 
 class ResponseBuilder:
-    """Builds the objects and events of one response.
+    """Builds the object or the stream events of one response.
 
     Args:
         services: the objects that routes use.
-        prepared: the request.
-        run: the turns of the response.
+        prepared_response: the request.
+        run: the run that generates the response.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, services: Services, prepared: PreparedResponse, run: ResponseRun) -> None:
-        body, conversation = prepared.body, prepared.conversation
+    def __init__(self, services: Services, prepared_response: PreparedResponse, run: ResponseRun) -> None:
+        body, conversation = prepared_response.body, prepared_response.conversation
         self._run = run
         self._output = OutputItems(
-            custom_tools_of(body), prepared.offered, encodes_reasoning=body.includes(ENCRYPTED_REASONING)
+            custom_tool_names(body),
+            prepared_response.offered_tools,
+            encodes_reasoning=body.includes(ENCRYPTED_REASONING),
         )
         self._scores = None
         if conversation.body.logprobs:
             self._scores = ChatScores(services.fragments_for(conversation.body), body.top_logprobs or 0)
-        self._sequence = 0
-        self._fixed_members = _response_members(prepared)
-        self.result: dict[str, object] = self.with_status("in_progress")
-        """The newest state of the response."""
+        self._sequence_number = 0
+        self._fixed_members = _response_members(prepared_response)
+        self.result: dict[str, object] = self.set_status("in_progress")
+        """The response in its current state."""
 
-    def with_status(self, status: str, **more: object) -> dict[str, object]:
-        """Return the response with a status."""
-        self.result = {**self._fixed_members, "status": status, "output": self._output.items, **more}
+    def set_status(self, status: str, **members: object) -> dict[str, object]:
+        """Set the status and further members of the response, and return the response."""
+        self.result = {**self._fixed_members, "status": status, "output": self._output.items, **members}
         return self.result
 
-    def whole(self, outputs: Sequence[ChoiceDelta], usage: Usage) -> Iterable[bytes]:
+    def whole_response(self, outputs: Sequence[ChoiceDelta], usage: Usage) -> Iterable[bytes]:
         """Yield the JSON of a response that is not streamed."""
         for output in outputs:
             self._add(output)
@@ -84,23 +86,23 @@ class ResponseBuilder:
         )
 
     def ping(self) -> bytes:
-        """Return the event that keeps a silent stream open."""
+        """Return the event that is sent during a pause, so that proxies do not close the connection."""
         return PING
 
     def error(self, problem: Problem) -> bytes:
-        """Return the event of an error that ends the stream."""
+        """End the response with an error, and return the error event that ends the stream."""
         return self._events([{"type": "response.failed", "response": self.end_with_error(problem)}])
 
     def end_with_error(self, problem: Problem) -> dict[str, object]:
-        """End the response with an error, and return it."""
+        """End the response with an error and return the response."""
         self._end_open_items()
         error = {"code": problem.code or "server_error", "message": problem.message, "param": problem.param}
-        return self.with_status("failed", error=error)
+        return self.set_status("failed", error=error)
 
     def end_as_cancelled(self) -> dict[str, object]:
-        """End the response as cancelled by the client, and return it."""
+        """End the response with the status ``cancelled`` and return the response."""
         self._end_open_items()
-        return self.with_status("cancelled")
+        return self.set_status("cancelled")
 
     def _end_open_items(self) -> None:
         self._output.close(is_complete=False)
@@ -115,7 +117,7 @@ class ResponseBuilder:
         is_complete = self._run.finish_reason != "length"
         new_events = self._output.finish(is_complete=is_complete)
         details = None if is_complete else {"reason": "max_output_tokens"}
-        self.with_status(
+        self.set_status(
             "completed" if is_complete else "incomplete",
             usage=_usage(usage),
             incomplete_details=details,
@@ -126,8 +128,8 @@ class ResponseBuilder:
     def _events(self, new_events: Iterable[dict[str, object]]) -> bytes:
         encoded_events = []
         for event in new_events:
-            encoded_events.append(named_event({**event, "sequence_number": self._sequence}))
-            self._sequence += 1
+            encoded_events.append(named_event({**event, "sequence_number": self._sequence_number}))
+            self._sequence_number += 1
         return b"".join(encoded_events)
 
     def _logprobs(self, scores: Sequence[Score]) -> Sequence[msgspec.Raw]:
@@ -136,12 +138,12 @@ class ResponseBuilder:
         return msgspec.json.decode(b"".join(self._scores.parts(scores)), type=_Scores).content
 
 
-def _response_members(prepared: PreparedResponse) -> dict[str, object]:
-    """Return the members that do not change during generation, with defaults in place of absent fields."""
-    body, conversation = prepared.body, prepared.conversation
+def _response_members(prepared_response: PreparedResponse) -> dict[str, object]:
+    """Return the members that do not change during generation. Absent request fields get their defaults."""
+    body, conversation = prepared_response.body, prepared_response.conversation
     params = conversation.context.sampling_params
     reasoning, text = body.reasoning, body.text
-    form = text.format if text is not None else None
+    text_format = text.format if text is not None else None
     return {
         "id": conversation.context.request_id,
         "object": "response",
@@ -164,17 +166,19 @@ def _response_members(prepared: PreparedResponse) -> dict[str, object]:
         "store": body.is_stored,
         "temperature": params.temperature,
         "text": {
-            "format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True),
+            "format": {"type": "text"}
+            if text_format is None
+            else text_format.model_dump(by_alias=True, exclude_none=True),
             "verbosity": "medium" if text is None or text.verbosity is None else text.verbosity,
         },
-        "tool_choice": _jsonable(body.tool_choice) or "auto",
+        "tool_choice": _json_value(body.tool_choice) or "auto",
         "tools": [
             tool.model_dump(by_alias=True, exclude_none=True)
             | ({"strict": bool(tool.strict)} if tool.type == "function" else {})
             for tool in body.tools or ()
             if not tool.is_hosted or tool.type == MCP
         ]
-        + [{"type": MCP, "server_label": name} for name in prepared.offered.implied_servers],
+        + [{"type": MCP, "server_label": name} for name in prepared_response.offered_tools.implied_servers],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": params.top_p,
         "truncation": body.truncation or "disabled",
@@ -183,7 +187,7 @@ def _response_members(prepared: PreparedResponse) -> dict[str, object]:
     }
 
 
-def _jsonable(value: object) -> object:
+def _json_value(value: object) -> object:
     return value.model_dump(by_alias=True, exclude_none=True) if hasattr(value, "model_dump") else value
 
 

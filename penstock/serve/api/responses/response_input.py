@@ -1,4 +1,4 @@
-"""Translate a Responses request to a chat request."""
+"""Translates Responses requests to chat requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ from penstock.serve.api.responses.response_schema import (
     InputPart,
     ResponsesBody,
 )
-from penstock.serve.api.responses.tool_input import CUSTOM_ARGUMENT, chat_tools, missing_field, tool_choice
+from penstock.serve.api.responses.tool_input import (
+    CUSTOM_ARGUMENT,
+    chat_tool_choice,
+    chat_tools,
+    missing_field_error,
+)
 from penstock.serve.api.translation import Translation
 from penstock.serve.http.problems import RequestProblem
 from penstock.serve.mcp.tool_session import ToolOutput
@@ -33,7 +38,7 @@ FIELDS: Mapping[str, str] = {
     "tool_choice.function.name": "tool_choice.name",
     "tool_choice.allowed_tools.tools": "tool_choice.tools",
 }
-"""Field of a chat request -> field of a Responses request."""
+"""Field of a chat request -> field of a Responses request, for error messages."""
 
 _REASONING_PREFIX = b"penstock1:"
 
@@ -42,24 +47,24 @@ def chat_request(
     services: Services,
     body: ResponsesBody,
     history: Sequence[InputItem],
-    offered: OfferedTools,
+    offered_tools: OfferedTools,
     *,
     hosted_tools: str,
 ) -> Translation:
-    """Return the chat request of a Responses request.
+    """Translate a Responses request to a chat request.
 
     Args:
         services: the objects that routes use.
         body: the request.
-        history: the items of the previous response: its input and its output.
-        offered: the tools of tool servers.
-        hosted_tools: ``skip`` omits hosted tools, ``refuse`` refuses them.
+        history: the input items and output items of the previous response.
+        offered_tools: the tools of tool servers.
+        hosted_tools: ``skip`` leaves out hosted tools, ``refuse`` refuses them.
 
     Raises:
-        RequestProblem: 400 that names the field.
+        RequestProblem: 400; the message names the invalid field.
     """
-    tools, tool_places = chat_tools(body, offered, hosted_tools)
-    messages = ChatMessages(offered)
+    tools, tool_paths = chat_tools(body, offered_tools, hosted_tools)
+    messages = ChatMessages(offered_tools)
     if body.instructions:
         messages.add({"role": "system", "content": body.instructions}, "instructions")
     for item in history:
@@ -73,7 +78,7 @@ def chat_request(
         raise RequestProblem(400, "input is an empty list", param="input")
     messages.merge_instructions(services.tokenizer.template_mentions("developer"))
     chat = {name: getattr(body, name) for name in SAME_NAMES if getattr(body, name) is not None}
-    chat |= {"messages": messages.chat, **_format(body), **tool_choice(body, offered)}
+    chat |= {"messages": messages.chat, **_response_format(body), **chat_tool_choice(body, offered_tools)}
     if tools:
         chat["tools"] = tools
     if body.max_output_tokens is not None:
@@ -82,16 +87,16 @@ def chat_request(
         chat["reasoning_effort"] = body.reasoning.effort
     if body.includes(LOGPROBS):
         chat |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
-    return Translation(chat, messages.places, tool_places, FIELDS)
+    return Translation(chat, messages.field_paths, tool_paths, FIELDS)
 
 
 def encoded_reasoning(text: str) -> str:
-    """Return ``encrypted_content`` of a reasoning item. The text is encoded in base64, not encrypted."""
+    """Return the ``encrypted_content`` of a reasoning item. It is base64 of the text, and not encrypted."""
     return base64.urlsafe_b64encode(_REASONING_PREFIX + text.encode()).decode()
 
 
 class AssembledMessage(TypedDict, total=False):
-    """A message of the chat request. Several items of the Responses API can form one message."""
+    """A message of the chat request. It may consist of several items of the Responses API."""
 
     role: Required[str]
     content: Required[str | list[dict[str, object]]]
@@ -101,136 +106,155 @@ class AssembledMessage(TypedDict, total=False):
 
 
 class ChatMessages:
-    """Builds the messages of a chat from items.
+    """Builds the messages of a chat request from items of the Responses API.
 
     Args:
-        offered: the tools of tool servers.
+        offered_tools: the tools of tool servers.
     """
 
-    def __init__(self, offered: OfferedTools) -> None:
-        self._offered = offered
+    def __init__(self, offered_tools: OfferedTools) -> None:
+        self._offered_tools = offered_tools
         self._approval_requests: dict[str | None, InputItem] = {}
         self.chat: list[AssembledMessage] = []
-        self.places: list[str] = []
-        """For each message, the request field of its first item, such as ``input[2]``."""
+        self.field_paths: list[str] = []
+        """The request field of the first item of each message, such as ``input[2]``."""
 
-    def add(self, message: AssembledMessage, place: str) -> None:
+    def add(self, message: AssembledMessage, field_path: str) -> None:
         """Add a message."""
         self.chat.append(message)
-        self.places.append(place)
+        self.field_paths.append(field_path)
 
-    def add_item(self, item: InputItem, place: str) -> None:
-        """Add an item of the input.
+    def add_item(self, item: InputItem, field_path: str) -> None:
+        """Add an input item.
 
         Raises:
-            RequestProblem: 400; the item lacks a field, or its type is not supported.
+            RequestProblem: 400; the item lacks a required field, or its type is not supported.
         """
         match item.type or "message":
             case "message":
-                self._add_message(item, place)
+                self._add_message(item, field_path)
             case "function_call":
-                name, arguments = _text(item, "name", place), _text(item, "arguments", place)
-                self._add_call(_text(item, "call_id", place), name, arguments, place)
+                name, arguments = (
+                    _required_text(item, "name", field_path),
+                    _required_text(item, "arguments", field_path),
+                )
+                self._add_call(_required_text(item, "call_id", field_path), name, arguments, field_path)
             case "custom_tool_call":
-                arguments = json.dumps({CUSTOM_ARGUMENT: _text(item, "input", place)}, ensure_ascii=False)
-                self._add_call(_text(item, "call_id", place), _text(item, "name", place), arguments, place)
+                arguments = json.dumps(
+                    {CUSTOM_ARGUMENT: _required_text(item, "input", field_path)}, ensure_ascii=False
+                )
+                self._add_call(
+                    _required_text(item, "call_id", field_path),
+                    _required_text(item, "name", field_path),
+                    arguments,
+                    field_path,
+                )
             case "function_call_output" | "custom_tool_call_output":
                 output = item.output
                 if output is None:
-                    raise missing_field(f"{place}.output")
-                content = output if isinstance(output, str) else _content(output, f"{place}.output")
-                call_id = _text(item, "call_id", place)
-                self.add({"role": "tool", "tool_call_id": call_id, "content": content}, place)
+                    raise missing_field_error(f"{field_path}.output")
+                content = (
+                    output if isinstance(output, str) else _message_content(output, f"{field_path}.output")
+                )
+                call_id = _required_text(item, "call_id", field_path)
+                self.add({"role": "tool", "tool_call_id": call_id, "content": content}, field_path)
             case "reasoning":
-                self._add_reasoning(item, place)
+                self._add_reasoning(item, field_path)
             case "mcp_list_tools":
-                pass  # not in the prompt: the chat template renders the tools of the request
+                pass  # the chat template already renders the tools of the request
             case "mcp_call":
-                self._add_mcp_call(item, _mcp_output(item), place)
+                self._add_mcp_call(item, _mcp_output(item), field_path)
             case "mcp_approval_request":
                 self._approval_requests[item.id] = item
             case "mcp_approval_response":
-                self._add_approval(item, place)
-            case other:
+                self._add_approval(item, field_path)
+            case item_type:
                 raise RequestProblem(
                     400,
-                    f"{place} has the type {other!r}, which is not supported: send message, function_call, "
-                    "function_call_output, custom_tool_call, custom_tool_call_output, reasoning, "
-                    "item_reference, mcp_list_tools, mcp_call, mcp_approval_request or mcp_approval_response",
-                    param=f"{place}.type",
+                    f"{field_path} has the type {item_type!r}, which is not supported: send message, "
+                    "function_call, function_call_output, custom_tool_call, custom_tool_call_output, "
+                    "reasoning, item_reference, mcp_list_tools, mcp_call, mcp_approval_request or "
+                    "mcp_approval_response",
+                    param=f"{field_path}.type",
                     code="unsupported_value",
                 )
 
-    def merge_instructions(self, knows_developer: bool) -> None:
-        """Merge the first system messages, since many chat templates allow only one, at the beginning."""
-        roles = ("system",) if knows_developer else ("system", "developer")
+    def merge_instructions(self, has_developer_role: bool) -> None:
+        """Merge the leading system messages. Many chat templates allow only one system message."""
+        roles = ("system",) if has_developer_role else ("system", "developer")
         while len(self.chat) > 1 and all(message["role"] in roles for message in self.chat[:2]):
-            first, second = (_parts(message["content"]) for message in self.chat[:2])
+            first, second = (_content_parts(message["content"]) for message in self.chat[:2])
             all_parts: list[dict[str, object]] = [*first, {"type": "text", "text": "\n\n"}, *second]
             texts = [str(part["text"]) for part in all_parts if part["type"] == "text"]
             is_text = len(texts) == len(all_parts)
             self.chat[:2] = [{"role": "system", "content": "".join(texts) if is_text else all_parts}]
-            del self.places[1]
+            del self.field_paths[1]
 
-    def _add_message(self, item: InputItem, place: str) -> None:
+    def _add_message(self, item: InputItem, field_path: str) -> None:
         if item.role is None:
-            raise missing_field(f"{place}.role")
+            raise missing_field_error(f"{field_path}.role")
         if item.content is None:
-            raise missing_field(f"{place}.content")
+            raise missing_field_error(f"{field_path}.content")
         content = (
-            item.content if isinstance(item.content, str) else _content(item.content, f"{place}.content")
+            item.content
+            if isinstance(item.content, str)
+            else _message_content(item.content, f"{field_path}.content")
         )
         if item.role != "assistant":
-            self.add({"role": item.role, "content": content}, place)
+            self.add({"role": item.role, "content": content}, field_path)
             return
-        message = self._assistant(place)
+        message = self._last_assistant_message(field_path)
         if message["content"]:
-            content = [*_parts(message["content"]), *_parts(content)]
+            content = [*_content_parts(message["content"]), *_content_parts(content)]
         message["content"] = content
 
-    def _add_call(self, call_id: str, name: str, arguments: str, place: str) -> None:
+    def _add_call(self, call_id: str, name: str, arguments: str, field_path: str) -> None:
         function = {"name": name, "arguments": arguments}
-        calls = self._assistant(place).setdefault("tool_calls", [])
+        calls = self._last_assistant_message(field_path).setdefault("tool_calls", [])
         calls.append({"id": call_id, "type": "function", "function": function})
 
-    def _add_mcp_call(self, item: InputItem, output: str, place: str) -> None:
-        """Add a call to a tool server and its output. Both are in one item."""
-        name = self._offered.function_name(_text(item, "server_label", place), _text(item, "name", place))
-        call_id = _text(item, "id", place)
-        self._add_call(call_id, name, _text(item, "arguments", place) or "{}", place)
-        self.add({"role": "tool", "tool_call_id": call_id, "content": output}, place)
+    def _add_mcp_call(self, item: InputItem, output: str, field_path: str) -> None:
+        """Add the two messages for a call to a tool server and its output."""
+        name = self._offered_tools.function_name(
+            _required_text(item, "server_label", field_path), _required_text(item, "name", field_path)
+        )
+        call_id = _required_text(item, "id", field_path)
+        self._add_call(call_id, name, _required_text(item, "arguments", field_path) or "{}", field_path)
+        self.add({"role": "tool", "tool_call_id": call_id, "content": output}, field_path)
 
-    def _add_approval(self, item: InputItem, place: str) -> None:
-        """Add a call that the client has rejected. `ResponseRun` makes and adds approved calls."""
-        name = _text(item, "approval_request_id", place)
+    def _add_approval(self, item: InputItem, field_path: str) -> None:
+        """Add a tool call that the client has rejected. `ResponseRun` runs and adds approved calls."""
+        name = _required_text(item, "approval_request_id", field_path)
         if item.approve is None:
-            raise missing_field(f"{place}.approve")
+            raise missing_field_error(f"{field_path}.approve")
         request = self._approval_requests.get(name)
         if request is None:
             raise RequestProblem(
                 400,
-                f"{place}.approval_request_id is {name[:100]!r}, which no earlier item has: send the "
-                "mcp_approval_request, or previous_response_id",
-                param=f"{place}.approval_request_id",
+                f"{field_path}.approval_request_id is {name[:100]!r}, but no earlier item has this id: send "
+                "the mcp_approval_request, or previous_response_id",
+                param=f"{field_path}.approval_request_id",
             )
         if not item.approve:
             reason_text = f": {item.reason}" if item.reason else ""
-            self._add_mcp_call(request, f"Error: the user has not approved this call{reason_text}", place)
+            self._add_mcp_call(
+                request, f"Error: the user has not approved this call{reason_text}", field_path
+            )
 
-    def _add_reasoning(self, item: InputItem, place: str) -> None:
-        text = _reasoning_text(item, place)
+    def _add_reasoning(self, item: InputItem, field_path: str) -> None:
+        text = _reasoning_text(item, field_path)
         if text:
-            message = self._assistant(place)
+            message = self._last_assistant_message(field_path)
             message["reasoning_content"] = message.get("reasoning_content", "") + text
 
-    def _assistant(self, place: str) -> AssembledMessage:
-        """Return the last message if it is the assistant's, else a new assistant message."""
+    def _last_assistant_message(self, field_path: str) -> AssembledMessage:
+        """Return the last message if its role is ``assistant``, else a new assistant message."""
         if not self.chat or self.chat[-1]["role"] != "assistant":
-            self.add({"role": "assistant", "content": ""}, place)
+            self.add({"role": "assistant", "content": ""}, field_path)
         return self.chat[-1]
 
 
-def _reasoning_text(item: InputItem, place: str) -> str:
+def _reasoning_text(item: InputItem, field_path: str) -> str:
     parts = item.content if isinstance(item.content, list) else None
     if parts:
         return "".join(part.text or "" for part in parts)
@@ -244,69 +268,69 @@ def _reasoning_text(item: InputItem, place: str) -> str:
         if not data.startswith(_REASONING_PREFIX):
             raise RequestProblem(
                 400,
-                f"{place}.encrypted_content is from another server: omit the reasoning item",
-                param=f"{place}.encrypted_content",
+                f"{field_path}.encrypted_content is not from this server: omit the reasoning item",
+                param=f"{field_path}.encrypted_content",
             )
         return data.removeprefix(_REASONING_PREFIX).decode(errors="replace")
     return "\n\n".join(part.text or "" for part in item.summary or ())
 
 
 def _mcp_output(item: InputItem) -> str:
-    """Return the output of a tool-server call as text for the model."""
+    """Return the text of a tool-server call's output for the prompt."""
     if isinstance(item.error, dict):
         return ToolOutput(error=item.error).text
     if item.error is not None:
         return f"Error: {item.error}"
-    return item.output if isinstance(item.output, str) else "Error: the call was not made"
+    return item.output if isinstance(item.output, str) else "Error: the call did not run"
 
 
-def _content(parts: Sequence[InputPart], place: str) -> str | list[dict[str, object]]:
-    """Return the content of a message; a single text part as a string."""
-    chat_parts = [_part(part, f"{place}[{index}]") for index, part in enumerate(parts)]
+def _message_content(parts: Sequence[InputPart], field_path: str) -> str | list[dict[str, object]]:
+    """Return the content of a chat message. A single text part becomes a string."""
+    chat_parts = [_content_part(part, f"{field_path}[{index}]") for index, part in enumerate(parts)]
     text = chat_parts[0].get("text") if len(chat_parts) == 1 else None
     return text if isinstance(text, str) else chat_parts
 
 
-def _part(part: InputPart, place: str) -> dict[str, object]:
+def _content_part(part: InputPart, field_path: str) -> dict[str, object]:
     match part.type:
         case "input_text" | "output_text" | "text":
             if part.text is None:
-                raise missing_field(f"{place}.text")
+                raise missing_field_error(f"{field_path}.text")
             return {"type": "text", "text": part.text}
         case "refusal":
             return {"type": "refusal", "refusal": part.refusal or ""}
         case "input_image":
             if part.image_url is None:
-                raise missing_field(f"{place}.image_url")
+                raise missing_field_error(f"{field_path}.image_url")
             detail = {} if part.detail is None else {"detail": part.detail}
             return {"type": "image_url", "image_url": {"url": part.image_url, **detail}}
     raise RequestProblem(
         400,
-        f"{place} has the type {part.type!r}, which is not supported: send input_text",
-        param=f"{place}.type",
+        f"{field_path} has the type {part.type!r}, which is not supported: send input_text",
+        param=f"{field_path}.type",
         code="unsupported_value",
     )
 
 
-def _parts(content: str | list[dict[str, object]]) -> list[dict[str, object]]:
+def _content_parts(content: str | list[dict[str, object]]) -> list[dict[str, object]]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-def _format(body: ResponsesBody) -> dict[str, object]:
-    form = body.text.format if body.text is not None else None
-    if form is None or form.type == "text":
+def _response_format(body: ResponsesBody) -> dict[str, object]:
+    text_format = body.text.format if body.text is not None else None
+    if text_format is None or text_format.type == "text":
         return {}
-    if form.type == "json_object":
+    if text_format.type == "json_object":
         return {"response_format": {"type": "json_object"}}
-    if form.schema_ is None:
-        raise missing_field("text.format.schema")
-    schema = {"name": form.name or "output", "schema": form.schema_}
+    if text_format.schema_ is None:
+        raise missing_field_error("text.format.schema")
+    schema = {"name": text_format.name or "output", "schema": text_format.schema_}
     return {"response_format": {"type": "json_schema", "json_schema": schema}}
 
 
-def _text(item: InputItem, name: str, place: str) -> str:
+def _required_text(item: InputItem, name: str, field_path: str) -> str:
     value = getattr(item, name)
     if value is None:
-        raise missing_field(f"{place}.{name}")
+        raise missing_field_error(f"{field_path}.{name}")
     assert isinstance(value, str)
     return value

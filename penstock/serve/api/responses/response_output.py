@@ -1,4 +1,4 @@
-"""Builds the items of a response, and the corresponding events."""
+"""Builds the output items of a response and the stream events for them."""
 
 from __future__ import annotations
 
@@ -16,40 +16,42 @@ _ARGUMENT_EVENTS = {
     "function_call": "response.function_call_arguments",
     "mcp_call": "response.mcp_call_arguments",
 }
-"""Type of an item whose arguments are streamed -> prefix of the event names."""
+"""Type of an item whose arguments are streamed -> prefix of the names of its events."""
 
 
 class OutputItems:
-    """The output items of one response, built from the events of the parser.
+    """Builds the output items of one response from the events of the output parser.
 
     Args:
         custom_tools: the names of the custom tools of the request.
-        offered: the tools of tool servers.
+        offered_tools: the tools of tool servers.
         encodes_reasoning: whether reasoning items have ``encrypted_content``.
     """
 
     def __init__(
         self,
         custom_tools: Collection[str] = (),
-        offered: OfferedTools | None = None,
+        offered_tools: OfferedTools | None = None,
         *,
         encodes_reasoning: bool = False,
     ) -> None:
         self.items: list[dict[str, object]] = []
         self._custom_tools = custom_tools
-        self._offered = offered or OfferedTools()
+        self._offered_tools = offered_tools or OfferedTools()
         self._pending_calls: dict[str, int] = {}
-        """Calls to tool servers that have no outcome yet: id of the call -> index of the item."""
+        """Id of each tool-server call without an outcome -> index of its item."""
         self._encodes_reasoning = encodes_reasoning
         self._open_type = ""
-        """The type of the last item while it is in progress, else ""."""
+        """The type of the last item while this item is in progress, else an empty string."""
         self._text_parts: list[str] = []
         self._logprobs: list[object] = []
 
     def add(self, events: Sequence[Event], logprobs: Sequence[object] = ()) -> list[dict[str, object]]:
-        """Add output. Return the corresponding events, without sequence numbers.
+        """Add model output. Return the stream events for it, without sequence numbers.
 
-        `logprobs` has one entry per token of the text in `events`.
+        Args:
+            events: the events of the output parser.
+            logprobs: the log probabilities of the text in `events`, one entry per token.
         """
         new_events: list[dict[str, object]] = []
         for event in events:
@@ -76,7 +78,7 @@ class OutputItems:
         return new_events
 
     def add_mcp(self, events: Sequence[McpEvent]) -> list[dict[str, object]]:
-        """Add tool lists, approved calls and outcomes of tool servers, and return the events of the API."""
+        """Add tool lists, approved calls and outcomes of tool servers. Return the stream events for them."""
         new_events: list[dict[str, object]] = self.close() if events else []
         for event in events:
             match event:
@@ -92,7 +94,10 @@ class OutputItems:
         return new_events
 
     def finish(self, *, is_complete: bool) -> list[dict[str, object]]:
-        """End the output. A response without output has an empty message."""
+        """End the output and return the last stream events.
+
+        If the output has no items, or only tool lists, an empty message is added.
+        """
         new_events: list[dict[str, object]] = []
         if all(item["type"] == "mcp_list_tools" for item in self.items):
             self._begin("message", new_events)
@@ -100,7 +105,7 @@ class OutputItems:
         return new_events + self.end_calls()
 
     def end_calls(self) -> list[dict[str, object]]:
-        """End the items of tool-server calls that have no outcome, with the status ``incomplete``."""
+        """Set the status of tool-server calls without an outcome to ``incomplete``. Return the events."""
         new_events = []
         for index in self._pending_calls.values():
             self.items[index]["status"] = "incomplete"
@@ -109,7 +114,10 @@ class OutputItems:
         return new_events
 
     def close(self, *, is_complete: bool = True) -> list[dict[str, object]]:
-        """End the item that is in progress, if any. For a tool-server call, end only its arguments."""
+        """End the item that is in progress, if any. Return the stream events.
+
+        A tool-server call stays in progress, because it has no outcome yet. Only its arguments end.
+        """
         if not self._open_type:
             return []
         kind, text, item = self._open_type, "".join(self._text_parts), self.items[-1]
@@ -157,7 +165,7 @@ class OutputItems:
         return new_events
 
     def _begin(self, kind: str, new_events: list[dict[str, object]]) -> None:
-        """Begin a message or a reasoning item unless one is in progress."""
+        """Begin a message or a reasoning item, unless an item of this type is in progress."""
         if self._open_type == kind:
             return
         new_events += self.close()
@@ -173,7 +181,7 @@ class OutputItems:
         new_events.append(self._event("response.content_part.added", content_index=0, part=part))
 
     def _begin_call(self, call: ToolCallStart, new_events: list[dict[str, object]]) -> None:
-        offered_tool = self._offered.functions.get(call.name)
+        offered_tool = self._offered_tools.functions.get(call.name)
         if offered_tool is not None:
             if offered_tool.needs_approval:
                 self._begin_approval_request(offered_tool, new_events)
@@ -190,7 +198,7 @@ class OutputItems:
         new_events.append(self._item_event("response.output_item.added"))
 
     def _list_tools(self, listing: ToolListing) -> list[dict[str, object]]:
-        """Add the tools of a server."""
+        """Add the item with the tools of a server. Return the stream events."""
         item = {"id": new_id("mcpl"), "type": "mcp_list_tools", "server_label": listing.label}
         self.items.append({**item, "tools": [], "error": None})
         new_events = [
@@ -247,12 +255,12 @@ class OutputItems:
             self._item_event("response.output_item.done", index),
         ]
 
-    def _delta(self, kind: str, text: str, **more: object) -> dict[str, object]:
+    def _delta(self, kind: str, text: str, **members: object) -> dict[str, object]:
         self._text_parts.append(text)
-        return self._event(kind, content_index=0, delta=text, **more)
+        return self._event(kind, content_index=0, delta=text, **members)
 
-    def _event(self, kind: str, **more: object) -> dict[str, object]:
-        return {"type": kind, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **more}
+    def _event(self, kind: str, **members: object) -> dict[str, object]:
+        return {"type": kind, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **members}
 
     def _item_event(self, kind: str, index: int = -1) -> dict[str, object]:
         item = self.items[index]
@@ -260,7 +268,7 @@ class OutputItems:
 
 
 def new_id(kind: str) -> str:
-    """Return a random id: ``msg_...`` for the kind ``msg``."""
+    """Return a new random id that begins with `kind`, for example ``msg_...`` for ``msg``."""
     return f"{kind}_{uuid4().hex}"
 
 
@@ -269,7 +277,7 @@ def _text_part(text: str) -> dict[str, object]:
 
 
 def _custom_input(arguments: str) -> str:
-    """Return the text in the JSON arguments of a custom tool. Incomplete JSON is returned unchanged."""
+    """Return the text in the JSON arguments of a custom tool. Invalid JSON is returned unchanged."""
     try:
         value = json.loads(arguments)[CUSTOM_ARGUMENT]
     except (ValueError, KeyError, TypeError):

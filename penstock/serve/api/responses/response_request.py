@@ -1,11 +1,11 @@
-"""A validated Responses request: its chat request, its history and the items to store."""
+"""`PreparedResponse`: a validated Responses request with its chat request, its history and items to store."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.serve.api.chat_prompt import messages_of, reads_effort
+from penstock.serve.api.chat_prompt import raw_messages, template_supports_effort
 from penstock.serve.api.conversation import Conversation
 from penstock.serve.api.responses.mcp_events import ApprovedCall
 from penstock.serve.api.responses.offered_tools import OfferedTools, ToolListing
@@ -13,7 +13,7 @@ from penstock.serve.api.responses.response_input import chat_request
 from penstock.serve.api.responses.response_output import new_id
 from penstock.serve.api.responses.response_schema import LOGPROBS, InputItem, ResponsesBody
 from penstock.serve.api.responses.response_store import StoredResponse
-from penstock.serve.api.responses.tool_input import hosted_tools_of
+from penstock.serve.api.responses.tool_input import hosted_tool_types
 from penstock.serve.api.text_generation import checked_body
 from penstock.serve.api.translation import Translation
 from penstock.serve.http.problems import RequestProblem
@@ -22,57 +22,61 @@ from penstock.serve.services import Services
 
 @dataclass(frozen=True)
 class PreparedResponse:
-    """A request that is validated, rendered and tokenised."""
+    """A request that has been validated, rendered with the chat template and tokenised."""
 
     body: ResponsesBody
     conversation: Conversation
     items: list[dict[str, object]]
     """All input items, including the items of previous responses."""
     warnings: Sequence[str]
-    """Requested features that are skipped; for the log."""
+    """Descriptions of requested features that are skipped, for the log."""
     translation: Translation
-    """The chat request."""
-    offered: OfferedTools
+    """The chat request to which the request was translated."""
+    offered_tools: OfferedTools
     listings: Sequence[ToolListing]
-    """The tool lists to add to the output, because no earlier item contains them."""
+    """The tool lists that no earlier item contains. They are added to the output."""
     approved_calls: Sequence[ApprovedCall]
     """The calls of earlier responses that the client approves in this request."""
 
     @classmethod
     def of(
-        cls, services: Services, raw: object, previous: StoredResponse | None, offered: OfferedTools
+        cls,
+        services: Services,
+        raw: object,
+        previous_response: StoredResponse | None,
+        offered_tools: OfferedTools,
     ) -> PreparedResponse:
-        """Validate a request, and render and encode its prompt. Slow: call it in the pool.
+        """Validate a request, render its prompt and encode it. Blocks: call it in a thread pool.
 
         Args:
             services: the objects that routes use.
-            raw: the decoded body.
-            previous: the response that this request continues.
-            offered: the tools of tool servers.
+            raw: the decoded request body.
+            previous_response: the response that this request continues.
+            offered_tools: the tools of tool servers.
 
         Raises:
-            RequestProblem: 400 that names the field.
-            UnknownModelError: the server has no model or adapter of that name.
+            RequestProblem: 400; the message names the invalid field.
+            UnknownModelError: the server has no model or adapter with the requested name.
         """
         body = checked_body(services, ResponsesBody, raw)
         _check_combinations(body)
-        body, warnings = _without_unread_effort(services, body)
-        history = [] if previous is None else previous.history()
+        body, warnings = _without_unsupported_effort(services, body)
+        history = [] if previous_response is None else previous_response.history()
         earlier_items = [InputItem.model_validate(item) for item in history]
         translation = chat_request(
-            services, body, earlier_items, offered, hosted_tools=services.config.hosted_tools
+            services, body, earlier_items, offered_tools, hosted_tools=services.config.hosted_tools
         )
         warnings += [
-            f"the hosted tool {name}, which the server does not have" for name in hosted_tools_of(body)
+            f"the hosted tool {name}, which the server does not have" for name in hosted_tool_types(body)
         ]
         conversation = _conversation(services, body, translation, new_id("resp"))
         assert isinstance(raw, dict)
         items = [*history, *_input_items(raw["input"])]
         all_items = [*earlier_items, *(body.input if isinstance(body.input, list) else ())]
         listed_servers = {item.server_label for item in all_items if item.type == "mcp_list_tools"}
-        listings = [listing for listing in offered.listings if listing.label not in listed_servers]
-        approved_calls = _approved_calls(all_items, len(earlier_items), offered)
-        return cls(body, conversation, items, warnings, translation, offered, listings, approved_calls)
+        listings = [listing for listing in offered_tools.listings if listing.label not in listed_servers]
+        approved_calls = _approved_calls(all_items, len(earlier_items), offered_tools)
+        return cls(body, conversation, items, warnings, translation, offered_tools, listings, approved_calls)
 
     def next_turn(
         self,
@@ -83,23 +87,22 @@ class PreparedResponse:
         has_tools: bool,
         max_tokens: int | None,
     ) -> Conversation:
-        """Return the conversation of a later turn. Slow: call it in the pool.
+        """Return the conversation of a later turn. Blocks: call it in a thread pool.
 
-        A ``tool_choice`` that forces a call applies to the first turn only.
+        A ``tool_choice`` that requires a tool call applies only to the first turn.
 
         Args:
             services: the objects that routes use.
-            messages: the messages that the earlier turns add: the model's output and the outputs of its
-                calls.
-            request_id: the id of the context.
+            messages: the messages of the earlier turns: the model's output and the outputs of its tool calls.
+            request_id: the id of the new context.
             has_tools: whether the model may call tools.
             max_tokens: ``max_output_tokens`` minus the tokens of the earlier turns.
 
         Raises:
-            RequestProblem: 400; the prompt has become too long.
+            RequestProblem: 400; the prompt is too long.
         """
-        chat = {**self.translation.chat, "messages": [*messages_of(self.translation.chat), *messages]}
-        places = [*self.translation.message_places, *["the output of tool servers"] * len(messages)]
+        chat = {**self.translation.chat, "messages": [*raw_messages(self.translation.chat), *messages]}
+        field_paths = [*self.translation.message_paths, *["the output of tool servers"] * len(messages)]
         choice = chat.get("tool_choice")
         if not has_tools:
             chat["tool_choice"] = "none"
@@ -109,36 +112,42 @@ class PreparedResponse:
             chat["tool_choice"] = {**choice, "allowed_tools": {**choice["allowed_tools"], "mode": "auto"}}
         if max_tokens is not None:
             chat["max_completion_tokens"] = max_tokens
-        translation = replace(self.translation, chat=chat, message_places=places)
+        translation = replace(self.translation, chat=chat, message_paths=field_paths)
         return _conversation(services, self.body, translation, request_id)
 
 
 def _check_combinations(body: ResponsesBody) -> None:
     if body.stream_options is not None and not body.stream:
-        raise RequestProblem(400, "stream_options needs stream to be true", param="stream_options")
+        raise RequestProblem(400, "stream_options requires stream to be true", param="stream_options")
     if body.background and not body.is_stored:
-        raise RequestProblem(400, "background needs store to be true", param="background")
+        raise RequestProblem(400, "background requires store to be true", param="background")
     if body.top_logprobs and not body.includes(LOGPROBS):
-        raise RequestProblem(400, f"top_logprobs needs include to contain {LOGPROBS!r}", param="top_logprobs")
+        raise RequestProblem(400, f"top_logprobs requires {LOGPROBS!r} in include", param="top_logprobs")
 
 
-def _without_unread_effort(services: Services, body: ResponsesBody) -> tuple[ResponsesBody, list[str]]:
-    """Return the body without a reasoning effort that the chat template ignores, and a warning about it.
+def _without_unsupported_effort(services: Services, body: ResponsesBody) -> tuple[ResponsesBody, list[str]]:
+    """Remove a reasoning effort that the chat template does not support. Return the body and a warning.
 
-    Agents send an effort to every model.
+    The effort is not refused, because some agents send it to every model.
     """
     effort = body.reasoning.effort if body.reasoning is not None else None
-    if effort is None or reads_effort(services.tokenizer, effort):
+    if effort is None or template_supports_effort(services.tokenizer, effort):
         return body, []
     return body.model_copy(update={"reasoning": None}), [
-        "reasoning.effort, which the chat template does not read"
+        "reasoning.effort, which the chat template does not use"
     ]
 
 
 def _approved_calls(
-    items: Sequence[InputItem], num_earlier: int, offered: OfferedTools
+    items: Sequence[InputItem], num_earlier: int, offered_tools: OfferedTools
 ) -> list[ApprovedCall]:
-    """Return the calls that this request approves, except calls that an earlier request has made."""
+    """Return the calls that this request approves, except calls that have already run.
+
+    Args:
+        items: the items of previous responses, then the items of this request.
+        num_earlier: the number of items of previous responses.
+        offered_tools: the tools of tool servers.
+    """
     requests = {item.id: item for item in items if item.type == "mcp_approval_request"}
     called_ids = {item.approval_request_id for item in items if item.type == "mcp_call"}
     calls = []
@@ -151,17 +160,17 @@ def _approved_calls(
             or request_id in called_ids
         ):
             continue
-        request = requests[request_id]  # `response_input` has checked that it exists
-        place = f"input[{index}].approval_request_id"
+        request = requests[request_id]  # `ChatMessages` has checked that the item exists
+        field_path = f"input[{index}].approval_request_id"
         label, tool = request.server_label or "", request.name or ""
-        function = offered.function_name(label, tool)
-        offered_tool = offered.functions.get(function)
+        function = offered_tools.function_name(label, tool)
+        offered_tool = offered_tools.functions.get(function)
         if offered_tool is None or (offered_tool.label, offered_tool.tool.name) != (label, tool):
             raise RequestProblem(
                 400,
-                f"{place} approves {tool[:100]!r} of the tool server {label[:100]!r}, which the request does "
-                "not offer: send the same tools as before",
-                param=place,
+                f"{field_path} approves {tool[:100]!r} of the server {label[:100]!r}, but the request does "
+                "not offer this tool: send the tools of the earlier request again",
+                param=field_path,
             )
         called_ids.add(request_id)
         calls.append(
@@ -181,30 +190,33 @@ def _conversation(
 def _truncated_conversation(
     services: Services, body: ResponsesBody, translation: Translation, request_id: str
 ) -> Conversation:
-    """Drop the oldest turns of the conversation until the prompt leaves room for the output.
+    """Return the conversation without its oldest turns, so that prompt and output fit the maximum length.
 
-    Instructions at the beginning stay. The first remaining turn begins with a user message.
+    Removes as few turns as possible. Keeps the instructions at the beginning. The first remaining turn begins
+    with a user message.
 
     Raises:
         RequestProblem: 400; the last turn alone is too long, or the request is invalid.
     """
-    messages = messages_of(translation.chat)
-    num_fixed = next(
+    messages = raw_messages(translation.chat)
+    num_instructions = next(
         (index for index, message in enumerate(messages) if message["role"] not in ("system", "developer")), 0
     )
-    starts = [
-        index for index, message in enumerate(messages) if message["role"] == "user" and index > num_fixed
+    turn_starts = [
+        index
+        for index, message in enumerate(messages)
+        if message["role"] == "user" and index > num_instructions
     ]
     limit = services.worker.info.max_length
-    output_room = min(body.max_output_tokens or limit // 4, limit // 2)
+    num_output_tokens = min(body.max_output_tokens or limit // 4, limit // 2)
 
-    def attempt(start: int) -> Conversation | None:
-        indices = [*range(num_fixed), *range(start, len(messages))]
+    def conversation_from(start: int) -> Conversation | None:
+        indices = [*range(num_instructions), *range(start, len(messages))]
         chat = {**translation.chat, "messages": [messages[index] for index in indices]}
-        places = [translation.message_places[index] for index in indices]
-        is_last = start == (starts[-1] if starts else num_fixed)
+        field_paths = [translation.message_paths[index] for index in indices]
+        is_last = start == (turn_starts[-1] if turn_starts else num_instructions)
         try:
-            conversation = replace(translation, chat=chat, message_places=places).conversation(
+            conversation = replace(translation, chat=chat, message_paths=field_paths).conversation(
                 services, request_id
             )
         except RequestProblem as problem:
@@ -213,26 +225,26 @@ def _truncated_conversation(
             raise
         return (
             conversation
-            if is_last or len(conversation.context.prompt_tokens) + output_room <= limit
+            if is_last or len(conversation.context.prompt_tokens) + num_output_tokens <= limit
             else None
         )
 
-    if (whole_conversation := attempt(num_fixed)) is not None:
+    if (whole_conversation := conversation_from(num_instructions)) is not None:
         return whole_conversation
-    low, high, shortest_cut = 0, len(starts) - 1, None
-    while low < high:  # find the smallest start whose prompt fits
+    low, high, shortest_cut = 0, len(turn_starts) - 1, None
+    while low < high:  # binary search for the first turn from which the prompt fits
         middle = (low + high) // 2
-        if (conversation := attempt(starts[middle])) is not None:
+        if (conversation := conversation_from(turn_starts[middle])) is not None:
             shortest_cut, high = conversation, middle
         else:
             low = middle + 1
-    fitting_conversation = attempt(starts[-1]) if shortest_cut is None else shortest_cut
+    fitting_conversation = conversation_from(turn_starts[-1]) if shortest_cut is None else shortest_cut
     assert fitting_conversation is not None
     return fitting_conversation
 
 
 def _input_items(request_input: object) -> list[dict[str, object]]:
-    """Return the input of a request as items of ``/v1/responses/{id}/input_items``."""
+    """Return the input of a request in the form of ``/v1/responses/{id}/input_items``."""
     items = [{"role": "user", "content": request_input}] if isinstance(request_input, str) else request_input
     assert isinstance(items, list)
     return [_input_item(item) for item in items]

@@ -1,4 +1,4 @@
-"""``/v1/responses``: create, retrieve, cancel and delete responses."""
+"""The routes ``/v1/responses``, which create, retrieve, cancel and delete responses."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Annotated, cast
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
 
-from penstock.serve.api.generation import in_pool
-from penstock.serve.api.owners import owner_of
+from penstock.serve.api.generation import run_in_pool
+from penstock.serve.api.owners import request_owner
 from penstock.serve.api.responses.background import BackgroundRun, ResponseState
-from penstock.serve.api.responses.offered_tools import offered_tools
+from penstock.serve.api.responses.offered_tools import find_offered_tools
 from penstock.serve.api.responses.response_builder import ResponseBuilder
 from penstock.serve.api.responses.response_request import PreparedResponse
 from penstock.serve.api.responses.response_run import Pool, ResponseRun
 from penstock.serve.api.responses.response_schema import ResponsesBody
 from penstock.serve.api.responses.response_store import StoredResponse
-from penstock.serve.api.text_generation import answer_request, note_error, record_logged_fields
+from penstock.serve.api.text_generation import answer_request, record_error, record_logged_fields
 from penstock.serve.http.bodies import JsonRoute
 from penstock.serve.http.openapi import responses, route_options
 from penstock.serve.http.problems import RequestProblem
@@ -29,14 +29,14 @@ from penstock.serve.services import Services
 router = APIRouter(route_class=JsonRoute, tags=["responses"])
 
 
-@router.post("/v1/responses", **route_options(ResponsesBody, "The response; with `stream`, its events."))
+@router.post("/v1/responses", **route_options(ResponsesBody, "The response, or its events with `stream`."))
 async def create_response(request: Request) -> Response:
     """Generate a response to a list of items."""
     services, record = Services.of(request), RequestRecord.of(request)
-    state, owner = open_state(services), owner_of(request)
+    state, owner = open_state(services), request_owner(request)
     prepared_response = await _prepared_response(request, state, owner)
     services.warn_once(prepared_response.warnings)
-    body, pool = prepared_response.body, cast("Pool", partial(in_pool, request))
+    body, pool = prepared_response.body, cast("Pool", partial(run_in_pool, request))
     record_logged_fields(prepared_response.conversation.body, record, prepared_response.conversation.context)
     if body.background:
         background_record = RequestRecord(record.request_id, route="/v1/responses (background)")
@@ -45,11 +45,11 @@ async def create_response(request: Request) -> Response:
         record_logged_fields(
             prepared_response.conversation.body, background_record, prepared_response.conversation.context
         )
-        task = BackgroundRun(services, state, owner, prepared_response, pool, background_record)
-        state.add(task)
-        queued_response = msgspec.json.encode(task.builder.result)
-        await task.put()
-        return _stream_of(services, record, task, -1) if body.stream else _json(queued_response)
+        background_run = BackgroundRun(services, state, owner, prepared_response, pool, background_record)
+        state.add(background_run)
+        queued_response = msgspec.json.encode(background_run.builder.result)
+        await background_run.put()
+        return _event_stream(services, record, background_run, -1) if body.stream else _json(queued_response)
     run = ResponseRun(services, record, prepared_response, pool)
     builder = ResponseBuilder(services, prepared_response, run)
 
@@ -64,9 +64,9 @@ async def create_response(request: Request) -> Response:
     "/v1/responses/input_tokens", **route_options(ResponsesBody, "The number of tokens.", streams=False)
 )
 async def count_input_tokens(request: Request) -> Response:
-    """Return the number of input tokens of a response, without generating it."""
+    """Return the number of prompt tokens of a request without running the model."""
     services = Services.of(request)
-    prepared_response = await _prepared_response(request, open_state(services), owner_of(request))
+    prepared_response = await _prepared_response(request, open_state(services), request_owner(request))
     count = len(prepared_response.conversation.context.prompt_tokens)
     return _json(msgspec.json.encode({"object": "response.input_tokens", "input_tokens": count}))
 
@@ -78,10 +78,10 @@ async def retrieve_response(
     stream: bool = False,
     starting_after: Annotated[int, Query(ge=-1)] = -1,
 ) -> Response:
-    """Return a stored response; with `stream`, the events of a background response."""
+    """Return a stored response. With `stream`, return the events of a background response."""
     services = Services.of(request)
-    state, owner = open_state(services), owner_of(request)
-    run = _run_of(state, owner, response_id)
+    state, owner = open_state(services), request_owner(request)
+    run = _background_run(state, owner, response_id)
     if not stream:
         if run is not None:
             return _json(msgspec.json.encode(run.builder.result))
@@ -90,17 +90,17 @@ async def retrieve_response(
         await _stored_response(state, owner, response_id)
         raise RequestProblem(
             400,
-            "the server keeps events only of recent responses that were created with background and stream",
+            "the server stores events only for recent responses that were created with background and stream",
             param="stream",
         )
-    return _stream_of(services, RequestRecord.of(request), run, starting_after)
+    return _event_stream(services, RequestRecord.of(request), run, starting_after)
 
 
 @router.delete("/v1/responses/{response_id}", response_class=Response, responses=responses(401, 404, 503))
 async def delete_response(request: Request, response_id: str) -> Response:
     """Delete a stored response. Cancels a background response that is still running."""
-    state, owner = open_state(Services.of(request)), owner_of(request)
-    run = _run_of(state, owner, response_id)
+    state, owner = open_state(Services.of(request)), request_owner(request)
+    run = _background_run(state, owner, response_id)
     if run is not None:
         await run.cancel()
         state.runs.pop(response_id, None)
@@ -114,13 +114,13 @@ async def delete_response(request: Request, response_id: str) -> Response:
 )
 async def cancel_response(request: Request, response_id: str) -> Response:
     """Cancel a background response. Does nothing if the response has ended."""
-    state, owner = open_state(Services.of(request)), owner_of(request)
-    run = _run_of(state, owner, response_id)
+    state, owner = open_state(Services.of(request)), request_owner(request)
+    run = _background_run(state, owner, response_id)
     if run is not None:
         return _json(msgspec.json.encode(await run.cancel()))
     stored_response = await _stored_response(state, owner, response_id)
     if not msgspec.json.decode(stored_response.body)["background"]:
-        raise RequestProblem(400, "only a response with background can be cancelled", param="response_id")
+        raise RequestProblem(400, "only a background response can be cancelled", param="response_id")
     return _json(stored_response.body)
 
 
@@ -136,18 +136,18 @@ async def list_input_items(
     order: Annotated[str, Query(pattern="^(asc|desc)$")] = "desc",
     after: str | None = None,
 ) -> Response:
-    """Return the input items of a stored response, including those of the previous responses."""
+    """Return the input items of a stored response, including the items of its previous responses."""
     services = Services.of(request)
-    stored_response = await _stored_response(open_state(services), owner_of(request), response_id)
+    stored_response = await _stored_response(open_state(services), request_owner(request), response_id)
 
     def page() -> bytes:
         items: list[dict[str, object]] = msgspec.json.decode(stored_response.input)
         if order == "desc":
             items.reverse()
-        names = [item["id"] for item in items]
-        if after is not None and after not in names:
+        item_ids = [item["id"] for item in items]
+        if after is not None and after not in item_ids:
             raise RequestProblem(400, f"after is {after[:100]!r}, which is not an input item", param="after")
-        start = 0 if after is None else names.index(after) + 1
+        start = 0 if after is None else item_ids.index(after) + 1
         page_items = items[start : start + limit]
         page_object = {
             "object": "list",
@@ -162,30 +162,30 @@ async def list_input_items(
 
 
 async def _prepared_response(request: Request, state: ResponseState, owner: str) -> PreparedResponse:
-    """Read and prepare a request. Loads previous responses and referenced items from the store."""
+    """Read and prepare a request. Loads the previous response and referenced items from the store."""
     services = Services.of(request)
     raw = await request.json()
-    previous = None
+    previous_response = None
     if isinstance(raw, dict):
-        if isinstance(name := raw.get("previous_response_id"), str):
-            previous = await _previous_response(state, owner, name)
+        if isinstance(previous_id := raw.get("previous_response_id"), str):
+            previous_response = await _previous_response(state, owner, previous_id)
         if isinstance(raw.get("input"), list):
             raw = {**raw, "input": await _with_references(state, owner, raw["input"])}
-    tools = await offered_tools(services, raw)
-    return await in_pool(request, lambda: PreparedResponse.of(services, raw, previous, tools))
+    tools = await find_offered_tools(services, raw)
+    return await run_in_pool(request, lambda: PreparedResponse.of(services, raw, previous_response, tools))
 
 
-async def _previous_response(state: ResponseState, owner: str, name: str) -> StoredResponse:
-    run = _run_of(state, owner, name)
+async def _previous_response(state: ResponseState, owner: str, response_id: str) -> StoredResponse:
+    run = _background_run(state, owner, response_id)
     if run is not None and not run.is_done:
         raise RequestProblem(
-            400, f"the response {name} is not complete: wait for its end", param="previous_response_id"
+            400, f"the response {response_id} has not ended: wait for its end", param="previous_response_id"
         )
-    stored_response = await state.store.get(owner, name)
+    stored_response = await state.store.get(owner, response_id)
     if stored_response is None:
         raise RequestProblem(
             400,
-            f"there is no stored response {name[:100]!r}: send the whole conversation as input",
+            f"there is no stored response {response_id[:100]!r}: send the whole conversation as input",
             param="previous_response_id",
             code="previous_response_not_found",
         )
@@ -200,7 +200,7 @@ async def _with_references(state: ResponseState, owner: str, input_items: list[o
             if stored_item is None:
                 raise RequestProblem(
                     400,
-                    f"input[{index}] refers to an item that no stored response has: send the item",
+                    f"input[{index}] refers to an item that is in no stored response: send the item itself",
                     param=f"input[{index}].id",
                     code="item_not_found",
                 )
@@ -210,7 +210,7 @@ async def _with_references(state: ResponseState, owner: str, input_items: list[o
 
 
 def open_state(services: Services) -> ResponseState:
-    """Return the state of the routes. The first call opens the store.
+    """Return the state of the Responses API. The first call opens the store.
 
     Raises:
         ConfigError: ``--state-dir`` cannot be used.
@@ -221,7 +221,7 @@ def open_state(services: Services) -> ResponseState:
     )
 
 
-def _run_of(state: ResponseState, owner: str, response_id: str) -> BackgroundRun | None:
+def _background_run(state: ResponseState, owner: str, response_id: str) -> BackgroundRun | None:
     run = state.runs.get(response_id)
     return run if run is not None and run.owner == owner else None
 
@@ -237,11 +237,11 @@ def _not_found(response_id: str) -> RequestProblem:
     return RequestProblem(404, f"there is no stored response {response_id[:100]!r}", param="response_id")
 
 
-def _stream_of(services: Services, record: RequestRecord, run: BackgroundRun, after: int) -> EventStream:
-    """Return a stream of the events of a background response. A disconnect does not cancel the response."""
+def _event_stream(services: Services, record: RequestRecord, run: BackgroundRun, after: int) -> EventStream:
+    """Return a stream of a background response's events. A disconnect does not cancel the response."""
     return EventStream(
         run.events(after),
-        on_error=lambda error: note_error(services, record, error),
+        on_error=lambda error: record_error(services, record, error),
         on_disconnect=lambda: None,
         error_event=run.builder.error,
     )

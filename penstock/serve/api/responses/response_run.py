@@ -1,4 +1,7 @@
-"""Run the turns of one response: the model's output, then calls to tool servers, then the next turn."""
+"""Runs the turns of one response.
+
+In each turn, the model generates output, then calls to tool servers run.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +34,13 @@ _INVALID_PARAMS = -32602
 
 
 class Pool(Protocol):
-    """Runs slow functions in a thread pool."""
+    """Runs blocking functions in a thread pool."""
 
     def __call__(self, function: Callable[[], T], /) -> Awaitable[T]: ...
 
 
 @dataclass
-class _Call:
+class _GeneratedCall:
     """A tool call in the model's output."""
 
     id: str
@@ -46,7 +49,7 @@ class _Call:
 
     @property
     def message(self) -> dict[str, object]:
-        """The call as part of a chat message."""
+        """The call in the form of a ``tool_calls`` entry of a chat message."""
         return {
             "id": self.id,
             "type": "function",
@@ -55,15 +58,15 @@ class _Call:
 
 
 @dataclass
-class _Turn:
+class _TurnOutput:
     """The model's output in one turn."""
 
     text: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
-    calls: list[_Call] = field(default_factory=list)
+    calls: list[_GeneratedCall] = field(default_factory=list)
 
     def add(self, delta: ChoiceDelta) -> None:
-        """Add output."""
+        """Add the output of a delta."""
         for event in delta.events:
             match event:
                 case Content():
@@ -71,13 +74,13 @@ class _Turn:
                 case Reasoning():
                     self.reasoning.append(event.text)
                 case ToolCallStart():
-                    self.calls.append(_Call(event.id, event.name))
+                    self.calls.append(_GeneratedCall(event.id, event.name))
                 case ToolCallArguments():
                     self.calls[-1].arguments += event.text
 
     @property
     def message(self) -> dict[str, object]:
-        """The turn as a chat message."""
+        """The output in the form of a chat message."""
         calls = [call.message for call in self.calls]
         message: dict[str, object] = {"role": "assistant", "content": "".join(self.text), "tool_calls": calls}
         if self.reasoning:
@@ -86,12 +89,12 @@ class _Turn:
 
 
 class ResponseRun:
-    """The turns of one response. Another turn follows as long as the model calls only tools of tool servers.
+    """Runs the turns of one response. After a turn whose calls all go to tool servers, another turn follows.
 
     Args:
         services: the objects that routes use.
         record: the record of the request.
-        prepared: the request.
+        prepared_response: the request.
         pool: runs the preparation of later turns.
 
     Raises:
@@ -99,29 +102,29 @@ class ResponseRun:
     """
 
     def __init__(
-        self, services: Services, record: RequestRecord, prepared: PreparedResponse, pool: Pool
+        self, services: Services, record: RequestRecord, prepared_response: PreparedResponse, pool: Pool
     ) -> None:
         self.finish_reason: str | None = None
-        """``length`` if the response is incomplete because of a token limit."""
+        """The finish reason of the last turn; ``length`` if a token limit ended the response."""
         self._services = services
         self._record = record
-        self._prepared = prepared
+        self._prepared_response = prepared_response
         self._pool = pool
         self._limits = TimeLimits(services.config, record)
         self._runs: list[GenerationRun] = []
         self._messages: list[dict[str, object]] = []
-        """The messages of the turns so far."""
+        """The messages that the turns so far have added to the conversation."""
         self._num_calls = 0
         self._sessions: dict[str, ToolSession] = {}
         self._tasks: dict[asyncio.Task[ToolOutput], str] = {}
         """The task of each running call -> the id of the call."""
         self._is_cancelled = False
-        # If there are approved calls, the first turn starts after them: its prompt contains their outputs.
-        if not prepared.approved_calls:
-            self._start(prepared.conversation)
+        # With approved calls, the first turn starts later, because its prompt contains the calls' outputs.
+        if not prepared_response.approved_calls:
+            self._start_turn(prepared_response.conversation)
 
     async def admitted(self) -> None:
-        """Wait until the first turn has been admitted to the batch.
+        """Wait until the scheduler has admitted the first turn.
 
         Raises:
             PenstockError: the scheduler refuses the request.
@@ -129,19 +132,22 @@ class ResponseRun:
         for run in self._runs:
             await run.admitted()
 
-    async def whole(self) -> list[ChoiceDelta]:
-        """Wait for the end of the response. Return one delta for each turn and for each outcome of a call."""
-        async with aclosing(self._turns(at_once=True)) as items:
+    async def whole_output(self) -> list[ChoiceDelta]:
+        """Wait for the end of the response.
+
+        Return the deltas: one for each turn, tool list, call and outcome.
+        """
+        async with aclosing(self._turns(as_one_delta=True)) as items:
             return [item[1] async for item in items if item is not None]
 
     async def deltas(self) -> AsyncGenerator[tuple[int, ChoiceDelta] | None, None]:
-        """Yield (0, delta) as output arrives; None after a pause without output.
+        """Yield (0, delta) when output arrives. Yield None after `stream_ping` seconds without output.
 
         Raises:
             PenstockError: a turn failed.
             RequestProblem: 503; a time limit of the server was exceeded.
         """
-        async with aclosing(self._turns(at_once=False)) as items:
+        async with aclosing(self._turns(as_one_delta=False)) as items:
             async for item in items:
                 yield item
 
@@ -159,7 +165,7 @@ class ResponseRun:
         }
 
     def cancel(self) -> None:
-        """Cancel the turn and the calls that are running. No further turn begins. Idempotent."""
+        """Cancel the running turn and the running tool calls. No further turn begins. Idempotent."""
         self._is_cancelled = True
         for task in self._tasks:
             task.cancel()
@@ -167,7 +173,7 @@ class ResponseRun:
             run.cancel()
 
     def finish(self) -> None:
-        """Cancel what still runs, and write the token counts of all turns into the record."""
+        """Cancel running turns and tool calls, and write the token counts of all turns into the record."""
         self.cancel()
         record = self._record
         totals = [0, 0, 0]
@@ -192,58 +198,61 @@ class ResponseRun:
         for session in self._sessions.values():
             await session.close()
 
-    def _start(self, conversation: Conversation) -> None:
+    def _start_turn(self, conversation: Conversation) -> None:
         self._runs.append(GenerationRun(self._services, self._record, conversation.job(self._services)))
 
-    async def _turns(self, *, at_once: bool) -> AsyncGenerator[tuple[int, ChoiceDelta] | None, None]:
-        if self._prepared.listings:
-            yield 0, ToolDelta.of(*self._prepared.listings)
-        if self._prepared.approved_calls:
-            async for item in self._call_approved(self._prepared.approved_calls):
+    async def _turns(self, *, as_one_delta: bool) -> AsyncGenerator[tuple[int, ChoiceDelta] | None, None]:
+        if self._prepared_response.listings:
+            yield 0, ToolDelta.of(*self._prepared_response.listings)
+        if self._prepared_response.approved_calls:
+            async for item in self._call_approved_tools(self._prepared_response.approved_calls):
                 yield item
-            if not await self._start_next():
+            if not await self._start_next_turn():
                 return
         while True:
-            run, turn = self._runs[-1], _Turn()
-            async with aclosing(_output(run, at_once=at_once)) as items:
+            run, turn = self._runs[-1], _TurnOutput()
+            async with aclosing(_turn_output(run, as_one_delta=as_one_delta)) as items:
                 async for item in items:
                     if item is not None:
                         turn.add(item[1])
                     yield item
             self.finish_reason = run.job.choices[0].finish_reason
-            offered = self._prepared.offered.functions
-            calls = [(call, offered[call.name]) for call in turn.calls if call.name in offered]
+            offered_tools = self._prepared_response.offered_tools.functions
+            calls = [(call, offered_tools[call.name]) for call in turn.calls if call.name in offered_tools]
             if self._is_cancelled or self.finish_reason == "length" or not calls:
                 return
             self._messages.append(turn.message)
             server_calls = [(call, tool) for call, tool in calls if not tool.needs_approval]
-            async for item in self._call([(call, tool, call.arguments) for call, tool in server_calls]):
+            async for item in self._call_tools([(call, tool, call.arguments) for call, tool in server_calls]):
                 yield item
             if len(server_calls) < len(turn.calls):
                 return  # the client must run a function or approve a call
-            if self._is_cancelled or not await self._start_next():
+            if self._is_cancelled or not await self._start_next_turn():
                 return
 
-    async def _call_approved(
+    async def _call_approved_tools(
         self, approved_calls: Sequence[ApprovedCall]
     ) -> AsyncGenerator[tuple[int, ChoiceDelta] | None, None]:
-        """Make the calls that the client has approved, and yield their outcomes."""
-        calls = [_Call(call.call_id, call.function, call.arguments) for call in approved_calls]
-        self._messages.append(_Turn(calls=calls).message)
+        """Run the calls that the client has approved. Yield the calls, then their outcomes."""
+        calls = [_GeneratedCall(call.call_id, call.function, call.arguments) for call in approved_calls]
+        self._messages.append(_TurnOutput(calls=calls).message)
         yield 0, ToolDelta.of(*approved_calls)
         calls_and_approvals = zip(calls, approved_calls, strict=True)
-        async for item in self._call(
+        async for item in self._call_tools(
             [(call, approval.tool, approval.arguments) for call, approval in calls_and_approvals]
         ):
             yield item
 
-    async def _call(
-        self, calls: Sequence[tuple[_Call, OfferedTool, str]]
+    async def _call_tools(
+        self, calls: Sequence[tuple[_GeneratedCall, OfferedTool, str]]
     ) -> AsyncGenerator[tuple[int, ChoiceDelta] | None, None]:
-        """Make calls concurrently, and yield their outcomes."""
+        """Run calls to tool servers concurrently and yield their outcomes.
+
+        Yields None after `stream_ping` seconds without an outcome.
+        """
         outputs: dict[str, ToolOutput] = {}
         for call, tool, arguments in calls:
-            self._tasks[asyncio.ensure_future(self._make(tool, arguments))] = call.id
+            self._tasks[asyncio.ensure_future(self._call_tool(tool, arguments))] = call.id
         ping = self._services.config.stream_ping
         while self._tasks:
             next_result = asyncio.wait(self._tasks, timeout=ping, return_when=asyncio.FIRST_COMPLETED)
@@ -260,9 +269,9 @@ class ResponseRun:
             content = outputs[call.id].text
             self._messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
 
-    async def _make(self, tool: OfferedTool, arguments: str) -> ToolOutput:
+    async def _call_tool(self, tool: OfferedTool, arguments: str) -> ToolOutput:
         """Call a tool of a tool server and return its output, or an error for invalid arguments."""
-        limit = self._prepared.body.max_tool_calls
+        limit = self._prepared_response.body.max_tool_calls
         if limit is not None and self._num_calls >= limit:
             reason = f"the response has reached max_tool_calls, {limit}"
             return ToolOutput.failed(_INVALID_PARAMS, reason, "mcp_protocol_error")
@@ -280,9 +289,9 @@ class ResponseRun:
             self._sessions[tool.server.name] = session
         return await session.call(tool.tool.name, values)
 
-    async def _start_next(self) -> bool:
-        """Start the next turn. Return False if the response has reached its limit of tokens."""
-        body, config = self._prepared.body, self._services.config
+    async def _start_next_turn(self) -> bool:
+        """Start the next turn. Return False if a token limit is reached or the response was cancelled."""
+        body, config = self._prepared_response.body, self._services.config
         tokens_left = None
         if body.max_output_tokens is not None:
             tokens_left = body.max_output_tokens - self.usage()["completion_tokens"]
@@ -291,11 +300,14 @@ class ResponseRun:
                 return False
         has_calls = body.max_tool_calls is None or self._num_calls < body.max_tool_calls
         has_tools = has_calls and len(self._runs) < config.mcp_max_turns
-        first_request_id, messages = self._prepared.conversation.context.request_id, [*self._messages]
+        first_request_id, messages = (
+            self._prepared_response.conversation.context.request_id,
+            [*self._messages],
+        )
         request_id = f"{first_request_id}-{len(self._runs) + 1}"
         try:
             conversation = await self._pool(
-                lambda: self._prepared.next_turn(
+                lambda: self._prepared_response.next_turn(
                     self._services, messages, request_id, has_tools=has_tools, max_tokens=tokens_left
                 )
             )
@@ -307,19 +319,22 @@ class ResponseRun:
         if self._is_cancelled:
             return False
         self._record.pause()
-        self._start(conversation)
+        self._start_turn(conversation)
         await self._runs[-1].admitted()
         return True
 
 
-async def _output(
-    run: GenerationRun, *, at_once: bool
+async def _turn_output(
+    run: GenerationRun, *, as_one_delta: bool
 ) -> AsyncGenerator[tuple[int, ChoiceDelta] | None, None]:
-    """Yield the output of a turn. With `at_once`, yield one delta without the scores of reasoning tokens."""
-    if not at_once:
+    """Yield the output of a turn.
+
+    With `as_one_delta`, the output is one delta. It has no log probabilities of reasoning tokens.
+    """
+    if not as_one_delta:
         async with aclosing(run.deltas()) as deltas:
             async for item in deltas:
                 yield item
         return
-    (output,) = await run.whole()
+    (output,) = await run.whole_output()
     yield 0, replace(output, scores=output.scores[run.job.choices[0].num_reasoning_tokens :])

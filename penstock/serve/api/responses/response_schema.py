@@ -1,4 +1,4 @@
-"""The schemas of ``/v1/responses``, with the field names of the OpenAI API."""
+"""The schema of the request body of ``/v1/responses``, with OpenAI's field names."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from penstock.serve.api.schemas import (
     StreamOptions,
     Texts,
 )
-from penstock.serve.api.unsupported import Refused
+from penstock.serve.api.unsupported import RefusedField
 
 TextFormatType = Literal["text", "json_object", "json_schema"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Includable = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
-    # Outputs of hosted tools: accepted without effect, because no response contains any.
+    # Outputs of hosted tools. They are accepted without effect, because no response contains such outputs.
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",
@@ -37,14 +37,14 @@ ENCRYPTED_REASONING = "reasoning.encrypted_content"
 
 
 class InputPart(RequestBody):
-    """A part of the content of an item."""
+    """A part of an item's content."""
 
-    unsupported: ClassVar[Mapping[str, Refused]] = {
-        "annotations": Refused("annotations of earlier outputs are not read", accepts_all=True),
-        "logprobs": Refused("log probabilities of earlier outputs are not read", accepts_all=True),
-        "parsed": Refused("only the text is used", accepts_all=True),
-        "file_id": Refused("send image_url: the server stores no images"),
-        "prompt_cache_breakpoint": Refused("the prefix cache needs no markers", accepts_all=True),
+    unsupported: ClassVar[Mapping[str, RefusedField]] = {
+        "annotations": RefusedField("annotations of earlier outputs are not read", accepts_all=True),
+        "logprobs": RefusedField("log probabilities of earlier outputs are not read", accepts_all=True),
+        "parsed": RefusedField("only the text is used", accepts_all=True),
+        "file_id": RefusedField("send image_url: the server stores no images"),
+        "prompt_cache_breakpoint": RefusedField("the prefix cache needs no markers", accepts_all=True),
     }
 
     type: str
@@ -55,19 +55,19 @@ class InputPart(RequestBody):
 
 
 class InputItem(RequestBody):
-    """An item of the input: a message, a call, the output of a call, or reasoning.
+    """An input item: a message, a tool call, the output of a tool call, or reasoning.
 
-    The items ``mcp_list_tools``, ``mcp_call``, ``mcp_approval_request`` and ``mcp_approval_response`` concern
-    tool servers.
+    The types ``mcp_list_tools``, ``mcp_call``, ``mcp_approval_request`` and ``mcp_approval_response`` belong
+    to tool servers.
     """
 
-    unsupported: ClassVar[Mapping[str, Refused]] = {
-        "parsed_arguments": Refused("only the arguments are used", accepts_all=True),
-        "phase": Refused("chat templates have no phases", accepts_all=True),
-        "status": Refused("items of the input are complete", accepts_all=True),
-        "namespace": Refused("tools have no namespaces"),
-        "caller": Refused("the model calls tools directly", ({"type": "direct"},)),
-        "async": Refused("the output of a call follows the call", (False,)),
+    unsupported: ClassVar[Mapping[str, RefusedField]] = {
+        "parsed_arguments": RefusedField("only the arguments are used", accepts_all=True),
+        "phase": RefusedField("chat templates have no phases", accepts_all=True),
+        "status": RefusedField("items of the input are complete", accepts_all=True),
+        "namespace": RefusedField("tools have no namespaces"),
+        "caller": RefusedField("the model calls tools directly", ({"type": "direct"},)),
+        "async": RefusedField("the output of a call follows the call", (False,)),
     }
 
     type: str | None = None
@@ -78,31 +78,31 @@ class InputItem(RequestBody):
     call_id: str | None = None
     arguments: str | None = None
     input: str | None = None
-    """The input of a call of a custom tool."""
+    """The input of a call to a custom tool."""
     output: str | Annotated[list[InputPart], Field(fail_fast=True)] | None = None
     summary: list[InputPart] | None = None
     encrypted_content: str | None = None
     server_label: str | None = None
     tools: list[dict[str, object]] | None = None
-    """The tools of ``mcp_list_tools``."""
+    """The tools in an item of type ``mcp_list_tools``."""
     error: str | dict[str, object] | None = None
     approval_request_id: str | None = None
     approve: bool | None = None
     reason: str | None = None
-    """Why a call is not approved. The text is part of the prompt."""
+    """The reason why a tool call is not approved. It becomes part of the prompt."""
 
 
 class ResponseTool(RequestBody):
-    """A tool: ``function``, ``custom``, or a hosted tool, which has further fields.
+    """A function, a custom tool, a tool server (``mcp``), or a hosted tool. The latter has further fields.
 
-    `penstock.serve.api.responses.offered_tools` has the fields of the type ``mcp``.
+    `penstock.serve.api.responses.offered_tools` has the schema of the type ``mcp``.
     """
 
-    unsupported: ClassVar[Mapping[str, Refused]] = {
-        "allowed_callers": Refused("the model calls tools directly", (["direct"],)),
-        "async": Refused("the output of a call follows the call", (False,)),
-        "defer_loading": Refused("all tools are in the prompt", accepts_all=True),
-        "output_schema": Refused("chat templates do not read it", accepts_all=True),
+    unsupported: ClassVar[Mapping[str, RefusedField]] = {
+        "allowed_callers": RefusedField("the model calls tools directly", (["direct"],)),
+        "async": RefusedField("the output of a call follows the call", (False,)),
+        "defer_loading": RefusedField("all tools are in the prompt", accepts_all=True),
+        "output_schema": RefusedField("chat templates do not read it", accepts_all=True),
     }
 
     type: str
@@ -111,11 +111,11 @@ class ResponseTool(RequestBody):
     parameters: dict[str, object] | None = None
     strict: bool | None = None
     format: dict[str, object] | None = None
-    """The format of the input of a custom tool."""
+    """The format of a custom tool's input."""
 
     @property
     def is_hosted(self) -> bool:
-        """Whether the tool runs on OpenAI's servers, that is, the client does not run it."""
+        """Whether the tool is a hosted tool or a tool server. The client does not run such tools."""
         return self.type not in ("function", "custom")
 
     @property
@@ -125,71 +125,71 @@ class ResponseTool(RequestBody):
 
 
 class ToolSelection(RequestBody):
-    """A ``tool_choice`` object: a function, a custom tool, a tool server, or a list of allowed tools."""
+    """A ``tool_choice`` object. It selects a function, a custom tool, a tool server or a list of tools."""
 
     type: str
     name: str | None = None
     server_label: str | None = None
-    """For the type ``mcp``: the tool server. Without `name`, the model may call any of its tools."""
+    """The tool server of the type ``mcp``. Without `name`, the model may call any tool of this server."""
     mode: Literal["auto", "required"] | None = None
     tools: list[dict[str, object]] | None = None
 
     @property
     def has_open_fields(self) -> bool:
-        """Whether undeclared fields are accepted here. The choice of a hosted tool is refused later."""
+        """Whether undeclared fields are accepted. `chat_tool_choice` refuses hosted tools later."""
         return self.type not in ("function", "custom", "mcp", "allowed_tools")
 
 
 class TextFormat(RequestBody):
-    """The required format of the text."""
+    """The format to which the output text must conform."""
 
     type: TextFormatType
     name: str | None = None
     description: str | None = None
     schema_: dict[str, object] | None = Field(None, alias="schema")
     strict: bool | None = None
-    """Has no effect: the output always matches the schema."""
+    """Has no effect, because the output always matches the schema."""
 
 
 class TextConfig(RequestBody):
-    """Settings of the text."""
+    """Settings of the output text."""
 
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
-    """Has no effect: the model has no verbosity setting."""
+    """Has no effect, because the model has no verbosity setting."""
 
 
 class ReasoningConfig(RequestBody):
     """Settings of the reasoning."""
 
-    unsupported: ClassVar[Mapping[str, Refused]] = {
-        "context": Refused("reasoning items of the input are given to the chat template", ("auto",)),
-        "mode": Refused("the model has one way to reason", ("standard",)),
+    unsupported: ClassVar[Mapping[str, RefusedField]] = {
+        "context": RefusedField("reasoning items of the input are given to the chat template", ("auto",)),
+        "mode": RefusedField("the model has one way to reason", ("standard",)),
     }
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
-    """Has no effect: the response contains the whole reasoning."""
+    """Has no effect, because the response contains the whole reasoning."""
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
-    """An old name of ``summary``."""
+    """The former name of ``summary``."""
 
 
 class ResponsesBody(RequestBody):
     """``POST /v1/responses``."""
 
-    unsupported: ClassVar[Mapping[str, Refused]] = {
-        "access_programs": Refused("the server has no access programs"),
-        "client_metadata": Refused("the server does not use it", accepts_all=True),
-        "context_management": Refused("send truncation: auto", ([],)),
-        "conversation": Refused("send previous_response_id"),
-        "image": Refused("images are not compressed"),
-        "moderation": Refused("there is no moderation"),
-        "prompt": Refused("the server stores no prompts: send instructions and input"),
-        "prompt_cache_options": Refused("the prefix cache has no per-request options", ({},)),
-        "prompt_cache_retention": Refused(
+    unsupported: ClassVar[Mapping[str, RefusedField]] = {
+        "access_programs": RefusedField("the server has no access programs"),
+        "client_metadata": RefusedField("the server does not use it", accepts_all=True),
+        "context_management": RefusedField("send truncation: auto", ([],)),
+        "conversation": RefusedField("send previous_response_id"),
+        "image": RefusedField("images are not compressed"),
+        "moderation": RefusedField("there is no moderation"),
+        "prompt": RefusedField("the server stores no prompts: send instructions and input"),
+        "prompt_cache_options": RefusedField("the prefix cache has no per-request options", ({},)),
+        "prompt_cache_retention": RefusedField(
             "cached prefixes stay in memory while there is room", ("in_memory", "in-memory", "24h")
         ),
-        "service_tier": Refused("there is only one service tier", ("auto", "default")),
+        "service_tier": RefusedField("there is only one service tier", ("auto", "default")),
     }
 
     model: str = ""
@@ -200,7 +200,7 @@ class ResponsesBody(RequestBody):
     tool_choice: Literal["auto", "none", "required"] | ToolSelection | None = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: Count | None = None
-    """Maximum number of calls of tool servers."""
+    """Maximum number of calls to tool servers."""
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     max_output_tokens: Annotated[Count, Field(ge=1)] | None = None
@@ -214,13 +214,13 @@ class ResponsesBody(RequestBody):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    # Only logged and returned.
+    # The next fields are only logged and returned in the response.
     metadata: Annotated[dict[Label, Label], Field(max_length=MAX_METADATA)] | None = None
     user: Label | None = None
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
 
-    # Not in the OpenAI API.
+    # The fields below are not in the OpenAI API.
     top_k: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
@@ -234,9 +234,9 @@ class ResponsesBody(RequestBody):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: str | None = None
 
-    def includes(self, what: str) -> bool:
-        """Return whether ``include`` has a value."""
-        return what in (self.include or ())
+    def includes(self, value: str) -> bool:
+        """Return whether ``include`` contains `value`."""
+        return value in (self.include or ())
 
     @property
     def is_stored(self) -> bool:
@@ -249,4 +249,4 @@ SAME_NAMES = (
     " top_k min_p seed stop frequency_penalty presence_penalty repetition_penalty min_tokens ignore_eos"
     " chat_template_kwargs priority cache_salt"
 ).split()
-"""Fields with the same name and meaning in a chat request."""
+"""Fields with the same name and meaning in `ResponsesBody` and in a chat request."""

@@ -1,4 +1,4 @@
-"""The stored responses: in memory, or in a file of ``--state-dir``."""
+"""Stores responses in memory, or in a file in ``--state-dir``."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ _INTERRUPTED_ERROR = {
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A response and its input items, as JSON."""
+    """A response and its input items in JSON."""
 
     body: bytes
     input: bytes
-    """The list of input items, including those of the previous responses."""
+    """The list of input items, including the items of previous responses."""
 
     def history(self) -> list[dict[str, object]]:
-        """Return the items of the conversation so far: the input, then the output."""
+        """Return the input items, then the output items of the response."""
         items: list[dict[str, object]] = msgspec.json.decode(self.input)
         return [*items, *msgspec.json.decode(self.body)["output"]]
 
 
 class ResponseStore:
-    """Responses by id, in an SQLite database. Drops the oldest responses above a maximum total size.
+    """Stores responses in an SQLite database. Deletes the oldest responses above a maximum total size.
 
-    All database calls run in one thread. The methods return only responses of the given owner.
+    All database calls run in one thread. The methods read and delete only responses of the given owner.
 
     Args:
-        path: the file; None keeps the responses in memory.
-        max_bytes: maximum total size of the JSON.
+        path: the file of the database; None keeps the responses in memory.
+        max_bytes: maximum total size of the responses in bytes of JSON.
 
     Raises:
         ConfigError: the file cannot be used.
@@ -77,11 +77,11 @@ class ResponseStore:
     async def put(
         self, owner: str, response: dict[str, object], items: list[dict[str, object]], *, is_done: bool = True
     ) -> None:
-        """Store a response, or replace the stored one."""
+        """Store a response. Replaces a stored response with the same id."""
         await self._run(partial(self._put, owner, response, items, is_done))
 
     async def get(self, owner: str, response_id: str) -> StoredResponse | None:
-        """Return a response, or None."""
+        """Return a response; None if the owner has no response with this id."""
         return await self._run(partial(self._get, owner, response_id))
 
     async def delete(self, owner: str, response_id: str) -> bool:
@@ -89,11 +89,11 @@ class ResponseStore:
         return await self._run(partial(self._delete, owner, response_id))
 
     async def item(self, owner: str, item_id: str) -> dict[str, object] | None:
-        """Return an output item of a stored response, or None."""
+        """Return an output item; None if no stored response of the owner has an item with this id."""
         return await self._run(partial(self._item, owner, item_id))
 
     def close(self) -> None:
-        """Close the file. Calls that are still running finish first."""
+        """Wait for running database calls, then close the database."""
         self._thread.submit(self._database.close)
         self._thread.shutdown()
 
@@ -105,21 +105,21 @@ class ResponseStore:
     ) -> None:
         encode = msgspec.json.encode
         response_json, input_json = encode(response), encode(items)
-        name, size = response["id"], len(response_json) + len(input_json)
+        response_id, size = response["id"], len(response_json) + len(input_json)
         with self._database as database:
-            database.execute("DELETE FROM responses WHERE id = ?", (name,))
+            database.execute("DELETE FROM responses WHERE id = ?", (response_id,))
             (last,) = database.execute("SELECT coalesce(max(number), 0) FROM responses").fetchone()
-            row = (name, owner, response_json, input_json, size, last + 1, is_done)
+            row = (response_id, owner, response_json, input_json, size, last + 1, is_done)
             database.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)", row)
             output = response["output"]
             assert isinstance(output, list)
-            rows = [(item["id"], name, encode(item)) for item in output]
+            rows = [(item["id"], response_id, encode(item)) for item in output]
             database.executemany("INSERT OR REPLACE INTO items VALUES (?, ?, ?)", rows)
             (total,) = database.execute("SELECT sum(size) FROM responses").fetchone()
             oldest = database.execute("SELECT id, size FROM responses ORDER BY number").fetchall()
             while total > self._max_bytes and len(oldest) > 1:
-                oldest_name, oldest_size = oldest.pop(0)
-                database.execute("DELETE FROM responses WHERE id = ?", (oldest_name,))
+                oldest_id, oldest_size = oldest.pop(0)
+                database.execute("DELETE FROM responses WHERE id = ?", (oldest_id,))
                 total -= oldest_size
 
     def _get(self, owner: str, response_id: str) -> StoredResponse | None:
@@ -141,9 +141,10 @@ class ResponseStore:
         return None if row is None else msgspec.json.decode(row[0])
 
     def _fail_unfinished(self) -> None:
-        """Set the status ``failed`` on responses that a previous server process did not finish."""
+        """Set the status of responses that a previous server process did not finish to ``failed``."""
+        query = "SELECT id, body FROM responses WHERE NOT is_done"
         with self._database as database:
-            for name, body in database.execute("SELECT id, body FROM responses WHERE NOT is_done").fetchall():
+            for response_id, body in database.execute(query).fetchall():
                 failed_response = {
                     **msgspec.json.decode(body),
                     "status": "failed",
@@ -151,5 +152,5 @@ class ResponseStore:
                 }
                 database.execute(
                     "UPDATE responses SET body = ?, is_done = 1 WHERE id = ?",
-                    (msgspec.json.encode(failed_response), name),
+                    (msgspec.json.encode(failed_response), response_id),
                 )
