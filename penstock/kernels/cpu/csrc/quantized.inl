@@ -538,8 +538,8 @@ template <int BITS> struct Groups {
             }
           }
           for (int r = 0; r < ROWS; r++) {
-            const int8_t* inputs = x + r * x_stride + 8 * step;
-            const vu low_inputs = four_bytes(inputs), high_inputs = four_bytes(inputs + 4);
+            const vu low_inputs = four_bytes(x + r * x_stride + 8 * step);
+            const vu high_inputs = four_bytes(x + r * x_stride + 8 * step + 4);
             for (int v = 0; v < VECTORS; v++) {
               totals[r][v].add(low[v], low_inputs);
               totals[r][v].add(high[v], high_inputs);
