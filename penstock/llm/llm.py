@@ -123,9 +123,9 @@ class LLM(EmbeddingsMethods, SpeechMethods):
             best_of: generate this many outputs and return the ``n`` with the highest mean log probability,
                 best first.
             logprobs: number of most probable tokens at each position whose log probabilities are returned, in
-                addition to the log probability of the generated token. prompt_logprobs: number of most
-                probable tokens at each position of the prompt; see ``logprobs``. The prompt is then computed
-                without the prefix cache.
+                addition to the log probability of the generated token.
+            prompt_logprobs: number of most probable tokens at each position of the prompt; see ``logprobs``.
+                The prompt is then computed without the prefix cache.
             grammar: the grammar of the outputs: one grammar for all prompts, or one for each.
             response_format: the grammar in OpenAI's form: ``{"type": "json_schema", "json_schema": {...}}``.
             adapter: the LoRA adapter: one name for all prompts, or one for each.
