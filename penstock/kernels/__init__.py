@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from penstock.kernels.backend import BACKENDS, Backend, BackendRegistry, DefaultSizes
     from penstock.kernels.convolution import PackedConv1d, PackedConvTranspose1d
     from penstock.kernels.device_memory import DeviceMemory
-    from penstock.kernels.device_queue import DeviceQueue, Fetched, Submitted, upload, uploaded_together
+    from penstock.kernels.device_queue import DeviceQueue, HostCopy, SubmittedWork, upload, uploaded_together
     from penstock.kernels.encodings import ENCODINGS, LayerRole, LinearEncoding, encoding_named
     from penstock.kernels.experts import ClampedSwiGLU, PackedExperts
     from penstock.kernels.graph import Graph, GraphCache, GraphCompiler
@@ -45,11 +45,11 @@ __all__ = [
     "DefaultSizes",
     "DeviceMemory",
     "DeviceQueue",
-    "Fetched",
     "Gating",
     "Graph",
     "GraphCache",
     "GraphCompiler",
+    "HostCopy",
     "ImageSpans",
     "KVCacheInputs",
     "KVGroupInputs",
@@ -69,7 +69,7 @@ __all__ = [
     "ScoreRouting",
     "SparseMixer",
     "StepInputs",
-    "Submitted",
+    "SubmittedWork",
     "encoding_named",
     "pack_linear",
     "unpack_linear",
@@ -77,12 +77,18 @@ __all__ = [
     "uploaded_together",
 ]
 
-_HOMES = {
+_NAMES_BY_MODULE = {
     "penstock.kernels.activations": ("XIELU", "Activation"),
     "penstock.kernels.backend": ("BACKENDS", "Backend", "BackendRegistry", "DefaultSizes"),
     "penstock.kernels.convolution": ("PackedConv1d", "PackedConvTranspose1d"),
     "penstock.kernels.device_memory": ("DeviceMemory",),
-    "penstock.kernels.device_queue": ("DeviceQueue", "Fetched", "Submitted", "upload", "uploaded_together"),
+    "penstock.kernels.device_queue": (
+        "DeviceQueue",
+        "HostCopy",
+        "SubmittedWork",
+        "upload",
+        "uploaded_together",
+    ),
     "penstock.kernels.encodings": ("ENCODINGS", "LayerRole", "LinearEncoding", "encoding_named"),
     "penstock.kernels.experts": ("ClampedSwiGLU", "PackedExperts"),
     "penstock.kernels.graph": ("Graph", "GraphCache", "GraphCompiler"),
@@ -97,7 +103,9 @@ _HOMES = {
 
 
 if not TYPE_CHECKING:  # a type checker must report names that do not exist
-    __getattr__ = lazy_names(__name__, {name: module for module, names in _HOMES.items() for name in names})
+    __getattr__ = lazy_names(
+        __name__, {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
+    )
 
 
 def __dir__() -> list[str]:

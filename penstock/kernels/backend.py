@@ -54,7 +54,7 @@ def _no_queue(ops: Ops) -> DeviceQueue | None:
     return None
 
 
-def _whole_bytes(bits: int, in_features: int) -> int:
+def _count_bytes(bits: int, in_features: int) -> int:
     return in_features * -(-bits // 8)
 
 
@@ -65,11 +65,11 @@ class Backend:
     name: str
     """Value of the ``kernels`` setting that selects this back end."""
     sizes: Mapping[str, DefaultSizes]
-    """Device type (``cpu``, ``gpu``) -> default sizes. The keys are the device types that it runs on."""
+    """Default sizes by device type (``cpu``, ``gpu``). The back end supports the device types listed here."""
     load: Callable[[], Ops | None]
     """Return the operations; None if a library or instruction set is missing on this machine."""
     variants: Callable[[], Sequence[Ops]]
-    """Return one instance per variant that runs here, such as each instruction set, for the tests."""
+    """Return one instance per variant that this machine can run (per instruction set), for the tests."""
     priority: int
     """The back end with the highest priority runs, unless the configuration names one.
 
@@ -77,9 +77,11 @@ class Backend:
     """
     layout: str = "rows"
     """Name of the memory layout of packed weights; equals `Ops.layout` of its operations."""
-    row_bytes: Callable[[int, int], int] = _whole_bytes
-    """Return the bytes of the weights of one output, without scales, from the bits of a weight and the number
-    of inputs. By default each weight takes whole bytes."""
+    row_bytes: Callable[[int, int], int] = _count_bytes
+    """Return the bytes of the weights of one output, without scales.
+
+    The arguments are the bits per weight and the number of inputs. By default each weight takes whole bytes.
+    """
     graphs: Callable[[Ops], GraphCompiler | None] = _no_graphs
     """Return the compiler for steps of these operations; None if they cannot be compiled."""
     queue: Callable[[Ops], DeviceQueue | None] = _no_queue
@@ -94,7 +96,7 @@ class Backend:
         return self.layout != "rows"
 
     def num_bytes(self, encoding: LinearEncoding, out_features: int, in_features: int) -> int:
-        """Return the bytes of a packed weight; at least those of the panels of its encoding."""
+        """Return the bytes of a packed weight: at least the size of the panels of its encoding."""
         extra = self.row_bytes(encoding.bits, in_features) - -(-in_features * encoding.bits // 8)
         return encoding.num_bytes(out_features, in_features) + out_features * max(extra, 0)
 
@@ -113,7 +115,7 @@ class BackendRegistry:
     @property
     def backends(self) -> tuple[Backend, ...]:
         """All back ends, highest priority first."""
-        found = {record.name: record for record in self._discovered} | self._registered
+        found = {record.name: record for record in self._discovered_backends} | self._registered
         return tuple(sorted(found.values(), key=lambda record: (-record.priority, record.name)))
 
     def register(self, backend: Backend) -> None:
@@ -160,10 +162,10 @@ class BackendRegistry:
         raise ConfigError("kernels", f"the {name} kernels cannot run on this machine: remove this setting")
 
     @cached_property
-    def _discovered(self) -> tuple[Backend, ...]:
+    def _discovered_backends(self) -> tuple[Backend, ...]:
         """The records of the back ends in all folders."""
         found = []
-        for package in [_BUILT_IN, *map(_package_of_folder, self._more_folders)]:
+        for package in [_BUILT_IN, *map(_make_package, self._more_folders)]:
             for folder in iter_modules(import_module(package).__path__):
                 if not folder.ispkg:
                     continue
@@ -177,7 +179,7 @@ BACKENDS = BackendRegistry()
 """The registry of this process."""
 
 
-def _package_of_folder(folder: Path) -> str:
+def _make_package(folder: Path) -> str:
     """Create a package that contains the modules of a folder, and return its name."""
     folder = folder.resolve()
     digest = blake2b(str(folder).encode(), digest_size=6).hexdigest()

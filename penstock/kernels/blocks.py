@@ -18,10 +18,10 @@ Tensors = dict[str, Tensor]
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The E2M1 numbers of the codes 0 to 7. The codes 8 to 15 are their negatives."""
 _LARGEST_FP4, _LARGEST_FP8, _NAN_FP8, _NAN_E8M0 = 6.0, 448.0, 127, 255
-_MAX_INTEGER_SCALE = {"u8": 63, "i8": 127}  # of superblocks
+_MAX_INTEGER_SCALE = {"u8": 63, "i8": 127}  # largest integer scale or minimum in superblocks, by scale type
 
 
-def numbers_of(kind: BlockKind, codes: Tensor) -> Tensor:
+def decode_numbers(kind: BlockKind, codes: Tensor) -> Tensor:
     """Return the float32 numbers that codes represent, before scale and minimum are applied."""
     if kind.table is not None:
         return torch.tensor(kind.table.numbers, device=codes.device)[codes.int()]
@@ -31,18 +31,19 @@ def numbers_of(kind: BlockKind, codes: Tensor) -> Tensor:
     return values[codes.int()]
 
 
-def _product_numbers(kind: BlockKind, codes: Tensor) -> tuple[Tensor, float]:
-    """Return the numbers of codes in the unit of the product, and this unit.
+def _numbers_and_unit(kind: BlockKind, codes: Tensor) -> tuple[Tensor, float]:
+    """Return the numbers of codes as multiples of a unit, and this unit.
 
-    The unit is 1, or the step of a table of numbers. All numbers are multiples of 0.5, so products are exact.
+    The unit is 1, or ``1 / NumberTable.steps`` for codes that are indices of a table. All returned numbers
+    are multiples of 0.5, so sums of their products with integers are exact.
     """
     if kind.table is None:
-        return numbers_of(kind, codes), 1.0
+        return decode_numbers(kind, codes), 1.0
     steps = kind.table.steps
-    return (numbers_of(kind, codes) * steps).round(), 1 / steps
+    return (decode_numbers(kind, codes) * steps).round(), 1 / steps
 
 
-def scales_of(kind: BlockKind, tensors: Mapping[str, Tensor]) -> Tensor:
+def decode_scales(kind: BlockKind, tensors: Mapping[str, Tensor]) -> Tensor:
     """Return the scales ``[out, ceil(in / group_size)]`` float32, without row scales."""
     scales = tensors["scales"]
     if kind.scale_type == "e8m0":
@@ -50,17 +51,17 @@ def scales_of(kind: BlockKind, tensors: Mapping[str, Tensor]) -> Tensor:
         return powers.masked_fill(scales == _NAN_E8M0, torch.nan)
     if kind.scale_type == "e4m3":
         return scales.view(torch.float8_e4m3fn).float()
-    return _times_factors(kind, scales, tensors.get("factors"), kind.scaled_inputs)
+    return _multiply_by_factors(kind, scales, tensors.get("factors"), kind.scaled_inputs)
 
 
-def minima_of(kind: BlockKind, tensors: Mapping[str, Tensor]) -> Tensor | None:
+def decode_minima(kind: BlockKind, tensors: Mapping[str, Tensor]) -> Tensor | None:
     """Return the minima ``[out, ceil(in / 32)]`` float32; None if there are none."""
     if kind.min_type is None:
         return None
-    return _times_factors(kind, tensors["minima"], tensors.get("min_factors"), GROUP)
+    return _multiply_by_factors(kind, tensors["minima"], tensors.get("min_factors"), GROUP)
 
 
-def _times_factors(kind: BlockKind, numbers: Tensor, factors: Tensor | None, size: int) -> Tensor:
+def _multiply_by_factors(kind: BlockKind, numbers: Tensor, factors: Tensor | None, size: int) -> Tensor:
     """Return scales or minima in float32, multiplied by the factors of their superblocks, if any."""
     if not kind.has_superblocks or factors is None:
         return numbers.float()
@@ -70,8 +71,8 @@ def _times_factors(kind: BlockKind, numbers: Tensor, factors: Tensor | None, siz
 
 def unpack_blocks(kind: BlockKind, tensors: Mapping[str, Tensor]) -> Tensor:
     """Return the weight ``[out, in]`` float32."""
-    weight = numbers_of(kind, tensors["weight"])
-    inputs, scales, minima = weight.shape[1], scales_of(kind, tensors), minima_of(kind, tensors)
+    weight = decode_numbers(kind, tensors["weight"])
+    inputs, scales, minima = weight.shape[1], decode_scales(kind, tensors), decode_minima(kind, tensors)
     if kind.has_row_scales:
         row_scales = tensors["row_scales"][:, None]
         scales, minima = scales * row_scales, None if minima is None else minima * row_scales
@@ -89,17 +90,18 @@ def multiply_blocks(kind: BlockKind, x: Tensor, tensors: Mapping[str, Tensor], b
     size = min(kind.scaled_inputs, GROUP)
     padding = (0, -x.shape[1] % GROUP)
     rows, row_scales = quantize(F.pad(x.float(), padding).view(len(x), -1, size))  # [T, G, size], [T, G]
-    numbers, unit = _product_numbers(kind, tensors["weight"])
+    numbers, unit = _numbers_and_unit(kind, tensors["weight"])
     numbers = F.pad(numbers, padding).view(len(numbers), -1, size)
-    scales = scales_of(kind, tensors).repeat_interleave(kind.scaled_inputs // size, 1)[:, : numbers.shape[1]]
-    minima = minima_of(kind, tensors)
-    exact = (
-        torch.float32 if kind.table is None else torch.float64
-    )  # sums are below 2^24 in units of 0.5, or below 2^27
+    scales = decode_scales(kind, tensors).repeat_interleave(kind.scaled_inputs // size, 1)[
+        :, : numbers.shape[1]
+    ]
+    minima = decode_minima(kind, tensors)
+    # float32 is exact for sums of multiples of 0.5 below 2^23. With a table of numbers the sums reach 2^27.
+    exact_dtype = torch.float32 if kind.table is None else torch.float64
     y = torch.zeros(len(x), len(numbers), dtype=torch.float32, device=x.device)
     for group in range(scales.shape[1]):
-        integers = rows[:, group].to(exact)
-        sums = (integers @ numbers[:, group].to(exact).T).float()
+        integers = rows[:, group].to(exact_dtype)
+        sums = (integers @ numbers[:, group].to(exact_dtype).T).float()
         scaled = sums * (row_scales[:, group, None] * unit)
         y = (scaled.double() * scales[:, group].double() + y).float()
         if minima is not None:
@@ -118,9 +120,9 @@ def quantize_blocks(kind: BlockKind, weight: Tensor) -> Tensors:
     inputs, size = weight.shape[1], kind.scaled_inputs
     groups = F.pad(weight.float(), (0, -inputs % size)).view(len(weight), -1, size)
     if kind.table is not None:
-        return _table_codes(kind.table, groups, inputs)
-    tensors = _float_scales(kind, groups) if kind.are_floats else _integer_scales(kind, groups)
-    scales, minima = scales_of(kind, tensors), minima_of(kind, tensors)
+        return _quantize_to_table(kind.table, groups, inputs)
+    tensors = _choose_float_scales(kind, groups) if kind.are_floats else _choose_integer_scales(kind, groups)
+    scales, minima = decode_scales(kind, tensors), decode_minima(kind, tensors)
     if kind.has_row_scales:
         scales = scales * tensors["row_scales"][:, None]
     valid = scales.isfinite() & (scales > 0)
@@ -135,7 +137,7 @@ def quantize_blocks(kind: BlockKind, weight: Tensor) -> Tensors:
     return {"weight": codes.to(torch.uint8).flatten(1)[:, :inputs].contiguous(), **tensors}
 
 
-def _table_codes(table: NumberTable, groups: Tensor, inputs: int) -> Tensors:
+def _quantize_to_table(table: NumberTable, groups: Tensor, inputs: int) -> Tensors:
     """Return scales and codes of ``groups [out, G, size]`` for a table of numbers from -1 to 1.
 
     The scale of a group is its largest magnitude. A code is the index of the nearest number.
@@ -153,7 +155,7 @@ def _table_codes(table: NumberTable, groups: Tensor, inputs: int) -> Tensors:
     }
 
 
-def _float_scales(kind: BlockKind, groups: Tensor) -> Tensors:
+def _choose_float_scales(kind: BlockKind, groups: Tensor) -> Tensors:
     """Return the scales of ``groups [out, G, size]`` for E2M1 codes: E8M0, or E4M3 with row scales."""
     top = groups.abs().amax(-1)
     finite = top.isfinite()
@@ -168,7 +170,7 @@ def _float_scales(kind: BlockKind, groups: Tensor) -> Tensors:
     return {"scales": scales, "row_scales": row_scales}
 
 
-def _integer_scales(kind: BlockKind, groups: Tensor) -> Tensors:
+def _choose_integer_scales(kind: BlockKind, groups: Tensor) -> Tensors:
     """Return the scales and minima of ``groups [out, G, size]`` for integer codes."""
     low, high = groups.amin(-1).clamp_max(0), groups.amax(-1).clamp_min(0)
     top = (1 << kind.bits) - 1 - kind.offset

@@ -8,8 +8,8 @@ Panels have N outputs and K inputs. They are little-endian and contiguous, and p
   and zero points.
 * `Fp8Panels`: ``[N / 64, K / 128 * 8448 + 64]`` uint8. A panel has three parts:
 
-  - The codes. A group of 128 inputs has 32 steps of 4 inputs. A step is ``[16, 2, 4, 2]``: each of the 16
-    sets of four outputs has the first two inputs of these outputs, then their last two inputs.
+  - The codes. A group of 128 inputs has 32 steps of 4 inputs. A step is ``[16, 2, 4, 2]``: 16 sets of four
+    outputs. A set has the first two inputs of its outputs, then their last two inputs.
   - A table with 64 float32 scales per group.
   - Two int32 strides, and 56 bytes of padding. The scale of group g and output n is the entry
     ``g * strides[0] + n * strides[1]`` of the table. The strides are 0 and 1 if all groups have equal scales,
@@ -39,9 +39,9 @@ from penstock.kernels.quantized import quantize
 
 LARGEST_FP8 = 448.0
 _TOP_EXPONENT = 14
-"""Exponent of the largest float16 scale of a row, near the maximum of float16.
+"""Exponent of the largest float16 scale of a row. Row scales are chosen to give it this exponent.
 
-Row scales are chosen for it.
+The exponent is near the maximum of float16, so that small scales of the row keep their precision.
 """
 
 
@@ -73,13 +73,13 @@ def group_codes(codes: Tensor, scales: Tensor, zeros: Tensor, group_size: int) -
     groups, repeats = -(-codes.shape[1] // GROUP), group_size // GROUP
     halves, row_scales = split_scales(scales)
 
-    def per_32_inputs(values: Tensor) -> Tensor:
+    def repeat_per_group(values: Tensor) -> Tensor:
         return values.repeat_interleave(repeats, 1)[:, :groups].contiguous()
 
     return {
         "weight": codes.contiguous(),
-        "scales": per_32_inputs(halves),
-        "zeros": per_32_inputs(zeros.to(torch.uint8)),
+        "scales": repeat_per_group(halves),
+        "zeros": repeat_per_group(zeros.to(torch.uint8)),
         "row_scales": row_scales,
     }
 
@@ -234,8 +234,8 @@ class Fp8Panels(PanelLayout):
         padded = F.pad(codes, (0, -codes.shape[1] % FP8_GROUP, 0, missing))
         num_groups = padded.shape[1] // FP8_GROUP
         groups = padded.view(-1, PANEL, num_groups, FP8_GROUP)
-        fours = padded.view(-1, PANEL // 4, 4, num_groups, FP8_GROUP // 4, 2, 2)
-        steps = fours.permute(0, 3, 4, 1, 5, 2, 6)  # [P, G, 32, 16, 2, 4, 2]
+        quads = padded.view(-1, PANEL // 4, 4, num_groups, FP8_GROUP // 4, 2, 2)
+        steps = quads.permute(0, 3, 4, 1, 5, 2, 6)  # [P, G, 32, 16, 2, 4, 2]
         has_nan = ((groups & 127) == 127).any(-1)  # [P, 64, G]
         scales = F.pad(rows["scales"], (0, 0, 0, missing)).view(-1, PANEL, rows["scales"].shape[1])
         scales = scales.masked_fill(has_nan, torch.nan).transpose(1, 2).contiguous()  # [P, G, 64]

@@ -37,9 +37,9 @@ class Collectives(Protocol):
         ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum over all ranks of ``x``.
+        """Return the sum of the tensors ``x`` of all ranks.
 
-        On CPUs it is added in float32 in the order of the ranks. NCCL adds in the type of ``x``.
+        On CPUs the tensors are added in float32, in the order of the ranks. NCCL adds in the type of ``x``.
         """
         ...
 
@@ -66,14 +66,14 @@ def _require_shared_memory(arguments: Arguments) -> Arguments:
 class CollectiveOps:
     """The operations of tensor parallelism: they combine the tensors of all ranks of a model."""
 
-    name = "reference"  # subclasses have another name
+    name = "reference"  # the back end that `Ops.implementations` returns for methods defined here
 
     @operation(
         simplify=_require_shared_memory,
         functions={"all_reduce": CFunction("q P q P 2q P q", can_be_long=True)},
     )
     def all_reduce(self, x: Tensor, ranks: Collectives) -> Tensor:
-        """Return the sum over all ranks of ``x [T, E]``, added in float32 in rank order and rounded once."""
+        """Return the sum of ``x [T, E]`` of all ranks, added in float32 in rank order and rounded once."""
         return ranks.all_reduce(x)
 
     @operation(

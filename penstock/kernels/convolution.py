@@ -1,8 +1,8 @@
 """The operations of audio codecs: convolutions over time, snake activation, group norm, inverse STFT.
 
 Sequences are matrices ``[T, C]`` with one row per time step. A convolution with one group is computed as a
-linear layer whose input rows are windows of the sequence. It has the kernels and weight encodings of linear
-layers.
+linear layer whose input rows are windows of the sequence. It therefore uses the kernels and weight encodings
+of linear layers.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class PackedConv1d:
     dilation: int = 1
     groups: int = 1
     linear: PackedLinear | None = None
-    """Set for one group: a layer ``[out, kernel_size * in]``. The channels of a tap are adjacent."""
+    """Set for one group: a layer ``[out, kernel_size * in]``. The input channels of a tap are adjacent."""
     taps: Tensor | None = None
-    """Set for one group per channel: ``[kernel_size, C]`` float32. The bias then also is float32."""
+    """Set for one group per channel: ``[kernel_size, C]`` float32. The bias is then float32, too."""
     weight: Tensor | None = None
     """Set for any other number of groups: ``[out, in / groups, kernel_size]``."""
     bias: Tensor | None = None
@@ -121,7 +121,7 @@ class ConvolutionOps(ABC):
         out_channels, group_channels, kernel_size = weight.shape
         linear: PackedLinear | None = None
         taps: Tensor | None = None
-        rest: Tensor | None = None
+        grouped_weight: Tensor | None = None
         if groups == 1:
             rows = weight.permute(0, 2, 1).reshape(out_channels, -1)
             linear, bias = self.pack_linear(rows, encoding, bias=bias), None
@@ -129,9 +129,9 @@ class ConvolutionOps(ABC):
             taps = weight[:, 0].t().float().contiguous()
             bias = None if bias is None else bias.float().contiguous()
         else:
-            rest = weight.contiguous()
+            grouped_weight = weight.contiguous()
         shape = (group_channels * groups, out_channels, kernel_size)
-        return PackedConv1d(*shape, stride, padding, dilation, groups, linear, taps, rest, bias)
+        return PackedConv1d(*shape, stride, padding, dilation, groups, linear, taps, grouped_weight, bias)
 
     def pack_conv_transpose1d(
         self,
@@ -152,17 +152,17 @@ class ConvolutionOps(ABC):
         """
         in_channels, group_channels, kernel_size = weight.shape
         linear: PackedLinear | None = None
-        rest: Tensor | None = weight.contiguous()
+        grouped_weight: Tensor | None = weight.contiguous()
         if groups == dilation == 1:
             # Output row q * stride + r sums tap r + i * stride of input row q - i, for i below n.
             n = -(-kernel_size // stride)
             taps = F.pad(weight, (0, n * stride - kernel_size)).view(in_channels, group_channels, n, stride)
             rows = taps.flip(2).permute(3, 1, 2, 0).reshape(stride * group_channels, n * in_channels)
-            offsets = None if bias is None else bias.repeat(stride)
-            linear, rest, bias = self.pack_linear(rows, encoding, bias=offsets), None, None
+            repeated_bias = None if bias is None else bias.repeat(stride)
+            linear, grouped_weight, bias = self.pack_linear(rows, encoding, bias=repeated_bias), None, None
         shape = (in_channels, group_channels * groups, kernel_size)
         fields = (stride, padding, output_padding, dilation, groups)
-        return PackedConvTranspose1d(*shape, *fields, linear, rest, bias)
+        return PackedConvTranspose1d(*shape, *fields, linear, grouped_weight, bias)
 
     @operation(
         weights=["packed"],
@@ -242,15 +242,15 @@ class ConvolutionOps(ABC):
 
         Frame t begins ``hop`` samples after frame t - 1. Each sum is divided by the sum of ``squares [N]``,
         the squared window, over the frames that overlap there. ``(N - hop) / 2`` samples are dropped at each
-        end of a sequence; N - hop is even. With the inverse DFT of `inverse_dft_weight` as a linear layer
-        before it, this is the inverse short-time Fourier transform.
+        end of a sequence; N - hop is even. The inverse short-time Fourier transform is a linear layer with
+        the weight `inverse_dft_weight`, followed by this operation.
         """
 
 
 def inverse_dft_weight(window: Tensor) -> Tensor:
     """Return the weight ``[N, N + 2]`` of the inverse real DFT, multiplied by ``window [N]``.
 
-    The inputs are ``N / 2 + 1`` real parts, then the imaginary parts.
+    The inputs of the linear layer are ``N / 2 + 1`` real parts, then as many imaginary parts.
     """
     size = len(window)
     times = torch.arange(size, dtype=torch.float64)[:, None]

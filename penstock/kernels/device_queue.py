@@ -29,7 +29,7 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
-class Submitted(ABC, Generic[T_co]):
+class SubmittedWork(ABC, Generic[T_co]):
     """The result of work that was submitted to a queue."""
 
     @property
@@ -38,7 +38,7 @@ class Submitted(ABC, Generic[T_co]):
         """The result. Its tensors can be used by work that is submitted later, and their shapes are known."""
 
 
-class Fetched(ABC):
+class HostCopy(ABC):
     """A tensor that is being copied to the host."""
 
     @abstractmethod
@@ -54,14 +54,14 @@ class DeviceQueue(ABC):
     """Runs work in the order in which it is submitted. One thread uses it."""
 
     @abstractmethod
-    def submit(self, work: Callable[[], T]) -> Submitted[T]:
+    def submit(self, work: Callable[[], T]) -> SubmittedWork[T]:
         """Append a function that runs operations on tensors of the device.
 
         Inputs that the function reads from host memory must be ready.
         """
 
     @abstractmethod
-    def fetch(self, result: Submitted[Tensor]) -> Fetched:
+    def fetch(self, result: SubmittedWork[Tensor]) -> HostCopy:
         """Copy a result to the host when it is computed. Work that is submitted later does not delay it."""
 
 
@@ -75,9 +75,9 @@ def upload(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
         return values if isinstance(values, Tensor) else torch.from_numpy(values)
     batch = getattr(_current, "batch", None)
     if batch is not None and batch.device == device and isinstance(values, np.ndarray):
-        together: Tensor | None = batch.add(values)
-        if together is not None:
-            return together
+        batched: Tensor | None = batch.add(values)
+        if batched is not None:
+            return batched
     tensor = values if isinstance(values, Tensor) else torch.from_numpy(values)
     return tensor.pin_memory().to(device, non_blocking=True)
 

@@ -10,8 +10,8 @@ from penstock.kernels.inputs import SequenceBlocks
 from penstock.kernels.operations import Arguments, CFunction, UnrecordableStepError, operation
 
 
-def _no_bias(arguments: Arguments) -> Arguments:
-    """Refuse a bias of attention: back ends may pad it, which cannot be recorded."""
+def _refuse_bias(arguments: Arguments) -> Arguments:
+    """Raise for a bias of attention, because back ends may pad it, which cannot be recorded."""
     if arguments["bias"] is not None:
         raise UnrecordableStepError("a bias of encoder attention")
     return arguments
@@ -23,13 +23,13 @@ class EncoderOps(ABC):
     def sequence_blocks(self, row_offsets: Tensor) -> SequenceBlocks | None:
         """Return the blocks for `encoder_attention`, computed from ``row_offsets [B + 1]`` once per step.
 
-        None in a back end that reads keys and values in place.
+        Returns None in a back end that reads keys and values in place.
         """
         return None
 
     @operation(
         weights=["blocks"],
-        simplify=_no_bias,
+        simplify=_refuse_bias,
         functions={"short_attention": CFunction("q 6P 11q d", can_be_long=True)},
     )
     @abstractmethod
@@ -49,10 +49,13 @@ class EncoderOps(ABC):
         """Return the attention within each sequence of a ragged batch, without a KV cache.
 
         Query head h reads kv head ``h // (H / K)``. Query i sees key j of its sequence if
-        ``abs(i - j) <= window``, and, with ``is_causal``, only if ``j <= i``. ``bias[h, j - i + P - 1]`` is
-        added to the scaled score; P is at least the length of the longest sequence. Softmax in float32.
-        ``blocks`` is the result of `sequence_blocks`; without it, a back end that needs it computes it. A
-        recorded step keeps it, because it replays only batches with the same sequence lengths.
+        ``abs(i - j) <= window``. With ``is_causal`` it sees only keys with ``j <= i``.
+        ``bias[h, j - i + P - 1]`` is added to the scaled score; P is at least the length of the longest
+        sequence. The softmax is computed in float32.
+
+        ``blocks`` is the result of `sequence_blocks`. If it is None, a back end that needs the blocks
+        computes them. A recorded step keeps them, because it replays only batches with the same sequence
+        lengths.
         """
 
     @operation(functions={"sequence_means": CFunction("q 3P 3q")})

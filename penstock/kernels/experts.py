@@ -16,7 +16,7 @@ from penstock.kernels.linear import PackedLinear
 class ClampedSwiGLU:
     """The gate ``g * sigmoid(alpha * g) * (up + 1)``.
 
-    g is clamped to at most ``limit``, and up to ``-limit..limit``.
+    ``g`` is clamped to at most ``limit``, and ``up`` to the range ``-limit..limit``.
     """
 
     alpha: float
@@ -39,7 +39,7 @@ class PackedExperts:
     ranks: Collectives | None = None
     """The ranks that divide the experts; None if this rank has all experts.
 
-    The caller adds the outputs of the ranks. `Ops.experts` does not.
+    `Ops.experts` returns the sum over the experts of this rank. The caller adds the sums of all ranks.
     """
 
     def slice_names(self) -> Iterator[str]:

@@ -62,26 +62,26 @@ class Graph(ABC):
     def replay_steps(
         self,
         inputs: Sequence[Tensor],
-        varied: Mapping[str, Tensor],
+        step_values: Mapping[str, Tensor],
         sampling: SamplingInputs,
         uniforms: Tensor,  # [n, R] float64
-        ends: Tensor,  # [R, E] int64
+        stop_tokens: Tensor,  # [R, E] int64
         ranks: Collectives | None = None,
     ) -> Tensor | None:  # [m, R] int64
         """Run several decode steps in one call. Each step reads the tokens that the previous step sampled.
 
         Args:
             inputs: inputs of the first step, as for `replay`; one of them is named ``tokens``, ``[R]``.
-            varied: name -> ``[n, ...]``: the other inputs that differ between steps.
-            sampling: the parameters ``[R]`` for the rows of the first result. Its uniforms are not used.
+            step_values: name -> ``[n, ...]``: the values of the other inputs that differ between steps.
+            sampling: the parameters of the R rows of the first result. Its uniforms are not used.
             uniforms: one random number in [0, 1) per step and row.
-            ends: the stop tokens of each row, padded with -1.
+            stop_tokens: the tokens that end each row, padded with -1.
             ranks: the ranks that run these steps together. Rank 0 samples; the other ranks use its tokens.
 
         Returns:
-            The tokens of each step; m < n if every row has ended. The token of a row with non-finite logits
-            is -1, and the later tokens of this row are undefined. None if this graph runs only one step per
-            call.
+            The tokens of each step. There are fewer than n steps if every row has ended. The token of a row
+            with non-finite logits is -1, and the later tokens of this row are undefined. None if this graph
+            runs only one step per call.
 
         Raises:
             IndexError: a token or a position is outside its table.
@@ -94,7 +94,7 @@ class GraphCompiler(ABC):
     """Captures steps for one instance of `Ops`."""
 
     max_rows: int
-    """Steps of up to this many rows are captured. Longer steps would not benefit."""
+    """Maximum number of rows of captured steps. Capturing would not make longer steps faster."""
     max_graphs: int = 64
     """Maximum number of graphs; the least recently used graph is dropped."""
 
@@ -103,8 +103,8 @@ class GraphCompiler(ABC):
         """Run a step once and return its graph and the results of this run.
 
         Args:
-            step: the step.
-            inputs: contiguous tensors that belong to the graph from now on.
+            step: the function that runs the step.
+            inputs: contiguous tensors. They belong to the graph from now on.
 
         Raises:
             UnrecordableStepError: the step cannot be captured.
@@ -173,16 +173,16 @@ class GraphCache:
     @property
     def num_bytes(self) -> int:
         """Bytes of memory that the graphs hold."""
-        return _bytes_of(self._graphs.values())
+        return _count_bytes(self._graphs.values())
 
     def run(self, key: Hashable, inputs: Mapping[str, Tensor], step: Step) -> tuple[Tensor, ...] | None:
         """Return the results of a step, or None if the caller must run it eagerly.
 
         Args:
-            key: everything that changes the operations of the step, including the sizes of its inputs. For a
-                two-dimensional input these are its rows and the `columns` of its width.
-            inputs: its tensors, always in the same order.
-            step: the step.
+            key: everything that changes the operations of the step, including the sizes of its inputs. The
+                sizes of a two-dimensional input are its number of rows and the `columns` of its width.
+            inputs: the tensors of the step by name, always in the same order.
+            step: the function that runs the step.
 
         Raises:
             IndexError: a token or a position is outside its table.
@@ -212,10 +212,10 @@ class GraphCache:
         self,
         key: Hashable,
         inputs: Mapping[str, Tensor],
-        varied: Mapping[str, Tensor],
+        step_values: Mapping[str, Tensor],
         sampling: SamplingInputs,
         uniforms: Tensor,
-        ends: Tensor,
+        stop_tokens: Tensor,
         ranks: Collectives | None = None,
     ) -> Tensor | None:
         """Run several steps in one call, see `Graph.replay_steps`. Returns None if there is no graph yet."""
@@ -224,14 +224,14 @@ class GraphCache:
             return None
         self._graphs.move_to_end(key)
         self._last = graph
-        return graph.replay_steps(list(inputs.values()), varied, sampling, uniforms, ends, ranks)
+        return graph.replay_steps(list(inputs.values()), step_values, sampling, uniforms, stop_tokens, ranks)
 
     def skip(self, reason: str) -> None:
-        """Record that a step ran eagerly without a call of `run`, and the reason."""
+        """Record that the caller ran a step eagerly without calling `run`, and the reason, for `status`."""
         self._last, self._reason = None, reason
 
     def _capture(self, key: Hashable, inputs: Mapping[str, Tensor], step: Step) -> tuple[Tensor, ...] | None:
-        copy = _padded if self._pads_columns else _contiguous
+        copy = _copy_padded if self._pads_columns else _copy_contiguous
         graph_inputs = {name: copy(tensor) for name, tensor in inputs.items()}
         try:
             with torch.inference_mode():
@@ -239,7 +239,7 @@ class GraphCache:
         except UnrecordableStepError as error:
             self._reason = self._seen[key] = str(error)
             return None  # the caller runs the step eagerly, which overwrites the same keys and values
-        size, limit = _bytes_of([graph]), self._max_bytes
+        size, limit = _count_bytes([graph]), self._max_bytes
         if limit is not None and size > limit:
             self._reason = self._seen[key] = f"a graph of {size:,} bytes exceeds the limit of {limit:,} bytes"
             return results
@@ -250,21 +250,21 @@ class GraphCache:
         return results
 
 
-def _bytes_of(graphs: Iterable[Graph]) -> int:
+def _count_bytes(graphs: Iterable[Graph]) -> int:
     """Return the total bytes of memory of graphs. Tensors that they share count once."""
     tensors = (tensor for graph in graphs for tensor in graph.memory)
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
-def _contiguous(tensor: Tensor) -> Tensor:
+def _copy_contiguous(tensor: Tensor) -> Tensor:
     """Return a contiguous copy."""
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _padded(tensor: Tensor) -> Tensor:
+def _copy_padded(tensor: Tensor) -> Tensor:
     """Return a contiguous copy. A two-dimensional tensor is padded with columns of zeros."""
     if tensor.dim() != 2:
-        return _contiguous(tensor)
+        return _copy_contiguous(tensor)
     rows, width = tensor.shape
     copied = torch.zeros(rows, GraphCache.columns(width), dtype=tensor.dtype, device=tensor.device)
     copied[:, :width] = tensor

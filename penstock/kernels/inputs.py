@@ -51,8 +51,8 @@ class KVGroupInputs:
     is_chunked: bool = False
     has_fixed_scales: bool = False
 
-    def slots_at(self, positions: Tensor, block_size: int) -> Tensor:  # [n, B] of [n, B]
-        """Return the slots of the positions of each sequence. Their blocks must be reserved."""
+    def slots_at(self, positions: Tensor, block_size: int) -> Tensor:  # [n, B] from positions [n, B]
+        """Return the slots of n positions of each sequence. Their blocks must be reserved."""
         blocks = self.block_tables.long().gather(1, (positions // block_size).T).T
         return blocks * block_size + positions % block_size
 
@@ -84,8 +84,8 @@ class KVCacheInputs:
     def advance(self) -> KVCacheInputs:
         """Return the inputs of the next step of the same batch, in which each sequence adds one row.
 
-        The blocks must be reserved (``KVCache.reserve(context, lookahead)``), so that this runs on the device
-        and needs no block pool.
+        The blocks of this row must be reserved (``KVCache.reserve(context, lookahead)``). The method then
+        needs no block pool and runs on the device.
         """
         positions = self.lengths.long()  # [B]: the next row's position is the length so far
         groups = []
@@ -114,20 +114,20 @@ class LoRAInputs:
         rows = self.rows.cpu().numpy()
         order = np.argsort(rows, kind="stable")[(rows < 0).sum() :]
         adapters, counts = np.unique(rows[order], return_counts=True)
-        own = torch.from_numpy(order).to(self.rows.device).split_with_sizes(counts.tolist())
-        return tuple(zip(adapters.tolist(), own, strict=True))
+        row_groups = torch.from_numpy(order).to(self.rows.device).split_with_sizes(counts.tolist())
+        return tuple(zip(adapters.tolist(), row_groups, strict=True))
 
     def take(self, rows: Tensor) -> LoRAInputs:
         """Return the adapters for a selection of rows, ``rows [R]`` int64."""
         return replace(self, rows=self.rows[rows])
 
     def for_slices(self, names: Iterable[str]) -> LoRAInputs | None:
-        """Return the adapters with the matrices of these slices only; None if they have none."""
-        own = [name for name in names if name in self.matrices]
-        if not own:
+        """Return the adapters with only the matrices of these slices; None if no slice has matrices."""
+        adapted_names = [name for name in names if name in self.matrices]
+        if not adapted_names:
             return None
-        ranks = {name: self.ranks[name] for name in own if name in self.ranks}
-        return LoRAInputs(self.rows, {name: self.matrices[name] for name in own}, ranks)
+        ranks = {name: self.ranks[name] for name in adapted_names if name in self.ranks}
+        return LoRAInputs(self.rows, {name: self.matrices[name] for name in adapted_names}, ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +138,10 @@ class SamplingInputs:
     top_k: Tensor  # [R] int64; 0 keeps all tokens
     top_p: Tensor  # [R] float32; 1 keeps all tokens
     min_p: Tensor  # [R] float32; 0 keeps all tokens
-    uniforms: Tensor  # [R] float64 in [0, 1): the draw, a function of (seed, position)
+    uniforms: Tensor  # [R] float64 in [0, 1): the random number of the row, a function of (seed, position)
     is_limited: bool = True
-    """Whether a row that is not greedy may have a top_k or a top_p. If none has, the sampler of a GPU needs
-    no list of candidates. The tensors are on the device, where the host cannot read them without waiting."""
+    """Whether any row that is not greedy has a top_k or a top_p. If False, the sampler of a GPU lists no
+    candidates. The host sets this flag, because it cannot read the tensors on the device without waiting."""
 
     def take(self, rows: Tensor) -> SamplingInputs:
         """Return the parameters of a selection of rows, ``rows [n]`` int64; rows may repeat."""

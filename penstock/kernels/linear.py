@@ -35,11 +35,11 @@ class Layout:
     """Returns the tensors of a weight in this layout as `LinearEncoding.pack` defines them."""
 
 
-def _tensors_of(packed: PackedLinear) -> Mapping[str, Tensor]:
+def _get_tensors(packed: PackedLinear) -> Mapping[str, Tensor]:
     return packed.tensors
 
 
-ROWS = Layout("rows", _tensors_of)
+ROWS = Layout("rows", _get_tensors)
 """The tensors that `LinearEncoding.pack` returns."""
 
 
@@ -97,12 +97,12 @@ def pack_linear(
         ConfigError: the encoding is unknown.
     """
     with torch.no_grad():
-        weight = weight if isinstance(weight, Tensor) else _stacked(tuple(weight))
+        weight = weight if isinstance(weight, Tensor) else _concatenate(tuple(weight))
         rows = encoding_named(encoding).pack(weight)
-    return layer_of(rows, shape_of([weight]), encoding, bias, slices)
+    return make_packed_linear(rows, weight_shape([weight]), encoding, bias, slices)
 
 
-def _stacked(parts: tuple[Tensor, ...]) -> Tensor:
+def _concatenate(parts: tuple[Tensor, ...]) -> Tensor:
     """Return the parts as one tensor, in order."""
     first = parts[0]
     if first.is_meta:  # torch.cat of meta tensors imports torch._dynamo, and with it triton if installed
@@ -124,10 +124,10 @@ def pack_quantized(
     Raises:
         ConfigError: the encoding is unknown.
     """
-    return layer_of(rows, shape_of([rows["weight"]]), encoding, bias, slices, order=order)
+    return make_packed_linear(rows, weight_shape([rows["weight"]]), encoding, bias, slices, order=order)
 
 
-def layer_of(
+def make_packed_linear(
     tensors: Mapping[str, Tensor],
     shape: tuple[int, int],  # [out, in]
     encoding: str,
@@ -142,7 +142,7 @@ def layer_of(
     return PackedLinear(encoding, tensors, shape[1], shape[0], bias, tuple(slices), layout, order)
 
 
-def shape_of(parts: Sequence[Tensor]) -> tuple[int, int]:
+def weight_shape(parts: Sequence[Tensor]) -> tuple[int, int]:
     """Return ``(out, in)`` of a weight given in parts along its outputs."""
     return sum(map(len, parts)), parts[0].shape[1]
 

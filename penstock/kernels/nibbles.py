@@ -2,8 +2,8 @@
 
 ``weight`` is uint8 ``[out, ceil(in / 64) * 32]``. Byte ``32 * p + j`` of a row holds the input ``64 * p + j``
 in its low half and ``64 * p + 32 + j`` in its high half. So 32 bytes hold two groups of 32 inputs. Signed
-integers are stored with an offset of half of their range. Padding is stored as 0 plus that offset. The other
-tensors are those of `LinearEncoding.pack`.
+integers are stored with an offset of half of their range. Padding is stored as this offset. All other tensors
+are unchanged results of `LinearEncoding.pack`.
 """
 
 from __future__ import annotations

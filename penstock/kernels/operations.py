@@ -1,9 +1,9 @@
 """The table of operations: its rows are the methods of `penstock.kernels.ops.Ops` marked with `operation`.
 
 A row holds the name, the signature, the properties for recording, and the C functions that compute the
-operation on a CPU. `operations_of` collects the rows of a class. The names that ``penstock env`` lists, the
-recorder (`penstock.kernels.recording`) and the declarations of the C functions
-(`penstock.kernels.cpu.library`) all follow from it.
+operation on a CPU. `collect_operations` returns the rows of a class. Three components use the table:
+``penstock env`` lists its names, `penstock.kernels.recording` generates the recorder from it, and
+`penstock.kernels.cpu.library` declares its C functions.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ class CFunction:
     """
 
     arguments: str
-    """The fields in the order of csrc, in `struct` notation: q int64, P pointer (0 for none), d double."""
+    """Types of the struct's fields in C++ (csrc), in order and in the notation of Python's `struct`: q int64,
+    P pointer (0 for none), d double."""
     can_be_long: bool = False
-    """Whether large inputs justify a call that releases the GIL, ``long_<name>``."""
+    """Whether `Kernels` also has ``long_<name>``, which releases the GIL. It is called for large inputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +45,13 @@ class Operation:
     name: str
     signature: inspect.Signature
     weights: frozenset[str]
-    """Parameters whose tensors stay the same from step to step."""
+    """Names of the parameters whose tensors are the same in all steps."""
     is_recordable: bool
     simplify: Callable[[Arguments], Arguments] | None
-    """Applied to the arguments before they are recorded; may raise `UnrecordableStepError`."""
+    """Returns the arguments to record, or raises `UnrecordableStepError`.
+
+    None: all arguments are recorded.
+    """
     functions: Mapping[str, CFunction]
     """Name -> C function. A function that several operations call is listed in one row only."""
 
@@ -65,18 +69,18 @@ def operation(
     simplify: Callable[[Arguments], Arguments] | None = None,
     functions: Mapping[str, CFunction] | None = None,
 ) -> Callable[[_Method], _Method]:
-    """Mark a method as an operation; the arguments are fields of `Operation`.
+    """Return a decorator that marks a method as an operation. The arguments are fields of `Operation`.
 
-    Overriding methods need no mark.
+    Methods that override a marked method need no mark.
     """
 
     def mark(method: _Method) -> _Method:
         signature = inspect.signature(method)
-        own = signature.replace(parameters=list(signature.parameters.values())[1:])  # without self
-        unknown = set(weights) - set(own.parameters)
+        signature = signature.replace(parameters=list(signature.parameters.values())[1:])  # without self
+        unknown = set(weights) - set(signature.parameters)
         assert not unknown, f"{method.__name__} has no parameters {unknown}"
         row = Operation(
-            method.__name__, own, frozenset(weights), is_recordable, simplify, dict(functions or {})
+            method.__name__, signature, frozenset(weights), is_recordable, simplify, dict(functions or {})
         )
         setattr(method, _MARK, row)
         return method
@@ -88,12 +92,12 @@ _MARK = "_penstock_operation"
 
 
 @cache
-def operations_of(cls: type) -> Mapping[str, Operation]:
+def collect_operations(cls: type) -> Mapping[str, Operation]:
     """Return the operations of a class by name, in the order of their definition, base classes first."""
-    found: dict[str, Operation] = {}
+    operations: dict[str, Operation] = {}
     for base in reversed(cls.__mro__):
         for value in vars(base).values():
             row = getattr(value, _MARK, None)
             if isinstance(row, Operation):
-                found[row.name] = row
-    return found
+                operations[row.name] = row
+    return operations

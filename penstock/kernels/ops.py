@@ -29,8 +29,8 @@ from penstock.kernels.operations import (
     CFunction,
     Operation,
     UnrecordableStepError,
+    collect_operations,
     operation,
-    operations_of,
 )
 from penstock.kernels.routing import RoutingOps
 from penstock.kernels.spans import ImageSpans
@@ -39,13 +39,13 @@ Gating = Activation | ClampedSwiGLU
 """The function of a gated MLP: the name of the gate's activation, or `ClampedSwiGLU`."""
 
 
-def _own_adapters(arguments: Arguments) -> Arguments:
-    """Keep only the adapters of the slices of this layer."""
+def _keep_layer_adapters(arguments: Arguments) -> Arguments:
+    """Return the arguments without the adapter matrices of other layers."""
     lora, packed = arguments["lora"], arguments["packed"]
     return {**arguments, "lora": lora and lora.for_slices(part.name for part in packed.slices)}
 
 
-def _no_adapters(arguments: Arguments) -> Arguments:
+def _refuse_expert_adapters(arguments: Arguments) -> Arguments:
     """Raise for adapters on experts, which cannot be recorded."""
     lora, packed = arguments["lora"], arguments["packed"]
     if lora is not None and lora.for_slices(packed.slice_names()):
@@ -54,13 +54,13 @@ def _no_adapters(arguments: Arguments) -> Arguments:
 
 
 class Ops(EncoderOps, ConvolutionOps, RoutingOps, CollectiveOps):
-    """The operations of a back end. An instance has no per-step state and can serve several models."""
+    """The operations of a back end. An instance has no state of a step, so several models can share it."""
 
     name: str
     """Name of the back end, as ``penstock env`` prints it."""
 
     layout: Layout = ROWS
-    """Memory layout of the weights that it packs."""
+    """Memory layout of the weights that this back end packs."""
 
     @property
     def packs_weights(self) -> bool:
@@ -147,7 +147,7 @@ class Ops(EncoderOps, ConvolutionOps, RoutingOps, CollectiveOps):
 
     @operation(
         weights=["packed"],
-        simplify=_own_adapters,
+        simplify=_keep_layer_adapters,
         functions={
             "linear": CFunction("2q P q 5P 5q", can_be_long=True),
             "lora": CFunction("q P q P q 2P 4q", can_be_long=True),
@@ -161,12 +161,12 @@ class Ops(EncoderOps, ConvolutionOps, RoutingOps, CollectiveOps):
         *,
         lora: LoRAInputs | None = None,
     ) -> Tensor:  # [T, out]
-        """Return ``x @ weight.T + bias``, plus ``(x @ A.T) @ B.T`` of each row's adapter on its slices.
+        """Return ``x @ weight.T + bias``, plus ``(x @ A.T) @ B.T`` of each row's adapter in its slices.
 
-        Rows without an adapter have the same bits as without ``lora``.
+        Rows without an adapter have the same bits as in a call without ``lora``.
         """
 
-    @operation(weights=["packed"], simplify=_own_adapters)
+    @operation(weights=["packed"], simplify=_keep_layer_adapters)
     @abstractmethod
     def activated_linear(
         self,
@@ -250,7 +250,7 @@ class Ops(EncoderOps, ConvolutionOps, RoutingOps, CollectiveOps):
         cos: Tensor,  # [P, R / 2] float32
         sin: Tensor,  # [P, R / 2] float32
     ) -> tuple[Tensor, Tensor]:  # [T, R / 2], [T, R / 2]
-        """Return the rows of the rotary tables for the positions of a step, once for all layers."""
+        """Return the rows of the rotary tables for the positions of a step. All layers share the result."""
 
     @operation(functions={"rotary": CFunction("q 6P 10q")})
     @abstractmethod
@@ -274,9 +274,10 @@ class Ops(EncoderOps, ConvolutionOps, RoutingOps, CollectiveOps):
     def store_kv(self, k: Tensor, v: Tensor, kv: LayerKV) -> None:
         """Write ``k, v [T, K, D]`` into ``kv.cache`` at ``kv.slots``.
 
-        A cache of int8 or float8_e4m3fn gets the rows divided by their scales. The scale of a row of a head
-        is its largest magnitude divided by 127 or 448, and is written to ``kv.scales``. With
-        ``kv.has_fixed_scales`` it is read from there, and larger quotients are cut to 127 or 448.
+        In a cache of int8 or float8_e4m3fn, rows are divided by their scales. The scale of a row of a head is
+        its largest magnitude divided by 127 (int8) or 448. It is written to ``kv.scales``. With
+        ``kv.has_fixed_scales`` the scale is read from ``kv.scales``, and larger quotients are clamped to 127
+        or 448.
         """
 
     @operation(weights=["sinks"], functions={"attention": CFunction("2q 9P 13q 2d", can_be_long=True)})
@@ -296,14 +297,14 @@ class Ops(EncoderOps, ConvolutionOps, RoutingOps, CollectiveOps):
         """Return causal attention of a ragged batch over the paged cache, which already holds the new rows.
 
         The rows of sequence b are its last positions: row j of n is at ``lengths[b] - n + j``. It attends to
-        the keys at or before its position, at most ``kv.window`` of them, and with ``kv.is_chunked`` none
-        before the last multiple of the window. Query head h reads kv head
-        ``h // (H / K)``. ``soft_cap`` bounds the scores to ``cap * tanh(score / cap)``. A sink is an
-        additional score in the softmax, without a value. The softmax is computed in float32.
+        at most ``kv.window`` keys at or before its position. With ``kv.is_chunked`` it attends only to keys
+        from the last multiple of the window size on. Query head h reads kv head ``h // (H / K)``.
+        ``soft_cap`` replaces each score by ``cap * tanh(score / cap)``. A sink is an additional score in the
+        softmax, without a value. The softmax is computed in float32.
 
-        With ``spans`` row t also attends to the keys after its position and before ``spans.bounds[t, 1]``:
-        the tokens of an image attend to each other in both directions. All rows of a span are in the step. A
-        window still hides the keys that are too far before the position.
+        With ``spans`` row t also attends to the keys after its position and before ``spans.bounds[t, 1]``, so
+        that the tokens of an image attend to each other in both directions. All rows of a span must be in the
+        step. ``kv.window`` still limits the keys before the position.
         """
 
     @operation(functions={"gated_activation": CFunction("2q 2P 3q")})
@@ -331,7 +332,7 @@ class Ops(EncoderOps, ConvolutionOps, RoutingOps, CollectiveOps):
 
     @operation(
         weights=["packed"],
-        simplify=_no_adapters,
+        simplify=_refuse_expert_adapters,
         functions={"experts": CFunction("2q P q P q P q 2P 9q 2d", can_be_long=True)},
     )
     @abstractmethod
@@ -347,8 +348,8 @@ class Ops(EncoderOps, ConvolutionOps, RoutingOps, CollectiveOps):
     ) -> Tensor:  # [T, E]
         """Return the weighted sum of each row's top-k experts; an expert is ``down(gating(gate_up(x)))``.
 
-        The rows of an expert are multiplied together. Outputs are weighted and summed in float32, in the
-        order of the experts' ids.
+        All rows of an expert are multiplied in one product. Outputs are weighted and summed in float32, in
+        the order of the experts' ids.
         """
 
     @operation(functions={"take_rows": CFunction("3P 4q")})
@@ -375,22 +376,22 @@ class Ops(EncoderOps, ConvolutionOps, RoutingOps, CollectiveOps):
         """Sample one token per row.
 
         First the tokens that ``bitmask`` forbids are removed. Then top_k, top_p and min_p restrict the
-        softmax of ``logits / temperature``, in this order; each applies to the distribution that the previous
-        one returned. The token is the inverse CDF at ``uniforms`` over the kept tokens in token-id order,
-        summed in float64. Temperature 0 or top_k 1 takes the largest logit, and the smallest id on a tie.
+        softmax of ``logits / temperature``, in this order. Each rule applies to the result of the previous
+        rule. The token is the inverse CDF at ``uniforms`` over the kept tokens in token-id order, summed in
+        float64. With temperature 0 or top_k 1 the token has the largest logit, and the smallest id on a tie.
 
-        Returns -1 for a row with non-finite logits: a logit is NaN or +inf, allowed or not, or no allowed
+        Returns -1 for a row with non-finite logits: any logit, allowed or not, is NaN or +inf, or no allowed
         logit is above -inf.
         """
 
     def implementations(self) -> dict[str, str]:
-        """Return the name of each operation -> the name of the back end that implements it."""
-        return {name: self._owner(name) for name in operations_of(type(self))}
+        """Return the name of the back end that implements each operation, by name of the operation."""
+        return {name: self._implementation(name) for name in collect_operations(type(self))}
 
-    def _owner(self, operation: str) -> str:
-        owners = (cls for cls in type(self).__mro__ if operation in vars(cls))
-        return str(getattr(next(owners), "name", self.name))
+    def _implementation(self, operation: str) -> str:
+        classes = (cls for cls in type(self).__mro__ if operation in vars(cls))
+        return str(getattr(next(classes), "name", self.name))
 
 
-OPERATIONS: Mapping[str, Operation] = operations_of(Ops)
+OPERATIONS: Mapping[str, Operation] = collect_operations(Ops)
 """All operations by name."""

@@ -11,8 +11,8 @@ Outputs and inputs are padded with zero weights. N is the number of outputs, K t
   + 8, in four steps ``[64, 4]`` of 8 inputs. Byte j of an output holds input j in its low half and input
   j + 4 in its high half. The 64 float16 scales of the group follow.
 * `GroupPanels` of 5 bits: ``[N / 64, K / 32, 1408]`` uint8. The low four bits of the integers + 16 are
-  stored as those of 4 bits. Between them and the scales, a little-endian 32-bit word per output holds the
-  fifth bits: bit 8 j + 2 s of step s for input j, and the next bit for input j + 4 (j < 4).
+  stored like integers of 4 bits. Then a little-endian 32-bit word per output holds the fifth bits: bit
+  8 j + 2 s is that of input j of step s, and the next bit that of input j + 4 (j < 4). The scales follow.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ class FloatPanels(PanelLayout):
         return shape if self._terms == 1 else (*shape, self._terms)
 
     def to_panels(self, rows: Mapping[str, Tensor]) -> Tensors:
-        panels = _interleaved(rows["weight"], self._terms)
+        panels = _interleave_rows(rows["weight"], self._terms)
         return {"panels": panels.flatten(2) if self._terms == 1 else panels}
 
     def from_panels(self, tensors: Mapping[str, Tensor], out_features: int, in_features: int) -> Tensors:
         panels = tensors["panels"]
         panels = panels[..., None] if self._terms == 1 else panels
-        return {"weight": _as_rows(panels, out_features, in_features)}
+        return {"weight": _restore_rows(panels, out_features, in_features)}
 
 
 class Int8Panels(PanelLayout):
@@ -92,12 +92,12 @@ class Int8Panels(PanelLayout):
         return (-(-out_features // PANEL), -(-in_features // 4), PANEL, 4)
 
     def to_panels(self, rows: Mapping[str, Tensor]) -> Tensors:
-        panels = (_interleaved(rows["weight"], 4).short() + 128).to(torch.uint8)
+        panels = (_interleave_rows(rows["weight"], 4).short() + 128).to(torch.uint8)
         return {"panels": panels, "scales": rows["scales"]}
 
     def from_panels(self, tensors: Mapping[str, Tensor], out_features: int, in_features: int) -> Tensors:
         weight = (tensors["panels"].short() - 128).to(torch.int8)
-        return {"weight": _as_rows(weight, out_features, in_features), "scales": tensors["scales"]}
+        return {"weight": _restore_rows(weight, out_features, in_features), "scales": tensors["scales"]}
 
 
 class GroupPanels(PanelLayout):
@@ -144,14 +144,14 @@ class GroupPanels(PanelLayout):
         }
 
 
-def _interleaved(weight: Tensor, terms: int) -> Tensor:
+def _interleave_rows(weight: Tensor, terms: int) -> Tensor:
     """Return ``[N, K]`` as ``[N / 64, K / terms, 64, terms]``, padded with zeros."""
     outputs, inputs = weight.shape
     padded = F.pad(weight, (0, -inputs % terms, 0, -outputs % PANEL))
     return padded.view(-1, PANEL, padded.shape[1] // terms, terms).transpose(1, 2).contiguous()
 
 
-def _as_rows(panels: Tensor, out_features: int, in_features: int) -> Tensor:
-    """Invert `_interleaved`: return ``[out, in]``."""
+def _restore_rows(panels: Tensor, out_features: int, in_features: int) -> Tensor:
+    """Invert `_interleave_rows`: return ``[out, in]``."""
     rows = panels.transpose(1, 2).flatten(2).flatten(0, 1)
     return rows[:out_features, :in_features].contiguous()

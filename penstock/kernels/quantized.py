@@ -22,7 +22,7 @@ _DIVISORS = tuple(7 + i / 3 for i in range(7))
 """Candidates of the scale search for 4 bits. A candidate d scales a group's largest weight to -d.
 
 They range from 7 (the integer -8 is unused) to 9 (the largest weight is clipped to -8). Weights that are
-multiples of such a scale do not change. Each further bit doubles the candidates."""
+multiples of such a scale do not change. With 5 bits each candidate is multiplied by 2."""
 
 MAX_EXTRAS = 15
 """Maximum number of extra bytes of a quantized row of activations, beyond one byte per input."""
@@ -31,7 +31,7 @@ INPUTS_PER_EXTRA = 32
 _RANGES = (1.5, 2, 3, 4, 6, 8, 12, 16)
 """Multiples of 127 to which the largest magnitude of a row of activations may be scaled."""
 
-_ROWS_PER_SEARCH = 512  # rows of a weight per scale search: some megabytes
+_ROWS_PER_SEARCH = 512  # rows of a weight per scale search; limits its memory to some megabytes
 
 
 def multiply_rows(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:
@@ -67,7 +67,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     x = x.float()
     largest = x.abs().amax(-1)
-    integers, scales = _scaled(x, largest, torch.full_like(largest, 127))
+    integers, scales = _scale_rows(x, largest, torch.full_like(largest, 127))
     return integers.to(torch.int8), scales
 
 
@@ -84,10 +84,10 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
     target, fits = torch.full_like(largest, 127), _can_scale(largest)
     for multiple in _RANGES:
         candidate = torch.full_like(largest, 127 * multiple)
-        magnitudes = _scaled(x, largest, candidate)[0].abs()
+        magnitudes = _scale_rows(x, largest, candidate)[0].abs()
         fits = fits & (((magnitudes.long() - 1).clamp_min(0) // 127).sum(-1) <= max_extras)
         target = torch.where(fits, candidate, target)
-    integers, scales = _scaled(x, largest, target)
+    integers, scales = _scale_rows(x, largest, target)
     return integers.to(torch.int32), scales
 
 
@@ -97,7 +97,7 @@ def quantize_groups(weight: Tensor, bits: int, importance: Tensor | None) -> tup
     Args:
         weight: ``[out, in]``.
         bits: bits of an integer.
-        importance: ``[in]``, weights of the squared errors; None: all inputs count the same.
+        importance: ``[in]``, weights of the squared errors. None: all inputs have the same weight.
     """
     in_features = weight.shape[1]
     if importance is None:
@@ -117,10 +117,10 @@ def _can_scale(largest: Tensor) -> Tensor:
     return largest.isfinite() & (largest >= _MIN_MAGNITUDE)
 
 
-def _scaled(x: Tensor, largest: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def _scale_rows(x: Tensor, largest: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Return integers and scales of rows ``x [..., n]``.
 
-    The largest magnitude of a row becomes ``target [...]``.
+    The largest magnitude of a row, ``largest [...]``, becomes the integer ``target [...]``.
 
     ``target`` is a tensor, because torch computes a quotient with a Python number through a reciprocal, which
     rounds differently.
@@ -133,10 +133,11 @@ def _scaled(x: Tensor, largest: Tensor, target: Tensor) -> tuple[Tensor, Tensor]
 def _search_scales(groups: Tensor, importance: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Return the integers and the float16 scales of groups of weights ``[out, G, 32]``.
 
-    A scale from the largest weight of a group is rarely the best, so each of `_DIVISORS` is tried. For
-    the integers q of weights w, and importance h ``[1, G, 32]`` of the inputs, the best scale is ``sum(hwq) /
-    sum(hqq)``. The first candidate with the smallest weighted squared error is chosen: the one with the
-    largest ``sum(hwq)^2 / sum(hqq)``. A group with a NaN or an infinity gets the scale NaN and integers 0.
+    The scale that follows from the largest weight is rarely the best one, so each of `_DIVISORS` is tried.
+    For the integers q of weights w, and importance h ``[1, G, 32]`` of the inputs, the best scale is
+    ``sum(hwq) / sum(hqq)``. The candidate with the smallest weighted squared error is chosen, and the first
+    one on a tie. This is the candidate with the largest ``sum(hwq)^2 / sum(hqq)``. A group with a NaN or an
+    infinity gets the scale NaN and integers 0.
     """
     low, high = -(1 << bits - 1), (1 << bits - 1) - 1
     index = groups.abs().argmax(-1, keepdim=True)  # the first index of the maximum

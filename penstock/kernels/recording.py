@@ -3,10 +3,11 @@
 `record` runs a step on another back end and records every operation. The resulting `Plan` names each
 tensor by its location, so that a replay needs neither the model nor Python between two operations:
 
-* a *weight* is held by the plan: packed linears, tables, norms, the KV cache, and the matrices of adapters,
-  whose contents change in place. The experts of a layer are held as one object: there may be hundreds;
-* an *input* is given to each replay: tokens, positions, block tables, the adapter of each row;
-* every other tensor is at an offset of the *arena*. Tensors with disjoint lifetimes share memory.
+* A *weight* is held by the plan: packed linears, tables, norms, the KV cache, and the matrices of adapters.
+  Their contents may change in place. The experts of a layer are held as one object, because there may be
+  hundreds.
+* An *input* is an argument of each replay: tokens, positions, block tables, the adapter of each row.
+* Every other tensor is at an offset of the *arena*. Tensors with disjoint lifetimes share memory.
 
 A step can be recorded if its model applies only operations and views to activations. The result of any other
 function has no known location and raises `UnrecordableStepError`. Sizes are part of the plan: it replays only
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from penstock.kernels.experts import PackedExperts
 from penstock.kernels.inputs import LayerKV, LoRAInputs
-from penstock.kernels.operations import Arguments, Operation, UnrecordableStepError, operations_of
+from penstock.kernels.operations import Arguments, Operation, UnrecordableStepError, collect_operations
 from penstock.kernels.ops import Ops
 
 T = TypeVar("T")
@@ -39,7 +40,7 @@ class TensorRef:
     """A tensor of a plan: a strided view of a weight, an input or the arena."""
 
     kind: str  # "weight", "input" or "arena"
-    index: int  # index of the weight, input or arena buffer
+    index: int  # index of the weight, of the input or of the buffer in the arena
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int  # elements from the start of that tensor or buffer
@@ -59,7 +60,7 @@ class Record:
 
     def resolved(self, resolve: Callable[[TensorRef], Tensor]) -> Arguments:
         """Return the arguments with references replaced by tensors."""
-        return {name: _map(value, TensorRef, resolve) for name, value in self.arguments.items()}
+        return {name: _map_objects(value, TensorRef, resolve) for name, value in self.arguments.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class Plan:
     records: tuple[Record, ...]
     weights: tuple[Tensor, ...]
     inputs: tuple[str, ...]  # names, in the order of their index
-    arena_offsets: tuple[int, ...]  # bytes, of each buffer
+    arena_offsets: tuple[int, ...]  # offset of each buffer in bytes
     arena_bytes: int
     results: tuple[TensorRef, ...]
 
@@ -88,7 +89,7 @@ class Plan:
         for record in self.records:
             arguments = record.resolved(resolve)
             results = getattr(ops, record.operation)(**arguments)
-            for ref, result in zip(record.results, tensors_of(results), strict=True):
+            for ref, result in zip(record.results, result_tensors(results), strict=True):
                 resolve(ref).copy_(result)
         return tuple(resolve(ref).clone() for ref in self.results)
 
@@ -136,7 +137,7 @@ def record(ops: Ops, inputs: Mapping[str, Tensor], step: Callable[[Ops], Iterabl
 
 
 class _Recorder:
-    """Holds the records of a step and the location of each tensor."""
+    """Collects the records of a step and the location of each tensor."""
 
     def __init__(self, inputs: Mapping[str, Tensor]) -> None:
         self.records: list[Record] = []
@@ -150,7 +151,7 @@ class _Recorder:
 
     def add(self, operation: str, arguments: Arguments, results: Results) -> None:
         """Append a record and remember the locations of its results."""
-        refs = tuple(self._result(tensor) for tensor in tensors_of(results))
+        refs = tuple(self._result(tensor) for tensor in result_tensors(results))
         self.records.append(Record(operation, arguments, refs))
 
     def activation(self, tensor: Tensor) -> TensorRef:
@@ -160,42 +161,44 @@ class _Recorder:
             raise UnrecordableStepError(
                 f"a tensor {tuple(tensor.shape)} of {tensor.dtype} comes from no recorded operation"
             )
-        return _ref(location, tensor)
+        return _make_reference(location, tensor)
 
     def weight(self, tensor: Tensor) -> TensorRef:
-        """Return the reference of a tensor that is constant over steps."""
+        """Return the reference of a tensor that is the same in all steps."""
         pointer = tensor.untyped_storage().data_ptr()
         if pointer not in self._locations:
             self._locations[pointer] = ("weight", len(self.weights))
             self.weights.append(tensor)
-        return _ref(self._locations[pointer], tensor)
+        return _make_reference(self._locations[pointer], tensor)
 
     def references(self, value: object) -> object:
         """Return an argument in which a `TensorRef` replaces each tensor that differs between steps."""
-        if isinstance(value, LayerKV):  # the cache stays in place; block tables and slots change
-            known: dict[str, Any] = {
+        if isinstance(value, LayerKV):  # all steps use the same cache, but other block tables and slots
+            kv_refs: dict[str, Any] = {
                 "cache": self.weight(value.cache),
                 "scales": None if value.scales is None else self.weight(value.scales),
                 "block_tables": self.activation(value.block_tables),
                 "slots": self.activation(value.slots),
             }
-            return replace(value, **known)
-        if isinstance(value, LoRAInputs):  # the matrices stay in place; their contents may change
-            matrices, ranks = (_map(part, Tensor, self.weight) for part in (value.matrices, value.ranks))
-            changed: dict[str, Any] = {
+            return replace(value, **kv_refs)
+        if isinstance(value, LoRAInputs):  # all steps use the same matrices, whose contents may change
+            matrices, ranks = (
+                _map_objects(part, Tensor, self.weight) for part in (value.matrices, value.ranks)
+            )
+            lora_refs: dict[str, Any] = {
                 "rows": self.activation(value.rows),
                 "matrices": matrices,
                 "ranks": ranks,
             }
-            return replace(value, **changed)
-        return _map(value, Tensor, self.activation)
+            return replace(value, **lora_refs)
+        return _map_objects(value, Tensor, self.activation)
 
     def _result(self, tensor: Tensor) -> TensorRef:
         pointer = tensor.untyped_storage().data_ptr()
         if pointer not in self._locations:
             self._locations[pointer] = ("arena", len(self.buffers))
             self.buffers.append(tensor)
-        return _ref(self._locations[pointer], tensor)
+        return _make_reference(self._locations[pointer], tensor)
 
 
 def recording_ops(inner: Ops, recorder: _Recorder) -> Ops:
@@ -203,12 +206,15 @@ def recording_ops(inner: Ops, recorder: _Recorder) -> Ops:
 
     The class is generated from the table of operations, so that new operations need no code here.
     """
-    methods = {name: _recorded(row, inner, recorder) for name, row in operations_of(type(inner)).items()}
+    methods = {
+        name: _make_recording_method(row, inner, recorder)
+        for name, row in collect_operations(type(inner)).items()
+    }
     cls: type[Ops] = type("RecordingOps", (Ops,), {"name": "recording", **methods})
     return cls()
 
 
-def _recorded(row: Operation, inner: Ops, recorder: _Recorder) -> Callable[..., Results]:
+def _make_recording_method(row: Operation, inner: Ops, recorder: _Recorder) -> Callable[..., Results]:
     """Return the method that runs and records one operation."""
     run: Callable[..., Results] = getattr(inner, row.name)
 
@@ -220,7 +226,9 @@ def _recorded(row: Operation, inner: Ops, recorder: _Recorder) -> Callable[..., 
             arguments = row.simplify(arguments)
         # References are created first, so that an unrecordable step fails before the operation runs.
         references = {
-            name: _map(value, Tensor, recorder.weight) if name in row.weights else recorder.references(value)
+            name: _map_objects(value, Tensor, recorder.weight)
+            if name in row.weights
+            else recorder.references(value)
             for name, value in arguments.items()
         }
         results = run(**arguments)
@@ -235,12 +243,12 @@ def _allocate_arena(
 ) -> tuple[list[int], int]:
     """Return the offset of each buffer in the arena, and the size of the arena.
 
-    Buffers with overlapping lifetimes do not overlap; each gets the first offset that fits.
+    Buffers with overlapping lifetimes do not overlap. Each buffer gets the first offset that fits.
     """
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for time, operation in enumerate(records):
-        for ref in (*_refs_of(operation.arguments), *operation.results):
+        for ref in (*_find_refs(operation.arguments), *operation.results):
             if ref.kind == "arena":
                 first.setdefault(ref.index, time)
                 last[ref.index] = time
@@ -262,36 +270,38 @@ def _allocate_arena(
     return offsets, max((o + s for o, s in zip(offsets, sizes, strict=True)), default=0)
 
 
-def _ref(location: tuple[str, int], tensor: Tensor) -> TensorRef:
+def _make_reference(location: tuple[str, int], tensor: Tensor) -> TensorRef:
     """Return the reference of a view ``tensor`` of the storage at a location (kind, index)."""
     shape, offset = tuple(tensor.shape), int(tensor.storage_offset())
     return TensorRef(*location, shape, tensor.stride(), offset, tensor.dtype)
 
 
-def _refs_of(value: object) -> list[TensorRef]:
+def _find_refs(value: object) -> list[TensorRef]:
     """Return all references in an argument."""
-    found: list[TensorRef] = []
-    _map(value, TensorRef, found.append)
-    return found
+    refs: list[TensorRef] = []
+    _map_objects(value, TensorRef, refs.append)
+    return refs
 
 
-def tensors_of(results: Results) -> tuple[Tensor, ...]:
+def result_tensors(results: Results) -> tuple[Tensor, ...]:
     """Return the results of an operation as a tuple."""
     if results is None:
         return ()
     return results if isinstance(results, tuple) else (results,)
 
 
-def _map(value: object, kind: type[T], function: Callable[[T], object]) -> object:
-    """Apply ``function`` to each ``kind`` in a value, also inside dataclasses, mappings and tuples."""
+def _map_objects(value: object, kind: type[T], function: Callable[[T], object]) -> object:
+    """Apply ``function`` to each ``kind`` object in a value, also inside dataclasses, mappings and tuples."""
     if isinstance(value, kind):
         return function(value)
     if isinstance(value, PackedExperts):  # not searched: it may have thousands of weights
         return value
     if isinstance(value, Mapping):
-        return {name: _map(item, kind, function) for name, item in value.items()}
+        return {name: _map_objects(item, kind, function) for name, item in value.items()}
     if isinstance(value, tuple):
-        return tuple(_map(item, kind, function) for item in value)
+        return tuple(_map_objects(item, kind, function) for item in value)
     if is_dataclass(value) and not isinstance(value, (type, TensorRef)):
-        return replace(value, **{f.name: _map(getattr(value, f.name), kind, function) for f in fields(value)})
+        return replace(
+            value, **{f.name: _map_objects(getattr(value, f.name), kind, function) for f in fields(value)}
+        )
     return value

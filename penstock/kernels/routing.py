@@ -1,4 +1,4 @@
-"""The operations of mixture-of-experts routers: select the experts of each row, and weight them."""
+"""The operations of mixture-of-experts routers: they select the experts of each row and weight them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.kernels.operations import CFunction, operation
 class ScoreRouting:
     """Routing by a score of each expert. A bias affects which experts are selected, but not their weights.
 
-    Wang et al. 2024 (arXiv:2408.15664); groups and the factor as in DeepSeek-V3 (arXiv:2412.19437).
+    Wang et al. 2024 (arXiv:2408.15664). Groups and `scale` are those of DeepSeek-V3 (arXiv:2412.19437).
     """
 
     scores: Literal["softmax", "sigmoid"]
@@ -23,12 +23,12 @@ class ScoreRouting:
     is_normed: bool
     """Whether the scores of the selected experts are divided by their sum."""
     scale: float = 1.0
-    """Factor of the weights."""
+    """Factor by which the weights are multiplied."""
     groups: int = 1
     """Number of groups of consecutive experts. Each row selects groups first, then experts in these
     groups."""
     top_groups: int = 1
-    """The number of groups to select: those with the largest sum of their two largest biased scores."""
+    """Number of groups to select. Groups are ranked by the sum of their two largest biased scores."""
     min_sum: float = 1e-20
     """Lower bound of the divisor of the normalised weights."""
 
@@ -48,7 +48,7 @@ Routing = Literal["all", "all_normed", "chosen"] | ScoreRouting | SparseMixer
 """How a router weights the selected experts.
 
 ``all``: softmax over all experts. ``all_normed``: the same, normalised to sum 1 over the selected experts.
-``chosen``: softmax over the selected experts. Otherwise the rule of the record."""
+``chosen``: softmax over the selected experts. `ScoreRouting` and `SparseMixer` describe the other rules."""
 
 
 class RoutingOps(ABC):

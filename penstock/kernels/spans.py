@@ -19,7 +19,7 @@ class SpanPart:
     row_offsets: Tensor  # [S + 1] int32
     lengths: Tensor  # [S] int32
     sequences: Tensor  # [S] int64: for each run, its sequence of the step
-    ahead: int
+    keys_ahead: int
     """Maximum number of keys after its position that a row can see."""
 
 
@@ -35,15 +35,15 @@ class ImageSpans:
 
     @cached_property
     def parts(self) -> tuple[SpanPart, ...]:
-        """The text rows and the image rows as separate parts. A kernel call has only one value of `ahead`.
+        """The text rows and the image rows as separate parts, because a kernel call has one `keys_ahead`.
 
         Rows of text see no key after their position. Rows of an image see all keys of the image. Each run of
         text and each image becomes a sequence that ends with its last key. Empty parts are left out.
         """
-        return _span_parts(self.row_offsets, self.lengths, self.bounds)
+        return _make_parts(self.row_offsets, self.lengths, self.bounds)
 
 
-def _span_parts(row_offsets: Tensor, lengths: Tensor, spans: Tensor) -> tuple[SpanPart, ...]:
+def _make_parts(row_offsets: Tensor, lengths: Tensor, spans: Tensor) -> tuple[SpanPart, ...]:
     """Return the parts of `ImageSpans.parts`."""
     offsets = row_offsets.numpy().astype(np.int64)
     counts = np.diff(offsets)
@@ -55,20 +55,20 @@ def _span_parts(row_offsets: Tensor, lengths: Tensor, spans: Tensor) -> tuple[Sp
     firsts = np.flatnonzero(np.append(True, (np.diff(keys) != 0).any(0)))
     lasts = np.append(firsts[1:], offsets[-1])
     return tuple(
-        _part(firsts[chosen], lasts[chosen], sequences, positions, has_images)
+        _make_part(firsts[chosen], lasts[chosen], sequences, positions, has_images)
         for has_images in (False, True)
         if (chosen := is_image[firsts] == has_images).any()
     )
 
 
-def _part(
+def _make_part(
     firsts: npt.NDArray[np.int64],
     ends: npt.NDArray[np.int64],
     sequences: npt.NDArray[np.int64],
     positions: npt.NDArray[np.int64],
     has_images: bool,
 ) -> SpanPart:
-    """Return some runs of rows as a part.
+    """Return the part that consists of the given runs of rows.
 
     Args:
         firsts: ``[S]``, the first row of each run.

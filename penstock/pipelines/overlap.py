@@ -25,7 +25,7 @@ from torch import Tensor
 
 from penstock.architectures.model import ModelInputs, ModelOutputs, PipelineModel
 from penstock.host.heartbeat import beat
-from penstock.kernels import DeviceQueue, Fetched, Submitted, upload
+from penstock.kernels import DeviceQueue, HostCopy, SubmittedWork, upload
 from penstock.pipelines.core import TextContext, TextGenerationResponse
 from penstock.pipelines.logit_rows import LogitRows, last_rows
 from penstock.pipelines.runner import LaunchHandle, ModelRunner, SampledTokens
@@ -60,14 +60,14 @@ class OverlappedStep:
     batch: Mapping[str, TextContext]
     windows: list[_Window]  # [B]
     rows: LogitRows
-    forward: Submitted[_Forward]
+    forward: SubmittedWork[_Forward]
     begin: float
     """Time of the launch in seconds."""
     kept_rows: list[int] = field(default_factory=list)
     """The indices of the contexts whose rows were sampled, ascending."""
-    sampled_tokens: Submitted[Tensor] | None = None  # [len(kept_rows)] int64
+    sampled_tokens: SubmittedWork[Tensor] | None = None  # [len(kept_rows)] int64
     """The tokens on the device; None before `OverlappedSteps.sample`."""
-    host_tokens: Fetched | None = None
+    host_tokens: HostCopy | None = None
     """The copy of the tokens to the host, which may still be running."""
     pending_tokens: dict[str, int] = field(default_factory=dict)
     """For each context with a placeholder, by request id: the index of its token in ``sampled_tokens``."""
@@ -122,7 +122,7 @@ class OverlappedSteps:
         self._check(contexts)
         drafts: list[list[int]] = [[] for _ in contexts]
         rows = LogitRows.for_batch(contexts, drafts)
-        previous_tokens: Submitted[Tensor] | None = None
+        previous_tokens: SubmittedWork[Tensor] | None = None
         source_indices: list[int] = []
         target_indices: list[int] = []
         if after is not None:

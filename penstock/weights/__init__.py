@@ -1,5 +1,7 @@
-"""Checkpoints: search and download (`hub`), file headers (`safetensors`), quantization formats (`formats`)
-and tensors (`tensors`).
+"""Checkpoints: finding and downloading them, and reading their tensors.
+
+`hub` finds and downloads checkpoints, `safetensors` and `gguf` read file headers, `formats` supports
+quantized checkpoints, and `tensors` reads the tensors.
 """
 
 from __future__ import annotations

@@ -94,11 +94,11 @@ def _read(header: TensorHeader, kv_heads: int) -> Tensor:  # [K]
             f"one float, or one for each of {kv_heads} kv heads",
         )
     values = torch.frombuffer(bytearray(read_tensor_bytes(header)), dtype=dtype.to_torch()).float()
-    wrong = [value for value in values.tolist() if not (isfinite(value) and value > 0)]
-    if wrong:
+    invalid_values = [value for value in values.tolist() if not (isfinite(value) and value > 0)]
+    if invalid_values:
         raise WeightsError(
             header.file,
-            f"{header.stored_name} is {wrong[0]}: a scale must be positive. With a kv_cache_dtype other than "
-            "fp8 the scales are not read",
+            f"{header.stored_name} is {invalid_values[0]}: a scale must be positive. With a kv_cache_dtype "
+            "other than fp8 the scales are not read",
         )
     return values.expand(kv_heads)

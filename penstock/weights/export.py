@@ -82,7 +82,7 @@ def write_compressed(
 def _quantized_layers(
     layers: Iterable[PackedLinear], encoding: str, weights: Weights
 ) -> Iterator[tuple[str, tuple[PackedLinear, int, int]]]:
-    """Yield each layer of the checkpoint to quantize: its name, its packed layer, and its rows there."""
+    """Yield the layers of the checkpoint to quantize: name, packed layer, and first and end row in it."""
     for packed in layers:
         group = encoding_named(encoding).group_size or 1
         if packed.encoding != encoding or packed.in_features % group:

@@ -168,7 +168,7 @@ class GGUFFile:
         with tensor.file.open("rb") as stream:
             stream.seek(tensor.offset)
             values = struct.unpack(f"<{prod(tensor.shape)}f", stream.read(tensor.num_bytes))
-        return [_shortest(value) for value in values]
+        return [_shortest_decimal(value) for value in values]
 
 
 _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
@@ -240,7 +240,9 @@ class _Header:
         if array.kind in _FORMATS:
             code = f"<{array.length}{_FORMATS[array.kind]}"
             numbers = struct.unpack_from(code, self._data, array.start)
-            return [_shortest(number) for number in numbers] if array.kind == _FLOAT else list(numbers)
+            return (
+                [_shortest_decimal(number) for number in numbers] if array.kind == _FLOAT else list(numbers)
+            )
         self._position = array.start
         if array.kind == _STRING:
             return [self._text() for _ in range(array.length)]
@@ -285,7 +287,7 @@ class _Header:
         if kind == _BOOL and self._data[start : start + 1] not in (b"\0", b"\1"):
             self._fail(start, "a boolean is neither 0 nor 1")
         value = self._number(_FORMATS[kind])
-        return _shortest(value) if kind == _FLOAT else value
+        return _shortest_decimal(value) if kind == _FLOAT else value
 
     def _array(self, depth: int) -> _Array:
         """Check an array and skip it without decoding its elements."""
@@ -385,7 +387,7 @@ class _Header:
         raise WeightsError(self._path, f"is truncated or damaged at byte {offset}: {problem}")
 
 
-def _shortest(value: float) -> float:
+def _shortest_decimal(value: float) -> float:
     """Return the shortest decimal with the same float32 value, such as 1e-05 for 9.999999747378752e-06."""
     for digits in (6, 7, 8):
         shorter = float(f"{value:.{digits}g}")

@@ -64,9 +64,7 @@ def _float16_at(blocks: Tensor, start: int) -> Tensor:  # the float16 at byte `s
 
 
 def nibbles(codes: Tensor) -> Tensor:
-    """Return the nibbles of each row of bytes ``[N, n]``: first all low ones, then all high ones; ``[N, 2
-    n]``.
-    """
+    """Return the nibbles ``[N, 2 n]`` of bytes ``[N, n]``: in each row first the low, then the high ones."""
     return torch.cat([codes & 15, codes >> 4], dim=1)
 
 
@@ -162,7 +160,7 @@ def _q4_k(blocks: Tensor) -> Tensor:
 
 
 def _q5_k(blocks: Tensor) -> Tensor:
-    """Dequantize blocks like Q4_K whose codes have a fifth bit."""
+    """Dequantize 8 groups of 32 weights with scales and minima as in Q4_K, and codes of 5 bits."""
     return _apply_scales(blocks, k_codes(blocks[:, 48:]) | k_fifth_bits(blocks[:, 16:48]) << 4)
 
 
@@ -199,8 +197,8 @@ def k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     - Bytes 0 to 3: the lower 6 bits are the scales of groups 0 to 3, the upper 2 bits are the upper bits of
       the scales of groups 4 to 7.
     - Bytes 4 to 7: the same for the minima.
-    - Bytes 8 to 11: the lower halves are the lower 4 bits of the scales of groups 4 to 7, the upper halves
-      are the lower 4 bits of their minima.
+    - Bytes 8 to 11: the lower 4 bits of a byte are the lower 4 bits of the scale of one of the groups 4 to 7.
+      The upper 4 bits are the lower 4 bits of its minimum.
     """
     first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat([first & 63, third & 15 | first >> 6 << 4], dim=1)

@@ -9,9 +9,9 @@ from penstock.weights.gguf import GGUFFile
 
 
 class GGUFKeys:
-    """The metadata of a file's family.
+    """The metadata of a GGUF file under the prefix of its model family.
 
-    Keys have no prefix: ``block_count`` stands for ``llama.block_count``.
+    Keys are given without the prefix: ``block_count`` stands for ``llama.block_count``.
     """
 
     def __init__(self, file: GGUFFile, architecture: str) -> None:

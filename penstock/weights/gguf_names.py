@@ -141,7 +141,7 @@ def read_gguf_headers(path: Path) -> dict[str, TensorHeader]:
     """
     file = GGUFFile(path)
     name = read_architecture(file)
-    family, heads = _FAMILIES[name], _heads(file, name)
+    family, heads = _FAMILIES[name], _head_counts(file, name)
     return {
         header_name: header
         for tensor in file.tensors.values()
@@ -162,7 +162,7 @@ def read_architecture(file: GGUFFile) -> str:
     return name
 
 
-def _heads(file: GGUFFile, architecture: str) -> dict[str, int]:
+def _head_counts(file: GGUFFile, architecture: str) -> dict[str, int]:
     """Return the numbers of query heads and of key heads, under the keys ``attn_q`` and ``attn_k``."""
     queries = file.metadata.get(f"{architecture}.attention.head_count")
     keys = file.metadata.get(f"{architecture}.attention.head_count_kv", queries)
@@ -197,7 +197,7 @@ def _headers(
         offset=tensor.offset,
     )
     if name is None:
-        yield _vector(header, family)
+        yield _convert_vector(header, family)
         return
     part = stem.rpartition(".")[2]
     if family.is_interleaved and part in heads:
@@ -213,7 +213,7 @@ def _headers(
         yield full_name, part_header
 
 
-def _vector(header: GGUFTensor, family: GGUFFamily) -> tuple[str, GGUFTensor]:
+def _convert_vector(header: GGUFTensor, family: GGUFFamily) -> tuple[str, GGUFTensor]:
     """Return the name and header of a vector in `GGUFFamily.vectors`. Other tensors keep their names."""
     stem = header.stored_name.rpartition(".")[0]
     block = re.match(r"blk\.(\d+)\.", stem)

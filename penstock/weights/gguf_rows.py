@@ -49,21 +49,21 @@ def reorder_rows(rows: Tensor, header: GGUFTensor) -> Tensor:
     return rows
 
 
-def _half_at(blocks: Tensor, start: int) -> Tensor:  # the float16 at byte `start`: [N, 1]
+def _read_float16(blocks: Tensor, start: int) -> Tensor:  # the float16 at byte `start`: [N, 1]
     return blocks[:, start : start + 2].contiguous().view(torch.float16)
 
 
 def _q4_0(blocks: Tensor) -> Rows:
-    return {"weight": nibbles(blocks[:, 2:]).to(torch.int8) - 8, "scales": _half_at(blocks, 0)}
+    return {"weight": nibbles(blocks[:, 2:]).to(torch.int8) - 8, "scales": _read_float16(blocks, 0)}
 
 
 def _q5_0(blocks: Tensor) -> Rows:
     codes = nibbles(blocks[:, 6:]) | expand_bits(blocks[:, 2:6]) << 4
-    return {"weight": codes.to(torch.int8) - 16, "scales": _half_at(blocks, 0)}
+    return {"weight": codes.to(torch.int8) - 16, "scales": _read_float16(blocks, 0)}
 
 
 def _q8_0(blocks: Tensor) -> Rows:
-    scales = _half_at(blocks, 0)
+    scales = _read_float16(blocks, 0)
     zeros = torch.full(scales.shape, 128, dtype=torch.uint8)
     return {"weight": blocks[:, 2:] ^ 128, "scales": scales, "zeros": zeros}
 
@@ -71,14 +71,14 @@ def _q8_0(blocks: Tensor) -> Rows:
 def _q4_1(blocks: Tensor) -> Rows:
     return {
         "weight": nibbles(blocks[:, 4:]),
-        "scales": _half_at(blocks, 0),
-        "minima": -_half_at(blocks, 2),
+        "scales": _read_float16(blocks, 0),
+        "minima": -_read_float16(blocks, 2),
     }
 
 
 def _q5_1(blocks: Tensor) -> Rows:
     codes = nibbles(blocks[:, 8:]) | expand_bits(blocks[:, 4:8]) << 4
-    return {"weight": codes, "scales": _half_at(blocks, 0), "minima": -_half_at(blocks, 2)}
+    return {"weight": codes, "scales": _read_float16(blocks, 0), "minima": -_read_float16(blocks, 2)}
 
 
 def _q4_k(blocks: Tensor) -> Rows:
@@ -95,8 +95,8 @@ def _k_scale_tensors(blocks: Tensor) -> Rows:
     return {
         "scales": scales,
         "minima": minima,
-        "factors": _half_at(blocks, 0),
-        "min_factors": _half_at(blocks, 2),
+        "factors": _read_float16(blocks, 0),
+        "min_factors": _read_float16(blocks, 2),
     }
 
 
@@ -104,7 +104,7 @@ def _q6_k(blocks: Tensor) -> Rows:
     return {
         "weight": q6_k_codes(blocks),
         "scales": blocks[:, 192:208].contiguous().view(torch.int8),
-        "factors": _half_at(blocks, 208),
+        "factors": _read_float16(blocks, 208),
     }
 
 

@@ -2,8 +2,8 @@
 
 Two kinds are supported: byte-level BPE with a list of merges (``gpt2``), and SentencePiece BPE with scores
 (``llama``), from which the merges are derived. The file contains the name of the pre-tokenizer but not its
-pattern. The supported names are those with a pattern in the published tokenizer files of a model. Other names
-are errors, because a similar pattern would silently produce wrong tokens.
+pattern. A name is supported if the published tokenizer files of a model contain its pattern. Other names are
+errors, because a similar pattern would silently produce wrong tokens.
 """
 
 from __future__ import annotations

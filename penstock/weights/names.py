@@ -25,13 +25,15 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
     >>> plain_names(["_orig_mod.embed_tokens.weight", "_orig_mod.layers.0.mlp.up_proj.weight"]).values()
     dict_values(['model.embed_tokens.weight', 'model.layers.0.mlp.up_proj.weight'])
     """
-    plain = {name: _INNER.sub("model.", _OUTER.sub("", _unwrapped(name), count=1), count=1) for name in names}
+    plain = {
+        name: _INNER.sub("model.", _OUTER.sub("", _remove_wrappers(name), count=1), count=1) for name in names
+    }
     if "embed_tokens.weight" not in plain.values():
         return plain
     return {stored: f"model.{name}" if _BODY.match(name) else name for stored, name in plain.items()}
 
 
-def _unwrapped(name: str) -> str:
+def _remove_wrappers(name: str) -> str:
     while match := _WRAPPERS.search(name):
         if match.start() and name[match.start() - 1] != ".":
             break

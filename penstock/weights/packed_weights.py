@@ -23,7 +23,7 @@ from torch import Tensor
 from penstock import __version__
 from penstock.errors import WeightsError
 from penstock.kernels import LinearSlice, PackedLinear
-from penstock.kernels.linear import Layout, layer_of
+from penstock.kernels.linear import Layout, make_packed_linear
 from penstock.kernels.panels import LAYOUTS_VERSION
 from penstock.weights.mapping import map_in_huge_pages, read_in_huge_pages
 from penstock.weights.packed_file import PackedKey
@@ -46,8 +46,9 @@ _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 
 def open_packed(key: PackedKey, layout: Layout) -> PackedLayerReader | None:
-    """Open the file of packed weights of a checkpoint; None if there is no file for this checkpoint and
-    layout.
+    """Open the file of packed weights of a checkpoint.
+
+    Returns None if there is no file for this checkpoint and layout.
     """
     file = key.file
     if not file.is_file():
@@ -146,7 +147,7 @@ class PackedLayerReader:
             return None
         tensors = {name: self._tensors[f"{index}.{name}"] for name in layer.tensors}
         order = tensors.pop(_ORDER, None)
-        return layer_of(tensors, shape, encoding, bias, layer.slices, self._layout, order)
+        return make_packed_linear(tensors, shape, encoding, bias, layer.slices, self._layout, order)
 
 
 def write_packed(key: PackedKey, packed: Sequence[PackedLinear]) -> Path:

@@ -62,7 +62,7 @@ def download_large_files(model_id: str, revision: str, allowed: list[str], ignor
         url = hf_hub_url(model_id, name, revision=revision)
         try:
             metadata = get_hf_file_metadata(url)
-        except Exception:  # as above
+        except Exception:  # the errors have no common class, as in list_repo_files
             return
         size, etag = metadata.size, metadata.etag
         if size is None or etag is None or size < LARGE_BYTES or (blobs / etag).exists():

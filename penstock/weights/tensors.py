@@ -29,12 +29,9 @@ from penstock.weights.safetensors import QuantizedHeader, TensorHeader
 NUM_NAMES_SHOWN = 8
 """Maximum number of tensors that an error message lists per kind of fault. All others are counted."""
 _MAX_FAULTS = 1000
-"""Maximum number of missing tensors.
-
-If there are more, loading fails at once, because ``config.json`` probably belongs to another model.
-"""
+"""If more tensors are missing, loading fails at once: ``config.json`` probably belongs to another model."""
 _MAX_ZEROS = 2**29
-"""Maximum number of elements of the zeros that replace faulty tensors. Beyond it, loading fails at once."""
+"""If faulty tensors are replaced by zeros with more elements than this in total, loading fails at once."""
 
 
 class Weights:

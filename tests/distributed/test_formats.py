@@ -94,7 +94,7 @@ def test_inputs_are_split_between_groups(encoding: str) -> None:
     weight = torch.randn(6, 320)
     tensors = linear_encoding.pack(weight)
     # The K types of GGUF are split between superblocks of 256.
-    start = max(128, linear_encoding.divisible_inputs or 1)
+    start = max(128, linear_encoding.split_unit or 1)
     selected_tensors = linear_encoding.select_inputs("down_proj", tensors, start, 320)
     assert torch.equal(linear_encoding.unpack(selected_tensors), linear_encoding.unpack(tensors)[:, start:])
     if linear_encoding.group_size is not None:

@@ -12,8 +12,8 @@ from penstock.kernels.operations import (
     Arguments,
     CFunction,
     UnrecordableStepError,
+    collect_operations,
     operation,
-    operations_of,
 )
 from penstock.kernels.recording import record
 from penstock.kernels.reference import ReferenceOps
@@ -53,8 +53,8 @@ class AcceleratedOps(ExtendedOps):
 
 
 def test_the_registry_contains_added_operations() -> None:
-    assert [*operations_of(ExtendedOps)] == [*OPERATIONS, "blend", "shuffle"]
-    row = operations_of(ExtendedOps)["blend"]
+    assert [*collect_operations(ExtendedOps)] == [*OPERATIONS, "blend", "shuffle"]
+    row = collect_operations(ExtendedOps)["blend"]
     assert list(row.signature.parameters) == ["x", "weight", "factor"]
     assert row.functions["blend"].can_be_long
     assert "blend" not in OPERATIONS

@@ -10,12 +10,12 @@ from typing import Any, Generic, TypeVar
 import pytest
 from torch import Tensor
 
-from penstock.kernels import BACKENDS, DeviceQueue, Fetched, Submitted, cpu
+from penstock.kernels import BACKENDS, DeviceQueue, HostCopy, SubmittedWork, cpu
 
 T = TypeVar("T")
 
 
-class LazyWork(Submitted[T], Generic[T]):
+class LazyWork(SubmittedWork[T], Generic[T]):
     """Work that has not run yet, or its result."""
 
     def __init__(self, queue: LazyQueue, work: Callable[[], T], *, is_copy: bool = False) -> None:
@@ -45,7 +45,7 @@ class LazyWork(Submitted[T], Generic[T]):
         return result
 
 
-class LazyFetch(Fetched):
+class LazyFetch(HostCopy):
     """A copy to the host, made when the queue runs it."""
 
     def __init__(self, work: LazyWork[Tensor]) -> None:
@@ -74,7 +74,7 @@ class LazyQueue(DeviceQueue):
     def submit(self, work: Callable[[], T]) -> LazyWork[T]:
         return self._add(LazyWork(self, work))
 
-    def fetch(self, result: Submitted[Tensor]) -> LazyFetch:
+    def fetch(self, result: SubmittedWork[Tensor]) -> LazyFetch:
         return LazyFetch(self._add(LazyWork(self, lambda: result.value.clone(), is_copy=True)))
 
     def _add(self, work: LazyWork[T]) -> LazyWork[T]:

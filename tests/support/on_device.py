@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels import Ops, PackedExperts
-from penstock.kernels.operations import operations_of
+from penstock.kernels.operations import collect_operations
 
 
 def copy_to_device(value: Any, device: torch.device | str) -> Any:
@@ -58,6 +58,6 @@ def on_device(ops: Ops, device: str) -> Ops:
 
         return run
 
-    names = operations_of(type(ops))
+    names = collect_operations(type(ops))
     cls = type(type(ops).__name__, (type(ops),), {name: wrapped(name) for name in names})
     return cls()

@@ -37,11 +37,11 @@ def load() -> CpuOps | None:
     from penstock.kernels.cpu.library import chosen_isa, open_kernels
     from penstock.kernels.cpu.ops import CpuOps
 
-    chosen = chosen_isa()
-    if chosen is None:
+    best_isa = chosen_isa()
+    if best_isa is None:
         _warn_missing()
         return None
-    return CpuOps(open_kernels(chosen))
+    return CpuOps(open_kernels(best_isa))
 
 
 def isa() -> str:
@@ -74,9 +74,9 @@ def variants() -> list[CpuOps]:
 
 
 def _graphs(ops: Ops) -> CpuGraphCompiler | None:
-    from penstock.kernels.cpu.graphs import graphs_of
+    from penstock.kernels.cpu.graphs import make_graph_compiler
 
-    return graphs_of(ops)
+    return make_graph_compiler(ops)
 
 
 @cache

@@ -18,12 +18,13 @@ from penstock.kernels.spans import ImageSpans
 
 _CACHE_TYPES = {**TYPES, torch.int8: 2}
 _ENCODER_BLOCK = 16
-"""Tokens per block of the keys and values that `encoder_attention` copies.
+"""Number of tokens per block of the keys and values that `encoder_attention` copies.
 
-Keys and values of sequences up to this length are read in place: ``MAX_SHORT`` in csrc/short_attention.inl.
+Keys and values of sequences up to this length are read in place. The value must be that of ``MAX_SHORT`` in
+csrc/short_attention.inl.
 """
 _BIAS_PADDING = 64
-"""Numbers before and after each row of a bias: the kernel reads the bias of a tile of keys as a whole."""
+"""Number of padding elements before and after each row of a bias, because the kernel reads whole tiles."""
 _MAX_HEAD = 1024
 """Largest head size. Sums of more integer products could overflow 32 bits (csrc/attention_tile.inl)."""
 
@@ -94,7 +95,7 @@ class CpuAttention(CpuExperts):
             k.data_ptr(),
             v.data_ptr(),
             cache.data_ptr(),
-            _scales_of(kv),
+            _scales_address(kv),
             slots.data_ptr(),
             k.shape[0],
             *cache.shape[1:],
@@ -138,10 +139,18 @@ class CpuAttention(CpuExperts):
             )
         assert tables.dtype == row_offsets.dtype == lengths.dtype == torch.int32
         if sinks is not None:
-            sinks = self._hold(sinks.float().contiguous())
+            sinks = self._keep_alive(sinks.float().contiguous())
         if spans is None:
             return self._attend(
-                q, kv, row_offsets, lengths, scale=scale, soft_cap=soft_cap, sinks=sinks, ahead=0, bias=None
+                q,
+                kv,
+                row_offsets,
+                lengths,
+                scale=scale,
+                soft_cap=soft_cap,
+                sinks=sinks,
+                keys_ahead=0,
+                bias=None,
             )
         out = self._empty(q.shape, q.dtype)
         for part in spans.parts:
@@ -153,7 +162,7 @@ class CpuAttention(CpuExperts):
                 scale=scale,
                 soft_cap=soft_cap,
                 sinks=sinks,
-                ahead=part.ahead,
+                keys_ahead=part.keys_ahead,
                 bias=None,
             )
         return out
@@ -206,7 +215,7 @@ class CpuAttention(CpuExperts):
             scale=scale,
             soft_cap=None,
             sinks=None,
-            ahead=0 if is_causal else longest if window is None else window,
+            keys_ahead=0 if is_causal else longest if window is None else window,
             bias=bias,
         )
 
@@ -254,10 +263,13 @@ class CpuAttention(CpuExperts):
         scale: float,
         soft_cap: float | None,
         sinks: Tensor | None,  # [H]
-        ahead: int,
+        keys_ahead: int,
         bias: Tensor | None,  # [H, 2P - 1]
     ) -> Tensor:  # [T, H, D]
-        """Call the kernel. A query sees up to ``ahead`` keys after its position; 0 is causal attention."""
+        """Call the kernel for attention over the paged cache.
+
+        A query sees up to ``keys_ahead`` keys after its position. With 0, attention is causal.
+        """
         cache, tables = kv.cache, kv.block_tables
         _, num_blocks, kv_heads, block_size, dim = cache.shape
         rows, heads, _ = q.shape
@@ -268,7 +280,7 @@ class CpuAttention(CpuExperts):
             _CACHE_TYPES[cache.dtype],
             q.data_ptr(),
             cache.data_ptr(),
-            _scales_of(kv),
+            _scales_address(kv),
             out.data_ptr(),
             tables.data_ptr(),
             row_offsets.data_ptr(),
@@ -286,7 +298,7 @@ class CpuAttention(CpuExperts):
             tables.stride(0),
             kv.window or 0,
             int(kv.is_chunked),
-            ahead,
+            keys_ahead,
             0 if bias is None else bias.shape[1],
             scale,
             soft_cap or 0.0,
@@ -295,11 +307,11 @@ class CpuAttention(CpuExperts):
 
     def sequence_blocks(self, row_offsets: Tensor) -> SequenceBlocks:
         if len(row_offsets) == 2:
-            return _blocks_of_one(int(row_offsets[1]) - int(row_offsets[0]))
-        return _blocks_of(row_offsets.numpy().astype(np.int64))
+            return _make_single_sequence_blocks(int(row_offsets[1]) - int(row_offsets[0]))
+        return _make_sequence_blocks(row_offsets.numpy().astype(np.int64))
 
 
-def _blocks_of(offsets: npt.NDArray[np.int64]) -> SequenceBlocks:
+def _make_sequence_blocks(offsets: npt.NDArray[np.int64]) -> SequenceBlocks:
     """Return the blocks of sequences with the row offsets ``[B + 1]``."""
     lengths = np.diff(offsets)
     counts = -(-lengths // _ENCODER_BLOCK)  # [B] blocks
@@ -316,12 +328,12 @@ def _blocks_of(offsets: npt.NDArray[np.int64]) -> SequenceBlocks:
 
 
 @lru_cache(maxsize=128)
-def _blocks_of_one(length: int) -> SequenceBlocks:
+def _make_single_sequence_blocks(length: int) -> SequenceBlocks:
     """Return the blocks of one sequence. Callers must not modify the tensors, which are cached."""
-    return _blocks_of(np.array([0, length]))
+    return _make_sequence_blocks(np.array([0, length]))
 
 
-def _scales_of(kv: LayerKV) -> int:
+def _scales_address(kv: LayerKV) -> int:
     """Return the address of the scales of an int8 cache; 0 for other caches."""
     if kv.scales is None:
         assert kv.cache.dtype != torch.int8

@@ -30,7 +30,7 @@ class CpuCollectives(CpuConvolution):
             return ranks.all_gather(x, widths)
         assert x.shape[1] == widths[ranks.rank]
         out = self._empty((x.shape[0], sum(widths)), x.dtype)
-        table = self._hold(torch.tensor(widths, dtype=torch.int64))
+        table = self._keep_alive(torch.tensor(widths, dtype=torch.int64))
         self._kernels.long_all_gather(
             size,
             x.data_ptr(),

@@ -8,7 +8,7 @@ from torch import Tensor
 from penstock.kernels.convolution import PackedConv1d, PackedConvTranspose1d
 from penstock.kernels.cpu.elementwise import CpuElementwise
 from penstock.kernels.cpu.linear import LONG, TYPES
-from penstock.kernels.reference.convolution import each_sequence
+from penstock.kernels.reference.convolution import apply_to_sequences
 
 
 class CpuConvolution(CpuElementwise):
@@ -34,8 +34,8 @@ class CpuConvolution(CpuElementwise):
         assert taps.is_contiguous()
         bias = packed.bias
         out = self._empty((rows, packed.out_channels), x.dtype)
-        long = rows * packed.out_channels * packed.kernel_size > LONG
-        (self._kernels.long_depthwise_conv1d if long else self._kernels.depthwise_conv1d)(
+        is_long = rows * packed.out_channels * packed.kernel_size > LONG
+        (self._kernels.long_depthwise_conv1d if is_long else self._kernels.depthwise_conv1d)(
             kind,
             x.data_ptr(),
             taps.data_ptr(),
@@ -92,7 +92,7 @@ class CpuConvolution(CpuElementwise):
             self._kernels.group_norm(kind, *pointers, *sequence.shape, groups, sequence.stride(0), eps)
             return out
 
-        return each_sequence(norm, x, row_offsets)
+        return apply_to_sequences(norm, x, row_offsets)
 
     def polar(self, x: Tensor, limit: float) -> Tensor:
         kind = TYPES.get(x.dtype)
@@ -117,7 +117,7 @@ class CpuConvolution(CpuElementwise):
             self._kernels.overlap_add(*pointers, len(sequence), size, hop, sequence.stride(0))
             return out
 
-        return each_sequence(add, frames, row_offsets)
+        return apply_to_sequences(add, frames, row_offsets)
 
 
 def _are_floats(*tensors: Tensor) -> bool:

@@ -1,6 +1,6 @@
 """Experts of mixture-of-experts layers, in one kernel call.
 
-A table has the addresses of all their weights.
+The kernel reads the weights of all experts through a table of their addresses.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _AddressTable:
 
 
 class CpuExperts(CpuLinear):
-    """Experts without adapters, for float32 and bfloat16 activations.
+    """Experts with C++ kernels, for float32 and bfloat16 activations. They do not support adapters.
 
     Args:
         kernels: the kernels of one instruction set.
@@ -62,17 +62,17 @@ class CpuExperts(CpuLinear):
         *,
         lora: LoRAInputs | None = None,
     ) -> Tensor:
-        table, kind, (row_stride, stride) = self._table_of(packed), TYPES.get(x.dtype), x.stride()
+        table, kind, (row_stride, stride) = self._get_table(packed), TYPES.get(x.dtype), x.stride()
         types_fit = topk_weights.dtype == torch.float32 and topk_ids.dtype == torch.int64
         rows_fit = stride == topk_weights.stride(1) == topk_ids.stride(1) == 1 and topk_ids.shape[1] > 0
-        adapted = lora is not None and table is not None and not table.names.isdisjoint(lora.matrices)
-        if table is None or kind is None or adapted or not (types_fit and rows_fit):
+        has_adapters = lora is not None and table is not None and not table.names.isdisjoint(lora.matrices)
+        if table is None or kind is None or has_adapters or not (types_fit and rows_fit):
             self._fall_back(
                 "experts",
                 {
                     "experts that differ in encoding, layout or shape": table is not None,
                     f"{x.dtype} activations": kind is not None,
-                    "adapters on experts": not adapted,
+                    "adapters on experts": not has_adapters,
                     "this routing type or memory layout": types_fit and rows_fit,
                 },
             )
@@ -85,8 +85,8 @@ class CpuExperts(CpuLinear):
         assert (hidden, rows, rows) == (gate_up.in_features, len(topk_weights), len(topk_ids)), "other sizes"
         gate, alpha, limit = _gating_arguments(gating)
         out = self._empty(x.shape, x.dtype)
-        long = 3 * rows * top * hidden * inner > LONG
-        bad = (self._kernels.long_experts if long else self._kernels.experts)(
+        is_long = 3 * rows * top * hidden * inner > LONG
+        bad_index = (self._kernels.long_experts if is_long else self._kernels.experts)(
             kind,
             gate,
             x.data_ptr(),
@@ -95,7 +95,7 @@ class CpuExperts(CpuLinear):
             topk_ids.stride(0),
             topk_weights.data_ptr(),
             topk_weights.stride(0),
-            self._hold(table.addresses).data_ptr(),
+            self._keep_alive(table.addresses).data_ptr(),
             out.data_ptr(),
             rows,
             top,
@@ -109,11 +109,11 @@ class CpuExperts(CpuLinear):
             alpha,
             limit,
         )
-        if bad != -1:
-            raise IndexError(f"expert {int(topk_ids.flatten()[bad])} of {len(packed.down)}")
+        if bad_index != -1:
+            raise IndexError(f"expert {int(topk_ids.flatten()[bad_index])} of {len(packed.down)}")
         return out
 
-    def _table_of(self, packed: PackedExperts) -> _AddressTable | None:
+    def _get_table(self, packed: PackedExperts) -> _AddressTable | None:
         """Return the table of experts, built on first use; None if the kernel does not support them."""
         if packed not in self._tables:
             self._tables[packed] = _build_table(packed)
@@ -129,7 +129,7 @@ def _build_table(packed: PackedExperts) -> _AddressTable | None:
         return None
     pairs = zip(packed.gate_up, packed.down, strict=True)
     addresses = torch.tensor(
-        [[_addresses_of(linear) for linear in pair] for pair in pairs], dtype=torch.int64
+        [[_tensor_addresses(linear) for linear in pair] for pair in pairs], dtype=torch.int64
     )
     return _AddressTable(addresses, gate_up, down, frozenset(packed.slice_names()))
 
@@ -153,7 +153,7 @@ def _properties(linear: PackedLinear) -> tuple[str, int, int, torch.dtype | None
     return linear.encoding, linear.in_features, linear.out_features, bias
 
 
-def _addresses_of(linear: PackedLinear) -> list[int]:
+def _tensor_addresses(linear: PackedLinear) -> list[int]:
     """Return the addresses of the panels, scales, order and bias of a layer; 0 for a missing tensor."""
     tensors = (linear.tensors["panels"], linear.tensors.get("scales"), linear.order, linear.bias)
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]

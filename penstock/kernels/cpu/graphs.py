@@ -18,14 +18,14 @@ from penstock.kernels.ops import Ops
 from penstock.kernels.recording import ALIGNMENT, record
 
 _MAX_SPARE_ARENA = 16 << 20
-"""An arena is allocated at twice the required size, up to this many bytes, so that it rarely grows."""
+"""An arena is allocated at twice the required size, up to this size in bytes, so that it rarely grows."""
 
 
 class CpuGraphCompiler(GraphCompiler):
     """Records steps and compiles the recordings.
 
-    The graphs share one arena, because steps never run concurrently. A step is recorded without computing: no
-    kernel writes to its tensors. The first replay computes its results.
+    The graphs share one arena, because steps never run concurrently. Recording computes nothing: no kernel
+    runs. The results of `capture` are those of a first replay.
 
     Args:
         ops: the operations to record on.
@@ -67,7 +67,7 @@ class _ShapeOps(CpuOps):
         return torch.empty(shape, dtype=dtype)
 
 
-def graphs_of(ops: Ops) -> CpuGraphCompiler | None:
+def make_graph_compiler(ops: Ops) -> CpuGraphCompiler | None:
     """Return the compiler of these operations, or None if their class is a subclass of `CpuOps`.
 
     A subclass overrides methods, which compiled kernels would not call.

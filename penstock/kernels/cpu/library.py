@@ -27,29 +27,29 @@ ISAS = ("generic", "avx2", "avx512_vnni", "avx512")
 PATH = Path(__file__).with_name("libpenstock_cpu.so")
 
 ABI = 19
-"""Version of the argument structs; ``penstock_abi`` in csrc/host.cpp returns that of a library."""
+"""Version of the argument structs. ``penstock_abi`` in csrc/host.cpp returns the version of a library."""
 
 Kernel = Callable[..., int]
-"""A C function. Returns -1, or the index of an element of an argument that is outside its table."""
+"""A C function. Returns -1, or the index of a bad value, such as a token outside its table."""
 
 FUNCTIONS: Mapping[str, CFunction] = {
     "pack": CFunction("2q P q 4P 2q"),  # packs weights; not part of a step
     "pack_codes": CFunction("q P q 5P 2q"),
-    "from_rank_0": CFunction("P q P q", can_be_long=True),  # runs after sampling in a loop of steps
+    "from_rank_0": CFunction("P q P q", can_be_long=True),  # copies sampled tokens in a `CompiledLoop`
     **{name: function for row in OPERATIONS.values() for name, function in row.functions.items()},
 }
-"""The C functions by name: those of the table of operations, and those that pack weights."""
+"""The C functions by name: the functions of the table of operations, and the functions listed above."""
 
 
 class Kernels:
-    """The C functions of one instruction set, as attributes. Arguments have the order of csrc's structs.
+    """The C functions of one instruction set, as attributes.
 
-    ``long_<name>`` releases the GIL while it runs. Acquiring the GIL again while another thread is busy takes
-    100 us, so short calls keep it.
+    Their arguments are the fields of the structs in csrc, in order. ``long_<name>`` releases the GIL while it
+    runs. Acquiring the GIL again takes 100 us if another Python thread is busy, so short calls keep it.
 
     Args:
         isa: the instruction set.
-        functions: the attributes.
+        functions: name of an attribute -> function.
     """
 
     def __init__(self, isa: str, functions: Mapping[str, Kernel]) -> None:
@@ -72,12 +72,12 @@ class CapturedCall:
 @cache
 def open_kernels(isa: str) -> Kernels:
     """Return the kernels compiled for ``isa``; the library must exist."""
-    held, released = ctypes.PyDLL(str(PATH)), ctypes.CDLL(str(PATH))
-    functions = {name: _function(held, name, isa) for name in FUNCTIONS}
+    keeping_gil, releasing_gil = ctypes.PyDLL(str(PATH)), ctypes.CDLL(str(PATH))
+    functions = {name: _function(keeping_gil, name, isa) for name in FUNCTIONS}
     for name, function in FUNCTIONS.items():
         if function.can_be_long:
-            functions[f"long_{name}"] = _function(released, name, isa)
-    _count_progress(held)
+            functions[f"long_{name}"] = _function(releasing_gil, name, isa)
+    _count_progress(keeping_gil)
     return Kernels(isa, functions)
 
 
@@ -94,12 +94,14 @@ def capturing_kernels(isa: str, captured: list[CapturedCall]) -> Kernels:
         return kernel
 
     functions = {name: capture(name) for name in FUNCTIONS}
-    long = {f"long_{name}": functions[name] for name, function in FUNCTIONS.items() if function.can_be_long}
-    return Kernels(isa, functions | long)
+    long_functions = {
+        f"long_{name}": functions[name] for name, function in FUNCTIONS.items() if function.can_be_long
+    }
+    return Kernels(isa, functions | long_functions)
 
 
 class CoreContention(ctypes.Structure):
-    """The use of the cores by other processes during recent steps: ``CoreContention`` in csrc/plan.inl."""
+    """The use of the cores by other processes in recent steps; ``CoreContention`` in csrc/plan.inl."""
 
     _fields_ = (("alone_until", ctypes.c_int64), ("pause", ctypes.c_int64))
 
@@ -109,40 +111,41 @@ class CompiledSteps:
 
     Args:
         isa: the instruction set of the kernels.
-        captured: the calls; the memory they point to must outlive this object.
-        long: whether to release the GIL while they run.
+        captured: the calls; the memory that they point to must outlive this object.
+        releases_gil: whether to release the GIL while the calls run.
         contention: shared by all compiled steps of a session, see csrc/plan.inl.
     """
 
     def __init__(
-        self, isa: str, captured: Sequence[CapturedCall], *, long: bool, contention: CoreContention
+        self, isa: str, captured: Sequence[CapturedCall], *, releases_gil: bool, contention: CoreContention
     ) -> None:
         self._table = _CallTable(isa, captured)
-        library = (ctypes.CDLL if long else ctypes.PyDLL)(str(PATH))
+        library = (ctypes.CDLL if releases_gil else ctypes.PyDLL)(str(PATH))
         self._function = library[f"penstock_run_plan_{isa}"]
         self._function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
         self._function.restype = ctypes.c_int64
         self._contention = contention
-        self._location = (self._table.address, len(captured), ctypes.addressof(contention))
+        self._arguments = (self._table.address, len(captured), ctypes.addressof(contention))
 
     def __len__(self) -> int:
         return len(self._table.names)
 
     def __call__(self) -> str | None:
         """Run all calls. Return the name of the first kernel with a bad argument, or None."""
-        failed = self._function(*self._location)
-        return None if failed < 0 else self._table.names[failed]
+        failed_call = self._function(*self._arguments)
+        return None if failed_call < 0 else self._table.names[failed_call]
 
 
 class CompiledLoop:
     """Captured calls that run repeatedly within one C call, which releases the GIL.
 
-    The last captured call samples one token per row and writes it to where the first call reads tokens.
+    The last captured call samples one token per row. It writes the tokens to the memory from which the first
+    call reads them.
 
     Args:
         isa: the instruction set of the kernels.
-        captured: the calls; the memory they point to must outlive this object.
-        tokens: address of the sampled tokens, ``rows`` int64.
+        captured: the calls; the memory that they point to must outlive this object.
+        tokens: address of the sampled tokens, ``[rows]`` int64.
         rows: number of rows.
         contention: shared by all compiled steps of a session, see csrc/plan.inl.
     """
@@ -161,30 +164,40 @@ class CompiledLoop:
         self._function.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
         self._function.restype = ctypes.c_int64
         self._contention = contention
-        self._loop = _LoopArguments(steps=self._table.address, count=len(captured), rows=rows, tokens=tokens)
+        self._loop = _LoopArguments(
+            operations=self._table.address, count=len(captured), rows=rows, tokens=tokens
+        )
 
     def __call__(
-        self, varied: Sequence[tuple[int, int, int]], ends: tuple[int, int], sampled: int, num_steps: int
+        self,
+        step_inputs: Sequence[tuple[int, int, int]],
+        stop_tokens: tuple[int, int],
+        sampled_tokens: int,
+        num_steps: int,
     ) -> tuple[int, str | None]:
-        """Return the number of steps that ran, and the first kernel with a bad argument or None.
+        """Run the calls once per step.
 
         Args:
-            varied: inputs that differ from step to step: destination, source, and bytes per step.
-            ends: the address of the stop tokens of each row, ``[rows, n]`` int64, and n.
-            sampled: the address to which the sampled tokens ``[num_steps, rows]`` int64 are written.
+            step_inputs: destination address, source address and bytes per step of each input that differs
+                between steps.
+            stop_tokens: address of the stop tokens of each row, ``[rows, n]`` int64, and n.
+            sampled_tokens: address to which the sampled tokens ``[num_steps, rows]`` int64 are written.
             num_steps: maximum number of steps. Fewer run if every row has ended.
+
+        Returns:
+            The number of steps that ran, and the name of the first kernel with a bad argument or None.
         """
         arguments = self._loop
-        table = (_VaryingArgument * len(varied))(*(_VaryingArgument(*argument) for argument in varied))
-        arguments.varied, arguments.num_varied = ctypes.addressof(table), len(varied)
-        (arguments.ends, arguments.num_ends), arguments.sampled = ends, sampled
-        arguments.num_steps = num_steps
-        failed = self._function(ctypes.addressof(arguments), ctypes.addressof(self._contention))
-        return arguments.done, None if failed < 0 else self._table.names[failed]
+        table = (_StepInput * len(step_inputs))(*(_StepInput(*step_input) for step_input in step_inputs))
+        arguments.step_inputs, arguments.num_step_inputs = ctypes.addressof(table), len(step_inputs)
+        arguments.stop_tokens, arguments.num_stop_tokens = stop_tokens
+        arguments.sampled_tokens, arguments.num_steps = sampled_tokens, num_steps
+        failed_call = self._function(ctypes.addressof(arguments), ctypes.addressof(self._contention))
+        return arguments.steps_run, None if failed_call < 0 else self._table.names[failed_call]
 
 
-class _VaryingArgument(ctypes.Structure):
-    """``VaryingArgument`` in csrc/plan.inl."""
+class _StepInput(ctypes.Structure):
+    """``StepInput`` in csrc/plan.inl."""
 
     _fields_ = (("to", ctypes.c_void_p), ("source", ctypes.c_void_p), ("num_bytes", ctypes.c_int64))
 
@@ -193,22 +206,22 @@ class _LoopArguments(ctypes.Structure):
     """``LoopArguments`` in csrc/plan.inl."""
 
     _fields_ = (
-        ("steps", ctypes.c_void_p),
+        ("operations", ctypes.c_void_p),
         ("count", ctypes.c_int64),
-        ("varied", ctypes.c_void_p),
-        ("num_varied", ctypes.c_int64),
+        ("step_inputs", ctypes.c_void_p),
+        ("num_step_inputs", ctypes.c_int64),
         ("num_steps", ctypes.c_int64),
         ("rows", ctypes.c_int64),
         ("tokens", ctypes.c_void_p),
-        ("ends", ctypes.c_void_p),
-        ("num_ends", ctypes.c_int64),
-        ("sampled", ctypes.c_void_p),
-        ("done", ctypes.c_int64),
+        ("stop_tokens", ctypes.c_void_p),
+        ("num_stop_tokens", ctypes.c_int64),
+        ("sampled_tokens", ctypes.c_void_p),
+        ("steps_run", ctypes.c_int64),
     )
 
 
 class _CallTable:
-    """Captured calls in the memory layout that the library reads: ``Step`` in csrc/plan.inl."""
+    """Captured calls as an array that the library reads, of ``PlanOperation`` in csrc/plan.inl."""
 
     def __init__(self, isa: str, captured: Sequence[CapturedCall]) -> None:
         library = ctypes.PyDLL(str(PATH))
@@ -223,17 +236,20 @@ class _CallTable:
             name: ctypes.addressof(ctypes.c_char.in_dll(library, f"penstock_{name}_operation_{isa}"))
             for name in set(self.names)
         }
-        steps = [
-            number
-            for name, at in zip(self.names, addresses, strict=True)
-            for number in (operations[name], at)
+        pointers = [
+            pointer
+            for name, arguments in zip(self.names, addresses, strict=True)
+            for pointer in (operations[name], arguments)
         ]
-        self._steps = (ctypes.c_void_p * len(steps))(*steps)
-        self.address = ctypes.addressof(self._steps)
+        self._pointers = (ctypes.c_void_p * len(pointers))(*pointers)
+        self.address = ctypes.addressof(self._pointers)
 
 
 def _count_progress(library: ctypes.CDLL) -> None:
-    """Make the kernels count completed work as progress of this process, which the liveness check reads."""
+    """Make the kernels count completed work in the progress counter of this process.
+
+    The supervisor of a worker reads this counter to detect hangs.
+    """
     try:
         function = library.penstock_count_progress_in
     except AttributeError:
@@ -289,7 +305,7 @@ def cpu_features() -> list[str]:
 
 def _function(library: ctypes.CDLL, name: str, isa: str) -> Kernel:
     function = library[f"penstock_{name}_{isa}"]
-    # Packed into one argument: ctypes takes 1.1 us to convert eleven arguments, packing takes 0.25 us.
+    # The arguments are packed into bytes: ctypes takes 1.1 us to convert 11 arguments, packing takes 0.25 us.
     function.argtypes = [ctypes.c_char_p]
     function.restype = ctypes.c_int64
     pack = struct.Struct(FUNCTIONS[name].arguments).pack

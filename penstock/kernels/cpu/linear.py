@@ -1,4 +1,4 @@
-"""Linear layers with C++ kernels. Weights are packed in panels."""
+"""Linear layers and adapters with C++ kernels. Weights are packed in panels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.kernels.encodings import encoding_named
 from penstock.kernels.encodings._sizes import PANEL
 from penstock.kernels.inputs import LoRAInputs
 from penstock.kernels.lazy_weight import LazyWeight
-from penstock.kernels.linear import Layout, LinearSlice, PackedLinear, layer_of, shape_of
+from penstock.kernels.linear import Layout, LinearSlice, PackedLinear, make_packed_linear, weight_shape
 from penstock.kernels.reference import ReferenceOps
 
 _logger = logging.getLogger(__name__)
@@ -34,9 +34,9 @@ LONG = 1 << 27
 
 
 _SLICE_BYTES = 2 << 20
-"""Bytes of a slice of an unpacked weight, which is packed and multiplied at once.
+"""Bytes of a slice of an unpacked weight. A slice is packed and multiplied before the next slice is packed.
 
-Fits in the cache of a core.
+A slice fits in the cache of a core.
 """
 
 
@@ -81,7 +81,9 @@ class CpuLinear(ReferenceOps):
             self._fall_back("pack_linear", {f"encoding {encoding}": False})
             return super().pack_linear(weight, encoding, bias=bias, slices=slices)
         parts = [weight] if isinstance(weight, Tensor) else weight
-        return layer_of(self._pack(parts, encoding), shape_of(parts), encoding, bias, slices, self.layout)
+        return make_packed_linear(
+            self._pack(parts, encoding), weight_shape(parts), encoding, bias, slices, self.layout
+        )
 
     def pack_quantized(
         self,
@@ -97,8 +99,8 @@ class CpuLinear(ReferenceOps):
             return super().pack_quantized(rows, encoding, bias=bias, slices=slices, order=order)
         with torch.no_grad():
             tensors = pack_rows(self._kernels, self._weights, encoding, rows)
-        shape = shape_of([rows["weight"]])
-        return layer_of(tensors, shape, encoding, bias, slices, self.layout, order)
+        shape = weight_shape([rows["weight"]])
+        return make_packed_linear(tensors, shape, encoding, bias, slices, self.layout, order)
 
     def _can_defer(self, encoding: str, parts: Sequence[Tensor]) -> bool:
         return encoding in ENCODINGS
@@ -167,8 +169,8 @@ class CpuLinear(ReferenceOps):
         """Write ``x [T, in]`` times a weight in panels to ``y [T, out]``, whose rows may be strided."""
         rows, in_features = x.shape
         out_features, scales = y.shape[1], tensors.get("scales")
-        long = rows * in_features * out_features > LONG
-        (self._kernels.long_linear if long else self._kernels.linear)(
+        is_long = rows * in_features * out_features > LONG
+        (self._kernels.long_linear if is_long else self._kernels.linear)(
             ENCODINGS[encoding],
             TYPES[x.dtype],
             x.data_ptr(),
@@ -209,25 +211,25 @@ class CpuLinear(ReferenceOps):
                 start = end
 
     def _add_lora(self, y: Tensor, x: Tensor, packed: PackedLinear, lora: LoRAInputs) -> Tensor:
-        adapted = [part for part in packed.slices if part.name in lora.matrices]
-        if not adapted or not len(x):
+        adapted_slices = [part for part in packed.slices if part.name in lora.matrices]
+        if not adapted_slices or not len(x):
             return y
         kind, rows = TYPES.get(x.dtype), lora.rows
         fits = kind is not None and x.stride(1) == y.stride(1) == 1 and y.dtype == x.dtype
         fits = fits and rows.dtype == torch.int64 and rows.is_contiguous()
-        if not fits or not all(_are_stacked(*lora.matrices[part.name], x.dtype) for part in adapted):
+        if not fits or not all(_are_stacked(*lora.matrices[part.name], x.dtype) for part in adapted_slices):
             self._fall_back("linear with adapters", {f"{x.dtype} or strided adapters": False})
             return super()._add_lora(y, x, packed, lora)
         assert len(rows) == len(x)
-        slots, parts, work = len(lora.matrices[adapted[0].name][0]), [], 0
-        for part in adapted:
+        slots, parts, work = len(lora.matrices[adapted_slices[0].name][0]), [], 0
+        for part in adapted_slices:
             (down, up), ranks = lora.matrices[part.name], lora.ranks.get(part.name)
             assert len(down) == slots, "layers with different numbers of adapter slots"
             max_rank, width = down.shape[1], part.stop - part.start
             addresses = down.data_ptr(), up.data_ptr(), 0 if ranks is None else ranks.data_ptr()
             parts.append((*addresses, max_rank, part.start, width))
             work += len(x) * max_rank * (x.shape[1] + width)
-        table = self._hold(torch.tensor(parts, dtype=torch.int64))
+        table = self._keep_alive(torch.tensor(parts, dtype=torch.int64))
         (self._kernels.long_lora if work > LONG else self._kernels.lora)(
             kind,
             x.data_ptr(),
@@ -264,11 +266,14 @@ class CpuLinear(ReferenceOps):
         return torch.empty(shape, dtype=dtype)
 
     def _scratch(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return contiguous memory with undefined contents that an operation needs besides its results."""
+        """Return an uninitialised contiguous tensor for intermediate values of an operation."""
         return self._empty(shape, dtype)
 
-    def _hold(self, tensor: Tensor) -> Tensor:
-        """Return an operand of a kernel that never changes. Compiled steps keep a reference to it."""
+    def _keep_alive(self, tensor: Tensor) -> Tensor:
+        """Return a constant operand of a kernel.
+
+        Compiled steps keep a reference to it, so that it is not freed.
+        """
         return tensor
 
 
@@ -285,7 +290,10 @@ def supports_dtype(encoding: str, dtype: torch.dtype) -> bool:
 
 
 def supports_order(packed: PackedLinear) -> bool:
-    """Return whether the kernel reorders its inputs to match the weight: true if it quantizes groups."""
+    """Return whether the kernel can permute its inputs as the weight requires.
+
+    Kernels that quantize activations in groups can. Other kernels support only the original order.
+    """
     if packed.order is None:
         return True
     return is_quantized(packed.encoding) and encoding_named(packed.encoding).group_size is not None

@@ -46,7 +46,7 @@ class SliceMemory:
     """Memory for one slice of a weight at a time.
 
     Args:
-        num_bytes: the size of a slice, which fits in the cache of a core. Larger slices also get memory.
+        num_bytes: bytes that are allocated first. The memory grows for larger slices.
     """
 
     def __init__(self, num_bytes: int) -> None:

@@ -17,7 +17,8 @@ _LONG_SAMPLE = 1 << 20
 class CpuOps(CpuCollectives, CpuRouting):
     """C++ kernels for float32 and bfloat16 activations.
 
-    The result of a row is bit-equal in every batch, at every position in it, and for every number of threads.
+    The result of a row has the same bits in every batch, at every position in the batch, and for every number
+    of threads.
 
     Args:
         kernels: the kernels of one instruction set.
@@ -68,7 +69,7 @@ class CpuOps(CpuCollectives, CpuRouting):
             return super().take_rows(x, rows)
         count, (table_rows, width), size = rows.shape[0], x.shape, x.element_size()
         out = self._empty((count, width), x.dtype)
-        bad = self._kernels.take_rows(
+        bad_index = self._kernels.take_rows(
             x.data_ptr(),
             rows.data_ptr(),
             out.data_ptr(),
@@ -77,7 +78,7 @@ class CpuOps(CpuCollectives, CpuRouting):
             width * size,
             strides[0] * size,
         )
-        self._check(bad, rows, table_rows)
+        self._check(bad_index, rows, table_rows)
         return out
 
     def sample(self, logits: Tensor, sampling: SamplingInputs, bitmask: Tensor | None = None) -> Tensor:
@@ -96,8 +97,8 @@ class CpuOps(CpuCollectives, CpuRouting):
             return super().sample(logits, sampling, bitmask)
         rows, vocabulary = logits.shape
         tokens = self._empty((rows,), torch.int64)
-        long = rows * vocabulary > _LONG_SAMPLE
-        (self._kernels.long_sample if long else self._kernels.sample)(
+        is_long = rows * vocabulary > _LONG_SAMPLE
+        (self._kernels.long_sample if is_long else self._kernels.sample)(
             kind,
             logits.data_ptr(),
             strides[0],
@@ -114,14 +115,14 @@ class CpuOps(CpuCollectives, CpuRouting):
         )
         return tokens
 
-    def _check(self, bad: int, rows: Tensor, count: int) -> None:
-        """Raise if a kernel has reported index ``bad`` of ``rows`` as outside its table; -1 reports none.
+    def _check(self, bad_index: int, rows: Tensor, count: int) -> None:
+        """Check the result of a kernel that looks up rows. -1 means that all row numbers are valid.
 
         Raises:
-            IndexError: names the row and the ``count`` rows of the table.
+            IndexError: element ``bad_index`` of ``rows`` is not a row of the table with ``count`` rows.
         """
-        if bad != -1:
-            raise IndexError(f"row {int(rows[bad])} of a table with {count} rows")
+        if bad_index != -1:
+            raise IndexError(f"row {int(rows[bad_index])} of a table with {count} rows")
 
 
 def _has_kernel_types(sampling: SamplingInputs) -> bool:

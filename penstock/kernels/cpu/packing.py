@@ -1,4 +1,4 @@
-"""Packs weights in rows, the layout of checkpoints, into panels. The kernel also quantizes floats."""
+"""Packs weights from rows, the layout of checkpoints, into panels. The kernel also quantizes floats."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def pack_panels(
     scales: Tensor | None = None,
     importance: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Return the panels of a weight whose outputs are divided into parts ``[out, in]``, in order.
+    """Return the panels of a weight that is given in parts ``[out, in]`` along its outputs, in order.
 
     If all parts begin at the first output of a panel, the kernel reads them directly, for example from a
     mapped file. Otherwise they are concatenated first.
@@ -67,7 +67,7 @@ def pack_panels(
     if is_quantized(encoding) and group_size is None:
         tensors["scales"] = torch.empty(rows) if scales is None else scales.contiguous()
     new_scales = tensors.get("scales") if scales is None else None
-    halves = scales.contiguous() if group_size and scales is not None else None
+    group_scales = scales.contiguous() if group_size and scales is not None else None
     if importance is not None and group_size:  # padded to whole groups
         importance = F.pad(importance.float(), (0, -inputs % group_size), value=1.0).contiguous()
     start = 0
@@ -79,7 +79,7 @@ def pack_panels(
             _SOURCE_TYPES[source.dtype],
             source.data_ptr(),
             source.stride(0),
-            0 if halves is None else halves.data_ptr(),
+            0 if group_scales is None else group_scales.data_ptr(),
             panels[start // PANEL :].data_ptr(),
             0 if new_scales is None else new_scales[start:].data_ptr(),
             0 if importance is None else importance.data_ptr(),

@@ -1,8 +1,8 @@
-"""A compiled step: one library call runs all operations of a recorded step in one parallel region.
+"""Compiled steps: one library call runs all operations of a recorded step in one parallel region.
 
-Compilation calls the same methods of `CpuOps` as an eager step. They get the plan's tensors at their final
-addresses, and kernels that record their arguments instead of running. A step with an operation that would run
-on the reference kernels cannot be compiled.
+Compilation calls the same methods of `CpuOps` as an eager step, with the plan's tensors at their final
+addresses. Its kernels record their arguments instead of running. A step with an operation that would run on
+the reference kernels cannot be compiled.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from penstock.kernels.graph import Graph
 from penstock.kernels.inputs import SamplingInputs, SequenceBlocks
 from penstock.kernels.linear import PackedLinear
 from penstock.kernels.operations import Arguments, UnrecordableStepError
-from penstock.kernels.recording import ALIGNMENT, Plan, Record, tensors_of
+from penstock.kernels.recording import ALIGNMENT, Plan, Record, result_tensors
 
 _LONG_STEP = 1 << 25
 """A step with more multiplications than this takes at least a millisecond and releases the GIL."""
@@ -38,15 +38,15 @@ _LONG_STEP = 1 << 25
 _MULTIPLICATIONS_PER_CALL = 1 << 32
 """A step with more than `_DECODE_ROWS` rows is split into calls with about this many multiplications.
 
-If another process uses a core, a single thread runs the rest of the call. Calls of tens of milliseconds limit
-the duration of this slow mode.
+If another process uses a core, a single thread runs the rest of the call, which is slow. The constant limits
+a call to tens of milliseconds.
 """
 
 _DECODE_ROWS = 64
 """Steps of up to this many rows run as one call, however large they are."""
 
 _COLLECTIVES = ("all_reduce", "all_gather")
-"""Kernels that wait for other processes and therefore release the GIL."""
+"""Kernels that wait for other ranks. A call that contains one releases the GIL."""
 
 
 class CompiledPlan(Graph):
@@ -57,9 +57,9 @@ class CompiledPlan(Graph):
     Args:
         plan: the recorded step.
         ops: the back end whose kernels run it.
-        inputs: the recorded inputs by name; contiguous, and owned by this object from now on.
-        arena: memory of at least ``plan.arena_bytes`` bytes, shared with plans that never run concurrently.
-            Operations use the memory after these bytes as scratch.
+        inputs: the recorded inputs by name, contiguous. They belong to this object from now on.
+        arena: memory of at least ``plan.arena_bytes`` bytes, which may be shared with plans that never run
+            concurrently. Operations use the memory after these bytes as scratch memory.
         contention: shared by all compiled steps of a session.
 
     Raises:
@@ -85,7 +85,7 @@ class CompiledPlan(Graph):
                 work_of_call = 0
         waits = any(kernel.name in _COLLECTIVES for kernel in lowering.captured)
         self._calls = [
-            CompiledSteps(ops.isa, captured, long=waits or work > _LONG_STEP, contention=state)
+            CompiledSteps(ops.isa, captured, releases_gil=waits or work > _LONG_STEP, contention=state)
             for captured, state in _split_calls(lowering.captured, ends, contention)
         ]
         # The calls contain only addresses, so the memory must be kept alive.
@@ -119,10 +119,10 @@ class CompiledPlan(Graph):
     def replay_steps(
         self,
         inputs: Sequence[Tensor],
-        varied: Mapping[str, Tensor],
+        step_values: Mapping[str, Tensor],
         sampling: SamplingInputs,
         uniforms: Tensor,
-        ends: Tensor,
+        stop_tokens: Tensor,
         ranks: Collectives | None = None,
     ) -> Tensor:
         self._copy_inputs(inputs)
@@ -130,8 +130,8 @@ class CompiledPlan(Graph):
             self._loop = _SamplingLoop(
                 self._lowering, self._results[0], self._buffers["tokens"], self._contention, ranks
             )
-        varied_buffers = [(self._buffers[name].data_ptr(), values) for name, values in varied.items()]
-        return self._loop.run(varied_buffers, sampling, uniforms, ends)
+        addressed_values = [(self._buffers[name].data_ptr(), values) for name, values in step_values.items()]
+        return self._loop.run(addressed_values, sampling, uniforms, stop_tokens)
 
     def run(self) -> None:
         for call in self._calls:
@@ -155,9 +155,9 @@ class _SamplingLoop:
 
     Args:
         lowering: the operations that captured the kernels of the plan.
-        logits: result of the plan, ``[R, V]``.
-        tokens: input of the plan, ``[R]``.
-        contention: as for the plan.
+        logits: the result of the plan, ``[R, V]``.
+        tokens: the input of the plan to which sampled tokens are written, ``[R]``.
+        contention: shared by all compiled steps of a session.
         ranks: the ranks that run the steps together. All ranks use the tokens that rank 0 samples.
     """
 
@@ -188,39 +188,41 @@ class _SamplingLoop:
 
     def run(
         self,
-        varied: Sequence[tuple[int, Tensor]],
+        step_values: Sequence[tuple[int, Tensor]],
         sampling: SamplingInputs,
         uniforms: Tensor,  # [n, R]
-        ends: Tensor,  # [R, E]
+        stop_tokens: Tensor,  # [R, E]
     ) -> Tensor:  # [m, R]
         """Run the steps, see `Graph.replay_steps`.
 
-        ``varied`` has the address of each varied input and its values.
+        ``step_values`` has the address of each input that differs between steps, and its values ``[n, ...]``.
         """
         target = self._sampling
         for name in ("temperature", "top_k", "top_p", "min_p"):
             getattr(target, name).copy_(getattr(sampling, name))
         count = len(uniforms)
-        copies = [(to, values.data_ptr(), values.nbytes // count) for to, values in varied]
-        copies.append((target.uniforms.data_ptr(), uniforms.data_ptr(), uniforms.nbytes // count))
-        sampled = torch.empty(count, self._rows, dtype=torch.int64)
-        done, failed = self._run(copies, (ends.data_ptr(), ends.shape[1]), sampled.data_ptr(), count)
-        _check(failed)
-        return sampled[:done]
+        step_inputs = [(to, values.data_ptr(), values.nbytes // count) for to, values in step_values]
+        step_inputs.append((target.uniforms.data_ptr(), uniforms.data_ptr(), uniforms.nbytes // count))
+        sampled_tokens = torch.empty(count, self._rows, dtype=torch.int64)
+        steps_run, failed_kernel = self._run(
+            step_inputs, (stop_tokens.data_ptr(), stop_tokens.shape[1]), sampled_tokens.data_ptr(), count
+        )
+        _check(failed_kernel)
+        return sampled_tokens[:steps_run]
 
 
-def _check(failed: str | None) -> None:
-    """Raise if a kernel has failed.
+def _check(failed_kernel: str | None) -> None:
+    """Check that no kernel got a bad argument.
 
     Raises:
-        IndexError: names the kernel.
+        IndexError: ``failed_kernel`` got a row number outside its table.
     """
-    if failed is not None:
-        raise IndexError(f"{failed} of a recorded step got a row number outside its table")
+    if failed_kernel is not None:
+        raise IndexError(f"{failed_kernel} of a recorded step got a row number outside its table")
 
 
 def _copy(result: Tensor) -> Tensor:
-    """Return a copy of a contiguous tensor. Several times as fast as `Tensor.clone` for a row of logits."""
+    """Return a copy of a contiguous tensor, several times as fast as `Tensor.clone` for a row of logits."""
     copy = torch.empty_like(result)
     ctypes.memmove(copy.data_ptr(), result.data_ptr(), result.nbytes)
     return copy
@@ -255,7 +257,7 @@ def _split_calls(
 ) -> Iterator[tuple[Sequence[CapturedCall], CoreContention]]:
     """Yield the kernels and the contention state of each call.
 
-    If there are several, each has its own state.
+    If there are several calls, each call has a separate contention state.
     """
     bounds = sorted({0, *ends, len(captured)})
     for start, end in pairwise(bounds):
@@ -269,7 +271,7 @@ class _CapturingOps(CpuOps):
         self.captured: list[CapturedCall] = []
         self._operands: list[Tensor] = []
         self._destinations: list[Tensor] = []
-        self._free = scratch
+        self._scratch_memory = scratch
         super().__init__(capturing_kernels(ops.isa, self.captured))
         self._tables = ops._tables  # all compiled steps share the tables of experts
 
@@ -277,7 +279,7 @@ class _CapturingOps(CpuOps):
         """Capture the kernels of one operation, which write to ``results``."""
         before = len(self.captured)
         self._destinations = list(results)
-        returned = tensors_of(getattr(self, operation)(**arguments))
+        returned = result_tensors(getattr(self, operation)(**arguments))
         are_written = [reference.data_ptr() for reference in returned] == [
             result.data_ptr() for result in results
         ]
@@ -305,10 +307,10 @@ class _CapturingOps(CpuOps):
 
     def _scratch(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         num_bytes = prod(shape) * dtype.itemsize
-        if num_bytes > len(self._free):
-            raise UnrecordableStepError("an operation needs memory besides its results")
-        return self._free[:num_bytes].view(dtype).view(*shape)
+        if num_bytes > len(self._scratch_memory):
+            raise UnrecordableStepError("an operation needs more scratch memory than the plan has")
+        return self._scratch_memory[:num_bytes].view(dtype).view(*shape)
 
-    def _hold(self, tensor: Tensor) -> Tensor:
+    def _keep_alive(self, tensor: Tensor) -> Tensor:
         self._operands.append(tensor)
         return tensor

@@ -1,6 +1,6 @@
 """Back end for NVIDIA GPUs: Triton programs, and products of cuBLAS through torch.
 
->>> ops = load()  # None without a GPU, or without triton
+>>> ops = load()  # None without a GPU or without triton
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ def variants() -> list[CudaOps]:
 
 
 def _graphs(ops: Ops) -> CudaGraphCompiler | None:
-    from penstock.kernels.cuda.graphs import graphs_of
+    from penstock.kernels.cuda.graphs import make_graph_compiler
 
-    return graphs_of(ops)
+    return make_graph_compiler(ops)
 
 
 def _queue(ops: Ops) -> CudaQueue | None:
-    from penstock.kernels.cuda.queue import queue_of
+    from penstock.kernels.cuda.queue import make_queue
 
-    return queue_of(ops)
+    return make_queue(ops)
 
 
 def _memory(ops: Ops, device: torch.device) -> CudaMemory | None:
-    from penstock.kernels.cuda.memory import memory_of
+    from penstock.kernels.cuda.memory import make_device_memory
 
-    return memory_of(ops, device)
+    return make_device_memory(ops, device)
 
 
 def _row_bytes(bits: int, in_features: int) -> int:

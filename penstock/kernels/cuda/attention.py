@@ -17,20 +17,22 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _SPLIT = 512
 """Number of keys per split. It is fixed because the order of additions depends on it."""
 _MAX_SPLITS, _MIN_TILES = 64, 2
-"""Maximum number of splits, and the least number of tiles of keys of a split of the longest sequence."""
+"""Maximum number of splits, and minimum number of tiles of keys per split of the longest sequence."""
 _PROGRAMS = 2
-"""Number of programs per multiprocessor that splits aim at."""
+"""Number of programs per multiprocessor that splitting should reach."""
 _SMALL_TILE, _LARGE_TILE = 16, 64
+"""Number of query heads of a tile for decode steps and for long prompts."""
 _RAGGED_ROWS = 32
-_NARROW = 128
-"""Largest head dimension for which the wide tile of keys is used."""
+"""Number of rows of a tile of `CudaAttention.encoder_attention`."""
+_MAX_WIDE_TILE_DIM = 128
+"""Largest head dimension for which a tile has 64 keys instead of 32."""
 
 
 class CudaAttention(ReferenceOps):
     """Attention in Triton, for caches of floats, of int8 and of 8-bit floats.
 
-    The products multiply in the type of the queries and add in float32. Queries that are narrower than the
-    cache are widened.
+    The products multiply in the type of the queries and add in float32. Queries of 16 bits are widened to
+    float32 if the cache is float32.
     """
 
     name = "cuda"
@@ -54,19 +56,21 @@ class CudaAttention(ReferenceOps):
             return super().attention(
                 q, kv, row_offsets, lengths, scale=scale, soft_cap=soft_cap, sinks=sinks, spans=spans
             )
-        cache, is_e4m3 = bytes_of(cache)
+        cache, is_e4m3 = cache_for_programs(cache)
         num_rows, heads, dim = q.shape
         num_sequences, group = len(lengths), heads // cache.shape[2]
         is_wide = scales is None and cache.dtype == torch.float32 and q.dtype != torch.float32
         is_wide |= q.dtype == torch.float32
-        tile = self._tile(num_rows, num_sequences, group, is_wide)
+        tile = self._choose_tile(num_rows, num_sequences, group, is_wide)
         rows = tile // group
         out = torch.empty((num_rows, heads, dim), dtype=q.dtype, device=q.device)
         grid = (num_rows // rows + num_sequences, cache.shape[2])
         max_keys = kv.block_tables.shape[1] * cache.shape[3]
         constants = _tile_constants(tile, group, dim, is_wide)
-        split, splits = self._splits(max_keys, constants["KEYS"], grid[0] * grid[1], q.device)
-        none, no_spans = cache if scales is None else scales, row_offsets if spans is None else spans.bounds
+        split, splits = self._choose_splits(max_keys, constants["KEYS"], grid[0] * grid[1], q.device)
+        # Tensors that are missing are replaced by placeholders, which the program does not read.
+        scales_or_placeholder = cache if scales is None else scales
+        bounds = row_offsets if spans is None else spans.bounds
         sizes = {
             **constants,
             "BLOCK": cache.shape[3],
@@ -81,27 +85,30 @@ class CudaAttention(ReferenceOps):
         window, cap = kv.window or 0, soft_cap or 1.0
         q_strides, kv_strides = q.stride()[:2], cache.stride()[1:4]
         scale_strides = (0, 0, 0) if scales is None else scales.stride()[1:4]
-        sources = (q, cache[0], cache[1], none[0], none[1], kv.block_tables, row_offsets, lengths, no_spans)
+        key_scales, value_scales = scales_or_placeholder[0], scales_or_placeholder[1]
+        sources = (
+            q, cache[0], cache[1], key_scales, value_scales, kv.block_tables, row_offsets, lengths, bounds,
+        )  # fmt: skip
         strides = (*kv_strides, *scale_strides, kv.block_tables.stride(0))
-        no_sinks = lengths if sinks is None else sinks
+        sinks_or_placeholder = lengths if sinks is None else sinks
         if splits == 1:
             launch(
-                programs.attend, grid, out, *sources, no_sinks, num_sequences, window, scale, cap,
-                *q_strides, *out.stride()[:2], *strides, HAS_SINKS=sinks is not None, is_dependent=True,
-                **sizes,
+                programs.attend, grid, out, *sources, sinks_or_placeholder, num_sequences, window, scale,
+                cap, *q_strides, *out.stride()[:2], *strides, HAS_SINKS=sinks is not None,
+                is_dependent=True, **sizes,
             )  # fmt: skip
             return out
         width = sizes["WIDTH"]
         sums = torch.empty((splits, num_rows, heads, width), dtype=torch.float32, device=q.device)
-        tops = torch.empty((2, splits, num_rows, heads), dtype=torch.float32, device=q.device)
+        max_scores, sums_exp = torch.empty((2, splits, num_rows, heads), dtype=torch.float32, device=q.device)
         launch(
-            programs.attend_split, (*grid, splits), sums, tops[0], tops[1], *sources, num_sequences,
+            programs.attend_split, (*grid, splits), sums, max_scores, sums_exp, *sources, num_sequences,
             num_rows, heads, window, scale, cap, *q_strides, *strides, is_dependent=True, **sizes,
         )  # fmt: skip
         num_heads = min(power_of_two(heads), 4) if split else 1
         launch(
-            merge_splits, (num_rows, divide_up(heads, num_heads)), out, sums, tops[0], tops[1],
-            row_offsets, lengths, no_spans, no_sinks, num_sequences, num_rows, heads, window,
+            merge_splits, (num_rows, divide_up(heads, num_heads)), out, sums, max_scores, sums_exp,
+            row_offsets, lengths, bounds, sinks_or_placeholder, num_sequences, num_rows, heads, window,
             *out.stride()[:2], DIM=dim, WIDTH=width, HEADS=num_heads,
             KEYS=constants["KEYS"], SPLITS=splits, SPLIT=split, HAS_WINDOW=sizes["HAS_WINDOW"],
             IS_CHUNKED=kv.is_chunked, HAS_SPANS=sizes["HAS_SPANS"], HAS_SINKS=sinks is not None,
@@ -109,29 +116,35 @@ class CudaAttention(ReferenceOps):
         )  # fmt: skip
         return out
 
-    def _splits(self, max_keys: int, keys: int, num_tiles: int, device: torch.device) -> tuple[int, int]:
+    def _choose_splits(
+        self, max_keys: int, keys: int, num_tiles: int, device: torch.device
+    ) -> tuple[int, int]:
         """Return the number of keys per split, and the number of splits.
 
-        Splits have a fixed size in deterministic mode. Otherwise a few tiles are cut into as many splits as
-        fill the device, and 0 says that the program divides the actual keys.
+        In deterministic mode splits have a fixed size. Otherwise, if there are few tiles, the keys are
+        divided into as many splits as fill the device. The number of keys is then 0: the program divides the
+        keys of each sequence evenly.
 
         Args:
-            max_keys: the largest number of keys of a sequence.
-            keys: the keys that a program reads at once.
-            num_tiles: the number of programs without splits.
+            max_keys: upper bound of the number of keys of a sequence.
+            keys: number of keys that a program reads at once.
+            num_tiles: number of programs without splits.
             device: the device.
         """
-        has_few = 4 * num_tiles < 3 * num_processors(device)
+        has_few_tiles = 4 * num_tiles < 3 * num_processors(device)
         if self.is_deterministic:
-            return _SPLIT, divide_up(max_keys, _SPLIT) if has_few else 1
-        if not has_few or num_tiles == 0 or max_keys <= keys:
+            return _SPLIT, divide_up(max_keys, _SPLIT) if has_few_tiles else 1
+        if not has_few_tiles or num_tiles == 0 or max_keys <= keys:
             return 0, 1
-        wanted = power_of_two(divide_up(_PROGRAMS * num_processors(device), num_tiles))
-        possible = power_of_two(divide_up(max_keys, _MIN_TILES * keys))
-        return 0, min(wanted, _MAX_SPLITS, possible)
+        target = power_of_two(divide_up(_PROGRAMS * num_processors(device), num_tiles))
+        max_splits = power_of_two(divide_up(max_keys, _MIN_TILES * keys))
+        return 0, min(target, _MAX_SPLITS, max_splits)
 
-    def _tile(self, num_rows: int, num_sequences: int, group: int, is_wide: bool) -> int:
-        """Return the number of query heads of a tile; independent of the batch in deterministic mode."""
+    def _choose_tile(self, num_rows: int, num_sequences: int, group: int, is_wide: bool) -> int:
+        """Return the number of query heads of a tile.
+
+        In deterministic mode it does not depend on the batch.
+        """
         smallest = power_of_two(group, _SMALL_TILE)
         if self.is_deterministic or is_wide or num_rows * group < _LARGE_TILE * num_sequences:
             return smallest
@@ -150,8 +163,13 @@ class CudaAttention(ReferenceOps):
         bias: Tensor | None = None,
         blocks: SequenceBlocks | None = None,
     ) -> Tensor:
-        same = q.dtype == k.dtype == v.dtype
-        if q.dtype not in FLOATS or not same or not has_rows(q, k, v) or not (bias is None or has_rows(bias)):
+        same_dtype = q.dtype == k.dtype == v.dtype
+        if (
+            q.dtype not in FLOATS
+            or not same_dtype
+            or not has_rows(q, k, v)
+            or not (bias is None or has_rows(bias))
+        ):
             return super().encoder_attention(
                 q, k, v, row_offsets, scale=scale, window=window, is_causal=is_causal, bias=bias
             )
@@ -163,28 +181,31 @@ class CudaAttention(ReferenceOps):
             row_offsets if bias is None else bias, num_sequences, window or 0, scale, *q.stride()[:2],
             *k.stride()[:2], *v.stride()[:2], *out.stride()[:2], 0 if bias is None else bias.stride(0),
             0 if bias is None else bias.shape[1] // 2, ROWS=_RAGGED_ROWS, GROUP=heads // k.shape[1],
-            KEYS=64 if dim <= _NARROW and q.dtype != torch.float32 else 32, DIM=dim,
+            KEYS=64 if dim <= _MAX_WIDE_TILE_DIM and q.dtype != torch.float32 else 32, DIM=dim,
             WIDTH=power_of_two(dim, 16), HAS_WINDOW=window is not None, IS_CAUSAL=is_causal,
             HAS_BIAS=bias is not None,
         )  # fmt: skip
         return out
 
 
-def bytes_of(cache: Tensor) -> tuple[Tensor, bool]:
-    """Return a cache as programs read it, 8-bit floats as uint8, and whether it holds 8-bit floats."""
+def cache_for_programs(cache: Tensor) -> tuple[Tensor, bool]:
+    """Return a cache as programs read it, and whether it stores 8-bit floats.
+
+    Programs read 8-bit floats as uint8.
+    """
     is_e4m3 = cache.dtype == torch.float8_e4m3fn
     return cache.view(torch.uint8) if is_e4m3 else cache, is_e4m3
 
 
 def _tile_constants(tile: int, group: int, dim: int, is_wide: bool) -> dict[str, int]:
-    """Return the sizes of the tiles of queries and keys, and the warps that compute them."""
+    """Return the sizes of the tiles of queries and keys, and the number of warps, as program constants."""
     return {
         "ROWS": tile // group,
         "GROUP": group,
         "M": tile,
-        "KEYS": 64 if dim <= _NARROW and not is_wide else 32,
+        "KEYS": 64 if dim <= _MAX_WIDE_TILE_DIM and not is_wide else 32,
         "DIM": dim,
         "WIDTH": power_of_two(dim, 16),
-        "WIDE": is_wide,
+        "TO_FLOAT32": is_wide,
         "num_warps": 4 if tile <= _LARGE_TILE else 8,
     }

@@ -9,13 +9,13 @@ from functools import cache
 
 
 def is_interpreted() -> bool:
-    """Return whether programs run in Triton's interpreter, on CPU tensors: with ``TRITON_INTERPRET=1``."""
+    """Return whether programs run on CPU tensors in Triton's interpreter (``TRITON_INTERPRET=1``)."""
     return os.environ.get("TRITON_INTERPRET") == "1" and _has_triton()
 
 
 @cache
 def can_run_on_gpu() -> bool:
-    """Return whether torch finds a GPU and triton is installed; log a warning if only triton is missing."""
+    """Return whether torch finds a GPU and triton is installed. Log a warning if only triton is missing."""
     import torch
 
     if not torch.cuda.is_available():

@@ -1,4 +1,8 @@
-"""Products with weights of codes (`programs.codes`): of one row, of a few rows, and of a decoded weight."""
+"""Products with weights that are stored as low-bit codes (`programs.codes`).
+
+A single row and a few rows are multiplied by the codes directly. For many rows, the weight is decoded to
+floats first.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from torch import Tensor
 
 from penstock.kernels.cuda.launch import divide_up, launch, num_processors, power_of_two, row_stride
 from penstock.kernels.cuda.programs import codes as programs
-from penstock.kernels.cuda.programs.row_of_codes import multiply_row_of_codes
+from penstock.kernels.cuda.programs.quantized_row import multiply_quantized_row
 from penstock.kernels.cuda.weight_tables import (
     Groups,
     WeightTables,
@@ -25,15 +29,18 @@ from penstock.kernels.linear import PackedLinear
 from penstock.kernels.nibbles import NIBBLES, signed_offset
 
 _ROW_BYTES, _ROW_COLUMNS = 8192, 2048
-"""Number of bytes of a weight, and of each of its rows, that a program for a single row reads at once."""
+"""Bytes of a weight that a program for a single row reads at once: in total, and at most per output."""
 MAX_TILED_ROWS = 64
-"""Number of rows above which a weight is decoded once, and cuBLAS multiplies."""
+"""With more rows than this, the weight is decoded once, and cuBLAS multiplies."""
 _TILE_OUTPUTS, _TILE_BYTES = 64, 64
-"""Outputs of a tile, and bytes per output that it multiplies at once, which set the order of additions."""
+"""Outputs of a tile, and bytes per output that it multiplies at once.
+
+They determine the order of additions.
+"""
 _MAX_SPLITS, _MIN_STEPS = 16, 4
-"""Maximum number of parts of the inputs, and the least number of steps of a part."""
-_ADDED = 1024
-"""Number of outputs whose splits a program adds."""
+"""Maximum number of splits of the inputs, and minimum number of steps of `_TILE_BYTES` per split."""
+_ADDED_OUTPUTS = 1024
+"""Number of outputs for which a program adds the splits."""
 _ALL_INPUTS = 1 << 30
 """Number of inputs that share a scale if an output has only one."""
 
@@ -45,26 +52,26 @@ class _Format(TypedDict):
     NUMBERS: str
     OFFSET: int
     SCALES: str
-    SCALED: int
-    PER_FACTOR: int
+    INPUTS_PER_SCALE: int
+    SCALES_PER_FACTOR: int
     MINIMA: str
-    PER_MIN_FACTOR: int
+    MINIMA_PER_FACTOR: int
     HAS_ROW_SCALES: bool
 
 
 def multiply_codes(
     x: Tensor, weights: WeightTables, groups: Groups | None, *, is_deterministic: bool
 ) -> Tensor:
-    """Return the product of rows with weights of codes. Activations are not quantized.
+    """Return the product of rows with weights that are stored as codes. Activations are not quantized.
 
     Args:
-        x: ``[T, in]``; row ``groups.rows[p]`` of it is multiplied if ``groups`` is given.
-        weights: one weight without ``groups``, one per group otherwise.
-        groups: the sorted rows.
+        x: ``[T, in]``.
+        weights: one weight, or one weight per group.
+        groups: the rows of ``x`` to multiply by each weight. None: all rows are multiplied by one weight.
         is_deterministic: whether the bits of a row must be independent of the number of rows.
 
     Returns:
-        ``[T, out]``, or ``[P, out]`` in the sorted order.
+        ``[T, out]``, or ``[P, out]`` in the order of ``groups.rows``.
     """
     if groups is None and not is_deterministic:
         if len(x) == 1:
@@ -80,36 +87,40 @@ def multiply_codes(
     grid = product_grid(count, rows, _TILE_OUTPUTS, packed, groups)
     splits = 1
     if groups is None and not is_deterministic:
-        splits = _splits(grid[0] * grid[1], packed.tensors["weight"].shape[1], x.device)
+        splits = _count_splits(grid[0] * grid[1], packed.tensors["weight"].shape[1], x.device)
     sums = out if splits == 1 else torch.empty((splits, *out.shape), dtype=torch.float32, device=x.device)
-    names, constants = _names(weights.kind), _format(weights.kind, packed.layout == NIBBLES)
-    # Weights with zero points or minima may exceed the range of float16 without the scale of their output.
+    names, constants = _tensor_names(weights.kind), _format_constants(weights.kind, packed.layout == NIBBLES)
+    # The program multiplies weights before the scale of their output is applied. Weights with zero points or
+    # minima may then exceed the range of float16.
     minima = constants["MINIMA"]
     has_offsets = minima == "zeros" or (minima != "" and constants["HAS_ROW_SCALES"])
     is_wide = x.dtype == torch.float32 or (x.dtype == torch.float16 and has_offsets)
     launch(
         programs.multiply_codes, (*grid, splits), sums, x, *weights.arguments(*names, "bias"),
-        _table(weights), *sorted_rows(x, groups), count, 1 if groups is None else groups.count,
+        _number_table(weights), *sorted_rows(x, groups), count, 1 if groups is None else groups.count,
         packed.out_features,
-        packed.in_features, row_stride(x), *_sizes(packed), M=rows, N=_TILE_OUTPUTS, BYTES=_TILE_BYTES,
+        packed.in_features, row_stride(x), *_row_lengths(packed), M=rows, N=_TILE_OUTPUTS, BYTES=_TILE_BYTES,
         SPLITS=splits, GROUPS=groups is not None, HAS_BIAS=packed.bias is not None,
-        WIDE=is_wide, **constants,
+        TO_FLOAT32=is_wide, **constants,
     )  # fmt: skip
     if splits > 1:
         row_scales, _, bias, _ = weights.arguments("row_scales", "bias")
         launch(
-            programs.add_splits, (count, divide_up(packed.out_features, _ADDED)), out, sums, row_scales, bias,
-            count, packed.out_features, SPLITS=splits, WIDTH=_ADDED,
+            programs.add_splits, (count, divide_up(packed.out_features, _ADDED_OUTPUTS)), out, sums,
+            row_scales, bias, count, packed.out_features, SPLITS=splits, WIDTH=_ADDED_OUTPUTS,
             HAS_ROW_SCALES=constants["HAS_ROW_SCALES"], HAS_BIAS=packed.bias is not None, is_dependent=True,
         )  # fmt: skip
     return out
 
 
-def _splits(num_tiles: int, num_bytes: int, device: torch.device) -> int:
-    """Return the number of parts of the inputs, so that few tiles of outputs fill the device."""
-    wanted = 2 * num_processors(device) // max(num_tiles, 1)
-    possible = num_bytes // (_MIN_STEPS * _TILE_BYTES)
-    return max(1, min(power_of_two(wanted), power_of_two(possible), _MAX_SPLITS))
+def _count_splits(num_tiles: int, num_bytes: int, device: torch.device) -> int:
+    """Return the number of splits of the inputs.
+
+    If there are few tiles of outputs, splits fill the device.
+    """
+    target = 2 * num_processors(device) // max(num_tiles, 1)
+    max_splits = num_bytes // (_MIN_STEPS * _TILE_BYTES)
+    return max(1, min(power_of_two(target), power_of_two(max_splits), _MAX_SPLITS))
 
 
 def decode(weights: WeightTables, dtype: torch.dtype) -> Tensor:
@@ -119,8 +130,8 @@ def decode(weights: WeightTables, dtype: torch.dtype) -> Tensor:
     out = torch.empty((packed.out_features, packed.in_features), dtype=dtype, device=weight.device)
     launch(
         programs.decode_weight, (divide_up(packed.out_features, 64), divide_up(weight.shape[1], GROUP)), out,
-        *_tensors(weights), packed.out_features, packed.in_features, *_sizes(packed), N=64,
-        **_format(weights.kind, packed.layout == NIBBLES),
+        *_program_tensors(weights), packed.out_features, packed.in_features, *_row_lengths(packed), N=64,
+        **_format_constants(weights.kind, packed.layout == NIBBLES),
     )  # fmt: skip
     return out
 
@@ -133,49 +144,52 @@ def _multiply_row(x: Tensor, weights: WeightTables) -> Tensor:
     columns = min(power_of_two(weight.shape[1], 32), _ROW_COLUMNS)
     tile = max(_ROW_BYTES // columns, 1)
     launch(
-        multiply_row_of_codes, (divide_up(packed.out_features, tile),), out, x, *_tensors(weights),
-        weight if bias is None else bias, packed.out_features, packed.in_features, *_sizes(packed), N=tile,
-        BYTES=columns, HAS_BIAS=bias is not None, is_dependent=True,
-        **_format(weights.kind, packed.layout == NIBBLES),
+        multiply_quantized_row, (divide_up(packed.out_features, tile),), out, x, *_program_tensors(weights),
+        weight if bias is None else bias, packed.out_features, packed.in_features, *_row_lengths(packed),
+        N=tile, BYTES=columns, HAS_BIAS=bias is not None, is_dependent=True,
+        **_format_constants(weights.kind, packed.layout == NIBBLES),
     )  # fmt: skip
     return out
 
 
-def _tensors(weights: WeightTables) -> list[Tensor]:
-    """Return the tensors of a single weight in the order of the programs, with placeholders."""
-    named = weights.arguments(*_names(weights.kind))[::2]
-    return [named[0], _table(weights), *named[1:]]
+def _program_tensors(weights: WeightTables) -> list[Tensor]:
+    """Return the tensors of a single weight in the order of the program arguments.
+
+    Missing tensors are replaced by placeholders.
+    """
+    tensors = weights.arguments(*_tensor_names(weights.kind))[::2]
+    return [tensors[0], _number_table(weights), *tensors[1:]]
 
 
-def _names(encoding: LinearEncoding) -> tuple[str, ...]:
-    """Return the names of the tensors of a weight, in the order of the programs."""
+def _tensor_names(encoding: LinearEncoding) -> tuple[str, ...]:
+    """Return the names of the tensors of a weight, in the order of the program arguments."""
     is_integer = encoding.block_kind is None
     return ("weight", "scales", "factors", "zeros" if is_integer else "minima", "min_factors", "row_scales")
 
 
-def _table(weights: WeightTables) -> Tensor:
-    """Return the numbers of the codes if they are indices, or a placeholder."""
+def _number_table(weights: WeightTables) -> Tensor:
+    """Return the table of numbers if codes are indices of a table, else a placeholder."""
     kind, weight = weights.kind.block_kind, weights.first.tensors["weight"]
     if kind is None or kind.table is None:
         return weight
-    return _numbers_on(kind.table.numbers, weight.device)
+    return _numbers_on_device(kind.table.numbers, weight.device)
 
 
 @cache
-def _numbers_on(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+def _numbers_on_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float32, device=device)
 
 
-def _sizes(packed: PackedLinear) -> list[int]:
+def _row_lengths(packed: PackedLinear) -> list[int]:
     """Return the row lengths of the weight, its scales, factors, minima and factors of minima."""
     names = ("weight", "scales", "factors", "minima", "min_factors")
-    found = [packed.tensors.get(name) for name in names]
-    return [0 if tensor is None else tensor[0].numel() for tensor in found]
+    tensors = [packed.tensors.get(name) for name in names]
+    return [0 if tensor is None else tensor[0].numel() for tensor in tensors]
 
 
 @cache
-def _format(encoding: LinearEncoding, is_nibbles: bool) -> _Format:
-    """Return the constants that describe an encoding, in nibbles or in rows."""
+def _format_constants(encoding: LinearEncoding, is_nibbles: bool) -> _Format:
+    """Return the program constants for an encoding. ``is_nibbles`` is whether the layout is `NIBBLES`."""
     kind = encoding.block_kind
     if kind is None:
         return {
@@ -183,10 +197,10 @@ def _format(encoding: LinearEncoding, is_nibbles: bool) -> _Format:
             "NUMBERS": encoding.numbers or "integer",
             "OFFSET": signed_offset(encoding) if is_nibbles else 0,
             "SCALES": "float",
-            "SCALED": encoding.group_size or _ALL_INPUTS,
-            "PER_FACTOR": 0,
+            "INPUTS_PER_SCALE": encoding.group_size or _ALL_INPUTS,
+            "SCALES_PER_FACTOR": 0,
             "MINIMA": "zeros" if encoding.has_zero_points else "",
-            "PER_MIN_FACTOR": 0,
+            "MINIMA_PER_FACTOR": 0,
             "HAS_ROW_SCALES": encoding.has_zero_points,
         }
     return {
@@ -194,9 +208,9 @@ def _format(encoding: LinearEncoding, is_nibbles: bool) -> _Format:
         "NUMBERS": "table" if kind.table else "e2m1" if kind.are_floats else "integer",
         "OFFSET": kind.offset,
         "SCALES": kind.scale_type if kind.scale_type in ("e8m0", "e4m3") else "float",
-        "SCALED": kind.scaled_inputs,
-        "PER_FACTOR": SUPERBLOCK // kind.scaled_inputs if kind.has_superblocks else 0,
+        "INPUTS_PER_SCALE": kind.scaled_inputs,
+        "SCALES_PER_FACTOR": SUPERBLOCK // kind.scaled_inputs if kind.has_superblocks else 0,
         "MINIMA": "minima" if kind.min_type else "",
-        "PER_MIN_FACTOR": SUPERBLOCK // GROUP if kind.min_type and kind.has_superblocks else 0,
+        "MINIMA_PER_FACTOR": SUPERBLOCK // GROUP if kind.min_type and kind.has_superblocks else 0,
         "HAS_ROW_SCALES": kind.has_row_scales,
     }

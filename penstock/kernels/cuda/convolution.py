@@ -15,7 +15,7 @@ from penstock.kernels.reference.convolution import ReferenceConvolution
 
 
 class CudaConvolution(ReferenceConvolution):
-    """Convolutions as one product per group over windows of rows."""
+    """Convolutions that are computed as one matrix product per group over windows of rows."""
 
     def _grouped_conv1d(self, x: Tensor, packed: PackedConv1d) -> Tensor:
         assert packed.weight is not None
@@ -23,7 +23,7 @@ class CudaConvolution(ReferenceConvolution):
         # [out, in / groups, k] -> [groups, k, in / groups, out / groups]
         weight = packed.weight.float().view(groups, -1, *packed.weight.shape[1:]).permute(0, 3, 2, 1)
         padded = F.pad(x, (0, 0, packed.padding, packed.padding))
-        y = _convolved(padded, weight, packed.stride, packed.dilation)
+        y = _convolve(padded, weight, packed.stride, packed.dilation)
         return y if packed.bias is None else y + packed.bias.float()
 
     def _grouped_conv_transpose1d(self, x: Tensor, packed: PackedConvTranspose1d) -> Tensor:
@@ -32,15 +32,15 @@ class CudaConvolution(ReferenceConvolution):
         stride, groups = packed.stride, packed.groups
         # [in, out / groups, k] -> [groups, k, in / groups, out / groups]
         weight = packed.weight.float().flip(2).view(groups, -1, *packed.weight.shape[1:]).permute(0, 3, 1, 2)
-        spread = x.new_zeros((len(x) - 1) * stride + 1, x.shape[1])
-        spread[::stride] = x
-        edge = packed.dilation * (packed.kernel_size - 1) - packed.padding  # negative: rows are dropped
-        padded = F.pad(spread, (0, 0, edge, edge + packed.output_padding))
-        y = _convolved(padded, weight, 1, packed.dilation)
+        upsampled = x.new_zeros((len(x) - 1) * stride + 1, x.shape[1])
+        upsampled[::stride] = x
+        edge = packed.dilation * (packed.kernel_size - 1) - packed.padding  # if negative, rows are dropped
+        padded = F.pad(upsampled, (0, 0, edge, edge + packed.output_padding))
+        y = _convolve(padded, weight, 1, packed.dilation)
         return y if packed.bias is None else y + packed.bias.float()
 
 
-def _convolved(x: Tensor, weight: Tensor, stride: int, dilation: int) -> Tensor:
+def _convolve(x: Tensor, weight: Tensor, stride: int, dilation: int) -> Tensor:
     """Return the convolution ``[rows, out]`` of ``x [T, in]`` without padding.
 
     ``weight`` is ``[groups, k, in / groups, out / groups]``.

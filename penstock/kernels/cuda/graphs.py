@@ -21,7 +21,7 @@ from penstock.kernels.ops import Ops
 
 _logger = logging.getLogger(__name__)
 
-_SHARE = 0.05
+_MEMORY_FRACTION = 0.05
 """Fraction of the device's memory that graphs may take."""
 
 
@@ -29,10 +29,10 @@ class CudaGraph(Graph):
     """A captured step.
 
     Args:
-        ops: the operations, which sample between steps.
+        ops: the operations that sample between steps.
         graph: the graph of torch.
-        inputs: name -> the tensor that it reads.
-        results: the tensors that it writes; the first one is the logits ``[R, V]``.
+        inputs: the tensors that the graph reads, by name.
+        results: the tensors that the graph writes. The first one has the logits ``[R, V]``.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class CudaGraph(Graph):
 
     @property
     def memory(self) -> Sequence[Tensor]:
-        """Its inputs. The memory pool of all graphs holds the results and the activations."""
+        """The inputs of the graph. The memory pool of all graphs holds its results and activations."""
         return tuple(self._inputs.values())
 
     def replay(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -61,15 +61,16 @@ class CudaGraph(Graph):
     def replay_steps(
         self,
         inputs: Sequence[Tensor],
-        varied: Mapping[str, Tensor],
+        step_values: Mapping[str, Tensor],
         sampling: SamplingInputs,
         uniforms: Tensor,
-        ends: Tensor,
+        stop_tokens: Tensor,
         ranks: Collectives | None = None,
     ) -> Tensor | None:
         """Launch all steps without waiting; `Graph.replay_steps` describes the arguments.
 
-        Rows that have ended continue, because the host does not see the tokens between the steps.
+        All steps run, because the host does not see the tokens between the steps. ``stop_tokens`` has no
+        effect.
         """
         if ranks is not None:
             return None
@@ -78,40 +79,43 @@ class CudaGraph(Graph):
         uniforms = upload(uniforms, device)
         tokens = torch.empty(uniforms.shape, dtype=torch.int64, device=device)
         for step in range(len(uniforms)):
-            if step:  # a row without finite logits continues with any token: its result is not used
+            if step:  # a row with non-finite logits (-1) continues with token 0; its later tokens are unused
                 torch.clamp(tokens[step - 1], min=0, out=self._inputs["tokens"])
-                _copy((self._inputs[name] for name in varied), [values[step] for values in varied.values()])
+                step_inputs = (self._inputs[name] for name in step_values)
+                _copy(step_inputs, [values[step] for values in step_values.values()])
             self._graph.replay()
-            draws = replace(sampling, uniforms=uniforms[step])
-            tokens[step] = self._ops.sample(self._results[0], draws)
+            step_sampling = replace(sampling, uniforms=uniforms[step])
+            tokens[step] = self._ops.sample(self._results[0], step_sampling)
         return tokens
 
 
 def _copy(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
-    """Copy tensors; tables may have fewer columns than their targets. One launch copies all of a type."""
-    together: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    """Copy each source to its target. A source may have fewer columns than its target.
+
+    One launch copies all tensors of an element type.
+    """
+    pairs_by_type: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         if source.dim() == 2:
             target[:, : source.shape[1]].copy_(source, non_blocking=True)
         else:
-            pair = together.setdefault(target.dtype, ([], []))
+            pair = pairs_by_type.setdefault(target.dtype, ([], []))
             pair[0].append(target)
             pair[1].append(source)
-    for own, given in together.values():
-        torch._foreach_copy_(own, given, non_blocking=True)
+    for targets_of_type, sources_of_type in pairs_by_type.values():
+        torch._foreach_copy_(targets_of_type, sources_of_type, non_blocking=True)
 
 
 class CudaGraphCompiler(GraphCompiler):
-    """Captures steps in CUDA graphs that share one memory pool, because one step runs at a time.
+    """Captures steps in CUDA graphs that share one memory pool, because only one step runs at a time.
 
-    A step runs once before it is captured, so that programs are compiled and libraries allocate their
-    buffers. This happens in one side stream, because torch keeps the memory of each stream apart.
+    A step runs once before it is captured, so that Triton programs are compiled and libraries allocate their
+    buffers. Both runs use the same side stream, because torch has a separate memory pool for each stream.
 
     Args:
         ops: the operations.
-        cuda: the functions of `torch.cuda`.
-        max_bytes: memory that all graphs may take, inputs included; by default a fraction of the device's
-            memory.
+        cuda: the module `torch.cuda`, or a replacement for tests.
+        max_bytes: maximum memory of all graphs, inputs included. By default, 5 % of the device's memory.
     """
 
     max_rows = 512
@@ -128,10 +132,10 @@ class CudaGraphCompiler(GraphCompiler):
         self._reported: set[str] = set()
 
     def capture(self, step: Step, inputs: Mapping[str, Tensor]) -> tuple[CudaGraph, tuple[Tensor, ...]]:
-        cuda, limit = self._cuda, self._limit()
+        cuda, limit = self._cuda, self._max_memory()
         used = self._pool_bytes + self._input_bytes
         if used >= limit:
-            raise self._refusal(f"CUDA graphs take {used >> 20} of {limit >> 20} MiB")
+            raise self._make_error(f"CUDA graphs take {used >> 20} of {limit >> 20} MiB")
         if self._stream is None:
             self._stream = cuda.Stream()
         stream = self._stream
@@ -144,28 +148,28 @@ class CudaGraphCompiler(GraphCompiler):
         before, graph = cuda.memory_reserved(), cuda.CUDAGraph()
         try:
             with cuda.graph(graph, pool=self._pool, stream=stream):
-                captured = tuple(step(self.ops, inputs))
+                graph_results = tuple(step(self.ops, inputs))
         except RuntimeError as error:
-            raise self._refusal(f"CUDA cannot capture this step: {error}") from error
+            raise self._make_error(f"CUDA cannot capture this step: {error}") from error
         self._pool_bytes += max(cuda.memory_reserved() - before, 0)
-        found = CudaGraph(self.ops, graph, inputs, captured)
-        size = sum(tensor.nbytes for tensor in found.memory)
+        cuda_graph = CudaGraph(self.ops, graph, inputs, graph_results)
+        size = sum(tensor.nbytes for tensor in cuda_graph.memory)
         self._input_bytes += size
-        finalize(found, self._free_inputs, size)
-        return found, results
+        finalize(cuda_graph, self._free_inputs, size)
+        return cuda_graph, results
 
     def _free_inputs(self, size: int) -> None:
-        """Subtract the inputs of a graph that was dropped. The pool keeps its memory for other graphs."""
+        """Subtract the inputs of a dropped graph. Its other memory stays in the pool for other graphs."""
         self._input_bytes -= size
 
-    def _limit(self) -> int:
-        """Return the memory that graphs may take."""
+    def _max_memory(self) -> int:
+        """Return the maximum memory of all graphs in bytes."""
         if self._max_bytes is None:
-            self._max_bytes = int(_SHARE * self._cuda.mem_get_info()[1])
+            self._max_bytes = int(_MEMORY_FRACTION * self._cuda.mem_get_info()[1])
         return self._max_bytes
 
-    def _refusal(self, reason: str) -> UnrecordableStepError:
-        """Return the error that makes a step run eagerly; log each reason once."""
+    def _make_error(self, reason: str) -> UnrecordableStepError:
+        """Return the error that makes the caller run a step eagerly. Log each reason once."""
         line = reason.splitlines()[0]
         if line not in self._reported:
             self._reported.add(line)
@@ -173,7 +177,7 @@ class CudaGraphCompiler(GraphCompiler):
         return UnrecordableStepError(line)
 
 
-def graphs_of(ops: Ops) -> CudaGraphCompiler | None:
+def make_graph_compiler(ops: Ops) -> CudaGraphCompiler | None:
     """Return the compiler of these operations; None if they do not run on a GPU."""
     is_usable = isinstance(ops, CudaOps) and torch.cuda.is_available()
     return CudaGraphCompiler(ops) if is_usable else None

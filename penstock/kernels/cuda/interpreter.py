@@ -1,8 +1,8 @@
-"""Corrections of Triton's interpreter, in which programs run on CPU tensors with ``TRITON_INTERPRET=1``.
+"""Corrections of Triton's interpreter, which runs programs on CPU tensors with ``TRITON_INTERPRET=1``.
 
-The interpreter stores bfloat16 numbers as integers with the same bits. Two of its operations therefore differ
-from a GPU: a conversion to bfloat16 truncates or reinterprets the bits, and a matrix product multiplies the
-integers.
+The interpreter stores bfloat16 numbers as integers with the same bits. Two of its operations therefore give
+other results than a GPU: a conversion to bfloat16 truncates or reinterprets the bits, and a matrix product
+multiplies the integers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Handle(Protocol):
 
 @cache
 def correct_bfloat16() -> None:
-    """Replace the two operations in this process."""
+    """Replace the two operations of the interpreter in this process by correct ones."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -42,10 +42,10 @@ def correct_bfloat16() -> None:
         if tl.bfloat16 not in (source, target) or source == target:
             return cast(self, src, dst_type)
         if source == tl.bfloat16:
-            wide = interpreter.TensorHandle(_widened(src.data), tl.float32)
+            wide = interpreter.TensorHandle(_widen_bits(src.data), tl.float32)
             return wide if target == tl.float32 else cast(self, wide, dst_type)
         wide = src if source == tl.float32 else cast(self, src, tl.float32)
-        return interpreter.TensorHandle(_rounded(wide.data), target)
+        return interpreter.TensorHandle(_round_to_bits(wide.data), target)
 
     def create_dot(self: object, a: _Handle, b: _Handle, *others: object) -> object:
         wide = [
@@ -57,8 +57,8 @@ def correct_bfloat16() -> None:
     builder.cast_impl, builder.create_dot = cast_impl, create_dot
 
 
-def ignored_overflow() -> ExitStack:
-    """Return a context in which numpy does not warn of overflow and NaN: a GPU does not either."""
+def ignore_overflow() -> ExitStack:
+    """Return a context in which numpy does not warn of overflow and NaN, because a GPU does not either."""
     stack = ExitStack()
     stack.enter_context(warnings.catch_warnings())
     warnings.simplefilter("ignore", RuntimeWarning)
@@ -66,12 +66,12 @@ def ignored_overflow() -> ExitStack:
     return stack
 
 
-def _widened(bits: np.ndarray) -> np.ndarray:
+def _widen_bits(bits: np.ndarray) -> np.ndarray:
     wide: np.ndarray = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return wide
 
 
-def _rounded(x: np.ndarray) -> np.ndarray:
+def _round_to_bits(x: np.ndarray) -> np.ndarray:
     """Return the bits of the nearest bfloat16, rounding half to even; a NaN stays a NaN."""
     bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)

@@ -9,10 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.kernels.cuda.interpreter import ignored_overflow
+from penstock.kernels.cuda.interpreter import ignore_overflow
 
 _INTERPRETED_PROCESSORS = 132
-"""Number of multiprocessors to assume in the interpreter: that of an H100."""
+"""Number of multiprocessors that the interpreter assumes: the number of an H100."""
 
 
 class Program(Protocol):
@@ -33,16 +33,16 @@ def launch(
 ) -> None:
     """Run a program on the device of its first argument, which is a tensor.
 
-    Programs are compiled without fused multiply-add, so that they round like the reference. Matrix products
-    do not depend on it.
+    Programs are compiled without fusing a multiplication and an addition, so that they round like the
+    reference kernels. This does not affect matrix products.
 
     Args:
         program: the program.
         grid: the grid dimensions; nothing runs if one is 0.
         first: its first argument.
         *arguments: its other arguments.
-        is_dependent: whether the program has the constant ``PDL`` and may be launched while the kernel before
-            it still runs (programmatic dependent launch, compute capability 9.0). It must then call
+        is_dependent: whether the program supports programmatic dependent launch (compute capability 9.0): it
+            has the constant ``PDL`` and may start while the previous kernel still runs. It must call
             `programs.dependent_launch.wait_for_previous` before it reads results of other kernels and before
             it writes.
         **options: its constant arguments, ``num_warps`` and ``num_stages``.
@@ -58,7 +58,7 @@ def launch(
     if device.type == "cuda" and device.index == torch.cuda.current_device():
         program[grid](first, *arguments, **options)
         return
-    with torch.cuda.device(device) if device.type == "cuda" else ignored_overflow():
+    with torch.cuda.device(device) if device.type == "cuda" else ignore_overflow():
         program[grid](first, *arguments, **options)
 
 
@@ -96,6 +96,6 @@ def row_stride(x: Tensor) -> int:
     return int(x.stride(0))
 
 
-def pointers_of(tensors: Sequence[Tensor]) -> Tensor:  # [n] int64
+def tensor_addresses(tensors: Sequence[Tensor]) -> Tensor:  # [n] int64
     """Return the addresses of tensors, on their device."""
     return torch.tensor([tensor.data_ptr() for tensor in tensors], device=tensors[0].device)

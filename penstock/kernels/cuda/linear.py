@@ -16,7 +16,7 @@ from penstock.kernels.cuda.rows import CudaRows
 from penstock.kernels.cuda.weight_tables import Groups, WeightTables
 from penstock.kernels.encodings import encoding_named
 from penstock.kernels.inputs import LoRAInputs
-from penstock.kernels.linear import LinearSlice, PackedLinear, layer_of, pack_linear, pack_quantized
+from penstock.kernels.linear import LinearSlice, PackedLinear, make_packed_linear, pack_linear, pack_quantized
 from penstock.kernels.nibbles import NIBBLES, fits_nibbles, to_nibbles
 
 
@@ -77,15 +77,17 @@ class CudaLinear(CudaRows):
 
     def _add_lora(self, y: Tensor, x: Tensor, packed: PackedLinear, lora: LoRAInputs) -> Tensor:
         """Add the product of each row's adapter. The rows are sorted by adapter on the device."""
-        own = [part for part in packed.slices if part.name in lora.matrices]
-        if not own:
+        adapted_slices = [part for part in packed.slices if part.name in lora.matrices]
+        if not adapted_slices:
             return y
         fits = x.dtype in FLOATS and has_rows(x, y)
-        if not fits or any(matrix.dtype not in FLOATS for part in own for matrix in lora.matrices[part.name]):
+        if not fits or any(
+            matrix.dtype not in FLOATS for part in adapted_slices for matrix in lora.matrices[part.name]
+        ):
             return super()._add_lora(y, x, packed, lora)
-        count = lora.matrices[own[0].name][0].shape[0]
+        count = lora.matrices[adapted_slices[0].name][0].shape[0]
         groups = Groups.of(lora.rows, count)
-        for part in own:
+        for part in adapted_slices:
             down, up = lora.matrices[part.name]  # [n, R, in], [n, out, R]
             ranks = lora.ranks.get(part.name)
             ranks = ranks if ranks is None else ranks.to(x.device, non_blocking=True)
@@ -102,7 +104,9 @@ def packed_for_gpu(packed: PackedLinear) -> PackedLinear:
         return packed
     shape = (packed.out_features, packed.in_features)
     tensors = to_nibbles(packed.tensors, kind)
-    return layer_of(tensors, shape, packed.encoding, packed.bias, packed.slices, NIBBLES, packed.order)
+    return make_packed_linear(
+        tensors, shape, packed.encoding, packed.bias, packed.slices, NIBBLES, packed.order
+    )
 
 
 def _multiply_adapters(
@@ -127,5 +131,5 @@ def _multiply_adapters(
         groups.starts, groups.starts if ranks is None else ranks, len(x), groups.count, outputs, inputs,
         row_stride(x), row_stride(out), *matrices.stride()[1:], matrices.stride(0), M=tile, N=columns,
         INPUTS=max(16, min(power_of_two(inputs), 64)), GROUPS=True, POINTERS=False, GATHERS=gathers,
-        SCATTERS=not gathers, ADDS=not gathers, LIMITS=limits, HAS_BIAS=False, WIDE=True,
+        SCATTERS=not gathers, ADDS=not gathers, LIMITS=limits, HAS_BIAS=False, TO_FLOAT32=True,
     )  # fmt: skip

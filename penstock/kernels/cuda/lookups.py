@@ -1,7 +1,7 @@
-"""Rows that are named by indices. An index outside the tensor changes no other row and stops no program.
+"""Lookups and writes of rows by index. An index outside the tensor affects only its own row.
 
-torch's lookups assert on the device that an index is inside. A failed assertion ends the CUDA context of the
-process, and with it all requests.
+torch's lookups assert on the device that each index is inside the tensor. A failed assertion ends the CUDA
+context of the process, and with it all requests.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class CudaLookups(CudaAttention):
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         if x.dtype not in (*FLOATS, *_INTEGERS):
             return super().take_rows(x, rows)
-        flat = _matrix(x)
+        flat = _as_matrix(x)
         width = flat.shape[1]
         out = torch.empty((len(rows), *x.shape[1:]), dtype=x.dtype, device=x.device)
         launch(
-            programs.take_rows, (len(rows), divide_up(width, _COLUMNS)), out, flat, _on_device_of(x, rows),
-            len(x), row_stride(flat), width, WIDTH=_tile(width), IS_FLOAT=x.dtype in FLOATS,
+            programs.take_rows, (len(rows), divide_up(width, _COLUMNS)), out, flat, _move_indices(x, rows),
+            len(x), row_stride(flat), width, WIDTH=_tile_columns(width), IS_FLOAT=x.dtype in FLOATS,
         )  # fmt: skip
         return out
 
@@ -40,11 +40,11 @@ class CudaLookups(CudaAttention):
         if any(one.dtype not in (*FLOATS, *_INTEGERS) for one in (x, values)):
             return super().put_rows(x, rows, values)
         out = x.clone(memory_format=torch.contiguous_format)
-        flat = _matrix(values)
+        flat = _as_matrix(values)
         width = flat.shape[1]
         launch(
-            programs.put_rows, (len(rows), divide_up(width, _COLUMNS)), out, flat, _on_device_of(x, rows),
-            len(x), row_stride(flat), width, WIDTH=_tile(width),
+            programs.put_rows, (len(rows), divide_up(width, _COLUMNS)), out, flat, _move_indices(x, rows),
+            len(x), row_stride(flat), width, WIDTH=_tile_columns(width),
         )  # fmt: skip
         return out
 
@@ -55,21 +55,21 @@ class CudaLookups(CudaAttention):
         outs = torch.empty((2, len(positions), width), dtype=cos.dtype, device=cos.device)
         launch(
             programs.take_row_pairs, (len(positions), divide_up(width, _COLUMNS), 2), outs, cos, sin,
-            _on_device_of(cos, positions), len(cos), row_stride(cos), row_stride(sin), len(positions), width,
-            WIDTH=_tile(width),
+            _move_indices(cos, positions), len(cos), row_stride(cos), row_stride(sin), len(positions), width,
+            WIDTH=_tile_columns(width),
         )  # fmt: skip
         return outs[0], outs[1]
 
 
-def _matrix(x: Tensor) -> Tensor:
+def _as_matrix(x: Tensor) -> Tensor:
     """Return ``[T, F]`` with contiguous rows; a view if possible."""
     flat = x.flatten(1) if x.dim() > 1 else x[:, None]
     return flat if has_rows(flat) else flat.contiguous()
 
 
-def _on_device_of(x: Tensor, indices: Tensor) -> Tensor:
+def _move_indices(x: Tensor, indices: Tensor) -> Tensor:
     return indices.to(x.device).contiguous()
 
 
-def _tile(width: int) -> int:
+def _tile_columns(width: int) -> int:
     return min(_COLUMNS, power_of_two(width))

@@ -44,7 +44,7 @@ class CudaMemory(DeviceMemory):
         return int(cuda.max_memory_reserved(device)) - int(before)
 
 
-def memory_of(ops: Ops, device: torch.device) -> CudaMemory | None:
+def make_device_memory(ops: Ops, device: torch.device) -> CudaMemory | None:
     """Return the memory of the device of these operations; None if it is not a GPU."""
     is_gpu = isinstance(ops, CudaOps) and device.type == "cuda"
     return CudaMemory(device) if is_gpu else None

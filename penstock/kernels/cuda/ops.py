@@ -22,7 +22,7 @@ from penstock.kernels.inputs import LoRAInputs
 from penstock.kernels.linear import PackedLinear
 from penstock.kernels.ops import Gating
 
-_COLUMNS = 1024
+_MAX_COLUMNS = 1024
 
 
 class CudaOps(CudaConvolution, CudaLinear):
@@ -51,7 +51,7 @@ class CudaOps(CudaConvolution, CudaLinear):
     ) -> Tensor:
         if lora is not None and lora.for_slices(packed.slice_names()) is None:
             lora = None
-        weights = self._weights_of(packed)
+        weights = self._get_weights(packed)
         fits = x.dtype in FLOATS and has_rows(x) and len(x) > 0 and not packed.is_part
         if weights is None or lora is not None or not fits:
             return super().experts(x, packed, topk_weights, topk_ids, gating, lora=lora)
@@ -65,36 +65,38 @@ class CudaOps(CudaConvolution, CudaLinear):
         else:
             y = self.gated_activation(y, gating)
         y = self._multiply_grouped(y, weights[1], Groups(positions, pairs.starts, pairs.count))
-        rows_of_pairs = torch.empty_like(pairs.rows)
-        rows_of_pairs[pairs.rows] = positions
-        rows_of_pairs, order = rows_of_pairs.view(num_rows, top).sort(-1)  # by id of the expert
+        pair_positions = torch.empty_like(pairs.rows)
+        pair_positions[pairs.rows] = positions
+        pair_positions, order = pair_positions.view(num_rows, top).sort(-1)  # by id of the expert
         row_weights = topk_weights.gather(1, order)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        columns = min(_COLUMNS, power_of_two(x.shape[1]))
+        columns = min(_MAX_COLUMNS, power_of_two(x.shape[1]))
         grid = (num_rows, divide_up(x.shape[1], columns))
-        launch(combine_experts, grid, out, y, row_weights, rows_of_pairs, x.shape[1], TOP=top, WIDTH=columns)
+        launch(combine_experts, grid, out, y, row_weights, pair_positions, x.shape[1], TOP=top, WIDTH=columns)
         return out
 
     def _add_pairs(self, total: Tensor, rows: Tensor, values: Tensor, counts: Sequence[int]) -> None:
-        # `index_add_` of a GPU adds the values of one row in any order: each call has a row once.
-        for some, own in zip(rows.split_with_sizes(counts), values.split_with_sizes(counts), strict=True):
-            total.index_add_(0, some, own)
+        # On a GPU, `index_add_` adds the values of a row in any order. Therefore each call adds the values of
+        # one expert, whose rows are distinct.
+        row_parts, value_parts = rows.split_with_sizes(counts), values.split_with_sizes(counts)
+        for expert_rows, expert_values in zip(row_parts, value_parts, strict=True):
+            total.index_add_(0, expert_rows, expert_values)
 
     def _multiply_grouped(self, x: Tensor, weights: WeightTables, groups: Groups) -> Tensor:
         if weights.kind.is_float:
             return multiply_floats(x, weights, groups, is_deterministic=self.is_deterministic)
         return multiply_encoded(x, weights, groups, is_deterministic=self.is_deterministic)
 
-    def _weights_of(self, packed: PackedExperts) -> tuple[WeightTables, WeightTables] | None:
-        """Return the weights of gates and ups, and of downs; None if no program supports them."""
+    def _get_weights(self, packed: PackedExperts) -> tuple[WeightTables, WeightTables] | None:
+        """Return the weights of the gate_up and down layers; None if no program supports them."""
         if packed not in self._experts:
-            gate_up, down = (_grouped(linears) for linears in (packed.gate_up, packed.down))
+            gate_up, down = (_make_grouped_weights(linears) for linears in (packed.gate_up, packed.down))
             if gate_up is None or down is None:
                 return None
             self._experts[packed] = gate_up, down
         return self._experts[packed]
 
 
-def _grouped(linears: tuple[PackedLinear, ...]) -> WeightTables | None:
+def _make_grouped_weights(linears: tuple[PackedLinear, ...]) -> WeightTables | None:
     """Return the weights with a table of addresses, even for a single expert."""
     return WeightTables.of(linears if len(linears) > 1 else linears * 2)

@@ -1,4 +1,4 @@
-"""Products of rows with one packed weight, or of groups of rows with one weight each."""
+"""Products of rows with one packed weight, or of several groups of rows with one weight per group."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def multiply_floats(
     """Return the product of rows with weights of floats.
 
     Args:
-        x: ``[T, in]``; row ``groups.rows[p]`` of it is multiplied if ``groups`` is given.
-        weights: one weight without ``groups``, one per group otherwise.
-        groups: the sorted rows.
+        x: ``[T, in]``.
+        weights: one weight, or one weight per group.
+        groups: the rows of ``x`` to multiply by each weight. None: all rows are multiplied by one weight.
         is_deterministic: whether the sizes of tiles must be independent of the number of rows.
 
     Returns:
-        ``[T, out]``, or ``[P, out]`` in the sorted order.
+        ``[T, out]``, or ``[P, out]`` in the order of ``groups.rows``.
     """
     packed = weights.first
     count = len(x) if groups is None else len(groups.rows)
@@ -52,7 +52,7 @@ def multiply_floats(
         1 if groups is None else groups.count, packed.out_features, packed.in_features, row_stride(x),
         row_stride(out), *weight.stride(), 0, M=rows, N=64, INPUTS=_INPUTS,
         GROUPS=groups is not None, POINTERS=groups is not None, GATHERS=groups is not None, SCATTERS=False,
-        ADDS=False, LIMITS="", HAS_BIAS=packed.bias is not None, WIDE=is_wide,
+        ADDS=False, LIMITS="", HAS_BIAS=packed.bias is not None, TO_FLOAT32=is_wide,
     )  # fmt: skip
     return out
 
@@ -104,7 +104,7 @@ def multiply_integers(x: Tensor, weights: WeightTables, groups: Groups | None) -
         columns = min(power_of_two(in_features, 32), _ROW_INPUTS)
         tile = max(_ROW_WEIGHTS // columns, 1)
         launch(
-            programs.multiply_row_of_integers, (divide_up(packed.out_features, tile),), out, integers, scales,
+            programs.multiply_integer_row, (divide_up(packed.out_features, tile),), out, integers, scales,
             wide, *weights.arguments("weight", "scales", "bias")[::2], packed.out_features, in_features,
             N=tile, INPUTS=columns, HAS_BIAS=packed.bias is not None, is_dependent=True,
         )  # fmt: skip

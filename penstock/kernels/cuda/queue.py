@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.cuda.ops import CudaOps
-from penstock.kernels.device_queue import DeviceQueue, Fetched, Submitted
+from penstock.kernels.device_queue import DeviceQueue, HostCopy, SubmittedWork
 from penstock.kernels.ops import Ops
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchedWork(Submitted[T], Generic[T]):
-    """Work whose operations are in the stream."""
+class LaunchedWork(SubmittedWork[T], Generic[T]):
+    """Work whose operations have been launched in the current stream."""
 
     result: T
 
@@ -29,7 +29,7 @@ class LaunchedWork(Submitted[T], Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class PinnedCopy(Fetched):
+class PinnedCopy(HostCopy):
     """A copy to pinned memory, complete when its event has occurred."""
 
     host: Tensor
@@ -43,8 +43,8 @@ class PinnedCopy(Fetched):
 class CudaQueue(DeviceQueue):
     """Launches work in the current stream.
 
-    A copy to the host waits for the work that was launched before it, in a side stream. Work that is launched
-    later runs concurrently.
+    Copies to the host run in a side stream. A copy waits for the work that was launched before it, and runs
+    concurrently with later work.
 
     Args:
         cuda: the functions of `torch.cuda`.
@@ -57,7 +57,7 @@ class CudaQueue(DeviceQueue):
     def submit(self, work: Callable[[], T]) -> LaunchedWork[T]:
         return LaunchedWork(work())
 
-    def fetch(self, result: Submitted[Tensor]) -> PinnedCopy:
+    def fetch(self, result: SubmittedWork[Tensor]) -> PinnedCopy:
         cuda, tensor = self._cuda, result.value
         if self._side is None:
             self._side = cuda.Stream(tensor.device)
@@ -72,6 +72,6 @@ class CudaQueue(DeviceQueue):
         return PinnedCopy(host, done)
 
 
-def queue_of(ops: Ops) -> CudaQueue | None:
+def make_queue(ops: Ops) -> CudaQueue | None:
     """Return the queue of these operations; None if they do not run on a GPU."""
     return CudaQueue() if isinstance(ops, CudaOps) and torch.cuda.is_available() else None

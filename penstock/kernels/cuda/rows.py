@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.kernels.activations import Activation
 from penstock.kernels.codes import LARGEST_FP8
-from penstock.kernels.cuda.attention import FLOATS, bytes_of
+from penstock.kernels.cuda.attention import FLOATS, cache_for_programs
 from penstock.kernels.cuda.launch import Program, divide_up, has_rows, launch, power_of_two, row_stride
 from penstock.kernels.cuda.lookups import CudaLookups
 from penstock.kernels.cuda.programs import rows as programs
@@ -28,13 +28,13 @@ _COLUMNS = 1024
 _LOGITS = 1024
 """Number of logits per chunk of the sampler."""
 _CHUNKS = 256
-"""Largest number of chunks; chunks of larger vocabularies have more logits."""
-_PARTS = 1024
-"""Number of programs that list candidates, at least. It does not change what a chunk writes."""
-_FEW, _MANY = 1024, 4096
-"""Numbers of tokens that may be kept, up to which the sampler holds them in registers."""
+"""Maximum number of chunks. Chunks of larger vocabularies have more logits."""
+_MIN_SELECT_PROGRAMS = 1024
+"""Minimum number of programs that list candidates. The number does not change the results."""
+_SMALL_LIST, _LARGE_LIST = 1024, 4096
+"""Maximum numbers of listed tokens for the two versions of the sampler that keep the list in registers."""
 _ZERO_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
-"""Number of low bits that are 0 in a float32 converted from the type."""
+"""Element type -> number of low bits that are 0 in a float32 number converted from this type."""
 
 
 class CudaRows(CudaLookups):
@@ -104,7 +104,7 @@ class CudaRows(CudaLookups):
         fits = k.dtype in FLOATS and v.dtype in FLOATS and has_rows(k, v, cache) and kv.slots.is_contiguous()
         if not fits or (cache.dtype not in FLOATS and scales is None):
             return super().store_kv(k, v, kv)
-        cache, is_e4m3 = bytes_of(cache)
+        cache, is_e4m3 = cache_for_programs(cache)
         largest = 0.0 if scales is None else LARGEST_FP8 if is_e4m3 else 127.0
         scale_strides = (0, 0, 0, 0) if scales is None else scales.stride()
         launch(
@@ -138,26 +138,31 @@ class CudaRows(CudaLookups):
         chunks = divide_up(vocabulary, chunk)
         fields = torch.empty((rows, NUM_FIELDS.value, chunks), dtype=torch.float32, device=logits.device)
         masses = torch.empty((rows, chunks), dtype=torch.float64, device=logits.device)
-        listed = (rows, chunks, chunk) if sampling.is_limited else (1,)  # only rows with a limit are listed
-        offsets = torch.empty(listed, dtype=torch.int16, device=logits.device)
+        # Tokens are listed only for rows with a top_k or a top_p.
+        offsets_shape = (rows, chunks, chunk) if sampling.is_limited else (1,)
+        offsets = torch.empty(offsets_shape, dtype=torch.int16, device=logits.device)
         mask = tokens if bitmask is None else bitmask.contiguous()
         temperature, top_k, top_p = (
             rule.contiguous() for rule in (sampling.temperature, sampling.top_k, sampling.top_p)
         )
         min_p, uniforms = sampling.min_p.contiguous(), sampling.uniforms.contiguous()
         sizes = vocabulary, chunks, row_stride(logits), 0 if bitmask is None else mask.stride(0)
-        given = logits, mask, temperature, top_k, top_p
-        constants: dict[str, Any] = {"CHUNK": chunk, "HAS_MASK": bitmask is not None}
-        spread = constants | {"CHUNKS": power_of_two(chunks, 16)}
-        launch(sampling_programs.summarize, (rows, chunks), fields, *given, *sizes, **constants, num_warps=4)
-        parts = min(chunks, divide_up(_PARTS, max(rows, 1)))
+        inputs = logits, mask, temperature, top_k, top_p
+        chunk_constants: dict[str, Any] = {"CHUNK": chunk, "HAS_MASK": bitmask is not None}
+        row_constants = chunk_constants | {"CHUNKS": power_of_two(chunks, 16)}
         launch(
-            sampling_programs.select, (rows, parts), fields, masses, offsets, *given, min_p, *sizes, **spread,
+            sampling_programs.summarize, (rows, chunks), fields, *inputs, *sizes, **chunk_constants,
             num_warps=4,
         )  # fmt: skip
+        parts = min(chunks, divide_up(_MIN_SELECT_PROGRAMS, max(rows, 1)))
         launch(
-            sampling_programs.draw, (rows,), tokens, fields, masses, offsets, *given, min_p, uniforms, *sizes,
-            **spread, FEW=_FEW, MANY=_MANY, SHIFT=_ZERO_BITS[logits.dtype], num_warps=16,
+            sampling_programs.select, (rows, parts), fields, masses, offsets, *inputs, min_p, *sizes,
+            **row_constants, num_warps=4,
+        )  # fmt: skip
+        launch(
+            sampling_programs.draw, (rows,), tokens, fields, masses, offsets, *inputs, min_p, uniforms,
+            *sizes, **row_constants, SMALL_LIST=_SMALL_LIST, LARGE_LIST=_LARGE_LIST,
+            SHIFT=_ZERO_BITS[logits.dtype], num_warps=16,
         )  # fmt: skip
         return tokens
 
@@ -173,7 +178,10 @@ def _can_norm(x: Tensor, *weights: Tensor) -> bool:
 def _norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the norm of ``x``, plus ``residual`` if given, and the sum; RMS norm without a bias."""
+    """Return the norm of ``x + residual``, and this sum. Without ``residual`` both apply to ``x`` alone.
+
+    The norm is a layer norm if ``bias`` is given, else an RMS norm.
+    """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = out if residual is None else torch.empty_like(out)
     width = x.shape[-1]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.kernels.cuda.launch import divide_up, num_processors, pointers_of
+from penstock.kernels.cuda.launch import divide_up, num_processors, tensor_addresses
 from penstock.kernels.encodings import LinearEncoding, encoding_named
 from penstock.kernels.lazy_weight import LazyWeight
 from penstock.kernels.linear import ROWS, PackedLinear
@@ -22,18 +22,18 @@ _FIXED_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The rows sorted by group: row p of the sorted rows is ``rows[p]``."""
+    """Rows sorted by group. Entry p of the sorted order is row ``rows[p]``."""
 
     rows: Tensor  # [P] int64
-    starts: Tensor  # [n + 1] int64: group g has the sorted rows starts[g]:starts[g + 1]
+    starts: Tensor  # [n + 1] int64: group g has the entries starts[g]:starts[g + 1] of the sorted order
     count: int  # n
 
     @classmethod
     def of(cls, group_of_row: Tensor, count: int) -> Groups:
-        """Return the groups of ``group_of_row [P]`` int64; rows of -1 have no group and come first."""
-        ordered, rows = torch.sort(group_of_row, stable=True)
-        numbers = torch.arange(count + 1, dtype=ordered.dtype, device=ordered.device)
-        return cls(rows, torch.searchsorted(ordered, numbers), count)
+        """Sort rows by ``group_of_row [P]`` int64. Rows with -1 have no group and come first."""
+        sorted_groups, rows = torch.sort(group_of_row, stable=True)
+        numbers = torch.arange(count + 1, dtype=sorted_groups.dtype, device=sorted_groups.device)
+        return cls(rows, torch.searchsorted(sorted_groups, numbers), count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,40 +47,46 @@ class WeightTables:
 
     @classmethod
     def of(cls, linears: Sequence[PackedLinear]) -> WeightTables | None:
-        """Return the weights of layers; None if they differ, or if no program supports their encoding."""
+        """Return the weights of layers.
+
+        None if the layers differ in shape or encoding, or if no program supports the encoding.
+        """
         first, kind = linears[0], encoding_named(linears[0].encoding)
-        if any(isinstance(one.tensors, LazyWeight) and one.tensors.parts for one in linears):
+        if any(isinstance(linear.tensors, LazyWeight) and linear.tensors.parts for linear in linears):
             return None
-        if len(linears) > 1 and any(one.order is not None for one in linears):
+        if len(linears) > 1 and any(linear.order is not None for linear in linears):
             return None
         names = [*first.tensors, *([] if first.bias is None else ["bias"])]
         if not _is_supported(kind, first) or any(
-            (one.encoding, one.layout, one.in_features, one.out_features)
+            (linear.encoding, linear.layout, linear.in_features, linear.out_features)
             != (first.encoding, first.layout, first.in_features, first.out_features)
-            or (one.bias is None) != (first.bias is None)
-            for one in linears
+            or (linear.bias is None) != (first.bias is None)
+            for linear in linears
         ):
             return None
         if len(linears) == 1:
             return cls(kind, first, {})
-        tables = {name: pointers_of([_tensor(one, name) for one in linears]) for name in names}
+        tables = {name: tensor_addresses([_get_tensor(linear, name) for linear in linears]) for name in names}
         return cls(kind, first, tables)
 
     def arguments(self, *names: str) -> list[Tensor]:
-        """Return each tensor followed by its address table, with placeholders for missing ones."""
-        found: list[Tensor] = []
+        """Return each tensor followed by its address table.
+
+        Placeholders replace missing tensors and tables.
+        """
+        arguments: list[Tensor] = []
         for name in names:
-            weight = self.first.tensors["weight"]
-            has_one = name in self.first.tensors or (name == "bias" and self.first.bias is not None)
-            one = _tensor(self.first, name) if has_one else weight
-            found += [one, self.tables.get(name, one)]
-        return found
+            placeholder = self.first.tensors["weight"]
+            exists = name in self.first.tensors or (name == "bias" and self.first.bias is not None)
+            tensor = _get_tensor(self.first, name) if exists else placeholder
+            arguments += [tensor, self.tables.get(name, tensor)]
+        return arguments
 
 
 def _is_supported(kind: LinearEncoding, packed: PackedLinear) -> bool:
     """Return whether a program supports weights with these properties."""
     tensors = packed.tensors
-    if packed.layout not in (ROWS, NIBBLES) or not all(one.is_contiguous() for one in tensors.values()):
+    if packed.layout not in (ROWS, NIBBLES) or not all(tensor.is_contiguous() for tensor in tensors.values()):
         return False
     if kind.is_float or kind.block_kind is not None or kind.numbers == "e4m3":
         return True
@@ -89,7 +95,7 @@ def _is_supported(kind: LinearEncoding, packed: PackedLinear) -> bool:
     return kind.group_size is not None or (not kind.has_zero_points and packed.in_features <= _MAX_INPUTS)
 
 
-def _tensor(packed: PackedLinear, name: str) -> Tensor:
+def _get_tensor(packed: PackedLinear, name: str) -> Tensor:
     if name == "bias":
         assert packed.bias is not None
         return packed.bias
@@ -97,15 +103,18 @@ def _tensor(packed: PackedLinear, name: str) -> Tensor:
 
 
 def tile_rows(count: int, groups: Groups | None, *, is_deterministic: bool = False) -> int:
-    """Return the rows of a tile: few if a group has few, and a fixed number if it must be deterministic."""
+    """Return the number of rows of a tile.
+
+    The number is fixed if results must be deterministic. Otherwise it depends on the rows per group.
+    """
     if is_deterministic:
         return _FIXED_ROWS
-    each = count if groups is None else count // groups.count
-    return 16 if each <= 16 else 32 if each <= 32 else 64
+    rows_per_group = count if groups is None else count // groups.count
+    return 16 if rows_per_group <= 16 else 32 if rows_per_group <= 32 else 64
 
 
 def output_tile(count: int, packed: PackedLinear, groups: Groups | None, device: torch.device) -> int:
-    """Return the outputs of a tile: few if tiles of 64 would leave multiprocessors idle."""
+    """Return the number of outputs of a tile: 16 if tiles of 64 would leave multiprocessors idle, else 64."""
     is_large = groups is not None or divide_up(packed.out_features, 64) >= num_processors(device)
     return 64 if is_large or count > 64 else 16
 
@@ -113,9 +122,11 @@ def output_tile(count: int, packed: PackedLinear, groups: Groups | None, device:
 def product_grid(
     count: int, rows: int, columns: int, packed: PackedLinear, groups: Groups | None
 ) -> tuple[int, int]:
+    """Return the grid of a product of ``count`` rows with tiles of ``rows`` rows and ``columns`` outputs."""
     tiles = divide_up(count, rows) if groups is None else count // rows + groups.count
     return tiles if count else 0, divide_up(packed.out_features, columns)
 
 
 def sorted_rows(x: Tensor, groups: Groups | None) -> tuple[Tensor, Tensor]:
+    """Return the arguments ``rows`` and ``starts`` of a program; placeholders without groups."""
     return (x, x) if groups is None else (groups.rows, groups.starts)

@@ -38,7 +38,8 @@ NumberFormat = Literal["float", "integer", "e4m3"]
 class LinearEncoding(ABC):
     """How the weights of linear layers are stored, and the product that defines correct results.
 
-    A back end may multiply faster than `multiply`. Its results must be equal within the tests' bounds.
+    A back end may replace `multiply` by a faster product. Its results must be equal within the bounds of the
+    tests.
     """
 
     name: str
@@ -62,7 +63,7 @@ class LinearEncoding(ABC):
     activation_dtype: DType | None = None
     """Type to which `multiply` quantizes activations; None if it does not quantize them.
 
-    A back end may omit the quantization of activations, which is more exact.
+    A back end may multiply activations without quantizing them, which is more exact.
     """
     needs_calibration: bool = False
     """Whether `pack` can use activation statistics."""
@@ -70,7 +71,7 @@ class LinearEncoding(ABC):
     """Whether a load may defer packing: to the end of the first step, or, with `needs_calibration`, until
     activation statistics are known."""
     max_repeated_inputs: int = 0
-    """Maximum number of inputs that a layer may have several times, so that large weights are divided; see
+    """Maximum number of inputs that a layer may repeat to divide large weights among the copies; see
     `penstock.nn.outlier_splitting`."""
     is_deterministic: bool = True
     """Whether results of a row can be made bit-equal for all batches."""
@@ -93,7 +94,7 @@ class LinearEncoding(ABC):
         return self.name
 
     def on_device(self, device_type: str) -> str:
-        """Return the encoding to use on a device type: another one if it cannot compute in this one."""
+        """Return the name of the encoding to use on a device type: this one if the device supports it."""
         return self.name
 
     @abstractmethod
@@ -111,8 +112,8 @@ class LinearEncoding(ABC):
         """
 
     @property
-    def divisible_inputs(self) -> int | None:
-        """Split points of a weight are multiples of this number of inputs. None: any input."""
+    def split_unit(self) -> int | None:
+        """A weight can be split at multiples of this number of inputs. None: at any input."""
         return self.group_size
 
     def select_inputs(
@@ -123,13 +124,13 @@ class LinearEncoding(ABC):
         Args:
             name: the name of the layer, for the error.
             tensors: the whole weight, as `pack` returns it.
-            start: the first input; a multiple of `divisible_inputs`.
-            stop: the end; a multiple of `divisible_inputs`, or the number of inputs.
+            start: the first input; a multiple of `split_unit`.
+            stop: the input after the last one; a multiple of `split_unit`, or the number of inputs.
 
         Raises:
             ConfigError: the split would cut a group of inputs that share a scale.
         """
-        in_features, group = tensors["weight"].shape[1], self.divisible_inputs
+        in_features, group = tensors["weight"].shape[1], self.split_unit
         if group is not None and (start % group or (stop % group and stop != in_features)):
             raise ConfigError(
                 "tensor_parallel_size",
@@ -143,7 +144,10 @@ class LinearEncoding(ABC):
         return selected
 
     def inputs_per_number(self, key: str) -> int | None:
-        """Return how many inputs share a number of the tensor ``key [out, n]`` of `pack`; None for all."""
+        """Return how many inputs share one number of the tensor ``key [out, n]`` of `pack`.
+
+        None if all inputs of an output share one number.
+        """
         return 1 if key == "weight" else self.group_size
 
     @abstractmethod
@@ -161,7 +165,7 @@ class LinearEncoding(ABC):
 class EncodingRegistry(Mapping[str, LinearEncoding]):
     """The encodings of this folder and of further folders, by name.
 
-    The order is: float encodings first, then by decreasing number of bits.
+    Float encodings come first. Encodings of each kind are sorted by decreasing number of bits.
 
     Args:
         folders: folders to search besides this one.
@@ -172,13 +176,13 @@ class EncodingRegistry(Mapping[str, LinearEncoding]):
         self._added: Mapping[str, LinearEncoding] = {}
 
     def __getitem__(self, name: str) -> LinearEncoding:
-        return self._added.get(name) or self._found[name]
+        return self._added.get(name) or self._discovered_encodings[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter({**self._found, **self._added})
+        return iter({**self._discovered_encodings, **self._added})
 
     def __len__(self) -> int:
-        return len({**self._found, **self._added})
+        return len({**self._discovered_encodings, **self._added})
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -201,8 +205,8 @@ class EncodingRegistry(Mapping[str, LinearEncoding]):
             self._added = before
 
     @cached_property
-    def _found(self) -> Mapping[str, LinearEncoding]:
-        records = [_record(module) for module in modules_in(__name__, self._more_folders)]
+    def _discovered_encodings(self) -> Mapping[str, LinearEncoding]:
+        records = [_load_encoding(module) for module in modules_in(__name__, self._more_folders)]
         records.sort(key=lambda record: (not record.is_float, -record.bits, record.name))
         return {record.name: record for record in records}
 
@@ -224,7 +228,7 @@ def encoding_named(name: str) -> LinearEncoding:
         raise ConfigError("quantization_encoding", f"unknown encoding {name!r}: use one of {known}") from None
 
 
-def _record(module: ModuleType) -> LinearEncoding:
+def _load_encoding(module: ModuleType) -> LinearEncoding:
     record, name = getattr(module, "ENCODING", None), module.__name__.rpartition(".")[2]
     if not isinstance(record, LinearEncoding):
         raise ConfigError("quantization_encoding", f"{module.__file__} must hold ENCODING, a LinearEncoding")

@@ -1,4 +1,4 @@
-"""The parameters of block encodings, shared with their arithmetic and panels."""
+"""`BlockKind`: the parameters of a block encoding, for its arithmetic and its panels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Literal
 from penstock.kernels.encodings._sizes import GROUP, SUPERBLOCK
 
 ScaleType = Literal["u8", "i8", "f16", "f32", "e8m0", "e4m3"]
-"""Unsigned or signed bytes, float16, float32, powers of two (E8M0), or 8-bit floats (E4M3)."""
+"""Storage type of scales: unsigned or signed bytes, float16, float32, powers of two (E8M0), or 8-bit floats
+(E4M3)."""
 SCALE_BYTES = {"u8": 1, "i8": 1, "f16": 2, "f32": 4, "e8m0": 1, "e4m3": 1}
 
 
@@ -18,7 +19,8 @@ class NumberTable:
 
     numbers: tuple[float, ...]
     steps: int
-    """The product rounds the numbers to multiples of ``1 / steps``, which are 16-bit integers."""
+    """The product rounds each number to a multiple of ``1 / steps``, and multiplies by this 16-bit
+    multiple."""
 
 
 class BlockKind:
@@ -31,7 +33,7 @@ class BlockKind:
         min_type: how a minimum is stored; None if there are no minima.
         are_floats: whether codes are E2M1 numbers.
         has_row_scales: whether each output has a further scale.
-        is_centred: whether half of the code range is subtracted from the codes of a kind with minima.
+        is_centred: whether codes are reduced by half of their range although there are minima.
         table: the numbers of the codes, if codes are indices of a table.
     """
 

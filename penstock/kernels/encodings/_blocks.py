@@ -1,11 +1,11 @@
 """Weights in blocks, as stored by GGUF files and 4-bit checkpoints.
 
-A weight is ``scale * (code - offset) - minimum``. Codes have 4, 5 or 6 bits; those of 4-bit floats are E2M1
-numbers, and those of nf4 and fp4 are indices of a table. ``weight`` holds the codes, uint8 ``[out, in]``.
-``scales`` has one number per ``group_size`` inputs, and ``minima``, if present, one per 32 inputs. In
-encodings with superblocks they are small integers, multiplied by ``factors`` and ``min_factors``, float16
-``[out, ceil(in / 256)]``. ``row_scales``, if there are any, are float32 ``[out]``. All products of scales are
-exact in float32.
+A weight is ``scale * (code - offset) - minimum``. Codes have 4, 5 or 6 bits. Codes of mxfp4 and nvfp4 are
+E2M1 numbers, and codes of nf4 and fp4 are indices of a table. ``weight`` holds the codes, uint8 ``[out,
+in]``. ``scales`` has one number per ``group_size`` inputs, and ``minima``, if present, one per 32 inputs. In
+encodings with superblocks of 256 inputs, scales and minima are small integers. They are multiplied by
+``factors`` and ``min_factors``, float16 ``[out, ceil(in / 256)]``. ``row_scales``, if present, are float32
+``[out]``. All products of scales are exact in float32.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class BlockEncoding(LinearEncoding):
         return BlockPanels(self.block_kind)
 
     @property
-    def divisible_inputs(self) -> int:
+    def split_unit(self) -> int:
         return self.block_kind.unit
 
     def inputs_per_number(self, key: str) -> int:

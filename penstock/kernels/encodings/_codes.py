@@ -3,7 +3,7 @@
 GPTQ, AWQ and compressed-tensors checkpoints store such numbers. Their groups of 64, 128 or more inputs become
 several groups of 32. A weight is ``(code - zero) * scale * row_scale``. ``weight`` and ``zeros`` are uint8,
 ``[out, in]`` and ``[out, ceil(in / 32)]``. ``scales`` is float16 ``[out, ceil(in / 32)]``. ``row_scales`` is
-float32 ``[out]``: powers of two, with which float16 holds scales of every magnitude.
+float32 ``[out]``. Row scales are powers of two that bring the scales of a row into the range of float16.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Weights as integers of few bits with a float16 scale per group of 32 inputs.
 
-``weight`` is int8 ``[out, in]``, within the range of ``bits`` bits. ``scales`` is float16
-``[out, ceil(in / 32)]``, of either sign. Groups: Frantar et al. 2022, arXiv:2210.17323.
+``weight`` is int8 ``[out, in]`` with integers of ``bits`` bits. ``scales`` is float16 ``[out, ceil(in /
+32)]`` and can be negative. Groups: Frantar et al. 2022, arXiv:2210.17323.
 """
 
 from __future__ import annotations

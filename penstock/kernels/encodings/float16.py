@@ -1,4 +1,4 @@
-"""float16 weights and activations. The CPU back end cannot compute in float16; it uses bfloat16."""
+"""float16: weights and activations in float16. The CPU back end computes in bfloat16 instead."""
 
 from __future__ import annotations
 

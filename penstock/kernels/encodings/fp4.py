@@ -1,7 +1,7 @@
 """fp4 of bitsandbytes: 4-bit floats and a float32 scale per 64 inputs.
 
 The floats have a sign, 2 exponent bits and 1 mantissa bit. Their values are those of E2M1 (`mxfp4`, `nvfp4`)
-divided by 6, except the smallest: 1 / 192 instead of 16 / 192.
+divided by 6, except for the smallest nonzero value, which is 1 / 192 instead of 16 / 192.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""fp8: weights as 8-bit floats (E4M3) with a float32 scale per output and 128 inputs.
+"""fp8: weights as 8-bit floats (E4M3) with a float32 scale for each 128 inputs of an output.
 
 ``weight`` is uint8 ``[out, in]``, the bytes of torch's ``float8_e4m3fn``. ``scales`` is float32
 ``[out, ceil(in / 128)]``. Activations are bfloat16. Micikevicius et al. 2022, arXiv:2209.05433.

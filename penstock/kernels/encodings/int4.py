@@ -6,11 +6,13 @@ from penstock.kernels.encodings import LayerRole
 from penstock.kernels.encodings._grouped import GroupedEncoding
 
 SMALL_LAYER_SIZE = 64
-"""Layers with fewer inputs or outputs do not benefit from 4 bits and are packed in int8."""
+"""Layers with fewer inputs or outputs than this do not benefit from 4 bits and are packed in int8."""
 
 NARROW_LAYER_SIZE = 2048
-"""Layers with fewer inputs or outputs are packed in int5: small models lose much quality with 4 bits. The
-perplexity of a model with 135 M parameters rises by 15 % with 4 bits and by 4 % with 5 bits."""
+"""Layers with fewer inputs or outputs than this are packed in int5.
+
+Small models lose much quality with 4 bits. The perplexity of a model with 135 M parameters rises by 15 % with
+4 bits and by 4 % with 5 bits."""
 
 
 class Int4Encoding(GroupedEncoding):
@@ -18,10 +20,10 @@ class Int4Encoding(GroupedEncoding):
 
     @property
     def bits_per_weight(self) -> float:
-        return 5  # int5 layers take half a bit more; pure int4 layers take half a bit less
+        return 5  # an int4 layer has 4.5 bits per weight, an int5 layer 5.5
 
     def for_layer(self, role: LayerRole, out_features: int, in_features: int) -> str:
-        """Return int8 for values and the head, otherwise int8, int5 or int4 by the size of the layer.
+        """Return int8 for the value projection and the head, else int8, int5 or int4 by the layer's size.
 
         Errors of the value projection reach the residual stream undamped. With grouped-query attention this
         layer has one percent of the weights, and int8 for it removes a third of the quality loss of 4 bits in

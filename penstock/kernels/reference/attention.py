@@ -4,8 +4,8 @@ A query of an image may also see the keys of its whole image (``spans``).
 
 Keys are processed in whole blocks from position 0. Each block yields scores, their exponentials, and the
 weighted sum of the values. The results of the blocks are added from left to right by a sequential cumulative
-sum. A block after the query adds exact zeros. The bits of a query therefore depend neither on the length of
-its sequence in this step nor on the other queries.
+sum. A block after the query adds exact zeros. The bits of a query's result therefore depend neither on the
+number of keys after it nor on the other queries.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ def paged_attention(
     offsets, ends = row_offsets.tolist(), lengths.tolist()
     for sequence, length in enumerate(ends):
         start, stop = offsets[sequence], offsets[sequence + 1]
-        keys, values = _gather(kv, sequence, length)  # [K, M, S, D]
+        keys, values = _gather_keys_values(kv, sequence, length)  # [K, M, S, D]
         for row in range(start, stop, QUERY_TILE):
             tile = slice(row, min(row + QUERY_TILE, stop))
             position = length - (stop - row)
-            seen = None if spans is None else spans[tile]
-            out[tile] = _attend(q[tile], keys, values, position, kv, scale, soft_cap, sinks, seen)
+            tile_spans = None if spans is None else spans[tile]
+            out[tile] = _attend(q[tile], keys, values, position, kv, scale, soft_cap, sinks, tile_spans)
     return out
 
 
 def _attend(
-    q: Tensor,  # [R, H, D], the first at position `position`
+    q: Tensor,  # [R, H, D]; the first row is at position `position`
     keys: Tensor,  # [K, M, S, D]
     values: Tensor,  # [K, M, S, D]
     position: int,
@@ -65,7 +65,8 @@ def _attend(
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
     scores = scores.masked_fill(
-        ~_visible(position, rows, group, padding, blocks, block_size, kv, spans, q.device), -torch.inf
+        ~_make_visibility_mask(position, rows, group, padding, blocks, block_size, kv, spans, q.device),
+        -torch.inf,
     )
     top = scores.amax(dim=(1, 3))  # [K, R']
     sink = _sink_rows(sinks, rows, kv_heads, padding)  # [K, R']
@@ -80,7 +81,7 @@ def _attend(
     return out.reshape(rows, heads, dim).to(q.dtype)
 
 
-def _visible(
+def _make_visibility_mask(
     position: int,
     rows: int,
     group: int,
@@ -112,7 +113,7 @@ def _sink_rows(sinks: Tensor | None, rows: int, kv_heads: int, padding: int) -> 
     return F.pad(per_row, (0, padding))
 
 
-def _gather(kv: LayerKV, sequence: int, length: int) -> tuple[Tensor, Tensor]:
+def _gather_keys_values(kv: LayerKV, sequence: int, length: int) -> tuple[Tensor, Tensor]:
     """Return the keys and values of one sequence in float32, ``[K, M, S, D]`` each."""
     block_size = kv.cache.shape[3]
     table = kv.block_tables[sequence, : -(-length // block_size)].long()

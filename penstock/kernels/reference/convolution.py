@@ -25,7 +25,7 @@ class ReferenceConvolution(ConvolutionOps):
         """See `Ops.linear`."""
 
     def conv1d(self, x: Tensor, packed: PackedConv1d, row_offsets: Tensor) -> Tensor:
-        return each_sequence(lambda sequence: self._conv1d(sequence, packed), x, row_offsets)
+        return apply_to_sequences(lambda sequence: self._conv1d(sequence, packed), x, row_offsets)
 
     def _conv1d(self, x: Tensor, packed: PackedConv1d) -> Tensor:
         """Return the convolution of one sequence."""
@@ -59,7 +59,7 @@ class ReferenceConvolution(ConvolutionOps):
         return y[0].t()
 
     def conv_transpose1d(self, x: Tensor, packed: PackedConvTranspose1d, row_offsets: Tensor) -> Tensor:
-        return each_sequence(lambda sequence: self._conv_transpose1d(sequence, packed), x, row_offsets)
+        return apply_to_sequences(lambda sequence: self._conv_transpose1d(sequence, packed), x, row_offsets)
 
     def _conv_transpose1d(self, x: Tensor, packed: PackedConvTranspose1d) -> Tensor:
         """Return the transposed convolution of one sequence."""
@@ -108,7 +108,7 @@ class ReferenceConvolution(ConvolutionOps):
                 return sequence
             return torch.group_norm(sequence.float().t()[None], groups, weight, bias, eps)[0].t().to(x.dtype)
 
-        return each_sequence(norm, x, row_offsets)
+        return apply_to_sequences(norm, x, row_offsets)
 
     def polar(self, x: Tensor, limit: float) -> Tensor:
         logs, phases = x.double().chunk(2, dim=-1)  # float64 as in `snake`
@@ -128,10 +128,10 @@ class ReferenceConvolution(ConvolutionOps):
             )
             return (total / weights)[drop : drop + len(sequence) * hop]
 
-        return each_sequence(add, frames, row_offsets)
+        return apply_to_sequences(add, frames, row_offsets)
 
 
-def each_sequence(function: Callable[[Tensor], Tensor], x: Tensor, row_offsets: Tensor) -> Tensor:
+def apply_to_sequences(function: Callable[[Tensor], Tensor], x: Tensor, row_offsets: Tensor) -> Tensor:
     """Apply a function to the rows of each sequence and concatenate the results."""
     results = [function(x[start:stop]) for start, stop in pairwise(row_offsets.tolist())]
     return results[0] if len(results) == 1 else torch.cat(results)

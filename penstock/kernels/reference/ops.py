@@ -6,7 +6,7 @@ The following measures ensure this:
   multiple of 16 rows (`kernels.linear.ROW_TILE`).
 * The order of additions of a sum over keys could depend on the chunks of a prompt. Keys are therefore summed
   in whole blocks, and the sums of the blocks are added from left to right.
-* Some vectorised functions round the last elements of a row differently. They are not used.
+* Some vectorised functions of torch round the last elements of a row differently. This module avoids them.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from penstock.kernels.linear import (
     ROWS,
     LinearSlice,
     PackedLinear,
-    layer_of,
+    make_packed_linear,
     multiply_floats,
-    shape_of,
     tensors_in_rows,
+    weight_shape,
 )
 from penstock.kernels.ops import Gating, Ops
 from penstock.kernels.reference.attention import paged_attention
@@ -63,13 +63,13 @@ class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
         parts = tuple(part.detach() for part in weight)
         if not self._can_defer(encoding, parts):
             return self.pack_linear(weight, encoding, bias=bias, slices=slices)
-        shape = shape_of(parts)
+        shape = weight_shape(parts)
         size = encoding_named(encoding).num_bytes(*shape)
         tensors = LazyWeight(parts, size, lambda importance: self._pack(parts, encoding, importance))
-        return layer_of(tensors, shape, encoding, bias, slices, self.layout)
+        return make_packed_linear(tensors, shape, encoding, bias, slices, self.layout)
 
     def _can_defer(self, encoding: str, parts: Sequence[Tensor]) -> bool:
-        """Return whether packing can be deferred: only for calibrated encodings in rows on a CPU."""
+        """Return whether packing can be deferred. This requires a calibrated encoding, in rows, on a CPU."""
         is_on_cpu = parts[0].device.type == "cpu"
         return self.layout == ROWS and encoding_named(encoding).needs_calibration and is_on_cpu
 
@@ -275,7 +275,7 @@ class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
         parts = zip(linears, x.split_with_sizes(counts), rows.split_with_sizes(counts), strict=True)
         return torch.cat(
             [
-                self.linear(part, layer, lora=_adapters_of_rows(lora, layer, indices))
+                self.linear(part, layer, lora=_take_row_adapters(lora, layer, indices))
                 for layer, part, indices in parts
             ]
         )
@@ -301,8 +301,8 @@ class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
         return y
 
 
-def _adapters_of_rows(lora: LoRAInputs | None, packed: PackedLinear, rows: Tensor) -> LoRAInputs | None:
-    """Return the adapters of these rows; None if no adapter applies to this layer."""
+def _take_row_adapters(lora: LoRAInputs | None, packed: PackedLinear, rows: Tensor) -> LoRAInputs | None:
+    """Return the adapters of these rows; None if no adapter has matrices for this layer."""
     if lora is None or not any(part.name in lora.matrices for part in packed.slices):
         return None
     return lora.take(rows)

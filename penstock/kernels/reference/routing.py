@@ -22,7 +22,7 @@ class ReferenceRouting(RoutingOps):
         assert bias is None
         if isinstance(routing, SparseMixer):
             return _sparse_mixer(logits, top, routing.eps)
-        topk_ids = _largest(logits, top)
+        topk_ids = _select_largest(logits, top)
         if routing == "chosen":
             return logits.gather(-1, topk_ids).softmax(-1), topk_ids
         topk_weights = logits.softmax(-1).gather(-1, topk_ids)
@@ -40,7 +40,7 @@ class ReferenceRouting(RoutingOps):
         return x.float()
 
 
-def _largest(scores: Tensor, top: int) -> Tensor:  # [T, top]
+def _select_largest(scores: Tensor, top: int) -> Tensor:  # [T, top]
     """Return the ids of the largest scores; a NaN counts as -inf.
 
     Uses a stable sort, because the order of ties in torch.topk is undefined.
@@ -62,7 +62,7 @@ def _route_by_scores(
         ranks = ranks + bias
     if routing.groups > 1:
         ranks = _mask_unselected_groups(ranks, routing.groups, routing.top_groups)
-    topk_ids = _largest(ranks, top)
+    topk_ids = _select_largest(ranks, top)
     topk_weights = scores.gather(-1, topk_ids)
     if routing.is_normed:
         topk_weights = topk_weights / topk_weights.sum(-1, keepdim=True).clamp_min(routing.min_sum)
@@ -74,14 +74,14 @@ def _mask_unselected_groups(ranks: Tensor, groups: int, top_groups: int) -> Tens
     grouped = ranks.view(len(ranks), groups, -1)  # [T, G, N / G]
     group_ranks = grouped.topk(min(2, grouped.shape[2]), dim=-1).values.sum(-1)  # [T, G]
     is_masked = torch.ones_like(group_ranks, dtype=torch.bool)
-    is_masked.scatter_(1, _largest(group_ranks, top_groups), False)
+    is_masked.scatter_(1, _select_largest(group_ranks, top_groups), False)
     return grouped.masked_fill(is_masked[..., None], -torch.inf).flatten(1)
 
 
 def _sparse_mixer(logits: Tensor, top: int, eps: float) -> tuple[Tensor, Tensor]:
     remaining, weights, ids = logits, [], []
     for _ in range(top):
-        best = _largest(remaining, 1)  # [T, 1]
+        best = _select_largest(remaining, 1)  # [T, 1]
         best_logits = remaining.gather(-1, best)
         is_far = (best_logits - logits) / torch.maximum(logits.abs(), best_logits) > 2 * eps
         weights.append(remaining.masked_fill(is_far, -torch.inf).softmax(-1).gather(-1, best))

@@ -69,8 +69,9 @@ class CheckpointFormat(ABC):
         """
 
     def policy(self, config: Mapping[str, object]) -> LayerPolicy | None:
-        """Return a function that gives the encoding of each layer; None (the default) if all are plain
-        floats.
+        """Return a function that gives the stored encoding of each layer.
+
+        The default is None: all layers are plain floats.
         """
         return None
 
@@ -109,10 +110,9 @@ class CheckpointFormat(ABC):
     def read_linear(
         self, source: TensorReader, header: TensorHeader
     ) -> tuple[str | None, Mapping[str, Tensor]]:
-        """Return the encoding of a weight ``[out, in]``, and the tensors that `LinearEncoding.pack` would
-        return.
+        """Return the encoding of a weight ``[out, in]``, and its tensors as in `LinearEncoding.pack`.
 
-        The encoding is ``header.encoding``. It is None if the only tensor is ``weight`` in floats. All
+        The encoding is ``header.encoding``. If it is None, the only tensor is ``weight`` in floats. All
         tensors have one row per output, so that layers with the same input can be concatenated. The inputs of
         a quantized weight are in the order of ``header.order``.
         """
@@ -143,7 +143,7 @@ class FormatRegistry:
     @property
     def formats(self) -> tuple[CheckpointFormat, ...]:
         """All formats, highest priority first."""
-        records_by_name = {record.name: record for record in (*self._discovered, *self._registered)}
+        records_by_name = {record.name: record for record in (*self._discovered_formats, *self._registered)}
         return tuple(sorted(records_by_name.values(), key=lambda record: (-record.priority, record.name)))
 
     @property
@@ -184,8 +184,8 @@ class FormatRegistry:
             self._registered = previous
 
     @cached_property
-    def _discovered(self) -> tuple[CheckpointFormat, ...]:
-        return tuple(_record(module) for module in modules_in(__name__, self._extra_folders))
+    def _discovered_formats(self) -> tuple[CheckpointFormat, ...]:
+        return tuple(_load_format(module) for module in modules_in(__name__, self._extra_folders))
 
 
 FORMATS = FormatRegistry()
@@ -193,8 +193,9 @@ FORMATS = FormatRegistry()
 
 
 def restore_input_order(weight: Tensor, order: bytes) -> Tensor:
-    """Return a weight ``[out, in]`` with its inputs reordered from `QuantizedHeader.order` to the original
-    order.
+    """Return a weight ``[out, in]`` with its inputs in the original order.
+
+    The given weight has its inputs in the order of `QuantizedHeader.order`.
     """
     import torch
 
@@ -218,7 +219,7 @@ def quant_method(config: Mapping[str, object]) -> object:
     return quantization_section(config).get("quant_method")
 
 
-def _record(module: ModuleType) -> CheckpointFormat:
+def _load_format(module: ModuleType) -> CheckpointFormat:
     record, name = getattr(module, "FORMAT", None), module.__name__.rpartition(".")[2]
     if not isinstance(record, CheckpointFormat) or record.name != name:
         raise ConfigError("checkpoint format", f"{module.__file__} must define FORMAT with the name {name!r}")

@@ -27,10 +27,10 @@ def exact_encoding(bits: int, group_size: int, in_features: int) -> str | None:
     return "uint4" if bits <= 4 else "uint8"
 
 
-def sorted_encoding(
+def find_input_order(
     encoding: str | None, tensors: StoredTensors, layer: str, part: str, size: int, groups: int
 ) -> tuple[str | None, bytes]:
-    """Return the encoding and the `QuantizedHeader.order` of a layer whose inputs may not be sorted by group.
+    """Return the encoding of a layer whose inputs may not be sorted by group, and its input order.
 
     Args:
         encoding: the encoding of the layer after its inputs are sorted by group; None for floats.
@@ -41,7 +41,8 @@ def sorted_encoding(
         groups: number of groups.
 
     Returns:
-        The encoding and the order. The encoding is None if a group does not have ``size`` inputs.
+        The encoding, and the order for `QuantizedHeader.order`. The encoding is None if a group other than
+        the last one does not have ``size`` inputs.
 
     Raises:
         WeightsError: a group does not exist.

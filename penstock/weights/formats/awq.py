@@ -1,8 +1,8 @@
 """awq: 4-bit integers in groups of inputs, with zero points.
 
 Version ``gemm`` stores a layer ``[out, in]`` transposed: ``qweight [in, out / 8]``, ``qzeros [G, out / 8]``
-and ``scales [G, out]``. A 32-bit word contains the codes of 8 outputs. From the lowest bits they are outputs
-0, 2, 4, 6, 1, 3, 5, 7.
+and ``scales [G, out]``. A 32-bit word contains the codes of 8 outputs. From the lowest bits on, they are the
+codes of the outputs 0, 2, 4, 6, 1, 3, 5 and 7.
 
 Version ``gemv`` stores ``qweight [out, in / 8]`` with the codes in order. ``qzeros`` and ``scales`` have one
 row for each output. Their columns after the last group are padding.

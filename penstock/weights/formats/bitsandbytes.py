@@ -4,9 +4,10 @@ A 4-bit layer has these tensors:
 
 * ``weight`` uint8: two indices in a byte, the first in its upper half.
 * ``weight.quant_map``: the table of 16 values.
-* ``weight.absmax``: a factor for each block of the flattened weight. The factors can themselves be quantized
-  to 8-bit indices, with ``weight.nested_quant_map``, ``weight.nested_absmax`` and an offset.
-* ``weight.quant_state.bitsandbytes__nf4`` (or ``fp4``): JSON text with the shape and the block size.
+* ``weight.absmax``: a factor for each block of the flattened weight. The factors can be quantized, too: to
+  8-bit indices into ``weight.nested_quant_map``, with the factors ``weight.nested_absmax`` and an offset.
+* ``weight.quant_state.bitsandbytes__nf4`` (or ``fp4``): JSON text with the shape, the block sizes and the
+  offset.
 
 The encodings nf4 and fp4 represent such a layer exactly if each 64 consecutive inputs of an output share a
 factor. Layers with other block sizes or tables are dequantized.

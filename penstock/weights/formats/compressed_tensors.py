@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from penstock.errors import ConfigError, WeightsError
 from penstock.weights.formats import Headers, TensorReader, quant_method, quantization_section
-from penstock.weights.formats._codes import MAX_BITS, exact_encoding, read_codes, sorted_encoding
+from penstock.weights.formats._codes import MAX_BITS, exact_encoding, find_input_order, read_codes
 from penstock.weights.formats._fp4 import read_fp4, take_fp4_layers
 from penstock.weights.formats._fp8 import block_size, read_fp8, take_fp8_layers
 from penstock.weights.formats._stored import (
@@ -54,14 +54,14 @@ class CompressedTensorsFormat(StoredFormat):
     def headers(self, config: Mapping[str, object], stored: Headers) -> Headers:
         section = quantization_section(config)
         _refuse_transforms(section)
-        config_groups = _mapping(section.get("config_groups")).values()
+        config_groups = _as_mapping(section.get("config_groups")).values()
         groups = [group for group in config_groups if isinstance(group, Mapping)]
         tensors = StoredTensors(stored, self.name)
         for layer in tensors.layers("weight_packed", ("I32",)):
             _take_packed(tensors, layer, _weight_options(groups, layer))
         for layer in tensors.layers("weight", ("I8",)):
             _take_integers(tensors, layer)
-        blocks = {block_size(_mapping(group.get("weights")), "block_structure") for group in groups} - {
+        blocks = {block_size(_as_mapping(group.get("weights")), "block_structure") for group in groups} - {
             (0, 0)
         }
         take_fp8_layers(tensors, blocks.pop() if len(blocks) == 1 else (0, 0))
@@ -86,18 +86,18 @@ def _refuse_transforms(section: Mapping[str, object]) -> None:
     Raises:
         ConfigError: weights are sparse, or activations must be transformed.
     """
-    sparsity = _mapping(section.get("sparsity_config")).get("format", "dense")
+    sparsity = _as_mapping(section.get("sparsity_config")).get("format", "dense")
     if sparsity != "dense":
         raise ConfigError("quantization_config", f"{sparsity} weights cannot be read: use a dense model")
-    if _mapping(section.get("transform_config")).get("config_groups"):
+    if _as_mapping(section.get("transform_config")).get("config_groups"):
         raise ConfigError("quantization_config", "models with transforms of activations cannot be read")
 
 
 def _weight_options(groups: list[Mapping[str, object]], layer: str) -> Mapping[str, object]:
     """Return the settings of a layer's weight from its group.
 
-    A target that is a layer name has precedence over a regular expression, and both over the class
-    ``Linear``.
+    If several groups have a target for the layer, a target that is the layer's name has precedence over a
+    regular expression. A regular expression has precedence over the class ``Linear``.
     """
 
     def precedence(target: str) -> int:
@@ -109,7 +109,7 @@ def _weight_options(groups: list[Mapping[str, object]], layer: str) -> Mapping[s
     for group in groups:
         targets = group.get("targets")
         for target in targets if isinstance(targets, list) else ():
-            candidate = (precedence(str(target)), _mapping(group.get("weights")))
+            candidate = (precedence(str(target)), _as_mapping(group.get("weights")))
             best = max(best, candidate, key=lambda pair: pair[0])
     return best[1]
 
@@ -144,7 +144,7 @@ def _take_packed(tensors: StoredTensors, layer: str, weights: Mapping[str, objec
     encoding, order = exact_encoding(bits, group_size, inputs), b""
     input_groups = tensors.peek(layer, "weight_g_idx")
     if input_groups is not None and input_groups.shape == (inputs,):
-        encoding, order = sorted_encoding(encoding, tensors, layer, "weight_g_idx", group_size, groups)
+        encoding, order = find_input_order(encoding, tensors, layer, "weight_g_idx", group_size, groups)
     parts = {
         "packed": tensors.take(layer, "weight_packed", ("I32",)),
         "scale": tensors.take(layer, "weight_scale", FLOATS),
@@ -233,5 +233,5 @@ def _read_integers(source: TensorReader, header: LayerHeader) -> tuple[str | Non
     return read_codes(header.encoding, codes, scales, zeros, header.group[1])
 
 
-def _mapping(value: object) -> Mapping[str, object]:
+def _as_mapping(value: object) -> Mapping[str, object]:
     return value if isinstance(value, Mapping) else {}

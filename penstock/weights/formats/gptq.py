@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from penstock.errors import ConfigError, WeightsError
 from penstock.weights.formats import Headers, TensorReader, quant_method, quantization_section
-from penstock.weights.formats._codes import exact_encoding, read_codes, sorted_encoding
+from penstock.weights.formats._codes import exact_encoding, find_input_order, read_codes
 from penstock.weights.formats._stored import FLOATS, LayerHeader, StoredFormat, StoredTensors, unpack_bits
 from penstock.weights.safetensors import TensorHeader
 
@@ -89,7 +89,7 @@ def _take(tensors: StoredTensors, layer: str, section: Mapping[str, object], ver
         tensors.refuse(layer, "scales", f"has {groups} groups for {inputs} inputs")
     encoding, sorted_inputs = exact_encoding(bits, size, inputs), b""
     if section.get("desc_act") and order is not None and order.shape == (inputs,):
-        encoding, sorted_inputs = sorted_encoding(encoding, tensors, layer, "g_idx", size, groups)
+        encoding, sorted_inputs = find_input_order(encoding, tensors, layer, "g_idx", size, groups)
     parts = {
         "weight": tensors.take(layer, "qweight", ("I32",)),
         "scales": tensors.take(layer, "scales", FLOATS, (groups, outputs)),

@@ -1,7 +1,7 @@
 """mxfp4: blocks of 32 four-bit floats that share an eight-bit scale (OCP Microscaling Formats 1.0).
 
 A number is E2M1: a sign, two bits of exponent, one bit of mantissa. A scale is E8M0: 2^(byte - 127), and NaN
-for 255. A byte of numbers contains two of them, the first in its lower half.
+for 255. A byte contains two numbers, the first in its lower half.
 
 A matrix ``x`` is stored as ``x_blocks [out, in / 32, 16]`` and ``x_scales [out, in / 32]``, both uint8. The
 model reads it as ``x.weight [out, in]``. The matrices of all experts are stored as one tensor with a leading

@@ -64,7 +64,7 @@ class TorchAOFormat(StoredFormat):
             elif kind == _INT4_CLASS or (kind is None and _is_packed(data, scale)):
                 _take_packed(tensors, layer)
             else:
-                _take_integers(tensors, layer, _bits(description))
+                _take_integers(tensors, layer, _count_bits(description))
         return tensors.remaining
 
     def read_linear(
@@ -93,7 +93,7 @@ def _descriptions(stored: Headers) -> Mapping[str, Mapping[str, object]]:
     return descriptions
 
 
-def _bits(description: Mapping[str, object]) -> int:
+def _count_bits(description: Mapping[str, object]) -> int:
     """Return the number of bits of a weight's integers; 8 if the metadata have no smaller number."""
     data = description.get("_data")
     dtype = data.get("target_dtype") if isinstance(data, dict) else None

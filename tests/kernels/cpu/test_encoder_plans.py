@@ -92,7 +92,7 @@ def test_replay_without_scratch_memory_is_refused(ops: CpuOps) -> None:
     step, inputs = random_encoder(ops, 32, [5])
     plan = record(ops, inputs, lambda recording: step(recording, inputs))
     arena = torch.empty(plan.arena_bytes, dtype=torch.uint8)
-    with pytest.raises(UnrecordableStepError, match="needs memory besides its results"):
+    with pytest.raises(UnrecordableStepError, match="needs more scratch memory than the plan has"):
         CompiledPlan(plan, ops, inputs, arena, CoreContention())
 
 

@@ -68,8 +68,8 @@ def test_sampled_tokens_of_any_number_of_candidates_equal_the_reference(
 ) -> None:
     """The candidates fit into one of two register sizes or into neither. A row has five chunks."""
     monkeypatch.setattr("penstock.kernels.cuda.rows._LOGITS", 128)
-    monkeypatch.setattr("penstock.kernels.cuda.rows._FEW", register_sizes[0])
-    monkeypatch.setattr("penstock.kernels.cuda.rows._MANY", register_sizes[1])
+    monkeypatch.setattr("penstock.kernels.cuda.rows._SMALL_LIST", register_sizes[0])
+    monkeypatch.setattr("penstock.kernels.cuda.rows._LARGE_LIST", register_sizes[1])
     rules = [  # temperature, top_k, top_p, min_p
         (1.0, 0, 0.9, 0.0),
         (3.0, 0, 0.99, 0.1),

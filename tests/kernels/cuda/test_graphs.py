@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton")
 
 from penstock.kernels import GraphCache, Ops, SamplingInputs
-from penstock.kernels.cuda.graphs import CudaGraphCompiler, graphs_of
+from penstock.kernels.cuda.graphs import CudaGraphCompiler, make_graph_compiler
 from penstock.kernels.operations import UnrecordableStepError
 from penstock.kernels.reference import ReferenceOps
 
@@ -252,4 +252,4 @@ def test_a_step_that_cannot_be_captured_runs_eagerly(caplog: pytest.LogCaptureFi
 def test_the_back_end_has_no_graphs_without_a_gpu() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    assert graphs_of(ReferenceOps()) is None
+    assert make_graph_compiler(ReferenceOps()) is None

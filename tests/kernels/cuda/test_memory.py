@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from penstock.kernels.cuda.memory import CudaMemory, memory_of
+from penstock.kernels.cuda.memory import CudaMemory, make_device_memory
 from penstock.kernels.reference import ReferenceOps
 
 
@@ -64,4 +64,4 @@ def test_free_and_peak_memory_come_from_the_counters_of_torch() -> None:
     assert memory.peak(work) == 300
     with pytest.raises(MemoryError, match=r"CUDA out of memory\. Tried to allocate$"):
         memory.peak(lambda: cuda.allocate(2000))
-    assert memory_of(ReferenceOps(), torch.device("cpu")) is None
+    assert make_device_memory(ReferenceOps(), torch.device("cpu")) is None

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 from penstock.kernels import upload
-from penstock.kernels.cuda.queue import CudaQueue, LaunchedWork, queue_of
+from penstock.kernels.cuda.queue import CudaQueue, LaunchedWork, make_queue
 from penstock.kernels.reference import ReferenceOps
 
 
@@ -95,7 +95,7 @@ def test_a_copy_waits_for_earlier_work_only() -> None:
 
 
 def test_only_a_gpu_has_a_queue() -> None:
-    assert queue_of(ReferenceOps()) is None
+    assert make_queue(ReferenceOps()) is None
 
 
 def test_values_for_the_cpu_are_not_copied() -> None:

@@ -1,36 +1,39 @@
-// A tile of keys against the queries of an item: scores, their softmax, and the weighted sum of the values.
+// Attention of the queries of an item over one tile of keys: scores, their softmax, and the weighted sum of the values.
 
-// Padding: a row of D values is padded to pairs of vectors, D units of queries to vectors, and a small number of
-// queries to a power of 2.
+// Returns the padded number of columns of a row of D values, a multiple of two vectors.
 INLINE int64_t padded_width(int64_t D) { return round_up(D, 2 * W); }
+// Returns the padded number of units of a query of D numbers, a multiple of one vector.
 template <class P> INLINE int64_t padded_units(int64_t D) { return round_up(ceil_div(D, P::TERMS), W); }
+// Returns the padded number of queries: 3 and 4 become 4, and 5 to FEW_QUERIES become 8.
 INLINE int64_t padded_count(int64_t M) { return M > FEW_QUERIES || M < 3 ? M : M > 4 ? 8 : 4; }
 
-// The keys (side 0) or values (side 1) of the sequence and kv head of an item, by position. W consecutive keys starting
-// at a multiple of W are contiguous in one block.
-template <class TC> struct Rows {
+// The keys (side 0) or values (side 1) of the sequence and kv head of an item, indexed by position. The rows of W
+// consecutive positions from a multiple of W on are contiguous, because they are in one block.
+template <class TC> struct CachedRows {
   const TC* base;
   const float* scales;
   const int32_t* table;
   int64_t shift, mask, block_stride, D;
-  Rows(const Attention& a, const Item& item, int64_t side)
+  CachedRows(const Attention& a, const Item& item, int64_t side)
       : base((const TC*)a.cache + (side * a.N * a.K + item.kv_head) * a.S * a.D),
         scales(a.scales + (side * a.N * a.K + item.kv_head) * a.S), table(a.tables + item.b * a.table_stride),
         shift(__builtin_ctzll(a.S)), mask(a.S - 1), block_stride(a.K * a.S), D(a.D) {}
-  // Returns the row of a key relative to `base`, in units of D numbers.
-  INLINE_MEMBER int64_t row_of(int64_t key) const { return table[key >> shift] * block_stride + (key & mask); }
-  INLINE_MEMBER const TC* operator[](int64_t key) const { return base + row_of(key) * D; }
+  // Returns the index of the row of a position, counted from `base` in rows of D numbers.
+  INLINE_MEMBER int64_t row_index(int64_t key) const { return table[key >> shift] * block_stride + (key & mask); }
+  INLINE_MEMBER const TC* operator[](int64_t key) const { return base + row_index(key) * D; }
+  // Prefetches W rows from position `key` on, unless `key` is at or after `end`.
   INLINE_MEMBER void prefetch(int64_t key, int64_t end) const {
     if (key >= end) return;
     const char* from = (const char*)(*this)[key];
-    // Prefetches to L2, which supports more outstanding misses than L1: twice as fast for keys in memory.
+    // The target is L2, which supports more outstanding misses than L1. Twice as fast for keys in memory.
     for (int64_t i = 0; i < W * D * (int64_t)sizeof(TC); i += 64) __builtin_prefetch(from + i, 0, 2);
   }
 };
 
-// The tile of keys that a thread processes next, of the same item or the next one. It is prefetched during this tile.
+// The tile of keys that a thread processes after the current tile, in the same item or in its next item. It is
+// prefetched while the current tile is processed.
 template <class TC> struct NextTile {
-  Rows<TC> keys;
+  CachedRows<TC> keys;
   int64_t tile, end;
   NextTile(const Attention& a, const Item& item) : keys(a, item, 0), tile(item.begin / TILE * TILE), end(item.end) {}
   static NextTile after(const Attention& a, const Item& item, int64_t tile) {
@@ -46,23 +49,24 @@ template <class TC> struct NextTile {
   }
 };
 
-// A partial softmax of each query m over some keys.
-struct Partial {
-  float* out;    // [M, Dp]: sum of exp(score - top) * value, in the order that `load_in_order` reads
-  float* total;  // [M, W]: sum of exp(score - top); each lane sums different keys
-  float* top;    // [M] the score that the softmax subtracts; others may exceed it by `slack_of`
+// The partial softmax over some keys of M queries.
+struct PartialSoftmax {
+  float* out;        // [M, Dp]: sum of exp(score - max_score) * value, in the order that `load_restored` reads
+  float* sum_exp;    // [M, W]: sum of exp(score - max_score); each lane sums different keys
+  float* max_score;  // [M]: the score that the softmax subtracts; later scores may exceed it by `max_excess`
   static int64_t floats(int64_t M, int64_t Dp) { return round_up(M * (Dp + W + 1), 16); }
-  Partial(float* memory, int64_t M, int64_t Dp)
-      : out(memory), total(memory + M * Dp), top(memory + M * (Dp + W)) {}
-  INLINE_MEMBER Partial below(int64_t queries, int64_t Dp) const {
-    Partial rest = *this;
-    rest.out += queries * Dp, rest.total += queries * W, rest.top += queries;
+  PartialSoftmax(float* memory, int64_t M, int64_t Dp)
+      : out(memory), sum_exp(memory + M * Dp), max_score(memory + M * (Dp + W)) {}
+  // Returns the partial softmax without the first queries, in the same memory.
+  INLINE_MEMBER PartialSoftmax skip_queries(int64_t queries, int64_t Dp) const {
+    PartialSoftmax rest = *this;
+    rest.out += queries * Dp, rest.sum_exp += queries * W, rest.max_score += queries;
     return rest;
   }
 };
 
 // The operands of a thread in the layout of the products.
-template <class P> struct Packed {
+template <class P> struct PackedOperands {
   typedef typename P::Unit Unit;
   Unit* q;          // [M, padded units]
   Unit* keys;       // [units, TILE]
@@ -75,7 +79,7 @@ template <class P> struct Packed {
   static int64_t floats(int64_t M, int64_t D, int64_t Dp) {
     return round_up(M * (padded_units<P>(D) + 2 * TILE + 2) + TILE * (D + Dp + 2), 16);
   }
-  Packed(float* memory, int64_t M, int64_t D, int64_t Dp) {
+  PackedOperands(float* memory, int64_t M, int64_t D, int64_t Dp) {
     scores = memory, memory += M * TILE;
     keys = (Unit*)memory, memory += TILE * D;
     values = (Unit*)memory, memory += TILE * Dp;
@@ -86,15 +90,16 @@ template <class P> struct Packed {
     q_scales = memory, memory += M;
     factors = memory;
   }
-  // The same memory for scores and weights, but other queries.
-  INLINE_MEMBER Packed below(int64_t queries, int64_t D) const {
-    Packed rest = *this;
+  // Returns the operands without the first queries. Scores and weights use the same memory from its start.
+  INLINE_MEMBER PackedOperands skip_queries(int64_t queries, int64_t D) const {
+    PackedOperands rest = *this;
     rest.q += queries * padded_units<P>(D), rest.q_scales += queries, rest.factors += queries;
     return rest;
   }
 };
 
-// ---- queries: units padded with zeros; returns the scale of an integer ----
+// ---- queries ----
+// pack_query stores the units of a query, padded with zeros, and returns their scale (1 for floats).
 
 template <class T> INLINE float pack_query(const T* q, float* units, int64_t D, Floats) {
   store(units + padded_units<Floats>(D) - W, vf{});
@@ -118,26 +123,26 @@ INLINE void store_shorts(uint32_t* units, int64_t i, vf x) {
   _mm256_storeu_si256((__m256i*)((int16_t*)units + i), _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(x)));
 }
 
-// Quantises to 15 bits: the error is below that of bfloat16, and a sum of up to 1024 products with a byte fits in 32
-// bits. The scale of a query with a NaN or an infinity is NaN.
+// Quantises a query to 15-bit integers. Their error is below that of bfloat16, and a sum of up to 1024 products with
+// bytes fits in 32 bits. The scale of a query with a NaN or an infinity is NaN.
 INLINE float pack_query(const bf16* q, uint32_t* units, int64_t D, Shorts) {
   constexpr float LIMIT = 16383;
-  vf tops = {}, odd = {};
+  vf maxima = {}, zero_or_nan = {};
   for_vectors(D, EACH_VECTOR {
     vf x = load(q + i, lanes);
-    tops = vmax(tops, as_float(as_bits(x) & 0x7fffffff));
-    odd += x * 0;
+    maxima = vmax(maxima, as_float(as_bits(x) & 0x7fffffff));
+    zero_or_nan += x * 0;
   });
-  const float top = largest(tops), inverse = top > 0 ? LIMIT / top : 0;
+  const float top = largest(maxima), inverse = top > 0 ? LIMIT / top : 0;
   store(units + padded_units<Shorts>(D) - W, vu{});
   for (int64_t i = 0; i < D; i += W) store_shorts(units, i, load(q + i, min<int64_t>(W, D - i)) * inverse);
-  return top / LIMIT + sum(odd);
+  return top / LIMIT + sum(zero_or_nan);
 }
 #endif
 
-// ---- keys: squares of W keys and W units, transposed ----
+// ---- keys: transposed in squares of W keys and W units ----
 
-// Loads units u:u + n of a row; the other lanes are 0.
+// Loads units of a row from unit u on. Lanes outside `lanes` are 0.
 template <class TC, class Lanes> INLINE vu load_units(const TC* row, int64_t u, Lanes lanes, Floats) {
   return (vu)load(row + u, lanes);
 }
@@ -145,28 +150,28 @@ template <class TC, class Lanes> INLINE vu load_units(const TC* row, int64_t u, 
 template <class Lanes> INLINE vu load_units(const bf16* row, int64_t u, Lanes lanes, Pairs) {
   return load((const uint32_t*)row + u, lanes);
 }
-INLINE vu load_units(const int8_t* row, int64_t u, Whole, Shorts) {
+INLINE vu load_units(const int8_t* row, int64_t u, FullVector, Shorts) {
   return (vu)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)(row + 2 * u)));
 }
-INLINE vu load_units(const int8_t* row, int64_t u, Some some, Shorts) {
+INLINE vu load_units(const int8_t* row, int64_t u, PartialVector some, Shorts) {
   return (vu)_mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8((1u << 2 * some.n) - 1, row + 2 * u));
 }
 #endif
 
-// square[i]: unit u + i of W keys.
+// Stores unit u + i of W keys to square[i].
 template <class P, class TC, class Lanes>
-INLINE void turn_keys(vu (&square)[W], const TC* rows, int64_t D, int64_t u, Lanes lanes) {
+INLINE void transpose_keys(vu (&square)[W], const TC* rows, int64_t D, int64_t u, Lanes lanes) {
 #pragma GCC unroll 16
   for (int i = 0; i < W; i++) square[i] = load_units(rows + i * D, u, lanes, P{});
   transpose(square);
 }
 
-// W keys [W, D] into columns of keys [D / TERMS, TILE].
+// Stores W keys [W, D] as W columns of the packed keys [D / TERMS, TILE].
 template <class P, class TC> INLINE void pack_keys(const TC* rows, typename P::Unit* columns, int64_t D) {
   for_vectors(D / P::TERMS, [&](int64_t u, auto lanes) __attribute__((always_inline)) {
     vu square[W];
-    turn_keys<P>(square, rows, D, u, lanes);
-    for (int i = 0; i < count_of(lanes); i++) store((uint32_t*)columns + ((u + i) ^ P::SWAP) * TILE, square[i]);
+    transpose_keys<P>(square, rows, D, u, lanes);
+    for (int i = 0; i < lane_count(lanes); i++) store((uint32_t*)columns + ((u + i) ^ P::SWAP) * TILE, square[i]);
   });
 }
 
@@ -177,7 +182,7 @@ INLINE void score_keys(const TC* rows, const typename P::Unit* q, float* scores,
   const int64_t stride = padded_units<P>(D);
   for_vectors(D / P::TERMS, [&](int64_t u, auto lanes) __attribute__((always_inline)) {
     vu square[W];
-    turn_keys<P>(square, rows, D, u, lanes);
+    transpose_keys<P>(square, rows, D, u, lanes);
 #pragma GCC unroll 16
     for (int i = 0; i < W; i++)
       for (int m = 0; m < ROWS; m++)
@@ -188,9 +193,9 @@ INLINE void score_keys(const TC* rows, const typename P::Unit* q, float* scores,
 
 // ---- values ----
 
-// Loads two vectors of units of the values at `d` of the keys j to j + TERMS; the first key is at `row`, the next one
-// `stride` further. Values outside begin:end become 0, because the memory may hold stale NaNs, which a weight of 0 does
-// not remove.
+// Loads the values of TERMS consecutive keys from column `d` on, as two vectors of units. `row` points to the values of
+// the first key, row + stride to those of the second. `first` and `second` are whether the keys are visible. Values of
+// other keys become 0, because their memory may hold stale NaNs, which a weight of 0 does not remove.
 template <class TC>
 INLINE void load_values(vf (&units)[2], const TC* row, int64_t, int64_t D, int64_t d, bool first, bool, Floats) {
   for (int v = 0; v < 2; v++) {
@@ -209,31 +214,32 @@ INLINE void load_values(vu (&units)[2], const bf16* row, int64_t stride, int64_t
   interleave(units, _mm512_maskz_loadu_epi16(first ? inside : 0, row + d),
              _mm512_maskz_loadu_epi16(second ? inside : 0, row + stride + d));
 }
-INLINE void load_values(vu (&units)[2], const int8_t* row, int64_t stride, int64_t D, int64_t d, bool first, bool second,
-                        Shorts) {
+INLINE void load_values(vu (&units)[2], const int8_t* row, int64_t stride, int64_t D, int64_t d, bool first,
+                        bool second, Shorts) {
   __mmask32 inside = D - d >= 2 * W ? ~0u : (1u << (D - d)) - 1;
   interleave(units, _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(first ? inside : 0, row + d)),
              _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(second ? inside : 0, row + stride + d)));
 }
 #endif
 
-// Returns 2 W sums in the order of the values rather than that of `interleave` (by 128-bit lanes).
-template <class P> INLINE void in_order(vf low, vf high, vf (&ordered)[2]) {
-  ordered[0] = low, ordered[1] = high;
+// Returns 2 W sums in the order of the columns of the values. `interleave` has changed this order, because it works
+// within 128-bit lanes.
+template <class P> INLINE void restore_order(vf low, vf high, vf (&restored)[2]) {
+  restored[0] = low, restored[1] = high;
   if (P::TERMS == 1) return;
   vi from_low, from_high;
   for (int i = 0; i < W; i++) {
     from_low[i] = i / 8 * 4 + i % 4 + i / 4 % 2 * W;
     from_high[i] = from_low[i] + W / 2;
   }
-  ordered[0] = shuffled(low, high, from_low);
-  ordered[1] = shuffled(low, high, from_high);
+  restored[0] = shuffled(low, high, from_low);
+  restored[1] = shuffled(low, high, from_high);
 }
-template <class P> INLINE void load_in_order(const float* sums, vf (&ordered)[2]) {
-  in_order<P>(load(sums), load(sums + W), ordered);
+template <class P> INLINE void load_restored(const float* sums, vf (&restored)[2]) {
+  restore_order<P>(load(sums), load(sums + W), restored);
 }
 
-// Packs values begin:end of a tile from the W values that start at `i` and are stored at `rows`.
+// Packs the values begin:end of a tile. `rows` points to the value i of the tile.
 template <class P, class TC>
 INLINE void pack_values(typename P::Unit* packed, int64_t D, int64_t begin, int64_t end, int64_t i, const TC* rows) {
   const int64_t Dp = padded_width(D);
@@ -247,12 +253,12 @@ INLINE void pack_values(typename P::Unit* packed, int64_t D, int64_t begin, int6
     }
 }
 
-// Adds the weighted sum of the values begin:end of a tile for ROWS queries from unpacked rows, in 2 W * CHUNKS columns
-// from `d` on. The pass over the first columns also prefetches the next keys, a few at a time: prefetching all at once
-// would delay the values.
+// Adds the weighted sum of the values begin:end of a tile to `out` for ROWS queries, in 2 W * CHUNKS columns from `d`
+// on. Reads the values from the cache without packing them. The pass over the first columns also prefetches the next
+// tile of keys, W keys at a time. Prefetching all keys at once would delay the values.
 template <class P, int ROWS, int CHUNKS, class TC>
-INLINE void add_values(const Rows<TC>& values, const NextTile<TC>& next_tile, int64_t tile, int64_t begin, int64_t end,
-                       int64_t d, const Packed<P>& packed, float* out, int64_t D) {
+INLINE void add_values(const CachedRows<TC>& values, const NextTile<TC>& next_tile, int64_t tile, int64_t begin,
+                       int64_t end, int64_t d, const PackedOperands<P>& packed, float* out, int64_t D) {
   const int64_t Dp = padded_width(D);
   typename P::Sums sums[ROWS][2 * CHUNKS];
   for (int m = 0; m < ROWS; m++)
@@ -278,7 +284,7 @@ INLINE void add_values(const Rows<TC>& values, const NextTile<TC>& next_tile, in
 
 // ---- the softmax ----
 
-// Returns scores as floats; those of integer products are stored as integers.
+// Loads scores as floats. Scores from integer products are stored as integers.
 INLINE vf as_score(const float* sums, Floats) { return load(sums); }
 
 // Stores the weights of W * COUNT keys, rounded as the products need, and adds the exponentials to the total.
@@ -293,7 +299,7 @@ INLINE void store_weights(float* weights, const vf (&exponentials)[COUNT], const
 #if PENSTOCK_DOT
 INLINE vf as_score(const float* sums, Pairs) { return load(sums); }
 INLINE vf as_score(const float* sums, Shorts) { return _mm512_cvtepi32_ps(_mm512_loadu_si512(sums)); }
-// Sums the rounded weights, so that the total is the sum of the weights that are used.
+// The next two functions add the rounded weights to the total, because the products use the rounded weights.
 template <int COUNT>
 INLINE void store_weights(uint32_t* weights, const vf (&)[COUNT], const vf (&weighted)[COUNT], vf& total, float&,
                           Pairs) {
@@ -314,34 +320,35 @@ INLINE void store_weights(float* weights, const vf (&)[COUNT], const vf (&weight
 }
 INLINE void store_weights(uint32_t* weights, const vf (&exponentials)[TILE / W], const vf (&weighted)[TILE / W],
                           vf& total, float& factor, Shorts) {
-  constexpr float LIMIT = 32767;  // 64 products of this and a byte fit in 32 bits
-  vf tops = vmax(vmax(weighted[0], weighted[1]), vmax(weighted[2], weighted[3]));
-  const float top = largest(tops), inverse = top > 0 ? LIMIT / top : 0;
+  constexpr float LIMIT = 32767;  // a sum of TILE products of 16-bit integers and bytes fits in 32 bits
+  vf maxima = vmax(vmax(weighted[0], weighted[1]), vmax(weighted[2], weighted[3]));
+  const float top = largest(maxima), inverse = top > 0 ? LIMIT / top : 0;
   factor = top / LIMIT;
   for (int i = 0; i < TILE / W; i++) {
     store_shorts(weights, i * W, weighted[i] * inverse);
-    total = fma(weighted[i], vf{}, total + exponentials[i]);  // an integer score cannot represent a NaN scale
+    // Adding weight * 0 makes the total NaN if the scale of a value is NaN. The integer weights cannot represent NaN.
+    total = fma(weighted[i], vf{}, total + exponentials[i]);
   }
 }
 #endif
 
-// How far scores may exceed the score that a softmax subtracts. If queries see later keys, the sums are rescaled only
-// after a larger excess: a branch for each new maximum is hard to predict.
-INLINE float slack_of(const Attention& a) { return a.ahead ? 8 : 0; }
+// Returns by how much scores may exceed the score that a softmax subtracts, before the sums are rescaled. If queries
+// see later keys, new maxima are frequent and a branch for each one is hard to predict. A small excess is then allowed.
+INLINE float max_excess(const Attention& a) { return a.keys_ahead ? 8 : 0; }
 
-// Updates the partial softmax of query m with the keys begin:end of a tile. SCALED: keys and values have scales. COUNT:
-// vectors of the tile that hold keys.
-template <class P, bool SCALED, int COUNT>
-INLINE void softmax_of_query(const Attention& a, Packed<P>& packed, Partial& sums, int64_t m, int64_t Dp, int64_t begin,
-                             int64_t end, const float* bias) {
-  constexpr int TERMS = P::INTEGER ? 4 : P::SPAN == 2 ? 3 : 5;  // terms of e^x
+// Updates the partial softmax of query m with the keys begin:end of a tile. HAS_SCALES is whether keys and values have
+// scales. COUNT is the number of vectors of the tile that hold keys.
+template <class P, bool HAS_SCALES, int COUNT>
+INLINE void update_softmax(const Attention& a, PackedOperands<P>& packed, PartialSoftmax& sums, int64_t m, int64_t Dp,
+                           int64_t begin, int64_t end, const float* bias) {
+  constexpr int TERMS = P::INTEGER ? 4 : P::SPAN == 2 ? 3 : 5;  // terms of the polynomial for e^x
   const vf masked = all(-__builtin_inff());
   const float scale = (float)a.scale * (P::INTEGER ? packed.q_scales[m] : 1), cap = (float)a.cap;
   const bool whole = begin == 0 && end == COUNT * W;
-  vf scores[COUNT], tops = all(sums.top[m]);
+  vf scores[COUNT], maxima = all(sums.max_score[m]);
   for (int i = 0; i < COUNT; i++) {
     vf score = as_score(packed.scores + m * TILE + i * W, P{}) * scale;
-    if (SCALED) score *= load(packed.key_scales + i * W);
+    if (HAS_SCALES) score *= load(packed.key_scales + i * W);
     if (cap != 0) score = cap * tanh(score / cap);
     scores[i] = score;
   }
@@ -353,50 +360,50 @@ INLINE void softmax_of_query(const Attention& a, Packed<P>& packed, Partial& sum
       scores[i] = j >= (int32_t)begin ? scores[i] : masked;
       scores[i] = j < (int32_t)end ? scores[i] : masked;
     }
-  for (int i = 0; i < COUNT; i++) tops = vmax(tops, scores[i]);
-  vf total = load(sums.total + m * W), top = all(sums.top[m]);
-  const float before = sums.top[m];
-  if (exceeds(tops, before + slack_of(a))) {  // a NaN takes this branch
-    top = largest_everywhere(tops);
+  for (int i = 0; i < COUNT; i++) maxima = vmax(maxima, scores[i]);
+  vf total = load(sums.sum_exp + m * W), top = all(sums.max_score[m]);
+  const float before = sums.max_score[m];
+  if (exceeds(maxima, before + max_excess(a))) {  // true for a NaN, too
+    top = largest_everywhere(maxima);
     if (before != masked[0]) {
       vf shrink = exp_below<5>(all(before) - top);
       total *= shrink;
       float* out = sums.out + m * Dp;
       for (int64_t i = 0; i < Dp; i += W) store(out + i, load(out + i) * shrink);
     }
-    sums.top[m] = top[0];
+    sums.max_score[m] = top[0];
   }
   vf exponentials[COUNT], weighted[COUNT];
   for (int i = 0; i < COUNT; i++) {
     weighted[i] = exponentials[i] = exp_below<TERMS>(scores[i] - top);
-    if (SCALED) {
+    if (HAS_SCALES) {
       weighted[i] *= load(packed.value_scales + i * W);
       if (!whole) weighted[i] = scores[i] == masked ? vf{} : weighted[i];  // a stale scale may be NaN
     }
   }
   store_weights(packed.weights + m * (TILE / P::TERMS), exponentials, weighted, total, packed.factors[m], P{});
-  store(sums.total + m * W, total);
+  store(sums.sum_exp + m * W, total);
 }
 
-// Rows of an item, whose queries are the first of `packed` and `sums`.
+// A range of rows of an item. Their queries are the first queries in the given operands and sums.
 struct RowRange {
   int64_t begin, end;
 };
 
-template <class P, bool SCALED, int COUNT>
-static void softmax_of_tile(const Attention& a, const Item& item, Packed<P>& packed, Partial& sums, int64_t tile,
-                            RowRange rows) {
+template <class P, bool HAS_SCALES, int COUNT>
+static void update_tile_softmax(const Attention& a, const Item& item, PackedOperands<P>& packed, PartialSoftmax& sums,
+                                int64_t tile, RowRange rows) {
   const int64_t Dp = padded_width(a.D);
   for (int64_t row = rows.begin, m = 0; row < rows.end; row++) {
     int64_t position = item.position + row - tile;
     int64_t first = max<int64_t>(first_key(a, item.position + row) - tile, 0);
-    int64_t last = min(min<int64_t>(position + a.ahead, item.end - tile - 1), TILE - 1);
+    int64_t last = min(min<int64_t>(position + a.keys_ahead, item.end - tile - 1), TILE - 1);
     for (int64_t head = 0; head < item.heads; head++, m++) {
       if (first <= last) {
         const int64_t number = item.kv_head * (a.H / a.K) + item.first_head + head;
         const float* bias = a.bias ? a.bias + number * a.bias_head - position : nullptr;
-        softmax_of_query<P, SCALED, COUNT>(a, packed, sums, m, Dp, first, last + 1, bias);
-      } else {  // sees no key of this tile
+        update_softmax<P, HAS_SCALES, COUNT>(a, packed, sums, m, Dp, first, last + 1, bias);
+      } else {  // the query sees no key of this tile
         __builtin_memset((void*)(packed.weights + m * (TILE / P::TERMS)), 0, TILE / P::TERMS * 4);
         packed.factors[m] = 0;
       }
@@ -405,30 +412,31 @@ static void softmax_of_tile(const Attention& a, const Item& item, Packed<P>& pac
 }
 
 template <class P, class TC>
-INLINE void softmax_of_tile(const Attention& a, const Item& item, Packed<P>& packed, Partial& sums, int64_t tile,
-                            RowRange rows) {
-  constexpr bool SCALED = sizeof(TC) == 1;
+INLINE void update_tile_softmax(const Attention& a, const Item& item, PackedOperands<P>& packed, PartialSoftmax& sums,
+                                int64_t tile, RowRange rows) {
+  constexpr bool HAS_SCALES = sizeof(TC) == 1;
   constexpr int ALL = TILE / W;
   const int64_t count = ceil_div(item.end - tile, W);
-  if (SCALED || ALL != 4 || count > 3) softmax_of_tile<P, SCALED, ALL>(a, item, packed, sums, tile, rows);
-  else if (count == 1) softmax_of_tile<P, SCALED, SCALED ? ALL : 1>(a, item, packed, sums, tile, rows);
-  else if (count == 2) softmax_of_tile<P, SCALED, SCALED ? ALL : 2>(a, item, packed, sums, tile, rows);
-  else softmax_of_tile<P, SCALED, SCALED ? ALL : 3>(a, item, packed, sums, tile, rows);
+  if (HAS_SCALES || ALL != 4 || count > 3) update_tile_softmax<P, HAS_SCALES, ALL>(a, item, packed, sums, tile, rows);
+  else if (count == 1) update_tile_softmax<P, HAS_SCALES, HAS_SCALES ? ALL : 1>(a, item, packed, sums, tile, rows);
+  else if (count == 2) update_tile_softmax<P, HAS_SCALES, HAS_SCALES ? ALL : 2>(a, item, packed, sums, tile, rows);
+  else update_tile_softmax<P, HAS_SCALES, HAS_SCALES ? ALL : 3>(a, item, packed, sums, tile, rows);
 }
 
-// ---- a tile ----
+// ---- attention over a tile ----
 
 constexpr int64_t CACHED_QUERIES = 32;  // queries whose scores, weights and sums fit in the first-level cache
 
 template <class P, int ROWS, class TC>
-static void attend_tile_of_few(const Attention& a, const Item& item, Packed<P>& packed, Partial& sums, int64_t tile,
-                               const Rows<TC>& keys, const Rows<TC>& values, int64_t begin, int64_t end) {
+static void attend_tile_unpacked(const Attention& a, const Item& item, PackedOperands<P>& packed, PartialSoftmax& sums,
+                                 int64_t tile, const CachedRows<TC>& keys, const CachedRows<TC>& values, int64_t begin,
+                                 int64_t end) {
   constexpr int CHUNKS = ROWS < 8 && W == 16 ? 2 : 1;
   for (int64_t i = begin / W * W; i < end; i += W) {
     values.prefetch(tile + i, item.end);
     score_keys<P, ROWS>(keys[tile + i], packed.q, packed.scores + i, a.D);
   }
-  softmax_of_tile<P, TC>(a, item, packed, sums, tile, {0, item.rows});
+  update_tile_softmax<P, TC>(a, item, packed, sums, tile, {0, item.rows});
   const auto next_tile = NextTile<TC>::after(a, item, tile);
   int64_t d = 0;
   for (; d + 2 * W * CHUNKS <= padded_width(a.D); d += 2 * W * CHUNKS)
@@ -438,8 +446,9 @@ static void attend_tile_of_few(const Attention& a, const Item& item, Packed<P>& 
 }
 
 template <class P, class TC>
-static void attend_tile_of_many(const Attention& a, const Item& item, Packed<P>& packed, Partial& sums, int64_t tile,
-                                const Rows<TC>& keys, const Rows<TC>& values, int64_t begin, int64_t end) {
+static void attend_tile_packed(const Attention& a, const Item& item, PackedOperands<P>& packed, PartialSoftmax& sums,
+                               int64_t tile, const CachedRows<TC>& keys, const CachedRows<TC>& values, int64_t begin,
+                               int64_t end) {
   const int64_t D = a.D, Dp = padded_width(D);
   for (int64_t i = begin / W * W; i < end; i += W) {
     values.prefetch(tile + i, item.end);
@@ -453,20 +462,21 @@ static void attend_tile_of_many(const Attention& a, const Item& item, Packed<P>&
   const int64_t from = begin / W * W, columns = round_up(end, W) - from;
   constexpr int64_t UNITS = P::SPAN / P::TERMS;
   const int64_t first = begin / P::SPAN * UNITS, last = ceil_div(end, P::SPAN) * UNITS;
-  // A few rows at a time, so that their scores, weights and sums stay in the first-level cache.
-  const int64_t most = max<int64_t>(1, CACHED_QUERIES / item.heads), height = most < 4 ? most : most / 4 * 4;
+  // Processes a few rows at a time, so that their scores, weights and sums stay in the first-level cache.
+  const int64_t cached_rows = max<int64_t>(1, CACHED_QUERIES / item.heads);
+  const int64_t height = cached_rows < 4 ? cached_rows : cached_rows / 4 * 4;
   for (int64_t row = 0; row < item.rows; row += height) {
     const RowRange rows = {row, min(row + height, item.rows)};
     const int64_t M = (rows.end - rows.begin) * item.heads;
-    Packed<P> part = packed.below(row * item.heads, D);
-    Partial part_sums = sums.below(row * item.heads, Dp);
-    const float* none = part.factors;  // scores stay integers: see as_score
+    PackedOperands<P> part = packed.skip_queries(row * item.heads, D);
+    PartialSoftmax part_sums = sums.skip_queries(row * item.heads, Dp);
+    const float* unused_factors = part.factors;  // the product does not add, so scores stay integers; see as_score
     {
       [[maybe_unused]] const typename P::Mode mode{};
       product<P>(part.q, padded_units<P>(D), part.keys + from, TILE, part.scores + from, TILE, M, columns, D / P::TERMS,
-                 false, none);
+                 false, unused_factors);
     }
-    softmax_of_tile<P, TC>(a, item, part, part_sums, tile, rows);
+    update_tile_softmax<P, TC>(a, item, part, part_sums, tile, rows);
     [[maybe_unused]] const typename P::Mode mode{};
     product<P>(part.weights + first, TILE / P::TERMS, part.values + first * Dp, Dp, part_sums.out, Dp, M, Dp,
                last - first, true, part.factors);
@@ -474,19 +484,20 @@ static void attend_tile_of_many(const Attention& a, const Item& item, Packed<P>&
 }
 
 template <class P, class TC>
-static void attend_tile(const Attention& a, const Item& item, Packed<P>& packed, Partial& sums, int64_t tile) {
+static void attend_tile(const Attention& a, const Item& item, PackedOperands<P>& packed, PartialSoftmax& sums,
+                        int64_t tile) {
   const int64_t begin = max<int64_t>(item.begin - tile, 0), end = min(item.end - tile, TILE);
-  const Rows<TC> keys(a, item, 0), values(a, item, 1);
+  const CachedRows<TC> keys(a, item, 0), values(a, item, 1);
   if (sizeof(TC) == 1)
     for (int64_t i = begin / W * W; i < end; i += W) {
-      store(packed.key_scales + i, load(keys.scales + keys.row_of(tile + i)));
-      store(packed.value_scales + i, load(values.scales + values.row_of(tile + i)));
+      store(packed.key_scales + i, load(keys.scales + keys.row_index(tile + i)));
+      store(packed.value_scales + i, load(values.scales + values.row_index(tile + i)));
     }
   const int64_t M = padded_count(item.rows * item.heads);
-  if constexpr (P::SWAP) return attend_tile_of_many<P>(a, item, packed, sums, tile, keys, values, begin, end);
-  else if (M == 1) attend_tile_of_few<P, 1>(a, item, packed, sums, tile, keys, values, begin, end);
-  else if (M == 2) attend_tile_of_few<P, 2>(a, item, packed, sums, tile, keys, values, begin, end);
-  else if (M == 4) attend_tile_of_few<P, 4>(a, item, packed, sums, tile, keys, values, begin, end);
-  else if (M == 8) attend_tile_of_few<P, 8>(a, item, packed, sums, tile, keys, values, begin, end);
-  else attend_tile_of_many<P>(a, item, packed, sums, tile, keys, values, begin, end);
+  if constexpr (P::SWAP) return attend_tile_packed<P>(a, item, packed, sums, tile, keys, values, begin, end);
+  else if (M == 1) attend_tile_unpacked<P, 1>(a, item, packed, sums, tile, keys, values, begin, end);
+  else if (M == 2) attend_tile_unpacked<P, 2>(a, item, packed, sums, tile, keys, values, begin, end);
+  else if (M == 4) attend_tile_unpacked<P, 4>(a, item, packed, sums, tile, keys, values, begin, end);
+  else if (M == 8) attend_tile_unpacked<P, 8>(a, item, packed, sums, tile, keys, values, begin, end);
+  else attend_tile_packed<P>(a, item, packed, sums, tile, keys, values, begin, end);
 }

@@ -1,16 +1,18 @@
-// Quantised blocks of checkpoints: codes of 4, 5 or 6 bits with a scale, and in some kinds a minimum, per SIZE inputs
-// (kernels/encodings/_blocks.py). A weight is scale * (code - OFFSET) - minimum. In the encodings of 256 inputs (GGUF's K
-// types), scales and minima are small integers times a float16 factor; both products are exact in float32. The code of
-// a 4-bit float is an index into a table of 12 + 2 * value.
+// Quantised blocks of checkpoints: codes of 4, 5 or 6 bits with a scale per block of SIZE inputs, and in some kinds a
+// minimum per group of GROUP inputs (kernels/encodings/_blocks.py). A weight is scale * (code - OFFSET) - minimum. In
+// encodings with units of 256 inputs (GGUF's K types), scales and minima are small integers, multiplied by a float16
+// factor. These products are exact in float32. The code of a 4-bit float is an index into a table of the integers 12 +
+// 2 * value.
 //
-// Rows of x are quantised as for int4, with a scale for each SIZE inputs. The minimum is applied in float32:
+// Rows of x are quantised as for int4, with a scale for each block of SIZE inputs. The minimum is applied in float32:
 // scale * sum(code * x) - minimum * sum(x). Each output is one chain of additions in the order of the groups.
 //
-// The codes of nf4 and fp4 are indices into a table of 16-bit numbers. The table is stored as two byte tables, whose
-// products are added.
+// The codes of nf4 and fp4 are indices into a table of 16-bit numbers. The table is stored as one table of the low
+// bytes and one of the high bytes. The products with both are added.
 //
 // A unit of a panel has GROUPS groups of GROUP inputs, then the factors. A group has the low four bits of the codes as
-// in int4, the higher bits (a word for each output, or two), the scales and the minima of all outputs.
+// in int4, then the higher bits (one word per output for 5 bits, two for 6 bits), the scales and the minima of all
+// outputs.
 
 struct ByteScale {  // an integer 0..255
   static constexpr int64_t BYTES = 1;
@@ -31,7 +33,8 @@ struct PowerScale {  // E8M0: 2^(b - 127), and NaN for 255
     return as_float((vu)(normal < 0x00400000 ? 0x00400000 - vi{} : normal));
   }
 };
-// E4M3: the bits, shifted to their position in a float32, are the number times 2^-120. Subnormals are scaled exactly.
+// E4M3. The bits of the number, shifted to their position in a float32, represent the number times 2^-120. This also
+// holds for subnormal numbers, so the multiplication by 2^120 is exact.
 struct Fp8Scale {
   static constexpr int64_t BYTES = 1;
   INLINE vf read(const char* p) {
@@ -41,7 +44,7 @@ struct Fp8Scale {
   }
 };
 
-struct UnitScale {  // a float32 for all inputs of a unit, stored after its groups
+struct UnitScale {  // a float32 for all inputs of a unit, stored after the groups of the unit
   static constexpr int64_t BYTES = 0;
   INLINE vf read(const char*) { return vf{}; }
 };
@@ -49,7 +52,7 @@ struct UnitScale {  // a float32 for all inputs of a unit, stored after its grou
 // The entries of the table of E2M1 codes: 12 + 2 * number.
 constexpr uint8_t E2M1_CODES[] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 // Replaces each byte of `indices` (0 to 15) by the entry of a table of 16 bytes.
-INLINE vu looked_up(const uint8_t* numbers, vu indices) {
+INLINE vu look_up_bytes(const uint8_t* numbers, vu indices) {
 #if PENSTOCK_LANES == 16
   const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)numbers));
   return (vu)_mm512_shuffle_epi8(table, (__m512i)indices);
@@ -70,10 +73,10 @@ INLINE vu looked_up(const uint8_t* numbers, vu indices) {
 #endif
 }
 
-// A table of sixteen 16-bit numbers, split into bytes. The AVX-512 dot product needs unsigned bytes. Therefore it reads
-// numbers with an offset of 2^15, and its sums start at -2^15 times the sum of x.
+// A table of sixteen 16-bit numbers, split into bytes. The AVX-512 dot product needs unsigned bytes. For AVX-512 the
+// numbers therefore have an offset of 2^15, and the sums start at -2^15 times the sum of x.
 struct NumberTable {
-  float unit;  // value of the integer 1
+  float unit;  // the number that the integer 1 represents
   uint8_t low[16], high[16];
   constexpr NumberTable(int32_t steps, const int16_t (&numbers)[16]) : unit(1.0f / (float)steps), low{}, high{} {
     for (int i = 0; i < 16; i++) {
@@ -83,16 +86,17 @@ struct NumberTable {
   }
 };
 constexpr NumberTable NUMBER_TABLES[] = {
-    {32767, {-32767, -22812, -17205, -12940, -9320, -6054, -2983, 0, 2608, 5273, 8064, 11072, 14441, 18435, 23689, 32767}},
+    {32767,
+     {-32767, -22812, -17205, -12940, -9320, -6054, -2983, 0, 2608, 5273, 8064, 11072, 14441, 18435, 23689, 32767}},
     {32640, {0, 170, 21760, 32640, 10880, 16320, 5440, 8160, 0, -170, -21760, -32640, -10880, -16320, -5440, -8160}},
 };
 
-// The table entries of the codes of four inputs per lane, split into two vectors.
+// The table entries for the codes of four inputs per lane, in two vectors: low and high bytes, or pairs of inputs.
 struct Numbers {
   vu first, second;
 };
-INLINE Numbers numbers_of(const NumberTable& table, vu indices) {
-  const vu low = looked_up(table.low, indices), high = looked_up(table.high, indices);
+INLINE Numbers look_up_numbers(const NumberTable& table, vu indices) {
+  const vu low = look_up_bytes(table.low, indices), high = look_up_bytes(table.high, indices);
 #if PENSTOCK_LANES == 16
   return {low, high};
 #else  // first: inputs 0 and 2; second: inputs 1 and 3
@@ -110,7 +114,9 @@ template <> struct GroupSum<16> {
   vi sum;
   INLINE_MEMBER void start(int32_t) { sum = vi{}; }
 #if PENSTOCK_LANES == 8 || defined(__SSE2__)
-  INLINE_MEMBER void add(Numbers w, vu x) { sum += add_pairs(w.first, (vs)x << 8 >> 8) + add_pairs(w.second, (vs)x >> 8); }
+  INLINE_MEMBER void add(Numbers w, vu x) {
+    sum += add_pairs(w.first, (vs)x << 8 >> 8) + add_pairs(w.second, (vs)x >> 8);
+  }
 #else
   INLINE_MEMBER void add(Numbers w, vu x) {
     sum += ((vi)(w.first << 16) >> 16) * ((vi)(x << 24) >> 24) + ((vi)w.first >> 16) * ((vi)(x << 8) >> 24);
@@ -124,8 +130,8 @@ template <> struct GroupSum<16> {
 
 struct BlockKind {
   int bits;
-  int64_t size, groups;  // inputs per scale; groups of GROUP inputs per unit
-  int64_t min_bytes;     // bytes of a minimum. 0: none; 1: an integer; 2: a float16
+  int64_t size, groups;  // number of inputs per scale; number of groups of GROUP inputs per unit
+  int64_t min_bytes;     // bytes of a minimum: 0 for none, 1 for an integer, 2 for a float16
   bool is_e2m1;
   bool has_row_scales;   // whether each output has a float32 scale
   int table = -1;  // index of NUMBER_TABLES; -1: codes are not indices
@@ -136,36 +142,37 @@ template <class Kind> struct Blocks {
   static constexpr BlockKind KIND = Kind::KIND;
   typedef typename Kind::Scale Scale;
   static constexpr bool HAS_UNIT_SCALES = KIND.size > GROUP, HAS_TABLE = KIND.table >= 0;
-  static constexpr int64_t SIZE = min(KIND.size, GROUP), GROUPS = KIND.groups, SCALED = GROUP / SIZE;
+  static constexpr int64_t SIZE = min(KIND.size, GROUP), GROUPS = KIND.groups, X_SCALES = GROUP / SIZE;
   static constexpr int64_t HIGH = PANEL * GROUP / 2, SCALES = PANEL * GROUP * KIND.bits / 8;
-  static constexpr int64_t MINIMA = SCALES + PANEL * SCALED * Scale::BYTES;
+  static constexpr int64_t MINIMA = SCALES + PANEL * X_SCALES * Scale::BYTES;
   static constexpr int64_t GROUP_BYTES = MINIMA + PANEL * KIND.min_bytes;
   static constexpr int64_t FACTORS = GROUPS * GROUP_BYTES, MIN_FACTORS = FACTORS + PANEL * 2;
-  static constexpr int64_t UNIT_BYTES = FACTORS + (GROUPS == 1 ? 0 : KIND.min_bytes || HAS_UNIT_SCALES ? PANEL * 4 : PANEL * 2);
+  static constexpr int64_t FACTOR_BYTES = KIND.min_bytes || HAS_UNIT_SCALES ? PANEL * 4 : PANEL * 2;
+  static constexpr int64_t UNIT_BYTES = FACTORS + (GROUPS == 1 ? 0 : FACTOR_BYTES);
   static constexpr int64_t INPUTS = GROUPS * GROUP, LINES = GROUP_BYTES / 64, PASSES = GROUPS;
   static constexpr int64_t ROWS_AT_ONCE = HAS_TABLE && W == 16 ? 4 : GROUP_ROWS, BLOCK_UNITS = 40 / GROUPS;
-  static constexpr int FIRST = (LINES + 3) / 4, THEN = FIRST, LAST = FIRST;
+  static constexpr int FETCH_2_PASSES = (LINES + 3) / 4, FETCH_4_PASSES = FETCH_2_PASSES, FETCH_MORE = FETCH_2_PASSES;
   static constexpr float UNIT = HAS_TABLE ? NUMBER_TABLES[max(KIND.table, 0)].unit : KIND.is_e2m1 ? 0.5f : 1;
   static constexpr int vectors(int64_t rows) { return W == 16 && rows <= (HAS_TABLE ? 1 : 2) ? 4 : GROUP_VECTORS; }
 
-  // Returns the codes of half a step in the operand layout of the products. `low`: the lower four bits of the codes.
-  INLINE auto factors_of(vu low, const char* w, int step, int half, int v) {
-    if constexpr (HAS_TABLE) return numbers_of(NUMBER_TABLES[KIND.table], low);
-    else return with_high_bits(low, w, step, half, v);
+  // Returns the operand of the products for one half of a step. `low` has the lower four bits of the codes.
+  INLINE auto make_operand(vu low, const char* w, int step, int half, int v) {
+    if constexpr (HAS_TABLE) return look_up_numbers(NUMBER_TABLES[KIND.table], low);
+    else return add_high_bits(low, w, step, half, v);
   }
-  INLINE vu with_high_bits(vu low, const char* w, int step, int half, int v) {
+  INLINE vu add_high_bits(vu low, const char* w, int step, int half, int v) {
     if (KIND.bits == 5) return low | Groups<5>::fifth_bits(load((const uint32_t*)(w + HIGH) + v * W), 2 * step + half);
     if (KIND.bits == 6) {
       const vu bits = load((const uint32_t*)(w + HIGH + step / 2 * 4 * PANEL) + v * W);
       const int position = 2 * (step % 2 * 2 + half);
       return low | ((position < 4 ? bits << (4 - position) : bits >> (position - 4)) & 0x30303030);
     }
-    return KIND.is_e2m1 ? looked_up(E2M1_CODES, low) : low;
+    return KIND.is_e2m1 ? look_up_bytes(E2M1_CODES, low) : low;
   }
 
   template <int ROWS, int FETCHED> INLINE void multiply(const ByteBlock& block) {
     constexpr int VECTORS = vectors(ROWS), STEPS = SIZE / 8;
-    constexpr int64_t ADVANCE = fetched_by<FETCHED>(LINES);
+    constexpr int64_t ADVANCE = prefetch_advance<FETCHED>(LINES);
     for (int64_t column = 0; column < PANEL; column += VECTORS * W) {
       float* stored = (float*)block.sums + column;
       vf sums[ROWS][VECTORS];
@@ -178,9 +185,10 @@ template <class Kind> struct Blocks {
       const char *unit = block.w, *ahead = block.ahead + column / (VECTORS * W) * ADVANCE * block.units * PASSES;
       for (int64_t u = 0; u < block.units; u++, unit += UNIT_BYTES) {
         vf factors[VECTORS], min_factors[VECTORS];
-        // Prefetches the factors of the next unit. STREAM would prefetch them too late, because the first group needs
-        // them.
-        for (int64_t line = FACTORS; line < UNIT_BYTES; line += LINE) __builtin_prefetch(unit + UNIT_BYTES + line, 0, 2);
+        // Prefetches the factors of the next unit. STREAM would prefetch them too late: they are stored after the
+        // groups, but the first group needs them.
+        for (int64_t line = FACTORS; line < UNIT_BYTES; line += LINE)
+          __builtin_prefetch(unit + UNIT_BYTES + line, 0, 2);
         if (GROUPS > 1)
           for (int v = 0; v < VECTORS; v++) {
             factors[v] = HAS_UNIT_SCALES ? load((const float*)(unit + FACTORS) + column + v * W)
@@ -190,10 +198,11 @@ template <class Kind> struct Blocks {
         const char* w = unit;
         for (int64_t g = 0; g < GROUPS; g++, w += GROUP_BYTES, ahead += ADVANCE) {
 #pragma GCC unroll 2
-          for (int scaled = 0; scaled < SCALED; scaled++, x += SIZE, x_scales++, starts++) {
+          for (int scaled = 0; scaled < X_SCALES; scaled++, x += SIZE, x_scales++, starts++) {
             GroupSum<HAS_TABLE ? 16 : KIND.is_e2m1 ? 5 : KIND.bits> totals[ROWS][VECTORS];
             for (int r = 0; r < ROWS; r++)
-              for (int v = 0; v < VECTORS; v++) totals[r][v].start(KIND.min_bytes ? KIND.offset * starts[r * groups] : starts[r * groups]);
+              for (int v = 0; v < VECTORS; v++)
+                totals[r][v].start(KIND.min_bytes ? KIND.offset * starts[r * groups] : starts[r * groups]);
 #pragma GCC unroll 4
             for (int part = 0; part < STEPS; part++) {
               const int step = scaled * STEPS + part;
@@ -201,18 +210,18 @@ template <class Kind> struct Blocks {
 #pragma GCC unroll 8
                 for (int64_t line = step; line < LINES; line += 4) __builtin_prefetch(ahead + line * LINE, 0, 2);
               } else fetch<FETCHED>(ahead, LINES, step, 4);
-              decltype(factors_of(vu{}, nullptr, 0, 0, 0)) low[VECTORS], high[VECTORS];
+              decltype(make_operand(vu{}, nullptr, 0, 0, 0)) low[VECTORS], high[VECTORS];
               for (int v = 0; v < VECTORS; v++) {
                 const vu pairs = load((const uint32_t*)(w + column * 4 + step * 4 * PANEL) + v * W);
-                low[v] = factors_of(pairs & 0x0f0f0f0f, w + column * 4, step, 0, v);
-                high[v] = factors_of(pairs >> 4 & 0x0f0f0f0f, w + column * 4, step, 1, v);
+                low[v] = make_operand(pairs & 0x0f0f0f0f, w + column * 4, step, 0, v);
+                high[v] = make_operand(pairs >> 4 & 0x0f0f0f0f, w + column * 4, step, 1, v);
               }
               for (int r = 0; r < ROWS; r++) {
                 const int8_t* inputs = x + r * x_stride + 8 * part;
-                const vu bytes = four_bytes(inputs), others = four_bytes(inputs + 4);
+                const vu low_inputs = four_bytes(inputs), high_inputs = four_bytes(inputs + 4);
                 for (int v = 0; v < VECTORS; v++) {
-                  totals[r][v].add(low[v], bytes);
-                  totals[r][v].add(high[v], others);
+                  totals[r][v].add(low[v], low_inputs);
+                  totals[r][v].add(high[v], high_inputs);
                   if (part == STEPS / 2 - 1) totals[r][v].halfway();
                 }
               }
@@ -264,7 +273,7 @@ BLOCK_KIND(NF4, UnitScale, 4, 64, 2, 0, false, false, 0);
 BLOCK_KIND(FP4, UnitScale, 4, 64, 2, 0, false, false, 1);
 BLOCK_KIND(Q4Z, HalfScale, 4, 32, 1, 2, false, true, -1, 8);
 
-// Calls run(Blocks<...>) for the number of a block encoding.
+// Calls run with a Blocks object for the number of a block encoding. Does nothing for other numbers.
 template <class F> INLINE void with_blocks(int64_t encoding, F run) {
   switch (encoding) {
     case 8: run(Blocks<Q4K>{}); break;
@@ -304,9 +313,10 @@ template <class Form> static void pack_blocks(Form, const PackCodes& a, int64_t 
           if (Form::KIND.bits == 6)
             to[Form::HIGH + step / 2 * 4 * PANEL + byte] |= codes[k] >> 4 << (2 * (step % 2 * 2 + half));
         }
-        for (int64_t scaled = 0; SCALE_BYTES && scaled < Form::SCALED && group * Form::SCALED + scaled < scales; scaled++)
+        const int64_t num_scales = SCALE_BYTES ? min(Form::X_SCALES, scales - group * Form::X_SCALES) : 0;
+        for (int64_t scaled = 0; scaled < num_scales; scaled++)
           __builtin_memcpy(record + Form::SCALES + (scaled * PANEL + column) * SCALE_BYTES,
-                           (const char*)a.scales + (row * scales + group * Form::SCALED + scaled) * SCALE_BYTES,
+                           (const char*)a.scales + (row * scales + group * Form::X_SCALES + scaled) * SCALE_BYTES,
                            SCALE_BYTES);
         if (MIN_BYTES)
           __builtin_memcpy(record + Form::MINIMA + column * MIN_BYTES,

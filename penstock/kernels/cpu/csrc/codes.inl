@@ -1,20 +1,20 @@
-// Integer codes of checkpoints: unsigned integers of 4 or 8 bits with a zero point and a float16 scale for each GROUP
-// of inputs, and a float32 scale for each output (kernels/encodings/_codes.py). A weight is (code - zero) * scale * row
-// scale.
+// Integer codes of checkpoints: unsigned integers of 4 or 8 bits (kernels/encodings/_codes.py). The inputs of an output
+// are divided into groups of GROUP inputs. A group has a zero point and a float16 scale, and each output has a float32
+// scale. A weight is (code - zero) * scale * row scale.
 //
-// Rows of x are quantised as for int4. The zero point is applied in float32: sum(code * x) - zero * sum(x), which is
-// exact below 2^24. Each output is one chain of additions in the order of the groups.
+// Rows of x are quantised as for int4. The zero point is applied in float32: sum(code * x) - zero * sum(x). This is
+// exact, because the integers are below 2^24. Each output is one chain of additions in the order of the groups.
 
 template <int BITS> struct CodeGroups {
   static constexpr int64_t SCALES = PANEL * GROUP * BITS / 8, ZEROS = SCALES + PANEL * 2;
   static constexpr int64_t INPUTS = GROUP, UNIT_BYTES = ZEROS + PANEL, LINES = UNIT_BYTES / 64;
-  static constexpr int64_t ROWS_AT_ONCE = GROUP_ROWS, BLOCK_UNITS = BITS == 4 ? 44 : 24, SCALED = 1, PASSES = 1;
-  static constexpr int FIRST = half_of(LINES), THEN = fourth_of(LINES), LAST = sixth_of(LINES);
+  static constexpr int64_t ROWS_AT_ONCE = GROUP_ROWS, BLOCK_UNITS = BITS == 4 ? 44 : 24, X_SCALES = 1, PASSES = 1;
+  static constexpr int FETCH_2_PASSES = half_of(LINES), FETCH_4_PASSES = fourth_of(LINES), FETCH_MORE = sixth_of(LINES);
   static constexpr int vectors(int64_t rows) { return W == 16 && rows <= 2 ? 4 : GROUP_VECTORS; }
 
   template <int ROWS, int FETCHED> INLINE void multiply(const ByteBlock& block) {
     constexpr int VECTORS = vectors(ROWS), STEPS = BITS == 4 ? 4 : 8;
-    constexpr int64_t ADVANCE = fetched_by<FETCHED>(LINES);
+    constexpr int64_t ADVANCE = prefetch_advance<FETCHED>(LINES);
     for (int64_t column = 0; column < PANEL; column += VECTORS * W) {
       float* stored = (float*)block.sums + column;
       vf sums[ROWS][VECTORS];
@@ -37,10 +37,10 @@ template <int BITS> struct CodeGroups {
           }
           for (int r = 0; r < ROWS; r++) {
             const int8_t* inputs = x + r * x_stride + step * (GROUP / STEPS);
-            const vu bytes = four_bytes(inputs), others = BITS == 4 ? four_bytes(inputs + 4) : vu{};
+            const vu low_inputs = four_bytes(inputs), high_inputs = BITS == 4 ? four_bytes(inputs + 4) : vu{};
             for (int v = 0; v < VECTORS; v++) {
-              totals[r][v].add(low[v], bytes);
-              if (BITS == 4) totals[r][v].add(high[v], others);
+              totals[r][v].add(low[v], low_inputs);
+              if (BITS == 4) totals[r][v].add(high[v], high_inputs);
             }
           }
         }
@@ -68,7 +68,7 @@ template <int BITS> struct CodeGroups {
 
 // ---- packing ----
 
-struct PackCodes {  // codes [N, K] in rows, with the scales and minima of groups -> panels
+struct PackCodes {  // packs codes [N, K] in rows, with their scales, zero points or minima, into panels
   int64_t encoding;  // as in Linear: codes with zero points, 8-bit floats, or blocks
   const uint8_t* codes;
   int64_t stride;

@@ -1,7 +1,8 @@
-// Collectives of the ranks of one host, in memory that they share: `SharedRegion` in penstock/distributed/region.py.
+// Collectives between the ranks of one host, in memory that the ranks share: `SharedRegion` in
+// penstock/distributed/region.py.
 //
 // A message is a block of at most `capacity` bytes. Messages are numbered from 1; all ranks use the same numbers. For
-// message n, a rank
+// message n, each rank
 //   1. writes its block into its buffer n & 1,
 //   2. publishes n,
 //   3. waits until the other ranks have published n or more,
@@ -14,7 +15,7 @@ constexpr int64_t ABORT_CHECK_INTERVAL = 20000000;  // ns that a waiting rank sl
 struct Region {
   int64_t aborted;  // not 0: all collectives fail
   int64_t timeout;  // ns
-  int64_t capacity, world;
+  int64_t capacity, world;  // bytes of a message buffer; number of ranks
   int64_t padding[4];
 };
 
@@ -24,26 +25,27 @@ struct RankControl {
   int32_t padding[13];
 };
 
-INLINE RankControl& control_of(Region* region, int64_t rank) { return ((RankControl*)(region + 1))[rank]; }
+INLINE RankControl& rank_control(Region* region, int64_t rank) { return ((RankControl*)(region + 1))[rank]; }
 
-INLINE char* buffer_of(Region* region, int64_t rank, int64_t message) {
-  char* buffers = (char*)&control_of(region, region->world);
+INLINE char* message_buffer(Region* region, int64_t rank, int64_t message) {
+  char* buffers = (char*)&rank_control(region, region->world);
   return buffers + (2 * rank + (message & 1)) * region->capacity;
 }
 
 // Publishes a message of this rank and wakes the ranks that sleep.
 static void publish(Region* region, int64_t rank, int64_t message) {
-  RankControl& own = control_of(region, rank);
-  __atomic_store_n(&own.published, message, __ATOMIC_SEQ_CST);
+  RankControl& control = rank_control(region, rank);
+  __atomic_store_n(&control.published, message, __ATOMIC_SEQ_CST);
 #if defined(__linux__)
-  if (__atomic_load_n(&own.sleepers, __ATOMIC_SEQ_CST))
-    syscall(SYS_futex, &own.published, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
+  if (__atomic_load_n(&control.sleepers, __ATOMIC_SEQ_CST))
+    syscall(SYS_futex, &control.published, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
 #endif
 }
 
-// Waits until a rank has published a message. Returns false after an abort or the time limit, which aborts all ranks.
+// Waits until a rank has published a message. Returns false if the collectives are aborted or the time limit is
+// exceeded. Exceeding the time limit aborts the collectives of all ranks.
 static __attribute__((noinline)) bool wait_for_message(Region* region, int64_t rank, int64_t message) {
-  RankControl& other = control_of(region, rank);
+  RankControl& other = rank_control(region, rank);
   auto is_there = [&]() __attribute__((always_inline)) {
     return __atomic_load_n(&other.published, __ATOMIC_ACQUIRE) >= message;
   };
@@ -75,7 +77,7 @@ static __attribute__((noinline)) bool wait_for_message(Region* region, int64_t r
 }
 
 // Publishes a message and waits for the same message of the other ranks. All threads of a team call it after they have
-// written their parts. Returns false on all threads after an abort or the time limit.
+// written their parts of the message. Returns false on all threads if `wait_for_message` fails.
 static bool exchange(Region* region, int64_t rank, int64_t message, const Team& team) {
   team.barrier();
   Region* failed = nullptr;
@@ -91,18 +93,19 @@ static bool exchange(Region* region, int64_t rank, int64_t message, const Team& 
   return true;
 }
 
-// Calls body(first_row, rows, first_column, columns, message) for the blocks of a matrix `[rows, width]`.
+// Calls body(first_row, rows, first_column, columns, message) for each block of a matrix [rows, width]. A block fits in
+// one message. Stops when body returns false.
 template <class Body>
 static void over_blocks(Region* region, int64_t rank, int64_t rows, int64_t width, int64_t element, Body body) {
   const int64_t columns = min(width, region->capacity / element);
   const int64_t height = max<int64_t>(region->capacity / (columns * element), 1);
-  int64_t message = control_of(region, rank).published;
+  int64_t message = rank_control(region, rank).published;
   for (int64_t row = 0; row < rows; row += height)
     for (int64_t column = 0; column < width; column += columns)
       if (!body(row, min(height, rows - row), column, min(columns, width - column), ++message)) return;
 }
 
-struct AllReduce {  // x [rows, width], rows strided; out contiguous
+struct AllReduce {  // x [rows, width], rows strided; out [rows, width] contiguous
   int64_t type;
   const void* x;
   int64_t x_stride;
@@ -115,7 +118,7 @@ struct AllReduce {  // x [rows, width], rows strided; out contiguous
 template <class T> static void all_reduce(const AllReduce& a, const Team& team) {
   const int64_t world = a.region->world;
   const auto exchange_block = [&](int64_t row, int64_t rows, int64_t column, int64_t columns, int64_t message) {
-    T* own = (T*)buffer_of(a.region, a.rank, message);
+    T* own = (T*)message_buffer(a.region, a.rank, message);
     over_rows(team, rows, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; i++)
         __builtin_memcpy(own + i * columns, (const T*)a.x + (row + i) * a.x_stride + column, columns * sizeof(T));
@@ -126,9 +129,9 @@ template <class T> static void all_reduce(const AllReduce& a, const Team& team) 
         T* out = (T*)a.out + (row + i) * a.width + column;
         const int64_t from = i * columns;
         for_vectors(columns, EACH_VECTOR {
-          vf total = load((const T*)buffer_of(a.region, 0, message) + from + i, lanes);
+          vf total = load((const T*)message_buffer(a.region, 0, message) + from + i, lanes);
           for (int64_t rank = 1; rank < world; rank++)
-            total += load((const T*)buffer_of(a.region, rank, message) + from + i, lanes);
+            total += load((const T*)message_buffer(a.region, rank, message) + from + i, lanes);
           store(out + i, total, lanes);
         });
       }
@@ -164,21 +167,21 @@ static void run(const AllGather& a, const Team& team) {
   int64_t widest = 0, total = 0;
   for (int64_t rank = 0; rank < world; rank++) widest = max(widest, a.widths[rank]), total += a.widths[rank];
   const auto exchange_block = [&](int64_t row, int64_t rows, int64_t column, int64_t columns, int64_t message) {
-    const auto bytes_of = [&](int64_t rank) __attribute__((always_inline)) {
+    const auto row_bytes = [&](int64_t rank) __attribute__((always_inline)) {
       return max(min(columns, a.widths[rank] - column), (int64_t)0) * a.element;
     };
-    char* own = buffer_of(a.region, a.rank, message);
+    char* own = message_buffer(a.region, a.rank, message);
     over_rows(team, rows, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; i++)
         __builtin_memcpy(own + i * columns * a.element, a.x + (row + i) * a.x_stride + column * a.element,
-                         bytes_of(a.rank));
+                         row_bytes(a.rank));
     });
     if (!exchange(a.region, a.rank, message, team)) return false;
     over_rows(team, rows, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; i++) {
         char* out = a.out + (row + i) * total * a.element + column * a.element;
         for (int64_t rank = 0; rank < world; out += a.widths[rank++] * a.element)
-          __builtin_memcpy(out, buffer_of(a.region, rank, message) + i * columns * a.element, bytes_of(rank));
+          __builtin_memcpy(out, message_buffer(a.region, rank, message) + i * columns * a.element, row_bytes(rank));
       }
     });
     return true;
@@ -187,7 +190,7 @@ static void run(const AllGather& a, const Team& team) {
 }
 KERNEL(all_gather, AllGather)
 
-struct FromRank0 {  // replaces the rows by those of rank 0
+struct FromRank0 {  // replaces the bytes of `data` by those of rank 0
   char* data;
   int64_t bytes;  // at most the capacity
   Region* region;
@@ -196,14 +199,15 @@ struct FromRank0 {  // replaces the rows by those of rank 0
 
 static int64_t work(const FromRank0& a) { return a.bytes; }
 static void run(const FromRank0& a, const Team& team) {
-  const int64_t message = control_of(a.region, a.rank).published + 1;
-  if (team.rank == 0 && a.rank == 0) __builtin_memcpy(buffer_of(a.region, 0, message), a.data, a.bytes);
+  const int64_t message = rank_control(a.region, a.rank).published + 1;
+  if (team.rank == 0 && a.rank == 0) __builtin_memcpy(message_buffer(a.region, 0, message), a.data, a.bytes);
   if (!exchange(a.region, a.rank, message, team)) return;
-  if (team.rank == 0 && a.rank) __builtin_memcpy(a.data, buffer_of(a.region, 0, message), a.bytes);
+  if (team.rank == 0 && a.rank) __builtin_memcpy(a.data, message_buffer(a.region, 0, message), a.bytes);
 }
 KERNEL(from_rank_0, FromRank0)
 
-// out [rows, bytes]: rows of table [count, stride bytes], which holds tokens first to first + count - 1
+// Copies the rows of tokens from a part of an embedding table to out [rows, bytes]. The part has `count` rows, `stride`
+// bytes apart, for the tokens first to first + count - 1. Rows of other tokens become 0.
 struct EmbeddingPart {
   const int64_t* tokens;
   const char* table;

@@ -1,17 +1,19 @@
-// Operations of audio codecs over rows [T, C]: depthwise convolution, snake, group norm, and the parts of the inverse
-// short-time Fourier transform around its linear layer. Dense convolutions are linear layers (kernels/convolution.py).
+// Operations of audio codecs over rows [T, C]: depthwise convolution, snake, group norm, and the two operations before
+// and after the linear layer of an inverse short-time Fourier transform. Dense convolutions are linear layers
+// (kernels/convolution.py).
 
-// ---- sine and cosine: x = n pi + r with |r| <= pi / 2, and Taylor sums in r to 6e-8 ----
+// ---- sine and cosine ----
+// An angle is reduced to x = n pi + r with |r| <= pi / 2. The Taylor sums in r have an error of at most 6e-8.
 
 struct ReducedAngle {
   vf r;
-  vu sign;  // of (-1)^n, as the highest bit
+  vu sign;  // the sign of (-1)^n in the highest bit
 };
 INLINE ReducedAngle reduce_angle(vf x) {
   const vf shifted = fma(x, all(0.318309886f), all(ROUNDER)), n = shifted - ROUNDER;
-  vf r = fma(n, all(-3.140625f), x);  // 8 bits of pi: the product is exact
+  vf r = fma(n, all(-3.140625f), x);  // the product is exact, because this part of pi has few bits
   r = fma(n, all(-9.67653589793e-4f), r);
-  const vf limit = all(1.57079633f);  // larger x are integers in float32, without a fraction
+  const vf limit = all(1.57079633f);  // r exceeds the limit only for large x, where float32 has no fraction bits
   r = r > limit ? limit : r;
   r = r < -limit ? -limit : r;
   return {r, as_bits(shifted) << 31};
@@ -38,7 +40,7 @@ INLINE vf cosine_sum(vf r) {
 }
 INLINE vf with_sign(vf x, vu sign) { return as_float(as_bits(x) ^ sign); }
 
-struct DepthwiseConv1d {  // x [T, C], rows strided; taps [kernel_size, C], bias [C] or null; out [rows, C]
+struct DepthwiseConv1d {  // x [T, C], rows strided; taps [kernel_size, C]; bias [C] or null; out [rows, C]
   int64_t type;
   const void* x;
   const float *taps, *bias;
@@ -46,7 +48,7 @@ struct DepthwiseConv1d {  // x [T, C], rows strided; taps [kernel_size, C], bias
   int64_t T, rows, C, x_stride, kernel_size, stride, dilation, padding;
 };
 
-constexpr int CONV_ROWS = 4;  // rows that share one load of the taps
+constexpr int CONV_ROWS = 4;  // number of output rows for which the taps are loaded once
 
 // Computes ROWS consecutive output rows from `row` on with the taps begin:end. Each sum is one chain of additions in
 // the order of the taps.
@@ -219,12 +221,13 @@ static void run(const OverlapAdd& a, const Team& team) {
   over_rows(team, a.n, [=](int64_t begin, int64_t end) {
     for (int64_t s = begin * a.hop; s < end * a.hop;) {
       // The set of overlapping frames is constant up to the start of the next frame.
-      const int64_t at = s + drop, newest = at / a.hop, next = min((newest + 1) * a.hop - drop, end * a.hop);
+      const int64_t position = s + drop, newest = position / a.hop;
+      const int64_t next = min((newest + 1) * a.hop - drop, end * a.hop);
       const int64_t first = max<int64_t>(newest - overlap + 1, 0), last = min(newest, a.n - 1);
       for_vectors(next - s, EACH_VECTOR {
         vf total = {}, weights = {};
         for (int64_t frame = first; frame <= last; frame++) {
-          const int64_t offset = at - frame * a.hop + i;
+          const int64_t offset = position - frame * a.hop + i;
           total += load(a.frames + frame * a.stride + offset, lanes);
           weights += load(a.squares + offset, lanes);
         }

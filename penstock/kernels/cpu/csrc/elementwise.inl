@@ -1,5 +1,7 @@
 // Operations on single rows: norms, activations, sums, row lookups.
 
+// Writes the RMS norm of a row of E numbers.
+
 template <class T, class TW>
 INLINE void norm_row(const T* x, const TW* weight, T* out, int64_t E, float eps) {
   vf squares = {};
@@ -9,14 +11,14 @@ INLINE void norm_row(const T* x, const TW* weight, T* out, int64_t E, float eps)
   });
   vf factor = all(1 / __builtin_sqrtf(sum(squares) / (float)E + eps));
   for_vectors(E, EACH_VECTOR {
-    // Rounds to T before the weight is applied, as in the training of most checkpoints, unless the weight is float32.
+    // Unless the weight is wider than T, rounds to T before the weight is applied, as in the training of most models.
     vf normed = load(x + i, lanes) * factor;
     if (sizeof(T) == sizeof(TW)) normed = rounded_to(x, normed);
     store(out + i, normed * load(weight + i, lanes), lanes);
   });
 }
 
-struct RmsNorm {  // x [n0, n1, E] with strides; out the same, contiguous
+struct RmsNorm {  // x [n0, n1, E] with strides s0, s1; out [n0, n1, E] contiguous
   int64_t type, weight_type;
   const void *x, *weight;
   void* out;
@@ -33,7 +35,9 @@ template <class T, class TW> static void rms_norm(const RmsNorm& a, const Team& 
 }
 
 static int64_t work(const RmsNorm& a) { return ELEMENT * a.n0 * a.n1 * a.E; }
-static void run(const RmsNorm& a, const Team& team) { WITH_TYPE(a.type, T, WITH_TYPE(a.weight_type, TW, rms_norm<T, TW>(a, team))); }
+static void run(const RmsNorm& a, const Team& team) {
+  WITH_TYPE(a.type, T, WITH_TYPE(a.weight_type, TW, rms_norm<T, TW>(a, team)));
+}
 KERNEL(rms_norm, RmsNorm)
 
 struct AddRmsNorm {  // x, residual [n, E], rows strided; normed, total [n, E] contiguous
@@ -70,7 +74,8 @@ struct Gelu {
 struct GeluTanh {  // 0.5 (1 + tanh(u)) = 1 / (1 + e^-2u)
   INLINE vf of(vf x) {
     const vf y = x / (1 + exp(-1.59576912f * (x + 0.044715f * x * x * x)));
-    return x > -20.0f ? y : x * 0.0f;  // below -20: `exp` is bounded, so y would not become 0; x * 0 is NaN for -inf
+    // Below -20 the result is 0, or NaN for -inf. y would not become 0 there, because the results of `exp` are bounded.
+    return x > -20.0f ? y : x * 0.0f;
   }
 };
 struct Relu {
@@ -80,17 +85,18 @@ struct Relu2 {
   INLINE vf of(vf x) { return Relu::of(x) * Relu::of(x); }
 };
 
-// Returns the activation of x for a result that is rounded to T.
+// Returns the activation of x, with the accuracy that a result of type T needs.
 template <class T, class Activation> INLINE vf activated(vf x) { return Activation::of(x); }
 #if PENSTOCK_DOT
-// 1 / (1 + e^-2u) to 2e-4: without the accuracy that the rounding would remove, this takes half the time.
+// Computes 1 / (1 + e^-2u) with a relative error of 2e-4, which rounding to bfloat16 hides. This takes half the time of
+// the exact version.
 template <> INLINE_MEMBER vf activated<bf16, GeluTanh>(vf x) {
   const vf y = x * (vf)_mm512_rcp14_ps(1 + exp2_to_bf16(x * fma(x * x, all(-0.102943241f), all(-2.30220820f))));
   return x > -20.0f ? y : x * 0.0f;
 }
 #endif
 
-// Calls body with the function of an activation, by its number, for results that are rounded to T.
+// Calls body with the function of the activation with this number, for results of type T.
 template <class T, class Body> INLINE void with_activation(int64_t number, Body body) {
   if (number == 0) body([](vf x) __attribute__((always_inline)) { return activated<T, Silu>(x); });
   if (number == 1) body([](vf x) __attribute__((always_inline)) { return activated<T, Gelu>(x); });
@@ -130,7 +136,7 @@ static void run(const GatedActivation& a, const Team& team) {
 }
 KERNEL(gated_activation, GatedActivation)
 
-struct TakeRows {  // out [n, bytes] = table [rows, bytes], rows strided (in bytes), at indices [n]
+struct TakeRows {  // copies the rows indices [n] of table [rows, bytes] to out [n, bytes]; table's stride in bytes
   const char* table;
   const int64_t* indices;
   char* out;
@@ -154,7 +160,9 @@ static void run(const TakeRows& a, const Team& team) {
 }
 KERNEL(take_rows, TakeRows)
 
-struct PutRows {  // out [n, bytes] = x with values [count, bytes] at rows indices [count]; strides in bytes
+// Copies x [n, bytes] to out, and then values [count, bytes] to the rows `indices` [count] of out. Strides are in
+// bytes.
+struct PutRows {
   const char *x, *values;
   const int64_t* indices;
   char* out;
@@ -176,7 +184,8 @@ static void run(const PutRows& a, const Team& team) {
 }
 KERNEL(put_rows, PutRows)
 
-struct LayerNorm {  // x [n0, n1, E] with strides; out the same, contiguous; weight, bias [E] or [n1, E] of one type
+// x [n0, n1, E] has the strides s0, s1. out [n0, n1, E] is contiguous. weight and bias are [E] or [n1, E], of one type.
+struct LayerNorm {
   int64_t type, weight_type;
   const void *x, *weight, *bias;
   void* out;
@@ -250,7 +259,7 @@ struct LayerNormOfSum {  // x, residual [n, E], rows strided; out [n, E] contigu
 };
 
 template <class T, class TW> static void layer_norm_of_sum(const LayerNormOfSum& a, const Team& team) {
-  float* total = (float*)penstock_scratch(OWN, a.E * sizeof(float));
+  float* total = (float*)penstock_scratch(PRIVATE, a.E * sizeof(float));
   over_rows(team, a.n, [=](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row++) {
       const T *x = (const T*)a.x + row * a.x_stride, *residual = (const T*)a.residual + row * a.residual_stride;
@@ -287,8 +296,9 @@ static int64_t work(const Add& a) { return ELEMENT * a.n * a.F; }
 static void run(const Add& a, const Team& team) { WITH_TYPE(a.type, T, add<T>(a, team)); }
 KERNEL(add, Add)
 
-struct Change {  // x [n, F], rows strided; out [n, F]; elementwise
-  int64_t type, function;  // 0 to 4: the activations; 5: times factor; 6: factor * tanh(x / factor); 7: clamped to +-factor
+struct Change {  // applies a function to each element of x [n, F], rows strided; out [n, F]
+  // Functions: 0 to 4 the activations, 5 x * factor, 6 factor * tanh(x / factor), 7 x clamped to -factor..factor.
+  int64_t type, function;
   const void* x;
   void* out;
   int64_t n, F, stride;

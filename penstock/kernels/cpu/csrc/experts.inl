@@ -1,11 +1,12 @@
-// Experts: out [rows, E] = the weighted sum over each row's top-k experts of down(gate(gate_up(x))).
+// Experts: out [rows, E] is the weighted sum of down(gate(gate_up(x))) over the top-k experts of each row.
 //
 // A pair consists of a row and one of its experts. Pairs are sorted by expert, so that the weights of an expert are
-// read once for all of its rows. They are processed in rounds of limited size. The products are those of linear.inl and
-// quantized.inl, panel by panel, and the activations those of elementwise.inl. The outputs of a row are added in the
-// order of the expert numbers, so that a row's bits do not depend on other rows.
+// read once for all of its rows. They are processed in rounds, which limits the memory of the intermediate values. The
+// products use the functions for single panels in linear.inl and quantized.inl, and the activations the kernels in
+// elementwise.inl. The outputs of a row are added in the order of the expert numbers. The bits of a row therefore do
+// not depend on other rows.
 
-struct ExpertWeights {  // one row of the table; null: the encoding or layer has no such tensor
+struct ExpertWeights {  // addresses of the tensors of a linear layer; null for a missing tensor
   const void* panels;
   const float* scales;
   const int32_t* order;
@@ -13,47 +14,48 @@ struct ExpertWeights {  // one row of the table; null: the encoding or layer has
 };
 
 struct Experts {  // x, topk_ids and topk_weights have strided rows; out is contiguous
-  int64_t type, gating;  // gating 0 to 4: the activations; 5: clamped swish
+  int64_t type, gating;  // gating: 0 to 4 for the activations (elementwise.inl), 5 for clamped SwiGLU
   const void* x;
   int64_t x_stride;
-  const int64_t* topk_ids;  // [rows, top], first..first + count - 1
+  const int64_t* topk_ids;  // [rows, top]: expert ids; the experts of this rank have the ids first to first + count - 1
   int64_t topk_ids_stride;
   const float* topk_weights;  // [rows, top]
   int64_t topk_weights_stride;
-  const ExpertWeights* table;  // [count, 2]: gate_up [2F, E], down [E, F]
+  const ExpertWeights* table;  // [count, 2]: the layers gate_up [2F, E] and down [E, F] of each expert
   void* out;
   int64_t rows, top, count, gate_up_encoding, down_encoding, E, F;
-  int64_t first, is_part;  // id of the first expert; 1: experts with other ids are on other ranks
+  int64_t first, is_part;  // id of the first expert; whether experts with other ids are on other ranks
   double alpha, limit;
 };
 
-constexpr int64_t JOB_ROWS = 240;          // maximum number of rows of a job, whose sums fit in the cache of a core
+constexpr int64_t JOB_ROWS = 240;          // maximum number of rows of a job; their sums fit in the cache of a core
 constexpr int64_t ROUND_BYTES = 16 << 20;  // maximum bytes of the intermediate values of a round
-constexpr int64_t MIN_PAIRS = 256;         // minimum number of pairs per round; at least JOB_ROWS
-// A thread is assigned runs of up to MAX_RUN consecutive panels. Runs are shorter if a thread would get fewer than
+constexpr int64_t MIN_PAIRS = 256;         // a round may have at least this many pairs; at least JOB_ROWS
+// A piece of work is a run of up to MAX_RUN consecutive panels. Runs are shorter if a thread would get fewer than
 // RUNS_PER_THREAD runs.
 constexpr int64_t RUNS_PER_THREAD = 8, MAX_RUN = 4;
 
-// The pairs begin:begin + rows in sorted order, which belong to one expert.
+// Pairs of one expert: the entries begin:begin + rows of ExpertsMemory::order.
 struct Job {
   int64_t expert, begin, rows;
 };
 
-// Bytes of `rows` rows as the input of a linear layer: quantised to 8 bits if the encoding requires it.
+// Returns the bytes of rows as the input of a linear layer, after their quantisation if the encoding requires it.
 INLINE int64_t input_bytes(int64_t encoding, int64_t element, int64_t rows, int64_t K) {
-  return round_up(!is_quantized(encoding) ? rows * K * element : QuantizedRows::bytes(rows, K, groups_of(encoding, K)), LINE);
+  if (!is_quantized(encoding)) return round_up(rows * K * element, LINE);
+  return round_up(QuantizedRows::bytes(rows, K, groups_of(encoding, K)), LINE);
 }
 
-// Memory that the threads share. Each thread computes the same addresses.
+// The addresses of the intermediate values, in memory that the threads share. All threads compute the same addresses.
 struct ExpertsMemory {
-  int64_t* ends;    // [count + 1]: end of each expert in `order`
+  int64_t* ends;    // [count + 1]: end of the pairs of each expert in `order`
   int64_t* order;   // [pairs]: the numbers of the pairs, sorted by expert; pair p belongs to row p / top
-  int64_t* sorted;  // [rows, top]: positions in `order` of the pairs of each row, ascending
-  int64_t* filled;  // [rows]: number of positions in `sorted`; less than top if experts are on other ranks
+  int64_t* positions;      // [rows, top]: positions in `order` of the pairs of each row, ascending
+  int64_t* num_positions;  // [rows]: number of positions of each row; less than top if experts are on other ranks
   Job* jobs;        // [<= pairs]
   int64_t* num_jobs;
-  float* totals;      // [rows, E], if there are several rounds
-  int64_t max_pairs;  // per round; the following memory is that of one round
+  float* totals;      // [rows, E]: sums of the outputs of earlier rounds, if there are several rounds
+  int64_t max_pairs;  // maximum number of pairs per round; the following memory is reused in each round
   char *x, *gates, *inner, *quantized, *y;
   int64_t bytes;
 
@@ -70,8 +72,8 @@ struct ExpertsMemory {
     };
     ends = (int64_t*)take((a.count + 1) * 8);
     order = (int64_t*)take(pairs * 8);
-    sorted = (int64_t*)take(pairs * 8);
-    filled = (int64_t*)take(a.rows * 8);
+    positions = (int64_t*)take(pairs * 8);
+    num_positions = (int64_t*)take(a.rows * 8);
     jobs = (Job*)take(pairs * sizeof(Job));
     num_jobs = (int64_t*)take(8);
     totals = (float*)take(max_pairs < pairs ? a.rows * a.E * 4 : 0);
@@ -83,12 +85,12 @@ struct ExpertsMemory {
   }
 };
 
-// Sorts the pairs by expert. Pairs of experts on other ranks are left out. Reports a pair whose expert does not exist
-// with `fail`.
+// Sorts the pairs by expert, and divides them into jobs. Pairs of experts on other ranks are left out. Reports a pair
+// whose expert does not exist with `fail`.
 static void sort_pairs(const Experts& a, const ExpertsMemory& memory, const Team& team) {
   const int64_t pairs = a.rows * a.top;
   int64_t* ends = memory.ends;
-  auto expert_of = [&](int64_t pair) __attribute__((always_inline)) {
+  auto find_expert = [&](int64_t pair) __attribute__((always_inline)) {
     const int64_t expert = a.topk_ids[pair / a.top * a.topk_ids_stride + pair % a.top] - a.first;
     if (expert >= 0 && expert < a.count) return expert;
     if (a.is_part) return (int64_t)-1;
@@ -96,19 +98,19 @@ static void sort_pairs(const Experts& a, const ExpertsMemory& memory, const Team
     return (int64_t)0;
   };
   __builtin_memset(ends, 0, (a.count + 1) * 8);
-  __builtin_memset(memory.filled, 0, a.rows * 8);
+  __builtin_memset(memory.num_positions, 0, a.rows * 8);
   for (int64_t pair = 0; pair < pairs; pair++) {
-    const int64_t expert = expert_of(pair);
+    const int64_t expert = find_expert(pair);
     if (expert >= 0) ends[expert + 1]++;
   }
   for (int64_t expert = 0; expert < a.count; expert++) ends[expert + 1] += ends[expert];
   for (int64_t pair = 0; pair < pairs; pair++) {
-    const int64_t expert = expert_of(pair);
+    const int64_t expert = find_expert(pair);
     if (expert >= 0) memory.order[ends[expert]++] = pair;
   }
   for (int64_t i = 0; i < ends[a.count - 1]; i++) {
     const int64_t row = memory.order[i] / a.top;
-    memory.sorted[row * a.top + memory.filled[row]++] = i;
+    memory.positions[row * a.top + memory.num_positions[row]++] = i;
   }
   int64_t jobs = 0;
   for (int64_t expert = 0, begin = 0; expert < a.count; begin = ends[expert++]) {
@@ -121,8 +123,8 @@ static void sort_pairs(const Experts& a, const ExpertsMemory& memory, const Team
   *memory.num_jobs = jobs;
 }
 
-// Computes the panels first:last of a layer for the rows begin:begin + rows. `x`: the quantised rows if the encoding
-// needs them.
+// Computes the outputs of the panels first:last of a layer for the rows begin:begin + rows. `x` has the quantised rows
+// if the encoding needs them.
 static void multiply_run(const Linear& a, const QuantizedRows& x, int64_t begin, int64_t rows, int64_t first,
                          int64_t last, void* sums) {
   const int64_t bytes = panel_bytes(a.encoding, a.K);
@@ -132,7 +134,7 @@ static void multiply_run(const Linear& a, const QuantizedRows& x, int64_t begin,
     if (a.encoding == 0) multiply_panel<FloatSteps>(a, begin, rows, w, ahead, panel * PANEL, (float*)sums);
     if (a.encoding == 1) multiply_panel<PairSteps>(a, begin, rows, w, ahead, panel * PANEL, (float*)sums);
     with_units(a.encoding, [&](auto form) {
-      multiply_panel<decltype(form)>(a, x.below(begin), begin, rows, panel, next, (uint32_t*)sums);
+      multiply_panel<decltype(form)>(a, x.skip_rows(begin), begin, rows, panel, next, (uint32_t*)sums);
     });
     if (a.encoding == 7) {
 #if PENSTOCK_DOT
@@ -143,24 +145,27 @@ static void multiply_run(const Linear& a, const QuantizedRows& x, int64_t begin,
   }
 }
 
-// Computes a layer of all experts of a round. `layer` has all fields except the weights. `which`: 0 gate_up, 1 down.
+// Computes the gate_up layers (`which` 0) or the down layers (1) for the jobs of a round. `layer` has the fields that
+// all experts share. The weights come from the table.
 static void multiply_jobs(const Experts& a, Linear layer, int64_t which, int64_t max_pairs, const Job* jobs,
                           int64_t count, const Team& team) {
   const QuantizedRows x((char*)layer.x, max_pairs, layer.K, groups_of(layer.encoding, layer.K));
   const int64_t panels = ceil_div(layer.N, PANEL);
   const int64_t run = min(max<int64_t>(panels * count / (team.size * RUNS_PER_THREAD), 1), MAX_RUN);
   const int64_t runs = ceil_div(panels, run);
-  void* sums = penstock_scratch(OWN, JOB_ROWS * PANEL * sizeof(float));
+  void* sums = penstock_scratch(PRIVATE, JOB_ROWS * PANEL * sizeof(float));
   over_pieces(team, runs * count, [&](int64_t piece) {
     const Job& job = jobs[piece / runs];
     const ExpertWeights& weights = a.table[2 * job.expert + which];
     Linear linear = layer;
-    linear.panels = weights.panels, linear.scales = weights.scales, linear.bias = weights.bias;  // x already has the order of the panels
+    // `order` stays null, because the inputs are already in the order of the panels.
+    linear.panels = weights.panels, linear.scales = weights.scales, linear.bias = weights.bias;
     const int64_t first = piece % runs * run;
     multiply_run(linear, x, job.begin - jobs->begin, job.rows, first, min(first + run, panels), sums);
   });
 }
 
+// Computes the outputs of `count` jobs and adds them to the totals, or to `a.out` in the last round.
 template <class T>
 static void multiply_round(const Experts& a, const ExpertsMemory& memory, const Job* jobs, int64_t count,
                            const Team& team) {
@@ -168,7 +173,7 @@ static void multiply_round(const Experts& a, const ExpertsMemory& memory, const 
   const Team this_thread = {1, 0, team.state, team.record};
   const QuantizedRows x(memory.x, memory.max_pairs, a.E, groups_of(a.gate_up_encoding, a.E));
   const QuantizedRows inner(memory.quantized, memory.max_pairs, a.F, groups_of(a.down_encoding, a.F));
-  auto order_of = [&](int64_t i, int64_t which) __attribute__((always_inline)) {
+  auto find_order = [&](int64_t i, int64_t which) __attribute__((always_inline)) {
     const int64_t pair = memory.order[first + i];
     const int64_t expert = a.topk_ids[pair / a.top * a.topk_ids_stride + pair % a.top] - a.first;
     return a.table[2 * expert + which].order;
@@ -177,7 +182,7 @@ static void multiply_round(const Experts& a, const ExpertsMemory& memory, const 
     for (int64_t i = begin; i < end; i++) {
       const T* row = (const T*)a.x + memory.order[first + i] / a.top * a.x_stride;
       if (!is_quantized(a.gate_up_encoding)) __builtin_memcpy((T*)memory.x + i * a.E, row, a.E * sizeof(T));
-      else quantize_row(row, a.E, a.gate_up_encoding, x.below(i), order_of(i, 0));
+      else quantize_row(row, a.E, a.gate_up_encoding, x.skip_rows(i), find_order(i, 0));
     }
   });
   team.barrier();
@@ -187,12 +192,12 @@ static void multiply_round(const Experts& a, const ExpertsMemory& memory, const 
   team.barrier();
   over_rows(team, pairs, [&](int64_t begin, int64_t end) {
     const T* gates = (const T*)memory.gates + begin * 2 * a.F;
-    T* gated = (T*)memory.inner + begin * a.F;
-    if (a.gating < 5) run(GatedActivation{a.type, a.gating, gates, gated, end - begin, a.F, 2 * a.F}, this_thread);
-    else run(ClampedSwiGLU{a.type, gates, gated, end - begin, a.F, 2 * a.F, a.alpha, a.limit}, this_thread);
+    T* gated_rows = (T*)memory.inner + begin * a.F;
+    if (a.gating < 5) run(GatedActivation{a.type, a.gating, gates, gated_rows, end - begin, a.F, 2 * a.F}, this_thread);
+    else run(ClampedSwiGLU{a.type, gates, gated_rows, end - begin, a.F, 2 * a.F, a.alpha, a.limit}, this_thread);
     if (!is_quantized(a.down_encoding)) return;
     for (int64_t i = begin; i < end; i++)
-      quantize_row((const T*)memory.inner + i * a.F, a.F, a.down_encoding, inner.below(i), order_of(i, 1));
+      quantize_row((const T*)memory.inner + i * a.F, a.F, a.down_encoding, inner.skip_rows(i), find_order(i, 1));
   });
   team.barrier();
   const Linear down = {a.down_encoding, a.type, memory.quantized, a.F, nullptr, nullptr, nullptr, nullptr,
@@ -202,16 +207,16 @@ static void multiply_round(const Experts& a, const ExpertsMemory& memory, const 
   const bool last = first + pairs == memory.ends[a.count - 1];
   over_rows(team, a.rows, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row++) {
-      const int64_t *sorted = memory.sorted + row * a.top, count = memory.filled[row];
+      const int64_t *positions = memory.positions + row * a.top, count = memory.num_positions[row];
       int64_t from = 0, to = 0;
-      while (from < count && sorted[from] < first) from++;
-      for (to = from; to < count && sorted[to] < first + pairs;) to++;
+      while (from < count && positions[from] < first) from++;
+      for (to = from; to < count && positions[to] < first + pairs;) to++;
       const float* topk_weights = a.topk_weights + row * a.topk_weights_stride;
       for_vectors(a.E, EACH_VECTOR {
         vf total = first ? load(memory.totals + row * a.E + i, lanes) : vf{};
         for (int64_t j = from; j < to; j++)
-          total += load((const T*)memory.y + (sorted[j] - first) * a.E + i, lanes) *
-                   topk_weights[memory.order[sorted[j]] - row * a.top];
+          total += load((const T*)memory.y + (positions[j] - first) * a.E + i, lanes) *
+                   topk_weights[memory.order[positions[j]] - row * a.top];
         if (last) store((T*)a.out + row * a.E + i, total, lanes);
         else store(memory.totals + row * a.E + i, total, lanes);
       });

@@ -1,16 +1,17 @@
-// Weights as 8-bit floats, E4M3, with a float32 scale for each output and FP8_GROUP inputs (kernels/encodings/fp8.py).
-// Activations are bfloat16. A group's products are added in float32, then scaled and added to the output's sum in the
-// order of the groups, so that a row's bits do not depend on other rows.
+// Weights as 8-bit floats (E4M3), with a float32 scale for each group of FP8_GROUP inputs of an output
+// (kernels/encodings/fp8.py). Activations are bfloat16. The products of a group are added in float32. The sum is scaled
+// and added to the output's total, in the order of the groups. The bits of a row therefore do not depend on other rows.
 //
-// A panel holds the codes of its groups, then a table of scales, then two strides (kernels/codes.py). A group has 32
-// steps of 4 inputs each. A step has 16 bytes for each four outputs: the first two inputs of these outputs, then the
-// other two, so that `unpack` instructions, which work on 16 bytes, make 16-bit numbers of bytes.
+// A panel has the codes of its groups, then a table of scales, then two strides (kernels/codes.py). A group has 32
+// steps of 4 inputs each. A step has 16 bytes for each set of four outputs: the first two inputs of these outputs, then
+// the last two. In this order, `unpack` instructions, which work within 16 bytes, can convert the bytes to 16-bit
+// numbers.
 
 constexpr int64_t FP8_GROUP = 128, FP8_STEP = 4 * PANEL, FP8_CODES = FP8_GROUP * PANEL;
 constexpr int64_t FP8_BLOCK = 4;  // groups of a panel that stay in the core's cache while all rows are multiplied
 
-// The scales of a panel. Most checkpoints have one scale for each output, or for each group of a panel. A kernel that
-// reads only these saves 3 % of the bytes of a panel.
+// The scales of a panel. In most checkpoints, all groups of an output or all outputs of a group have the same scale.
+// The table then stores each scale once, and the kernel reads 3 % fewer bytes of a panel.
 struct Fp8Scales {
   const float* table;
   int32_t group_stride, output_stride;  // of `table`; output_stride is 0 or 1
@@ -34,14 +35,14 @@ INLINE int64_t fp8_panel_bytes(int64_t K) {
 
 #include "fp8_numbers.inl"
 
-// Some rows and adjacent groups of a panel.
+// The arguments of a product of a few rows with consecutive groups of a panel.
 template <class P> struct Fp8Tile {
-  const typename P::Input* x;    // [rows, groups * FP8_GROUP], a part of a group padded with zeros
+  const typename P::Input* x;    // [rows, groups * FP8_GROUP]; an incomplete last group is padded with zeros
   int64_t x_stride;
-  const char* codes;             // of the groups
-  const typename P::Wide* wide;  // the codes of a single group widened to [step, part, PANEL]
-  int64_t steps;                 // of each group
-  int64_t group, groups;         // the first group, and their number
+  const char* codes;             // the codes of the groups
+  const typename P::Wide* wide;  // the widened codes of a single group [step, part, PANEL]
+  int64_t steps;                 // number of steps of each group
+  int64_t group, groups;         // index of the first group; number of groups
   int64_t groups_of_panel;
   const Fp8Scales& scales;
   float* sums;                   // [rows, PANEL]
@@ -49,7 +50,7 @@ template <class P> struct Fp8Tile {
 
 // Multiplies a tile. WIDE: the weights are read from `wide` instead of `codes`.
 template <class P, int ROWS, bool WIDE> static void multiply_fp8_tile(const Fp8Tile<P>& tile) {
-  constexpr int VECTORS = vectors_of(ROWS);
+  constexpr int VECTORS = vectors_per_pass(ROWS);
   for (int64_t column = 0; column < PANEL; column += VECTORS * W) {
     const char* codes = tile.codes + column * 4;
     for (int64_t group = tile.group; group < tile.group + tile.groups; group++) {
@@ -76,9 +77,9 @@ template <class P, int ROWS, bool WIDE> static void multiply_fp8_tile(const Fp8T
           continue;
         }
         typename P::Codes numbers[VECTORS];
-        for (int v = 0; v < VECTORS; v++) numbers[v] = P::codes_of(words[v]);
-        // Subnormal numbers are rare, because weights are scaled to the largest number. The code without subnormal
-        // numbers is faster.
+        for (int v = 0; v < VECTORS; v++) numbers[v] = P::prepare_codes(words[v]);
+        // Subnormal numbers are rare, because weights are scaled to the largest 8-bit float. The code for numbers that
+        // are not subnormal is faster.
 #define FP8_WEIGHTS [&](int part, int v) __attribute__((always_inline)) -> typename P::Wides
         if (P::UNIFORM || __builtin_expect(has_subnormals(words), 0))
           add(FP8_WEIGHTS { return P::template widen<true>(numbers[v], part); });
@@ -108,7 +109,7 @@ template <class P, bool WIDE> static void multiply_fp8_tile(const Fp8Tile<P>& ti
   }
 }
 
-// Sets the inputs of a tile. Whole groups are read in place. A part of a group is copied and padded.
+// Sets the inputs of a tile. Complete groups are read in place. An incomplete group is copied and padded.
 template <class P>
 INLINE void set_fp8_inputs(Fp8Tile<P>& tile, const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs, bf16* to) {
   tile.x = x, tile.x_stride = x_stride;
@@ -134,7 +135,7 @@ template <class P>
 static void multiply_fp8_panel(const Linear& a, int64_t begin, int64_t rows, const char* panel, int64_t column,
                                float* sums) {
   const int64_t groups = ceil_div(a.K, FP8_GROUP), tiles = ceil_div(rows, TILE_ROWS);
-  const bool is_wide = tiles > 2;  // widening once is faster if several tiles read the weights
+  const bool is_wide = tiles > 2;  // if more than two tiles read the weights, widening them once is faster
   const int64_t block = is_wide ? 1 : tiles > 1 ? FP8_BLOCK : groups;
   const Fp8Scales scales(panel, groups);
   alignas(64) typename P::Wide wide[FP8_GROUP / 4 * P::PARTS * PANEL];
@@ -148,7 +149,7 @@ static void multiply_fp8_panel(const Linear& a, int64_t begin, int64_t rows, con
         for (int64_t i = 0; i < PANEL; i += W) {
           const vu words[] = {load((const uint32_t*)(codes + step * FP8_STEP) + i)};
           const bool subnormal = P::UNIFORM || has_subnormals(words);
-          const typename P::Codes numbers = P::codes_of(words[0]);
+          const typename P::Codes numbers = P::prepare_codes(words[0]);
           for (int part = 0; part < P::PARTS; part++)
             store(wide + (step * P::PARTS + part) * PANEL + i,
                   subnormal ? P::template widen<true>(numbers, part) : P::template widen<false>(numbers, part));
@@ -183,10 +184,10 @@ template <class P> static void multiply_fp8(const Linear& a, const Team& team) {
   const int64_t bytes = fp8_panel_bytes(a.K);
   const int64_t chunk_bytes = ceil_div(a.rows, chunks) * a.K * (int64_t)sizeof(bf16);
   const int64_t width = min(max<int64_t>(CACHED_BYTES / max<int64_t>(chunk_bytes, 1), 1), chunks);
-  float* sums = (float*)penstock_scratch(OWN, min(a.rows, CHUNK_ROWS) * PANEL * sizeof(float));
+  float* sums = (float*)penstock_scratch(PRIVATE, min(a.rows, CHUNK_ROWS) * PANEL * sizeof(float));
   const Pieces pieces(a, team, a.rows, chunks, width);
   over_pieces(team, pieces.count(), [&](int64_t piece) {
-    pieces.each(team, piece, [&](int64_t panel, int64_t, int64_t begin, int64_t end) {
+    pieces.for_each_panel(team, piece, [&](int64_t panel, int64_t, int64_t begin, int64_t end) {
       multiply_fp8_panel<P>(a, begin, end - begin, (const char*)a.panels + panel * bytes, panel * PANEL, sums);
     });
   });
@@ -194,8 +195,9 @@ template <class P> static void multiply_fp8(const Linear& a, const Team& team) {
 
 static void multiply_fp8(const Linear& a, const Team& team) {
 #if PENSTOCK_DOT
-  const FlushedDenormals mode;  // independent of the number of rows, so that bits do not depend on it
-  if (a.rows > 2 && dot_is_slow()) return multiply_fp8<Fp8Floats>(a, team);  // fewer rows are bound by memory
+  const FlushedDenormals mode;  // set for any number of rows, so that the bits do not depend on this number
+  // With one or two rows, the memory bandwidth limits the speed.
+  if (a.rows > 2 && dot_is_slow()) return multiply_fp8<Fp8Floats>(a, team);
   if (uses_fp8_tables()) return multiply_fp8<Fp8TablePairs>(a, team);
 #endif
   multiply_fp8<Fp8Steps>(a, team);
@@ -208,7 +210,8 @@ static void pack_fp8(const PackCodes& a, int64_t panel) {
   char* begin = (char*)a.panels + panel * fp8_panel_bytes(a.K);
   __builtin_memset(begin, 0, fp8_panel_bytes(a.K));
   uint32_t* table = (uint32_t*)(begin + groups * FP8_CODES);  // the bits of the scales
-  bool by_output = true, by_group = true;  // all groups have the same scales; all outputs have
+  bool by_output = true;  // whether all groups of an output have the same scale
+  bool by_group = true;   // whether all outputs of a group have the same scale
   for (int64_t g = 0; g < groups; g++) {
     const int64_t inputs = min(FP8_GROUP, a.K - g * FP8_GROUP);
     uint32_t* scales = table + g * PANEL;

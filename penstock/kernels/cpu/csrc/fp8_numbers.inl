@@ -1,11 +1,11 @@
 // Widens 8-bit floats in registers to bfloat16 or float32, and multiplies a step of a panel (fp8.inl) by dot products
 // or multiply-adds.
 
-// The position of input k of a step and an output in a step of a panel.
+// Returns the position of the code of input k and an output in a step of a panel, in bytes.
 INLINE int64_t fp8_position(int64_t k, int64_t output) { return output / 4 * 16 + k / 2 * 8 + output % 4 * 2 + k % 2; }
 
-// Returns two inputs of each output as 16-bit numbers with the code in the upper byte and 0 in the lower byte. `pair`
-// 0: the first two inputs of a step; 1: the last two.
+// Returns two inputs of each output as 16-bit numbers with the code in the upper byte and 0 in the lower byte: the
+// first two inputs of a step for `pair` 0, the last two for `pair` 1.
 INLINE vu spread_codes(vu words, int pair) {
 #if PENSTOCK_LANES == 16
   const __m512i zero = _mm512_setzero_si512(), codes = (__m512i)words;
@@ -30,9 +30,10 @@ struct Fp8Pairs {
   static constexpr int PARTS = 2;
   static constexpr bool IN_PLACE = true;  // whether whole groups of inputs are read from x directly
   static constexpr bool UNIFORM = false;  // whether `widen` converts all numbers at the same speed
-  INLINE_MEMBER static vu codes_of(vu words) { return words; }
-  // Widens a pair of inputs to bfloat16, exactly. Without SUBNORMAL, all codes must have an exponent above 0. Then the
-  // bits are shifted to their position, and the bias 7 of the exponent is replaced by 127.
+  // Returns the codes of a step in the form that `widen` reads.
+  INLINE_MEMBER static vu prepare_codes(vu words) { return words; }
+  // Widens a pair of inputs to bfloat16, exactly. Without SUBNORMAL, all codes must have an exponent above 0. In this
+  // case it is enough to shift the bits to their position and to replace the exponent bias 7 by 127.
   template <bool SUBNORMAL> INLINE_MEMBER static vu widen(vu words, int part) {
     const __m512i high = (__m512i)spread_codes(words, part), shifted = _mm512_srai_epi16(high, 4);
     const vu normal = (vu)_mm512_add_epi16((__m512i)((vu)shifted & 0x87f087f0), _mm512_set1_epi16(0x3c00));
@@ -84,13 +85,13 @@ struct Fp8Bytes {
 };
 static constexpr Fp8Bytes FP8_BYTES;
 
-// As Fp8Pairs, but the codes are widened by table look-ups.
+// Like Fp8Pairs, but widens the codes by table look-ups.
 struct Fp8TablePairs : Fp8Pairs {
   struct Codes {
     __m512i low, high;
   };
   static constexpr bool UNIFORM = true;
-  INLINE_MEMBER static Codes codes_of(vu words) {
+  INLINE_MEMBER static Codes prepare_codes(vu words) {
     const vu low = table_bytes(words, FP8_BYTES.low), high = table_bytes(words, FP8_BYTES.high);
     return {(__m512i)low, (__m512i)(high | (words & 0x80808080))};
   }
@@ -99,12 +100,13 @@ struct Fp8TablePairs : Fp8Pairs {
   }
 };
 
-// Whether codes are widened by table look-ups, which need AVX-512 VBMI. A look-up takes as long as a multiply-add on
-// Zen 5. If it takes more than twice as long, arithmetic is used. The times are measured once per process.
+// Returns whether codes are widened by table look-ups, which need AVX-512 VBMI. On Zen 5 a look-up takes as long as a
+// multiply-add. If it takes more than twice as long, codes are widened by arithmetic. The times are measured once per
+// process.
 static bool uses_fp8_tables() {
   if (penstock_fp8_tables != TABLES_IF_FAST) return penstock_fp8_tables == TABLES_ALWAYS;
   enum { UNKNOWN, FAST, SLOW };
-  static int32_t known = UNKNOWN;  // all threads use the first result; both give the same bits
+  static int32_t known = UNKNOWN;  // all threads use the first result; both methods give the same bits
   int32_t found = __atomic_load_n(&known, __ATOMIC_RELAXED);
   if (found != UNKNOWN) return found == FAST;
   vf x = all(0.5f);
@@ -119,7 +121,7 @@ static bool uses_fp8_tables() {
 }
 #endif
 
-// Floats for multiply-adds.
+// Codes that are widened to float32 and multiplied by multiply-adds.
 struct Fp8Floats {
   typedef float Input;
   typedef float Wide;
@@ -127,7 +129,7 @@ struct Fp8Floats {
   typedef vu Codes;
   static constexpr int PARTS = 4;
   static constexpr bool IN_PLACE = false, UNIFORM = false;
-  INLINE_MEMBER static vu codes_of(vu words) { return words; }
+  INLINE_MEMBER static vu prepare_codes(vu words) { return words; }
   // Widens one input to float32, like the bfloat16 pairs above. Without SUBNORMAL, a code with the exponent 0 becomes
   // 2^-7 * (1 + m / 8) instead of 2^-6 * m / 8.
   template <bool SUBNORMAL> INLINE_MEMBER static vf widen(vu words, int part) {
@@ -139,7 +141,7 @@ struct Fp8Floats {
     return magnitude < 0x1p-6f ? as_float(as_bits(small) | (as_bits(number) & 0x80000000)) : number;
   }
   // Processes one vector at a time, so that few registers hold widened numbers. If the instruction set has bfloat16 dot
-  // products, the two products of a pair are added in the order of that instruction, see WidenedPairs.
+  // products, the two products of a pair are added in the order of the dot product instruction, see WidenedPairs.
   template <int ROWS, int VECTORS, class Weights>
   INLINE_MEMBER static void add_step(vf (&totals)[ROWS][VECTORS], const float* x, int64_t x_stride, Weights weights) {
 #pragma GCC unroll 2

@@ -9,8 +9,8 @@
 // Version of the argument layout of the kernels; library.py refuses a library with another version.
 extern "C" VISIBLE int penstock_abi() { return 19; }
 
-// Returns the best kernels for this CPU: 0 generic, 1 avx2, 2 avx512_vnni, 3 avx512. The compiler's run-time also checks
-// that the operating system saves the wide registers.
+// Returns the best instruction set of this CPU: 0 generic, 1 avx2, 2 avx512_vnni, 3 avx512. __builtin_cpu_supports also
+// checks that the operating system saves the wide registers.
 extern "C" VISIBLE int penstock_best_isa() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -24,14 +24,14 @@ extern "C" VISIBLE int penstock_best_isa() {
 #endif
 }
 
-static int32_t choice_of_tables() {
+static int32_t default_tables() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512vbmi")) return TABLES_IF_FAST;
 #endif
   return TABLES_NEVER;
 }
-VISIBLE int32_t penstock_fp8_tables = choice_of_tables();  // C linkage, as declared; tests set it
+VISIBLE int32_t penstock_fp8_tables = default_tables();  // C linkage, as declared in scratch.h; tests set it
 
 // Returns the features of this CPU that the kernels can use, separated by spaces.
 extern "C" VISIBLE const char* penstock_cpu_features() {
@@ -57,19 +57,20 @@ extern "C" VISIBLE const char* penstock_cpu_features() {
 }
 
 static int64_t progress;
-int64_t* penstock_progress = &progress;  // C linkage, as declared
+int64_t* penstock_progress = &progress;  // C linkage, as declared in scratch.h
 
-// The counter must outlive all kernel calls. Call this while no kernel runs.
+// Makes the kernels count their progress in `counter`, which must outlive all kernel calls. Must not be called while a
+// kernel runs.
 extern "C" VISIBLE void penstock_count_progress_in(int64_t* counter) { penstock_progress = counter; }
 
 extern "C" void* penstock_scratch(enum Scratch which, size_t bytes) {
-  static thread_local void* blocks[SCRATCHES];
-  static thread_local size_t sizes[SCRATCHES];
+  static thread_local void* blocks[SCRATCH_BLOCKS];
+  static thread_local size_t sizes[SCRATCH_BLOCKS];
   if (sizes[which] < bytes) {
     free(blocks[which]);
     size_t rounded = (bytes + 4095) & ~(size_t)4095;
     blocks[which] = aligned_alloc(64, rounded);
-    if (!blocks[which]) abort();  // fails only if not even a few megabytes are available
+    if (!blocks[which]) abort();  // happens only if fewer than a few megabytes are available
     sizes[which] = rounded;
   }
   return blocks[which];

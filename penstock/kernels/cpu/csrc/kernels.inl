@@ -1,12 +1,12 @@
-// All kernels. kernels_*.cpp compiles them once per instruction set, and defines
+// All kernels. The files kernels_*.cpp compile them once per instruction set, and define
 //   PENSTOCK_ISA    the suffix of the exported symbols: generic, avx2, avx512_vnni or avx512
-//   PENSTOCK_LANES  floats in a vector
-//   PENSTOCK_DOT    1 if there are bfloat16 dot products (AVX-512 BF16)
+//   PENSTOCK_LANES  number of floats in a vector
+//   PENSTOCK_DOT    1 if there are bfloat16 dot products (AVX-512 BF16), else 0
 //
-// The C ABI: each kernel takes one struct of 8-byte fields, which Python packs as bytes. Strides are in elements;
-// types are 0 = float32, 1 = bfloat16. The caller checks shapes and types; kernels do not. A kernel returns -1, or the
-// index of a bad argument. It may be called with or without the GIL. Only one thread of a process should call kernels:
-// OpenMP creates one team per calling thread.
+// The C ABI: each kernel takes one struct of 8-byte fields, which Python packs as bytes. Strides are in elements unless
+// a comment says bytes. Types are 0 = float32, 1 = bfloat16. The caller checks shapes and types; kernels do not. A
+// kernel returns -1, or the index of a bad value. It may be called with or without the GIL. Only one thread of a
+// process should call kernels, because OpenMP creates a team of threads for each calling thread.
 
 #include <omp.h>
 #include <sched.h>
@@ -20,7 +20,7 @@
 #endif
 #if PENSTOCK_LANES == 16 && defined(__GNUC__) && !defined(__clang__) && __GNUC__ < 13
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#pragma GCC diagnostic ignored "-Wuninitialized"  // both: the compiler's own header (GCC bug 105593)
+#pragma GCC diagnostic ignored "-Wuninitialized"  // both warnings are in the compiler's own header (GCC bug 105593)
 #endif
 #if PENSTOCK_LANES > 4
 #include <immintrin.h>
@@ -48,7 +48,7 @@
     }                           \
   } while (0)
 
-// One namespace per instruction set: the linker must not merge functions of different instruction sets.
+// Each instruction set has a namespace, so that the linker does not merge functions of different instruction sets.
 namespace PENSTOCK_ISA {
 
 constexpr int W = PENSTOCK_LANES;

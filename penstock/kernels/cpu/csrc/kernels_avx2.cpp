@@ -1,4 +1,4 @@
-// AVX2 and FMA: compiled with those flags, run only where the CPU has them.
+// The kernels for AVX2 and FMA. They are compiled with -mavx2 -mfma, and run only on CPUs that have both extensions.
 #define PENSTOCK_ISA avx2
 #define PENSTOCK_LANES 8
 #define PENSTOCK_DOT 0

@@ -1,5 +1,5 @@
-// AVX-512 F, BW, VL and VNNI, for processors without its bfloat16: compiled with those flags, run only where the CPU has
-// them all.
+// The kernels for AVX-512 F, BW, VL and VNNI, for CPUs without AVX-512 BF16. They run only on CPUs that have all these
+// extensions.
 #define PENSTOCK_ISA avx512_vnni
 #define PENSTOCK_LANES 16
 #define PENSTOCK_DOT 0

@@ -1,14 +1,16 @@
-// y [rows, N] = x [rows, K] w^T + bias, the weights packed in panels of 64 outputs (kernels/panels.py), for any
-// number of rows.
+// Linear layers: y [rows, N] = x [rows, K] w^T + bias, for any number of rows. The weights are packed in panels of 64
+// outputs (kernels/panels.py).
 //
-// A tile is a few rows of x times a panel. Its sums stay in registers while the panel is read once, in order. K is
-// divided into blocks: the first tile reads a block of the panel from memory, and the following tiles read it from the
-// core's cache and prefetch the next block, so that memory is never idle. Each output is one chain of additions in the
-// order of k for all rows, tiles and blocks, so that a row's bits do not depend on other rows.
+// A tile is the product of a few rows of x with a panel. Its sums stay in registers while the panel is read once, in
+// order. K is divided into blocks. The first tile reads a block of the panel from memory. The following tiles read it
+// from the core's cache and prefetch the next block, so that memory is never idle. Each output is one chain of
+// additions in the order of k for all rows, tiles and blocks. The bits of a row therefore do not depend on other rows.
 
-struct Linear {  // x and y rows strided; bias [N] of x's type, or null; scales: of encodings that store them separately
-  // order [K]: the inputs in the order of the panels, if rows of x are quantised in groups; null: their own order
-  // 0 float32, 1 bfloat16 (then x is of that type), 2 int8, 3 int4, 4 int5 (quantized.inl), 5 uint4, 6 uint8
+// x and y have strided rows. `bias` [N] has the type of x, or is null. `scales` is set for encodings whose scales are
+// not in the panels. `order` [K] is the permutation of the inputs in the panels, for encodings that quantise rows of x
+// in groups; null for the original order.
+struct Linear {
+  // Encodings: 0 float32, 1 bfloat16 (x has the same type), 2 int8, 3 int4, 4 int5 (quantized.inl), 5 uint4, 6 uint8
   // (codes.inl), 7 8-bit floats (fp8.inl, then x is bfloat16), 8 q4_k, 9 q5_k, 10 q6_k, 11 q4_1, 12 q5_1, 13 mxfp4,
   // 14 nvfp4, 15 nf4, 16 fp4, 17 q4_z (blocks.inl).
   int64_t encoding, type;
@@ -20,23 +22,23 @@ struct Linear {  // x and y rows strided; bias [N] of x's type, or null; scales:
   const void* bias;
   void* y;
   int64_t y_stride, rows, N, K;
-  int64_t activation;  // 0: none, else 1 + the number of the activation of the results
+  int64_t activation;  // activation of the results: 0 for none, else 1 + its number
 };
 
 constexpr int64_t PANEL = 64;                 // outputs per panel
-constexpr int TILE_ROWS = W == 4 ? 4 : 6;     // maximum rows of x
-constexpr int64_t STEP_BYTES = 4 * PANEL;     // bytes of a panel per step: a float or two bfloat16 of each output
-constexpr int64_t BLOCK_STEPS = 512;          // steps per block: two blocks (used, prefetched) fit in the cache
-constexpr int64_t STRIP_STEPS = W == 16 ? 256 : 64;  // steps of a block whose x is widened at once
+constexpr int TILE_ROWS = W == 4 ? 4 : 6;     // maximum number of rows of x in a tile
+constexpr int64_t STEP_BYTES = 4 * PANEL;     // bytes of a panel per step: one float or two bfloat16 per output
+constexpr int64_t BLOCK_STEPS = 512;          // steps per block: the current and the prefetched block fit in the cache
+constexpr int64_t STRIP_STEPS = W == 16 ? 256 : 64;  // number of steps for which x is widened at once
 constexpr int64_t CACHED_BYTES = 8 << 20;     // bytes of x that stay in the last-level cache while all weights are read
 constexpr int64_t CHUNK_ROWS = 252;           // rows of a chunk: their sums stay in the last-level cache, too
 constexpr int64_t LINE = 64;                  // bytes
-constexpr int64_t FEW_ROWS = 8;               // up to this many rows, a thread gets most of its panels at once
+constexpr int64_t FEW_ROWS = 8;               // up to this many rows, a thread gets a long run of panels, see Pieces
 constexpr int64_t FETCHED_BYTES = 256 << 10;  // bytes of the next layer that a waiting thread prefetches
 
-// The cache lines that a pass over a panel prefetches at each step.
-// - FETCHED: consecutive lines of the next data.
-// - STREAM: two lines of the step that is a fixed distance ahead of the pass. The hardware prefetchers, which stop at
+// The template argument FETCHED selects the cache lines that a pass over a panel prefetches at each step:
+// - FETCHED >= 0: this number of consecutive lines of the data at `ahead`.
+// - STREAM: two lines of the step that is STREAM_AHEAD bytes ahead of the pass. The hardware prefetchers, which stop at
 //   the end of a page, load the lines in between. On fast memory this gives 10 % more bandwidth than no prefetching.
 //   Prefetching every line of a step into the second-level cache, or the first lines of the next page, was slower than
 //   no prefetching.
@@ -47,16 +49,17 @@ template <int FETCHED> INLINE void fetch(const char* ahead, int64_t lines, int64
 #pragma GCC unroll 8
   for (int64_t line = part; line < count; line += parts) __builtin_prefetch(ahead + line * apart * LINE, 0, 2);
 }
-// Number of bytes by which a step advances the prefetch address.
-template <int FETCHED> constexpr int64_t fetched_by(int64_t lines) {
+// Returns the number of bytes by which a step advances the prefetch address.
+template <int FETCHED> constexpr int64_t prefetch_advance(int64_t lines) {
   return (FETCHED == STREAM ? lines : FETCHED) * LINE;
 }
 
-// Number of vectors of a panel that a tile with `rows` rows processes at once, so that the registers hold the sums and
-// the factors. With 32 registers it is the whole panel.
-constexpr int vectors_of(int rows) { return W == 16 ? 4 : rows == 1 ? 8 : rows <= 3 ? 4 : 2; }
+// Returns the number of vectors of a panel that a tile with `rows` rows processes at once. The registers must hold the
+// sums and the factors. With 32 registers a tile processes the whole panel at once.
+constexpr int vectors_per_pass(int rows) { return W == 16 ? 4 : rows == 1 ? 8 : rows <= 3 ? 4 : 2; }
 
-// The product of a step of a panel: `terms` numbers of each row of x, as X, times those of VECTORS * W outputs.
+// The next types compute the product of a step of a panel. `add` multiplies `terms` numbers of each row of x, of type
+// X, by the weights of VECTORS * W outputs.
 struct FloatSteps {
   typedef float T, X;
   static constexpr int TERMS = 1;
@@ -80,7 +83,7 @@ struct PairSteps {
     vu weights[VECTORS];
     for (int v = 0; v < VECTORS; v++) weights[v] = load((const uint32_t*)(w + 2 * v * W));
     for (int r = 0; r < ROWS; r++) {
-      uint32_t pair = 0;  // for the last number of an odd row, only the first half is read
+      uint32_t pair = 0;  // if K is odd, the last pair has one number and its second half stays 0
       __builtin_memcpy(&pair, x + r * x_stride, 2 * terms);
       __m512bh a = (__m512bh)_mm512_set1_epi32((int)pair);
       for (int v = 0; v < VECTORS; v++) sums[r][v] = _mm512_dpbf16_ps(sums[r][v], a, (__m512bh)weights[v]);
@@ -89,17 +92,17 @@ struct PairSteps {
 };
 #endif
 
-// Pairs of bfloat16, widened to floats and multiplied by multiply-adds. If the instruction set has bfloat16 dot
-// products, the additions are in the order of that instruction, see WidenedPairs.
+// Pairs of bfloat16 that are widened to floats and multiplied by multiply-adds. If the instruction set has bfloat16 dot
+// products, the order of the additions is that of the dot product instruction, see WidenedPairs.
 struct WidenedPairSteps {
   typedef bf16 T;
-  typedef float X;  // widened once for all outputs of a panel
+  typedef float X;  // rows of x are widened once for all outputs of a panel
   static constexpr int TERMS = 2;
   template <int terms, int ROWS, int VECTORS>
   INLINE void add(vf (&sums)[ROWS][VECTORS], const float* x, int64_t x_stride, const bf16* w) {
     const vu high = 0xffff0000u - vu{};
 #pragma GCC unroll 2
-    for (int i = 0; i < terms; i++) {  // one after the other, to save registers
+    for (int i = 0; i < terms; i++) {  // one term at a time, to save registers
       const int term = PENSTOCK_DOT ? terms - 1 - i : i;
       vf weights[VECTORS];
       for (int v = 0; v < VECTORS; v++) {
@@ -117,7 +120,7 @@ struct WidenedPairSteps {
 typedef WidenedPairSteps PairSteps;
 #endif
 
-// The rows of x of a tile in the form that S reads: x itself, or a copy of up to STRIP_STEPS steps, widened to X.
+// The rows of x of a tile in the type that S reads: x itself, or a copy of up to STRIP_STEPS steps, widened to X.
 template <class S, class X, int ROWS> struct StripRows {
   X widened[ROWS * STRIP_STEPS * S::TERMS];
   static constexpr bool WHOLE = false;
@@ -140,16 +143,16 @@ template <class S, int ROWS> struct StripRows<S, typename S::T, ROWS> {
 template <class S> struct Block {
   typedef typename S::T T;
   const T *x, *w;
-  int64_t x_stride, terms;  // terms: numbers of K in the block
-  const char* ahead;        // data to prefetch; null: nothing
+  int64_t x_stride, terms;  // terms: number of inputs in the block
+  const char* ahead;        // data to prefetch; null: none
   float* sums;              // [rows, PANEL]: sums of the previous blocks, and the result for the next block
   bool first, last;         // whether it is the first or last block of the panel
   const T* bias;
   T* y;
-  int64_t y_stride, outputs;  // outputs: number in the panel
+  int64_t y_stride, outputs;  // outputs: number of outputs from the panel's first output on
 
-  // Moves the first row. Tiles advance one block in place: the copy of a block that has just been written would wait for
-  // its stores.
+  // Skips the first rows. Tiles advance one Block object in place, because copying an object right after it was written
+  // would wait for its stores.
   INLINE_MEMBER void advance(int64_t rows) {
     x += rows * x_stride;
     sums += rows * PANEL;
@@ -157,8 +160,8 @@ template <class S> struct Block {
   }
 };
 
-// Applies the activation of the layer to the results of the rows begin:begin + rows, from output `column` of a panel
-// on. The results were rounded to T before.
+// Applies the activation of the layer to the results of the rows begin:begin + rows, in the panel whose first output is
+// `column`. The results are already rounded to T.
 template <class T>
 static __attribute__((noinline)) void activate(const Linear& a, int64_t begin, int64_t rows, int64_t column) {
   T* y = (T*)a.y + begin * a.y_stride + column;
@@ -178,14 +181,15 @@ INLINE void finish_tile(const Block<S>& block, const vf (&sums)[ROWS][VECTORS], 
       for (int r = 0; r < ROWS; r++)
         store(block.y + r * block.y_stride + begin, block.bias ? sums[r][v] + bias : sums[r][v], lanes);
     };
-    if (count >= W) finish(Whole{});
-    else if (count > 0) finish(Some{count});
+    if (count >= W) finish(FullVector{});
+    else if (count > 0) finish(PartialVector{count});
   }
 }
 
-// Processes the block in groups of outputs; each pass prefetches a different part of `ahead`.
+// Multiplies ROWS rows with the block in several passes, each for VECTORS * W outputs. Each pass prefetches a different
+// part of `ahead`.
 template <class S, int ROWS, int FETCHED> static void multiply_tile(const Block<S>& block) {
-  constexpr int VECTORS = vectors_of(ROWS);
+  constexpr int VECTORS = vectors_per_pass(ROWS);
   constexpr int64_t LINES = STEP_BYTES / LINE;
   StripRows<S, typename S::X, ROWS> strip;
   const int64_t x_stride = strip.stride(block.x_stride), length = strip.WHOLE ? block.terms : STRIP_STEPS * S::TERMS;
@@ -196,7 +200,8 @@ template <class S, int ROWS, int FETCHED> static void multiply_tile(const Block<
     for (int64_t column = 0; column < PANEL; column += VECTORS * W) {
       const auto* x = rows;
       const auto* w = block.w + from * PANEL + column * S::TERMS;
-      const int64_t pass = column / (VECTORS * W) * (block.terms / S::TERMS), advance = fetched_by<FETCHED>(LINES);
+      const int64_t pass = column / (VECTORS * W) * (block.terms / S::TERMS);
+      const int64_t advance = prefetch_advance<FETCHED>(LINES);
       const char* ahead = block.ahead + (pass + from / S::TERMS) * advance;
       float* stored = block.sums + column;
       vf sums[ROWS][VECTORS];
@@ -230,13 +235,13 @@ template <class S, int FETCHED> static void multiply_tile(const Block<S>& block,
   }
 }
 
-// Multiplies all rows with a block. The tiles have about equal numbers of rows, because 4 + 4 rows are faster than 6 +
-// 2. In each step, the first tiles prefetch some lines of the next data.
+// Multiplies all rows with a block. The tiles have about equal numbers of rows, because two tiles of 4 rows are faster
+// than tiles of 6 and 2 rows. The first tiles prefetch the data at `ahead`, one or two lines in each step.
 template <class S> static void multiply_block(const Block<S>& block, int64_t rows) {
   constexpr int64_t LINES = STEP_BYTES / LINE;
   const int64_t tiles = ceil_div(rows, TILE_ROWS), steps = block.terms / S::TERMS;
-  auto passes_of = [](int64_t height) { return PANEL / W / vectors_of(height); };
-  const int64_t passes = tiles * passes_of(rows / tiles);
+  auto passes_per_tile = [](int64_t height) { return PANEL / W / vectors_per_pass(height); };
+  const int64_t passes = tiles * passes_per_tile(rows / tiles);
   int64_t fetched = block.ahead ? 0 : LINES;
   Block<S> part = block;
   for (int64_t tile = 0, height; tile < tiles; tile++, part.advance(height)) {
@@ -248,22 +253,23 @@ template <class S> static void multiply_block(const Block<S>& block, int64_t row
     part.ahead = block.ahead + fetched * LINE * steps;
     if (passes < LINES) {
       multiply_tile<S, 2>(part, height);
-      fetched += 2 * passes_of(height);
+      fetched += 2 * passes_per_tile(height);
     } else {
       multiply_tile<S, 1>(part, height);
-      fetched += passes_of(height);
+      fetched += passes_per_tile(height);
     }
   }
 }
 
-// Computes the outputs of a panel. `next` is the panel that this thread probably gets next.
+// Computes the outputs of a panel for the rows begin:begin + rows. `next` is the panel that this thread probably gets
+// next.
 template <class S>
 static void multiply_panel(const Linear& a, int64_t begin, int64_t rows, const char* panel, const char* next,
                            int64_t column, float* sums) {
   typedef typename S::T T;
   const int64_t steps = ceil_div(a.K, S::TERMS);
-  const bool once = rows <= TILE_ROWS && vectors_of(rows) * W == PANEL;
-  const int64_t blocks = once ? 1 : max<int64_t>(1, ceil_div(steps, BLOCK_STEPS));
+  const bool is_single_pass = rows <= TILE_ROWS && vectors_per_pass(rows) * W == PANEL;
+  const int64_t blocks = is_single_pass ? 1 : max<int64_t>(1, ceil_div(steps, BLOCK_STEPS));
   for (int64_t number = 0; number < blocks; number++) {
     const int64_t from = steps * number / blocks, to = steps * (number + 1) / blocks;
     Block<S> block;
@@ -273,26 +279,28 @@ static void multiply_panel(const Linear& a, int64_t begin, int64_t rows, const c
     block.terms = min(to * S::TERMS, a.K) - from * S::TERMS;
     block.first = number == 0;
     block.last = number == blocks - 1;
-    block.ahead = once ? panel + STREAM_AHEAD : block.last ? next : panel + to * STEP_BYTES;
+    block.ahead = is_single_pass ? panel + STREAM_AHEAD : block.last ? next : panel + to * STEP_BYTES;
     block.sums = sums;
     block.bias = a.bias ? (const T*)a.bias + column : nullptr;
     block.y = (T*)a.y + begin * a.y_stride + column;
     block.y_stride = a.y_stride;
     block.outputs = a.N - column;
-    if (once) multiply_tile<S, STREAM>(block, rows);
+    if (is_single_pass) multiply_tile<S, STREAM>(block, rows);
     else multiply_block(block, rows);
   }
   if (a.activation) activate<T>(a, begin, rows, column);
 }
 
-// The pieces of work of a layer: pairs of a panel and a chunk of rows. They are assigned to threads dynamically, so a
-// thread whose core is busy gets fewer.
-// - Few rows: each thread gets an equal run of consecutive panels, because long runs read memory fastest. The remaining
-//   panels are assigned one by one.
-// - Many rows: one panel at a time. Longer runs would let threads wait for the last one.
-// - Very many rows: all panels process `width` chunks, which stay in the last-level cache, then the next chunks.
+// The pieces of work of a layer. A piece is a run of consecutive panels with all rows, or one panel with one chunk of
+// rows. Pieces are assigned to threads dynamically, so a thread whose core is busy gets fewer.
+// - Few rows: each thread first gets an equal run of consecutive panels, because long runs read memory fastest. The
+//   remaining panels are assigned one by one.
+// - Many rows: panels are assigned one by one. With longer runs, threads would wait for the thread with the last run.
+// - Several chunks of rows: all panels are multiplied with `width` chunks, which stay in the last-level cache, before
+//   the next chunks.
 struct Pieces {
-  int64_t rows, panels, chunks, width, run, runs;
+  int64_t rows, panels, chunks, width;  // width: chunks that are multiplied before the next chunks
+  int64_t run, runs;                    // panels per run; number of runs (0: panels are assigned one by one)
 
   Pieces(const Linear& a, const Team& team, int64_t rows, int64_t chunks, int64_t width)
       : rows(rows), panels(ceil_div(a.N, PANEL)), chunks(chunks), width(width),
@@ -301,18 +309,18 @@ struct Pieces {
 
   // Calls body(panel, next, begin, end) for each panel of a piece, with a range of rows. `next` is the panel that the
   // thread probably gets next, or -1.
-  template <class Body> INLINE_MEMBER void each(const Team& team, int64_t piece, Body body) const {
+  template <class Body> INLINE_MEMBER void for_each_panel(const Team& team, int64_t piece, Body body) const {
     const bool is_run = piece < runs;
     const int64_t round = is_run ? 0 : (piece - runs) / (panels * width), begun = round * width;
     const int64_t within = piece - runs - begun * panels, wide = min(width, chunks - begun);
-    const int64_t first = first_of(piece, within / wide), count = is_run ? run : 1;
+    const int64_t first = first_panel(piece, within / wide), count = is_run ? run : 1;
     const int64_t chunk = is_run ? 0 : begun + within % wide;
     for (int64_t panel = first; panel < first + count; panel++) {
       int64_t next = panel + 1 < first + count ? panel + 1 : panel + 1 + count * (team.size - 1);
       body(panel, next < panels ? next : -1, rows * chunk / chunks, rows * (chunk + 1) / chunks);
     }
   }
-  INLINE_MEMBER int64_t first_of(int64_t piece, int64_t single) const {
+  INLINE_MEMBER int64_t first_panel(int64_t piece, int64_t single) const {
     return piece < runs ? piece * run : runs * run + single;
   }
 };
@@ -323,10 +331,10 @@ template <class S> static void multiply(const Linear& a, const Team& team) {
   const int64_t chunk_bytes = ceil_div(a.rows, chunks) * a.K * (int64_t)sizeof(typename S::T);
   const int64_t width = min(max<int64_t>(CACHED_BYTES / max<int64_t>(chunk_bytes, 1), 1), chunks);
   const char* w = (const char*)a.panels;
-  float* sums = (float*)penstock_scratch(OWN, min(a.rows, CHUNK_ROWS) * PANEL * sizeof(float));
+  float* sums = (float*)penstock_scratch(PRIVATE, min(a.rows, CHUNK_ROWS) * PANEL * sizeof(float));
   const Pieces pieces(a, team, a.rows, chunks, width);
   over_pieces(team, pieces.count(), [&](int64_t piece) {
-    pieces.each(team, piece, [&](int64_t panel, int64_t next, int64_t begin, int64_t end) {
+    pieces.for_each_panel(team, piece, [&](int64_t panel, int64_t next, int64_t begin, int64_t end) {
       multiply_panel<S>(a, begin, end - begin, w + panel * bytes, next < 0 ? nullptr : w + next * bytes, panel * PANEL,
                         sums);
     });
@@ -335,7 +343,7 @@ template <class S> static void multiply(const Linear& a, const Team& team) {
 
 static void multiply_pairs(const Linear& a, const Team& team) {
 #if PENSTOCK_DOT
-  if (a.rows > 2 && dot_is_slow()) {  // one or two rows are bound by memory
+  if (a.rows > 2 && dot_is_slow()) {  // with one or two rows, the memory bandwidth limits the speed
     const FlushedDenormals mode;
     return multiply<WidenedPairSteps>(a, team);
   }
@@ -343,19 +351,19 @@ static void multiply_pairs(const Linear& a, const Team& team) {
   multiply<PairSteps>(a, team);
 }
 
-// Returns the memory of the panels that `over_pieces` assigns to this thread first; a panel has `bytes` bytes.
-INLINE Ahead first_panels(const Linear& a, const Team& team, int64_t bytes) {
+// Returns the memory of the panels that `over_pieces` assigns to this thread first. A panel has `bytes` bytes.
+INLINE PrefetchRange first_panels(const Linear& a, const Team& team, int64_t bytes) {
   const Pieces pieces(a, team, a.rows, 1, 1);
-  const int64_t panel = pieces.first_of(team.rank, team.rank - pieces.runs), count = max<int64_t>(pieces.run, 1);
+  const int64_t panel = pieces.first_panel(team.rank, team.rank - pieces.runs), count = max<int64_t>(pieces.run, 1);
   const char* begin = (const char*)a.panels + panel * bytes;
-  return panel < pieces.panels ? Ahead{begin, begin + min(bytes * count, FETCHED_BYTES)} : Ahead{};
+  return panel < pieces.panels ? PrefetchRange{begin, begin + min(bytes * count, FETCHED_BYTES)} : PrefetchRange{};
 }
 
 #include "quantized.inl"
 #include "fp8.inl"
 
 static int64_t work(const Linear& a) { return a.rows * a.N * a.K; }
-// Bytes of a panel.
+// Returns the number of bytes of a panel.
 INLINE int64_t panel_bytes(int64_t encoding, int64_t K) {
   int64_t bytes = encoding == 0   ? K * STEP_BYTES
                   : encoding == 1 ? ceil_div(K, 2) * STEP_BYTES
@@ -363,8 +371,8 @@ INLINE int64_t panel_bytes(int64_t encoding, int64_t K) {
   with_units(encoding, [&](auto form) { bytes = ceil_div(K, form.INPUTS) * form.UNIT_BYTES; });
   return bytes;
 }
-INLINE Ahead first_read(const Linear& a, const Team& team) {
-  return work(a) < MIN_PARALLEL_WORK_IN_PLAN ? Ahead{} : first_panels(a, team, panel_bytes(a.encoding, a.K));
+INLINE PrefetchRange first_read(const Linear& a, const Team& team) {
+  return work(a) < MIN_PARALLEL_WORK_IN_PLAN ? PrefetchRange{} : first_panels(a, team, panel_bytes(a.encoding, a.K));
 }
 static void run(const Linear& a, const Team& team) {
   if (!a.rows) return;

@@ -1,41 +1,42 @@
 // Adds (x A^T) B of each row's adapter to y [T, N]. Rows without an adapter do not change. A is [adapters, R, n], B is
-// [adapters, R, N]. One call computes all adapted slices of a fused layer. Each slice has its own A and B.
+// [adapters, R, N]. One call computes all slices of a fused layer that have adapters. Each slice has its own A and B.
 //
-// Rows are sorted by adapter and divided into tiles of a few rows. A tile reads the matrices of its adapter once. Each
-// product is summed in float32 in the order of n, then of R, and added to y once, so that a row's bits do not depend on
-// other rows.
+// Rows are sorted by adapter and divided into tiles of a few rows. A tile reads the matrices of its adapter once. The
+// products are summed in float32, first in the order of n, then in the order of R. The result is added to y once. The
+// bits of a row therefore do not depend on other rows.
 
-constexpr int ADAPTED_ROWS = W == 16 ? 6 : 4;  // rows per tile
-constexpr int RANKS = W == 16 ? 4 : 2;         // rows of A per tile: the registers hold ADAPTED_ROWS sums for each
-constexpr int FETCHING_ROWS = 4;               // a tile of up to this many rows is memory-bound, and prefetches
-constexpr int64_t TILES_PER_THREAD = 4;        // if there are at least this many, each thread computes whole tiles
+constexpr int ADAPTED_ROWS = W == 16 ? 6 : 4;  // maximum number of rows per tile
+constexpr int RANKS = W == 16 ? 4 : 2;         // rows of A that a tile multiplies at once; limited by the registers
+constexpr int FETCHING_ROWS = 4;               // tiles of up to this many rows prefetch, because they are memory-bound
+constexpr int64_t TILES_PER_THREAD = 4;        // with this many or more, each tile is computed by one thread
 constexpr int64_t MIN_OUTPUTS = 64;            // minimum per thread, so that threads do not share cache lines of y
 
-// An adapted slice of the outputs.
+// A slice of the outputs that has adapters.
 struct LoraPart {
   const void *a, *b;
-  const int64_t* ranks;  // [adapters]: used ranks of R; null: all
+  const int64_t* ranks;  // [adapters]: number of ranks that each adapter uses, at most R; null: all use R
   int64_t R, start, N;
 
-  INLINE_MEMBER int64_t rank_of(int64_t adapter) const { return ranks ? ranks[adapter] : R; }
+  INLINE_MEMBER int64_t adapter_rank(int64_t adapter) const { return ranks ? ranks[adapter] : R; }
 };
 
 struct Lora {
-  int64_t type;  // of x, y, A and B
+  int64_t type;  // element type of x, y, A and B
   const void* x;
   int64_t x_stride;
   void* y;
   int64_t y_stride;
-  const int64_t* rows;  // [count]: adapter of each row; -1: none
+  const int64_t* rows;  // [count]: index of each row's adapter; -1: none
   const LoraPart* parts;
   int64_t count, num_parts, adapters, n;
 };
 
-// Entries begin:end of the order are the rows of an adapter.
+// The rows of an adapter: entries begin:end of AdaptedRows::order.
 struct Segment {
   int64_t adapter, begin, end;
   INLINE_MEMBER int64_t tiles() const { return ceil_div(end - begin, ADAPTED_ROWS); }
-  INLINE_MEMBER Segment tile(int64_t number) const {  // tiles have about equal numbers of rows
+  // Returns the rows of a tile. Tiles have about equal numbers of rows.
+  INLINE_MEMBER Segment tile(int64_t number) const {
     const int64_t height = end - begin, count = tiles();
     return {adapter, begin + height * number / count, begin + height * (number + 1) / count};
   }
@@ -69,7 +70,7 @@ struct AdaptedRows {
   }
 };
 
-// h [ROWS, RANKS] = x [ROWS, n] A^T for RANKS rows of A. Each lane is summed first, then the lanes.
+// Computes h [ROWS, RANKS] = x [ROWS, n] A^T for RANKS rows of A. The sums of the lanes are added at the end.
 template <class T, int RANKS, int ROWS>
 INLINE void dot_rows(const T* const* x, const T* down, float* h, int64_t h_stride, int64_t n) {
   vf sums[ROWS][RANKS] = {};
@@ -84,10 +85,10 @@ INLINE void dot_rows(const T* const* x, const T* down, float* h, int64_t h_strid
       for (int r = 0; r < RANKS; r++) sums[t][r] = fma(units, weights[r], sums[t][r]);
     }
   });
-  for (int t = 0; t < ROWS; t++) store(h + t * h_stride, sum_each(sums[t]), Some{RANKS});
+  for (int t = 0; t < ROWS; t++) store(h + t * h_stride, sum_each(sums[t]), PartialVector{RANKS});
 }
 
-// y [ROWS, N] += h [ROWS, rank] B [rank, N], for VECTORS vectors of outputs.
+// Adds h [ROWS, rank] B [rank, N] to y [ROWS, N], for VECTORS vectors of outputs from i on.
 template <class T, int ROWS, int VECTORS, class L>
 INLINE void add_outputs(const float* h, int64_t h_stride, const T* b, int64_t rank, int64_t N, T* const* y, int64_t i,
                         L lanes) {
@@ -107,7 +108,7 @@ INLINE void add_outputs(const float* h, int64_t h_stride, const T* b, int64_t ra
     }
 }
 
-// Computes one tile (ROWS rows of one adapter) of a slice. h [ROWS, ..] has the intermediate values between A and B.
+// Computes one tile, ROWS rows of one adapter, for a slice. h [ROWS, h_stride] has the intermediate values x A^T.
 template <class T, int ROWS> struct Tile {
   const T* x[ROWS];
   T* y[ROWS];
@@ -118,7 +119,7 @@ template <class T, int ROWS> struct Tile {
   INLINE_MEMBER Tile(const Lora& a, const LoraPart& part, const int64_t* order, const Segment& tile, float* h,
                      int64_t h_stride)
       : down((const T*)part.a + tile.adapter * part.R * a.n), up((const T*)part.b + tile.adapter * part.R * part.N),
-        h(h), h_stride(h_stride), rank(part.rank_of(tile.adapter)), n(a.n), N(part.N) {
+        h(h), h_stride(h_stride), rank(part.adapter_rank(tile.adapter)), n(a.n), N(part.N) {
     for (int t = 0; t < ROWS; t++) {
       const int64_t row = order[tile.begin + t];
       x[t] = (const T*)a.x + row * a.x_stride;
@@ -132,9 +133,9 @@ template <class T, int ROWS> struct Tile {
   INLINE_MEMBER void multiply_up(int64_t i, int64_t end) const {
     constexpr int VECTORS = ROWS == 1 ? 8 : ROWS == 2 ? 4 : ROWS <= 4 ? 2 : 1;
     for (; i + VECTORS * W <= end; i += VECTORS * W)
-      add_outputs<T, ROWS, VECTORS>(h, h_stride, up, rank, N, y, i, Whole{});
-    for (; i + W <= end; i += W) add_outputs<T, ROWS, 1>(h, h_stride, up, rank, N, y, i, Whole{});
-    if (i < end) add_outputs<T, ROWS, 1>(h, h_stride, up, rank, N, y, i, Some{end - i});
+      add_outputs<T, ROWS, VECTORS>(h, h_stride, up, rank, N, y, i, FullVector{});
+    for (; i + W <= end; i += W) add_outputs<T, ROWS, 1>(h, h_stride, up, rank, N, y, i, FullVector{});
+    if (i < end) add_outputs<T, ROWS, 1>(h, h_stride, up, rank, N, y, i, PartialVector{end - i});
   }
 };
 
@@ -166,7 +167,7 @@ static void multiply_lora(const Lora& a, const LoraPart& part, const int64_t* or
   }
 }
 
-// Many rows: one thread computes a tile from x to y.
+// Computes the layer with one thread per tile. Used for many rows.
 template <class T> static void multiply_tiles(const Lora& a, const Team& team, const AdaptedRows& adapted, float* h) {
   over_pieces(team, adapted.tiles, [&](int64_t number) {
     const Segment* segment = adapted.segments;
@@ -179,7 +180,8 @@ template <class T> static void multiply_tiles(const Lora& a, const Team& team, c
   });
 }
 
-// Few rows: the threads divide the ranks of each adapter among them, and then the outputs.
+// Computes the layer with all threads on each adapter: first each thread multiplies a part of the ranks, then a part of
+// the outputs. Used for few rows.
 template <class T> static void multiply_shares(const Lora& a, const Team& team, const AdaptedRows& adapted) {
   int64_t width = 0;
   for (int64_t p = 0; p < a.num_parts; p++) width += a.parts[p].R;
@@ -191,7 +193,7 @@ template <class T> static void multiply_shares(const Lora& a, const Team& team, 
       const int64_t number = piece % team.size, p = piece / team.size % a.num_parts;
       const Segment& segment = adapted.segments[piece / team.size / a.num_parts];
       const LoraPart& part = a.parts[p];
-      const int64_t whole = up ? part.N : part.rank_of(segment.adapter);
+      const int64_t whole = up ? part.N : part.adapter_rank(segment.adapter);
       const int64_t step = round_up(ceil_div(whole, team.size), up ? MIN_OUTPUTS : RANKS);
       const int64_t begin = min(number * step, whole), end = min(begin + step, whole);
       if (begin == end) return;
@@ -213,15 +215,15 @@ template <class T> static void lora(const Lora& a, const Team& team) {
   int64_t max_rank = 0;
   for (int64_t p = 0; p < a.num_parts; p++) max_rank = max(max_rank, a.parts[p].R);
   const int64_t bytes = round_up(AdaptedRows::bytes(a), LINE);
-  char* memory = (char*)penstock_scratch(OWN, bytes + ADAPTED_ROWS * max_rank * sizeof(float));
+  char* memory = (char*)penstock_scratch(PRIVATE, bytes + ADAPTED_ROWS * max_rank * sizeof(float));
   const AdaptedRows adapted(a, memory);
   if (team.size == 1 || adapted.tiles >= TILES_PER_THREAD * team.size)
     multiply_tiles<T>(a, team, adapted, (float*)(memory + bytes));
   else if (adapted.count) multiply_shares<T>(a, team, adapted);
 }
 
-// An upper bound that counts the largest rank for every row. The adapters of the rows are not known yet, because an
-// earlier operation of the step may set them.
+// Returns an upper bound of the work, which counts the largest rank for every row. The adapters of the rows are not
+// known yet, because an earlier operation of the step may set them.
 static int64_t work(const Lora& a) {
   int64_t total = 0;
   for (int64_t p = 0; p < a.num_parts; p++) {

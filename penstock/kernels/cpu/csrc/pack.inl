@@ -1,15 +1,15 @@
-// Packs rows of weights, the layout of checkpoints, into panels (kernels/panels.py), and quantises them if the encoding
-// requires it. The result is bit-equal to that of kernels/quantized.py.
+// Packs weights from rows, the layout of checkpoints, into panels (kernels/panels.py). Quantises floats if the encoding
+// requires it. The results are bit-equal to those of kernels/quantized.py.
 
-struct Pack {  // rows [N, K] -> panels
+struct Pack {  // packs a weight [N, K] in rows into panels
   int64_t encoding;     // as in Linear
   int64_t source_type;  // 0 float32, 1 bfloat16, 2 float16, 3 quantised integers
   const void* source;
   int64_t stride;
-  const uint16_t* source_scales;  // float16 [N, ceil(K / GROUP)] of integers with groups; else null
+  const uint16_t* source_scales;  // [N, ceil(K / GROUP)] float16: the scales of integers with groups; else null
   void* panels;
-  float* scales;            // [N], if floats are packed as int8; else null
-  const float* importance;  // [round_up(K, GROUP)]: weights of the inputs for groups of floats; null: all equal
+  float* scales;            // [N]: receives the scales if floats are packed as int8; else null
+  const float* importance;  // [round_up(K, GROUP)]: importance of each input for int4 and int5; null: all equal
   int64_t N, K;
 };
 
@@ -23,10 +23,11 @@ INLINE vf load(const half* p, int64_t n) {
   return load_half(lanes);
 }
 
-// Rounds to nearest even; |x| <= 65504.
+// Rounds to float16, to nearest even. |x| must be at most 65504.
 INLINE vu narrow_half(vf x) {
 #if PENSTOCK_LANES == 16
-  return __builtin_convertvector((vh)_mm512_maskz_cvtps_ph(0xffff, x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), vu);
+  const vh halves = (vh)_mm512_maskz_cvtps_ph(0xffff, x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  return __builtin_convertvector(halves, vu);
 #else
   vu bits = as_bits(x), magnitude = bits & 0x7fffffff;
   vu normal = ((magnitude + 0xfff + (magnitude >> 13 & 1)) >> 13) - (112 << 10);
@@ -36,39 +37,47 @@ INLINE vu narrow_half(vf x) {
 }
 INLINE vf widen_half(vu bits) { return widen_half(__builtin_convertvector(bits, vh)); }
 
-// ---- units of 4 bytes: a float, two bfloat16, four bytes ----
+// ---- units ----
+// A unit has 4 bytes: a float, two bfloat16 or four bytes. read_units returns W units of a row. read_last_units returns
+// the units of the last `inputs` inputs of a row, followed by padding.
 
 template <class T> struct FloatUnits {
   static constexpr int64_t INPUTS = 1;
-  template <class L> INLINE vu at(const T* row, int64_t unit, L lanes) { return as_bits(load(row + unit, lanes)); }
-  INLINE vu at_end(const T* row, int64_t unit, int64_t inputs) { return at(row, unit, Some{inputs}); }
+  template <class L> INLINE vu read_units(const T* row, int64_t unit, L lanes) {
+    return as_bits(load(row + unit, lanes));
+  }
+  INLINE vu read_last_units(const T* row, int64_t unit, int64_t inputs) {
+    return read_units(row, unit, PartialVector{inputs});
+  }
 };
 
 template <class T> struct PairUnits {
   static constexpr int64_t INPUTS = 2;
-  INLINE vu at(const T* row, int64_t unit, Whole) {
+  INLINE vu read_units(const T* row, int64_t unit, FullVector) {
     bf16 pairs[2 * W];
     store(pairs, load(row + 2 * unit));
     store(pairs + W, load(row + 2 * unit + W));
     return load((const uint32_t*)pairs);
   }
-  INLINE vu at_end(const T* row, int64_t unit, int64_t inputs) {
+  INLINE vu read_last_units(const T* row, int64_t unit, int64_t inputs) {
     bf16 pairs[2 * W] = {};
     for (int64_t i = 0; i < inputs; i++) put(pairs + i, load(row + 2 * unit + i, 1)[0]);
     return load((const uint32_t*)pairs);
   }
 };
-template <> INLINE_MEMBER vu PairUnits<bf16>::at(const bf16* row, int64_t unit, Whole) {
+template <> INLINE_MEMBER vu PairUnits<bf16>::read_units(const bf16* row, int64_t unit, FullVector) {
   return load((const uint32_t*)(row + 2 * unit));
 }
 
 struct ByteUnits {
   static constexpr int64_t INPUTS = 4;
-  INLINE vu at(const int8_t* row, int64_t unit, Whole) { return load((const uint32_t*)(row + 4 * unit)) ^ 0x80808080; }
-  INLINE vu at_end(const int8_t* row, int64_t unit, int64_t inputs) {
+  INLINE vu read_units(const int8_t* row, int64_t unit, FullVector) {
+    return load((const uint32_t*)(row + 4 * unit)) ^ 0x80808080;
+  }
+  INLINE vu read_last_units(const int8_t* row, int64_t unit, int64_t inputs) {
     int8_t bytes[4 * W] = {};
     __builtin_memcpy(bytes, row + 4 * unit, inputs);
-    return at(bytes, 0, Whole{});
+    return read_units(bytes, 0, FullVector{});
   }
 };
 
@@ -76,15 +85,15 @@ struct ByteUnits {
 template <class U, class T>
 static void transpose_rows(const T* rows, int64_t stride, int64_t count, int64_t K, uint32_t* panel) {
   for (int64_t first = 0; first < PANEL; first += W) {
-    const int64_t here = min<int64_t>(max<int64_t>(count - first, 0), W);
+    const int64_t num_rows = min<int64_t>(max<int64_t>(count - first, 0), W);
     for (int64_t unit = 0; unit * U::INPUTS < K; unit += W) {
       const int64_t inputs = K - unit * U::INPUTS;
       vu square[W];
       for (int64_t i = 0; i < W; i++) {
         const T* row = rows + (first + i) * stride;
-        if (i >= here) square[i] = U::INPUTS == 4 ? 0x80808080 - vu{} : vu{};
-        else if (inputs >= W * U::INPUTS) square[i] = U::at(row, unit, Whole{});
-        else square[i] = U::at_end(row, unit, inputs);
+        if (i >= num_rows) square[i] = U::INPUTS == 4 ? 0x80808080 - vu{} : vu{};
+        else if (inputs >= W * U::INPUTS) square[i] = U::read_units(row, unit, FullVector{});
+        else square[i] = U::read_last_units(row, unit, inputs);
       }
       transpose(square);
       const int64_t units = min<int64_t>(ceil_div(inputs, U::INPUTS), W);
@@ -93,11 +102,11 @@ static void transpose_rows(const T* rows, int64_t stride, int64_t count, int64_t
   }
 }
 
-// ---- int4 and int5: the scale of a group, W outputs at a time ----
+// ---- quantisation to int4 and int5, for the groups of W outputs at a time ----
 
 constexpr float LARGEST_HALF = 65504;
-constexpr int DIVISORS = 7;
-constexpr float MIN_WEIGHT = 1e-30f;  // a group with a smaller maximum is treated as 0
+constexpr int DIVISORS = 7;           // number of candidates of the scale search, as in kernels/quantized.py
+constexpr float MIN_WEIGHT = 1e-30f;  // a group whose largest magnitude is smaller becomes 0
 
 INLINE vf vmin(vf a, vf b) {
 #if PENSTOCK_LANES == 16
@@ -109,15 +118,16 @@ INLINE vf vmin(vf a, vf b) {
 #endif
 }
 INLINE vf clamped(vf x, float low, float high) { return vmin(vmax(x, all(low)), all(high)); }
-INLINE vf inverse_of(vf scale) { return scale == 0.0f ? vf{} : 1.0f / scale; }
+INLINE vf invert_scale(vf scale) { return scale == 0.0f ? vf{} : 1.0f / scale; }
 template <int BITS> INLINE vf nearest_integer(vf x) {
   return rounded(clamped(x, -(1 << (BITS - 1)), (1 << (BITS - 1)) - 1));
 }
 
-constexpr float ALIKE[GROUP] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
+constexpr float EQUAL_IMPORTANCE[GROUP] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
                                 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 
-// w [GROUP, W], importance [GROUP] -> the float16 scales, and integers [GROUP, W], of 4 bits -8..7.
+// Quantises w [GROUP, W], a group of W outputs, to `integers` [GROUP, W] of BITS bits with float16 `scales` [W].
+// `importance` [GROUP] weights the squared errors.
 template <int BITS>
 static void search_scales(const float* w, const float* importance, int32_t* integers, uint16_t* scales) {
   vf largest = {}, top = {};
@@ -126,7 +136,7 @@ static void search_scales(const float* w, const float* importance, int32_t* inte
     largest = magnitude > top ? weight : largest;
     top = magnitude > top ? magnitude : top;
   }
-  vf best = all(-1), scale = all(__builtin_nanf(""));  // NaN if no scale is valid
+  vf best = all(-1), scale = all(__builtin_nanf(""));  // the scale stays NaN if no candidate is valid
   for (int i = 0; i < DIVISORS; i++) {
     const vf divisor = all(-(7 + i / 3.0) * (1 << (BITS - 4))), inverse = top < MIN_WEIGHT ? vf{} : divisor / largest;
     vf product = {}, square = {};
@@ -142,19 +152,19 @@ static void search_scales(const float* w, const float* importance, int32_t* inte
     scale = fit > best ? fitting : scale;
     best = fit > best ? fit : best;
   }
-  const vi is_sound = best >= 0.0f;
-  vu bits = is_sound ? narrow_half(clamped(scale, -LARGEST_HALF, LARGEST_HALF)) : 0x7e00 - vu{};
-  bits = bits == 0x8000 ? vu{} : bits;  // no -0
-  const vf inverse = inverse_of(widen_half(bits));
+  const vi is_valid = best >= 0.0f;
+  vu bits = is_valid ? narrow_half(clamped(scale, -LARGEST_HALF, LARGEST_HALF)) : 0x7e00 - vu{};
+  bits = bits == 0x8000 ? vu{} : bits;  // replaces -0 by 0
+  const vf inverse = invert_scale(widen_half(bits));
   for (int k = 0; k < GROUP; k++) {
     vi nearest = rounded_to_integers(nearest_integer<BITS>(load(w + k * W) * inverse));
-    store((uint32_t*)integers + k * W, (vu)(is_sound ? nearest : vi{}));
+    store((uint32_t*)integers + k * W, (vu)(is_valid ? nearest : vi{}));
   }
   vh halves = __builtin_convertvector(bits, vh);
   __builtin_memcpy(scales, &halves, sizeof halves);
 }
 
-// Writes integers [GROUP, W] to W columns of a record, the unit of Groups<BITS>.
+// Writes integers [GROUP, W] to W columns of a record, which is a unit of Groups<BITS> (quantized.inl).
 template <int BITS> INLINE void store_group(const int32_t* integers, char* record, int64_t column) {
   vu fifth = {};
   for (int step = 0; step < 4; step++) {
@@ -176,21 +186,21 @@ static void pack_groups(Groups<BITS>, const T* rows, int64_t stride, const float
   float w[GROUP * W];
   int32_t integers[GROUP * W];
   for (int64_t column = 0; column < PANEL; column += W) {
-    const int64_t here = min<int64_t>(max<int64_t>(count - column, 0), W);
+    const int64_t num_rows = min<int64_t>(max<int64_t>(count - column, 0), W);
     for (int64_t k = 0; k < K; k += GROUP) {
       for (int64_t part = 0; part < GROUP; part += W) {
         const int64_t left = K - k - part;
         vu square[W];
         for (int64_t i = 0; i < W; i++) {
           const T* row = rows + (column + i) * stride + k + part;
-          square[i] = i >= here || left <= 0 ? vu{} : as_bits(left >= W ? load(row) : load(row, left));
+          square[i] = i >= num_rows || left <= 0 ? vu{} : as_bits(left >= W ? load(row) : load(row, left));
         }
         transpose(square);
         for (int64_t i = 0; i < W; i++) store((uint32_t*)w + (part + i) * W, square[i]);
       }
       char* to = panel + k / GROUP * Groups<BITS>::UNIT_BYTES;
       uint16_t* scales = (uint16_t*)(to + Groups<BITS>::SCALES) + column;
-      search_scales<BITS>(w, importance ? importance + k : ALIKE, integers, scales);
+      search_scales<BITS>(w, importance ? importance + k : EQUAL_IMPORTANCE, integers, scales);
       store_group<BITS>(integers, to, column);
     }
   }
@@ -219,7 +229,7 @@ static void copy_groups(Groups<BITS>, const int8_t* rows, int64_t stride, const 
 
 // ---- the kernel ----
 
-// Calls run(Groups<BITS>) for the number of an encoding with groups.
+// Calls run with a Groups<BITS> object for the encodings int4 and int5.
 template <class F> INLINE void with_groups(int64_t encoding, F run) {
   if (encoding == 3) run(Groups<4>{});
   if (encoding == 4) run(Groups<5>{});
@@ -234,7 +244,7 @@ template <class T> static void pack_panel(const Pack& a, int64_t panel) {
   } else if (a.encoding == 1) {
     transpose_rows<PairUnits<T>>(rows, a.stride, count, a.K, (uint32_t*)panels + panel * ceil_div(a.K, 2) * PANEL);
   } else if (a.encoding == 2) {
-    int8_t* integers = (int8_t*)penstock_scratch(OWN, PANEL * a.K);
+    int8_t* integers = (int8_t*)penstock_scratch(PRIVATE, PANEL * a.K);
     for (int64_t i = 0; i < count; i++)
       quantize(rows + i * a.stride, a.K, integers + i * a.K, a.scales + first + i);
     transpose_rows<ByteUnits>(integers, a.K, count, a.K, (uint32_t*)panels + panel * ceil_div(a.K, 4) * PANEL);

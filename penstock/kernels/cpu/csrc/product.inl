@@ -1,23 +1,23 @@
-// Small matrix products C [M, N] (+)= A [M, n] B [n, N] on packed operands, the inner loops of attention.
+// Small matrix products of packed operands, the inner loops of attention: C [M, N] = A [M, n] B [n, N], or C += A B.
 //
-// A unit is the part of an operand that one multiplication reads: a float, or a pair of bfloat16 that the dot product
-// instruction multiplies and adds into one float. Each C[m][j] is one chain of additions in the order of n for all sizes
-// and register tiles, so that a query's bits do not depend on other queries.
+// A unit is the part of an operand that one multiplication reads: a float, or a pair of numbers that a dot product
+// instruction multiplies and adds into one sum. Each C[m][j] is one chain of additions in the order of n, for all sizes
+// and register tiles. The bits of a query's result therefore do not depend on other queries.
 
 struct Floats {
   typedef float Unit;
-  static constexpr int TERMS = 1;  // products in a unit
-  static constexpr int SPAN = 1;   // products that are always computed together
+  static constexpr int TERMS = 1;  // numbers in a unit
+  static constexpr int SPAN = 1;   // number of consecutive products that are always computed together
   static constexpr int SWAP = 0;   // 1: the two units of a span are in reverse order
   static constexpr bool INTEGER = false;
   typedef vf Units;
   typedef vf Sums;
-  struct Mode {};  // sets the floating-point mode of the processor while it exists; here: nothing to set
+  struct Mode {};  // an object that sets the floating-point mode of the processor while it exists; empty for floats
   INLINE_MEMBER static Sums add_product(Sums sum, float a, Units b) { return fma(all(a), b, sum); }
 };
 
 #if PENSTOCK_DOT
-struct Pairs {  // pairs of bfloat16
+struct Pairs {  // pairs of bfloat16 for the dot product instruction
   typedef uint32_t Unit;
   static constexpr int TERMS = 2, SPAN = 2, SWAP = 0;
   static constexpr bool INTEGER = false;
@@ -29,7 +29,7 @@ struct Pairs {  // pairs of bfloat16
   }
 };
 
-struct Shorts {  // pairs of 16-bit integers; one factor is a widened byte, so that sums are exact
+struct Shorts {  // pairs of 16-bit integers; one factor is a widened byte, so that 32-bit sums are exact
   typedef uint32_t Unit;
   static constexpr int TERMS = 2, SPAN = 2, SWAP = 0;
   static constexpr bool INTEGER = true;
@@ -43,7 +43,8 @@ struct Shorts {  // pairs of 16-bit integers; one factor is a widened byte, so t
 #endif
 
 #if PENSTOCK_DOT
-// While it exists, this thread takes and returns denormal numbers as 0, as the dot product instruction always does.
+// While an object of this type exists, all instructions of its thread read and write denormal numbers as 0. The dot
+// product instruction always does so.
 struct FlushedDenormals {
   const unsigned before = _mm_getcsr();
   INLINE_MEMBER FlushedDenormals() { set(before | 0x8040); }
@@ -55,15 +56,15 @@ struct FlushedDenormals {
   }
 };
 
-// Pairs of bfloat16, widened to floats and multiplied by multiply-adds. The results have the bits of the dot product
-// instruction, which adds the product of the second numbers first, then that of the first numbers, each with one
-// rounding.
+// Pairs of bfloat16 that are widened to floats and multiplied by multiply-adds. The results have the same bits as those
+// of the dot product instruction. This instruction first adds the product of the second numbers of a pair, then the
+// product of the first numbers, with one rounding each.
 struct WidenedPairs : Floats {
   static constexpr int SPAN = 2, SWAP = 1;
   typedef FlushedDenormals Mode;
 };
 
-// Returns the shortest of several times, in ns, of 12 chains of 512 steps.
+// Returns the shortest time of 16 measurements, in ns. A measurement runs 12 independent chains of 512 steps.
 template <class Step> static int64_t shortest_time(Step step) {
   int64_t shortest = INT64_MAX;
   for (int attempt = 0; attempt < 16; attempt++) {
@@ -81,13 +82,13 @@ template <class Step> static int64_t shortest_time(Step step) {
   return shortest;
 }
 
-// Whether a dot product takes much longer than two multiply-adds, for example twice as long on Emerald Rapids. The
-// times are measured once per process.
+// Returns whether a dot product takes more than 1.4 times as long as two multiply-adds, as on Emerald Rapids (twice as
+// long). The times are measured once per process.
 static bool dot_is_slow() {
   enum { UNKNOWN, FAST, SLOW };
-  static int32_t known = UNKNOWN;  // all threads use the first result
-  int32_t found = __atomic_load_n(&known, __ATOMIC_RELAXED);
-  if (found != UNKNOWN) return found == SLOW;
+  static int32_t shared_result = UNKNOWN;  // all threads use the first result
+  int32_t result = __atomic_load_n(&shared_result, __ATOMIC_RELAXED);
+  if (result != UNKNOWN) return result == SLOW;
   vf x = all(0.5f);
   __asm__("" : "+v"(x));
   const int64_t dot = shortest_time([=](vf sum) __attribute__((always_inline)) {
@@ -96,13 +97,14 @@ static bool dot_is_slow() {
   const int64_t widened =
       shortest_time([=](vf sum) __attribute__((always_inline)) { return fma(x, x, fma(x, x, sum)); });
   const int32_t measured = 5 * dot > 7 * widened ? SLOW : FAST;
-  if (__atomic_compare_exchange_n(&known, &found, measured, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) found = measured;
-  return found == SLOW;
+  if (__atomic_compare_exchange_n(&shared_result, &result, measured, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
+    result = measured;
+  return result == SLOW;
 }
 #endif
 
-// Stores a sum at `c` or adds it. Integer sums are stored as integers; they are multiplied by `factor` when they are
-// added to floats.
+// begin_sum returns the start value of the sum for an element c of C, and end_sum stores the sum. With `add` the sum is
+// added to c. Integer sums are stored as integers, or multiplied by `factor` when they are added to floats.
 INLINE void begin_sum(vf& sum, const float* c, bool add) { sum = add ? load(c) : vf{}; }
 INLINE void begin_sum(vi& sum, const float*, bool) { sum = vi{}; }
 INLINE void end_sum(vf sum, float* c, bool, float) { store(c, sum); }
@@ -132,7 +134,7 @@ template <class P, int VECTORS>
 INLINE void product_columns(const typename P::Unit* a, int64_t lda, const typename P::Unit* b, int64_t ldb, float* c,
                             int64_t ldc, int64_t M, int64_t n, bool add, const float* factors) {
   int64_t m = 0;
-  if (W == 16 && VECTORS < 4)  // more sums hide the latency of the products
+  if (W == 16 && VECTORS < 4)  // eight rows have enough independent sums to hide the latency of the products
     for (; m + 8 <= M; m += 8)
       product_tile<P, W == 16 && VECTORS < 4 ? 8 : 4, VECTORS>(a + m * lda, lda, b, ldb, c + m * ldc, ldc, n, add,
                                                                factors + m);
@@ -144,8 +146,9 @@ INLINE void product_columns(const typename P::Unit* a, int64_t lda, const typena
     product_tile<P, 1, VECTORS>(a + m * lda, lda, b, ldb, c + m * ldc, ldc, n, add, factors + m);
 }
 
-// N is a multiple of W. `factors` [M] are the factors of integer sums. Four vectors of sums for four rows need 16
-// registers: AVX-512 has 32 registers, the other instruction sets have 16.
+// Computes C [M, N], or adds to it with `add`. N is a multiple of W. `factors` [M] are the factors of integer sums.
+// Four vectors of sums for each of four rows need 16 registers. Only AVX-512 uses such tiles, because it has 32
+// registers and the other instruction sets have 16.
 template <class P>
 static void product(const typename P::Unit* a, int64_t lda, const typename P::Unit* b, int64_t ldb, float* c,
                     int64_t ldc, int64_t M, int64_t N, int64_t n, bool add, const float* factors) {
@@ -156,9 +159,9 @@ static void product(const typename P::Unit* a, int64_t lda, const typename P::Un
   for (; j < N; j += W) product_columns<P, 1>(a, lda, b + j, ldb, c + j, ldc, M, n, add, factors);
 }
 
-// ---- transposes W rows of W units: lane j of row i becomes lane i of row j ----
+// ---- transposition of W rows of W units: lane j of row i becomes lane i of row j ----
 
-// Exchanges the off-diagonal squares of width H (1, 2, 4 ...).
+// Exchanges the off-diagonal squares of width H (1, 2, 4 ...) in all squares of width 2 H on the diagonal.
 template <int H> INLINE void exchange(vu* rows) {
   vi low, high;
   for (int j = 0; j < W; j++) {
@@ -175,27 +178,28 @@ template <int H> INLINE void exchange(vu* rows) {
 }
 
 #if PENSTOCK_LANES == 16
-// Transposes 4 x 4 squares within 128 bits, then the square of these. These shuffles need no index table.
+// Transposes the 4 x 4 squares within 128-bit lanes, then the 4 x 4 matrix of these squares. These shuffles need no
+// index vectors.
 INLINE void transpose(vu* rows) {
-  __m512i pairs[W], fours[W];
+  __m512i pairs[W], quads[W];
 #pragma GCC unroll 8
   for (int i = 0; i < W; i += 2) {
     pairs[i] = _mm512_unpacklo_epi32((__m512i)rows[i], (__m512i)rows[i + 1]);
     pairs[i + 1] = _mm512_unpackhi_epi32((__m512i)rows[i], (__m512i)rows[i + 1]);
   }
 #pragma GCC unroll 4
-  for (int i = 0; i < W; i += 4) {  // fours[i + c]: lanes c, c + 4, c + 8, c + 12 of rows i to i + 3
-    fours[i] = _mm512_unpacklo_epi64(pairs[i], pairs[i + 2]);
-    fours[i + 1] = _mm512_unpackhi_epi64(pairs[i], pairs[i + 2]);
-    fours[i + 2] = _mm512_unpacklo_epi64(pairs[i + 1], pairs[i + 3]);
-    fours[i + 3] = _mm512_unpackhi_epi64(pairs[i + 1], pairs[i + 3]);
+  for (int i = 0; i < W; i += 4) {  // quads[i + c]: lanes c, c + 4, c + 8, c + 12 of rows i to i + 3
+    quads[i] = _mm512_unpacklo_epi64(pairs[i], pairs[i + 2]);
+    quads[i + 1] = _mm512_unpackhi_epi64(pairs[i], pairs[i + 2]);
+    quads[i + 2] = _mm512_unpacklo_epi64(pairs[i + 1], pairs[i + 3]);
+    quads[i + 3] = _mm512_unpackhi_epi64(pairs[i + 1], pairs[i + 3]);
   }
 #pragma GCC unroll 4
   for (int c = 0; c < 4; c++) {
-    __m512i even = _mm512_shuffle_i32x4(fours[c], fours[c + 4], 0x88);
-    __m512i odd = _mm512_shuffle_i32x4(fours[c], fours[c + 4], 0xdd);
-    __m512i even_below = _mm512_shuffle_i32x4(fours[c + 8], fours[c + 12], 0x88);
-    __m512i odd_below = _mm512_shuffle_i32x4(fours[c + 8], fours[c + 12], 0xdd);
+    __m512i even = _mm512_shuffle_i32x4(quads[c], quads[c + 4], 0x88);
+    __m512i odd = _mm512_shuffle_i32x4(quads[c], quads[c + 4], 0xdd);
+    __m512i even_below = _mm512_shuffle_i32x4(quads[c + 8], quads[c + 12], 0x88);
+    __m512i odd_below = _mm512_shuffle_i32x4(quads[c + 8], quads[c + 12], 0xdd);
     rows[c] = (vu)_mm512_shuffle_i32x4(even, even_below, 0x88);
     rows[c + 4] = (vu)_mm512_shuffle_i32x4(odd, odd_below, 0x88);
     rows[c + 8] = (vu)_mm512_shuffle_i32x4(even, even_below, 0xdd);

@@ -1,22 +1,22 @@
-// Linear layers in 8, 5 and 4 bits (kernels/quantized.py): int8 weights with a scale for each output, int5 and int4
-// weights with a float16 scale for each GROUP of inputs. Rows of x are quantised to 8 bits first, with a scale for each
-// row or group. Integer sums are exact in any order. Float sums are added in the order of the groups. A row's bits
-// therefore do not depend on other rows.
+// Linear layers with weights of 8, 5 or 4 bits (kernels/quantized.py). int8 weights have a scale for each output. int5
+// and int4 weights have a float16 scale for each group of GROUP inputs of an output. Rows of x are quantised to 8 bits
+// first, with a scale for each row or group. Integer sums are exact in any order. Float sums are added in the order of
+// the groups. The bits of a row therefore do not depend on other rows.
 //
-// Weights are the unsigned operand of the byte products, stored as w + 128, w + 16 or w + 8. Sums start at -128, -16 or
-// -8 times the sum of x to compensate. An int8 row may have a few numbers beyond 127; the excess is multiplied as
-// additional bytes.
+// Weights are the unsigned operand of the byte products, stored as w + 128, w + 16 or w + 8. To compensate, sums start
+// at -128, -16 or -8 times the sum of x. With int8 weights, a row of x may have a few numbers beyond 127. Their excess
+// is multiplied as additional bytes.
 
-constexpr int64_t GROUP = 32;
-constexpr int64_t MAX_DIRECT_BYTES = 4 << 20;  // bytes of results below which tiles store them directly
+constexpr int64_t GROUP = 32;                  // inputs
+constexpr int64_t MAX_DIRECT_BYTES = 4 << 20;  // tiles store results directly if all results have fewer bytes
 constexpr int64_t CHUNK_BYTES = 8 << 20;  // bytes of quantised x that stay in the last-level cache during a layer
 
-// ---- rows in 8 bits ----
+// ---- quantisation of rows to 8 bits ----
 
-// The excess of a row's integers beyond -127 and 127, stored as additional bytes of a unit (four inputs). The product
-// multiplies the weights of the unit by these bytes, too.
+// The excess of a row's integers beyond -127..127, stored as additional bytes (extras) of units of four inputs. The
+// product multiplies the weights of a unit by its extras, too.
 constexpr int64_t MAX_EXTRAS = 15, INPUTS_PER_EXTRA = 32;
-constexpr float RANGES[] = {1.5, 2, 3, 4, 6, 8, 12, 16};  // candidates for the largest integer of a row / 127
+constexpr float RANGES[] = {1.5, 2, 3, 4, 6, 8, 12, 16};  // candidates for the largest integer of a row, divided by 127
 struct Extras {
   struct Bytes {
     int32_t unit;
@@ -26,8 +26,8 @@ struct Extras {
   Bytes units[MAX_EXTRAS];
 };
 
-// Rows as integers [rows, stride]; each row and group has a scale and a start value of its sums, [rows, groups].
-// With int8 weights, all inputs are one group, and rows have extras.
+// Rows quantised to integers [rows, stride]. `scales` and `starts` [rows, groups] are the scale and the start value of
+// the sums of each group of a row. With int8 weights, all inputs are one group, and rows have extras.
 struct QuantizedRows {
   int8_t* integers;
   Extras* extras;
@@ -35,16 +35,16 @@ struct QuantizedRows {
   int32_t* starts;
   int64_t stride, groups;
 
-  // One extra cache line: with a stride of a power of two, all rows would map to the same cache sets.
-  // Units of blocks read up to a multiple of 256 inputs.
-  static int64_t stride_of(int64_t K) { return round_up(K, 256) + 64; }
+  // Returns the stride of rows of K inputs. It is a multiple of 256, because units of block encodings read up to 256
+  // inputs, plus a cache line. With a power of two as stride, all rows would map to the same cache sets.
+  static int64_t row_stride(int64_t K) { return round_up(K, 256) + 64; }
   static int64_t bytes(int64_t rows, int64_t K, int64_t groups) {
-    return rows * (stride_of(K) + (int64_t)sizeof(Extras) + round_up(groups, 16) * 8);
+    return rows * (row_stride(K) + (int64_t)sizeof(Extras) + round_up(groups, 16) * 8);
   }
   QuantizedRows(char* memory, int64_t rows, int64_t K, int64_t groups)
-      : integers((int8_t*)memory), extras((Extras*)(memory + rows * stride_of(K))), scales((float*)(extras + rows)),
-        starts((int32_t*)(scales + rows * round_up(groups, 16))), stride(stride_of(K)), groups(round_up(groups, 16)) {}
-  INLINE_MEMBER QuantizedRows below(int64_t rows) const {
+      : integers((int8_t*)memory), extras((Extras*)(memory + rows * row_stride(K))), scales((float*)(extras + rows)),
+        starts((int32_t*)(scales + rows * round_up(groups, 16))), stride(row_stride(K)), groups(round_up(groups, 16)) {}
+  INLINE_MEMBER QuantizedRows skip_rows(int64_t rows) const {
     QuantizedRows part = *this;
     part.integers += rows * stride, part.extras += rows, part.scales += rows * groups, part.starts += rows * groups;
     return part;
@@ -58,26 +58,27 @@ INLINE vu umax(vu a, vu b) {
   return a > b ? a : b;
 #endif
 }
-template <class V> INLINE V exchanged_lanes(V x, int distance) { return shuffled(x, lane_index() ^ distance); }
+template <class V> INLINE V swapped_lanes(V x, int distance) { return shuffled(x, lane_index() ^ distance); }
 INLINE uint32_t largest(vu x) {
 #pragma GCC unroll 4
-  for (int distance = W / 2; distance; distance /= 2) x = umax(x, exchanged_lanes(x, distance));
+  for (int distance = W / 2; distance; distance /= 2) x = umax(x, swapped_lanes(x, distance));
   return x[0];
 }
 INLINE int32_t sum(vi x) {
 #pragma GCC unroll 4
-  for (int distance = W / 2; distance; distance /= 2) x += exchanged_lanes(x, distance);
+  for (int distance = W / 2; distance; distance /= 2) x += swapped_lanes(x, distance);
   return x[0];
 }
 
-// Returns the largest magnitude of each lane of n numbers, as bits. Bits have the order of magnitudes.
+// Returns the largest magnitude in each lane of vectors of n numbers, as the bits of a float. The bits have the same
+// order as the magnitudes.
 template <class T> INLINE vu largest_of_lanes(const T* x, int64_t n) {
   vu tops = {};
   for_vectors(n, EACH_VECTOR { tops = umax(tops, as_bits(load(x + i, lanes)) & 0x7fffffff); });
   return tops;
 }
 
-// Returns the largest of some magnitudes, or infinity if one is infinite or NaN.
+// Returns the largest of the magnitudes in a vector of bits, or infinity if any is infinite or NaN.
 INLINE float largest_magnitude(vu magnitudes) {
   // The bits of infinity exceed those of all numbers, and the bits of a NaN exceed those of infinity.
   const uint32_t bits = largest(magnitudes);
@@ -86,8 +87,8 @@ INLINE float largest_magnitude(vu magnitudes) {
   return bits >= 0x7f800000 ? __builtin_inff() : top;
 }
 
-// Returns whether n numbers are all 0 or one of them is not finite. In this case the integers become 0, and the scale 0
-// or NaN.
+// Returns whether the largest magnitude `top` of n numbers is 0 (below 1e-30) or not finite. If so, sets the integers
+// to 0, and the scale to 0 or NaN.
 INLINE bool is_degenerate(float top, int64_t n, int8_t* integers, float* scale) {
   if (top >= 1e-30f && top < __builtin_inff()) return false;
   *scale = top < 1e-30f ? 0 : __builtin_nanf("");
@@ -95,7 +96,7 @@ INLINE bool is_degenerate(float top, int64_t n, int8_t* integers, float* scale) 
   return true;
 }
 
-// Converts n numbers times `inverse` to integers and returns their sum.
+// Stores n numbers multiplied by `inverse` as integers, and returns the sum of the integers.
 template <class T> INLINE int32_t store_integers(const T* x, int64_t n, float inverse, int8_t* integers) {
   vi total = {};
   for_vectors(n, EACH_VECTOR {
@@ -106,7 +107,7 @@ template <class T> INLINE int32_t store_integers(const T* x, int64_t n, float in
   return sum(total);
 }
 
-// Quantises n numbers to -127..127, with their scale and sum.
+// Quantises n numbers to integers in -127..127. Stores their scale and returns their sum.
 template <class T> INLINE int32_t quantize(const T* x, int64_t n, int8_t* integers, float* scale) {
   const float top = largest_magnitude(largest_of_lanes(x, n));
   if (is_degenerate(top, n, integers, scale)) return 0;
@@ -114,8 +115,8 @@ template <class T> INLINE int32_t quantize(const T* x, int64_t n, int8_t* intege
   return store_integers(x, n, 127 / top, integers);
 }
 
-// Returns one bit per lane: whether a is at least b. Both are below 2^31.
-INLINE uint32_t lanes_of_at_least(vu a, vu b) {
+// Returns a bit mask of the lanes in which a >= b. Both must be below 2^31.
+INLINE uint32_t lanes_at_least(vu a, vu b) {
 #if PENSTOCK_LANES == 16
   return _mm512_cmpge_epu32_mask((__m512i)a, (__m512i)b);
 #else
@@ -123,68 +124,71 @@ INLINE uint32_t lanes_of_at_least(vu a, vu b) {
 #endif
 }
 
-// Returns the number of extras of n numbers times `inverse`, whose magnitudes are at most 127 * `range`. An integer of at
-// least 127 k + 1 needs k extras. A count beyond `room` may be too small.
-template <class T> INLINE int64_t count_extras(const T* x, int64_t n, float inverse, float range, int64_t room) {
+// Returns the number of extras that n numbers multiplied by `inverse` need. The magnitudes of the products are at most
+// 127 * `range`. An integer of at least 127 k + 1 needs k extras. A count above `max_extras` may be too small, because
+// counting stops there.
+template <class T> INLINE int64_t count_extras(const T* x, int64_t n, float inverse, float range, int64_t max_extras) {
   int64_t count = 0;
-  for (int32_t k = 1; k <= range && count <= room; k++) {
-    // Rounded to nearest even, 127 k + 0.5 becomes 127 k + 1 if k is odd. `least` is the smallest magnitude that does so.
+  for (int32_t k = 1; k <= range && count <= max_extras; k++) {
+    // `least` is the smallest magnitude that is rounded to at least 127 k + 1. Rounding half to even, 127 k + 0.5
+    // becomes 127 k + 1 only if k is odd.
     const float bound = (float)(127 * k) + 0.5f;
     uint32_t bits;
     __builtin_memcpy(&bits, &bound, 4);
     const vu least = bits + (k % 2 ? 0 : 1) - vu{};
     for_vectors(n, EACH_VECTOR {
       const vu magnitude = as_bits(load(x + i, lanes) * inverse) & 0x7fffffff;
-      count += __builtin_popcount(lanes_of_at_least(magnitude, least));
+      count += __builtin_popcount(lanes_at_least(magnitude, least));
     });
   }
   return count;
 }
 
 // Returns the integer to which the largest magnitude `top` is scaled: 127 times the largest of RANGES that needs at
-// most `room` extras.
-template <class T> static float target_with_extras(const T* x, int64_t n, float top, int64_t room) {
+// most `max_extras` extras.
+template <class T> static float choose_target(const T* x, int64_t n, float top, int64_t max_extras) {
   float target = 127;
   for (float range : RANGES) {
-    if (count_extras(x, n, 127 * range / top, range, room) > room) break;
+    if (count_extras(x, n, 127 * range / top, range, max_extras) > max_extras) break;
     target = 127 * range;
   }
   return target;
 }
 
-// Stores an integer beyond 127 as a byte at its position and extras.
+// Stores an integer beyond -127..127 as a byte at its position i, and extras that add up to the rest.
 INLINE void split_integer(int64_t i, int32_t integer, int8_t* integers, Extras* extras) {
-  auto byte_of = [](int32_t rest) { return (int8_t)max(min(rest, 127), -127); };
-  integers[i] = byte_of(integer);
+  auto clamp_to_byte = [](int32_t rest) { return (int8_t)max(min(rest, 127), -127); };
+  integers[i] = clamp_to_byte(integer);
   for (int32_t rest = integer - integers[i]; rest;) {
     Extras::Bytes& extra = extras->units[extras->count++];
     extra = {(int32_t)(i / 4), {}};
-    rest -= extra.bytes[i % 4] = byte_of(rest);
+    rest -= extra.bytes[i % 4] = clamp_to_byte(rest);
   }
 }
 
 #if PENSTOCK_LANES == 16
 // The largest numbers of a row and their positions.
 struct LargestNumbers {
-  static constexpr int64_t ROOM = 256;
-  float numbers[ROOM];
-  int32_t positions[ROOM];
+  static constexpr int64_t CAPACITY = 256;
+  float numbers[CAPACITY];
+  int32_t positions[CAPACITY];
   int64_t count;
 
-  // Collects the numbers whose magnitude is at least `least`, given as bits. Returns false if they are too many.
+  // Collects the numbers whose magnitude is at least `least`, the bits of a float. Returns false if they are too many.
   template <class T> INLINE_MEMBER bool collect(const T* x, int64_t n, uint32_t least) {
     const __m512i bound = _mm512_set1_epi32((int)least);
-    int64_t found = 0;  // not in memory: the next iteration needs it
+    int64_t found = 0;  // a local variable instead of `count`, so that it stays in a register
     for_vectors(n, EACH_VECTOR {
       const vf number = load(x + i, lanes);
       const __mmask16 large = _mm512_cmpge_epu32_mask((__m512i)(as_bits(number) & 0x7fffffff), bound);
-      const int64_t at = min(found, ROOM - W);
-      store(numbers + at, (vf)_mm512_maskz_compress_ps(large, number));
-      store((uint32_t*)positions + at, (vu)_mm512_maskz_compress_epi32(large, (__m512i)(lane_index() + (int32_t)i)));
+      const int64_t position = min(found, CAPACITY - W);
+      store(numbers + position, (vf)_mm512_maskz_compress_ps(large, number));
+      const __m512i number_positions = (__m512i)(lane_index() + (int32_t)i);
+      store((uint32_t*)positions + position, (vu)_mm512_maskz_compress_epi32(large, number_positions));
       found += __builtin_popcount(large);
     });
     count = found;
-    return found <= ROOM - W;
+    return found <= CAPACITY - W;
   }
 };
 #endif
@@ -192,8 +196,8 @@ struct LargestNumbers {
 #if PENSTOCK_LANES == 16
 // Returns the magnitudes of up to 32 bfloat16 numbers as 16-bit integers, which have the same order.
 INLINE __m512i magnitudes(const bf16* x, int64_t count) {
-  const __mmask32 inside = count >= 2 * W ? ~0u : (1u << count) - 1;
-  return _mm512_and_si512(_mm512_maskz_loadu_epi16(inside, x), _mm512_set1_epi16(0x7fff));
+  const __mmask32 valid_lanes = count >= 2 * W ? ~0u : (1u << count) - 1;
+  return _mm512_and_si512(_mm512_maskz_loadu_epi16(valid_lanes, x), _mm512_set1_epi16(0x7fff));
 }
 INLINE vu largest_of_lanes(const bf16* x, int64_t n) {
   __m512i tops = _mm512_setzero_si512();
@@ -203,52 +207,55 @@ INLINE vu largest_of_lanes(const bf16* x, int64_t n) {
 }
 #endif
 
-// Like `quantize`, with the smallest scale that a few extras allow, so that outliers do not reduce the precision.
+// Like `quantize`, but with the smallest scale for which the limited number of extras suffices. Outliers then do not
+// reduce the precision of the other numbers.
 template <class T>
 static int32_t quantize_with_extras(const T* x, int64_t n, int8_t* integers, float* scale, Extras* extras) {
   const vu tops = largest_of_lanes(x, n);
   const float top = largest_magnitude(tops);
   extras->count = 0;
   if (is_degenerate(top, n, integers, scale)) return 0;
-  const int64_t room = min(MAX_EXTRAS, n / INPUTS_PER_EXTRA);
+  const int64_t max_extras = min(MAX_EXTRAS, n / INPUTS_PER_EXTRA);
 #if PENSTOCK_LANES == 16
-  // Each number beyond 127 is an extra, so only the MAX_EXTRAS largest numbers of the row matter. `tops` has the
-  // largest magnitude of each lane, so at least W numbers are not below its minimum: collecting those is enough.
+  // Each number beyond 127 needs an extra, so only the MAX_EXTRAS largest numbers of the row matter. `tops` has the
+  // largest magnitude of each lane, so at least W numbers are not below the minimum of `tops`. Collecting these numbers
+  // is enough, because MAX_EXTRAS is below W.
   static_assert(MAX_EXTRAS < W);
   LargestNumbers large;
   if (large.collect(x, n, ~largest(~tops))) {
-    const float target = target_with_extras(large.numbers, large.count, top, room), inverse = target / top;
+    const float target = choose_target(large.numbers, large.count, top, max_extras), inverse = target / top;
     *scale = top / target;
     const int32_t total = store_integers(x, n, inverse, integers);
     if (target == 127) return total;
     for (int64_t i = 0; i < large.count; i += W) {
-      const vi whole = rounded_to_integers(load(large.numbers + i) * inverse);
-      int32_t wholes[W];
-      store((uint32_t*)wholes, (vu)whole);
-      const uint32_t inside = large.count - i >= W ? ~0u : (1u << (large.count - i)) - 1;
-      for (uint32_t beyond = lanes_that_hold((whole > 127) | (whole < -127)) & inside; beyond; beyond &= beyond - 1) {
-        const int lane = __builtin_ctz(beyond);
-        split_integer(large.positions[i + lane], wholes[lane], integers, extras);
+      const vi integer = rounded_to_integers(load(large.numbers + i) * inverse);
+      int32_t lane_integers[W];
+      store((uint32_t*)lane_integers, (vu)integer);
+      const uint32_t valid_lanes = large.count - i >= W ? ~0u : (1u << (large.count - i)) - 1;
+      uint32_t excess = lanes_that_hold((integer > 127) | (integer < -127)) & valid_lanes;  // mask of the lanes
+      for (; excess; excess &= excess - 1) {
+        const int lane = __builtin_ctz(excess);
+        split_integer(large.positions[i + lane], lane_integers[lane], integers, extras);
       }
     }
     return total;
   }
 #endif
-  const float target = target_with_extras(x, n, top, room), inverse = target / top;
+  const float target = choose_target(x, n, top, max_extras), inverse = target / top;
   *scale = top / target;
   const int32_t total = store_integers(x, n, inverse, integers);
   if (target == 127) return total;
   for_vectors(n, EACH_VECTOR {
-    const vi whole = rounded_to_integers(load(x + i, lanes) * inverse);
-    for (uint32_t beyond = lanes_that_hold((whole > 127) | (whole < -127)); beyond; beyond &= beyond - 1)
-      split_integer(i + __builtin_ctz(beyond), whole[__builtin_ctz(beyond)], integers, extras);
+    const vi integer = rounded_to_integers(load(x + i, lanes) * inverse);
+    for (uint32_t excess = lanes_that_hold((integer > 127) | (integer < -127)); excess; excess &= excess - 1)
+      split_integer(i + __builtin_ctz(excess), integer[__builtin_ctz(excess)], integers, extras);
   });
   return total;
 }
 
-// Whether the encoding multiplies quantised inputs. Other encodings multiply floats.
+// Returns whether the products of an encoding need quantised inputs. Other encodings multiply floats.
 INLINE bool is_quantized(int64_t encoding) { return encoding >= 2 && encoding != 7; }
-// Factor between the sum of a group's integers and the start value of its products.
+// Returns the factor by which the sum of a group's integers is multiplied to get the start value of its products.
 INLINE int32_t start_factor(int64_t encoding) {
   switch (encoding) {
     case 3: return -8;
@@ -259,8 +266,9 @@ INLINE int32_t start_factor(int64_t encoding) {
   }
   return -1;
 }
-// Inputs that share a scale of x, and inputs of a unit of a panel, for encodings with groups.
+// Returns the number of inputs of x that share a scale, for encodings with groups.
 INLINE int64_t scaled_inputs(int64_t encoding) { return encoding == 10 || encoding == 14 ? 16 : GROUP; }
+// Returns the number of inputs of a unit of a panel, for encodings with groups.
 INLINE int64_t unit_inputs(int64_t encoding) {
   return encoding == 15 || encoding == 16 ? 64 : encoding >= 8 && encoding <= 10 ? 256 : GROUP;
 }
@@ -268,7 +276,7 @@ INLINE int64_t groups_of(int64_t encoding, int64_t K) {
   return encoding == 2 ? 1 : round_up(K, unit_inputs(encoding)) / scaled_inputs(encoding);
 }
 
-// `order`: the inputs in the order of the panels, for encodings with groups; null: their own order.
+// Quantises a row of x as `encoding` needs it. `order` is the permutation of the inputs in the panels, or null.
 template <class T>
 static void quantize_row(const T* x, int64_t K, int64_t encoding, const QuantizedRows& to, const int32_t* order) {
   T gathered[GROUP];
@@ -297,7 +305,8 @@ static void quantize_row(const T* x, int64_t K, int64_t encoding, const Quantize
   __builtin_memset(to.integers + K, 0, to.stride - K);
 }
 
-// ---- products of bytes: adds four products of unsigned and signed bytes per lane ----
+// ---- products of bytes ----
+// add_bytes adds four products of an unsigned byte of w and a signed byte of x to each lane of a sum.
 
 constexpr int BYTE_ROWS = W == 16 ? 6 : 2, BYTE_VECTORS = 4, GROUP_ROWS = W == 16 ? 6 : 2, GROUP_VECTORS = 2;
 
@@ -320,7 +329,7 @@ INLINE vi add_bytes(vi sum, vu w, vu x) {
 }
 #endif
 
-// The sum of a group of 4-bit or 5-bit numbers.
+// The sum of products of a group with 4-bit or 5-bit weights. `halfway` is called after half of the products.
 template <int BITS> struct GroupSum {
 #if PENSTOCK_LANES == 8
   // A 16-bit sum can hold 16 products of up to 15 * 127, or 8 products of up to 31 * 127.
@@ -331,10 +340,10 @@ template <int BITS> struct GroupSum {
     pairs = (vi)_mm256_add_epi16((__m256i)pairs, _mm256_maddubs_epi16((__m256i)w, (__m256i)x));
   }
   INLINE_MEMBER void halfway() {
-    if (HALVES) half = whole(), pairs = vi{};
+    if (HALVES) half = sum_pairs(), pairs = vi{};
   }
-  INLINE_MEMBER vi total(int32_t start) const { return (HALVES ? half + whole() : whole()) + start; }
-  INLINE_MEMBER vi whole() const { return (vi)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi16(1)); }
+  INLINE_MEMBER vi total(int32_t start) const { return (HALVES ? half + sum_pairs() : sum_pairs()) + start; }
+  INLINE_MEMBER vi sum_pairs() const { return (vi)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi16(1)); }
 #else
   vi sum;
   INLINE_MEMBER void start(int32_t start) { sum = start - vi{}; }
@@ -344,7 +353,7 @@ template <int BITS> struct GroupSum {
 #endif
 };
 
-// The sum of 8-bit numbers in 32 bits, which cannot overflow.
+// The sum of products of a group with 8-bit weights. The 32-bit sum cannot overflow.
 template <> struct GroupSum<8> {
   vi sum;
   INLINE_MEMBER void start(int32_t start) { sum = start - vi{}; }
@@ -374,46 +383,51 @@ INLINE vf load_half(const uint16_t* p) {
   return widen_half(half);
 }
 
-// ---- a block of a panel by some rows ----
+// ---- products of rows with a block of a panel ----
 
-// A part of a panel along K. It stays in the core's cache while all rows are multiplied with it.
+// A block is a range of the inputs of a panel. It stays in the core's cache while all rows are multiplied with it.
 struct ByteBlock {
-  QuantizedRows x;     // starts at the first input of the block
-  const char* w;
-  int64_t units;       // units of the block: 4 inputs in int8, else a group
-  const char* ahead;   // data to prefetch; null: nothing
-  uint32_t* sums;      // [rows, PANEL]: sums of the previous blocks; integers in int8, else floats
-  bool first, last;
+  QuantizedRows x;     // the rows from the first input of the block on
+  const char* w;       // the weights of the block
+  int64_t units;       // number of units in the block; a unit is 4 inputs with int8 weights, else one or more groups
+  const char* ahead;   // data to prefetch; null: none
+  uint32_t* sums;      // [rows, PANEL]: sums of the previous blocks; integers with int8 weights, else floats
+  bool first, last;    // whether this is the first or the last block of the panel
   const char* panel;   // the panel of the block
-  const Linear* layer; // its results are stored directly from the last block; null: `sums` are stored
+  const Linear* layer; // not null: the last block stores the results of this layer directly, instead of `sums`
   int64_t row, column; // of the first result
 
-  // Moves the first row. Tiles advance one block in place: the copy of a block that has just been written would wait for
-  // its stores.
+  // Skips the first rows. Tiles advance one ByteBlock object in place, because copying an object right after it was
+  // written would wait for its stores.
   INLINE_MEMBER void advance(int64_t rows) {
-    x = x.below(rows);
+    x = x.skip_rows(rows);
     sums += rows * PANEL;
     row += rows;
   }
 };
 
-// The number of cache lines that a pass prefetches for each unit: a half, a fourth or a sixth of all lines, the fewer
-// the more passes there are.
+// The number of cache lines that a pass prefetches for each part of a unit: a half, a fourth or a sixth of all lines.
+// With more passes, each pass prefetches fewer lines.
 constexpr int half_of(int64_t lines) { return (int)(lines + 1) / 2; }
 constexpr int fourth_of(int64_t lines) { return (int)(lines + 3) / 4; }
 constexpr int sixth_of(int64_t lines) { return (int)(lines + 5) / 6; }
 
-// The units of an encoding. INPUTS: number of inputs of a unit. PASSES: number of parts of a unit, each of LINES cache
-// lines. SCALED: number of scales of x in a part, 0 if x has one scale per row.
+// Types such as Bytes, Groups<4> and Blocks<Q4K> describe the units of the panels of an encoding, and multiply them.
+// INPUTS is the number of inputs of a unit. PASSES is the number of parts of a unit, each of LINES cache lines.
+// X_SCALES is the number of scales of x in a part; 0 if x has one scale per row. BLOCK_UNITS is the number of units of
+// a block. FETCH_2_PASSES, FETCH_4_PASSES and FETCH_MORE are the numbers of lines that a pass prefetches per part with
+// up to 2, up to 4 and more passes.
+
+// int8 weights.
 struct Bytes {
   static constexpr int64_t INPUTS = 4, UNIT_BYTES = 4 * PANEL, LINES = UNIT_BYTES / 64, ROWS_AT_ONCE = BYTE_ROWS;
-  static constexpr int64_t BLOCK_UNITS = 256, SCALED = 0, PASSES = 1;
-  static constexpr int FIRST = half_of(LINES), THEN = fourth_of(LINES), LAST = sixth_of(LINES);
-  static constexpr int vectors(int64_t) { return BYTE_VECTORS; }  // vectors of a panel processed at once
+  static constexpr int64_t BLOCK_UNITS = 256, X_SCALES = 0, PASSES = 1;
+  static constexpr int FETCH_2_PASSES = half_of(LINES), FETCH_4_PASSES = fourth_of(LINES), FETCH_MORE = sixth_of(LINES);
+  static constexpr int vectors(int64_t) { return BYTE_VECTORS; }  // vectors of a panel that are processed at once
 
   template <int ROWS, int FETCHED> INLINE void multiply(const ByteBlock& block) {
     constexpr int VECTORS = vectors(ROWS);
-    constexpr int64_t ADVANCE = fetched_by<FETCHED>(LINES);
+    constexpr int64_t ADVANCE = prefetch_advance<FETCHED>(LINES);
     for (int64_t column = 0; column < PANEL; column += VECTORS * W) {
       uint32_t* stored = block.sums + column;
       vi sums[ROWS][VECTORS];
@@ -455,7 +469,7 @@ struct Bytes {
     }
   }
 
-  // Stores the results of a whole panel from the sums in registers.
+  // Stores the results of VECTORS * W outputs of a complete panel from the sums in registers.
   template <class T, int ROWS, int VECTORS>
   INLINE void store_results(const ByteBlock& block, int64_t column, const vi (&sums)[ROWS][VECTORS]) {
     const Linear& a = *block.layer;
@@ -474,26 +488,29 @@ struct Bytes {
     if (a.activation && column + VECTORS * W == PANEL) activate<T>(a, block.row, ROWS, block.column);
   }
 
-  INLINE vf result(vu sums, vf scale_x, vf scale_w) { return __builtin_convertvector((vi)sums, vf) * (scale_x * scale_w); }
+  INLINE vf result(vu sums, vf scale_x, vf scale_w) {
+    return __builtin_convertvector((vi)sums, vf) * (scale_x * scale_w);
+  }
 };
 
-// The low four bits of a group's integers, the fifth bits of int5, and the scales of all outputs.
+// int4 and int5 weights. A unit has the low four bits of a group's integers, the fifth bits (int5 only), and the
+// scales, for all outputs of the panel.
 template <int BITS> struct Groups {
   static constexpr int64_t FIFTH = PANEL * GROUP / 2, SCALES = PANEL * GROUP * BITS / 8;
   static constexpr int64_t INPUTS = GROUP, UNIT_BYTES = SCALES + PANEL * 2, LINES = UNIT_BYTES / 64;
-  static constexpr int64_t ROWS_AT_ONCE = GROUP_ROWS, BLOCK_UNITS = 48, SCALED = 1, PASSES = 1;
-  static constexpr int FIRST = half_of(LINES), THEN = fourth_of(LINES), LAST = sixth_of(LINES);
-  // The whole panel, if 32 registers can hold the sums of these rows and the unpacked weights.
+  static constexpr int64_t ROWS_AT_ONCE = GROUP_ROWS, BLOCK_UNITS = 48, X_SCALES = 1, PASSES = 1;
+  static constexpr int FETCH_2_PASSES = half_of(LINES), FETCH_4_PASSES = fourth_of(LINES), FETCH_MORE = sixth_of(LINES);
+  // Returns the vectors of the whole panel if 32 registers can hold the sums of these rows and the unpacked weights.
   static constexpr int vectors(int64_t rows) { return W == 16 && rows <= (BITS > 4 ? 1 : 3) ? 4 : GROUP_VECTORS; }
 
-  // Returns four bytes with bit number `bit` of each byte at the position of the fifth bit.
+  // Moves bit number `bit` of each byte to the position of the fifth bit, and clears all other bits.
   INLINE vu fifth_bits(vu bits, int bit) {
     return (bit < 4 ? bits << (4 - bit) : bits >> (bit - 4)) & 0x10101010;
   }
 
   template <int ROWS, int FETCHED> INLINE void multiply(const ByteBlock& block) {
     constexpr int VECTORS = vectors(ROWS);
-    constexpr int64_t ADVANCE = fetched_by<FETCHED>(LINES);
+    constexpr int64_t ADVANCE = prefetch_advance<FETCHED>(LINES);
     for (int64_t column = 0; column < PANEL; column += VECTORS * W) {
       float* stored = (float*)block.sums + column;
       vf sums[ROWS][VECTORS];
@@ -521,10 +538,11 @@ template <int BITS> struct Groups {
             }
           }
           for (int r = 0; r < ROWS; r++) {
-            const vu bytes = four_bytes(x + r * x_stride + 8 * step), others = four_bytes(x + r * x_stride + 8 * step + 4);
+            const vu low_inputs = four_bytes(x + r * x_stride + 8 * step);
+            const vu high_inputs = four_bytes(x + r * x_stride + 8 * step + 4);
             for (int v = 0; v < VECTORS; v++) {
-              totals[r][v].add(low[v], bytes);
-              totals[r][v].add(high[v], others);
+              totals[r][v].add(low[v], low_inputs);
+              totals[r][v].add(high[v], high_inputs);
               if (step == 1) totals[r][v].halfway();
             }
           }
@@ -567,10 +585,10 @@ template <class S, int FETCHED> static void multiply_rows(const ByteBlock& block
   }
 }
 
-// Multiplies all rows with a block in tiles of about equal height. Each unit of a pass prefetches a few of the next
-// lines; prefetching all lines at once would fill the miss buffers.
+// Multiplies all rows with a block in tiles with about equal numbers of rows. Each pass prefetches a few lines of the
+// data at `ahead` per unit. Prefetching all lines at once would fill the miss buffers.
 template <class S> static void multiply_all_rows(const ByteBlock& block, int64_t rows) {
-  constexpr int ALL = S::LINES, HALF = S::FIRST, FOURTH = S::THEN, SIXTH = S::LAST;
+  constexpr int ALL = S::LINES, HALF = S::FETCH_2_PASSES, FOURTH = S::FETCH_4_PASSES, SIXTH = S::FETCH_MORE;
   const int64_t tiles = ceil_div(rows, S::ROWS_AT_ONCE), passes = tiles * (PANEL / W / S::vectors(rows / tiles));
   const int64_t fetched = passes <= 2 ? HALF : passes <= 4 ? FOURTH : SIXTH;
   int64_t line = block.ahead ? 0 : ALL;
@@ -589,32 +607,32 @@ template <class S> static void multiply_all_rows(const ByteBlock& block, int64_t
   }
 }
 
-// Computes the outputs of a panel for `rows` rows from `begin` on; `x` has the quantised rows.
+// Computes the outputs of a panel for the rows begin:begin + rows. `x` has these rows, quantised.
 template <class S>
 static void multiply_panel(const Linear& a, const QuantizedRows& x, int64_t begin, int64_t rows, int64_t panel,
                            int64_t next, uint32_t* sums) {
   const int64_t units = ceil_div(a.K, S::INPUTS), column = panel * PANEL;
   const char* w = (const char*)a.panels + panel * units * S::UNIT_BYTES;
-  // A single pass reads the panel, so nothing needs to stay in the cache.
-  const bool once = W == 16 && rows <= S::ROWS_AT_ONCE && S::vectors(rows) * W == PANEL;
-  const int64_t blocks = once ? 1 : ceil_div(units, S::BLOCK_UNITS);
-  // int8 stores the results of a whole panel from registers. If the results exceed the caches, it is faster to store
-  // those of many rows together.
+  // If a single pass reads the panel, nothing needs to stay in the cache.
+  const bool is_single_pass = W == 16 && rows <= S::ROWS_AT_ONCE && S::vectors(rows) * W == PANEL;
+  const int64_t blocks = is_single_pass ? 1 : ceil_div(units, S::BLOCK_UNITS);
+  // With int8 weights, the results of a complete panel are stored from registers. If all results of the layer exceed
+  // the caches, it is faster to store the results of many rows together.
   const int64_t result_bytes = a.rows * a.N * (a.type ? 2 : 4);
-  const bool direct = !S::SCALED && column + PANEL <= a.N && result_bytes < MAX_DIRECT_BYTES;
+  const bool stores_directly = !S::X_SCALES && column + PANEL <= a.N && result_bytes < MAX_DIRECT_BYTES;
   for (int64_t number = 0; number < blocks; number++) {
     const int64_t from = units * number / blocks, to = units * (number + 1) / blocks;
     ByteBlock block = {x, w + from * S::UNIT_BYTES, to - from, nullptr, sums, number == 0,
-                       number == blocks - 1, w, direct ? &a : nullptr, begin, column};
+                       number == blocks - 1, w, stores_directly ? &a : nullptr, begin, column};
     block.x.integers += from * S::INPUTS;
-    if (S::SCALED) block.x.scales += from * S::PASSES * S::SCALED, block.x.starts += from * S::PASSES * S::SCALED;
-    if (once) block.ahead = w + STREAM_AHEAD;
+    if (S::X_SCALES) block.x.scales += from * S::PASSES * S::X_SCALES, block.x.starts += from * S::PASSES * S::X_SCALES;
+    if (is_single_pass) block.ahead = w + STREAM_AHEAD;
     else if (number < blocks - 1) block.ahead = w + to * S::UNIT_BYTES;
     else if (next >= 0) block.ahead = (const char*)a.panels + next * units * S::UNIT_BYTES;
-    if (once) multiply_rows<S, STREAM>(block, rows);
+    if (is_single_pass) multiply_rows<S, STREAM>(block, rows);
     else multiply_all_rows<S>(block, rows);
   }
-  if (direct) return;
+  if (stores_directly) return;
   for (int64_t r = 0; r < rows; r++) {
     const vf scale_x = all(x.scales[r * x.groups]);
     for_vectors(min(PANEL, a.N - column), EACH_VECTOR {
@@ -634,21 +652,23 @@ template <class S> static void multiply_quantized(const Linear& a, const Team& t
   const int64_t row_bytes = QuantizedRows::bytes(1, a.K, groups);
   const int64_t max_rows = min(a.rows, max<int64_t>(CHUNK_BYTES / row_bytes, 256));
   const int64_t chunk_rows = min<int64_t>(max_rows, 240);
-  // Each thread quantises all rows if that is faster than a barrier.
-  const bool redundant = team.size == 1 || a.rows <= 3;
+  // Each thread quantises all rows itself if this is faster than a barrier.
+  const bool each_quantises = team.size == 1 || a.rows <= 3;
   const int64_t bytes = round_up(QuantizedRows::bytes(max_rows, a.K, groups), 64);
-  char* own = (char*)penstock_scratch(OWN, chunk_rows * PANEL * 4 + (redundant ? bytes : 0));
+  char* own = (char*)penstock_scratch(PRIVATE, chunk_rows * PANEL * 4 + (each_quantises ? bytes : 0));
   char* memory = own + chunk_rows * PANEL * 4;
-  if (!redundant) memory = (char*)team.share(team.rank == 0 ? penstock_scratch(SHARED, bytes) : nullptr);
+  if (!each_quantises) memory = (char*)team.share(team.rank == 0 ? penstock_scratch(SHARED, bytes) : nullptr);
   const QuantizedRows x(memory, max_rows, a.K, groups);
   for (int64_t first = 0; first < a.rows; first += max_rows) {
     const int64_t rows = min(max_rows, a.rows - first), chunks = ceil_div(rows, chunk_rows);
     if (first) team.barrier();  // other threads may still read the previous rows
     auto quantize_rows = [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; row++)
-        WITH_TYPE(a.type, T, quantize_row((const T*)a.x + (first + row) * a.x_stride, a.K, a.encoding, x.below(row), a.order));
+        WITH_TYPE(a.type, T, {
+          quantize_row((const T*)a.x + (first + row) * a.x_stride, a.K, a.encoding, x.skip_rows(row), a.order);
+        });
     };
-    if (redundant) {
+    if (each_quantises) {
       quantize_rows(0, rows);
     } else {
       over_rows(team, rows, quantize_rows);
@@ -656,14 +676,14 @@ template <class S> static void multiply_quantized(const Linear& a, const Team& t
     }
     const Pieces pieces(a, team, rows, chunks, chunks);
     over_pieces(team, pieces.count(), [&](int64_t piece) {
-      pieces.each(team, piece, [&](int64_t panel, int64_t next, int64_t begin, int64_t end) {
-        multiply_panel<S>(a, x.below(begin), first + begin, end - begin, panel, next, (uint32_t*)own);
+      pieces.for_each_panel(team, piece, [&](int64_t panel, int64_t next, int64_t begin, int64_t end) {
+        multiply_panel<S>(a, x.skip_rows(begin), first + begin, end - begin, panel, next, (uint32_t*)own);
       });
     });
   }
 }
 
-// Runs the code for the units of an encoding with quantised rows.
+// Calls run with an object of the type that describes the units of an encoding. Does nothing for floats and fp8.
 template <class F> INLINE void with_units(int64_t encoding, F run) {
   if (encoding == 2) run(Bytes{});
   if (encoding == 3) run(Groups<4>{});

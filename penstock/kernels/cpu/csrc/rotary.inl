@@ -9,6 +9,7 @@ struct Rotary {  // q [n, H, D], k [n, K, D] with strides; cos, sin [n, half]; o
   int64_t interleaved;  // 0: pairs are (i, i + half); 1: pairs are (2 i, 2 i + 1)
 };
 
+// Rotates the pairs (i, i + half) of the heads of a row.
 template <class T>
 INLINE void rotate_row(const T* x, const float* cos, const float* sin, T* out, int64_t heads, int64_t stride,
                        int64_t D, int64_t half) {
@@ -23,15 +24,15 @@ INLINE void rotate_row(const T* x, const float* cos, const float* sin, T* out, i
   }
 }
 
-// The tables repeat each number, and the sine of the first dimension of a pair is negated. A vector has an even
-// number of lanes, so that both dimensions of a pair are in one vector.
+// Rotates pairs of adjacent dimensions. `cos` and `sin` have each number twice, and the sine for the first dimension of
+// a pair is negated. Both dimensions of a pair are in the same vector, because a vector has an even number of lanes.
 template <class T>
 INLINE void rotate_pairs(const T* x, const float* cos, const float* sin, T* out, int64_t heads, int64_t stride,
                          int64_t D, int64_t half) {
   for (int64_t h = 0; h < heads; h++, x += stride, out += D) {
     for_vectors(2 * half, EACH_VECTOR {
       const vf v = load(x + i, lanes);
-      store(out + i, v * load(cos + i, lanes) + exchanged(v, 1) * load(sin + i, lanes), lanes);
+      store(out + i, v * load(cos + i, lanes) + swapped_lanes(v, 1) * load(sin + i, lanes), lanes);
     });
     __builtin_memcpy(out + 2 * half, x + 2 * half, (D - 2 * half) * sizeof(T));
   }
@@ -39,7 +40,7 @@ INLINE void rotate_pairs(const T* x, const float* cos, const float* sin, T* out,
 
 template <class T> static void rotary(const Rotary& a, const Team& team) {
   over_rows(team, a.n, [=](int64_t begin, int64_t end) {
-    float* pairs = a.interleaved ? (float*)penstock_scratch(OWN, 4 * a.half * sizeof(float)) : nullptr;
+    float* pairs = a.interleaved ? (float*)penstock_scratch(PRIVATE, 4 * a.half * sizeof(float)) : nullptr;
     for (int64_t t = begin; t < end; t++) {
       const float *cos = a.cos + t * a.half, *sin = a.sin + t * a.half;
       const T *q = (const T*)a.q + t * a.q_row, *k = (const T*)a.k + t * a.k_row;

@@ -1,7 +1,7 @@
-// Routers: select the experts of each row and their weights. Also scales rows by weights.
+// Routers, which select the experts of each row and compute their weights, and operations that scale or widen rows.
 
 struct Route {  // logits [n, N], rows strided; topk_weights, topk_ids [n, top]
-  int64_t type, rule;  // softmax over: 0 all experts, 1 all experts, then normalised, 2 the selected experts
+  int64_t type, rule;  // rule 0: softmax over all experts; 1: the same, normalised; 2: softmax over selected experts
   const void* logits;
   float* topk_weights;
   int64_t* topk_ids;
@@ -10,7 +10,8 @@ struct Route {  // logits [n, N], rows strided; topk_weights, topk_ids [n, top]
 
 constexpr float REMOVED = -__builtin_inff();  // rank of an expert that cannot be selected any more
 
-// Returns the smallest index that is not in the list. If all logits are NaN, any distinct indices are valid.
+// Returns the smallest index that is not in the list. It is used when no logit is selectable, for example because all
+// are NaN. Any distinct indices are valid in this case.
 INLINE int64_t smallest_missing(const int64_t* numbers, int64_t count) {
   for (int64_t number = 0;; number++) {
     bool found = false;
@@ -33,27 +34,28 @@ INLINE int64_t take_largest(float* ranks, int64_t N, int64_t* ids, int64_t k) {
 
 template <class T> static void route(const Route& a, const Team& team) {
   over_rows(team, a.n, [=](int64_t begin, int64_t end) {
-    float* left = (float*)penstock_scratch(OWN, (2 * a.N + a.top) * sizeof(float));  // logits that are not selected yet
-    float *wide = left + a.N, *scores = wide + a.N;
+    // The logits of the experts that are not selected yet.
+    float* unselected = (float*)penstock_scratch(PRIVATE, (2 * a.N + a.top) * sizeof(float));
+    float *wide_logits = unselected + a.N, *scores = wide_logits + a.N;
     for (int64_t row = begin; row < end; row++) {
       const T* logits = (const T*)a.logits + row * a.stride;
-      vf tops = all(REMOVED), total = {};
+      vf maxima = all(REMOVED), total = {};
       for_vectors(a.N, EACH_VECTOR {
         vf logit = load(logits + i, lanes);
-        store(left + i, logit, lanes);
-        store(wide + i, logit, lanes);
-        tops = vmax(tops, visible_lanes(logit, lanes));
+        store(unselected + i, logit, lanes);
+        store(wide_logits + i, logit, lanes);
+        maxima = vmax(maxima, visible_lanes(logit, lanes));
       });
-      const float top = largest(tops);
+      const float top = largest(maxima);
       if (a.rule == 0)
-        for_vectors(a.N, EACH_VECTOR { total += filled(exp(load(left + i, lanes) - top), 0, lanes); });
-      float sum_of_chosen = 0;
+        for_vectors(a.N, EACH_VECTOR { total += filled(exp(load(unselected + i, lanes) - top), 0, lanes); });
+      float selected_sum = 0;
       for (int64_t k = 0; k < a.top; k++) {
-        scores[k] = exp(all(wide[take_largest(left, a.N, a.topk_ids + row * a.top, k)] - top))[0];
-        sum_of_chosen += scores[k];
+        scores[k] = exp(all(wide_logits[take_largest(unselected, a.N, a.topk_ids + row * a.top, k)] - top))[0];
+        selected_sum += scores[k];
       }
-      const float whole = a.rule == 0 ? sum(total) : sum_of_chosen;
-      for (int64_t k = 0; k < a.top; k++) a.topk_weights[row * a.top + k] = scores[k] / whole;
+      const float score_sum = a.rule == 0 ? sum(total) : selected_sum;
+      for (int64_t k = 0; k < a.top; k++) a.topk_weights[row * a.top + k] = scores[k] / score_sum;
     }
   });
 }
@@ -62,7 +64,7 @@ static int64_t work(const Route& a) { return ELEMENT * a.n * a.N * (a.top + 4); 
 static void run(const Route& a, const Team& team) { WITH_TYPE(a.type, T, route<T>(a, team)); }
 KERNEL(route, Route)
 
-struct RouteScores {  // as Route; bias [N] or null
+struct RouteScores {  // tensors as in Route; bias [N] or null
   int64_t type;
   const void* logits;
   const float* bias;
@@ -72,8 +74,8 @@ struct RouteScores {  // as Route; bias [N] or null
   double scale, min_sum;
 };
 
-// Sets the ranks of all groups to -inf except those of the groups with the largest sums of their two largest ranks.
-static void keep_groups(const RouteScores& a, float* ranks, float* sums, int64_t* chosen) {
+// Selects the groups with the largest sums of their two largest ranks. Sets the ranks of all other groups to REMOVED.
+static void mask_unselected_groups(const RouteScores& a, float* ranks, float* sums, int64_t* selected_groups) {
   const int64_t size = a.N / a.groups;
   for (int64_t group = 0; group < a.groups; group++) {
     float first = REMOVED, second = REMOVED;
@@ -83,10 +85,10 @@ static void keep_groups(const RouteScores& a, float* ranks, float* sums, int64_t
     }
     sums[group] = size > 1 ? first + second : first;
   }
-  for (int64_t k = 0; k < a.top_groups; k++) take_largest(sums, a.groups, chosen, k);
+  for (int64_t k = 0; k < a.top_groups; k++) take_largest(sums, a.groups, selected_groups, k);
   for (int64_t group = 0; group < a.groups; group++) {
     bool is_kept = false;
-    for (int64_t k = 0; k < a.top_groups; k++) is_kept |= chosen[k] == group;
+    for (int64_t k = 0; k < a.top_groups; k++) is_kept |= selected_groups[k] == group;
     for (int64_t i = group * size; i < (group + 1) * size; i++)
       if (!is_kept) ranks[i] = REMOVED;
   }
@@ -95,28 +97,28 @@ static void keep_groups(const RouteScores& a, float* ranks, float* sums, int64_t
 template <class T> static void route_scores(const RouteScores& a, const Team& team) {
   over_rows(team, a.n, [=](int64_t begin, int64_t end) {
     const int64_t floats = round_up(2 * a.N + a.groups, 2);
-    float* scores = (float*)penstock_scratch(OWN, floats * sizeof(float) + a.top_groups * sizeof(int64_t));
+    float* scores = (float*)penstock_scratch(PRIVATE, floats * sizeof(float) + a.top_groups * sizeof(int64_t));
     float *ranks = scores + a.N, *sums = ranks + a.N;
-    int64_t* chosen = (int64_t*)(scores + floats);
+    int64_t* selected_groups = (int64_t*)(scores + floats);
     const bool by_logits = !a.bias && a.groups == 1;
     for (int64_t row = begin; row < end; row++) {
       const T* logits = (const T*)a.logits + row * a.stride;
-      vf tops = all(REMOVED), totals = {};
-      for_vectors(a.N, EACH_VECTOR { tops = vmax(tops, visible_lanes(load(logits + i, lanes), lanes)); });
-      const float top = a.is_sigmoid ? 0 : largest(tops);
+      vf maxima = all(REMOVED), totals = {};
+      for_vectors(a.N, EACH_VECTOR { maxima = vmax(maxima, visible_lanes(load(logits + i, lanes), lanes)); });
+      const float top = a.is_sigmoid ? 0 : largest(maxima);
       for_vectors(a.N, EACH_VECTOR {
         vf logit = load(logits + i, lanes);
         vf score = a.is_sigmoid ? 1 / (1 + exp(-logit)) : exp(logit - top);
         totals += filled(score, 0, lanes);
         store(scores + i, score, lanes);
       });
-      const vf whole = all(a.is_sigmoid ? 1 : sum(totals));
+      const vf score_sum = all(a.is_sigmoid ? 1 : sum(totals));
       for_vectors(a.N, EACH_VECTOR {
-        vf score = load(scores + i, lanes) / whole;
+        vf score = load(scores + i, lanes) / score_sum;
         store(scores + i, score, lanes);
         store(ranks + i, by_logits ? load(logits + i, lanes) : a.bias ? score + load(a.bias + i, lanes) : score, lanes);
       });
-      if (a.groups > 1) keep_groups(a, ranks, sums, chosen);
+      if (a.groups > 1) mask_unselected_groups(a, ranks, sums, selected_groups);
       float* weights = a.topk_weights + row * a.top;
       float total = 0;
       for (int64_t k = 0; k < a.top; k++) {
@@ -133,7 +135,7 @@ static int64_t work(const RouteScores& a) { return ELEMENT * a.n * a.N * (a.top 
 static void run(const RouteScores& a, const Team& team) { WITH_TYPE(a.type, T, route_scores<T>(a, team)); }
 KERNEL(route_scores, RouteScores)
 
-struct RouteSparseMixer {  // as Route
+struct RouteSparseMixer {  // tensors as in Route
   int64_t type;
   const void* logits;
   float* topk_weights;
@@ -144,22 +146,22 @@ struct RouteSparseMixer {  // as Route
 
 template <class T> static void route_sparse_mixer(const RouteSparseMixer& a, const Team& team) {
   over_rows(team, a.n, [=](int64_t begin, int64_t end) {
-    float* wide = (float*)penstock_scratch(OWN, 2 * a.N * sizeof(float));
-    float* left = wide + a.N;  // logits that are not selected yet
+    float* wide_logits = (float*)penstock_scratch(PRIVATE, 2 * a.N * sizeof(float));
+    float* unselected = wide_logits + a.N;  // logits of the experts that are not selected yet
     for (int64_t row = begin; row < end; row++) {
       const T* logits = (const T*)a.logits + row * a.stride;
       for_vectors(a.N, EACH_VECTOR {
-        store(wide + i, load(logits + i, lanes), lanes);
-        store(left + i, load(logits + i, lanes), lanes);
+        store(wide_logits + i, load(logits + i, lanes), lanes);
+        store(unselected + i, load(logits + i, lanes), lanes);
       });
       for (int64_t k = 0; k < a.top; k++) {
-        const int64_t best = take_largest(left, a.N, a.topk_ids + row * a.top, k);
-        const float best_logit = wide[best];
+        const int64_t best = take_largest(unselected, a.N, a.topk_ids + row * a.top, k);
+        const float best_logit = wide_logits[best];
         float total = 1;  // exp(0) of the selected expert
         for (int64_t i = 0; i < a.N; i++) {
-          const float size = wide[i] < 0 ? -wide[i] : wide[i];
-          const bool is_far = (best_logit - wide[i]) / max(size, best_logit) > (float)(2 * a.eps);
-          if (!is_far && left[i] != REMOVED) total += exp(all(left[i] - best_logit))[0];
+          const float size = wide_logits[i] < 0 ? -wide_logits[i] : wide_logits[i];
+          const bool is_far = (best_logit - wide_logits[i]) / max(size, best_logit) > (float)(2 * a.eps);
+          if (!is_far && unselected[i] != REMOVED) total += exp(all(unselected[i] - best_logit))[0];
         }
         a.topk_weights[row * a.top + k] = 1 / total;
       }

@@ -1,8 +1,9 @@
-// Samples one token per row of logits by the rule of Ops.sample, without sorting the vocabulary.
+// Samples one token per row of logits as Ops.sample defines it, without sorting the vocabulary.
 //
-// Tokens are ordered by descending score, then by id. top_k and top_p keep a token if the amount before it is below a
-// target: k tokens, or top_p of the probability mass. The score of the last kept token is the cut. A lower bound of it
-// leaves few candidates, and partitioning finds the cut among them.
+// Tokens are ordered by descending score, then by id. top_k and top_p keep a token if the amount of the tokens before
+// it is below a target. The amount is the number of tokens (target k), or their probability mass (target top_p). The
+// score of the last kept token is the cut. A lower bound of the cut excludes most tokens. The cut is found among the
+// remaining candidates by partitioning, as in quickselect.
 
 typedef double vd __attribute__((vector_size(W * 4)));
 typedef int64_t vl __attribute__((vector_size(W * 4)));
@@ -16,7 +17,8 @@ INLINE vd load(const double* p) {
 }
 INLINE void store(double* p, vd x) { __builtin_memcpy(p, &x, sizeof x); }
 
-// e^x for x <= 0 to 2 ulp, 0 below -708. Like the float version in vector.h, with a longer Taylor sum.
+// Returns e^x for x <= 0 with an error of at most 2 ulp; 0 below -708. Like the float version in vector.h, but with a
+// longer Taylor sum.
 INLINE vd exp(vd x) {
   const double shift = 6755399441055744.0;  // 1.5 * 2^52
   vd shifted = x * 1.4426950408889634 + shift;
@@ -35,9 +37,9 @@ INLINE vd exp(vd x) {
 struct Candidates {
   float* scores;    // in the order of token ids
   double* weights;  // exp((score - top) / temperature)
-  int32_t* ids;     // null: candidate i is token i
+  int32_t* ids;     // token ids; null: candidate i is token i
   int64_t n;
-  float top;
+  float top;        // the largest score
 };
 
 // The kept tokens: scores above `score`, and the first `ties` scores equal to it.
@@ -48,11 +50,11 @@ struct Cut {
 
 struct Ranked {
   float score;
-  double amount;
+  double amount;  // weight of the candidate, or 1
 };
 
-// Finds the cut in an unordered list; `before` is the amount that ranks before the whole list.
-static Cut cut_in(Ranked* list, int64_t n, double before, double target) {
+// Finds the cut in an unordered list. `before` is the amount of the tokens that rank before all tokens of the list.
+static Cut find_cut_in_list(Ranked* list, int64_t n, double before, double target) {
   for (;;) {
     float pivot = list[n / 2].score;
     int64_t above = 0, equal = 0;
@@ -65,7 +67,7 @@ static Cut cut_in(Ranked* list, int64_t n, double before, double target) {
         above_amount += r.amount;
       } else if (r.score == pivot) {
         equal++;
-        equal_amount = r.amount;  // amount of each: equal scores have equal amounts
+        equal_amount = r.amount;  // of each such candidate, because equal scores have equal amounts
       }
     }
     if (above && before + above_amount >= target) {
@@ -83,35 +85,38 @@ static Cut cut_in(Ranked* list, int64_t n, double before, double target) {
   }
 }
 
-// Finds the cut at the amount `target`. The amount is a sum of weights, or the number of candidates without weights.
+// Finds the cut at the amount `target`. The amount is a sum of weights, or a number of candidates if they have no
+// weights.
 static Cut find_cut(const Candidates& c, double target, Ranked* list) {
   for (int64_t i = 0; i < c.n; i++) list[i] = {c.scores[i], c.weights ? c.weights[i] : 1};
-  return cut_in(list, c.n, 0, target);
+  return find_cut_in_list(list, c.n, 0, target);
 }
 
-// Returns a lower bound of the k-th largest score: the k-th largest of the maxima of spans of scores.
+// Returns a lower bound of the k-th largest score: the k-th largest of the maxima of spans of consecutive scores.
 static float top_k_bound(const Candidates& c, int64_t k, Ranked* list) {
   constexpr int64_t SPAN = 4 * W;
   const int64_t spans = c.n / SPAN;
   if (k > spans) return -__builtin_inff();
   for (int64_t i = 0; i < spans; i++) {
-    vf tops = load(c.scores + i * SPAN);
-    for (int64_t j = W; j < SPAN; j += W) tops = vmax(tops, load(c.scores + i * SPAN + j));
-    list[i] = {largest(tops), 1};
+    vf maxima = load(c.scores + i * SPAN);
+    for (int64_t j = W; j < SPAN; j += W) maxima = vmax(maxima, load(c.scores + i * SPAN + j));
+    list[i] = {largest(maxima), 1};
   }
-  return cut_in(list, spans, 0, (double)k).score;
+  return find_cut_in_list(list, spans, 0, (double)k).score;
 }
 
-// Returns a lower bound of the score of the top_p cut. Candidates with a probability below (1 - top_p) / n have less
-// than 1 - top_p together, so all of them rank after the cut. Rounding errors make the bound slightly lower.
+// Returns a lower bound of the score of the top_p cut. The candidates with a probability below (1 - top_p) / n have a
+// total probability below 1 - top_p, so all of them rank after the cut. The bound is slightly lowered to allow for
+// rounding errors.
 static float top_p_bound(const Candidates& c, double top_p, double total, float temperature) {
-  double lightest = (1 - top_p) * total / (double)c.n;
-  double distance = temperature * (__builtin_log(lightest) - 0.001);
+  double min_weight = (1 - top_p) * total / (double)c.n;
+  double distance = temperature * (__builtin_log(min_weight) - 0.001);
   return (float)(c.top + distance - 1e-6 * __builtin_fabs(c.top));
 }
 
-// Removes candidates for which `kept(i)` is false, in order. Skips W candidates at once if all are below `bound`.
-template <class Kept> INLINE void keep(Candidates& c, int32_t* ids, float bound, Kept kept) {
+// Keeps the candidates for which kept(i) is true, in their order. Candidates with a score below `bound` must not be
+// kept; W of them are skipped at once if possible.
+template <class Kept> INLINE void filter_candidates(Candidates& c, int32_t* ids, float bound, Kept kept) {
   int64_t n = 0;
   for (int64_t begin = 0; begin < c.n; begin += W) {
     if (begin + W <= c.n && largest(load(c.scores + begin)) < bound) continue;
@@ -126,12 +131,12 @@ template <class Kept> INLINE void keep(Candidates& c, int32_t* ids, float bound,
   c.n = n;
 }
 
-// Keeps the candidates before the cut at `target`. The cut is not below `bound`.
-static void cut_off(Candidates& c, int32_t* ids, float bound, double target, Ranked* list) {
-  keep(c, ids, bound, [&](int64_t i) { return c.scores[i] >= bound; });
+// Removes the candidates after the cut at the amount `target`. `bound` is a lower bound of the cut.
+static void remove_after_cut(Candidates& c, int32_t* ids, float bound, double target, Ranked* list) {
+  filter_candidates(c, ids, bound, [&](int64_t i) { return c.scores[i] >= bound; });
   Cut cut = find_cut(c, target, list);
   int64_t ties = 0;
-  keep(c, ids, cut.score, [&](int64_t i) {
+  filter_candidates(c, ids, cut.score, [&](int64_t i) {
     return c.scores[i] > cut.score || (c.scores[i] == cut.score && ties++ < cut.ties);
   });
 }
@@ -146,26 +151,28 @@ static void fill_weights(Candidates& c, double* weights, float temperature) {
   }
 }
 
-// Uses several chains, because each addition of a chain waits for the previous one.
-static double sum_of(const double* weights, int64_t n) {
+// Returns the sum of weights. Uses several chains of additions, because each addition of a chain waits for the previous
+// one.
+static double sum_weights(const double* weights, int64_t n) {
   constexpr int CHAINS = 4;
   vd sums[CHAINS] = {};
   int64_t i = 0;
   for (; i + CHAINS * WD <= n; i += CHAINS * WD)
     for (int chain = 0; chain < CHAINS; chain++) sums[chain] += load(weights + i + chain * WD);
-  vd together = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  vd lane_sums = (sums[0] + sums[1]) + (sums[2] + sums[3]);
   double sum = 0;
-  for (int lane = 0; lane < WD; lane++) sum += together[lane];
+  for (int lane = 0; lane < WD; lane++) sum += lane_sums[lane];
   for (; i < n; i++) sum += weights[i];
   return sum;
 }
 
-// Returns the first candidate whose cumulative weight exceeds u times the total. `sums` has one element per span.
+// Returns the first candidate whose cumulative weight exceeds u times the total. `sums` is memory for one number per
+// span.
 static int64_t sample_candidate(const Candidates& c, double u, double* sums) {
   constexpr int64_t SPAN = 256;
   const int64_t spans = ceil_div(c.n, SPAN);
-  for (int64_t i = 0; i < spans; i++) sums[i] = sum_of(c.weights + i * SPAN, min(SPAN, c.n - i * SPAN));
-  const double target = u * sum_of(sums, spans);
+  for (int64_t i = 0; i < spans; i++) sums[i] = sum_weights(c.weights + i * SPAN, min(SPAN, c.n - i * SPAN));
+  const double target = u * sum_weights(sums, spans);
   double mass = 0;
   for (int64_t span = 0; span < spans; span++) {
     double with_span = mass + sums[span];
@@ -174,31 +181,33 @@ static int64_t sample_candidate(const Candidates& c, double u, double* sums) {
         if ((mass += c.weights[i]) > target) return i;
     mass = with_span;
   }
-  int64_t last = c.n - 1;  // u * total was rounded up to the total: use the last candidate with a weight
+  // If u * total was rounded up to the total, no candidate was found. Returns the last candidate with a weight.
+  int64_t last = c.n - 1;
   while (last > 0 && c.weights[last] == 0) last--;
   return last;
 }
 
-// Converts scores to floats; masked scores become -inf. Returns the maximum, or NaN if a logit is NaN or +inf.
+// Converts logits to float scores. Tokens that the bitmask forbids get -inf. Returns the largest score, or NaN if any
+// logit is NaN or +inf.
 template <class T> static float fill_scores(const T* logits, const uint32_t* bitmask, float* scores, int64_t n) {
   const vf masked = all(-__builtin_inff());
-  vf tops = masked;
-  vi unsound = {};
+  vf maxima = masked;
+  vi is_bad = {};
   for_vectors(n, EACH_VECTOR {
     vf score = load(logits + i, lanes);
-    unsound |= ~(vi)(score < __builtin_inff());
+    is_bad |= ~(vi)(score < __builtin_inff());
     if (bitmask) {
       vu allowed = (bitmask[i / 32] >> (vu)(lane_index() + (int32_t)(i % 32))) & 1;
       score = allowed != 0 ? score : masked;
     }
     store(scores + i, score, lanes);
-    tops = vmax(tops, visible_lanes(score, lanes));
+    maxima = vmax(maxima, visible_lanes(score, lanes));
   });
-  return largest(as_float((vu)unsound & 0x3f800000)) > 0 ? __builtin_nanf("") : largest(tops);
+  return largest(as_float((vu)is_bad & 0x3f800000)) > 0 ? __builtin_nanf("") : largest(maxima);
 }
 
 // Returns the index of the first score that equals `score`, which must occur.
-static int64_t index_of(float score, const float* scores, int64_t n) {
+static int64_t find_score(float score, const float* scores, int64_t n) {
   constexpr int64_t SPAN = 8 * W;
   int64_t i = 0;
   for (; i + SPAN <= n; i += SPAN) {
@@ -210,7 +219,7 @@ static int64_t index_of(float score, const float* scores, int64_t n) {
   return i;
 }
 
-struct Rule {
+struct Rule {  // the sampling parameters of a row
   float temperature, top_p, min_p;
   int64_t top_k;
   double uniform;
@@ -221,19 +230,19 @@ static int64_t sample_row(const T* logits, const uint32_t* bitmask, int64_t V, c
   Candidates c = {(float*)memory, nullptr, nullptr, V, 0};
   c.top = fill_scores(logits, bitmask, c.scores, V);
   if (!(c.top > -__builtin_inff())) return -1;
-  if (rule.temperature <= 0 || rule.top_k == 1) return index_of(c.top, c.scores, V);
+  if (rule.temperature <= 0 || rule.top_k == 1) return find_score(c.top, c.scores, V);
   const int64_t size = round_up(V, W);
   double* weights = (double*)(memory + size * 4);
   Ranked* list = (Ranked*)(memory + size * 12);
   int32_t* ids = (int32_t*)(memory + size * 28);
   if (rule.top_k > 0 && rule.top_k < V)
-    cut_off(c, ids, top_k_bound(c, rule.top_k, list), (double)rule.top_k, list);
+    remove_after_cut(c, ids, top_k_bound(c, rule.top_k, list), (double)rule.top_k, list);
   fill_weights(c, weights, rule.temperature);
   if (rule.top_p < 1) {
-    const double total = sum_of(c.weights, c.n);
+    const double total = sum_weights(c.weights, c.n);
     // The first token is always kept, even with top_p 0.
     double target = max((double)rule.top_p * total, 1e-300);
-    cut_off(c, ids, top_p_bound(c, rule.top_p, total, rule.temperature), target, list);
+    remove_after_cut(c, ids, top_p_bound(c, rule.top_p, total, rule.temperature), target, list);
   }
   if (rule.min_p > 0)
     for (int64_t i = 0; i < c.n; i++)
@@ -259,7 +268,7 @@ static int64_t work(const Sample& a) { return a.R > 1 ? ELEMENT * a.R * a.V : 0;
 static void run(const Sample& a, const Team& team) {
   over_pieces(team, a.R, [=](int64_t r) {
     Rule rule = {a.temperature[r], a.top_p[r], a.min_p[r], a.top_k[r], a.uniforms[r]};
-    char* memory = (char*)penstock_scratch(OWN, round_up(a.V, W) * 32);
+    char* memory = (char*)penstock_scratch(PRIVATE, round_up(a.V, W) * 32);
     const uint32_t* mask = a.bitmask ? a.bitmask + r * a.words : nullptr;
     WITH_TYPE(a.type, T, a.tokens[r] = sample_row((const T*)a.logits + r * a.stride, mask, a.V, rule, memory));
   });

@@ -3,15 +3,17 @@
 #include <stddef.h>
 #include <stdint.h>
 
-// Memory that a thread keeps between calls, so that later calls do not allocate.
-enum Scratch { OWN, SHARED, SCRATCHES };  // private to the thread; shared with its team
+// The two blocks of scratch memory of a thread, which are kept between calls. PRIVATE is used by the thread itself,
+// SHARED by all threads of its team. SCRATCH_BLOCKS is the number of blocks.
+enum Scratch { PRIVATE, SHARED, SCRATCH_BLOCKS };
 
-// Returns at least `bytes` bytes, aligned to 64. Previous contents may be lost.
+// Returns a scratch block of the calling thread with at least `bytes` bytes, aligned to 64 bytes. Growing a block
+// discards its contents.
 extern "C" void* penstock_scratch(enum Scratch which, size_t bytes);
 
-// Counts completed pieces of work. Another process reads the counter to detect hangs.
+// Pointer to the counter of completed pieces of work. Another process reads the counter to detect hangs.
 extern "C" int64_t* penstock_progress;
 
-// Whether 8-bit floats are widened by table look-ups. TABLES_NEVER if the processor has no AVX-512 VBMI.
+// When 8-bit floats are widened by table look-ups. TABLES_NEVER if the processor has no AVX-512 VBMI.
 enum Tables { TABLES_NEVER, TABLES_IF_FAST, TABLES_ALWAYS };
 extern "C" int32_t penstock_fp8_tables;

@@ -1,6 +1,6 @@
-// Attention within sequences of up to MAX_SHORT tokens. Every query sees all tokens of its sequence. Keys and values are
-// read in place, without a cache. Operations and their order are those of attention.inl, so that the bits of the
-// results are equal.
+// Attention within sequences of up to MAX_SHORT tokens. Every query sees all tokens of its sequence. Keys and values
+// are read in place, without a cache. The operations and their order are those of attention.inl, so both kernels give
+// the same bits.
 
 constexpr int64_t MAX_SHORT = 16;  // a multiple of W
 constexpr int SHORT_VECTORS = MAX_SHORT / W;  // vectors that hold the scores of a query
@@ -16,25 +16,27 @@ struct ShortAttention {
   double scale;
 };
 
-// Some consecutive queries of a head, the keys and values of their sequence, and the place of the results.
+// Consecutive queries of a head, the keys and values of their sequence, and the memory of the results.
 template <class P, class T> struct ShortQueries {
-  const typename P::Unit *q, *keys;  // [rows, padded units]; [units, MAX_SHORT]
+  const typename P::Unit *q, *keys;  // q [rows, padded units]; keys [units, MAX_SHORT]
   typename P::Unit* weights;         // [SHORT_ROWS, MAX_SHORT / TERMS]
   const T* values;
   const float* bias;  // of the first query, or null
   T* out;
-  int64_t count, v_row, out_row;  // count: keys
+  int64_t count, v_row, out_row;  // number of keys; row strides of values and results
 };
 
-template <class P, class T, int ROWS> static void attend_short_rows(const ShortAttention& a, const ShortQueries<P, T>& given) {
+template <class P, class T, int ROWS>
+static void attend_short_rows(const ShortAttention& a, const ShortQueries<P, T>& queries) {
   constexpr int64_t WEIGHTS = MAX_SHORT / P::TERMS;
   const int64_t units = a.D / P::TERMS, stride = padded_units<P>(a.D);
   typename P::Sums sums[ROWS][SHORT_VECTORS] = {};
   for (int64_t u = 0; u < units; u++) {
     typename P::Units keys[SHORT_VECTORS];
-    for (int c = 0; c < SHORT_VECTORS; c++) keys[c] = load(given.keys + u * MAX_SHORT + c * W);
+    for (int c = 0; c < SHORT_VECTORS; c++) keys[c] = load(queries.keys + u * MAX_SHORT + c * W);
     for (int m = 0; m < ROWS; m++)
-      for (int c = 0; c < SHORT_VECTORS; c++) sums[m][c] = P::add_product(sums[m][c], given.q[m * stride + u], keys[c]);
+      for (int c = 0; c < SHORT_VECTORS; c++)
+        sums[m][c] = P::add_product(sums[m][c], queries.q[m * stride + u], keys[c]);
   }
   vf totals[SHORT_ROWS] = {};
 #pragma GCC unroll 8
@@ -43,14 +45,14 @@ template <class P, class T, int ROWS> static void attend_short_rows(const ShortA
     vf scores[SHORT_VECTORS], exponentials[SHORT_VECTORS], top = masked;
     for (int c = 0; c < SHORT_VECTORS; c++) {
       scores[c] = sums[m][c] * (float)a.scale;
-      if (given.bias) scores[c] += load(given.bias - m + c * W);
-      scores[c] = lane_index() + c * W < (int32_t)given.count ? scores[c] : masked;
+      if (queries.bias) scores[c] += load(queries.bias - m + c * W);
+      scores[c] = lane_index() + c * W < (int32_t)queries.count ? scores[c] : masked;
       top = vmax(top, scores[c]);
     }
     top = largest_everywhere(top);
     for (int c = 0; c < SHORT_VECTORS; c++) exponentials[c] = exp_below<P::SPAN == 2 ? 3 : 5>(scores[c] - top);
     float unused;
-    store_weights(given.weights + m * WEIGHTS, exponentials, exponentials, totals[m], unused, P{});
+    store_weights(queries.weights + m * WEIGHTS, exponentials, exponentials, totals[m], unused, P{});
   }
   float factors[SHORT_ROWS];
   for (int m = 0; m < ROWS; m += 4) {
@@ -60,41 +62,42 @@ template <class P, class T, int ROWS> static void attend_short_rows(const ShortA
   }
   for (int64_t d = 0; d < a.D; d += 2 * W) {
     typename P::Sums results[ROWS][2] = {};
-    for (int64_t j = 0; j < given.count; j += P::TERMS) {
+    for (int64_t j = 0; j < queries.count; j += P::TERMS) {
       typename P::Units values[2];
-      load_values(values, given.values + j * given.v_row, given.v_row, a.D, d, true, j + 1 < given.count, P{});
+      load_values(values, queries.values + j * queries.v_row, queries.v_row, a.D, d, true, j + 1 < queries.count, P{});
       for (int m = 0; m < ROWS; m++)
         for (int v = 0; v < 2; v++)
-          results[m][v] = P::add_product(results[m][v], given.weights[m * WEIGHTS + j / P::TERMS], values[v]);
+          results[m][v] = P::add_product(results[m][v], queries.weights[m * WEIGHTS + j / P::TERMS], values[v]);
     }
     for (int m = 0; m < ROWS; m++) {
-      vf ordered[2];
-      in_order<P>(results[m][0], results[m][1], ordered);
+      vf restored[2];
+      restore_order<P>(results[m][0], results[m][1], restored);
       for (int v = 0; v < 2; v++) {
-        T* to = given.out + m * given.out_row + d + v * W;
+        T* to = queries.out + m * queries.out_row + d + v * W;
         const int64_t count = a.D - d - v * W;
-        if (count >= W) store(to, ordered[v] * factors[m]);
-        else if (count > 0) store(to, ordered[v] * factors[m], count);
+        if (count >= W) store(to, restored[v] * factors[m]);
+        else if (count > 0) store(to, restored[v] * factors[m], count);
       }
     }
   }
 }
 
 template <class P, class T>
-static void attend_short_rows(const ShortAttention& a, const ShortQueries<P, T>& given, int64_t rows) {
+static void attend_short_rows(const ShortAttention& a, const ShortQueries<P, T>& queries, int64_t rows) {
   switch (rows) {
-    case 1: return attend_short_rows<P, T, 1>(a, given);
-    case 2: return attend_short_rows<P, T, 2>(a, given);
-    case 3: return attend_short_rows<P, T, 3>(a, given);
-    case 4: return attend_short_rows<P, T, 4>(a, given);
-    case 5: return attend_short_rows<P, T, 5>(a, given);
-    case 6: return attend_short_rows<P, T, 6>(a, given);
-    case 7: return attend_short_rows<P, T, 7>(a, given);
-    case 8: return attend_short_rows<P, T, 8>(a, given);
+    case 1: return attend_short_rows<P, T, 1>(a, queries);
+    case 2: return attend_short_rows<P, T, 2>(a, queries);
+    case 3: return attend_short_rows<P, T, 3>(a, queries);
+    case 4: return attend_short_rows<P, T, 4>(a, queries);
+    case 5: return attend_short_rows<P, T, 5>(a, queries);
+    case 6: return attend_short_rows<P, T, 6>(a, queries);
+    case 7: return attend_short_rows<P, T, 7>(a, queries);
+    case 8: return attend_short_rows<P, T, 8>(a, queries);
   }
 }
 
-// Transposes the keys of a sequence for one head. Columns beyond the last key repeat it; their scores are masked.
+// Transposes the keys of a sequence for one head. Columns after the last key repeat the last key; their scores are
+// masked.
 template <class P, class T>
 INLINE void pack_short_keys(const T* rows, int64_t row, int64_t count, typename P::Unit* columns, int64_t D) {
   for (int64_t first = 0; first < MAX_SHORT; first += W)
@@ -103,16 +106,18 @@ INLINE void pack_short_keys(const T* rows, int64_t row, int64_t count, typename 
 #pragma GCC unroll 16
       for (int i = 0; i < W; i++) square[i] = load_units(rows + min(first + i, count - 1) * row, u, lanes, P{});
       transpose(square);
-      for (int i = 0; i < count_of(lanes); i++) store((uint32_t*)columns + (u + i) * MAX_SHORT + first, square[i]);
+      for (int i = 0; i < lane_count(lanes); i++) store((uint32_t*)columns + (u + i) * MAX_SHORT + first, square[i]);
     });
 }
 
 template <class P, class T> static void attend_short(const ShortAttention& a, const Team& team) {
   typedef typename P::Unit Unit;
   const int64_t units = padded_units<P>(a.D), group = a.H / a.K;
-  Unit* memory = (Unit*)penstock_scratch(OWN, (units * (MAX_SHORT + SHORT_ROWS) + SHORT_ROWS * MAX_SHORT) * sizeof(Unit));
+  const int64_t num_units = units * (MAX_SHORT + SHORT_ROWS) + SHORT_ROWS * MAX_SHORT;
+  Unit* memory = (Unit*)penstock_scratch(PRIVATE, num_units * sizeof(Unit));
   Unit *keys = memory, *weights = keys + units * MAX_SHORT, *q = weights + SHORT_ROWS * MAX_SHORT;
-  // With enough sequences for the threads, a piece of work is a sequence. Otherwise it is a kv head of a sequence.
+  // If there are at least 4 sequences per thread, a piece of work is a sequence. Otherwise it is a kv head of a
+  // sequence.
   const int64_t parts = a.B >= 4 * team.size ? 1 : a.K;
   over_pieces(team, a.B * parts, [&](int64_t piece) {
     const int64_t b = piece / parts, first_head = a.K / parts * (piece % parts);

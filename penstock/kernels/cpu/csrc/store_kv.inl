@@ -1,6 +1,8 @@
 // Stores new keys and values in the paged cache.
 
-struct StoreKV {  // k, v [n, K, D] with strides, to slots [n] = block * S + offset of cache [2, N, K, S, D]
+// Copies k and v [n, K, D] to the slots [n] of cache [2, N, K, S, D]: n rows, K heads, D numbers per head, N blocks of
+// S positions. A slot is block * S + offset. The first half of the cache has the keys, the second the values.
+struct StoreKV {
   int64_t type, cache_type;  // cache_type 2: int8
   const void *k, *v;
   void* cache;
@@ -12,15 +14,15 @@ struct StoreKV {  // k, v [n, K, D] with strides, to slots [n] = block * S + off
 template <class T, class TC> INLINE void store_head(const T* x, TC* row, float*, int64_t D) {
   for_vectors(D, EACH_VECTOR { store(row + i, load(x + i, lanes), lanes); });
 }
-// Quantises x to -127..127 and stores the scale, or the scale NaN if a number is not finite.
+// Quantises x to -127..127 and stores the scale. The scale is NaN if any number is not finite.
 template <class T> INLINE void store_head(const T* x, int8_t* row, float* scale, int64_t D) {
-  vf tops = {}, odd = {};
+  vf maxima = {}, zero_or_nan = {};
   for_vectors(D, EACH_VECTOR {
     vf y = load(x + i, lanes);
-    tops = vmax(tops, as_float(as_bits(y) & 0x7fffffff));
-    odd += y * 0;
+    maxima = vmax(maxima, as_float(as_bits(y) & 0x7fffffff));
+    zero_or_nan += y * 0;
   });
-  *scale = max(largest(tops), 1e-12f) / 127 + sum(odd);
+  *scale = max(largest(maxima), 1e-12f) / 127 + sum(zero_or_nan);
   const vf divisor = all(*scale);
   for_vectors(D, EACH_VECTOR { store(row + i, load(x + i, lanes) / divisor, lanes); });
 }

@@ -1,18 +1,19 @@
-// The team of threads that runs an operation. All threads call its `run`; barriers separate the phases of the work.
-// Barriers spin, because the other threads are working and arrive within microseconds.
+// The team of threads that runs an operation. All threads call the operation's `run`; barriers separate the phases of
+// the work. Barriers spin, because the other threads usually arrive within microseconds.
 
-constexpr int64_t SPIN = 200000;  // ns that a thread spins at a barrier; then it sleeps, because another process may need the core
+// Time that a thread spins at a barrier, in ns. Then it sleeps, because another process may need the core.
+constexpr int64_t SPIN = 200000;
 
 // State shared by the threads of a team, on the stack of the thread that opened the parallel region.
 struct TeamState {
   alignas(64) int32_t arrived;  // number of threads at the barrier
-  int32_t sleepers;
-  alignas(64) int32_t generation;  // counts barriers; threads wait for it to change
-  alignas(64) int64_t next;        // next piece of work to assign
-  alignas(64) void* shared[2];     // indexed by generation: a slow thread may still read the previous value
-  int64_t failed;                  // argument of `fail`; -1: none
+  int32_t sleepers;                // number of threads that sleep at the barrier
+  alignas(64) int32_t generation;  // number of barriers passed, modulo 2^32; threads wait for it to change
+  alignas(64) int64_t next;        // number of pieces of work that were assigned dynamically, see `over_pieces`
+  alignas(64) void* shared[2];     // indexed by generation & 1, because a slow thread may still read the previous value
+  int64_t failed;                  // the first value reported with `fail`; -1: none
   int64_t waited;                  // ns that thread 0 waited at barriers after spinning
-  int64_t last;                    // step of a plan after which all threads but thread 0 leave; -1: none
+  int64_t last_shared;             // index of the last operation of a plan that all threads run; -1: no such limit
 };
 
 INLINE int64_t nanoseconds() {
@@ -31,8 +32,8 @@ INLINE void pause() {
 #endif
 }
 
-// Memory that a thread will read soon. It prefetches the memory line by line while it waits.
-struct Ahead {
+// Memory that a thread will read soon. The thread prefetches one cache line after another while it waits.
+struct PrefetchRange {
   const char *next, *end;
   INLINE_MEMBER void fetch() {
     if (next < end) __builtin_prefetch(next, 0, 2);
@@ -40,8 +41,8 @@ struct Ahead {
   }
 };
 
-// Waits until the generation differs from `old`. Returns the ns waited, or 0 if spinning was enough.
-static __attribute__((noinline)) int64_t wait_for_generation(TeamState& state, int32_t old, Ahead& ahead) {
+// Waits until the generation differs from `old`. Returns the waiting time in ns; 0 if the thread did not have to sleep.
+static __attribute__((noinline)) int64_t wait_for_generation(TeamState& state, int32_t old, PrefetchRange& ahead) {
   const int64_t begin = nanoseconds();
   do {
     for (int i = 0; i < 64; i++) {
@@ -50,7 +51,8 @@ static __attribute__((noinline)) int64_t wait_for_generation(TeamState& state, i
       else pause();
     }
   } while (nanoseconds() - begin < SPIN);
-  // Another process uses one of the cores. While this thread sleeps, the thread that it waits for can run on this core.
+  // Another process probably uses one of the cores. While this thread sleeps, the last thread of the team can run on
+  // this core.
 #if defined(__linux__)
   __atomic_fetch_add(&state.sleepers, 1, __ATOMIC_SEQ_CST);
   while (__atomic_load_n(&state.generation, __ATOMIC_SEQ_CST) == old)
@@ -62,20 +64,21 @@ static __attribute__((noinline)) int64_t wait_for_generation(TeamState& state, i
   return nanoseconds() - begin;
 }
 
-// The view that one thread has of its team; each thread has its own copy.
+// A thread's handle of its team. Each thread has its own copy.
 struct Team {
   int64_t size, rank;
   TeamState* state;
-  int64_t record;  // index in the step plan; -1: none
+  int64_t record;  // index of the current operation in its plan; -1 outside a plan
 
   // Returns when all threads of the team have called it.
   INLINE_MEMBER void barrier() const {
-    Ahead nothing = {};
+    PrefetchRange nothing = {};
     barrier(nothing);
   }
-  INLINE_MEMBER void barrier(Ahead& ahead) const {
+  INLINE_MEMBER void barrier(PrefetchRange& ahead) const {
     if (size == 1) return;
-    const int32_t generation = __atomic_load_n(&state->generation, __ATOMIC_RELAXED);  // waits for this thread
+    // The generation cannot change before this thread arrives.
+    const int32_t generation = __atomic_load_n(&state->generation, __ATOMIC_RELAXED);
     if (__atomic_add_fetch(&state->arrived, 1, __ATOMIC_ACQ_REL) < size) {
       const int64_t waited = wait_for_generation(*state, generation, ahead);
       if (rank == 0) state->waited += waited;
@@ -90,7 +93,7 @@ struct Team {
 #endif
   }
 
-  // Returns rank 0's pointer to all threads; acts as a barrier. Pointers of other ranks are ignored.
+  // Returns the pointer of thread 0 on all threads. Acts as a barrier. Pointers of other threads are ignored.
   template <class T> INLINE_MEMBER T* share(T* pointer) const {
     if (size == 1) return pointer;
     void** slot = &state->shared[__atomic_load_n(&state->generation, __ATOMIC_RELAXED) & 1];
@@ -99,8 +102,9 @@ struct Team {
     return (T*)*slot;
   }
 
-  // Reports the index of a bad value, such as a row number outside its table. A single operation returns this index; a
-  // plan returns the number of the first failed record. The operation continues, and its result is undefined.
+  // Reports the index of a bad value, such as a row number outside its table. The kernel of a single operation returns
+  // this index. A plan returns the index of the failed operation instead. The operation continues, and its result is
+  // undefined.
   INLINE_MEMBER void fail(int64_t argument) const {
     int64_t none = -1;
     __atomic_compare_exchange_n(&state->failed, &none, record < 0 ? argument : record, false, __ATOMIC_RELAXED,
@@ -108,15 +112,15 @@ struct Team {
   }
 };
 
-// Counts a finished piece of work as progress. Only rank 0 counts, to avoid contention for the cache line.
+// Counts a finished piece of work as progress. Only thread 0 counts, to avoid contention for the cache line.
 INLINE void count_progress(const Team& team) {
   if (team.rank) return;
   __atomic_store_n(penstock_progress, __atomic_load_n(penstock_progress, __ATOMIC_RELAXED) + 1, __ATOMIC_RELAXED);
 }
 
-// Calls body(piece) for the pieces 0:count, which are assigned to threads dynamically. The first piece of a thread is
-// the number of its rank, so that the thread can prefetch for it. There is no barrier at the end. Call it at most once
-// between two barriers, because barriers reset the counter of assigned pieces.
+// Calls body(piece) for the pieces of work 0 to count - 1. The first piece of a thread has the number of its rank, so
+// that the thread can prefetch its data. All other pieces are assigned dynamically. There is no barrier at the end.
+// Call this function at most once between two barriers, because only barriers reset the counter of assigned pieces.
 template <class Body> INLINE void over_pieces(const Team& team, int64_t count, Body body) {
   if (team.size == 1) {
     for (int64_t piece = 0; piece < count; piece++) {
@@ -132,21 +136,22 @@ template <class Body> INLINE void over_pieces(const Team& team, int64_t count, B
   }
 }
 
-// Calls body(begin, end) with one range of rows per thread; the ranges cover 0:rows. No barrier at the end.
+// Calls body(begin, end) with one range of rows per thread. The ranges cover 0:rows. There is no barrier at the end.
 template <class Body> INLINE void over_rows(const Team& team, int64_t rows, Body body) {
   const int64_t begin = rows * team.rank / team.size, end = rows * (team.rank + 1) / team.size;
   if (begin < end) body(begin, end);
 }
 
 // Operations with less work than this, in multiply-adds, run on a single thread, because starting the other threads
-// would take longer than they save. In a plan the threads already run, so parallel work costs only one or two barriers.
+// would take more time than it saves. In a plan the threads already run, so a parallel operation costs only one or two
+// barriers.
 constexpr int64_t MIN_PARALLEL_WORK_IN_PLAN = 1 << 16, MIN_PARALLEL_WORK = 4 * MIN_PARALLEL_WORK_IN_PLAN;
 constexpr int64_t ELEMENT = 4;  // cost of loading, changing and storing an element, in multiply-adds
 
-// Runs a single operation. Returns -1, or the argument of `fail`.
+// Runs a single operation. Returns -1, or the first value reported with `fail`.
 template <class Args> INLINE int64_t run_single(const Args& a) {
   TeamState state = {};
-  state.failed = state.last = -1;
+  state.failed = state.last_shared = -1;
   if (work(a) < MIN_PARALLEL_WORK) {
     run(a, Team{1, 0, &state, -1});
     return state.failed;
@@ -156,22 +161,22 @@ template <class Args> INLINE int64_t run_single(const Args& a) {
   return state.failed;
 }
 
-// Returns the memory that a thread reads first, if it is known before the operation starts (weights). Operations
-// overload this function; the default is nothing.
-template <class Args> INLINE Ahead first_read(const Args&, const Team&) { return {}; }
+// Returns the memory that a thread reads first in an operation, if it is known before the operation starts (weights).
+// Operations can overload this function. By default the range is empty.
+template <class Args> INLINE PrefetchRange first_read(const Args&, const Team&) { return {}; }
 
-// The functions with which a plan runs an operation of unknown argument type.
+// The functions of an operation for a plan, which does not know the type of the arguments.
 struct Operation {
   int64_t (*work)(const void* arguments);
   void (*run)(const void* arguments, const Team& team);
-  Ahead (*first_read)(const void* arguments, const Team& team);
+  PrefetchRange (*first_read)(const void* arguments, const Team& team);
 };
 
-// Exports the kernel `name` as a function and as an operation of the step plan. Requires
-//   int64_t work(const Args&)            in multiply-adds; known before the step starts, and equal for all threads
-//   void run(const Args&, const Team&)   called by all threads of the team; the caller adds a barrier
+// Exports the kernel `name` as a function and as an operation for plans. Requires
+//   int64_t work(const Args&)            in multiply-adds; known before the operation starts, equal for all threads
+//   void run(const Args&, const Team&)   called by all threads of the team; the caller adds a barrier after it
 // and optionally
-//   Ahead first_read(const Args&, const Team&)
+//   PrefetchRange first_read(const Args&, const Team&)
 #define KERNEL(name, Args)                                                                          \
   EXPORT(int64_t, name)(const Args& a) { return run_single(a); }                                     \
   extern "C" {                                                                                      \

@@ -1,8 +1,8 @@
-// A vector of floats of the width of the instruction set: 16, 8 or 4 lanes.
+// Vectors of W lanes and functions on them. W is 16, 8 or 4, depending on the instruction set.
 //
-// Included inside the namespace of one instruction set. Everything here has internal linkage, and the standard library
-// is not used: the linker keeps one copy of its inline functions, which may be compiled with AVX-512 flags and crash on
-// other CPUs.
+// This file is included inside the namespace of one instruction set, and its functions have internal linkage. It does
+// not use the standard library. The linker keeps only one copy of each inline function of the library. This copy may be
+// compiled with AVX-512 flags and would crash on other CPUs.
 
 typedef float vf __attribute__((vector_size(W * 4)));
 typedef int32_t vi __attribute__((vector_size(W * 4)));
@@ -24,7 +24,7 @@ template <class T> INLINE constexpr T max(T a, T b) { return a < b ? b : a; }
 INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 INLINE int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
-INLINE vf all(float x) { return x - vf{}; }
+INLINE vf all(float x) { return x - vf{}; }  // x in all lanes
 INLINE vu as_bits(vf x) { return (vu)x; }
 INLINE vf as_float(vu x) { return (vf)x; }
 INLINE vi lane_index() {
@@ -43,8 +43,8 @@ INLINE vf vmax(vf a, vf b) {
 #endif
 }
 
-// a * b + c with one rounding if the instruction set has it. The choice is explicit, so that results do not depend on
-// the compiler's contraction of loops.
+// Returns a * b + c, with one rounding if the instruction set has a fused multiply-add. The choice is explicit, so that
+// results do not depend on whether the compiler fuses a multiplication and an addition.
 INLINE vf fma(vf a, vf b, vf c) {
 #if PENSTOCK_LANES == 16
   return _mm512_fmadd_ps(a, b, c);
@@ -55,7 +55,8 @@ INLINE vf fma(vf a, vf b, vf c) {
 #endif
 }
 
-// ---- loading and storing: float unchanged, bfloat16 widened or rounded to nearest even ----
+// ---- loading and storing ----
+// Floats are unchanged. bfloat16 numbers are widened on loading and rounded to nearest even on storing.
 
 INLINE float widen(float x) { return x; }
 INLINE float widen(bf16 x) {
@@ -79,13 +80,13 @@ INLINE vh narrow(vf x) {
 #else
   vu bits = as_bits(x);
   vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  vu quiet = (bits >> 16) | 0x40;  // so that rounding cannot turn a NaN into infinity
+  vu quiet = (bits >> 16) | 0x40;  // a NaN is not rounded, because rounding could turn it into infinity
   return __builtin_convertvector(x == x ? rounded : quiet, vh);
 #endif
 }
 
-// Rounds to the nearest integer, ties to even. |x| < 2^22.
-constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23: a sum with it has no fraction bits
+// Rounds to the nearest integer, ties to even. |x| must be below 2^22.
+constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23: the sum of ROUNDER and x has no fraction bits
 INLINE vf rounded(vf x) { return (x + ROUNDER) - ROUNDER; }
 INLINE vi rounded_to_integers(vf x) { return (vi)as_bits(x + ROUNDER) - 0x4b400000; }
 
@@ -99,7 +100,7 @@ INLINE vf load(const bf16* p) {
   __builtin_memcpy(&x, p, sizeof x);
   return widen(x);
 }
-// Bytes, widened to 32 bits. GCC 12 would convert such vectors lane by lane.
+// Loads bytes, widened to 32 bits. GCC 12 would convert such vectors lane by lane.
 INLINE vi widen_bytes(const int8_t* p) {
 #if PENSTOCK_LANES == 16
   return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
@@ -140,7 +141,7 @@ INLINE void store(bf16* p, vf x) {
   __builtin_memcpy(p, &rounded, sizeof rounded);
 }
 
-// The first n < W lanes. Other lanes load as 0 and are not stored.
+// Load and store the first n lanes, n < W. Other lanes are 0 after loading and are not stored.
 #if PENSTOCK_LANES == 16
 INLINE __mmask16 first(int64_t n) { return (__mmask16)((1u << n) - 1); }
 INLINE vf load(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(first(n), p); }
@@ -171,40 +172,40 @@ template <class T> INLINE void store(T* p, vf x, int64_t n) {
 INLINE void put(float* p, float x) { *p = x; }
 INLINE void put(bf16* p, float x) { store(p, all(x), 1); }
 
-// Returns x after a round trip through type T.
+// Returns x rounded to the type of the first argument.
 INLINE vf rounded_to(const float*, vf x) { return x; }
 INLINE vf rounded_to(const bf16*, vf x) { return widen(narrow(x)); }
 
-// Calls body(i, lanes) for each vector of a row of n numbers. `Whole` and `Some` are types, so that only the code for
-// the last vector handles missing lanes.
-struct Whole {};
-struct Some {
+// Calls body(i, lanes) for each vector of a row of n numbers. `lanes` is a FullVector, or a PartialVector for the last
+// n % W numbers. Two types are used, so that only the code for the last vector handles missing lanes.
+struct FullVector {};
+struct PartialVector {
   int64_t n;
 };
 template <class Body> INLINE void for_vectors(int64_t n, Body body) {
   int64_t i = 0;
-  for (; i + W <= n; i += W) body(i, Whole{});
-  if (i < n) body(i, Some{n - i});
+  for (; i + W <= n; i += W) body(i, FullVector{});
+  if (i < n) body(i, PartialVector{n - i});
 }
-INLINE int64_t count_of(Whole) { return W; }
-INLINE int64_t count_of(Some some) { return some.n; }
-template <class T> INLINE auto load(const T* p, Whole) { return load(p); }
-template <class T> INLINE auto load(const T* p, Some some) { return load(p, some.n); }
-INLINE void store(uint32_t* p, vu x, Whole) { store(p, x); }
+INLINE int64_t lane_count(FullVector) { return W; }
+INLINE int64_t lane_count(PartialVector some) { return some.n; }
+template <class T> INLINE auto load(const T* p, FullVector) { return load(p); }
+template <class T> INLINE auto load(const T* p, PartialVector some) { return load(p, some.n); }
+INLINE void store(uint32_t* p, vu x, FullVector) { store(p, x); }
 #if PENSTOCK_LANES == 16
-INLINE void store(uint32_t* p, vu x, Some some) { store(p, x, some.n); }
+INLINE void store(uint32_t* p, vu x, PartialVector some) { store(p, x, some.n); }
 #endif
-template <class T> INLINE void store(T* p, vf x, Whole) { store(p, x); }
-template <class T> INLINE void store(T* p, vf x, Some some) { store(p, x, some.n); }
-// Returns x in lanes inside the row and `filler` in other lanes.
-INLINE vf filled(vf x, float, Whole) { return x; }
-INLINE vf filled(vf x, float filler, Some some) { return lane_index() < (int32_t)some.n ? x : all(filler); }
+template <class T> INLINE void store(T* p, vf x, FullVector) { store(p, x); }
+template <class T> INLINE void store(T* p, vf x, PartialVector some) { store(p, x, some.n); }
+// Returns x with `filler` in the lanes after the end of the row.
+INLINE vf filled(vf x, float, FullVector) { return x; }
+INLINE vf filled(vf x, float filler, PartialVector some) { return lane_index() < (int32_t)some.n ? x : all(filler); }
 template <class L> INLINE vf visible_lanes(vf x, L lanes) { return filled(x, -__builtin_inff(), lanes); }
 #define EACH_VECTOR [&](int64_t i, auto lanes) __attribute__((always_inline))
 
 // ---- across lanes ----
 
-// Lane i of the result is lane from[i] of a, or of the concatenation of a and b.
+// Returns a vector whose lane i is lane from[i] of a, or of the concatenation of a and b.
 template <class V> INLINE V shuffled(V a, vi from) {
 #ifdef __clang__
   V y;
@@ -224,7 +225,7 @@ template <class V> INLINE V shuffled(V a, V b, vi from) {
 #endif
 }
 
-// Returns the result of a comparison as one bit per lane.
+// Returns the result of a comparison as a bit mask with one bit per lane.
 INLINE uint32_t lanes_that_hold(vi holds) {
 #if PENSTOCK_LANES == 16
   return _mm512_test_epi32_mask((__m512i)holds, (__m512i)holds);
@@ -237,7 +238,7 @@ INLINE uint32_t lanes_that_hold(vi holds) {
 #endif
 }
 
-// Returns whether a lane is larger than `bound` or NaN.
+// Returns whether any lane is larger than `bound` or NaN.
 INLINE bool exceeds(vf x, float bound) {
 #if PENSTOCK_LANES == 16
   return _mm512_cmp_ps_mask(x, all(bound), _CMP_NLE_UQ) != 0;
@@ -246,48 +247,48 @@ INLINE bool exceeds(vf x, float bound) {
 #endif
 }
 
-INLINE vf exchanged(vf x, int distance) { return shuffled(x, lane_index() ^ distance); }
+INLINE vf swapped_lanes(vf x, int distance) { return shuffled(x, lane_index() ^ distance); }
 
 INLINE float sum(vf x) {
 #pragma GCC unroll 4
-  for (int distance = W / 2; distance; distance /= 2) x += exchanged(x, distance);
+  for (int distance = W / 2; distance; distance /= 2) x += swapped_lanes(x, distance);
   return x[0];
 }
 
-// Lanes whose index has the bit DISTANCE clear come from a, the other lanes from b. Each lane is added to the lane at
-// that distance in the same vector.
+// Adds each lane of a and of b to the lane DISTANCE away in the same vector, which halves the number of sums. Returns
+// the sums of a in the lanes whose index has the bit DISTANCE clear, and the sums of b in the other lanes.
 template <int DISTANCE> INLINE vf halves(vf a, vf b) {
   const vi lane = lane_index(), low = (lane & DISTANCE) != 0 ? lane + (W - DISTANCE) : lane;
   return shuffled(a, b, low) + shuffled(a, b, low + DISTANCE);
 }
 
-// Returns sum(x[i]) in lane i, bit-equal to sum(), for one, two or four vectors.
+// Returns sum(x[i]) in lane i for one, two or four vectors x[i]. The sums are bit-equal to those of sum().
 INLINE vf sum_each(vf (&x)[1]) { return all(sum(x[0])); }
 INLINE vf sum_each(vf (&x)[2]) {
   vf y = halves<W / 2>(x[0], x[1]);
 #pragma GCC unroll 4
-  for (int distance = W / 4; distance; distance /= 2) y += exchanged(y, distance);
+  for (int distance = W / 4; distance; distance /= 2) y += swapped_lanes(y, distance);
   return shuffled(y, lane_index() * (W / 2) & (W - 1));
 }
 INLINE vf sum_each(vf (&x)[4]) {
   vf y = halves<W / 4>(halves<W / 2>(x[0], x[2]), halves<W / 2>(x[1], x[3]));
 #pragma GCC unroll 4
-  for (int distance = W / 8; distance; distance /= 2) y += exchanged(y, distance);
+  for (int distance = W / 8; distance; distance /= 2) y += swapped_lanes(y, distance);
   return shuffled(y, lane_index() * (W / 4) & (W - 1));
 }
 
 // Returns the maximum of all lanes in every lane.
 INLINE vf largest_everywhere(vf x) {
 #pragma GCC unroll 4
-  for (int distance = W / 2; distance; distance /= 2) x = vmax(x, exchanged(x, distance));
+  for (int distance = W / 2; distance; distance /= 2) x = vmax(x, swapped_lanes(x, distance));
   return x;
 }
 INLINE float largest(vf x) { return largest_everywhere(x)[0]; }
 
 // ---- functions ----
 
-// e^x to 2 ulp; 0 below -87.3 (so -inf gives 0), about 3e38 above 88.3.
-// x = n ln 2 + r with |r| <= ln 2 / 2; ln 2 in two parts, so that n ln 2 is exact; a Taylor sum in r.
+// Returns e^x with an error of at most 2 ulp; 0 below -87.3 and for -inf, about 3e38 above 88.3. Method: x = n ln 2 + r
+// with |r| <= ln 2 / 2. ln 2 is split in two parts, so that n ln 2 is exact. e^r is a Taylor sum.
 INLINE vf exp(vf x) {
   const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   vf clamped = x < 88.3f ? x : all(88.3f);
@@ -307,8 +308,8 @@ INLINE vf exp(vf x) {
   return x > -87.3f ? y : (x == x ? vf{} : x);
 }
 
-// e^x for x <= 8 with a given number of terms; 0 below -87.3, NaN for NaN. The coefficients minimise the largest
-// relative error: 1e-4 (3 terms), 3e-6 (4), 1e-7 (5).
+// Returns e^x for x <= 8, from a polynomial with TERMS terms after the constant 1; 0 below -87.3, NaN for NaN. The
+// coefficients minimise the largest relative error, which is 1e-4 with 3 terms, 3e-6 with 4 and 1e-7 with 5.
 template <int TERMS> INLINE vf exp_below(vf x) {
   const float shift = 12582912.0f;
   vf shifted = fma(x, all(1.44269504f), all(shift)), n = shifted - shift;
@@ -329,7 +330,7 @@ template <int TERMS> INLINE vf exp_below(vf x) {
 }
 
 #if PENSTOCK_DOT
-// 2^x with a relative error of 1e-4, for results that are rounded to bfloat16; 0 up to -126, NaN for NaN.
+// Returns 2^x with a relative error of 1e-4, for results that are rounded to bfloat16; 0 for x up to -126, NaN for NaN.
 INLINE vf exp2_to_bf16(vf x) {
   const vf n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), r = x - n;
   vf p = fma(all(0.0550089852f), r, all(0.242211063f));
@@ -343,15 +344,16 @@ INLINE vf tanh(vf x) {
   vf magnitude = as_float(as_bits(x) & 0x7fffffff);
   vf e = exp(-2 * magnitude);
   vf y = (1 - e) / (1 + e);
-  // 1 - e loses precision near 0; the series does not.
+  // Near 0, 1 - e loses precision. A Taylor series is used there.
   vf square = x * x;
   vf small = fma(fma(fma(square, all(-17.0f / 315), all(2.0f / 15)), square, all(-1.0f / 3)), square, all(1.0f));
   y = magnitude < 0.1f ? magnitude * small : y;
   return as_float(as_bits(y) | (as_bits(x) & 0x80000000));
 }
 
-// erf(x) with an error of at most 5e-7: a polynomial in t = 2 x^2 / 3.8^2 - 1 with the smallest error for |x| < 3.8,
-// beyond which erf(x) is 1 within 1e-7. It needs neither a division nor an exponential function.
+// Returns erf(x) with an error of at most 5e-7, without a division or an exponential function. For |x| < 3.8 it is x
+// times a polynomial in t = 2 x^2 / 3.8^2 - 1 whose coefficients minimise the largest error. For larger |x|, erf(x)
+// differs from 1 or -1 by at most 1e-7.
 INLINE vf erf(vf x) {
   const float sums[] = {0.372107685f,  -0.185640514f,  0.137731433f,   -0.111207567f,   0.0909731090f,
                         -0.0723174810f, 0.0541479103f, -0.0396943651f, 0.0294785257f,   -0.0169490725f,

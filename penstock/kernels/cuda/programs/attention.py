@@ -1,14 +1,15 @@
-"""Attention over the paged cache: a tile of query heads per kv head, keys in order, online softmax.
+"""Attention over the paged cache with an online softmax. A program computes a tile of query heads.
 
-A tile has ROWS rows of a sequence, and for each row the GROUP query heads that share one kv head. Tiles of
-keys begin at multiples of KEYS from the start of the sequence. A key that a row does not see changes neither
-the row's maximum nor its sums. The bits of a row therefore depend neither on the other rows of its tile nor
-on the chunks of a prompt.
+A tile has ROWS rows of a sequence, and for each row the GROUP query heads that share one kv head. These are
+at most M queries. A head has DIM dimensions. WIDTH is the next power of two, for block shapes. Tiles of
+keys begin at multiples of KEYS from the start of the sequence, and are processed in order. A key that a row
+does not see changes neither the row's maximum nor its sums. The bits of a row therefore depend neither on the
+other rows of its tile nor on the chunks of a prompt.
 
-Keys may be cut into splits. `attend` computes the splits of a tile one after the other, `attend_split`
-computes each in a separate program, and `splits.merge_splits` adds them up. Splits of SPLIT keys, at
-multiples of SPLIT, have the same bits in both ways. With a SPLIT of 0, `attend_split` divides the keys of a
-sequence evenly among its programs.
+The keys may be divided into splits. `attend` computes the splits of a tile one after the other.
+`attend_split` computes each split in a separate program, and `splits.merge_splits` merges them. If splits
+have SPLIT keys and begin at multiples of SPLIT, both ways give the same bits. With a SPLIT of 0,
+`attend_split` divides the keys of a sequence evenly among its programs.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import triton.language as tl
 
 from penstock.kernels.cuda.programs.dependent_launch import launch_next, wait_for_previous
 from penstock.kernels.cuda.programs.floats8 import e4m3_values
-from penstock.kernels.cuda.programs.splits import finish, first_key, merge, range_of_splits
-from penstock.kernels.cuda.programs.tiles import group_of_tile, tanh
+from penstock.kernels.cuda.programs.splits import divide_by_sum, first_key, merge_partial, split_range
+from penstock.kernels.cuda.programs.tiles import find_tile_group, tanh
 
 
 @triton.jit
-def _tile(
+def _load_tile(
     q,
     row_offsets,
     lengths,
@@ -40,20 +41,21 @@ def _tile(
     HAS_WINDOW: tl.constexpr,
     IS_CHUNKED: tl.constexpr,
     HAS_SPANS: tl.constexpr,
-    WIDE: tl.constexpr,
+    TO_FLOAT32: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Return the queries of this program's tile, and the range of keys that each sees, ``first:last``.
+    """Return the queries of this program's tile, and the range of keys ``first:last`` that each query sees.
 
-    Offsets and lengths are inputs of a step. They are read before the previous kernel has ended.
+    Row offsets and lengths are read before the previous kernel has ended, because they are inputs of the
+    step.
     """
-    sequence, row = group_of_tile(row_offsets, tl.program_id(0), num_sequences, ROWS)
+    sequence, row = find_tile_group(row_offsets, tl.program_id(0), num_sequences, ROWS)
     start = tl.load(row_offsets + sequence)
     stop = tl.load(row_offsets + sequence + 1)
-    members = tl.arange(0, M)
-    rows = row + members // GROUP
-    heads = tl.program_id(1) * GROUP + members % GROUP
-    is_row = (members < ROWS * GROUP) & (rows >= start) & (rows < stop)
+    indices = tl.arange(0, M)
+    rows = row + indices // GROUP
+    heads = tl.program_id(1) * GROUP + indices % GROUP
+    is_row = (indices < ROWS * GROUP) & (rows >= start) & (rows < stop)
     positions = tl.load(lengths + sequence) - (stop - rows)
     last = positions + 1
     if HAS_SPANS:
@@ -65,7 +67,7 @@ def _tile(
     dims = tl.arange(0, WIDTH)
     offsets = rows.to(tl.int64)[:, None] * q_row_stride + heads[:, None] * q_head_stride + dims[None, :]
     queries = tl.load(q + offsets, mask=is_row[:, None] & (dims < DIM)[None, :], other=0.0)
-    if WIDE:
+    if TO_FLOAT32:
         queries = queries.to(tl.float32)
     low = tl.min(tl.where(is_row, first, 1 << 30), 0)
     high = tl.max(tl.where(is_row, last, 0), 0)
@@ -102,47 +104,47 @@ def _attend_keys(
     IS_E4M3: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ):
-    """Return the largest score, the sum of exponentials, and the weighted values of the keys begin:end."""
-    top = tl.full([M], float("-inf"), tl.float32)
-    total = tl.zeros([M], tl.float32)
+    """Return the largest score, the sum of exponentials, and the weighted sum of values of keys begin:end."""
+    max_score = tl.full([M], float("-inf"), tl.float32)
+    sum_exp = tl.zeros([M], tl.float32)
     out = tl.zeros([M, WIDTH], tl.float32)
     dims = tl.arange(0, WIDTH)
     is_dim = dims < DIM
     for key in range(begin, end, KEYS):
         positions = key + tl.arange(0, KEYS)
-        is_held = (positions >= low) & (positions < high)
-        blocks = tl.load(table + positions // BLOCK, mask=is_held, other=0).to(tl.int64)
+        is_in_range = (positions >= low) & (positions < high)
+        blocks = tl.load(table + positions // BLOCK, mask=is_in_range, other=0).to(tl.int64)
         slots = blocks * block_stride + (positions % BLOCK) * slot_stride
         key_tile = tl.load(
-            keys + slots[None, :] + dims[:, None], mask=is_held[None, :] & is_dim[:, None], other=0
+            keys + slots[None, :] + dims[:, None], mask=is_in_range[None, :] & is_dim[:, None], other=0
         )
         if IS_E4M3:
             key_tile = e4m3_values(key_tile)
         scores = tl.dot(queries, key_tile.to(queries.dtype), input_precision="ieee") * scale
         if IS_SCALED:
             scale_slots = blocks * scale_block_stride + (positions % BLOCK) * scale_slot_stride
-            scores = scores * tl.load(key_scales + scale_slots, mask=is_held, other=0.0)[None, :]
+            scores = scores * tl.load(key_scales + scale_slots, mask=is_in_range, other=0.0)[None, :]
         if HAS_CAP:
             scores = soft_cap * tanh(scores / soft_cap)
         is_seen = (positions[None, :] >= first[:, None]) & (positions[None, :] < last[:, None])
         scores = tl.where(is_seen, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        new_max = tl.maximum(max_score, tl.max(scores, 1))
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp(scores - base[:, None])
-        factor = tl.exp(top - base)
-        total = total * factor + tl.sum(weights, 1)
+        factor = tl.exp(max_score - base)
+        sum_exp = sum_exp * factor + tl.sum(weights, 1)
         if IS_SCALED:
-            columns = tl.load(value_scales + scale_slots, mask=is_held, other=0.0)[None, :]
+            columns = tl.load(value_scales + scale_slots, mask=is_in_range, other=0.0)[None, :]
             weights = tl.where(is_seen, weights * columns, 0.0)
         value_tile = tl.load(
-            values + slots[:, None] + dims[None, :], mask=is_held[:, None] & is_dim[None, :], other=0
+            values + slots[:, None] + dims[None, :], mask=is_in_range[:, None] & is_dim[None, :], other=0
         )
         if IS_E4M3:
             value_tile = e4m3_values(value_tile)
         product = tl.dot(weights.to(queries.dtype), value_tile.to(queries.dtype), input_precision="ieee")
         out = out * factor[:, None] + product
-        top = new_top
-    return top, total, out
+        max_score = new_max
+    return max_score, sum_exp, out
 
 
 @triton.jit
@@ -188,14 +190,14 @@ def attend(
     HAS_SINKS: tl.constexpr,
     IS_SCALED: tl.constexpr,
     IS_E4M3: tl.constexpr,
-    WIDE: tl.constexpr,
+    TO_FLOAT32: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Attention of one tile. Grid: tiles, kv heads. SPLIT 0 takes all keys as one split."""
+    """Compute the attention of one tile. Grid: tiles, kv heads. With a SPLIT of 0 all keys are one split."""
     launch_next(PDL)
-    sequence, rows, heads, is_row, queries, first, last, low, high = _tile(
+    sequence, rows, heads, is_row, queries, first, last, low, high = _load_tile(
         q, row_offsets, lengths, spans, num_sequences, window, q_row_stride, q_head_stride,
-        ROWS, GROUP, M, DIM, WIDTH, HAS_WINDOW, IS_CHUNKED, HAS_SPANS, WIDE, PDL,
+        ROWS, GROUP, M, DIM, WIDTH, HAS_WINDOW, IS_CHUNKED, HAS_SPANS, TO_FLOAT32, PDL,
     )  # fmt: skip
     keys += tl.program_id(1) * head_stride
     values += tl.program_id(1) * head_stride
@@ -204,25 +206,27 @@ def attend(
     table = tables + sequence.to(tl.int64) * table_stride
     begin = low // KEYS * KEYS
     if SPLIT == 0:
-        top, total, sums = _attend_keys(
+        max_score, sum_exp, sums = _attend_keys(
             queries, first, last, low, high, begin, high, keys, values, key_scales, value_scales, table,
             block_stride, slot_stride, scale_block_stride, scale_slot_stride, scale, soft_cap,
             M, KEYS, DIM, WIDTH, BLOCK, IS_SCALED, IS_E4M3, HAS_CAP,
         )  # fmt: skip
     else:
-        top = tl.full([M], float("-inf"), tl.float32)
-        total = tl.zeros([M], tl.float32)
+        max_score = tl.full([M], float("-inf"), tl.float32)
+        sum_exp = tl.zeros([M], tl.float32)
         sums = tl.zeros([M, WIDTH], tl.float32)
         for split in range(low // SPLIT, (high + SPLIT - 1) // SPLIT):
-            other_top, other_total, other_sums = _attend_keys(
+            other_max, other_sum_exp, other_sums = _attend_keys(
                 queries, first, last, low, high,
                 tl.maximum(split * SPLIT, begin), tl.minimum(split * SPLIT + SPLIT, high),
                 keys, values, key_scales, value_scales, table,
                 block_stride, slot_stride, scale_block_stride, scale_slot_stride, scale, soft_cap,
                 M, KEYS, DIM, WIDTH, BLOCK, IS_SCALED, IS_E4M3, HAS_CAP,
             )  # fmt: skip
-            top, total, sums = merge(top, total, sums, other_top, other_total, other_sums)
-    result = finish(top, total, sums, sinks, heads, is_row, HAS_SINKS)
+            max_score, sum_exp, sums = merge_partial(
+                max_score, sum_exp, sums, other_max, other_sum_exp, other_sums
+            )
+    result = divide_by_sum(max_score, sum_exp, sums, sinks, heads, is_row, HAS_SINKS)
     dims = tl.arange(0, WIDTH)
     offsets = rows.to(tl.int64)[:, None] * out_row_stride + heads[:, None] * out_head_stride + dims[None, :]
     mask = is_row[:, None] & (dims < DIM)[None, :]
@@ -232,8 +236,8 @@ def attend(
 @triton.jit
 def attend_split(
     partial_out,
-    partial_top,
-    partial_total,
+    partial_max,
+    partial_sum_exp,
     q,
     keys,
     values,
@@ -272,27 +276,27 @@ def attend_split(
     HAS_CAP: tl.constexpr,
     IS_SCALED: tl.constexpr,
     IS_E4M3: tl.constexpr,
-    WIDE: tl.constexpr,
+    TO_FLOAT32: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One split of one tile, before the division. Grid: tiles, kv heads, splits.
+    """Compute one split of one tile, before the division by the sum. Grid: tiles, kv heads, splits.
 
-    ``partial_out [splits, T, H, WIDTH]``, ``partial_top`` and ``partial_total [splits, T, H]`` are float32.
-    Splits that no row of the tile sees are not written.
+    ``partial_out [splits, T, H, WIDTH]``, ``partial_max`` and ``partial_sum_exp [splits, T, H]`` are float32.
+    Splits whose keys no row of the tile sees are not written.
     """
     launch_next(PDL)
-    sequence, rows, heads, is_row, queries, first, last, low, high = _tile(
+    sequence, rows, heads, is_row, queries, first, last, low, high = _load_tile(
         q, row_offsets, lengths, spans, num_sequences, window, q_row_stride, q_head_stride,
-        ROWS, GROUP, M, DIM, WIDTH, HAS_WINDOW, IS_CHUNKED, HAS_SPANS, WIDE, PDL,
+        ROWS, GROUP, M, DIM, WIDTH, HAS_WINDOW, IS_CHUNKED, HAS_SPANS, TO_FLOAT32, PDL,
     )  # fmt: skip
     split = tl.program_id(2)
-    base, size = range_of_splits(
+    base, size = split_range(
         sequence, row_offsets, lengths, window, tl.num_programs(2), KEYS, SPLIT, HAS_WINDOW, IS_CHUNKED
     )
     begin = tl.maximum(base + split * size, low // KEYS * KEYS)
     end = tl.minimum(base + (split + 1) * size, high)
     if begin < end:
-        top, total, sums = _attend_keys(
+        max_score, sum_exp, sums = _attend_keys(
             queries, first, last, low, high, begin, end,
             keys + tl.program_id(1) * head_stride, values + tl.program_id(1) * head_stride,
             key_scales + tl.program_id(1) * scale_head_stride,
@@ -302,7 +306,7 @@ def attend_split(
             M, KEYS, DIM, WIDTH, BLOCK, IS_SCALED, IS_E4M3, HAS_CAP,
         )  # fmt: skip
         offsets = (split.to(tl.int64) * num_rows + rows) * num_heads + heads
-        tl.store(partial_top + offsets, top, mask=is_row)
-        tl.store(partial_total + offsets, total, mask=is_row)
+        tl.store(partial_max + offsets, max_score, mask=is_row)
+        tl.store(partial_sum_exp + offsets, sum_exp, mask=is_row)
         dims = tl.arange(0, WIDTH)
         tl.store(partial_out + offsets[:, None] * WIDTH + dims[None, :], sums, mask=is_row[:, None])

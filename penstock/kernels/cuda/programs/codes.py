@@ -1,16 +1,17 @@
-"""Products with weights of codes: each is a number of few bits, multiplied by the scale of its group.
+"""Products with weights that are stored as codes of few bits, with a scale per group of inputs.
 
-A weight is ``number * scale - minimum``, or ``(number - zero) * scale``, times the scale of its output if
-there are such scales. The constants of the programs describe the format:
+A code represents a number. A weight is ``number * scale - minimum`` or ``(number - zero) * scale``. With row
+scales it is also multiplied by the scale of its output. The constants of the programs describe the format:
 
-* NUMBERS: "integer" (minus OFFSET), "e2m1" (4-bit floats), "e4m3" (8-bit floats), or "table" (indices).
-* SCALES: "float", "e8m0" (powers of two), or "e4m3". SCALED inputs share a scale, and PER_FACTOR scales share
-  a factor that multiplies them; 0 means that there are no factors.
-* MINIMA: "minima" of 32 inputs each, multiplied by a factor for PER_MIN_FACTOR of them; "zeros", one for each
-  scale; or "".
+* NUMBERS: the numbers of the codes: "integer" (the code minus OFFSET), "e2m1" (4-bit floats), "e4m3" (8-bit
+  floats), or "table" (codes are indices of a table).
+* SCALES: "float", "e8m0" (powers of two), or "e4m3". INPUTS_PER_SCALE inputs share a scale.
+  SCALES_PER_FACTOR scales share a factor that multiplies them; 0 if there are no factors.
+* MINIMA: "minima" (one per 32 inputs; MINIMA_PER_FACTOR minima share a factor), "zeros" (one zero point per
+  scale), or "" for none.
 
-With IS_NIBBLES a weight is stored as `kernels.nibbles` describes it, otherwise in one byte per input.
-Activations are not quantized.
+With IS_NIBBLES a weight is stored as `kernels.nibbles` describes, otherwise with one byte per input.
+Activations are not quantized. With TO_FLOAT32 they are converted to float32 before the multiplication.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ import triton.language as tl
 
 from penstock.kernels.cuda.programs.dependent_launch import launch_next_and_wait
 from penstock.kernels.cuda.programs.floats8 import e4m3_values
-from penstock.kernels.cuda.programs.products import rows_of_tile, weight_of
+from penstock.kernels.cuda.programs.products import find_tile_rows, group_tensor
 
 
 class Format(NamedTuple):
-    """The constants of a format, see above."""
+    """The constants of a format; the docstring of the module describes them."""
 
     NUMBERS: tl.constexpr
     OFFSET: tl.constexpr
     SCALES: tl.constexpr
-    SCALED: tl.constexpr
-    PER_FACTOR: tl.constexpr
+    INPUTS_PER_SCALE: tl.constexpr
+    SCALES_PER_FACTOR: tl.constexpr
     MINIMA: tl.constexpr
-    PER_MIN_FACTOR: tl.constexpr
+    MINIMA_PER_FACTOR: tl.constexpr
 
 
 class Tensors(NamedTuple):
-    """Pointers to the numbers of a table, and to the scales and minima of a weight with their factors."""
+    """Pointers to the table of numbers, and to the scales, the minima and their factors of a weight."""
 
     table: Any
     scales: Any
@@ -48,7 +49,7 @@ class Tensors(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The number of inputs, and the length of the rows of each tensor but the table."""
+    """The number of inputs, and the row lengths of the tensors in `Tensors` that have rows."""
 
     in_features: Any
     num_groups: Any
@@ -58,11 +59,11 @@ class Sizes(NamedTuple):
 
 
 @triton.jit
-def numbers_of(codes, table, NUMBERS: tl.constexpr, OFFSET: tl.constexpr):
+def decode_numbers(codes, table, NUMBERS: tl.constexpr, OFFSET: tl.constexpr):
     """Return the number of each code in float32."""
     if NUMBERS == "e4m3":
         return e4m3_values(codes)
-    elif NUMBERS == "e2m1":  # their bits, shifted by 9, are a float16 2**14 times too small
+    elif NUMBERS == "e2m1":  # a code without its sign, shifted left by 9, is a float16 2**14 times too small
         wide = codes.to(tl.uint16)
         halves = ((wide & 8) << 12) | ((wide & 7) << 9)
         return halves.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
@@ -73,7 +74,7 @@ def numbers_of(codes, table, NUMBERS: tl.constexpr, OFFSET: tl.constexpr):
 
 
 @triton.jit
-def scales_of(
+def load_scales(
     scales,
     factors,
     outputs,
@@ -82,9 +83,9 @@ def scales_of(
     num_groups,
     num_factors,
     SCALES: tl.constexpr,
-    PER_FACTOR: tl.constexpr,
+    SCALES_PER_FACTOR: tl.constexpr,
 ):
-    """Return the scales of groups of outputs in float32."""
+    """Return the scales of ``groups`` of ``outputs`` in float32, multiplied by their factors, if any."""
     stored = tl.load(scales + outputs * num_groups + groups, mask=mask, other=0)
     if SCALES == "e8m0":
         bits = stored.to(tl.int32) << 23
@@ -94,58 +95,62 @@ def scales_of(
         values = e4m3_values(stored)
     else:
         values = stored.to(tl.float32)
-    if PER_FACTOR > 0:
-        at = outputs * num_factors + groups // PER_FACTOR
-        values = values * tl.load(factors + at, mask=mask, other=0.0).to(tl.float32)
+    if SCALES_PER_FACTOR > 0:
+        offsets = outputs * num_factors + groups // SCALES_PER_FACTOR
+        values = values * tl.load(factors + offsets, mask=mask, other=0.0).to(tl.float32)
     return values
 
 
 @triton.jit
-def _weights(
+def _decode_weights(
     codes,
     first_inputs,
     tensors,
-    rows,
+    outputs,
     is_output,
     sizes,
     N: tl.constexpr,
     BYTES: tl.constexpr,
-    SUB: tl.constexpr,
+    SUBGROUP: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
-    """Return the weights of ``codes [BYTES, N]``, without scales of outputs.
+    """Return the weights that ``codes [BYTES, N]`` represent, without row scales.
 
-    SUB inputs share a scale, from ``first_inputs [BYTES // SUB]``. ``rows [1, N]`` are the outputs. Weights
-    of missing inputs are finite.
+    The inputs of a subgroup of SUBGROUP inputs share a scale. ``first_inputs [BYTES // SUBGROUP]`` has the
+    first input of each subgroup. ``outputs [1, N]`` are the outputs of the weights. Weights after the last
+    input are finite.
     """
-    numbers = numbers_of(codes, tensors.table, FORMAT.NUMBERS, FORMAT.OFFSET)
-    numbers = tl.reshape(numbers, [BYTES // SUB, SUB, N])
-    groups = (first_inputs // FORMAT.SCALED)[:, None]
+    numbers = decode_numbers(codes, tensors.table, FORMAT.NUMBERS, FORMAT.OFFSET)
+    numbers = tl.reshape(numbers, [BYTES // SUBGROUP, SUBGROUP, N])
+    groups = (first_inputs // FORMAT.INPUTS_PER_SCALE)[:, None]
     mask = is_output & (first_inputs < sizes.in_features)[:, None]
-    scale = scales_of(
-        tensors.scales, tensors.factors, rows, groups, mask, sizes.num_groups, sizes.num_factors,
-        FORMAT.SCALES, FORMAT.PER_FACTOR,
+    scale = load_scales(
+        tensors.scales, tensors.factors, outputs, groups, mask, sizes.num_groups, sizes.num_factors,
+        FORMAT.SCALES, FORMAT.SCALES_PER_FACTOR,
     )  # fmt: skip
     if FORMAT.MINIMA == "zeros":
-        zero = tl.load(tensors.minima + rows * sizes.num_groups + groups, mask=mask, other=0).to(tl.float32)
+        zero = tl.load(tensors.minima + outputs * sizes.num_groups + groups, mask=mask, other=0)
+        zero = zero.to(tl.float32)
         return tl.reshape((numbers - zero[:, None, :]) * scale[:, None, :], [BYTES, N])
     weights = numbers * scale[:, None, :]
     if FORMAT.MINIMA == "minima":
         groups = (first_inputs // 32)[:, None]
-        minimum = scales_of(
-            tensors.minima, tensors.min_factors, rows, groups, mask, sizes.num_minima, sizes.num_min_factors,
-            "float", FORMAT.PER_MIN_FACTOR,
+        minimum = load_scales(
+            tensors.minima, tensors.min_factors, outputs, groups, mask, sizes.num_minima,
+            sizes.num_min_factors, "float", FORMAT.MINIMA_PER_FACTOR,
         )  # fmt: skip
         weights -= minimum[:, None, :]
     return tl.reshape(weights, [BYTES, N])
 
 
 @triton.jit
-def _add_product(total, x, x_row_stride, sources, is_row, inputs, in_features, weights, WIDE: tl.constexpr):
-    """Add the product with some inputs to ``total [M, N]``."""
-    at = sources[:, None] * x_row_stride + inputs[None, :]
-    values = tl.load(x + at, mask=is_row[:, None] & (inputs < in_features)[None, :], other=0.0)
-    if WIDE:
+def _add_product(
+    total, x, x_row_stride, sources, is_row, inputs, in_features, weights, TO_FLOAT32: tl.constexpr
+):
+    """Return ``total [M, N]`` plus the product of ``weights`` with the given inputs of the rows of ``x``."""
+    offsets = sources[:, None] * x_row_stride + inputs[None, :]
+    values = tl.load(x + offsets, mask=is_row[:, None] & (inputs < in_features)[None, :], other=0.0)
+    if TO_FLOAT32:
         values = values.to(tl.float32)
     return total + tl.dot(values, weights.to(values.dtype), input_precision="ieee")
 
@@ -187,44 +192,46 @@ def multiply_codes(
     SPLITS: tl.constexpr,
     GROUPS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    WIDE: tl.constexpr,
+    TO_FLOAT32: tl.constexpr,
     IS_NIBBLES: tl.constexpr,
     NUMBERS: tl.constexpr,
     OFFSET: tl.constexpr,
     SCALES: tl.constexpr,
-    SCALED: tl.constexpr,
-    PER_FACTOR: tl.constexpr,
+    INPUTS_PER_SCALE: tl.constexpr,
+    SCALES_PER_FACTOR: tl.constexpr,
     MINIMA: tl.constexpr,
-    PER_MIN_FACTOR: tl.constexpr,
+    MINIMA_PER_FACTOR: tl.constexpr,
     HAS_ROW_SCALES: tl.constexpr,
 ):
-    """One tile of a product of rows. Grid and groups as in `products.multiply_floats`.
+    """Compute one tile of a product of rows. Grid and groups are those of `products.multiply_floats`.
 
     Weights are rounded to the type of ``x`` and multiplied on tensor cores. With SPLITS above 1, a third
-    dimension of the grid divides the inputs, and ``out [SPLITS, T, out]`` are float32 sums without scales of
-    outputs and bias, which `add_splits` adds up.
+    dimension of the grid divides the inputs into splits. ``out [SPLITS, T, out]`` then has the float32 sum of
+    each split, without row scales and bias. `add_splits` adds these sums.
     """
-    group, positions, is_row = rows_of_tile(starts, num_rows, num_weights, M, GROUPS)
-    weight = weight_of(weight, weights, group, 0, False, GROUPS)
-    scales = weight_of(scales, scale_table, group, 0, False, GROUPS)
-    if PER_FACTOR > 0:
-        factors = weight_of(factors, factor_table, group, 0, False, GROUPS)
+    group, positions, is_row = find_tile_rows(starts, num_rows, num_weights, M, GROUPS)
+    weight = group_tensor(weight, weights, group, 0, False, GROUPS)
+    scales = group_tensor(scales, scale_table, group, 0, False, GROUPS)
+    if SCALES_PER_FACTOR > 0:
+        factors = group_tensor(factors, factor_table, group, 0, False, GROUPS)
     if MINIMA != "":
-        minima = weight_of(minima, minimum_table, group, 0, False, GROUPS)
-    if PER_MIN_FACTOR > 0:
-        min_factors = weight_of(min_factors, min_factor_table, group, 0, False, GROUPS)
+        minima = group_tensor(minima, minimum_table, group, 0, False, GROUPS)
+    if MINIMA_PER_FACTOR > 0:
+        min_factors = group_tensor(min_factors, min_factor_table, group, 0, False, GROUPS)
     sources = positions.to(tl.int64)
     if GROUPS:
         sources = tl.load(rows + positions, mask=is_row, other=0)
     outputs = tl.program_id(1) * N + tl.arange(0, N)
     is_output = outputs < out_features
-    own = outputs.to(tl.int64)[None, :]
+    output_rows = outputs.to(tl.int64)[None, :]
     total = tl.zeros([M, N], tl.float32)
-    SUB: tl.constexpr = 16 if SCALED == 16 else 32
-    FORMAT: tl.constexpr = Format(NUMBERS, OFFSET, SCALES, SCALED, PER_FACTOR, MINIMA, PER_MIN_FACTOR)
+    SUBGROUP: tl.constexpr = 16 if INPUTS_PER_SCALE == 16 else 32
+    FORMAT: tl.constexpr = Format(
+        NUMBERS, OFFSET, SCALES, INPUTS_PER_SCALE, SCALES_PER_FACTOR, MINIMA, MINIMA_PER_FACTOR
+    )
     tensors = Tensors(table, scales, factors, minima, min_factors)
     sizes = Sizes(in_features, num_groups, num_factors, num_minima, num_min_factors)
-    subs = tl.arange(0, BYTES // SUB) * SUB
+    subgroup_starts = tl.arange(0, BYTES // SUBGROUP) * SUBGROUP
     begin_byte = tl.program_id(2) * 0
     end_byte = begin_byte + weight_bytes
     if SPLITS > 1:
@@ -234,32 +241,41 @@ def multiply_codes(
     for begin in range(begin_byte, end_byte, BYTES):
         columns = begin + tl.arange(0, BYTES)
         mask = is_output[None, :] & (columns < weight_bytes)[:, None]
-        codes = tl.load(weight + own * weight_bytes + columns[:, None], mask=mask, other=0)
+        codes = tl.load(weight + output_rows * weight_bytes + columns[:, None], mask=mask, other=0)
         if IS_NIBBLES:
             inputs = columns // 32 * 64 + columns % 32
-            first_inputs = (begin + subs) // 32 * 64 + subs % 32
-            low = _weights(
-                codes & 15, first_inputs, tensors, own, is_output[None, :], sizes, N, BYTES, SUB, FORMAT
+            first_inputs = (begin + subgroup_starts) // 32 * 64 + subgroup_starts % 32
+            low = _decode_weights(
+                codes & 15, first_inputs, tensors, output_rows, is_output[None, :], sizes, N, BYTES, SUBGROUP,
+                FORMAT,
+            )  # fmt: skip
+            total = _add_product(
+                total, x, x_row_stride, sources, is_row, inputs, in_features, low, TO_FLOAT32
             )
-            total = _add_product(total, x, x_row_stride, sources, is_row, inputs, in_features, low, WIDE)
             inputs += 32
-            high = _weights(
-                codes >> 4, first_inputs + 32, tensors, own, is_output[None, :], sizes, N, BYTES, SUB, FORMAT
+            high = _decode_weights(
+                codes >> 4, first_inputs + 32, tensors, output_rows, is_output[None, :], sizes, N, BYTES,
+                SUBGROUP, FORMAT,
+            )  # fmt: skip
+            total = _add_product(
+                total, x, x_row_stride, sources, is_row, inputs, in_features, high, TO_FLOAT32
             )
-            total = _add_product(total, x, x_row_stride, sources, is_row, inputs, in_features, high, WIDE)
         else:
-            whole = _weights(
-                codes, begin + subs, tensors, own, is_output[None, :], sizes, N, BYTES, SUB, FORMAT
+            whole = _decode_weights(
+                codes, begin + subgroup_starts, tensors, output_rows, is_output[None, :], sizes, N, BYTES,
+                SUBGROUP, FORMAT,
+            )  # fmt: skip
+            total = _add_product(
+                total, x, x_row_stride, sources, is_row, columns, in_features, whole, TO_FLOAT32
             )
-            total = _add_product(total, x, x_row_stride, sources, is_row, columns, in_features, whole, WIDE)
     if SPLITS > 1:
         out += tl.program_id(2).to(tl.int64) * num_rows * out_features
     else:
         if HAS_ROW_SCALES:
-            pointer = weight_of(row_scales, row_scale_table, group, 0, False, GROUPS)
+            pointer = group_tensor(row_scales, row_scale_table, group, 0, False, GROUPS)
             total = total * tl.load(pointer + outputs, mask=is_output, other=0.0)[None, :]
         if HAS_BIAS:
-            pointer = weight_of(bias, biases, group, 0, False, GROUPS)
+            pointer = group_tensor(bias, biases, group, 0, False, GROUPS)
             total += tl.load(pointer + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
     offsets = positions.to(tl.int64)[:, None] * out_features + outputs[None, :]
     tl.store(out + offsets, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
@@ -279,15 +295,18 @@ def add_splits(
     HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Add the splits of `multiply_codes` in order. Grid: rows, tiles of WIDTH outputs."""
+    """Add the splits of `multiply_codes` in order, and apply row scales and bias.
+
+    Grid: rows, tiles of WIDTH outputs.
+    """
     launch_next_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     outputs = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     is_output = outputs < out_features
     total = tl.zeros([WIDTH], tl.float32)
     for split in tl.static_range(SPLITS):
-        at = (row + split * num_rows) * out_features + outputs
-        total += tl.load(sums + at, mask=is_output, other=0.0)
+        offsets = (row + split * num_rows) * out_features + outputs
+        total += tl.load(sums + offsets, mask=is_output, other=0.0)
     if HAS_ROW_SCALES:
         total = total * tl.load(row_scales + outputs, mask=is_output, other=0.0)
     if HAS_BIAS:
@@ -317,26 +336,31 @@ def decode_weight(
     NUMBERS: tl.constexpr,
     OFFSET: tl.constexpr,
     SCALES: tl.constexpr,
-    SCALED: tl.constexpr,
-    PER_FACTOR: tl.constexpr,
+    INPUTS_PER_SCALE: tl.constexpr,
+    SCALES_PER_FACTOR: tl.constexpr,
     MINIMA: tl.constexpr,
-    PER_MIN_FACTOR: tl.constexpr,
+    MINIMA_PER_FACTOR: tl.constexpr,
     HAS_ROW_SCALES: tl.constexpr,
 ):
-    """Write weights of 32 inputs, or of 64 in nibbles. Grid: tiles of N outputs, tiles of inputs."""
+    """Write the weights of 32 inputs as floats; of 64 inputs with IS_NIBBLES.
+
+    Grid: tiles of N outputs, tiles of inputs.
+    """
     outputs = tl.program_id(0) * N + tl.arange(0, N)
-    own = outputs.to(tl.int64)[None, :]
+    output_rows = outputs.to(tl.int64)[None, :]
     is_output = (outputs < out_features)[None, :]
     begin = tl.program_id(1) * 32
     columns = begin + tl.arange(0, 32)
     mask = is_output & (columns < weight_bytes)[:, None]
-    stored = tl.load(weight + own * weight_bytes + columns[:, None], mask=mask, other=0)
+    stored = tl.load(weight + output_rows * weight_bytes + columns[:, None], mask=mask, other=0)
     factor = 1.0
     if HAS_ROW_SCALES:
-        factor = tl.load(row_scales + own, mask=is_output, other=0.0)
+        factor = tl.load(row_scales + output_rows, mask=is_output, other=0.0)
     HALVES: tl.constexpr = 2 if IS_NIBBLES else 1
-    SUB: tl.constexpr = 16 if SCALED == 16 else 32
-    FORMAT: tl.constexpr = Format(NUMBERS, OFFSET, SCALES, SCALED, PER_FACTOR, MINIMA, PER_MIN_FACTOR)
+    SUBGROUP: tl.constexpr = 16 if INPUTS_PER_SCALE == 16 else 32
+    FORMAT: tl.constexpr = Format(
+        NUMBERS, OFFSET, SCALES, INPUTS_PER_SCALE, SCALES_PER_FACTOR, MINIMA, MINIMA_PER_FACTOR
+    )
     tensors = Tensors(table, scales, factors, minima, min_factors)
     sizes = Sizes(in_features, num_groups, num_factors, num_minima, num_min_factors)
     for half in tl.static_range(HALVES):
@@ -345,8 +369,12 @@ def decode_weight(
         codes = stored
         if IS_NIBBLES:
             codes = (stored >> (4 * half)) & 15
-        first_inputs = first + tl.arange(0, 32 // SUB) * SUB
-        weights = _weights(codes, first_inputs, tensors, own, is_output, sizes, N, 32, SUB, FORMAT)
+        first_inputs = first + tl.arange(0, 32 // SUBGROUP) * SUBGROUP
+        weights = _decode_weights(
+            codes, first_inputs, tensors, output_rows, is_output, sizes, N, 32, SUBGROUP, FORMAT
+        )
         weights = weights * factor
         mask = is_output & (inputs < in_features)[:, None]
-        tl.store(out + own * in_features + inputs[:, None], weights.to(out.dtype.element_ty), mask=mask)
+        tl.store(
+            out + output_rows * in_features + inputs[:, None], weights.to(out.dtype.element_ty), mask=mask
+        )

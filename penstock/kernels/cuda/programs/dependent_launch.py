@@ -1,7 +1,7 @@
-"""Programmatic dependent launch: a program starts while the kernel launched before it still runs.
+"""Programmatic dependent launch: a program starts while the previously launched kernel still runs.
 
 Before `wait_for_previous`, a program may read weights, inputs of a step, and results of kernels that are
-launched without it, because those end before a later kernel starts.
+launched without programmatic dependent launch. Such kernels end before a later kernel starts.
 
 See "Programmatic Dependent Launch and Synchronization" in the CUDA programming guide.
 """
@@ -15,21 +15,21 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def launch_next(PDL: tl.constexpr):
-    """Let the next kernel start. It waits for the end of this one before it reads results."""
+    """Allow the next kernel to start. It waits for the end of this kernel before it reads results."""
     if PDL:
         gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr):
-    """Wait until all kernels launched before have ended, and their results can be read."""
+    """Wait until all previously launched kernels have ended and their results can be read."""
     if PDL:
         gdc_wait()
 
 
 @triton.jit
 def launch_next_and_wait(PDL: tl.constexpr):
-    """Let the next kernel start, and wait for the kernels before."""
+    """Allow the next kernel to start, and wait for the previous kernels."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

@@ -1,7 +1,12 @@
-"""The token of a row whose rules are neither greedy nor invalid: from a list, a whole row or chunk masses.
+"""Draws the token of a row that is neither greedy nor invalid.
 
-The kept tokens are those above a threshold, a number that `keys_of` returns, and the first ones equal to it.
-Tokens that are equal have the same weight, so sums over the first of them are products.
+Tokens are compared by their keys, the integers that `sort_keys` returns. A rule (top_k, top_p) keeps the
+tokens with a key above a threshold, and the first tokens with a key equal to it (ties). Ties have the same
+weight, so the sum of the weights of several ties is a product. The *amount* of tokens is their number for
+top_k, and their mass, the sum of their weights, for top_p.
+
+`draw_from_list` reads the tokens that `sampling.select` has listed. `draw_from_row` reads all tokens of the
+row several times. `draw_from_chunks` needs only the mass of the kept tokens of each chunk.
 """
 
 from __future__ import annotations
@@ -9,61 +14,66 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from penstock.kernels.cuda.programs.logits import keys_of, score_of, scores_of, weights_of
+from penstock.kernels.cuda.programs.logits import exp_weights, load_allowed_logits, score_from_key, sort_keys
 
-_WAYS = tl.constexpr(8)
-"""Number of thresholds that one pass of a search compares."""
-
-
-@triton.jit
-def _between(low, high):
-    """Return int64 thresholds from low to high; the last one is high."""
-    return low + (high - low) * (tl.arange(0, _WAYS) + 1).to(tl.int64) // _WAYS
+_NUM_THRESHOLDS = tl.constexpr(8)
+"""Number of thresholds that a search compares in one pass."""
 
 
 @triton.jit
-def _narrowed(thresholds, held, wanted, low, high, above):
-    """Return the range of the smallest threshold above which less than ``wanted`` is held.
+def _make_thresholds(low, high):
+    """Return evenly spaced int64 thresholds between ``low`` and ``high``. The last one is ``high``."""
+    return low + (high - low) * (tl.arange(0, _NUM_THRESHOLDS) + 1).to(tl.int64) // _NUM_THRESHOLDS
+
+
+@triton.jit
+def _narrow_range(thresholds, amounts, target_amount, low, high, amount_above):
+    """Narrow the range of the smallest threshold above which tokens have less than a target amount.
 
     Args:
-        thresholds: ascending numbers between low and high.
-        held: what the tokens above each of them hold.
-        wanted: the number to compare with.
-        low: the smallest number that is possible.
-        high: the largest one.
-        above: what the tokens above ``high`` hold, which is also returned.
+        thresholds: ascending numbers between ``low`` and ``high``.
+        amounts: the amount of the tokens above each of ``thresholds``.
+        target_amount: the target.
+        low: the smallest possible threshold.
+        high: the largest possible threshold.
+        amount_above: the amount of the tokens above ``high``.
+
+    Returns:
+        The new ``low``, ``high`` and ``amount_above``.
     """
-    is_enough = held < wanted
-    low = tl.maximum(low, tl.max(tl.where(is_enough, low, thresholds + 1), 0))
-    high = tl.minimum(high, tl.min(tl.where(is_enough, thresholds, high), 0))
-    above = tl.maximum(above, tl.max(tl.where(is_enough, held, 0.0), 0))
-    return low, high, above
+    is_high_enough = amounts < target_amount
+    low = tl.maximum(low, tl.max(tl.where(is_high_enough, low, thresholds + 1), 0))
+    high = tl.minimum(high, tl.min(tl.where(is_high_enough, thresholds, high), 0))
+    amount_above = tl.maximum(amount_above, tl.max(tl.where(is_high_enough, amounts, 0.0), 0))
+    return low, high, amount_above
 
 
 @triton.jit
-def _kept(keys, ranks, threshold, limit, above, each, wanted):
-    """Return the mask of kept tokens; ``ranks`` counts the tokens equal to the threshold.
+def _kept_mask(keys, tie_ranks, threshold, max_ties, amount_above, tie_weight, target_amount):
+    """Return the mask of kept tokens.
 
-    The first token at the threshold is kept. Further ones are kept up to ``limit``, and while those before
-    them hold less than ``wanted``.
+    The first tie is always kept. A further tie is kept if its index ``tie_ranks`` among the ties is below
+    ``max_ties``, and if the tokens before it have less than ``target_amount``.
     """
-    is_first = (ranks < limit) & ((ranks == 0) | (above + ranks.to(tl.float64) * each < wanted))
-    return (keys > threshold) | ((keys == threshold) & is_first)
+    amount_before = amount_above + tie_ranks.to(tl.float64) * tie_weight
+    is_kept_tie = (tie_ranks < max_ties) & ((tie_ranks == 0) | (amount_before < target_amount))
+    return (keys > threshold) | ((keys == threshold) & is_kept_tie)
 
 
 @triton.jit
-def _target(uniform, total):
-    """Return the number that the cumulative sum of the drawn token exceeds."""
-    # If the product rounds up to the total, the number below the total selects the last kept token.
+def _draw_target(uniform, total):
+    """Return the target of the draw: the first token whose cumulative sum exceeds the target is drawn."""
+    # If the product rounds up to the total, the next number below the total selects the last kept token.
     bits = total.to(tl.int64, bitcast=True) - 1
     return tl.minimum(uniform * total, bits.to(tl.float64, bitcast=True))
 
 
 @triton.jit
-def _at(target, cumulative, weights, numbers):
-    """Return the first number whose cumulative sum exceeds the target, else the last one with a weight.
+def _find_token(target, cumulative, weights, numbers):
+    """Return the first of ``numbers`` whose cumulative sum exceeds the target.
 
-    Sums of the same weights in another order can round to less than the target.
+    If no sum does, returns the last number with a weight. This can happen, because sums of the same weights
+    in another order can round to less than the target.
     """
     has_weight = weights > 0
     found = tl.min(tl.where(has_weight & (cumulative > target), numbers, 2147483647), 0)
@@ -73,205 +83,221 @@ def _at(target, cumulative, weights, numbers):
 
 @triton.jit
 def draw_from_list(
-    logits, offsets, ends, listed, mass, best, temperature, top_k, top_p, min_p, uniform, vocabulary, chunks,
+    logits, offsets, ends, num_listed, mass, max_logit, temperature, top_k, top_p, min_p, uniform, vocabulary,
+    chunks,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, SIZE: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Return the token of a row whose listed tokens, at most ``SIZE``, include all that are kept.
+    """Draw the token of a row from a list of at most ``SIZE`` tokens, which includes all kept tokens.
 
-    ``mass`` is the mass of all tokens, if the row has no top_k. ``ends`` are the sums of the numbers of
-    listed tokens.
+    The list is the concatenation of the lists of the chunks. ``ends`` has the end of each of them. ``mass``
+    is the mass of all tokens of the row. It is not used if the row has a top_k.
     """
-    place = tl.arange(0, SIZE)
-    is_listed = place < listed
+    position = tl.arange(0, SIZE)
+    is_listed = position < num_listed
     chunk = tl.zeros((SIZE,), tl.int32)
     step = tl.full((), CHUNKS // 2, tl.int32)
-    while step > 0:  # the number of chunks whose lists end before this place
+    while step > 0:  # binary search for the number of chunks whose lists end at or before each position
         end = tl.load(ends + chunk + step - 1, mask=is_listed & (chunk + step <= chunks), other=2147483647)
-        chunk = tl.where(end <= place, chunk + step, chunk)
+        chunk = tl.where(end <= position, chunk + step, chunk)
         step = step // 2
     begin = tl.load(ends + chunk - 1, mask=is_listed & (chunk > 0), other=0)
-    offset = tl.load(offsets + chunk * CHUNK + place - begin, mask=is_listed, other=0)
+    offset = tl.load(offsets + chunk * CHUNK + position - begin, mask=is_listed, other=0)
     tokens = chunk * CHUNK + offset.to(tl.int32)
     scores = tl.load(logits + tokens, mask=is_listed, other=float("-inf")).to(tl.float32)
-    keys = keys_of(scores, SHIFT)
-    weights = tl.where(is_listed, weights_of(scores, best, temperature), 0.0)
+    keys = sort_keys(scores, SHIFT)
+    weights = tl.where(is_listed, exp_weights(scores, max_logit, temperature), 0.0)
 
-    top = keys_of(best, SHIFT).to(tl.int64)
+    top = sort_keys(max_logit, SHIFT).to(tl.int64)
     threshold = tl.min(tl.where(is_listed, keys, 2147483647), 0).to(tl.int64)
-    limit = tl.full((), 0, tl.int32) + listed
-    above = tl.full((), 0.0, tl.float64)
-    wanted = tl.full((), float("inf"), tl.float64)
-    each = tl.full((), 0.0, tl.float64)
+    max_ties = tl.full((), 0, tl.int32) + num_listed
+    amount_above = tl.full((), 0.0, tl.float64)
+    target_amount = tl.full((), float("inf"), tl.float64)
+    tie_weight = tl.full((), 0.0, tl.float64)
     if (top_k > 0) & (top_k < vocabulary):
-        threshold, above = _first_of_list(
+        threshold, amount_above = _find_threshold_in_list(
             keys, is_listed.to(tl.float64), threshold, top, top_k.to(tl.float64)
         )
         num_equal = tl.sum((keys == threshold).to(tl.int32), 0)
-        limit = tl.minimum(num_equal, (top_k - above.to(tl.int64)).to(tl.int32))
-        own = weights_of(score_of(threshold, SHIFT), best, temperature)
-        mass = tl.sum(tl.where(keys > threshold, weights, 0.0), 0) + limit.to(tl.float64) * own
+        max_ties = tl.minimum(num_equal, (top_k - amount_above.to(tl.int64)).to(tl.int32))
+        threshold_weight = exp_weights(score_from_key(threshold, SHIFT), max_logit, temperature)
+        mass = tl.sum(tl.where(keys > threshold, weights, 0.0), 0)
+        mass += max_ties.to(tl.float64) * threshold_weight
     if top_p < 1:
-        wanted = top_p * mass
+        target_amount = top_p * mass
         smallest = threshold
-        threshold, above = _first_of_list(keys, weights, threshold, top, wanted)
-        each = weights_of(score_of(threshold, SHIFT), best, temperature)
-        limit = tl.where(threshold == smallest, limit, listed)
-    ranks = tl.cumsum((keys == threshold).to(tl.int32), 0) - 1
-    is_kept = _kept(keys, ranks, threshold, limit, above, each, wanted)
+        threshold, amount_above = _find_threshold_in_list(keys, weights, threshold, top, target_amount)
+        tie_weight = exp_weights(score_from_key(threshold, SHIFT), max_logit, temperature)
+        max_ties = tl.where(threshold == smallest, max_ties, num_listed)
+    tie_ranks = tl.cumsum((keys == threshold).to(tl.int32), 0) - 1
+    is_kept = _kept_mask(keys, tie_ranks, threshold, max_ties, amount_above, tie_weight, target_amount)
     weights = tl.where(is_kept & (weights >= min_p), weights, 0.0)
     cumulative = tl.cumsum(weights, 0)
-    return _at(_target(uniform, tl.max(cumulative, 0)), cumulative, weights, tokens)
+    return _find_token(_draw_target(uniform, tl.max(cumulative, 0)), cumulative, weights, tokens)
 
 
 @triton.jit
-def _first_of_list(keys, measures, low, high, wanted):
-    """Return the smallest threshold above which measures sum to less than ``wanted``, and their sum."""
-    above = tl.full((), 0.0, tl.float64)
+def _find_threshold_in_list(keys, measures, low, high, target_amount):
+    """Return the smallest threshold above which ``measures`` sum to less than a target, and this sum."""
+    amount_above = tl.full((), 0.0, tl.float64)
     while low < high:
-        thresholds = _between(low, high)
+        thresholds = _make_thresholds(low, high)
         is_above = keys[None, :] > thresholds.to(tl.int32)[:, None]
-        held = tl.sum(tl.where(is_above, measures[None, :], 0.0), 1)
-        low, high, above = _narrowed(thresholds, held, wanted, low, high, above)
-    return high, above
+        amounts = tl.sum(tl.where(is_above, measures[None, :], 0.0), 1)
+        low, high, amount_above = _narrow_range(thresholds, amounts, target_amount, low, high, amount_above)
+    return high, amount_above
 
 
 @triton.jit
 def draw_from_row(
-    logits, bitmask, seen, masses, mass, low, high, best, temperature, top_k, top_p, min_p, uniform,
-    vocabulary, chunks,
+    logits, bitmask, ties_before, masses, mass, low, high, max_logit, temperature, top_k, top_p, min_p,
+    uniform, vocabulary, chunks,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, SHIFT: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Return the token of a row by passes over all its tokens.
+    """Draw the token of a row by several passes over all its tokens.
 
     Args:
-        logits: the row.
-        bitmask: its bits.
-        seen: memory for an integer per chunk.
+        logits: the logits of the row.
+        bitmask: the bitmask of the row.
+        ties_before: memory for an int32 per chunk.
         masses: memory for a float64 per chunk.
-        mass: the mass of all tokens, if the row has no top_k.
-        low: the smallest possible threshold of the first rule.
-        high: the largest one.
-        best: the largest logit.
-        temperature: the temperature, and the other rules of the row.
-        top_k: see temperature.
-        top_p: see temperature.
-        min_p: see temperature.
-        uniform: the random number.
-        vocabulary: the number of tokens.
-        chunks: the number of chunks.
-        CHUNK: the number of tokens per chunk.
+        mass: the mass of all tokens; not used if the row has a top_k.
+        low: the smallest possible threshold of the first rule (top_k, or else top_p).
+        high: the largest possible threshold of the first rule.
+        max_logit: the largest logit of the row.
+        temperature: the temperature of the row.
+        top_k: the top_k of the row.
+        top_p: the top_p of the row.
+        min_p: the min_p of the row.
+        uniform: the random number of the row.
+        vocabulary: number of tokens.
+        chunks: number of chunks.
+        CHUNK: number of tokens per chunk.
         CHUNKS: a power of two, at least ``chunks``.
-        SHIFT: see `keys_of`.
-        HAS_MASK: whether bits are read.
+        SHIFT: see `sort_keys`.
+        HAS_MASK: whether there is a bitmask.
     """
     threshold = low
-    limit = tl.full((), 2147483647, tl.int32)
-    above = tl.full((), 0.0, tl.float64)
-    wanted = tl.full((), float("inf"), tl.float64)
-    each = tl.full((), 0.0, tl.float64)
+    max_ties = tl.full((), 2147483647, tl.int32)
+    amount_above = tl.full((), 0.0, tl.float64)
+    target_amount = tl.full((), float("inf"), tl.float64)
+    tie_weight = tl.full((), 0.0, tl.float64)
     if (top_k > 0) & (top_k < vocabulary):
-        threshold, above = _first_of_row(
-            logits, bitmask, low, high, top_k.to(tl.float64), best, temperature, vocabulary, SHIFT, True,
+        threshold, amount_above = _find_threshold_in_row(
+            logits, bitmask, low, high, top_k.to(tl.float64), max_logit, temperature, vocabulary, SHIFT, True,
             HAS_MASK,
         )  # fmt: skip
-        limit = (top_k - above.to(tl.int64)).to(tl.int32)
+        max_ties = (top_k - amount_above.to(tl.int64)).to(tl.int32)
         if top_p < 1:
-            held = _held_by_row(
-                logits, bitmask, _between(threshold, threshold), best, temperature, vocabulary, SHIFT, False,
-                HAS_MASK,
+            amounts = _amounts_above(
+                logits, bitmask, _make_thresholds(threshold, threshold), max_logit, temperature, vocabulary,
+                SHIFT, False, HAS_MASK,
             )  # fmt: skip
-            own = weights_of(score_of(threshold, SHIFT), best, temperature)
-            mass = tl.max(held, 0) + limit.to(tl.float64) * own
-            low, high = threshold, keys_of(best, SHIFT).to(tl.int64)
+            threshold_weight = exp_weights(score_from_key(threshold, SHIFT), max_logit, temperature)
+            mass = tl.max(amounts, 0) + max_ties.to(tl.float64) * threshold_weight
+            low, high = threshold, sort_keys(max_logit, SHIFT).to(tl.int64)
     if top_p < 1:
-        wanted = top_p * mass
+        target_amount = top_p * mass
         smallest = threshold
-        threshold, above = _first_of_row(
-            logits, bitmask, low, high, wanted, best, temperature, vocabulary, SHIFT, False, HAS_MASK
+        threshold, amount_above = _find_threshold_in_row(
+            logits,
+            bitmask,
+            low,
+            high,
+            target_amount,
+            max_logit,
+            temperature,
+            vocabulary,
+            SHIFT,
+            False,
+            HAS_MASK,
         )
-        each = weights_of(score_of(threshold, SHIFT), best, temperature)
-        limit = tl.where(threshold == smallest, limit, 2147483647)
+        tie_weight = exp_weights(score_from_key(threshold, SHIFT), max_logit, temperature)
+        max_ties = tl.where(threshold == smallest, max_ties, 2147483647)
     before = tl.full((), 0, tl.int32)
     for chunk in range(0, chunks):
-        scores = scores_of(logits, bitmask, chunk * CHUNK, vocabulary, CHUNK, HAS_MASK)
-        keys = keys_of(scores, SHIFT)
+        scores = load_allowed_logits(logits, bitmask, chunk * CHUNK, vocabulary, CHUNK, HAS_MASK)
+        keys = sort_keys(scores, SHIFT)
         is_equal = (keys == threshold).to(tl.int32)
-        ranks = before + tl.cumsum(is_equal, 0) - 1
-        weights = weights_of(scores, best, temperature)
-        is_kept = _kept(keys, ranks, threshold, limit, above, each, wanted) & (weights >= min_p)
+        tie_ranks = before + tl.cumsum(is_equal, 0) - 1
+        weights = exp_weights(scores, max_logit, temperature)
+        is_kept = _kept_mask(
+            keys, tie_ranks, threshold, max_ties, amount_above, tie_weight, target_amount
+        ) & (weights >= min_p)
         tl.store(masses + chunk, tl.sum(tl.where(is_kept, weights, 0.0), 0))
-        tl.store(seen + chunk, before)
+        tl.store(ties_before + chunk, before)
         before += tl.sum(is_equal, 0)
-    tl.debug_barrier()  # other threads read the masses
+    tl.debug_barrier()  # other threads of the program read these masses
     return draw_from_chunks(
-        logits, bitmask, seen, masses, best, temperature, min_p, uniform, threshold, limit, above, each,
-        wanted, vocabulary, chunks, CHUNK, CHUNKS, SHIFT, True, HAS_MASK,
+        logits, bitmask, ties_before, masses, max_logit, temperature, min_p, uniform, threshold, max_ties,
+        amount_above, tie_weight, target_amount, vocabulary, chunks, CHUNK, CHUNKS, SHIFT, True, HAS_MASK,
     )  # fmt: skip
 
 
 @triton.jit
-def _first_of_row(
-    logits, bitmask, low, high, wanted, best, temperature, vocabulary,
+def _find_threshold_in_row(
+    logits, bitmask, low, high, target_amount, max_logit, temperature, vocabulary,
     SHIFT: tl.constexpr, IS_COUNT: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Return the smallest threshold above which the row holds less than ``wanted``, and what it holds."""
-    above = tl.full((), 0.0, tl.float64)
+    """Return the smallest threshold above which the row has less than a target amount, and this amount."""
+    amount_above = tl.full((), 0.0, tl.float64)
     num_passes = tl.full((), 0, tl.int32)
-    while (low < high) | (num_passes == 0):  # one pass at least: it finds what is above ``high``
-        thresholds = _between(low, high)
-        held = _held_by_row(
-            logits, bitmask, thresholds, best, temperature, vocabulary, SHIFT, IS_COUNT, HAS_MASK
+    while (low < high) | (num_passes == 0):  # at least one pass, which computes the amount above ``high``
+        thresholds = _make_thresholds(low, high)
+        amounts = _amounts_above(
+            logits, bitmask, thresholds, max_logit, temperature, vocabulary, SHIFT, IS_COUNT, HAS_MASK
         )
-        low, high, above = _narrowed(thresholds, held, wanted, low, high, above)
+        low, high, amount_above = _narrow_range(thresholds, amounts, target_amount, low, high, amount_above)
         num_passes += 1
-    return high, above
+    return high, amount_above
 
 
 @triton.jit
-def _held_by_row(
-    logits, bitmask, thresholds, best, temperature, vocabulary,
+def _amounts_above(
+    logits, bitmask, thresholds, max_logit, temperature, vocabulary,
     SHIFT: tl.constexpr, IS_COUNT: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Return the number or the mass of the tokens above each threshold."""
+    """Return the number (IS_COUNT) or the mass of the tokens above each threshold."""
     BLOCK: tl.constexpr = 2048
-    held = tl.zeros((_WAYS, BLOCK), tl.float64)
+    amounts = tl.zeros((_NUM_THRESHOLDS, BLOCK), tl.float64)
     limits = thresholds.to(tl.int32)
     for start in range(0, vocabulary, BLOCK):
-        scores = scores_of(logits, bitmask, start, vocabulary, BLOCK, HAS_MASK)
-        keys = keys_of(scores, SHIFT)
+        scores = load_allowed_logits(logits, bitmask, start, vocabulary, BLOCK, HAS_MASK)
+        keys = sort_keys(scores, SHIFT)
         if IS_COUNT:
             measures = (scores > float("-inf")).to(tl.float64)
         else:
-            measures = weights_of(scores, best, temperature)
-        held += tl.where(keys[None, :] > limits[:, None], measures[None, :], 0.0)
-    return tl.sum(held, 1)
+            measures = exp_weights(scores, max_logit, temperature)
+        amounts += tl.where(keys[None, :] > limits[:, None], measures[None, :], 0.0)
+    return tl.sum(amounts, 1)
 
 
 @triton.jit
 def draw_from_chunks(
-    logits, bitmask, seen, masses, best, temperature, min_p, uniform, threshold, limit, above, each, wanted,
-    vocabulary, chunks,
+    logits, bitmask, ties_before, masses, max_logit, temperature, min_p, uniform, threshold, max_ties,
+    amount_above, tie_weight, target_amount, vocabulary, chunks,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, SHIFT: tl.constexpr, IS_LIMITED: tl.constexpr,
     HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Return the token of a row by the masses of the kept tokens of each chunk.
+    """Draw the token of a row from the masses of the kept tokens of each chunk.
 
-    Without ``IS_LIMITED`` all tokens are kept that min_p keeps, and the arguments of `_kept` are not used.
-    ``seen`` is the number of tokens at the threshold before each chunk.
+    ``ties_before`` has the number of ties before each chunk. Without ``IS_LIMITED`` only min_p restricts the
+    tokens, and the arguments of `_kept_mask` are not used.
     """
-    numbers = tl.arange(0, CHUNKS)
-    mass = tl.load(masses + numbers, mask=numbers < chunks, other=0.0)
+    chunk_numbers = tl.arange(0, CHUNKS)
+    mass = tl.load(masses + chunk_numbers, mask=chunk_numbers < chunks, other=0.0)
     cumulative = tl.cumsum(mass, 0)
-    target = _target(uniform, tl.max(cumulative, 0))
-    chunk = _at(target, cumulative, mass, numbers)
-    before = tl.max(tl.where(numbers < chunk, cumulative, 0.0), 0)
-    scores = scores_of(logits, bitmask, chunk * CHUNK, vocabulary, CHUNK, HAS_MASK)
-    weights = weights_of(scores, best, temperature)
+    target = _draw_target(uniform, tl.max(cumulative, 0))
+    chunk = _find_token(target, cumulative, mass, chunk_numbers)
+    mass_before = tl.max(tl.where(chunk_numbers < chunk, cumulative, 0.0), 0)
+    scores = load_allowed_logits(logits, bitmask, chunk * CHUNK, vocabulary, CHUNK, HAS_MASK)
+    weights = exp_weights(scores, max_logit, temperature)
     is_kept = weights >= min_p
     if IS_LIMITED:
-        keys = keys_of(scores, SHIFT)
-        ranks = tl.load(seen + chunk) + tl.cumsum((keys == threshold).to(tl.int32), 0) - 1
-        is_kept = is_kept & _kept(keys, ranks, threshold, limit, above, each, wanted)
+        keys = sort_keys(scores, SHIFT)
+        tie_ranks = tl.load(ties_before + chunk) + tl.cumsum((keys == threshold).to(tl.int32), 0) - 1
+        is_kept = is_kept & _kept_mask(
+            keys, tie_ranks, threshold, max_ties, amount_above, tie_weight, target_amount
+        )
     weights = tl.where(is_kept, weights, 0.0)
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-    return _at(target, before + tl.cumsum(weights, 0), weights, tokens)
+    return _find_token(target, mass_before + tl.cumsum(weights, 0), weights, tokens)

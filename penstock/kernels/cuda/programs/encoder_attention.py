@@ -1,6 +1,7 @@
 """Attention within the sequences of a ragged batch, without a cache.
 
-A program computes ROWS rows of one query head. It reads the keys in tiles of KEYS, with an online softmax.
+A program computes ROWS rows of one query head. It reads the keys in tiles of KEYS keys, with an online
+softmax.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from penstock.kernels.cuda.programs.tiles import group_of_tile
+from penstock.kernels.cuda.programs.tiles import find_tile_group
 
 
 @triton.jit
@@ -42,7 +43,7 @@ def attend_ragged(
     HAS_BIAS: tl.constexpr,
 ):
     """Compute one tile: ROWS rows of a sequence for one query head. Grid: tiles, query heads."""
-    sequence, row = group_of_tile(row_offsets, tl.program_id(0), num_sequences, ROWS)
+    sequence, row = find_tile_group(row_offsets, tl.program_id(0), num_sequences, ROWS)
     head = tl.program_id(1)
     start = tl.load(row_offsets + sequence)
     stop = tl.load(row_offsets + sequence + 1)
@@ -62,44 +63,44 @@ def attend_ragged(
         end = tl.minimum(end, high + window)
     if IS_CAUSAL:
         end = tl.minimum(end, high)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    max_score = tl.full([ROWS], float("-inf"), tl.float32)
+    sum_exp = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, WIDTH], tl.float32)
     keys += (head // GROUP) * key_head_stride
     values += (head // GROUP) * value_head_stride
     for key in range(begin, end, KEYS):
-        others = key + tl.arange(0, KEYS)
-        is_key = others < stop - start
-        at = (start + others).to(tl.int64)
+        key_positions = key + tl.arange(0, KEYS)
+        is_key = key_positions < stop - start
+        key_rows = (start + key_positions).to(tl.int64)
         key_tile = tl.load(
-            keys + at[None, :] * key_row_stride + dims[:, None],
+            keys + key_rows[None, :] * key_row_stride + dims[:, None],
             mask=is_key[None, :] & is_dim[:, None],
             other=0.0,
         )
         scores = tl.dot(queries, key_tile, input_precision="ieee") * scale
-        distance = others[None, :] - positions[:, None]
+        distance = key_positions[None, :] - positions[:, None]
         is_seen = is_key[None, :] & is_row[:, None]
         if HAS_WINDOW:
             is_seen = is_seen & (tl.abs(distance) <= window)
         if IS_CAUSAL:
             is_seen = is_seen & (distance <= 0)
         if HAS_BIAS:
-            at_bias = bias + head * bias_head_stride + bias_centre + distance
-            scores = scores + tl.load(at_bias, mask=is_seen, other=0.0).to(tl.float32)
+            bias_pointers = bias + head * bias_head_stride + bias_centre + distance
+            scores = scores + tl.load(bias_pointers, mask=is_seen, other=0.0).to(tl.float32)
         scores = tl.where(is_seen, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        new_max = tl.maximum(max_score, tl.max(scores, 1))
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp(scores - base[:, None])
-        factor = tl.exp(top - base)
-        total = total * factor + tl.sum(weights, 1)
+        factor = tl.exp(max_score - base)
+        sum_exp = sum_exp * factor + tl.sum(weights, 1)
         value_tile = tl.load(
-            values + at[:, None] * value_row_stride + dims[None, :],
+            values + key_rows[:, None] * value_row_stride + dims[None, :],
             mask=is_key[:, None] & is_dim[None, :],
             other=0.0,
         )
         product = tl.dot(weights.to(queries.dtype), value_tile, input_precision="ieee")
         sums = sums * factor[:, None] + product
-        top = new_top
-    result = sums / total[:, None]
+        max_score = new_max
+    result = sums / sum_exp[:, None]
     offsets = rows.to(tl.int64)[:, None] * out_row_stride + head * out_head_stride + dims[None, :]
     tl.store(out + offsets, result.to(out.dtype.element_ty), mask=is_row[:, None] & is_dim[None, :])

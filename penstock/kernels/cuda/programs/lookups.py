@@ -1,4 +1,4 @@
-"""Reads and writes rows that are named by an index. An index outside the tensor touches no memory."""
+"""Reads and writes rows by index. For an index outside the tensor, no memory of the tensor is accessed."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ import triton.language as tl
 
 
 @triton.jit
-def _index_of(indices, row, columns):
-    """Return the index of a row, once for each column: masks are tensors."""
+def _load_index(indices, row, columns):
+    """Return the index of a row, repeated for each column, because masks must be tensors."""
     return tl.load(indices + row).to(tl.int64) + columns.to(tl.int64) * 0
 
 
 @triton.jit
 def _row_or_fill(x, index, num_rows, row_stride, columns, is_column, IS_FLOAT: tl.constexpr):
-    """Return columns of one row; NaN, or 0 for integers, if the row is outside."""
+    """Return columns of one row of ``x``.
+
+    For a row outside ``x``, returns NaN, or 0 if ``x`` has integers.
+    """
     is_inside = (index >= 0) & (index < num_rows)
-    at = tl.where(is_inside, index, 0) * row_stride + columns
-    values = tl.load(x + at, mask=is_column & is_inside, other=0)
+    offsets = tl.where(is_inside, index, 0) * row_stride + columns
+    values = tl.load(x + offsets, mask=is_column & is_inside, other=0)
     if IS_FLOAT:
         values = tl.where(is_inside, values.to(tl.float32), float("nan")).to(x.dtype.element_ty)
     return values
@@ -31,7 +34,7 @@ def take_rows(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     is_column = columns < width
-    index = _index_of(indices, row, columns)
+    index = _load_index(indices, row, columns)
     values = _row_or_fill(x, index, num_rows, row_stride, columns, is_column, IS_FLOAT)
     tl.store(out + row * width + columns, values, mask=is_column)
 
@@ -40,14 +43,14 @@ def take_rows(
 def take_row_pairs(
     outs, x, y, indices, num_rows, x_stride, y_stride, num_indices, width, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """Copy one row of ``x`` or ``y``, which are floats, to ``outs [2, num_indices, width]``.
+    """Copy one row of ``x`` to ``outs[0]`` or of ``y`` to ``outs[1]``. Both have floats.
 
     Grid: indices, tiles of WIDTH columns, the two tensors.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     is_column = columns < width
-    index = _index_of(indices, row, columns)
+    index = _load_index(indices, row, columns)
     if tl.program_id(2) == 0:
         values = _row_or_fill(x, index, num_rows, x_stride, columns, is_column, True)
         tl.store(outs + row * width + columns, values, mask=is_column)
@@ -64,7 +67,7 @@ def put_rows(out, values, indices, num_rows, row_stride, width, WIDTH: tl.conste
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    index = _index_of(indices, row, columns)
+    index = _load_index(indices, row, columns)
     mask = (columns < width) & (index >= 0) & (index < num_rows)
     numbers = tl.load(values + row * row_stride + columns, mask=mask, other=0)
     tl.store(out + index * width + columns, numbers.to(out.dtype.element_ty), mask=mask)

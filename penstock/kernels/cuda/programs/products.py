@@ -1,9 +1,10 @@
-"""Matrix products: floats, and integers with one scale per output.
+"""Matrix products with floats, and with integers that have one scale per output.
 
-A product multiplies the rows of one weight, or of several (GROUPS): row p of the sorted rows belongs to the
-group g with ``starts[g] <= p < starts[g + 1]``, and is multiplied by the weight of g. ``rows[p]`` is its row
-in ``x`` (GATHERS) or in ``out`` (SCATTERS). The weights of consecutive groups are ``group_stride`` apart, or,
-with POINTERS, at the addresses ``weights[g]``.
+A product multiplies all rows by one weight, or, with GROUPS, each group of rows by a separate weight. The
+rows are sorted by group: group g has the sorted positions p with ``starts[g] <= p < starts[g + 1]``.
+``rows[p]`` is the row of ``x`` that is read (GATHERS), or the row of ``out`` that is written (SCATTERS). The
+weights of consecutive groups are ``group_stride`` apart. With POINTERS they are at the addresses
+``weights[g]``.
 
 The inputs of a row are summed in tiles of fixed size and in fixed order, independent of the other rows.
 """
@@ -14,14 +15,14 @@ import triton
 import triton.language as tl
 
 from penstock.kernels.cuda.programs.dependent_launch import launch_next, wait_for_previous
-from penstock.kernels.cuda.programs.tiles import group_of_tile
+from penstock.kernels.cuda.programs.tiles import find_tile_group
 
 
 @triton.jit
-def rows_of_tile(starts, num_rows, num_groups, M: tl.constexpr, GROUPS: tl.constexpr):
-    """Return the group of this program's tile, its sorted rows, and the mask of existing rows."""
+def find_tile_rows(starts, num_rows, num_groups, M: tl.constexpr, GROUPS: tl.constexpr):
+    """Return the group of this program's tile, the sorted positions of its rows, and which of them exist."""
     if GROUPS:
-        group, row = group_of_tile(starts, tl.program_id(0), num_groups, M)
+        group, row = find_tile_group(starts, tl.program_id(0), num_groups, M)
         positions = row + tl.arange(0, M)
         first = tl.load(starts + group)
         last = tl.load(starts + group + 1)
@@ -32,7 +33,8 @@ def rows_of_tile(starts, num_rows, num_groups, M: tl.constexpr, GROUPS: tl.const
 
 
 @triton.jit
-def weight_of(weight, weights, group, group_stride, GROUPS: tl.constexpr, POINTERS: tl.constexpr):
+def group_tensor(weight, weights, group, group_stride, GROUPS: tl.constexpr, POINTERS: tl.constexpr):
+    """Return a pointer to the tensor of a group; without GROUPS and POINTERS, to the only tensor."""
     if POINTERS:
         return tl.load(weights + group).to(weight.dtype)
     elif GROUPS:
@@ -71,20 +73,21 @@ def multiply_floats(
     ADDS: tl.constexpr,
     LIMITS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    WIDE: tl.constexpr,
+    TO_FLOAT32: tl.constexpr,
 ):
-    """One tile of ``x @ weight.T + bias``. Grid: tiles of rows, tiles of outputs.
+    """Compute one tile of ``x @ weight.T + bias``. Grid: tiles of rows, tiles of outputs.
 
-    LIMITS: group g has only ``limits[g]`` outputs ("out") or inputs ("in"). ADDS adds the product to ``out``.
+    With LIMITS "out" or "in", group g has only ``limits[g]`` outputs or inputs. With ADDS the product is
+    added to ``out``. With TO_FLOAT32, ``x`` and the weight are converted to float32 first.
     """
-    group, positions, is_row = rows_of_tile(starts, num_rows, num_groups, M, GROUPS)
-    weight = weight_of(weight, weights, group, group_stride, GROUPS, POINTERS)
+    group, positions, is_row = find_tile_rows(starts, num_rows, num_groups, M, GROUPS)
+    weight = group_tensor(weight, weights, group, group_stride, GROUPS, POINTERS)
     sources = positions.to(tl.int64)
     targets = positions.to(tl.int64)
     if GATHERS or SCATTERS:
-        named = tl.load(rows + positions, mask=is_row, other=0)
-        sources = named if GATHERS else sources
-        targets = named if SCATTERS else targets
+        row_numbers = tl.load(rows + positions, mask=is_row, other=0)
+        sources = row_numbers if GATHERS else sources
+        targets = row_numbers if SCATTERS else targets
     outputs = tl.program_id(1) * N + tl.arange(0, N)
     last_output = out_features
     last_input = in_features
@@ -102,16 +105,18 @@ def multiply_floats(
             mask=is_row[:, None] & is_input[None, :],
             other=0.0,
         )
-        at = outputs.to(tl.int64)[None, :] * weight_out_stride + inputs[:, None] * weight_in_stride
-        numbers = tl.load(weight + at, mask=is_output[None, :] & is_input[:, None], other=0)
-        if WIDE:
+        weight_offsets = (
+            outputs.to(tl.int64)[None, :] * weight_out_stride + inputs[:, None] * weight_in_stride
+        )
+        numbers = tl.load(weight + weight_offsets, mask=is_output[None, :] & is_input[:, None], other=0)
+        if TO_FLOAT32:
             values = values.to(tl.float32)
         total += tl.dot(values, numbers.to(values.dtype), input_precision="ieee")
     offsets = targets[:, None] * out_row_stride + outputs[None, :]
     mask = is_row[:, None] & (outputs < out_features)[None, :]
     dtype = out.dtype.element_ty
     if HAS_BIAS:
-        pointer = weight_of(bias, biases, group, 0, False, POINTERS)
+        pointer = group_tensor(bias, biases, group, 0, False, POINTERS)
         total += tl.load(pointer + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
     if ADDS:
         total += tl.load(out + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -131,7 +136,7 @@ def multiply_row(
     HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """N outputs of the product of one row with a weight ``[out, in]``. Grid: tiles of outputs.
+    """Compute N outputs of the product of one row with a weight ``[out, in]``. Grid: tiles of outputs.
 
     The first INPUTS columns of the weight are read before the previous kernel has ended, because they do not
     depend on it.
@@ -158,7 +163,7 @@ def multiply_row(
 
 
 @triton.jit
-def multiply_row_of_integers(
+def multiply_integer_row(
     out,
     x,
     x_scale,
@@ -173,7 +178,10 @@ def multiply_row_of_integers(
     HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """N outputs of `multiply_rows` for one row ``x [2, in]``, with the same bits. Grid: tiles of outputs."""
+    """Compute N outputs of the product of one row ``x [2, in]``. Grid: tiles of outputs.
+
+    The result has the same bits as that of `multiply_rows`.
+    """
     launch_next(PDL)
     outputs = tl.program_id(0) * N + tl.arange(0, N)
     is_output = outputs < out_features
@@ -230,12 +238,13 @@ def multiply_rows(
     GATHERS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """One tile of a product of integers with one scale per row and per output. Grid as `multiply_floats`.
+    """Compute one tile of a product of integers with one scale per row and per output.
 
-    ``x [2, num_sources, in]`` are the bytes of `quantize_rows`. The sums are exact.
+    The grid is that of `multiply_floats`. ``x [2, num_sources, in]`` has the bytes that `quantize_rows`
+    writes. The sums are exact.
     """
-    group, positions, is_row = rows_of_tile(starts, num_rows, num_groups, M, GROUPS)
-    weight = weight_of(weight, weights, group, 0, False, GROUPS)
+    group, positions, is_row = find_tile_rows(starts, num_rows, num_groups, M, GROUPS)
+    weight = group_tensor(weight, weights, group, 0, False, GROUPS)
     sources = positions.to(tl.int64)
     if GATHERS:
         sources = tl.load(rows + positions, mask=is_row, other=0)
@@ -247,22 +256,22 @@ def multiply_rows(
     for start in range(0, in_features, INPUTS):
         inputs = start + tl.arange(0, INPUTS)
         is_input = inputs < in_features
-        at = outputs.to(tl.int64)[None, :] * in_features + inputs[:, None]
-        numbers = tl.load(weight + at, mask=is_output[None, :] & is_input[:, None], other=0)
-        at = sources[:, None] * in_features + inputs[None, :]
+        weight_offsets = outputs.to(tl.int64)[None, :] * in_features + inputs[:, None]
+        numbers = tl.load(weight + weight_offsets, mask=is_output[None, :] & is_input[:, None], other=0)
+        x_offsets = sources[:, None] * in_features + inputs[None, :]
         mask = is_row[:, None] & is_input[None, :]
-        total += tl.dot(tl.load(x + at, mask=mask, other=0), numbers, out_dtype=tl.int32)
+        total += tl.dot(tl.load(x + x_offsets, mask=mask, other=0), numbers, out_dtype=tl.int32)
         if has_wide:
-            at += (sources[:, None] * 0 + num_sources) * in_features
-            high += tl.dot(tl.load(x + at, mask=mask, other=0), numbers, out_dtype=tl.int32)
+            x_offsets += (sources[:, None] * 0 + num_sources) * in_features
+            high += tl.dot(tl.load(x + x_offsets, mask=mask, other=0), numbers, out_dtype=tl.int32)
     # The two sums are added in float64, so that the result is rounded once.
     exact = total.to(tl.float64) + 16.0 * high.to(tl.float64)
-    scale = weight_of(scales, scale_table, group, 0, False, GROUPS)
+    scale = group_tensor(scales, scale_table, group, 0, False, GROUPS)
     factors = tl.load(x_scales + sources, mask=is_row, other=0.0)[:, None]
     factors = factors * tl.load(scale + outputs, mask=is_output, other=0.0)[None, :]
     result = exact.to(tl.float32) * factors
     if HAS_BIAS:
-        pointer = weight_of(bias, biases, group, 0, False, GROUPS)
+        pointer = group_tensor(bias, biases, group, 0, False, GROUPS)
         result += tl.load(pointer + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
     offsets = positions.to(tl.int64)[:, None] * out_features + outputs[None, :]
     tl.store(out + offsets, result.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
@@ -270,10 +279,10 @@ def multiply_rows(
 
 @triton.jit
 def combine_experts(out, y, topk_weights, rows, width, TOP: tl.constexpr, WIDTH: tl.constexpr):
-    """Add up the weighted results of a row's experts. Grid: rows, tiles of WIDTH columns.
+    """Add the weighted outputs of a row's experts. Grid: rows, tiles of WIDTH columns.
 
-    ``rows [T, TOP]`` are the rows of ``y`` that are added for each row, in the order of the experts' ids, and
-    ``topk_weights [T, TOP]`` are their weights.
+    ``rows [T, TOP]`` has the rows of ``y`` to add for each row, in the order of the experts' ids.
+    ``topk_weights [T, TOP]`` has their weights.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)

@@ -10,8 +10,15 @@ from penstock.kernels.cuda.programs.tiles import round_half_even
 
 
 @triton.jit
-def _larger_target(values, largest, target, fits, max_extras, MULTIPLE: tl.constexpr):
-    """Return the target and whether it fits, after trying MULTIPLE times 127."""
+def _try_larger_target(values, largest, target, fits, max_extras, MULTIPLE: tl.constexpr):
+    """Try 127 * MULTIPLE as the integer to which the largest magnitude of a row is scaled (its target).
+
+    The target is accepted if the row then needs at most ``max_extras`` extra bytes, and if ``fits``: all
+    smaller targets were accepted.
+
+    Returns:
+        The largest accepted target, and whether this one was accepted.
+    """
     candidate = 127.0 * MULTIPLE
     integers = tl.abs(round_half_even(values * tl.div_rn(candidate, largest))).to(tl.int32)
     extras = tl.sum(tl.maximum(integers - 1, 0) // 127, 0)
@@ -34,8 +41,8 @@ def quantize_rows(
 ):
     """Quantise one row. Grid: rows.
 
-    ``out [2, T, in]`` int8: an integer is ``out[0] + 16 * out[1]``. ``wide [T]`` int32 is 1 for rows with
-    integers beyond -127..127; other rows have zeros in ``out[1]``.
+    An integer is stored in two bytes of ``out [2, T, in]`` int8, as ``out[0] + 16 * out[1]``. ``wide [T]``
+    int32 is 1 for rows with integers beyond -127..127. Rows without such integers have zeros in ``out[1]``.
     """
     launch_next_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -50,14 +57,14 @@ def quantize_rows(
     divisor = tl.where(fits, largest, 1.0)
     values = tl.where(fits, values, 0.0)
     target = tl.where(fits, 127.0, 127.0)
-    target, fits = _larger_target(values, divisor, target, fits, max_extras, 1.5)
-    target, fits = _larger_target(values, divisor, target, fits, max_extras, 2.0)
-    target, fits = _larger_target(values, divisor, target, fits, max_extras, 3.0)
-    target, fits = _larger_target(values, divisor, target, fits, max_extras, 4.0)
-    target, fits = _larger_target(values, divisor, target, fits, max_extras, 6.0)
-    target, fits = _larger_target(values, divisor, target, fits, max_extras, 8.0)
-    target, fits = _larger_target(values, divisor, target, fits, max_extras, 12.0)
-    target, fits = _larger_target(values, divisor, target, fits, max_extras, 16.0)
+    target, fits = _try_larger_target(values, divisor, target, fits, max_extras, 1.5)
+    target, fits = _try_larger_target(values, divisor, target, fits, max_extras, 2.0)
+    target, fits = _try_larger_target(values, divisor, target, fits, max_extras, 3.0)
+    target, fits = _try_larger_target(values, divisor, target, fits, max_extras, 4.0)
+    target, fits = _try_larger_target(values, divisor, target, fits, max_extras, 6.0)
+    target, fits = _try_larger_target(values, divisor, target, fits, max_extras, 8.0)
+    target, fits = _try_larger_target(values, divisor, target, fits, max_extras, 12.0)
+    target, fits = _try_larger_target(values, divisor, target, fits, max_extras, 16.0)
     integers = round_half_even(values * tl.div_rn(target, divisor)).to(tl.int32)
     scale = tl.where(is_valid, tl.div_rn(largest, target), tl.where(is_finite, 0.0, float("nan")))
     is_wide = tl.max(tl.abs(integers), 0) > 127

@@ -11,7 +11,7 @@ def route(
     topk_weights, topk_ids, logits, experts, row_stride, TOP: tl.constexpr, WIDTH: tl.constexpr,
     ROUTING: tl.constexpr,
 ):  # fmt: skip
-    """Choose the experts of one row. Grid: rows. A NaN ranks last."""
+    """Select the experts of one row with the largest logits. Grid: rows. A NaN ranks last."""
     row = tl.program_id(0).to(tl.int64)
     ids = tl.arange(0, WIDTH)
     is_expert = ids < experts
@@ -19,25 +19,25 @@ def route(
     is_nan = scores != scores
     largest = tl.max(tl.where(is_nan, float("-inf"), scores), 0)
     exponentials = tl.where(is_expert, tl.exp(scores - largest), 0.0)
-    left = tl.where(is_expert, tl.where(is_nan, 1, 2), 0)  # 0: taken, 1: not a number, 2: a number
+    unselected = tl.where(is_expert, tl.where(is_nan, 1, 2), 0)  # 0: selected, 1: not a number, 2: a number
     total = tl.sum(exponentials, 0)
-    chosen = tl.zeros([WIDTH], tl.int32)
+    is_selected = tl.zeros([WIDTH], tl.int32)
     for _ in range(TOP):
-        kind = tl.max(left, 0)
-        best = tl.max(tl.where((left == kind) & (kind == 2), scores, float("-inf")), 0)
-        is_best = (left == kind) & ((kind == 1) | (scores == best))
-        found = tl.min(tl.where(is_best, ids, 2147483647), 0)
-        chosen = tl.where(ids == found, 1, chosen)
-        left = tl.where(ids == found, 0, left)
+        kind = tl.max(unselected, 0)
+        best = tl.max(tl.where((unselected == kind) & (kind == 2), scores, float("-inf")), 0)
+        is_best = (unselected == kind) & ((kind == 1) | (scores == best))
+        expert = tl.min(tl.where(is_best, ids, 2147483647), 0)
+        is_selected = tl.where(ids == expert, 1, is_selected)
+        unselected = tl.where(ids == expert, 0, unselected)
     if ROUTING != "all":
-        total = tl.sum(tl.where(chosen == 1, exponentials, 0.0), 0)
-    left = tl.where(chosen == 1, tl.where(is_nan, 1, 2), 0)
+        total = tl.sum(tl.where(is_selected == 1, exponentials, 0.0), 0)
+    unselected = tl.where(is_selected == 1, tl.where(is_nan, 1, 2), 0)
     for index in range(TOP):
-        kind = tl.max(left, 0)
-        best = tl.max(tl.where((left == kind) & (kind == 2), scores, float("-inf")), 0)
-        is_best = (left == kind) & ((kind == 1) | (scores == best))
-        found = tl.min(tl.where(is_best, ids, 2147483647), 0)
-        share = tl.sum(tl.where(ids == found, exponentials, 0.0), 0)
-        tl.store(topk_weights + row * TOP + index, share / total)
-        tl.store(topk_ids + row * TOP + index, found.to(tl.int64))
-        left = tl.where(ids == found, 0, left)
+        kind = tl.max(unselected, 0)
+        best = tl.max(tl.where((unselected == kind) & (kind == 2), scores, float("-inf")), 0)
+        is_best = (unselected == kind) & ((kind == 1) | (scores == best))
+        expert = tl.min(tl.where(is_best, ids, 2147483647), 0)
+        exponential = tl.sum(tl.where(ids == expert, exponentials, 0.0), 0)
+        tl.store(topk_weights + row * TOP + index, exponential / total)
+        tl.store(topk_ids + row * TOP + index, expert.to(tl.int64))
+        unselected = tl.where(ids == expert, 0, unselected)

@@ -34,10 +34,10 @@ def norm(
     WEIGHT_IS_WIDER: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Normalise one row of ``x``, after adding the row of ``residual``. Grid: rows.
+    """Normalise one row of ``x``. With ADDS, the row of ``residual`` is added first. Grid: rows.
 
-    Row r of ``x`` is at ``r // inner * outer_stride + r % inner * inner_stride``. IS_CENTRED selects the
-    layer norm with a bias, otherwise the RMS norm.
+    Row r of ``x`` is at ``r // inner * outer_stride + r % inner * inner_stride``. With IS_CENTRED the norm is
+    a layer norm with a bias, otherwise an RMS norm.
     """
     launch_next(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -81,7 +81,7 @@ def _activate(x, KIND: tl.constexpr):
 
 @triton.jit
 def activate(out, x, width, row_stride, cap, WIDTH: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr):
-    """Apply a function to each number. Grid: rows, tiles of WIDTH columns."""
+    """Apply the activation or function KIND to each element of ``x``. Grid: rows, tiles of WIDTH columns."""
     launch_next_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -96,7 +96,10 @@ def activate(out, x, width, row_stride, cap, WIDTH: tl.constexpr, KIND: tl.const
 
 @triton.jit
 def gate(out, x, width, row_stride, alpha, limit, WIDTH: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr):
-    """Multiply the activated first half of a row by the second. Grid: rows, tiles of WIDTH columns."""
+    """Multiply the activation of the first half of a row by the second half.
+
+    Grid: rows, tiles of WIDTH columns.
+    """
     launch_next_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -134,23 +137,26 @@ def rotate(
     IS_INTERLEAVED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Rotate one head of one row, or copy what is not rotated. Grid: rows, query heads + kv heads."""
+    """Rotate the first ``2 * half`` dimensions of one head of one row, and copy the other dimensions.
+
+    Grid: rows, query heads + kv heads.
+    """
     launch_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     is_query = head < q_heads
-    own = tl.where(is_query, head, head - q_heads)
+    tensor_head = tl.where(is_query, head, head - q_heads)
     pairs = tl.arange(0, HALF)
     is_pair = pairs < half
     angle_cos = tl.load(cos + row * half + pairs, mask=is_pair, other=0.0)
     angle_sin = tl.load(sin + row * half + pairs, mask=is_pair, other=0.0)
     wait_for_previous(PDL)
     if is_query:
-        source = q + row * q_row_stride + own * q_head_stride
-        target = q_out + (row * q_heads + own) * dim
+        source = q + row * q_row_stride + tensor_head * q_head_stride
+        target = q_out + (row * q_heads + tensor_head) * dim
     else:
-        source = k + row * k_row_stride + own * k_head_stride
-        target = k_out + (row * k_heads + own) * dim
+        source = k + row * k_row_stride + tensor_head * k_head_stride
+        target = k_out + (row * k_heads + tensor_head) * dim
     if IS_INTERLEAVED:
         firsts = 2 * pairs
         seconds = 2 * pairs + 1
@@ -197,8 +203,8 @@ def store_keys_values(
 ):
     """Write one head of one row into the cache. Grid: rows, kv heads, keys and values.
 
-    LARGEST is the largest number of a quantized cache, 0.0 for floats without a scale. With IS_E4M3 the
-    cache is bytes.
+    LARGEST is the largest number that a quantized cache can store; 0.0 for a cache of floats. With IS_E4M3
+    the cache stores 8-bit floats as uint8.
     """
     launch_next(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -217,16 +223,16 @@ def store_keys_values(
     offset = slot % BLOCK
     target = cache + side * side_stride + block * block_stride + head * head_stride + offset * slot_stride
     if LARGEST > 0:
-        at = side * scale_side_stride + block * scale_block_stride
-        at += head * scale_head_stride + offset * scale_slot_stride
+        scale_offset = side * scale_side_stride + block * scale_block_stride
+        scale_offset += head * scale_head_stride + offset * scale_slot_stride
         if HAS_FIXED_SCALES:
-            scale = tl.load(scales + at)
+            scale = tl.load(scales + scale_offset)
         else:
             largest = tl.max(tl.abs(values), 0)
             has_nan = tl.sum((values != values).to(tl.int32), 0) > 0
             scale = tl.div_rn(tl.maximum(largest, 1e-12), LARGEST)
             scale = tl.where(has_nan, float("nan"), scale)
-            tl.store(scales + at, scale)
+            tl.store(scales + scale_offset, scale)
         values = tl.div_rn(values, scale)
     if IS_E4M3:
         tl.store(target + dims, e4m3_codes(values), mask=is_dim)

@@ -1,4 +1,4 @@
-"""Splits of the keys of a sequence: their ranges, and the sum of their attention."""
+"""Splits of the keys of a sequence: their ranges, and merging their attention."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def first_key(positions, window, IS_CHUNKED: tl.constexpr):
 
 
 @triton.jit
-def range_of_splits(
+def split_range(
     sequence,
     row_offsets,
     lengths,
@@ -29,9 +29,9 @@ def range_of_splits(
     HAS_WINDOW: tl.constexpr,
     IS_CHUNKED: tl.constexpr,
 ):
-    """Return the first key of the splits of a sequence, and the number of keys of a split.
+    """Return the first key of the first split of a sequence, and the number of keys per split.
 
-    With a SPLIT of 0 the keys that the rows of the sequence see are divided evenly, in tiles of KEYS.
+    With a SPLIT of 0, the keys that the rows of the sequence see are divided evenly, in tiles of KEYS keys.
     """
     base = sequence * 0
     size = base + SPLIT
@@ -46,38 +46,38 @@ def range_of_splits(
 
 
 @triton.jit
-def merge(top, total, out, other_top, other_total, other_out):
-    """Merge the sums of two splits; the second split has the later keys.
+def merge_partial(max_score, sum_exp, out, other_max, other_sum_exp, other_out):
+    """Return the merged sums of two splits. The arguments ``other_...`` belong to the split with later keys.
 
-    Written with `fma`, so that the compiler rounds it equally in all programs.
+    `fma` is called explicitly, so that all programs round in the same way.
     """
-    new_top = tl.maximum(top, other_top)
-    base = tl.where(new_top == float("-inf"), 0.0, new_top)
-    factor = tl.exp(top - base)
-    other_factor = tl.exp(other_top - base)
-    total = tl.fma(other_total, other_factor, total * factor)
+    new_max = tl.maximum(max_score, other_max)
+    base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    factor = tl.exp(max_score - base)
+    other_factor = tl.exp(other_max - base)
+    sum_exp = tl.fma(other_sum_exp, other_factor, sum_exp * factor)
     factor = tl.broadcast_to(tl.expand_dims(factor, 1), out.shape)
     other_factor = tl.broadcast_to(tl.expand_dims(other_factor, 1), out.shape)
-    return new_top, total, tl.fma(other_out, other_factor, out * factor)
+    return new_max, sum_exp, tl.fma(other_out, other_factor, out * factor)
 
 
 @triton.jit
-def finish(top, total, out, sinks, heads, is_row, HAS_SINKS: tl.constexpr):
-    """Return the attention: the weighted values divided by the sum of exponentials, sinks included."""
+def divide_by_sum(max_score, sum_exp, out, sinks, heads, is_row, HAS_SINKS: tl.constexpr):
+    """Return the attention: the weighted sum of values, divided by the sum of exponentials and sinks."""
     if HAS_SINKS:
         sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32)
-        new_top = tl.maximum(top, sink)
-        total = total * tl.exp(top - new_top) + tl.exp(sink - new_top)
-        out = out * tl.exp(top - new_top)[:, None]
-    return out / total[:, None]
+        new_max = tl.maximum(max_score, sink)
+        sum_exp = sum_exp * tl.exp(max_score - new_max) + tl.exp(sink - new_max)
+        out = out * tl.exp(max_score - new_max)[:, None]
+    return out / sum_exp[:, None]
 
 
 @triton.jit
 def merge_splits(
     out,
     partial_out,
-    partial_top,
-    partial_total,
+    partial_max,
+    partial_sum_exp,
     row_offsets,
     lengths,
     spans,
@@ -100,10 +100,10 @@ def merge_splits(
     HAS_SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Add up the splits of one row. Grid: rows, groups of HEADS heads.
+    """Merge the splits of one row. Grid: rows, groups of HEADS heads.
 
-    Splits of SPLIT keys are added in order, as `attend` adds them. With a SPLIT of 0 there are at most SPLITS
-    splits and HEADS is 1.
+    Splits of SPLIT keys are merged in order, as `attend` does. With a SPLIT of 0 there are at most SPLITS
+    splits, and HEADS is 1.
     """
     launch_next(PDL)
     row = tl.program_id(0)
@@ -121,7 +121,7 @@ def merge_splits(
     first = position * 0
     if HAS_WINDOW:
         first = first_key(position, window, IS_CHUNKED)
-    base, size = range_of_splits(
+    base, size = split_range(
         low_sequence, row_offsets, lengths, window, SPLITS, KEYS, SPLIT, HAS_WINDOW, IS_CHUNKED
     )
     begin = (first - base) // size
@@ -134,29 +134,31 @@ def merge_splits(
         splits = tl.arange(0, SPLITS)
         is_split = (splits >= begin) & (splits < end)
         offsets = (splits.to(tl.int64) * num_rows + row) * num_heads + tl.program_id(1)
-        tops = tl.load(partial_top + offsets, mask=is_split, other=float("-inf"))
-        largest = tl.max(tops, 0)
-        factors = tl.exp(tops - tl.where(largest == float("-inf"), 0.0, largest))
-        totals = tl.load(partial_total + offsets, mask=is_split, other=0.0)
+        max_scores = tl.load(partial_max + offsets, mask=is_split, other=float("-inf"))
+        largest = tl.max(max_scores, 0)
+        factors = tl.exp(max_scores - tl.where(largest == float("-inf"), 0.0, largest))
+        sums_exp = tl.load(partial_sum_exp + offsets, mask=is_split, other=0.0)
         partials = tl.load(
             partial_out + offsets[:, None] * WIDTH + dims[None, :], mask=is_split[:, None], other=0.0
         )
-        top = largest + tl.zeros([HEADS], tl.float32)
-        total = tl.sum(totals * factors, 0) + tl.zeros([HEADS], tl.float32)
+        max_score = largest + tl.zeros([HEADS], tl.float32)
+        sum_exp = tl.sum(sums_exp * factors, 0) + tl.zeros([HEADS], tl.float32)
         sums = tl.sum(partials * factors[:, None], 0)[None, :] + tl.zeros([HEADS, WIDTH], tl.float32)
     else:
-        top = tl.full([HEADS], float("-inf"), tl.float32)
-        total = tl.zeros([HEADS], tl.float32)
+        max_score = tl.full([HEADS], float("-inf"), tl.float32)
+        sum_exp = tl.zeros([HEADS], tl.float32)
         sums = tl.zeros([HEADS, WIDTH], tl.float32)
         for split in range(begin, end):
             offsets = ((row.to(tl.int64) * 0 + split) * num_rows + row) * num_heads + heads
-            other_top = tl.load(partial_top + offsets, mask=is_head, other=float("-inf"))
-            other_total = tl.load(partial_total + offsets, mask=is_head, other=0.0)
+            other_max = tl.load(partial_max + offsets, mask=is_head, other=float("-inf"))
+            other_sum_exp = tl.load(partial_sum_exp + offsets, mask=is_head, other=0.0)
             other_sums = tl.load(
                 partial_out + offsets[:, None] * WIDTH + dims[None, :], mask=is_head[:, None], other=0.0
             )
-            top, total, sums = merge(top, total, sums, other_top, other_total, other_sums)
-    result = finish(top, total, sums, sinks, heads, is_head, HAS_SINKS)
+            max_score, sum_exp, sums = merge_partial(
+                max_score, sum_exp, sums, other_max, other_sum_exp, other_sums
+            )
+    result = divide_by_sum(max_score, sum_exp, sums, sinks, heads, is_head, HAS_SINKS)
     offsets = row.to(tl.int64) * out_row_stride + heads[:, None] * out_head_stride + dims[None, :]
     mask = is_head[:, None] & (dims < DIM)[None, :]
     tl.store(out + offsets, result.to(out.dtype.element_ty), mask=mask)

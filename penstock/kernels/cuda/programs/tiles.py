@@ -1,4 +1,7 @@
-"""Maps tiles to groups of rows. Groups are sequences, experts or adapters."""
+"""Functions that several programs share: the group of rows of a tile, tanh and rounding.
+
+Groups are sequences, experts or adapters.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,12 @@ import triton.language as tl
 
 
 @triton.jit
-def group_of_tile(starts, tile, num_groups, ROWS: tl.constexpr):
+def find_tile_group(starts, tile, num_groups, ROWS: tl.constexpr):
     """Return the group that owns a tile of at most ROWS rows, and the tile's first row.
 
     Group g has the rows ``starts[g]:starts[g + 1]``. Its tiles are numbered from ``starts[g] // ROWS + g``. A
-    group of n rows gets at least ``n // ROWS + 1`` tiles, so that the host need not know the sizes of the
-    groups. A tile whose first row is outside the group is empty.
+    group of n rows has at least ``n // ROWS + 1`` tiles. With this numbering, the host does not need the
+    sizes of the groups to launch a program. A tile whose first row is outside the group is empty.
     """
     low = tile * 0
     high = low + num_groups - 1
@@ -29,7 +32,10 @@ def group_of_tile(starts, tile, num_groups, ROWS: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """Return the hyperbolic tangent; near 0 by its series, because the quotient loses precision there."""
+    """Return the hyperbolic tangent.
+
+    Near 0 it is computed from its series, because a quotient is imprecise.
+    """
     square = x * x
     series = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
     far = 1 - 2 / (tl.exp(2 * tl.abs(x)) + 1)
@@ -38,8 +44,8 @@ def tanh(x):
 
 @triton.jit
 def round_half_even(x):
-    """Return numbers below 2**22 rounded to integers, half to even.
+    """Round numbers below 2**22 to integers, half to even.
 
-    Adding 1.5 * 2**23 leaves no bits for a fraction.
+    The sum of a number and 1.5 * 2**23 has no fraction bits.
     """
     return (x + 12582912.0) - 12582912.0

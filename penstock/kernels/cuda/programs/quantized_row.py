@@ -1,16 +1,16 @@
-"""The product of a single row with a weight of codes; `codes` describes the formats."""
+"""The product of a single row with a weight that is stored as codes. `codes` describes the formats."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from penstock.kernels.cuda.programs.codes import Format, Sizes, Tensors, numbers_of, scales_of
+from penstock.kernels.cuda.programs.codes import Format, Sizes, Tensors, decode_numbers, load_scales
 from penstock.kernels.cuda.programs.dependent_launch import launch_next, wait_for_previous
 
 
 @triton.jit
-def _half_of_row(
+def _sum_inputs(
     codes,
     inputs,
     first_inputs,
@@ -21,37 +21,41 @@ def _half_of_row(
     sizes,
     N: tl.constexpr,
     BYTES: tl.constexpr,
-    SUB: tl.constexpr,
+    SUBGROUP: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
-    """Return the sums ``[N]`` over the inputs of ``codes [N, BYTES]``; SUB of them share a scale."""
+    """Return the sums ``[N]`` of the products of ``codes [N, BYTES]`` with their inputs.
+
+    The inputs of a subgroup of SUBGROUP inputs share a scale. ``first_inputs [BYTES // SUBGROUP]`` has the
+    first input of each subgroup.
+    """
     values = tl.load(x + inputs, mask=inputs < sizes.in_features, other=0.0).to(tl.float32)
-    products = numbers_of(codes, tensors.table, FORMAT.NUMBERS, FORMAT.OFFSET) * values[None, :]
-    sums = tl.sum(tl.reshape(products, [N, BYTES // SUB, SUB]), 2)
+    products = decode_numbers(codes, tensors.table, FORMAT.NUMBERS, FORMAT.OFFSET) * values[None, :]
+    sums = tl.sum(tl.reshape(products, [N, BYTES // SUBGROUP, SUBGROUP]), 2)
     rows = outputs.to(tl.int64)[:, None]
     mask = is_output[:, None] & (first_inputs < sizes.in_features)[None, :]
-    groups = (first_inputs // FORMAT.SCALED)[None, :]
-    scale = scales_of(
+    groups = (first_inputs // FORMAT.INPUTS_PER_SCALE)[None, :]
+    scale = load_scales(
         tensors.scales, tensors.factors, rows, groups, mask, sizes.num_groups, sizes.num_factors,
-        FORMAT.SCALES, FORMAT.PER_FACTOR,
+        FORMAT.SCALES, FORMAT.SCALES_PER_FACTOR,
     )  # fmt: skip
     if FORMAT.MINIMA == "":
         return tl.sum(sums * scale, 1)
-    totals = tl.sum(tl.reshape(values, [BYTES // SUB, SUB]), 1)[None, :]
+    totals = tl.sum(tl.reshape(values, [BYTES // SUBGROUP, SUBGROUP]), 1)[None, :]
     if FORMAT.MINIMA == "zeros":
         zero = tl.load(tensors.minima + rows * sizes.num_groups + groups, mask=mask, other=0).to(tl.float32)
         return tl.sum((sums - totals * zero) * scale, 1)
     else:
         groups = (first_inputs // 32)[None, :]
-        minimum = scales_of(
+        minimum = load_scales(
             tensors.minima, tensors.min_factors, rows, groups, mask, sizes.num_minima, sizes.num_min_factors,
-            "float", FORMAT.PER_MIN_FACTOR,
+            "float", FORMAT.MINIMA_PER_FACTOR,
         )  # fmt: skip
         return tl.sum(sums * scale - totals * minimum, 1)
 
 
 @triton.jit
-def multiply_row_of_codes(
+def multiply_quantized_row(
     out,
     x,
     weight,
@@ -76,26 +80,28 @@ def multiply_row_of_codes(
     NUMBERS: tl.constexpr,
     OFFSET: tl.constexpr,
     SCALES: tl.constexpr,
-    SCALED: tl.constexpr,
-    PER_FACTOR: tl.constexpr,
+    INPUTS_PER_SCALE: tl.constexpr,
+    SCALES_PER_FACTOR: tl.constexpr,
     MINIMA: tl.constexpr,
-    PER_MIN_FACTOR: tl.constexpr,
+    MINIMA_PER_FACTOR: tl.constexpr,
     HAS_ROW_SCALES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """N outputs of the product of one row with a weight. Grid: tiles of outputs.
+    """Compute N outputs of the product of one row with a weight. Grid: tiles of outputs.
 
-    The first BYTES bytes of each output are read before the previous kernel has ended.
+    The first BYTES bytes of each output's weights are read before the previous kernel has ended.
     """
     launch_next(PDL)
-    SUB: tl.constexpr = 16 if SCALED == 16 else 32
-    FORMAT: tl.constexpr = Format(NUMBERS, OFFSET, SCALES, SCALED, PER_FACTOR, MINIMA, PER_MIN_FACTOR)
+    SUBGROUP: tl.constexpr = 16 if INPUTS_PER_SCALE == 16 else 32
+    FORMAT: tl.constexpr = Format(
+        NUMBERS, OFFSET, SCALES, INPUTS_PER_SCALE, SCALES_PER_FACTOR, MINIMA, MINIMA_PER_FACTOR
+    )
     tensors = Tensors(table, scales, factors, minima, min_factors)
     sizes = Sizes(in_features, num_groups, num_factors, num_minima, num_min_factors)
     outputs = tl.program_id(0) * N + tl.arange(0, N)
     is_output = outputs < out_features
     columns = tl.arange(0, BYTES)
-    subs = tl.arange(0, BYTES // SUB) * SUB
+    subgroup_starts = tl.arange(0, BYTES // SUBGROUP) * SUBGROUP
     rows = weight + outputs.to(tl.int64)[:, None] * weight_bytes
     mask = is_output[:, None] & (columns < weight_bytes)[None, :]
     codes = tl.load(rows + columns[None, :], mask=mask, other=0, eviction_policy="evict_first")
@@ -109,18 +115,29 @@ def multiply_row_of_codes(
             )
         if IS_NIBBLES:
             inputs = (begin + columns) // 32 * 64 + columns % 32
-            first_inputs = (begin + subs) // 32 * 64 + subs % 32
-            total += _half_of_row(
-                codes & 15, inputs, first_inputs, x, tensors, outputs, is_output, sizes, N, BYTES, SUB, FORMAT
+            first_inputs = (begin + subgroup_starts) // 32 * 64 + subgroup_starts % 32
+            total += _sum_inputs(
+                codes & 15,
+                inputs,
+                first_inputs,
+                x,
+                tensors,
+                outputs,
+                is_output,
+                sizes,
+                N,
+                BYTES,
+                SUBGROUP,
+                FORMAT,
             )
-            total += _half_of_row(
+            total += _sum_inputs(
                 codes >> 4, inputs + 32, first_inputs + 32, x, tensors, outputs, is_output, sizes, N, BYTES,
-                SUB, FORMAT,
+                SUBGROUP, FORMAT,
             )  # fmt: skip
         else:
-            total += _half_of_row(
-                codes, begin + columns, begin + subs, x, tensors, outputs, is_output, sizes, N, BYTES, SUB,
-                FORMAT,
+            total += _sum_inputs(
+                codes, begin + columns, begin + subgroup_starts, x, tensors, outputs, is_output, sizes, N,
+                BYTES, SUBGROUP, FORMAT,
             )  # fmt: skip
     if HAS_ROW_SCALES:
         total = total * tl.load(row_scales + outputs, mask=is_output, other=0.0)
