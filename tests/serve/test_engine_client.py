@@ -44,7 +44,7 @@ async def test_a_cancelled_request_is_cancelled_at_the_engine() -> None:
         task.cancel()
         await asyncio.wait({task})
         await wait_until(lambda: engine.num_outstanding == 0)
-    assert engine.cancelled == [context.request_id for context in engine.contexts]
+    assert engine.cancelled_ids == [context.request_id for context in engine.contexts]
 
 
 async def test_an_engine_that_is_not_ready_gets_no_request() -> None:

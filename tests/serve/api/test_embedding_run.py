@@ -56,7 +56,7 @@ class EmbeddingsEngine(FakeEngine):
             self._report_end()
 
     def _cancel(self, request_id: str) -> None:
-        self.cancelled.append(request_id)
+        self.cancelled_ids.append(request_id)
         del self.running[request_id]
         self._count()
 
@@ -117,7 +117,7 @@ async def test_a_large_request_submits_two_batches_at_a_time(embedder: Path) -> 
         assert len(engine.running) <= 8
     vectors = [item["embedding"] for item in msgspec.json.decode(large.body)["data"]]
     assert vectors == [[1.0 + i % 60, 5.0 + i] for i in range(30)]
-    assert engine.cancelled == []
+    assert engine.cancelled_ids == []
 
 
 async def test_a_disconnect_cancels_all_inputs(embedder: Path) -> None:
@@ -128,7 +128,7 @@ async def test_a_disconnect_cancels_all_inputs(embedder: Path) -> None:
     await wait_until(lambda: len(engine.running) == 8)
     exchange.disconnect()
     await exchange.wait_until_ended()
-    assert (engine.running, engine.num_submitted, len(engine.cancelled)) == ({}, 11, 8)
+    assert (engine.running, engine.num_submitted, len(engine.cancelled_ids)) == ({}, 11, 8)
     assert application.services.gate.num_active == 0
 
 
@@ -154,7 +154,7 @@ async def test_a_failed_input_ends_only_its_request(
     assert answer["message"] == f"input[7]: {error}"
     headers = dict(failing.messages[0]["headers"])
     assert headers.get(b"retry-after") == (b"7" if status == 503 else None)
-    assert (len(engine.running), len(engine.cancelled)) == (2, 7)
+    assert (len(engine.running), len(engine.cancelled_ids)) == (2, 7)
     engine.answer(2)
     await other.wait_until_ended()
     assert other.status == 200
@@ -202,7 +202,7 @@ async def test_time_limits_and_an_unavailable_worker(embedder: Path) -> None:
     timed_out = application.post(input=make_inputs(9))
     await timed_out.wait_until_ended()
     assert (timed_out.status, msgspec.json.decode(timed_out.body)["error"]["code"]) == (503, "timeout")
-    assert (engine.running, len(engine.cancelled)) == ({}, 8)
+    assert (engine.running, len(engine.cancelled_ids)) == ({}, 8)
     engine.state = "restarting"
     unavailable = application.post(input=make_inputs(2))
     await unavailable.wait_until_ended()
