@@ -130,9 +130,9 @@ def test_numpy_numbers_become_python_numbers(values: dict[str, Any], expected: d
     ],
 )
 def test_the_error_for_an_unknown_name_suggests_a_known_one(name: str, hint: str) -> None:
-    unknown: dict[str, Any] = {name: 1}
+    unknown_fields: dict[str, Any] = {name: 1}
     with pytest.raises(UnknownParameterError) as caught:
-        SamplingParams(**unknown)
+        SamplingParams(**unknown_fields)
     assert str(caught.value).startswith(f"SamplingParams: unknown parameter {name}; {hint}")
     assert isinstance(caught.value, TypeError | InputError)
     assert caught.value.parameter == name
@@ -198,7 +198,9 @@ def test_numbers_out_of_range_are_refused(name: str, bounds: tuple[float, float]
         ({"logit_bias": {4: True}}, r"logit_bias of token 4 must be a number in .*, was True"),
     ],
 )
-def test_the_error_for_an_impossible_value_states_it(values: dict[str, Any], message: str) -> None:
+def test_the_error_for_an_invalid_value_names_parameter_and_value(
+    values: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         SamplingParams(**values)
 
@@ -226,7 +228,7 @@ def test_the_defaults_do_not_change_logits() -> None:
 @pytest.mark.parametrize(
     "values", [{"logit_bias": {1: 0.5}}, {"allowed_token_ids": [1]}, {"banned_token_ids": [0]}]
 )
-def test_token_rules_are_detected(values: dict[str, Any]) -> None:
+def test_has_logit_rules_is_true_if_a_rule_is_set(values: dict[str, Any]) -> None:
     assert SamplingParams(**values).has_logit_rules
 
 
