@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
-from support.families import items_of_similar_families
-from support.gpu_mode import mark_tests_of_gpus, open_pipelines_on_gpu, selects_gpu
+from support.families import items_of_redundant_families
+from support.gpu_mode import mark_gpu_tests, open_pipelines_on_gpu, selects_gpu
 from support.matrix import items_outside_subset
 from support.random_draws import (
     RANDOM_FACTOR,
-    draw_no_constants_of_modules,
+    disable_module_constants,
     mark_property_tests,
     register_profiles,
 )
@@ -97,16 +97,16 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--random"):
         settings.load_profile("random")
     else:
-        draw_no_constants_of_modules()
+        disable_module_constants()
 
 
 @pytest.hookimpl(tryfirst=True)  # runs before pytest applies `-m`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--random"):
         mark_property_tests(items)
-    for item in [*items_outside_subset(items), *items_of_similar_families(items)]:
+    for item in [*items_outside_subset(items), *items_of_redundant_families(items)]:
         item.add_marker(pytest.mark.slow)
-    mark_tests_of_gpus(config, items)
+    mark_gpu_tests(config, items)
     deselected_markers = {name for name in ("slow", "peers", "random") if not config.getoption(name)}
     selected, deselected = [], []
     for item in items:

@@ -204,11 +204,11 @@ def test_overlapped_outputs_equal_synchronous_ones(
             for i, n in enumerate(lengths)
         ]
 
-    num_early_before = queues[0].num_early
+    num_early_before = queues[0].num_early_reads
     for arrival_interval in (0, 1, 3):
         outputs = compare_outputs(pipelines, contexts, arrival_interval=arrival_interval)
         assert [len(outputs[str(i)]) for i in range(8)] == [5 + 3 * i + 2 for i in range(8)]
-    assert queues[0].num_early - num_early_before <= 1, "only the vocabulary size is read early"
+    assert queues[0].num_early_reads - num_early_before <= 1, "only the vocabulary size is read early"
     assert not queues[0].num_waiting
 
 

@@ -55,7 +55,7 @@ class FakeTestItem:
 def test_the_marker_gpu_selects_tests(has_gpu: bool, expression: str) -> None:
     config: Any = SimpleNamespace(getoption=lambda name, default: expression)
     items: Any = [FakeTestItem("gpu"), FakeTestItem("models"), FakeTestItem()]
-    gpu_mode.mark_tests_of_gpus(config, items)
+    gpu_mode.mark_gpu_tests(config, items)
     kernel, model, other = items
     assert ("skip" in kernel.names) == (not has_gpu)
     assert ("gpu" in model.names) == expression.startswith("gpu")

@@ -178,7 +178,7 @@ async def test_model_lists_and_errors(server: InProcessServer) -> None:
 async def test_embed_returns_the_vectors_of_the_openai_route(embedder: Path) -> None:
     config = PipelineConfig.from_flat({"model_path": str(embedder)})
     async with run_in_process(
-        work=partial(load_runtime, config), tokenizer=load_tokenizer(config), pipeline_config=config
+        make_runtime=partial(load_runtime, config), tokenizer=load_tokenizer(config), pipeline_config=config
     ) as server:
         name = server.services.model_name
         openai_response = await server.http.post("/v1/embeddings", json={"model": name, "input": ["a", "b"]})

@@ -37,7 +37,7 @@ async def serve_demo() -> AsyncIterator[tuple[AsyncOpenAI, InProcessServer]]:
     """Serve the embedded model over HTTP."""
     tokenizer = load_tokenizer(CONFIG)
     async with run_in_process(
-        work=partial(load_runtime, CONFIG), tokenizer=tokenizer, pipeline_config=CONFIG
+        make_runtime=partial(load_runtime, CONFIG), tokenizer=tokenizer, pipeline_config=CONFIG
     ) as server:
         tokenizer.max_length = server.services.worker.info.max_length
         app = server.app

@@ -75,7 +75,7 @@ async def test_guided_fields_are_grammars_of_the_context(
     path: str, fields: dict[str, Any], kind: str, text: str
 ) -> None:
     contexts: list[TextContext] = []
-    async with run_in_process(work=enable_grammars(contexts)) as server:
+    async with run_in_process(make_runtime=enable_grammars(contexts)) as server:
         await post_ok(server, path, **fields)
         grammar = contexts[0].grammar
         assert grammar is not None

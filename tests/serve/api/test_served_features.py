@@ -34,7 +34,7 @@ async def serve_demo(**fields: Any) -> AsyncIterator[InProcessServer]:
     )
     tokenizer = load_tokenizer(config)
     work = partial(load_runtime, config)
-    async with run_in_process(work=work, tokenizer=tokenizer, pipeline_config=config) as server:
+    async with run_in_process(make_runtime=work, tokenizer=tokenizer, pipeline_config=config) as server:
         tokenizer.max_length = server.services.worker.info.max_length
         yield server
 

@@ -34,7 +34,9 @@ ROUTE = "/v1/audio/speech"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_speech(tmp_path_factory.mktemp("speech"), end=0.85, max_characters=60, voices=["amy"])
+    return write_tiny_speech(
+        tmp_path_factory.mktemp("speech"), end_logit=0.85, max_characters=60, voices=["amy"]
+    )
 
 
 def make_options(folder: Path, **fields: Any) -> dict[str, Any]:

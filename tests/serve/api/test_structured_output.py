@@ -64,7 +64,7 @@ async def serve_demo(in_thread: bool = True, **fields: Any) -> AsyncIterator[InP
     tokenizer: TextTokenizer = load_tokenizer(config)
     work = partial(load_runtime, config)
     async with run_in_process(
-        work=work, tokenizer=tokenizer, pipeline_config=config, in_thread=in_thread
+        make_runtime=work, tokenizer=tokenizer, pipeline_config=config, in_thread=in_thread
     ) as server:
         tokenizer.max_length = server.services.worker.info.max_length
         yield server
