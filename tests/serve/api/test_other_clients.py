@@ -113,8 +113,8 @@ async def test_alias_fields_have_the_same_effect(path: str) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_stop_string_is_in_the_output_on_request(path: str, stream: bool) -> None:
     async with run_in_process(FakePipeline.saying("Hello there!")) as server:
-        for included, text in ((None, "Hel"), (False, "Hel"), (True, "Hello t")):
-            body = {**BODIES[path], "stop": ["lo t", "zzz"], "include_stop_str_in_output": included}
+        for include_stop, text in ((None, "Hel"), (False, "Hel"), (True, "Hello t")):
+            body = {**BODIES[path], "stop": ["lo t", "zzz"], "include_stop_str_in_output": include_stop}
             response = await server.post(path, **body, stream=stream)
             chunks = parse_events(response.text)[:-1] if stream else [response.json()]
             choices = [chunk["choices"][0] for chunk in chunks]
@@ -198,10 +198,10 @@ async def test_prompt_log_probabilities_are_returned() -> None:
 
 
 def check_rows(rows: list[Any], text: str) -> None:
-    first, *others = rows
-    assert first is None
+    first_row, *other_rows = rows
+    assert first_row is None
     ids = list(text.encode())
-    for token_id, row in zip(ids[1:], others, strict=True):
+    for token_id, row in zip(ids[1:], other_rows, strict=True):
         expected_entry = {
             "logprob": 0.0,
             "rank": 1,
@@ -252,7 +252,7 @@ async def test_tokens_are_returned_as_token_ids_on_request() -> None:
             tokens = [token for row in rows for token in row["tokens"]]
             assert tokens == [f"token_id:{byte}" for byte in "né".encode()]
             assert [*rows[0]["top_logprobs"][0]] == ["token_id:110"]
-        plain_response = await post_ok(server, CHAT, logprobs=True)  # contains token texts, not ids
+        plain_response = await post_ok(server, CHAT, logprobs=True)  # without the field, a token is text
         assert plain_response["choices"][0]["logprobs"]["content"][0]["token"] == "n"
 
 
@@ -260,15 +260,17 @@ async def test_tokens_are_returned_as_token_ids_on_request() -> None:
 async def test_reasoning_is_omitted_on_request(stream: bool) -> None:
     pipeline = FakePipeline.saying("<think>\nWhy?\n</think>\n\nHello")
     async with run_in_process(pipeline, template=THINKING) as server:
-        for included in (None, True, False):
-            body = {**BODIES[CHAT], "include_reasoning": included, "stream": stream}
+        for include_reasoning in (None, True, False):
+            body = {**BODIES[CHAT], "include_reasoning": include_reasoning, "stream": stream}
             response = await server.post(CHAT, **body)
             chunks = parse_events(response.text)[:-1] if stream else [response.json()]
-            parts = [chunk["choices"][0].get("delta" if stream else "message", {}) for chunk in chunks]
-            assert "".join(part.get("content") or "" for part in parts) == "Hello"
-            reasoning_text = "".join(part.get("reasoning") or "" for part in parts)
-            assert reasoning_text == ("" if included is False else "Why?")
-            assert any("reasoning_content" in part for part in parts) == (included is not False)
+            messages = [chunk["choices"][0].get("delta" if stream else "message", {}) for chunk in chunks]
+            assert "".join(message.get("content") or "" for message in messages) == "Hello"
+            reasoning_text = "".join(message.get("reasoning") or "" for message in messages)
+            assert reasoning_text == ("" if include_reasoning is False else "Why?")
+            assert any("reasoning_content" in message for message in messages) == (
+                include_reasoning is not False
+            )
 
 
 @pytest.mark.parametrize("path", [CHAT, RENDER, "/tokenize"])

@@ -31,7 +31,7 @@ PATCH: Any = {
 
 
 def make_echo_pipeline() -> FakePipeline:
-    """Return a pipeline that repeats the prompt, with bars instead of line ends."""
+    """Return a pipeline that repeats the prompt, with a vertical bar for each line end."""
     return FakePipeline.answering(lambda prompt: prompt.removesuffix("assistant: ").replace("\n", "|"))
 
 
@@ -51,16 +51,16 @@ async def test_a_response_is_created_retrieved_and_deleted() -> None:
             True,
             None,
         ) or (created.to_dict()["store"] is True)
-        second = await client.responses.retrieve(created.id)
-        assert second.to_dict() == created.to_dict()
+        retrieved = await client.responses.retrieve(created.id)
+        assert retrieved.to_dict() == created.to_dict()
         items = await client.responses.input_items.list(created.id)
         assert [item.to_dict()["content"] for item in items.data] == [[{"type": "input_text", "text": "Hi"}]]
         await client.responses.delete(created.id)
         with pytest.raises(openai.NotFoundError):
             await client.responses.retrieve(created.id)
-        not_stored = await client.responses.create(model="demo", input="Hi", store=False)
+        unstored_response = await client.responses.create(model="demo", input="Hi", store=False)
         with pytest.raises(openai.NotFoundError):
-            await client.responses.retrieve(not_stored.id)
+            await client.responses.retrieve(unstored_response.id)
         assert (await client.responses.input_tokens.count(model="demo", input="Hi")).input_tokens > 2
 
 
@@ -88,23 +88,25 @@ async def test_the_whole_conversation_is_rendered_by_the_template() -> None:
 async def test_a_previous_response_is_part_of_the_conversation() -> None:
     async with run_in_process(make_echo_pipeline()) as server:
         client = server.openai
-        first = await client.responses.create(model="demo", instructions="I", input="A")
-        assert first.output_text == "system: Iuser: A"
-        second = await client.responses.create(model="demo", input="B", previous_response_id=first.id)
-        assert second.output_text == "user: Aassistant: system: Iuser: Auser: B"
-        input_items = await client.responses.input_items.list(second.id, order="asc", limit=2)
+        first_response = await client.responses.create(model="demo", instructions="I", input="A")
+        assert first_response.output_text == "system: Iuser: A"
+        second_response = await client.responses.create(
+            model="demo", input="B", previous_response_id=first_response.id
+        )
+        assert second_response.output_text == "user: Aassistant: system: Iuser: Auser: B"
+        input_items = await client.responses.input_items.list(second_response.id, order="asc", limit=2)
         assert [item.to_dict()["role"] for item in input_items.data] == ["user", "assistant"]
         assert input_items.has_more
         later_items = await client.responses.input_items.list(
-            second.id, order="asc", after=input_items.last_id
+            second_response.id, order="asc", after=input_items.last_id
         )
         assert [item.to_dict()["content"][0]["text"] for item in later_items.data] == ["B"]  # type: ignore[index]
         reference: Any = [
-            {"type": "item_reference", "id": first.output[0].id},
+            {"type": "item_reference", "id": first_response.output[0].id},
             {"role": "user", "content": "C"},
         ]
-        third = await client.responses.create(model="demo", input=reference)
-        assert third.output_text == "assistant: system: Iuser: Auser: C"
+        third_response = await client.responses.create(model="demo", input=reference)
+        assert third_response.output_text == "assistant: system: Iuser: Auser: C"
         with pytest.raises(openai.BadRequestError, match="no stored response") as unknown_error:
             await client.responses.create(model="demo", input="B", previous_response_id="resp_0")
         assert unknown_error.value.code == "previous_response_not_found"
@@ -163,14 +165,14 @@ async def test_tool_calls_and_reasoning_are_output_items(stream: bool) -> None:
         )
         assert created.usage is not None
         assert created.usage.output_tokens_details.reasoning_tokens > 3
-        # Agents send the output items back. The encoded reasoning item contains the text.
+        # Agents send the output items back. The field encrypted_content has the reasoning text.
         del reasoning_item["content"]
         follow_up = [reasoning_item, message, call, {**_make_call_output(call)}]
         async with run_in_process(
             make_echo_pipeline(), template=THINKING + "{{ messages[0].reasoning_content }}"
-        ) as other:
-            second = await other.openai.responses.create(model="demo", input=follow_up)  # type: ignore[arg-type]
-            assert second.output_text.endswith("tool: 20assistant: Hm.")
+        ) as echo_server:
+            second_response = await echo_server.openai.responses.create(model="demo", input=follow_up)  # type: ignore[arg-type]
+            assert second_response.output_text.endswith("tool: 20assistant: Hm.")
 
 
 def _make_call_output(call: Any) -> dict[str, Any]:
@@ -226,8 +228,8 @@ async def test_a_background_response_can_be_polled_and_streamed() -> None:
         stream = await client.responses.create(model="demo", input="Hi", background=True, stream=True)
         events = [event async for event in stream]
         assert events[-1].type == "response.completed"
-        name = events[-1].response.id
-        resumed_stream = await client.responses.retrieve(name, stream=True, starting_after=2)
+        response_id = events[-1].response.id
+        resumed_stream = await client.responses.retrieve(response_id, stream=True, starting_after=2)
         assert [event.sequence_number async for event in resumed_stream] == [
             event.sequence_number for event in events[3:]
         ]
@@ -238,19 +240,19 @@ async def test_a_background_response_can_be_polled_and_streamed() -> None:
             await client.responses.cancel(plain_response.id)
 
 
-async def _wait_until_ended(client: openai.AsyncOpenAI, name: str) -> Any:
+async def _wait_until_ended(client: openai.AsyncOpenAI, response_id: str) -> Any:
     async with asyncio.timeout(30):
-        while (response := await client.responses.retrieve(name)).status in ("queued", "in_progress"):
+        while (response := await client.responses.retrieve(response_id)).status in ("queued", "in_progress"):
             await asyncio.sleep(0.01)
     return response
 
 
 async def test_a_background_response_can_be_cancelled() -> None:
-    slow = FakePipeline.saying("x" * 100_000)
-    async with run_in_process(slow) as server:
+    long_pipeline = FakePipeline.saying("x" * 100_000)
+    async with run_in_process(long_pipeline) as server:
         created = await server.openai.responses.create(model="demo", input="Hi", background=True)
-        cancelled = await server.openai.responses.cancel(created.id)
-        assert cancelled.status == "cancelled"
+        cancelled_response = await server.openai.responses.cancel(created.id)
+        assert cancelled_response.status == "cancelled"
         assert (await server.openai.responses.retrieve(created.id)).status == "cancelled"
         assert server.services.gate.num_active == 0
 
@@ -284,9 +286,9 @@ async def test_requests_of_codex_are_accepted(caplog: pytest.LogCaptureFixture) 
         "client_metadata": None,
     }
     async with run_in_process(make_echo_pipeline()) as server:
-        first = await server.http.post("/v1/responses", json=body)
-        assert first.status_code == 200, first.text
-        final = parse_events(first.text)[-1]
+        response = await server.http.post("/v1/responses", json=body)
+        assert response.status_code == 200, response.text
+        final = parse_events(response.text)[-1]
         assert final["type"] == "response.completed"
         text = final["response"]["output"][0]["content"][0]["text"]
         assert "exec_command" in text
@@ -385,20 +387,18 @@ async def test_the_number_of_stored_responses_is_bounded() -> None:
 
 async def test_clients_see_only_their_own_responses() -> None:
     async with run_in_process(api_key=("one", "two")) as server:
-        first_client, second_client = (
-            server.openai.with_options(api_key="one"),
-            server.openai.with_options(api_key="two"),
-        )
+        first_client = server.openai.with_options(api_key="one")
+        second_client = server.openai.with_options(api_key="two")
         created = await first_client.responses.create(model="demo", input="Hi", background=True)
-        for wait in (False, True):
-            if wait:
+        for has_ended in (False, True):
+            if has_ended:
                 await _wait_until_ended(first_client, created.id)
             with pytest.raises(openai.NotFoundError):
                 await second_client.responses.retrieve(created.id)
 
 
 class Answer(BaseModel):
-    """The output schema of `parse`."""
+    """The output schema of the test of `parse`."""
 
     city: str
 
@@ -410,5 +410,5 @@ async def test_parse_returns_structured_output() -> None:
         with pytest.MonkeyPatch.context() as patch:
             # The fake engine supports no grammars.
             patch.setattr("penstock.serve.api.conversation._grammar", lambda *_: None)
-            parsed = await server.openai.responses.parse(model="demo", input="Where?", text_format=Answer)
-        assert parsed.output_parsed == Answer(city="Bonn")
+            answer = await server.openai.responses.parse(model="demo", input="Where?", text_format=Answer)
+        assert answer.output_parsed == Answer(city="Bonn")

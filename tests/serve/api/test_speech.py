@@ -41,11 +41,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_options(folder: Path, **fields: Any) -> dict[str, Any]:
     """Return the options of `run_in_process` for a speech model."""
-    values = {"model_path": str(folder), "served_model_name": "tiny", "kv_cache_memory": 4 << 20}
-    config = PipelineConfig.from_flat({**values, "voice": ("zoe=1,2,3",), **fields})
+    settings = {"model_path": str(folder), "served_model_name": "tiny", "kv_cache_memory": 4 << 20}
+    config = PipelineConfig.from_flat({**settings, "voice": ("zoe=1,2,3",), **fields})
     tokenizer = load_tokenizer(config, fake_codec_catalog())
-    work = partial(load_runtime, config, fake_codec_catalog())
-    return {"work": work, "tokenizer": tokenizer, "pipeline_config": config}
+    make_runtime = partial(load_runtime, config, fake_codec_catalog())
+    return {"make_runtime": make_runtime, "tokenizer": tokenizer, "pipeline_config": config}
 
 
 @asynccontextmanager
@@ -87,18 +87,18 @@ async def test_audio_equals_that_of_the_library(folder: Path, expected: Any) -> 
         options = {"audio_prompt_tokens": [4, 5], "audio_prompt_transcription": "Ho"}
         cloned_audio = await synthesize(server, response_format="pcm", **options)
         assert cloned_audio == expected("Hello.", **options) != expected("Hello.")
-        types = {
+        responses = {
             name: (await server.http.post(ROUTE, json={"input": "a", "response_format": name, **SAMPLING}))
             for name in ("wav", "pcm")
         }
-        assert {name: item.headers["content-type"] for name, item in types.items()} == {
+        assert {name: response.headers["content-type"] for name, response in responses.items()} == {
             "wav": "audio/wav",
             "pcm": "audio/pcm",
         }
 
 
 async def test_audio_bytes_are_sent_unchanged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes that are a line end of Unicode in UTF-8 text are samples in audio."""
+    """Audio bytes are not changed if they are equal to a UTF-8 line separator."""
     audio = "\u0085\u2028\u2029".encode()
     monkeypatch.setattr("penstock.serve.api.speech.AudioEncoder.add", lambda encoder, samples: audio)
     async with open_speech_server(folder) as server:
@@ -124,7 +124,7 @@ async def test_audio_is_streamed_as_events(folder: Path, expected: Any) -> None:
 async def test_each_decoded_chunk_is_sent_as_an_event(
     folder: Path, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The codec decodes the next chunk only after the client has received the event of the previous one."""
+    """The codec decodes a chunk only after the client has received the event of the previous chunk."""
     text = "One sentence is this one."
     audio, gate = expected(text), Gate()
     decode_chunks = FakeCodec.decode_chunks
@@ -189,7 +189,7 @@ _SERVERS: dict[Path, Any] = {}
 
 @asynccontextmanager
 async def _open_shared_server(folder: Path) -> AsyncIterator[InProcessServer]:
-    """Yield a server whose model is not loaded. Errors need no step of a worker."""
+    """Yield a server for requests that fail before a step. Its options are created once per folder."""
     options = _SERVERS.setdefault(folder, make_options(folder))
     async with run_in_process(**options) as server:
         yield server
