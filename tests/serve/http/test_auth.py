@@ -64,6 +64,6 @@ async def test_the_server_requires_a_key() -> None:
     assert without_key.json()["error"]["code"] == "missing_api_key"
     assert invalid_response.json()["error"]["code"] == "invalid_api_key"
     assert invalid_response.headers["www-authenticate"].startswith("Bearer")
-    assert unknown_route.status_code == 401  # unknown routes require a key too
+    assert unknown_route.status_code == 401  # unknown routes also require a key
     assert valid_response.status_code == 404
     assert [probe.status_code for probe in probes] == [200] * 4
