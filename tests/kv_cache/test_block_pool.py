@@ -23,9 +23,9 @@ def test_blocks_are_allocated_in_order_without_the_null_block() -> None:
 def test_a_failed_allocation_allocates_no_block() -> None:
     pool = BlockPool(5)
     pool.allocate(2)
-    with pytest.raises(InsufficientBlocksError, match="3 KV blocks are needed, 2 of 4 are free") as caught:
+    with pytest.raises(InsufficientBlocksError, match="3 KV blocks are needed, 2 of 4 are free") as exc_info:
         pool.allocate(3)
-    assert (caught.value.needed, caught.value.free, caught.value.total) == (3, 2, 4)
+    assert (exc_info.value.needed, exc_info.value.free, exc_info.value.total) == (3, 2, 4)
     assert pool.num_free == 2
     pool.check_integrity()
 

@@ -65,9 +65,9 @@ def test_first_visible_follows_from_window_or_chunk() -> None:
 )
 def test_the_error_names_the_invalid_field(fields: dict[str, Any], field: str) -> None:
     values: dict[str, Any] = {"layers": (0,), "kv_heads": 1, "head_dim": 8, "dtype": DType.float32}
-    with pytest.raises(ConfigError, match=f"^{field}: ") as caught:
+    with pytest.raises(ConfigError, match=f"^{field}: ") as exc_info:
         KVGroup(**(values | fields))
-    assert caught.value.field == field
+    assert exc_info.value.field == field
 
 
 @given(

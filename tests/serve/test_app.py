@@ -75,9 +75,8 @@ def make_failing_routes(may_finish: asyncio.Event | None = None) -> APIRouter:
             while (await request.receive())["type"] != "http.disconnect":
                 pass
 
-        return Response(
-            "done", background=BackgroundTask(watch_disconnect)
-        )  # runs after the response is sent
+        # A background task runs after the response is sent.
+        return Response("done", background=BackgroundTask(watch_disconnect))
 
     @router.get("/slow")
     async def slow() -> str:

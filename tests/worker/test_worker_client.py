@@ -209,9 +209,9 @@ async def test_a_request_whose_forward_fails_ends_alone(caplog: pytest.LogCaptur
             client.submit(make_request("a")),
             client.submit(make_request("b")),
         )
-        with pytest.raises(RequestFailedError) as caught:
+        with pytest.raises(RequestFailedError) as exc_info:
             await read_deltas(failing_generation)
-        assert "secret" not in str(caught.value)
+        assert "secret" not in str(exc_info.value)
         assert delta_text(await read_deltas(healthy_generation)) == "abcde"
         assert "a secret of ours" in caplog.text
         assert client.num_restarts == 0
@@ -328,9 +328,9 @@ async def test_the_queue_is_bounded() -> None:
     ) as client:
         assert client.max_outstanding == 3
         generations = [client.submit(make_request(name)) for name in "abc"]
-        with pytest.raises(OverloadedError, match="3 requests") as caught:
+        with pytest.raises(OverloadedError, match="3 requests") as exc_info:
             client.submit(make_request("d"))
-        assert caught.value.retry_after >= 1
+        assert exc_info.value.retry_after >= 1
         ended_future = client.request_ended()
         assert not ended_future.done()
         gate.open()
@@ -382,9 +382,9 @@ def make_killable_runtime() -> WorkerRuntime:
 
 
 async def kill(client: WorkerClient) -> UnavailableError:
-    with pytest.raises(UnavailableError) as caught:
+    with pytest.raises(UnavailableError) as exc_info:
         await read_deltas(client.submit(make_request("kill")))
-    return caught.value
+    return exc_info.value
 
 
 async def test_a_dead_worker_is_restarted_and_its_requests_end() -> None:
@@ -539,9 +539,9 @@ async def test_a_failed_start_reports_its_cause(error: Exception) -> None:
     folder = Path(client._supervisor._folder)
     assert client.state == "starting"
     assert folder.stat().st_mode & 0o777 == 0o700
-    with pytest.raises(type(error)) as caught:
+    with pytest.raises(type(error)) as exc_info:
         await client.start()
-    assert str(caught.value) == str(error)
+    assert str(exc_info.value) == str(error)
     assert client.state == "stopped"
     assert not folder.exists()
     await client.stop(1)

@@ -101,10 +101,10 @@ async def test_a_worker_killed_under_load_is_restarted() -> None:
 async def test_a_missing_checkpoint_is_reported_by_start(tmp_path: Path) -> None:
     missing_path = str(tmp_path / "model")
     client = WorkerClient(partial(workers.load_checkpoint_runtime, missing_path))
-    with pytest.raises(CheckpointNotFoundError) as caught:
+    with pytest.raises(CheckpointNotFoundError) as exc_info:
         await client.start()
-    assert missing_path in str(caught.value)
-    assert caught.value.path == missing_path
+    assert missing_path in str(exc_info.value)
+    assert exc_info.value.path == missing_path
     assert client.state == "stopped"
 
 

@@ -65,10 +65,10 @@ def test_valid_values_are_kept(values: dict[str, Any]) -> None:
     ids=repr,
 )
 def test_values_that_are_not_numbers_are_refused(name: str, value: Any) -> None:
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError) as exc_info:
         SamplingParams(**{name: value})
-    assert str(caught.value).startswith(f"{name} must be ")
-    assert str(caught.value).endswith(f", was {value!r}")
+    assert str(exc_info.value).startswith(f"{name} must be ")
+    assert str(exc_info.value).endswith(f", was {value!r}")
 
 
 @pytest.mark.parametrize("value", ["1", 1j, None, True, np.array(0.5)], ids=repr)
@@ -131,17 +131,17 @@ def test_numpy_numbers_become_python_numbers(values: dict[str, Any], expected: d
 )
 def test_the_error_for_an_unknown_name_suggests_a_known_one(name: str, hint: str) -> None:
     unknown_fields: dict[str, Any] = {name: 1}
-    with pytest.raises(UnknownParameterError) as caught:
+    with pytest.raises(UnknownParameterError) as exc_info:
         SamplingParams(**unknown_fields)
-    assert str(caught.value).startswith(f"SamplingParams: unknown parameter {name}; {hint}")
-    assert isinstance(caught.value, TypeError | InputError)
-    assert caught.value.parameter == name
+    assert str(exc_info.value).startswith(f"SamplingParams: unknown parameter {name}; {hint}")
+    assert isinstance(exc_info.value, TypeError | InputError)
+    assert exc_info.value.parameter == name
 
 
 def test_other_errors_in_a_call_raise_type_error() -> None:
-    with pytest.raises(TypeError, match="multiple values") as caught:
+    with pytest.raises(TypeError, match="multiple values") as exc_info:
         SamplingParams(1, top_k=2)  # type: ignore[misc]
-    assert not isinstance(caught.value, InputError)
+    assert not isinstance(exc_info.value, InputError)
 
 
 @pytest.mark.parametrize(("name", "bounds"), RANGES.items())

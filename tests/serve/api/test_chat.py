@@ -67,8 +67,8 @@ async def test_chunks_have_the_openai_format() -> None:
             chunk["choices"][0]["index"] for chunk in chunks[:-1] if "role" in chunk["choices"][0]["delta"]
         ]
         assert sorted(roles) == [0, 1]
-        ends = [chunk["choices"][0] for chunk in chunks[:-1] if chunk["choices"][0]["finish_reason"]]
-        assert [end["delta"] for end in ends] == [{}, {}]
+        end_choices = [chunk["choices"][0] for chunk in chunks[:-1] if chunk["choices"][0]["finish_reason"]]
+        assert [end_choice["delta"] for end_choice in end_choices] == [{}, {}]
         assert chunks[-1]["usage"]["completion_tokens"] == 6
         assert chunks[-1]["choices"] == []
         assert response.headers["cache-control"] == "no-cache"
@@ -164,7 +164,7 @@ async def test_sampling_defaults_are_those_of_the_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "rendered"),
+    ("message", "rendered_text"),
     [
         (user_message("a"), "user: a"),
         (user_message([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]), "user: a\nb"),
@@ -189,12 +189,12 @@ async def test_sampling_defaults_are_those_of_the_model() -> None:
         ),
     ],
 )
-async def test_messages_are_rendered_by_the_template(message: dict[str, Any], rendered: str) -> None:
+async def test_messages_are_rendered_by_the_template(message: dict[str, Any], rendered_text: str) -> None:
     async with run_in_process() as server:
         response = await server.post("/v1/chat/completions/render", messages=[message])
         assert response.status_code == 200, response.text
-        assert response.json()["prompt"] == f"{rendered}assistant: "
-        assert response.json()["prompt_token_ids"] == list(f"{rendered}assistant: ".encode())
+        assert response.json()["prompt"] == f"{rendered_text}assistant: "
+        assert response.json()["prompt_token_ids"] == list(f"{rendered_text}assistant: ".encode())
         assert server.pipeline.batches == []
         tokenized = await server.http.post("/tokenize", json={"messages": [message]})
         assert tokenized.json()["tokens"] == response.json()["prompt_token_ids"]

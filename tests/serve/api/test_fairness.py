@@ -110,14 +110,18 @@ async def test_a_queue_full_of_one_client_accepts_another_client() -> None:
         lambda: fake_runtime(GatedPipeline(gate, choose=letters_in_order(2)), max_batch_size=2),
         max_queue_size=3,
     ) as client:
-        generations_of_a = [client.submit(make_request(f"a{number}", client_id="a")) for number in range(5)]
+        client_a_generations = [
+            client.submit(make_request(f"a{number}", client_id="a")) for number in range(5)
+        ]
         with pytest.raises(OverloadedError):
             client.submit(make_request("a5", client_id="a"))
-        generations_of_b = [client.submit(make_request(f"b{number}", client_id="b")) for number in range(2)]
+        client_b_generations = [
+            client.submit(make_request(f"b{number}", client_id="b")) for number in range(2)
+        ]
         for client_id in "ac":
             with pytest.raises(OverloadedError):
                 client.submit(make_request("x", client_id=client_id))
         gate.open()
-        for generation in (*generations_of_a, *generations_of_b):
+        for generation in (*client_a_generations, *client_b_generations):
             assert delta_text(await read_deltas(generation)) == "ab"
         assert not client._client_ids

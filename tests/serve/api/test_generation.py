@@ -250,8 +250,8 @@ async def test_streams_finish_while_half_of_the_clients_disconnect() -> None:
 async def test_a_finished_choice_does_not_affect_the_others(stream: bool) -> None:
     def choose(context: TextContext) -> int:
         time.sleep(0.001)
-        ends = context.request_id.endswith("-0") and len(context.generated_tokens) == 2
-        return ord("b") if ends else ord("a")
+        has_ended = context.request_id.endswith("-0") and len(context.generated_tokens) == 2
+        return ord("b") if has_ended else ord("a")
 
     async with run_in_process(FakePipeline(choose)) as server:
         body = {"prompt": "Hi", "n": 2, "stop": "b", "max_tokens": 100, "stream": stream}

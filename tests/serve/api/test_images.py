@@ -151,13 +151,13 @@ async def test_responses_and_messages_read_images(folder: Path) -> None:
         assert text
         assert text != other_image_response.choices[0].message.content
         assert expected.usage is not None
-        parts: Any = [
+        content_parts: Any = [
             {"type": "input_image", "image_url": make_image_url(1), "detail": "auto"},
             {"type": "input_text", "text": "What?"},
         ]
         fields: Any = {
             "model": "tiny",
-            "input": [{"role": "user", "content": parts}],
+            "input": [{"role": "user", "content": content_parts}],
             "max_output_tokens": 8,
             "temperature": 0,
         }
@@ -168,10 +168,10 @@ async def test_responses_and_messages_read_images(folder: Path) -> None:
         stream = await openai.responses.create(**fields, stream=True)
         texts = [event.delta async for event in stream if event.type == "response.output_text.delta"]
         assert "".join(texts) == text
-        parts[0] = {"type": "input_image", "image_url": make_image_url(1), "detail": "high"}
+        content_parts[0] = {"type": "input_image", "image_url": make_image_url(1), "detail": "high"}
         with pytest.raises(BadRequestError, match="detail 'high' is not supported"):
             await openai.responses.create(**fields)
-        parts[0] = {"type": "input_image", "image_url": "https://example.org/a.png"}
+        content_parts[0] = {"type": "input_image", "image_url": "https://example.org/a.png"}
         with pytest.raises(BadRequestError, match="does not fetch") as refused_error:
             await openai.responses.create(**fields)
         assert refused_error.value.param == "input"

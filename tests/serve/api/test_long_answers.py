@@ -49,18 +49,20 @@ def encode_prompt_scores() -> list[bytes]:
 
 @pytest.mark.parametrize("encode", [encode_chat, encode_completion, encode_prompt_scores])
 def test_the_parts_of_a_long_response_are_bounded(encode: Any) -> None:
-    parts = encode()
-    assert len(parts) >= 3000 * 21 // MAX_COST
-    assert max(map(len, parts)) < MAX_BYTES
-    json.loads(b"".join(parts))
+    json_parts = encode()
+    assert len(json_parts) >= 3000 * 21 // MAX_COST
+    assert max(map(len, json_parts)) < MAX_BYTES
+    json.loads(b"".join(json_parts))
 
 
 def test_the_first_encoding_of_a_token_costs_more() -> None:
     fragments = TokenFragments(TOKENIZER)
     lengths = []
     for _ in range(2):
-        parts = [*ChatScores(fragments, 20).parts([make_score(index, 21) for index in range(0, 200, 20)])]
-        lengths.append(len(parts))
+        json_parts = [
+            *ChatScores(fragments, 20).parts([make_score(index, 21) for index in range(0, 200, 20)])
+        ]
+        lengths.append(len(json_parts))
     assert lengths[0] > lengths[1]
 
 

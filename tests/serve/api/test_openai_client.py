@@ -212,9 +212,9 @@ async def check_ollama(server: InProcessServer) -> None:
 async def check_extra_fields_of_other_servers(client: AsyncOpenAI) -> None:
     question: Any = [{"role": "user", "content": "What is the capital of Germany?"}]
 
-    async def complete_chat(stream: bool, **extra: Any) -> str:
+    async def complete_chat(stream: bool, **extra_fields: Any) -> str:
         fields: Any = {"model": "demo", "messages": question, "temperature": 0, "max_tokens": 30}
-        answer = await client.chat.completions.create(**fields, stream=stream, extra_body=extra)
+        answer = await client.chat.completions.create(**fields, stream=stream, extra_body=extra_fields)
         if not stream:
             return answer.choices[0].message.content or ""
         return "".join([chunk.choices[0].delta.content or "" async for chunk in answer])

@@ -174,23 +174,23 @@ async def test_a_long_prompt_is_truncated_to_the_model_limit() -> None:
 
 async def test_prompt_log_probabilities_are_returned() -> None:
     async with run_in_process(FakePipeline.saying("Hello!")) as server:
-        for extra in ({}, {"n": 2}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 2, "n": 2}):
-            answer = await post_ok(server, CHAT, prompt_logprobs=1, **extra)
+        for fields in ({}, {"n": 2}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 2, "n": 2}):
+            answer = await post_ok(server, CHAT, prompt_logprobs=1, **fields)
             text = "user: Hiassistant: "
             check_rows(answer["prompt_logprobs"], text)
             for choice in answer["choices"]:
-                assert (choice["logprobs"] is not None) == ("logprobs" in extra)
-        for extra in (
+                assert (choice["logprobs"] is not None) == ("logprobs" in fields)
+        for fields in (
             {},
             {"n": 2},
             {"logprobs": 1},
             {"logprobs": 2, "echo": True, "n": 2},
             {"max_tokens": 0},
         ):
-            answer = await post_ok(server, COMPLETIONS, prompt=["ab", "cdé"], prompt_logprobs=0, **extra)
+            answer = await post_ok(server, COMPLETIONS, prompt=["ab", "cdé"], prompt_logprobs=0, **fields)
             for index, choice in enumerate(answer["choices"]):
-                check_rows(choice["prompt_logprobs"], ["ab", "cdé"][index // extra.get("n", 1)])
-                assert (choice["logprobs"] is not None) == ("logprobs" in extra)
+                check_rows(choice["prompt_logprobs"], ["ab", "cdé"][index // fields.get("n", 1)])
+                assert (choice["logprobs"] is not None) == ("logprobs" in fields)
         assert "prompt_logprobs" not in await post_ok(server, CHAT)
         for path, body in BODIES.items():
             error = await server.expect_refusal(path, **body, prompt_logprobs=1, stream=True)
@@ -291,14 +291,14 @@ async def test_only_roles_in_the_template_are_accepted(path: str) -> None:
 
 
 async def test_text_parts_of_any_role_are_joined() -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    text_parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     template = (
         "{% for m in messages %}[{{ m.role + m.content }}]{% endfor %}"  # the template accepts only strings
     )
     async with run_in_process(template=template) as server:
         messages = [
-            user_message(parts),
-            {"role": "my role", "content": parts},
+            user_message(text_parts),
+            {"role": "my role", "content": text_parts},
             {"role": "note", "content": "x"},
         ]
         body = {"messages": messages, "continue_final_message": True}

@@ -368,9 +368,9 @@ def test_the_error_names_the_invalid_message(index: int) -> None:
     messages: list[Any] = [{"role": "user", "content": "a"} for _ in range(200)]
     messages[index] = {"role": "user", "content": 5}
     messages[150] = messages[150] | ({"role": "emperor"} if index <= 150 else {})
-    with pytest.raises(RequestProblem) as caught:
+    with pytest.raises(RequestProblem) as exc_info:
         validated(ChatBody, {"model": "demo", "messages": messages})
-    assert caught.value.param == f"messages[{index}].content"
+    assert exc_info.value.param == f"messages[{index}].content"
 
 
 def test_long_lists_are_validated_in_parts_with_equal_results() -> None:

@@ -207,14 +207,14 @@ async def test_responses_report_truncation_and_log_probabilities() -> None:
         scored_response = await server.openai.responses.create(
             model="demo", input="Hi", top_logprobs=1, include=["message.output_text.logprobs"]
         )
-        part = scored_response.output[0].content[0]  # type: ignore[union-attr,index]
-        assert [score.token for score in part.logprobs] == list("Hello!")  # type: ignore[union-attr]
+        text_part = scored_response.output[0].content[0]  # type: ignore[union-attr,index]
+        assert [score.token for score in text_part.logprobs] == list("Hello!")  # type: ignore[union-attr]
         async with server.openai.responses.stream(
             model="demo", input="Hi", include=["message.output_text.logprobs"]
         ) as stream:
             final = await stream.get_final_response()
-        part = final.output[0].content[0]  # type: ignore[union-attr,index]
-        assert [score.token for score in part.logprobs] == list("Hello!")  # type: ignore[union-attr]
+        text_part = final.output[0].content[0]  # type: ignore[union-attr,index]
+        assert [score.token for score in text_part.logprobs] == list("Hello!")  # type: ignore[union-attr]
 
 
 async def test_a_background_response_can_be_polled_and_streamed() -> None:

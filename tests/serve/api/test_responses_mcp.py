@@ -142,11 +142,11 @@ async def test_calls_of_one_turn_run_concurrently(tools: ServedTools) -> None:
 def record_prompts(server: InProcessServer) -> Iterator[list[str]]:
     """Yield a list that receives the prompts of the model."""
     prompts: list[str] = []
-    original = server.services.worker.submit
+    submit_to_worker = server.services.worker.submit
 
     def submit(context: Any) -> Any:
         prompts.append(str(context.prompt))
-        return original(context)
+        return submit_to_worker(context)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server.services.worker, "submit", submit)
@@ -417,9 +417,12 @@ async def test_a_response_is_cancelled_during_a_call(tools: ServedTools) -> None
         async with asyncio.timeout(30):
             while not tools.calls:
                 await asyncio.sleep(0.01)
-        cancelled = await server.openai.responses.cancel(response.id)
-        assert cancelled.status == "cancelled"
-        assert (cancelled.output[-1].type, cancelled.output[-1].status) == ("mcp_call", "incomplete")
+        cancelled_response = await server.openai.responses.cancel(response.id)
+        assert cancelled_response.status == "cancelled"
+        assert (cancelled_response.output[-1].type, cancelled_response.output[-1].status) == (
+            "mcp_call",
+            "incomplete",
+        )
         assert server.services.gate.num_active == 0
 
 

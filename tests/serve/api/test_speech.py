@@ -284,8 +284,8 @@ async def test_speech_metrics_are_counted(folder: Path) -> None:
 def test_the_openai_client_plays_speech(folder: Path, expected: Any) -> None:
     with live_server(**make_options(folder)) as server:
         client = OpenAI(base_url=f"{server.url}v1", api_key="none", max_retries=0)
-        extra = {name: SAMPLING[name] for name in ("seed", "temperature", "max_tokens")}
-        request: dict[str, Any] = {"model": "tiny", "voice": "default", "extra_body": extra}
+        sampling_fields = {name: SAMPLING[name] for name in ("seed", "temperature", "max_tokens")}
+        request: dict[str, Any] = {"model": "tiny", "voice": "default", "extra_body": sampling_fields}
         with client.audio.speech.with_streaming_response.create(
             input=LONG, response_format="pcm", **request
         ) as response:

@@ -232,11 +232,11 @@ async def test_malformed_forms_are_refused(tmp_path: Path, message: str) -> None
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
 async def test_a_form_in_small_chunks_is_parsed(tmp_path: Path, size: int) -> None:
-    form = FILE + PURPOSE + b"--x--\r\n"
+    form_data = FILE + PURPOSE + b"--x--\r\n"
 
     async def send_chunks() -> AsyncIterator[bytes]:
-        for start in range(0, len(form), size):
-            yield form[start : start + size]
+        for start in range(0, len(form_data), size):
+            yield form_data[start : start + size]
 
     async with run_in_process(state_dir=str(tmp_path)) as server:
         response = await server.http.post(

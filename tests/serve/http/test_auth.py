@@ -41,12 +41,12 @@ def test_valid_keys_are_accepted(header: bytes) -> None:
     ],
 )
 def test_invalid_keys_are_refused(headers: list[tuple[bytes, bytes]]) -> None:
-    with pytest.raises(RequestProblem) as caught:
+    with pytest.raises(RequestProblem) as exc_info:
         ApiKeys(KEYS).check(headers)
-    assert caught.value.status_code == 401
-    assert caught.value.headers is not None
-    assert caught.value.headers["www-authenticate"].startswith("Bearer")
-    assert "one" not in caught.value.message.replace("one of this server's", "")
+    assert exc_info.value.status_code == 401
+    assert exc_info.value.headers is not None
+    assert exc_info.value.headers["www-authenticate"].startswith("Bearer")
+    assert "one" not in exc_info.value.message.replace("one of this server's", "")
 
 
 def test_without_keys_every_client_is_accepted() -> None:

@@ -61,11 +61,11 @@ INVALID_BODIES = {
 
 @pytest.mark.parametrize(("body", "message"), INVALID_BODIES.values(), ids=INVALID_BODIES.keys())
 def test_invalid_bodies_are_refused_with_the_reason(body: bytes, message: str) -> None:
-    with pytest.raises(RequestProblem) as caught:
+    with pytest.raises(RequestProblem) as exc_info:
         decode_json(body)
-    assert caught.value.status_code == 400
-    assert caught.value.code == "invalid_json"
-    assert message in caught.value.message
+    assert exc_info.value.status_code == 400
+    assert exc_info.value.code == "invalid_json"
+    assert message in exc_info.value.message
 
 
 @pytest.mark.parametrize(

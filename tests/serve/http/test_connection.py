@@ -70,8 +70,8 @@ class EchoApp:
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         if "stream" in path:
             await send({"type": "http.response.start", "status": 200, "headers": []})
-            for part in (b"one", b"two", b""):
-                await send({"type": "http.response.body", "body": part, "more_body": part != b""})
+            for chunk in (b"one", b"two", b""):
+                await send({"type": "http.response.body", "body": chunk, "more_body": chunk != b""})
             return
         if "close" in path:
             headers.append((b"connection", b"close"))
@@ -90,8 +90,8 @@ async def run_server(app: Any) -> AsyncIterator[int]:
 async def exchange(port: int, *request_parts: bytes, half_close: bool = False) -> bytes:
     """Send the parts of a request. Return all bytes that the server sends until it closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    for part in request_parts:
-        writer.write(part)
+    for request_part in request_parts:
+        writer.write(request_part)
         await asyncio.sleep(0.02)
     if half_close:
         writer.write_eof()
@@ -218,11 +218,13 @@ async def test_http_1_0_responses_are_not_chunked() -> None:
 @pytest.mark.parametrize("is_one_write", [True, False])
 async def test_a_too_long_head_is_refused(is_one_write: bool) -> None:
     app = EchoApp()
-    line = b"GET / HTTP/1.1\r\nhost: localhost\r\n"
-    parts = [b"x%d: " % number + b"y" * 1000 + b"\r\n" for number in range(MAX_HEAD_SIZE // 500)]
+    request_line = b"GET / HTTP/1.1\r\nhost: localhost\r\n"
+    header_lines = [b"x%d: " % number + b"y" * 1000 + b"\r\n" for number in range(MAX_HEAD_SIZE // 500)]
     async with run_server(app) as port:
         data = await exchange(
-            port, line, *([b"".join(parts)] if is_one_write else [b"".join(parts[:80])] * 3)
+            port,
+            request_line,
+            *([b"".join(header_lines)] if is_one_write else [b"".join(header_lines[:80])] * 3),
         )
     [(status, body)] = parse_responses(data)
     assert (status, body["error"]["code"], app.paths) == (431, "invalid_http", [])

@@ -34,7 +34,7 @@ json_values = st.recursive(
     ),
     max_leaves=8,
 )
-parts = st.lists(
+content_parts = st.lists(
     st.fixed_dictionaries(
         {"type": st.sampled_from(["text", "refusal", "image_url"]) | json_values},
         optional={"text": json_values, "refusal": json_values},
@@ -56,7 +56,7 @@ messages = st.lists(
     st.fixed_dictionaries(
         {"role": st.sampled_from(["user", "system", "developer", "assistant", "tool"]) | json_values},
         optional={
-            "content": st.text(max_size=5) | parts | json_values,
+            "content": st.text(max_size=5) | content_parts | json_values,
             "tool_calls": calls | json_values,
             "tool_call_id": st.text(max_size=3) | json_values,
             "refusal": json_values,

@@ -362,13 +362,13 @@ def test_a_connection_without_a_request_is_closed(server_run: ServerRun, request
 def test_an_incomplete_later_request_is_closed(server_run: ServerRun) -> None:
     request = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
-    def exchange_bytes(connection: socket.socket, *parts: bytes) -> bytes:
-        for part in parts:
-            connection.sendall(part)
+    def exchange_bytes(connection: socket.socket, *request_parts: bytes) -> bytes:
+        for request_part in request_parts:
+            connection.sendall(request_part)
             time.sleep(0.1)
         answer = b""
-        while not answer.endswith(b"}") and (received := connection.recv(4096)):
-            answer += received
+        while not answer.endswith(b"}") and (received_bytes := connection.recv(4096)):
+            answer += received_bytes
         return answer
 
     def use_server(http: httpx.Client) -> list[bytes]:
@@ -401,9 +401,9 @@ def test_invalid_and_used_addresses_are_refused() -> None:
     with listening_socket("127.0.0.1", 0) as listener_in_use:
         port = listener_in_use.getsockname()[1]
         assert url_of(listener_in_use) == f"http://127.0.0.1:{port}"
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(ConfigError) as exc_info:
             listening_socket("127.0.0.1", port)
-        assert str(caught.value) == f"port: cannot listen at 127.0.0.1:{port}: Address already in use"
+        assert str(exc_info.value) == f"port: cannot listen at 127.0.0.1:{port}: Address already in use"
     with pytest.raises(ConfigError, match=r"host: cannot listen at no\.such\.host\.invalid:0: Name"):
         listening_socket("no.such.host.invalid", 0)
     invalid_hosts = "192.0.2.1 a..b a\0b 1.2.3.4.5 2001:db8::1 ::1%nothing café..de"

@@ -48,11 +48,11 @@ async def test_items_within_the_limits_are_yielded() -> None:
 
 
 async def test_the_stream_timeout_limits_the_time_between_two_items() -> None:
-    with pytest.raises(RequestProblem) as caught:
+    with pytest.raises(RequestProblem) as exc_info:
         await collect_items(make_limits(stream_timeout=0.05), 0, 0, 60)
-    assert "no token arrived for 0.05 seconds" in caught.value.message
-    assert problem_of(caught.value).code == "timeout"
-    assert problem_of(caught.value).headers["retry-after"]
+    assert "no token arrived for 0.05 seconds" in exc_info.value.message
+    assert problem_of(exc_info.value).code == "timeout"
+    assert problem_of(exc_info.value).headers["retry-after"]
 
 
 async def test_the_stream_timeout_does_not_apply_to_the_first_item() -> None:

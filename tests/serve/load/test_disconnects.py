@@ -88,7 +88,7 @@ async def read_usage(stream: RawExchange) -> int:
     blocks = []
     while (block := await stream.event()) is not None:
         blocks.append(block)
-    events = [part.removeprefix(b"data: ") for part in b"".join(blocks).split(b"\n\n") if part]
+    events = [event.removeprefix(b"data: ") for event in b"".join(blocks).split(b"\n\n") if event]
     assert events.pop() == b"[DONE]"
     *chunks, usage_chunk = map(json.loads, events)
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks)

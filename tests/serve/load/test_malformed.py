@@ -304,8 +304,8 @@ def check_error(answer: Any, path: str, data: bytes) -> None:
 VALID_BODY = json.dumps({"model": "demo", "prompt": "Hi", "max_tokens": 2}).encode()
 
 
-def encode_chunked(*parts: bytes) -> bytes:
-    return b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (*parts, b""))
+def encode_chunked(*chunks: bytes) -> bytes:
+    return b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in (*chunks, b""))
 
 
 TRANSFER_ENCODING = {"transfer-encoding": "chunked"}

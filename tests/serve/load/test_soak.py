@@ -109,7 +109,7 @@ async def send_random_request(port: int, rng: random.Random) -> str:
         if not body.get("stream"):
             assert len(json.loads(data)["choices"]) == body.get("n", 1)
             return "complete"
-        last_event = [part for part in data.split(b"\n\n") if part][-1]
+        last_event = [event for event in data.split(b"\n\n") if event][-1]
         if last_event == b"data: [DONE]":
             return "streamed"
         assert json.loads(last_event.removeprefix(b"data: "))["error"]["type"] == "service_unavailable_error"

@@ -44,8 +44,8 @@ def read_samples(metrics: Metrics) -> dict[str, float]:
 
 
 def begin_request(metrics: Metrics, route: str = "/v1/completions") -> tuple[RequestRecord, RequestMetrics]:
-    now = time.perf_counter()  # a test may replace the clock
-    record, observer = RequestRecord("x", "POST", route, now), metrics.request_received()
+    start_time = time.perf_counter()  # a test may replace the clock
+    record, observer = RequestRecord("x", "POST", route, start_time), metrics.request_received()
     record.observers.append(observer)
     return record, observer
 

@@ -61,10 +61,12 @@ def draw_plain_text() -> st.SearchStrategy[str]:
     def is_plain(text: str) -> bool:
         return text == text.strip() != "" and not any(marker in text for marker in MARKERS)
 
-    parts = st.sampled_from(
+    text_parts = st.sampled_from(
         ["<", "[", "{", "<tool", "</th", "|>", " ", "\n", "é", "ab", "\U0001f600", "functools"]
     )
-    return st.lists(parts | st.text("ab<[]{}|_ \n>", max_size=4), max_size=8).map("".join).filter(is_plain)
+    return (
+        st.lists(text_parts | st.text("ab<[]{}|_ \n>", max_size=4), max_size=8).map("".join).filter(is_plain)
+    )
 
 
 def draw_json_values() -> st.SearchStrategy[Any]:
@@ -116,18 +118,17 @@ class Output:
 
 @st.composite
 def draw_outputs(draw: st.DrawFn, name: str) -> Output:
-    kinds = draw(st.lists(st.sampled_from(["content", "calls", "reasoning"]), max_size=5))
-    output, previous_kind, begin = Output(), "", ""
-    for kind in kinds:
+    part_kinds = draw(st.lists(st.sampled_from(["content", "calls", "reasoning"]), max_size=5))
+    output, previous_kind = Output(), ""
+    for kind in part_kinds:
         if kind == previous_kind:
             continue
         previous_kind = kind
         newlines = draw(st.sampled_from(["", "\n", "\n\n"])) if output.text else ""
         if kind == "content":
             text = draw(draw_plain_text())
-            if name in FORMATS_WITHOUT_MARKER and text.endswith(
-                "["
-            ):  # "[" before a call would begin a list of calls
+            # A "[" before a call would begin a list of calls.
+            if name in FORMATS_WITHOUT_MARKER and text.endswith("["):
                 text = f"{text}x"
             output.text += newlines + text
             output.content += (newlines if output.content else "") + text
@@ -137,7 +138,7 @@ def draw_outputs(draw: st.DrawFn, name: str) -> Output:
             output.calls += tuple(drawn_calls)
         else:
             text = draw(draw_plain_text())
-            output.text += f"{newlines}<think>{begin}{text}\n</think>"
+            output.text += f"{newlines}<think>{text}\n</think>"
             output.reasoning += text
     return output
 
@@ -226,8 +227,8 @@ def test_events_of_long_text_do_not_depend_on_chunking(name: str, data: st.DataO
     lengths = st.integers(200, 300)
     long_words = st.builds(lambda word, count: word * count, st.sampled_from(["a", "ab ", "{", "1"]), lengths)
     rendered_calls = draw_calls(name).map(lambda call: RENDERERS[name]([call]))
-    parts = st.sampled_from(TEXT_PARTS + NAME_PARTS * 3) | long_words | rendered_calls
-    text = "".join(data.draw(st.lists(parts, max_size=25)))
+    text_parts = st.sampled_from(TEXT_PARTS + NAME_PARTS * 3) | long_words | rendered_calls
+    text = "".join(data.draw(st.lists(text_parts, max_size=25)))
     options = {"in_reasoning": data.draw(st.booleans()), "bare_in_text": data.draw(st.booleans())}
     events = parse(make_parser(name, **options), text)
     assert events == parse(make_parser(name, **options), text, (1,))
@@ -269,8 +270,13 @@ def test_no_text_is_lost(name: str, data: st.DataObject) -> None:
     Exceptions: the text of a truncated call, and call ids that the model writes.
     """
     words = [f"w{index}w" for index in range(30)]
-    parts = data.draw(st.lists(st.sampled_from(TEXT_PARTS + NAME_PARTS * 3 + ["WORD"] * 12), max_size=25))
-    text = "".join(f" {words[index]} " if part == "WORD" else part for index, part in enumerate(parts))
+    text_parts = data.draw(
+        st.lists(st.sampled_from(TEXT_PARTS + NAME_PARTS * 3 + ["WORD"] * 12), max_size=25)
+    )
+    text = "".join(
+        f" {words[index]} " if text_part == "WORD" else text_part
+        for index, text_part in enumerate(text_parts)
+    )
     text += ">" + '"' * 2 + " end of it "
     events = parse(make_parser(name, "none"), text, data.draw(SIZES))
     if isinstance(events[-1], Content):

@@ -28,10 +28,10 @@ SCALARS = ("text", "count", "exact")
 
 def remove_nested_arguments() -> list[dict[str, Any]]:
     """Return the tools without nested arguments, because grammars for these compile 50 times slower."""
-    [search, now] = copy.deepcopy(TOOLS)
-    properties = search["function"]["parameters"]["properties"]
-    search["function"]["parameters"]["properties"] = {name: properties[name] for name in SCALARS}
-    return [search, now]
+    [search_tool, now_tool] = copy.deepcopy(TOOLS)
+    properties = search_tool["function"]["parameters"]["properties"]
+    search_tool["function"]["parameters"]["properties"] = {name: properties[name] for name in SCALARS}
+    return [search_tool, now_tool]
 
 
 FEW_ARGUMENTS = remove_nested_arguments()

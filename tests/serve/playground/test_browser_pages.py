@@ -106,9 +106,9 @@ async def test_both_answers_are_streamed_and_stopped_together() -> None:
         await wait_until(page, f"{texts}.filter((length) => length > 20).length === 2")
         assert await page.get_attribute("#compare-sides", "aria-busy") == "true"
         await page.get_by_role("button", name="Stop").click()
-        ends = page.locator(".side-answer .finish")
-        await ends.nth(1).wait_for()
-        assert await ends.all_inner_texts() == ["stopped by you", "stopped by you"]
+        finish_notes = page.locator(".side-answer .finish")
+        await finish_notes.nth(1).wait_for()
+        assert await finish_notes.all_inner_texts() == ["stopped by you", "stopped by you"]
         assert await page.get_attribute("#compare-sides", "aria-busy") == "false"
         async with asyncio.timeout(30):
             while chat.services.worker.stats.num_running:
@@ -166,14 +166,14 @@ async def test_the_metrics_page_works_behind_a_proxy_with_a_key() -> None:
     """The page shows a form for the key, and sends the key with later requests."""
     async with open_playground(FakePipeline.saying("Hello!"), "401") as (page, _):
 
-        async def check(route: Any) -> None:
+        async def check_key(route: Any) -> None:
             if route.request.headers.get("authorization") == "Bearer secret":
                 await route.continue_()
             else:
                 error = {"error": {"message": "an API key is required", "code": "missing_api_key"}}
                 await route.fulfill(status=401, json=error)
 
-        await page.route("**/metrics", check)
+        await page.route("**/metrics", check_key)
         await page.get_by_role("link", name="Metrics").click()
         await page.locator("#key-form").wait_for()
         assert await page.inner_text("#metrics-error") == "an API key is required"
