@@ -395,7 +395,7 @@ def read_sentencepiece(model: Path) -> list[tuple[str, float]]:
     """Return the (piece, score) pairs of a SentencePiece model file, which is a protocol buffer."""
     data = model.read_bytes()
 
-    def fields(start: int, last: int) -> Iterator[tuple[int, int, int]]:  # (field number, start, end)
+    def fields(start: int, end: int) -> Iterator[tuple[int, int, int]]:  # (field number, start, end)
         def varint(offset: int) -> tuple[int, int]:
             value, shift = 0, 0
             while True:
@@ -404,7 +404,7 @@ def read_sentencepiece(model: Path) -> list[tuple[str, float]]:
                 if data[offset - 1] < 128:
                     return value, offset
 
-        while start < last:
+        while start < end:
             tag, start = varint(start)
             if tag & 7 == 0:
                 stop = varint(start)[1]
@@ -419,7 +419,7 @@ def read_sentencepiece(model: Path) -> list[tuple[str, float]]:
     pieces = []
     for number, start, stop in fields(0, len(data)):
         if number == 1:
-            piece_fields = {key: data[first:last] for key, first, last in fields(start, stop)}
+            piece_fields = {key: data[begin:end] for key, begin, end in fields(start, stop)}
             pieces.append((piece_fields[1].decode(), struct.unpack("<f", piece_fields.get(2, bytes(4)))[0]))
     return pieces
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-_PER_RESPONSE = ("id", "created")  # fields that differ in each response
+_VARIABLE_FIELDS = ("id", "created")  # fields that differ in each response
 
 
 def drop_variable_fields(answer: dict[str, Any]) -> dict[str, Any]:
     """Return a response without the fields that differ in each response."""
-    plain_answer = {key: value for key, value in answer.items() if key not in _PER_RESPONSE}
+    plain_answer = {key: value for key, value in answer.items() if key not in _VARIABLE_FIELDS}
     for choice in plain_answer["choices"]:
         for call in choice.get("message", {}).get("tool_calls", []):
             call.pop("id")

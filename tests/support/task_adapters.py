@@ -53,11 +53,11 @@ def mean_embedding(model: Any, tokens: list[int]) -> Tensor:  # [E]
         return F.normalize(model(torch.tensor([tokens])).last_hidden_state[0].mean(0), dim=-1)
 
 
-def write_jina_v3(folder: Path, plain: Path) -> JinaV3:
-    """Write a random model in the published layout. Write it without adapters to the folder ``plain``."""
+def write_jina_v3(folder: Path, plain_folder: Path) -> JinaV3:
+    """Write a random model in the published layout. Write it without adapters to ``plain_folder``."""
     (architecture,) = (candidate for candidate in ENCODERS if candidate.name == "jina_embeddings_v3")
-    model = save_encoder(architecture, plain, "", vocab_size=900)
-    weights = load_file(plain / "model.safetensors")
+    model = save_encoder(architecture, plain_folder, "", vocab_size=900)
+    weights = load_file(plain_folder / "model.safetensors")
     generator = torch.Generator().manual_seed(3)
     tensors, adapters = {}, {}
     for name, tensor in weights.items():
@@ -96,4 +96,4 @@ def write_jina_v3(folder: Path, plain: Path) -> JinaV3:
     (folder / "config.json").write_text(json.dumps(values))
     write_tokenizer(folder)
     write_layout(folder, "mean")
-    return JinaV3(folder, weights, adapters, plain)
+    return JinaV3(folder, weights, adapters, plain_folder)

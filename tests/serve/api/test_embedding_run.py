@@ -61,7 +61,7 @@ class EmbeddingsEngine(FakeEngine):
         self._count()
 
     def answer(self, count: int = 1, *, youngest: bool = False) -> None:
-        """Answer the oldest ``count`` inputs, or with ``youngest`` the youngest.
+        """Answer the ``count`` oldest inputs, or the youngest inputs if ``youngest`` is true.
 
         A vector consists of the number of tokens and the id of the first token.
         """

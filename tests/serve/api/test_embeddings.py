@@ -32,7 +32,7 @@ def read_vectors(answer: Any) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def expected(embedder: Path) -> dict[str, np.ndarray]:
+def library_vectors(embedder: Path) -> dict[str, np.ndarray]:
     """Return the vectors of `LLM.embed` for each set of options."""
     llm = LLM.from_config(embedder_config(embedder))
     options_by_name: dict[str, dict[str, Any]] = {
@@ -51,7 +51,7 @@ def expected(embedder: Path) -> dict[str, np.ndarray]:
 
 
 async def test_each_input_format_gives_the_vectors_of_the_library(
-    embedder: Path, expected: dict[str, np.ndarray]
+    embedder: Path, library_vectors: dict[str, np.ndarray]
 ) -> None:
     async with embedding_server(embedder) as server:
         answer = await request_embeddings(server, input=TEXTS)
@@ -60,7 +60,7 @@ async def test_each_input_format_gives_the_vectors_of_the_library(
             "tiny",
             "embedding",
         )
-        np.testing.assert_allclose(read_vectors(answer), expected["plain"], atol=1e-6)
+        np.testing.assert_allclose(read_vectors(answer), library_vectors["plain"], atol=1e-6)
         ids = [server.services.tokenizer.encode_text(text).tolist() for text in TEXTS]
         num_tokens = sum(map(len, ids))
         assert answer["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
@@ -70,7 +70,9 @@ async def test_each_input_format_gives_the_vectors_of_the_library(
         )
         for single_input in (TEXTS[1], ids[1]):
             single_response = await request_embeddings(server, input=single_input, model="tiny", user="ann")
-            np.testing.assert_allclose(read_vectors(single_response), expected["plain"][1:2], atol=1e-6)
+            np.testing.assert_allclose(
+                read_vectors(single_response), library_vectors["plain"][1:2], atol=1e-6
+            )
             assert single_response["usage"]["prompt_tokens"] == len(ids[1])
 
 
@@ -91,7 +93,7 @@ async def test_the_texts_of_a_request_are_encoded_together(
 
 
 async def test_each_option_gives_the_vectors_of_the_library(
-    embedder: Path, expected: dict[str, np.ndarray]
+    embedder: Path, library_vectors: dict[str, np.ndarray]
 ) -> None:
     async with embedding_server(embedder) as server:
         fields_by_name: dict[str, dict[str, Any]] = {
@@ -103,13 +105,13 @@ async def test_each_option_gives_the_vectors_of_the_library(
         }
         for name, body in fields_by_name.items():
             answer = await request_embeddings(server, input=TEXTS, **body)
-            np.testing.assert_allclose(read_vectors(answer), expected[name], atol=1e-6, err_msg=name)
+            np.testing.assert_allclose(read_vectors(answer), library_vectors[name], atol=1e-6, err_msg=name)
         prompt_name_vectors = read_vectors(await request_embeddings(server, input=TEXTS, prompt_name="query"))
-        np.testing.assert_allclose(prompt_name_vectors, expected["query"], atol=1e-6)
+        np.testing.assert_allclose(prompt_name_vectors, library_vectors["query"], atol=1e-6)
         assert read_vectors(await request_embeddings(server, input=TEXTS, dimensions=32)).shape == (3, 32)
 
 
-async def test_base64_has_the_same_numbers(embedder: Path) -> None:
+async def test_base64_vectors_equal_float_vectors(embedder: Path) -> None:
     async with embedding_server(embedder) as server:
         plain_vectors = read_vectors(await request_embeddings(server, input=TEXTS, encoding_format="float"))
         base64_items = (await request_embeddings(server, input=TEXTS, encoding_format="base64"))["data"]
@@ -254,7 +256,9 @@ async def test_routes_of_other_tasks_are_refused(classifier: Path) -> None:
             assert error["message"].startswith(f"{path} needs a model of the task embeddings-generation")
 
 
-async def test_model_list_log_line_and_metrics(embedder: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_model_list_log_and_metrics_describe_embeddings_requests(
+    embedder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with embedding_server(embedder) as server:
         (model,) = (await server.http.get("/v1/models")).json()["data"]
         assert (model["task"], model["outputs"]) == ("embeddings-generation", ["dense", "multi_vector"])
@@ -271,7 +275,7 @@ async def test_model_list_log_line_and_metrics(embedder: Path, caplog: pytest.Lo
 
 
 async def test_the_openai_client_reads_base64_and_floats(
-    embedder: Path, expected: dict[str, np.ndarray]
+    embedder: Path, library_vectors: dict[str, np.ndarray]
 ) -> None:
     async with embedding_server(embedder) as server:
         encoding_options: tuple[Any, Any] = (
@@ -281,7 +285,7 @@ async def test_the_openai_client_reads_base64_and_floats(
         for options in encoding_options:
             answer = await server.openai.embeddings.create(model="tiny", input=TEXTS, **options)
             rows = np.array([item.embedding for item in answer.data])
-            np.testing.assert_allclose(rows, expected["plain"], atol=1e-6)
+            np.testing.assert_allclose(rows, library_vectors["plain"], atol=1e-6)
             assert answer.usage.total_tokens > 9
         shortened_response = await server.openai.embeddings.create(
             model="tiny", input=TEXTS, dimensions=8, extra_body={"input_type": "query"}

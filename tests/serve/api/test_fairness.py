@@ -1,4 +1,4 @@
-"""Clients are identified by API key or connection. A client with many requests delays no other."""
+"""Clients are identified by key or connection. One with many requests does not delay other clients."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ async def open_speech_server(folder: Path, **fields: Any) -> AsyncIterator[InPro
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> Iterator[Any]:
+def library_audio(folder: Path) -> Iterator[Any]:
     """Return a function that returns the PCM bytes of `LLM.speak`."""
     config = PipelineConfig.from_flat({"model_path": str(folder), "kv_cache_memory": 4 << 20})
     with LLM.from_config(config, catalog=fake_codec_catalog()) as llm:
@@ -74,19 +74,19 @@ async def synthesize(server: InProcessServer, **body: Any) -> bytes:
     return response.content
 
 
-async def test_audio_equals_that_of_the_library(folder: Path, expected: Any) -> None:
+async def test_audio_equals_that_of_the_library(folder: Path, library_audio: Any) -> None:
     async with open_speech_server(folder) as server:
         for text in ("Hello.", LONG):
             pcm = await synthesize(server, input=text, response_format="pcm")
-            assert pcm == expected(text)
+            assert pcm == library_audio(text)
             assert len(pcm) > 20
         with wave.open(io.BytesIO(await synthesize(server, response_format="wav"))) as file:
             assert file.getframerate() == RATE
-            assert file.readframes(1 << 20) == expected("Hello.")
-        assert await synthesize(server, voice="default", response_format="pcm") == expected("Hello.")
+            assert file.readframes(1 << 20) == library_audio("Hello.")
+        assert await synthesize(server, voice="default", response_format="pcm") == library_audio("Hello.")
         options = {"audio_prompt_tokens": [4, 5], "audio_prompt_transcription": "Ho"}
         cloned_audio = await synthesize(server, response_format="pcm", **options)
-        assert cloned_audio == expected("Hello.", **options) != expected("Hello.")
+        assert cloned_audio == library_audio("Hello.", **options) != library_audio("Hello.")
         responses = {
             name: (await server.http.post(ROUTE, json={"input": "a", "response_format": name, **SAMPLING}))
             for name in ("wav", "pcm")
@@ -107,26 +107,26 @@ async def test_audio_bytes_are_sent_unchanged(folder: Path, monkeypatch: pytest.
             assert content.count(audio) == len(content) // len(audio) > 0
 
 
-async def test_audio_is_streamed_as_events(folder: Path, expected: Any) -> None:
+async def test_audio_is_streamed_as_events(folder: Path, library_audio: Any) -> None:
     async with open_speech_server(folder) as server:
         body = {"input": LONG, "response_format": "pcm", "stream_format": "sse", **SAMPLING}
         response = await server.http.post(ROUTE, json=body)
         assert response.headers["content-type"].startswith("text/event-stream")
         *deltas, end_event = parse_events(response.text)
         assert {delta["type"] for delta in deltas} == {"speech.audio.delta"}
-        assert b"".join(base64.b64decode(delta["audio"]) for delta in deltas) == expected(LONG)
+        assert b"".join(base64.b64decode(delta["audio"]) for delta in deltas) == library_audio(LONG)
         assert end_event["type"] == "speech.audio.done"
         usage = end_event["usage"]
         assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
-        assert usage["output_tokens"] >= len(expected(LONG)) / 2 / 8
+        assert usage["output_tokens"] >= len(library_audio(LONG)) / 2 / 8
 
 
 async def test_each_decoded_chunk_is_sent_as_an_event(
-    folder: Path, expected: Any, monkeypatch: pytest.MonkeyPatch
+    folder: Path, library_audio: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The codec decodes a chunk only after the client has received the event of the previous chunk."""
     text = "One sentence is this one."
-    audio, gate = expected(text), Gate()
+    audio, gate = library_audio(text), Gate()
     decode_chunks = FakeCodec.decode_chunks
 
     def decode_if_allowed(codec: FakeCodec, chunks: Any) -> Any:
@@ -195,10 +195,10 @@ async def _open_shared_server(folder: Path) -> AsyncIterator[InProcessServer]:
         yield server
 
 
-async def test_fields_with_default_values_are_accepted(folder: Path, expected: Any) -> None:
+async def test_fields_with_default_values_are_accepted(folder: Path, library_audio: Any) -> None:
     async with open_speech_server(folder) as server:
         body = {"speed": 1.0, "instructions": "", "user": "ann", "response_format": "pcm"}
-        assert await synthesize(server, **body) == expected("Hello.")
+        assert await synthesize(server, **body) == library_audio("Hello.")
 
 
 async def test_a_missing_audio_library_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +242,7 @@ async def test_an_output_without_speech_is_an_error(folder: Path) -> None:
         assert "5 tokens without a whole frame" in response.json()["error"]["message"]
 
 
-async def test_disconnects_do_not_change_other_speech_streams(folder: Path, expected: Any) -> None:
+async def test_disconnects_do_not_change_other_speech_streams(folder: Path, library_audio: Any) -> None:
     async with open_speech_server(folder) as server:
         app = server.app
         texts = [f"Hello number {i}." for i in range(16)]
@@ -253,7 +253,7 @@ async def test_disconnects_do_not_change_other_speech_streams(folder: Path, expe
         await asyncio.gather(*(stream.wait_until_ended() for stream in streams))
         for text, stream in zip(texts[1::2], streams[1::2], strict=True):
             assert stream.status == 200
-            assert stream.body == expected(text)
+            assert stream.body == library_audio(text)
         await wait_until(lambda: server.services.worker.num_outstanding == 0)
         await wait_until(lambda: server.services.worker.stats.num_used_blocks == 0)
 
@@ -281,7 +281,7 @@ async def test_speech_metrics_are_counted(folder: Path) -> None:
         assert seconds == pytest.approx(len(pcm) / 2 / RATE)
 
 
-def test_the_openai_client_plays_speech(folder: Path, expected: Any) -> None:
+def test_the_openai_client_plays_speech(folder: Path, library_audio: Any) -> None:
     with live_server(**make_options(folder)) as server:
         client = OpenAI(base_url=f"{server.url}v1", api_key="none", max_retries=0)
         sampling_fields = {name: SAMPLING[name] for name in ("seed", "temperature", "max_tokens")}
@@ -290,6 +290,6 @@ def test_the_openai_client_plays_speech(folder: Path, expected: Any) -> None:
             input=LONG, response_format="pcm", **request
         ) as response:
             chunks = list(response.iter_bytes())
-        assert b"".join(chunks) == expected(LONG)
+        assert b"".join(chunks) == library_audio(LONG)
         response = client.audio.speech.create(input="Hello.", response_format="wav", **request)
-        assert np.frombuffer(response.content[44:], "<i2").tobytes() == expected("Hello.")
+        assert np.frombuffer(response.content[44:], "<i2").tobytes() == library_audio("Hello.")

@@ -134,9 +134,12 @@ async def test_requests_of_foreign_pages_are_refused(headers: dict[str, str], pa
     ("headers", "config"),
     [
         ({}, {}),
-        ({"origin": "http://localhost"}, {}),  # the playground
+        ({"origin": "http://localhost"}, {}),  # as sent by the playground
         ({"origin": "http://localhost:8000", "host": "localhost:8000"}, {}),
-        ({"origin": "https://llm.example", "sec-fetch-site": "same-origin"}, {}),  # a page behind a proxy
+        (
+            {"origin": "https://llm.example", "sec-fetch-site": "same-origin"},
+            {},
+        ),  # as sent by a page behind a proxy
         ({"sec-fetch-site": "none"}, {}),
         ({"origin": "https://app.example"}, {"cors_origins": ["https://app.example"]}),
         (

@@ -1,4 +1,4 @@
-"""Each format: rendered calls are parsed for any chunking, no text is lost, and work is linear."""
+"""Each format: rendered calls are parsed for any chunking, no text is lost, parsing time is linear."""
 
 from __future__ import annotations
 
