@@ -89,13 +89,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def chunk_sizes(model: SpeechModel) -> Iterator[None]:
+def restored_chunk_sizes(model: SpeechModel) -> Iterator[None]:
     previous_value = model.pipeline._stream_sizes
     yield
     model.pipeline._stream_sizes = previous_value
 
 
-@pytest.mark.usefixtures("chunk_sizes")
+@pytest.mark.usefixtures("restored_chunk_sizes")
 @pytest.mark.parametrize("num_steps", [1, 8])
 def test_streamed_audio_equals_decoding_at_once_for_each_chunk_size(
     model: SpeechModel, num_steps: int
@@ -153,7 +153,7 @@ def test_a_cached_prompt_does_not_change_the_audio(folder: Path) -> None:
     np.testing.assert_array_equal(np.concatenate(cached_audio), np.concatenate(uncached_audio))
 
 
-def test_audio_after_the_last_token_is_decoded_without_rows_and_blocks(folder: Path) -> None:
+def test_a_context_with_only_audio_left_needs_no_batch_row_and_no_blocks(folder: Path) -> None:
     model = SpeechModel(folder, audio_chunk_frames=4)
     pipeline, codec = model.pipeline, model.pipeline.codec
     pipeline._max_frames = 4

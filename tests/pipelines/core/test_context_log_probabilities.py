@@ -30,7 +30,7 @@ def make_context(prompt_length: int, **fields: Any) -> TextContext:
     return TextContext(prompt="", max_length=100, tokens=tokens, eos_token_ids={EOS}, **fields)
 
 
-def step(context: TextContext, token: int) -> None:
+def run_step(context: TextContext, token: int) -> None:
     """Run a step. Each active token gives the log probabilities of the position after it."""
     context.update(token, make_rows(*range(context.start_idx + 1, context.active_idx + 1)))
 
@@ -56,19 +56,19 @@ def test_log_probabilities_of_a_prompt_chunk_are_dropped() -> None:
 
 def test_an_echoed_prompt_is_returned_with_the_first_token() -> None:
     context = make_context(4, log_probabilities=1, log_probabilities_echo=True)
-    step(context, 5)
-    step(context, 6)
+    run_step(context, 5)
+    run_step(context, 6)
     assert context.outstanding_completion_tokens() == [(5, make_rows(1, 2, 3, 4)), (6, make_rows(5))]
 
 
 def test_an_echoed_chunked_prompt_is_returned_with_the_first_token() -> None:
     context = make_context(5, log_probabilities=1, log_probabilities_echo=True)
     context.set_token_indices(active_idx=2)
-    step(context, 77)
+    run_step(context, 77)
     pending_rows = context.prompt_log_probabilities
     assert pending_rows == make_rows(1, 2)
     assert context.outstanding_completion_tokens() == []
-    step(context, 6)
+    run_step(context, 6)
     pending_rows = context.prompt_log_probabilities
     assert pending_rows is None
     assert context.outstanding_completion_tokens() == [(6, make_rows(1, 2, 3, 4, 5))]
@@ -77,8 +77,8 @@ def test_an_echoed_chunked_prompt_is_returned_with_the_first_token() -> None:
 def test_an_echoed_prompt_is_returned_if_the_output_has_no_tokens() -> None:
     context = make_context(5, log_probabilities=1, log_probabilities_echo=True)
     context.set_token_indices(active_idx=2)
-    step(context, 77)
-    step(context, EOS)
+    run_step(context, 77)
+    run_step(context, EOS)
     assert context.outstanding_completion_tokens() == []
     assert context.prompt_log_probabilities == make_rows(1, 2, 3, 4)
 
@@ -102,10 +102,10 @@ def test_a_rolled_back_token_loses_its_log_probabilities() -> None:
 
 def test_a_token_after_a_rollback_is_scored_again() -> None:
     context = make_context(3, log_probabilities=1, log_probabilities_echo=True)
-    step(context, 5)
-    step(context, 6)
+    run_step(context, 5)
+    run_step(context, 6)
     context.rollback(1)
-    step(context, 7)
+    run_step(context, 7)
     assert context.outstanding_completion_tokens() == [(5, make_rows(1, 2, 3)), (7, make_rows(4))]
 
 
@@ -129,7 +129,7 @@ def test_every_position_is_returned_once(
     for i, chunk_size in enumerate(chunk_sizes):
         if context.start_idx + 1 < context.end_idx:  # a chunk needs at least two uncomputed tokens
             context.set_token_indices(active_idx=min(context.end_idx, context.start_idx + chunk_size))
-        step(context, 100 + i)
+        run_step(context, 100 + i)
         if i in returning_steps:
             returned_tokens += context.outstanding_completion_tokens()
         if i in preempted_steps:
@@ -137,8 +137,8 @@ def test_every_position_is_returned_once(
         if i in serialized_steps:
             context = msgpack_numpy_decoder(TextContext)(msgpack_numpy_encoder()(context))
     returned_tokens += context.outstanding_completion_tokens()
-    generated = context.generated_tokens.tolist()
-    assert [token for token, _ in returned_tokens] == generated
+    generated_ids = context.generated_tokens.tolist()
+    assert [token for token, _ in returned_tokens] == generated_ids
     rows = [rows for _, rows in returned_tokens]
-    assert rows[:1] == [make_rows(*range(1, prompt_length + 1))][: len(generated)]
-    assert rows[1:] == [make_rows(prompt_length + i) for i in range(1, len(generated))]
+    assert rows[:1] == [make_rows(*range(1, prompt_length + 1))][: len(generated_ids)]
+    assert rows[1:] == [make_rows(prompt_length + i) for i in range(1, len(generated_ids))]

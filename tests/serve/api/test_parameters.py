@@ -1,4 +1,4 @@
-"""OpenAI's request fields are supported, logged, or refused with their name. Others are refused."""
+"""Request fields of OpenAI are supported, logged, or refused by name. Unknown fields are refused."""
 
 from __future__ import annotations
 

@@ -58,9 +58,9 @@ async def test_a_batch_writes_results_and_errors(tmp_path: Path) -> None:
     async with run_in_process(state_dir=str(tmp_path)) as server:
         client = server.openai
         data = make_request_lines(3) + make_request_lines(1, colour=1).replace(b'"n0"', b'"bad"') + b"{}\n"
-        created = await start_batch(server, data)
-        assert (created.status, created.metadata) == ("validating", {"a": "b"})
-        batch = await wait_until_ended(server, created.id)
+        new_batch = await start_batch(server, data)
+        assert (new_batch.status, new_batch.metadata) == ("validating", {"a": "b"})
+        batch = await wait_until_ended(server, new_batch.id)
         assert (batch.status, batch.request_counts.to_dict()) == (
             "completed",
             {"total": 5, "completed": 3, "failed": 2},
@@ -90,11 +90,11 @@ async def test_a_batch_writes_results_and_errors(tmp_path: Path) -> None:
 async def test_a_batch_continues_after_a_restart(tmp_path: Path) -> None:
     long_pipeline = FakePipeline.answering(lambda prompt: "x" * 2000)
     async with run_in_process(long_pipeline, max_batch_size=2, state_dir=str(tmp_path)) as server:
-        created = await start_batch(server, make_request_lines(9, max_tokens=60))
+        new_batch = await start_batch(server, make_request_lines(9, max_tokens=60))
         async with asyncio.timeout(30):
             while (
                 server.services.states.of(BatchManager)
-                .state_of({"id": created.id})
+                .state_of({"id": new_batch.id})
                 .get("request_counts", {})
                 .get("completed", 0)
                 < 3
@@ -107,7 +107,7 @@ async def test_a_batch_continues_after_a_restart(tmp_path: Path) -> None:
     assert 3 <= num_results_before < 9
     async with run_in_process(state_dir=str(tmp_path)) as server:
         server.services.states.of(BatchManager).start()  # continues the batches, as at the start of a server
-        batch = await wait_until_ended(server, created.id)
+        batch = await wait_until_ended(server, new_batch.id)
         assert (batch.status, batch.request_counts.completed) == ("completed", 9)
         results = await read_results(server, batch.output_file_id)
         texts = [value["response"]["body"]["choices"][0]["message"]["content"] for value in results.values()]
@@ -124,11 +124,11 @@ async def test_a_batch_can_be_cancelled(tmp_path: Path) -> None:
             await start_batch(server, make_request_lines(2)),
             await start_batch(server, make_request_lines(1)),
         )
-        for created in (second_batch, first_batch):
-            cancelled_batch = await server.openai.batches.cancel(created.id)
+        for new_batch in (second_batch, first_batch):
+            cancelled_batch = await server.openai.batches.cancel(new_batch.id)
             assert cancelled_batch.status == "cancelling"
-        for created in (first_batch, second_batch):
-            batch = await wait_until_ended(server, created.id)
+        for new_batch in (first_batch, second_batch):
+            batch = await wait_until_ended(server, new_batch.id)
             assert (batch.status, batch.output_file_id) == ("cancelled", None)
         assert server.services.worker.num_outstanding == 0
 
@@ -178,11 +178,11 @@ async def test_invalid_files_and_batches_are_refused(tmp_path: Path) -> None:
         other_client = server.openai.with_options(api_key="two")
         with pytest.raises(openai.NotFoundError):
             await other_client.files.retrieve(file.id)
-        created = await client.batches.create(
+        new_batch = await client.batches.create(
             input_file_id=file.id, endpoint="/v1/chat/completions", **fields
         )
         async with asyncio.timeout(30):
-            while (batch := await client.batches.retrieve(created.id)).status != "failed":
+            while (batch := await client.batches.retrieve(new_batch.id)).status != "failed":
                 await asyncio.sleep(0.02)
         assert batch.errors is not None
         assert "two lines have the custom_id 'n0'" in str(batch.errors.data)
@@ -250,7 +250,7 @@ async def test_a_form_in_small_chunks_is_parsed(tmp_path: Path, size: int) -> No
 
 async def test_a_line_for_another_endpoint_than_the_batch_fails(tmp_path: Path) -> None:
     async with run_in_process(state_dir=str(tmp_path)) as server:
-        created = await start_batch(server, make_request_lines(1), "/v1/responses")
-        batch = await wait_until_ended(server, created.id)
+        new_batch = await start_batch(server, make_request_lines(1), "/v1/responses")
+        batch = await wait_until_ended(server, new_batch.id)
         assert batch.request_counts.failed == 1
         assert (await read_results(server, batch.error_file_id))["n0"]["error"]["code"] == "mismatched_url"
