@@ -42,7 +42,7 @@ def test_a_released_registered_block_is_found_until_eviction() -> None:
     assert pool.lookup(b"one") is None
 
 
-def test_the_last_released_block_is_evicted_first() -> None:
+def test_blocks_that_are_released_together_are_evicted_in_reverse_order() -> None:
     pool = BlockPool(4)
     blocks = pool.allocate(3)
     for block in blocks:
@@ -101,7 +101,7 @@ def test_check_integrity_reports_a_lost_block() -> None:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Compares the pool with a simple model that consists of lists and a dict."""
+    """A random test that compares the pool with a simple model of lists and a dict."""
 
     SIZE = 8
 

@@ -29,7 +29,7 @@ context_choices = st.integers(0, 100).map(lambda n: lambda contexts: contexts[n 
 
 
 class Operations(RuleBasedStateMachine):
-    """Claims, runs, rolls back, forks, preempts and releases contexts in random order."""
+    """A test that claims, runs, rolls back, forks, preempts and releases contexts in random order."""
 
     windows: tuple[int | None, ...] = (None,)
     num_blocks: tuple[int, ...] = (14,)

@@ -47,9 +47,12 @@ def test_a_spec_without_groups_is_refused() -> None:
 
 
 def test_first_visible_follows_from_window_or_chunk() -> None:
-    windowed, chunked = make_group(0, window=16), KVGroup((0,), 2, 8, DType.float32, 16, is_chunked=True)
-    assert [windowed.first_visible(position) for position in (0, 15, 16, 40)] == [0, 0, 1, 25]
-    assert [chunked.first_visible(position) for position in (0, 15, 16, 40)] == [0, 0, 16, 32]
+    windowed_group, chunked_group = (
+        make_group(0, window=16),
+        KVGroup((0,), 2, 8, DType.float32, 16, is_chunked=True),
+    )
+    assert [windowed_group.first_visible(position) for position in (0, 15, 16, 40)] == [0, 0, 1, 25]
+    assert [chunked_group.first_visible(position) for position in (0, 15, 16, 40)] == [0, 0, 16, 32]
 
 
 @pytest.mark.parametrize(

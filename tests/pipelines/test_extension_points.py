@@ -113,14 +113,8 @@ def write_merged(checkpoint: Path, manager: FakeLoRAManager, folder: Path) -> Pa
 
 
 def linear_names(checkpoint: Path) -> list[str]:
-    suffixes = (
-        "_proj",
-        ".gate",
-        ".router",
-        ".w1",
-        ".w2",
-        ".w3",
-    )  # includes the layers of experts, and routers
+    # The names include layers of experts, and routers.
+    suffixes = ("_proj", ".gate", ".router", ".w1", ".w2", ".w3")
     suffixes += (".dense", ".fc1", ".fc2", ".c_fc", ".query_key_value", ".dense_h_to_4h", ".dense_4h_to_h")
     names = Weights.open(checkpoint).names
     matrices = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]

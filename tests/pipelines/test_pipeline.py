@@ -132,7 +132,7 @@ def test_the_end_token_is_not_an_output_token(pipeline: TextGenerationPipeline) 
 def test_the_default_end_token_ends_contexts_without_one(
     checkpoint: Path, pipeline: TextGenerationPipeline
 ) -> None:
-    """It does not end contexts with `ignore_eos`."""
+    """A context with `ignore_eos` does not end at the default end token."""
     (plain_tokens,) = generate_tokens(pipeline, [make_context(PROMPT)])
     config = pipeline.config
     pipeline_with_end = TextGenerationPipeline(config, type(pipeline.model), plain_tokens[0])
@@ -269,7 +269,7 @@ def test_penalties_change_the_text(pipeline: TextGenerationPipeline) -> None:
 
 
 @pytest.mark.parametrize(
-    ("requested", "rows", "normed"),
+    ("option", "num_rows", "is_normed"),
     [
         (ReturnHiddenStates.LAST, 2, False),
         (ReturnHiddenStates.ALL, 39, False),
@@ -280,19 +280,19 @@ def test_penalties_change_the_text(pipeline: TextGenerationPipeline) -> None:
 def test_hidden_states_equal_transformers(
     pipeline: TextGenerationPipeline,
     reference: Any,
-    requested: ReturnHiddenStates,
-    rows: int,
-    normed: bool,
+    option: ReturnHiddenStates,
+    num_rows: int,
+    is_normed: bool,
 ) -> None:
-    pipeline.model.return_hidden_states = requested
+    pipeline.model.return_hidden_states = option
     texts = [PROMPT, PROMPT[:9]]
     outputs = run_once(pipeline, texts)
-    assert outputs.hidden_states.shape == (rows, 48)
+    assert outputs.hidden_states.shape == (num_rows, 48)
     last_state = outputs.hidden_states[-1:]
     network: Any = pipeline.model
     step = StepInputs(pipeline.session.ops, torch.zeros(1), torch.zeros(2))
     with torch.inference_mode():
-        normed_state = last_state if normed else network.network.norm(last_state, step)
+        normed_state = last_state if is_normed else network.network.norm(last_state, step)
         logits = reference.lm_head(normed_state.cpu())
     torch.testing.assert_close(logits, transformers_logits(reference, texts[1])[-1:], atol=1e-3, rtol=1e-4)
 
@@ -365,11 +365,11 @@ def test_a_weight_adapter_renames_tensors(checkpoint: Path, tmp_path: Path, refe
     architecture = PIPELINE_REGISTRY.retrieve_architecture(config.model.huggingface_config, tmp_path)
     base = architecture.load_pipeline_model()
 
-    class Unwrapped(base):  # type: ignore[misc, valid-type]
+    class UnwrappedModel(base):  # type: ignore[misc, valid-type]
         def __init__(self, pipeline_config: Any, session: Any) -> None:
             super().__init__(pipeline_config, session, adapter=lambda name: name.removeprefix("wrapped."))
 
-    pipeline = TextGenerationPipeline(config, Unwrapped, -1)
+    pipeline = TextGenerationPipeline(config, UnwrappedModel, -1)
     torch.testing.assert_close(
         step_logits(pipeline, [make_context(PROMPT)])[0],
         transformers_logits(reference, PROMPT),
@@ -387,7 +387,7 @@ def test_bfloat16_logits_are_close_to_float32(checkpoint: Path, reference: Any) 
     assert float((reference_logits.exp() * (reference_logits - logits)).sum(-1).mean()) < 0.05
 
 
-class NextToken(PipelineModel[TextContext]):
+class SuccessorModel(PipelineModel[TextContext]):
     """A model with only the methods of the API page. Token t + 1 follows token t."""
 
     @classmethod
@@ -408,7 +408,8 @@ class NextToken(PipelineModel[TextContext]):
 
 
 def test_a_model_may_return_only_logits(checkpoint: Path) -> None:
-    pipeline = TextGenerationPipeline(PipelineConfig.from_flat({"model_path": str(checkpoint)}), NextToken, 9)
+    config = PipelineConfig.from_flat({"model_path": str(checkpoint)})
+    pipeline = TextGenerationPipeline(config, SuccessorModel, 9)
     assert generate_tokens(pipeline, [make_context([3, 1], 3), make_context([50], 4)], num_steps=2) == [
         [2, 3, 4],
         [51, 52, 53, 54],
@@ -416,7 +417,7 @@ def test_a_model_may_return_only_logits(checkpoint: Path) -> None:
 
 
 def test_a_cache_created_by_the_model_gets_the_free_memory(checkpoint: Path) -> None:
-    class WithCache(NextToken):
+    class ModelWithCache(SuccessorModel):
         def load_kv_manager(self, session: Any, available_cache_memory: int) -> KVCacheManager:
             self.cache_memory = available_cache_memory
             group = KVGroup((0,), 1, 4, DType.float32)
@@ -425,7 +426,8 @@ def test_a_cache_created_by_the_model_gets_the_free_memory(checkpoint: Path) -> 
         def estimate_kv_cache_size(self, available_cache_memory: int) -> int:
             return available_cache_memory
 
-    pipeline = TextGenerationPipeline(PipelineConfig.from_flat({"model_path": str(checkpoint)}), WithCache, 9)
+    config = PipelineConfig.from_flat({"model_path": str(checkpoint)})
+    pipeline = TextGenerationPipeline(config, ModelWithCache, 9)
     model: Any = pipeline.model
     assert model.cache_memory == model.estimate_memory_footprint() > 0
     assert generate_tokens(pipeline, [make_context([3, 1], 2)]) == [[2, 3]]

@@ -123,7 +123,7 @@ def test_any_batch_equals_plain_decoding(
 
 
 def test_drafts_were_proposed_accepted_and_forced(pipelines: dict[str, TextGenerationPipeline]) -> None:
-    """This test runs after the comparison, which would also pass without drafts."""
+    """The test before this one would also pass if no drafts were proposed."""
     for name in ("ngram", "draft model", "target as draft model"):
         stats = pipelines[name].speculation_stats
         assert stats.num_proposed, name

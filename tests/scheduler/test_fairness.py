@@ -14,7 +14,7 @@ from penstock.scheduler import Scheduler
 
 
 class FairnessRun:
-    """Runs a scheduler over a fake pipeline. The first letter of a request's name is its client."""
+    """A scheduler with a fake pipeline. The first letter of a request id is the client id."""
 
     def __init__(self, num_blocks: int = 1000, **options: Any) -> None:
         self.pipeline = FakePipeline(kv_manager(num_blocks))

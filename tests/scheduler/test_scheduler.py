@@ -28,7 +28,7 @@ Trace = list[dict[str, int]]
 
 
 class SchedulerRun:
-    """Runs a scheduler over a fake pipeline and records the output tokens."""
+    """A scheduler with a fake pipeline, and a record of the output tokens."""
 
     def __init__(
         self,

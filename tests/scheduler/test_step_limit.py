@@ -36,7 +36,7 @@ class TimedPipeline(FakePipeline):
 
 
 class TimedRun:
-    """Runs a scheduler over a timed pipeline. The first letter of a request's name is its client."""
+    """A scheduler with a timed pipeline. The first letter of a request id is the client id."""
 
     def __init__(self, fixed_seconds: float, seconds_per_row: float) -> None:
         self.pipeline = TimedPipeline(fixed_seconds, seconds_per_row)

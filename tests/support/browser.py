@@ -28,7 +28,7 @@ FOCUSED_SCRIPT = """() => {
 FOCUS_START_SCRIPT = (
     "document.body.tabIndex = -1, document.body.focus(), document.body.removeAttribute('tabindex')"
 )
-"""Moves the focus to the start of the page."""
+"""JavaScript that moves the focus to the start of the page."""
 
 
 @asynccontextmanager

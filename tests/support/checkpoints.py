@@ -67,9 +67,8 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any], seed: int = 0) -> 
         for name, parameter in model.named_parameters():
             if name.endswith(".weight") and ("norm" in name or ".ln_" in name):
                 parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
-            elif (
-                _reads_images(config) and parameter.dim() > 1
-            ):  # transformers gives vision parameters other ranges
+            elif _reads_images(config) and parameter.dim() > 1:
+                # The ranges of transformers for vision parameters do not follow `initializer_range`.
                 nn.init.normal_(parameter, std=0.2)
             elif name.endswith((".bias", "_bias")):  # includes the 2-dimensional biases of experts
                 nn.init.normal_(parameter, std=0.2)

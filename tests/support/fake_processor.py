@@ -14,7 +14,7 @@ from penstock.media.process import serve
 
 
 class FakeProcessor:
-    """Returns the decoded pixels. The options ``crash`` and ``seconds`` make it exit or wait."""
+    """A processor that returns the decoded pixels. ``crash`` makes it exit, ``seconds`` makes it wait."""
 
     def process(
         self, data: bytes, options: Mapping[str, Any], max_pixels: int

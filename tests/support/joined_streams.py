@@ -1,4 +1,4 @@
-"""Joins the chunks of a stream into the response that the request would get without ``stream``."""
+"""Functions that join the chunks of a stream into the response to a request without ``stream``."""
 
 from __future__ import annotations
 

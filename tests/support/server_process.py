@@ -171,9 +171,8 @@ async def raw_exchange(port: int, path: str, body: Any = None) -> AsyncIterator[
         yield exchange
     finally:
         writer.close()
-        if (
-            writer.transport.get_write_buffer_size()
-        ):  # waiting for the server to read the rest could take forever
+        # A server that has stopped reading never receives the remaining bytes.
+        if writer.transport.get_write_buffer_size():
             writer.transport.abort()
         with suppress(OSError):  # the server may have closed the connection
             await writer.wait_closed()

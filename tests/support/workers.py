@@ -25,7 +25,7 @@ TOKENIZER = FakeTokenizer()
 
 
 class Gate:
-    """Lets the steps of a pipeline run one by one, or all at once."""
+    """A gate at which the steps of a pipeline wait until the test allows them."""
 
     def __init__(self) -> None:
         self._semaphore = threading.Semaphore(0)

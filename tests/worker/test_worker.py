@@ -33,7 +33,7 @@ END = TextGenerationStatus.END_OF_SEQUENCE
 
 
 class Worker:
-    """Runs the steps of a worker loop and collects its reports."""
+    """A worker loop whose steps are run by the test, and its collected reports."""
 
     def __init__(self, runtime: WorkerRuntime) -> None:
         self.reports: list[WorkerMessage] = []

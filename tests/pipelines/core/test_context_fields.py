@@ -20,7 +20,7 @@ from penstock.pipelines.core import (
 
 
 def make_context(prompt_length: int = 3, max_length: int = 50, **fields: Any) -> TextContext:
-    """Return a context with the prompt 1, 2, ..., ``prompt``."""
+    """Return a context with the prompt 1, 2, ..., ``prompt_length``."""
     tokens = np.arange(1, prompt_length + 1)
     return TextContext(prompt="one two three", max_length=max_length, tokens=tokens, **fields)
 

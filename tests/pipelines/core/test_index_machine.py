@@ -1,4 +1,4 @@
-"""Compares a context with a simple model (a token list and indices) in random steps, chunks and resets."""
+"""Random steps, chunks and resets of a context, compared with a model of a token list and indices."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class IndexMachine(RuleBasedStateMachine):
             self.start, self.active = self.active, len(self.model)
             return
         self.start = self.append(token)
-        generated = self.model[self.prompt_len :]
-        self.record_token(token == EOS or generated[-2:] == EOS_SEQUENCE)
+        generated_ids = self.model[self.prompt_len :]
+        self.record_token(token == EOS or generated_ids[-2:] == EOS_SEQUENCE)
         if self.status is ACTIVE and len(self.model) >= self.max_length:
             self.status = FULL
 

@@ -121,7 +121,7 @@ def test_a_negative_decoded_index_is_refused() -> None:
 
 
 class SpeechMachine(RuleBasedStateMachine):
-    """Compares the speech-token buffer with a list."""
+    """A random test that compares the speech-token buffer with a list."""
 
     @initialize()
     def create(self) -> None:

@@ -108,9 +108,9 @@ def test_output_does_not_depend_on_token_chunks(
     status: TextGenerationStatus,
     ends_in_character: bool,
 ) -> None:
-    ids = list(text.encode())[
-        : -1 if ends_in_character else None
-    ]  # the last token may end within a character
+    ids = list(text.encode())
+    if ends_in_character:  # one byte of the last character is missing if it has several bytes
+        ids = ids[:-1]
     context = make_context(stop=stop or None)
     expected = decode_in_chunks(make_choice(context, template, parallel_calls, at_once=True), ids, [], status)
     assert (

@@ -278,10 +278,8 @@ async def test_the_openai_client_reads_base64_and_floats(
     embedder: Path, library_vectors: dict[str, np.ndarray]
 ) -> None:
     async with embedding_server(embedder) as server:
-        encoding_options: tuple[Any, Any] = (
-            {},
-            {"encoding_format": "float"},
-        )  # the client's default is base64
+        # The default of the client is base64.
+        encoding_options: tuple[Any, Any] = ({}, {"encoding_format": "float"})
         for options in encoding_options:
             answer = await server.openai.embeddings.create(model="tiny", input=TEXTS, **options)
             rows = np.array([item.embedding for item in answer.data])
