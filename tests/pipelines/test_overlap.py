@@ -221,10 +221,7 @@ def test_a_few_contexts_run_several_steps_in_one_call(
     def contexts(**penalty: float) -> list[TextContext]:
         return [
             make_named_context(
-                str(i),
-                PROMPT[:n],
-                4 + 7 * i,
-                sampling_params=replace(SAMPLED, temperature=i % 2, **penalty),
+                str(i), PROMPT[:n], 4 + 7 * i, sampling_params=replace(SAMPLED, temperature=i % 2, **penalty)
             )
             for i, n in enumerate([1, 30, 7, 50])
         ]
@@ -276,9 +273,8 @@ def test_multi_step_calls_do_not_affect_the_row_limit_of_later_steps(
 
     new_scheduler, used_scheduler = (OverlappedScheduler(pipeline, steps=steps, **options) for _ in range(2))
     for index in range(3):
-        used_scheduler.submit(
-            make_named_context(f"few {index}", PROMPT[:3], 5 + 7 * index, eos_token_ids=set())
-        )
+        context = make_named_context(f"few {index}", PROMPT[:3], 5 + 7 * index, eos_token_ids=set())
+        used_scheduler.submit(context)
     while used_scheduler.has_work:
         used_scheduler.step(4)
     assert seconds > 0, "no call ran several steps"
@@ -339,15 +335,12 @@ def test_end_tokens_equal_the_synchronous_loop(pipelines: dict[str, TextGenerati
     ]
 
     def contexts() -> list[TextContext]:
-        end_contexts = [
-            make_named_context(f"end {i}", PROMPT, 30, eos_token_ids={text[i]}) for i in (0, 1, 5, 20)
-        ]
-        sequence_contexts = [
-            make_named_context(f"stop {i}", PROMPT, 30, eos_sequences=[text[i : i + 2]]) for i in (0, 4, 17)
-        ]
+        fields_by_name: dict[str, dict[str, Any]] = {
+            **{f"end {i}": {"eos_token_ids": {text[i]}} for i in (0, 1, 5, 20)},
+            **{f"stop {i}": {"eos_sequences": [text[i : i + 2]]} for i in (0, 4, 17)},
+        }
         return [
-            *end_contexts,
-            *sequence_contexts,
+            *(make_named_context(name, PROMPT, 30, **fields) for name, fields in fields_by_name.items()),
             make_named_context("short", PROMPT, 1),
             make_named_context("two", PROMPT, 2),
         ]
@@ -445,12 +438,8 @@ def test_chunks_and_prefix_hits_equal_the_synchronous_loop(
 
     for budget in (8, 24, 64):
         for arrival_interval in (0, 4):
-            compare_outputs(
-                pipelines,
-                contexts,
-                arrival_interval=arrival_interval,
-                max_batch_input_tokens=budget,
-            )
+            options = {"arrival_interval": arrival_interval, "max_batch_input_tokens": budget}
+            compare_outputs(pipelines, contexts, **options)
     cached_counts = {}
     for name, pipeline in pipelines.items():
         pipeline.kv.forget_prefixes()

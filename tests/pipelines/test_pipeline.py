@@ -269,20 +269,16 @@ def test_penalties_change_the_text(pipeline: TextGenerationPipeline) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "num_rows", "is_normed"),
+    ("option", "num_rows"),
     [
-        (ReturnHiddenStates.LAST, 2, False),
-        (ReturnHiddenStates.ALL, 39, False),
-        (ReturnHiddenStates.LAST_NORMALIZED, 2, True),
-        (ReturnHiddenStates.ALL_NORMALIZED, 39, True),
+        (ReturnHiddenStates.LAST, 2),
+        (ReturnHiddenStates.ALL, 39),
+        (ReturnHiddenStates.LAST_NORMALIZED, 2),
+        (ReturnHiddenStates.ALL_NORMALIZED, 39),
     ],
 )
 def test_hidden_states_equal_transformers(
-    pipeline: TextGenerationPipeline,
-    reference: Any,
-    option: ReturnHiddenStates,
-    num_rows: int,
-    is_normed: bool,
+    pipeline: TextGenerationPipeline, reference: Any, option: ReturnHiddenStates, num_rows: int
 ) -> None:
     pipeline.model.return_hidden_states = option
     texts = [PROMPT, PROMPT[:9]]
@@ -292,7 +288,7 @@ def test_hidden_states_equal_transformers(
     network: Any = pipeline.model
     step = StepInputs(pipeline.session.ops, torch.zeros(1), torch.zeros(2))
     with torch.inference_mode():
-        normed_state = last_state if is_normed else network.network.norm(last_state, step)
+        normed_state = last_state if "NORMALIZED" in option.name else network.network.norm(last_state, step)
         logits = reference.lm_head(normed_state.cpu())
     torch.testing.assert_close(logits, transformers_logits(reference, texts[1])[-1:], atol=1e-3, rtol=1e-4)
 
@@ -410,10 +406,8 @@ class SuccessorModel(PipelineModel[TextContext]):
 def test_a_model_may_return_only_logits(checkpoint: Path) -> None:
     config = PipelineConfig.from_flat({"model_path": str(checkpoint)})
     pipeline = TextGenerationPipeline(config, SuccessorModel, 9)
-    assert generate_tokens(pipeline, [make_context([3, 1], 3), make_context([50], 4)], num_steps=2) == [
-        [2, 3, 4],
-        [51, 52, 53, 54],
-    ]
+    tokens = generate_tokens(pipeline, [make_context([3, 1], 3), make_context([50], 4)], num_steps=2)
+    assert tokens == [[2, 3, 4], [51, 52, 53, 54]]
 
 
 def test_a_cache_created_by_the_model_gets_the_free_memory(checkpoint: Path) -> None:
