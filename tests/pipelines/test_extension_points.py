@@ -288,7 +288,7 @@ def test_log_probabilities_with_drafts_equal_plain_decoding(pipeline: TextGenera
 # -- Grammars --------------------------------------------------------------------------------------------
 
 
-class EvenTokens:
+class EvenTokenMatcher:
     """A matcher that allows only even token ids."""
 
     def __init__(self) -> None:
@@ -316,7 +316,7 @@ class EvenTokens:
 def test_a_matcher_restricts_only_its_own_context(pipeline: TextGenerationPipeline) -> None:
     (plain_tokens,) = generate_tokens(pipeline, [make_context(PROMPT, 20)])
     context = make_context(PROMPT, 20)
-    matcher: Any = EvenTokens()
+    matcher: Any = EvenTokenMatcher()
     context.set_matcher(matcher)
     even_tokens, free_tokens = generate_tokens(pipeline, [context, make_context(PROMPT, 20)], num_steps=4)
     assert free_tokens == plain_tokens

@@ -225,7 +225,7 @@ def test_min_new_tokens_delays_drafted_end_tokens(pipeline: TextGenerationPipeli
         assert run_directly(pipeline, [context()]) == plain_results
 
 
-class InvalidDrafts(OracleProposer):
+class InvalidDraftProposer(OracleProposer):
     """A proposer that inserts an invalid token id after the second draft."""
 
     def propose(self, contexts: Sequence[TextContext], limits: Sequence[int]) -> list[list[int]]:
@@ -238,7 +238,7 @@ def test_invalid_draft_ids_are_dropped(pipeline: TextGenerationPipeline) -> None
         return [make_context(PROMPT[:n], 20, request_id=str(n)) for n in (5, 6, 7)]
 
     plain_results = run_directly(pipeline, contexts())
-    pipeline.proposer = proposer = InvalidDrafts(
+    pipeline.proposer = proposer = InvalidDraftProposer(
         output_tokens(plain_results), WRONG_DRAFTS["all drafts right"], 6
     )
     assert run_directly(pipeline, contexts()) == plain_results

@@ -17,7 +17,7 @@ CostFunction = Callable[[int], float]
 
 
 class SimulatedMachine:
-    """Simulates steps with given acceptance rates of the contexts and a given cost of a forward."""
+    """A machine whose steps have given acceptance rates of the contexts and a given cost of a forward."""
 
     def __init__(
         self,

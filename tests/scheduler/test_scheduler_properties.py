@@ -80,7 +80,7 @@ requests = st.builds(
 
 
 class Workload:
-    """Runs requests and records how each one ends."""
+    """Requests that are run by a scheduler, with a record of how each one ends."""
 
     def __init__(self, limits: Limits, requests: list[Request]) -> None:
         self.limits, self.step_number = limits, 0

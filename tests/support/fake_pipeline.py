@@ -36,7 +36,7 @@ def expected_output_tokens(context: TextContext) -> list[int]:
 
 
 class FakePipeline:
-    """Implements ``Pipeline[TextContext, TextGenerationResponse]`` and records the rows of each step."""
+    """A ``Pipeline[TextContext, TextGenerationResponse]`` that records the rows of each step."""
 
     def __init__(self, kv: KVCacheManager) -> None:
         self.kv = kv

@@ -10,7 +10,7 @@ from penstock.kernels.reference import ReferenceOps
 
 
 class FloatActivations(ReferenceOps):
-    """Multiplies float activations by the unpacked weight.
+    """Operations that multiply float activations by the unpacked weight.
 
     Only int8 layers with up to 64 rows quantize the activations.
     """

@@ -1,4 +1,4 @@
-"""Runs scripts of the playground in Node."""
+"""Scripts of the playground, which are run by Node."""
 
 from __future__ import annotations
 

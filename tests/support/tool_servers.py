@@ -27,7 +27,7 @@ class ServedTools:
     num_sessions: int = 0
 
 
-class _Token:
+class _TokenMiddleware:
     """Middleware that requires a bearer token."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
@@ -110,7 +110,7 @@ def tool_server(token: str | None = None) -> Iterator[ServedTools]:
 
     listener = socket.create_server(("127.0.0.1", 0))
     served.url = f"http://127.0.0.1:{listener.getsockname()[1]}/mcp"
-    with _run_app(count_requests if token is None else _Token(count_requests, token), listener):
+    with _run_app(count_requests if token is None else _TokenMiddleware(count_requests, token), listener):
         yield served
 
 

@@ -40,11 +40,11 @@ def test_each_output_type_is_converted_to_its_message_type(output: Any, result: 
 
 
 def test_an_object_that_is_not_an_output_is_refused() -> None:
-    class Unknown:
+    class UnknownOutput:
         is_done = True
 
-    with pytest.raises(TypeError, match="returned Unknown, which is not an output type"):
-        result_message(make_request("a"), Unknown())
+    with pytest.raises(TypeError, match="returned UnknownOutput, which is not an output type"):
+        result_message(make_request("a"), UnknownOutput())
 
 
 async def test_audio_chunks_that_are_not_yet_read_are_returned_together() -> None:

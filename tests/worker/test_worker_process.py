@@ -115,11 +115,11 @@ async def test_an_exit_during_the_start_is_reported() -> None:
 
 async def test_a_factory_that_cannot_be_unpickled_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UnavailableError, match="exit status 1"):
-        await WorkerClient(_Unloadable()).start()  # type: ignore[arg-type]
+        await WorkerClient(_FactoryThatCannotBeUnpickled()).start()  # type: ignore[arg-type]
     assert "no such factory" in capfd.readouterr().err
 
 
-class _Unloadable:
+class _FactoryThatCannotBeUnpickled:
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return workers.raise_lookup_error, ("no such factory",)
 

@@ -95,13 +95,13 @@ def test_other_values_are_not_decoded_as_arrays(value: Any) -> None:
         msgpack_numpy_decoder(np.ndarray)(msgspec.msgpack.encode(value))
 
 
-class Unsupported:
+class UnsupportedType:
     """A type that msgpack does not support."""
 
 
 def test_decoding_an_unsupported_type_is_refused() -> None:
     with pytest.raises((msgspec.ValidationError, TypeError), match="only numpy arrays"):
-        msgpack_numpy_decoder(Unsupported)(msgspec.msgpack.encode(3))
+        msgpack_numpy_decoder(UnsupportedType)(msgspec.msgpack.encode(3))
 
 
 @pytest.mark.parametrize(
