@@ -92,12 +92,12 @@ texts = st.lists(
 @settings(max_examples=num_examples(150))
 @given(
     text=texts,
-    cuts=st.lists(st.integers(0, 400), max_size=8),
+    chunk_bounds=st.lists(st.integers(0, 400), max_size=8),
     stop=st.lists(st.sampled_from(["stop", "b<", "é", "op", "</think>a"]), max_size=2),
     template=st.sampled_from([None, HERMES, THINKING]),
-    parallel=st.booleans(),
+    parallel_calls=st.booleans(),
     status=st.sampled_from([END, LENGTH]),
-    broken=st.booleans(),
+    ends_in_character=st.booleans(),
 )
 def test_output_does_not_depend_on_token_chunks(
     text: str,
