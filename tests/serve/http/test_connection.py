@@ -265,7 +265,7 @@ async def test_a_half_closed_client_gets_its_answer() -> None:
 
 
 async def test_a_half_closed_client_can_wait_for_its_answer() -> None:
-    """A half-closed connection is not a disconnect, also if the answer takes longer."""
+    """To detect a disconnect, the server sends the first bytes of the answer early, one by one."""
     app = EchoApp()
     async with run_server(app) as port:
         exchange_task = asyncio.ensure_future(exchange(port, GET % b"wait", half_close=True))
