@@ -169,7 +169,7 @@ def test_each_context_of_a_batch_has_its_own_options(pipeline: EmbeddingsPipelin
         assert response.embeddings.shape == (context_options.get("dimensions", HIDDEN),)
 
 
-def test_an_input_that_fails_does_not_affect_others(
+def test_an_input_that_fails_does_not_affect_other_inputs(
     folder: Path, pipeline: EmbeddingsPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = random_inputs([3, 4, 5, 2])

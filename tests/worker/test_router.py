@@ -148,7 +148,7 @@ async def test_an_adapter_is_loaded_into_all_workers() -> None:
 
 
 @pytest.mark.parametrize("adapters_before", [{}, {"tone": "/old"}])
-async def test_an_adapter_that_one_worker_refuses_is_removed_from_the_others(
+async def test_an_adapter_that_one_worker_refuses_is_removed_from_the_other_workers(
     adapters_before: dict[str, str],
 ) -> None:
     class RefusingEngine(FakeEngine):
@@ -170,7 +170,7 @@ async def test_all_workers_start_and_stop() -> None:
     assert first_engine.calls == second_engine.calls == ["launch", "start", "stop 2"]
 
 
-async def test_a_worker_that_does_not_start_stops_the_others() -> None:
+async def test_a_worker_that_does_not_start_stops_the_other_workers() -> None:
     first_engine, second_engine = FakeEngine(), FakeEngine(start_error=InputError("no model"))
     with pytest.raises(InputError, match="no model"):
         await WorkerRouter([first_engine, second_engine]).start()

@@ -247,7 +247,7 @@ async def test_streams_finish_while_half_of_the_clients_disconnect() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_finished_choice_does_not_affect_the_others(stream: bool) -> None:
+async def test_a_finished_choice_does_not_affect_the_other_choices(stream: bool) -> None:
     def choose(context: TextContext) -> int:
         time.sleep(0.001)
         has_ended = context.request_id.endswith("-0") and len(context.generated_tokens) == 2
