@@ -60,7 +60,7 @@ def test_outputs_of_any_schedule_equal_single_eager_requests(
     @settings(max_examples=num_examples(5))
     @given(
         batch_size=st.sampled_from([2, 7]),
-        tokens=st.sampled_from([8, 24, 400]),
+        max_batch_input_tokens=st.sampled_from([8, 24, 400]),
         max_graphs=st.sampled_from([1, 64]),
         num_drafts=st.sampled_from([0, 1, 5]),
         num_steps=st.sampled_from([1, 3, 8]),

@@ -173,7 +173,7 @@ def test_tokens_after_a_stop_string_are_dropped() -> None:
 
 
 def test_the_first_call_ends_the_choice_without_parallel_calls() -> None:
-    choice = make_choice(make_context(), HERMES, parallel=False)
+    choice = make_choice(make_context(), HERMES, parallel_calls=False)
     events, ids, _, reason, num_tokens, _ = decode_in_chunks(choice, list((CALL + CALL).encode()), [], ACTIVE)
     assert sum(isinstance(event, ToolCallStart) for event in events) == 1
     assert (reason, choice.ended_by_text) == ("tool_calls", True)
