@@ -1,4 +1,4 @@
-"""Settings and fixtures of all tests: folder of trained checkpoints, guard against network access."""
+"""Settings and fixtures of all tests: trained checkpoints, a guard against network access, markers."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
-from support.families import items_of_similar_families
-from support.gpu_mode import mark_tests_of_gpus, open_pipelines_on_gpu, selects_gpu
+from support.families import items_of_redundant_families
+from support.gpu_mode import mark_gpu_tests, open_pipelines_on_gpu, selects_gpu
 from support.matrix import items_outside_subset
 from support.random_draws import (
     RANDOM_FACTOR,
-    draw_no_constants_of_modules,
+    disable_module_constants,
     mark_property_tests,
     register_profiles,
 )
 
-gc.disable()  # enabled after collection: imported modules and test items are never freed
+# Modules and test items are never freed. The garbage collector is enabled after they are collected by pytest.
+gc.disable()
 
-# torch and huggingface_hub read these when they are imported. Tiny models are fastest on one thread.
+# torch and huggingface_hub read these variables on import. Tiny models are fastest on one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -40,7 +41,7 @@ SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Return the folder of trained checkpoints, tokenizers and templates next to the project."""
+    """Return the folder of trained checkpoints, tokenizers and templates. Skip the test if it is missing."""
     if not SHARED_DATA.is_dir():
         pytest.skip(f"no trained checkpoints next to the project ({SHARED_DATA})")
     return SHARED_DATA
@@ -48,7 +49,7 @@ def shared_data() -> Path:
 
 @pytest.fixture
 def _restore_num_threads() -> Iterator[None]:
-    """Restore torch's number of threads, which the test changes."""
+    """Restore torch's number of threads after a test that changes it."""
     import torch
 
     num_threads = torch.get_num_threads()
@@ -82,12 +83,12 @@ def _refuse_other_hosts(host: object) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     for name, description in (("slow", "take long"), ("peers", "compare with other engines")):
-        parser.addoption(f"--{name}", action="store_true", help=f"also run the tests that {description}")
+        parser.addoption(f"--{name}", action="store_true", help=f"also run tests that {description}")
     parser.addoption(
         "--random",
         action="store_true",
-        help="draw the examples of property tests at random, "
-        f"{RANDOM_FACTOR} times as many, and also run the tests marked random; -m random runs only these",
+        help=f"run property tests with {RANDOM_FACTOR} times as many examples, which are random, "
+        "and also run tests marked random; -m random runs only these tests",
     )
 
 
@@ -97,29 +98,29 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--random"):
         settings.load_profile("random")
     else:
-        draw_no_constants_of_modules()
+        disable_module_constants()
 
 
-@pytest.hookimpl(tryfirst=True)  # runs before pytest applies `-m`
+@pytest.hookimpl(tryfirst=True)  # must run before pytest applies `-m`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--random"):
         mark_property_tests(items)
-    for item in [*items_outside_subset(items), *items_of_similar_families(items)]:
+    for item in [*items_outside_subset(items), *items_of_redundant_families(items)]:
         item.add_marker(pytest.mark.slow)
-    mark_tests_of_gpus(config, items)
+    mark_gpu_tests(config, items)
     deselected_markers = {name for name in ("slow", "peers", "random") if not config.getoption(name)}
     selected, deselected = [], []
     for item in items:
         (deselected if deselected_markers & {mark.name for mark in item.iter_markers()} else selected).append(
             item
         )
-    if deselected:  # reporting thousands of skipped tests would take seconds
+    if deselected:  # deselected and not skipped, because reporting skipped tests takes seconds
         items[:] = selected
         config.hook.pytest_deselected(items=deselected)
 
 
 def pytest_collection_finish() -> None:
-    """Exclude modules and test items from garbage collection; each collection would take 0.3 s."""
+    """Exclude modules and test items from garbage collection, which saves 0.3 s per collection."""
     gc.collect()
     gc.freeze()
     gc.enable()

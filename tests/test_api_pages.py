@@ -1,4 +1,4 @@
-"""Every name on the API pages exists, and its parameters have the kinds and defaults of the page."""
+"""All names on the API pages exist, and their parameters have the kinds and defaults of the page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ METHODS = [
 ]
 
 
-def test_the_tables_are_complete() -> None:
+def test_the_pages_have_the_expected_number_of_names() -> None:
     assert len(CORE) == 25
     assert len(METHODS) > 50
 
@@ -39,9 +39,9 @@ def test_the_constructor_has_the_parameters_of_the_page(module: str, name: str) 
 @pytest.mark.parametrize(("module", "name", "method"), METHODS)
 def test_the_method_has_the_parameters_of_the_page(module: str, name: str, method: str) -> None:
     kind, _, method_name = method.rpartition(" ")
-    static = inspect.getattr_static(import_name(module, name), method_name)
-    assert isinstance(static, classmethod) is (kind == "classmethod")
-    function = static.__func__ if isinstance(static, classmethod) else static
+    attribute = inspect.getattr_static(import_name(module, name), method_name)
+    assert isinstance(attribute, classmethod) is (kind == "classmethod")
+    function = attribute.__func__ if isinstance(attribute, classmethod) else attribute
     assert inspect.iscoroutinefunction(function) is (kind == "async")
     parameters = get_parameters(function)[1:]  # without self or cls
     assert find_differences(parse(PAGES[module][name].methods[method]), parameters) == []
@@ -85,10 +85,10 @@ def test_both_pages_refer_to_the_same_pipeline_model() -> None:
     )
 
 
-def test_the_page_of_text_context_implements_the_protocol() -> None:
-    page, own_page = CORE["InputContext"], CORE["TextContext"]
-    assert set(page.attributes.split()) <= set(own_page.attributes.split())
-    assert page.methods == own_page.methods
+def test_text_context_has_the_members_of_input_context() -> None:
+    protocol_page, class_page = CORE["InputContext"], CORE["TextContext"]
+    assert set(protocol_page.attributes.split()) <= set(class_page.attributes.split())
+    assert protocol_page.methods == class_page.methods
 
 
 @pytest.mark.parametrize(
@@ -113,12 +113,14 @@ def test_differences_of_signatures_are_reported(
     assert find_differences(parse(page), get_parameters(function)) == differences
 
 
-def find_differences(page: list[inspect.Parameter], parameters: list[inspect.Parameter]) -> list[str]:
-    """Return the differences between the parameters on a page and those of a function of Penstock."""
+def find_differences(
+    page_parameters: list[inspect.Parameter], parameters: list[inspect.Parameter]
+) -> list[str]:
+    """Return the differences between the parameters on a page and the parameters of a function."""
     differences = []
-    by_name = {parameter.name: parameter for parameter in parameters}
-    for expected in page:
-        actual = by_name.get(expected.name)
+    actual_parameters = {parameter.name: parameter for parameter in parameters}
+    for expected in page_parameters:
+        actual = actual_parameters.get(expected.name)
         if actual is None:
             differences.append(f"{expected.name} is missing")
             continue
@@ -131,15 +133,23 @@ def find_differences(page: list[inspect.Parameter], parameters: list[inspect.Par
             )
     if differences:
         return differences
-    if positional_names(page) != positional_names(p for p in parameters if p.name in {q.name for q in page}):
+    if positional_names(page_parameters) != positional_names(
+        p for p in parameters if p.name in {q.name for q in page_parameters}
+    ):
         differences.append(
             f"positional parameters are {', '.join(positional_names(parameters))},"
-            f" on the page {', '.join(positional_names(page))}"
+            f" on the page {', '.join(positional_names(page_parameters))}"
         )
-    for extra in parameters:
-        is_on_page = extra.name in {parameter.name for parameter in page}
-        if not is_on_page and not extra.name.startswith("_") and not _is_keyword_with_default(extra):
-            differences.append(f"{extra.name} is not on the page: it must be keyword-only with a default")
+    for own_parameter in parameters:
+        is_on_page = own_parameter.name in {parameter.name for parameter in page_parameters}
+        if (
+            not is_on_page
+            and not own_parameter.name.startswith("_")
+            and not _is_keyword_with_default(own_parameter)
+        ):
+            differences.append(
+                f"{own_parameter.name} is not on the page: it must be keyword-only with a default"
+            )
     return differences
 
 

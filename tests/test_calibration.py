@@ -43,7 +43,7 @@ def checkpoint_folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def recorded_inputs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor | None]]:
-    """Return a list that receives each input of a layer and its statistics."""
+    """Return a list that receives the input ``[T, in]`` and the statistics ``[in]`` of each layer."""
     inputs: list[tuple[Tensor, Tensor | None]] = []
 
     def record_statistics(x: Tensor) -> Tensor | None:
@@ -65,9 +65,9 @@ def test_layers_of_every_architecture_are_calibrated(
     name: str, tmp_path: Path, recorded_inputs: list[tuple[Tensor, Tensor | None]]
 ) -> None:
     open_pipeline(write_architecture_checkpoint(name, tmp_path / name, **make_large_sizes(name)), **INT4)
-    first_load = recorded_inputs[:]
-    assert len(first_load) >= 2
-    for x, importance in first_load:
+    first_inputs = recorded_inputs[:]
+    assert len(first_inputs) >= 2
+    for x, importance in first_inputs:
         assert len(x) == NUM_TOKENS
         assert importance is not None
         assert importance.isfinite().all()
@@ -76,7 +76,7 @@ def test_layers_of_every_architecture_are_calibrated(
     open_pipeline(tmp_path / name, **INT4)
     assert all(
         torch.equal(x, y)
-        for (x, _), (y, _) in zip(first_load, recorded_inputs[len(first_load) :], strict=True)
+        for (x, _), (y, _) in zip(first_inputs, recorded_inputs[len(first_inputs) :], strict=True)
     )
 
 
@@ -87,7 +87,7 @@ def make_large_sizes(name: str) -> dict[str, int]:
     return {"hidden_size": 192, "intermediate_size": 256, "head_dim": 32, "num_attention_heads": 6}
 
 
-def test_importance_is_the_mean_square() -> None:
+def test_statistics_are_mean_squares_divided_by_their_mean() -> None:
     x = torch.tensor([[1.0, 0.0, -2.0], [3.0, 0.0, 0.0]]).bfloat16()
     torch.testing.assert_close(activation_statistics(x), torch.tensor([5.0, 0.0, 2.0]) / (7 / 3) + 1e-6)
     assert activation_statistics(torch.zeros(2, 3)) is None
@@ -95,7 +95,7 @@ def test_importance_is_the_mean_square() -> None:
 
 
 @pytest.mark.parametrize("has_kernels", [pytest.param(True, marks=needs_kernels), False])
-def test_scales_are_fitted_to_the_statistics(
+def test_packed_scales_depend_on_the_statistics(
     checkpoint_folder: Path,
     has_kernels: bool,
     recorded_inputs: list[tuple[Tensor, Tensor | None]],
@@ -115,15 +115,15 @@ def test_scales_are_fitted_to_the_statistics(
     tokens = torch.from_numpy(
         np.random.default_rng(0).integers(0, len(tensors["model.embed_tokens.weight"]), NUM_TOKENS)
     )
-    embedded = tensors["model.embed_tokens.weight"].bfloat16().float()[tokens]
-    normalized = embedded * (embedded.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
-    expected = normalized * tensors["model.layers.0.input_layernorm.weight"]
-    torch.testing.assert_close(x.float(), expected, rtol=0.02, atol=0.02)
-    weight = torch.cat([tensors[f"{part.name}.weight"] for part in packed_weight.slices])
+    embedding_rows = tensors["model.embed_tokens.weight"].bfloat16().float()[tokens]
+    normalized_rows = embedding_rows * (embedding_rows.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    expected_inputs = normalized_rows * tensors["model.layers.0.input_layernorm.weight"]
+    torch.testing.assert_close(x.float(), expected_inputs, rtol=0.02, atol=0.02)
+    weight = torch.cat([tensors[f"{weight_slice.name}.weight"] for weight_slice in packed_weight.slices])
     encoding = ENCODINGS[packed_weight.encoding]
-    fitted = encoding.unpack(encoding.pack(weight, importance))
-    assert torch.equal(unpack_linear(packed_weight), fitted)
-    assert not torch.equal(fitted, encoding.unpack(encoding.pack(weight)))
+    fitted_weight = encoding.unpack(encoding.pack(weight, importance))
+    assert torch.equal(unpack_linear(packed_weight), fitted_weight)
+    assert not torch.equal(fitted_weight, encoding.unpack(encoding.pack(weight)))
 
 
 def test_packed_weights_file_equals_weights_packed_at_load(
@@ -131,11 +131,11 @@ def test_packed_weights_file_equals_weights_packed_at_load(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     config = PipelineConfig.from_flat({"model_path": str(checkpoint_folder), **INT4})
-    loaded = load_blocks(checkpoint_folder)
+    loaded_blocks = load_blocks(checkpoint_folder)
     pack_checkpoint(config)
     assert config.model.packed_key.file.is_file()
     mapped_blocks = load_blocks(checkpoint_folder)
-    for loaded_block, mapped_block in zip(loaded, mapped_blocks, strict=True):
+    for loaded_block, mapped_block in zip(loaded_blocks, mapped_blocks, strict=True):
         assert torch.equal(
             unpack_linear(loaded_block.mlp.down.packed), unpack_linear(mapped_block.mlp.down.packed)
         )
@@ -145,32 +145,36 @@ def test_packed_weights_file_equals_weights_packed_at_load(
 def test_progress_counts_every_calibrated_byte_once(
     checkpoint_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    progress: dict[str, list[int]] = {}
+    byte_counts_by_title: dict[str, list[int]] = {}
 
-    class Counting(LoadingProgress):
+    class RecordingProgress(LoadingProgress):
         def __init__(self, num_bytes: int, *, title: str = "loading") -> None:
             super().__init__(num_bytes, title=title)
-            self.byte_counts = progress.setdefault(title, [num_bytes])
+            self.byte_counts = byte_counts_by_title.setdefault(title, [num_bytes])
 
         def advance(self, num_bytes: int) -> None:
             self.byte_counts.append(num_bytes)
 
-    monkeypatch.setattr(network_model, "LoadingProgress", Counting)
+    monkeypatch.setattr(network_model, "LoadingProgress", RecordingProgress)
     load_blocks(checkpoint_folder)
     tensors = load_file(checkpoint_folder / "model.safetensors")
     calibrated_projections = ("q_proj", "k_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    size = sum(
+    num_calibrated_bytes = sum(
         tensor.nbytes
         for name, tensor in tensors.items()
-        if any(part in name for part in calibrated_projections)
+        if any(projection in name for projection in calibrated_projections)
     )
-    assert progress["quantising"][0] == sum(progress["quantising"][1:]) == size
-    assert set(progress) == {"loading", "quantising"}
+    assert (
+        byte_counts_by_title["quantising"][0]
+        == sum(byte_counts_by_title["quantising"][1:])
+        == num_calibrated_bytes
+    )
+    assert set(byte_counts_by_title) == {"loading", "quantising"}
 
 
 def test_calibration_leaves_no_state(checkpoint_folder: Path) -> None:
     def count_pending_weights() -> int:
-        return sum(type(item) is LazyWeight and bool(item.parts) for item in gc.get_objects())
+        return sum(type(gc_object) is LazyWeight and bool(gc_object.parts) for gc_object in gc.get_objects())
 
     gc.collect()
     num_pending_before = count_pending_weights()
@@ -178,7 +182,7 @@ def test_calibration_leaves_no_state(checkpoint_folder: Path) -> None:
     try:
         pipeline = open_pipeline(checkpoint_folder, **INT4)
         assert count_pending_weights() == num_pending_before, (
-            "pending weights are freed without the garbage collector"
+            "pending weights must be freed without the garbage collector"
         )
     finally:
         gc.enable()

@@ -1,4 +1,4 @@
-"""Device names, errors of missing devices, and lazily allocated zeros."""
+"""Devices: names, memory, errors for missing devices, and tensors of zeros that are allocated lazily."""
 
 from __future__ import annotations
 

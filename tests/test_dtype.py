@@ -1,4 +1,4 @@
-"""Conversion of element types to and from torch and numpy."""
+"""`DType`: conversion of element types to and from torch and numpy."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ from penstock.errors import ConfigError
 from penstock.host.processors import ProcessorShare
 
 
-def make_config(**flat: Any) -> PipelineConfig:
-    return PipelineConfig.from_flat({"model_path": "demo", **flat})
+def make_config(**values: Any) -> PipelineConfig:
+    return PipelineConfig.from_flat({"model_path": "demo", **values})
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def _fake_eight_processors(monkeypatch: pytest.MonkeyPatch) -> None:
 def load_config(
     config: PipelineConfig, share: WorkerShare, monkeypatch: pytest.MonkeyPatch
 ) -> PipelineConfig:
-    """Return the configuration of a worker with this share. Check which processors it is pinned to."""
+    """Return the configuration of a worker with this share. Check that it is pinned to its processors."""
     pinned_processors: list[tuple[int, ...]] = []
     monkeypatch.setattr(engines, "pin", pinned_processors.append)
     worker_config = load_share(config, share, cast(Any, lambda config: config))
@@ -53,9 +53,9 @@ def test_workers_on_a_cpu_divide_processors_and_memory(monkeypatch: pytest.Monke
         (4, 400),
         (4, 400),
     ]
-    first = load_config(config, shares[0], monkeypatch)
-    assert (first.data_parallel_size, first.num_threads) == (1, 4)
-    assert first.kv_cache.device_memory_utilization == 0.4
+    first_config = load_config(config, shares[0], monkeypatch)
+    assert (first_config.data_parallel_size, first_config.num_threads) == (1, 4)
+    assert first_config.kv_cache.device_memory_utilization == 0.4
     stats["free_memory"] = 600  # the other worker has allocated its part
     assert load_config(config, shares[1], monkeypatch).kv_cache.device_memory_utilization == pytest.approx(
         2 / 3
@@ -81,7 +81,7 @@ def test_workers_divide_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         divide(make_config(data_parallel_size=2, devices=gpus[:3]))
 
 
-def test_a_memory_limit_is_the_share_of_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_memory_limit_sets_the_memory_utilization(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "CPU", lambda: SimpleNamespace(stats={"free_memory": 1000}))
     config = make_config()
     (share,) = divide(config, 250)
@@ -100,5 +100,5 @@ def test_an_in_process_model_refuses_several_workers() -> None:
         LLM("demo", data_parallel_size=2)
 
 
-def test_a_share_as_text_names_processors_and_threads() -> None:
+def test_the_text_of_a_share_has_processors_and_threads() -> None:
     assert str(ProcessorShare((0, 1, 4), 3)) == "processors 0-1,4, 3 threads"

@@ -1,4 +1,4 @@
-"""A forked process whose first step would hang gets an error."""
+"""Errors in forked processes whose first step would hang, because torch's threads are missing."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ SCRIPT = """
     def load():
         return LLM("demo", num_threads=2, quantization_encoding="int8")
 
-    def text_of(llm):
+    def generate_text(llm):
         return llm.generate("Once upon a time", SamplingParams(max_new_tokens=4), use_tqdm=False)[0].text
 
-    def in_a_child(action):
+    def run_in_child(action):
         sys.stdout.flush()
         child = os.fork()
         if child == 0:
@@ -35,9 +35,9 @@ SCRIPT = """
 """
 
 
-def run_script(steps: str) -> list[str]:
-    """Run the script and return the lines that it prints. The script is killed after 120 s."""
-    script = textwrap.dedent(SCRIPT) + textwrap.dedent(steps)
+def run_script(code: str) -> list[str]:
+    """Run SCRIPT with additional code, for at most 120 s. Return the lines that it prints."""
+    script = textwrap.dedent(SCRIPT) + textwrap.dedent(code)
     result = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
     )
@@ -51,22 +51,22 @@ def test_steps_are_refused_in_a_fork_of_a_process_that_has_generated() -> None:
         from penstock.pipelines.core import TokenGeneratorRequest
 
         llm = load()
-        before = text_of(llm)
+        before = generate_text(llm)
         request = TokenGeneratorRequest("a", 0, "demo", prompt="Once")
         context = llm.tokenizer.build_context(request)
-        in_a_child(lambda: text_of(llm))
-        in_a_child(lambda: next(llm.stream("Once")))
-        in_a_child(lambda: llm.beam_search("Once", num_beams=2, max_new_tokens=2))
-        in_a_child(lambda: text_of(load()))
-        in_a_child(lambda: llm.pipeline.ready(context))
-        in_a_child(lambda: llm.pipeline.pack_pending())
-        in_a_child(lambda: llm.pipeline.model.pack_pending())
-        in_a_child(lambda: llm.pipeline.next_token({"a": context}))
+        run_in_child(lambda: generate_text(llm))
+        run_in_child(lambda: next(llm.stream("Once")))
+        run_in_child(lambda: llm.beam_search("Once", num_beams=2, max_new_tokens=2))
+        run_in_child(lambda: generate_text(load()))
+        run_in_child(lambda: llm.pipeline.ready(context))
+        run_in_child(lambda: llm.pipeline.pack_pending())
+        run_in_child(lambda: llm.pipeline.model.pack_pending())
+        run_in_child(lambda: llm.pipeline.next_token({"a": context}))
         stream = llm.stream("Once upon a time", SamplingParams(max_new_tokens=8))
         next(stream)
-        in_a_child(lambda: text_of(llm))
+        run_in_child(lambda: generate_text(llm))
         list(stream)
-        print(text_of(llm) == before)
+        print(generate_text(llm) == before)
         """
     )
     assert lines == ["refused"] * 9 + ["True"]
@@ -75,8 +75,8 @@ def test_steps_are_refused_in_a_fork_of_a_process_that_has_generated() -> None:
 def test_a_fork_can_load_a_model_if_its_parent_has_not() -> None:
     lines = run_script(
         """
-        in_a_child(lambda: len(text_of(load())) > 0)
-        print(len(text_of(load())) > 0)
+        run_in_child(lambda: len(generate_text(load())) > 0)
+        print(len(generate_text(load())) > 0)
         """
     )
     assert lines == ["child: True", "True"]

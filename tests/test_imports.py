@@ -1,4 +1,4 @@
-"""Imports of a new process: the server, the command line and the client modules do not load torch."""
+"""Imports in a new process: the server, the command line and other light modules load no torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LIGHT_MODULES = (
 
 
 def test_light_modules_load_no_heavy_package() -> None:
-    """One process imports the modules in turn. It prints the first module that loads a heavy package."""
+    """A process imports the modules in turn and prints the first module that loads a heavy package."""
     code = (
         "import importlib, sys\n"
         f"for name in {LIGHT_MODULES}:\n"
@@ -73,8 +73,8 @@ def _run_in_new_process(code: str) -> str:
     return result.stdout.strip()
 
 
-def test_the_server_lifecycle_does_not_load_the_web_framework() -> None:
-    """The worker process starts before the slow imports of the server."""
+def test_the_server_lifecycle_module_loads_no_web_framework() -> None:
+    """The worker process is started before the server imports these slow packages."""
     packages = ("fastapi", "uvicorn", "prometheus_client", "tokenizers", "rich")
     code = f"import sys, penstock.serve.http.lifecycle; print(*sorted(set({packages!r}) & set(sys.modules)))"
     assert _run_in_new_process(code) == ""

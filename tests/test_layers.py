@@ -1,8 +1,9 @@
-"""Import rules: the allowed imports of each folder, no cycles, and fixed paths of public modules.
+"""Import rules: allowed imports of each folder, no import cycles, and fixed paths of public modules.
 
-A folder may import the names in its row, its own modules, the standard library, ``penstock.errors``,
-``penstock.dtype``, ``penstock.plain_numbers`` and ``penstock.__version__``. Imports inside functions and
-under ``TYPE_CHECKING`` follow the same table, except for third-party packages listed in ``lazy``.
+A folder may import the folders and packages in its row of TABLE, its own modules, the standard library,
+``penstock.errors``, ``penstock.dtype``, ``penstock.plain_numbers`` and ``penstock.__version__``. The table
+also applies to imports inside functions and under ``TYPE_CHECKING``, which may also import the packages in
+``lazy``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 COMPOSITION_ROOTS = ("__main__", "assembly", "bench", "cli", "engines", "llm", "ranks", "ray", "testing")
 """These folders and modules may import anything."""
 LAZY_PACKAGES = ("", "codecs", "kernels", "pipelines")
-"""Package ``__init__`` modules that resolve public names on first use; they may name any module."""
+"""Packages whose ``__init__`` imports public names on first use. It may import any module."""
 
 ImportScope = Literal["module", "typing", "function"]
 
@@ -36,7 +37,7 @@ class Row:
     Args:
         penstock: folders of the package, separated by spaces.
         packages: third-party packages, separated by spaces.
-        lazy: third-party packages that may be imported inside functions or for typing only.
+        lazy: third-party packages that may only be imported inside functions or for typing.
     """
 
     penstock: str = ""
@@ -85,7 +86,7 @@ TABLE: Mapping[str, Row] = {
 }
 
 NO_TORCH = ("scheduler", "worker", "serve", "pipelines.core", "config", "host", "errors", "dtype")
-"""A new process imports every module of these folders without loading torch."""
+"""Folders whose modules can be imported without loading torch."""
 NEEDS_EXTRA = ("penstock.serve.http.fast_connection",)  # imported only where httptools is installed
 
 PUBLIC_MODULES = (
@@ -139,7 +140,7 @@ def test_each_folder_of_the_table_exists_or_is_planned() -> None:
 
 @pytest.mark.parametrize("level", ["folder", "module"])
 def test_no_import_cycle(level: str) -> None:
-    """Imports in functions and for typing count. Only ``__init__`` modules with lazy names are ignored."""
+    """Imports in functions and for typing also count, but not imports of LAZY_PACKAGES."""
     files = sorted((ROOT / "penstock").rglob("*.py"))
     names = {_module_name(file.relative_to(ROOT)) for file in files}
     graph: dict[str, set[str]] = {}
@@ -179,8 +180,8 @@ def test_importing_the_folder_loads_no_torch(folder: str) -> None:
 @pytest.mark.parametrize("name", PUBLIC_MODULES)
 def test_public_modules_keep_their_paths(name: str) -> None:
     module = import_module(name)
-    for public in module.__all__ if hasattr(module, "__all__") else ():
-        assert getattr(module, public) is not None
+    for public_name in module.__all__ if hasattr(module, "__all__") else ():
+        assert getattr(module, public_name) is not None
 
 
 @pytest.mark.parametrize(
@@ -235,7 +236,7 @@ def test_a_valid_import_is_not_reported(name: str, code: str, tmp_path: Path) ->
 
 
 def find_violations(file: Path, root: Path = ROOT) -> Iterator[str]:
-    """Yield one line for each import of a module that the table does not allow."""
+    """Yield a message for each import of a module that the table does not allow."""
     source = _module_name(file.relative_to(root))
     folder = _find_row(source)
     if folder in COMPOSITION_ROOTS or _is_lazy_package(source):
@@ -279,7 +280,7 @@ def find_imports(file: Path, root: Path = ROOT) -> Iterator[Import]:
 
 
 def find_cycle(graph: Mapping[str, Iterable[str]]) -> list[str] | None:
-    """Return the nodes of one cycle with the first node repeated at the end, or None."""
+    """Return the nodes of a cycle, with the first node repeated at the end, or None if there is no cycle."""
     visited: set[str] = set()
 
     def visit(node: str, path: list[str]) -> list[str] | None:
@@ -319,8 +320,8 @@ def _parse(file: Path) -> ast.Module:
 
 
 def _module_name(file: Path) -> str:
-    parts = file.with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    module_parts = file.with_suffix("").parts
+    return ".".join(module_parts[:-1] if module_parts[-1] == "__init__" else module_parts)
 
 
 def _find_known_module(target: str, names: set[str]) -> str:

@@ -1,4 +1,4 @@
-"""Log probabilities equal those computed with numpy and do not depend on other requests of the batch."""
+"""Log probabilities, compared with numpy, and their independence of batches, chunks and cached prefixes."""
 
 from __future__ import annotations
 
@@ -31,48 +31,52 @@ def compute_expected(row: np.ndarray, token: int, top_n: int) -> tuple[float, di
 
 @settings(max_examples=num_examples(60))
 @given(
-    rows=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 9), st.booleans()), min_size=1, max_size=5),
+    sequences=st.lists(
+        st.tuples(st.integers(1, 6), st.integers(0, 9), st.booleans()), min_size=1, max_size=5
+    ),
     seed=st.integers(0, 1000),
-    cells=st.sampled_from([1, 50, 1 << 23]),
+    max_logits=st.sampled_from([1, 50, 1 << 23]),
 )
 def test_log_probabilities_of_any_batch_equal_numpy(
-    rows: list[tuple[int, int, bool]], seed: int, cells: int
+    sequences: list[tuple[int, int, bool]], seed: int, max_logits: int
 ) -> None:
-    """``rows`` has (number of input tokens, top n, echo) of each sequence.
+    """``sequences`` has (number of input tokens, top n, echo) of each sequence.
 
-    Without echo, a sequence has one row of logits.
+    A sequence with echo has one row of logits for each input token, and otherwise only one row.
     """
-    random, vocabulary = np.random.default_rng(seed), 8
-    counts = [length if echo else 1 for length, _, echo in rows]
-    logits = random.normal(0, 3, (sum(counts), vocabulary)).astype(np.float32)
-    tokens = random.integers(0, vocabulary, sum(length for length, _, _ in rows))
-    next_tokens = random.integers(0, vocabulary, len(rows))
-    max_cells, log_probabilities._MAX_LOGITS = log_probabilities._MAX_LOGITS, cells
+    rng, vocabulary = np.random.default_rng(seed), 8
+    counts = [length if echo else 1 for length, _, echo in sequences]
+    logits = rng.normal(0, 3, (sum(counts), vocabulary)).astype(np.float32)
+    tokens = rng.integers(0, vocabulary, sum(length for length, _, _ in sequences))
+    next_tokens = rng.integers(0, vocabulary, len(sequences))
+    previous_max_logits, log_probabilities._MAX_LOGITS = log_probabilities._MAX_LOGITS, max_logits
     try:
         result = compute_log_probabilities(
             torch.from_numpy(tokens),
-            torch.tensor(np.cumsum([0, *(length for length, _, _ in rows)])),
+            torch.tensor(np.cumsum([0, *(length for length, _, _ in sequences)])),
             torch.from_numpy(logits),
             torch.tensor(np.cumsum([0, *counts])),
             torch.from_numpy(next_tokens),
-            [top_n for _, top_n, _ in rows],
-            [echo for _, _, echo in rows],
+            [top_n for _, top_n, _ in sequences],
+            [echo for _, _, echo in sequences],
         )
     finally:
-        log_probabilities._MAX_LOGITS = max_cells
-    row, first = 0, 0
-    for (length, top_n, echo), count, entry, last in zip(rows, counts, result, next_tokens, strict=True):
+        log_probabilities._MAX_LOGITS = previous_max_logits
+    row, first_token = 0, 0
+    for (length, top_n, echo), count, entry, next_token in zip(
+        sequences, counts, result, next_tokens, strict=True
+    ):
         if top_n == 0:
             assert entry is None
         else:
             assert entry is not None
-            targets = [*tokens[first + 1 : first + length], last] if echo else [last]
+            targets = [*tokens[first_token + 1 : first_token + length], next_token] if echo else [next_token]
             expected = [compute_expected(logits[row + i], int(t), top_n) for i, t in enumerate(targets)]
             assert entry.token_log_probabilities == pytest.approx([value for value, _ in expected], abs=1e-5)
             for actual, (_, top_entries) in zip(entry.top_log_probabilities, expected, strict=True):
                 assert actual == pytest.approx(top_entries, abs=1e-5)
                 assert list(actual) == list(top_entries), "sorted by descending log probability"
-        row, first = row + count, first + length
+        row, first_token = row + count, first_token + length
 
 
 def test_bfloat16_logits_are_computed_in_float32() -> None:
@@ -93,7 +97,7 @@ def test_cut_keeps_the_top_n_and_the_chosen_token() -> None:
     assert rows.cut(5, [9, 7]) == rows
 
 
-# The requests below run with deterministic=True: their results are equal bit for bit.
+# The tests below run with deterministic=True, so that log probabilities are bit-equal.
 
 
 @pytest.fixture(scope="module")
@@ -121,19 +125,19 @@ def make_scored_context(echo: bool, salt: str, **params: Any) -> TextContext:
 def run_context(
     pipeline: TextGenerationPipeline,
     context: TextContext,
-    others: list[TextContext] | None = None,
+    batch_contexts: list[TextContext] | None = None,
     chunks: list[int] | None = None,
     preempt_after: int | None = None,
 ) -> list[tuple[int, LogProbabilities | None]]:
     """Run a context and return its (token, log probabilities) pairs.
 
     Args:
-        others: contexts in the same batches.
+        batch_contexts: other contexts in the batch.
         chunks: sizes of the first chunks of the prompt.
         preempt_after: number of tokens after which the context is preempted.
     """
     result: list[tuple[int, LogProbabilities | None]] = []
-    batch_mates = {other.request_id: other for other in others or []}
+    batch_mates = {other_context.request_id: other_context for other_context in batch_contexts or []}
     chunks = list(chunks or [])
     while not context.is_done:
         if chunks:
@@ -141,14 +145,14 @@ def run_context(
             context.set_token_indices(active_idx=context.start_idx + chunks.pop(0))
         responses = pipeline.execute({**batch_mates, context.request_id: context})
         result += [(int(t.next_token), t.log_probabilities) for t in responses[context.request_id].tokens]
-        for request_id in [name for name, other in batch_mates.items() if other.is_done]:
+        for request_id in [name for name, other_context in batch_mates.items() if other_context.is_done]:
             pipeline.release(batch_mates.pop(request_id))
         if preempt_after == len(result):
             pipeline.release(context)
             context.reset()
             preempt_after = None
-    for remaining in (context, *batch_mates.values()):
-        pipeline.release(remaining)
+    for remaining_context in (context, *batch_mates.values()):
+        pipeline.release(remaining_context)
     return result
 
 
@@ -158,13 +162,17 @@ def test_log_probabilities_do_not_depend_on_batching_chunks_cache_or_preemption(
 ) -> None:
     single_rows = run_context(pipeline, make_scored_context(echo, "first"))
     assert len(single_rows) == 6
-    cached = make_scored_context(echo, "first")
-    assert run_context(pipeline, cached) == single_rows
-    assert cached.num_cached_tokens == (0 if echo else 32), "a context with echo reads no cached blocks"
+    cached_context = make_scored_context(echo, "first")
+    assert run_context(pipeline, cached_context) == single_rows
+    assert cached_context.num_cached_tokens == (0 if echo else 32), (
+        "a context with echo reads no cached blocks"
+    )
     batch_mates = [
         make_context(random_tokens(9, VOCABULARY, seed=i), max_new=4, log_probabilities=i) for i in range(5)
     ]
-    assert run_context(pipeline, make_scored_context(echo, "batched"), others=batch_mates) == single_rows
+    assert (
+        run_context(pipeline, make_scored_context(echo, "batched"), batch_contexts=batch_mates) == single_rows
+    )
     assert run_context(pipeline, make_scored_context(echo, "chunked"), chunks=[7, 1, 30]) == single_rows
     assert (
         run_context(pipeline, make_scored_context(echo, "preempted"), chunks=[44, 1], preempt_after=3)
@@ -186,13 +194,13 @@ def test_log_probabilities_do_not_depend_on_sampling_parameters(
     scores = torch.log_softmax(
         transformers_logits(load_in_transformers(model), [*PROMPT, *tokens]), -1
     ).numpy()
-    joined_values = [value for row in rows for value in row.token_log_probabilities]
-    assert len(joined_values) == len(PROMPT) - 1 + 6
+    values = [value for row in rows for value in row.token_log_probabilities]
+    assert len(values) == len(PROMPT) - 1 + 6
     sequence = [*PROMPT, *tokens]
     expected = [scores[i, token] for i, token in enumerate(sequence[1:])]
-    np.testing.assert_allclose(joined_values, expected, atol=2e-4)
-    tops = [top_entries for row in rows for top_entries in row.top_log_probabilities]
-    for i, top_entries in enumerate(tops):
+    np.testing.assert_allclose(values, expected, atol=2e-4)
+    top_lists = [top_entries for row in rows for top_entries in row.top_log_probabilities]
+    for i, top_entries in enumerate(top_lists):
         assert sequence[i + 1] in top_entries
         assert len(top_entries) in (3, 4)
         assert max(top_entries, key=lambda token: top_entries[token]) == scores[i].argmax()

@@ -1,4 +1,4 @@
-"""Marker `matrix`: the default run contains each value, or each pair of values, of the parameters."""
+"""The marker `matrix`: each combination of parameter values occurs in the subset, and the subset is small."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ PARAMETER_SETS = [
 @pytest.mark.parametrize("times", [1, 2])
 def test_each_combination_occurs(strength: int, times: int) -> None:
     subset = [
-        PARAMETER_SETS[number] for number in covering_subset(PARAMETER_SETS, strength=strength, times=times)
+        PARAMETER_SETS[index] for index in covering_subset(PARAMETER_SETS, strength=strength, times=times)
     ]
     assert len(subset) < len(PARAMETER_SETS) or strength * times == 6
-    for combination in {part for values in PARAMETER_SETS for part in combinations(values, strength)}:
+    for combination in {
+        values_subset for values in PARAMETER_SETS for values_subset in combinations(values, strength)
+    }:
         assert sum(set(combination) <= set(values) for values in subset) >= times
 
 
@@ -29,7 +31,7 @@ def test_the_subset_is_small() -> None:
     assert len(covering_subset(PARAMETER_SETS)) <= 25
 
 
-def test_all_parameter_sets_are_in_the_subset_if_there_are_few() -> None:
-    pairs = [(("isa", str(isa)), ("dtype", str(dtype))) for isa in range(3) for dtype in range(2)]
-    assert covering_subset(pairs) == set(range(6))
-    assert covering_subset(pairs[:1], strength=3, times=4) == {0}
+def test_a_few_parameter_sets_are_all_in_the_subset() -> None:
+    parameter_sets = [(("isa", str(isa)), ("dtype", str(dtype))) for isa in range(3) for dtype in range(2)]
+    assert covering_subset(parameter_sets) == set(range(6))
+    assert covering_subset(parameter_sets[:1], strength=3, times=4) == {0}

@@ -1,4 +1,4 @@
-"""The code of the README and docs/getting-started.md runs unchanged."""
+"""The Python code of the README, and the commands of the README and docs/getting-started.md."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GETTING_STARTED = (ROOT / "docs" / "getting-started.md").read_text()
 CODE_BLOCKS = [
     code
     for code in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    if URL not in code  # code of clients is run by tests/docs/test_code.py
+    if URL not in code  # tests/docs/test_code.py runs code that needs a server
 ]
 COMMAND_NAMES = "generate |chat |encode |rerank |speak |serve |bench |list|warm-cache |quantize |env"
 COMMANDS = [
@@ -42,6 +42,6 @@ def test_commands_accept_their_flags(line: str) -> None:
         command.make_context(name, arguments, parent=context)
 
 
-def test_code_and_commands_are_found() -> None:
+def test_the_pages_contain_code_and_commands() -> None:
     assert CODE_BLOCKS
     assert len(COMMANDS) >= 15

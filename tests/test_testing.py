@@ -1,4 +1,4 @@
-"""The public test doubles behave like the real tokenizer and pipeline, except for the model."""
+"""`penstock.testing`: the fake tokenizer and pipeline behave like real ones, but have no model."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_minimum_and_maximum_lengths_are_respected() -> None:
         FakePipeline().execute({}, num_steps=0)
 
 
-def test_log_probabilities_are_zero() -> None:
+def test_fake_log_probabilities_are_zero() -> None:
     request = TokenGeneratorRequest("1", 0, "fake", prompt="abc", logprobs=1, echo=True)
     context = FakeTokenizer().build_context(request)
     response = FakePipeline.saying("x").execute({"1": context}, num_steps=5)["1"]

@@ -16,7 +16,7 @@ from penstock.host.heartbeat import ProgressFile
 from penstock.kernels.cpu import library
 
 
-def test_a_process_reads_the_count_of_another_process(tmp_path: Path) -> None:
+def test_a_process_reads_the_counter_of_another_process(tmp_path: Path) -> None:
     file = ProgressFile(str(tmp_path / "progress"))
     assert file.count == 0
     script = (
@@ -33,13 +33,13 @@ def read_count() -> int:
     return ctypes.c_int64.from_address(heartbeat.counter_address()).value
 
 
-def test_the_module_imports_no_large_package() -> None:
+def test_the_module_imports_neither_torch_nor_numpy() -> None:
     script = "import penstock.host.heartbeat, sys; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
 @pytest.mark.skipif(not library.is_usable(), reason="no kernels are built")
-def test_one_kernel_call_counts_several_times() -> None:
+def test_one_kernel_call_increments_the_counter_several_times() -> None:
     from penstock.driver import DeviceSpec, load_devices
     from penstock.engine import InferenceSession
 
@@ -50,10 +50,10 @@ def test_one_kernel_call_counts_several_times() -> None:
     assert read_count() - count_before >= 10
 
 
-def test_each_loaded_tensor_and_each_layer_of_a_step_counts() -> None:
+def test_each_loaded_tensor_and_each_layer_of_a_step_increments_the_counter() -> None:
     count_before = read_count()
     llm = LLM("demo", max_length=256)
     count_after_load = read_count()
-    assert count_after_load - count_before >= 20, "one count per tensor"
+    assert count_after_load - count_before >= 20, "one increment per loaded tensor"
     llm.generate("Hello", SamplingParams(max_new_tokens=1))
-    assert read_count() - count_after_load >= 2, "one count per layer"
+    assert read_count() - count_after_load >= 2, "one increment per layer"

@@ -17,7 +17,7 @@ GIB = 2**30
 
 @pytest.fixture
 def mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return an empty folder that replaces the cgroup mount. `set_membership` sets the process's group."""
+    """Return an empty folder that replaces the cgroup mount. `set_membership` sets the process's groups."""
     monkeypatch.setattr(limits, "_MOUNT", tmp_path / "mount")
     monkeypatch.setattr(limits, "_MEMBERSHIP", tmp_path / "member")
     return tmp_path / "mount"
@@ -66,7 +66,7 @@ def test_usage_above_the_limit_leaves_no_memory(mount: Path) -> None:
     assert limits.memory() == (GIB, 0)
 
 
-def test_the_root_of_a_cgroup_v1_mount_may_be_the_own_group(mount: Path) -> None:
+def test_the_root_of_a_cgroup_v1_mount_may_be_the_group_of_the_process(mount: Path) -> None:
     set_membership(
         mount, "9:memory:/docker/1f", "4:cpu,cpuacct:/docker/1f", "1:name=systemd:/a", "0::/docker/1f"
     )
@@ -102,7 +102,7 @@ def test_host_memory_is_bounded_by_the_limit(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("cpu_limit", "num_threads", "omp_num_threads", "threads"),
+    ("cpu_limit", "num_threads", "omp_num_threads", "expected_threads"),
     [
         (2.9, None, None, 2),
         (0.5, None, None, 1),
@@ -116,16 +116,16 @@ def test_the_cpu_limit_bounds_the_default_number_of_threads(
     cpu_limit: float | None,
     num_threads: int | None,
     omp_num_threads: str | None,
-    threads: int,
+    expected_threads: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The CPU limit bounds the number of threads unless the caller or ``OMP_NUM_THREADS`` sets it."""
     monkeypatch.setattr(limits, "cores", lambda: cpu_limit)
     monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": omp_num_threads} if omp_num_threads else {})
-    previous = torch.get_num_threads()
+    num_threads_before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
         InferenceSession(num_threads=num_threads)
-        assert torch.get_num_threads() == threads
+        assert torch.get_num_threads() == expected_threads
     finally:
-        torch.set_num_threads(previous)
+        torch.set_num_threads(num_threads_before)

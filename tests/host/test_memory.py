@@ -58,14 +58,14 @@ def test_allocations_are_disjoint_and_keep_their_contents(sizes: list[int], tota
     buffer.close()
     assert buffer.allocate(1) is None
     assert buffer.num_idle == 0
-    for number, memory in allocated:
-        assert (memory == number).all(), "an allocation was overwritten or returned to the system"
+    for value, memory in allocated:
+        assert (memory == value).all(), "an allocation was overwritten or returned to the system"
     starts = sorted((memory.ctypes.data, len(memory)) for _, memory in allocated if len(memory))
-    assert all(start + size <= after for (start, size), (after, _) in pairwise(starts))
+    assert all(start + size <= next_start for (start, size), (next_start, _) in pairwise(starts))
 
 
 def test_the_whole_buffer_is_prefaulted_and_unallocated_memory_is_returned() -> None:
-    gc.collect()  # freeing garbage of other tests later would change the measurement
+    gc.collect()  # garbage of other tests that is freed later would change the measurement
     bytes_before = resident_bytes()
     buffer = PrefaultedBuffer(256 * MB)
     buffer._thread.join()
@@ -82,16 +82,16 @@ def test_the_whole_buffer_is_prefaulted_and_unallocated_memory_is_returned() -> 
 
 def test_the_first_allocation_stops_the_prefaulting_thread() -> None:
     buffer = PrefaultedBuffer(4096 * MB)
-    first = buffer.allocate(64)
+    memory = buffer.allocate(64)
     assert not buffer._thread.is_alive()
     assert buffer.num_idle < 4096 * MB - 64
     buffer.close()
-    assert first is not None
+    assert memory is not None
 
 
 def test_each_load_has_its_own_memory() -> None:
-    with PrefaultedMemory() as empty, PrefaultedMemory(4 * MB) as small_memory:
-        assert empty.allocate(1) is None
+    with PrefaultedMemory() as empty_memory, PrefaultedMemory(4 * MB) as small_memory:
+        assert empty_memory.allocate(1) is None
         with PrefaultedMemory(64 * MB) as large_memory:
             assert small_memory.allocate(8 * MB) is None, (
                 "too large for this memory; the memory of another load is not used"
@@ -127,18 +127,19 @@ def test_the_planner_counts_prefaulted_memory_as_free(
         assert 3 * MB <= memory.num_idle <= 6 * MB
         model = architecture.load_pipeline_model()(config, InferenceSession([CPU()], prefaulted=memory))
         assert CPU().stats == {"total_memory": 1 << 30, "free_memory": 1 << 29}
-        free = InferenceSession.free_memory_of([CPU()])  # sessions of other tests may have reserved memory
-        assert model._free_memory(0) == free + memory.num_idle
+        # `free_memory_of` excludes memory that sessions of other tests have reserved.
+        free_memory = InferenceSession.free_memory_of([CPU()])
+        assert model._free_memory(0) == free_memory + memory.num_idle
 
 
 @pytest.fixture(scope="module")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random_checkpoint(tmp_path_factory.mktemp("ahead"), make_tiny_config("llama"))
+    return write_random_checkpoint(tmp_path_factory.mktemp("checkpoint"), make_tiny_config("llama"))
 
 
 @pytest.fixture
 def prefaulted_memories(monkeypatch: pytest.MonkeyPatch) -> list[PrefaultedMemory]:
-    """Return a list that receives the prefaulted memory of each load. Small models are prefaulted too."""
+    """Enable prefaulting for small models. Return a list that receives the prefaulted memory of each load."""
     memories: list[PrefaultedMemory] = []
 
     class RecordedMemory(PrefaultedMemory):
@@ -185,7 +186,7 @@ def test_weights_are_packed_into_prefaulted_memory(
 ) -> None:
     def generate() -> list[int]:
         with LLM(str(tiny_checkpoint), quantization_encoding=encoding) as llm:
-            assert prefaulted_memories[-1].allocate(1) is None, "no allocation after the load"
+            assert prefaulted_memories[-1].allocate(1) is None, "no memory can be allocated after the load"
             assert llm.pipeline.session.prefaulted is prefaulted_memories[-1]
             return llm.generate(PROMPT, GREEDY)[0].token_ids
 
@@ -214,7 +215,7 @@ def test_no_memory_is_prefaulted_for_lazily_packed_weights(
     assert prefaulted_sizes(prefaulted_memories) == [0]
 
 
-def test_a_back_end_that_packs_nothing_prefaults_nothing(
+def test_no_memory_is_prefaulted_for_a_back_end_that_packs_no_weights(
     tiny_checkpoint: Path, prefaulted_memories: list[PrefaultedMemory]
 ) -> None:
     LLM(str(tiny_checkpoint), kernels="reference", **INT8).close()
@@ -238,7 +239,7 @@ def test_no_memory_is_prefaulted_for_weights_from_a_packed_file(
     assert prefaulted_sizes(prefaulted_memories)[1] > 0
 
 
-def test_memory_is_returned_before_weights_are_read_if_nothing_is_packed(
+def test_memory_is_released_before_weights_are_read_if_no_weight_is_packed(
     tiny_checkpoint: Path,
     prefaulted_memories: list[PrefaultedMemory],
     allocations: list[int],
@@ -258,7 +259,7 @@ def test_memory_is_returned_before_weights_are_read_if_nothing_is_packed(
     assert not allocations
 
 
-def test_a_failed_load_returns_its_memory(
+def test_a_failed_load_releases_its_prefaulted_memory(
     tiny_checkpoint: Path, prefaulted_memories: list[PrefaultedMemory], tmp_path: Path
 ) -> None:
     broken_folder = tmp_path / "broken"
@@ -276,10 +277,10 @@ def test_a_failed_load_returns_its_memory(
     assert prefaulted_sizes(prefaulted_memories)[1:] == [0]
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("has_tied_embeddings", [True, False])
 @pytest.mark.parametrize("encoding", ["int8", "int4"])
 def test_the_estimated_packed_size_is_close_to_the_actual_size(
-    tmp_path: Path, encoding: str, tied: bool
+    tmp_path: Path, encoding: str, has_tied_embeddings: bool
 ) -> None:
     """The layer sizes are those of models that are large enough to be prefaulted."""
     model_config = make_tiny_config("llama") | {
@@ -288,22 +289,22 @@ def test_the_estimated_packed_size_is_close_to_the_actual_size(
         "num_key_value_heads": 2,
         "intermediate_size": 512,
         "vocab_size": 1024,
-        "tie_word_embeddings": tied,
+        "tie_word_embeddings": has_tied_embeddings,
     }
     checkpoint = write_random_checkpoint(tmp_path, model_config)
     config = PipelineConfig.from_flat({"model_path": str(checkpoint), "quantization_encoding": encoding})
     embedding_size = 1024 * 256 * (4 if encoding == "float32" else 2)
-    expected = estimate_weights_size(config) - embedding_size
-    assert estimate_packed_size(config) == pytest.approx(expected, rel=0.25 if encoding == "int4" else 0.1)
+    actual_size = estimate_weights_size(config) - embedding_size
+    assert estimate_packed_size(config) == pytest.approx(actual_size, rel=0.25 if encoding == "int4" else 0.1)
 
 
 def test_a_reservation_lasts_until_it_is_ended_or_deleted() -> None:
     reservations = MemoryReservations()
-    ended, deleted = reservations.reserve(3 * MB), reservations.reserve(4 * MB)
+    ended_reservation, deleted_reservation = reservations.reserve(3 * MB), reservations.reserve(4 * MB)
     assert reservations.num_bytes == 7 * MB
-    ended.end()
+    ended_reservation.end()
     assert reservations.num_bytes == 4 * MB
-    assert deleted.num_bytes == 4 * MB
-    del deleted
+    assert deleted_reservation.num_bytes == 4 * MB
+    del deleted_reservation
     assert reservations.num_bytes == 0
     assert MemoryReservations().num_bytes == 0

@@ -1,4 +1,4 @@
-"""The limit on private memory: mapped files do not count, and `is_exceeded` recognises its errors."""
+"""The limit on private memory. It excludes mapped files, and `is_exceeded` recognises its errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ assert CPU().stats["free_memory"] <= free
 file = Path(sys.argv[1])
 mapped = [map_file(file), map_in_huge_pages(file)]
 assert abs(private_memory.free() - free) < 20 * MIB, (private_memory.free(), free)
-held = bytearray(100 * MIB)
+allocation = bytearray(100 * MIB)
 errors = []
 for allocate in (lambda: bytearray(free), lambda: torch.empty(free, dtype=torch.uint8)):
     try:
@@ -71,5 +71,5 @@ def test_is_exceeded_recognises_errors_of_exhausted_memory(monkeypatch: pytest.M
         torch_error.value,
     ):
         assert private_memory.is_exceeded(error)
-    for other in (ValueError("no"), OSError(errno.ENOSPC, "No space")):
-        assert not private_memory.is_exceeded(other)
+    for unrelated_error in (ValueError("no"), OSError(errno.ENOSPC, "No space")):
+        assert not private_memory.is_exceeded(unrelated_error)

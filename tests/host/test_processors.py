@@ -14,7 +14,7 @@ from penstock.host.processors import ProcessorShare, divide_processors, format_p
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Fake a machine with two NUMA nodes of two cores each; processors n and n + 4 share a core."""
+    """Fake a machine with two NUMA nodes of two cores each. Processors n and n + 4 share a core."""
     for node, text in enumerate(("0-1,4-5", "2-3,6-7")):
         (tmp_path / f"node{node}").mkdir()
         (tmp_path / f"node{node}" / "cpulist").write_text(text + "\n")
@@ -71,10 +71,10 @@ def test_processor_lists_are_parsed_and_formatted(text: str) -> None:
 
 
 def test_a_thread_inherits_the_pinning_of_its_parent() -> None:
-    (first, *_), affinities = sorted(os.sched_getaffinity(0)), []
+    (processor, *_), affinities = sorted(os.sched_getaffinity(0)), []
 
     def run() -> None:
-        pin([first])
+        pin([processor])
         child = threading.Thread(target=lambda: affinities.append(os.sched_getaffinity(0)))
         child.start()
         child.join()
@@ -82,4 +82,4 @@ def test_a_thread_inherits_the_pinning_of_its_parent() -> None:
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    assert affinities == [{first}]
+    assert affinities == [{processor}]

@@ -23,26 +23,26 @@ def test_blocks_are_allocated_in_order_without_the_null_block() -> None:
 def test_a_failed_allocation_allocates_no_block() -> None:
     pool = BlockPool(5)
     pool.allocate(2)
-    with pytest.raises(InsufficientBlocksError, match="3 KV blocks are needed, 2 of 4 are free") as caught:
+    with pytest.raises(InsufficientBlocksError, match="3 KV blocks are needed, 2 of 4 are free") as exc_info:
         pool.allocate(3)
-    assert (caught.value.needed, caught.value.free, caught.value.total) == (3, 2, 4)
+    assert (exc_info.value.needed, exc_info.value.free, exc_info.value.total) == (3, 2, 4)
     assert pool.num_free == 2
     pool.check_integrity()
 
 
 def test_a_released_registered_block_is_found_until_eviction() -> None:
     pool = BlockPool(3)
-    first, second = pool.allocate(2)
-    pool.register(first, b"one")
-    pool.release([first, second])
+    cached_block, free_block = pool.allocate(2)
+    pool.register(cached_block, b"one")
+    pool.release([cached_block, free_block])
     assert (pool.num_free, pool.num_cached) == (2, 1)
-    assert pool.lookup(b"one") == first
-    assert pool.allocate(1) == [second]  # a free block is allocated before a cached block is evicted
-    assert pool.allocate(1) == [first]
+    assert pool.lookup(b"one") == cached_block
+    assert pool.allocate(1) == [free_block]  # a free block is allocated before a cached block is evicted
+    assert pool.allocate(1) == [cached_block]
     assert pool.lookup(b"one") is None
 
 
-def test_the_last_released_block_is_evicted_first() -> None:
+def test_blocks_that_are_released_together_are_evicted_in_reverse_order() -> None:
     pool = BlockPool(4)
     blocks = pool.allocate(3)
     for block in blocks:
@@ -64,11 +64,11 @@ def test_the_least_recently_used_block_is_evicted_first() -> None:
 
 def test_the_first_of_two_equal_blocks_stays_registered() -> None:
     pool = BlockPool(3)
-    first, second = pool.allocate(2)
-    assert pool.register(first, b"same")
-    assert not pool.register(second, b"same")
-    pool.release([first, second])
-    assert pool.lookup(b"same") == first
+    first_block, second_block = pool.allocate(2)
+    assert pool.register(first_block, b"same")
+    assert not pool.register(second_block, b"same")
+    pool.release([first_block, second_block])
+    assert pool.lookup(b"same") == first_block
     assert (pool.num_free, pool.num_cached) == (2, 1)
     pool.check_integrity()
 
@@ -101,7 +101,7 @@ def test_check_integrity_reports_a_lost_block() -> None:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """The pool behaves like a simple model made of plain lists."""
+    """A random test that compares the pool with a simple model of lists and a dict."""
 
     SIZE = 8
 
@@ -109,8 +109,8 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.pool = BlockPool(self.SIZE + 1)
         self.referenced: list[int] = []  # one entry per reference
-        self.known: dict[int, bytes] = {}
-        self.unused: list[int] = []  # registered and unreferenced blocks, least recently used first
+        self.digests: dict[int, bytes] = {}
+        self.evictable: list[int] = []  # registered and unreferenced blocks, least recently used first
 
     @rule(count=st.integers(0, SIZE + 1))
     def allocate(self, count: int) -> None:
@@ -118,13 +118,14 @@ class PoolMachine(RuleBasedStateMachine):
             with pytest.raises(InsufficientBlocksError):
                 self.pool.allocate(count)
             return
-        free = self.SIZE - len(set(self.referenced)) - len(self.unused)
-        evicted, self.unused = self.unused[: max(0, count - free)], self.unused[max(0, count - free) :]
-        for block in evicted:
-            del self.known[block]
+        num_uncached = self.SIZE - len(set(self.referenced)) - len(self.evictable)
+        num_evicted = max(0, count - num_uncached)
+        evicted_blocks, self.evictable = self.evictable[:num_evicted], self.evictable[num_evicted:]
+        for block in evicted_blocks:
+            del self.digests[block]
         blocks = self.pool.allocate(count)
-        assert blocks[min(count, free) :] == evicted
-        assert not set(blocks) & {0, *self.referenced, *self.unused}
+        assert blocks[min(count, num_uncached) :] == evicted_blocks
+        assert not set(blocks) & {0, *self.referenced, *self.evictable}
         assert len(set(blocks)) == count
         self.referenced += blocks
 
@@ -134,19 +135,19 @@ class PoolMachine(RuleBasedStateMachine):
         block = data.draw(st.sampled_from(self.referenced))
         self.referenced.remove(block)
         self.pool.release([block])
-        if block not in self.referenced and block in self.known:
-            self.unused.append(block)
+        if block not in self.referenced and block in self.digests:
+            self.evictable.append(block)
 
     @precondition(lambda self: self.referenced)
     @rule(data=st.data(), content=st.integers(0, 6))
     def register(self, data: st.DataObject, content: int) -> None:
         block = data.draw(st.sampled_from(self.referenced))
-        if block in self.known:
+        if block in self.digests:
             return
-        is_new = b"%d" % content not in self.known.values()
+        is_new = b"%d" % content not in self.digests.values()
         assert self.pool.register(block, b"%d" % content) == is_new
         if is_new:
-            self.known[block] = b"%d" % content
+            self.digests[block] = b"%d" % content
 
     @rule(content=st.integers(0, 6))
     def use_again(self, content: int) -> None:
@@ -154,18 +155,18 @@ class PoolMachine(RuleBasedStateMachine):
         if block is not None:
             self.pool.retain([block])
             self.referenced.append(block)
-            if block in self.unused:
-                self.unused.remove(block)
+            if block in self.evictable:
+                self.evictable.remove(block)
 
     @invariant()
-    def pool_agrees_with_the_model(self) -> None:
+    def pool_equals_the_model(self) -> None:
         self.pool.check_integrity()
         assert {block: self.pool.references(block) for block in set(self.referenced)} == Counter(
             self.referenced
         )
         assert self.pool.num_free == self.SIZE - len(set(self.referenced))
-        assert self.pool.num_cached == len(self.unused)
-        assert all(self.pool.lookup(digest) == block for block, digest in self.known.items())
+        assert self.pool.num_cached == len(self.evictable)
+        assert all(self.pool.lookup(digest) == block for block, digest in self.digests.items())
 
 
 TestPools = PoolMachine.TestCase

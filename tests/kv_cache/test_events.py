@@ -24,34 +24,34 @@ def registered_digests(context: TextContext) -> list[bytes]:
     return chain_digests(root, context.all_tokens, {}, range(context.current_length // 4), 4)
 
 
-def apply_events(known: set[bytes], events: Iterable[CacheEvent]) -> set[bytes]:
+def apply_events(cached_digests: set[bytes], events: Iterable[CacheEvent]) -> set[bytes]:
     """Return the digests that are cached after these events."""
     for event in events:
         match event:
             case BlocksStored():
-                known |= set(event.digests)
+                cached_digests |= set(event.digests)
             case BlocksRemoved():
-                assert set(event.digests) <= known
-                known -= set(event.digests)
+                assert set(event.digests) <= cached_digests
+                cached_digests -= set(event.digests)
             case BlocksCleared():
-                known = set()
-    return known
+                cached_digests = set()
+    return cached_digests
 
 
 def test_stored_events_have_digests_parents_and_tokens() -> None:
     manager, context = kv_manager(8), text_context(PROMPT)
     manager.record_events()
     run_one_step(manager, context, token=10)
-    first, second = registered_digests(context)
-    assert manager.take_events() == [BlocksStored([first, second], None, PROMPT[:8])]
+    first_digest, second_digest = registered_digests(context)
+    assert manager.take_events() == [BlocksStored([first_digest, second_digest], None, PROMPT[:8])]
     assert manager.take_events() == []
     run_one_step(manager, context, token=11)
     run_one_step(manager, context, token=12)  # computes the twelfth token
-    third = registered_digests(context)[2]
-    assert manager.take_events() == [BlocksStored([third], second, [8, 9, 10, 11])]
+    third_digest = registered_digests(context)[2]
+    assert manager.take_events() == [BlocksStored([third_digest], second_digest, [8, 9, 10, 11])]
     equal_context = text_context(PROMPT)
     run_one_step(manager, equal_context)
-    assert manager.take_events() == []  # the context used the cached blocks
+    assert manager.take_events() == []  # the context used cached blocks, so it stored none
 
 
 def test_events_are_recorded_only_if_enabled() -> None:
@@ -60,22 +60,25 @@ def test_events_are_recorded_only_if_enabled() -> None:
     assert manager.take_events() == []
 
 
-def test_an_evicted_block_gives_a_removed_event() -> None:
+def test_an_eviction_is_recorded_as_a_removed_event() -> None:
     manager, context = kv_manager(4), text_context(PROMPT)
     manager.record_events()
     run_one_step(manager, context)
     manager.release(context)
     manager.take_events()
-    other = text_context([50 + number for number in range(12)])
-    run_one_step(manager, other)
-    first, second = registered_digests(text_context(PROMPT))
+    other_context = text_context([50 + number for number in range(12)])
+    run_one_step(manager, other_context)
+    first_digest, second_digest = registered_digests(text_context(PROMPT))
     events = manager.take_events()
-    assert events[0] == BlocksRemoved([second])  # the end of a prompt is evicted first
-    assert apply_events({first, second}, events) == {first, *registered_digests(other)}
+    assert events[0] == BlocksRemoved([second_digest])  # the last block of a prompt is evicted first
+    assert apply_events({first_digest, second_digest}, events) == {
+        first_digest,
+        *registered_digests(other_context),
+    }
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 6), (6,)])
-def test_events_describe_the_pool_exactly(windows: tuple[int | None, ...]) -> None:
+def test_applied_events_give_the_digests_in_the_pool(windows: tuple[int | None, ...]) -> None:
     random_numbers, known_digests = random.Random(7), set[bytes]()
     manager = kv_manager(*(9 for _ in windows), windows=windows)
     manager.record_events()

@@ -23,12 +23,12 @@ def compute_digests(
 
 
 def test_a_digest_covers_its_block_and_all_earlier_blocks() -> None:
-    other = TOKENS.copy()
-    other[5] = 99
-    digests, other_digests = compute_digests(), compute_digests(other)
-    assert digests[0] == other_digests[0]
-    assert digests[1] != other_digests[1]
-    assert digests[2] != other_digests[2]
+    changed_tokens = TOKENS.copy()
+    changed_tokens[5] = 99
+    digests, changed_digests = compute_digests(), compute_digests(changed_tokens)
+    assert digests[0] == changed_digests[0]
+    assert digests[1] != changed_digests[1]
+    assert digests[2] != changed_digests[2]
 
 
 def test_digests_can_be_computed_block_by_block() -> None:
@@ -53,17 +53,17 @@ def test_roots_differ_by_adapter_and_salt() -> None:
 
 
 def test_an_override_differs_from_the_token_with_the_same_id() -> None:
-    plain_digests, image, other = (
+    plain_digests, digests_77, digests_78 = (
         compute_digests(),
         compute_digests(overrides={5: 77}),
         compute_digests(overrides={5: 78}),
     )
-    assert plain_digests[0] == image[0]
-    assert len({plain_digests[1], image[1], other[1]}) == 3
+    assert plain_digests[0] == digests_77[0]
+    assert len({plain_digests[1], digests_77[1], digests_78[1]}) == 3
     assert compute_digests(overrides={5: 5})[1] != plain_digests[1]
-    same_number = TOKENS.copy()
-    same_number[5] = 77
-    assert compute_digests(same_number)[1] != image[1]
+    tokens_with_77 = TOKENS.copy()
+    tokens_with_77[5] = 77
+    assert compute_digests(tokens_with_77)[1] != digests_77[1]
 
 
 @given(st.integers(-(2**70), 2**70))

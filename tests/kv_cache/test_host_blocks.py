@@ -18,7 +18,7 @@ from penstock.kv_cache.host_blocks import HostBlocks
 from penstock.pipelines.core import TextContext, TextGenerationResponse
 from penstock.scheduler import Scheduler
 
-BLOCK = 2 * 4 * 4
+BLOCK_BYTES = 2 * 4 * 4
 """Bytes of a block of `kv_manager`: keys and values of 4 tokens in float32."""
 
 
@@ -38,16 +38,22 @@ def count_cached_tokens(manager: KVCacheManager, tokens: list[int], **fields: An
 
 
 def test_an_evicted_prefix_is_restored() -> None:
-    first, second = list(range(17)), list(range(100, 117))
-    without_host_memory = kv_manager(5)
-    assert [count_cached_tokens(without_host_memory, tokens) for tokens in (first, second, first)] == [
+    first_prompt, second_prompt = list(range(17)), list(range(100, 117))
+    manager_without_host_memory = kv_manager(5)
+    assert [
+        count_cached_tokens(manager_without_host_memory, tokens)
+        for tokens in (first_prompt, second_prompt, first_prompt)
+    ] == [
         0,
         0,
         0,
     ]
-    manager = kv_manager(5, host_memory=8 * BLOCK)
+    manager = kv_manager(5, host_memory=8 * BLOCK_BYTES)
     assert host_blocks(manager).num_blocks == 8
-    assert [count_cached_tokens(manager, tokens) for tokens in (first, second, first, second, first)] == [
+    assert [
+        count_cached_tokens(manager, tokens)
+        for tokens in (first_prompt, second_prompt, first_prompt, second_prompt, first_prompt)
+    ] == [
         0,
         0,
         16,
@@ -59,24 +65,24 @@ def test_an_evicted_prefix_is_restored() -> None:
 
 def test_a_prefix_is_restored_up_to_its_first_lost_block() -> None:
     """Host memory has room for two blocks."""
-    first, second = list(range(17)), list(range(100, 117))
-    manager = kv_manager(5, host_memory=2 * BLOCK)
-    count_cached_tokens(manager, first)
-    count_cached_tokens(manager, second)
-    assert count_cached_tokens(manager, first) in (0, 4, 8)
+    first_prompt, second_prompt = list(range(17)), list(range(100, 117))
+    manager = kv_manager(5, host_memory=2 * BLOCK_BYTES)
+    count_cached_tokens(manager, first_prompt)
+    count_cached_tokens(manager, second_prompt)
+    assert count_cached_tokens(manager, first_prompt) in (0, 4, 8)
     assert host_blocks(manager).num_blocks == 2
 
 
 def test_a_restored_block_has_its_original_content() -> None:
     """`store_and_check_keys` checks the keys in restored blocks, which detects a wrong copy."""
-    first, second = list(range(17)), list(range(100, 117))
-    manager = kv_manager(5, host_memory=8 * BLOCK)
-    count_cached_tokens(manager, first)
-    count_cached_tokens(manager, second)
+    first_prompt, second_prompt = list(range(17)), list(range(100, 117))
+    manager = kv_manager(5, host_memory=8 * BLOCK_BYTES)
+    count_cached_tokens(manager, first_prompt)
+    count_cached_tokens(manager, second_prompt)
     for tensors in host_blocks(manager)._host:
         for tensor in tensors:
             tensor.add_(1)
-    context = text_context(first)
+    context = text_context(first_prompt)
     manager.claim(context)
     manager.reserve(context)
     assert context.num_cached_tokens == 16
@@ -85,25 +91,27 @@ def test_a_restored_block_has_its_original_content() -> None:
 
 
 def test_prefixes_are_not_restored_after_a_reset() -> None:
-    first, second = list(range(17)), list(range(100, 117))
-    manager = kv_manager(5, host_memory=8 * BLOCK)
-    count_cached_tokens(manager, first)
-    count_cached_tokens(manager, second)
+    first_prompt, second_prompt = list(range(17)), list(range(100, 117))
+    manager = kv_manager(5, host_memory=8 * BLOCK_BYTES)
+    count_cached_tokens(manager, first_prompt)
+    count_cached_tokens(manager, second_prompt)
     manager.forget_prefixes()
-    assert count_cached_tokens(manager, first) == 0
+    assert count_cached_tokens(manager, first_prompt) == 0
 
 
 def test_blocks_of_another_salt_and_echoed_prompts_are_not_restored() -> None:
     """The salt is part of the identity of a block. A request with echo reads no cached block."""
-    first, second = list(range(17)), list(range(100, 117))
-    manager = kv_manager(5, host_memory=8 * BLOCK)
-    count_cached_tokens(manager, first, cache_salt="a")
-    count_cached_tokens(manager, second)
-    assert count_cached_tokens(manager, first, cache_salt="b") == 0
-    assert count_cached_tokens(manager, first, cache_salt="a") == 16
-    count_cached_tokens(manager, second)
+    first_prompt, second_prompt = list(range(17)), list(range(100, 117))
+    manager = kv_manager(5, host_memory=8 * BLOCK_BYTES)
+    count_cached_tokens(manager, first_prompt, cache_salt="a")
+    count_cached_tokens(manager, second_prompt)
+    assert count_cached_tokens(manager, first_prompt, cache_salt="b") == 0
+    assert count_cached_tokens(manager, first_prompt, cache_salt="a") == 16
+    count_cached_tokens(manager, second_prompt)
     assert (
-        count_cached_tokens(manager, first, cache_salt="a", log_probabilities=1, log_probabilities_echo=True)
+        count_cached_tokens(
+            manager, first_prompt, cache_salt="a", log_probabilities=1, log_probabilities_echo=True
+        )
         == 0
     )
 
@@ -113,27 +121,27 @@ def test_blocks_of_another_salt_and_echoed_prompts_are_not_restored() -> None:
     prompts=st.lists(
         st.tuples(st.integers(0, 3), st.integers(1, 30), st.integers(1, 8)), min_size=2, max_size=12
     ),
-    capacity=st.integers(1, 20),
-    blocks=st.integers(11, 14),
+    num_host_blocks=st.integers(1, 20),
+    num_blocks=st.integers(11, 14),
     windows=st.sampled_from([(None,), (None, 6), (8,)]),
-    together=st.integers(1, 4),
+    batch_size=st.integers(1, 4),
 )
 def test_any_schedule_gives_the_outputs_of_single_requests(
     prompts: list[tuple[int, int, int]],
-    capacity: int,
-    blocks: int,
+    num_host_blocks: int,
+    num_blocks: int,
     windows: tuple[int | None, ...],
-    together: int,
+    batch_size: int,
 ) -> None:
     """Prompts share four different prefixes. Each step checks the keys of its context."""
-    memory = capacity * BLOCK * len(windows)
-    kv = kv_manager(*[blocks] * len(windows), windows=windows, host_memory=memory)
+    memory = num_host_blocks * BLOCK_BYTES * len(windows)
+    kv = kv_manager(*[num_blocks] * len(windows), windows=windows, host_memory=memory)
     scheduler: Scheduler[TextContext, TextGenerationResponse] = Scheduler(
-        FakePipeline(kv), max_batch_size=together, max_batch_input_tokens=16, min_chunk_size=4
+        FakePipeline(kv), max_batch_size=batch_size, max_batch_input_tokens=16, min_chunk_size=4
     )
     contexts = [
-        text_context([family] * length, max_length=length + new, request_id=str(number))
-        for number, (family, length, new) in enumerate(prompts)
+        text_context([prefix_token] * length, max_length=length + max_new_tokens, request_id=str(number))
+        for number, (prefix_token, length, max_new_tokens) in enumerate(prompts)
     ]
     expected = {context.request_id: expected_output_tokens(context) for context in contexts}
     result: dict[str, list[int]] = {name: [] for name in expected}

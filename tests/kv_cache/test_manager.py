@@ -44,7 +44,7 @@ def test_claim_assigns_the_lowest_free_slot() -> None:
     manager.check_integrity()
 
 
-def test_a_claim_in_an_empty_cache_finds_no_prefix() -> None:
+def test_a_claim_in_an_empty_cache_reuses_no_blocks() -> None:
     manager, context = kv_manager(8), text_context(PROMPT)
     manager.claim(context)
     assert (context.start_idx, context.num_cached_tokens) == (0, 0)
@@ -63,7 +63,7 @@ def test_claiming_twice_changes_nothing() -> None:
     [
         (PROMPT, 8),
         (PROMPT[:9], 8),
-        (PROMPT[:8], 4),  # the last token is always computed, for its logits
+        (PROMPT[:8], 4),  # the last token is always computed, because its logits are needed
         (PROMPT[:7], 4),
         (PROMPT[:4], 0),
         ([*PROMPT[:5], 99, *PROMPT[6:]], 4),
@@ -71,41 +71,35 @@ def test_claiming_twice_changes_nothing() -> None:
     ],
 )
 def test_full_blocks_of_a_cached_prefix_are_shared(prompt: list[int], num_cached: int) -> None:
-    manager, first = kv_manager(8), text_context(PROMPT)
-    run_one_step(manager, first)
-    second = text_context(prompt)
-    manager.claim(second)
-    assert (second.start_idx, second.num_cached_tokens, second.committed_idx) == (
-        num_cached,
-        num_cached,
-        num_cached,
-    )
-    assert (
-        block_tables(manager, second)[0][: num_cached // 4]
-        == block_tables(manager, first)[0][: num_cached // 4]
-    )
-    run_one_step(manager, second)
+    manager, cached_context = kv_manager(8), text_context(PROMPT)
+    run_one_step(manager, cached_context)
+    context, num_blocks = text_context(prompt), num_cached // 4
+    manager.claim(context)
+    assert context.start_idx == context.num_cached_tokens == context.committed_idx == num_cached
+    shared_blocks = block_tables(manager, context)[0][:num_blocks]
+    assert shared_blocks == block_tables(manager, cached_context)[0][:num_blocks]
+    run_one_step(manager, context)
     manager.check_integrity()
 
 
 def test_a_prefix_outlives_its_context() -> None:
-    manager, first = kv_manager(8), text_context(PROMPT)
-    run_one_step(manager, first)
-    manager.release(first)
+    manager, first_context = kv_manager(8), text_context(PROMPT)
+    run_one_step(manager, first_context)
+    manager.release(first_context)
     assert manager.num_free_blocks == 8
-    second = text_context(PROMPT)
-    run_one_step(manager, second)
-    assert second.num_cached_tokens == 8
+    second_context = text_context(PROMPT)
+    run_one_step(manager, second_context)
+    assert second_context.num_cached_tokens == 8
 
 
 def test_blocks_of_generated_tokens_are_shared() -> None:
-    manager, first = kv_manager(8), text_context(PROMPT)
+    manager, first_context = kv_manager(8), text_context(PROMPT)
     for token in (50, 51, 52):
-        run_one_step(manager, first, token)
-    manager.release(first)
-    second = text_context([*PROMPT, 50, 51, 52, 53])
-    manager.claim(second)
-    assert second.num_cached_tokens == 12
+        run_one_step(manager, first_context, token)
+    manager.release(first_context)
+    second_context = text_context([*PROMPT, 50, 51, 52, 53])
+    manager.claim(second_context)
+    assert second_context.num_cached_tokens == 12
 
 
 @pytest.mark.parametrize(
@@ -118,26 +112,26 @@ def test_blocks_of_generated_tokens_are_shared() -> None:
         ({}, {"enable_prefix_caching": False}),
     ],
 )
-def test_different_blocks_and_the_last_token_are_not_shared(
+def test_no_blocks_are_shared_with_another_salt_adapter_or_hash_or_without_caching(
     fields: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    manager, first = kv_manager(9, **options), text_context(PROMPT)
-    run_one_step(manager, first)
-    second = text_context(PROMPT, **fields)
-    manager.claim(second)
-    assert (second.start_idx, second.num_cached_tokens) == (0, 0)
-    run_one_step(manager, second)
+    manager, first_context = kv_manager(9, **options), text_context(PROMPT)
+    run_one_step(manager, first_context)
+    second_context = text_context(PROMPT, **fields)
+    manager.claim(second_context)
+    assert (second_context.start_idx, second_context.num_cached_tokens) == (0, 0)
+    run_one_step(manager, second_context)
 
 
 @pytest.mark.parametrize(
     "fields", [{"cache_salt": "ours"}, {"adapter": "poet"}, {"token_hash_overrides": {2: 7}}]
 )
-def test_equal_prefixes_are_shared(fields: dict[str, Any]) -> None:
+def test_prefixes_with_equal_salt_adapter_and_hashes_are_shared(fields: dict[str, Any]) -> None:
     manager = kv_manager(9, adapter_digest=adapter_name)
-    first, second = text_context(PROMPT, **fields), text_context(PROMPT, **fields)
-    run_one_step(manager, first)
-    manager.claim(second)
-    assert second.num_cached_tokens == 8
+    first_context, second_context = text_context(PROMPT, **fields), text_context(PROMPT, **fields)
+    run_one_step(manager, first_context)
+    manager.claim(second_context)
+    assert second_context.num_cached_tokens == 8
 
 
 def test_image_blocks_are_shared_only_with_equal_digests() -> None:
@@ -164,7 +158,7 @@ def test_image_blocks_are_shared_only_with_equal_digests() -> None:
     ]
 
 
-def test_an_adapter_of_unknown_content_shares_nothing() -> None:
+def test_blocks_of_an_adapter_without_a_digest_are_not_shared() -> None:
     manager = kv_manager(9)
     for _ in range(2):
         context = text_context(PROMPT, adapter="poet")
@@ -173,11 +167,11 @@ def test_an_adapter_of_unknown_content_shares_nothing() -> None:
 
 
 def test_blocks_of_an_echoing_context_are_shared() -> None:
-    manager, first = kv_manager(8), text_context(PROMPT, log_probabilities_echo=True)
-    run_one_step(manager, first)
-    second = text_context(PROMPT)
-    manager.claim(second)
-    assert second.num_cached_tokens == 8
+    manager, echoing_context = kv_manager(8), text_context(PROMPT, log_probabilities_echo=True)
+    run_one_step(manager, echoing_context)
+    plain_context = text_context(PROMPT)
+    manager.claim(plain_context)
+    assert plain_context.num_cached_tokens == 8
 
 
 def test_a_preempted_context_reuses_its_blocks_and_keeps_its_cached_count() -> None:
@@ -192,7 +186,7 @@ def test_a_preempted_context_reuses_its_blocks_and_keeps_its_cached_count() -> N
     manager.check_integrity()
 
 
-def test_a_slot_assigned_elsewhere_is_refused() -> None:
+def test_a_slot_assigned_by_another_cache_is_refused() -> None:
     manager, context = kv_manager(8), text_context(PROMPT)
     context.assign_to_cache(5)
     with pytest.raises(InputError, match="slot 5, but not by this KV cache"):
@@ -230,16 +224,16 @@ def test_reserve_is_all_or_nothing_over_all_groups() -> None:
 
 def test_reserve_evicts_the_least_recently_used_prefix() -> None:
     manager = kv_manager(4)
-    old, new = text_context([1, 1, 1, 1, 1]), text_context([2, 2, 2, 2, 2])
-    for context in (old, new):
+    old_context, new_context = text_context([1, 1, 1, 1, 1]), text_context([2, 2, 2, 2, 2])
+    for context in (old_context, new_context):
         run_one_step(manager, context)
         manager.release(context)
     run_one_step(manager, text_context(list(range(30, 42)), max_length=13))
-    for prompt, hit in (([1] * 5, 0), ([2] * 5, 4)):
-        same_context = text_context(prompt)
-        manager.claim(same_context)
-        assert same_context.num_cached_tokens == hit
-        manager.release(same_context)
+    for prompt, num_cached in (([1] * 5, 0), ([2] * 5, 4)):
+        equal_context = text_context(prompt)
+        manager.claim(equal_context)
+        assert equal_context.num_cached_tokens == num_cached
+        manager.release(equal_context)
 
 
 def test_reserve_needs_a_claim() -> None:
@@ -251,24 +245,24 @@ def test_reserve_needs_a_claim() -> None:
 
 
 def test_only_computed_full_blocks_are_registered() -> None:
-    manager, first = kv_manager(8), text_context(PROMPT)
-    run_one_step(manager, first, chunk=6)
-    second = text_context(PROMPT)
-    manager.claim(second)
-    assert (first.committed_idx, second.num_cached_tokens) == (4, 4)
+    manager, first_context = kv_manager(8), text_context(PROMPT)
+    run_one_step(manager, first_context, chunk=6)
+    second_context = text_context(PROMPT)
+    manager.claim(second_context)
+    assert (first_context.committed_idx, second_context.num_cached_tokens) == (4, 4)
 
 
 def test_the_first_of_two_equal_blocks_stays_registered() -> None:
     manager = kv_manager(8)
-    first, second = text_context(PROMPT), text_context(PROMPT)
-    manager.claim(first)
-    manager.claim(second)
-    run_one_step(manager, first)
-    run_one_step(manager, second)
-    third = text_context(PROMPT)
-    manager.claim(third)
-    assert block_tables(manager, third)[0] == block_tables(manager, first)[0][:2]
-    manager.release(second)
+    first_context, second_context = text_context(PROMPT), text_context(PROMPT)
+    manager.claim(first_context)
+    manager.claim(second_context)
+    run_one_step(manager, first_context)
+    run_one_step(manager, second_context)
+    third_context = text_context(PROMPT)
+    manager.claim(third_context)
+    assert block_tables(manager, third_context)[0] == block_tables(manager, first_context)[0][:2]
+    manager.release(second_context)
     assert manager.num_free_blocks == 8 - 3
     manager.check_integrity()
 
@@ -277,18 +271,18 @@ def test_blocks_behind_the_window_are_freed_and_stay_cached() -> None:
     manager = kv_manager(8, 8, windows=(None, 6))
     context = text_context(list(range(17)))
     run_one_step(manager, context)
-    # the query at 17 sees positions 12 to 17
+    # The query at position 17 sees positions 12 to 17.
     assert block_tables(manager, context) == [[1, 2, 3, 4, 5], [0, 0, 0, 4, 5]]
     assert manager.num_free_blocks == 3
-    same_context = text_context(list(range(17)))
-    manager.claim(same_context)
-    assert same_context.num_cached_tokens == 16
-    # The query at 16 sees positions 11 to 16.
-    assert block_tables(manager, same_context) == [
+    equal_context = text_context(list(range(17)))
+    manager.claim(equal_context)
+    assert equal_context.num_cached_tokens == 16
+    # The query at position 16 sees positions 11 to 16.
+    assert block_tables(manager, equal_context) == [
         [1, 2, 3, 4],
         [0, 0, 3, 4],
     ]
-    run_one_step(manager, same_context)
+    run_one_step(manager, equal_context)
     manager.check_integrity()
 
 
@@ -303,31 +297,32 @@ def test_a_windowed_sequence_may_outgrow_its_pool() -> None:
 
 def test_a_prefix_hit_needs_the_blocks_within_the_window() -> None:
     manager = kv_manager(20, 5, windows=(None, 6))
-    long = text_context(list(range(21)))
-    while long.start_idx < 20:
-        run_one_step(manager, long, 99, chunk=4)
-    manager.release(long)
+    long_context = text_context(list(range(21)))
+    while long_context.start_idx < 20:
+        run_one_step(manager, long_context, 99, chunk=4)
+    manager.release(long_context)
     # The windowed pool has five blocks, which now hold the end of the text.
     run_one_step(manager, text_context([7, 7, 7, 7, 7]))  # evicts the two oldest blocks
-    for length, hit in ((21, 20), (17, 16), (13, 0)):
-        same_context = text_context(list(range(length)))
-        manager.claim(same_context)
-        assert same_context.num_cached_tokens == hit, length
-        manager.release(same_context)
+    for length, num_cached in ((21, 20), (17, 16), (13, 0)):
+        shorter_context = text_context(list(range(length)))
+        manager.claim(shorter_context)
+        assert shorter_context.num_cached_tokens == num_cached, length
+        manager.release(shorter_context)
 
 
-# -- regimes: keys that become invalid beyond a length ---------------------------------------------------
+# -- Regimes: ranges of lengths; keys of one regime are invalid in another -----------------------------------
 
 
 @pytest.mark.parametrize(
-    ("length", "regime", "shortest", "left"),
+    ("length", "regime", "shortest", "steps_left"),
     [(1, 0, 0, 7), (7, 0, 0, 1), (8, 1, 8, 5), (12, 1, 8, 1), (13, 2, 13, None), (99, 2, 13, None)],
 )
 def test_a_length_has_its_regime_and_limits(
-    length: int, regime: int, shortest: int, left: int | None
+    length: int, regime: int, shortest: int, steps_left: int | None
 ) -> None:
     spec = kv_spec(None, key_limits=(7, 12))
-    assert (spec.regime(length), spec.shortest(length), spec.steps_left(length)) == (regime, shortest, left)
+    assert (spec.regime(length), spec.shortest(length)) == (regime, shortest)
+    assert spec.steps_left(length) == steps_left
     assert (kv_spec(None).regime(length), kv_spec(None).steps_left(length)) == (0, None)
 
 
@@ -373,16 +368,16 @@ def test_prefixes_are_shared_only_within_a_regime() -> None:
     manager = kv_manager(32, key_limits=(10,))
     run_one_step(manager, text_context(PROMPT))
     run_one_step(manager, text_context([*PROMPT, 7]))
-    hits = []
+    cached_counts = []
     for prompt in (PROMPT[:9], [*PROMPT, 8], [*PROMPT, 7, 7, 7]):
         context = text_context(prompt)
         manager.claim(context)
-        hits.append(context.num_cached_tokens)
-    assert hits == [8, 8, 8]
-    alone = kv_manager(32, key_limits=(10,))
-    run_one_step(alone, text_context(PROMPT))
+        cached_counts.append(context.num_cached_tokens)
+    assert cached_counts == [8, 8, 8]
+    new_manager = kv_manager(32, key_limits=(10,))
+    run_one_step(new_manager, text_context(PROMPT))
     context = text_context([*PROMPT, 7])
-    alone.claim(context)
+    new_manager.claim(context)
     assert context.num_cached_tokens == 0
 
 
@@ -435,7 +430,7 @@ def test_a_fork_with_other_tokens_is_refused() -> None:
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_a_fork_works_behind_a_window(caching: bool) -> None:
+def test_a_fork_of_a_context_longer_than_the_window_can_continue(caching: bool) -> None:
     manager = kv_manager(20, 20, windows=(None, 6), enable_prefix_caching=caching)
     parent, child = text_context(list(range(18))), text_context(list(range(18)))
     run_one_step(manager, parent, 50)
@@ -452,15 +447,15 @@ def test_a_fork_works_behind_a_window(caching: bool) -> None:
 
 def test_release_is_idempotent_and_affects_only_its_context() -> None:
     manager = kv_manager(8)
-    first, second = text_context(PROMPT), text_context(PROMPT)
-    run_one_step(manager, first)
-    manager.claim(second)
+    first_context, second_context = text_context(PROMPT), text_context(PROMPT)
+    run_one_step(manager, first_context)
+    manager.claim(second_context)
     for _ in range(2):
-        manager.release(first)
-        assert not first.is_assigned_to_cache
+        manager.release(first_context)
+        assert not first_context.is_assigned_to_cache
         manager.check_integrity()
     assert manager.num_free_blocks == 6
-    manager.release(second)
+    manager.release(second_context)
     assert manager.num_free_blocks == 8
 
 
@@ -479,15 +474,15 @@ def test_a_rolled_back_context_keeps_its_surplus_blocks() -> None:
 
 
 @pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("regrown", [False, True])
-def test_a_rollback_does_not_write_into_shared_blocks(caching: bool, regrown: bool) -> None:
+@pytest.mark.parametrize("generates_again", [False, True])
+def test_a_rollback_does_not_write_into_shared_blocks(caching: bool, generates_again: bool) -> None:
     manager = kv_manager(12, enable_prefix_caching=caching)
     parent, child = text_context(PROMPT), text_context(PROMPT)
     run_one_step(manager, parent, 50)
     child.update(50)
     manager.fork(parent, child)
     child.rollback(6)  # 5 tokens remain, and the last one must be recomputed
-    for token in range(70, 76 if regrown else 70):
+    for token in range(70, 76 if generates_again else 70):
         child.update(token)
     for token in range(80, 84):
         for context in (child, parent):
@@ -503,15 +498,15 @@ def test_blocks_are_registered_by_their_new_tokens_after_a_rollback() -> None:
     context.rollback(4)
     for token in (70, 71, 72, 73):
         run_one_step(manager, context, token)
-    new = context.all_tokens[4:8].tolist()
-    for prompt, hit in (([*PROMPT[:4], *new, 9], 8), ([*PROMPT[:8], *new, 9], 8), ([*PROMPT[:9]], 8)):
-        other = text_context(prompt)
-        manager.claim(other)
-        assert other.num_cached_tokens == hit
-        manager.release(other)
+    new_tokens = context.all_tokens[4:8].tolist()
+    for prompt in ([*PROMPT[:4], *new_tokens, 9], [*PROMPT[:8], *new_tokens, 9], [*PROMPT[:9]]):
+        later_context = text_context(prompt)
+        manager.claim(later_context)
+        assert later_context.num_cached_tokens == 8
+        manager.release(later_context)
 
 
-def test_a_rollback_before_the_window_restarts_the_context() -> None:
+def test_a_rollback_that_needs_freed_blocks_restarts_the_context() -> None:
     manager = kv_manager(12, 12, windows=(None, 4))
     context = text_context(PROMPT)
     run_one_step(manager, context, 50)
@@ -527,18 +522,19 @@ def test_a_rollback_before_the_window_restarts_the_context() -> None:
 
 def test_a_context_waits_for_a_prefix_in_flight() -> None:
     manager = kv_manager(8)
-    first, second, other = text_context(PROMPT), text_context(PROMPT), text_context([9, *PROMPT])
-    assert not manager.waits_for(second)
-    manager.claim(first)
-    assert manager.waits_for(second)
-    assert not manager.waits_for(other)
-    assert not manager.waits_for(first)
-    run_one_step(manager, first, chunk=4)
-    assert manager.waits_for(second)
-    run_one_step(manager, first, chunk=4)
-    assert not manager.waits_for(second)
-    manager.claim(second)
-    assert second.num_cached_tokens == 8
+    first_context, equal_context = text_context(PROMPT), text_context(PROMPT)
+    other_context = text_context([9, *PROMPT])
+    assert not manager.waits_for(equal_context)
+    manager.claim(first_context)
+    assert manager.waits_for(equal_context)
+    assert not manager.waits_for(other_context)
+    assert not manager.waits_for(first_context)
+    run_one_step(manager, first_context, chunk=4)
+    assert manager.waits_for(equal_context)
+    run_one_step(manager, first_context, chunk=4)
+    assert not manager.waits_for(equal_context)
+    manager.claim(equal_context)
+    assert equal_context.num_cached_tokens == 8
 
 
 def test_a_context_does_not_wait_for_an_unusable_block() -> None:
@@ -552,15 +548,15 @@ def test_a_context_does_not_wait_for_an_unusable_block() -> None:
 
 def test_a_context_does_not_wait_for_a_released_context() -> None:
     manager = kv_manager(8)
-    first, second = text_context(PROMPT), text_context(PROMPT)
-    manager.claim(first)
-    assert manager.waits_for(second)
-    manager.release(first)
-    assert not manager.waits_for(second)
+    first_context, second_context = text_context(PROMPT), text_context(PROMPT)
+    manager.claim(first_context)
+    assert manager.waits_for(second_context)
+    manager.release(first_context)
+    assert not manager.waits_for(second_context)
     manager.check_integrity()
 
 
-def test_a_context_may_grow_while_it_waits() -> None:
+def test_tokens_may_be_appended_to_a_waiting_context() -> None:
     manager = kv_manager(8)
     run_one_step(manager, text_context(PROMPT))
     context = text_context(PROMPT[:5])
@@ -571,44 +567,44 @@ def test_a_context_may_grow_while_it_waits() -> None:
     assert context.start_idx == 8
 
 
-def test_digests_of_a_waiting_context_are_dropped() -> None:
+def test_stored_digests_are_dropped_when_a_waiting_context_is_released_or_claimed() -> None:
     manager = kv_manager(8)
     manager.claim(text_context(PROMPT))
-    cancelled, claimed = text_context(PROMPT), text_context(PROMPT)
-    for context in (cancelled, claimed):
+    cancelled_context, claimed_context = text_context(PROMPT), text_context(PROMPT)
+    for context in (cancelled_context, claimed_context):
         assert manager.waits_for(context)
     assert len(manager._prefixes._chains) == 2
-    manager.release(cancelled)
-    manager.claim(claimed)
+    manager.release(cancelled_context)
+    manager.claim(claimed_context)
     assert not manager._prefixes._chains
 
 
 def test_waits_for_continues_from_the_last_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = kv_manager(300, block_size=1)
-    first, second = text_context(list(range(201))), text_context(list(range(201)))
-    run_one_step(manager, first, chunk=200)
-    manager.claim(third := text_context([*range(200), 7, 8, 9]))
-    assert third.start_idx == 200
+    first_context, waiting_context = text_context(list(range(201))), text_context(list(range(201)))
+    run_one_step(manager, first_context, chunk=200)
+    manager.claim(third_context := text_context([*range(200), 7, 8, 9]))
+    assert third_context.start_idx == 200
     lookups: list[bytes] = []
     pool = manager._pools[0]
     lookup = pool.lookup
     monkeypatch.setattr(pool, "lookup", lambda digest: lookups.append(digest) or lookup(digest))
-    manager.waits_for(second)
+    manager.waits_for(waiting_context)
     assert len(lookups) == 200
     lookups.clear()
-    manager.waits_for(second)
+    manager.waits_for(waiting_context)
     assert len(lookups) == 1
 
 
 def test_admits_counts_shared_and_evictable_blocks() -> None:
     manager = kv_manager(5)
-    first = text_context(PROMPT)
-    run_one_step(manager, first, 50)  # three blocks, two of them cached
+    first_context = text_context(PROMPT)
+    run_one_step(manager, first_context, 50)  # three blocks, two of them cached
     assert manager.admits(text_context(PROMPT))  # shares two blocks, needs one
     assert manager.admits(text_context(PROMPT), headroom=1)
     assert not manager.admits(text_context(PROMPT), headroom=2)
     assert not manager.admits(text_context(PROMPT[::-1]))  # needs three blocks, two are free
-    manager.release(first)
+    manager.release(first_context)
     assert manager.admits(text_context(PROMPT), headroom=2)
     assert not manager.admits(text_context(PROMPT), headroom=3)
 

@@ -22,14 +22,14 @@ from penstock.errors import InsufficientBlocksError
 from penstock.pipelines.core import TextContext
 
 BLOCK = 4
-STREAM = [1, 2, 3, 4, 5, 6, 7, 8, 9] * 3  # each prompt begins with a prefix of this stream
+COMMON_TOKENS = [1, 2, 3, 4, 5, 6, 7, 8, 9] * 3  # each prompt begins with a prefix of this stream
 
-Pick = Callable[[list[TextContext]], TextContext]
-picks = st.integers(0, 100).map(lambda n: lambda contexts: contexts[n % len(contexts)])
+ContextChoice = Callable[[list[TextContext]], TextContext]
+context_choices = st.integers(0, 100).map(lambda n: lambda contexts: contexts[n % len(contexts)])
 
 
 class Operations(RuleBasedStateMachine):
-    """Claims, computes in steps and chunks, rolls back, forks, preempts and releases, in any order."""
+    """A test that claims, runs, rolls back, forks, preempts and releases contexts in random order."""
 
     windows: tuple[int | None, ...] = (None,)
     num_blocks: tuple[int, ...] = (14,)
@@ -43,43 +43,47 @@ class Operations(RuleBasedStateMachine):
         self.waiting: list[TextContext] = []
         self.claimed: list[TextContext] = []
 
-    @rule(shared=st.integers(0, 20), own=st.lists(st.integers(0, 2), max_size=6), salt=st.booleans())
-    def arrive(self, shared: int, own: list[int], salt: bool) -> None:
-        prompt = [*STREAM[:shared], *own] or [0]
-        self.waiting.append(text_context(prompt, cache_salt="ours" if salt else None))
+    @rule(
+        num_common_tokens=st.integers(0, 20),
+        own_tokens=st.lists(st.integers(0, 2), max_size=6),
+        has_salt=st.booleans(),
+    )
+    def add_prompt(self, num_common_tokens: int, own_tokens: list[int], has_salt: bool) -> None:
+        prompt = [*COMMON_TOKENS[:num_common_tokens], *own_tokens] or [0]
+        self.waiting.append(text_context(prompt, cache_salt="ours" if has_salt else None))
 
     @precondition(lambda self: self.waiting)
-    @rule(pick=picks, headroom=st.integers(0, 2))
-    def claim(self, pick: Pick, headroom: int) -> None:
-        context = pick(self.waiting)
+    @rule(choice=context_choices, headroom=st.integers(0, 2))
+    def claim(self, choice: ContextChoice, headroom: int) -> None:
+        context = choice(self.waiting)
         self.manager.waits_for(context)
-        admitted = self.manager.admits(context, headroom=headroom)
-        free = self.manager.num_free_blocks
-        first = not len(context.generated_tokens)
+        is_admitted = self.manager.admits(context, headroom=headroom)
+        num_free_before = self.manager.num_free_blocks
+        is_first_claim = not len(context.generated_tokens)
         self.manager.claim(context)
         self.waiting.remove(context)
         self.claimed.append(context)
         assert context.start_idx % BLOCK == 0
         assert context.start_idx < context.active_idx
-        if first:
+        if is_first_claim:
             assert context.num_cached_tokens == context.start_idx
         if not self.caching:
             assert context.start_idx == 0
-        if admitted:
+        if is_admitted:
             self.manager.reserve(context)
             assert self.manager.num_free_blocks >= headroom
-        assert self.manager.num_free_blocks <= free
+        assert self.manager.num_free_blocks <= num_free_before
 
     @precondition(lambda self: self.claimed)
     @rule(
-        chosen=st.lists(picks, min_size=1, max_size=4),
+        choices=st.lists(context_choices, min_size=1, max_size=4),
         chunk=st.integers(1, 12),
         lookahead=st.integers(0, 5),
         token=st.integers(0, 3),
     )
-    def step(self, chosen: list[Pick], chunk: int, lookahead: int, token: int) -> None:
+    def step(self, choices: list[ContextChoice], chunk: int, lookahead: int, token: int) -> None:
         batch: list[TextContext] = []
-        for context in dict.fromkeys(id(pick(self.claimed)) for pick in chosen):
+        for context in dict.fromkeys(id(choice(self.claimed)) for choice in choices):
             context = next(other for other in self.claimed if id(other) == context)
             context.set_token_indices(active_idx=min(context.start_idx + chunk, context.end_idx))
             if self.reserve(context, lookahead):
@@ -94,19 +98,19 @@ class Operations(RuleBasedStateMachine):
             assert context.committed_idx <= context.start_idx
 
     @precondition(lambda self: self.claimed)
-    @rule(pick=picks, count=st.integers(1, 9), regrow=st.lists(st.integers(0, 2), max_size=6))
-    def roll_back(self, pick: Pick, count: int, regrow: list[int]) -> None:
-        context = pick(self.claimed)
+    @rule(choice=context_choices, count=st.integers(1, 9), new_tokens=st.lists(st.integers(0, 2), max_size=6))
+    def roll_back(self, choice: ContextChoice, count: int, new_tokens: list[int]) -> None:
+        context = choice(self.claimed)
         if context.active_idx < context.end_idx:
             return
         context.rollback(min(count, context.active_idx - 1))
-        for token in regrow:
+        for token in new_tokens:
             context.jump_ahead(token)
 
     @precondition(lambda self: self.claimed)
-    @rule(pick=picks)
-    def fork(self, pick: Pick) -> None:
-        parent = pick(self.claimed)
+    @rule(choice=context_choices)
+    def fork(self, choice: ContextChoice) -> None:
+        parent = choice(self.claimed)
         if parent.active_idx < parent.end_idx:
             return
         child = text_context(parent.all_tokens.tolist(), cache_salt=parent.cache_salt)
@@ -122,35 +126,35 @@ class Operations(RuleBasedStateMachine):
         self.claimed.append(child)
 
     @precondition(lambda self: self.claimed)
-    @rule(pick=picks, preempt=st.booleans())
-    def release(self, pick: Pick, preempt: bool) -> None:
-        context = pick(self.claimed)
+    @rule(choice=context_choices, is_preempted=st.booleans())
+    def release(self, choice: ContextChoice, is_preempted: bool) -> None:
+        context = choice(self.claimed)
         self.claimed.remove(context)
         self.manager.release(context)
-        free = self.manager.num_free_blocks
+        num_free_before = self.manager.num_free_blocks
         self.manager.release(context)
-        assert self.manager.num_free_blocks == free
-        if preempt:
+        assert self.manager.num_free_blocks == num_free_before
+        if is_preempted:
             context.reset()
             context.set_token_indices(active_idx=context.end_idx)
             self.waiting.append(context)
 
     @precondition(lambda self: self.waiting)
-    @rule(pick=picks)
-    def check_wait(self, pick: Pick) -> None:
-        context = pick(self.waiting)
+    @rule(choice=context_choices)
+    def check_waits_for(self, choice: ContextChoice) -> None:
+        context = choice(self.waiting)
         if self.manager.waits_for(context):
             assert self.claimed
 
     @invariant()
-    def is_consistent(self) -> None:
+    def the_pool_is_consistent(self) -> None:
         self.manager.check_integrity()
         if not self.claimed:
             assert self.manager.num_free_blocks == self.manager.num_blocks
             assert not any(self.manager.waits_for(context) for context in self.waiting)
 
     def reserve(self, context: TextContext, lookahead: int) -> bool:
-        for num_lookahead in (0, lookahead):  # the first reservation may move start_idx, after a rollback
+        for num_lookahead in (0, lookahead):  # after a rollback, the first reservation may move start_idx
             tables_before = block_tables(self.manager, context), self.manager.num_free_blocks
             try:
                 self.manager.reserve(context, num_lookahead)
@@ -183,9 +187,9 @@ class Operations(RuleBasedStateMachine):
                 assert slots.tolist() == [table[column] * BLOCK + offset for column, offset in block_offsets]
                 written_blocks = set((slots // BLOCK).tolist())
                 assert 0 not in written_blocks
-                for other in self.claimed:
-                    if other is not context:
-                        assert not written_blocks & set(block_tables(self.manager, other)[index])
+                for other_context in self.claimed:
+                    if other_context is not context:
+                        assert not written_blocks & set(block_tables(self.manager, other_context)[index])
                 assert all(self.manager._pools[index]._digests[block] is None for block in written_blocks)
 
 

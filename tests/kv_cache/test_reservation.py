@@ -33,21 +33,21 @@ def test_blocks_for_all_steps_are_reserved(num_steps: int, num_used: int) -> Non
         {"sampling_params": SamplingParams(banned_sequences=[[1, 2]])},
     ],
 )
-def test_only_one_step_if_a_context_needs_a_check_after_each_token(fields: dict[str, Any]) -> None:
+def test_one_step_is_reserved_if_a_context_needs_the_host_after_each_token(fields: dict[str, Any]) -> None:
     manager = kv_manager(10)
     contexts = [claimed_context(manager), claimed_context(manager, **fields)]
     assert reserve_steps(manager, contexts, 5) == 1
     assert manager.num_free_blocks == 8
 
 
-def test_only_one_step_for_a_chunk_of_a_prompt() -> None:
+def test_one_step_is_reserved_for_a_prompt_chunk() -> None:
     manager = kv_manager(10)
     context = claimed_context(manager)
     context.set_token_indices(active_idx=2)
     assert reserve_steps(manager, [context], 5) == 1
 
 
-def test_the_steps_do_not_exceed_the_remaining_tokens() -> None:
+def test_reserved_steps_do_not_exceed_the_remaining_tokens() -> None:
     manager = kv_manager(10)
     assert reserve_steps(manager, [claimed_context(manager), claimed_context(manager, max_length=7)], 5) == 3
     manager.max_length = 6
@@ -58,13 +58,13 @@ def test_the_steps_do_not_exceed_the_remaining_tokens() -> None:
     )
 
 
-def test_the_steps_end_at_the_key_limit() -> None:
+def test_reserved_steps_end_at_the_key_limit() -> None:
     manager = kv_manager(10, key_limits=(6,))
     assert reserve_steps(manager, [claimed_context(manager)], 9) == 3
     assert tokens_left(manager, claimed_context(manager)) == 3
 
 
-def test_only_one_step_if_the_blocks_do_not_suffice_for_more() -> None:
+def test_one_step_is_reserved_if_there_are_too_few_blocks_for_several() -> None:
     manager = kv_manager(3)
     contexts = [claimed_context(manager), claimed_context(manager)]
     assert reserve_steps(manager, contexts, 5) == 1
@@ -72,7 +72,7 @@ def test_only_one_step_if_the_blocks_do_not_suffice_for_more() -> None:
     assert reserve_steps(manager, contexts[:1], 5) == 5
 
 
-def test_too_few_blocks_for_one_step_are_an_error() -> None:
+def test_too_few_blocks_for_one_step_raise_an_error() -> None:
     manager = kv_manager(1)
     contexts = [claimed_context(manager), claimed_context(manager)]
     with pytest.raises(InsufficientBlocksError):

@@ -23,7 +23,7 @@ def test_a_layer_maps_to_its_group() -> None:
     assert spec.group_of_layer == (0, 1, 1, 0)
 
 
-def test_bytes_per_block_follow_from_the_group() -> None:
+def test_bytes_per_block_depend_on_heads_head_dim_and_dtype() -> None:
     spec = KVCacheSpec(
         (make_group(0, 1), make_group(2, dtype=DType.bfloat16), make_group(3, dtype=DType.int8))
     )
@@ -38,7 +38,7 @@ def test_bytes_per_block_follow_from_the_group() -> None:
 @pytest.mark.parametrize("layers", [[(0, 2)], [(0,), (0,)], [(1,)], [(0, 1), (1, 2)]])
 def test_layers_that_are_missing_or_repeated_are_refused(layers: list[tuple[int, ...]]) -> None:
     with pytest.raises(ConfigError, match="must be in exactly one group"):
-        KVCacheSpec(tuple(make_group(*of_group) for of_group in layers))
+        KVCacheSpec(tuple(make_group(*group_layers) for group_layers in layers))
 
 
 def test_a_spec_without_groups_is_refused() -> None:
@@ -47,9 +47,12 @@ def test_a_spec_without_groups_is_refused() -> None:
 
 
 def test_first_visible_follows_from_window_or_chunk() -> None:
-    windowed, chunked = make_group(0, window=16), KVGroup((0,), 2, 8, DType.float32, 16, is_chunked=True)
-    assert [windowed.first_visible(position) for position in (0, 15, 16, 40)] == [0, 0, 1, 25]
-    assert [chunked.first_visible(position) for position in (0, 15, 16, 40)] == [0, 0, 16, 32]
+    windowed_group, chunked_group = (
+        make_group(0, window=16),
+        KVGroup((0,), 2, 8, DType.float32, 16, is_chunked=True),
+    )
+    assert [windowed_group.first_visible(position) for position in (0, 15, 16, 40)] == [0, 0, 1, 25]
+    assert [chunked_group.first_visible(position) for position in (0, 15, 16, 40)] == [0, 0, 16, 32]
 
 
 @pytest.mark.parametrize(
@@ -65,9 +68,9 @@ def test_first_visible_follows_from_window_or_chunk() -> None:
 )
 def test_the_error_names_the_invalid_field(fields: dict[str, Any], field: str) -> None:
     values: dict[str, Any] = {"layers": (0,), "kv_heads": 1, "head_dim": 8, "dtype": DType.float32}
-    with pytest.raises(ConfigError, match=f"^{field}: ") as caught:
+    with pytest.raises(ConfigError, match=f"^{field}: ") as exc_info:
         KVGroup(**(values | fields))
-    assert caught.value.field == field
+    assert exc_info.value.field == field
 
 
 @given(
@@ -76,15 +79,15 @@ def test_the_error_names_the_invalid_field(fields: dict[str, Any], field: str) -
     window=st.none() | st.integers(1, 60),
     chunk=st.integers(1, 60),
 )
-def test_max_blocks_is_an_upper_bound_of_a_simulation(
+def test_max_blocks_is_at_least_the_number_used_in_a_simulation(
     tokens: int, block_size: int, window: int | None, chunk: int
 ) -> None:
-    layers, largest = make_group(0, window=window), 0
+    group, max_blocks = make_group(0, window=window), 0
     for start in range(0, tokens, chunk):
-        first = layers.first_visible(start) // block_size
-        last = (min(start + chunk, tokens) - 1) // block_size
-        largest = max(largest, last - first + 1)
-    bound = layers.max_blocks(tokens, block_size, chunk)
-    assert largest <= bound <= layers.max_blocks(tokens, block_size) == -(-tokens // block_size)
+        first_block = group.first_visible(start) // block_size
+        last_block = (min(start + chunk, tokens) - 1) // block_size
+        max_blocks = max(max_blocks, last_block - first_block + 1)
+    bound = group.max_blocks(tokens, block_size, chunk)
+    assert max_blocks <= bound <= group.max_blocks(tokens, block_size) == -(-tokens // block_size)
     if window is None:
-        assert bound == largest
+        assert bound == max_blocks

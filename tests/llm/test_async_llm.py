@@ -119,7 +119,7 @@ async def test_a_closed_stream_cancels_at_the_engine() -> None:
         await wait_until(lambda: len(engine.contexts) == 2)
         task.cancel()
         await asyncio.wait((task,))
-        assert sorted(engine.cancelled) == sorted(context.request_id for context in engine.contexts)
+        assert sorted(engine.cancelled_ids) == sorted(context.request_id for context in engine.contexts)
 
 
 async def test_requests_beyond_the_queue_size_are_served() -> None:

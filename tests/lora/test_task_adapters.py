@@ -38,7 +38,7 @@ def merged_embeddings(
     jina: JinaV3, llm: LLM, task: str | None, folder: Path, instruction: str = ""
 ) -> np.ndarray:
     """Return the results of transformers for the texts, with the task's adapter merged into the weights."""
-    model = jina.merged(task, folder)
+    model = jina.load_merged(task, folder)
     tokens = [llm.tokenizer.backend.encode(instruction + text).ids for text in TEXTS]
     return np.stack([mean_embedding(model, sequence).numpy() for sequence in tokens])
 
@@ -93,7 +93,7 @@ def test_unknown_tasks_are_refused(llm: LLM, tmp_path: Path) -> None:
 
 
 def test_the_memory_plan_equals_that_of_the_model_without_adapters(jina: JinaV3) -> None:
-    plan, plain_plan = (open_encoder(folder).memory_plan for folder in (jina.folder, jina.plain))
+    plan, plain_plan = (open_encoder(folder).memory_plan for folder in (jina.folder, jina.plain_folder))
     assert plan.activation_size == plain_plan.activation_size
 
 
@@ -136,7 +136,7 @@ def test_adapters_that_do_not_match_the_tasks_are_refused(jina: JinaV3, tmp_path
     file.write_text(json.dumps(config | {"lora_adaptations": "one"}))
     with pytest.raises(CheckpointError, match="lora_adaptations must be a list of names"):
         open_encoder(tmp_path / "model")
-    shutil.copy(jina.plain / "model.safetensors", tmp_path / "model")
+    shutil.copy(jina.plain_folder / "model.safetensors", tmp_path / "model")
     file.write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="has no adapters for its tasks"):
         open_encoder(tmp_path / "model")

@@ -1,4 +1,4 @@
-"""Random schedules of replayed and eager steps: each request gives the output of a single eager request."""
+"""Random schedules with compiled and eager steps give the outputs of single requests in eager steps."""
 
 from __future__ import annotations
 
@@ -43,40 +43,47 @@ def test_outputs_of_any_schedule_equal_single_eager_requests(
     checkpoint: Path, encoding: str, kv_type: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if encoding == "int4":
-        monkeypatch.setattr(int4, "NARROW_LAYER_SIZE", 0)  # no layer counts as narrow
+        # by default, the narrow layers of this model are stored as int5
+        monkeypatch.setattr(int4, "NARROW_LAYER_SIZE", 0)
     encoding = "int4" if encoding == "int5" else encoding
     config: dict[str, Any] = {"quantization_encoding": encoding, "kv_cache_dtype": kv_type}
     single_pipeline = open_small_model(checkpoint, compiled=False, **config)
-    expected: dict[str, Any] = {}
+    single_outputs: dict[str, Any] = {}
     for context in mixed_contexts():
-        expected |= run_scheduled(single_pipeline, [context], max_batch_size=1)[0]
+        single_outputs |= run_scheduled(single_pipeline, [context], max_batch_size=1)[0]
     num_blocks = single_pipeline.memory_plan.num_blocks[0]
-    # too few blocks for all contexts, so some are preempted
+    # The blocks do not suffice for all contexts, so some contexts are preempted.
     memory = single_pipeline.memory_plan.kv_cache_size * 12 // num_blocks
     pipeline = open_small_model(checkpoint, compiled=True, max_batch_size=1, kv_cache_memory=memory, **config)
-    preempted = 0
+    num_preemptions = 0
 
     @settings(max_examples=num_examples(5))
     @given(
         batch_size=st.sampled_from([2, 7]),
-        tokens=st.sampled_from([8, 24, 400]),
-        plans=st.sampled_from([1, 64]),
-        drafts=st.sampled_from([0, 1, 5]),
+        max_batch_input_tokens=st.sampled_from([8, 24, 400]),
+        max_graphs=st.sampled_from([1, 64]),
+        num_drafts=st.sampled_from([0, 1, 5]),
         num_steps=st.sampled_from([1, 3, 8]),
     )
-    def check_schedule(batch_size: int, tokens: int, plans: int, drafts: int, num_steps: int) -> None:
-        nonlocal preempted
-        oracle = OracleProposer(output_tokens(expected), lambda j: j % 4 == 3, drafts)
-        pipeline.proposer = oracle if drafts else None
-        limits = {"max_batch_size": batch_size, "max_batch_input_tokens": tokens, "min_chunk_size": 4}
+    def check_schedule(
+        batch_size: int, max_batch_input_tokens: int, max_graphs: int, num_drafts: int, num_steps: int
+    ) -> None:
+        nonlocal num_preemptions
+        oracle = OracleProposer(output_tokens(single_outputs), lambda j: j % 4 == 3, num_drafts)
+        pipeline.proposer = oracle if num_drafts else None
+        limits = {
+            "max_batch_size": batch_size,
+            "max_batch_input_tokens": max_batch_input_tokens,
+            "min_chunk_size": 4,
+        }
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(GraphCompiler, "max_graphs", plans)
+            patch.setattr(GraphCompiler, "max_graphs", max_graphs)
             result, scheduler = run_scheduled(pipeline, mixed_contexts(), num_steps=num_steps, **limits)
-        assert result == expected
-        preempted += scheduler.num_preemptions
+        assert result == single_outputs
+        num_preemptions += scheduler.num_preemptions
 
     check_schedule()
-    assert preempted
+    assert num_preemptions
     pipeline.proposer = None
     run_scheduled(pipeline, mixed_contexts()[:1], max_batch_size=1)
     assert pipeline.session.graph_status.startswith("compiled")
@@ -91,5 +98,5 @@ def test_outputs_of_any_schedule_equal_single_eager_requests(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CompiledPlan, "replay_steps", count_replay)
         result, _ = run_scheduled(pipeline, mixed_contexts()[:4], num_steps=8, max_batch_size=2)
-    assert result == {name: expected[name] for name in result}
+    assert result == {name: single_outputs[name] for name in result}
     assert 8 in num_replays

@@ -34,7 +34,7 @@ TEXTS = (LONG_TEXT, "hello", LONG_TEXT + "!", "a b c d e")
 
 
 class SpeechModel:
-    """A checkpoint, its tokenizer and its pipeline."""
+    """A speech checkpoint with its tokenizer and pipeline."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.config = PipelineConfig.from_flat(
@@ -56,7 +56,7 @@ class SpeechModel:
         )
 
     def run(self, contexts: Sequence[TTSContext], num_steps: int = 1) -> dict[str, list[np.ndarray]]:
-        """Run contexts through a scheduler and return the audio chunks of each context."""
+        """Run contexts in a scheduler and return the audio chunks of each context."""
         self.scheduler = load_scheduler(self.config, self.pipeline)
         for context in contexts:
             self.scheduler.submit(context)
@@ -89,39 +89,39 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def chunk_sizes(model: SpeechModel) -> Iterator[None]:
+def restored_chunk_sizes(model: SpeechModel) -> Iterator[None]:
     previous_value = model.pipeline._stream_sizes
     yield
     model.pipeline._stream_sizes = previous_value
 
 
-@pytest.mark.usefixtures("chunk_sizes")
+@pytest.mark.usefixtures("restored_chunk_sizes")
 @pytest.mark.parametrize("num_steps", [1, 8])
 def test_streamed_audio_equals_decoding_at_once_for_each_chunk_size(
     model: SpeechModel, num_steps: int
 ) -> None:
-    for frames in (1, 2, 3, 5, 8, 13, 200):
-        model.pipeline._stream_sizes = ChunkSizes(frames, frames)
-        context = model.context(f"r{frames}")
+    for chunk_frames in (1, 2, 3, 5, 8, 13, 200):
+        model.pipeline._stream_sizes = ChunkSizes(chunk_frames, chunk_frames)
+        context = model.context(f"r{chunk_frames}")
         [chunks] = model.run([context], num_steps).values()
         expected = decode_at_once(model, context)
         assert len(expected) > 20
         np.testing.assert_array_equal(np.concatenate(chunks), expected)
         sizes = [len(chunk) // SAMPLES_PER_FRAME for chunk in chunks]
         if num_steps == 1:
-            assert all(size == frames for size in sizes[:-1])
+            assert all(size == chunk_frames for size in sizes[:-1])
 
 
 def test_audio_of_a_batch_equals_that_of_single_requests(model: SpeechModel) -> None:
     contexts = [model.context(f"r{i}", text) for i, text in enumerate(TEXTS)]
     batch_audio = model.run(contexts, 4)
     for i, text in enumerate(TEXTS):
-        same_context = model.context(f"r{i}", text)
-        [single_audio] = model.run([same_context]).values()
-        assert len(single_audio) == len(batch_audio[f"r{i}"]), "the chunks end at the same frames"
-        for single, batch_item in zip(single_audio, batch_audio[f"r{i}"], strict=True):
-            np.testing.assert_array_equal(single, batch_item)
-        assert same_context.num_dropped_tokens == contexts[i].num_dropped_tokens
+        single_context = model.context(f"r{i}", text)
+        [single_chunks] = model.run([single_context]).values()
+        assert len(single_chunks) == len(batch_audio[f"r{i}"]), "the chunks end at the same frames"
+        for single_chunk, batch_chunk in zip(single_chunks, batch_audio[f"r{i}"], strict=True):
+            np.testing.assert_array_equal(single_chunk, batch_chunk)
+        assert single_context.num_dropped_tokens == contexts[i].num_dropped_tokens
 
 
 @pytest.mark.parametrize(
@@ -130,51 +130,51 @@ def test_audio_of_a_batch_equals_that_of_single_requests(model: SpeechModel) -> 
 def test_preemption_and_chunked_prompts_do_not_change_the_audio(
     folder: Path, settings: dict[str, Any]
 ) -> None:
-    large_cache, small_cache = SpeechModel(folder), SpeechModel(folder, **settings)
+    default_model, limited_model = SpeechModel(folder), SpeechModel(folder, **settings)
     params = {"max_new_tokens": 150, "min_new_tokens": 100}
-    expected = large_cache.run(
-        [large_cache.context(f"r{i}", text, params=params) for i, text in enumerate(TEXTS)]
+    expected = default_model.run(
+        [default_model.context(f"r{i}", text, params=params) for i, text in enumerate(TEXTS)]
     )
-    result = small_cache.run(
-        [small_cache.context(f"r{i}", text, params=params) for i, text in enumerate(TEXTS)], 3
+    result = limited_model.run(
+        [limited_model.context(f"r{i}", text, params=params) for i, text in enumerate(TEXTS)], 3
     )
-    assert small_cache.scheduler.num_preemptions > 0 or "max_batch_input_tokens" in settings
+    assert limited_model.scheduler.num_preemptions > 0 or "max_batch_input_tokens" in settings
     for name, chunks in expected.items():
         np.testing.assert_array_equal(np.concatenate(result[name]), np.concatenate(chunks))
 
 
 def test_a_cached_prompt_does_not_change_the_audio(folder: Path) -> None:
     model = SpeechModel(folder)
-    first, second = (model.context("a", LONG_TEXT) for _ in range(2))
-    [uncached] = model.run([first]).values()
-    [cached_audio] = model.run([second]).values()
-    assert first.num_cached_tokens == 0
-    assert second.num_cached_tokens >= 32
-    np.testing.assert_array_equal(np.concatenate(cached_audio), np.concatenate(uncached))
+    first_context, second_context = (model.context("a", LONG_TEXT) for _ in range(2))
+    [uncached_audio] = model.run([first_context]).values()
+    [cached_audio] = model.run([second_context]).values()
+    assert first_context.num_cached_tokens == 0
+    assert second_context.num_cached_tokens >= 32
+    np.testing.assert_array_equal(np.concatenate(cached_audio), np.concatenate(uncached_audio))
 
 
-def test_audio_after_the_last_token_needs_no_tokens_and_no_blocks(folder: Path) -> None:
+def test_a_context_with_only_audio_left_needs_no_batch_row_and_no_blocks(folder: Path) -> None:
     model = SpeechModel(folder, audio_chunk_frames=4)
     pipeline, codec = model.pipeline, model.pipeline.codec
     pipeline._max_frames = 4
     scheduler = load_scheduler(model.config, pipeline)
-    finishing, running_context = model.context("a", params={"max_new_tokens": 40}), model.context("b")
+    finishing_context, running_context = model.context("a", params={"max_new_tokens": 40}), model.context("b")
     running_context.eos_token_ids.clear()
     running_context.ignore_eos = True
-    scheduler.submit(finishing)
+    scheduler.submit(finishing_context)
     scheduler.submit(running_context)
     scheduler.step(1)
     num_chunks = 0
-    while not finishing.is_done:
-        length_before, frames = running_context.current_length, codec.num_frames
-        was_generating = not finishing.speech_token_status.is_done
+    while not finishing_context.is_done:
+        length_before, frames_before = running_context.current_length, codec.num_frames
+        was_generating = not finishing_context.speech_token_status.is_done
         scheduler.step(8)
         if not was_generating:
             num_chunks += 1
             assert scheduler.last_batch == (2, 1)
             assert running_context.current_length > length_before
-            assert codec.num_frames > frames
-            assert not finishing.is_assigned_to_cache
+            assert codec.num_frames > frames_before
+            assert not finishing_context.is_assigned_to_cache
     assert num_chunks > 2
     scheduler.cancel("b")
     scheduler.step()
@@ -183,19 +183,19 @@ def test_audio_after_the_last_token_needs_no_tokens_and_no_blocks(folder: Path) 
 
 
 def test_a_context_with_only_audio_left_is_never_preempted(folder: Path) -> None:
-    """The scheduler preempts the last request first, but not this one."""
+    """The scheduler preempts the latest request first, except if all its tokens are generated."""
     model = SpeechModel(folder, audio_chunk_frames=1, kv_cache_memory=22 << 12, kv_cache_block_size=16)
     model.pipeline._max_frames = 1
     scheduler = model.scheduler = load_scheduler(model.config, model.pipeline)
-    counts = (220, 220, 220, 30)
+    token_counts = (220, 220, 220, 30)
     contexts = [
         model.context(f"r{i}", params={"max_new_tokens": count, "ignore_eos": True})
-        for i, count in enumerate(counts)
+        for i, count in enumerate(token_counts)
     ]
     for context in contexts:
         scheduler.submit(context)
     chunks: dict[str, list[np.ndarray]] = {context.request_id: [] for context in contexts}
-    num_seen = 0
+    num_preemptions_seen = 0
     while scheduler.has_work:
         had_audio_left = contexts[3].generation_status.is_done and not contexts[3].is_done
         preemptions_before = scheduler.num_preemptions
@@ -204,9 +204,9 @@ def test_a_context_with_only_audio_left_is_never_preempted(folder: Path) -> None
                 chunks[name].append(output.audio_data)
         assert not scheduler.failures
         if had_audio_left:
-            num_seen += scheduler.num_preemptions > preemptions_before
+            num_preemptions_seen += scheduler.num_preemptions > preemptions_before
             assert "r3" in scheduler._running or contexts[3].is_done
-    assert num_seen, "the test needs a preemption while the last context has audio left"
+    assert num_preemptions_seen, "no context was preempted while the last context had audio left"
     for context in contexts:
         np.testing.assert_array_equal(
             np.concatenate(chunks[context.request_id]), decode_at_once(model, context)
@@ -217,18 +217,18 @@ def test_a_context_with_only_audio_left_is_not_preempted_for_another_client(fold
     model = SpeechModel(folder, audio_chunk_frames=2, max_batch_size=3)
     model.pipeline._max_frames = 1
     scheduler = load_scheduler(model.config, model.pipeline)
-    counts = (200, 200, 30)
-    for i, count in enumerate(counts):
+    token_counts = (200, 200, 30)
+    for i, count in enumerate(token_counts):
         context = model.context(f"r{i}", params={"max_new_tokens": count, "ignore_eos": True})
         context.client_id = "a"
         scheduler.submit(context)
-    last = context
-    while not last.generation_status.is_done:
+    last_context = context
+    while not last_context.generation_status.is_done:
         scheduler.step(8)
-    assert not last.is_done
-    other = model.context("other", params={"max_new_tokens": 10, "ignore_eos": True})
-    other.client_id = "b"
-    scheduler.submit(other)
+    assert not last_context.is_done
+    other_context = model.context("other", params={"max_new_tokens": 10, "ignore_eos": True})
+    other_context.client_id = "b"
+    scheduler.submit(other_context)
     for _ in range(5):
         scheduler.step(1)
         assert "r2" in scheduler._running
@@ -249,15 +249,15 @@ def test_cancelled_requests_free_their_blocks(folder: Path) -> None:
     assert model.pipeline.kv.num_free_blocks == model.pipeline.kv.num_blocks
 
 
-def test_the_status_of_the_audio_equals_that_of_the_tokens(folder: Path) -> None:
+def test_the_audio_status_equals_the_token_status(folder: Path) -> None:
     model = SpeechModel(folder)
     truncated_context = model.context("a", params={"max_new_tokens": 20})
-    finished = model.context("b", params={"max_new_tokens": 200})
-    model.run([truncated_context, finished])
+    finished_context = model.context("b", params={"max_new_tokens": 200})
+    model.run([truncated_context, finished_context])
     assert truncated_context.audio_generation_status is TextGenerationStatus.MAXIMUM_LENGTH
-    assert finished.audio_generation_status is TextGenerationStatus.END_OF_SEQUENCE
+    assert finished_context.audio_generation_status is TextGenerationStatus.END_OF_SEQUENCE
     assert len(truncated_context.speech_tokens) == 20
-    assert len(finished.speech_tokens) == len(finished.generated_tokens) - 1
+    assert len(finished_context.speech_tokens) == len(finished_context.generated_tokens) - 1
 
 
 def test_an_incomplete_last_frame_is_dropped(tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_an_incomplete_last_frame_is_dropped(tmp_path: Path) -> None:
     assert sum(map(len, chunks)) == (20 - num_dropped) // 3 * SAMPLES_PER_FRAME
 
 
-def test_tokens_without_speech_end_with_an_error(tmp_path: Path) -> None:
+def test_an_output_without_speech_codes_is_an_error(tmp_path: Path) -> None:
     model = SpeechModel(write_tiny_speech(tmp_path / "m", "orpheus"))
     context = model.context("a", params={"max_new_tokens": 7, "allowed_token_ids": [65, 66]})
     scheduler = load_scheduler(model.config, model.pipeline)
@@ -285,10 +285,10 @@ def test_a_codec_failure_ends_only_its_request(folder: Path) -> None:
     model = SpeechModel(folder, audio_chunk_frames=10)
     contexts = [model.context(f"r{i}", params={"max_new_tokens": 40}) for i in range(5)]
     expected = model.run(contexts)
-    culprit = contexts[0]
-    codes = [set(context.speech_tokens.tolist()) for context in contexts[1:]]
-    culprit_codes = set(culprit.speech_tokens.tolist())
-    refused_code = next(code for code in culprit_codes)
+    failing_context = contexts[0]
+    other_codes = [set(context.speech_tokens.tolist()) for context in contexts[1:]]
+    failing_codes = set(failing_context.speech_tokens.tolist())
+    refused_code = next(code for code in failing_codes)
     model.pipeline.codec.refused_codes = {refused_code}
     try:
         scheduler = load_scheduler(model.config, model.pipeline)
@@ -301,10 +301,10 @@ def test_a_codec_failure_ends_only_its_request(folder: Path) -> None:
                     chunks.setdefault(name, []).append(output.audio_data)
     finally:
         model.pipeline.codec.refused_codes = set()
-    failed = {"r0"} | {f"r{i}" for i, frame_codes in enumerate(codes, 1) if refused_code in frame_codes}
-    assert set(scheduler.failures) == failed
+    failed_names = {"r0", *(f"r{i}" for i, codes in enumerate(other_codes, 1) if refused_code in codes)}
+    assert set(scheduler.failures) == failed_names
     for name, audio in expected.items():
-        if name not in failed:
+        if name not in failed_names:
             np.testing.assert_array_equal(np.concatenate(chunks[name]), np.concatenate(audio))
     assert model.pipeline.kv.num_free_blocks == model.pipeline.kv.num_blocks
 
@@ -334,7 +334,7 @@ def test_next_chunk_returns_the_audio_of_execute(model: SpeechModel) -> None:
     assert pipeline.next_chunk({}, 3) == {}
 
 
-def test_next_speech_tokens_are_limited_per_request(model: SpeechModel) -> None:
+def test_the_number_of_next_speech_tokens_is_limited_per_request(model: SpeechModel) -> None:
     tokens = model.pipeline.speech_lm_pipeline
     contexts = {name: model.context(name, params={"ignore_eos": True}) for name in ("a", "b", "c")}
     outputs = tokens.next_speech_token(contexts, 10, {"a": 3, "b": 0, "c": 100})
@@ -365,32 +365,32 @@ def test_speech_tokens_can_be_generated_without_a_codec(folder: Path) -> None:
 def test_a_context_can_be_serialized(folder: Path) -> None:
     model = SpeechModel(folder)
     context = model.context("a")
-    deserialized = msgpack_numpy_decoder(TTSContext)(msgpack_numpy_encoder()(context))
-    assert deserialized == context
-    assert deserialized.streaming
-    [audio], [expected] = model.run([deserialized]).values(), model.run([model.context("a")]).values()
+    decoded_context = msgpack_numpy_decoder(TTSContext)(msgpack_numpy_encoder()(context))
+    assert decoded_context == context
+    assert decoded_context.streaming
+    [audio], [expected] = model.run([decoded_context]).values(), model.run([model.context("a")]).values()
     np.testing.assert_array_equal(np.concatenate(audio), np.concatenate(expected))
 
 
 def test_a_codec_that_does_not_match_the_speech_format_is_refused(tmp_path: Path) -> None:
     folder = write_tiny_speech(tmp_path / "m", "orpheus")
-    other = write_tiny_speech(tmp_path / "n", "neutts") / "codec"
+    other_codec = write_tiny_speech(tmp_path / "n", "neutts") / "codec"
     with pytest.raises(ValueError, match=r"1 codes of 0 to 15 in a frame, .*'orpheus' has 3 codes"):
-        SpeechModel(folder, codec=str(other))
+        SpeechModel(folder, codec=str(other_codec))
 
 
 @pytest.mark.parametrize("name", ["snac", "neucodec"])
 def test_real_codecs_stream_within_their_tolerance(name: str, tmp_path: Path) -> None:
-    codec = next(candidate for candidate in REFERENCES if candidate.startswith(name))
-    form, num_codes = {"snac": ("orpheus", 7), "neucodec": ("neutts", 1)}[name]
+    codec = next(reference_name for reference_name in REFERENCES if reference_name.startswith(name))
+    speech_format, num_codes = {"snac": ("orpheus", 7), "neucodec": ("neutts", 1)}[name]
     if name == "snac":
         num_codes = load_reference(codec).codes_per_frame
-    folder = write_tiny_speech(tmp_path / "m", form, num_codes=num_codes, max_characters=60)
+    folder = write_tiny_speech(tmp_path / "m", speech_format, num_codes=num_codes, max_characters=60)
     model = SpeechModel(folder, codec=str(FOLDER / codec))
     params = {"max_new_tokens": 150, "min_new_tokens": 140}
-    for frames in (3, 16):
-        model.pipeline._stream_sizes = ChunkSizes(frames, 2 * frames)
-        context = model.context(f"r{frames}", params=params)
+    for chunk_frames in (3, 16):
+        model.pipeline._stream_sizes = ChunkSizes(chunk_frames, 2 * chunk_frames)
+        context = model.context(f"r{chunk_frames}", params=params)
         [chunks] = model.run([context], 4).values()
         audio, expected = np.concatenate(chunks), decode_at_once(model, context)
         assert len(chunks) > 1

@@ -1,4 +1,4 @@
-"""Deterministic pipelines on the kernels of every instruction set, in every encoding: bit-equal logits."""
+"""Logits of deterministic pipelines are bit-equal, for all instruction sets and encodings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from penstock.pipelines.core import SamplingParams, TextContext
 from penstock.pipelines.speculative import FixedDraftLength, NGramProposer
 
 PROMPT = random_tokens(150, 130, seed=1)
-"""The prompt has more rows than a recorded step, and more than a tile of any kernel."""
+"""The prompt has more rows than a compiled step and than a tile of any kernel."""
 
 KERNELS = {ops.isa: ops for ops in variants()}
 
@@ -65,66 +65,70 @@ def pipeline(checkpoint: Path, encoding: str, kernels: CpuOps) -> TextGeneration
 
 
 @pytest.fixture
-def whole_logits(pipeline: TextGenerationPipeline) -> torch.Tensor:
-    """Return the logits after each token of the prompt, from one forward."""
+def one_forward_logits(pipeline: TextGenerationPipeline) -> torch.Tensor:
+    """Return the logits ``[T, V]`` after each prompt token, computed in one forward."""
     return chunked_logits(pipeline, uncached_context(), [len(PROMPT)])
 
 
 def uncached_context(tokens: Sequence[int] = PROMPT) -> TextContext:
-    """Return a context that reads no cached blocks, so that all of its rows are computed."""
+    """Return a context that reuses no cached blocks, so that all its tokens are computed."""
     return make_context(tokens, log_probabilities_echo=True)
 
 
 @pytest.mark.matrix(strength=1)
 @pytest.mark.usefixtures("_restore_num_threads")
 def test_logits_are_bit_equal_in_any_chunks_and_batches(
-    pipeline: TextGenerationPipeline, whole_logits: torch.Tensor
+    pipeline: TextGenerationPipeline, one_forward_logits: torch.Tensor
 ) -> None:
     @settings(max_examples=num_examples(5), phases=[Phase.explicit, Phase.reuse, Phase.generate])
     @given(
         boundaries=st.sets(st.integers(1, len(PROMPT) - 1), max_size=4),
-        others=st.lists(st.integers(1, 90), max_size=3),
-        threads=st.sampled_from([1, 2]),
+        other_lengths=st.lists(st.integers(1, 90), max_size=3),
+        num_threads=st.sampled_from([1, 2]),
     )
-    def check(boundaries: set[int], others: list[int], threads: int) -> None:
-        torch.set_num_threads(threads)
+    def check_chunks(boundaries: set[int], other_lengths: list[int], num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
         edges = [0, *sorted(boundaries), len(PROMPT)]
-        chunks = [end - begin for begin, end in pairwise(edges)]
-        assert torch.equal(chunked_logits(pipeline, uncached_context(), chunks, others), whole_logits)
+        chunks = [end - start for start, end in pairwise(edges)]
+        assert torch.equal(
+            chunked_logits(pipeline, uncached_context(), chunks, other_lengths), one_forward_logits
+        )
 
-    check()
+    check_chunks()
 
 
 @pytest.mark.matrix(strength=1)
 def test_logits_of_decode_steps_and_verification_are_bit_equal(
-    pipeline: TextGenerationPipeline, whole_logits: torch.Tensor
+    pipeline: TextGenerationPipeline, one_forward_logits: torch.Tensor
 ) -> None:
     decoded_logits = chunked_logits(pipeline, uncached_context(), [130] + [1] * 20, [5])
-    assert torch.equal(decoded_logits, whole_logits)
-    assert torch.equal(chunked_logits(pipeline, uncached_context(), [130, 9, 1, 10], [3, 8]), whole_logits)
+    assert torch.equal(decoded_logits, one_forward_logits)
+    assert torch.equal(
+        chunked_logits(pipeline, uncached_context(), [130, 9, 1, 10], [3, 8]), one_forward_logits
+    )
 
 
 @pytest.mark.matrix(strength=1)
 def test_logits_after_a_cached_prefix_are_bit_equal(
-    pipeline: TextGenerationPipeline, whole_logits: torch.Tensor
+    pipeline: TextGenerationPipeline, one_forward_logits: torch.Tensor
 ) -> None:
-    first, second = make_context(PROMPT), make_context(PROMPT[:100] + PROMPT[:30])
-    step_logits(pipeline, [first])
-    append_token(pipeline, first, 0)
-    (logits_after_prefix,) = step_logits(pipeline, [second])
-    assert second.num_cached_tokens == 96
+    cached_context, context = make_context(PROMPT), make_context(PROMPT[:100] + PROMPT[:30])
+    step_logits(pipeline, [cached_context])
+    append_token(pipeline, cached_context, 0)
+    (logits_after_prefix,) = step_logits(pipeline, [context])
+    assert context.num_cached_tokens == 96
     expected = chunked_logits(pipeline, uncached_context(PROMPT[:100] + PROMPT[:30]), [130])
     assert torch.equal(logits_after_prefix, expected[96:])
-    assert torch.equal(expected[:100], whole_logits[:100])
+    assert torch.equal(expected[:100], one_forward_logits[:100])
 
 
 @pytest.mark.matrix(strength=1)
 def test_logits_after_a_preemption_are_bit_equal(pipeline: TextGenerationPipeline) -> None:
-    new = random_tokens(20, 130, seed=2)
-    full_logits = chunked_logits(pipeline, uncached_context(PROMPT + new), [170])
+    new_tokens = random_tokens(20, 130, seed=2)
+    full_logits = chunked_logits(pipeline, uncached_context(PROMPT + new_tokens), [170])
     context = uncached_context()
     step_logits(pipeline, [context])
-    for token in new:
+    for token in new_tokens:
         append_token(pipeline, context, token)
     pipeline.release(context)
     context.reset()
@@ -150,8 +154,8 @@ def test_a_float16_checkpoint_runs_in_bfloat16_on_the_cpu(checkpoint: Path, tmp_
     values = json.loads((checkpoint / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | {"dtype": "float16"}))
     (tmp_path / "model.safetensors").symlink_to(checkpoint / "model.safetensors")
-    on_cpu = open_pipeline(tmp_path, quantization_encoding=None, deterministic=True)
-    assert on_cpu.config.model.encoding == "bfloat16"
-    on_gpu = {"model_path": str(tmp_path), "devices": "gpu", "deterministic": True}
+    cpu_pipeline = open_pipeline(tmp_path, quantization_encoding=None, deterministic=True)
+    assert cpu_pipeline.config.model.encoding == "bfloat16"
+    gpu_values = {"model_path": str(tmp_path), "devices": "gpu", "deterministic": True}
     with pytest.raises(ConfigError, match=r"deterministic: needs .* int4, is 'float16'"):
-        PipelineConfig.from_flat(on_gpu).check_determinism()
+        PipelineConfig.from_flat(gpu_values).check_determinism()

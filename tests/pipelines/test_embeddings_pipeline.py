@@ -61,7 +61,7 @@ def submit(scheduler: Scheduler[Any, Any], inputs: list[np.ndarray]) -> list[Emb
 
 
 def run(scheduler: Scheduler[Any, Any]) -> tuple[dict[str, Any], list[tuple[int, int]]]:
-    """Return all outputs, and the numbers of inputs and tokens of each step."""
+    """Run all steps. Return the outputs, and (number of inputs, number of tokens) of each step."""
     outputs: dict[str, Any] = {}
     steps = []
     while scheduler.has_work:
@@ -83,7 +83,7 @@ def test_outputs_of_any_schedule_are_bit_equal_to_single_inputs(
     assert sum(count for count, _ in steps) == len(inputs)
     for count, num_tokens in steps:
         assert count <= 4
-        assert num_tokens <= 24 or count == 1, "only a single input may exceed the budget"
+        assert num_tokens <= 24 or count == 1, "an input that exceeds the budget runs alone"
     for i, context in enumerate(contexts):
         assert context.status is TextGenerationStatus.END_OF_SEQUENCE
         [single_response] = encode_all(pipeline, [inputs[i]])
@@ -95,10 +95,12 @@ def test_memory_is_planned_for_the_longest_input(
 ) -> None:
     plan = pipeline.memory_plan
     assert (plan.max_length, plan.max_batch_input_tokens) == (POSITIONS, 24)
-    larger = open_encoder(folder, max_batch_input_tokens=POSITIONS, max_batch_size=4).memory_plan
-    assert plan.activation_size == larger.activation_size
-    shorter = open_encoder(folder, max_batch_input_tokens=24, max_batch_size=4, max_length=30).memory_plan
-    assert shorter.activation_size < plan.activation_size
+    larger_plan = open_encoder(folder, max_batch_input_tokens=POSITIONS, max_batch_size=4).memory_plan
+    assert plan.activation_size == larger_plan.activation_size
+    shorter_plan = open_encoder(
+        folder, max_batch_input_tokens=24, max_batch_size=4, max_length=30
+    ).memory_plan
+    assert shorter_plan.activation_size < plan.activation_size
     monkeypatch.setattr("penstock.host.limits.memory", lambda: (1 << 30, plan.weights_size + 1000))
     with pytest.raises(InsufficientMemoryError, match="activations"):
         open_encoder(folder, max_batch_input_tokens=1)
@@ -121,26 +123,30 @@ def test_outputs_that_the_model_lacks_are_refused(pipeline: EmbeddingsPipeline, 
         classifier.ready(embeddings_context([5], outputs=("dense",)))
 
 
-def test_options_change_the_output_as_defined(pipeline: EmbeddingsPipeline) -> None:
+def test_options_change_the_output(pipeline: EmbeddingsPipeline) -> None:
     [tokens] = random_inputs([9])
     [plain_response] = encode_all(pipeline, [tokens], normalize=False)
-    [normalized] = encode_all(pipeline, [tokens])
-    assert np.linalg.norm(normalized.embeddings) == pytest.approx(1)
+    [normalized_response] = encode_all(pipeline, [tokens])
+    assert np.linalg.norm(normalized_response.embeddings) == pytest.approx(1)
     expected = plain_response.embeddings / np.linalg.norm(plain_response.embeddings)
-    np.testing.assert_allclose(normalized.embeddings, expected, atol=1e-6)
+    np.testing.assert_allclose(normalized_response.embeddings, expected, atol=1e-6)
     [truncated_response] = encode_all(pipeline, [tokens], dimensions=8)
     assert truncated_response.embeddings.shape == (8,)
-    assert np.linalg.norm(truncated_response.embeddings) == pytest.approx(1), "truncated, then normalised"
-    [vectors] = encode_all(pipeline, [tokens], outputs=("multi_vector", "dense"), num_unpooled_tokens=2)
-    assert vectors.multi_vector is not None
-    assert vectors.multi_vector.shape == (7, HIDDEN)
-    np.testing.assert_allclose(np.linalg.norm(vectors.multi_vector, axis=1), 1, atol=1e-5)
-    [without_first] = encode_all(pipeline, [tokens], num_unpooled_tokens=2)
-    assert np.array_equal(vectors.embeddings, without_first.embeddings)
-    assert not np.allclose(without_first.embeddings, normalized.embeddings)
-    for kind in ("cls", "max"):
-        [other] = encode_all(pipeline, [tokens], pooling=kind)
-        assert not np.allclose(other.embeddings, normalized.embeddings)
+    assert np.linalg.norm(truncated_response.embeddings) == pytest.approx(1), (
+        "the vector is normalised after truncation"
+    )
+    [vector_response] = encode_all(
+        pipeline, [tokens], outputs=("multi_vector", "dense"), num_unpooled_tokens=2
+    )
+    assert vector_response.multi_vector is not None
+    assert vector_response.multi_vector.shape == (7, HIDDEN)
+    np.testing.assert_allclose(np.linalg.norm(vector_response.multi_vector, axis=1), 1, atol=1e-5)
+    [pooled_response] = encode_all(pipeline, [tokens], num_unpooled_tokens=2)
+    assert np.array_equal(vector_response.embeddings, pooled_response.embeddings)
+    assert not np.allclose(pooled_response.embeddings, normalized_response.embeddings)
+    for pooling in ("cls", "max"):
+        [other_response] = encode_all(pipeline, [tokens], pooling=pooling)
+        assert not np.allclose(other_response.embeddings, normalized_response.embeddings)
     with pytest.raises(InputError, match="dimensions must be one of 4, 8, 32, was 5"):
         pipeline.ready(embeddings_context(tokens, dimensions=5))
 
@@ -153,24 +159,27 @@ def test_each_context_of_a_batch_has_its_own_options(pipeline: EmbeddingsPipelin
         {"dimensions": 8},
         {"dimensions": 4, "normalize": False},
     ]
-    batch = {str(i): embeddings_context(tokens, str(i), **requested) for i, requested in enumerate(options)}
-    for response, requested in zip(pipeline.encode(batch).values(), options, strict=True):
-        [single_response] = encode_all(pipeline, [tokens], **requested)
+    batch = {
+        str(i): embeddings_context(tokens, str(i), **context_options)
+        for i, context_options in enumerate(options)
+    }
+    for response, context_options in zip(pipeline.encode(batch).values(), options, strict=True):
+        [single_response] = encode_all(pipeline, [tokens], **context_options)
         assert np.array_equal(response.embeddings, single_response.embeddings)
-        assert response.embeddings.shape == (requested.get("dimensions", HIDDEN),)
+        assert response.embeddings.shape == (context_options.get("dimensions", HIDDEN),)
 
 
-def test_an_input_that_fails_does_not_affect_others(
+def test_an_input_that_fails_does_not_affect_other_inputs(
     folder: Path, pipeline: EmbeddingsPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = random_inputs([3, 4, 5, 2])
     expected = encode_all(pipeline, inputs)
-    original = pipeline.model.prepare_initial_token_inputs
+    prepare_inputs = pipeline.model.prepare_initial_token_inputs
 
     def fail_on_bad_input(batches: Any, *args: Any) -> Any:
         if any(context.request_id == "2" for context in batches[0]):
             raise RuntimeError("this input fails")
-        return original(batches, *args)
+        return prepare_inputs(batches, *args)
 
     monkeypatch.setattr(pipeline.model, "prepare_initial_token_inputs", fail_on_bad_input)
     scheduler = load_scheduler_with(folder, pipeline, isolates_faults=True)
@@ -193,14 +202,14 @@ def test_cancelled_inputs_are_not_computed(folder: Path, pipeline: EmbeddingsPip
 
 
 def write_merged(folder: Path, base: Path, adapter: Path) -> Path:
-    """Write a checkpoint whose weights include the products of an adapter."""
+    """Write the checkpoint with the adapter merged into its weights."""
     tensors, merged_tensors = (
         load_file(adapter / "adapter_model.safetensors"),
         load_file(base / "model.safetensors"),
     )
     for layer in range(LAYERS):
         name = f"encoder.layer.{layer}.attention.self.query"
-        a, b = (tensors[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
+        a, b = (tensors[f"base_model.model.{name}.lora_{matrix}.weight"] for matrix in "AB")
         merged_tensors[f"{name}.weight"] = merged_tensors[f"{name}.weight"] + 2 * b @ a
     write_tiny_embedder(folder)
     save_file(merged_tensors, folder / "model.safetensors")
@@ -221,7 +230,7 @@ def test_outputs_with_an_adapter_equal_merged_weights(
     assert all(adapted_pipeline.ready(context) for context in batch.values())
     outputs = adapted_pipeline.encode(batch)
     [expected] = encode_all(merged_pipeline, inputs[:1])
-    [plain_response, other] = encode_all(pipeline, inputs)
+    [plain_response, plain_output] = encode_all(pipeline, inputs)
     np.testing.assert_allclose(outputs["0"].embeddings, expected.embeddings, atol=1e-5)
     assert not np.allclose(outputs["0"].embeddings, plain_response.embeddings, atol=1e-2)
-    np.testing.assert_allclose(outputs["1"].embeddings, other.embeddings, atol=1e-6)
+    np.testing.assert_allclose(outputs["1"].embeddings, plain_output.embeddings, atol=1e-6)

@@ -1,4 +1,4 @@
-"""`EncoderCache.num_bytes` is the size of the memory that the cached rows keep."""
+"""`EncoderCache`: cached rows are copies, so `num_bytes` counts all memory in use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from penstock.pipelines.encoder_cache import EncoderCache
 
 
-def test_cached_rows_do_not_keep_the_tensor_of_their_batch() -> None:
+def test_cached_rows_do_not_reference_the_tensor_of_their_batch() -> None:
     batch = torch.randn(8, 16)
     cache = EncoderCache(max_bytes=1000)
     cache.put(b"a", batch[2:4])
@@ -15,5 +15,5 @@ def test_cached_rows_do_not_keep_the_tensor_of_their_batch() -> None:
     assert rows is not None
     assert torch.equal(rows, batch[2:4])
     assert rows.untyped_storage().nbytes() == cache.num_bytes == 2 * 16 * 4
-    cache.put(b"b", whole := torch.randn(2, 16))
-    assert cache.get(b"b") is whole
+    cache.put(b"b", whole_tensor := torch.randn(2, 16))
+    assert cache.get(b"b") is whole_tensor

@@ -1,4 +1,4 @@
-"""Overlapped steps on a fake asynchronous back end: the outputs equal those of the synchronous loop."""
+"""Overlapped steps on a fake asynchronous back end give the outputs of synchronous steps."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ SAMPLED = SamplingParams(temperature=1.0, top_k=-1, seed=5)
 
 
 @pytest.fixture(scope="module")
-def patch() -> Iterator[pytest.MonkeyPatch]:
-    with pytest.MonkeyPatch.context() as patch:
-        yield patch
+def module_patch() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as module_patch:
+        yield module_patch
 
 
 @pytest.fixture(scope="module")
-def queues(patch: pytest.MonkeyPatch) -> list[LazyQueue]:
-    return register_lazy(patch)
+def queues(module_patch: pytest.MonkeyPatch) -> list[LazyQueue]:
+    return register_lazy(module_patch)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def no_early_release(monkeypatch: pytest.MonkeyPatch) -> None:
     def check_release(self: KVCacheManager, context: Any) -> None:
         steps[:] = [step for step in steps if not step.forward.has_run]  # type: ignore[attr-defined]
         for step in steps:
-            assert all(launched is not context for launched in step.contexts), (
+            assert all(used_context is not context for used_context in step.contexts), (
                 f"{context.request_id} is in use"
             )
         release(self, context)
@@ -125,7 +125,7 @@ def make_named_context(name: str, tokens: Sequence[int], max_new: int = 12, **fi
     )
 
 
-def serve(
+def run_contexts(
     pipeline: TextGenerationPipeline,
     contexts: Sequence[TextContext],
     *,
@@ -142,24 +142,24 @@ def serve(
         arrival_interval: number of steps between two arrivals; 0: all contexts arrive at the start.
         cancels: request id -> number of tokens after which the request is cancelled.
         num_steps: maximum number of steps in one call.
-        limits: arguments of the scheduler.
+        limits: further arguments of the scheduler.
     """
     steps = pipeline.overlapped_steps
-    make = Scheduler if steps is None else partial(OverlappedScheduler, steps=steps)
+    scheduler_class = Scheduler if steps is None else partial(OverlappedScheduler, steps=steps)
     options = {"max_batch_size": 6, "min_chunk_size": 4, "ready": pipeline.ready} | limits
-    scheduler: Scheduler[Any, Any] = make(pipeline, **options)
-    arriving, cancels = deque(contexts), cancels or {}
+    scheduler: Scheduler[Any, Any] = scheduler_class(pipeline, **options)
+    arriving_contexts, cancels = deque(contexts), cancels or {}
     outputs: dict[str, Any] = {context.request_id: [] for context in contexts}
     num_calls = 0
-    while arriving or scheduler.has_work:
-        while arriving and (not arrival_interval or num_calls % arrival_interval == 0):
-            scheduler.submit(arriving.popleft())
+    while arriving_contexts or scheduler.has_work:
+        while arriving_contexts and (not arrival_interval or num_calls % arrival_interval == 0):
+            scheduler.submit(arriving_contexts.popleft())
             if arrival_interval:
                 break
         num_calls += 1
         assert num_calls < 100_000, "no progress"
         for name, output in scheduler.step(num_steps).items():
-            outputs[name] += [(part.next_token, part.log_probabilities) for part in output.tokens]
+            outputs[name] += [(token.next_token, token.log_probabilities) for token in output.tokens]
             if output.is_done:
                 outputs[name].append(output.final_status)
             elif len(outputs[name]) >= cancels.get(name, 1000):
@@ -177,13 +177,13 @@ def serve(
 
 
 def compare_outputs(
-    pipelines: Mapping[str, TextGenerationPipeline], make_contexts: Any, **run: Any
+    pipelines: Mapping[str, TextGenerationPipeline], make_contexts: Any, **options: Any
 ) -> dict[str, Any]:
-    """Return the outputs of contexts. Assert that overlapped and synchronous steps give equal outputs."""
+    """Assert that overlapped and synchronous steps give equal outputs. Return the outputs."""
     for pipeline in pipelines.values():
         pipeline.kv.forget_prefixes()
-    expected, _ = serve(pipelines["cpu"], make_contexts(), **run)
-    actual, _ = serve(pipelines["lazy"], make_contexts(), **run)
+    expected, _ = run_contexts(pipelines["cpu"], make_contexts(), **options)
+    actual, _ = run_contexts(pipelines["lazy"], make_contexts(), **options)
     assert actual == expected
     return expected
 
@@ -204,11 +204,11 @@ def test_overlapped_outputs_equal_synchronous_ones(
             for i, n in enumerate(lengths)
         ]
 
-    num_early_before = queues[0].num_early
+    num_early_before = queues[0].num_early_reads
     for arrival_interval in (0, 1, 3):
         outputs = compare_outputs(pipelines, contexts, arrival_interval=arrival_interval)
         assert [len(outputs[str(i)]) for i in range(8)] == [5 + 3 * i + 2 for i in range(8)]
-    assert queues[0].num_early - num_early_before <= 1  # the first step reads the vocabulary size
+    assert queues[0].num_early_reads - num_early_before <= 1, "only the vocabulary size is read early"
     assert not queues[0].num_waiting
 
 
@@ -216,7 +216,7 @@ def test_overlapped_outputs_equal_synchronous_ones(
 def test_a_few_contexts_run_several_steps_in_one_call(
     pipelines: dict[str, TextGenerationPipeline], monkeypatch: pytest.MonkeyPatch, arrival_interval: int
 ) -> None:
-    """Contexts that arrive later, end at different times, are cancelled, or need the host in each step."""
+    """Contexts arrive and end at different times, one is cancelled. Penalties prevent multi-step calls."""
 
     def contexts(**penalty: float) -> list[TextContext]:
         return [
@@ -244,52 +244,53 @@ def test_a_few_contexts_run_several_steps_in_one_call(
     assert not calls, "penalties need the tokens of each step"
 
 
-def test_calls_of_a_few_contexts_do_not_limit_the_rows_of_later_steps(
+def test_multi_step_calls_do_not_affect_the_row_limit_of_later_steps(
     pipelines: dict[str, TextGenerationPipeline], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pipeline, now = pipelines["lazy"], 0.0
+    pipeline, seconds = pipelines["lazy"], 0.0
     steps, execute = pipeline.overlapped_steps, TextGenerationPipeline.execute
     assert steps is not None
 
-    def slow(self: TextGenerationPipeline, batch: Any, num_steps: int = 1) -> Any:
-        nonlocal now
-        now += len(batch) * num_steps
+    def execute_with_clock(self: TextGenerationPipeline, batch: Any, num_steps: int = 1) -> Any:
+        nonlocal seconds
+        seconds += len(batch) * num_steps
         return execute(self, batch, num_steps)
 
-    monkeypatch.setattr(TextGenerationPipeline, "execute", slow)
-    options: dict[str, Any] = {"max_batch_size": 16, "ready": pipeline.ready, "clock": lambda: now}
+    monkeypatch.setattr(TextGenerationPipeline, "execute", execute_with_clock)
+    options: dict[str, Any] = {"max_batch_size": 16, "ready": pipeline.ready, "clock": lambda: seconds}
 
-    def num_steps_of_two_clients(scheduler: OverlappedScheduler[Any, Any]) -> int:
+    def count_steps_of_two_clients(scheduler: OverlappedScheduler[Any, Any]) -> int:
         clients = ["one"] * 12 + ["other"]
         for index, client_id in enumerate(clients):
             scheduler.submit(
                 make_named_context(f"{index}", PROMPT[:3], client_id=client_id, eos_token_ids=set())
             )
-        number = 0
+        step_count = 0
         while scheduler.has_work:
             scheduler.step()
-            number += 1
-        return number
+            step_count += 1
+        return step_count
 
-    fresh, used = (OverlappedScheduler(pipeline, steps=steps, **options) for _ in range(2))
+    new_scheduler, used_scheduler = (OverlappedScheduler(pipeline, steps=steps, **options) for _ in range(2))
     for index in range(3):
-        used.submit(make_named_context(f"few {index}", PROMPT[:3], 5 + 7 * index, eos_token_ids=set()))
-    while used.has_work:
-        used.step(4)
-    assert now > 0, "several steps ran in one call"
-    assert num_steps_of_two_clients(used) == num_steps_of_two_clients(fresh)
+        context = make_named_context(f"few {index}", PROMPT[:3], 5 + 7 * index, eos_token_ids=set())
+        used_scheduler.submit(context)
+    while used_scheduler.has_work:
+        used_scheduler.step(4)
+    assert seconds > 0, "no call ran several steps"
+    assert count_steps_of_two_clients(used_scheduler) == count_steps_of_two_clients(new_scheduler)
 
 
-def test_the_time_between_requests_is_not_the_time_of_a_step(
+def test_idle_time_between_requests_does_not_count_as_step_time(
     pipelines: dict[str, TextGenerationPipeline], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pipeline, now = pipelines["lazy"], 0.0
+    pipeline, clock_seconds = pipelines["lazy"], 0.0
     seconds: list[float] = []
 
     def clock() -> float:
-        nonlocal now
-        now += 1
-        return now
+        nonlocal clock_seconds
+        clock_seconds += 1
+        return clock_seconds
 
     monkeypatch.setattr("penstock.pipelines.overlap.perf_counter", clock)
     monkeypatch.setattr(pipeline.runner, "record_step", seconds.append)
@@ -297,7 +298,7 @@ def test_the_time_between_requests_is_not_the_time_of_a_step(
     assert steps is not None
     scheduler = OverlappedScheduler(pipeline, steps=steps, max_batch_size=6, ready=pipeline.ready)
     for name in "ab":
-        now += 1000
+        clock_seconds += 1000
         scheduler.submit(make_named_context(name, PROMPT[:1], 5, eos_token_ids=set()))
         while scheduler.has_work:
             scheduler.step()
@@ -316,31 +317,30 @@ def test_steps_overlap(pipelines: dict[str, TextGenerationPipeline], monkeypatch
             return method(self, *arguments)
 
         monkeypatch.setattr(OverlappedSteps, name, record_event)
-    serve(pipelines["lazy"], [make_named_context("a", PROMPT, 4, eos_token_ids=set())])
+    run_contexts(pipelines["lazy"], [make_named_context("a", PROMPT, 4, eos_token_ids=set())])
     assert events == ["launch", "sample", *["launch", "collect", "sample"] * 3, "collect"]
     events.clear()
     pipelines["lazy"].kv.forget_prefixes()
-    serve(
+    run_contexts(
         pipelines["lazy"], [make_named_context("a", PROMPT, 2, eos_token_ids=set())], max_batch_input_tokens=8
     )
     assert events.count("launch") == 7 + 1, "each chunk of 8 tokens is computed once"
 
 
-def test_requests_that_end_equal_the_synchronous_loop(pipelines: dict[str, TextGenerationPipeline]) -> None:
-    """End tokens and end sequences finish requests. The token computed after the end is dropped."""
+def test_end_tokens_equal_the_synchronous_loop(pipelines: dict[str, TextGenerationPipeline]) -> None:
+    """An overlapped step computes one token after the end, which is dropped."""
     text = [
         token
         for token, _ in compare_outputs(pipelines, lambda: [make_named_context("a", PROMPT, 30)])["a"][:-2]
     ]
 
     def contexts() -> list[TextContext]:
-        ends = [make_named_context(f"end {i}", PROMPT, 30, eos_token_ids={text[i]}) for i in (0, 1, 5, 20)]
-        sequences = [
-            make_named_context(f"stop {i}", PROMPT, 30, eos_sequences=[text[i : i + 2]]) for i in (0, 4, 17)
-        ]
+        fields_by_name: dict[str, dict[str, Any]] = {
+            **{f"end {i}": {"eos_token_ids": {text[i]}} for i in (0, 1, 5, 20)},
+            **{f"stop {i}": {"eos_sequences": [text[i : i + 2]]} for i in (0, 4, 17)},
+        }
         return [
-            *ends,
-            *sequences,
+            *(make_named_context(name, PROMPT, 30, **fields) for name, fields in fields_by_name.items()),
             make_named_context("short", PROMPT, 1),
             make_named_context("two", PROMPT, 2),
         ]
@@ -405,7 +405,7 @@ def test_outputs_with_grammars_equal_the_synchronous_loop(
     pipelines: dict[str, TextGenerationPipeline],
 ) -> None:
     pytest.importorskip("xgrammar")
-    kinds: dict[str, dict[str, Any]] = {
+    parameter_sets: dict[str, dict[str, Any]] = {
         "greedy": {},
         "sampled": {"sampling_params": SAMPLED},
         "stops": {"eos_sequences": [[ord("e") - 33, ord("s") - 33]]},
@@ -415,7 +415,7 @@ def test_outputs_with_grammars_equal_the_synchronous_loop(
         constrained_contexts = [
             make_named_context(f"{name}, {kind}", PROMPT[: 4 + len(name)], 60, grammar=grammar, **fields)
             for name, grammar in GRAMMARS.items()
-            for kind, fields in kinds.items()
+            for kind, fields in parameter_sets.items()
         ]
         return [
             *constrained_contexts,
@@ -425,7 +425,7 @@ def test_outputs_with_grammars_equal_the_synchronous_loop(
 
     for arrival_interval in (0, 2):
         outputs = compare_outputs(pipelines, contexts, arrival_interval=arrival_interval)
-        assert any(len(parts) > 30 for parts in outputs.values())
+        assert any(len(output) > 30 for output in outputs.values())
 
 
 def test_chunks_and_prefix_hits_equal_the_synchronous_loop(
@@ -436,24 +436,23 @@ def test_chunks_and_prefix_hits_equal_the_synchronous_loop(
             make_named_context(str(i), [*PROMPT[: 16 * (i % 4)], i, *PROMPT[:20]], 10 + i) for i in range(10)
         ]
 
-    for tokens in (8, 24, 64):
+    for budget in (8, 24, 64):
         for arrival_interval in (0, 4):
-            compare_outputs(
-                pipelines, contexts, arrival_interval=arrival_interval, max_batch_input_tokens=tokens
-            )
-    hits = {}
+            options = {"arrival_interval": arrival_interval, "max_batch_input_tokens": budget}
+            compare_outputs(pipelines, contexts, **options)
+    cached_counts = {}
     for name, pipeline in pipelines.items():
         pipeline.kv.forget_prefixes()
         equal_contexts = [make_named_context(str(i), PROMPT, 5) for i in range(6)]
-        serve(pipeline, equal_contexts)
-        hits[name] = [context.num_cached_tokens for context in equal_contexts]
-    assert hits["lazy"] == hits["cpu"] == [0, 48, 48, 48, 48, 48]
+        run_contexts(pipeline, equal_contexts)
+        cached_counts[name] = [context.num_cached_tokens for context in equal_contexts]
+    assert cached_counts["lazy"] == cached_counts["cpu"] == [0, 48, 48, 48, 48, 48]
 
 
 def test_choices_equal_the_synchronous_loop(pipelines: dict[str, TextGenerationPipeline]) -> None:
     context = make_named_context("a", PROMPT, 12, sampling_params=SAMPLED)
     outputs = compare_outputs(pipelines, lambda: choice_contexts(context, 5))
-    assert len({str(parts) for parts in outputs.values()}) == 5
+    assert len({str(output) for output in outputs.values()}) == 5
 
 
 def test_outputs_with_adapters_equal_the_synchronous_loop(
@@ -467,7 +466,7 @@ def test_outputs_with_adapters_equal_the_synchronous_loop(
 
     for arrival_interval in (0, 2):
         outputs = compare_outputs(pipelines, contexts, arrival_interval=arrival_interval)
-    assert len({str(parts[:3]) for parts in outputs.values()}) == 3
+    assert len({str(output[:3]) for output in outputs.values()}) == 3
 
 
 def test_preempted_requests_equal_the_synchronous_loop(
@@ -485,14 +484,14 @@ def test_preempted_requests_equal_the_synchronous_loop(
             | {"kernels": kernels, "max_length": 96, "kv_cache_memory": 9 * size, "max_batch_size": 4}
         )
         contexts = [make_named_context(str(i), PROMPT[: 5 + 4 * i], 40, priority=i % 2) for i in range(6)]
-        actual, scheduler = serve(pipeline, contexts, max_batch_size=4, arrival_interval=2)
+        actual, scheduler = run_contexts(pipeline, contexts, max_batch_size=4, arrival_interval=2)
         preemptions[kernels] = scheduler.num_preemptions
         expected = expected or actual
         assert actual == expected
     assert all(preemptions.values()), preemptions
 
 
-def test_cancelled_requests_return_their_tokens_so_far(pipelines: dict[str, TextGenerationPipeline]) -> None:
+def test_cancelled_requests_equal_the_synchronous_loop(pipelines: dict[str, TextGenerationPipeline]) -> None:
     def contexts() -> list[TextContext]:
         return [make_named_context(str(i), PROMPT[: 3 + 5 * i], 30) for i in range(8)]
 
@@ -530,8 +529,8 @@ def test_a_cancelled_id_can_be_resubmitted_while_its_step_runs(
     tokens = []
     while scheduler.has_work:
         for output in scheduler.step().values():
-            tokens += [part.next_token for part in output.tokens]
-    expected, _ = serve(pipelines["cpu"], [make_named_context("a", PROMPT[:7], 20)])
+            tokens += [response.next_token for response in output.tokens]
+    expected, _ = run_contexts(pipelines["cpu"], [make_named_context("a", PROMPT[:7], 20)])
     assert tokens == [token for token, _ in expected["a"][:-2]]
 
 
@@ -554,22 +553,22 @@ def four_contexts() -> list[TextContext]:
 def test_a_step_that_fails_once_is_repeated(
     pipelines: dict[str, TextGenerationPipeline], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected, _ = serve(pipelines["cpu"], four_contexts())
+    expected, _ = run_contexts(pipelines["cpu"], four_contexts())
     for failing in range(1, 14):
-        numbers = iter(range(1, 1000))
+        counter = iter(range(1, 1000))
 
-        def fail_once(lengths: Any, outputs: Any, failing: int = failing, numbers: Any = numbers) -> Any:
-            if next(numbers) == failing:
+        def fail_once(lengths: Any, outputs: Any, failing: int = failing, counter: Any = counter) -> Any:
+            if next(counter) == failing:
                 raise ArithmeticError("the device failed")
             return outputs
 
         with monkeypatch.context() as patch:
             patch_outputs(pipelines["lazy"], patch, fail_once)
-            actual, _ = serve(pipelines["lazy"], four_contexts(), arrival_interval=2)
+            actual, _ = run_contexts(pipelines["lazy"], four_contexts(), arrival_interval=2)
         assert actual == expected, failing
 
 
-def test_only_the_request_that_makes_a_step_fail_is_failed(
+def test_only_the_request_that_causes_an_error_fails(
     pipelines: dict[str, TextGenerationPipeline], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(lengths: Any, outputs: Any) -> Any:
@@ -581,31 +580,31 @@ def test_only_the_request_that_makes_a_step_fail_is_failed(
         patch_outputs(pipeline, monkeypatch, fail)
     for arrival_interval in (0, 2):
         outputs = compare_outputs(pipelines, four_contexts, arrival_interval=arrival_interval)
-        assert [RequestFailedError in parts for parts in outputs.values()] == [False] * 3 + [True]
+        assert [RequestFailedError in output for output in outputs.values()] == [False] * 3 + [True]
 
 
 def test_non_finite_logits_fail_only_their_request(
     pipelines: dict[str, TextGenerationPipeline], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def change(lengths: Any, outputs: Any) -> Any:
+    def set_nan_logits(lengths: Any, outputs: Any) -> Any:
         logits = outputs.next_token_logits.clone()
         logits[lengths > 42] = torch.nan
         return replace(outputs, next_token_logits=logits)
 
     for pipeline in pipelines.values():
-        patch_outputs(pipeline, monkeypatch, change)
+        patch_outputs(pipeline, monkeypatch, set_nan_logits)
     outputs = compare_outputs(pipelines, four_contexts)
-    assert [RequestFailedError in parts for parts in outputs.values()] == [False] * 3 + [True]
+    assert [RequestFailedError in output for output in outputs.values()] == [False] * 3 + [True]
 
 
 def test_requests_refused_at_their_first_step_equal_the_synchronous_loop(
     pipelines: dict[str, TextGenerationPipeline],
 ) -> None:
     def contexts() -> list[TextContext]:
-        unknown = SamplingParams(logit_bias={5000: 1.0})
+        invalid_params = SamplingParams(logit_bias={5000: 1.0})
         return [
             *four_contexts(),
-            make_named_context("unknown token", PROMPT[:6], 9, sampling_params=unknown),
+            make_named_context("unknown token", PROMPT[:6], 9, sampling_params=invalid_params),
             make_named_context("too long", random_tokens(MAX_LENGTH - 3, 256, seed=1), 10),
         ]
 
@@ -616,19 +615,19 @@ def test_requests_refused_at_their_first_step_equal_the_synchronous_loop(
         assert len(outputs["too long"]) == 5
 
 
-# -- Whole programs and random schedules -----------------------------------------------------------------
+# -- LLM, worker and random schedules ---------------------------------------------------------------------
 
 
 def test_llm_outputs_equal_the_synchronous_loop(folder: Path, queues: list[LazyQueue]) -> None:
-    """Covers stop strings, choices, a stream that is closed early, and later calls."""
+    """The calls use stop strings, several choices, and a stream that is closed early."""
     texts = {}
     for kernels in ("cpu", "lazy"):
         llm = LLM(str(folder), kernels=kernels, deterministic=True, max_batch_size=4)
         prompts = ["Once upon", "a", "The quick brown fox jumps"]
         greedy = SamplingParams(temperature=0, max_new_tokens=24)
-        (first,) = llm.generate(prompts[0], greedy)
-        actual: list[Any] = [first.text]
-        for stop in (first.text[3:5], first.text[10:12]):
+        (first_output,) = llm.generate(prompts[0], greedy)
+        actual: list[Any] = [first_output.text]
+        for stop in (first_output.text[3:5], first_output.text[10:12]):
             outputs = llm.generate(prompts, replace(greedy, stop=[stop]))
             actual += [(output.text, output.finish_reason) for output in outputs]
         stream = llm.stream(prompts[2], greedy)
@@ -646,9 +645,9 @@ def test_llm_outputs_equal_the_synchronous_loop(folder: Path, queues: list[LazyQ
 def test_worker_results_equal_the_synchronous_loop(
     common_values: dict[str, Any], queues: list[LazyQueue], log_probabilities: int
 ) -> None:
-    """Also, memory is returned while a step without requests is launched.
+    """Also discard the cache while a step is launched whose requests have ended.
 
-    With log probabilities, the last call collects a step and launches none.
+    With log probabilities, the last call launches no step.
     """
     actual = {}
     for kernels in ("cpu", "lazy"):
@@ -662,9 +661,9 @@ def test_worker_results_equal_the_synchronous_loop(
         tokens: dict[str, list[int]] = {}
         statuses = {}
         for name, prompt in (("a", PROMPT), ("b", PROMPT[:9])):
-            ends = set(range(0, 256, 9))
+            end_tokens = set(range(0, 256, 9))
             context = make_named_context(
-                name, prompt, 70, eos_token_ids=ends, log_probabilities=log_probabilities
+                name, prompt, 70, eos_token_ids=end_tokens, log_probabilities=log_probabilities
             )
             loop._handle(Submit(context))
         while loop._contexts:
@@ -721,16 +720,16 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
 @given(
     batch=st.lists(requests(), min_size=1, max_size=9),
     arrival_interval=st.sampled_from([0, 1, 3]),
-    tokens=st.sampled_from([12, 40, 400]),
-    size=st.sampled_from([1, 3, 6]),
+    max_batch_input_tokens=st.sampled_from([12, 40, 400]),
+    max_batch_size=st.sampled_from([1, 3, 6]),
     cancels=st.dictionaries(st.sampled_from("0123"), st.integers(1, 9), max_size=2),
 )
 def test_any_schedule_equals_the_synchronous_loop(
     small_caches: dict[str, TextGenerationPipeline],
     batch: list[dict[str, Any]],
     arrival_interval: int,
-    tokens: int,
-    size: int,
+    max_batch_input_tokens: int,
+    max_batch_size: int,
     cancels: dict[str, int],
 ) -> None:
     def contexts() -> list[TextContext]:
@@ -742,8 +741,8 @@ def test_any_schedule_equals_the_synchronous_loop(
         contexts,
         arrival_interval=arrival_interval,
         cancels=cancels,
-        max_batch_input_tokens=tokens,
-        max_batch_size=size,
+        max_batch_input_tokens=max_batch_input_tokens,
+        max_batch_size=max_batch_size,
     )
 
 

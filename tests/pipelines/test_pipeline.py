@@ -1,4 +1,4 @@
-"""`TextGenerationPipeline`: batches, steps, ends, refused requests, on a small random Llama."""
+"""`TextGenerationPipeline` with a small random Llama: batches, steps, ends, refused requests."""
 
 from __future__ import annotations
 
@@ -85,18 +85,18 @@ def test_an_empty_batch_gives_no_outputs(pipeline: TextGenerationPipeline) -> No
 
 
 def test_next_token_returns_one_dict_per_step(pipeline: TextGenerationPipeline) -> None:
-    short, long = make_context(PROMPT, 2), make_context(PROMPT[:9], 9)
+    short_context, long_context = make_context(PROMPT, 2), make_context(PROMPT[:9], 9)
     full_tokens = generate_tokens(pipeline, [make_context(PROMPT, 2), make_context(PROMPT[:9], 9)])
-    steps = pipeline.next_token({"short": short, "long": long}, num_steps=2)
+    steps = pipeline.next_token({"short": short_context, "long": long_context}, num_steps=2)
     assert [sorted(step) for step in steps] == [["long", "short"]] * 2
     assert [step["short"].next_token for step in steps] == full_tokens[0]
-    assert short.status is TextGenerationStatus.MAXIMUM_LENGTH
-    steps = pipeline.next_token({"long": long}, num_steps=100)
-    assert len(steps) == 7, "as many steps as the maximum length allows"
+    assert short_context.status is TextGenerationStatus.MAXIMUM_LENGTH
+    steps = pipeline.next_token({"long": long_context}, num_steps=100)
+    assert len(steps) == 7, "the maximum length allows 7 more tokens"
     assert [step["long"].next_token for step in steps] == full_tokens[1][2:]
 
 
-def test_greedy_and_sampled_contexts_in_a_batch_equal_single_ones(pipeline: TextGenerationPipeline) -> None:
+def test_greedy_and_sampled_tokens_do_not_depend_on_the_batch(pipeline: TextGenerationPipeline) -> None:
     def contexts() -> list[TextContext]:
         sampled_params = SamplingParams(temperature=1.0, top_k=-1, seed=3)
         return [
@@ -111,18 +111,18 @@ def test_greedy_and_sampled_contexts_in_a_batch_equal_single_ones(pipeline: Text
     assert batch_tokens[0] != batch_tokens[1]
 
 
-def test_the_end_of_sequence_is_not_an_output_token(pipeline: TextGenerationPipeline) -> None:
+def test_the_end_token_is_not_an_output_token(pipeline: TextGenerationPipeline) -> None:
     (plain_tokens,) = generate_tokens(pipeline, [make_context(PROMPT)])
-    end = next(token for token in plain_tokens[5:] if token not in plain_tokens[:5])
-    end_index = plain_tokens.index(end)
+    end_token = next(token for token in plain_tokens[5:] if token not in plain_tokens[:5])
+    end_index = plain_tokens.index(end_token)
     context = TextContext(
-        prompt="", max_length=130, tokens=np.array(PROMPT, dtype=np.int64), eos_token_ids={end}
+        prompt="", max_length=130, tokens=np.array(PROMPT, dtype=np.int64), eos_token_ids={end_token}
     )
     response = None
     tokens: list[int] = []
     while response is None or not response.is_done:
         response = pipeline.execute({"a": context}, num_steps=4)["a"]
-        tokens += [int(part.next_token) for part in response.tokens]
+        tokens += [int(token_response.next_token) for token_response in response.tokens]
     assert tokens == plain_tokens[:end_index]
     assert response.final_status is TextGenerationStatus.END_OF_SEQUENCE
     with pytest.raises(InputError, match="has ended"):
@@ -132,7 +132,7 @@ def test_the_end_of_sequence_is_not_an_output_token(pipeline: TextGenerationPipe
 def test_the_default_end_token_ends_contexts_without_one(
     checkpoint: Path, pipeline: TextGenerationPipeline
 ) -> None:
-    """It ends contexts that have no end-of-sequence ids and do not ignore ends."""
+    """A context with `ignore_eos` does not end at the default end token."""
     (plain_tokens,) = generate_tokens(pipeline, [make_context(PROMPT)])
     config = pipeline.config
     pipeline_with_end = TextGenerationPipeline(config, type(pipeline.model), plain_tokens[0])
@@ -156,27 +156,27 @@ def test_min_new_tokens_delays_the_end(pipeline: TextGenerationPipeline) -> None
     assert not set(tokens[:7]) & set(plain_tokens)
 
 
-def test_a_full_cache_is_an_error_and_changes_no_context(checkpoint: Path) -> None:
-    # bytes: float32 * K and V * layers * kv heads * head dim * block size * blocks
+def test_a_full_cache_raises_an_error_and_changes_no_context(checkpoint: Path) -> None:
+    # float32 bytes * K and V * layers * kv heads * head dim * block size * blocks
     size = 4 * 2 * 3 * 2 * 8 * 16 * 5
     fixed_settings = {"kv_cache_block_size": 16, "max_length": 64, "max_batch_size": 2}
     small_pipeline = open_pipeline(checkpoint, kv_cache_memory=size, **fixed_settings)
     assert small_pipeline.kv.num_blocks == 4
-    first, second = make_context(PROMPT), make_context(PROMPT[::-1] + PROMPT)
-    small_pipeline.execute({"a": first})
+    running_context, refused_context = make_context(PROMPT), make_context(PROMPT[::-1] + PROMPT)
+    small_pipeline.execute({"a": running_context})
     with pytest.raises(InsufficientBlocksError, match="4 KV blocks are needed, 2 of 4 are free"):
-        small_pipeline.execute({"a": first, "b": second})
-    assert len(first.generated_tokens) == 1
-    assert not len(second.generated_tokens)
-    small_pipeline.release(second)
-    small_pipeline.execute({"a": first})
-    small_pipeline.release(first)
-    small_pipeline.release(first)
+        small_pipeline.execute({"a": running_context, "b": refused_context})
+    assert len(running_context.generated_tokens) == 1
+    assert not len(refused_context.generated_tokens)
+    small_pipeline.release(refused_context)
+    small_pipeline.execute({"a": running_context})
+    small_pipeline.release(running_context)
+    small_pipeline.release(running_context)
     small_pipeline.kv.check_integrity()
     assert small_pipeline.kv.num_free_blocks == 4
 
 
-def test_too_few_blocks_for_many_steps_reduce_the_steps(checkpoint: Path) -> None:
+def test_the_number_of_steps_is_reduced_if_there_are_too_few_blocks(checkpoint: Path) -> None:
     size = 4 * 2 * 3 * 2 * 8 * 16 * 5
     fixed_settings = {"kv_cache_block_size": 16, "max_length": 64, "max_batch_size": 2}
     small_pipeline = open_pipeline(checkpoint, kv_cache_memory=size, **fixed_settings)
@@ -187,10 +187,10 @@ def test_too_few_blocks_for_many_steps_reduce_the_steps(checkpoint: Path) -> Non
     assert len(small_pipeline.execute({"b": contexts["b"]}, num_steps=20)["b"].tokens) == 20
 
 
-def test_a_shortened_length_is_logged(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_reduced_maximum_length_is_logged(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     size = 4 * 2 * 3 * 2 * 8 * 16 * 5
-    short = open_pipeline(checkpoint, kv_cache_memory=size, kv_cache_block_size=16, max_batch_size=1)
-    assert short.model.max_seq_len == 64
+    pipeline = open_pipeline(checkpoint, kv_cache_memory=size, kv_cache_block_size=16, max_batch_size=1)
+    assert pipeline.model.max_seq_len == 64
     assert "the maximum length is 64 tokens, not the model's 256" in caplog.text
 
 
@@ -244,15 +244,15 @@ def test_log_probabilities_equal_transformers(
         pipeline.execute({"a": context})
     entries = []
     while not context.is_done:
-        entries += [part.log_probabilities for part in pipeline.execute({"a": context}, 4)["a"].tokens]
+        entries += [token.log_probabilities for token in pipeline.execute({"a": context}, 4)["a"].tokens]
     tokens = context.all_tokens.tolist()
     expected = torch.log_softmax(transformers_logits(reference, tokens[:-1]), dim=-1)
-    actual = [value for entry in entries for value in entry.token_log_probabilities]
+    scores = [value for entry in entries for value in entry.token_log_probabilities]
     top_tokens = [top_entries for entry in entries for top_entries in entry.top_log_probabilities]
-    first = 1 if echo else len(PROMPT)
-    expected_scores = [float(expected[i - 1, tokens[i]]) for i in range(first, len(tokens))]
-    assert actual == pytest.approx(expected_scores, abs=1e-3)
-    for i, top_entries in enumerate(top_tokens, first):
+    first_position = 1 if echo else len(PROMPT)
+    expected_scores = [float(expected[i - 1, tokens[i]]) for i in range(first_position, len(tokens))]
+    assert scores == pytest.approx(expected_scores, abs=1e-3)
+    for i, top_entries in enumerate(top_tokens, first_position):
         expected_top = set(expected[i - 1].topk(3).indices.tolist())
         assert set(top_entries) == expected_top | {tokens[i]}
     pipeline.release(context)
@@ -261,34 +261,35 @@ def test_log_probabilities_equal_transformers(
 def test_penalties_change_the_text(pipeline: TextGenerationPipeline) -> None:
     (plain_tokens,) = generate_tokens(pipeline, [make_context(PROMPT)])
     params = SamplingParams(frequency_penalty=2.0, presence_penalty=2.0, repetition_penalty=1.5)
-    penalised_tokens, unpenalised = generate_tokens(
+    penalised_tokens, unpenalised_tokens = generate_tokens(
         pipeline, [make_context(PROMPT, sampling_params=params), make_context(PROMPT)]
     )
-    assert unpenalised == plain_tokens
+    assert unpenalised_tokens == plain_tokens
     assert len(set(penalised_tokens)) > len(set(plain_tokens))
 
 
 @pytest.mark.parametrize(
-    ("requested", "rows", "normed"),
+    ("option", "num_rows"),
     [
-        (ReturnHiddenStates.LAST, 2, False),
-        (ReturnHiddenStates.ALL, 39, False),
-        (ReturnHiddenStates.LAST_NORMALIZED, 2, True),
-        (ReturnHiddenStates.ALL_NORMALIZED, 39, True),
+        (ReturnHiddenStates.LAST, 2),
+        (ReturnHiddenStates.ALL, 39),
+        (ReturnHiddenStates.LAST_NORMALIZED, 2),
+        (ReturnHiddenStates.ALL_NORMALIZED, 39),
     ],
 )
 def test_hidden_states_equal_transformers(
-    pipeline: TextGenerationPipeline, reference: Any, requested: ReturnHiddenStates, rows: int, normed: bool
+    pipeline: TextGenerationPipeline, reference: Any, option: ReturnHiddenStates, num_rows: int
 ) -> None:
-    pipeline.model.return_hidden_states = requested
+    pipeline.model.return_hidden_states = option
     texts = [PROMPT, PROMPT[:9]]
     outputs = run_once(pipeline, texts)
-    assert outputs.hidden_states.shape == (rows, 48)
-    last = outputs.hidden_states[-1:]
+    assert outputs.hidden_states.shape == (num_rows, 48)
+    last_state = outputs.hidden_states[-1:]
     network: Any = pipeline.model
     step = StepInputs(pipeline.session.ops, torch.zeros(1), torch.zeros(2))
     with torch.inference_mode():
-        logits = reference.lm_head((last if normed else network.network.norm(last, step)).cpu())
+        normed_state = last_state if "NORMALIZED" in option.name else network.network.norm(last_state, step)
+        logits = reference.lm_head(normed_state.cpu())
     torch.testing.assert_close(logits, transformers_logits(reference, texts[1])[-1:], atol=1e-3, rtol=1e-4)
 
 
@@ -313,7 +314,7 @@ def test_return_logits_last_token_gives_one_row(pipeline: TextGenerationPipeline
     assert run_once(**arguments).logit_offsets.tolist() == [0, 1, 2]
 
 
-def test_buffers_of_custom_model_inputs_are_found() -> None:
+def test_tensors_of_custom_model_inputs_are_their_buffers() -> None:
     @dataclass(kw_only=True)
     class ListedInputs(ModelInputs):
         data: torch.Tensor
@@ -360,11 +361,11 @@ def test_a_weight_adapter_renames_tensors(checkpoint: Path, tmp_path: Path, refe
     architecture = PIPELINE_REGISTRY.retrieve_architecture(config.model.huggingface_config, tmp_path)
     base = architecture.load_pipeline_model()
 
-    class Unwrapped(base):  # type: ignore[misc, valid-type]
+    class UnwrappedModel(base):  # type: ignore[misc, valid-type]
         def __init__(self, pipeline_config: Any, session: Any) -> None:
             super().__init__(pipeline_config, session, adapter=lambda name: name.removeprefix("wrapped."))
 
-    pipeline = TextGenerationPipeline(config, Unwrapped, -1)
+    pipeline = TextGenerationPipeline(config, UnwrappedModel, -1)
     torch.testing.assert_close(
         step_logits(pipeline, [make_context(PROMPT)])[0],
         transformers_logits(reference, PROMPT),
@@ -382,8 +383,8 @@ def test_bfloat16_logits_are_close_to_float32(checkpoint: Path, reference: Any) 
     assert float((reference_logits.exp() * (reference_logits - logits)).sum(-1).mean()) < 0.05
 
 
-class NextToken(PipelineModel[TextContext]):
-    """A model with only the methods of the API page: token t + 1 follows token t."""
+class SuccessorModel(PipelineModel[TextContext]):
+    """A model with only the methods of the API page. Token t + 1 follows token t."""
 
     @classmethod
     def calculate_max_seq_len(cls, pipeline_config: Any, huggingface_config: Any) -> int:
@@ -392,8 +393,8 @@ class NextToken(PipelineModel[TextContext]):
     def prepare_initial_token_inputs(  # type: ignore[override]  # the page has no drafts
         self, replica_batches: Any, kv_cache_inputs: Any = None, return_n_logits: Any = 1
     ) -> torch.Tensor:
-        last = [context.next_tokens[-1] for batch in replica_batches for context in batch]
-        return torch.tensor(last, device=self.devices[0].torch_device)
+        last_tokens = [context.next_tokens[-1] for batch in replica_batches for context in batch]
+        return torch.tensor(last_tokens, device=self.devices[0].torch_device)
 
     def prepare_next_token_inputs(self, next_tokens: torch.Tensor, prev_model_inputs: Any) -> torch.Tensor:
         return next_tokens
@@ -403,15 +404,14 @@ class NextToken(PipelineModel[TextContext]):
 
 
 def test_a_model_may_return_only_logits(checkpoint: Path) -> None:
-    pipeline = TextGenerationPipeline(PipelineConfig.from_flat({"model_path": str(checkpoint)}), NextToken, 9)
-    assert generate_tokens(pipeline, [make_context([3, 1], 3), make_context([50], 4)], num_steps=2) == [
-        [2, 3, 4],
-        [51, 52, 53, 54],
-    ]
+    config = PipelineConfig.from_flat({"model_path": str(checkpoint)})
+    pipeline = TextGenerationPipeline(config, SuccessorModel, 9)
+    tokens = generate_tokens(pipeline, [make_context([3, 1], 3), make_context([50], 4)], num_steps=2)
+    assert tokens == [[2, 3, 4], [51, 52, 53, 54]]
 
 
 def test_a_cache_created_by_the_model_gets_the_free_memory(checkpoint: Path) -> None:
-    class WithCache(NextToken):
+    class ModelWithCache(SuccessorModel):
         def load_kv_manager(self, session: Any, available_cache_memory: int) -> KVCacheManager:
             self.cache_memory = available_cache_memory
             group = KVGroup((0,), 1, 4, DType.float32)
@@ -420,7 +420,8 @@ def test_a_cache_created_by_the_model_gets_the_free_memory(checkpoint: Path) -> 
         def estimate_kv_cache_size(self, available_cache_memory: int) -> int:
             return available_cache_memory
 
-    pipeline = TextGenerationPipeline(PipelineConfig.from_flat({"model_path": str(checkpoint)}), WithCache, 9)
+    config = PipelineConfig.from_flat({"model_path": str(checkpoint)})
+    pipeline = TextGenerationPipeline(config, ModelWithCache, 9)
     model: Any = pipeline.model
     assert model.cache_memory == model.estimate_memory_footprint() > 0
     assert generate_tokens(pipeline, [make_context([3, 1], 2)]) == [[2, 3]]
@@ -440,15 +441,15 @@ def test_a_context_of_another_task_is_refused(pipeline: TextGenerationPipeline) 
         assert not context.is_assigned_to_cache
 
 
-def test_a_speech_context_stops_at_the_end_of_its_tokens(
+def test_a_speech_context_ends_with_its_last_token(
     pipeline: TextGenerationPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The speech-token pipeline derives from this pipeline and has other contexts."""
+    """The speech-token pipeline is a subclass with another context type."""
     (plain_tokens,) = generate_tokens(pipeline, [make_context(PROMPT, 2)])
     monkeypatch.setattr(type(pipeline), "context_types", (TTSContext,))
     context = TTSContext(prompt="", max_length=len(PROMPT) + 2, tokens=np.array(PROMPT), ignore_eos=True)
     response = pipeline.execute({"a": context}, num_steps=5)["a"]
-    assert [part.next_token for part in response.tokens] == plain_tokens
+    assert [token.next_token for token in response.tokens] == plain_tokens
     assert response.final_status is TextGenerationStatus.MAXIMUM_LENGTH
     assert not context.is_done
     with pytest.raises(InputError, match="has ended"):

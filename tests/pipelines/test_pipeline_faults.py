@@ -1,4 +1,4 @@
-"""Errors that concern one context after a forward end only that context."""
+"""Errors of one context after a forward: only this context fails."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def with_logits(outputs: Any, logits: torch.Tensor) -> Any:
 
 
 class RejectingMatcher:
-    """A matcher whose mask allows every token, but which rejects the third token."""
+    """A matcher that rejects the third token, although its mask allows every token."""
 
     def __init__(self) -> None:
         self.num_accepted = 0
@@ -75,7 +75,7 @@ def test_a_context_whose_matcher_rejects_its_token_fails_alone(
     failure = pipeline.failures.pop("bad")
     assert isinstance(failure, RequestFailedError)
     assert "request bad ended because of an internal error" in str(failure)
-    assert "the grammar does not accept" in caplog.text, "the log contains the details"
+    assert "the grammar does not accept" in caplog.text, "the details are logged, but not returned"
     assert "the grammar does not accept" not in str(failure)
     with pytest.raises(InputError, match="request bad has ended"):
         pipeline.execute(batch)
@@ -115,15 +115,15 @@ def test_non_finite_logits_fail_only_their_context(
     pipeline: TextGenerationPipeline, value: float, num_steps: int, num_top: int | None
 ) -> None:
     plain_results = output_tokens(run_directly(pipeline, list(contexts().values())))
-    calls = 0
-    original = pipeline.model.execute
+    num_calls = 0
+    execute = pipeline.model.execute
 
     def execute_with_nan(inputs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        outputs = original(inputs)
+        nonlocal num_calls
+        num_calls += 1
+        outputs = execute(inputs)
         logits = outputs.logits.clone()
-        if calls == 3:
+        if num_calls == 3:
             logits[1, 7] = value
         return with_logits(outputs, logits)
 
@@ -135,7 +135,7 @@ def test_non_finite_logits_fail_only_their_context(
     texts: dict[str, list[int]] = {name: [] for name in plain_results}
     while scheduler.has_work:
         for name, response in scheduler.step(num_steps).items():
-            texts[name] += [part.next_token for part in response.tokens]
+            texts[name] += [token.next_token for token in response.tokens]
     assert list(scheduler.failures) == ["bad"]
     assert "logits that are not finite" in str(scheduler.failures["bad"])
     assert {name: texts[name] for name in ("good", "as good")} == {
@@ -146,26 +146,26 @@ def test_non_finite_logits_fail_only_their_context(
 
 def test_non_finite_logits_after_a_rejected_draft_are_ignored(pipeline: TextGenerationPipeline) -> None:
     plain_results = run_directly(pipeline, list(contexts().values()))
-    original = pipeline.model.execute
+    execute = pipeline.model.execute
 
     def execute_with_nan(inputs: Any) -> Any:
-        outputs = original(inputs)
-        ends = inputs.logit_offsets[1:]
+        outputs = execute(inputs)
+        row_ends = inputs.logit_offsets[1:]
         rejected_rows = [number for number, count in enumerate(inputs.drafts or ()) if count == 4]
         logits = outputs.logits.clone()
-        logits[ends[rejected_rows] - 1] = torch.nan
+        logits[row_ends[rejected_rows] - 1] = torch.nan
         return with_logits(outputs, logits)
 
     pipeline.model.execute = execute_with_nan  # type: ignore[method-assign]
-    pipeline.proposer = OracleProposer(output_tokens(plain_results), lambda place: True, 4)
+    pipeline.proposer = OracleProposer(output_tokens(plain_results), lambda position: True, 4)
     assert run_directly(pipeline, list(contexts().values())) == plain_results
 
 
 def test_logits_of_minus_infinity_are_valid(pipeline: TextGenerationPipeline) -> None:
-    original = pipeline.model.execute
+    execute = pipeline.model.execute
 
     def execute_with_minus_infinity(inputs: Any) -> Any:
-        outputs = original(inputs)
+        outputs = execute(inputs)
         logits = outputs.logits.clone()
         logits[:, 5:] = -torch.inf
         return with_logits(outputs, logits)
@@ -177,7 +177,7 @@ def test_logits_of_minus_infinity_are_valid(pipeline: TextGenerationPipeline) ->
 
 
 class SlowCompiler:
-    """A compiler whose grammar is ready at the third check."""
+    """A compiler of grammars that takes three calls of `ready`."""
 
     def __init__(self) -> None:
         self.num_checks = 0

@@ -1,4 +1,4 @@
-"""Every pooling against its formula, and dense modules against torch."""
+"""Poolings compared with their formulas, and dense modules compared with torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("kind", "whole", "without_first"),
+    ("pooling", "expected", "expected_without_first"),
     [
         ("cls", [1, -2], [4, 8]),
         ("mean", [8 / 3, 7 / 3], [3.5, 4.5]),
@@ -29,9 +29,11 @@ CPU = torch.device("cpu")
         ("last_token", [3, 1], [3, 1]),
     ],
 )
-def test_pooling_equals_its_formula(kind: str, whole: list[float], without_first: list[float]) -> None:
-    assert pool(HIDDEN, (kind,)).tolist() == pytest.approx(whole)  # type: ignore[arg-type]
-    assert pool(HIDDEN, (kind,), 1).tolist() == pytest.approx(without_first)  # type: ignore[arg-type]
+def test_pooling_equals_its_formula(
+    pooling: str, expected: list[float], expected_without_first: list[float]
+) -> None:
+    assert pool(HIDDEN, (pooling,)).tolist() == pytest.approx(expected)  # type: ignore[arg-type]
+    assert pool(HIDDEN, (pooling,), 1).tolist() == pytest.approx(expected_without_first)  # type: ignore[arg-type]
 
 
 def test_several_poolings_are_concatenated_in_float32() -> None:
@@ -40,7 +42,7 @@ def test_several_poolings_are_concatenated_in_float32() -> None:
     assert pooled_vector.tolist() == [1, -2, 4, 8]
 
 
-def write_dense(
+def make_dense_module(
     folder: Path, activation: str = "Tanh", bias: bool = True, out_features: int = 3
 ) -> DenseModule:
     return DenseModule(
@@ -56,7 +58,9 @@ def test_a_dense_module_saved_by_torch_is_read(tmp_path: Path) -> None:
     )
     ops = ReferenceOps()
     expected = linear(HIDDEN).tanh().detach()
-    np.testing.assert_allclose(load_dense(write_dense(tmp_path), ops, CPU)(HIDDEN, ops), expected, atol=1e-6)
+    np.testing.assert_allclose(
+        load_dense(make_dense_module(tmp_path), ops, CPU)(HIDDEN, ops), expected, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -68,16 +72,16 @@ def test_a_dense_module_equals_torch(tmp_path: Path, activation: str, bias: bool
         tmp_path / "model.safetensors",
     )
     ops = ReferenceOps()
-    layer = load_dense(write_dense(tmp_path, activation, bias), ops, CPU)
+    layer = load_dense(make_dense_module(tmp_path, activation, bias), ops, CPU)
     expected = getattr(torch.nn, activation)()(linear(HIDDEN)).detach()
     np.testing.assert_allclose(layer(HIDDEN, ops), expected, atol=1e-6)
 
 
 def test_malformed_dense_modules_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="activation 'Softmax' is not supported: use one of Identity"):
-        load_dense(write_dense(tmp_path, "Softmax"), ReferenceOps(), CPU)
+        load_dense(make_dense_module(tmp_path, "Softmax"), ReferenceOps(), CPU)
     save_file({"linear.weight": torch.zeros(3, 2)}, tmp_path / "model.safetensors")
     with pytest.raises(WeightsError, match=r"linear\.bias"):
-        load_dense(write_dense(tmp_path), ReferenceOps(), CPU)
+        load_dense(make_dense_module(tmp_path), ReferenceOps(), CPU)
     with pytest.raises(WeightsError, match=r"linear\.weight"):
-        load_dense(write_dense(tmp_path, bias=False, out_features=4), ReferenceOps(), CPU)
+        load_dense(make_dense_module(tmp_path, bias=False, out_features=4), ReferenceOps(), CPU)

@@ -18,7 +18,7 @@ from penstock.pipelines.core import TextContext
 from penstock.scheduler import Scheduler
 
 PROMPT = random_tokens(30, 130, seed=7)
-OTHER = random_tokens(11, 130, seed=8)
+OTHER_PROMPT = random_tokens(11, 130, seed=8)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def pipeline(checkpoint: Path) -> TextGenerationPipeline:
 
 
 class CountingModel(PipelineModel[TextContext]):
-    """A model without weights in which token t + 1 follows token t. It records the tokens of each forward."""
+    """A model without weights. Token t + 1 follows token t. It records the tokens of each forward."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -71,13 +71,15 @@ def counting_pipeline(checkpoint: Path) -> tuple[TextGenerationPipeline, Countin
 def test_a_step_can_be_launched_before_the_previous_one_is_collected(checkpoint: Path) -> None:
     pipeline, model = counting_pipeline(checkpoint)
     contexts = [make_context([5]), make_context([50, 60])]
-    first = pipeline.runner.launch(contexts)
-    second = pipeline.runner.launch(contexts, 2, after=first)
-    third = pipeline.runner.launch(contexts, after=second)
+    first_handle = pipeline.runner.launch(contexts)
+    second_handle = pipeline.runner.launch(contexts, 2, after=first_handle)
+    third_handle = pipeline.runner.launch(contexts, after=second_handle)
     assert model.forwards == [[5, 60], [6, 61], [7, 62], [8, 63]]
     assert [context.current_length for context in contexts] == [1, 2], "launching changes no context"
-    collected = [pipeline.runner.collect(handle) for handle in (third, first, second)]
-    assert [[result.tokens for result in results] for results in collected] == [
+    collected_results = [
+        pipeline.runner.collect(handle) for handle in (third_handle, first_handle, second_handle)
+    ]
+    assert [[result.tokens for result in results] for results in collected_results] == [
         [[9], [64]],
         [[6], [61]],
         [[7, 8], [62, 63]],
@@ -90,9 +92,9 @@ def test_batches_are_launched_and_collected_in_any_order(checkpoint: Path) -> No
     a, b = make_context([5]), make_context([50, 60])
     handle_a, handle_b = pipeline.launch({"a": a}), pipeline.launch({"b": b}, num_steps=3)
     assert (a.current_length, b.current_length) == (1, 2), "launching adds no token"
-    assert [part.next_token for part in pipeline.collect(handle_b)["b"].tokens] == [61, 62, 63]
+    assert [token.next_token for token in pipeline.collect(handle_b)["b"].tokens] == [61, 62, 63]
     assert (a.current_length, b.current_length) == (1, 5)
-    assert [part.next_token for part in pipeline.collect(handle_a)["a"].tokens] == [6]
+    assert [token.next_token for token in pipeline.collect(handle_a)["a"].tokens] == [6]
 
 
 @pytest.mark.parametrize("num_steps", [1, 3])
@@ -100,10 +102,10 @@ def test_batches_are_launched_and_collected_in_any_order(checkpoint: Path) -> No
 def test_continued_launches_give_the_tokens_of_single_steps(
     pipeline: TextGenerationPipeline, num_steps: int, use_graphs: bool
 ) -> None:
-    """The test uses a real model, with eager steps and with graphs."""
+    """A launch after an uncollected one reads its tokens on the device."""
     pipeline.session.use_graphs = use_graphs
-    expected = generate_tokens(pipeline, [make_context(PROMPT, 11), make_context(OTHER, 11)])
-    contexts = [make_context(PROMPT, 11), make_context(OTHER, 11)]
+    expected = generate_tokens(pipeline, [make_context(PROMPT, 11), make_context(OTHER_PROMPT, 11)])
+    contexts = [make_context(PROMPT, 11), make_context(OTHER_PROMPT, 11)]
     for context in contexts:
         pipeline.kv.claim(context)
         pipeline.kv.reserve(context, 10)
@@ -112,9 +114,9 @@ def test_continued_launches_give_the_tokens_of_single_steps(
         handles.append(pipeline.runner.launch(contexts, num_steps, after=handles[-1]))
     tokens: list[list[int]] = [[], []]
     for results in map(pipeline.runner.collect, handles):
-        for actual, result in zip(tokens, results, strict=True):
-            actual += result.tokens
-    assert tokens == [reference[:10] for reference in expected]
+        for context_tokens, result in zip(tokens, results, strict=True):
+            context_tokens += result.tokens
+    assert tokens == [expected_tokens[:10] for expected_tokens in expected]
     for context in contexts:
         pipeline.release(context)
 
@@ -124,7 +126,7 @@ def test_execute_equals_launch_and_collect(pipeline: TextGenerationPipeline) -> 
     context, tokens = make_context(PROMPT, 5), []
     while not context.is_done:
         tokens += pipeline.collect(pipeline.launch({"a": context}))["a"].tokens
-    assert [[part.next_token for part in tokens]] == expected
+    assert [[token.next_token for token in tokens]] == expected
 
 
 def test_nothing_is_launched_for_a_refused_batch(checkpoint: Path) -> None:
@@ -139,7 +141,7 @@ def test_nothing_is_launched_for_a_refused_batch(checkpoint: Path) -> None:
 
 @pytest.fixture
 def reserved_ids(pipeline: TextGenerationPipeline, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the request ids that `KVCacheManager.reserve` was called with."""
+    """Return a list that receives the request id of each call of `KVCacheManager.reserve`."""
     calls: list[str] = []
     reserve = pipeline.kv.reserve
 

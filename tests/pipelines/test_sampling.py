@@ -1,4 +1,4 @@
-"""Sampling, compared with the same rule in numpy for each row."""
+"""Sampling, compared with an implementation of the rule in numpy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ops(request: pytest.FixtureRequest) -> Ops:
 
 
 def kept_tokens(logits: np.ndarray, params: SamplingParams) -> tuple[list[int], np.ndarray]:
-    """Return the tokens that the rule of `Ops.sample` keeps, by id, and their cumulative probabilities."""
+    """Return the sorted token ids that the rule of `Ops.sample` keeps, and their cumulative probabilities."""
     if params.temperature == 0 or params.top_k == 1:
         return [int(logits.argmax())], np.ones(1)
     scores = logits.astype(np.float64) / np.float64(np.float32(params.temperature))
@@ -39,20 +39,20 @@ def kept_tokens(logits: np.ndarray, params: SamplingParams) -> tuple[list[int], 
     if params.top_k > 0:
         order = order[: params.top_k]
     mass = sum(probabilities[token] for token in order)
-    kept, total = [], 0.0
+    kept_ids, total = [], 0.0
     for token in order:
-        if total < float(np.float32(params.top_p)) * mass or params.top_p >= 1 or not kept:
-            kept.append(token)
+        if total < float(np.float32(params.top_p)) * mass or params.top_p >= 1 or not kept_ids:
+            kept_ids.append(token)
         total += probabilities[token]
-    floor = float(np.float32(params.min_p)) * probabilities[kept[0]]
-    kept = sorted(token for token in kept if probabilities[token] >= floor)
-    return kept, np.cumsum([probabilities[token] for token in kept])
+    floor = float(np.float32(params.min_p)) * probabilities[kept_ids[0]]
+    kept_ids = sorted(token for token in kept_ids if probabilities[token] >= floor)
+    return kept_ids, np.cumsum([probabilities[token] for token in kept_ids])
 
 
 def expected_tokens(logits: np.ndarray, params: SamplingParams, random_numbers: np.ndarray) -> np.ndarray:
-    """Return the token of one row for each random number u.
+    """Return the sampled token for each random number u.
 
-    It is the first token whose cumulative probability exceeds u times the total.
+    It is the first kept token whose cumulative probability exceeds u times the total.
     """
     kept_ids, sums = kept_tokens(logits, params)
     positions = np.searchsorted(sums, random_numbers * sums[-1], side="right")
@@ -80,13 +80,15 @@ params_strategy = st.builds(
 @given(
     rows=st.lists(st.tuples(params_strategy, st.integers(0, 10**6)), min_size=1, max_size=6),
     vocabulary=st.sampled_from([2, 33, 130, 1000]),
-    spread=st.sampled_from([0.1, 1.0, 6.0]),
+    standard_deviation=st.sampled_from([0.1, 1.0, 6.0]),
     seed=st.integers(0, 1000),
 )
 def test_sampled_tokens_follow_the_rule(
-    ops: Ops, rows: list[tuple[SamplingParams, int]], vocabulary: int, spread: float, seed: int
+    ops: Ops, rows: list[tuple[SamplingParams, int]], vocabulary: int, standard_deviation: float, seed: int
 ) -> None:
-    logits = np.random.default_rng(seed).normal(0, spread, (len(rows), vocabulary)).astype(np.float32)
+    logits = (
+        np.random.default_rng(seed).normal(0, standard_deviation, (len(rows), vocabulary)).astype(np.float32)
+    )
     params = [sampling for sampling, _ in rows]
     positions = [position for _, position in rows]
     expected = [
@@ -114,12 +116,16 @@ def test_top_k_keeps_the_smallest_ids_on_a_tie(ops: Ops) -> None:
     assert set(sampled_ids) == {0, 1, 2}
 
 
-@pytest.mark.parametrize(("top_p", "kept"), [(0.0, 1), (0.25, 1), (0.5, 2), (0.51, 3), (0.75, 3), (1.0, 4)])
-def test_top_p_keeps_no_token_beyond_the_mass(ops: Ops, top_p: float, kept: int) -> None:
-    """The four tokens are equally likely, so their probabilities and cumulative sums are exact."""
+@pytest.mark.parametrize(
+    ("top_p", "num_kept"), [(0.0, 1), (0.25, 1), (0.5, 2), (0.51, 3), (0.75, 3), (1.0, 4)]
+)
+def test_top_p_keeps_the_fewest_tokens_that_reach_the_probability(
+    ops: Ops, top_p: float, num_kept: int
+) -> None:
+    """The four tokens are equally likely, so their cumulative probabilities are exact in floating point."""
     params = SamplingParams(top_k=-1, temperature=1.0, top_p=top_p)
     sampled_ids = sample(ops, np.zeros((200, 4), np.float32), [params] * 200, list(range(200)))
-    assert set(sampled_ids) == set(range(kept))
+    assert set(sampled_ids) == set(range(num_kept))
 
 
 @pytest.mark.parametrize(
@@ -151,10 +157,14 @@ def test_a_bitmask_excludes_tokens(ops: Ops) -> None:
     bitmask = torch.zeros(3, 3, dtype=torch.int32)
     bitmask[0, 2] = 1 << 5  # allows only token 69
     bitmask[1] = -1
-    bitmask[2, 0] = torch.tensor(-(2**31))  # allows only token 31, the sign bit
-    ones = torch.ones(3)
+    bitmask[2, 0] = torch.tensor(-(2**31))  # allows only token 31, which is the sign bit
+    unlimited = torch.ones(3)
     inputs = SamplingInputs(
-        ones, torch.zeros(3, dtype=torch.int64), ones, 0 * ones, torch.full((3,), 0.4, dtype=torch.float64)
+        unlimited,
+        torch.zeros(3, dtype=torch.int64),
+        unlimited,
+        0 * unlimited,
+        torch.full((3,), 0.4, dtype=torch.float64),
     )
     tokens = ops.sample(logits, inputs, bitmask).tolist()
     assert (tokens[0], tokens[2]) == (69, 31)
@@ -187,7 +197,9 @@ def test_uniforms_are_below_one(seed: int, position: int) -> None:
         ([GREEDY, SamplingParams(temperature=1, top_k=5)], True),
     ],
 )
-def test_the_sampler_states_whether_a_row_has_a_limit(params: list[SamplingParams], is_limited: bool) -> None:
+def test_is_limited_states_whether_top_k_or_top_p_limits_a_row(
+    params: list[SamplingParams], is_limited: bool
+) -> None:
     inputs = Sampler.for_batch(params, torch.device("cpu")).inputs
     assert inputs.is_limited == is_limited
     assert inputs.take(torch.tensor([0, 0])).is_limited == is_limited

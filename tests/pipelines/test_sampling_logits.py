@@ -1,4 +1,4 @@
-"""Effects of sampling parameters on logits, against transformers' processors and plain Python."""
+"""Effects of sampling parameters on logits, compared with transformers and with plain Python."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def advance(context: TextContext, tokens: list[int]) -> TextContext:
     return context
 
 
-def expected_row(row: np.ndarray, context: TextContext, drafts: list[int]) -> tuple[np.ndarray, set[int]]:
-    """Return the adjusted logits ``[V]`` and the set of forbidden tokens, following the definition."""
-    params, scores = context.sampling_params, row.astype(np.float64).copy()
+def expected_row(logits: np.ndarray, context: TextContext, drafts: list[int]) -> tuple[np.ndarray, set[int]]:
+    """Return the adjusted logits ``[V]`` and the forbidden tokens, computed from the definition."""
+    params, scores = context.sampling_params, logits.astype(np.float64).copy()
     generated = context.generated_tokens.tolist() + drafts
     for token, bias in (params.logit_bias or {}).items():
         scores[token] += bias
@@ -59,9 +59,9 @@ def expected_row(row: np.ndarray, context: TextContext, drafts: list[int]) -> tu
     for token in set(generated):
         scores[token] -= params.frequency_penalty * generated.count(token) + params.presence_penalty
     forbidden_ids = set(params.banned_token_ids or [])
-    for *prefix, last in params.banned_sequences or []:
+    for *prefix, last_token in params.banned_sequences or []:
         if generated[len(generated) - len(prefix) :] == prefix:
-            forbidden_ids.add(last)
+            forbidden_ids.add(last_token)
     if params.allowed_token_ids is not None:
         forbidden_ids |= set(range(VOCAB_SIZE)) - set(params.allowed_token_ids)
     if len(generated) < params.min_new_tokens:
@@ -69,15 +69,15 @@ def expected_row(row: np.ndarray, context: TextContext, drafts: list[int]) -> tu
     return scores, forbidden_ids
 
 
-def assert_follows_the_definition(result: torch.Tensor, before: torch.Tensor, rows: list[Any]) -> None:
-    for row, plain_row, (context, drafts) in zip(result.numpy(), before.numpy(), rows, strict=True):
-        scores, forbidden = expected_row(plain_row, context, drafts)
-        remaining = sorted(set(range(VOCAB_SIZE)) - forbidden)
-        np.testing.assert_allclose(row[remaining], scores[remaining], rtol=1e-5, atol=1e-5)
-        assert (row[sorted(forbidden)] <= -1e20).all()
+def assert_equals_definition(result: torch.Tensor, logits_before: torch.Tensor, rows: list[Any]) -> None:
+    for row, plain_row, (context, drafts) in zip(result.numpy(), logits_before.numpy(), rows, strict=True):
+        scores, forbidden_ids = expected_row(plain_row, context, drafts)
+        remaining_ids = sorted(set(range(VOCAB_SIZE)) - forbidden_ids)
+        np.testing.assert_allclose(row[remaining_ids], scores[remaining_ids], rtol=1e-5, atol=1e-5)
+        assert (row[sorted(forbidden_ids)] <= -1e20).all()
 
 
-some_tokens = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=6)
+token_lists = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=6)
 params_strategy = st.builds(
     SamplingParams,
     frequency_penalty=st.sampled_from([0.0, 0.7, -1.5]),
@@ -94,12 +94,12 @@ params_strategy = st.builds(
 
 @settings(max_examples=num_examples(150))
 @given(
-    rows=st.lists(st.tuples(params_strategy, some_tokens, some_tokens), min_size=1, max_size=4),
-    drafts_of=st.lists(some_tokens, min_size=4, max_size=4),
+    rows=st.lists(st.tuples(params_strategy, token_lists, token_lists), min_size=1, max_size=4),
+    draft_lists=st.lists(token_lists, min_size=4, max_size=4),
     seed=st.integers(0, 1000),
 )
-def test_any_mixture_of_rows_follows_the_definition(
-    rows: list[tuple[SamplingParams, list[int], list[int]]], drafts_of: list[list[int]], seed: int
+def test_adjusted_logits_of_any_batch_equal_the_definition(
+    rows: list[tuple[SamplingParams, list[int], list[int]]], draft_lists: list[list[int]], seed: int
 ) -> None:
     contexts = [
         advance(make_context([1, *prompt], sampling_params=params, eos_token_ids=set()), generated)
@@ -107,14 +107,14 @@ def test_any_mixture_of_rows_follows_the_definition(
     ]
     for context in contexts:
         context.eos_token_ids |= END_TOKENS
-    drafts = drafts_of[: len(contexts)]
+    drafts = draft_lists[: len(contexts)]
     contexts_and_drafts = [
         (c, d[:j]) for c, d in zip(contexts, drafts, strict=True) for j in range(len(d) + 1)
     ]
     logits = random_logits(len(contexts_and_drafts), seed)
     logits_before = logits.clone()
-    assert_follows_the_definition(adjust(logits, contexts, drafts), logits_before, contexts_and_drafts)
-    assert torch.equal(logits, logits_before), "the model's logits are not modified"
+    assert_equals_definition(adjust(logits, contexts, drafts), logits_before, contexts_and_drafts)
+    assert torch.equal(logits, logits_before), "the input is not modified"
 
 
 def test_a_banned_sequence_is_never_completed() -> None:
@@ -122,13 +122,13 @@ def test_a_banned_sequence_is_never_completed() -> None:
     context = advance(make_context([5], sampling_params=params, eos_token_ids=set()), [5])
     result = adjust(random_logits(3, 0), [context], [[6, 5]])
     banned_ids = [{token for token in range(5, 10) if row[token] <= -1e20} for row in result.tolist()]
-    assert banned_ids == [{9}, {7, 8, 9}, {9}]  # after 5; 5, 6; 5, 6, 5: tokens of the prompt do not count
-    only = SamplingParams(banned_sequences=[[5, 6]], allowed_token_ids=[6])
-    context = advance(make_context([1], sampling_params=only, eos_token_ids=set()), [5])
+    assert banned_ids == [{9}, {7, 8, 9}, {9}]  # after output 5, 6, 5; the prompt does not count
+    strict_params = SamplingParams(banned_sequences=[[5, 6]], allowed_token_ids=[6])
+    context = advance(make_context([1], sampling_params=strict_params, eos_token_ids=set()), [5])
     assert adjust(random_logits(1, 0), [context], None)[0].argmax() == 6
 
 
-def test_the_order_and_the_values_equal_transformers() -> None:
+def test_adjusted_logits_equal_transformers() -> None:
     from transformers import (
         LogitsProcessorList,
         MinNewTokensLengthLogitsProcessor,
@@ -221,7 +221,7 @@ def test_no_penalty_makes_a_logit_non_finite(penalty: float) -> None:
     assert (result.abs() <= 1e15).all()
 
 
-# Token counts follow every change of the tokens.
+# Token counts after changes of the tokens.
 
 
 def token_counts(context: TextContext) -> dict[int, float]:
@@ -244,7 +244,7 @@ operations = st.lists(
 
 @settings(max_examples=num_examples(200))
 @given(operations=operations, with_prompt=st.booleans())
-def test_counts_follow_every_operation(operations: list[tuple[str, int]], with_prompt: bool) -> None:
+def test_token_counts_equal_a_recount(operations: list[tuple[str, int]], with_prompt: bool) -> None:
     params = SamplingParams(repetition_penalty=1.5 if with_prompt else 1.0, presence_penalty=1.0)
     context = make_context([4, 5, 5], max_new=500, sampling_params=params)
     for operation, number in operations:
@@ -256,10 +256,10 @@ def test_counts_follow_every_operation(operations: list[tuple[str, int]], with_p
             context.rollback(min(number, len(context.generated_tokens)))
         elif operation == "reset":
             context.reset()
-        elif operation == "cut":  # this change does not notify the counter
-            end = max(context.end_idx - number, 4)
-            if end <= context.end_idx and context.start_idx < end - 1 and len(context.generated_tokens):
-                context.set_token_indices(active_idx=end, end_idx=end)
+        elif operation == "cut":  # `set_token_indices` does not notify the counter
+            new_end = max(context.end_idx - number, 4)
+            if context.start_idx < new_end - 1 < context.end_idx and len(context.generated_tokens):
+                context.set_token_indices(active_idx=new_end, end_idx=new_end)
         else:
             assert token_counts(context) == recount(context)
     assert token_counts(context) == recount(context)
@@ -274,7 +274,7 @@ def test_new_tokens_are_counted_incrementally() -> None:
     counts = context.token_counts
     for token in np.random.default_rng(0).integers(0, 900, 1500).tolist():
         context.update(token)
-    assert context.token_counts is counts, "counted tokens are not counted again"
+    assert context.token_counts is counts, "the object is updated instead of computed again"
     assert token_counts(context) == recount(context)
 
 
@@ -282,10 +282,10 @@ def test_sampling_rules_of_a_context_are_serialized() -> None:
     params = SamplingParams(logit_bias={3: 5, 4: -0.5}, allowed_token_ids=[3, 4], banned_token_ids=[4])
     context = advance(make_context([1, 2], sampling_params=params), [3])
     assert context.logit_rules is not None
-    copy = msgpack_numpy_decoder(TextContext)(msgpack_numpy_encoder()(context))
-    assert copy == context
+    decoded_context = msgpack_numpy_decoder(TextContext)(msgpack_numpy_encoder()(context))
+    assert decoded_context == context
     logits = random_logits()
-    assert torch.equal(adjust(logits, [copy]), adjust(logits, [context]))
+    assert torch.equal(adjust(logits, [decoded_context]), adjust(logits, [context]))
 
 
 # Ids beyond the vocabulary, and rows in which no token remains.
@@ -305,9 +305,9 @@ def test_the_error_names_a_token_beyond_the_vocabulary(rules: dict[str, Any]) ->
             refuse()
 
 
-def test_a_batch_with_such_a_token_is_refused_without_a_change(tmp_path: Path) -> None:
+def test_a_batch_with_a_token_beyond_the_vocabulary_is_refused_unchanged(tmp_path: Path) -> None:
     pipeline = open_pipeline(write_tiny_llm(tmp_path))
-    for _ in range(2):  # the size of the vocabulary is known after the first forward
+    for _ in range(2):  # once before and once after the vocabulary size is known
         invalid_context = make_context([1, 2], sampling_params=SamplingParams(banned_token_ids=[VOCABULARY]))
         with pytest.raises(InputError, match=f"has {VOCABULARY}: ids are integers from 0 to"):
             pipeline.execute({invalid_context.request_id: invalid_context})
@@ -337,19 +337,19 @@ def ops(request: pytest.FixtureRequest) -> Ops:
 @pytest.mark.parametrize(
     ("params", "allowed_by_grammar", "expected"),
     [
-        ({"banned_token_ids": [4, 5]}, [4], 4),  # the grammar takes precedence over banned tokens
-        ({"min_new_tokens": 5}, [3], 3),  # a complete grammar may end the output before min_new_tokens
+        ({"banned_token_ids": [4, 5]}, [4], 4),  # the grammar has precedence over banned tokens
+        ({"min_new_tokens": 5}, [3], 3),  # the grammar has precedence over min_new_tokens
         (
             {"min_new_tokens": 5, "banned_token_ids": [4]},
             [4, 3],
-            3,  # banned_token_ids takes precedence over min_new_tokens
+            3,  # banned_token_ids has precedence over min_new_tokens
         ),
         ({"min_new_tokens": 5, "banned_token_ids": [4, 3]}, [4, 3, 6], 6),
         ({"allowed_token_ids": [4, 6]}, [4, 5], 4),
         ({"min_new_tokens": 5, "banned_token_ids": [t for t in range(VOCAB_SIZE) if t != 3]}, None, 3),
     ],
 )
-def test_the_later_rule_has_precedence_if_no_token_remains(
+def test_rules_of_lower_precedence_are_dropped_if_no_token_remains(
     ops: Ops,
     temperature: float,
     params: dict[str, Any],

@@ -1,4 +1,4 @@
-"""Speculation changes no output: every proposer against plain decoding in float32."""
+"""Speculation does not change the output: proposers compared with plain decoding in float32."""
 
 from __future__ import annotations
 
@@ -49,12 +49,14 @@ WRONG_DRAFTS: dict[str, Callable[[int], bool]] = {
 }
 
 
-@pytest.mark.parametrize("wrong_drafts", WRONG_DRAFTS)
+@pytest.mark.parametrize("draft_pattern", WRONG_DRAFTS)
 def test_a_mixed_batch_with_drafts_equals_plain_decoding(
-    pipeline: TextGenerationPipeline, wrong_drafts: str
+    pipeline: TextGenerationPipeline, draft_pattern: str
 ) -> None:
     plain_results = run_directly(pipeline, mixed_contexts())
-    pipeline.proposer = proposer = OracleProposer(output_tokens(plain_results), WRONG_DRAFTS[wrong_drafts], 5)
+    pipeline.proposer = proposer = OracleProposer(
+        output_tokens(plain_results), WRONG_DRAFTS[draft_pattern], 5
+    )
     assert run_directly(pipeline, mixed_contexts(), num_steps=4) == plain_results
     assert sorted(proposer.released) == sorted(plain_results)
     stats = pipeline.speculation_stats
@@ -62,9 +64,9 @@ def test_a_mixed_batch_with_drafts_equals_plain_decoding(
     assert stats.num_accepted == sum(accepted for _, accepted in proposer.observed)
     assert stats.num_verified_steps == sum(bool(draft) for draft, _ in proposer.observed)
     assert stats.acceptance_rate == {"all drafts right": 1, "all drafts wrong": 0}.get(
-        wrong_drafts, pytest.approx(stats.num_accepted / stats.num_proposed)
+        draft_pattern, pytest.approx(stats.num_accepted / stats.num_proposed)
     )
-    if wrong_drafts == "all drafts right":
+    if draft_pattern == "all drafts right":
         assert stats.mean_tokens > 4
 
 
@@ -76,22 +78,24 @@ def test_accepted_tokens_have_their_log_probabilities(
 
     plain_results = run_directly(pipeline, [scored_context()])
     pipeline.proposer = OracleProposer(output_tokens(plain_results), WRONG_DRAFTS["all drafts right"], 9)
-    parts = pipeline.execute({"a": scored_context()})["a"].tokens
-    assert [(part.next_token, part.log_probabilities) for part in parts] == plain_results["a"][:-1]
-    assert all(len(part.log_probabilities.token_log_probabilities) == 1 for part in parts)
+    tokens = pipeline.execute({"a": scored_context()})["a"].tokens
+    assert [(token.next_token, token.log_probabilities) for token in tokens] == plain_results["a"][:-1]
+    assert all(len(token.log_probabilities.token_log_probabilities) == 1 for token in tokens)
 
 
 @pytest.mark.parametrize("min_length", [1, 2])
 @pytest.mark.parametrize(
-    "widths", [None, FixedDraftLength(3), AdaptiveDraftLength(6)], ids=["free", "fixed", "adaptive"]
+    "draft_lengths", [None, FixedDraftLength(3), AdaptiveDraftLength(6)], ids=["free", "fixed", "adaptive"]
 )
 def test_drafts_of_the_n_gram_proposer_equal_plain_decoding(
-    pipeline: TextGenerationPipeline, min_length: int, widths: Any
+    pipeline: TextGenerationPipeline, min_length: int, draft_lengths: Any
 ) -> None:
     plain_results = run_directly(pipeline, mixed_contexts())
-    pipeline.proposer, pipeline.draft_lengths = NGramProposer(min_length, 3), widths
+    pipeline.proposer, pipeline.draft_lengths = NGramProposer(min_length, 3), draft_lengths
     assert run_directly(pipeline, mixed_contexts()) == plain_results
-    assert pipeline.speculation_stats.num_proposed > (0 if isinstance(widths, AdaptiveDraftLength) else 10)
+    assert pipeline.speculation_stats.num_proposed > (
+        0 if isinstance(draft_lengths, AdaptiveDraftLength) else 10
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -148,34 +152,36 @@ def test_preempted_contexts_with_drafts_equal_plain_decoding(
 
 
 def test_prefix_hits_with_drafts_equal_plain_decoding(pipeline: TextGenerationPipeline) -> None:
-    long = [*PROMPT, *PROMPT[:15]]
-    plain_results = run_directly(pipeline, [make_context(long, 30, request_id="a")])
+    long_prompt = [*PROMPT, *PROMPT[:15]]
+    plain_results = run_directly(pipeline, [make_context(long_prompt, 30, request_id="a")])
     pipeline.proposer = OracleProposer(
         output_tokens(plain_results), WRONG_DRAFTS["every third draft wrong"], 4
     )
-    context = make_context(long, 30, request_id="a")
+    context = make_context(long_prompt, 30, request_id="a")
     assert run_directly(pipeline, [context]) == plain_results
     assert context.num_cached_tokens == 32
-    more = [*long, *output_tokens(plain_results)["a"][:20]]
-    context = make_context(more, 10, request_id="a")
+    continued_prompt = [*long_prompt, *output_tokens(plain_results)["a"][:20]]
+    context = make_context(continued_prompt, 10, request_id="a")
     pipeline.proposer = None
     assert output_tokens(run_directly(pipeline, [context]))["a"] == output_tokens(plain_results)["a"][20:]
-    assert context.num_cached_tokens == 64, "blocks with drafts are registered with the accepted tokens only"
+    assert context.num_cached_tokens == 64, "blocks are registered with accepted tokens only"
 
 
-@pytest.mark.parametrize("at", [0, 1, 3, 4])
-def test_an_end_token_among_the_drafts_ends_the_output(pipeline: TextGenerationPipeline, at: int) -> None:
+@pytest.mark.parametrize("end_position", [0, 1, 3, 4])
+def test_an_end_token_among_the_drafts_ends_the_output(
+    pipeline: TextGenerationPipeline, end_position: int
+) -> None:
     (text,) = generate_tokens(
         pipeline, [make_context(PROMPT, 30, sampling_params=SamplingParams(temperature=1, seed=1))]
     )
-    assert text[at] not in text[:at]
+    assert text[end_position] not in text[:end_position]
 
     def context() -> TextContext:
         return TextContext(
             prompt="",
             max_length=60,
             tokens=np.array(PROMPT),
-            eos_token_ids={text[at]},
+            eos_token_ids={text[end_position]},
             request_id="a",
             sampling_params=SamplingParams(temperature=1, seed=1),
         )
@@ -219,11 +225,11 @@ def test_min_new_tokens_delays_drafted_end_tokens(pipeline: TextGenerationPipeli
         assert run_directly(pipeline, [context()]) == plain_results
 
 
-class InvalidDrafts(OracleProposer):
-    """A proposer that inserts invalid token ids between valid ones."""
+class InvalidDraftProposer(OracleProposer):
+    """A proposer that inserts an invalid token id after the second draft."""
 
     def propose(self, contexts: Sequence[TextContext], limits: Sequence[int]) -> list[list[int]]:
-        return [[*draft[:2], bad, *draft[2:]] for draft, bad in zip(
+        return [[*draft[:2], invalid_id, *draft[2:]] for draft, invalid_id in zip(
             super().propose(contexts, limits), (-1, VOCABULARY, 10**12), strict=True)]  # fmt: skip
 
 
@@ -232,7 +238,7 @@ def test_invalid_draft_ids_are_dropped(pipeline: TextGenerationPipeline) -> None
         return [make_context(PROMPT[:n], 20, request_id=str(n)) for n in (5, 6, 7)]
 
     plain_results = run_directly(pipeline, contexts())
-    pipeline.proposer = proposer = InvalidDrafts(
+    pipeline.proposer = proposer = InvalidDraftProposer(
         output_tokens(plain_results), WRONG_DRAFTS["all drafts right"], 6
     )
     assert run_directly(pipeline, contexts()) == plain_results
@@ -250,19 +256,19 @@ def test_too_few_blocks_reduce_the_drafts(checkpoint: Path) -> None:
     small_pipeline.proposer = oracle = OracleProposer(
         output_tokens(plain_results) | {"b": [1] * 9}, WRONG_DRAFTS["all drafts right"], 20
     )
-    first, second = context(PROMPT), make_context(PROMPT[::-1], 1, request_id="b")
-    response = small_pipeline.execute({"a": first, "b": second})
+    drafting_context, other_context = context(PROMPT), make_context(PROMPT[::-1], 1, request_id="b")
+    response = small_pipeline.execute({"a": drafting_context, "b": other_context})
     num_drafted = len(oracle.observed[0][0])
     assert 0 < num_drafted <= 18, (
         "a prompt of 30 tokens leaves 2 slots in two blocks; a third block may not be free"
     )
     assert len(response["a"].tokens) == num_drafted + 1
-    small_pipeline.release(second)
-    small_pipeline.release(first)
+    small_pipeline.release(other_context)
+    small_pipeline.release(drafting_context)
     assert run_directly(small_pipeline, [context(PROMPT)]) == plain_results
 
 
-def test_a_step_with_drafts_is_not_larger_than_planned(checkpoint: Path) -> None:
+def test_a_step_with_drafts_does_not_exceed_the_token_budget(checkpoint: Path) -> None:
     narrow_pipeline = open_pipeline(
         checkpoint, deterministic=True, kv_cache_block_size=16, max_batch_input_tokens=16, max_batch_size=2
     )

@@ -1,4 +1,4 @@
-"""Adapters, grammars, penalties, log probabilities and proposers in one batch equal plain decoding."""
+"""Batches with adapters, grammars, penalties, log probabilities and drafts equal plain decoding."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Te
     target = write_tiny_llm(tmp_path_factory.mktemp("target"))
     draft = write_tiny_llm(tmp_path_factory.mktemp("draft"), num_hidden_layers=1)
     adapter = write_adapter(target, tmp_path_factory.mktemp("adapter"))
-    common = {
+    common_values = {
         "model_path": str(target),
         "deterministic": True,
         "kv_cache_block_size": 16,
@@ -39,13 +39,13 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Te
         "lora": (f"tone={adapter}",),
         "adaptive_speculation": False,
     }
-    kinds: dict[str, dict[str, Any]] = {
+    settings_by_name: dict[str, dict[str, Any]] = {
         "plain": {},
         "ngram": {"speculative_method": "ngram", "ngram_min": 1},
         "draft model": {"draft_model_path": str(draft), "num_speculative_tokens": 3},
         "target as draft model": {"draft_model_path": str(target), "num_speculative_tokens": 5},
     }
-    pipelines_ = {name: open_from_values(common | values) for name, values in kinds.items()}
+    pipelines_ = {name: open_from_values(common_values | values) for name, values in settings_by_name.items()}
     yield pipelines_
     for pipeline in pipelines_.values():
         assert pipeline.grammars is not None
@@ -63,8 +63,8 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
     temperature = draw(st.sampled_from([0.0, 1.0]))
     grammar = draw(st.sampled_from(GRAMMARS))
     # A grammar may force a banned token, which would end the request.
-    banned_sequence = draw(st.sampled_from([None, [5, 64]])) if grammar is None else None
-    sequences = draw(st.sampled_from([None, [[3, 4], [5, 5], [3, 3, 3]]])) if grammar is None else None
+    banned_ids = draw(st.sampled_from([None, [5, 64]])) if grammar is None else None
+    banned_sequences = draw(st.sampled_from([None, [[3, 4], [5, 5], [3, 3, 3]]])) if grammar is None else None
     return {
         "tokens": prompt,
         "max_new": draw(st.integers(1, 40)),
@@ -81,8 +81,8 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
             frequency_penalty=draw(st.sampled_from([0.0, 0.8])),
             repetition_penalty=draw(st.sampled_from([1.0, 1.3])),
             logit_bias=draw(st.sampled_from([None, {3: 4.0}])),
-            banned_token_ids=banned_sequence,
-            banned_sequences=sequences,
+            banned_token_ids=banned_ids,
+            banned_sequences=banned_sequences,
         ),
     }
 
@@ -100,9 +100,11 @@ def make_request_context(number: int, request: dict[str, Any]) -> TextContext:
 
 
 @settings(max_examples=num_examples(8))
-@given(batch=st.lists(requests(), min_size=1, max_size=6), tokens=st.sampled_from([12, 40, 400]))
+@given(
+    batch=st.lists(requests(), min_size=1, max_size=6), max_batch_input_tokens=st.sampled_from([12, 40, 400])
+)
 def test_any_batch_equals_plain_decoding(
-    pipelines: dict[str, TextGenerationPipeline], batch: list[dict[str, Any]], tokens: int
+    pipelines: dict[str, TextGenerationPipeline], batch: list[dict[str, Any]], max_batch_input_tokens: int
 ) -> None:
     result = {}
     for name, pipeline in pipelines.items():
@@ -110,14 +112,18 @@ def test_any_batch_equals_plain_decoding(
         while not all(pipeline.ready(context) for context in contexts):
             time.sleep(0.001)
         result[name], _ = run_scheduled(
-            pipeline, contexts, max_batch_size=6, max_batch_input_tokens=tokens, min_chunk_size=4
+            pipeline,
+            contexts,
+            max_batch_size=6,
+            max_batch_input_tokens=max_batch_input_tokens,
+            min_chunk_size=4,
         )
-    for name, tokens_of_context in result.items():
-        assert tokens_of_context == result["plain"], name
+    for name, outputs in result.items():
+        assert outputs == result["plain"], name
 
 
 def test_drafts_were_proposed_accepted_and_forced(pipelines: dict[str, TextGenerationPipeline]) -> None:
-    """Runs after the comparison, which would also pass without any drafts."""
+    """The test before this one would also pass if no drafts were proposed."""
     for name in ("ngram", "draft model", "target as draft model"):
         stats = pipelines[name].speculation_stats
         assert stats.num_proposed, name

@@ -1,4 +1,4 @@
-"""`AdaptiveDraftLength` on simulated machines: long drafts if they are faster, otherwise none."""
+"""`AdaptiveDraftLength` on simulated machines: drafts are long if this is faster, otherwise empty."""
 
 from __future__ import annotations
 
@@ -13,84 +13,98 @@ from penstock.pipelines.core import TextContext
 from penstock.pipelines.speculative import AdaptiveDraftLength, FixedDraftLength
 from penstock.pipelines.speculative.draft_length import StepCosts
 
-Cost = Callable[[int], float]
+CostFunction = Callable[[int], float]
 
 
 class SimulatedMachine:
-    """Simulates contexts whose drafts are accepted with given probabilities, on kernels of a given speed."""
+    """A machine whose steps have given acceptance rates of the contexts and a given cost of a forward."""
 
     def __init__(
         self,
-        rates: Sequence[float],
-        cost: Cost,
+        acceptance_rates: Sequence[float],
+        cost: CostFunction,
         draft_cost: float = 0.0,
         noise: float = 0.0,
         max_length: int = 8,
     ) -> None:
-        self.rates, self.cost, self.draft_cost, self.noise = list(rates), cost, draft_cost, noise
+        self.acceptance_rates, self.cost, self.draft_cost, self.noise = (
+            list(acceptance_rates),
+            cost,
+            draft_cost,
+            noise,
+        )
         self.policy = AdaptiveDraftLength(max_length)
-        self.contexts: list[TextContext] = [make_context([1], request_id=str(i)) for i in range(len(rates))]
+        self.contexts: list[TextContext] = [
+            make_context([1], request_id=str(i)) for i in range(len(acceptance_rates))
+        ]
         self.random = Random(0)
         self.max_drafts = 100
         self.num_steps = 0
 
     def step(self) -> tuple[list[int], int, float]:
-        """Run a step. Returns the draft lengths, the number of accepted tokens and the seconds."""
-        widths = self.policy.lengths(self.contexts, [self.max_drafts] * len(self.contexts))
-        drafts = [[0] * width for width in widths]
-        accepted = [self._accepted(rate, width) for rate, width in zip(self.rates, widths, strict=True)]
-        rows = len(widths) + sum(widths)
-        slowness = 1 + self.noise * self.random.random() ** 4 * 5
-        forward, proposal = self.cost(rows) * slowness, max(widths) * self.draft_cost
-        self.policy.record_step(rows, max(widths), forward, proposal)
+        """Run a step. Return the draft lengths, the number of output tokens, and the seconds."""
+        draft_lengths = self.policy.lengths(self.contexts, [self.max_drafts] * len(self.contexts))
+        drafts = [[0] * draft_length for draft_length in draft_lengths]
+        accepted = [
+            self._accepted(acceptance_rate, draft_length)
+            for acceptance_rate, draft_length in zip(self.acceptance_rates, draft_lengths, strict=True)
+        ]
+        rows = len(draft_lengths) + sum(draft_lengths)
+        slowdown = 1 + self.noise * self.random.random() ** 4 * 5
+        forward_seconds, proposal_seconds = self.cost(rows) * slowdown, max(draft_lengths) * self.draft_cost
+        self.policy.record_step(rows, max(draft_lengths), forward_seconds, proposal_seconds)
         self.policy.observe(self.contexts, drafts, accepted)
-        return widths, len(widths) + sum(accepted), forward + proposal
+        return draft_lengths, len(draft_lengths) + sum(accepted), forward_seconds + proposal_seconds
 
     def run(self, steps: int) -> tuple[list[float], float]:
-        """Run steps. Returns the mean draft length of each context, and the tokens per second."""
-        total, tokens, seconds = [0] * len(self.rates), 0, 0.0
+        """Run steps. Return the mean draft length of each context, and the tokens per second."""
+        total, tokens, seconds = [0] * len(self.acceptance_rates), 0, 0.0
         for _ in range(steps):
-            widths, num_tokens, duration = self.step()
-            total = [a + b for a, b in zip(total, widths, strict=True)]
+            draft_lengths, num_tokens, duration = self.step()
+            total = [a + b for a, b in zip(total, draft_lengths, strict=True)]
             tokens, seconds = tokens + num_tokens, seconds + duration
-        return [width / steps for width in total], tokens / seconds
+        return [draft_length / steps for draft_length in total], tokens / seconds
 
-    def _accepted(self, rate: float, width: int) -> int:
+    def _accepted(self, acceptance_rate: float, draft_length: int) -> int:
         count = 0
-        while count < width and self.random.random() < rate:
+        while count < draft_length and self.random.random() < acceptance_rate:
             count += 1
         return count
 
 
 def memory_bound(rows: int) -> float:
-    """Return the seconds of a step that is bound by reading weights: more rows cost little."""
+    """Return the seconds of a step that mainly reads weights, so that more rows cost little."""
     return 0.010 + 0.0002 * rows
 
 
 def compute_bound(rows: int) -> float:
-    """Seconds of a step in which each row costs as much as the first."""
+    """Return the seconds of a step whose time is proportional to its rows."""
     return 0.010 * rows
 
 
-def test_drafts_get_longer_while_they_are_accepted() -> None:
+def test_accepted_drafts_become_longer() -> None:
     machine = SimulatedMachine([1.0], memory_bound)
     machine.run(30)
-    (width,), speed = machine.run(100)
-    assert width > 7
+    (draft_length,), speed = machine.run(100)
+    assert draft_length > 7
     assert speed > 5 / memory_bound(1)
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.3])
-@pytest.mark.parametrize(("rate", "cost"), [(0.0, memory_bound), (0.9, compute_bound), (0.3, compute_bound)])
-def test_no_drafts_if_they_are_not_faster(rate: float, cost: Cost, noise: float) -> None:
-    machine = SimulatedMachine([rate], cost, noise=noise)
+@pytest.mark.parametrize(
+    ("acceptance_rate", "cost"), [(0.0, memory_bound), (0.9, compute_bound), (0.3, compute_bound)]
+)
+def test_nothing_is_drafted_if_drafts_are_not_faster(
+    acceptance_rate: float, cost: CostFunction, noise: float
+) -> None:
+    machine = SimulatedMachine([acceptance_rate], cost, noise=noise)
     machine.run(150)
-    (width,), speed = machine.run(600)
-    assert width < (2.5 if noise else 0.2)
+    (draft_length,), speed = machine.run(600)
+    assert draft_length < (2.5 if noise else 0.2)
     assert speed > (0.85 if noise else 0.93) / (cost(1) * (1 + noise))
 
 
-def test_no_drafts_if_the_draft_model_is_too_slow() -> None:
+def test_nothing_is_drafted_if_the_draft_model_is_too_slow() -> None:
     machine = SimulatedMachine([0.8], memory_bound, draft_cost=0.012)
     machine.run(150)
     assert machine.run(300)[0][0] < 0.1
@@ -102,29 +116,29 @@ def test_no_drafts_if_the_draft_model_is_too_slow() -> None:
 def test_the_draft_length_of_a_context_follows_its_own_acceptance() -> None:
     machine = SimulatedMachine([1.0, 0.0, 0.5, 1.0], memory_bound)
     machine.run(60)
-    (always, never, half, also_always), _ = machine.run(300)
-    assert min(always, also_always) > 6
-    assert never < 0.3
-    assert never < half < always
+    (always_accepted, never_accepted, half_accepted, always_accepted_too), _ = machine.run(300)
+    assert min(always_accepted, always_accepted_too) > 6
+    assert never_accepted < 0.3
+    assert never_accepted < half_accepted < always_accepted
 
 
 def test_a_large_batch_has_shorter_drafts_than_a_small_one() -> None:
     def cost(rows: int) -> float:
         return 0.010 if rows <= 16 else 0.010 + 0.001 * (rows - 16)
 
-    means = []
-    for size in (1, 8, 32):
-        machine = SimulatedMachine([0.7] * size, cost)
+    mean_lengths = []
+    for batch_size in (1, 8, 32):
+        machine = SimulatedMachine([0.7] * batch_size, cost)
         machine.run(60)
-        means.append(sum(machine.run(100)[0]) / size)
-    assert means[0] > means[1] > means[2]
+        mean_lengths.append(sum(machine.run(100)[0]) / batch_size)
+    assert mean_lengths[0] > mean_lengths[1] > mean_lengths[2]
 
 
 def test_a_few_slow_steps_do_not_shorten_drafts() -> None:
-    slow_until = 6
+    num_slow_steps = 6
 
     def cost(rows: int) -> float:
-        return memory_bound(rows) * (5 if machine.num_steps < slow_until and rows > 1 else 1)
+        return memory_bound(rows) * (5 if machine.num_steps < num_slow_steps and rows > 1 else 1)
 
     machine = SimulatedMachine([1.0], cost)
     for machine.num_steps in range(80):
@@ -136,28 +150,28 @@ def test_a_few_slow_steps_do_not_shorten_drafts() -> None:
 def test_drafting_resumes_when_drafts_are_accepted_again() -> None:
     machine = SimulatedMachine([0.0], memory_bound)
     machine.run(2000)
-    machine.rates = [1.0]
+    machine.acceptance_rates = [1.0]
     steps = 0
     while machine.step()[0] != [8]:
         steps += 1
-        assert steps < 600, "the policy tries a draft at least every 256 steps"
+        assert steps < 600, "a context is probed at least every 256 steps"
 
 
-@pytest.mark.parametrize("rate", [0.1, 0.4, 0.7, 0.95])
+@pytest.mark.parametrize("acceptance_rate", [0.1, 0.4, 0.7, 0.95])
 @pytest.mark.parametrize("slope", [0.0002, 0.002, 0.006])
-def test_the_adaptive_length_is_close_to_the_best_fixed_length(rate: float, slope: float) -> None:
+def test_the_adaptive_length_is_close_to_the_best_fixed_length(acceptance_rate: float, slope: float) -> None:
     def cost(rows: int) -> float:
         return 0.010 + slope * (rows - 1)
 
-    def speed_of_fixed_length(width: int) -> float:
-        expected = sum(rate**j for j in range(width + 1))
-        return expected / cost(1 + width)
+    def fixed_length_speed(draft_length: int) -> float:
+        expected = sum(acceptance_rate**j for j in range(draft_length + 1))
+        return expected / cost(1 + draft_length)
 
-    machine = SimulatedMachine([rate], cost)
+    machine = SimulatedMachine([acceptance_rate], cost)
     machine.run(100)
     _, speed = machine.run(800)
-    assert speed > 0.85 * max(map(speed_of_fixed_length, range(9)))
-    assert speed > 0.93 * speed_of_fixed_length(0)
+    assert speed > 0.85 * max(map(fixed_length_speed, range(9)))
+    assert speed > 0.93 * fixed_length_speed(0)
 
 
 def test_limits_are_respected_and_released_contexts_leave_no_state() -> None:
@@ -170,7 +184,7 @@ def test_limits_are_respected_and_released_contexts_leave_no_state() -> None:
     assert FixedDraftLength(4).lengths(machine.contexts, [9, 2]) == [4, 2]
 
 
-def test_costs_of_unmeasured_sizes_are_estimated() -> None:
+def test_costs_of_unmeasured_row_counts_are_estimated() -> None:
     costs = StepCosts()
 
     def seconds(num_rows: int, depth: int) -> float:
@@ -178,7 +192,7 @@ def test_costs_of_unmeasured_sizes_are_estimated() -> None:
 
     assert seconds(9, 0) > seconds(1, 0)
     costs.add(2, 0, 1.0, 0.0)
-    assert seconds(2, 0) < 0.7, "a single slow step is not trusted"
+    assert seconds(2, 0) < 0.7, "a single slow step does not set the cost"
     for _ in range(2):
         costs.add(2, 0, 9.0, 0.0)
     for _ in range(3):
@@ -186,10 +200,10 @@ def test_costs_of_unmeasured_sizes_are_estimated() -> None:
     assert seconds(2, 0) == 1
     assert seconds(4, 0) == 1.5
     assert seconds(6, 3) == pytest.approx(2.6)
-    assert 2 < seconds(12, 0) < 2.2, "additional rows cost little until they are measured"
-    assert seconds(1, 0) == 0.5, "the cost is proportional to the rows until it is measured"
+    assert 2 < seconds(12, 0) < 2.2, "more rows than measured are estimated to cost little"
+    assert seconds(1, 0) == 0.5, "fewer rows than measured are estimated in proportion"
     for _ in range(3):
-        costs.add(4, 0, 50.0, 0.0)  # three slow steps; the earlier steps of 6 rows were faster
+        costs.add(4, 0, 50.0, 0.0)  # three slow steps; earlier steps with 6 rows took 2 s
     assert seconds(4, 0) == 2
     for _ in range(50):
         costs.add(2, 0, 1.5, 0.0)

@@ -1,10 +1,9 @@
-"""The draft model has its own cache, follows each text, and changes no output."""
+"""Speculation with a draft model, which has its own KV cache. It does not change the output."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import write_checkpoint
 from support.pipeline_steps import make_context
-from support.speculation import PROMPT, mixed_contexts, run_directly, run_scheduled
+from support.speculation import PROMPT, mixed_contexts, output_tokens, run_directly, run_scheduled
 from support.tiny_llm import write_tiny_llm
 
 from penstock import LLM
@@ -25,8 +24,6 @@ from penstock.pipelines.core import Grammar, SamplingParams
 from penstock.pipelines.speculative import SpeculationStats
 from penstock.pipelines.speculative.draft_model import DraftModelProposer
 
-PipelineAndProposer = Callable[..., tuple[TextGenerationPipeline, DraftModelProposer]]
-
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -35,7 +32,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def noisy_draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the target with noise in its weights: about half of its drafts are accepted."""
+    """Return the target with noise in its weights. About half of its drafts are accepted."""
     folder = tmp_path_factory.mktemp("noisy_draft")
     generator = torch.Generator().manual_seed(1)
     tensors = load_file(target / "model.safetensors")
@@ -48,7 +45,7 @@ def noisy_draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def unrelated_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a draft model of another shape and smaller maximum length, whose drafts are rarely accepted."""
+    """Return a random draft model with a maximum length of 48. Its drafts are rarely accepted."""
     config = tiny_config() | {"num_hidden_layers": 1, "max_position_embeddings": 48}
     return write_tokenizer(write_checkpoint(tmp_path_factory.mktemp("unrelated_draft"), config, seed=5))
 
@@ -75,11 +72,11 @@ def open_with_draft(
     pipeline_config = PipelineConfig.from_flat(values | config)
     pipeline = load_pipeline(pipeline_config, load_tokenizer(pipeline_config))
     assert isinstance(pipeline.proposer, DraftModelProposer)
-    run_directly(pipeline, [make_context([1], 1)])  # token ids are checked only after a first forward
+    run_directly(pipeline, [make_context([1], 1)])  # the vocabulary size for checks is known after a forward
     return pipeline, pipeline.proposer
 
 
-def outcome_without_drafts(pipeline: TextGenerationPipeline, contexts: Any) -> Any:
+def run_without_drafts(pipeline: TextGenerationPipeline, contexts: Any) -> Any:
     proposer, pipeline.proposer = pipeline.proposer, None
     results = run_directly(pipeline, contexts)
     pipeline.proposer = proposer
@@ -91,7 +88,7 @@ def test_a_mixed_batch_with_a_draft_model_equals_plain_decoding(
     request: pytest.FixtureRequest, target: Path, draft: str
 ) -> None:
     pipeline, proposer = open_with_draft(target, request.getfixturevalue(draft))
-    plain_results = outcome_without_drafts(pipeline, mixed_contexts())
+    plain_results = run_without_drafts(pipeline, mixed_contexts())
     assert run_directly(pipeline, mixed_contexts(), num_steps=3) == plain_results
     stats = pipeline.speculation_stats
     rate = stats.acceptance_rate
@@ -102,7 +99,7 @@ def test_a_mixed_batch_with_a_draft_model_equals_plain_decoding(
 
 
 def test_the_draft_model_samples_with_the_random_numbers_of_the_target(target: Path) -> None:
-    """With other random numbers, sampled drafts would rarely be accepted, even for similar models."""
+    """With other random numbers, sampled drafts of similar models would rarely be accepted."""
     pipeline, _ = open_with_draft(target, target)
     sampling = SamplingParams(temperature=1.0, top_k=-1, seed=11)
     run_directly(pipeline, [make_context(PROMPT, 40, sampling_params=sampling)])
@@ -111,38 +108,38 @@ def test_the_draft_model_samples_with_the_random_numbers_of_the_target(target: P
 
 def test_accepted_drafts_are_not_computed_again(target: Path) -> None:
     pipeline, proposer = open_with_draft(target, target)
-    rows: list[int] = []
-    original = proposer.model.execute
+    row_counts: list[int] = []
+    execute = proposer.model.execute
 
     def count_execute(inputs: Any) -> Any:
-        rows.append(len(inputs.tokens))
-        return original(inputs)
+        row_counts.append(len(inputs.tokens))
+        return execute(inputs)
 
     proposer.model.execute = count_execute  # type: ignore[method-assign]
     context = make_context(PROMPT, 31, request_id="a")
     pipeline.execute({"a": context})
-    assert rows == [30, 1, 1, 1]
-    rows.clear()
+    assert row_counts == [30, 1, 1, 1]
+    row_counts.clear()
     pipeline.execute({"a": context})
-    assert rows == [2, 1, 1, 1], "the draft model computes the last draft and the token after it"
+    assert row_counts == [2, 1, 1, 1], "the draft model computes the last draft and the token after it"
     assert context.draft_offset == 1, "the target has computed the last draft, the draft model has not"
     pipeline.release(context)
 
 
-def test_the_draft_cache_holds_exactly_the_text_after_rejections(target: Path, noisy_draft: Path) -> None:
-    """Its drafts equal those of a draft model that has just read the whole text."""
+def test_the_draft_cache_is_correct_after_rejections(target: Path, noisy_draft: Path) -> None:
+    """The drafts equal the drafts of a proposer that computes the whole text anew."""
     pipeline, proposer_with_history = open_with_draft(target, noisy_draft)
     _, new_proposer = open_with_draft(target, noisy_draft)
     context = make_context(PROMPT, 60, request_id="a")
-    accepted = []
+    accepted_counts = []
     while context.current_length < 80:
         expected = new_proposer.propose([context], [4])
         new_proposer.release(context)
         assert proposer_with_history.propose([context], [4]) == expected
         length_before = context.current_length
         pipeline.execute({"a": context})
-        accepted.append(context.current_length - length_before - 1)
-    assert {4} < set(accepted), "some drafts are accepted completely, others in part"
+        accepted_counts.append(context.current_length - length_before - 1)
+    assert {4} < set(accepted_counts), "some drafts are accepted completely, others partly"
     pipeline.release(context)
 
 
@@ -151,43 +148,43 @@ def test_prompts_in_chunks_equal_plain_decoding(
     request: pytest.FixtureRequest, target: Path, draft: str
 ) -> None:
     pipeline, proposer = open_with_draft(target, request.getfixturevalue(draft), max_batch_input_tokens=16)
-    plain_results = outcome_without_drafts(pipeline, mixed_contexts())
-    sizes = []
-    original = proposer.model.execute
+    plain_results = run_without_drafts(pipeline, mixed_contexts())
+    row_counts = []
+    execute = proposer.model.execute
 
     def measure_execute(inputs: Any) -> Any:
-        sizes.append(len(inputs.tokens))
-        return original(inputs)
+        row_counts.append(len(inputs.tokens))
+        return execute(inputs)
 
     proposer.model.execute = measure_execute  # type: ignore[method-assign]
     results, _ = run_scheduled(
         pipeline, mixed_contexts(), max_batch_size=4, max_batch_input_tokens=16, min_chunk_size=3
     )
     assert results == plain_results
-    assert max(sizes) <= 16
+    assert max(row_counts) <= 16
     assert pipeline.speculation_stats.num_proposed
 
 
 def test_preempted_contexts_equal_plain_decoding(target: Path, noisy_draft: Path) -> None:
-    large_cache, _ = open_with_draft(target, noisy_draft)
-    plain_results = outcome_without_drafts(large_cache, mixed_contexts())
-    block = 2 * 4 * 2 * 3 * 2 * 8 * 16  # bytes of a block of both models
-    small_cache, proposer = open_with_draft(
-        target, noisy_draft, max_length=80, kv_cache_memory=block * 13, max_batch_size=6
+    large_pipeline, _ = open_with_draft(target, noisy_draft)
+    plain_results = run_without_drafts(large_pipeline, mixed_contexts())
+    block_bytes = 2 * 4 * 2 * 3 * 2 * 8 * 16  # for one block of both models
+    small_pipeline, proposer = open_with_draft(
+        target, noisy_draft, max_length=80, kv_cache_memory=block_bytes * 13, max_batch_size=6
     )
-    assert small_cache.kv.num_blocks == proposer.kv.num_blocks == 12
+    assert small_pipeline.kv.num_blocks == proposer.kv.num_blocks == 12
     results, scheduler = run_scheduled(
-        small_cache, mixed_contexts(), max_batch_size=6, max_batch_input_tokens=40
+        small_pipeline, mixed_contexts(), max_batch_size=6, max_batch_input_tokens=40
     )
     assert scheduler.num_preemptions
     assert results == plain_results
-    assert small_cache.speculation_stats.num_accepted
+    assert small_pipeline.speculation_stats.num_accepted
     proposer.kv.check_integrity()
 
 
-def test_a_full_draft_cache_gives_no_drafts(target: Path, noisy_draft: Path) -> None:
+def test_drafts_are_omitted_if_the_draft_cache_is_full(target: Path, noisy_draft: Path) -> None:
     pipeline, proposer = open_with_draft(target, noisy_draft)
-    plain_results = outcome_without_drafts(pipeline, mixed_contexts())
+    plain_results = run_without_drafts(pipeline, mixed_contexts())
     blocking_contexts = [make_context([token] * 16, 1) for token in range(proposer.kv.num_free_blocks - 3)]
     for context in blocking_contexts:
         proposer.kv.claim(context)
@@ -199,15 +196,17 @@ def test_a_full_draft_cache_gives_no_drafts(target: Path, noisy_draft: Path) -> 
     proposer.kv.check_integrity()
 
 
-def test_the_draft_cache_evicts_idle_contexts(target: Path, noisy_draft: Path) -> None:
-    block = 2 * 4 * 2 * 3 * 2 * 8 * 16  # bytes of a block of both models
+def test_a_full_draft_cache_evicts_idle_contexts(target: Path, noisy_draft: Path) -> None:
+    block_bytes = 2 * 4 * 2 * 3 * 2 * 8 * 16  # for one block of both models
     _, proposer = open_with_draft(
-        target, noisy_draft, max_length=80, kv_cache_memory=block * 9, max_batch_size=4
+        target, noisy_draft, max_length=80, kv_cache_memory=block_bytes * 9, max_batch_size=4
     )
     contexts = [make_context([token] * 30, 40) for token in range(6)]
     drafts = [proposer.propose([context], [4])[0] for context in contexts]
-    assert [len(draft) for draft in drafts] == [4] * 6, "8 blocks hold two or three of the six contexts"
-    assert proposer.propose(contexts[:1], [4]) == drafts[:1], "the first context was evicted and recomputed"
+    assert [len(draft) for draft in drafts] == [4] * 6, (
+        "8 blocks suffice for two or three of the six contexts"
+    )
+    assert proposer.propose(contexts[:1], [4]) == drafts[:1], "the evicted first context is recomputed"
     assert any(not draft for draft in proposer.propose(contexts, [4] * 6)), (
         "the blocks do not suffice for all contexts at once"
     )
@@ -219,24 +218,24 @@ def test_the_draft_cache_evicts_idle_contexts(target: Path, noisy_draft: Path) -
 
 def test_a_prefix_cached_only_by_the_target_is_computed_by_the_draft_model(target: Path) -> None:
     pipeline, _ = open_with_draft(target, target)
-    (plain_results,) = outcome_without_drafts(pipeline, [make_context(PROMPT, 30, request_id="a")]).values()
+    (plain_results,) = run_without_drafts(pipeline, [make_context(PROMPT, 30, request_id="a")]).values()
     context = make_context(PROMPT, 30, request_id="a")
     assert run_directly(pipeline, [context])["a"] == plain_results
     assert context.num_cached_tokens == 16
     assert pipeline.speculation_stats.acceptance_rate == 1
 
 
-def test_the_draft_model_catches_up_after_steps_without_drafts(target: Path) -> None:
+def test_the_draft_model_computes_tokens_of_steps_without_drafts(target: Path) -> None:
     pipeline, _ = open_with_draft(target, target)
-    widths = pipeline.draft_lengths
-    assert widths is not None
+    draft_lengths = pipeline.draft_lengths
+    assert draft_lengths is not None
     context = make_context(PROMPT, 40, request_id="a")
-    allowed = [True, False, False, False, True]
-    for allows in allowed:
-        widths.num_drafts = 4 if allows else 0  # type: ignore[attr-defined]
+    drafting_steps = [True, False, False, False, True]
+    for is_drafting in drafting_steps:
+        draft_lengths.num_drafts = 4 if is_drafting else 0  # type: ignore[attr-defined]
         length_before = context.current_length
         pipeline.execute({"a": context})
-        assert context.current_length - length_before == (5 if allows else 1)
+        assert context.current_length - length_before == (5 if is_drafting else 1)
         assert (context.draft_offset > 1) == (context.current_length in (36, 37, 38))
     pipeline.release(context)
 
@@ -248,18 +247,14 @@ def test_a_rolled_back_context_equals_plain_decoding(target: Path) -> None:
     context.rollback(3)
     pipeline.execute({"a": context})
     full_tokens = context.generated_tokens.tolist()
-    assert [
-        part[0]
-        for part in outcome_without_drafts(pipeline, [make_context(PROMPT, len(full_tokens))]).popitem()[1][
-            :-1
-        ]
-    ] == full_tokens
+    plain_context = make_context(PROMPT, len(full_tokens), request_id="a")
+    assert output_tokens(run_without_drafts(pipeline, [plain_context]))["a"] == full_tokens
     assert pipeline.speculation_stats.acceptance_rate == 1
     pipeline.release(context)
 
 
 def test_the_memory_plan_includes_both_models(target: Path, noisy_draft: Path) -> None:
-    alone = PipelineConfig.from_flat({"model_path": str(target), "deterministic": True})
+    target_config = PipelineConfig.from_flat({"model_path": str(target), "deterministic": True})
     pipeline, proposer = open_with_draft(target, noisy_draft, kv_cache_memory=10**6)
     caches = [*pipeline.kv.storage.caches, *proposer.kv.storage.caches]  # type: ignore[attr-defined]
     assert sum(cache.nbytes for cache in caches) <= 10**6
@@ -267,7 +262,7 @@ def test_the_memory_plan_includes_both_models(target: Path, noisy_draft: Path) -
     assert pipeline.memory_plan.max_length == 256
     with pytest.raises(InsufficientMemoryError):
         open_with_draft(target, noisy_draft, kv_cache_memory=10**5, max_length=256)
-    assert load_pipeline(alone, load_tokenizer(alone)).proposer is None
+    assert load_pipeline(target_config, load_tokenizer(target_config)).proposer is None
 
 
 def test_a_draft_model_with_another_tokenizer_is_refused(
@@ -303,8 +298,10 @@ def test_a_trained_draft_model_equals_plain_decoding(shared_data: Path, top_k: i
 
 
 @pytest.mark.parametrize("name", ["llama2xs", "stories260K"])
-def test_drafts_follow_the_grammar(shared_data: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The text is the same with and without drafts. Grammar masks on drafts raise the acceptance rate."""
+def test_drafts_are_masked_by_the_grammar(
+    shared_data: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts do not change the text. Masking them raises the number of accepted drafts by over 10 %."""
     pytest.importorskip("xgrammar")
     models = shared_data / "models"
     params = [

@@ -1,4 +1,4 @@
-"""Grammars under speculation: masks for drafts, and tokens that a grammar forces."""
+"""Speculation with grammars: drafts that a grammar rejects, and tokens that a grammar forces."""
 
 from __future__ import annotations
 
@@ -61,18 +61,18 @@ def pipeline(checkpoint: Path) -> TextGenerationPipeline:
 
 
 def contexts_with(compiler: Any, max_new: int = 70) -> list[TextContext]:
-    """Return contexts for each grammar with each kind of parameters, and two without a grammar."""
+    """Return a context for each grammar and each entry of PARAMETERS, and two contexts without a grammar."""
     contexts = []
     for pattern, text in GRAMMARS.items():
-        for kind, fields in PARAMETERS.items():
-            if kind == "at least" and max_new < 8:
+        for parameters_name, fields in PARAMETERS.items():
+            if parameters_name == "at least" and max_new < 8:
                 continue
             context = TextContext(
                 prompt="",
                 tokens=make_context([70, 71, 72]).all_tokens,
                 max_length=3 + max_new,
                 eos_token_ids={EOS},
-                request_id=f"{pattern}, {kind}",
+                request_id=f"{pattern}, {parameters_name}",
                 **fields,
             )
             compiled_grammar = compiler.compile_regex(text)
@@ -86,8 +86,8 @@ def contexts_with(compiler: Any, max_new: int = 70) -> list[TextContext]:
 
 
 @pytest.fixture
-def plain(pipeline: TextGenerationPipeline, compiler: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return the outputs without drafts and without forced tokens."""
+def plain_results(pipeline: TextGenerationPipeline, compiler: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return the results without drafts and without forced tokens."""
     with monkeypatch.context() as patch:
         patch.setattr("penstock.pipelines.drafting.forced_tokens", lambda *_: [])
         results = run_directly(pipeline, contexts_with(compiler))
@@ -99,9 +99,9 @@ def plain(pipeline: TextGenerationPipeline, compiler: Any, monkeypatch: pytest.M
 
 
 def test_forced_tokens_do_not_change_the_output(
-    pipeline: TextGenerationPipeline, compiler: Any, plain: Any
+    pipeline: TextGenerationPipeline, compiler: Any, plain_results: Any
 ) -> None:
-    assert run_directly(pipeline, contexts_with(compiler)) == plain
+    assert run_directly(pipeline, contexts_with(compiler)) == plain_results
     assert pipeline.speculation_stats.num_forced > 300
     assert pipeline.speculation_stats.num_proposed == 0
 
@@ -117,63 +117,65 @@ def test_forced_tokens_stop_at_the_maximum_length(
 
 def test_forced_tokens_are_computed_in_one_forward(pipeline: TextGenerationPipeline, compiler: Any) -> None:
     context = contexts_with(compiler)[len(PARAMETERS) * 2]
-    calls = 0
-    original = pipeline.model.execute
+    num_calls = 0
+    execute = pipeline.model.execute
 
     def count_execute(inputs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return original(inputs)
+        nonlocal num_calls
+        num_calls += 1
+        return execute(inputs)
 
     pipeline.model.execute = count_execute  # type: ignore[method-assign]
     run_directly(pipeline, [context])
-    assert calls == 1, "one forward for the prompt and the forced text, and one for the end token"
+    assert num_calls == 1, "one forward computes the prompt and the forced text"
 
 
-def test_forced_tokens_are_searched_once_per_token(
+def test_forced_tokens_are_searched_once_for_each_length(
     pipeline: TextGenerationPipeline, compiler: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checked: list[int] = []
+    searched_lengths: list[int] = []
 
     def count_call(context: TextContext, *limits: int) -> list[int]:
-        checked.append(context.current_length)
+        searched_lengths.append(context.current_length)
         return forced_tokens(context, *limits)
 
     monkeypatch.setattr("penstock.pipelines.drafting.forced_tokens", count_call)
     run_directly(pipeline, contexts_with(compiler)[:1])
-    assert len(checked) == len(set(checked)) > 10
+    assert len(searched_lengths) == len(set(searched_lengths)) > 10
 
 
-@pytest.mark.parametrize("wrong", [0, 1, 3])
-def test_drafts_under_grammars_do_not_change_the_output(
-    pipeline: TextGenerationPipeline, compiler: Any, plain: Any, wrong: int
+@pytest.mark.parametrize("draft_pattern", [0, 1, 3])
+def test_drafts_with_grammars_do_not_change_the_output(
+    pipeline: TextGenerationPipeline, compiler: Any, plain_results: Any, draft_pattern: int
 ) -> None:
-    is_wrong = {0: lambda place: False, 1: lambda place: True, 3: lambda place: place % 3 == 2}[wrong]
-    pipeline.proposer = OracleProposer(output_tokens(plain), is_wrong, 5)
-    assert run_directly(pipeline, contexts_with(compiler)) == plain
+    is_wrong = {0: lambda position: False, 1: lambda position: True, 3: lambda position: position % 3 == 2}[
+        draft_pattern
+    ]
+    pipeline.proposer = OracleProposer(output_tokens(plain_results), is_wrong, 5)
+    assert run_directly(pipeline, contexts_with(compiler)) == plain_results
     stats = pipeline.speculation_stats
     assert stats.num_proposed > 20
-    assert stats.num_accepted > (0 if wrong == 1 else 20) or wrong == 1
+    assert stats.num_accepted > (0 if draft_pattern == 1 else 20) or draft_pattern == 1
 
 
-def test_n_gram_drafts_under_grammars_do_not_change_the_output(
-    pipeline: TextGenerationPipeline, compiler: Any, plain: Any
+def test_n_gram_drafts_with_grammars_do_not_change_the_output(
+    pipeline: TextGenerationPipeline, compiler: Any, plain_results: Any
 ) -> None:
     pipeline.proposer = NGramProposer(1, 2)
-    assert run_directly(pipeline, contexts_with(compiler)) == plain
+    assert run_directly(pipeline, contexts_with(compiler)) == plain_results
 
 
 def test_small_scheduler_limits_do_not_change_the_output(
-    pipeline: TextGenerationPipeline, compiler: Any, plain: Any
+    pipeline: TextGenerationPipeline, compiler: Any, plain_results: Any
 ) -> None:
     pipeline.proposer = NGramProposer(1, 2)
     limits = {"max_batch_size": 4, "max_batch_input_tokens": 9, "min_chunk_size": 2}
     results, _ = run_scheduled(pipeline, contexts_with(compiler), **limits)
-    assert results == plain
+    assert results == plain_results
 
 
 def test_a_draft_is_truncated_at_the_first_token_that_the_grammar_refuses(
-    pipeline: TextGenerationPipeline, compiler: Any, plain: Any
+    pipeline: TextGenerationPipeline, compiler: Any, plain_results: Any
 ) -> None:
     class RepeatingProposer:
         observed: list[int]
@@ -193,5 +195,5 @@ def test_a_draft_is_truncated_at_the_first_token_that_the_grammar_refuses(
             pass
 
     pipeline.proposer = proposer = RepeatingProposer()
-    assert run_directly(pipeline, contexts_with(compiler)) == plain
+    assert run_directly(pipeline, contexts_with(compiler)) == plain_results
     assert max(proposer.observed) == 1, "an end token may be drafted, but no token after it"

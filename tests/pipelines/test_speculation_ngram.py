@@ -1,4 +1,4 @@
-"""`NGramProposer`, compared with a search through the whole text, and its work per token."""
+"""`NGramProposer`: drafts, compared with a search in the whole text, and the number of indexed tokens."""
 
 from __future__ import annotations
 
@@ -19,15 +19,19 @@ def propose_draft(proposer: NGramProposer, context: TextContext, max_tokens: int
 
 
 def search_draft(text: list[int], min_length: int, max_length: int, max_tokens: int) -> list[int]:
-    """Return the draft by definition: the tokens that followed the last occurrence of the longest suffix."""
-    for size in range(max_length, min_length - 1, -1):
-        candidates = [p for p in range(size, len(text)) if text[p - size : p] == text[len(text) - size :]]
-        if candidates and size < len(text):
+    """Return the tokens after the last earlier occurrence of the longest suffix of the text."""
+    for suffix_length in range(max_length, min_length - 1, -1):
+        candidates = [
+            p
+            for p in range(suffix_length, len(text))
+            if text[p - suffix_length : p] == text[len(text) - suffix_length :]
+        ]
+        if candidates and suffix_length < len(text):
             best_candidate = candidates[-1]
-            if size == max_length:
-                recent = candidates[::-1][:8]
-                lengths = [match_length(text, p) for p in recent]
-                best_candidate = recent[first_longest(lengths)]
+            if suffix_length == max_length:
+                recent_candidates = candidates[::-1][:8]
+                lengths = [match_length(text, p) for p in recent_candidates]
+                best_candidate = recent_candidates[first_longest(lengths)]
             draft: list[int] = []
             for index in range(best_candidate, best_candidate + max_tokens):
                 draft.append((text + draft)[index])
@@ -49,19 +53,19 @@ def first_longest(lengths: list[int]) -> int:
 @given(
     text=TOKEN_LISTS,
     min_length=st.integers(1, 3),
-    more=st.integers(0, 2),
-    cut=st.integers(1, 60),
+    num_extra=st.integers(0, 2),
+    prompt_length=st.integers(1, 60),
     max_tokens=st.integers(1, 9),
 )
-def test_drafts_equal_those_of_a_plain_search(
-    text: list[int], min_length: int, more: int, cut: int, max_tokens: int
+def test_drafts_equal_a_search_in_the_whole_text(
+    text: list[int], min_length: int, num_extra: int, prompt_length: int, max_tokens: int
 ) -> None:
-    proposer = NGramProposer(min_length, min_length + more)
-    start = min(cut, len(text))
+    proposer = NGramProposer(min_length, min_length + num_extra)
+    start = min(prompt_length, len(text))
     context = make_context(text[:start])
     for end in range(start, len(text) + 1):
         assert propose_draft(proposer, context, max_tokens) == search_draft(
-            text[:end], min_length, min_length + more, max_tokens
+            text[:end], min_length, min_length + num_extra, max_tokens
         )
         if end < len(text):
             context.update(text[end])
@@ -79,11 +83,11 @@ def test_drafts_equal_those_of_a_plain_search(
         ([1, 2, 3, 4, 5, 8, 3, 4, 5, 9, 2, 3, 4, 5], [8, 3, 4, 5]),
     ],
 )
-def test_drafts_of_examples(text: list[int], draft: list[int]) -> None:
+def test_drafts_of_example_texts(text: list[int], draft: list[int]) -> None:
     assert propose_draft(NGramProposer(2, 3), make_context(text), 4) == draft
 
 
-def test_no_draft_and_no_work_without_room_for_tokens() -> None:
+def test_no_tokens_are_indexed_if_no_draft_is_allowed() -> None:
     proposer = NGramProposer()
     assert propose_draft(proposer, make_context([1, 2, 1, 2]), 0) == []
     assert not proposer._indexes
@@ -92,19 +96,21 @@ def test_no_draft_and_no_work_without_room_for_tokens() -> None:
 def test_each_token_is_indexed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock.pipelines.speculative import ngram
 
-    read: list[int] = []
-    original = ngram._Index.extend
+    indexed_counts: list[int] = []
+    extend = ngram._Index.extend
     monkeypatch.setattr(
-        ngram._Index, "extend", lambda self, tokens: (read.append(len(tokens)), original(self, tokens))[1]
+        ngram._Index,
+        "extend",
+        lambda self, tokens: (indexed_counts.append(len(tokens)), extend(self, tokens))[1],
     )
     proposer, context = NGramProposer(), make_context(list(range(1000)))
     for token in range(20):
         propose_draft(proposer, context, 4)
         context.update(token)
-    assert read == [1000] + [1] * 19
+    assert indexed_counts == [1000] + [1] * 19
 
 
-def test_rollbacks_and_reused_request_ids_give_correct_drafts() -> None:
+def test_drafts_are_correct_after_rollbacks_and_for_reused_request_ids() -> None:
     proposer = NGramProposer(1, 2)
     context = make_context([1, 2, 3, 1], request_id="a")
     assert propose_draft(proposer, context, 2) == [2, 3]
@@ -117,7 +123,7 @@ def test_rollbacks_and_reused_request_ids_give_correct_drafts() -> None:
     assert not proposer._indexes
 
 
-def test_drafts_continue_after_a_preemption() -> None:
+def test_a_preemption_does_not_change_the_draft() -> None:
     proposer, context = NGramProposer(1, 2), make_context([1, 2, 3, 1])
     draft_before = propose_draft(proposer, context, 2)
     context.reset()

@@ -1,4 +1,4 @@
-"""The heads of BGE-M3: sparse weights and multi-vector output in addition to the dense embedding."""
+"""The heads of BGE-M3, which compute sparse weights and a vector for each token."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ ALL_OUTPUTS = ("dense", "sparse", "multi_vector")
 
 
 @pytest.fixture(scope="module")
-def bge(tmp_path_factory: pytest.TempPathFactory) -> BgeM3:
+def bge_m3(tmp_path_factory: pytest.TempPathFactory) -> BgeM3:
     return write_bge_m3(tmp_path_factory.mktemp("bge-m3"), out_features=20)
 
 
 @pytest.fixture(scope="module")
-def llm(bge: BgeM3) -> Iterator[LLM]:
-    with LLM(str(bge.folder), quantization_encoding="float32") as llm:
+def llm(bge_m3: BgeM3) -> Iterator[LLM]:
+    with LLM(str(bge_m3.folder), quantization_encoding="float32") as llm:
         yield llm
 
 
@@ -41,34 +41,34 @@ def sparse_weights(response: EmbeddingsResponse) -> dict[int, float]:
     return dict(zip(response.sparse.token_ids.tolist(), response.sparse.weights.tolist(), strict=True))
 
 
-def test_all_outputs_of_a_batch_equal_the_reference(bge: BgeM3, llm: LLM) -> None:
+def test_all_outputs_of_a_batch_equal_the_reference(bge_m3: BgeM3, llm: LLM) -> None:
     assert llm.pipeline.outputs == ALL_OUTPUTS
     for text, response in zip(TEXTS, llm.encode(TEXTS, outputs=ALL_OUTPUTS, use_tqdm=False), strict=True):
         tokens = llm.tokenizer.backend.encode(text).ids
-        np.testing.assert_allclose(response.embeddings, bge.dense(tokens), atol=1e-5)
-        expected = bge.sparse_weights(tokens)
+        np.testing.assert_allclose(response.embeddings, bge_m3.dense(tokens), atol=1e-5)
+        expected = bge_m3.sparse_weights(tokens)
         result = sparse_weights(response)
         assert list(result) == sorted(expected), "the token ids ascend, and special tokens have no weight"
         assert result == pytest.approx(expected, abs=1e-5)
         assert response.multi_vector is not None
         assert response.multi_vector.shape == (len(tokens) - 1, 20)
-        np.testing.assert_allclose(response.multi_vector, bge.vectors(tokens), atol=1e-5)
+        np.testing.assert_allclose(response.multi_vector, bge_m3.vectors(tokens), atol=1e-5)
 
 
-def test_repeated_tokens_have_their_largest_weight(bge: BgeM3, llm: LLM) -> None:
+def test_repeated_tokens_have_their_largest_weight(bge_m3: BgeM3, llm: LLM) -> None:
     num_checked = 0
     for word in range(4, 19):
         tokens = [0, word, word, 3, word, 2]
         with torch.inference_mode():
-            weights = bge.sparse(bge.hidden_states(tokens)).relu()[[1, 2, 4], 0]
+            weights = bge_m3.sparse(bge_m3.hidden_states(tokens)).relu()[[1, 2, 4], 0]
         if len(weights.unique()) == 3:
             [response] = llm.encode(tokens, outputs=("sparse",))
             assert sparse_weights(response) == pytest.approx({word: float(weights.max())}, abs=1e-5)
             num_checked += 1
-    assert num_checked, "the test needs a word with different weights"
+    assert num_checked, "no word has three different weights"
 
 
-def test_a_single_output_equals_that_of_all_outputs(llm: LLM) -> None:
+def test_an_output_does_not_depend_on_other_requested_outputs(llm: LLM) -> None:
     [full_output] = llm.encode(TEXTS[:1], outputs=ALL_OUTPUTS)
     [sparse_response] = llm.encode(TEXTS[:1], outputs=("sparse",))
     assert sparse_weights(sparse_response) == sparse_weights(full_output)
@@ -83,14 +83,14 @@ def test_scores_are_similarities_of_dense_embeddings(llm: LLM) -> None:
 
 
 def test_outputs_of_a_missing_head_are_refused(tmp_path: Path) -> None:
-    bge = write_bge_m3(tmp_path)
+    bge_m3 = write_bge_m3(tmp_path)
     (tmp_path / "sparse_linear.pt").unlink()
     pipeline = open_encoder(tmp_path)
     assert pipeline.outputs == ("dense", "multi_vector")
     assert pipeline.heads.vectors is not None
     (tmp_path / "colbert_linear.pt").unlink()
     assert open_encoder(tmp_path).heads.vectors is None
-    assert bge.folder == tmp_path
+    assert bge_m3.folder == tmp_path
 
 
 class MaliciousPickle:
@@ -119,8 +119,8 @@ def test_a_malformed_head_is_refused_without_running_its_code(
     assert "the file runs code" not in capsys.readouterr().out
 
 
-async def test_the_pooling_route_returns_all_outputs(bge: BgeM3, llm: LLM) -> None:
-    async with embedding_server(bge.folder) as server:
+async def test_the_pooling_route_returns_all_outputs(bge_m3: BgeM3, llm: LLM) -> None:
+    async with embedding_server(bge_m3.folder) as server:
         answer = await server.http.post("/pooling", json={"input": TEXTS, "outputs": list(ALL_OUTPUTS)})
         for text, entry in zip(TEXTS, answer.json()["data"], strict=True):
             [response] = llm.encode(text, outputs=ALL_OUTPUTS)

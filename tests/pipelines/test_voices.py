@@ -1,4 +1,4 @@
-"""Recordings as voices, encoded by a real codec."""
+"""Voices made from recordings, which a real codec encodes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RATE = 24000
 
 
 def write_recording(file: Path, seconds: float) -> np.ndarray[Any, Any]:
-    """Write a rising tone at 24 kHz and return its samples."""
+    """Write a tone of rising pitch, sampled at 24 kHz. Return its samples."""
     times = np.arange(int(seconds * RATE)) / RATE
     samples = np.rint(9000 * np.sin(6.28 * (200 + 300 * times) * times)).astype("<i2")
     with wave.open(str(file), "wb") as writer:
@@ -55,10 +55,10 @@ def test_a_recording_becomes_a_voice_of_neutts(tmp_path: Path, monkeypatch: pyte
         speech = llm.speak("a b", params, voice="ben").audio
         assert not np.array_equal(speech, llm.speak("a b", params).audio)
 
-    def fail(*_: object) -> None:
+    def fail_if_called(*_: object) -> None:
         raise AssertionError("read")
 
-    monkeypatch.setattr(neucodec, "read_encoder", fail)
+    monkeypatch.setattr(neucodec, "read_encoder", fail_if_called)
     with open_speech(folder, **settings) as llm:
         np.testing.assert_array_equal(llm.speak("a b", params, voice="ben").audio, speech)
 

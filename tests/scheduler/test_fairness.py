@@ -14,7 +14,7 @@ from penstock.scheduler import Scheduler
 
 
 class FairnessRun:
-    """Runs a scheduler over a fake pipeline. The first letter of a request's name is its client."""
+    """A scheduler with a fake pipeline. The first letter of a request id is the client id."""
 
     def __init__(self, num_blocks: int = 1000, **options: Any) -> None:
         self.pipeline = FakePipeline(kv_manager(num_blocks))
@@ -26,10 +26,10 @@ class FairnessRun:
         self.tokens: dict[str, list[int]] = {}
         self.admitted: list[str] = []
 
-    def submit(self, name: str, prompt: int, max_new: int, **fields: Any) -> None:
-        tokens = [sum(map(ord, name))] * prompt
+    def submit(self, name: str, num_prompt_tokens: int, max_new: int, **fields: Any) -> None:
+        tokens = [sum(map(ord, name))] * num_prompt_tokens
         context = text_context(
-            tokens, max_length=prompt + max_new, request_id=name, client_id=name[0], **fields
+            tokens, max_length=num_prompt_tokens + max_new, request_id=name, client_id=name[0], **fields
         )
         self.contexts[name], self.tokens[name] = context, []
         self.scheduler.submit(context)
@@ -42,7 +42,7 @@ class FairnessRun:
         return dict(*self.pipeline.trace[num_steps_before:])
 
     def run_until_token(self, name: str) -> int:
-        """Run steps until a request has a token. Return their number."""
+        """Run steps until a request has an output token. Return the number of steps."""
         for count in range(1, 2000):
             self.step()
             if self.tokens[name]:
@@ -56,8 +56,8 @@ class FairnessRun:
             count += 1
             assert count < 20_000
         for name, context in self.contexts.items():
-            copy = text_context(context.prompt_tokens.tolist(), max_length=context.max_length)
-            assert self.tokens[name] == expected_output_tokens(copy), name
+            new_context = text_context(context.prompt_tokens.tolist(), max_length=context.max_length)
+            assert self.tokens[name] == expected_output_tokens(new_context), name
         return count
 
     def count_running_per_client(self) -> Counter[str]:
@@ -85,7 +85,7 @@ def test_free_batch_slots_are_shared_evenly() -> None:
     assert run.scheduler.num_preemptions == 0
 
 
-def test_a_client_that_fills_the_batch_is_preempted_at_once() -> None:
+def test_a_request_of_the_client_that_fills_the_batch_is_preempted_at_once() -> None:
     run = FairnessRun()
     for number in range(32):
         run.submit(f"a{number}", 4, max_new=60)
@@ -100,7 +100,7 @@ def test_a_client_that_fills_the_batch_is_preempted_at_once() -> None:
     run.finish()
 
 
-def test_a_waiting_client_gets_exactly_its_share() -> None:
+def test_two_clients_get_half_of_the_batch_slots_each() -> None:
     run = FairnessRun(max_batch_size=8, max_batch_input_tokens=64)
     for number in range(16):
         run.submit(f"a{number}", 4, max_new=100)
@@ -112,11 +112,11 @@ def test_a_waiting_client_gets_exactly_its_share() -> None:
     assert run.scheduler.num_preemptions == 4
     for _ in range(50):
         run.step()
-    assert run.scheduler.num_preemptions == 4, "after the equal split, no context is preempted"
+    assert run.scheduler.num_preemptions == 4, "no context is preempted once the slots are shared equally"
     run.finish()
 
 
-def test_a_client_that_holds_all_blocks_is_preempted() -> None:
+def test_a_request_of_the_client_that_holds_all_blocks_is_preempted() -> None:
     run = FairnessRun(24, max_batch_size=8)
     for number in range(3):
         run.submit(f"a{number}", 4, max_new=28)
@@ -128,7 +128,7 @@ def test_a_client_that_holds_all_blocks_is_preempted() -> None:
     run.finish()
 
 
-def test_a_single_client_is_not_preempted_for_its_own_requests() -> None:
+def test_requests_of_a_single_client_do_not_preempt_each_other() -> None:
     run = FairnessRun()
     for number in range(20):
         run.submit(f"a{number}", 4, max_new=30)
@@ -156,7 +156,7 @@ def test_consecutive_requests_cause_one_preemption() -> None:
     run.finish()
 
 
-def test_a_short_prompt_of_another_client_overtakes_a_long_one() -> None:
+def test_a_short_prompt_overtakes_a_long_prompt_of_another_client() -> None:
     run = FairnessRun()
     run.submit("a", 160, max_new=1)
     run.step()
@@ -165,7 +165,7 @@ def test_a_short_prompt_of_another_client_overtakes_a_long_one() -> None:
     run.finish()
 
 
-def test_two_long_prompts_take_turns() -> None:
+def test_chunks_of_two_long_prompts_alternate() -> None:
     run = FairnessRun()
     run.submit("a", 64, max_new=1)
     run.submit("b", 64, max_new=1)
@@ -187,7 +187,7 @@ def test_new_clients_do_not_starve_a_long_prompt() -> None:
     run.finish()
 
 
-def test_a_lower_priority_does_not_preempt_a_higher_one() -> None:
+def test_a_request_does_not_preempt_requests_of_higher_priority() -> None:
     run = FairnessRun(max_batch_size=2)
     run.submit("a1", 4, max_new=20, priority=1)
     run.submit("a2", 4, max_new=20, priority=1)
@@ -198,7 +198,7 @@ def test_a_lower_priority_does_not_preempt_a_higher_one() -> None:
     run.finish()
 
 
-def test_the_client_with_the_most_blocks_is_preempted() -> None:
+def test_a_request_of_the_client_with_the_most_blocks_is_preempted() -> None:
     run = FairnessRun(10, max_batch_size=4)
     run.submit("a1", 4, max_new=16)
     run.submit("a2", 4, max_new=16)
@@ -229,9 +229,9 @@ LARGE_BATCH = {"max_batch_size": 40, "max_batch_input_tokens": 128}
 
 
 class TestDeferral:
-    """Decode rows of one client wait for a short prompt of another."""
+    """A step with a short prompt of one client defers most decode rows of another client."""
 
-    def start_many(self) -> FairnessRun:
+    def start_decoding_client(self) -> FairnessRun:
         """Return a run with 30 decoding contexts of client ``a``."""
         run = FairnessRun(**LARGE_BATCH)
         for number in range(30):
@@ -241,38 +241,38 @@ class TestDeferral:
         return run
 
     def test_a_short_prompt_runs_with_few_rows_of_the_other_client(self) -> None:
-        run = self.start_many()
+        run = self.start_decoding_client()
         run.submit("b", 3, max_new=50)
-        first = run.step()
-        assert first.pop("b") == 3
-        assert list(first) == [f"a{number:02}" for number in range(4)]
+        rows = run.step()
+        assert rows.pop("b") == 3
+        assert list(rows) == [f"a{number:02}" for number in range(4)]
         assert len(run.step()) == 31
         run.finish()
 
-    def test_no_two_consecutive_steps_defer(self) -> None:
-        run = self.start_many()
-        sizes = []
+    def test_rows_are_not_deferred_in_two_consecutive_steps(self) -> None:
+        run = self.start_decoding_client()
+        row_counts = []
         for client in "bcdef":
             run.submit(client, 3, max_new=2)
-            sizes.append(sum(name[0] == "a" for name in run.step()))
-        assert sizes == [4, 30, 4, 30, 4]
+            row_counts.append(sum(name[0] == "a" for name in run.step()))
+        assert row_counts == [4, 30, 4, 30, 4]
         run.finish()
 
-    def test_a_prompt_that_takes_longer_than_the_deferred_rows_defers_nothing(self) -> None:
-        run = self.start_many()
+    def test_no_rows_are_deferred_if_the_prompt_takes_longer_than_the_rows(self) -> None:
+        run = self.start_decoding_client()
         run.submit("b", 104, max_new=2)
         assert sum(name[0] == "a" for name in run.step()) == 30
         run.submit("c", 103, max_new=2)
         assert sum(name[0] == "a" for name in run.step()) == 4
         run.finish()
 
-    def test_prompts_of_the_same_client_defer_nothing(self) -> None:
-        run = self.start_many()
+    def test_no_rows_are_deferred_for_a_prompt_of_the_same_client(self) -> None:
+        run = self.start_decoding_client()
         run.submit("a30", 3, max_new=2)
         assert len(run.step()) == 31
         run.finish()
 
-    def test_a_prompt_that_cannot_run_defers_nothing(self) -> None:
+    def test_no_rows_are_deferred_for_a_prompt_that_cannot_run(self) -> None:
         run = FairnessRun(**(LARGE_BATCH | {"max_batch_size": 30}))
         for number in range(30):
             run.submit(f"a{number:02}", 1, max_new=50, priority=1)

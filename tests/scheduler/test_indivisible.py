@@ -1,4 +1,4 @@
-"""Images with bidirectional attention are computed in one step."""
+"""All tokens of an image with bidirectional attention are computed in one step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make_context(name: str, *lengths: int, seed: int = 0) -> TextAndVisionContex
 
 
 def run_contexts(
-    *contexts: TextAndVisionContext, budget: int, num_blocks: int = 200, min_chunk: int = 4
+    *contexts: TextAndVisionContext, budget: int, num_blocks: int = 200, min_chunk_size: int = 4
 ) -> FakePipeline:
     """Run the contexts. Check their outputs and that no step starts or ends within an image."""
     expected = {context.request_id: expected_output_tokens(context) for context in contexts}
@@ -33,7 +33,9 @@ def run_contexts(
         for context in contexts
     }
     pipeline = FakePipeline(kv_manager(num_blocks))
-    scheduler = Scheduler(pipeline, max_batch_size=4, max_batch_input_tokens=budget, min_chunk_size=min_chunk)
+    scheduler = Scheduler(
+        pipeline, max_batch_size=4, max_batch_input_tokens=budget, min_chunk_size=min_chunk_size
+    )
     for context in contexts:
         scheduler.submit(context)
     tokens: dict[str, list[int]] = {name: [] for name in expected}
@@ -46,7 +48,7 @@ def run_contexts(
     for rows, starts in zip(pipeline.trace, pipeline.starts, strict=True):
         for name, count in rows.items():
             for index in (starts[name], starts[name] + count):
-                assert not any(first < index < end for first, end in spans[name])
+                assert not any(start < index < end for start, end in spans[name])
     return pipeline
 
 
@@ -60,15 +62,15 @@ def test_an_image_larger_than_the_budget_is_the_only_prompt_of_its_step() -> Non
     pipeline = run_contexts(
         make_context("a", 12), make_context("b", 12, seed=5), make_context("c", 2), budget=8
     )
-    large = [rows for rows in pipeline.trace if max(rows.values()) >= 12]
-    assert len(large) == 2
-    assert all(sum(count > 1 for count in rows.values()) == 1 for rows in large)
+    image_steps = [rows for rows in pipeline.trace if max(rows.values()) >= 12]
+    assert len(image_steps) == 2
+    assert all(sum(count > 1 for count in rows.values()) == 1 for rows in image_steps)
 
 
 def test_an_image_does_not_wait_for_the_end_of_a_running_request() -> None:
-    long = make_context("a", 2)
-    long.max_length = 200
-    run_contexts(long, make_context("b", 12), budget=8)
+    long_context = make_context("a", 2)
+    long_context.max_length = 200
+    run_contexts(long_context, make_context("b", 12), budget=8)
 
 
 def test_requests_with_images_are_preempted_and_recomputed() -> None:
@@ -77,17 +79,22 @@ def test_requests_with_images_are_preempted_and_recomputed() -> None:
 
 
 def test_a_cached_prefix_that_ends_within_an_image_is_shortened() -> None:
-    first = make_context("a", 6)
-    second = make_context("b", 6)
-    second.tokens[12] = 7  # the common prefix has 12 tokens
+    first_context = make_context("a", 6)
+    second_context = make_context("b", 6)
+    second_context.tokens[12] = 7  # the common prefix has 12 tokens
     pipeline = FakePipeline(kv_manager(50))
     scheduler = Scheduler(pipeline, max_batch_size=4, max_batch_input_tokens=40)
-    for context in (first, second):
+    for context in (first_context, second_context):
         scheduler.submit(context)
         while scheduler.has_work:
             scheduler.step()
-    # Blocks of 4 tokens: 8 is within the image [3, 9), so the hit ends at 12 or before the image.
-    assert second.num_cached_tokens in (0, 12)
-    short = make_context("c", 6)
-    short.set_token_indices(active_idx=11, end_idx=11)
-    assert pipeline.kv._prefixes.num_usable_blocks(short, pipeline.kv._prefixes.chain(short), 2) == 0
+    # Blocks have 4 tokens. Index 8 is within the image [3, 9), so the hit has 12 tokens or none.
+    assert second_context.num_cached_tokens in (0, 12)
+    truncated_context = make_context("c", 6)
+    truncated_context.set_token_indices(active_idx=11, end_idx=11)
+    assert (
+        pipeline.kv._prefixes.num_usable_blocks(
+            truncated_context, pipeline.kv._prefixes.chain(truncated_context), 2
+        )
+        == 0
+    )

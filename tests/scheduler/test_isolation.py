@@ -47,11 +47,11 @@ def make_batch(names: str) -> dict[str, TextContext]:
     return {name: text_context([1], request_id=name) for name in names}
 
 
-def run_isolated(names: str, failing: str) -> tuple[FailingPipeline, dict[str, PenstockError]]:
+def run_isolated(names: str, failing_names: str) -> tuple[FailingPipeline, dict[str, PenstockError]]:
     pipeline = FailingPipeline()
-    pipeline.failing_requests = {name: ZeroDivisionError(name) for name in failing}
+    pipeline.failing_requests = {name: ZeroDivisionError(name) for name in failing_names}
     outputs, failures = Isolation(pipeline).execute(make_batch(names), 1)
-    assert list(outputs) == pipeline.outputs == [name for name in names if name not in failing]
+    assert list(outputs) == pipeline.outputs == [name for name in names if name not in failing_names]
     return pipeline, failures
 
 
@@ -72,13 +72,13 @@ def test_an_odd_batch_is_bisected_with_the_larger_half_first() -> None:
 
 
 @given(st.integers(2, 40), st.data())
-def test_failing_requests_are_found_in_logarithmically_many_runs(size: int, data: st.DataObject) -> None:
+def test_the_number_of_runs_is_logarithmic_in_the_batch_size(size: int, data: st.DataObject) -> None:
     names = "".join(chr(256 + number) for number in range(size))
-    failing = "".join(data.draw(st.sets(st.sampled_from(names[1:]), max_size=min(5, size - 1))))
-    pipeline, failures = run_isolated(names, failing)
-    assert set(failures) == set(failing)
+    failing_names = "".join(data.draw(st.sets(st.sampled_from(names[1:]), max_size=min(5, size - 1))))
+    pipeline, failures = run_isolated(names, failing_names)
+    assert set(failures) == set(failing_names)
     assert all(type(error) is RequestFailedError for error in failures.values())
-    assert len(pipeline.batches) <= 1 + 2 * len(failing) * (size - 1).bit_length()
+    assert len(pipeline.batches) <= 1 + 2 * len(failing_names) * (size - 1).bit_length()
 
 
 def test_an_input_error_is_reported_unchanged() -> None:
@@ -109,14 +109,14 @@ def test_any_number_of_requests_may_fail_after_one_has_succeeded() -> None:
     assert len(failures) == 15
 
 
-def test_two_consecutive_failures_of_single_requests_raise() -> None:
+def test_the_second_consecutive_failure_of_a_batch_of_one_is_raised() -> None:
     pipeline = FailingPipeline()
     pipeline.failing_requests = {name: ZeroDivisionError(name) for name in "abd"}
     isolation = Isolation(pipeline)
     assert list(isolation.execute(make_batch("a"), 1)[1]) == ["a"]
     with pytest.raises(ZeroDivisionError, match="b"):
         isolation.execute(make_batch("b"), 1)
-    isolation.execute(make_batch("c"), 1)  # this batch succeeds and resets the count of failures
+    isolation.execute(make_batch("c"), 1)  # this batch succeeds, which resets the count of failures
     assert list(isolation.execute(make_batch("d"), 1)[1]) == ["d"]
 
 

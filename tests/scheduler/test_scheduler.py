@@ -1,4 +1,4 @@
-"""Scheduler: the exact number of rows of each request in each step of small workloads."""
+"""Scheduler: the exact number of rows (computed tokens) of each request in each step of small workloads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Trace = list[dict[str, int]]
 
 
 class SchedulerRun:
-    """Runs a scheduler over a fake pipeline and records the output tokens."""
+    """A scheduler with a fake pipeline, and a record of the output tokens."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class SchedulerRun:
         return self.pipeline.trace[num_steps_before:]
 
     def finish(self, num_steps: int = 1) -> Trace:
-        """Run all steps and return their rows. Check that outputs equal those of requests that run alone."""
+        """Run until all requests end. Return the rows of each step. Check the outputs of all requests."""
         trace: Trace = []
         while self.scheduler.has_work:
             trace += self.step(num_steps)
@@ -87,7 +87,7 @@ class SchedulerRun:
 # -- Continuous batching --------------------------------------------------------------------------------
 
 
-def test_a_prompt_is_one_step_and_each_further_token_one_step() -> None:
+def test_the_prompt_is_computed_in_one_step_and_each_output_token_in_one() -> None:
     run = SchedulerRun()
     run.submit("a", 5, max_new=3)
     assert (run.scheduler.num_waiting, run.scheduler.num_running) == (1, 0)
@@ -107,8 +107,8 @@ def test_requests_join_and_leave_between_steps() -> None:
 def test_a_request_ends_at_its_end_of_sequence() -> None:
     run = SchedulerRun()
     prompt = [1, 2, 3]
-    third = expected_output_tokens(text_context(prompt, max_length=6))[2]
-    run.submit("a", prompt, max_new=50, eos_token_ids={third})
+    third_token = expected_output_tokens(text_context(prompt, max_length=6))[2]
+    run.submit("a", prompt, max_new=50, eos_token_ids={third_token})
     assert len(run.finish()) == 3
     assert len(run.tokens["a"]) == 2
 
@@ -132,14 +132,14 @@ def test_higher_priorities_are_admitted_first() -> None:
 # -- Chunks and the budget -------------------------------------------------------------------------------
 
 
-def test_a_chunked_prompt_gives_one_output_token_at_its_end() -> None:
+def test_only_the_last_chunk_of_a_prompt_gives_an_output_token() -> None:
     run = SchedulerRun()
     run.submit("a", 36, max_new=2)
     assert run.finish() == [{"a": 16}, {"a": 16}, {"a": 4}, {"a": 1}]
     assert len(run.tokens["a"]) == 2
 
 
-def test_decoding_continues_during_a_long_prompt() -> None:
+def test_decoding_continues_while_a_long_prompt_is_computed() -> None:
     run = SchedulerRun()
     run.submit("a", 3, max_new=5)
     run.step()
@@ -171,7 +171,7 @@ def test_an_unchunked_prompt_above_the_budget_runs_in_a_separate_step() -> None:
     assert not run.scheduler.failures
 
 
-def test_no_request_overtakes_a_prompt_that_does_not_get_a_chunk() -> None:
+def test_no_request_overtakes_a_prompt_whose_chunk_does_not_fit() -> None:
     run = SchedulerRun(min_chunk_size=7)
     for name, length in (("a", 12), ("b", 9), ("c", 2)):
         run.submit(name, length, max_new=1)
@@ -225,16 +225,16 @@ def test_forced_tokens_are_computed_with_the_next_token() -> None:
 
 
 @pytest.mark.parametrize(("num_steps", "lengths"), [(1, [1] * 8), (3, [1, 1, 1] * 2 + [1, 1]), (99, [1] * 8)])
-def test_multiple_steps_start_after_the_prompts(num_steps: int, lengths: list[int]) -> None:
+def test_calls_run_multiple_steps_after_all_prompts_are_computed(num_steps: int, lengths: list[int]) -> None:
     run = SchedulerRun()
     run.submit("a", 3, max_new=8)
-    run.submit("b", 20, max_new=9)  # two chunks, and a call with a chunk runs only one step
+    run.submit("b", 20, max_new=9)  # runs as two chunks; a call with a chunk runs only one step
     trace = run.finish(num_steps)
     assert trace[:2] == [{"a": 3, "b": 13}, {"a": 1, "b": 7}]
     assert [rows["a"] for rows in trace if "a" in rows] == [3, *lengths[1:]]
 
 
-def test_multiple_steps_end_with_the_shortest_output() -> None:
+def test_a_call_of_multiple_steps_ends_with_the_shortest_output() -> None:
     run = SchedulerRun()
     run.submit("a", 3, max_new=2)
     run.submit("b", 3, max_new=6)
@@ -242,7 +242,7 @@ def test_multiple_steps_end_with_the_shortest_output() -> None:
     assert run.step(4) == [{"b": 1}] * 4
 
 
-def test_multiple_steps_preempt_no_request() -> None:
+def test_a_call_of_multiple_steps_preempts_no_request() -> None:
     run = SchedulerRun(4)
     run.submit("a", 4, max_new=5)
     run.submit("b", 4, max_new=3)
@@ -277,7 +277,7 @@ def test_equal_concurrent_prompts_are_computed_once() -> None:
     ]
 
 
-def test_a_request_that_waits_for_a_prefix_continues_when_its_owner_ends() -> None:
+def test_a_request_stops_waiting_when_the_request_that_computes_its_prefix_ends() -> None:
     run = SchedulerRun()
     prompt = list(range(1, 25))
     run.submit("a", prompt, max_new=2)
@@ -299,21 +299,21 @@ def test_a_prompt_waits_until_its_blocks_are_free() -> None:
     assert run.scheduler.num_preemptions == 0
 
 
-def test_the_latest_request_is_preempted_and_its_output_does_not_change() -> None:
+def test_the_youngest_request_is_preempted_and_its_output_does_not_change() -> None:
     run = SchedulerRun(5)
     run.submit("a", 4, max_new=12)
     run.submit("b", 4, max_new=12)
     trace = run.finish()
     assert trace[:5] == [{"a": 4, "b": 4}, *[{"a": 1, "b": 1}] * 4]
-    # Both have two blocks. In step 6 each needs a third: a gets the last block, b is preempted. The first
-    # block of b is still cached when a ends.
+    # Both have two blocks. In step 6 both need a third block: a gets the last free block, and b is
+    # preempted. The first block of b is still cached when a ends.
     assert trace[5:12] == [{"a": 1}] * 7
     assert trace[12][next(iter(trace[12]))] > 1
     assert run.scheduler.num_preemptions == 1
     assert run.tokens == run.expected
 
 
-def test_the_lowest_priority_is_preempted_before_the_latest_request() -> None:
+def test_the_request_of_the_lowest_priority_is_preempted_first() -> None:
     run = SchedulerRun(5)
     run.submit("a", 4, max_new=12, priority=-1)
     run.submit("b", 4, max_new=12)
@@ -333,58 +333,58 @@ def test_a_preempted_context_keeps_its_position_in_the_queue() -> None:
     assert [list(rows) for rows in later_steps[:7]] == [["a"]] * 6 + [["b", "c"]]
 
 
-def test_cached_tokens_of_a_restart_are_not_counted() -> None:
+def test_tokens_reused_after_a_preemption_do_not_count_as_cached() -> None:
     run = SchedulerRun(14, max_batch_input_tokens=2)
     run.submit("a", 4, max_new=30)
     run.submit("b", 40, max_new=1)  # b is preempted before its prompt is computed
     run.finish()
     assert run.scheduler.num_preemptions == 1
     starts = [starts["b"] for starts in run.pipeline.starts if "b" in starts]
-    restart = next(start for previous, start in pairwise(starts) if start < previous)
+    restart = next(start for previous_start, start in pairwise(starts) if start < previous_start)
     assert restart > 0
     assert run.contexts["b"].num_cached_tokens == 0
 
 
-def test_a_prompt_without_blocks_waits_during_decoding() -> None:
-    ready = {"b"}
-    run = SchedulerRun(9, max_batch_input_tokens=4, ready=lambda context: context.request_id in ready)
+def test_a_prompt_that_lacks_blocks_waits_while_others_decode() -> None:
+    ready_names = {"b"}
+    run = SchedulerRun(9, max_batch_input_tokens=4, ready=lambda context: context.request_id in ready_names)
     run.submit("a", 24, max_new=1)
     run.submit("b", 4, max_new=12)
     trace = run.step() + run.step() + run.step()
-    ready.add("a")  # a is older than b, and at this moment its prompt fits into the free blocks
+    ready_names.add("a")  # a is older than b, and its prompt fits into the blocks that are free now
     trace += run.finish()
     assert [rows.get("b", 0) for rows in trace] == [4] + [1] * 11 + [0]
     assert [rows.get("a", 0) for rows in trace] == [0, 0, 0, 3, 3, 3, 3, 3, 3, 1, 1, 0, 4]
     assert run.scheduler.num_preemptions == 0
 
 
-def test_a_preempted_context_is_a_prompt_again() -> None:
+def test_all_tokens_of_a_preempted_context_are_a_prompt() -> None:
     run = SchedulerRun(7, max_batch_input_tokens=4, caching=False)
     run.submit("a", 4, max_new=12)
     run.submit("b", 4, max_new=20)
     while not run.scheduler.num_preemptions:
         run.step()
-    evicted = run.contexts["b"]
-    assert (evicted.start_idx, evicted.end_idx, evicted.is_assigned_to_cache) == (0, 13, False)
-    assert evicted.is_initial_prompt
+    preempted = run.contexts["b"]
+    assert (preempted.start_idx, preempted.end_idx, preempted.is_assigned_to_cache) == (0, 13, False)
+    assert preempted.is_initial_prompt
     while run.step() != [{"b": 4}]:
         pass
     run.submit("c", 4, max_new=1, priority=1)
     assert run.finish()[:4] == [{"c": 4}, {"b": 4}, {"b": 4}, {"b": 1}]
 
 
-def test_a_context_preempted_in_a_chunk_is_a_whole_prompt_again() -> None:
+def test_all_tokens_of_a_context_preempted_between_chunks_are_a_prompt() -> None:
     run = SchedulerRun(6, max_batch_size=2, max_batch_input_tokens=2, min_chunk_size=1, caching=False)
-    evicted = run.submit("a", 6, max_new=1)
+    preempted = run.submit("a", 6, max_new=1)
     run.step()
     run.submit("b", 14, max_new=8, priority=1)
     while not run.scheduler.num_preemptions:
         run.step()
-    assert (evicted.start_idx, evicted.active_idx, evicted.end_idx) == (0, 6, 6)
+    assert (preempted.start_idx, preempted.active_idx, preempted.end_idx) == (0, 6, 6)
     run.finish()
 
 
-def test_a_context_beyond_its_key_limit_is_a_prompt_again() -> None:
+def test_all_tokens_of_a_context_beyond_its_key_limit_are_recomputed() -> None:
     run = SchedulerRun(key_limits=(7,), caching=False)
     run.submit("a", 5, max_new=6)
     assert run.finish() == [{"a": 5}, {"a": 1}, {"a": 1}, {"a": 8}, {"a": 1}, {"a": 1}]
@@ -392,14 +392,14 @@ def test_a_context_beyond_its_key_limit_is_a_prompt_again() -> None:
 
 
 @pytest.mark.parametrize("num_steps", [2, 3, 100])
-def test_multiple_steps_end_at_the_key_limit(num_steps: int) -> None:
+def test_a_call_of_multiple_steps_ends_at_the_key_limit(num_steps: int) -> None:
     run = SchedulerRun(key_limits=(7,), caching=False)
     run.submit("a", 4, max_new=9)
     trace = run.finish(num_steps)
     assert [rows["a"] for rows in trace] == [4, 1, 1, 1, 8, 1, 1, 1, 1]
 
 
-def test_a_context_over_its_key_limit_is_chunked_next_to_others() -> None:
+def test_recomputation_beyond_the_key_limit_is_chunked_while_others_decode() -> None:
     run = SchedulerRun(key_limits=(20,), caching=False, max_batch_input_tokens=8)
     run.submit("a", 20, max_new=4)
     run.submit("b", 3, max_new=9)
@@ -439,7 +439,7 @@ def test_requests_with_one_prompt_share_the_recomputed_keys() -> None:
 def test_keys_of_one_rope_regime_are_not_read_in_another(
     windows: tuple[int | None, ...], caching: bool, num_steps: int
 ) -> None:
-    """Contexts with common prefixes cross two key limits; with few blocks, they are preempted and chunked."""
+    """Contexts with common prefixes cross two key limits. Few blocks cause preemptions and chunks."""
     run = SchedulerRun(*[14] * len(windows), windows=windows, caching=caching, key_limits=(9, 21))
     rng = np.random.default_rng(len(windows) + num_steps)
     for number in range(40):
@@ -460,14 +460,14 @@ def test_a_high_priority_request_without_blocks_does_not_stop_a_running_prompt()
     assert run.finish() == [{"a": 8}, {"a": 8}, {"b": 8}, {"b": 8}, {"b": 8}]
 
 
-def test_chunks_shrink_to_the_blocks_of_a_window() -> None:
+def test_chunks_shrink_to_the_free_blocks_of_a_window_group() -> None:
     run = SchedulerRun(50, 5, windows=(None, 6), min_chunk_size=2)
     run.submit("a", 30, max_new=3)
     trace = run.finish()
     assert trace[:4] == [{"a": 16}, {"a": 7}, {"a": 7}, {"a": 1}]
 
 
-def test_several_long_prompts_take_turns_behind_a_window() -> None:
+def test_several_long_prompts_run_with_few_blocks_of_a_window_group() -> None:
     run = SchedulerRun(50, 6, windows=(None, 6), min_chunk_size=2)
     for name in "abc":
         run.submit(name, 30, max_new=10)
@@ -475,11 +475,11 @@ def test_several_long_prompts_take_turns_behind_a_window() -> None:
     assert run.tokens == run.expected
 
 
-def test_a_request_fails_alone_if_blocks_are_held_outside_the_scheduler() -> None:
+def test_a_prompt_fails_alone_if_blocks_are_reserved_outside_the_scheduler() -> None:
     run = SchedulerRun(6)
-    outsider = text_context([9] * 15)
-    run.kv.claim(outsider)
-    run.kv.reserve(outsider)
+    unscheduled_context = text_context([9] * 15)
+    run.kv.claim(unscheduled_context)
+    run.kv.reserve(unscheduled_context)
     run.submit("a", 12, max_new=2)
     run.submit("b", 4, max_new=2)
     trace = []
@@ -493,13 +493,13 @@ def test_a_request_fails_alone_if_blocks_are_held_outside_the_scheduler() -> Non
     assert sorted(run.pipeline.released) == ["a", "b"]
 
 
-def test_a_decoding_context_fails_if_blocks_are_held_outside_the_scheduler() -> None:
+def test_a_decoding_context_fails_if_blocks_are_reserved_outside_the_scheduler() -> None:
     run = SchedulerRun(3)
     run.submit("a", 4, max_new=6)
     run.step()
-    outsider = text_context([9] * 8)
-    run.kv.claim(outsider)
-    run.kv.reserve(outsider)
+    unscheduled_context = text_context([9] * 8)
+    run.kv.claim(unscheduled_context)
+    run.kv.reserve(unscheduled_context)
     while run.scheduler.has_work:
         run.step()
     assert list(run.scheduler.failures) == ["a"]
@@ -508,7 +508,7 @@ def test_a_decoding_context_fails_if_blocks_are_held_outside_the_scheduler() -> 
 # -- Refusals --------------------------------------------------------------------------------------------
 
 
-def test_a_request_that_never_fits_is_refused_with_the_numbers() -> None:
+def test_a_request_that_can_never_fit_is_refused_with_its_token_and_block_counts() -> None:
     run = SchedulerRun(5)
     with pytest.raises(InputError, match=r"may take 21 tokens \(7 of them the prompt\).* 5 blocks"):
         run.submit("a", 7, max_new=14)
@@ -608,20 +608,20 @@ def test_cancelling_an_ended_or_unknown_request_does_nothing() -> None:
 # -- Readiness and failures ------------------------------------------------------------------------------
 
 
-def test_requests_overtake_one_that_is_not_ready() -> None:
-    ready = {"b"}
-    run = SchedulerRun(ready=lambda context: context.request_id in ready)
+def test_a_request_that_is_not_ready_is_overtaken() -> None:
+    ready_names = {"b"}
+    run = SchedulerRun(ready=lambda context: context.request_id in ready_names)
     run.submit("a", 3, max_new=1)
     run.submit("b", 3, max_new=2)
     assert run.step() == [{"b": 3}]
     assert run.step() == [{"b": 1}]
     assert run.step() == []
     assert run.scheduler.has_work
-    ready.add("a")
+    ready_names.add("a")
     assert run.finish() == [{"a": 3}]
 
 
-def test_a_request_that_cannot_become_ready_fails_without_others() -> None:
+def test_an_input_error_in_ready_ends_only_its_request() -> None:
     def ready(context: TextContext) -> bool:
         if context.request_id == "a":
             raise InputError("the grammar does not compile")
@@ -635,18 +635,18 @@ def test_a_request_that_cannot_become_ready_fails_without_others() -> None:
     assert run.pipeline.released == ["a", "b"]
 
 
-def test_a_step_checks_the_readiness_of_few_contexts() -> None:
-    checked: list[str] = []
-    run = SchedulerRun(ready=lambda context: bool(checked.append(context.request_id)), max_batch_size=3)
+def test_a_step_checks_the_readiness_of_at_most_12_contexts() -> None:
+    checked_names: list[str] = []
+    run = SchedulerRun(ready=lambda context: bool(checked_names.append(context.request_id)), max_batch_size=3)
     for number in range(200):
         run.submit(f"r{number}", [1], max_new=1)
     for _ in range(5):
         run.step()
-        assert 0 < len(checked) <= 12
-        checked.clear()
+        assert 0 < len(checked_names) <= 12
+        checked_names.clear()
 
 
-def test_an_error_in_ready_ends_only_its_request() -> None:
+def test_an_internal_error_in_ready_ends_only_its_request() -> None:
     def ready(context: TextContext) -> bool:
         if context.request_id == "a":
             raise KeyError("an internal error")
@@ -676,13 +676,13 @@ def test_a_failed_forward_changes_no_state() -> None:
     assert run.finish() == [{"a": 4}, {"a": 1}, {"a": 1}]
 
 
-def test_a_request_that_fails_the_forward_ends_and_others_continue() -> None:
+def test_a_request_whose_forward_fails_ends_and_others_continue() -> None:
     run = SchedulerRun()
     for name in "abcd":
         run.submit(name, 3, max_new=4)
     run.step()
     run.pipeline.failing_requests = {"c"}
-    # The whole batch fails, then c with d, then c.
+    # The whole batch fails, then the half with c and d, then c.
     assert run.step() == [{"a": 1, "b": 1}, {"d": 1}]
     assert list(run.scheduler.failures) == ["c"]
     assert isinstance(run.scheduler.failures.pop("c").__cause__, FloatingPointError)
@@ -707,15 +707,15 @@ def test_each_admission_is_reported_once() -> None:
     run = SchedulerRun(5)
     run.submit("a", 4, max_new=12)
     run.submit("b", 4, max_new=12)
-    admitted = []
+    admitted_names = []
     while run.scheduler.has_work:
         run.step()
-        admitted.append([context.request_id for context in run.scheduler.admitted])
+        admitted_names.append([context.request_id for context in run.scheduler.admitted])
     assert run.scheduler.num_preemptions == 1
-    assert admitted == [["a", "b"], *[[]] * (len(admitted) - 1)]
+    assert admitted_names == [["a", "b"], *[[]] * (len(admitted_names) - 1)]
 
 
-def test_the_cost_of_a_step_does_not_depend_on_the_queue() -> None:
+def test_the_cost_of_a_step_does_not_depend_on_the_queue_length() -> None:
     def count_calls(num_waiting: int) -> int:
         run = SchedulerRun(1000, max_batch_size=3)
         for number in range(num_waiting):

@@ -35,16 +35,16 @@ class Limits:
 
 @dataclass(frozen=True)
 class Request:
-    arrival: int  # number of the step before which it is submitted
+    arrival: int  # number of the step before which the request is submitted
     num_common_tokens: int  # tokens of `COMMON_TOKENS` at the start of the prompt
     own_tokens: tuple[int, ...]  # tokens after the common prefix
     max_new_tokens: int  # maximum number of new tokens
     priority: int
-    cancelled_after: int | None  # steps after the arrival
-    ready_after: int  # steps after the arrival
+    cancelled_after: int | None  # number of steps after the arrival
+    ready_after: int  # number of steps after the arrival
     echo: bool
-    fails_after: int | None  # steps after the arrival until its forward fails
-    ends_at_eos: bool  # whether it ends at an end-of-sequence token
+    fails_after: int | None  # number of steps after the arrival
+    ends_at_eos: bool  # whether `EOS` ends the output
     client: str
 
     @property
@@ -52,7 +52,7 @@ class Request:
         return [*COMMON_TOKENS[: self.num_common_tokens], *self.own_tokens] or [1]
 
 
-limit_sets = st.builds(
+limit_strategy = st.builds(
     Limits,
     windows=st.sampled_from([(None,), (None, 6), (5,)]),
     num_blocks=st.integers(5, 14),
@@ -80,7 +80,7 @@ requests = st.builds(
 
 
 class Workload:
-    """Runs requests and records how each one ends."""
+    """Requests that are run by a scheduler, with a record of how each one ends."""
 
     def __init__(self, limits: Limits, requests: list[Request]) -> None:
         self.limits, self.step_number = limits, 0
@@ -144,12 +144,12 @@ class Workload:
         try:
             outputs = self.scheduler.step(self.limits.num_steps)
         except FloatingPointError:
-            return  # every part of the batch failed: no request ends, and the next step repeats the batch
-        failed = dict(self.scheduler.failures)
+            return  # all parts of the batch failed: no request ends, and the next step repeats the batch
+        failures = dict(self.scheduler.failures)
         self.scheduler.failures.clear()
-        assert failed.keys() <= self.pipeline.failing_requests
-        assert len(outputs) + len(failed) == self.scheduler.last_batch[0]
-        self.ends += [(name, "failed") for name in failed]
+        assert failures.keys() <= self.pipeline.failing_requests
+        assert len(outputs) + len(failures) == self.scheduler.last_batch[0]
+        self.ends += [(name, "failed") for name in failures]
         for name, output in outputs.items():
             self.tokens[name] += [int(token.next_token) for token in output.tokens]
             if output.is_done:
@@ -157,10 +157,10 @@ class Workload:
         trace = self.pipeline.trace[num_steps_before:]
         assert all(sum(rows.values()) <= self.limits.max_batch_input_tokens for rows in trace)
         assert all(len(rows) <= self.limits.max_batch_size for rows in trace)
-        assert trace or failed or not self.scheduler.num_running, (
+        assert trace or failures or not self.scheduler.num_running, (
             "a step with running requests computes nothing"
         )
-        assert trace or failed or not self.scheduler.num_waiting or self.step_number <= 20, (
+        assert trace or failures or not self.scheduler.num_waiting or self.step_number <= 20, (
             "no waiting request is admitted"
         )
         self.pipeline.kv.check_integrity()
@@ -180,7 +180,7 @@ class Workload:
 
 
 @settings(max_examples=num_examples(60), deadline=None)
-@given(limit_sets, st.lists(requests, min_size=1, max_size=12))
+@given(limit_strategy, st.lists(requests, min_size=1, max_size=12))
 def test_each_request_gets_its_exact_output_once(limits: Limits, requests: list[Request]) -> None:
     workload = Workload(limits, requests)
     workload.run()
@@ -200,7 +200,7 @@ def test_each_request_gets_its_exact_output_once(limits: Limits, requests: list[
 
 
 @settings(max_examples=num_examples(40), deadline=None)
-@given(limit_sets, st.lists(requests, min_size=1, max_size=12))
+@given(limit_strategy, st.lists(requests, min_size=1, max_size=12))
 def test_tokens_are_recomputed_only_after_a_preemption(limits: Limits, requests: list[Request]) -> None:
     workload = Workload(limits, requests)
     workload.run()
@@ -214,17 +214,19 @@ def test_tokens_are_recomputed_only_after_a_preemption(limits: Limits, requests:
         if not steps:
             continue
         assert steps[0][0] == context.num_cached_tokens
-        restarts = [start for (before, rows), (start, _) in pairwise(steps) if start != before + rows]
+        restarts = [
+            start for (previous_start, rows), (start, _) in pairwise(steps) if start != previous_start + rows
+        ]
         num_restarts += len(restarts)
         if not restarts and (name, "done") in workload.ends:
-            computed = sum(rows for _, rows in steps)
-            assert computed == context.end_idx - 1 - context.num_cached_tokens
+            num_computed = sum(rows for _, rows in steps)
+            assert num_computed == context.end_idx - 1 - context.num_cached_tokens
     assert num_restarts <= workload.scheduler.num_preemptions
 
 
 @settings(max_examples=num_examples(30), deadline=None)
 @given(
-    limit_sets,
+    limit_strategy,
     st.lists(requests.map(lambda request: replace(request, fails_after=None)), min_size=2, max_size=9),
 )
 def test_decoding_requests_are_in_every_step(limits: Limits, requests: list[Request]) -> None:
@@ -250,7 +252,7 @@ def test_decoding_requests_are_in_every_step(limits: Limits, requests: list[Requ
 
 @settings(max_examples=60, deadline=None)
 @given(
-    limit_sets,
+    limit_strategy,
     st.lists(
         requests.map(lambda request: replace(request, ready_after=0, num_common_tokens=0)),
         min_size=2,
@@ -265,15 +267,15 @@ def test_requests_of_a_client_are_admitted_in_order(limits: Limits, requests: li
         keys = [
             (-workload.requests[name].priority, workload.requests[name].arrival, int(name)) for name in names
         ]
-        for earlier, later in pairwise(keys):
+        for key, later_key in pairwise(keys):
             # A later request is admitted first only if it has a higher priority or arrived in a later step.
-            assert earlier < later or earlier[1] < later[1]
+            assert key < later_key or key[1] < later_key[1]
 
 
 @settings(max_examples=60, deadline=None)
-@given(limit_sets, st.lists(requests, min_size=2, max_size=14))
+@given(limit_strategy, st.lists(requests, min_size=2, max_size=14))
 def test_the_number_of_preemptions_is_bounded(limits: Limits, requests: list[Request]) -> None:
-    """Each preemption makes the shares of clients more equal. Only arrivals and ends make them less equal."""
+    """A preemption makes the shares of clients more equal. Only arrivals and ends make them less equal."""
     workload = Workload(replace(limits, num_blocks=400), requests)
     workload.run()
     assert workload.scheduler.num_preemptions <= len(requests) * limits.max_batch_size

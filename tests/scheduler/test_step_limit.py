@@ -1,4 +1,4 @@
-"""Limit of the step duration while one client holds many slots and others send requests."""
+"""The limit of the step duration while one client has many running requests and other clients send some."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.scheduler.step_limit import StepTime
 
 
 class TimedPipeline(FakePipeline):
-    """A fake pipeline. A step takes a fixed time, plus a time per decode row and per four prompt tokens."""
+    """A pipeline with simulated time: fixed per step, plus a time per decode row or four prompt rows."""
 
     def __init__(self, fixed_seconds: float, seconds_per_row: float) -> None:
         super().__init__(kv_manager(4000))
@@ -36,7 +36,7 @@ class TimedPipeline(FakePipeline):
 
 
 class TimedRun:
-    """Runs a scheduler over a timed pipeline. The first letter of a request's name is its client."""
+    """A scheduler with a timed pipeline. The first letter of a request id is the client id."""
 
     def __init__(self, fixed_seconds: float, seconds_per_row: float) -> None:
         self.pipeline = TimedPipeline(fixed_seconds, seconds_per_row)
@@ -77,7 +77,7 @@ class TimedRun:
             assert tokens == expected_output_tokens(text_context(prompt, max_length=3 + len(tokens))), name
 
 
-def test_steps_of_many_rows_are_short_while_another_client_sends_requests() -> None:
+def test_steps_take_at_most_5_ms_while_another_client_sends_requests() -> None:
     run = TimedRun(fixed_seconds=0.001, seconds_per_row=0.0002)
     run.start_competing_clients(128)
     durations = [run.step() for _ in range(40)]
@@ -86,7 +86,7 @@ def test_steps_of_many_rows_are_short_while_another_client_sends_requests() -> N
     run.finish()
 
 
-def test_a_step_may_take_twice_its_fixed_costs() -> None:
+def test_a_step_may_take_twice_its_fixed_time() -> None:
     run = TimedRun(fixed_seconds=0.010, seconds_per_row=0.001)
     run.start_competing_clients(128)
     durations = [run.step() for _ in range(40)]
@@ -109,7 +109,7 @@ def test_all_sequences_decode_equally_often() -> None:
     run.finish()
 
 
-def test_a_client_without_competitors_decodes_all_rows_after_two_seconds() -> None:
+def test_a_client_decodes_all_rows_two_seconds_after_the_last_competitor() -> None:
     run = TimedRun(fixed_seconds=0.001, seconds_per_row=0.0002)
     run.start_competing_clients(128, num_new_tokens=900)
     while run.pipeline.seconds < 60 and len(run.pipeline.trace[-1]) < 128:
@@ -118,7 +118,7 @@ def test_a_client_without_competitors_decodes_all_rows_after_two_seconds() -> No
     assert 1.9 < run.pipeline.seconds < 2.4
 
 
-def test_sequences_of_many_clients_are_in_every_step() -> None:
+def test_steps_of_many_clients_are_not_limited() -> None:
     run = TimedRun(fixed_seconds=0.001, seconds_per_row=0.002)
     for client in "abcdefghijklmnop":
         for number in range(8):
@@ -136,7 +136,7 @@ def test_steps_are_not_limited_if_their_time_does_not_depend_on_rows() -> None:
     assert len(run.pipeline.trace[-1]) == 128
 
 
-def test_a_call_of_several_steps_is_as_short_as_a_step() -> None:
+def test_the_limit_applies_to_all_steps_of_a_call() -> None:
     run = TimedRun(fixed_seconds=0.0005, seconds_per_row=0.00005)
     run.start_competing_clients(32)
     assert run.step(8) <= 0.005
@@ -156,7 +156,7 @@ def test_clients_with_few_sequences_decode_in_every_step() -> None:
         assert 8 <= sum(name.startswith("a") for name in batch) < 20
 
 
-def test_step_time_fits_a_line_and_follows_changes() -> None:
+def test_step_time_fits_fixed_and_per_row_seconds_and_follows_changes() -> None:
     estimate = StepTime()
     for number in range(100):
         rows = 1 + number % 50

@@ -1,10 +1,11 @@
-"""Workloads as tables of the number of rows of each request in each step.
+"""Workloads with tables of the number of rows (computed tokens) of each request in each step.
 
-Above the line are the limits of the scheduler and one line for each request: name, number of the step before
-which it arrives, prompt tokens, new tokens, and optionally priority or cancellation. Below the line is a
-table with one column for each request and one line for each step. A number is the rows of the request in the
-step, ``.`` means no rows, ``-`` that the request was preempted, and ``x`` that it was cancelled before the
-step."""
+Above the dashes are the limits of the scheduler, and one line for each request: its name, the number of the
+step before which it arrives, the number of prompt tokens, the number of new tokens, and optionally its
+priority or the step before which it is cancelled. Below the dashes is a table with one column for each
+request and one line for each step. A number is the number of rows of the request, ``.`` means no rows, ``-``
+means that the request was preempted, and ``x`` that it was cancelled before the step.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ TABLES = {
         1  .  .
         1  .  .
         """,
-    "a high priority runs first, then running requests before waiting ones": """
+    "a request of high priority runs first, then running requests before waiting ones": """
         blocks=100 batch=2 tokens=8 chunk=4
         a 0 20 1
         b 0  6 2
@@ -60,7 +61,7 @@ TABLES = {
         .  2  .
         .  1  .
         """,
-    "the youngest is preempted and computes all its tokens again": """
+    "the youngest request is preempted and its tokens are recomputed": """
         blocks=6 batch=4 tokens=16 chunk=4 caching=0
         a 0 4 14
         b 0 4 10
@@ -84,7 +85,7 @@ TABLES = {
         .  13 .
         .  .  9
         """,
-    "the lowest priority is preempted even if it is the oldest": """
+    "the request of the lowest priority is preempted even if it is the oldest": """
         blocks=5 batch=2 tokens=16 chunk=4 caching=0
         a 0 4 6 -1
         b 0 4 6
@@ -115,9 +116,9 @@ TABLES = {
 
 @pytest.mark.parametrize("name", TABLES)
 def test_each_step_runs_the_expected_rows(name: str) -> None:
-    script, expected = re.split(r"\n *-+\n", TABLES[name])
-    limits_line, *request_lines = script.strip().splitlines()
-    header, *lines = [line.split() for line in expected.strip().splitlines()]
+    workload_text, expected_table = re.split(r"\n *-+\n", TABLES[name])
+    limits_line, *request_lines = workload_text.strip().splitlines()
+    header, *lines = [line.split() for line in expected_table.strip().splitlines()]
     assert lines == run_workload(_parse_limits(limits_line), [line.split() for line in request_lines], header)
 
 
@@ -137,18 +138,18 @@ def run_workload(limits: dict[str, int], requests: list[list[str]], header: list
     lines: list[list[str]] = []
     while scheduler.has_work or len(contexts) < len(requests):
         cells = dict.fromkeys(header, ".")
-        for name, arrival, prompt, new, *rest in requests:
+        for name, arrival, prompt_length, num_new_tokens, *options in requests:
             if int(arrival) == len(lines):
-                priority = int(rest[0]) if rest and "=" not in rest[0] else 0
+                priority = int(options[0]) if options and "=" not in options[0] else 0
                 contexts[name] = text_context(
-                    [ord(name)] * int(prompt),
-                    max_length=int(prompt) + int(new),
+                    [ord(name)] * int(prompt_length),
+                    max_length=int(prompt_length) + int(num_new_tokens),
                     request_id=name,
                     priority=priority,
                 )
                 tokens[name] = []
                 scheduler.submit(contexts[name])
-            if f"cancel={len(lines)}" in rest:
+            if f"cancel={len(lines)}" in options:
                 scheduler.cancel(name)
                 cells[name] = "x"
         running_names = {name for name, context in contexts.items() if context.is_assigned_to_cache}
@@ -165,10 +166,10 @@ def run_workload(limits: dict[str, int], requests: list[list[str]], header: list
         assert len(lines) < 100
     for name, context in contexts.items():
         if context.is_done:
-            copy = text_context(context.prompt_tokens.tolist(), max_length=context.max_length)
-            assert tokens[name] == expected_output_tokens(copy)
+            new_context = text_context(context.prompt_tokens.tolist(), max_length=context.max_length)
+            assert tokens[name] == expected_output_tokens(new_context)
     return lines
 
 
 def _parse_limits(line: str) -> dict[str, int]:
-    return {name: int(value) for name, value in (pair.split("=") for pair in line.split())}
+    return {name: int(value) for name, value in (setting.split("=") for setting in line.split())}

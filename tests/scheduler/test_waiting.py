@@ -22,11 +22,11 @@ def make_queue(names: str, scan_limit: int = 4) -> WaitingQueue[Entry]:
     return queue
 
 
-def serve_ready(queue: WaitingQueue[Entry], ready: str) -> str:
+def serve_ready(queue: WaitingQueue[Entry], ready_names: str) -> str:
     """Remove all ready entries in one step and return their names."""
 
     def is_ready(entry: Entry) -> bool:
-        return entry.request_id in ready
+        return entry.request_id in ready_names
 
     queue.recheck(is_ready)
     names = ""
@@ -52,7 +52,7 @@ def test_first_ready_removes_no_entry() -> None:
     assert "a" in queue
 
 
-def test_an_entry_that_is_not_ready_is_overtaken_and_keeps_its_position() -> None:
+def test_an_unready_entry_is_overtaken_and_keeps_its_position() -> None:
     queue = make_queue("abcd")
     assert serve_ready(queue, "bd") == "bd"
     queue.push(Entry("e", (0, 9)))
@@ -62,17 +62,17 @@ def test_an_entry_that_is_not_ready_is_overtaken_and_keeps_its_position() -> Non
 def test_removed_entries_are_skipped_at_any_position() -> None:
     queue = make_queue("abcd")
     assert serve_ready(queue, "c") == "c"
-    removed = queue.remove("a")  # a is not ready, so it is in the list of unready entries
-    assert removed is not None
+    removed_entry = queue.remove("a")  # a is not ready, so it is in the list of unready entries
+    assert removed_entry is not None
     assert queue.remove("a") is None
     assert serve_ready(queue, "abd") == "bd"
 
 
 def test_an_entry_can_be_added_again() -> None:
     queue = make_queue("ab")
-    first = queue.remove("a")
-    assert first is not None
-    queue.push(first)
+    entry = queue.remove("a")
+    assert entry is not None
+    queue.push(entry)
     assert serve_ready(queue, "ab") == "ab"
 
 
@@ -94,7 +94,7 @@ def test_a_step_checks_few_unready_entries_and_reaches_all_in_turn() -> None:
     assert steps == 3
 
 
-def test_clients_are_served_by_rank_in_their_own_order() -> None:
+def test_clients_are_served_by_rank_and_their_entries_by_key() -> None:
     ranks = {"x": (1,), "y": (0,)}
     queue: WaitingQueue[Entry] = WaitingQueue(4, ranks.__getitem__)
     for index, name in enumerate("abcd"):
@@ -107,7 +107,7 @@ def test_clients_are_served_by_rank_in_their_own_order() -> None:
     assert order == "cadb"
 
 
-def test_a_client_with_a_smaller_rank_moves_forward() -> None:
+def test_a_client_whose_rank_decreases_moves_forward() -> None:
     ranks = {"x": (2,), "y": (1,)}
     queue: WaitingQueue[Entry] = WaitingQueue(4, ranks.__getitem__)
     queue.push(Entry("a", (0, 0), "x"))
@@ -141,7 +141,7 @@ def test_priority_comes_before_rank() -> None:
     assert queue.first_ready(lambda entry: True) == Entry("b", (-1, 1), "y")
 
 
-def test_the_heap_of_clients_stays_small() -> None:
+def test_the_heap_size_depends_on_clients_and_not_on_entries() -> None:
     queue: WaitingQueue[Entry] = WaitingQueue(4, lambda client_id: (0,))
     for index in range(5000):
         queue.push(Entry(f"{index}", (0, index), f"client {index % 10}"))
@@ -152,7 +152,7 @@ def test_the_heap_of_clients_stays_small() -> None:
     assert not queue._lanes
 
 
-def test_the_heap_stays_small_when_a_rank_changes() -> None:
+def test_rank_changes_leave_at_most_two_keys_in_the_heap() -> None:
     ranks = {"x": 0}
     queue: WaitingQueue[Entry] = WaitingQueue(4, lambda client_id: (ranks[client_id],))
     for index in range(200):

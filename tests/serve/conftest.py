@@ -11,9 +11,9 @@ import pytest
 @pytest.fixture(autouse=True)
 def _restored_logs() -> Iterator[None]:
     """Restore the log configuration, which a test may change."""
-    logs = [logging.getLogger(name) for name in ("penstock", "uvicorn.error")]
-    previous_settings = [(log.handlers, log.level, log.propagate) for log in logs]
+    loggers = [logging.getLogger(name) for name in ("penstock", "uvicorn.error")]
+    previous_settings = [(logger.handlers, logger.level, logger.propagate) for logger in loggers]
     yield
-    for log, (handlers, level, propagate) in zip(logs, previous_settings, strict=True):
-        log.handlers, log.propagate = handlers, propagate
-        log.setLevel(level)
+    for logger, (handlers, level, propagate) in zip(loggers, previous_settings, strict=True):
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)

@@ -1,4 +1,4 @@
-"""Handling of requests outside the routes: request ids, access log, gate, and unexpected errors."""
+"""Handling of requests outside the routes: request ids, access log, gate, unexpected errors, CORS."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from penstock.serve.observability.request_record import RequestRecord
 
 
 def make_failing_routes(may_finish: asyncio.Event | None = None) -> APIRouter:
-    """Return routes with various errors. "/slow" waits for `may_finish`, or until it is cancelled."""
+    """Return routes that fail in various ways. "/slow" waits until `may_finish` is set."""
     router = APIRouter()
 
     @router.get("/bug")
@@ -43,21 +43,25 @@ def make_failing_routes(may_finish: asyncio.Event | None = None) -> APIRouter:
         record.tokens(1)
         return name
 
-    async def broken(error: Exception) -> AsyncIterator[str]:
+    async def yield_and_fail(error: Exception) -> AsyncIterator[str]:
         yield "data: 1\n\n"
         raise error
 
     @router.get("/stream/bug")
     async def stream_bug() -> StreamingResponse:
-        return StreamingResponse(broken(ZeroDivisionError("a secret")), media_type="text/event-stream")
+        return StreamingResponse(
+            yield_and_fail(ZeroDivisionError("a secret")), media_type="text/event-stream"
+        )
 
     @router.get("/stream/gone")
     async def stream_gone() -> StreamingResponse:
-        return StreamingResponse(broken(UnavailableError("the worker died")), media_type="text/event-stream")
+        return StreamingResponse(
+            yield_and_fail(UnavailableError("the worker died")), media_type="text/event-stream"
+        )
 
     @router.get("/text/bug")
     async def text_bug() -> StreamingResponse:
-        return StreamingResponse(broken(ZeroDivisionError("a secret")), media_type="text/plain")
+        return StreamingResponse(yield_and_fail(ZeroDivisionError("a secret")), media_type="text/plain")
 
     @router.get("/left")
     async def wait_for_disconnect(request: Request) -> None:
@@ -71,9 +75,8 @@ def make_failing_routes(may_finish: asyncio.Event | None = None) -> APIRouter:
             while (await request.receive())["type"] != "http.disconnect":
                 pass
 
-        return Response(
-            "done", background=BackgroundTask(watch_disconnect)
-        )  # runs after the response was sent
+        # A background task runs after the response is sent.
+        return Response("done", background=BackgroundTask(watch_disconnect))
 
     @router.get("/slow")
     async def slow() -> str:
@@ -116,17 +119,17 @@ async def test_an_unexpected_error_is_logged_and_hidden(caplog: pytest.LogCaptur
     assert failure.fields == {"id": "abc"}  # type: ignore[attr-defined]
 
 
-async def test_a_stream_that_breaks_ends_with_an_error_event(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_stream_that_fails_ends_with_an_error_event(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     services = make_services()
     async with app_client(services, make_failing_routes()) as client:
-        bug = await client.get("/stream/bug")
-        unavailable = await client.get("/stream/gone")
-    assert bug.status_code == unavailable.status_code == 200
-    assert bug.text.startswith('data: 1\n\ndata: {"error":')
-    assert bug.text.endswith("}}\n\n")
-    assert "secret" not in bug.text
-    assert "the worker died" in unavailable.text
+        bug_response = await client.get("/stream/bug")
+        unavailable_response = await client.get("/stream/gone")
+    assert bug_response.status_code == unavailable_response.status_code == 200
+    assert bug_response.text.startswith('data: 1\n\ndata: {"error":')
+    assert bug_response.text.endswith("}}\n\n")
+    assert "secret" not in bug_response.text
+    assert "the worker died" in unavailable_response.text
     assert [line["status"] for line in read_access_log(caplog)] == [500, 503]
     assert [line["outcome"] for line in read_access_log(caplog)] == [
         "error:internal_error",
@@ -183,10 +186,10 @@ async def test_the_access_log_can_be_disabled(caplog: pytest.LogCaptureFixture) 
 async def test_a_disconnected_client_is_logged_with_status_499(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     services = make_services()
-    sent = await call(create_app(services, make_failing_routes()), "/left")
+    sent_messages = await get_and_disconnect(create_app(services, make_failing_routes()), "/left")
     [line] = read_access_log(caplog)
     assert (line["outcome"], line["status"]) == ("abort:client_disconnect", 499)
-    assert sent == []
+    assert sent_messages == []
     assert services.gate.num_active == 0
     metric_line = b'penstock_requests_total{method="GET",route="/left",status="499"} 1.0'
     assert metric_line in services.metrics.render()
@@ -196,7 +199,7 @@ async def test_a_client_that_disconnects_after_its_answer_is_not_logged_as_499(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
-    await call(create_app(make_services(), make_failing_routes()), "/watching")
+    await get_and_disconnect(create_app(make_services(), make_failing_routes()), "/watching")
     [line] = read_access_log(caplog)
     assert (line["outcome"], line["status"]) == ("-", 200)
 
@@ -230,7 +233,7 @@ async def test_probes_fail_while_the_worker_restarts() -> None:
             assert "the worker is restarting" in response.json()["error"]["message"]
 
 
-async def test_requests_are_refused_before_the_gate_opens_and_after_it_closes() -> None:
+async def test_requests_are_refused_while_the_gate_is_closed() -> None:
     services, may_finish = make_services(gate=Gate(is_open=False)), asyncio.Event()
     async with app_client(services, make_failing_routes(may_finish)) as client:
         early_response = await client.get("/items/a")
@@ -261,21 +264,21 @@ async def test_requests_are_refused_before_the_gate_opens_and_after_it_closes() 
 
 
 async def test_only_allowed_origins_get_cors_headers() -> None:
-    origin = {"origin": "http://a.example"}
-    preflight = {**origin, "access-control-request-method": "POST"}
+    origin_header = {"origin": "http://a.example"}
+    preflight_headers = {**origin_header, "access-control-request-method": "POST"}
     async with app_client(make_services()) as client:
-        response = await client.get("/version", headers=origin)
+        response = await client.get("/version", headers=origin_header)
         assert "access-control-allow-origin" not in response.headers
-        assert (await client.options("/v1/models", headers=preflight)).status_code == 405
+        assert (await client.options("/v1/models", headers=preflight_headers)).status_code == 405
     async with app_client(make_services(cors_origins=("http://a.example",), api_key=("k",))) as client:
-        allowed = await client.get("/v1/nothing", headers=origin)
+        allowed_response = await client.get("/v1/nothing", headers=origin_header)
         # Browsers send no key in a preflight request.
-        preflight_response = await client.options("/v1/models", headers=preflight)
-        other = await client.get("/version", headers={"origin": "http://b.example"})
-    assert allowed.status_code == 401
-    assert allowed.headers["access-control-allow-origin"] == "http://a.example"
+        preflight_response = await client.options("/v1/models", headers=preflight_headers)
+        other_origin_response = await client.get("/version", headers={"origin": "http://b.example"})
+    assert allowed_response.status_code == 401
+    assert allowed_response.headers["access-control-allow-origin"] == "http://a.example"
     assert preflight_response.status_code == 200
-    assert "access-control-allow-origin" not in other.headers
+    assert "access-control-allow-origin" not in other_origin_response.headers
 
 
 async def test_no_redirect_contains_the_host_header() -> None:
@@ -289,8 +292,8 @@ JSON = {"content-type": "application/json"}
 
 
 async def test_every_route_that_takes_a_body_reads_it_within_limits() -> None:
-    """Each such route is a `JsonRoute`, which has the size limit, the time-out and strict JSON."""
-    num_checked = 0
+    """Each route with a body is a `JsonRoute`, which limits size and time and refuses invalid JSON."""
+    num_checked_routes = 0
     tasks = (PipelineTask.TEXT_GENERATION, PipelineTask.EMBEDDINGS_GENERATION, PipelineTask.AUDIO_GENERATION)
     for task in tasks:
         async with app_client(replace(make_services(max_body_size=10), task=task)) as client:
@@ -306,14 +309,14 @@ async def test_every_route_that_takes_a_body_reads_it_within_limits() -> None:
             ]
             assert len(paths) >= 5
             for path in paths:
-                as_text = await client.post(path, content=b"{}", headers={"content-type": "text/plain"})
-                if as_text.status_code == 400 and "this model is loaded for" in as_text.text:
+                text_response = await client.post(path, content=b"{}", headers={"content-type": "text/plain"})
+                if text_response.status_code == 400 and "this model is loaded for" in text_response.text:
                     continue
-                num_checked += 1
-                assert as_text.status_code == 415, path
+                num_checked_routes += 1
+                assert text_response.status_code == 415, path
                 assert (await client.post(path, json="a" * 10)).status_code == 413, path
                 assert (await client.post(path, content=b'{"a": NaN}', headers=JSON)).status_code == 400, path
-    assert num_checked == len(paths) + 2 * 6  # six routes exist for each of the three tasks
+    assert num_checked_routes == len(paths) + 2 * 6  # six routes exist for all three tasks
 
 
 async def test_head_returns_the_headers_of_get() -> None:
@@ -335,7 +338,7 @@ async def test_the_openapi_document_is_served_without_external_pages() -> None:
 
 
 def read_access_log(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
-    """Return the fields of the lines of the access log."""
+    """Return the fields of each line of the access log."""
     return [
         record.fields  # type: ignore[attr-defined]
         for record in caplog.records
@@ -343,16 +346,16 @@ def read_access_log(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
     ]
 
 
-async def call(app: Any, path: str) -> list[Any]:
-    """Send a GET request and disconnect at once. Return the messages that were sent nevertheless."""
-    sent: list[Any] = []
-    messages = iter([{"type": "http.request"}, {"type": "http.disconnect"}])
+async def get_and_disconnect(app: Any, path: str) -> list[Any]:
+    """Send a GET request and disconnect at once. Return the messages that the application sends."""
+    sent_messages: list[Any] = []
+    received_messages = iter([{"type": "http.request"}, {"type": "http.disconnect"}])
 
     async def receive() -> Any:
-        return next(messages)
+        return next(received_messages)
 
     async def send(message: Any) -> None:
-        sent.append(message)
+        sent_messages.append(message)
 
     scope = {
         "type": "http",
@@ -369,4 +372,4 @@ async def call(app: Any, path: str) -> list[Any]:
         "server": ("127.0.0.1", 2),
     }
     await app(scope, receive, send)
-    return sent
+    return sent_messages

@@ -30,9 +30,9 @@ def test_keys_are_not_in_lists_and_messages() -> None:
     config = ServeConfig(api_key=("hidden",))
     assert "hidden" not in repr(config.describe())
     for invalid in (("hidden key",), "hidden key", ("hidden", ""), ("hidden", 1), 5):
-        with pytest.raises(ConfigError, match="api_key: must be") as caught:
+        with pytest.raises(ConfigError, match="api_key: must be") as exc_info:
             ServeConfig.from_flat({"api_key": invalid})
-        assert "hidden" not in str(caught.value)
+        assert "hidden" not in str(exc_info.value)
 
 
 def test_list_items_with_commas_are_not_split() -> None:

@@ -16,22 +16,24 @@ from penstock.worker.messages import WorkerStats
 from penstock.worker.router import WorkerRouter
 
 
-def make_body(**more: Any) -> dict[str, Any]:
-    return {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], **more}
+def make_body(**fields: Any) -> dict[str, Any]:
+    return {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], **fields}
 
 
-@pytest.mark.parametrize("route", [False, True])
-async def test_a_fake_engine_serves_responses_and_streams(route: bool) -> None:
+@pytest.mark.parametrize("uses_router", [False, True])
+async def test_a_fake_engine_serves_responses_and_streams(uses_router: bool) -> None:
     engine = FakeEngine()
-    services = make_services(WorkerRouter([engine]) if route else engine)
+    services = make_services(WorkerRouter([engine]) if uses_router else engine)
     async with app_client(services) as client:
-        chat = (await client.post("/v1/chat/completions", json=make_body(n=2))).json()
-        assert [choice["message"]["content"] for choice in chat["choices"]] == ["Hello!", "Hello!"]
-        short = await client.post("/v1/completions", json={"model": "demo", "prompt": "Hi", "max_tokens": 3})
-        assert short.json()["choices"][0]["text"] == "Hel"
-        assert short.json()["choices"][0]["finish_reason"] == "length"
-        stream = (await client.post("/v1/chat/completions", json=make_body(stream=True))).text
-    events = [json.loads(line[6:]) for line in stream.split("\n") if line.startswith("data: {")]
+        chat_response = (await client.post("/v1/chat/completions", json=make_body(n=2))).json()
+        assert [choice["message"]["content"] for choice in chat_response["choices"]] == ["Hello!", "Hello!"]
+        truncated_response = await client.post(
+            "/v1/completions", json={"model": "demo", "prompt": "Hi", "max_tokens": 3}
+        )
+        assert truncated_response.json()["choices"][0]["text"] == "Hel"
+        assert truncated_response.json()["choices"][0]["finish_reason"] == "length"
+        stream_text = (await client.post("/v1/chat/completions", json=make_body(stream=True))).text
+    events = [json.loads(line[6:]) for line in stream_text.split("\n") if line.startswith("data: {")]
     assert "".join(event["choices"][0]["delta"].get("content") or "" for event in events) == "Hello!"
     assert (len(engine.contexts), engine.num_outstanding) == (4, 0)
 
@@ -44,7 +46,7 @@ async def test_a_cancelled_request_is_cancelled_at_the_engine() -> None:
         task.cancel()
         await asyncio.wait({task})
         await wait_until(lambda: engine.num_outstanding == 0)
-    assert engine.cancelled == [context.request_id for context in engine.contexts]
+    assert engine.cancelled_ids == [context.request_id for context in engine.contexts]
 
 
 async def test_an_engine_that_is_not_ready_gets_no_request() -> None:
@@ -64,13 +66,15 @@ async def test_adapters_and_metrics_come_from_the_engine() -> None:
     services = make_services(engine)
     services.metrics.add_engine(engine)
     async with app_client(services) as client:
-        loaded = await client.post("/v1/load_lora_adapter", json={"lora_name": "tone", "lora_path": "/a"})
+        load_response = await client.post(
+            "/v1/load_lora_adapter", json={"lora_name": "tone", "lora_path": "/a"}
+        )
         missing_response = await client.post(
             "/v1/load_lora_adapter", json={"lora_name": "other", "lora_path": "/missing"}
         )
         models = (await client.get("/v1/models")).json()["data"]
         metrics = (await client.get("/metrics")).text
-    assert (loaded.status_code, missing_response.status_code) == (200, 400)
+    assert (load_response.status_code, missing_response.status_code) == (200, 400)
     assert engine.adapters == {"tone": "/a"}
     assert [model["id"] for model in models][1:] == ["tone"]
     assert models[0]["max_model_len"] == 2048

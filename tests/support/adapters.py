@@ -1,4 +1,4 @@
-"""Random LoRA adapters, written and applied by peft, the reference of the comparisons."""
+"""Random LoRA adapters, written and applied by peft, which is the reference of the tests."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from support.checkpoints import load_in_transformers
 from torch import Tensor
 
 
-def peft_model(checkpoint: Path, seed: int = 0, *, size: float = 0.1, **config: Any) -> Any:
-    """Return the checkpoint with a PEFT adapter of random matrices.
+def peft_model(checkpoint: Path, seed: int = 0, *, standard_deviation: float = 0.1, **config: Any) -> Any:
+    """Return the checkpoint in peft with an adapter of random matrices.
 
     PEFT initialises B with zeros, so both matrices are overwritten.
     """
@@ -25,7 +25,7 @@ def peft_model(checkpoint: Path, seed: int = 0, *, size: float = 0.1, **config: 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".lora_" in name:
-                parameter.normal_(std=size)
+                parameter.normal_(std=standard_deviation)
     return model
 
 
@@ -38,13 +38,13 @@ def save_adapter(model: Any, folder: Path) -> Path:
 
 
 def write_adapter(checkpoint: Path, folder: Path, seed: int = 0, **config: Any) -> Path:
-    """Write a random adapter for a checkpoint, by default on all linear layers with rank 4."""
+    """Write a random adapter for a checkpoint, by default of rank 4 on all linear layers."""
     settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
     return save_adapter(peft_model(checkpoint, seed, **settings | config), folder)
 
 
 def peft_logits(checkpoint: Path, adapter: Path, tokens: list[int]) -> Tensor:  # [T, V]
-    """Return the logits after every token of one sequence, as peft computes them with a saved adapter."""
+    """Return the logits ``[T, V]`` that peft computes for one sequence with a saved adapter."""
     from peft import PeftModel
 
     with warnings.catch_warnings():

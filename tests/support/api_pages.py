@@ -1,9 +1,9 @@
-"""The API pages as data: every public name, parameter, method and property that they show.
+"""The API pages as data: all public names with their parameters, methods and properties.
 
-``CORE`` is the page of MAX 25.4, ``PIPELINE`` that of 25.1 and ``PIPELINE_MODEL`` that of 26.3, with ``max``
-replaced by ``penstock``. A signature is written as on the page, without annotations and ``self``. Parameters
-that begin with an underscore are implementation and omitted. ``FACTORY`` stands for ``<factory>``. If two
-pages show a name, the signature of the later page holds. Comments there say so.
+``CORE`` is the page of MAX 25.4, ``PIPELINE`` is the page of 25.1, and ``PIPELINE_MODEL`` is the page of
+26.3, with ``max`` replaced by ``penstock``. A signature is written as on the page, without annotations and
+``self``. Parameters that begin with an underscore are omitted. ``FACTORY`` stands for ``<factory>``. If two
+pages show a name, the signature of the later page is used, as comments note.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Page:
     """A class or function as shown on a page."""
 
     signature: str | None = None
-    """None if the page shows no constructor (protocols, enums, typed dictionaries)."""
+    """The constructor; None if the page shows none (protocols, enums, typed dictionaries)."""
     attributes: str = ""
     """Names of properties and attributes."""
     methods: dict[str, str] = field(default_factory=dict)
@@ -42,11 +42,11 @@ class UnstatedDefault:
 
 FACTORY = UnstatedDefault("<factory>")
 OPTIONAL = UnstatedDefault("<any>")
-"""A parameter that page 26.3 requires. Penstock gives it a default, so that calls of page 25.1 work."""
+"""A parameter that the page of 26.3 requires. Penstock gives it a default, so that calls of 25.1 work."""
 
 
 def parse(signature: str) -> list[inspect.Parameter]:
-    """Return the parameters of a signature as the pages write it."""
+    """Return the parameters of a signature that is written as on a page."""
     from penstock.nn import ReturnHiddenStates
     from penstock.pipelines.core import SamplingParams, TextGenerationStatus
 
@@ -215,12 +215,12 @@ PIPELINE = {
         },
         is_protocol=True,
     ),
-    # The first two are on the page; the others are from 26.3.
+    # The first two parameters are on the page of 25.1, the others on the page of 26.3.
     "ModelOutputs": Page(
         "(next_token_logits=None, logits=None, logit_offsets=None, hidden_states=None)",
         "logits next_token_logits",
     ),
-    # The signatures of 26.3 hold for methods on both pages. This method is only on the older page.
+    # PIPELINE_MODEL has the methods that are on both pages. This method is only on the page of 25.1.
     "PipelineModel": Page(methods={"estimate_memory_footprint": "()"}),
     "TextGenerationPipeline": Page(
         "(pipeline_config, pipeline_model, eos_token_id)",

@@ -1,4 +1,4 @@
-"""An application without a socket: real services with a fake worker."""
+"""A client of the server application, without a socket, with real services and a fake worker."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make_services(
     tracing: Tracing | None = None,
     **config: Any,
 ) -> Services:
-    """Return services with a `FakeTokenizer`; `config` has fields of `ServeConfig`."""
+    """Return services with a `FakeTokenizer`. `config` are fields of `ServeConfig`."""
     tokenizer = FakeTokenizer()
     return Services(
         config=ServeConfig(**config),

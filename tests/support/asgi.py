@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message
 
-TIMEOUT = 60  # seconds: the machine may be busy
+TIMEOUT_SECONDS = 60  # long, because the machine may be busy
 
 
 class Exchange:
@@ -53,7 +53,7 @@ class Exchange:
 
     @property
     def status(self) -> int | None:
-        """The status code, once it is sent."""
+        """The status code of the response; None before it is sent."""
         return self.messages[0]["status"] if self.messages else None
 
     @property
@@ -66,14 +66,14 @@ class Exchange:
         self._disconnected.set()
 
     async def wait_until_sent(self, num_messages: int) -> None:
-        """Wait until this number of messages is sent."""
+        """Wait until the application has sent ``num_messages`` messages."""
         while len(self.messages) < num_messages:
             self._sent.clear()
-            await asyncio.wait_for(self._sent.wait(), TIMEOUT)
+            await asyncio.wait_for(self._sent.wait(), TIMEOUT_SECONDS)
 
     async def wait_until_ended(self) -> None:
         """Wait until the application has handled the request."""
-        await asyncio.wait_for(asyncio.shield(self.task), TIMEOUT)
+        await asyncio.wait_for(asyncio.shield(self.task), TIMEOUT_SECONDS)
 
     async def _receive(self) -> Message:
         if self._requests:
@@ -89,6 +89,6 @@ class Exchange:
 
 async def wait_until(condition: Any) -> None:
     """Wait until a condition is true."""
-    async with asyncio.timeout(TIMEOUT):
+    async with asyncio.timeout(TIMEOUT_SECONDS):
         while not condition():
             await asyncio.sleep(0.005)

@@ -1,4 +1,4 @@
-"""The operations of all kernel back ends that are available on this machine."""
+"""The variants of all kernel back ends that this machine can run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.kernels.reference import ReferenceOps
 
 @cache
 def _variants(*, deterministic: bool = False) -> dict[str, tuple[Ops, bool]]:
-    """Return all variants except the reference; each states whether it runs on a GPU."""
+    """Return (operations, whether they run on a GPU) of all variants except the reference, by name."""
     variants = {}
     for backend in BACKENDS.backends:
         for ops in backend.variants():
@@ -32,21 +32,21 @@ def _variants(*, deterministic: bool = False) -> dict[str, tuple[Ops, bool]]:
 
 
 def fast_back_ends(*, deterministic: bool = False) -> dict[str, Ops]:
-    """Return all variants except the reference by description, such as ``cpu avx2``.
+    """Return the operations of all variants except the reference, by a name such as ``cpu-avx2``.
 
-    With ``deterministic``, they are separate instances after `Ops.require_determinism`.
+    With ``deterministic``, `Ops.require_determinism` was called on them.
     """
     return {name: ops for name, (ops, _) in _variants(deterministic=deterministic).items()}
 
 
 @cache
 def all_back_ends(*, deterministic: bool = False) -> dict[str, Ops]:
-    """Return the reference and all other variants; see `fast_back_ends`."""
+    """Return the reference operations and the variants of `fast_back_ends`, by name."""
     return {"reference": ReferenceOps(), **fast_back_ends(deterministic=deterministic)}
 
 
 def back_end_params(back_ends: Mapping[str, Ops]) -> list[Any]:
-    """Return the names of back ends as fixture parameters. Those on a GPU are marked ``gpu``."""
+    """Return the names of back ends as fixture parameters. Names of GPU variants are marked ``gpu``."""
     if not back_ends:
         return [pytest.param("none", marks=pytest.mark.skip("no back end is built"))]
     on_gpu = {name for name, (_, on_gpu) in _variants(deterministic=False).items() if on_gpu}

@@ -1,4 +1,4 @@
-"""The playground in headless Chromium, with Playwright and Debian's or Google's Chromium."""
+"""The playground in headless Chromium, controlled by Playwright."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ from penstock.testing import FakePipeline
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 READY_CONDITION = "document.getElementById('model').value === 'demo'"
 FOCUSED_SCRIPT = """() => {
-  const e = document.activeElement;
-  const labels = [...(e.labels ?? [])].map((one) => one.textContent).join(" ");
-  return [e.tagName, (e.getAttribute("aria-label") || labels || e.textContent || "").trim(), e.id];
+  const element = document.activeElement;
+  const labels = [...(element.labels ?? [])].map((label) => label.textContent).join(" ");
+  const name = element.getAttribute("aria-label") || labels || element.textContent || "";
+  return [element.tagName, name.trim(), element.id];
 }"""
 """Returns tag, name and id of the focused element."""
 FOCUS_START_SCRIPT = (
     "document.body.tabIndex = -1, document.body.focus(), document.body.removeAttribute('tabindex')"
 )
-"""Moves the focus, so that Tab begins at the start of the page."""
+"""JavaScript that moves the focus to the start of the page."""
 
 
 @asynccontextmanager
-async def open_page(url: str, expected: str = "nothing", **options: Any) -> AsyncIterator[Any]:
+async def open_page(url: str, expected_error: str = "nothing", **options: Any) -> AsyncIterator[Any]:
     """Open a page. The test fails if the page reports an unexpected error.
 
     Args:
         url: the address.
-        expected: a part of the messages of expected errors.
+        expected_error: errors whose message contains this text are ignored.
         options: arguments of Playwright's ``new_page``, such as ``color_scheme``.
     """
     playwright = pytest.importorskip("playwright.async_api")
@@ -51,28 +52,28 @@ async def open_page(url: str, expected: str = "nothing", **options: Any) -> Asyn
         await page.goto(url)
         yield page
         await browser.close()
-    assert not [problem for problem in errors if expected not in problem]
+    assert not [message_text for message_text in errors if expected_error not in message_text]
 
 
 @asynccontextmanager
 async def open_playground(
-    pipeline: FakePipeline, expected: str = "nothing", fragment: str = "", **config: Any
+    pipeline: FakePipeline, expected_error: str = "nothing", fragment: str = "", **config: Any
 ) -> AsyncIterator[tuple[Any, InProcessServer]]:
-    """Open the playground of a server with a fake model; `config` is passed to `run_in_process`."""
-    async with run_in_process(pipeline, **config) as chat:
-        chat.services.gate.open()
-        chat.services.metrics.add_engine(chat.services.worker)
+    """Open the playground of a server with a fake model. `config` are options of `run_in_process`."""
+    async with run_in_process(pipeline, **config) as server:
+        server.services.gate.open()
+        server.services.metrics.add_engine(server.services.worker)
         listener = socket.create_server(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(create_app(chat.services), log_config=None))
-        server_task = asyncio.create_task(server.serve(sockets=[listener]))
+        uvicorn_server = uvicorn.Server(uvicorn.Config(create_app(server.services), log_config=None))
+        server_task = asyncio.create_task(uvicorn_server.serve(sockets=[listener]))
         try:
             url = f"http://127.0.0.1:{listener.getsockname()[1]}/{fragment}"
-            async with open_page(url, expected) as page:
+            async with open_page(url, expected_error) as page:
                 if not config.get("api_key"):
                     await wait_until(page, READY_CONDITION)
-                yield page, chat
+                yield page, server
         finally:
-            server.should_exit = True
+            uvicorn_server.should_exit = True
             await server_task
 
 
@@ -99,12 +100,12 @@ async def send_message(page: Any, text: str) -> None:
 
 
 async def controls_in_tab_order(page: Any, count: int = 90) -> list[tuple[str, str]]:
-    """Return id and name of each control that Tab reaches, in order. A repetition at the end is dropped."""
+    """Return (element id, accessible name) of each control that Tab reaches, in order."""
     await page.evaluate(FOCUS_START_SCRIPT)
     controls: list[tuple[str, str]] = []
     for _step in range(count):
         await page.keyboard.press("Tab")
-        tag, name, key = await page.evaluate(FOCUSED_SCRIPT)
+        tag, name, element_id = await page.evaluate(FOCUSED_SCRIPT)
         if tag != "BODY":
-            controls.append((key, name))
+            controls.append((element_id, name))
     return controls

@@ -1,4 +1,4 @@
-"""Grammars over a vocabulary of single bytes, to check which texts a grammar accepts and generates."""
+"""Grammars over a vocabulary of single bytes, which show what texts a grammar accepts and generates."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def accepts(grammar: xgr.CompiledGrammar, text: str) -> bool:
 
 
 def generate_random_text(grammar: xgr.CompiledGrammar, seed: int, soft_limit: int = 60) -> str:
-    """Return a random text: uniform over allowed bytes, closing bytes preferred after `soft_limit` bytes."""
-    choose = random.Random(seed)
+    """Return a random text of the grammar. Closing bytes are preferred after `soft_limit` bytes."""
+    random_choices = random.Random(seed)
     matcher = xgr.GrammarMatcher(grammar)
     mask = torch.empty((1, 9), dtype=torch.int32)
     output_bytes = bytearray()
@@ -40,13 +40,13 @@ def generate_random_text(grammar: xgr.CompiledGrammar, seed: int, soft_limit: in
         bits = np.unpackbits(mask[0].numpy().view(np.uint8), bitorder="little")
         allowed_ids = np.flatnonzero(bits[:257]).tolist()  # ignore the padding of the last word
         assert allowed_ids, f"no byte is allowed after {bytes(output_bytes)!r}"
-        token = choose.choice(allowed_ids)
+        token = random_choices.choice(allowed_ids)
         if len(output_bytes) > soft_limit:
-            closers = [end for end in _CLOSERS if end in allowed_ids]
+            closers = [byte for byte in _CLOSERS if byte in allowed_ids]
             if END in allowed_ids:
                 token = END
-            elif closers and choose.random() < 0.8:
-                token = choose.choice(closers)
+            elif closers and random_choices.random() < 0.8:
+                token = random_choices.choice(closers)
         assert len(output_bytes) < 5000, f"the text does not end: {bytes(output_bytes)[:200]!r}"
         if token == END:
             return output_bytes.decode()

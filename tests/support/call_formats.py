@@ -1,4 +1,4 @@
-"""Renderers of tool calls in each format: the inverse of `penstock.serve.parsers`."""
+"""Renderers of tool calls in each format. `penstock.serve.parsers` is the inverse."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def render_json_list(calls: Iterable[Call], key: str = "arguments") -> str:
 
 
 def template_renderer(template: str, separator: str = "") -> Callable[[Sequence[Call]], str]:
-    """Return a renderer that writes calls one by one. NAME and ARGUMENTS are placeholders in `template`."""
+    """Return a renderer that fills a template per call. It has the placeholders NAME and ARGUMENTS."""
 
     def render(calls: Sequence[Call]) -> str:
         rendered_calls = [
@@ -80,7 +80,7 @@ def render_apertus(calls: Sequence[Call]) -> str:
 
 
 def render_tags(call: Call, template: str) -> str:
-    """Render each argument in a tag; strings are written without quotes."""
+    """Render each argument in a tag. Strings are written without quotes."""
     return "".join(
         template.replace("KEY", key)
         .replace("IS_STRING", dump_json(isinstance(value, str)))
@@ -111,10 +111,10 @@ def render_glm(calls: Sequence[Call]) -> str:
     return "\n".join(f"<tool_call>{call.name}\n{render_tags(call, argument)}</tool_call>" for call in calls)
 
 
-def dsml_renderer(outside: str) -> Callable[[Sequence[Call]], str]:
+def dsml_renderer(outer_tag: str) -> Callable[[Sequence[Call]], str]:
     def render(calls: Sequence[Call]) -> str:
         parameter = '<|DSML|parameter name="KEY" string="IS_STRING">VALUE</|DSML|parameter>\n'
-        # Only bars of the markup become wide bars; bars in values are kept.
+        # Bars of the markup become wide bars. Bars in values are not changed.
         parameter = parameter.replace("|", "\uff5c")
         invokes = [
             widen_bars(f'<|DSML|invoke name="{call.name}">\n')
@@ -122,7 +122,7 @@ def dsml_renderer(outside: str) -> Callable[[Sequence[Call]], str]:
             + widen_bars("</|DSML|invoke>\n")
             for call in calls
         ]
-        return widen_bars(f"<|DSML|{outside}>\n") + "".join(invokes) + widen_bars(f"</|DSML|{outside}>")
+        return widen_bars(f"<|DSML|{outer_tag}>\n") + "".join(invokes) + widen_bars(f"</|DSML|{outer_tag}>")
 
     return render
 
@@ -196,7 +196,7 @@ RENDERERS: dict[str, Callable[[Sequence[Call]], str]] = {
     "functionary": template_renderer("<function=NAME>ARGUMENTS</function>"),
 }
 FORMATS_WITHOUT_MARKER = ("llama3_json", "pythonic")
-"""Formats whose calls have no marker."""
+"""Formats in which no marker begins a call."""
 SINGLE_CALL_FORMATS = ("harmony",)
 """Formats whose output ends with its first call."""
 
@@ -208,7 +208,7 @@ VALUE_ENDS = {
     "deepseek_v32": widen_bars("</|DSML|parameter>"),
     "deepseek_v4": widen_bars("</|DSML|parameter>"),
 }
-"""The end marker of a value in formats that cannot escape it."""
+"""The marker after a value, in formats that cannot escape it within a value."""
 
 
 def split_text(text: str, sizes: Sequence[int]) -> Iterator[str]:
@@ -229,7 +229,7 @@ def parse(parser: OutputParser, text: str, sizes: Sequence[int] = (1 << 30,)) ->
 
 
 def collect_calls(events: Iterable[Event]) -> list[Call]:
-    """Return the calls among merged events; their arguments must be JSON."""
+    """Return the calls in merged events. Their arguments must be JSON."""
     names: list[str] = []
     arguments: dict[int, str] = {}
     for event in events:

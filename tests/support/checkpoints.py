@@ -1,4 +1,4 @@
-"""Small random checkpoints, written and run by transformers, which is the reference of the comparisons."""
+"""Small random checkpoints, written and run by transformers, which is the reference of the tests."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def _model_class(config: Mapping[str, Any]) -> Any:
     return AutoModelForImageTextToText if _reads_images(config) else AutoModelForCausalLM
 
 
-def skip_unknown_type(model_type: str) -> None:
-    """Skip the test if the installed transformers does not know a type of models."""
+def skip_unknown_model_type(model_type: str) -> None:
+    """Skip the test if the installed transformers has no models of this type."""
     import transformers
 
     if model_type not in transformers.CONFIG_MAPPING:
-        pytest.skip(f"transformers {transformers.__version__} does not know {model_type!r}")
+        pytest.skip(f"transformers {transformers.__version__} has no model type {model_type!r}")
 
 
 def write_checkpoint(folder: Path, config: Mapping[str, Any], seed: int = 0) -> Path:
@@ -58,7 +58,7 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any], seed: int = 0) -> 
     """
     from transformers import AutoConfig
 
-    skip_unknown_type(config["model_type"])
+    skip_unknown_model_type(config["model_type"])
     torch.manual_seed(seed)
     values = {name: value for name, value in config.items() if name not in ("architectures", "model_type")}
     hf_config = AutoConfig.for_model(config["model_type"], **values, initializer_range=0.2)
@@ -67,9 +67,8 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any], seed: int = 0) -> 
         for name, parameter in model.named_parameters():
             if name.endswith(".weight") and ("norm" in name or ".ln_" in name):
                 parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
-            elif (
-                _reads_images(config) and parameter.dim() > 1
-            ):  # transformers gives vision parameters other ranges
+            elif _reads_images(config) and parameter.dim() > 1:
+                # The ranges of transformers for vision parameters do not follow `initializer_range`.
                 nn.init.normal_(parameter, std=0.2)
             elif name.endswith((".bias", "_bias")):  # includes the 2-dimensional biases of experts
                 nn.init.normal_(parameter, std=0.2)
@@ -86,21 +85,21 @@ def load_in_transformers(folder: Path) -> Any:
     Eager attention is used because only it supports soft caps.
     """
     config = json.loads((folder / "config.json").read_text())
-    kind = _model_class(config)
-    return kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model_class = _model_class(config)
+    return model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def transformers_logits(model: Any, tokens: list[int]) -> torch.Tensor:  # [T, V]
-    """Return the logits after every token of one sequence, computed in one forward."""
+    """Return the logits ``[T, V]`` after each token of one sequence, computed in one forward."""
     with torch.inference_mode():
         return model(torch.tensor([tokens])).logits[0].float()
 
 
 def transformers_step(model: Any, text: list[int], past: Any = None) -> tuple[torch.Tensor, Any]:  # [1, V]
-    """Return the logits after the last token of a text, and the updated cache.
+    """Return the logits ``[1, V]`` after the last token of a text, and the updated cache.
 
-    ``past`` is the cache of the tokens before the last. If the text exceeds the length of LongRoPE's short
-    factors, the cache is recomputed, as in ``generate`` of Phi 3.
+    ``past`` is the cache of all tokens but the last. It is recomputed when the text becomes longer than the
+    length of LongRoPE's short factors, as in ``generate`` of Phi 3.
     """
     rope = getattr(model.config, "rope_parameters", None) or {}
     limit = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None

@@ -1,6 +1,6 @@
-"""Tiny codecs with random weights, and results of the original packages.
+"""Tiny codecs with random weights, and the outputs of the original packages.
 
-tools/write_codec_references.py writes these results.
+tools/write_codec_references.py writes these outputs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REFERENCES = sorted(folder.name for folder in FOLDER.iterdir())
 def load_reference(
     name: str, back_end: str = "reference", folder: Path = FOLDER, encoding: str = "float32"
 ) -> Any:
-    """Return the codec of a folder, on the operations of a back end."""
+    """Return the codec of the folder ``name``, with the operations of a back end."""
     session: Any = SimpleNamespace(ops=all_back_ends(deterministic=True)[back_end])
     return load_codec(folder / name, session, encoding=encoding)
 
@@ -54,7 +54,7 @@ SEMANTIC: dict[str, Any] = {
 
 
 def write_neucodec(folder: Path, levels: tuple[int, ...] = (4, 5, 3)) -> Any:
-    """Write a NeuCodec checkpoint with an encoder and random weights. Return the model of transformers."""
+    """Write a random NeuCodec checkpoint with an encoder. Return the model of transformers."""
     from transformers import NeuCodecConfig, NeuCodecModel
 
     torch.manual_seed(0)

@@ -1,4 +1,7 @@
-"""Further configurations of dense families; see `tests/architectures/test_variants.py`."""
+"""Further configurations of dense families, for `tests/architectures/test_variants.py`.
+
+Values replace values of the tiny configuration; ``"absent"`` removes one.
+"""
 
 from __future__ import annotations
 

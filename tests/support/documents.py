@@ -52,7 +52,7 @@ class Block:
 
 
 def code_blocks(*languages: str) -> list[Block]:
-    """Return the code blocks of all pages in these languages."""
+    """Return the code blocks of all pages that are in one of the languages."""
     return [block for page in PAGES for block in _parse_blocks(page) if block.language in languages]
 
 
@@ -63,13 +63,13 @@ def _parse_blocks(page: Path) -> Iterator[Block]:
 
 
 def shell_commands(block: Block) -> list[str]:
-    """Return the commands of a console session: lines after ``$``, joined at a trailing backslash."""
+    """Return the commands of a console session: the lines that begin with ``$``, with continuation lines."""
     joined_lines = block.code.replace("\\\n", " ")
     return [line[2:] for line in joined_lines.splitlines() if line.startswith("$ ")]
 
 
 def parse_curl(command: str) -> tuple[str, str, dict[str, Any] | None]:
-    """Return method, path and JSON body of a curl command to the documentation's server."""
+    """Return (method, path, JSON body) of a curl command."""
     words = shlex.split(command, comments=True)
     (address,) = [word for word in words if word.startswith("http")]
     body = words[words.index("-d") + 1] if "-d" in words else None
@@ -81,7 +81,7 @@ def parse_curl(command: str) -> tuple[str, str, dict[str, Any] | None]:
 
 
 def write_adapter(folder: Path, seed: int = 0) -> Path:
-    """Write a PEFT directory for the embedded model, with the function of ``examples/lora.py``."""
+    """Write a PEFT directory for the embedded model, with the code of ``examples/lora.py``."""
     adapter_path = runpy.run_path(str(EXAMPLES / "lora.py"))["write_adapter"](folder, seed=seed)
     assert isinstance(adapter_path, Path)
     return adapter_path

@@ -16,22 +16,22 @@ from penstock.serve.config import serve_fields
 
 
 def embedder_config(folder: Path, **fields: Any) -> PipelineConfig:
-    """Return the configuration of a saved encoder that is served as ``tiny``."""
+    """Return the configuration that serves a saved encoder as the model ``tiny``."""
     values = {"model_path": str(folder), "quantization_encoding": "float32", "served_model_name": "tiny"}
     return PipelineConfig.from_flat(values | {"num_threads": 1} | fields)
 
 
 @asynccontextmanager
 async def embedding_server(folder: Path, **fields: Any) -> AsyncIterator[InProcessServer]:
-    """Run a server of a saved encoder. `fields` belong to `PipelineConfig` and `ServeConfig`."""
+    """Run a server of a saved encoder. `fields` are fields of `PipelineConfig` and `ServeConfig`."""
     serve_values = {
         name: fields.pop(name) for name in [field.name for field in serve_fields()] if name in fields
     }
     config = embedder_config(folder, **fields)
     tokenizer = load_tokenizer(config)
-    work = partial(load_runtime, config)
+    make_runtime = partial(load_runtime, config)
     async with run_in_process(
-        work=work, tokenizer=tokenizer, pipeline_config=config, **serve_values
+        make_runtime=make_runtime, tokenizer=tokenizer, pipeline_config=config, **serve_values
     ) as server:
         tokenizer.max_length = server.services.worker.info.max_length
         yield server

@@ -15,7 +15,7 @@ from penstock.kernels.linear import multiply_floats
 class HalvedEncoding(LinearEncoding):
     """A lossless encoding that stores half of each weight and a scale of two.
 
-    Results are wrong if a weight is used without unpacking.
+    The result is wrong if a layer uses the stored tensor without unpacking it.
 
     Args:
         name: name of the encoding.

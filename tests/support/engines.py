@@ -26,9 +26,9 @@ INFO = WorkerInfo(
 
 @dataclass
 class FakeEngine:
-    """An `EngineClient` that answers each request with ``text``, one byte per iteration of the event loop.
+    """An `EngineClient` that returns ``text`` for each request, one byte per iteration of the event loop.
 
-    Tests set the attributes directly. While ``is_paused`` is true, admitted requests do not generate.
+    Tests set the attributes directly. While ``is_paused`` is true, admitted requests generate no tokens.
     """
 
     text: str = "Hello!"
@@ -43,17 +43,17 @@ class FakeEngine:
     num_restarts: int = 0
     contexts: list[TextContext] = field(default_factory=list)
     """All submitted contexts."""
-    cancelled: list[str] = field(default_factory=list)
+    cancelled_ids: list[str] = field(default_factory=list)
     """The ids of all cancelled requests."""
     calls: list[str] = field(default_factory=list)
-    """The calls of `launch`, `start` and `stop`."""
+    """The names of the called methods, with the arguments of `stop` and `sleep`."""
     start_error: Exception | None = None
     """Raised by `start`."""
     control_error: Exception | None = None
-    """Raised by `sleep`, `reset_prefix_cache` and the methods for profiles."""
+    """Raised by `sleep`, `reload`, `reset_prefix_cache`, `start_profile` and `stop_profile`."""
     listeners: list[CacheListener] = field(default_factory=list)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    _ends: list[asyncio.Future[None]] = field(default_factory=list)
+    _end_futures: list[asyncio.Future[None]] = field(default_factory=list)
 
     def submit(self, context: TextContext) -> Generation:
         if self.state != "ready":
@@ -70,20 +70,20 @@ class FakeEngine:
         return generation
 
     def _cancel(self, request_id: str) -> None:
-        self.cancelled.append(request_id)
+        self.cancelled_ids.append(request_id)
         self.num_outstanding -= 1
         self._report_end()
 
     def request_ended(self) -> asyncio.Future[None]:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._ends.append(future)
+        self._end_futures.append(future)
         return future
 
     def _report_end(self) -> None:
-        for future in self._ends:
+        for future in self._end_futures:
             if not future.done():
                 future.set_result(None)
-        self._ends.clear()
+        self._end_futures.clear()
 
     async def _generate(self, context: TextContext, generation: Generation) -> None:
         generation.admit(0)
@@ -98,11 +98,11 @@ class FakeEngine:
                 status = TextGenerationStatus.END_OF_SEQUENCE
             elif number == max_new_tokens:
                 status = TextGenerationStatus.MAXIMUM_LENGTH
-            tokens_of_step = [] if token == FakeTokenizer.EOS else [token]
+            step_tokens = [] if token == FakeTokenizer.EOS else [token]
             if status.is_done:
                 self.num_outstanding -= 1
                 self._report_end()
-            generation.add(TextResult(context.request_id, tokens_of_step, status))
+            generation.add(TextResult(context.request_id, step_tokens, status))
             if status.is_done:
                 return
 

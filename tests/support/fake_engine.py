@@ -1,6 +1,6 @@
-"""A fake benchmark peer whose output counts upwards.
+"""A fake engine for benchmarks. Each output token is the previous token plus one.
 
-Its argument selects a fault: ``python fake_engine.py FAULT``.
+The argument selects a fault: ``python fake_engine.py FAULT``.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ FAULT = sys.argv[1] if len(sys.argv) > 1 else ""
 
 
 HOLD_MEMORY = """
-held = bytearray(32 << 20)
-held[:: 1 << 12] = bytes(len(held[:: 1 << 12]))  # touched, page by page
+buffer = bytearray(32 << 20)
+buffer[:: 1 << 12] = bytes(len(buffer[:: 1 << 12]))  # writes to each page, so that it is resident
 print("held", flush=True)
 input()
 """
 
 
 def open_engine(settings: Settings) -> Generate:
-    """Return a function whose output counts upwards from the last token of the prompt."""
+    """Return a function that generates tokens: each is the previous token plus one."""
     print("loading", settings.model.name, flush=True)
     os.write(1, b"a line of the native library\n")
     if FAULT == "large":

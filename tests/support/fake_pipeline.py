@@ -1,4 +1,4 @@
-"""A text pipeline without a model: each token is a function of the tokens before it.
+"""A text pipeline without a model. Each token is a function of the tokens before it.
 
 The KV cache is real, and each step checks that the cache holds the keys of the tokens. A schedule (chunks,
 batches, preemption, prefixes) is correct if the output equals the result of `expected_output_tokens`.
@@ -36,7 +36,7 @@ def expected_output_tokens(context: TextContext) -> list[int]:
 
 
 class FakePipeline:
-    """Implements ``Pipeline[TextContext, TextGenerationResponse]`` and keeps a trace."""
+    """A ``Pipeline[TextContext, TextGenerationResponse]`` that records the rows of each step."""
 
     def __init__(self, kv: KVCacheManager) -> None:
         self.kv = kv
@@ -56,8 +56,8 @@ class FakePipeline:
     ) -> dict[str, TextGenerationResponse]:
         if any(context.active_idx < context.end_idx for context in batch.values()):
             num_steps = 1
-        left = [self.kv.spec.steps_left(context.current_length) for context in batch.values()]
-        num_steps = min([num_steps, *(steps for steps in left if steps is not None)])
+        steps_left = [self.kv.spec.steps_left(context.current_length) for context in batch.values()]
+        num_steps = min([num_steps, *(steps for steps in steps_left if steps is not None)])
         for context in batch.values():
             self.kv.claim(context)
             self.kv.reserve(context, num_steps - 1)

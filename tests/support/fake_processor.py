@@ -1,4 +1,4 @@
-"""A fake image processor for processor processes; options make it fail."""
+"""A fake image processor that runs in a processor process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.media.process import serve
 
 
 class FakeProcessor:
-    """Returns the decoded pixels."""
+    """A processor that returns the decoded pixels. ``crash`` makes it exit, ``seconds`` makes it wait."""
 
     def process(
         self, data: bytes, options: Mapping[str, Any], max_pixels: int

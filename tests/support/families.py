@@ -1,4 +1,4 @@
-"""The marker `families`: tests that behave alike in similar families run on one family of each kind."""
+"""The marker `families`: by default, a marked test runs on one family of each kind of block."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ REPRESENTATIVES = frozenset(
         "starcoder2",  # non-gated feed-forward layers with biases
     )
 )
-"""One family for each kind of block."""
+"""The families that the default run tests: one for each kind of block."""
 
 
-def items_of_similar_families(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """Return the tests marked `families` whose family is not among `REPRESENTATIVES`."""
+def items_of_redundant_families(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """Return the tests marked `families` that use a family outside `REPRESENTATIVES`."""
     return [
         item
         for item in items

@@ -1,4 +1,4 @@
-"""The reference operations without the quantization of activations, as the CUDA back end multiplies."""
+"""The reference operations with float activations, as in the CUDA back end."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from penstock.kernels.reference import ReferenceOps
 
 
 class FloatActivations(ReferenceOps):
-    """Multiplies by the unpacked weight. Only up to 64 rows of int8 products are quantized."""
+    """Operations that multiply float activations by the unpacked weight.
+
+    Only int8 layers with up to 64 rows quantize the activations.
+    """
 
     def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
-        kind = encoding_named(packed.encoding)
-        is_int8 = kind.numbers == "integer" and kind.group_size is None
-        if kind.is_float or (is_int8 and len(x) <= 64):
+        encoding = encoding_named(packed.encoding)
+        is_int8 = encoding.numbers == "integer" and encoding.group_size is None
+        if encoding.is_float or (is_int8 and len(x) <= 64):
             return super().linear(x, packed, lora=lora)
         y = x.double() @ unpack_linear(packed).double().T
         y = (y if packed.bias is None else y + packed.bias.double()).to(x.dtype)

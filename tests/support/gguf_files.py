@@ -1,6 +1,6 @@
-"""Conversion of test checkpoints to GGUF files, as the format's specification describes.
+"""Conversion of test checkpoints to GGUF files, according to the format's specification.
 
-It is the inverse of reading a GGUF file: names, row order, norms and tokens are converted.
+Names, row order, norms and tokens are converted. Reading a GGUF file is the inverse.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ ARCHITECTURES = {
     "ministral3": "mistral3",
     "apertus": "apertus",
 }
-"""``model_type`` -> the architecture name in GGUF files."""
+"""``model_type`` -> architecture name in GGUF files."""
 
-_PARTS = {
+_LAYER_MODULES = {
     "input_layernorm": "attn_norm",
     "attention_layernorm": "attn_norm",
     "feedforward_layernorm": "ffn_norm",
@@ -102,7 +102,7 @@ _SANDWICH_NORMS = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
-_PARTS_OF = {
+_FAMILY_MODULES = {
     **dict.fromkeys(("gemma2", "gemma3_text", "olmo2", "olmo3", "exaone4"), _SANDWICH_NORMS),
     "glm4": {
         "post_self_attn_layernorm": "post_attention_norm",
@@ -138,7 +138,7 @@ def write_gguf(
     Args:
         checkpoint: a folder with config.json and model.safetensors.
         file: the file to write.
-        kind: the type of all matrices whose rows are whole blocks. Other matrices are F16, vectors F32.
+        kind: the type of matrices whose rows consist of whole blocks. Other matrices are F16, vectors F32.
         metadata: tokens and other metadata by key; see `add_metadata`.
     """
     config = json.loads((checkpoint / "config.json").read_text())
@@ -170,7 +170,7 @@ def _add_activation(writer: GGUFWriter, tensors: Mapping[str, Tensor], num_layer
 
 
 def _frequency_divisors(config: Mapping[str, Any]) -> np.ndarray[Any, np.dtype[np.float32]]:  # [D / 2]
-    """Return the divisors of the rotary frequencies of Llama 3.1, which the format keeps in a tensor."""
+    """Return the divisors ``[D / 2]`` of the rotary frequencies of Llama 3.1, which a GGUF tensor stores."""
     rope = config["rope_parameters"]
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     wavelengths = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, dim, 2) / dim)
@@ -189,7 +189,7 @@ def write_and_close(writer: GGUFWriter) -> None:
 
 
 def add_metadata(writer: GGUFWriter, metadata: Mapping[str, Any]) -> None:
-    """Add values under their full keys, with the types that GGUF converters use."""
+    """Add metadata with the value types that GGUF converters use."""
     for key, value in metadata.items():
         kind = {
             bool: GGUFValueType.BOOL,
@@ -202,7 +202,7 @@ def add_metadata(writer: GGUFWriter, metadata: Mapping[str, Any]) -> None:
 
 
 def add_config(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
-    """Add the size keys of an architecture."""
+    """Add the sizes and variants of an architecture."""
     if config["model_type"] == "gpt2":
         sizes = ("n_positions", "n_embd", "n_layer", "n_head")
         positions, hidden, layers, heads = (config[name] for name in sizes)
@@ -231,27 +231,27 @@ def add_config(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
 
 
 def rotary_fraction(config: Mapping[str, Any]) -> float:
-    """Return the fraction of each head's dimensions that is rotated."""
+    """Return the fraction of the dimensions of a head that the rotary embedding rotates."""
     rope = config.get("rope_parameters") or {}
     return float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
 
 
 def _add_rope(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
     rope = config.get("rope_parameters") or {}
-    full = rope.get("full_attention", rope)
-    if theta := full.get("rope_theta", config.get("rope_theta")):
+    full_rope = rope.get("full_attention", rope)
+    if theta := full_rope.get("rope_theta", config.get("rope_theta")):
         writer.add_rope_freq_base(theta)
     if "sliding_attention" in rope and config["model_type"] != "olmo3":
         key = f"{ARCHITECTURES[config['model_type']]}.rope.freq_base_swa"
         writer.add_key_value(key, rope["sliding_attention"]["rope_theta"], GGUFValueType.FLOAT32)
-    if full.get("rope_type") in ("linear", "yarn"):
-        writer.add_rope_scaling_type(gguf.RopeScalingType(full["rope_type"]))
-        writer.add_rope_scaling_factor(full["factor"])
-    if full.get("rope_type") == "yarn":
-        writer.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
+    if full_rope.get("rope_type") in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(full_rope["rope_type"]))
+        writer.add_rope_scaling_factor(full_rope["factor"])
+    if full_rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(full_rope["original_max_position_embeddings"])
     if config["model_type"] == "ministral3":
-        writer.add_rope_scaling_yarn_log_mul(full["mscale_all_dim"])
-        writer.add_attn_temperature_scale(full["llama_4_scaling_beta"])
+        writer.add_rope_scaling_yarn_log_mul(full_rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(full_rope["llama_4_scaling_beta"])
 
 
 def _add_variants(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
@@ -287,68 +287,67 @@ def _add_variants(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
 
 
 def convert_tensors(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint under their GGUF names and in GGUF's row order."""
+    """Return the tensors of a checkpoint with GGUF names and GGUF row order."""
     family = config["model_type"]
-    parts = _PARTS | _PARTS_OF.get(family, {})
+    module_names = _LAYER_MODULES | _FAMILY_MODULES.get(family, {})
     result: dict[str, Tensor] = {}
-    experts: dict[str, dict[int, Tensor]] = {}
+    stacked: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors.items():
         if name == "lm_head.weight" and config.get("tie_word_embeddings"):
-            continue  # some checkpoints contain this tensor nevertheless
-        stem, _, kind = name.rpartition(".")
+            continue  # some checkpoints contain this tensor although it is tied
+        stem, _, suffix = name.rpartition(".")
         if stem in _MODEL_TENSORS:
-            result[f"{_MODEL_TENSORS[stem]}.{kind}"] = _with_norm_offset(stem, tensor, family, kind)
+            result[f"{_MODEL_TENSORS[stem]}.{suffix}"] = _with_norm_offset(stem, tensor, family, suffix)
             continue
         match = re.fullmatch(r"(?:model\.layers|transformer\.h|gpt_neox\.layers)\.(\d+)\.(.*)", stem)
         assert match, name
-        layer, part = match[1], match[2]
-        if ".act_fn" in part:
+        layer, module = match[1], match[2]
+        if ".act_fn" in module:
             continue  # stored as metadata
-        if ".experts." in part:
-            _, number, matrix = part.rsplit(".", 2)
-            experts.setdefault(f"blk.{layer}.{_EXPERTS[matrix]}.weight", {})[int(number)] = tensor
+        if ".experts." in module:
+            _, number, expert_module = module.rsplit(".", 2)
+            stacked.setdefault(f"blk.{layer}.{_EXPERTS[expert_module]}.weight", {})[int(number)] = tensor
             continue
-        # one norm for each head
-        if match := re.fullmatch(r"self_attn\.([qk])_layernorm\.norms\.(\d+)", part):
-            experts.setdefault(f"blk.{layer}.attn_{match[1]}_norm.weight", {})[int(match[2])] = tensor
+        # this family has a norm for each head
+        if match := re.fullmatch(r"self_attn\.([qk])_layernorm\.norms\.(\d+)", module):
+            stacked.setdefault(f"blk.{layer}.attn_{match[1]}_norm.weight", {})[int(match[2])] = tensor
             continue
-        tensor = _with_norm_offset(part, tensor, family, kind)
-        if (
-            part == "attention.query_key_value"
-        ):  # reorders Q, K, V per head to Q of all heads, K of all heads, V of all heads
+        tensor = _with_norm_offset(module, tensor, family, suffix)
+        if module == "attention.query_key_value":
+            # from Q, K, V of each head to Q of all heads, K of all heads, V of all heads
             heads = config["num_attention_heads"]
             tensor = tensor.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2).contiguous()
         if family in _INTERLEAVED:
             heads = {"self_attn.q_proj": "num_attention_heads", "self_attn.k_proj": "num_key_value_heads"}
-            if part in heads:
-                tensor = _interleave_halves(tensor, config[heads[part]])
+            if module in heads:
+                tensor = _interleave_halves(tensor, config[heads[module]])
         if family == "gpt2" and tensor.dim() == 2:
             tensor = tensor.T.contiguous()
-        result[f"blk.{layer}.{parts[part]}.{kind}"] = tensor
-    for name, matrices in experts.items():
+        result[f"blk.{layer}.{module_names[module]}.{suffix}"] = tensor
+    for name, matrices in stacked.items():
         result[name] = torch.stack([matrices[number] for number in range(len(matrices))])
     return result
 
 
-def _with_norm_offset(part: str, tensor: Tensor, family: str, kind: str) -> Tensor:
+def _with_norm_offset(module: str, tensor: Tensor, family: str, suffix: str) -> Tensor:
     if family == "nemotron":
-        return tensor + 1 if part.endswith("norm") and kind == "weight" else tensor
-    return tensor + 1 if family.startswith("gemma") and part.endswith("norm") else tensor
+        return tensor + 1 if module.endswith("norm") and suffix == "weight" else tensor
+    return tensor + 1 if family.startswith("gemma") and module.endswith("norm") else tensor
 
 
 def _interleave_halves(rows: Tensor, heads: int) -> Tensor:
-    """Interleave the first and second half of each head's rows (``permute`` in the specification)."""
+    """Interleave the two halves of each head's rows (``permute`` in the specification)."""
     order = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2)
     return order.reshape(rows.shape).contiguous()
 
 
 def tokenizer_metadata(tokenizer: Mapping[str, Any], pre: str, *, size: int | None = None) -> dict[str, Any]:
-    """Return the keys of a byte-level BPE tokenizer.
+    """Return the metadata of a byte-level BPE tokenizer.
 
     Args:
         tokenizer: the contents of a tokenizer.json.
-        pre: the format's name of its pre-tokenizer.
-        size: rows of the model's embedding table; missing tokens are added up to this number.
+        pre: the GGUF name of the pre-tokenizer.
+        size: number of rows of the embedding table. Rows without a token get padding tokens.
     """
     added = {token["id"]: token for token in tokenizer["added_tokens"]}
     texts = {i: text for text, i in tokenizer["model"]["vocab"].items()}
@@ -362,19 +361,19 @@ def tokenizer_metadata(tokenizer: Mapping[str, Any], pre: str, *, size: int | No
         "tokenizer.ggml.token_type": [int(_token_type(added.get(i), i in texts)) for i in range(count)],
     }
     if merges:
-        texts_of = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
-        metadata["tokenizer.ggml.merges"] = texts_of
+        merge_lines = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
+        metadata["tokenizer.ggml.merges"] = merge_lines
     return metadata
 
 
-def _token_type(added: Mapping[str, Any] | None, exists: bool) -> TokenType:
-    if added is not None:
-        return TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
+def _token_type(added_token: Mapping[str, Any] | None, exists: bool) -> TokenType:
+    if added_token is not None:
+        return TokenType.CONTROL if added_token["special"] else TokenType.USER_DEFINED
     return TokenType.NORMAL if exists else TokenType.UNUSED
 
 
 def sentencepiece_metadata(pieces: list[tuple[str, float]]) -> dict[str, Any]:
-    """Return the keys of a SentencePiece tokenizer. The first pieces are <unk>, <s> and </s>."""
+    """Return the metadata of a SentencePiece tokenizer whose first pieces are <unk>, <s> and </s>."""
     types = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL]
     types += [
         TokenType.BYTE if re.fullmatch("<0x[0-9A-F]{2}>", piece) else TokenType.NORMAL
@@ -393,17 +392,17 @@ def sentencepiece_metadata(pieces: list[tuple[str, float]]) -> dict[str, Any]:
 
 
 def read_sentencepiece(model: Path) -> list[tuple[str, float]]:
-    """Read the pieces of a SentencePiece model and their scores from its protocol buffer."""
+    """Return the (piece, score) pairs of a SentencePiece model file, which is a protocol buffer."""
     data = model.read_bytes()
 
-    def fields(start: int, end: int) -> Iterator[tuple[int, int, int]]:  # number, start and end of its bytes
-        def varint(at: int) -> tuple[int, int]:
+    def fields(start: int, end: int) -> Iterator[tuple[int, int, int]]:  # (field number, start, end)
+        def varint(offset: int) -> tuple[int, int]:
             value, shift = 0, 0
             while True:
-                value |= (data[at] & 127) << shift
-                shift, at = shift + 7, at + 1
-                if data[at - 1] < 128:
-                    return value, at
+                value |= (data[offset] & 127) << shift
+                shift, offset = shift + 7, offset + 1
+                if data[offset - 1] < 128:
+                    return value, offset
 
         while start < end:
             tag, start = varint(start)
@@ -420,53 +419,54 @@ def read_sentencepiece(model: Path) -> list[tuple[str, float]]:
     pieces = []
     for number, start, stop in fields(0, len(data)):
         if number == 1:
-            parts = {part: data[begin:end] for part, begin, end in fields(start, stop)}
-            pieces.append((parts[1].decode(), struct.unpack("<f", parts.get(2, bytes(4)))[0]))
+            piece_fields = {key: data[begin:end] for key, begin, end in fields(start, stop)}
+            pieces.append((piece_fields[1].decode(), struct.unpack("<f", piece_fields.get(2, bytes(4)))[0]))
     return pieces
 
 
-def random_blocks(shape: tuple[int, ...], kind: str, random: np.random.Generator) -> np.ndarray:
-    """Return random blocks of a matrix whose values have a typical magnitude."""
-    elements, num_bytes = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
-    blocks = random.integers(0, 256, (*shape[:-1], shape[-1] // elements, num_bytes), dtype=np.uint8)
-    if kind == "MXFP4":
-        blocks[..., 0] = random.integers(115, 122, blocks.shape[:-1])
+def random_blocks(shape: tuple[int, ...], block_type: str, rng: np.random.Generator) -> np.ndarray:
+    """Return random quantized blocks of a matrix. Their scales have a typical magnitude."""
+    elements, num_bytes = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[block_type]]
+    blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // elements, num_bytes), dtype=np.uint8)
+    if block_type == "MXFP4":
+        blocks[..., 0] = rng.integers(115, 122, blocks.shape[:-1])
         return blocks.reshape(*shape[:-1], -1)
-    pairs = {name: [0, 2] for name in ("Q4_K", "Q5_K", "Q4_1", "Q5_1")}
-    scales = (pairs | {"Q6_K": [208], "TQ1_0": [52]}).get(kind, [0])
-    for start in scales:
-        scale = random.uniform(1e-5, 1e-4, (*blocks.shape[:-1], 1)).astype(np.float16)
+    scale_offsets = {name: [0, 2] for name in ("Q4_K", "Q5_K", "Q4_1", "Q5_1")}
+    offsets = (scale_offsets | {"Q6_K": [208], "TQ1_0": [52]}).get(block_type, [0])
+    for start in offsets:
+        scale = rng.uniform(1e-5, 1e-4, (*blocks.shape[:-1], 1)).astype(np.float16)
         blocks[..., start : start + 2] = scale.view(np.uint8)
     return blocks.reshape(*shape[:-1], -1)
 
 
-def write_random_blocks(checkpoint: Path, file: Path, kinds: Mapping[str, str]) -> dict[str, Tensor]:
+def write_random_blocks(checkpoint: Path, file: Path, block_types: Mapping[str, str]) -> dict[str, Tensor]:
     """Write a GGUF model with the sizes of a checkpoint and random blocks.
 
     Args:
         checkpoint: a folder with config.json and model.safetensors.
         file: the file to write.
-        kinds: part of a tensor name -> type of its blocks; the first match is used.
+        block_types: part of a tensor name -> type of its blocks; the first match is used.
 
     Returns:
-        The values by checkpoint name, with the interleaving of query and key rows undone.
+        The dequantized tensors by checkpoint name, with the row order of the checkpoint.
     """
     config = json.loads((checkpoint / "config.json").read_text())
     tensors = load_file(checkpoint / "model.safetensors")
     writer = GGUFWriter(file, ARCHITECTURES[config["model_type"]])
     add_config(writer, config)
     random, values = np.random.default_rng(0), dict(tensors)
-    for (name, tensor), original in zip(convert_tensors(tensors, config).items(), tensors, strict=True):
+    for source_name, (name, tensor) in zip(tensors, convert_tensors(tensors, config).items(), strict=True):
         if tensor.dim() == 1:
             writer.add_tensor(name, tensor.float().numpy())
             continue
-        kind = GGMLQuantizationType[next(kind for part, kind in kinds.items() if part in name)]
-        blocks = random_blocks(tuple(tensor.shape), kind.name, random)
-        writer.add_tensor(name, blocks, raw_dtype=kind)
-        rows = torch.from_numpy(gguf.quants.dequantize(blocks, kind))
-        if ".q_proj." in original or ".k_proj." in original:
-            heads = config["num_attention_heads" if ".q_proj." in original else "num_key_value_heads"]
+        type_name = next(type_name for pattern, type_name in block_types.items() if pattern in name)
+        block_type = GGMLQuantizationType[type_name]
+        blocks = random_blocks(tuple(tensor.shape), block_type.name, random)
+        writer.add_tensor(name, blocks, raw_dtype=block_type)
+        rows = torch.from_numpy(gguf.quants.dequantize(blocks, block_type))
+        if ".q_proj." in source_name or ".k_proj." in source_name:
+            heads = config["num_attention_heads" if ".q_proj." in source_name else "num_key_value_heads"]
             rows = rows.view(heads, -1, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
-        values[original] = rows.contiguous()
+        values[source_name] = rows.contiguous()
     write_and_close(writer)
     return values

@@ -1,4 +1,4 @@
-"""Tests on a GPU: with ``-m gpu``, the tests marked ``models`` open their pipelines on the GPU.
+"""Tests on a GPU. With ``-m gpu``, the tests marked ``models`` open their pipelines on the GPU.
 
 With ``TRITON_INTERPRET=1`` and without a GPU, Triton's interpreter runs the kernels instead.
 """
@@ -13,7 +13,7 @@ import pytest
 
 
 def selects_gpu(config: pytest.Config) -> bool:
-    """Return whether ``-m`` selects only GPU tests."""
+    """Return whether the option ``-m`` selects only GPU tests."""
     return str(config.getoption("markexpr", "")).split(" and ")[0] == "gpu"
 
 
@@ -31,8 +31,8 @@ def is_interpreted() -> bool:
     return is_interpreted()
 
 
-def mark_tests_of_gpus(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests that ``-m gpu`` runs, and skip those that need a missing GPU."""
+def mark_gpu_tests(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests that ``-m gpu`` runs. Skip tests that need a GPU if there is none."""
     skip = pytest.mark.skip(reason="gpu: torch finds no NVIDIA GPU here")
     is_gpu_run = selects_gpu(config)
     for item in items:
@@ -46,7 +46,7 @@ def mark_tests_of_gpus(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def open_pipelines_on_gpu() -> None:
-    """Let configurations without devices and kernels use the GPU, in this process."""
+    """Change `PipelineConfig.from_flat` so that it uses the GPU if devices and kernels are not set."""
     from penstock.config import PipelineConfig
 
     from_flat = PipelineConfig.from_flat.__func__  # type: ignore[attr-defined]
@@ -58,18 +58,18 @@ def open_pipelines_on_gpu() -> None:
     else:
         return
 
-    def on_gpu(cls: Any, values: Mapping[str, object], *args: Any, **kwargs: Any) -> PipelineConfig:
+    def from_flat_on_gpu(cls: Any, values: Mapping[str, object], *args: Any, **kwargs: Any) -> PipelineConfig:
         is_explicit = values.get("devices") or values.get("kernels")
         config: PipelineConfig = from_flat(
             cls, values if is_explicit else {**values, **gpu_values}, *args, **kwargs
         )
         return config
 
-    PipelineConfig.from_flat = classmethod(on_gpu)  # type: ignore[assignment, method-assign]
+    PipelineConfig.from_flat = classmethod(from_flat_on_gpu)  # type: ignore[assignment, method-assign]
 
 
 def register_interpreted() -> None:
-    """Register the back end ``interpreted``: the Triton kernels on the CPU, in Triton's interpreter."""
+    """Register the back end ``interpreted``, which runs the Triton kernels in Triton's interpreter."""
     from penstock.kernels import BACKENDS, DefaultSizes
     from penstock.kernels.cuda import BACKEND
     from penstock.kernels.cuda.ops import CudaOps

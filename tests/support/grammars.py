@@ -1,4 +1,4 @@
-"""Contexts with a grammar over the fake tokenizer, whose tokens are bytes."""
+"""Contexts with a grammar for `FakeTokenizer`, whose tokens are bytes."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def make_grammar_context(kind: str, text: Any = "", *, generated: bytes = b"", *
 
 
 def wait_until_ready(grammars: GrammarCompiler, context: TextContext) -> TextContext:
-    end = time.monotonic() + 60
+    deadline = time.monotonic() + 60
     while not grammars.ready(context):
-        assert time.monotonic() < end
+        assert time.monotonic() < deadline
         time.sleep(0.001)
     return context

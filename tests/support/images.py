@@ -14,7 +14,7 @@ from penstock.pipelines.core import ImageMetadata, TextAndVisionContext, TextCon
 
 
 def random_pixels(seed: int, size: int = 28) -> np.ndarray:
-    """Return the pixels ``[3, size, size]`` of an image, as a processor returns them."""
+    """Return random pixels ``[3, size, size]`` in the format of an image processor."""
     return np.random.default_rng(seed).normal(size=(3, size, size)).astype(np.float32)
 
 
@@ -25,7 +25,7 @@ def image_context(
     max_new: int = 20,
     **fields: Any,
 ) -> TextAndVisionContext:
-    """Return a context whose runs of ``token_id`` are images with these pixels, in order."""
+    """Return a context in which each run of ``token_id`` is an image with the next of these pixels."""
     ids = np.array(tokens, dtype=np.int64)
     edges = np.flatnonzero(np.diff(np.concatenate([[0], ids == token_id, [0]])))
     images = [

@@ -35,12 +35,12 @@ HERMES = (
 )
 """A chat template for `FakeTokenizer` with tool calls in the Hermes format."""
 THINKING = HERMES + "{# <think> </think> #}"
-"""The same template for a reasoning model."""
+"""The template HERMES for a reasoning model."""
 
 
 @dataclass
 class InProcessServer:
-    """A server without sockets and two clients of it."""
+    """A server without sockets, with an HTTP client and an OpenAI client."""
 
     http: httpx.AsyncClient
     openai: AsyncOpenAI
@@ -49,7 +49,7 @@ class InProcessServer:
     app: ASGIApp
 
     async def post(self, path: str, **body: Any) -> httpx.Response:
-        """Post a request; the name of the model is added."""
+        """Post a request to which the model name is added."""
         return await self.http.post(path, json={"model": "demo", **body})
 
     async def chat(self, **body: Any) -> dict[str, Any]:
@@ -91,18 +91,18 @@ async def run_in_process(
     template: str | None = HERMES,
     tokenizer: TextTokenizer | None = None,
     pipeline_config: PipelineConfig | None = None,
-    work: Any = None,
+    make_runtime: Any = None,
     max_batch_size: int = 8,
     grammars_enabled: bool = False,
     adapters: tuple[str, ...] = (),
     in_thread: bool = True,
     **config: Any,
 ) -> AsyncIterator[InProcessServer]:
-    """Run a server that generates ``Hello!`` or the output of a pipeline; `config` is for `ServeConfig`."""
+    """Run a server that generates ``Hello!`` or the output of `pipeline`. `config` is for `ServeConfig`."""
     served_pipeline = pipeline if pipeline is not None else FakePipeline.saying("Hello!")
     tokenizer = tokenizer if tokenizer is not None else FakeTokenizer(template=template)
 
-    def make_work() -> WorkerRuntime:
+    def make_fake_runtime() -> WorkerRuntime:
         info = WorkerInfo(
             max_length=2048,
             max_batch_size=max_batch_size,
@@ -116,7 +116,9 @@ async def run_in_process(
         )
         return WorkerRuntime(scheduler=Scheduler(served_pipeline, max_batch_size=max_batch_size), info=info)
 
-    worker = WorkerClient(work or make_work, in_thread=in_thread, max_queue_size=config.get("max_queue_size"))
+    worker = WorkerClient(
+        make_runtime or make_fake_runtime, in_thread=in_thread, max_queue_size=config.get("max_queue_size")
+    )
     await worker.start()
     services = Services(
         config=ServeConfig(**config),

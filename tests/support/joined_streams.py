@@ -1,15 +1,15 @@
-"""Joins the chunks of a stream to the response of the same request without ``stream``."""
+"""Functions that join the chunks of a stream into the response to a request without ``stream``."""
 
 from __future__ import annotations
 
 from typing import Any
 
-_PER_RESPONSE = ("id", "created")  # differ between responses
+_VARIABLE_FIELDS = ("id", "created")  # fields that differ in each response
 
 
 def drop_variable_fields(answer: dict[str, Any]) -> dict[str, Any]:
-    """Return a response without the members that differ in each response."""
-    plain_answer = {key: value for key, value in answer.items() if key not in _PER_RESPONSE}
+    """Return a response without the fields that differ in each response."""
+    plain_answer = {key: value for key, value in answer.items() if key not in _VARIABLE_FIELDS}
     for choice in plain_answer["choices"]:
         for call in choice.get("message", {}).get("tool_calls", []):
             call.pop("id")
@@ -18,38 +18,40 @@ def drop_variable_fields(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def join_chat(events: list[Any]) -> dict[str, Any]:
-    """Join the chunks of a chat; the result has the members that `drop_variable_fields` keeps."""
+    """Join the chunks of a chat. The result has the fields that `drop_variable_fields` keeps."""
     *chunks, end_event = events
     assert end_event == "[DONE]"
     answer = _join_common_fields(chunks, "chat.completion")
     choices: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
-        for part in chunk["choices"]:
-            _add_to_chat(choices, part)
+        for chunk_choice in chunk["choices"]:
+            _add_to_chat(choices, chunk_choice)
     answer["choices"] = [_finish_chat(choices[index]) for index in sorted(choices)]
     return answer
 
 
 def join_completion(events: list[Any]) -> dict[str, Any]:
-    """Join the chunks of a completion; the result has the members that `drop_variable_fields` keeps."""
+    """Join the chunks of a completion. The result has the fields that `drop_variable_fields` keeps."""
     *chunks, end_event = events
     assert end_event == "[DONE]"
     answer = _join_common_fields(chunks, "text_completion")
     choices: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
-        for part in chunk["choices"]:
-            choice = choices.setdefault(part["index"], {"index": part["index"], "text": "", "logprobs": None})
+        for chunk_choice in chunk["choices"]:
+            choice = choices.setdefault(
+                chunk_choice["index"], {"index": chunk_choice["index"], "text": "", "logprobs": None}
+            )
             assert "finish_reason" not in choice, "a chunk follows the last chunk"
-            choice["text"] += part["text"]
-            if part["logprobs"] is not None:
-                rows = choice["logprobs"] or {key: [] for key in part["logprobs"]}
-                choice["logprobs"] = {key: rows[key] + part["logprobs"][key] for key in rows}
-            if "prompt_token_ids" in part:
-                choice["prompt_token_ids"] = part["prompt_token_ids"]
-            if "token_ids" in part:
-                choice["token_ids"] = choice.get("token_ids", []) + part["token_ids"]
-            if part["finish_reason"] is not None:
-                choice["finish_reason"] = part["finish_reason"]
+            choice["text"] += chunk_choice["text"]
+            if chunk_choice["logprobs"] is not None:
+                rows = choice["logprobs"] or {key: [] for key in chunk_choice["logprobs"]}
+                choice["logprobs"] = {key: rows[key] + chunk_choice["logprobs"][key] for key in rows}
+            if "prompt_token_ids" in chunk_choice:
+                choice["prompt_token_ids"] = chunk_choice["prompt_token_ids"]
+            if "token_ids" in chunk_choice:
+                choice["token_ids"] = choice.get("token_ids", []) + chunk_choice["token_ids"]
+            if chunk_choice["finish_reason"] is not None:
+                choice["finish_reason"] = chunk_choice["finish_reason"]
     answer["choices"] = [choices[index] for index in sorted(choices)]
     for choice in choices.values():
         _drop_empty(choice)
@@ -57,26 +59,30 @@ def join_completion(events: list[Any]) -> dict[str, Any]:
 
 
 def _drop_empty(choice: dict[str, Any]) -> None:
-    """Remove empty token ids and log probabilities; an empty output may have no chunk with them."""
+    """Remove empty token ids and log probabilities, because a stream may have no chunk with them."""
     if not choice.get("token_ids", True):
         del choice["token_ids"]
     if choice["logprobs"] and not choice["logprobs"].get("content", True):
         choice["logprobs"] = None
 
 
-def _join_common_fields(chunks: list[Any], kind: str) -> dict[str, Any]:
-    first, last = chunks[0], chunks[-1]
+def _join_common_fields(chunks: list[Any], object_name: str) -> dict[str, Any]:
+    first_chunk, last_chunk = chunks[0], chunks[-1]
     assert len({(chunk["id"], chunk["created"]) for chunk in chunks}) == 1
-    assert last["choices"] == []
+    assert last_chunk["choices"] == []
     assert all(chunk["choices"] and chunk["usage"] is None for chunk in chunks[:-1])
-    answer = {"object": kind, "model": first["model"], "system_fingerprint": first["system_fingerprint"]}
-    if "prompt_token_ids" in first:
-        answer["prompt_token_ids"] = first["prompt_token_ids"]
-    return {**answer, "usage": last["usage"]}
+    answer = {
+        "object": object_name,
+        "model": first_chunk["model"],
+        "system_fingerprint": first_chunk["system_fingerprint"],
+    }
+    if "prompt_token_ids" in first_chunk:
+        answer["prompt_token_ids"] = first_chunk["prompt_token_ids"]
+    return {**answer, "usage": last_chunk["usage"]}
 
 
-def _add_to_chat(choices: dict[int, dict[str, Any]], part: dict[str, Any]) -> None:
-    index, delta = part["index"], part["delta"]
+def _add_to_chat(choices: dict[int, dict[str, Any]], chunk_choice: dict[str, Any]) -> None:
+    index, delta = chunk_choice["index"], chunk_choice["delta"]
     assert None not in delta.values(), "strict clients refuse nulls in a delta"
     if index not in choices:
         assert delta == {"role": "assistant", "content": ""}
@@ -98,13 +104,16 @@ def _add_to_chat(choices: dict[int, dict[str, Any]], part: dict[str, Any]) -> No
                 {"type": call["type"], "function": {"name": call["function"]["name"], "arguments": ""}}
             )
         calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
-    if part["logprobs"] is not None:
+    if chunk_choice["logprobs"] is not None:
         rows = choice["logprobs"] or {"content": [], "refusal": None}
-        choice["logprobs"] = {"content": rows["content"] + part["logprobs"]["content"], "refusal": None}
-    if "token_ids" in part:
-        choice["token_ids"] = choice.get("token_ids", []) + part["token_ids"]
-    if part["finish_reason"] is not None:
-        choice["finish_reason"] = part["finish_reason"]
+        choice["logprobs"] = {
+            "content": rows["content"] + chunk_choice["logprobs"]["content"],
+            "refusal": None,
+        }
+    if "token_ids" in chunk_choice:
+        choice["token_ids"] = choice.get("token_ids", []) + chunk_choice["token_ids"]
+    if chunk_choice["finish_reason"] is not None:
+        choice["finish_reason"] = chunk_choice["finish_reason"]
 
 
 def _finish_chat(choice: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Contexts for tests of the KV cache, and a fake model that writes to the cache.
 
-The "key" of a position is a number that depends on all tokens up to it, as in a real model. A different
-number in the cache means a foreign, stale or overwritten block, or a block table or slot that is off by one.
+The "key" of a position is a number that depends on all tokens up to the position, as in a real model. A wrong
+number in the cache shows a fault: a block of another context, a stale or overwritten block, or a wrong slot.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def kv_manager(
     key_limits: tuple[int, ...] = (),
     **options: Any,
 ) -> KVCacheManager:
-    """Return a manager with this number of usable blocks in each group."""
+    """Return a manager with ``num_blocks`` usable blocks, one number for each group."""
     total = tuple(count + 1 for count in num_blocks)
     return KVCacheManager(kv_spec(*windows, key_limits=key_limits), total, block_size, **options)
 
 
 def store_and_check_keys(manager: KVCacheManager, contexts: Sequence[TextContext]) -> None:
-    """Store the keys of the active tokens of a batch, and check the keys visible to each last query."""
+    """Store the keys of the active tokens of a batch, and check the keys that each last token sees."""
     inputs = manager.inputs(contexts)
     for layer in range(manager.spec.num_layers):
         view = inputs.layer(layer)
@@ -58,15 +58,15 @@ def store_and_check_keys(manager: KVCacheManager, contexts: Sequence[TextContext
 def assert_keys_readable(
     manager: KVCacheManager, inputs: KVCacheInputs, row: int, context: TextContext
 ) -> None:
-    """Assert that the last active token sees exactly the keys of the tokens of the context."""
+    """Assert that the last active token sees the expected key at each visible position."""
     assert inputs.lengths[row] == context.active_idx
-    last = context.active_idx - 1
+    last_position = context.active_idx - 1
     for layer in range(manager.spec.num_layers):
         view = inputs.layer(layer)
-        first = 0 if view.window is None else max(0, last - view.window + 1)
-        positions = np.arange(first, last + 1)
+        first_position = 0 if view.window is None else max(0, last_position - view.window + 1)
+        positions = np.arange(first_position, last_position + 1)
         blocks = view.block_tables[row].numpy()[positions // inputs.block_size].astype(np.int64)
-        assert blocks.all(), f"the query at {last} sees the null block: {blocks.tolist()}"
+        assert blocks.all(), f"the query at {last_position} sees the null block: {blocks.tolist()}"
         slots = blocks * inputs.block_size + positions % inputs.block_size
         for tensor in view.cache:
             np.testing.assert_array_equal(
@@ -96,7 +96,7 @@ def block_tables(manager: KVCacheManager, context: TextContext) -> list[list[int
 def _expected_keys(manager: KVCacheManager, context: TextContext) -> np.ndarray[Any, np.dtype[np.float32]]:
     """Return a number below 2**24 (exact in float32) for each position.
 
-    Keys of other regimes have other numbers.
+    Contexts in other regimes of lengths get other numbers.
     """
     regime = manager.spec.regime(context.current_length)
     crc, keys = crc32(repr((context.cache_salt, context.adapter, regime)).encode()), []

@@ -1,4 +1,4 @@
-"""A fake device queue that runs work at the latest possible time: when a caller waits for a result."""
+"""A fake device queue that delays work until a caller waits for a result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class LazyWork(SubmittedWork[T], Generic[T]):
-    """Work that has not run yet, or its result."""
+    """A submitted function and, after it has run, its result."""
 
     def __init__(self, queue: LazyQueue, work: Callable[[], T], *, is_copy: bool = False) -> None:
         self._queue, self.is_copy = queue, is_copy
@@ -34,7 +34,7 @@ class LazyWork(SubmittedWork[T], Generic[T]):
             self._result = self._work()
         except Exception as error:
             self._error = error
-        self._work = None  # drops references of the work
+        self._work = None  # releases the objects that the work references
 
     @property
     def value(self) -> T:
@@ -46,7 +46,7 @@ class LazyWork(SubmittedWork[T], Generic[T]):
 
 
 class LazyFetch(HostCopy):
-    """A copy to the host, made when the queue runs it."""
+    """A copy of a result to the host."""
 
     def __init__(self, work: LazyWork[Tensor]) -> None:
         self._work = work
@@ -56,16 +56,16 @@ class LazyFetch(HostCopy):
 
 
 class LazyQueue(DeviceQueue):
-    """Runs work in order, and only as far as a waited-for result needs it.
+    """Runs work in order of submission, up to the work whose result a caller waits for.
 
-    A launched forward therefore runs after the host has prepared the next one, so it must not read contexts.
-    `num_early` counts results that the host reads before waiting for a copy of them.
+    A launched forward therefore runs after the host has prepared the next forward, so it must not read
+    contexts. `num_early_reads` counts the results that the host reads without `fetch`.
     """
 
     def __init__(self) -> None:
         self._waiting: deque[LazyWork[Any]] = deque()
         self._is_running = False
-        self.num_early = 0
+        self.num_early_reads = 0
 
     @property
     def num_waiting(self) -> int:
@@ -84,8 +84,8 @@ class LazyQueue(DeviceQueue):
     def run_until(self, target: LazyWork[Any]) -> None:
         if target.has_run:
             return
-        assert not self._is_running, "the work reads a result that is submitted later"
-        self.num_early += not target.is_copy
+        assert not self._is_running, "the work reads the result of later work"
+        self.num_early_reads += not target.is_copy
         self._is_running = True
         try:
             while not target.has_run:
@@ -95,13 +95,13 @@ class LazyQueue(DeviceQueue):
 
 
 def register_lazy(monkeypatch: pytest.MonkeyPatch) -> list[LazyQueue]:
-    """Register the back end ``lazy``, the C++ kernels behind a lazy queue, and return the queues it makes."""
+    """Register the back end ``lazy``: the C++ kernels with a `LazyQueue`. Return the list of its queues."""
     queues: list[LazyQueue] = []
 
-    def make(ops: object) -> LazyQueue:
+    def make_queue(ops: object) -> LazyQueue:
         queues.append(LazyQueue())
         return queues[-1]
 
-    backend = replace(cpu.BACKEND, name="lazy", priority=-1, queue=make)
+    backend = replace(cpu.BACKEND, name="lazy", priority=-1, queue=make_queue)
     monkeypatch.setitem(BACKENDS._registered, "lazy", backend)
     return queues

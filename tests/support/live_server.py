@@ -1,4 +1,4 @@
-"""A server on a socket in a separate thread, for blocking clients and clients in other languages."""
+"""A server on a socket, which runs in a separate thread."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.serve.http.server import HttpServer
 
 @dataclass
 class LiveServer:
-    """A running server, controlled from another thread."""
+    """A server that runs in another thread."""
 
     url: str
     """The URL, with a trailing slash."""
@@ -27,17 +27,17 @@ class LiveServer:
     loop: asyncio.AbstractEventLoop
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait up to 30 seconds until a condition is true, checked in the server's thread."""
+        """Wait up to 30 seconds until a condition is true. The server's thread checks it."""
         asyncio.run_coroutine_threadsafe(wait_until(condition), self.loop).result(30)
 
 
 @contextmanager
 def live_server(**options: Any) -> Iterator[LiveServer]:
-    """Run a server of `run_in_process` with these options."""
-    started: Future[LiveServer] = Future()
-    thread = threading.Thread(target=lambda: asyncio.run(_serve(started, options)), name="live server")
+    """Run a server with options of `run_in_process` until the end of the block."""
+    server_future: Future[LiveServer] = Future()
+    thread = threading.Thread(target=lambda: asyncio.run(_serve(server_future, options)), name="live server")
     thread.start()
-    server = started.result(60)
+    server = server_future.result(60)
     try:
         yield server
     finally:
@@ -46,8 +46,8 @@ def live_server(**options: Any) -> Iterator[LiveServer]:
         assert not thread.is_alive()
 
 
-async def _serve(started: Future[LiveServer], options: dict[str, Any]) -> None:
-    """Serve until the stop event is set."""
+async def _serve(server_future: Future[LiveServer], options: dict[str, Any]) -> None:
+    """Serve until the server's gate is closed."""
     try:
         async with run_in_process(**options) as server:
             app = server.app
@@ -57,10 +57,10 @@ async def _serve(started: Future[LiveServer], options: dict[str, Any]) -> None:
                 listener.listen(128)
                 async with HttpServer(app, server.services.config).listening(listener):
                     url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
-                    started.set_result(LiveServer(url, server, asyncio.get_running_loop()))
+                    server_future.set_result(LiveServer(url, server, asyncio.get_running_loop()))
                     while not server.services.gate.reason:
                         await asyncio.sleep(0.02)
     except BaseException as error:
-        if not started.done():
-            started.set_exception(error)
+        if not server_future.done():
+            server_future.set_exception(error)
         raise

@@ -14,14 +14,14 @@ from penstock.grammar.schema import GrammarSource
 END = 256
 
 
-class _Bytes:
-    """Return a tokenizer of 256 bytes, an end token, and special tokens from id 257."""
+class _ByteTokenizer:
+    """A tokenizer for llguidance: 256 bytes, an end token, and special tokens from id 257."""
 
     bos_token_id = None
 
-    def __init__(self, special: Sequence[str]) -> None:
+    def __init__(self, special_tokens: Sequence[str]) -> None:
         self.tokens = [bytes([byte]) for byte in range(256)]
-        self.tokens += [b"\xff" + name.encode() for name in ("<end>", *special)]
+        self.tokens += [b"\xff" + name.encode() for name in ("<end>", *special_tokens)]
         self.eos_token_id = END
         self.special_token_ids = list(range(END, len(self.tokens)))
 
@@ -30,21 +30,21 @@ class _Bytes:
 
 
 @cache
-def make_byte_tokenizer(special: tuple[str, ...] = ()) -> Any:
-    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes(special)))
+def make_byte_tokenizer(special_tokens: tuple[str, ...] = ()) -> Any:
+    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_ByteTokenizer(special_tokens)))
 
 
-def match_lark(lark: str, special: tuple[str, ...] = ()) -> Any:
+def match_lark(lark: str, special_tokens: tuple[str, ...] = ()) -> Any:
     text = '%llguidance {"no_forcing": true}\n' + lark
-    matcher = llguidance.LLMatcher(make_byte_tokenizer(special), text, log_level=0)
+    matcher = llguidance.LLMatcher(make_byte_tokenizer(special_tokens), text, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     return matcher
 
 
 @cache
-def match_source(source: GrammarSource, special: tuple[str, ...] = ()) -> Any:
-    read = read_structural_tag if source.notation == "structural_tag" else read_ebnf
-    return match_lark(lark_text(read(source.text)), special)
+def match_source(source: GrammarSource, special_tokens: tuple[str, ...] = ()) -> Any:
+    read_rules = read_structural_tag if source.notation == "structural_tag" else read_ebnf
+    return match_lark(lark_text(read_rules(source.text)), special_tokens)
 
 
 def accepts(matcher: Any, tokens: Sequence[int]) -> bool:

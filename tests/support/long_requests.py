@@ -1,4 +1,4 @@
-"""Clients whose requests run when a process of the server is killed."""
+"""Long requests, which still run when a process of the server is killed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,15 @@ PATHS = ("/v1/chat/completions", "/v1/completions")
 
 async def send_request(port: int, index: int, path: str | None = None) -> str:
     """Send a request. Return its outcome: "answered", "503" or "error event"."""
-    path, streams = path or PATHS[index % 2], index % 3 > 0
-    text = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": "Hi"}
-    body: dict[str, Any] = {"model": "demo", "max_tokens": 400, "ignore_eos": True, **text, "stream": streams}
+    path, is_stream = path or PATHS[index % 2], index % 3 > 0
+    prompt_fields = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": "Hi"}
+    body: dict[str, Any] = {
+        "model": "demo",
+        "max_tokens": 400,
+        "ignore_eos": True,
+        **prompt_fields,
+        "stream": is_stream,
+    }
     async with raw_exchange(port, path, body) as exchange:
         status, headers = await exchange.head()
         data = await exchange.body(headers)
@@ -23,13 +29,13 @@ async def send_request(port: int, index: int, path: str | None = None) -> str:
         check_error(json.loads(data))
         return "503"
     assert status == 200
-    if not streams:
+    if not is_stream:
         assert json.loads(data)["usage"]["completion_tokens"] == 400
         return "answered"
-    *_, last = [part.removeprefix(b"data: ") for part in data.split(b"\n\n") if part]
-    if last == b"[DONE]":
+    *_, last_event = [event.removeprefix(b"data: ") for event in data.split(b"\n\n") if event]
+    if last_event == b"[DONE]":
         return "answered"
-    check_error(json.loads(last))
+    check_error(json.loads(last_event))
     assert b"[DONE]" not in data
     return "error event"
 

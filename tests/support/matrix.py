@@ -1,8 +1,8 @@
 """The marker `matrix`: the default run takes a covering subset of a test's parameter sets.
 
-`matrix(strength=2)` keeps a subset in which each pair of values of two parameters occurs (pairwise testing).
-`strength=1` keeps a subset in which each value occurs. `times` is the minimum number of occurrences. The
-other parameter sets become `slow`.
+In the subset of `matrix(strength=2)`, each pair of values of two parameters occurs (pairwise testing). In the
+subset of `strength=1`, each value occurs. `times` is the minimum number of occurrences. Parameter sets
+outside the subset are marked `slow`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from itertools import combinations
 
 import pytest
 
-Parameters = tuple[tuple[str, str], ...]  # name and representation of each value
+Parameters = tuple[tuple[str, str], ...]  # (name, repr of the value) of each parameter
 
 
 def items_outside_subset(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """Return the items with the marker `matrix` that the covering subsets leave out."""
+    """Return the tests with the marker `matrix` that are not in the covering subsets."""
     functions: dict[str, list[pytest.Function]] = {}
     for item in items:
         if (
@@ -38,19 +38,20 @@ def items_outside_subset(items: Iterable[pytest.Item]) -> list[pytest.Item]:
 
 
 def covering_subset(sets: Sequence[Parameters], *, strength: int = 2, times: int = 1) -> set[int]:
-    """Return the indices of parameter sets that together contain each combination `times` times.
+    """Return the indices of parameter sets in which each combination of values occurs `times` times.
 
     The choice is greedy and deterministic: the next set is the first one with the most missing combinations.
 
     Args:
         sets: the parameter sets.
         strength: the number of parameters of a combination.
-        times: how often each combination occurs in the subset, if it occurs as often in `sets`.
+        times: minimum number of occurrences of a combination, or all of them if `sets` has fewer.
     """
     contents = [frozenset(combinations(parameters, min(strength, len(parameters)))) for parameters in sets]
     available = Counter(combination for content in contents for combination in content)
     missing_counts = {combination: min(times, count) for combination, count in available.items()}
-    # Gains never grow, so an old gain is an upper bound. Only the largest bound is computed again.
+    # The number of missing combinations in a set never grows, so an old number is an upper bound of the
+    # present number. Therefore only the set with the largest bound is counted again.
     bounds = [(-len(content), number) for number, content in enumerate(contents)]
     heapify(bounds)
     subset_indices: set[int] = set()

@@ -15,7 +15,7 @@ from penstock.pipelines import TextGenerationPipeline
 def weight_bytes(pipeline: TextGenerationPipeline) -> int:
     """Return the bytes of a network's weights. Weights that share memory count once."""
     model: Any = pipeline.model
-    tensors = [part for part in modules_and_weights(model.network) if isinstance(part, torch.Tensor)]
+    tensors = [item for item in modules_and_weights(model.network) if isinstance(item, torch.Tensor)]
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 

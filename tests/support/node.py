@@ -1,4 +1,4 @@
-"""Runs scripts of the playground in Node."""
+"""Scripts of the playground, which are run by Node."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ PLAYGROUND = ROOT / "penstock" / "serve" / "playground"
 needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 
 
-def run_node(folder: Path, code: str, *extra: Path) -> Any:
-    """Run code next to the playground's modules and ``extra`` files. Return the JSON that it prints."""
-    for path in (*PLAYGROUND.glob("*.js"), *extra):
+def run_node(folder: Path, code: str, *extra_files: Path) -> Any:
+    """Run code next to the playground's modules and further files. Return the JSON that it prints."""
+    for path in (*PLAYGROUND.glob("*.js"), *extra_files):
         shutil.copy(path, folder)
     (folder / "package.json").write_text('{"type": "module"}')
     (folder / "check.js").write_text(code)

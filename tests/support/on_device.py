@@ -1,4 +1,4 @@
-"""Operations that run on a device and take tensors of the CPU."""
+"""Operations that run on a device, with arguments and results on the CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.kernels.operations import collect_operations
 
 
 def copy_to_device(value: Any, device: torch.device | str) -> Any:
-    """Return a value with all its tensors copied to a device, also in dataclasses, mappings and tuples."""
+    """Return a value with its tensors copied to a device. It may be a dataclass, a mapping or a tuple."""
     if isinstance(value, Tensor):
         return value.to(device, copy=True)
     if isinstance(value, Mapping):
@@ -30,17 +30,16 @@ def copy_to_device(value: Any, device: torch.device | str) -> Any:
 
 
 def on_device(ops: Ops, device: str) -> Ops:
-    """Return an operations object that moves arguments to the device and results back.
+    """Return operations that copy their arguments to the device and their results back.
 
-    Operations that it calls itself run on the device without copies. `store_kv` copies the written cache
-    back.
+    Operations that call other operations copy only once. `store_kv` copies the written cache back.
     """
     depth = [0]
 
-    def wrapped(name: str) -> Any:
+    def wrap_operation(name: str) -> Any:
         method = getattr(type(ops), name)
 
-        def run(self: Ops, *args: Any, **kwargs: Any) -> Any:
+        def run_on_device(self: Ops, *args: Any, **kwargs: Any) -> Any:
             if depth[0]:
                 return method(self, *args, **kwargs)
             depth[0] += 1
@@ -50,14 +49,14 @@ def on_device(ops: Ops, device: str) -> Ops:
             finally:
                 depth[0] -= 1
             if name == "store_kv":
-                kv, other = args[2], device_arguments[0][2]
-                kv.cache.copy_(other.cache)
+                kv, device_kv = args[2], device_arguments[0][2]
+                kv.cache.copy_(device_kv.cache)
                 if kv.scales is not None and not kv.has_fixed_scales:
-                    kv.scales.copy_(other.scales)
+                    kv.scales.copy_(device_kv.scales)
             return copy_to_device(result, "cpu")
 
-        return run
+        return run_on_device
 
     names = collect_operations(type(ops))
-    cls = type(type(ops).__name__, (type(ops),), {name: wrapped(name) for name in names})
+    cls = type(type(ops).__name__, (type(ops),), {name: wrap_operation(name) for name in names})
     return cls()

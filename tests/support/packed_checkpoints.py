@@ -1,7 +1,7 @@
-"""Small quantizers that write checkpoints, written from the formats' documents.
+"""Small quantizers that write packed checkpoints, written from the documents of the formats.
 
-They share no code with the package. A packer takes a weight ``[out, in]``. It returns the tensors of a layer,
-without the layer's name, and the dequantized weight.
+They share no code with the package. A packer takes a weight ``[out, in]``. It returns the tensors of the
+packed layer, without the layer's name, and the dequantized weight.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
 
 
 InputOrder = Literal["none", "inputs", "layer"]
-"""The order of the inputs before they are grouped.
+"""The order in which the inputs of a layer are divided into groups.
 
-``none`` keeps the order, ``inputs`` is the same for all layers with this number of inputs, and ``layer`` is
-random for each layer.
+``none`` keeps the order. ``inputs`` is a random order for each number of inputs, and ``layer`` is a random
+order for each layer.
 """
 
 
@@ -72,17 +72,17 @@ def gptq(
             weight[:, permutation], bits, size, symmetric=symmetric
         )
         inverse = permutation.argsort()
-        group_of_input = (torch.arange(inputs) // (size if size > 0 else inputs))[inverse].int()
+        input_groups = (torch.arange(inputs) // (size if size > 0 else inputs))[inverse].int()
         if version == 1:
-            zeros = (zeros - 1).clamp_min(0)  # the format cannot hold a zero point of 0
-            dequantized = (codes - (zeros + 1)[:, group_of_input[permutation]]) * scales.float()[
-                :, group_of_input[permutation]
+            zeros = (zeros - 1).clamp_min(0)  # version 1 stores the zero point minus 1
+            dequantized = (codes - (zeros + 1)[:, input_groups[permutation]]) * scales.float()[
+                :, input_groups[permutation]
             ]
         tensors = {
             "qweight": pack_words(codes[:, inverse], bits).T.contiguous(),
             "qzeros": pack_words(zeros.T.contiguous(), bits),
             "scales": scales.T.contiguous(),
-            "g_idx": group_of_input,
+            "g_idx": input_groups,
         }
         return tensors, dequantized[:, inverse]
 
@@ -130,11 +130,11 @@ def fp8(
             .unflatten(2, (-1, columns))
         )
         scales = blocks.abs().amax((1, 3)) / 448
-        scale_of_weight = scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
-        scale_of_weight = scale_of_weight[: weight.shape[0], : weight.shape[1]]
-        values = e4m3(weight.float() / scale_of_weight)
+        weight_scales = scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+        weight_scales = weight_scales[: weight.shape[0], : weight.shape[1]]
+        values = e4m3(weight.float() / weight_scales)
         tensors = {"weight": values, name: scales.reshape(()) if per_tensor else scales}
-        return tensors, values.float() * scale_of_weight
+        return tensors, values.float() * weight_scales
 
     return pack
 
@@ -175,7 +175,7 @@ E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def _fp4(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the bytes of 4-bit floats and their values."""
+    """Return 4-bit floats, packed two per byte, and their values."""
     index = (values.abs()[..., None] - E2M1).abs().argmin(-1)
     codes = index | (values < 0).long() << 3
     return (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8), E2M1[index] * torch.where(
@@ -183,21 +183,21 @@ def _fp4(values: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-def nvfp4(dialect: str) -> Packer:
+def nvfp4(tool: str) -> Packer:
     def pack(weight: Tensor) -> Packed:
         groups = weight.float().unflatten(1, (-1, 16))
-        total = weight.float().abs().max() / (6 * 448)
-        scales = e4m3(groups.abs().amax(-1) / 6 / total)
-        scale_of_weight = (scales.float() * total).repeat_interleave(16, 1)
-        octets, values = _fp4(weight.float() / scale_of_weight.clamp_min(1e-12))
-        if dialect == "modelopt":
+        tensor_scale = weight.float().abs().max() / (6 * 448)
+        scales = e4m3(groups.abs().amax(-1) / 6 / tensor_scale)
+        weight_scales = (scales.float() * tensor_scale).repeat_interleave(16, 1)
+        packed_bytes, values = _fp4(weight.float() / weight_scales.clamp_min(1e-12))
+        if tool == "modelopt":
             return {
-                "weight": octets,
+                "weight": packed_bytes,
                 "weight_scale": scales,
-                "weight_scale_2": total,
-            }, values * scale_of_weight
-        divisor = (1 / total).reshape(1)
-        tensors = {"weight_packed": octets, "weight_scale": scales, "weight_global_scale": divisor}
+                "weight_scale_2": tensor_scale,
+            }, values * weight_scales
+        divisor = (1 / tensor_scale).reshape(1)
+        tensors = {"weight_packed": packed_bytes, "weight_scale": scales, "weight_global_scale": divisor}
         return tensors, values * (scales.float() / divisor).repeat_interleave(16, 1)
 
     return pack
@@ -206,12 +206,12 @@ def nvfp4(dialect: str) -> Packer:
 def mxfp4(weight: Tensor) -> Packed:
     groups = weight.float().unflatten(1, (-1, 32))
     exponents = (groups.abs().amax(-1).log2().floor() - 2).clamp(-127, 127)
-    scale_of_weight = (2.0**exponents).repeat_interleave(32, 1)
-    octets, values = _fp4(weight.float() / scale_of_weight)
+    weight_scales = (2.0**exponents).repeat_interleave(32, 1)
+    packed_bytes, values = _fp4(weight.float() / weight_scales)
     return {
-        "weight_packed": octets,
+        "weight_packed": packed_bytes,
         "weight_scale": (exponents + 127).to(torch.uint8),
-    }, values * scale_of_weight
+    }, values * weight_scales
 
 
 NF4 = torch.tensor(
@@ -227,36 +227,41 @@ BNB_TABLES = {"nf4": NF4, "fp4": torch.cat([BNB_FP4, -BNB_FP4])}
 
 
 def bitsandbytes(
-    kind: str = "nf4", block: int = 64, *, nested: bool = False, table: Tensor | None = None
+    number_format: str = "nf4", block: int = 64, *, nested: bool = False, table: Tensor | None = None
 ) -> Packer:
     def pack(weight: Tensor) -> Packed:
-        values = BNB_TABLES[kind] if table is None else table
-        flat = weight.float().flatten()
-        blocks = torch.nn.functional.pad(flat, (0, -len(flat) % block)).view(-1, block)
+        values = BNB_TABLES[number_format] if table is None else table
+        flat_weight = weight.float().flatten()
+        blocks = torch.nn.functional.pad(flat_weight, (0, -len(flat_weight) % block)).view(-1, block)
         factors = blocks.abs().amax(1)
         tensors = {"weight.quant_map": values.clone(), "weight.absmax": factors}
-        state = {"quant_type": kind, "blocksize": block, "dtype": "float32", "shape": list(weight.shape)}
+        state = {
+            "quant_type": number_format,
+            "blocksize": block,
+            "dtype": "float32",
+            "shape": list(weight.shape),
+        }
         if nested:
             offset, nested_map = factors.mean(), torch.linspace(-1, 1, 256)
             padded = torch.nn.functional.pad(factors - offset, (0, -len(factors) % 256)).view(-1, 256)
-            outer = padded.abs().amax(1)
-            indices = ((padded / outer[:, None])[..., None] - nested_map).abs().argmin(-1)
-            factors = (nested_map[indices] * outer[:, None]).flatten()[: len(factors)] + offset
+            outer_factors = padded.abs().amax(1)
+            indices = ((padded / outer_factors[:, None])[..., None] - nested_map).abs().argmin(-1)
+            factors = (nested_map[indices] * outer_factors[:, None]).flatten()[: len(factors)] + offset
             tensors["weight.absmax"] = indices.flatten()[: len(factors)].to(torch.uint8)
-            tensors |= {"weight.nested_absmax": outer, "weight.nested_quant_map": nested_map}
+            tensors |= {"weight.nested_absmax": outer_factors, "weight.nested_quant_map": nested_map}
             state |= {"nested_blocksize": 256, "nested_offset": float(offset)}
         codes = ((blocks / factors[:, None])[..., None] - values).abs().argmin(-1)
-        dequantized = (values[codes] * factors[:, None]).flatten()[: len(flat)].view(weight.shape)
-        pairs = codes.flatten()[: len(flat)].view(-1, 2)
+        dequantized = (values[codes] * factors[:, None]).flatten()[: len(flat_weight)].view(weight.shape)
+        pairs = codes.flatten()[: len(flat_weight)].view(-1, 2)
         tensors["weight"] = (pairs[:, :1] << 4 | pairs[:, 1:]).to(torch.uint8)
         text = torch.tensor(list(json.dumps(state).encode())).to(torch.uint8)
-        return tensors | {f"weight.quant_state.bitsandbytes__{kind}": text}, dequantized
+        return tensors | {f"weight.quant_state.bitsandbytes__{number_format}": text}, dequantized
 
     return pack
 
 
 def torchao_int4(size: int = 32) -> Packer:
-    """Signed 4-bit integers, two per byte, with float zero points; scales and zero points are transposed."""
+    """Return a packer of signed 4-bit integers, two per byte, with float zero points."""
 
     def pack(weight: Tensor) -> Packed:
         groups = weight.float().unflatten(1, (-1, size))
@@ -276,7 +281,7 @@ def torchao_int4(size: int = 32) -> Packer:
 
 
 def write_packed_checkpoint(
-    plain: Path,
+    checkpoint: Path,
     folder: Path,
     packer: Packer | Mapping[str, Packer],
     section: Mapping[str, Any],
@@ -285,36 +290,36 @@ def write_packed_checkpoint(
     extra: Mapping[str, Tensor] | None = None,
     shards: int = 1,
 ) -> Path:
-    """Quantize the linear layers of a checkpoint. ``folder/plain`` gets the dequantized checkpoint.
+    """Write a checkpoint with packed linear layers. Write its dequantized weights to ``folder/plain``.
 
     Args:
-        plain: the float checkpoint.
-        folder: where both are written.
-        packer: one for all layers, or a mapping from a part of the layer name to its packer; the first match
+        checkpoint: the float checkpoint.
+        folder: the folder to write.
+        packer: a packer for all layers, or a mapping from a part of a layer name to a packer; the first match
         is used.
-        section: ``quantization_config``.
-        ignore: parts of the names of layers that stay floats.
-        extra: tensors to add.
+        section: the ``quantization_config`` of ``config.json``.
+        ignore: parts of the names of layers that are not packed.
+        extra: additional tensors.
         shards: number of files.
     """
     packed_tensors, plain_tensors = {}, {}
     torch.manual_seed(0)
-    for name, tensor in load_file(plain / "model.safetensors").items():
+    for name, tensor in load_file(checkpoint / "model.safetensors").items():
         layer = name.removesuffix(".weight")
         is_linear = name.endswith(("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight"))
-        if not is_linear or any(part in name for part in ignore):
+        if not is_linear or any(name_part in name for name_part in ignore):
             packed_tensors[name] = plain_tensors[name] = tensor
             continue
         layer_packer = (
             packer
             if callable(packer)
-            else next(candidate for part, candidate in packer.items() if part in name)
+            else next(named_packer for name_part, named_packer in packer.items() if name_part in name)
         )
         tensors, dequantized = layer_packer(tensor)
         packed_tensors |= {f"{layer}.{key}": value.contiguous() for key, value in tensors.items()}
         plain_tensors[name] = dequantized.contiguous()
     packed_tensors |= extra or {}
-    config = json.loads((plain / "config.json").read_text())
+    config = json.loads((checkpoint / "config.json").read_text())
     (folder / "plain").mkdir(parents=True, exist_ok=True)
     save_file(plain_tensors, folder / "plain" / "model.safetensors", metadata={"format": "pt"})
     (folder / "plain" / "config.json").write_text(json.dumps(config))

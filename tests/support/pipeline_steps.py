@@ -1,4 +1,4 @@
-"""Run a checkpoint through the pipeline step by step, with access to the logits."""
+"""Steps of a text pipeline with access to the logits."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def open_pipeline(
         kernels: name of the back end, or ``best`` for the default.
         config: settings of the pipeline under flat names.
     """
-    flat = {"model_path": str(checkpoint), "quantization_encoding": "float32", "max_batch_size": 8}
+    values = {"model_path": str(checkpoint), "quantization_encoding": "float32", "max_batch_size": 8}
     if kernels != "best":
-        flat["kernels"] = kernels
-    pipeline_config = PipelineConfig.from_flat(flat | config)
+        values["kernels"] = kernels
+    pipeline_config = PipelineConfig.from_flat(values | config)
     model = pipeline_config.model
     architecture = PIPELINE_REGISTRY.retrieve_architecture(model.huggingface_config, checkpoint)
     pipeline_model = architecture.load_pipeline_model()
@@ -42,7 +42,7 @@ def open_pipeline(
 
 
 def make_context(tokens: Sequence[int], max_new: int = 100, **fields: Any) -> TextContext:
-    """Return a context of these prompt tokens that ends only at its maximum length."""
+    """Return a context with these prompt tokens that ends only at its maximum length."""
     sampling = fields.pop("sampling_params", SamplingParams())
     return TextContext(
         prompt=list(tokens),
@@ -55,14 +55,14 @@ def make_context(tokens: Sequence[int], max_new: int = 100, **fields: Any) -> Te
 
 
 def random_tokens(count: int, vocabulary: int, seed: int = 0) -> list[int]:
-    """Return random prompt tokens for a seed."""
+    """Return ``count`` random tokens of a vocabulary."""
     return [int(token) for token in np.random.default_rng(seed).integers(0, vocabulary, count)]
 
 
 def step_logits(pipeline: TextGenerationPipeline, contexts: Sequence[TextContext]) -> list[torch.Tensor]:
     """Return the logits ``[rows, V]`` of the active tokens of each context, from one forward.
 
-    Contexts do not change, except that a context with stale keys restarts.
+    Contexts with stale keys are restarted. Other contexts do not change.
     """
     kv = pipeline.kv
     assert isinstance(kv, KVCacheManager)
@@ -85,21 +85,24 @@ def append_token(pipeline: TextGenerationPipeline, context: TextContext, token: 
 
 
 def chunked_logits(
-    pipeline: TextGenerationPipeline, context: TextContext, chunks: Sequence[int], others: Sequence[int] = ()
+    pipeline: TextGenerationPipeline,
+    context: TextContext,
+    chunks: Sequence[int],
+    other_lengths: Sequence[int] = (),
 ) -> torch.Tensor:  # [T, V]
     """Return the logits ``[T, V]`` after each prompt token, computed in chunks.
 
-    Each chunk shares its batch with new contexts of the lengths ``others``.
+    The batch of each chunk also contains new contexts with the lengths ``other_lengths``.
     """
     rows = []
     for index, chunk in enumerate(chunks):
         context.set_token_indices(active_idx=context.start_idx + chunk)
-        batch = [make_context(random_tokens(n, 130, seed=n + index)) for n in others]
+        batch = [make_context(random_tokens(n, 130, seed=n + index)) for n in other_lengths]
         logits = step_logits(pipeline, [*batch, context])
         rows.append(logits[-1])
         append_token(pipeline, context, 0)
-        for other in batch:
-            pipeline.release(other)
+        for other_context in batch:
+            pipeline.release(other_context)
     pipeline.release(context)
     return torch.cat(rows)
 
@@ -107,12 +110,12 @@ def chunked_logits(
 def generate_tokens(
     pipeline: TextGenerationPipeline, contexts: Sequence[TextContext], num_steps: int = 1
 ) -> list[list[int]]:
-    """Run the contexts as one batch to their ends, release them and return their tokens."""
+    """Run the contexts as one batch until all end. Release them and return their output tokens."""
     tokens: dict[str, list[int]] = {context.request_id: [] for context in contexts}
     running_contexts = {context.request_id: context for context in contexts}
     while running_contexts:
         for request_id, response in pipeline.execute(running_contexts, num_steps).items():
-            tokens[request_id] += [int(part.next_token) for part in response.tokens]
+            tokens[request_id] += [int(token.next_token) for token in response.tokens]
             if response.is_done:
                 pipeline.release(running_contexts.pop(request_id))
     pipeline.kv.check_integrity()

@@ -1,4 +1,4 @@
-"""Workers and replicas with a prefix cache, for tests of the router."""
+"""Fake engine clients with a prefix cache, for tests of the router."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Checkpoints in the format of their authors, made from those that transformers saves.
+"""Conversion of checkpoints from the format of transformers to the format of their authors.
 
-Some published checkpoints have other keys in ``config.json`` and other tensor names than transformers.
+The formats differ in the keys of ``config.json`` and in tensor names.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 
 def transformers_values(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the transformers configuration that computes the same as a published one."""
+    """Return the transformers configuration of a published configuration."""
     if values["model_type"] != "new":
         return values
     head_dim = values["hidden_size"] // values["num_attention_heads"]
@@ -40,18 +40,20 @@ def transformers_values(values: dict[str, Any]) -> dict[str, Any]:
         "layer_norm_eps",
         "pad_token_id",
     )
-    others = {name: values[name] for name in ("num_labels",) if name in values}
+    label_values = {name: values[name] for name in ("num_labels",) if name in values}
     return (
-        {"model_type": "gte", "rope_parameters": rope} | {name: values[name] for name in kept_names} | others
+        {"model_type": "gte", "rope_parameters": rope}
+        | {name: values[name] for name in kept_names}
+        | label_values
     )
 
 
 def rewrite_as_published(folder: Path, values: dict[str, Any], head: str) -> None:
-    """Rewrite a folder saved by transformers in the published format of ``values["model_type"]``."""
+    """Convert a folder that transformers saved to the published format of ``values["model_type"]``."""
     if values["model_type"] != "new":
         return
-    saved = json.loads((folder / "config.json").read_text())
-    label_names = {name: saved[name] for name in ("id2label", "label2id") if name in saved}
+    saved_config = json.loads((folder / "config.json").read_text())
+    label_names = {name: saved_config[name] for name in ("id2label", "label2id") if name in saved_config}
     config = values | label_names | {"architectures": [f"New{head or 'Model'}"], "dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(config))
     path = folder / "model.safetensors"
@@ -59,8 +61,8 @@ def rewrite_as_published(folder: Path, values: dict[str, Any], head: str) -> Non
     tensors = {
         name.removeprefix("gte.").removeprefix("new."): tensor for name, tensor in load_file(path).items()
     }
-    renamed = {
+    renamed_tensors = {
         name if not head or name.startswith(heads) else f"new.{name}": tensor
         for name, tensor in tensors.items()
     }
-    save_file(renamed, path)
+    save_file(renamed_tensors, path)

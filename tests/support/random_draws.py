@@ -1,4 +1,4 @@
-"""Examples of property tests: fixed ones by default, many random ones with `--random`."""
+"""Examples of property tests: fixed examples by default, more and random examples with `--random`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
 
 DEFAULT_EXAMPLES = 50
-RANDOM_FACTOR = 10  # times as many examples with `--random`
-RANDOM_TIMEOUT = 3600  # seconds that a property test may take with `--random`
+RANDOM_FACTOR = 10  # `--random` multiplies the number of examples by this factor
+RANDOM_TIMEOUT = 3600  # timeout of a property test in seconds with `--random`
 
 
 def register_profiles() -> None:
-    """Register the profiles ``fixed``, loaded by default, and ``random``, loaded by `--random`.
+    """Register the profiles ``fixed``, which is the default, and ``random``, which `--random` loads.
 
-    There are no deadlines and no health checks of time, because machines may be busy.
+    Deadlines and health checks of time are disabled, because machines may be busy.
     """
     fixed_profile = settings(
         max_examples=DEFAULT_EXAMPLES,
@@ -38,17 +38,17 @@ def register_profiles() -> None:
 
 
 def num_examples(count: int) -> int:
-    """Return the number of examples for a test that has `count` of them by default."""
+    """Return the number of examples in the current profile for a test with `count` examples by default."""
     return count * settings().max_examples // DEFAULT_EXAMPLES
 
 
-def draw_no_constants_of_modules() -> None:
-    """Stop Hypothesis from drawing constants that it finds in the source of loaded modules.
+def disable_module_constants() -> None:
+    """Stop Hypothesis from using constants in the source of loaded modules as examples.
 
-    The loaded modules differ between a single test and a full run, so their examples would differ.
+    The loaded modules of a single test and of a full run differ, so the examples would differ too.
     """
-    nothing = Constants()
-    providers._get_local_constants = lambda: nothing
+    no_constants = Constants()
+    providers._get_local_constants = lambda: no_constants
 
 
 def mark_property_tests(items: Iterable[pytest.Item]) -> None:

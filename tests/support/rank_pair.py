@@ -1,4 +1,4 @@
-"""Processes of ranks that load several models in turn, so that tests do not start new processes."""
+"""Processes of ranks that load several models in turn, because starting processes takes seconds."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from penstock.pipelines import PIPELINE_REGISTRY, PipelineConfig, TextGeneration
 from penstock.ranks import rank_devices
 
 TIMEOUT = 300.0
-"""Timeout of a collective in seconds; the machine may be busy."""
+"""Timeout of a collective in seconds. It is long, because the machine may be busy."""
 
 
-class _Closed(Exception):
-    """Raised on the other ranks when rank 0 closes the current model."""
+class _ModelClosed(Exception):
+    """Raised on ranks above 0 when rank 0 unloads the current model."""
 
 
 class _ClosableFollower(Follower):
     def close(self) -> None:
-        raise _Closed
+        raise _ModelClosed
 
 
 def serve_models(ranks: Ranks) -> None:
-    """Load and run the models that rank 0 opens, one after the other."""
+    """Load and run each model that rank 0 sends."""
     while True:
         config, patch = pickle.loads(ranks.receive())
         if patch is not None:
@@ -41,7 +41,7 @@ def serve_models(ranks: Ranks) -> None:
             _ClosableFollower(model, model.load_kv_manager(session, model.memory_plan.kv_cache_size)).run(
                 ranks
             )
-        except _Closed:
+        except _ModelClosed:
             continue
 
 
@@ -59,7 +59,7 @@ def _open(config: PipelineConfig, ranks: Ranks) -> tuple[Any, InferenceSession]:
 
 
 class RankPair:
-    """Ranks that run pipelines, rank 0 in this process.
+    """A group of ranks that run pipelines. Rank 0 runs in this process.
 
     Args:
         world: number of ranks.
@@ -74,11 +74,11 @@ class RankPair:
         self.world = world
 
     def load(self, checkpoint: Path, patch: Any = None, **flat: Any) -> TextGenerationPipeline:
-        """Load a checkpoint on all ranks, in float32 by default; `unload` ends it on the other ranks.
+        """Load a checkpoint on all ranks, in float32 by default. `unload` unloads it on ranks above 0.
 
         Args:
             checkpoint: the folder of the checkpoint.
-            patch: called on the other ranks before they load; picklable.
+            patch: a picklable function that ranks above 0 call before they load.
             flat: settings of the pipeline under flat names.
         """
         values = {
@@ -96,7 +96,7 @@ class RankPair:
         return TextGenerationPipeline(config, architecture.load_pipeline_model(), -1, session=session)
 
     def unload(self) -> None:
-        """End the current model on the other ranks."""
+        """Unload the current model on ranks above 0."""
         self.ranks.send(pickle.dumps(("close", ())))
 
     @contextmanager

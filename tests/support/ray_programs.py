@@ -1,4 +1,4 @@
-"""Programs that run Ray in separate processes, with access to the processes of their clusters."""
+"""Programs that start a Ray cluster, with access to the processes of the cluster."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class RayProgram:
         return self._log.read_text(errors="replace")
 
     def pids(self, *words: str) -> list[int]:
-        """Return the ids of the program's processes whose command line contains all words."""
+        """Return the ids of the cluster's processes whose command line contains all words."""
         pids = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
@@ -74,7 +74,7 @@ class RayProgram:
         return self.process.wait(seconds)
 
     def close(self) -> None:
-        """End the program and its remaining processes."""
+        """End the program and all processes of its cluster."""
         if self.process.poll() is None:
             self.process.terminate()
             try:
@@ -125,9 +125,9 @@ def post(port: int, body: dict[str, Any], path: str = "/v1/completions") -> dict
         return answer
 
 
-def completion_body(prompt: str, **more: Any) -> dict[str, Any]:
+def completion_body(prompt: str, **further_fields: Any) -> dict[str, Any]:
     fields = {"max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
-    return {"model": "demo", "prompt": prompt, **fields, **more}
+    return {"model": "demo", "prompt": prompt, **fields, **further_fields}
 
 
 def is_ready(port: int) -> bool:

@@ -21,7 +21,7 @@ import httpx
 
 @dataclass
 class ServerProcess:
-    """A server of the embedded model."""
+    """A running server of the embedded model."""
 
     process: subprocess.Popen[bytes]
     url: str
@@ -33,25 +33,25 @@ class ServerProcess:
 
     @property
     def worker(self) -> int | None:
-        """The worker process, or None while it restarts."""
+        """The process id of the first worker, or None while no worker runs."""
         return next(iter(self.workers), None)
 
     @property
     def workers(self) -> list[int]:
-        """The running worker processes."""
+        """The process ids of the running workers."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         commands = {int(child): Path(f"/proc/{child}/cmdline").read_text() for child in children}
         return [child for child, line in commands.items() if "json_process" not in line]
 
     def kill_worker(self) -> int:
-        """Kill the worker and return its process id."""
+        """Kill the first worker and return its process id."""
         worker = self.worker
         assert worker is not None
         os.kill(worker, signal.SIGKILL)
         return worker
 
     def memory(self, pid: int | None = None) -> int:
-        """Return the resident bytes of a process without mapped files, by default of the server."""
+        """Return the resident bytes of a process, by default of the server. Mapped files do not count."""
         status = Path(f"/proc/{pid or self.process.pid}/status").read_text()
         match = re.search(r"RssAnon:\s+(\d+) kB", status)
         assert match is not None
@@ -64,7 +64,7 @@ class ServerProcess:
         return {name: float(value) for name, value in rows}
 
     def wait_until_idle(self) -> dict[str, float]:
-        """Wait until no request runs and every block is free. Return the metrics."""
+        """Wait until no request runs and no KV cache block is in use. Return the metrics."""
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             metrics = self.metrics()
@@ -74,7 +74,7 @@ class ServerProcess:
         raise AssertionError({name: metrics[name] for name in BUSY})
 
     def wait_for_status(self, path: str, status: int) -> None:
-        """Wait until a path returns this status."""
+        """Wait until a GET request to a path returns a status code."""
         deadline = time.monotonic() + 60
         while (response := httpx.get(self.url + path, timeout=30).status_code) != status:
             assert time.monotonic() < deadline, (path, response)
@@ -100,7 +100,7 @@ BUSY = (
 
 @contextmanager
 def server_process(log: Path, *flags: str) -> Iterator[ServerProcess]:
-    """Run a server on a free port until the block ends."""
+    """Run a server on a free port until the end of the block."""
     command = [sys.executable, "-m", "penstock", "serve", "--model", "demo", "--port", "0", *flags]
     with log.open("wb") as errors, subprocess.Popen(command, stderr=errors) as process:
         try:
@@ -116,7 +116,7 @@ def server_process(log: Path, *flags: str) -> Iterator[ServerProcess]:
 
 @dataclass
 class RawExchange:
-    """A raw connection on which a request was sent."""
+    """A TCP connection to a server, on which tests send and receive bytes."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -125,19 +125,19 @@ class RawExchange:
         self.writer.write(data)
 
     async def head(self) -> tuple[int, dict[str, str]]:
-        """Return status and headers of the response."""
-        first, *lines = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        """Return the status code and the headers of the response."""
+        status_line, *lines = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         headers = dict(line.lower().split(": ", 1) for line in lines if line)
-        return int(first.split()[1]), headers
+        return int(status_line.split()[1]), headers
 
     async def event(self) -> bytes | None:
-        """Return the next chunk of a stream, or None at its end."""
+        """Return the next chunk of a chunked body, or None at its end."""
         size = int(await self.reader.readuntil(b"\r\n"), 16)
         data = await self.reader.readexactly(size + 2)
         return data[:-2] if size else None
 
     async def body(self, headers: Mapping[str, str]) -> bytes:
-        """Return the whole body, for any framing."""
+        """Return the whole body, with a content length or chunked."""
         if "content-length" in headers:
             return await self.reader.readexactly(int(headers["content-length"]))
         blocks = []
@@ -161,7 +161,7 @@ def post_head(path: str, length: int | None, **headers: str) -> bytes:
 
 @asynccontextmanager
 async def raw_exchange(port: int, path: str, body: Any = None) -> AsyncIterator[RawExchange]:
-    """Open a connection, and send the request if it has a body."""
+    """Open a connection. Send a POST request if a body is given."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     exchange = RawExchange(reader, writer)
     try:
@@ -171,7 +171,8 @@ async def raw_exchange(port: int, path: str, body: Any = None) -> AsyncIterator[
         yield exchange
     finally:
         writer.close()
-        if writer.transport.get_write_buffer_size():  # no test may reach the end of the stream
+        # A server that has stopped reading never receives the remaining bytes.
+        if writer.transport.get_write_buffer_size():
             writer.transport.abort()
-        with suppress(OSError):  # the other side may have closed it first
+        with suppress(OSError):  # the server may have closed the connection
             await writer.wait_closed()

@@ -1,4 +1,4 @@
-"""Support for tests of speculation: a proposer that knows the outputs, mixed contexts, and full results."""
+"""Tests of speculation: a proposer with given outputs, mixed contexts, and functions that run them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REPETITIVE_PROMPT = [*PROMPT[:9], *PROMPT[:9], *PROMPT[:4]]
 
 
 class OracleProposer:
-    """A proposer that drafts the known output of each context. Draft j is wrong if ``is_wrong(j)``."""
+    """A proposer that drafts given outputs. The draft of output token j is wrong if ``is_wrong(j)``."""
 
     def __init__(self, texts: Mapping[str, list[int]], is_wrong: Callable[[int], bool], length: int) -> None:
         self.texts, self.is_wrong, self.length = texts, is_wrong, length
@@ -47,7 +47,7 @@ class OracleProposer:
 
 
 def mixed_contexts() -> list[TextContext]:
-    """Return greedy, sampled, penalised, scored and echoed contexts, some short and some long."""
+    """Return contexts of several lengths: greedy, sampled, with penalties, log probabilities and echo."""
     sampled_params = [SamplingParams(temperature=1.0, top_k=-1, seed=seed) for seed in (3, 4)]
     penalised_params = SamplingParams(
         temperature=0.8, seed=5, frequency_penalty=0.7, presence_penalty=0.3, repetition_penalty=1.2
@@ -55,8 +55,8 @@ def mixed_contexts() -> list[TextContext]:
     return [
         make_context(PROMPT, 40, request_id="greedy"),
         make_context(REPETITIVE_PROMPT, 50, request_id="repeating"),
-        make_context(PROMPT[:5], 23, request_id="drawn", sampling_params=sampled_params[0]),
-        make_context(PROMPT, 40, request_id="drawn as well", sampling_params=sampled_params[1]),
+        make_context(PROMPT[:5], 23, request_id="sampled", sampling_params=sampled_params[0]),
+        make_context(PROMPT, 40, request_id="sampled too", sampling_params=sampled_params[1]),
         make_context(REPETITIVE_PROMPT, 30, request_id="penalised", sampling_params=penalised_params),
         make_context(PROMPT[:7], 20, request_id="scored", log_probabilities=3),
         make_context(
@@ -71,14 +71,14 @@ def mixed_contexts() -> list[TextContext]:
 
 
 def run_directly(
-    pipeline: TextGenerationPipeline, contexts: Sequence[TextContext], **run: Any
+    pipeline: TextGenerationPipeline, contexts: Sequence[TextContext], **options: Any
 ) -> dict[str, list[Any]]:
-    """Run the contexts and return their tokens, log probabilities and status."""
+    """Run the contexts as one batch. Return their (token, log probabilities) pairs and their status."""
     results: dict[str, list[Any]] = {context.request_id: [] for context in contexts}
     running_contexts = {context.request_id: context for context in contexts}
     while running_contexts:
-        for request_id, response in pipeline.execute(running_contexts, **run).items():
-            results[request_id] += [(part.next_token, part.log_probabilities) for part in response.tokens]
+        for request_id, response in pipeline.execute(running_contexts, **options).items():
+            results[request_id] += [(token.next_token, token.log_probabilities) for token in response.tokens]
             if response.is_done:
                 results[request_id].append(response.final_status)
                 pipeline.release(running_contexts.pop(request_id))
@@ -88,7 +88,7 @@ def run_directly(
 
 
 def output_tokens(results: Mapping[str, list[Any]]) -> dict[str, list[int]]:
-    return {request_id: [part[0] for part in parts[:-1]] for request_id, parts in results.items()}
+    return {request_id: [entry[0] for entry in result[:-1]] for request_id, result in results.items()}
 
 
 def run_scheduled(
@@ -100,7 +100,7 @@ def run_scheduled(
     results: dict[str, list[Any]] = {context.request_id: [] for context in contexts}
     while scheduler.has_work:
         for request_id, response in scheduler.step(num_steps).items():
-            results[request_id] += [(part.next_token, part.log_probabilities) for part in response.tokens]
+            results[request_id] += [(token.next_token, token.log_probabilities) for token in response.tokens]
             if response.is_done:
                 results[request_id].append(response.final_status)
     assert not scheduler.failures

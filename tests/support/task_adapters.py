@@ -1,4 +1,4 @@
-"""A small checkpoint in the published layout of Jina Embeddings v3, computed by transformers per task."""
+"""A small checkpoint in the published layout of Jina Embeddings v3, and its reference in transformers."""
 
 from __future__ import annotations
 
@@ -22,42 +22,42 @@ TABLES = ("embeddings.word_embeddings", "embeddings.token_type_embeddings")
 
 @dataclass(frozen=True)
 class JinaV3:
-    """A saved model and its tensors by name: weights, and the adapters of all tasks."""
+    """A saved model, with its weights by name and the LoRA matrices of all tasks by layer."""
 
     folder: Path
     weights: dict[str, Tensor]
     adapters: dict[str, tuple[Tensor, Tensor]]
-    plain: Path
+    plain_folder: Path
     """The folder of the model without adapters, as transformers saves it."""
 
-    def merged(self, task: str | None, folder: Path) -> Any:
-        """Return the transformers model whose weights include the adapter of a task."""
+    def load_merged(self, task: str | None, folder: Path) -> Any:
+        """Return the model of transformers with the adapter of a task merged into its weights."""
         from transformers import AutoModel
 
         weights = dict(self.weights)
         if task is not None:
             index = TASKS.index(task)
-            for name, (first, second) in self.adapters.items():
-                a, b = first[index], second[index]
+            for name, (first_matrix, second_matrix) in self.adapters.items():
+                a, b = first_matrix[index], second_matrix[index]
                 delta = a @ b if name in TABLES else b @ a
                 weights[f"{name}.weight"] = weights[f"{name}.weight"] + delta * (1.5 / RANK)
         folder.mkdir()
         save_file(weights, folder / "model.safetensors")
-        (folder / "config.json").write_bytes((self.plain / "config.json").read_bytes())
+        (folder / "config.json").write_bytes((self.plain_folder / "config.json").read_bytes())
         return AutoModel.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
 
 
 def mean_embedding(model: Any, tokens: list[int]) -> Tensor:  # [E]
-    """Return the mean of the hidden states of transformers, normalised to length 1."""
+    """Return the mean ``[E]`` of the hidden states of transformers, normalised to length 1."""
     with torch.inference_mode():
         return F.normalize(model(torch.tensor([tokens])).last_hidden_state[0].mean(0), dim=-1)
 
 
-def write_jina_v3(folder: Path, plain: Path) -> JinaV3:
-    """Write a random model in the published layout. ``plain`` gets the same model without adapters."""
+def write_jina_v3(folder: Path, plain_folder: Path) -> JinaV3:
+    """Write a random model in the published layout. Write it without adapters to ``plain_folder``."""
     (architecture,) = (candidate for candidate in ENCODERS if candidate.name == "jina_embeddings_v3")
-    model = save_encoder(architecture, plain, "", vocab_size=900)
-    weights = load_file(plain / "model.safetensors")
+    model = save_encoder(architecture, plain_folder, "", vocab_size=900)
+    weights = load_file(plain_folder / "model.safetensors")
     generator = torch.Generator().manual_seed(3)
     tensors, adapters = {}, {}
     for name, tensor in weights.items():
@@ -68,13 +68,13 @@ def write_jina_v3(folder: Path, plain: Path) -> JinaV3:
         (rows, columns), n = tensor.shape, len(TASKS)
         is_table = layer in TABLES
         shapes = ((n, rows, RANK), (n, RANK, columns)) if is_table else ((n, RANK, columns), (n, rows, RANK))
-        first, second = (torch.randn(shape, generator=generator) * 0.3 for shape in shapes)
-        adapters[layer] = first, second
+        first_matrix, second_matrix = (torch.randn(shape, generator=generator) * 0.3 for shape in shapes)
+        adapters[layer] = first_matrix, second_matrix
         stored_name = f"roberta.{layer}.parametrizations.weight"
         tensors |= {
             f"{stored_name}.original": tensor,
-            f"{stored_name}.0.lora_A": first,
-            f"{stored_name}.0.lora_B": second,
+            f"{stored_name}.0.lora_A": first_matrix,
+            f"{stored_name}.0.lora_B": second_matrix,
         }
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors")
@@ -96,4 +96,4 @@ def write_jina_v3(folder: Path, plain: Path) -> JinaV3:
     (folder / "config.json").write_text(json.dumps(values))
     write_tokenizer(folder)
     write_layout(folder, "mean")
-    return JinaV3(folder, weights, adapters, plain)
+    return JinaV3(folder, weights, adapters, plain_folder)

@@ -1,4 +1,4 @@
-"""Sources of tensors for `penstock.nn.Loader` that hold float tensors in memory instead of a checkpoint."""
+"""A source of tensors for `penstock.nn.Loader` that holds float tensors in memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class FloatTensors:
 
 
 def load_module(module: torch.nn.Module, prefix: str, ops: Ops) -> Loader:
-    """Return a float32 loader of the tensors of a torch module, whose names get a prefix."""
+    """Return a float32 loader of the tensors of a torch module. Their names get a prefix."""
     tensors = {f"{prefix}.{name}": tensor for name, tensor in module.state_dict().items()}
     return Loader(FloatTensors(tensors), "float32", torch.device("cpu"), ops)  # type: ignore[arg-type]
 

@@ -37,19 +37,19 @@ def write_tiny_embedder(
     """Write a checkpoint.
 
     Args:
-        folder: where to write; created if missing.
-        labels: the number of labels of a classification head; 0 writes an embedder without a head.
-        modules: the kinds in ``modules.json``; None writes no sentence-transformers layout.
-        pooling: the configuration of the pooling module; by default the mean.
+        folder: the folder to write.
+        labels: the number of labels of the classification head; 0 writes an embedder without a head.
+        modules: the module types in ``modules.json``; None writes no sentence-transformers layout.
+        pooling: the configuration of the pooling module, by default mean pooling.
         settings: the content of ``config_sentence_transformers.json``.
-        max_seq_length: the length in ``sentence_bert_config.json``.
+        max_seq_length: the value in ``sentence_bert_config.json``.
         seed: seed of the weights.
         **config: changed or added values of ``config.json``.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    kind = "BertForSequenceClassification" if labels else "BertModel"
+    module = "BertForSequenceClassification" if labels else "BertModel"
     values: dict[str, Any] = {
-        "architectures": [kind],
+        "architectures": [module],
         "model_type": "bert",
         "hidden_size": HIDDEN,
         "num_hidden_layers": LAYERS,
@@ -71,10 +71,17 @@ def write_tiny_embedder(
     tiny_tokenizer().save(str(folder / "tokenizer.json"))
     _write(folder / "tokenizer_config.json", {"tokenizer_class": "BertTokenizer", "sep_token": "[SEP]"})
     if modules is not None:
-        paths = {kind: "" if kind == "Transformer" else f"{i}_{kind}" for i, kind in enumerate(modules)}
+        paths = {
+            module: "" if module == "Transformer" else f"{i}_{module}" for i, module in enumerate(modules)
+        }
         rows = [
-            {"idx": i, "name": str(i), "path": paths[kind], "type": f"sentence_transformers.models.{kind}"}
-            for i, kind in enumerate(modules)
+            {
+                "idx": i,
+                "name": str(i),
+                "path": paths[module],
+                "type": f"sentence_transformers.models.{module}",
+            }
+            for i, module in enumerate(modules)
         ]
         _write(folder / "modules.json", rows)
         if "Pooling" in paths:
@@ -92,11 +99,11 @@ def write_tiny_embedder(
 def write_tiny_adapter(folder: Path, seed: int = 0) -> Path:
     """Write a LoRA adapter of rank 2 and alpha 4 on the query projections."""
     folder.mkdir(parents=True)
-    random, tensors = np.random.default_rng(seed), {}
+    rng, tensors = np.random.default_rng(seed), {}
     for layer in range(LAYERS):
         name = f"base_model.model.encoder.layer.{layer}.attention.self.query"
-        for part, shape in (("A", (2, HIDDEN)), ("B", (HIDDEN, 2))):
-            tensors[f"{name}.lora_{part}.weight"] = random.normal(0, 0.5, shape).astype(np.float32)
+        for matrix, shape in (("A", (2, HIDDEN)), ("B", (HIDDEN, 2))):
+            tensors[f"{name}.lora_{matrix}.weight"] = rng.normal(0, 0.5, shape).astype(np.float32)
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["query"]}
     _write(folder / "adapter_config.json", config)
@@ -104,7 +111,7 @@ def write_tiny_adapter(folder: Path, seed: int = 0) -> Path:
 
 
 def tiny_tokenizer() -> Tokenizer:
-    """Return the tokenizer. It splits unknown words into letters and adds ``[CLS]`` and ``[SEP]``."""
+    """Return a WordPiece tokenizer that splits unknown words into letters."""
     vocabulary = {token: i for i, token in enumerate(TOKENS)}
     tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
@@ -118,7 +125,7 @@ def tiny_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def _weights(labels: int, random: np.random.Generator) -> dict[str, np.ndarray]:
+def _weights(labels: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
     shapes: dict[str, tuple[int, ...]] = {
         "embeddings.word_embeddings.weight": (len(TOKENS), HIDDEN),
         "embeddings.position_embeddings.weight": (POSITIONS, HIDDEN),
@@ -139,13 +146,13 @@ def _weights(labels: int, random: np.random.Generator) -> dict[str, np.ndarray]:
         shapes["classifier"] = (labels, HIDDEN)
     tensors: dict[str, np.ndarray] = {}
     for name, shape in shapes.items():
-        full = name if name.startswith("classifier") or not labels else f"bert.{name}"
+        full_name = name if name.startswith("classifier") or not labels else f"bert.{name}"
         if name.endswith(".weight"):
-            tensors[full] = random.normal(0, 0.5, shape)
+            tensors[full_name] = rng.normal(0, 0.5, shape)
             continue
-        scale = 1 + random.normal(0, 0.1, shape) if len(shape) == 1 else random.normal(0, 0.3, shape)
-        tensors[f"{full}.weight"] = scale
-        tensors[f"{full}.bias"] = random.normal(0, 0.1, shape[:1])
+        scale = 1 + rng.normal(0, 0.1, shape) if len(shape) == 1 else rng.normal(0, 0.3, shape)
+        tensors[f"{full_name}.weight"] = scale
+        tensors[f"{full_name}.bias"] = rng.normal(0, 0.1, shape[:1])
     return {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
 
 

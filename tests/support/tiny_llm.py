@@ -39,7 +39,7 @@ CHAT_TEMPLATE = (
 
 
 def write_tiny_llm(folder: Path, *, seed: int = 0, chat: bool = True, **config: Any) -> Path:
-    """Write a checkpoint; ``config`` overrides values of CONFIG."""
+    """Write a checkpoint. ``config`` overrides values of CONFIG."""
     folder.mkdir(parents=True, exist_ok=True)
     values = {**CONFIG, **config}
     (folder / "config.json").write_text(json.dumps(values))
@@ -52,8 +52,8 @@ def write_tiny_llm(folder: Path, *, seed: int = 0, chat: bool = True, **config: 
     return folder
 
 
-def _weights(config: dict[str, Any], random: np.random.Generator) -> dict[str, np.ndarray]:
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
+def _weights(config: dict[str, Any], rng: np.random.Generator) -> dict[str, np.ndarray]:
+    hidden, intermediate = config["hidden_size"], config["intermediate_size"]
     kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config["vocab_size"], hidden),
@@ -68,13 +68,13 @@ def _weights(config: dict[str, Any], random: np.random.Generator) -> dict[str, n
             "self_attn.k_proj": (kv, hidden),
             "self_attn.v_proj": (kv, hidden),
             "self_attn.o_proj": (hidden, hidden),
-            "mlp.gate_proj": (inner, hidden),
-            "mlp.up_proj": (inner, hidden),
-            "mlp.down_proj": (hidden, inner),
+            "mlp.gate_proj": (intermediate, hidden),
+            "mlp.up_proj": (intermediate, hidden),
+            "mlp.down_proj": (hidden, intermediate),
         }
         shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in block.items()}
     return {
-        name: (0.3 * random.standard_normal(shape) + (len(shape) == 1)).astype(np.float32)
+        name: (0.3 * rng.standard_normal(shape) + (len(shape) == 1)).astype(np.float32)
         for name, shape in shapes.items()
     }
 

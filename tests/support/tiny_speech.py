@@ -1,7 +1,7 @@
-"""Small random speech models, and a codec whose samples are a function of the codes.
+"""Small random speech models, and a fake codec whose samples are a simple function of the codes.
 
-The models nearly always generate codes of the expected codebook. The embedding of a token points to the
-codebook of the next code, and the rows of the output head to their own codebook.
+The models nearly always generate codes of the expected codebook: one hidden dimension per codebook is large
+in the embeddings of the tokens before it, and in the rows of the output head for its codes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_LENGTH = 320
 
 
 class FakeCodec(AudioCodec):
-    """Each sample depends on the codes of its frame, the two previous frames and the next frame."""
+    """A codec whose samples depend on the codes of their frame, two previous frames and the next frame."""
 
     name = "fake"
     sample_rate = RATE
@@ -47,7 +47,7 @@ class FakeCodec(AudioCodec):
         self.num_calls = 0
         self.num_frames = 0
         self.refused_codes: set[int] = set()
-        """A call fails if the first code of a frame is one of these."""
+        """Decoding a frame fails if its first code is in this set."""
 
     @classmethod
     def load(
@@ -84,7 +84,7 @@ class FakeCodec(AudioCodec):
 
 
 class FakeCodecs(CodecRegistry):
-    """A registry of the fake codec and the real ones."""
+    """A registry of the fake codec and the real codecs."""
 
     @property
     def codecs(self) -> tuple[SupportedCodec, ...]:
@@ -98,14 +98,14 @@ class FakeCodecs(CodecRegistry):
 
 
 def create_audio_pipeline(required: Any) -> Any:
-    """Create an audio pipeline with the fake codec."""
+    """Return an audio pipeline that can use the fake codec."""
     from penstock.pipelines import audio
 
     return audio.create_audio(required, FakeCodecs())
 
 
 def fake_codec_catalog() -> Any:
-    """Return a catalog whose audio pipelines have the fake codec."""
+    """Return a catalog whose audio pipelines can use the fake codec."""
     from dataclasses import replace
 
     from penstock.assembly import Catalog
@@ -118,28 +118,28 @@ def fake_codec_catalog() -> Any:
 
 def write_tiny_speech(
     folder: Path,
-    form: str = "neutts",
+    speech_format: str = "neutts",
     *,
     seed: int = 0,
-    end: float = 0.9,
+    end_logit: float = 0.9,
     num_codes: int | None = None,
-    **description: Any,
+    **speech_config: Any,
 ) -> Path:
     """Write a speech checkpoint with its codec.
 
     Args:
-        folder: where to write; created if missing.
-        form: the speech format.
+        folder: the folder to write.
+        speech_format: the speech format.
         seed: seed of the weights.
-        end: the logit of the end-of-speech token, relative to the first code of a frame.
-        num_codes: codes of each frame; by default the value in CODES.
-        **description: changed or added values of ``speech_config.json``.
+        end_logit: the logit of the end-of-speech token, relative to the first code of a frame.
+        num_codes: the number of codes in a frame, by default the value in CODES.
+        **speech_config: changed or added values of ``speech_config.json``.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    num_codes = num_codes or CODES[form]
-    tokens = _tokens(form, num_codes)
-    first_code = {"neutts": "<|speech_0|>", "orpheus": "<custom_token_10>"}[form]
-    ends = {"neutts": "<|SPEECH_GENERATION_END|>", "orpheus": "<custom_token_2>"}
+    num_codes = num_codes or CODES[speech_format]
+    tokens = _tokens(speech_format, num_codes)
+    first_code = {"neutts": "<|speech_0|>", "orpheus": "<custom_token_10>"}[speech_format]
+    end_tokens = {"neutts": "<|SPEECH_GENERATION_END|>", "orpheus": "<custom_token_2>"}
     vocabulary = 256 + len(tokens)
     config = {
         **tiny_llm.CONFIG,
@@ -150,20 +150,20 @@ def write_tiny_speech(
     _write(folder / "config.json", config)
     weights = tiny_llm._weights({**config}, np.random.default_rng(seed))
     weights = {name: 0.3 * tensor if tensor.ndim == 2 else tensor for name, tensor in weights.items()}
-    random = np.random.default_rng(seed + 1)
+    rng = np.random.default_rng(seed + 1)
     hidden = config["hidden_size"]
-    embeddings = random.normal(0, 1.0, (vocabulary, hidden)).astype(np.float32)
-    head = random.normal(0, 0.4, (vocabulary, hidden)).astype(np.float32)
+    embeddings = rng.normal(0, 1.0, (vocabulary, hidden)).astype(np.float32)
+    head = rng.normal(0, 0.4, (vocabulary, hidden)).astype(np.float32)
     embeddings[:, :num_codes] = 0
     head[:, :num_codes] = 0
-    embeddings[:, 0] = 6  # any other token is followed by the first code of a frame
+    embeddings[:, 0] = 6  # the first code of a frame follows all tokens that are no codes
     start = 256 + tokens.index(first_code)
     for position in range(num_codes):
         rows = slice(start + position * SIZE, start + (position + 1) * SIZE)
         embeddings[rows, 0] = 0
         embeddings[rows, (position + 1) % num_codes] = 6
         head[rows, position] = 6
-    head[256 + tokens.index(ends[form]), 0] = 6 * end
+    head[256 + tokens.index(end_tokens[speech_format]), 0] = 6 * end_logit
     weights["model.embed_tokens.weight"], weights["lm_head.weight"] = embeddings, head
     save_file(weights, folder / "model.safetensors")
     _tokenizer(tokens).save(str(folder / "tokenizer.json"))
@@ -174,15 +174,15 @@ def write_tiny_speech(
         "codec": "codec",
         "phonemes": False,
     }
-    _write(folder / "speech_config.json", settings | description)
+    _write(folder / "speech_config.json", settings | speech_config)
     _write(folder / "codec" / "config.json", {"model_type": "fake", "codes_per_frame": num_codes})
     save_file({"unused": np.zeros(1, np.float32)}, folder / "codec" / "model.safetensors")
     return folder
 
 
-def _tokens(form: str, num_codes: int) -> list[str]:
+def _tokens(speech_format: str, num_codes: int) -> list[str]:
     """Return the special tokens that follow the bytes in the vocabulary."""
-    if form == "neutts":
+    if speech_format == "neutts":
         names = [f"<|{kind}_{edge}|>" for kind in ("TEXT_PROMPT", "SPEECH_GENERATION") for edge in _EDGES]
         return ["<|eos|>", *names, *(f"<|speech_{i}|>" for i in range(SIZE))]
     count = 10 + num_codes * SIZE

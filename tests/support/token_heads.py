@@ -1,4 +1,4 @@
-"""A small checkpoint in the layout of BGE-M3, and its outputs computed by transformers and torch."""
+"""A small checkpoint in the layout of BGE-M3, and its reference outputs from transformers and torch."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.add_special_tokens(SPECIAL)
     tokenizer.save(str(folder / "tokenizer.json"))
     names = {"bos": 0, "cls": 0, "eos": 2, "sep": 2, "pad": 1, "unk": 3}
-    named: dict[str, object] = {f"{name}_token": SPECIAL[i] for name, i in names.items()}
-    write_json(folder / "tokenizer_config.json", named | {"tokenizer_class": "XLMRobertaTokenizer"})
+    special_tokens: dict[str, object] = {f"{name}_token": SPECIAL[i] for name, i in names.items()}
+    write_json(folder / "tokenizer_config.json", special_tokens | {"tokenizer_class": "XLMRobertaTokenizer"})
 
 
 def write_layout(folder: Path, pooling: str = "cls") -> None:
     """Write the sentence-transformers layout with pooling and normalisation modules."""
-    kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    module_paths = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
     rows = [
-        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for i, (kind, path) in enumerate(kinds.items())
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{module}"}
+        for i, (module, path) in enumerate(module_paths.items())
     ]
     write_json(folder / "modules.json", rows)
     flag = {"cls": "pooling_mode_cls_token", "mean": "pooling_mode_mean_tokens"}[pooling]
@@ -54,17 +54,17 @@ class BgeM3:
     colbert: nn.Linear
 
     def hidden_states(self, tokens: list[int]) -> Tensor:  # [n, E]
-        """Return the hidden states of one input, computed by transformers."""
+        """Return the hidden states ``[T, E]`` of one input, computed by transformers."""
         with torch.inference_mode():
             states: Tensor = self.model(torch.tensor([tokens])).last_hidden_state[0]
         return states
 
     def dense(self, tokens: list[int]) -> Tensor:  # [E]
-        """Return the hidden state of the first token, normalised to length 1."""
+        """Return the hidden state ``[E]`` of the first token, normalised to length 1."""
         return F.normalize(self.hidden_states(tokens)[0], dim=-1)
 
     def sparse_weights(self, tokens: list[int]) -> dict[int, float]:
-        """Return the largest positive weight of each token id that is not special."""
+        """Return token id -> largest positive weight, without special tokens."""
         weights: dict[int, float] = {}
         with torch.inference_mode():
             token_weights = self.sparse(self.hidden_states(tokens)).relu()[:, 0].tolist()
@@ -74,13 +74,13 @@ class BgeM3:
         return weights
 
     def vectors(self, tokens: list[int]) -> Tensor:  # [n - 1, out]
-        """Return the normalised multi-vector output of all tokens but the first."""
+        """Return the normalised vectors ``[T - 1, out]`` of all tokens except the first."""
         with torch.inference_mode():
             return F.normalize(self.colbert(self.hidden_states(tokens)[1:]), dim=-1)
 
 
 def write_bge_m3(folder: Path, *, out_features: int = 48) -> BgeM3:
-    """Write a random model in the layout of BGE-M3. Its heads are stored in float16, as published."""
+    """Write a random model in the layout of BGE-M3, with heads in float16 as in the published model."""
     (architecture,) = (candidate for candidate in ENCODERS if candidate.name == "xlm-roberta")
     model = save_encoder(architecture, folder, "")
     hidden = model.config.hidden_size

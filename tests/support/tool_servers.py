@@ -1,4 +1,4 @@
-"""A tool server of the Model Context Protocol, written with the official package, run in a thread."""
+"""Tool servers of the Model Context Protocol that run in a thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 @dataclass
 class ServedTools:
-    """The address of a running tool server, and the requests that it received."""
+    """The URL of a running tool server, and its received requests."""
 
     url: str
     calls: list[tuple[str, object]] = field(default_factory=list)
@@ -27,7 +27,7 @@ class ServedTools:
     num_sessions: int = 0
 
 
-class _Token:
+class _TokenMiddleware:
     """Middleware that requires a bearer token."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
@@ -69,14 +69,14 @@ def tool_server(token: str | None = None) -> Iterator[ServedTools]:
 
     @server.tool()
     async def slow() -> str:
-        """Take long."""
+        """Wait for 10 minutes."""
         served.calls.append(("slow", ()))
         await asyncio.sleep(600)
         return "done"
 
     @server.tool()
     def long() -> str:
-        """Return a long text."""
+        """Return 300,000 characters."""
         return "x" * 300_000
 
     @server.tool(name="get/picture", structured_output=False)
@@ -110,13 +110,13 @@ def tool_server(token: str | None = None) -> Iterator[ServedTools]:
 
     listener = socket.create_server(("127.0.0.1", 0))
     served.url = f"http://127.0.0.1:{listener.getsockname()[1]}/mcp"
-    with _run_app(count_requests if token is None else _Token(count_requests, token), listener):
+    with _run_app(count_requests if token is None else _TokenMiddleware(count_requests, token), listener):
         yield served
 
 
 @contextmanager
 def broken_server(answer: Callable[[], Response] = lambda: PlainTextResponse("broken", 500)) -> Iterator[str]:
-    """Run a server that sends the same response to every request. Yields its URL."""
+    """Run a server that sends the same response to every request. Yield its URL."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", "the server has no lifespan"

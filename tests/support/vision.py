@@ -1,4 +1,4 @@
-"""Small vision models with random weights, prompts with images, and the results of transformers for them."""
+"""Small random vision models, prompts with images, and their reference results from transformers."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from typing import Any
 
 import numpy as np
 import torch
-from support.checkpoints import skip_unknown_type
+from support.checkpoints import skip_unknown_model_type
 
 from penstock.architectures.registry import SupportedArchitecture
 from penstock.pipelines import TextGenerationPipeline
 from penstock.pipelines.core import ImageMetadata, TextAndVisionContext, image_digest
 
 
-def save_vision_model(architecture: SupportedArchitecture, folder: Path, **changes: Any) -> Any:
-    """Save a model with weights large enough to expose every mistake, and return it in float32.
+def save_vision_model(architecture: SupportedArchitecture, folder: Path, **changed_values: Any) -> Any:
+    """Save a model with random weights that are large enough to expose every mistake. Return it in float32.
 
     Args:
-        architecture: gives the tiny configuration.
-        folder: where to save.
-        changes: replace values of the configuration; a dict is merged with the section.
+        architecture: its tiny configuration is used.
+        folder: the folder to write.
+        changed_values: changed values of the configuration. A dict is merged into a section.
     """
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     assert architecture.tiny_config is not None
     values = architecture.tiny_config()
-    for name, change in changes.items():
-        values[name] = values[name] | change if isinstance(change, dict) else change
-    skip_unknown_type(values["model_type"])
+    for name, new_value in changed_values.items():
+        values[name] = values[name] | new_value if isinstance(new_value, dict) else new_value
+    skip_unknown_model_type(values["model_type"])
     config = AutoConfig.for_model(
         **{name: value for name, value in values.items() if name != "architectures"}
     )
@@ -48,7 +48,7 @@ def save_vision_model(architecture: SupportedArchitecture, folder: Path, **chang
 
 @dataclass(frozen=True)
 class VisionPrompt:
-    """A prompt: tokens with image placeholders, the images, and the arguments of the transformers model."""
+    """A prompt: tokens with image placeholders, images, and further arguments for the transformers model."""
 
     tokens: list[int]
     images: list[ImageMetadata]
@@ -69,17 +69,17 @@ class VisionPrompt:
             **fields,
         )
 
-    def logits(self, model: Any, more: Sequence[int] = ()) -> torch.Tensor:  # [T, V]
-        """Return the logits of transformers after every token of the prompt and of a following text."""
-        ids = torch.tensor([[*self.tokens, *more]])
-        kind = next(model.parameters()).dtype
+    def logits(self, model: Any, continuation: Sequence[int] = ()) -> torch.Tensor:  # [T, V]
+        """Return the logits ``[T, V]`` of transformers after each token of the prompt and a continuation."""
+        ids = torch.tensor([[*self.tokens, *continuation]])
+        dtype = next(model.parameters()).dtype
         with torch.inference_mode():
-            outputs = model(input_ids=ids, **_arguments_for(self.arguments, ids, self.image_token, kind))
+            outputs = model(input_ids=ids, **_model_arguments(self.arguments, ids, self.image_token, dtype))
         logits: torch.Tensor = outputs.logits[0].float()
         return logits
 
     def greedy(self, model: Any, count: int) -> list[int]:
-        """Return the tokens that transformers generates."""
+        """Return the ``count`` tokens that the greedy search of transformers generates."""
         ids = torch.tensor([self.tokens])
         result = model.generate(
             input_ids=ids,
@@ -88,18 +88,18 @@ class VisionPrompt:
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
-            **_arguments_for(self.arguments, ids, self.image_token, torch.float32),
+            **_model_arguments(self.arguments, ids, self.image_token, torch.float32),
         )
         text: list[int] = result[0, len(self.tokens) :].tolist()
         return text
 
 
-def _arguments_for(
-    arguments: dict[str, Any], ids: torch.Tensor, image_token: int, kind: torch.dtype
+def _model_arguments(
+    arguments: dict[str, Any], ids: torch.Tensor, image_token: int, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Return the model's arguments for these tokens: pixels of the given dtype, and token types."""
+    """Return the arguments of the transformers model for these token ids, with pixels of a dtype."""
     result = dict(arguments)
-    result["pixel_values"] = result["pixel_values"].to(kind)
+    result["pixel_values"] = result["pixel_values"].to(dtype)
     for name in ("token_type_ids", "mm_token_type_ids"):
         if name in result:
             result[name] = (ids == image_token).long()
@@ -112,7 +112,7 @@ Spans = Sequence[tuple[ImageMetadata, list[int]]]
 def _prompt(
     text: Sequence[Sequence[int]], spans: Spans, image_token: int, is_bidirectional: bool, **arguments: Any
 ) -> VisionPrompt:
-    """Return a prompt of texts with an image after each text but the last."""
+    """Return a prompt that consists of texts, with an image after each text except the last."""
     tokens: list[int] = []
     images = []
     for words, (image, ids) in zip(text[:-1], spans, strict=False):
@@ -145,7 +145,7 @@ def _image(pixels: np.ndarray, **arguments: np.ndarray) -> ImageMetadata:
 
 
 def idefics3_prompt(config: dict[str, Any], text: Sequence[Sequence[int]] = TEXT) -> VisionPrompt:
-    """Return a prompt with two images: one of two tiles and the whole image, and one of a single tile."""
+    """Return a prompt with two images: one has two tiles and an overview, the other has one tile."""
     size, token = config["vision_config"]["image_size"], config["image_token_id"]
     side = size // config["vision_config"]["patch_size"] // config["scale_factor"]
     tiles = [_pixels(0, 3, 3, size, size), _pixels(1, 1, 3, size, size)]
@@ -200,16 +200,16 @@ PROMPTS: dict[str, Callable[..., VisionPrompt]] = {
     "qwen2_5_vl": qwen_prompt,
     "qwen3_vl": qwen_prompt,
 }
-"""Functions that return the prompt of a family. Their first argument is the configuration."""
+"""Family -> function that returns its prompt for a configuration."""
 
 
 def chunk_logits(
     pipeline: TextGenerationPipeline, context: TextAndVisionContext, chunks: Sequence[int]
 ) -> torch.Tensor:  # [T, V]
-    """Return the logits after each token, computed in chunks that end at these indices."""
+    """Return the logits ``[T, V]`` after each token, computed in chunks that end at these indices."""
     rows = []
-    for end in chunks:
-        context.set_token_indices(active_idx=end)
+    for end_index in chunks:
+        context.set_token_indices(active_idx=end_index)
         rows.append(forward_logits(pipeline, [context]))
         context.update(0)
         pipeline.kv.commit(context)

@@ -1,4 +1,4 @@
-"""A LLaVA checkpoint with a tokenizer, a chat template and an image processor, and images for it."""
+"""A small LLaVA checkpoint with a tokenizer, a chat template and an image processor, and test images."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PROCESSOR = {
 
 
 def write_llava(folder: Path, **config: Any) -> Path:
-    """Write the checkpoint. Its tokens are the ASCII characters, ``</s>`` and ``<image>``."""
+    """Write a checkpoint whose tokens are the ASCII characters, ``</s>`` and ``<image>``."""
     assert LLAVA.tiny_config is not None
     write_checkpoint(folder, LLAVA.tiny_config() | {"eos_token_id": EOS} | config)
     vocabulary = {chr(code): code for code in range(128)} | {"</s>": EOS, "<image>": IMAGE}
@@ -54,14 +54,14 @@ def random_picture(seed: int = 0, size: tuple[int, int] = (40, 30)) -> Image.Ima
     return Image.fromarray(pixels)
 
 
-def encode_image_file(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
-    """Return the content of an image file."""
+def encode_image_file(image: Image.Image, file_format: str = "PNG", **options: Any) -> bytes:
+    """Return the bytes of an image file."""
     stream = BytesIO()
-    image.save(stream, kind, **options)
+    image.save(stream, file_format, **options)
     return stream.getvalue()
 
 
 def image_chat(text: str, images: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return a conversation of one message with images before the text."""
+    """Return a conversation with one message, which has images before its text."""
     parts = [{"type": "image", "image": image} for image in images]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]

@@ -1,4 +1,4 @@
-"""Random weights for vision encoders of transformers, and the comparison of their results."""
+"""Random weights and comparisons for vision encoders of transformers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def randomize(module: Any) -> Any:
-    """Give all parameters random values, so that a missing bias or norm changes the results."""
+    """Set all parameters to random values, so that a missing bias or norm changes the results."""
     torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in module.named_parameters():

@@ -1,4 +1,4 @@
-"""Fake workers: in a thread of the test, or as factories for a worker process."""
+"""Runtimes of fake workers that run in a thread of the test or in a separate process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOKENIZER = FakeTokenizer()
 
 
 class Gate:
-    """Lets the steps of a pipeline run one by one, or all at once."""
+    """A gate at which the steps of a pipeline wait until the test allows them."""
 
     def __init__(self) -> None:
         self._semaphore = threading.Semaphore(0)
@@ -47,7 +47,7 @@ class Gate:
 
 
 class GatedPipeline(FakePipeline):
-    """A fake pipeline whose steps wait at a gate and fail on request."""
+    """A fake pipeline. Its steps wait at a gate, and requests in ``failing_requests`` fail."""
 
     def __init__(self, gate: Gate | None = None, **options: Any) -> None:
         super().__init__(**options)
@@ -63,27 +63,27 @@ class GatedPipeline(FakePipeline):
 
 
 class FakeAdapters:
-    """Fake adapters that have only names."""
+    """Fake adapters: a name and a path, without weights."""
 
-    def __init__(self, **loaded: str) -> None:
-        self.loaded = loaded
+    def __init__(self, **paths: str) -> None:
+        self.paths = paths
 
     def load(self, name: str, path: str) -> None:
         if path == "missing":
             raise CheckpointNotFoundError(path, "does not exist")
-        self.loaded[name] = path
+        self.paths[name] = path
 
     def unload(self, name: str) -> None:
-        if name not in self.loaded:
+        if name not in self.paths:
             raise InputError(f"{name} is not loaded")
-        del self.loaded[name]
+        del self.paths[name]
 
     def names(self) -> list[tuple[str, str]]:
-        return list(self.loaded.items())
+        return list(self.paths.items())
 
 
 def letters_in_order(count: int) -> Callable[[TextContext], int]:
-    """Generate this many different letters, then stop."""
+    """Return a function that chooses the next token: the first ``count`` letters of the alphabet, EOS."""
     return lambda context: (
         FakeTokenizer.EOS if len(context.generated_tokens) == count else 97 + len(context.generated_tokens)
     )
@@ -117,10 +117,17 @@ def fake_runtime(
 
 @asynccontextmanager
 async def running_client(
-    make: FakePipeline | Callable[[], WorkerRuntime], *, listener: CacheListener | None = None, **options: Any
+    pipeline_or_factory: FakePipeline | Callable[[], WorkerRuntime],
+    *,
+    listener: CacheListener | None = None,
+    **options: Any,
 ) -> AsyncIterator[WorkerClient]:
-    """Start a client of a worker in a thread, and stop it at the end of the block."""
-    factory = (lambda: fake_runtime(make)) if isinstance(make, FakePipeline) else make
+    """Run a client with a worker in a thread until the end of the block."""
+    factory = (
+        (lambda: fake_runtime(pipeline_or_factory))
+        if isinstance(pipeline_or_factory, FakePipeline)
+        else pipeline_or_factory
+    )
     client = WorkerClient(factory, in_thread=True, **options)
     if listener is not None:
         client.watch_cache(listener)
@@ -150,7 +157,7 @@ def delta_text(deltas: list[RequestDelta]) -> str:
     return bytes(delta_token_ids(deltas)).decode()
 
 
-# -- Factories for a separate process, found by name -----------------------------------------------------
+# -- Factories for a separate process, which imports them by name ------------------------------------------
 
 
 def make_hello_runtime() -> WorkerRuntime:
@@ -162,7 +169,7 @@ def make_endless_runtime() -> WorkerRuntime:
 
 
 def make_runtime_exiting_in_forward() -> WorkerRuntime:
-    """Return a worker whose process exits after the first token."""
+    """Return a runtime whose process exits after the first token of a request."""
 
     def choose(context: TextContext) -> int:
         if len(context.generated_tokens):
@@ -188,7 +195,7 @@ def exit_at_start() -> WorkerRuntime:
 
 
 def make_runtime_hanging_in_forward() -> WorkerRuntime:
-    """Return a worker whose second step never ends."""
+    """Return a runtime in which the second step of the request ``hang`` never ends."""
 
     def choose(context: TextContext) -> int:
         if len(context.generated_tokens) and context.request_id == "hang":
@@ -199,7 +206,7 @@ def make_runtime_hanging_in_forward() -> WorkerRuntime:
 
 
 def make_runtime_holding_gil() -> WorkerRuntime:
-    """A worker like `make_runtime_hanging_in_forward` that hangs in native code and holds the GIL."""
+    """Return a runtime in which the request ``hang`` sleeps for 10 minutes in C code that holds the GIL."""
     import ctypes
 
     def choose(context: TextContext) -> int:
@@ -211,7 +218,7 @@ def make_runtime_holding_gil() -> WorkerRuntime:
 
 
 def make_runtime_slow_in_forward() -> WorkerRuntime:
-    """A worker with a step of 3 s that makes steady progress."""
+    """Return a runtime in which the step of the request ``slow`` takes 3 s and makes progress every 0.1 s."""
 
     def choose(context: TextContext) -> int:
         if context.request_id == "slow":
@@ -224,7 +231,7 @@ def make_runtime_slow_in_forward() -> WorkerRuntime:
 
 
 def load_slowly(started_file: Path) -> WorkerRuntime:
-    """A worker whose load creates a file, then takes 3 s and makes steady progress."""
+    """Create a file, then load for 3 s with progress every 0.1 s."""
     started_file.touch()
     for _ in range(30):
         time.sleep(0.1)
@@ -233,25 +240,28 @@ def load_slowly(started_file: Path) -> WorkerRuntime:
 
 
 def hang_at_start() -> WorkerRuntime:
-    """A worker whose load never ends and makes no progress."""
+    """Load without end and without progress."""
     threading.Event().wait()
     raise AssertionError
 
 
 def make_runtime_exhausting_memory() -> WorkerRuntime:
-    """A worker whose requests allocate without end: ``hog`` in Python in its first step, ``torch`` in torch
-    in its first step, ``grammar`` before its first step."""
+    """Return a runtime with three requests that allocate memory up to the limit.
+
+    The first step of ``python`` allocates in Python, and the first step of ``torch`` in torch. The request
+    ``grammar`` allocates before its first step.
+    """
     from support.kv_contexts import kv_manager  # imported here, because it imports torch
 
-    def hog() -> int:
+    def exhaust_memory() -> int:
         return len([bytearray(64 << 20) for _ in range(1000)])
 
     def ready(context: TextContext) -> bool:
-        return context.request_id != "grammar" or hog() > 0
+        return context.request_id != "grammar" or exhaust_memory() > 0
 
     def choose(context: TextContext) -> int:
-        if context.request_id == "hog":
-            return hog()
+        if context.request_id == "python":
+            return exhaust_memory()
         if context.request_id == "torch":
             import torch
 
@@ -262,6 +272,6 @@ def make_runtime_exhausting_memory() -> WorkerRuntime:
 
 
 def exceed_memory_at_start() -> WorkerRuntime:
-    """A worker whose load exceeds its memory limit."""
+    """Load with more memory than the limit of the worker."""
     buffers = [bytearray(64 << 20) for _ in range(1000)]
     return fake_runtime(FakePipeline.saying(str(len(buffers))))

@@ -36,7 +36,7 @@ class Subscriber:
 
 @contextmanager
 def open_subscriber(publisher: CachePublisher, topic: str) -> Iterator[Subscriber]:
-    """Yield a subscriber after it has received its first message, so that it receives all later ones."""
+    """Yield a subscriber whose subscription is active, so that it receives all later messages."""
     subscriber = Subscriber(publisher.endpoint, topic)
     while not subscriber.socket.poll(20):
         publisher.publish(9, [BlocksCleared()])
@@ -51,21 +51,21 @@ def open_subscriber(publisher: CachePublisher, topic: str) -> Iterator[Subscribe
 
 def test_messages_have_a_topic_a_sequence_number_and_a_body() -> None:
     publisher = CachePublisher("tcp://127.0.0.1:*", "topic")
-    first, second = bytes(range(32)), bytes(range(1, 33))
+    first_digest, second_digest = bytes(range(32)), bytes(range(1, 33))
     events = [
-        BlocksStored([first, second], None, [1, 2, 3, 4], "tone"),
-        BlocksStored([second], first, [5, 6]),
-        BlocksRemoved([first]),
+        BlocksStored([first_digest, second_digest], None, [1, 2, 3, 4], "tone"),
+        BlocksStored([second_digest], first_digest, [5, 6]),
+        BlocksRemoved([first_digest]),
         BlocksCleared(),
     ]
     with open_subscriber(publisher, "topic") as subscriber:
         publisher.publish(3, events)
         publisher.publish(0, [BlocksCleared()])
-        topic, number, (time, received, worker) = subscriber.read()
+        topic, number, (time, received_events, worker) = subscriber.read()
         assert (topic, worker) == (b"topic", 3)
         assert time > 1e9
         first_id, second_id = 0x0001020304050607, 0x0102030405060708
-        assert received == [
+        assert received_events == [
             ["BlockStored", [first_id, second_id], None, [1, 2, 3, 4], 2, None, None, "tone"],
             ["BlockStored", [second_id], first_id, [5, 6], 2, None, None, None],
             ["BlockRemoved", [first_id]],
@@ -89,16 +89,16 @@ async def test_events_of_a_worker_reach_subscribers_and_the_router() -> None:
     publisher = CachePublisher("tcp://127.0.0.1:*", "kv")
     with open_subscriber(publisher, "kv") as subscriber:
         async with (
-            running_client(make_runtime, listener=publisher.publish) as first,
-            running_client(make_runtime) as second,
+            running_client(make_runtime, listener=publisher.publish) as first_client,
+            running_client(make_runtime) as second_client,
         ):
-            router = WorkerRouter([first, second])
+            router = WorkerRouter([first_client, second_client])
             await read_deltas(router.submit(make_request("a", "0123456789")))
             _, _, (_, (event,), worker) = await asyncio.to_thread(subscriber.read)
             assert (worker, event[0], event[3], event[4]) == (0, "BlockStored", [*b"01234567"], 4)
-            await first.reset_prefix_cache()
+            await first_client.reset_prefix_cache()
             while (event := (await asyncio.to_thread(subscriber.read))[2][1][-1])[0] == "BlockStored":
                 pass
             assert event == ["AllBlocksCleared"]
-            deltas = await read_deltas(first.submit(make_request("b", "0123456789")))
+            deltas = await read_deltas(first_client.submit(make_request("b", "0123456789")))
             assert {delta.num_cached_tokens for delta in deltas} == {0}

@@ -32,11 +32,11 @@ def check_repeatedly(watch: Liveness, fake_clock: list[float], count: int) -> st
     return ""
 
 
-def test_a_worker_without_a_pending_ping_does_not_hang(fake_clock: list[float]) -> None:
+def test_a_worker_without_a_pending_ping_is_not_reported(fake_clock: list[float]) -> None:
     assert check_repeatedly(Liveness(Worker(), 2), fake_clock, 100) == ""
 
 
-def test_a_worker_without_answer_and_progress_hangs(fake_clock: list[float]) -> None:
+def test_a_worker_without_answer_and_progress_is_reported_as_hanging(fake_clock: list[float]) -> None:
     watch = Liveness(Worker(), 2)
     watch.expect_answer()
     assert check_repeatedly(watch, fake_clock, 9) == ""
@@ -56,7 +56,7 @@ def test_progress_or_an_answer_resets_the_silence(fake_clock: list[float]) -> No
     assert check_repeatedly(watch, fake_clock, 9) == ""
 
 
-def test_a_long_gap_between_checks_counts_as_two_intervals(fake_clock: list[float]) -> None:
+def test_a_long_pause_between_checks_counts_as_two_intervals(fake_clock: list[float]) -> None:
     watch = Liveness(Worker(), 2)
     watch.expect_answer()
     fake_clock[0] += 3600  # the server itself was suspended

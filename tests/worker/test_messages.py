@@ -1,4 +1,4 @@
-"""Messages between server and worker are equal after encoding and decoding."""
+"""Messages between server and worker: encoding and decoding, errors, and sizes."""
 
 from __future__ import annotations
 
@@ -93,16 +93,16 @@ def test_every_error_class_is_in_the_list() -> None:
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_an_error_keeps_its_class_message_and_attributes(error: PenstockError) -> None:
     error.add_note("in prompt 2")
-    encoded_error = messages.report_encoder()(StartFailed(ErrorRecord.from_error(error)))
-    decoded_exception = messages.report_decoder()(encoded_error)
-    assert isinstance(decoded_exception, StartFailed)
-    decoded_error = decoded_exception.error.error()
+    encoded_report = messages.report_encoder()(StartFailed(ErrorRecord.from_error(error)))
+    decoded_report = messages.report_decoder()(encoded_report)
+    assert isinstance(decoded_report, StartFailed)
+    decoded_error = decoded_report.error.error()
     assert type(decoded_error) is type(error)
     assert str(decoded_error) == str(error)
     assert vars(decoded_error) == vars(error)
 
 
-def test_internal_details_are_not_in_messages() -> None:
+def test_details_of_internal_errors_are_not_sent() -> None:
     decoded_error = ErrorRecord.from_error(ZeroDivisionError("/secret/path")).error()
     assert type(decoded_error) is RequestFailedError
     assert "secret" not in str(decoded_error)
@@ -155,10 +155,10 @@ def test_large_arrays_are_sent_once_in_a_separate_frame() -> None:
     assert len(frames[0]) < 2000
     assert bytes(frames[1]) == pixels.tobytes()
     decode = messages.command_decoder()
-    decoded_value = decode([bytes(frame) for frame in frames])
-    assert decoded_value.context == context
-    assert decoded_value.context.images[0].pixel_values is decoded_value.context.pixel_values[1]
-    assert decoded_value.context.images[0].pixel_values.flags.writeable
+    decoded_command = decode([bytes(frame) for frame in frames])
+    assert decoded_command.context == context
+    assert decoded_command.context.images[0].pixel_values is decoded_command.context.pixel_values[1]
+    assert decoded_command.context.images[0].pixel_values.flags.writeable
     assert isinstance(decode([bytes(messages.command_encoder()(Ping())[0])]), Ping)
 
 
@@ -193,7 +193,7 @@ def test_reports_are_equal_after_decoding(report: messages.WorkerMessage) -> Non
     assert decoded_report == report
 
 
-def test_a_token_takes_fewer_than_56_bytes() -> None:
+def test_the_result_of_one_token_takes_fewer_than_56_bytes() -> None:
     def encoded_size(num_requests: int) -> int:
         results = [TextResult(f"{number:032x}", [1000]) for number in range(num_requests)]
         return len(messages.report_encoder()(StepResults(WorkerStats(), [], results)))

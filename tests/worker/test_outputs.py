@@ -35,31 +35,31 @@ SAMPLES = np.arange(4, dtype=np.float32)
         (AudioGenerationResponse(ACTIVE), None),
     ],
 )
-def test_each_output_type_has_its_message_type(output: Any, result: Any) -> None:
+def test_each_output_type_is_converted_to_its_message_type(output: Any, result: Any) -> None:
     assert result_message(make_request("a"), output) == result
 
 
 def test_an_object_that_is_not_an_output_is_refused() -> None:
-    class Unknown:
+    class UnknownOutput:
         is_done = True
 
-    with pytest.raises(TypeError, match="returned Unknown, which is not an output type"):
-        result_message(make_request("a"), Unknown())
+    with pytest.raises(TypeError, match="returned UnknownOutput, which is not an output type"):
+        result_message(make_request("a"), UnknownOutput())
 
 
-async def test_chunks_of_audio_that_are_not_read_are_joined() -> None:
+async def test_audio_chunks_that_are_not_yet_read_are_returned_together() -> None:
     generation = Generation("a", lambda name: None)
     generation.add(AudioResult("a", ACTIVE, SAMPLES))
     generation.add(AudioResult("a", ACTIVE, SAMPLES + 4))
-    first = await anext(generation)
-    assert np.concatenate(first.audio).tolist() == list(range(8))
-    assert not first.status.is_done
+    first_delta = await anext(generation)
+    assert np.concatenate(first_delta.audio).tolist() == list(range(8))
+    assert not first_delta.status.is_done
     generation.add(AudioResult("a", DONE))
-    (last,) = [delta async for delta in generation]
-    assert (last.audio, last.status) == ([], DONE)
+    (last_delta,) = [delta async for delta in generation]
+    assert (last_delta.audio, last_delta.status) == ([], DONE)
 
 
-async def test_an_embedding_ends_its_request() -> None:
+async def test_an_embeddings_result_ends_its_request() -> None:
     generation = Generation("a", lambda name: None)
     generation.add(EmbeddingsResult("a", EmbeddingsResponse(SAMPLES)))
     assert generation.is_done

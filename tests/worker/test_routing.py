@@ -1,4 +1,4 @@
-"""The choice of the worker by prefixes, load and sessions, over fake engine clients."""
+"""The choice of the worker by prefixes, load and sessions, with fake engine clients."""
 
 from __future__ import annotations
 
@@ -23,53 +23,57 @@ def list_request_ids(engine: FakeEngine) -> list[str]:
 
 
 async def test_a_request_goes_to_the_worker_that_has_its_prefix() -> None:
-    first, second = make_caching_engine(), make_caching_engine()
-    router = WorkerRouter([first, second])
-    second.report(make_stored_event("x" * 400))
+    first_engine, second_engine = make_caching_engine(), make_caching_engine()
+    router = WorkerRouter([first_engine, second_engine])
+    second_engine.report(make_stored_event("x" * 400))
     router.submit(make_request("a", "x" * 400))
     router.submit(make_request("b", "x" * 300 + "y" * 100))
     # The second worker has two requests and no block of this prompt.
     router.submit(make_request("c", "y" * 400))
-    assert (list_request_ids(first), list_request_ids(second)) == (["c"], ["a", "b"])
+    assert (list_request_ids(first_engine), list_request_ids(second_engine)) == (["c"], ["a", "b"])
 
 
 async def test_the_worker_with_the_longest_prefix_gets_the_request() -> None:
-    first, second, third = make_caching_engine(), make_caching_engine(), make_caching_engine()
-    router = WorkerRouter([first, second, third])
-    first.report(make_stored_event("x" * 100))
-    second.report(make_stored_event("x" * 400))
-    third.report(make_stored_event("x" * 100))
+    first_engine, second_engine, third_engine = (
+        make_caching_engine(),
+        make_caching_engine(),
+        make_caching_engine(),
+    )
+    router = WorkerRouter([first_engine, second_engine, third_engine])
+    first_engine.report(make_stored_event("x" * 100))
+    second_engine.report(make_stored_event("x" * 400))
+    third_engine.report(make_stored_event("x" * 100))
     router.submit(make_request("a", "x" * 400))
-    assert list_request_ids(second) == ["a"]
+    assert list_request_ids(second_engine) == ["a"]
 
 
 async def test_load_outweighs_a_short_prefix() -> None:
-    first, second = make_caching_engine(), make_caching_engine()
-    router = WorkerRouter([first, second])
+    first_engine, second_engine = make_caching_engine(), make_caching_engine()
+    router = WorkerRouter([first_engine, second_engine])
     prompt = "x" * (2 * REQUEST_COST + 40)
-    second.report(make_stored_event(prompt))
-    for name in "abc":  # a cached prefix outweighs two running requests, but not three
+    second_engine.report(make_stored_event(prompt))
+    for name in "abc":  # the cached prefix outweighs two running requests, but not three
         router.submit(make_request(name, prompt, cache_salt=None))
-    assert (list_request_ids(first), list_request_ids(second)) == ([], ["a", "b", "c"])
+    assert (list_request_ids(first_engine), list_request_ids(second_engine)) == ([], ["a", "b", "c"])
     router.submit(make_request("d", prompt))
-    assert list_request_ids(first) == ["d"]
+    assert list_request_ids(first_engine) == ["d"]
 
 
-async def test_a_prompt_that_is_being_computed_outweighs_several_running_requests() -> None:
-    first, second = make_caching_engine(), make_caching_engine()
-    router = WorkerRouter([first, second])
+async def test_an_uncomputed_long_prompt_costs_more_than_several_decoding_requests() -> None:
+    first_engine, second_engine = make_caching_engine(), make_caching_engine()
+    router = WorkerRouter([first_engine, second_engine])
     computing_request = router.submit(make_request("a", "x" * 10 * REQUEST_COST))
     for name in "bcd":  # each of these requests costs one fifth of the first request
         router.submit(make_request(name))
-    assert list_request_ids(second) == ["b", "c", "d"]
+    assert list_request_ids(second_engine) == ["b", "c", "d"]
     computing_request.add(TextResult("a", [97]))
     router.submit(make_request("e"))
-    assert list_request_ids(first) == ["a", "e"]
+    assert list_request_ids(first_engine) == ["a", "e"]
 
 
 async def test_the_end_of_a_request_removes_its_cost() -> None:
-    first, second = make_caching_engine(), make_caching_engine()
-    router = WorkerRouter([first, second])
+    first_engine, second_engine = make_caching_engine(), make_caching_engine()
+    router = WorkerRouter([first_engine, second_engine])
     for has_result in (False, True):
         generation = router.submit(make_request("a", "x" * 10 * REQUEST_COST))
         if has_result:
@@ -79,91 +83,94 @@ async def test_the_end_of_a_request_removes_its_cost() -> None:
 
 
 async def test_the_cached_part_of_a_prompt_does_not_count_as_load() -> None:
-    first, second = make_caching_engine(), make_caching_engine()
-    router = WorkerRouter([first, second])
-    first.report(make_stored_event("x" * 2000))
+    first_engine, second_engine = make_caching_engine(), make_caching_engine()
+    router = WorkerRouter([first_engine, second_engine])
+    first_engine.report(make_stored_event("x" * 2000))
     router.submit(make_request("a", "x" * 2000))
     router.submit(make_request("b", "y" * 40))
-    assert (list_request_ids(first), list_request_ids(second)) == (["a"], ["b"])
+    assert (list_request_ids(first_engine), list_request_ids(second_engine)) == (["a"], ["b"])
     router.submit(make_request("c", "z" * 4))  # uncached tokens: 3 of a and 40 of b
-    assert list_request_ids(first) == ["a", "c"]
+    assert list_request_ids(first_engine) == ["a", "c"]
     router.submit(make_request("d", "x" * 2000)).cancel()
-    assert list_request_ids(first) == ["a", "c", "d"]
+    assert list_request_ids(first_engine) == ["a", "c", "d"]
 
 
-async def test_very_long_prompts_that_arrive_together_share_a_worker() -> None:
-    first, second = make_caching_engine(), make_caching_engine()
-    router = WorkerRouter([first, second])
+async def test_very_long_prompts_with_a_common_prefix_go_to_one_worker() -> None:
+    first_engine, second_engine = make_caching_engine(), make_caching_engine()
+    router = WorkerRouter([first_engine, second_engine])
     for name in "ab":
         tokens = [1] * 10 * MAX_DIGESTS * CACHING_INFO.block_size
         router.submit(text_context(tokens, max_length=30_000, request_id=name))
-    assert (list_request_ids(first), list_request_ids(second)) == (["a", "b"], [])
+    assert (list_request_ids(first_engine), list_request_ids(second_engine)) == (["a", "b"], [])
 
 
 @pytest.mark.parametrize("event", ["removed", "cleared", "restarted"])
 async def test_an_evicted_prefix_does_not_affect_routing(event: str) -> None:
-    first, second = make_caching_engine(), make_caching_engine()
-    router = WorkerRouter([first, second])
+    first_engine, second_engine = make_caching_engine(), make_caching_engine()
+    router = WorkerRouter([first_engine, second_engine])
     prompt = "x" * 400
-    second.report(make_stored_event(prompt))
-    second.report(BlocksRemoved(make_stored_event(prompt).digests) if event == "removed" else BlocksCleared())
+    second_engine.report(make_stored_event(prompt))
+    second_engine.report(
+        BlocksRemoved(make_stored_event(prompt).digests) if event == "removed" else BlocksCleared()
+    )
     router.submit(make_request("a", prompt))
-    assert (list_request_ids(first), list_request_ids(second)) == (["a"], [])
+    assert (list_request_ids(first_engine), list_request_ids(second_engine)) == (["a"], [])
     assert router.prefixes.num_blocks == 0
 
 
-async def test_requests_with_one_prompt_that_arrive_together_share_a_worker() -> None:
-    first, second = make_caching_engine(), make_caching_engine()
-    router = WorkerRouter([first, second])
+async def test_concurrent_requests_with_equal_prompts_go_to_one_worker() -> None:
+    first_engine, second_engine = make_caching_engine(), make_caching_engine()
+    router = WorkerRouter([first_engine, second_engine])
     router.submit(make_request("other"))
     generations = [router.submit(make_request(name, "x" * 2000)) for name in "ab"]
-    assert (list_request_ids(first), list_request_ids(second)) == (["other"], ["a", "b"])
+    assert (list_request_ids(first_engine), list_request_ids(second_engine)) == (["other"], ["a", "b"])
     for generation in generations:
         generation.cancel()
     router.submit(make_request("d", "x" * 2000))  # the worker has not stored the blocks yet
-    assert list_request_ids(second)[2:] == ["d"]
+    assert list_request_ids(second_engine)[2:] == ["d"]
     router.submit(make_request("e", "y" * 2000))
-    assert list_request_ids(first) == ["other", "e"]
+    assert list_request_ids(first_engine) == ["other", "e"]
 
 
 async def test_prompts_with_salt_echo_or_adapter_do_not_match_cached_prefixes() -> None:
-    first, second = make_caching_engine(), make_caching_engine()
-    router = WorkerRouter([first, second])
-    second.report(make_stored_event("x" * 400))
+    first_engine, second_engine = make_caching_engine(), make_caching_engine()
+    router = WorkerRouter([first_engine, second_engine])
+    second_engine.report(make_stored_event("x" * 400))
     for name, fields in {
         "a": {"cache_salt": "mine"},
         "b": {"log_probabilities": 1, "log_probabilities_echo": True},
         "c": {"adapter": "tone"},
     }.items():
         router.submit(make_request(name, "x" * 400, **fields)).cancel()
-    assert (list_request_ids(first), list_request_ids(second)) == (["a", "b", "c"], [])
+    assert (list_request_ids(first_engine), list_request_ids(second_engine)) == (["a", "b", "c"], [])
 
 
 async def test_a_session_stays_with_its_worker() -> None:
-    first, second = make_caching_engine(), make_caching_engine()
-    router = WorkerRouter([first, second])
+    first_engine, second_engine = make_caching_engine(), make_caching_engine()
+    router = WorkerRouter([first_engine, second_engine])
     router.submit(make_request("busy"))
     router.submit(make_request("a", session_id="s"))
     router.submit(make_request("b", session_id="s"))
-    assert list_request_ids(second) == ["a", "b"]
+    assert list_request_ids(second_engine) == ["a", "b"]
     for number in range(2):
         router.submit(make_request(f"c{number}", session_id="s"))
-    assert list_request_ids(second)[2:] == ["c0", "c1"]
-    router.submit(make_request("d", session_id="s"))  # the maximum difference is 3: 4 requests and 1
-    assert list_request_ids(second)[4:] == ["d"]
+    assert list_request_ids(second_engine)[2:] == ["c0", "c1"]
+    # The workers have 4 and 1 requests, so that the maximum difference of 3 is reached.
+    router.submit(make_request("d", session_id="s"))
+    assert list_request_ids(second_engine)[4:] == ["d"]
     router.submit(make_request("e", session_id="s"))
-    assert list_request_ids(first) == ["busy", "e"]
-    router.submit(make_request("f", session_id="s"))  # the session has moved
-    assert list_request_ids(first) == ["busy", "e", "f"]
+    assert list_request_ids(first_engine) == ["busy", "e"]
+    router.submit(make_request("f", session_id="s"))  # the session now belongs to the first worker
+    assert list_request_ids(first_engine) == ["busy", "e", "f"]
 
 
-async def test_a_session_leaves_a_worker_that_is_down() -> None:
-    first, second = make_caching_engine(), make_caching_engine()
-    router = WorkerRouter([first, second])
+async def test_a_session_moves_from_a_worker_that_restarts() -> None:
+    first_engine, second_engine = make_caching_engine(), make_caching_engine()
+    router = WorkerRouter([first_engine, second_engine])
     router.submit(make_request("a", session_id="s"))
-    first.state = "restarting"
+    first_engine.state = "restarting"
     router.submit(make_request("b", session_id="s"))
-    assert list_request_ids(second) == ["b"]
+    assert list_request_ids(second_engine) == ["b"]
 
 
 async def test_the_number_of_sessions_is_bounded() -> None:
@@ -195,6 +202,6 @@ def test_a_cache_without_prefixes_has_no_digests() -> None:
     )
 
 
-def test_only_the_first_blocks_are_hashed() -> None:
+def test_only_the_first_blocks_of_a_prompt_are_hashed() -> None:
     context = text_context([1] * 4 * (MAX_DIGESTS + 5), max_length=10_000)
     assert len(prompt_digests(context, CACHING_INFO)) == MAX_DIGESTS

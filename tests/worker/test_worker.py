@@ -33,12 +33,12 @@ END = TextGenerationStatus.END_OF_SEQUENCE
 
 
 class Worker:
-    """Runs a worker loop that appends its reports to a list."""
+    """A worker loop whose steps are run by the test, and its collected reports."""
 
-    def __init__(self, work: WorkerRuntime) -> None:
+    def __init__(self, runtime: WorkerRuntime) -> None:
         self.reports: list[WorkerMessage] = []
         self._socket: Any = None
-        self.loop = _Loop(work, self._socket, self.reports.append)
+        self.loop = _Loop(runtime, self._socket, self.reports.append)
 
     def process(self, *commands: Any) -> list[WorkerMessage]:
         """Handle the commands, run a step, and return the reports."""
@@ -68,7 +68,7 @@ def test_reports_of_one_request() -> None:
     worker = make_worker(max_batch_input_tokens=8)
     report = worker.results(Submit(make_request("a", "0123456789")))
     assert report.admissions == [Admission("a", 0)]
-    assert report.results == []  # the step computed a chunk of the prompt
+    assert report.results == []  # the step computed only the first chunk of the prompt
     assert worker.results().results == [TextResult("a", [97])]
     assert worker.results().results == [TextResult("a", [98])]
     report = worker.results()
@@ -93,10 +93,10 @@ def test_no_state_of_ended_requests_remains() -> None:
 
 
 def test_a_context_that_is_not_ready_causes_no_report() -> None:
-    ready: list[bool] = []
-    worker = make_worker(ready=lambda context: bool(ready))
+    ready_flags: list[bool] = []
+    worker = make_worker(ready=lambda context: bool(ready_flags))
     assert worker.process(Submit(make_request("a"))) == []
-    ready.append(True)
+    ready_flags.append(True)
     assert worker.results().admissions == [Admission("a", 0)]
 
 
@@ -120,20 +120,22 @@ def test_the_answer_to_a_ping_includes_counts() -> None:
 def test_a_failed_adapter_load_is_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    class Broken(FakeAdapters):
+    class FailingAdapters(FakeAdapters):
         def load(self, name: str, path: str) -> None:
             raise ZeroDivisionError("a secret of ours") if path == "broken" else InputError("too large")
 
-    worker = Worker(fake_runtime(GatedPipeline(), Broken()))
-    (broken, large) = worker.process(LoadAdapter(1, "a", "broken"), LoadAdapter(2, "a", "large"))
-    assert isinstance(broken, CallResult)
-    assert broken.error is not None
-    assert broken.error.name == "RequestFailedError"
-    assert "secret" not in broken.error.message
+    worker = Worker(fake_runtime(GatedPipeline(), FailingAdapters()))
+    (broken_result, large_result) = worker.process(
+        LoadAdapter(1, "a", "broken"), LoadAdapter(2, "a", "large")
+    )
+    assert isinstance(broken_result, CallResult)
+    assert broken_result.error is not None
+    assert broken_result.error.name == "RequestFailedError"
+    assert "secret" not in broken_result.error.message
     assert "a secret of ours" in caplog.text
-    assert isinstance(large, CallResult)
-    assert large.error is not None
-    assert (large.call_id, large.error.message) == (2, "too large")
+    assert isinstance(large_result, CallResult)
+    assert large_result.error is not None
+    assert (large_result.call_id, large_result.error.message) == (2, "too large")
 
 
 def test_stop_ends_the_loop() -> None:
@@ -143,7 +145,7 @@ def test_stop_ends_the_loop() -> None:
 
 
 class Socket:
-    """A fake socket. Each frame arrives after its number of polls."""
+    """A fake socket. A frame ``(n, data)`` arrives at poll number n."""
 
     def __init__(self, *frames: tuple[int, bytes]) -> None:
         self.frames = list(frames)
@@ -171,8 +173,8 @@ def test_an_idle_worker_packs_pending_weights(num_polls: int, num_packed: int) -
         pending_weights.pop()
         return bool(pending_weights)
 
-    work = replace(fake_runtime(GatedPipeline()), pack_pending=pack_pending)
+    runtime = replace(fake_runtime(GatedPipeline()), pack_pending=pack_pending)
     socket: Any = Socket((num_polls, msgspec.msgpack.encode(Stop())))
-    _Loop(work, socket, lambda report: None).run()
+    _Loop(runtime, socket, lambda report: None).run()
     assert 5 - len(pending_weights) == num_packed
     assert socket.waits == [None], "after packing, the worker blocks until a command arrives"

@@ -56,7 +56,7 @@ CANCELLED = TextGenerationStatus.CANCELLED
 END = TextGenerationStatus.END_OF_SEQUENCE
 
 
-async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
+async def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)
@@ -81,15 +81,15 @@ async def test_requests_get_their_output_and_end() -> None:
         assert client.num_late_results == 0
 
 
-async def test_a_late_reader_gets_all_results_in_one_delta() -> None:
+async def test_results_that_are_not_yet_read_are_joined_in_one_delta() -> None:
     gate = Gate()
     async with running_client(GatedPipeline(gate, choose=letters_in_order(5))) as client:
         generation = client.submit(make_request("a"))
         gate.allow_steps(2)
-        await until(lambda: client.stats.num_steps == 2)
+        await wait_until(lambda: client.stats.num_steps == 2)
         assert delta_text([await anext(generation)]) == "ab"
         gate.open()
-        await until(lambda: generation.is_done)
+        await wait_until(lambda: generation.is_done)
         (delta,) = await read_deltas(generation)
         assert delta_text([delta]) == "cde"
         assert delta.status is END
@@ -101,7 +101,7 @@ async def test_a_step_can_generate_several_tokens() -> None:
         assert client.stats.num_steps == 3
 
 
-async def test_tokens_carry_log_probabilities() -> None:
+async def test_tokens_have_log_probabilities_on_request() -> None:
     async with running_client(FakePipeline.saying("ab")) as client:
         deltas = await read_deltas(
             client.submit(make_request("a", log_probabilities=2, log_probabilities_echo=True))
@@ -130,15 +130,15 @@ async def test_counts_are_exact() -> None:
 
     async with running_client(make_runtime) as client:
         assert client.stats == WorkerStats()
-        # Prompt chunks of 8 and 2 tokens, then three steps of 1 token. The fourth output token is EOS.
+        # The prompt takes two steps, with 8 and 2 tokens. Then three steps decode; the last token is EOS.
         assert delta_text(await read_deltas(client.submit(make_request("a", "0123456789")))) == "abc"
-        await until(lambda: client.stats.num_running == 0)
+        await wait_until(lambda: client.stats.num_running == 0)
         stats = client.stats
         assert stats.step_seconds > 0
         stats.step_seconds = 0
         assert stats == WorkerStats(
             num_blocks=16,
-            num_cached_blocks=3,  # 13 tokens in blocks of 4
+            num_cached_blocks=3,  # 13 tokens fill three blocks of 4
             num_prefix_query_tokens=10,
             num_prompt_tokens=10,
             num_generated_tokens=4,
@@ -160,11 +160,11 @@ async def test_counts_are_exact() -> None:
 
 
 async def test_counts_of_running_requests() -> None:
-    gate, ready = Gate(), threading.Event()
+    gate, is_ready = Gate(), threading.Event()
 
     def make_runtime() -> WorkerRuntime:
         pipeline = GatedPipeline(gate, choose=letters_in_order(20), kv=kv_manager(9))
-        return fake_runtime(pipeline, max_batch_size=2, ready=lambda context: ready.is_set())
+        return fake_runtime(pipeline, max_batch_size=2, ready=lambda context: is_ready.is_set())
 
     async with running_client(make_runtime) as client:
         for name in "abc":
@@ -172,14 +172,14 @@ async def test_counts_of_running_requests() -> None:
         with pytest.raises(UnsupportedFeatureError):
             # The worker refuses this call after it has received all three requests.
             await client.load_adapter("a", "/a")
-        ready.set()
+        is_ready.set()
         gate.allow_steps(1)
-        await until(lambda: client.stats.num_steps == 1)
+        await wait_until(lambda: client.stats.num_steps == 1)
         stats = client.stats
         assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (2, 1, 4)
         assert (stats.last_batch_size, stats.last_batch_tokens) == (2, 10)
         gate.allow_steps(12)  # with 17 tokens, each context needs a fifth block
-        await until(lambda: client.stats.num_steps == 13)
+        await wait_until(lambda: client.stats.num_steps == 13)
         stats = client.stats
         assert (stats.num_running, stats.num_waiting, stats.num_preemptions) == (1, 2, 1)
         assert (stats.num_used_blocks, stats.last_batch_size) == (5, 1)
@@ -190,7 +190,7 @@ async def test_counts_of_running_requests() -> None:
 # -- Single requests that fail ---------------------------------------------------------------------------
 
 
-async def test_a_request_that_exceeds_the_cache_is_refused_with_the_numbers() -> None:
+async def test_the_error_for_a_request_that_exceeds_the_cache_has_the_number_of_blocks() -> None:
     async with running_client(lambda: fake_runtime(FakePipeline(kv=kv_manager(4)))) as client:
         generation = client.submit(make_request("a", "x" * 30))
         with pytest.raises(InputError, match="do not fit the 4 blocks"):
@@ -201,34 +201,40 @@ async def test_a_request_that_exceeds_the_cache_is_refused_with_the_numbers() ->
         assert client.num_outstanding == 0
 
 
-async def test_a_request_that_fails_the_forward_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_request_whose_forward_fails_ends_alone(caplog: pytest.LogCaptureFixture) -> None:
     pipeline = GatedPipeline(choose=letters_in_order(5))
     pipeline.failing_requests = {"b"}
     async with running_client(pipeline) as client:
-        good, bad = client.submit(make_request("a")), client.submit(make_request("b"))
-        with pytest.raises(RequestFailedError) as caught:
-            await read_deltas(bad)
-        assert "secret" not in str(caught.value)
-        assert delta_text(await read_deltas(good)) == "abcde"
+        healthy_generation, failing_generation = (
+            client.submit(make_request("a")),
+            client.submit(make_request("b")),
+        )
+        with pytest.raises(RequestFailedError) as exc_info:
+            await read_deltas(failing_generation)
+        assert "secret" not in str(exc_info.value)
+        assert delta_text(await read_deltas(healthy_generation)) == "abcde"
         assert "a secret of ours" in caplog.text
         assert client.num_restarts == 0
 
 
-async def test_only_the_request_that_cannot_become_ready_fails() -> None:
+async def test_an_error_in_ready_ends_only_its_request() -> None:
     def ready(context: TextContext) -> bool:
         if context.request_id == "a":
             raise InputError("the grammar does not compile")
         return True
 
     async with running_client(lambda: fake_runtime(FakePipeline.saying("x"), ready=ready)) as client:
-        bad, good = client.submit(make_request("a")), client.submit(make_request("b"))
+        failing_generation, healthy_generation = (
+            client.submit(make_request("a")),
+            client.submit(make_request("b")),
+        )
         with pytest.raises(InputError, match="does not compile"):
-            await bad.admitted()
-        assert delta_text(await read_deltas(good)) == "x"
+            await failing_generation.admitted()
+        assert delta_text(await read_deltas(healthy_generation)) == "x"
 
 
-async def test_readiness_is_checked_at_most_every_few_milliseconds() -> None:
-    num_checks, begin = 0, time.monotonic()
+async def test_readiness_is_checked_at_most_every_4_ms() -> None:
+    num_checks, start_time = 0, time.monotonic()
 
     def ready(context: TextContext) -> bool:
         nonlocal num_checks
@@ -237,8 +243,8 @@ async def test_readiness_is_checked_at_most_every_few_milliseconds() -> None:
 
     async with running_client(lambda: fake_runtime(FakePipeline.saying("x"), ready=ready)) as client:
         assert delta_text(await read_deltas(client.submit(make_request("a")))) == "x"
-        assert time.monotonic() - begin > 50 * 0.004 / 2, (
-            "50 checks at intervals of 4 ms take at least half of 200 ms"
+        assert time.monotonic() - start_time > 50 * 0.004 / 2, (
+            "50 checks at intervals of 4 ms take 200 ms; half of it is required"
         )
 
 
@@ -250,34 +256,32 @@ async def test_cancelling_frees_the_blocks_within_a_step() -> None:
     async with running_client(
         lambda: fake_runtime(GatedPipeline(gate, choose=letters_in_order(20), kv=kv_manager(20)))
     ) as client:
-        running, cancelled = (
-            client.submit(make_request("a", "aaaaa")),
-            client.submit(make_request("b", "bbbbb")),
-        )
+        running_generation = client.submit(make_request("a", "aaaaa"))
+        cancelled_generation = client.submit(make_request("b", "bbbbb"))
         gate.allow_steps(2)
-        await until(lambda: client.stats.num_steps == 2)
-        await running.admitted()
-        cancelled.cancel()
-        cancelled.cancel()
-        assert client.num_outstanding == 2  # the request counts until the worker reports its end
+        await wait_until(lambda: client.stats.num_steps == 2)
+        await running_generation.admitted()
+        cancelled_generation.cancel()
+        cancelled_generation.cancel()
+        assert client.num_outstanding == 2  # the cancelled request counts until the worker reports its end
         gate.allow_steps(2)
         for _ in range(10):
             with suppress(TimeoutError):
-                await until(lambda: client.num_outstanding == 1, seconds=0.5)
+                await wait_until(lambda: client.num_outstanding == 1, seconds=0.5)
                 break
-            gate.allow_steps(1)  # the steps ran before the worker received the cancellation
+            gate.allow_steps(1)  # earlier steps ran before the worker received the cancellation
         assert client.stats.num_used_blocks == -(-(5 + client.stats.num_steps - 1) // 4)
-        deltas = await read_deltas(cancelled)
+        deltas = await read_deltas(cancelled_generation)
         assert deltas[-1].status is CANCELLED
-        await cancelled.admitted()
+        await cancelled_generation.admitted()
         gate.open()
-        assert delta_text(await read_deltas(running)) == "abcdefghijklmnopqrst"
-        running.cancel()
-        assert running.is_done
+        assert delta_text(await read_deltas(running_generation)) == "abcdefghijklmnopqrst"
+        running_generation.cancel()
+        assert running_generation.is_done
         assert client.num_outstanding == 0
 
 
-async def test_a_cancellation_wakes_the_reader() -> None:
+async def test_a_cancellation_ends_pending_reads() -> None:
     gate = Gate()
     async with running_client(GatedPipeline(gate)) as client:
         generation = client.submit(make_request("a"))
@@ -290,15 +294,15 @@ async def test_a_cancellation_wakes_the_reader() -> None:
         gate.open()
 
 
-async def test_results_after_a_cancel_are_ignored_and_counted() -> None:
+async def test_results_after_a_cancellation_are_ignored_and_counted() -> None:
     gate = Gate()
     async with running_client(GatedPipeline(gate, choose=letters_in_order(1))) as client:
         generation = client.submit(make_request("a"))
         gate.allow_steps(1)
-        await until(lambda: gate.num_arrived == 2)  # the last step waits at the gate
+        await wait_until(lambda: gate.num_arrived == 2)  # the last step waits at the gate
         generation.cancel()
         gate.open()
-        await until(lambda: client.num_outstanding == 0)
+        await wait_until(lambda: client.num_outstanding == 0)
         assert client.num_late_results == 1
         assert delta_text(await read_deltas(generation)) == "a"
         assert delta_text(await read_deltas(client.submit(make_request("a")))) == "a"
@@ -324,9 +328,9 @@ async def test_the_queue_is_bounded() -> None:
     ) as client:
         assert client.max_outstanding == 3
         generations = [client.submit(make_request(name)) for name in "abc"]
-        with pytest.raises(OverloadedError, match="3 requests") as caught:
+        with pytest.raises(OverloadedError, match="3 requests") as exc_info:
             client.submit(make_request("d"))
-        assert caught.value.retry_after >= 1
+        assert exc_info.value.retry_after >= 1
         ended_future = client.request_ended()
         assert not ended_future.done()
         gate.open()
@@ -337,7 +341,7 @@ async def test_the_queue_is_bounded() -> None:
         await read_deltas(client.submit(make_request("d")))
 
 
-async def test_an_id_in_use_is_refused() -> None:
+async def test_a_request_id_in_use_is_refused() -> None:
     gate = Gate()
     async with running_client(GatedPipeline(gate)) as client:
         generation = client.submit(make_request("a"))
@@ -348,7 +352,7 @@ async def test_an_id_in_use_is_refused() -> None:
         gate.open()
 
 
-async def test_the_default_queue_size_depends_on_the_batch_size() -> None:
+async def test_the_default_queue_size_is_64_or_four_times_the_batch_size() -> None:
     async with running_client(FakePipeline()) as client:
         assert client.max_outstanding == 4 + 64
     async with running_client(lambda: fake_runtime(FakePipeline(), max_batch_size=50)) as client:
@@ -359,7 +363,7 @@ async def test_the_default_queue_size_depends_on_the_batch_size() -> None:
 
 
 class WorkerDeath(BaseException):
-    """An error that the scheduler does not attribute to a request."""
+    """An error that ends the worker, because it is no `Exception`."""
 
 
 class KillablePipeline(GatedPipeline):
@@ -378,9 +382,9 @@ def make_killable_runtime() -> WorkerRuntime:
 
 
 async def kill(client: WorkerClient) -> UnavailableError:
-    with pytest.raises(UnavailableError) as caught:
+    with pytest.raises(UnavailableError) as exc_info:
         await read_deltas(client.submit(make_request("kill")))
-    return caught.value
+    return exc_info.value
 
 
 async def test_a_dead_worker_is_restarted_and_its_requests_end() -> None:
@@ -390,9 +394,9 @@ async def test_a_dead_worker_is_restarted_and_its_requests_end() -> None:
     ) as client:
         generations = [client.submit(make_request(name)) for name in "abcdefgh"]
         gate.allow_steps(1)
-        await until(lambda: client.stats.num_steps == 1)
-        cancelled = client.submit(make_request("cancelled"))
-        cancelled.cancel()
+        await wait_until(lambda: client.stats.num_steps == 1)
+        cancelled_generation = client.submit(make_request("cancelled"))
+        cancelled_generation.cancel()
         readers = [asyncio.create_task(read_deltas(generation)) for generation in generations]
         waiter = asyncio.create_task(generations[-1].admitted())
         error = asyncio.create_task(kill(client))
@@ -400,12 +404,12 @@ async def test_a_dead_worker_is_restarted_and_its_requests_end() -> None:
         outcomes = await asyncio.gather(*readers, waiter, return_exceptions=True)
         assert "worker process ended unexpectedly" in str(await error)
         assert (await error).retry_after >= 1
-        ended_outcomes = [outcome for outcome in outcomes if isinstance(outcome, UnavailableError)]
-        finished = [delta_text(outcome) for outcome in outcomes if isinstance(outcome, list)]
-        assert len(ended_outcomes) + len(finished) + (outcomes[-1] is None) == len(outcomes)
-        assert set(finished) <= {"abcdefghi"}
+        failed_outcomes = [outcome for outcome in outcomes if isinstance(outcome, UnavailableError)]
+        finished_texts = [delta_text(outcome) for outcome in outcomes if isinstance(outcome, list)]
+        assert len(failed_outcomes) + len(finished_texts) + (outcomes[-1] is None) == len(outcomes)
+        assert set(finished_texts) <= {"abcdefghi"}
         assert client.num_outstanding == 0
-        await until(lambda: client.state == "ready")
+        await wait_until(lambda: client.state == "ready")
         assert client.num_restarts == 1
         assert delta_text(await read_deltas(client.submit(make_request("b")))) == "abcdefghi"
 
@@ -427,14 +431,12 @@ async def test_requests_are_refused_during_a_restart() -> None:
         with pytest.raises(UnavailableError, match="being restarted"):
             await client.load_adapter("a", "/a")
         may_start.set()
-        await until(lambda: client.state == "ready")
+        await wait_until(lambda: client.state == "ready")
         assert client.is_alive
         assert client.stats.num_steps == 0
 
 
-async def test_consecutive_failed_requests_restart_the_worker(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_consecutive_failed_requests_restart_the_worker(caplog: pytest.LogCaptureFixture) -> None:
     def make_runtime() -> WorkerRuntime:
         pipeline = GatedPipeline(choose=letters_in_order(2))
         pipeline.failing_requests = {"b"}
@@ -445,7 +447,7 @@ async def test_consecutive_failed_requests_restart_the_worker(
             await read_deltas(client.submit(make_request("b")))
         with pytest.raises(UnavailableError):
             await read_deltas(client.submit(make_request("b")))
-        await until(lambda: client.state == "ready")
+        await wait_until(lambda: client.state == "ready")
         assert delta_text(await read_deltas(client.submit(make_request("a")))) == "ab"
         assert "a secret of ours" in caplog.text
 
@@ -454,11 +456,11 @@ async def test_a_hanging_worker_is_restarted() -> None:
     gates = [Gate(), Gate()]
     pipelines = iter([GatedPipeline(gates[0]), FakePipeline.saying("x")])
     async with running_client(lambda: fake_runtime(next(pipelines)), hang_limit=3.0) as client:
-        begin = time.monotonic()
-        with pytest.raises(UnavailableError, match="worker process ended unexpectedly"):
+        start_time = time.monotonic()
+        with pytest.raises(UnavailableError, match="worker process died"):
             await read_deltas(client.submit(make_request("a")))
-        assert time.monotonic() - begin >= 3.0
-        await until(lambda: client.state == "ready")
+        assert time.monotonic() - start_time >= 3.0
+        await wait_until(lambda: client.state == "ready")
         assert delta_text(await read_deltas(client.submit(make_request("a")))) == "x"
         assert client.is_alive
         gates[0].open()
@@ -473,7 +475,7 @@ async def test_an_idle_worker_answers_pings() -> None:
 @pytest.mark.parametrize("seed", range(4))
 async def test_each_request_ends_once_under_random_faults(seed: int) -> None:
     rng = random.Random(seed)
-    ends: Counter[str] = Counter()
+    end_reasons: Counter[str] = Counter()
 
     async def send_request(client: WorkerClient, name: str) -> None:
         await asyncio.sleep(rng.uniform(0, 0.3))
@@ -482,20 +484,20 @@ async def test_each_request_ends_once_under_random_faults(seed: int) -> None:
         try:
             generation = client.submit(context)
         except UnavailableError:
-            ends["refused"] += 1
+            end_reasons["refused"] += 1
             return
         num_deltas_until_cancel = rng.choice([None, None, 1, 3])
         try:
             async for delta in generation:
                 if delta.status.is_done:
-                    ends[delta.status.value] += 1
+                    end_reasons[delta.status.value] += 1
                     assert delta.status is CANCELLED or len(context.prompt_tokens) < 60
                 elif num_deltas_until_cancel is not None:
                     num_deltas_until_cancel -= 1
                     if num_deltas_until_cancel == 0:
                         generation.cancel()
         except PenstockError as error:
-            ends[type(error).__name__] += 1
+            end_reasons[type(error).__name__] += 1
         assert generation.is_done
         assert await asyncio.wait_for(_count_deltas_after_end(generation), 60) == 0
 
@@ -508,8 +510,8 @@ async def test_each_request_ends_once_under_random_faults(seed: int) -> None:
         names = [str(number) for number in range(80)]
         names[20] = "kill"
         await asyncio.gather(*(send_request(client, name) for name in names))
-        assert ends.total() == 80
-        await until(lambda: client.num_outstanding == 0 and client.state == "ready")
+        assert end_reasons.total() == 80
+        await wait_until(lambda: client.num_outstanding == 0 and client.state == "ready")
         assert len(delta_token_ids(await read_deltas(client.submit(make_request("last"))))) == 58
         assert (client.stats.num_used_blocks, client.num_outstanding) == (0, 0)
 
@@ -537,9 +539,9 @@ async def test_a_failed_start_reports_its_cause(error: Exception) -> None:
     folder = Path(client._supervisor._folder)
     assert client.state == "starting"
     assert folder.stat().st_mode & 0o777 == 0o700
-    with pytest.raises(type(error)) as caught:
+    with pytest.raises(type(error)) as exc_info:
         await client.start()
-    assert str(caught.value) == str(error)
+    assert str(exc_info.value) == str(error)
     assert client.state == "stopped"
     assert not folder.exists()
     await client.stop(1)
@@ -553,18 +555,16 @@ async def test_stop_ends_a_start_in_progress() -> None:
         return make_killable_runtime()
 
     client = WorkerClient(make_runtime, in_thread=True)
-    start = asyncio.create_task(client.start())
+    start_task = asyncio.create_task(client.start())
     await asyncio.sleep(0.02)
     await client.stop(1)
     with pytest.raises(UnavailableError, match="stopped while it started"):
-        await start
+        await start_task
     assert client.state == "stopped"
     may_start.set()
 
 
-async def test_failed_launches_end_the_restarts_and_stop_the_client(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_failed_launches_stop_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "RESTART_DELAY", 0.001)
     async with running_client(make_killable_runtime) as client:
 
@@ -573,12 +573,12 @@ async def test_failed_launches_end_the_restarts_and_stop_the_client(
 
         monkeypatch.setattr(supervisor, "WorkerConnection", fail)
         await kill(client)
-        await until(lambda: client.state == "stopped")
+        await wait_until(lambda: client.state == "stopped")
         assert "too many processes" in str(client.failure)
         assert client.stats == WorkerStats()
 
 
-async def test_an_unexpected_error_of_a_start_is_reported() -> None:
+async def test_an_unexpected_error_during_the_start_is_reported() -> None:
     with pytest.raises(UnavailableError, match="could not start: ZeroDivisionError: division by zero"):
         await WorkerClient(lambda: 1 / 0, in_thread=True).start()  # type: ignore[arg-type, return-value]
 
@@ -587,36 +587,36 @@ async def test_a_worker_is_not_restarted_after_five_failed_starts(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(supervisor, "RESTART_DELAY", 0.001)
-    starts = 0
+    num_starts = 0
 
     def make_runtime() -> WorkerRuntime:
-        nonlocal starts
-        starts += 1
-        if starts > 1:
+        nonlocal num_starts
+        num_starts += 1
+        if num_starts > 1:
             raise CheckpointNotFoundError("/models/x", "was deleted")
         return make_killable_runtime()
 
     async with running_client(make_runtime) as client:
         await kill(client)
-        await until(lambda: client.state == "stopped")
-        assert starts == 1 + 5
+        await wait_until(lambda: client.state == "stopped")
+        assert num_starts == 1 + 5
         with pytest.raises(UnavailableError, match="could not be restarted: /models/x: was deleted"):
             client.submit(make_request("a"))
         assert isinstance(client.failure, CheckpointNotFoundError)
         assert "is not restarted after 5 failed starts" in caplog.text
 
 
-async def test_a_death_before_the_first_answer_counts_as_a_failed_start(
+async def test_a_worker_that_dies_before_its_first_answer_counts_as_a_failed_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(supervisor, "RESTART_DELAY", 0.001)
-    starts = 0
+    num_starts = 0
 
     def make_runtime() -> WorkerRuntime:
-        nonlocal starts
-        starts += 1
+        nonlocal num_starts
+        num_starts += 1
         runtime = make_killable_runtime()
-        if starts > 1:
+        if num_starts > 1:
 
             def die(stats: WorkerStats) -> None:
                 raise WorkerDeath
@@ -626,19 +626,19 @@ async def test_a_death_before_the_first_answer_counts_as_a_failed_start(
 
     async with running_client(make_runtime) as client:
         await kill(client)
-        await until(lambda: client.state == "stopped")
-        assert starts == 1 + 5
+        await wait_until(lambda: client.state == "stopped")
+        assert num_starts == 1 + 5
 
 
 # -- Adapters --------------------------------------------------------------------------------------------
 
 
-async def test_adapter_changes_are_repeated_after_a_restart() -> None:
-    adapters_of_starts: list[FakeAdapters] = []
+async def test_loaded_and_unloaded_adapters_are_restored_after_a_restart() -> None:
+    started_adapters: list[FakeAdapters] = []
 
     def make_runtime() -> WorkerRuntime:
-        adapters_of_starts.append(FakeAdapters(first="/1", second="/2"))
-        return fake_runtime(KillablePipeline(choose=letters_in_order(2)), adapters_of_starts[-1])
+        started_adapters.append(FakeAdapters(first="/1", second="/2"))
+        return fake_runtime(KillablePipeline(choose=letters_in_order(2)), started_adapters[-1])
 
     async with running_client(make_runtime) as client:
         assert client.adapters == {"first": "/1", "second": "/2"}
@@ -649,29 +649,29 @@ async def test_adapter_changes_are_repeated_after_a_restart() -> None:
         with pytest.raises(InputError, match="fifth is not loaded"):
             await client.unload_adapter("fifth")
         expected = {"first": "/1", "third": "/3"}
-        assert client.adapters == adapters_of_starts[0].loaded == expected
+        assert client.adapters == started_adapters[0].paths == expected
         await kill(client)
-        await until(lambda: client.state == "ready")
-        assert client.adapters == adapters_of_starts[1].loaded == expected
+        await wait_until(lambda: client.state == "ready")
+        assert client.adapters == started_adapters[1].paths == expected
 
 
 async def test_an_adapter_that_cannot_be_restored_is_removed(caplog: pytest.LogCaptureFixture) -> None:
     class FailingAdapters(FakeAdapters):
         def load(self, name: str, path: str) -> None:
-            if len(adapters_of_starts) > 1:
+            if len(started_adapters) > 1:
                 raise InputError("its file was deleted")
             super().load(name, path)
 
-    adapters_of_starts: list[FailingAdapters] = []
+    started_adapters: list[FailingAdapters] = []
 
     def make_runtime() -> WorkerRuntime:
-        adapters_of_starts.append(FailingAdapters())
-        return fake_runtime(KillablePipeline(choose=letters_in_order(2)), adapters_of_starts[-1])
+        started_adapters.append(FailingAdapters())
+        return fake_runtime(KillablePipeline(choose=letters_in_order(2)), started_adapters[-1])
 
     async with running_client(make_runtime) as client:
         await client.load_adapter("a", "/a")
         await kill(client)
-        await until(lambda: client.state == "ready")
+        await wait_until(lambda: client.state == "ready")
         assert client.adapters == {}
         assert "its file was deleted" in caplog.text
 
@@ -684,7 +684,7 @@ async def test_an_adapter_call_fails_if_the_worker_dies() -> None:
 
     async with running_client(make_runtime) as client:
         error = asyncio.create_task(kill(client))
-        await until(lambda: gate.num_arrived == 1)
+        await wait_until(lambda: gate.num_arrived == 1)
         call = asyncio.create_task(client.load_adapter("a", "/a"))
         await asyncio.sleep(0.02)
         gate.open()
@@ -707,13 +707,13 @@ async def test_stopping_waits_for_running_requests() -> None:
     gate = Gate()
     async with running_client(GatedPipeline(gate, choose=letters_in_order(5))) as client:
         generation = client.submit(make_request("a"))
-        stopping = asyncio.create_task(client.stop(20))
-        await until(lambda: client.state == "stopping")
+        stop_task = asyncio.create_task(client.stop(20))
+        await wait_until(lambda: client.state == "stopping")
         with pytest.raises(UnavailableError, match="shutting down"):
             client.submit(make_request("b"))
         assert client.is_alive
         gate.open()
-        await stopping
+        await stop_task
         assert delta_text(await read_deltas(generation)) == "abcde"
         assert (client.state, client.is_alive) == ("stopped", False)
         with pytest.raises(UnavailableError, match="shutting down"):
@@ -726,12 +726,12 @@ async def test_stopping_waits_at_most_the_grace_period() -> None:
         generation = client.submit(make_request("a"))
         gate.allow_steps(1)
         assert delta_token_ids([await anext(generation)]) == [97]
-        stopping = asyncio.create_task(client.stop(0.05))
+        stop_task = asyncio.create_task(client.stop(0.05))
         with pytest.raises(UnavailableError, match="shutting down"):
             await read_deltas(generation)
         generation.cancel()
         gate.open()
-        await stopping
+        await stop_task
         assert client.num_outstanding == 0
 
 
@@ -740,9 +740,9 @@ async def test_folders_descriptors_and_threads_are_released() -> None:
     for _ in range(3):
         async with running_client(make_killable_runtime) as client:
             await kill(client)
-            await until(lambda client=client: client.state == "ready")
+            await wait_until(lambda client=client: client.state == "ready")
             folder = Path(client._supervisor._folder)
-            # The folder has two sockets for each of two workers, and one progress file.
+            # The folder has at most two sockets for each of two workers, and one progress file.
             assert len(list(folder.iterdir())) <= 5
         assert not folder.exists()
     assert len(os.listdir("/proc/self/fd")) <= descriptors
@@ -788,12 +788,12 @@ async def test_running_requests_finish_before_sleep(level: SleepLevel) -> None:
         lambda: fake_runtime(GatedPipeline(gate, choose=letters_in_order(5), kv=kv_manager(16)))
     ) as client:
         generation = client.submit(make_request("a"))
-        sleep = asyncio.create_task(client.sleep(level, 60))
+        sleep_task = asyncio.create_task(client.sleep(level, 60))
         await asyncio.sleep(0.05)
         with pytest.raises(UnavailableError, match="asleep"):
             client.submit(make_request("b"))
         gate.open()
-        await sleep
+        await sleep_task
         assert delta_text(await read_deltas(generation)) == "abcde"
         assert client.state == "asleep"
 
@@ -816,11 +816,11 @@ async def test_sleep_fails_requests_that_exceed_the_grace_period() -> None:
 
 async def test_sleep_level_two_stops_the_worker_and_wake_up_starts_it() -> None:
     events: list[object] = []
-    adapters: list[FakeAdapters] = []
+    started_adapters: list[FakeAdapters] = []
 
     def make_runtime() -> WorkerRuntime:
-        adapters.append(FakeAdapters())
-        return fake_runtime(FakePipeline(letters_in_order(3), kv=kv_manager(16)), adapters[-1])
+        started_adapters.append(FakeAdapters())
+        return fake_runtime(FakePipeline(letters_in_order(3), kv=kv_manager(16)), started_adapters[-1])
 
     async with running_client(make_runtime, listener=lambda worker, batch: events.extend(batch)) as client:
         await client.load_adapter("tone", "/tone")
@@ -830,12 +830,12 @@ async def test_sleep_level_two_stops_the_worker_and_wake_up_starts_it() -> None:
         assert events[-1] == BlocksCleared()
         await client.wake_up()
         assert client.state == "ready"
-        assert [adapter.loaded for adapter in adapters] == [{"tone": "/tone"}] * 2
+        assert [adapters.paths for adapters in started_adapters] == [{"tone": "/tone"}] * 2
         deltas = await read_deltas(client.submit(make_request("b", "0123456789")))
         assert (delta_text(deltas), {delta.num_cached_tokens for delta in deltas}) == ("abc", {0})
         await client.reload(1)
         assert delta_text(await read_deltas(client.submit(make_request("c")))) == "abc"
-        assert (len(adapters), client.num_restarts) == (3, 0)
+        assert (len(started_adapters), client.num_restarts) == (3, 0)
 
 
 async def test_a_worker_that_cannot_release_its_cache_stays_awake() -> None:
@@ -884,10 +884,10 @@ async def test_profiles_are_written(tmp_path: Path) -> None:
             await client.start_profile()
         await read_deltas(client.submit(make_request("a")))
         await client.stop_profile()
-    calls, trace = sorted((tmp_path / "profiles").iterdir())
-    assert calls.name.startswith("worker-7-")
-    assert any(name == "step" for _, _, name in pstats.Stats(str(calls)).stats)  # type: ignore[attr-defined]
-    events = json.loads(trace.read_text())["traceEvents"]
+    profile_file, trace_file = sorted((tmp_path / "profiles").iterdir())
+    assert profile_file.name.startswith("worker-7-")
+    assert any(name == "step" for _, _, name in pstats.Stats(str(profile_file)).stats)  # type: ignore[attr-defined]
+    events = json.loads(trace_file.read_text())["traceEvents"]
     steps = [event for event in events if event["name"] == "scheduler step"]
     assert len(steps) >= 4
 

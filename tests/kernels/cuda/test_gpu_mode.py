@@ -55,9 +55,9 @@ class FakeTestItem:
 def test_the_marker_gpu_selects_tests(has_gpu: bool, expression: str) -> None:
     config: Any = SimpleNamespace(getoption=lambda name, default: expression)
     items: Any = [FakeTestItem("gpu"), FakeTestItem("models"), FakeTestItem()]
-    gpu_mode.mark_tests_of_gpus(config, items)
-    gpu_item, model_item, plain_item = items
-    assert ("skip" in gpu_item.names) == (not has_gpu)
-    assert ("gpu" in model_item.names) == expression.startswith("gpu")
-    assert ("skip" in model_item.names) == (expression.startswith("gpu") and not has_gpu)
-    assert plain_item.names == []
+    gpu_mode.mark_gpu_tests(config, items)
+    kernel, model, other = items
+    assert ("skip" in kernel.names) == (not has_gpu)
+    assert ("gpu" in model.names) == expression.startswith("gpu")
+    assert ("skip" in model.names) == (expression.startswith("gpu") and not has_gpu)
+    assert other.names == []

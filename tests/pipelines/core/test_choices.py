@@ -1,4 +1,4 @@
-"""Contexts of several choices of a request: ids, seeds, and no shared state except the prompt."""
+"""`choice_contexts`: contexts of the choices of a request, their ids and seeds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.pipelines.core.randomness import splitmix64
 PARAMS = SamplingParams(seed=7, temperature=0.5, stop=["x"], logit_bias={3: 1.0})
 
 
-def test_one_choice_is_the_context_itself() -> None:
+def test_a_single_choice_uses_the_context_itself() -> None:
     context = text_context([1, 2, 3])
     assert choice_contexts(context, 1) == [context]
     assert choice_contexts(context, 1)[0] is context
@@ -50,15 +50,17 @@ def test_choices_differ_only_in_id_and_seed() -> None:
 def test_choices_do_not_share_state() -> None:
     from penstock.pipelines.core import LogProbabilities
 
-    first, second = choice_contexts(text_context([1, 2], eos_token_ids={9}, log_probabilities=1), 2)
-    first.update(5, LogProbabilities([-1.0], [{5: -1.0}]))
-    first.eos_token_ids.add(4)
-    first.token_hash_overrides[0] = 8
-    assert second.all_tokens.tolist() == [1, 2]
-    assert (second.eos_token_ids, second.token_hash_overrides) == ({9}, {})
-    second.update(6)
-    assert first.generated_tokens.tolist() == [5]
-    assert second.outstanding_completion_tokens() == [(6, None)]
+    first_choice, second_choice = choice_contexts(
+        text_context([1, 2], eos_token_ids={9}, log_probabilities=1), 2
+    )
+    first_choice.update(5, LogProbabilities([-1.0], [{5: -1.0}]))
+    first_choice.eos_token_ids.add(4)
+    first_choice.token_hash_overrides[0] = 8
+    assert second_choice.all_tokens.tolist() == [1, 2]
+    assert (second_choice.eos_token_ids, second_choice.token_hash_overrides) == ({9}, {})
+    second_choice.update(6)
+    assert first_choice.generated_tokens.tolist() == [5]
+    assert second_choice.outstanding_completion_tokens() == [(6, None)]
 
 
 def test_seeds_of_choices_stay_in_the_legal_range() -> None:
@@ -72,7 +74,7 @@ def test_invalid_numbers_of_choices_are_refused(n: Any) -> None:
         choice_contexts(text_context([1]), n)
 
 
-def test_a_context_that_has_begun_is_refused() -> None:
+def test_a_context_with_generated_tokens_is_refused() -> None:
     context = text_context([1])
     context.update(2)
     with pytest.raises(AssertionError, match="has started"):

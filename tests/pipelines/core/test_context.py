@@ -1,4 +1,4 @@
-"""Text contexts after each token: indices, ends, lengths, masks."""
+"""Text contexts: token indices, ends of the output, lengths, and masks of end tokens."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ END_OF_SEQUENCE = TextGenerationStatus.END_OF_SEQUENCE
 MAXIMUM_LENGTH = TextGenerationStatus.MAXIMUM_LENGTH
 
 
-def make_context(prompt: int = 3, max_length: int = 50, **fields: Any) -> TextContext:
-    """Return a context with the prompt 1, 2, ..., ``prompt``."""
-    tokens = np.arange(1, prompt + 1)
+def make_context(prompt_length: int = 3, max_length: int = 50, **fields: Any) -> TextContext:
+    """Return a context with the prompt 1, 2, ..., ``prompt_length``."""
+    tokens = np.arange(1, prompt_length + 1)
     return TextContext(prompt="one two three", max_length=max_length, tokens=tokens, **fields)
 
 
@@ -36,7 +36,7 @@ def test_the_example_of_the_api_page_holds() -> None:
     assert doctest.testmod(context).failed == 0
 
 
-def test_a_new_context_has_its_whole_prompt_active() -> None:
+def test_all_tokens_of_a_new_context_are_active() -> None:
     context = make_context()
     assert context.status is ACTIVE
     assert not context.is_done
@@ -98,7 +98,8 @@ def test_tokens_sampled_within_a_prompt_are_dropped() -> None:
     context.set_token_indices(active_idx=4)
     assert context.next_tokens.tolist() == [1, 2, 3, 4]
     assert context.is_ce
-    context.update(77)  # sampled after a chunk of the prompt, so not an output token
+    # The token is no output token, because it is sampled after a chunk of the prompt.
+    context.update(77)
     assert (context.start_idx, context.active_idx, context.end_idx) == (4, 10, 10)
     assert context.is_initial_prompt
     assert context.all_tokens.tolist() == list(range(1, 11))
@@ -118,7 +119,7 @@ def test_a_forced_token_is_computed_with_the_next_one() -> None:
     assert outstanding_tokens(context) == [50, 51]
 
 
-def test_a_forced_token_ends_the_output_only_by_its_id() -> None:
+def test_a_forced_token_ends_the_output_only_if_it_is_an_end_token() -> None:
     context = make_context(3, 4, eos_token_ids={9}, eos_sequences=[[5]])
     context.jump_ahead(5)
     assert context.status is ACTIVE
@@ -309,7 +310,7 @@ def test_tokens_must_be_one_dimensional() -> None:
 # The mask of end tokens.
 
 
-def test_end_tokens_are_masked_until_the_minimum_is_reached() -> None:
+def test_end_tokens_are_masked_until_the_minimum_length_is_reached() -> None:
     context = make_context(3, eos_token_ids={9, 4}, sampling_params=SamplingParams(min_new_tokens=2))
     masks = context.get_min_token_logit_mask(3)
     assert [mask.tolist() for mask in masks] == [[[0, 4], [0, 9]], [[0, 4], [0, 9]], []]

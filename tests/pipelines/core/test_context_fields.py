@@ -1,4 +1,4 @@
-"""Other fields of a text context: slots, matchers, grammars, images; ownership of the data."""
+"""Text contexts: slots, matchers, grammars, images, and copies of the arguments."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from penstock.pipelines.core import (
 )
 
 
-def make_context(prompt: int = 3, max_length: int = 50, **fields: Any) -> TextContext:
-    """Return a context with the prompt 1, 2, ..., ``prompt``."""
-    tokens = np.arange(1, prompt + 1)
+def make_context(prompt_length: int = 3, max_length: int = 50, **fields: Any) -> TextContext:
+    """Return a context with the prompt 1, 2, ..., ``prompt_length``."""
+    tokens = np.arange(1, prompt_length + 1)
     return TextContext(prompt="one two three", max_length=max_length, tokens=tokens, **fields)
 
 
@@ -75,12 +75,12 @@ def test_each_output_token_advances_the_matcher() -> None:
     assert matcher.accepted == [4, 6]
 
 
-@pytest.mark.parametrize("take", [TextContext.update, TextContext.jump_ahead])
-def test_a_token_that_the_matcher_rejects_changes_nothing(take: Any) -> None:
+@pytest.mark.parametrize("append_token", [TextContext.update, TextContext.jump_ahead])
+def test_a_token_that_the_matcher_rejects_changes_nothing(append_token: Any) -> None:
     context = make_context()
     context.set_matcher(Matcher())  # type: ignore[arg-type]
     with pytest.raises(AssertionError, match="does not accept token 5"):
-        take(context, 5)
+        append_token(context, 5)
     assert context.all_tokens.tolist() == [1, 2, 3]
 
 
@@ -89,15 +89,15 @@ def test_the_matcher_is_neither_compared_nor_serialized() -> None:
     plain_context = copy.deepcopy(context)
     context.set_matcher(Matcher())  # type: ignore[arg-type]
     assert context == plain_context
-    from_msgpack = msgpack_numpy_decoder(TextContext)(msgpack_numpy_encoder()(context))
-    for decoded_value in (
-        from_msgpack,
+    decoded_context = msgpack_numpy_decoder(TextContext)(msgpack_numpy_encoder()(context))
+    for copied_context in (
+        decoded_context,
         pickle.loads(pickle.dumps(context)),
         copy.deepcopy(context),
         copy.copy(context),
     ):
-        assert decoded_value == context
-        assert decoded_value.matcher is None
+        assert copied_context == context
+        assert copied_context.matcher is None
 
 
 def test_a_json_schema_is_a_grammar() -> None:
@@ -147,22 +147,22 @@ def test_a_prompt_of_ids_is_a_list(prompt: Any) -> None:
 
 
 def test_contexts_are_equal_by_value() -> None:
-    first, second = make_context(request_id="a"), make_context(request_id="a")
-    assert first == second
-    second.update(7)
-    assert first != second
-    first.update(7)
-    assert first == second
-    assert first != make_context(request_id="b")
-    assert first != "a"
+    first_context, second_context = make_context(request_id="a"), make_context(request_id="a")
+    assert first_context == second_context
+    second_context.update(7)
+    assert first_context != second_context
+    first_context.update(7)
+    assert first_context == second_context
+    assert first_context != make_context(request_id="b")
+    assert first_context != "a"
 
 
 def test_a_deep_copy_is_independent() -> None:
     context = make_context()
     context.update(7)
-    copied = copy.deepcopy(context)
-    copied.update(8)
-    copied.eos_token_ids.add(1)
+    copied_context = copy.deepcopy(context)
+    copied_context.update(8)
+    copied_context.eos_token_ids.add(1)
     assert context.all_tokens.tolist() == [1, 2, 3, 7]
     assert context.eos_token_ids == set()
 
@@ -188,20 +188,20 @@ def test_pixel_values_survive_serialization() -> None:
 
 
 def test_contexts_with_other_images_are_unequal() -> None:
-    def make(pixel: float) -> TextAndVisionContext:
+    def make_image_context(pixel: float) -> TextAndVisionContext:
         images = (np.full((2, 3), pixel),)
-        extra = {"mask": np.arange(2)}
+        arguments = {"mask": np.arange(2)}
         return TextAndVisionContext(
             prompt="",
             max_length=9,
             tokens=np.arange(4),
             pixel_values=images,
-            extra_model_args=extra,
+            extra_model_args=arguments,
             request_id="a",
         )
 
-    assert make(1.0) == make(1.0)
-    assert make(1.0) != make(2.0)
-    other = make(1.0)
-    other.extra_model_args["mask"] = np.arange(3)
-    assert make(1.0) != other
+    assert make_image_context(1.0) == make_image_context(1.0)
+    assert make_image_context(1.0) != make_image_context(2.0)
+    changed_context = make_image_context(1.0)
+    changed_context.extra_model_args["mask"] = np.arange(3)
+    assert make_image_context(1.0) != changed_context

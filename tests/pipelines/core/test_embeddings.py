@@ -30,7 +30,7 @@ def context(**fields: Any) -> EmbeddingsContext:
 
 
 def test_serialization_keeps_all_fields() -> None:
-    original = context(
+    sent_context = context(
         outputs=("dense", "sparse"),
         token_type_ids=np.array([0, 0, 1]),
         num_unpooled_tokens=1,
@@ -40,10 +40,10 @@ def test_serialization_keeps_all_fields() -> None:
         activation=True,
         request_id="7",
     )
-    received = msgpack_numpy_decoder(RequestContext)(msgpack_numpy_encoder()(original))
-    assert type(received) is EmbeddingsContext
-    assert received == original
-    assert received.token_type_ids.tolist() == [0, 0, 1]
+    received_context = msgpack_numpy_decoder(RequestContext)(msgpack_numpy_encoder()(sent_context))
+    assert type(received_context) is EmbeddingsContext
+    assert received_context == sent_context
+    assert received_context.token_type_ids.tolist() == [0, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_serialization_keeps_all_fields() -> None:
         ({"max_length": 2}, "must be less than or equal to max_length"),
     ],
 )
-def test_contradictory_fields_of_a_context_are_refused(fields: dict[str, Any], message: str) -> None:
+def test_invalid_fields_of_a_context_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         context(**fields)
 
@@ -100,7 +100,7 @@ def test_responses_are_equal_if_all_outputs_are_equal() -> None:
     assert decoded_response == response()
 
 
-def test_contexts_are_recognised_by_type() -> None:
+def test_context_type_returns_the_library_class_of_a_context() -> None:
     class CustomContext(TextContext):
         pass
 
@@ -111,14 +111,14 @@ def test_contexts_are_recognised_by_type() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dimensions", "trained"), [(384, ()), (384, (64,)), (64, (64, 128)), (1, None), (383, None)]
+    ("dimensions", "trained_dimensions"), [(384, ()), (384, (64,)), (64, (64, 128)), (1, None), (383, None)]
 )
-def test_trained_dimensions_are_allowed(dimensions: int, trained: tuple[int, ...] | None) -> None:
-    check_dimensions(dimensions, 384, trained)
+def test_trained_dimensions_are_allowed(dimensions: int, trained_dimensions: tuple[int, ...] | None) -> None:
+    check_dimensions(dimensions, 384, trained_dimensions)
 
 
 @pytest.mark.parametrize(
-    ("dimensions", "trained", "message"),
+    ("dimensions", "trained_dimensions", "message"),
     [
         (64, (), r"dimensions is 64, but the model has 384 dimensions .* --matryoshka-dimensions"),
         (100, (128, 64, 512), "dimensions must be one of 64, 128, 384, was 100"),
@@ -127,6 +127,8 @@ def test_trained_dimensions_are_allowed(dimensions: int, trained: tuple[int, ...
         (0, None, "dimensions must be from 1 to 384, was 0"),
     ],
 )
-def test_other_dimensions_are_refused(dimensions: int, trained: tuple[int, ...] | None, message: str) -> None:
+def test_untrained_and_too_many_dimensions_are_refused(
+    dimensions: int, trained_dimensions: tuple[int, ...] | None, message: str
+) -> None:
     with pytest.raises(InputError, match=message):
-        check_dimensions(dimensions, 384, trained)
+        check_dimensions(dimensions, 384, trained_dimensions)

@@ -1,4 +1,4 @@
-"""A context compared with a token list and four indices, for any order of steps, chunks and resets."""
+"""Random steps, chunks and resets of a context, compared with a model of a token list and indices."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from penstock.pipelines.core.tokens import CHUNK_SIZE
 
 ACTIVE, ENDED, FULL = list(TextGenerationStatus)[:3]
 EOS, EOS_SEQUENCE = 1, [2, 3]
-tokens = st.integers(1, 4)
-near_an_end = st.sampled_from([1, 2, 5, 126, 127, 128, 129])  # near the end of the array's capacity
+token_strategy = st.integers(1, 4)
+near_capacity = st.sampled_from([1, 2, 5, 126, 127, 128, 129])  # around the capacity (128)
 
 
 class IndexMachine(RuleBasedStateMachine):
-    @initialize(length=near_an_end, room=st.integers(0, 140), first=tokens)
-    def make(self, length: int, room: int, first: int) -> None:
-        self.model = [first, *([EOS] * (length - 1))]  # end tokens in the prompt have no effect
+    @initialize(length=near_capacity, num_free=st.integers(0, 140), first_token=token_strategy)
+    def create(self, length: int, num_free: int, first_token: int) -> None:
+        self.model = [first_token, *([EOS] * (length - 1))]  # end tokens in the prompt have no effect
         self.prompt_len = length
-        self.max_length = length + room
+        self.max_length = length + num_free
         self.start, self.active, self.committed = 0, length, 0
-        self.status, self.ended_at = ACTIVE, -1
-        self.pending: list[int] = []  # positions to return
-        self.num_returned = length  # positions below this one are not returned again
-        self.untouched = True
+        self.status, self.end_position = ACTIVE, -1
+        self.pending: list[int] = []  # positions of output tokens that are not yet returned
+        self.first_pending_position = length  # tokens before this position are never returned again
+        self.is_initial_prompt = True
         self.context = TextContext(
             prompt="",
             max_length=self.max_length,
@@ -45,24 +45,24 @@ class IndexMachine(RuleBasedStateMachine):
             eos_sequences=[EOS_SEQUENCE],
         )
 
-    @rule(token=tokens)
+    @rule(token=token_strategy)
     def update(self, token: int) -> None:
         self.context.update(token)
         if self.active < len(self.model):
             self.start, self.active = self.active, len(self.model)
             return
         self.start = self.append(token)
-        generated = self.model[self.prompt_len :]
-        self.after(token == EOS or generated[-2:] == EOS_SEQUENCE)
+        generated_ids = self.model[self.prompt_len :]
+        self.record_token(token == EOS or generated_ids[-2:] == EOS_SEQUENCE)
         if self.status is ACTIVE and len(self.model) >= self.max_length:
             self.status = FULL
 
-    @rule(token=tokens, count=st.sampled_from([1, 130]))
+    @rule(token=token_strategy, count=st.sampled_from([1, 130]))
     def update_often(self, token: int, count: int) -> None:
         for _ in range(count):
             self.update(token)
 
-    @rule(token=tokens)
+    @rule(token=token_strategy)
     def jump_ahead(self, token: int) -> None:
         if self.active < len(self.model):
             with pytest.raises(RuntimeError, match="middle of a prompt"):
@@ -70,7 +70,7 @@ class IndexMachine(RuleBasedStateMachine):
             return
         self.context.jump_ahead(token)
         self.append(token)
-        self.after(token == EOS)
+        self.record_token(token == EOS)
 
     @precondition(lambda self: len(self.model) - self.start > 1)
     @rule(fraction=st.floats(0, 1, exclude_max=True))
@@ -78,7 +78,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.active = self.start + 1 + int(fraction * (len(self.model) - self.start - 1))
         self.context.set_token_indices(active_idx=self.active)
 
-    @rule(count=st.integers(-1, 6) | near_an_end)
+    @rule(count=st.integers(-1, 6) | near_capacity)
     def rollback(self, count: int) -> None:
         end = self.active - count
         if count < 0 or end < 1:
@@ -92,14 +92,14 @@ class IndexMachine(RuleBasedStateMachine):
         self.start, self.active = min(self.start, end - 1), end
         self.committed = min(self.committed, self.start)
         self.pending = [position for position in self.pending if position < end]
-        if self.status is ENDED and end <= self.ended_at:
+        if self.status is ENDED and end <= self.end_position:
             self.status = ACTIVE
 
     @rule()
     def reset(self) -> None:
         self.context.reset()
         self.start = self.committed = 0
-        self.untouched = True
+        self.is_initial_prompt = True
 
     @rule(start=st.integers(-2, 140), active=st.integers(-2, 140), committed=st.integers(-2, 9))
     def set_indices(self, start: int, active: int, committed: int) -> None:
@@ -118,25 +118,25 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule()
     def return_tokens(self) -> None:
-        num_returned = self.context.outstanding_completion_tokens()
-        assert num_returned == [(self.model[position], None) for position in self.pending]
-        assert all(type(token) is int for token, _ in num_returned)
+        returned_tokens = self.context.outstanding_completion_tokens()
+        assert returned_tokens == [(self.model[position], None) for position in self.pending]
+        assert all(type(token) is int for token, _ in returned_tokens)
         if self.pending:
-            self.num_returned = self.pending[-1] + 1
+            self.first_pending_position = self.pending[-1] + 1
         self.pending = []
 
-    @rule(cross=st.sampled_from(["msgpack", "msgpack without copies", "pickle"]))
-    def serialize(self, cross: str) -> None:
-        if cross == "pickle":
+    @rule(codec=st.sampled_from(["msgpack", "msgpack without copies", "pickle"]))
+    def serialize(self, codec: str) -> None:
+        if codec == "pickle":
             decoded_context = pickle.loads(pickle.dumps(self.context))
         else:
-            decode = msgpack_numpy_decoder(TextContext, copy="without" not in cross)
+            decode = msgpack_numpy_decoder(TextContext, copy="without" not in codec)
             decoded_context = decode(msgpack_numpy_encoder()(self.context))
         assert decoded_context == self.context
         self.context = decoded_context
 
     @invariant()
-    def views_equal_the_model(self) -> None:
+    def token_arrays_equal_the_model(self) -> None:
         context, end = self.context, len(self.model)
         assert context.all_tokens.tolist() == self.model
         assert context.prompt_tokens[:end].tolist() == self.model[: self.prompt_len]
@@ -158,7 +158,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert context.compute_num_available_steps(200) == 200 - self.start - len(self.model) + self.active
 
     @invariant()
-    def unused_capacity_is_zeros_in_whole_chunks(self) -> None:
+    def unused_capacity_is_zero_and_a_multiple_of_the_chunk_size(self) -> None:
         assert self.context.tokens.size % CHUNK_SIZE == 0
         assert not self.context.tokens[len(self.model) :].any()
 
@@ -166,21 +166,21 @@ class IndexMachine(RuleBasedStateMachine):
     def status_equals_the_model(self) -> None:
         assert self.context.status is self.status
         assert self.context.is_done is (self.status is not ACTIVE)
-        assert self.context.is_initial_prompt is self.untouched
+        assert self.context.is_initial_prompt is self.is_initial_prompt
 
     def append(self, token: int) -> int:
         self.model.append(token)
         self.active = len(self.model)
-        self.untouched = False
+        self.is_initial_prompt = False
         return len(self.model) - 1
 
-    def after(self, ended: bool) -> None:
+    def record_token(self, is_end: bool) -> None:
         position = len(self.model) - 1
         if self.status is not ACTIVE:
             return
-        if ended:
-            self.status, self.ended_at = ENDED, position
-        elif position >= self.num_returned:
+        if is_end:
+            self.status, self.end_position = ENDED, position
+        elif position >= self.first_pending_position:
             self.pending.append(position)
 
     def set_or_expect_error(self, start: int, active: int, committed: int, call: Callable[[], None]) -> None:

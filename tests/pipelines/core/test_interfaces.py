@@ -1,4 +1,4 @@
-"""Implementations satisfy the protocols, and importing the protocols loads no heavy package."""
+"""Small implementations of the protocols, and the packages that importing the protocols loads."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ class EchoPipeline:
         return {name: self._response(context, num_steps) for name, context in batch.items()}
 
     def next_token(self, batch: dict[str, TextContext], num_steps: int) -> list[dict[str, TextResponse]]:
-        response = self.execute(batch, num_steps)
-        return [{name: made.tokens[step] for name, made in response.items()} for step in range(num_steps)]
+        responses = self.execute(batch, num_steps)
+        return [
+            {name: response.tokens[step] for name, response in responses.items()} for step in range(num_steps)
+        ]
 
     def release(self, context: TextContext) -> None:
         context.unassign_from_cache()
@@ -95,7 +97,7 @@ def test_importing_core_loads_only_numpy_and_msgspec() -> None:
         " if name.split('.')[0] not in sys.stdlib_module_names | {'numpy', 'msgspec'}))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded = run.stdout.split()
-    imported = {"penstock", "penstock.errors", "penstock.pipelines", "penstock.plain_numbers"}
-    imported |= {"penstock.host", "penstock.host.lazy_names"}
-    assert {name for name in loaded if not name.startswith("penstock.pipelines.core")} == imported
+    loaded_names = run.stdout.split()
+    expected_names = {"penstock", "penstock.errors", "penstock.pipelines", "penstock.plain_numbers"}
+    expected_names |= {"penstock.host", "penstock.host.lazy_names"}
+    assert {name for name in loaded_names if not name.startswith("penstock.pipelines.core")} == expected_names

@@ -1,4 +1,4 @@
-"""Requests: text form, refused values, grammars."""
+"""Requests: ``str``, refused values, grammars."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from penstock.pipelines.core import AudioGenerationRequest, Grammar, SamplingPar
 def test_a_request_prints_its_id_and_limit() -> None:
     request = TokenGeneratorRequest("r1", 0, "demo")
     assert str(request) == "Id: r1"
-    limited = dataclasses.replace(request, sampling_params=SamplingParams(max_new_tokens=7))
-    assert str(limited) == "Id: r1, MaxNewTokens: 7"
+    limited_request = dataclasses.replace(request, sampling_params=SamplingParams(max_new_tokens=7))
+    assert str(limited_request) == "Id: r1, MaxNewTokens: 7"
 
 
 def test_a_request_is_frozen() -> None:
@@ -24,12 +24,12 @@ def test_a_request_is_frozen() -> None:
 
 
 @pytest.mark.parametrize("fields", [{"input": "hi"}, {"prompt": "hi"}, {"prompt": [1]}, {"input": ""}])
-def test_a_speech_request_without_text_and_prompt_is_refused(fields: dict[str, Any]) -> None:
+def test_a_speech_request_needs_a_text_or_token_ids(fields: dict[str, Any]) -> None:
     assert AudioGenerationRequest("r1", 0, "demo", **fields).audio_prompt_tokens == []
 
 
 @pytest.mark.parametrize("error", [RuntimeError, ValueError, InputError])
-def test_a_speech_request_with_empty_text_is_refused(error: type[Exception]) -> None:
+def test_a_speech_request_without_text_and_token_ids_is_refused(error: type[Exception]) -> None:
     with pytest.raises(error, match="either token_ids or input must be provided"):
         AudioGenerationRequest("r1", 0, "demo")
 

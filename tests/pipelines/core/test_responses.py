@@ -1,4 +1,4 @@
-"""Responses and statuses: completion and equality."""
+"""Responses and statuses: ``is_done`` and equality."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ UNKNOWN_STATUS: object = 3
 
 
 @pytest.mark.parametrize("status", TextGenerationStatus)
-def test_every_status_but_active_is_done(status: TextGenerationStatus) -> None:
+def test_every_status_except_active_is_done(status: TextGenerationStatus) -> None:
     assert status.is_done is (status is not ACTIVE)
     assert TextGenerationResponse([], status).is_done is status.is_done
     assert AudioGenerationResponse(status).is_done is status.is_done
 
 
 @pytest.mark.parametrize("member", [*TextGenerationStatus, *PipelineTask])
-def test_status_values_are_lower_case_names(member: Any) -> None:
+def test_enum_values_are_lower_case_names(member: Any) -> None:
     assert member == member.value == member.name.lower()
     assert type(member)(member.value) is member
 
 
-def test_a_response_collects_tokens() -> None:
+def test_tokens_and_a_status_are_added_to_a_response() -> None:
     tokens = [TextResponse(5)]
     response = TextGenerationResponse(tokens, ACTIVE)
     response.append_token(TextResponse(6))

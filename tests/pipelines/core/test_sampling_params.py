@@ -65,10 +65,10 @@ def test_valid_values_are_kept(values: dict[str, Any]) -> None:
     ids=repr,
 )
 def test_values_that_are_not_numbers_are_refused(name: str, value: Any) -> None:
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError) as exc_info:
         SamplingParams(**{name: value})
-    assert str(caught.value).startswith(f"{name} must be ")
-    assert str(caught.value).endswith(f", was {value!r}")
+    assert str(exc_info.value).startswith(f"{name} must be ")
+    assert str(exc_info.value).endswith(f", was {value!r}")
 
 
 @pytest.mark.parametrize("value", ["1", 1j, None, True, np.array(0.5)], ids=repr)
@@ -130,18 +130,18 @@ def test_numpy_numbers_become_python_numbers(values: dict[str, Any], expected: d
     ],
 )
 def test_the_error_for_an_unknown_name_suggests_a_known_one(name: str, hint: str) -> None:
-    unknown: dict[str, Any] = {name: 1}
-    with pytest.raises(UnknownParameterError) as caught:
-        SamplingParams(**unknown)
-    assert str(caught.value).startswith(f"SamplingParams: unknown parameter {name}; {hint}")
-    assert isinstance(caught.value, TypeError | InputError)
-    assert caught.value.parameter == name
+    unknown_fields: dict[str, Any] = {name: 1}
+    with pytest.raises(UnknownParameterError) as exc_info:
+        SamplingParams(**unknown_fields)
+    assert str(exc_info.value).startswith(f"SamplingParams: unknown parameter {name}; {hint}")
+    assert isinstance(exc_info.value, TypeError | InputError)
+    assert exc_info.value.parameter == name
 
 
 def test_other_errors_in_a_call_raise_type_error() -> None:
-    with pytest.raises(TypeError, match="multiple values") as caught:
+    with pytest.raises(TypeError, match="multiple values") as exc_info:
         SamplingParams(1, top_k=2)  # type: ignore[misc]
-    assert not isinstance(caught.value, InputError)
+    assert not isinstance(exc_info.value, InputError)
 
 
 @pytest.mark.parametrize(("name", "bounds"), RANGES.items())
@@ -198,7 +198,9 @@ def test_numbers_out_of_range_are_refused(name: str, bounds: tuple[float, float]
         ({"logit_bias": {4: True}}, r"logit_bias of token 4 must be a number in .*, was True"),
     ],
 )
-def test_the_error_for_an_impossible_value_states_it(values: dict[str, Any], message: str) -> None:
+def test_the_error_for_an_invalid_value_names_parameter_and_value(
+    values: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         SamplingParams(**values)
 
@@ -226,7 +228,7 @@ def test_the_defaults_do_not_change_logits() -> None:
 @pytest.mark.parametrize(
     "values", [{"logit_bias": {1: 0.5}}, {"allowed_token_ids": [1]}, {"banned_token_ids": [0]}]
 )
-def test_token_rules_are_detected(values: dict[str, Any]) -> None:
+def test_has_logit_rules_is_true_if_a_rule_is_set(values: dict[str, Any]) -> None:
     assert SamplingParams(**values).has_logit_rules
 
 

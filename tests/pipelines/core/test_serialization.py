@@ -30,7 +30,7 @@ from penstock.pipelines.core import (
     serialization,
 )
 
-scalars = (
+dtype_strategy = (
     npst.boolean_dtypes()
     | npst.integer_dtypes(endianness="?")
     | npst.floating_dtypes(endianness="?", sizes=(16, 32, 64))
@@ -38,9 +38,11 @@ scalars = (
     | npst.unicode_string_dtypes()
     | npst.datetime64_dtypes()
 )
-arrays = npst.arrays(scalars, npst.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4))
+array_strategy = npst.arrays(
+    dtype_strategy, npst.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4)
+)
 
-SCORED = LogProbabilities([-0.5], [{3: -0.5, 7: -1.5}])
+LOG_PROBABILITIES = LogProbabilities([-0.5], [{3: -0.5, 7: -1.5}])
 
 
 def round_trip(value: Any, type_: Any = None, copy: bool = True) -> Any:
@@ -51,7 +53,7 @@ def test_the_example_of_the_api_page_holds() -> None:
     assert doctest.testmod(serialization).failed == 0
 
 
-@given(array=arrays, copy=st.booleans(), transposed=st.booleans(), strided=st.booleans())
+@given(array=array_strategy, copy=st.booleans(), transposed=st.booleans(), strided=st.booleans())
 def test_arrays_keep_value_shape_and_dtype(
     array: npt.NDArray[Any], copy: bool, transposed: bool, strided: bool
 ) -> None:
@@ -63,7 +65,7 @@ def test_arrays_keep_value_shape_and_dtype(
     assert decoded_array.flags.writeable is copy
 
 
-def test_the_format_is_a_plain_map() -> None:
+def test_an_array_is_encoded_as_a_map() -> None:
     plain_values = msgspec.msgpack.decode(msgpack_numpy_encoder()(np.array([[1, 2]], np.int16)))
     assert plain_values == {"__np__": True, "data": b"\x01\0\x02\0", "shape": [1, 2], "dtype": "int16"}
 
@@ -93,20 +95,20 @@ def test_other_values_are_not_decoded_as_arrays(value: Any) -> None:
         msgpack_numpy_decoder(np.ndarray)(msgspec.msgpack.encode(value))
 
 
-class Unsupported:
+class UnsupportedType:
     """A type that msgpack does not support."""
 
 
-def test_no_other_type_is_decoded() -> None:
+def test_decoding_an_unsupported_type_is_refused() -> None:
     with pytest.raises((msgspec.ValidationError, TypeError), match="only numpy arrays"):
-        msgpack_numpy_decoder(Unsupported)(msgspec.msgpack.encode(3))
+        msgpack_numpy_decoder(UnsupportedType)(msgspec.msgpack.encode(3))
 
 
 @pytest.mark.parametrize(
     "value",
     [
-        SCORED,
-        TextResponse(3, SCORED),
+        LOG_PROBABILITIES,
+        TextResponse(3, LOG_PROBABILITIES),
         TextGenerationResponse([TextResponse(3), TextResponse("a")], TextGenerationStatus.CANCELLED),
         EmbeddingsResponse(np.ones((2, 3), np.float32)),
         AudioGenerationResponse(TextGenerationStatus.ACTIVE, np.ones(3, np.float32)),
@@ -146,8 +148,8 @@ def contexts() -> list[TextContext]:
     ]
     for context in all_contexts:
         context.set_token_indices(active_idx=50)
-        context.update(0, SCORED)
-        context.update(200, SCORED)
+        context.update(0, LOG_PROBABILITIES)
+        context.update(200, LOG_PROBABILITIES)
         context.assign_to_cache(3)
     return all_contexts
 
@@ -159,23 +161,23 @@ def test_decoded_contexts_are_equal_and_can_continue(context: TextContext, copy:
     assert type(decoded_context) is type(context)
     assert decoded_context == context
     decoded_context.update(201)
-    decoded_context.tokens[0] = 9  # writable, and not the sender's arrays
+    decoded_context.tokens[0] = 9  # the array is writable and no view of the sender's array
     assert decoded_context.all_tokens[-1] == 201
     assert context.all_tokens.tolist() == [*range(1, 130), 200]
 
 
-def test_with_copies_all_arrays_are_writable() -> None:
-    vision, speech = (round_trip(context) for context in contexts()[1:])
-    vision.pixel_values[0][0] = 1
-    vision.extra_model_args["mask"][0] = 1
-    speech.audio_prompt_tokens[0] = 1
-    assert speech.audio_prompt_tokens.tolist() == [1, 1, 2]
+def test_all_copied_arrays_are_writable() -> None:
+    vision_context, speech_context = (round_trip(context) for context in contexts()[1:])
+    vision_context.pixel_values[0][0] = 1
+    vision_context.extra_model_args["mask"][0] = 1
+    speech_context.audio_prompt_tokens[0] = 1
+    assert speech_context.audio_prompt_tokens.tolist() == [1, 1, 2]
 
 
 def test_a_union_of_contexts_is_decoded_to_the_right_class() -> None:
-    kinds = TextContext | TextAndVisionContext | TTSContext
+    context_types = TextContext | TextAndVisionContext | TTSContext
     for context in contexts():
-        assert type(round_trip(context, kinds)) is type(context)
+        assert type(round_trip(context, context_types)) is type(context)
     with pytest.raises(msgspec.ValidationError, match="TTSContext"):
         round_trip(contexts()[2], TextContext)
 

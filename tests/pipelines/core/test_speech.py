@@ -1,4 +1,4 @@
-"""Speech contexts: two statuses, and a buffer of speech tokens."""
+"""Speech contexts: the statuses of token and audio generation, and the buffer of speech tokens."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def make_context(*args: Any, **fields: Any) -> TTSContext:
     return TTSContext(*args, prompt="say", max_length=9, tokens=np.arange(1, 4), **fields)
 
 
-def context_with_ten_tokens(decoded: int) -> TTSContext:
+def context_with_ten_tokens(num_decoded: int) -> TTSContext:
     context = make_context()
     context.update_speech_tokens(np.arange(10, 20))
-    context.set_decoded_index(decoded)
+    context.set_decoded_index(num_decoded)
     return context
 
 
-def test_the_audio_prompt_comes_first() -> None:
+def test_the_audio_prompt_is_the_first_argument() -> None:
     voice = np.arange(4, dtype=np.int32)
     context = make_context(voice, 7)
     assert context.audio_prompt_tokens is voice
@@ -56,7 +56,7 @@ def test_the_two_statuses_are_independent() -> None:
     assert context.is_done
 
 
-def test_the_ambiguous_status_is_refused() -> None:
+def test_status_and_update_status_are_refused_as_ambiguous() -> None:
     context = make_context()
     with pytest.raises(ValueError, match="call `speech_token_status` or `audio_generation_status` instead"):
         context.status  # noqa: B018
@@ -84,7 +84,7 @@ def test_the_buffer_grows_as_soon_as_it_is_full() -> None:
 
 
 @pytest.mark.parametrize(
-    ("decoded", "chunk", "buffer", "tokens", "num_decoded"),
+    ("decoded_index", "chunk_size", "overlap", "expected_tokens", "num_decoded"),
     [
         (4, 4, 2, [12, 13, 14, 15, 16, 17], 2),
         (4, 4, 10, [10, 11, 12, 13, 14, 15, 16, 17], 4),
@@ -95,17 +95,21 @@ def test_the_buffer_grows_as_soon_as_it_is_full() -> None:
         (12, 5, None, [], 0),
     ],
 )
-def test_next_speech_tokens_are_preceded_by_decoded_ones(
-    decoded: int, chunk: int | None, buffer: int | None, tokens: list[int], num_decoded: int
+def test_decoded_tokens_precede_the_next_speech_tokens(
+    decoded_index: int,
+    chunk_size: int | None,
+    overlap: int | None,
+    expected_tokens: list[int],
+    num_decoded: int,
 ) -> None:
-    context = context_with_ten_tokens(decoded)
-    tokens_returned, count = context.next_speech_tokens(chunk, buffer)
-    assert tokens_returned.tolist() == tokens
-    assert count == num_decoded
-    assert context.decoded_index == decoded
+    context = context_with_ten_tokens(decoded_index)
+    returned_tokens, actual_num_decoded = context.next_speech_tokens(chunk_size, overlap)
+    assert returned_tokens.tolist() == expected_tokens
+    assert actual_num_decoded == num_decoded
+    assert context.decoded_index == decoded_index
 
 
-def test_remaining_tokens_to_decode() -> None:
+def test_undecoded_speech_tokens_are_detected() -> None:
     context = context_with_ten_tokens(8)
     assert [context.has_undecoded_speech_tokens(n) for n in range(4)] == [True, True, False, False]
     assert context.has_undecoded_speech_tokens()
@@ -117,18 +121,18 @@ def test_a_negative_decoded_index_is_refused() -> None:
 
 
 class SpeechMachine(RuleBasedStateMachine):
-    """Compares the speech-token buffer with a list."""
+    """A random test that compares the speech-token buffer with a list."""
 
     @initialize()
-    def make(self) -> None:
+    def create(self) -> None:
         self.context = make_context()
         self.model: list[int] = []
         self.decoded = self.blocks = 0
 
-    @rule(count=st.sampled_from([0, 1, 5, 27, 28, 127, 128, 129, 300]), first=st.integers(1, 1000))
-    def add(self, count: int, first: int) -> None:
-        self.context.update_speech_tokens(np.arange(first, first + count))
-        self.model += range(first, first + count)
+    @rule(count=st.sampled_from([0, 1, 5, 27, 28, 127, 128, 129, 300]), first_token=st.integers(1, 1000))
+    def add_tokens(self, count: int, first_token: int) -> None:
+        self.context.update_speech_tokens(np.arange(first_token, first_token + count))
+        self.model += range(first_token, first_token + count)
         self.blocks += 1
 
     @rule(fraction=st.floats(0, 1))
@@ -136,11 +140,11 @@ class SpeechMachine(RuleBasedStateMachine):
         self.decoded = int(fraction * len(self.model))
         self.context.set_decoded_index(self.decoded)
 
-    @rule(chunk=st.none() | st.integers(0, 200), buffer=st.none() | st.integers(0, 200))
-    def next_tokens(self, chunk: int | None, buffer: int | None) -> None:
-        tokens, num_decoded = self.context.next_speech_tokens(chunk, buffer)
-        assert num_decoded == min(buffer or 0, self.decoded)
-        end = None if chunk is None else self.decoded + chunk
+    @rule(chunk_size=st.none() | st.integers(0, 200), overlap=st.none() | st.integers(0, 200))
+    def next_tokens(self, chunk_size: int | None, overlap: int | None) -> None:
+        tokens, num_decoded = self.context.next_speech_tokens(chunk_size, overlap)
+        assert num_decoded == min(overlap or 0, self.decoded)
+        end = None if chunk_size is None else self.decoded + chunk_size
         assert tokens.tolist() == self.model[self.decoded - num_decoded : end]
 
     @rule(copy=st.booleans())
@@ -159,8 +163,11 @@ class SpeechMachine(RuleBasedStateMachine):
         assert context._speech_tokens.size % 128 == 0
         assert len(self.model) < context._speech_tokens.size
         assert not context._speech_tokens[len(self.model) :].any()
-        left = len(self.model) - self.decoded
-        assert [context.has_undecoded_speech_tokens(n) for n in (0, left)] == [left > 0, False]
+        num_undecoded = len(self.model) - self.decoded
+        assert [context.has_undecoded_speech_tokens(n) for n in (0, num_undecoded)] == [
+            num_undecoded > 0,
+            False,
+        ]
 
 
 TestSpeechMachine = SpeechMachine.TestCase

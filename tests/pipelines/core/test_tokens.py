@@ -1,4 +1,4 @@
-"""The token buffer: examples of each index and each refused value. test_index_machine.py tests the rest."""
+"""The token buffer: examples of each index and each refused value. See also test_index_machine.py."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_invalid_prompts_are_refused(tokens: np.ndarray[Any, Any], message: str)
         TokenBuffer(tokens=tokens)
 
 
-def test_indices_are_set_without_touching_the_tokens() -> None:
+def test_setting_indices_does_not_change_the_tokens() -> None:
     buffer = make_buffer(1, 2, 3, 4, 5)
     buffer.set_token_indices(start_idx=1, active_idx=3, committed_idx=1)
     assert buffer.next_tokens.tolist() == [2, 3]
@@ -95,7 +95,7 @@ def test_indices_are_moved_by_differences() -> None:
         ({"end_idx": 129}, r"end_idx \(129\) must not exceed the size of the token array \(128\)"),
     ],
 )
-def test_impossible_indices_are_refused_and_none_is_set(indices: dict[str, int], message: str) -> None:
+def test_invalid_indices_are_refused_and_no_index_changes(indices: dict[str, int], message: str) -> None:
     buffer = make_buffer(1, 2, 3, 4, 5)
     valid_indices = {"start_idx": 1, "active_idx": 5, "end_idx": 5, "committed_idx": 1}
     with pytest.raises(ValueError, match=message):
@@ -123,7 +123,7 @@ def test_a_rollback_removes_the_last_tokens() -> None:
     assert not buffer.tokens[3:].any()
 
 
-def test_a_rollback_of_uncomputed_tokens_leaves_the_start() -> None:
+def test_a_rollback_of_uncomputed_tokens_keeps_start_idx() -> None:
     buffer = make_buffer(1, 2, 3, 4, 5)
     buffer.set_token_indices(start_idx=1)
     buffer.rollback(2)
@@ -138,7 +138,7 @@ def test_a_rollback_in_the_middle_of_a_prompt_drops_the_rest_of_it() -> None:
     assert not buffer.tokens[2:].any()
 
 
-def test_a_rollback_of_nothing_changes_nothing() -> None:
+def test_a_rollback_of_zero_tokens_changes_nothing() -> None:
     buffer = make_buffer(1, 2, 3, 4, 5)
     buffer.set_token_indices(active_idx=3)
     buffer.rollback(0)
@@ -146,11 +146,11 @@ def test_a_rollback_of_nothing_changes_nothing() -> None:
     assert buffer.next_tokens.tolist() == [1, 2, 3]
 
 
-@pytest.mark.parametrize(("idx", "message"), [(5, "before the start of the array"), (-1, "at least 0")])
-def test_an_impossible_rollback_is_refused_and_removes_nothing(idx: int, message: str) -> None:
+@pytest.mark.parametrize(("count", "message"), [(5, "before the start of the array"), (-1, "at least 0")])
+def test_an_invalid_rollback_is_refused_and_removes_no_tokens(count: int, message: str) -> None:
     buffer = make_buffer(1, 2, 3, 4, 5)
     with pytest.raises(ValueError, match=message):
-        buffer.rollback(idx)
+        buffer.rollback(count)
     assert buffer == make_buffer(1, 2, 3, 4, 5)
 
 

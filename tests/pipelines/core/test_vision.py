@@ -1,4 +1,4 @@
-"""`TextAndVisionContext`: images, their tokens, their digests."""
+"""`TextAndVisionContext`: images, image tokens and image digests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make_context(
     )
 
 
-def test_images_are_encoded_while_they_have_tokens_to_compute() -> None:
+def test_an_image_needs_encoding_until_all_its_tokens_are_computed() -> None:
     context = make_context(make_image(2, 6), make_image(6, 10, 2.0))
     assert (context.image_idx, len(context.next_images), context.needs_vision_encoding) == (0, 2, True)
     assert len(context.pixel_values) == 2
@@ -93,15 +93,17 @@ def test_images_that_do_not_match_their_tokens_are_refused() -> None:
 
 
 def test_block_hashes_depend_on_the_content_of_images() -> None:
-    first, same, other = (make_context(make_image(2, 8, pixel)) for pixel in (1.0, 1.0, 2.0))
-    assert first.token_hash_overrides == same.token_hash_overrides
-    assert sorted(first.token_hash_overrides) == [2, 3, 4, 5]  # 4 words of 8 bytes
-    assert not set(first.token_hash_overrides.values()) & set(other.token_hash_overrides.values())
+    context, equal_context, other_context = (
+        make_context(make_image(2, 8, pixel)) for pixel in (1.0, 1.0, 2.0)
+    )
+    assert context.token_hash_overrides == equal_context.token_hash_overrides
+    assert sorted(context.token_hash_overrides) == [2, 3, 4, 5]  # the digest has 4 words of 8 bytes
+    assert not set(context.token_hash_overrides.values()) & set(other_context.token_hash_overrides.values())
     assert sorted(make_context(make_image(2, 4)).token_hash_overrides) == [2, 3]
     assert not make_context(make_image(2, 4, image_hash=None)).token_hash_overrides
 
 
-def test_the_digest_depends_on_values_shapes_types_and_arguments() -> None:
+def test_the_digest_depends_on_values_shape_dtype_and_arguments() -> None:
     pixels = np.zeros((2, 4), np.float32)
     digests = {
         image_digest(pixels, {}),
@@ -115,23 +117,45 @@ def test_the_digest_depends_on_values_shapes_types_and_arguments() -> None:
     assert image_digest(pixels.copy(), {}) in digests
 
 
-def test_only_bidirectional_spans_are_indivisible() -> None:
-    causal, both = (
-        make_context(make_image(2, 6), make_image(6, 9), has_bidirectional_images=flag)
-        for flag in (False, True)
+def test_only_images_with_bidirectional_attention_are_indivisible() -> None:
+    causal_context, bidirectional_context = (
+        make_context(make_image(2, 6), make_image(6, 9), has_bidirectional_images=is_bidirectional)
+        for is_bidirectional in (False, True)
     )
     indices = range(1, 11)
-    assert [causal.boundary_before(index) for index in indices] == [*indices]
-    assert [causal.boundary_after(index) for index in indices] == [*indices]
-    assert [both.boundary_before(index) for index in indices] == [1, 2, 2, 2, 2, 6, 6, 6, 9, 10]
-    assert [both.boundary_after(index) for index in indices] == [1, 2, 6, 6, 6, 6, 9, 9, 9, 10]
-    assert causal.compute_image_aligned_idx(4) == 2
+    assert [causal_context.boundary_before(index) for index in indices] == [*indices]
+    assert [causal_context.boundary_after(index) for index in indices] == [*indices]
+    assert [bidirectional_context.boundary_before(index) for index in indices] == [
+        1,
+        2,
+        2,
+        2,
+        2,
+        6,
+        6,
+        6,
+        9,
+        10,
+    ]
+    assert [bidirectional_context.boundary_after(index) for index in indices] == [
+        1,
+        2,
+        6,
+        6,
+        6,
+        6,
+        9,
+        9,
+        9,
+        10,
+    ]
+    assert causal_context.compute_image_aligned_idx(4) == 2
 
 
 def test_a_context_with_images_can_be_serialized() -> None:
     context = make_context(make_image(2, 6, arguments={"grid": np.array([1, 2])}), make_image(7, 9, 2.0))
-    kind = TextAndVisionContext
-    decoded_context = msgpack_numpy_decoder(kind)(msgpack_numpy_encoder()(context))
+    context_type = TextAndVisionContext
+    decoded_context = msgpack_numpy_decoder(context_type)(msgpack_numpy_encoder()(context))
     assert decoded_context == context
     decoded_context.images[0].arguments["grid"] = np.array([1, 3])
     assert decoded_context != context

@@ -31,13 +31,13 @@ class Worker(FakeEngine):
 
 
 def make_lora_services(lora: dict[str, Any] | None = None, **config: Any) -> Services:
-    flat = {"model_path": "demo", **({"enable_lora": True} if lora is None else lora)}
-    return replace(make_services(Worker(), **config), pipeline_config=PipelineConfig.from_flat(flat))
+    values = {"model_path": "demo", **({"enable_lora": True} if lora is None else lora)}
+    return replace(make_services(Worker(), **config), pipeline_config=PipelineConfig.from_flat(values))
 
 
-async def post(make_lora_services: Services, route: str, **kwargs: Any) -> httpx.Response:
+async def post(services: Services, route: str, **kwargs: Any) -> httpx.Response:
     headers = kwargs.pop("headers", {})
-    async with app_client(make_lora_services) as client:
+    async with app_client(services) as client:
         return await client.post(f"/v1/{route}_lora_adapter", json=kwargs, headers=headers)
 
 
@@ -61,7 +61,7 @@ async def test_an_adapter_is_loaded_listed_reloaded_and_unloaded() -> None:
 
 
 @pytest.mark.anyio
-async def test_errors_of_a_load_have_the_cause() -> None:
+async def test_the_error_of_a_failed_load_is_returned() -> None:
     answer = await post(make_lora_services(), "load", lora_name="tone", lora_path="/broken")
     assert answer.status_code == 400
     assert answer.json()["error"]["message"] == "/broken: 2 missing: a, b"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from support.asgi import wait_until
 from support.in_process_server import HERMES, THINKING, parse_events, run_in_process, user_message
 
 from penstock.pipelines.core import TextContext
@@ -40,12 +41,12 @@ async def test_a_response_has_the_openai_format() -> None:
         [choice] = answer["choices"]
         assert choice["message"] == {"role": "assistant", "content": "Hello!", "refusal": None}
         assert choice["finish_reason"] == "stop"
-        first = {"token": "H", "logprob": 0.0, "bytes": [72]}
-        assert choice["logprobs"]["content"][0] == {**first, "top_logprobs": [first]}
+        expected_score = {"token": "H", "logprob": 0.0, "bytes": [72]}
+        assert choice["logprobs"]["content"][0] == {**expected_score, "top_logprobs": [expected_score]}
         assert len(choice["logprobs"]["content"]) == 6
-        second = await server.chat()
-        assert second["id"] != answer["id"]
-        assert second["choices"][0]["logprobs"] is None
+        second_answer = await server.chat()
+        assert second_answer["id"] != answer["id"]
+        assert second_answer["choices"][0]["logprobs"] is None
 
 
 async def test_chunks_have_the_openai_format() -> None:
@@ -66,8 +67,8 @@ async def test_chunks_have_the_openai_format() -> None:
             chunk["choices"][0]["index"] for chunk in chunks[:-1] if "role" in chunk["choices"][0]["delta"]
         ]
         assert sorted(roles) == [0, 1]
-        ends = [chunk["choices"][0] for chunk in chunks[:-1] if chunk["choices"][0]["finish_reason"]]
-        assert [end["delta"] for end in ends] == [{}, {}]
+        end_choices = [chunk["choices"][0] for chunk in chunks[:-1] if chunk["choices"][0]["finish_reason"]]
+        assert [end_choice["delta"] for end_choice in end_choices] == [{}, {}]
         assert chunks[-1]["usage"]["completion_tokens"] == 6
         assert chunks[-1]["choices"] == []
         assert response.headers["cache-control"] == "no-cache"
@@ -127,18 +128,23 @@ async def test_fields_are_set_on_the_context_of_the_worker() -> None:
             top_logprobs=4,
         )
         await server.post("/v1/chat/completions", messages=[user_message("Hi")], model="poet", n=3, seed=7)
-    first, *others = contexts
-    params = first.sampling_params
+    first_context, *poet_contexts = contexts
+    params = first_context.sampling_params
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.25, 7, 0.125)
-    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (1, -1, 1.5)
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (
+        1,
+        -1,
+        1.5,
+    )
     assert (params.seed, params.stop, params.stop_token_ids) == (0, ["x"], [5])
     assert (params.logit_bias, params.allowed_token_ids) == ({7: -3.0}, [1, 2])
-    assert first.max_length == len(first.prompt_tokens) + 9
-    assert (first.priority, first.cache_salt, first.log_probabilities, first.adapter) == (3, "salt", 4, None)
-    assert [context.adapter for context in others] == ["poet"] * 3
-    assert len({context.sampling_params.seed for context in others}) == 3
-    assert others[0].sampling_params.seed == 7
-    assert others[0].max_length == 2048
+    assert first_context.max_length == len(first_context.prompt_tokens) + 9
+    assert (first_context.priority, first_context.cache_salt) == (3, "salt")
+    assert (first_context.log_probabilities, first_context.adapter) == (4, None)
+    assert [context.adapter for context in poet_contexts] == ["poet"] * 3
+    assert len({context.sampling_params.seed for context in poet_contexts}) == 3
+    assert poet_contexts[0].sampling_params.seed == 7
+    assert poet_contexts[0].max_length == 2048
 
 
 async def test_sampling_defaults_are_those_of_the_model() -> None:
@@ -158,7 +164,7 @@ async def test_sampling_defaults_are_those_of_the_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "rendered"),
+    ("message", "rendered_text"),
     [
         (user_message("a"), "user: a"),
         (user_message([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]), "user: a\nb"),
@@ -183,12 +189,12 @@ async def test_sampling_defaults_are_those_of_the_model() -> None:
         ),
     ],
 )
-async def test_messages_are_rendered_by_the_template(message: dict[str, Any], rendered: str) -> None:
+async def test_messages_are_rendered_by_the_template(message: dict[str, Any], rendered_text: str) -> None:
     async with run_in_process() as server:
         response = await server.post("/v1/chat/completions/render", messages=[message])
         assert response.status_code == 200, response.text
-        assert response.json()["prompt"] == f"{rendered}assistant: "
-        assert response.json()["prompt_token_ids"] == list(f"{rendered}assistant: ".encode())
+        assert response.json()["prompt"] == f"{rendered_text}assistant: "
+        assert response.json()["prompt_token_ids"] == list(f"{rendered_text}assistant: ".encode())
         assert server.pipeline.batches == []
         tokenized = await server.http.post("/tokenize", json={"messages": [message]})
         assert tokenized.json()["tokens"] == response.json()["prompt_token_ids"]
@@ -243,7 +249,7 @@ async def test_reasoning_effort_none_disables_thinking() -> None:
             "/v1/chat/completions", messages=[user_message("a")], reasoning_effort="low"
         )
         assert error["param"] == "reasoning_effort"
-    async with run_in_process(template=THINKING) as server:  # the template always enables reasoning
+    async with run_in_process(template=THINKING) as server:  # this template always enables reasoning
         error = await server.expect_refusal(
             "/v1/chat/completions", messages=[user_message("a")], reasoning_effort="none"
         )
@@ -272,8 +278,8 @@ async def test_a_tool_call_has_the_openai_format() -> None:
 
 async def test_without_parallel_tool_calls_the_first_call_ends_the_output() -> None:
     async with run_in_process(FakePipeline.saying(CALL + CALL)) as server:
-        parallel = await server.chat(tools=[WEATHER])
-        assert len(parallel["choices"][0]["message"]["tool_calls"]) == 2
+        parallel_calls = await server.chat(tools=[WEATHER])
+        assert len(parallel_calls["choices"][0]["message"]["tool_calls"]) == 2
         single_call = await server.chat(tools=[WEATHER], parallel_tool_calls=False, return_token_ids=True)
         assert len(single_call["choices"][0]["message"]["tool_calls"]) == 1
         assert single_call["choices"][0]["finish_reason"] == "tool_calls"
@@ -282,16 +288,7 @@ async def test_without_parallel_tool_calls_the_first_call_ends_the_output() -> N
             == len(single_call["choices"][0]["token_ids"])
             <= len(CALL)
         )
-        assert server.services.worker.num_outstanding == 0 or await wait_until_idle(server)
-
-
-async def wait_until_idle(server: Any) -> bool:
-    import asyncio
-
-    async with asyncio.timeout(60):
-        while server.services.worker.num_outstanding:
-            await asyncio.sleep(0.01)
-    return True
+        await wait_until(lambda: server.services.worker.num_outstanding == 0)
 
 
 async def test_tools_are_rendered_into_the_prompt() -> None:
@@ -403,7 +400,7 @@ async def test_response_formats_are_grammars_of_the_context() -> None:
         return FakeTokenizer.EOS
 
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    forms: list[tuple[dict[str, Any], str]] = [
+    bodies_and_kinds: list[tuple[dict[str, Any], str]] = [
         ({"response_format": {"type": "json_object"}}, "json_object"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}},
@@ -430,7 +427,7 @@ async def test_response_formats_are_grammars_of_the_context() -> None:
         ),
     ]
     async with run_in_process(FakePipeline(choose), grammars_enabled=True) as server:
-        for body, kind in forms:
+        for body, kind in bodies_and_kinds:
             await server.chat(**body)
             grammar = contexts[-1].grammar
             assert grammar is not None
@@ -441,7 +438,7 @@ async def test_response_formats_are_grammars_of_the_context() -> None:
         assert contexts[-1].grammar is not None
 
 
-async def test_conflicting_formats_are_refused() -> None:
+async def test_conflicting_and_unsupported_formats_are_refused() -> None:
     async with run_in_process(grammars_enabled=True) as server:
         chat = {"messages": [user_message("Hi")]}
         formats = {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}
@@ -462,14 +459,17 @@ async def test_conflicting_formats_are_refused() -> None:
         assert await server.chat(tools=tools, tool_choice="none")
         tool_choice = {"type": "function", "function": {"name": "get_weather"}}
         assert await server.chat(tools=tools, tool_choice=tool_choice)  # the schema of this tool is not used
-        long = {"structured_outputs": {"choice": ["a" * 2**20]}}
-        assert "1048576" in (await server.expect_refusal("/v1/chat/completions", **chat, **long))["message"]
-        unknown = {"json": {"type": "object", "unevaluatedProperties": False, "not": {}}}
-        error = await server.expect_refusal("/v1/chat/completions", **chat, structured_outputs=unknown)
+        long_choice = {"structured_outputs": {"choice": ["a" * 2**20]}}
+        assert (
+            "1048576"
+            in (await server.expect_refusal("/v1/chat/completions", **chat, **long_choice))["message"]
+        )
+        outputs = {"json": {"type": "object", "unevaluatedProperties": False, "not": {}}}
+        error = await server.expect_refusal("/v1/chat/completions", **chat, structured_outputs=outputs)
         assert (error["param"], error["code"]) == ("structured_outputs.json", "unsupported_schema")
 
 
-async def test_an_unknown_model_is_a_404() -> None:
+async def test_an_unknown_model_gets_status_404() -> None:
     async with run_in_process(adapters=("poet",)) as server:
         for path, body in (
             ("chat/completions", {"messages": [user_message("Hi")]}),

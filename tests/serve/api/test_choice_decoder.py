@@ -1,4 +1,4 @@
-"""`ChoiceDecoder`: its text does not depend on how tokens are chunked, and ends at stop strings."""
+"""`ChoiceDecoder`: the text does not depend on the chunks of tokens, and ends at stop strings."""
 
 from __future__ import annotations
 
@@ -48,25 +48,25 @@ def make_context(**params: Any) -> TextContext:
 
 
 def make_choice(
-    context: TextContext, template: str | None, parallel: bool = True, **more: Any
+    context: TextContext, template: str | None, parallel_calls: bool = True, **decoder_options: Any
 ) -> ChoiceDecoder:
     parsers = ParserFactory.choose(template)
-    parser = parsers.new(tools=TOOLS, parallel=parallel, new_id=lambda: "id") if template else None
-    by_token = parsers.reasoning_format is not None or not parallel
-    return ChoiceDecoder(context, TOKENIZER, parser=parser, token_by_token=by_token, **more)
+    parser = parsers.new(tools=TOOLS, parallel=parallel_calls, new_id=lambda: "id") if template else None
+    token_by_token = parsers.reasoning_format is not None or not parallel_calls
+    return ChoiceDecoder(context, TOKENIZER, parser=parser, token_by_token=token_by_token, **decoder_options)
 
 
-def take_all(
-    choice: ChoiceDecoder, ids: Sequence[int], cuts: Sequence[int], status: TextGenerationStatus
+def decode_in_chunks(
+    choice: ChoiceDecoder, ids: Sequence[int], chunk_bounds: Sequence[int], status: TextGenerationStatus
 ) -> Any:
-    """Pass the tokens in chunks and return the whole output. Like a worker, stop after a stop string."""
-    bounds = [0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]
+    """Decode tokens in chunks and return the whole output. Like a worker, end at a stop string."""
+    bounds = [0, *sorted(bound % (len(ids) + 1) for bound in chunk_bounds), len(ids)]
     deltas: list[ChoiceDelta] = []
     for start, end in pairwise(bounds):
-        logs = [
+        log_probabilities = [
             LogProbabilities([-1.0 * token_id], [{token_id: -1.0 * token_id}]) for token_id in ids[start:end]
         ]
-        deltas.append(choice.take(ids[start:end], status if end == len(ids) else ACTIVE, logs))
+        deltas.append(choice.take(ids[start:end], status if end == len(ids) else ACTIVE, log_probabilities))
         if deltas[-1].finish_reason:
             break
     else:
@@ -92,39 +92,53 @@ texts = st.lists(
 @settings(max_examples=num_examples(150))
 @given(
     text=texts,
-    cuts=st.lists(st.integers(0, 400), max_size=8),
+    chunk_bounds=st.lists(st.integers(0, 400), max_size=8),
     stop=st.lists(st.sampled_from(["stop", "b<", "é", "op", "</think>a"]), max_size=2),
     template=st.sampled_from([None, HERMES, THINKING]),
-    parallel=st.booleans(),
+    parallel_calls=st.booleans(),
     status=st.sampled_from([END, LENGTH]),
-    broken=st.booleans(),
+    ends_in_character=st.booleans(),
 )
 def test_output_does_not_depend_on_token_chunks(
     text: str,
-    cuts: list[int],
+    chunk_bounds: list[int],
     stop: list[str],
     template: str | None,
-    parallel: bool,
+    parallel_calls: bool,
     status: TextGenerationStatus,
-    broken: bool,
+    ends_in_character: bool,
 ) -> None:
-    ids = list(text.encode())[: -1 if broken else None]  # the last token may end within a character
+    ids = list(text.encode())
+    if ends_in_character:  # one byte of the last character is missing if it has several bytes
+        ids = ids[:-1]
     context = make_context(stop=stop or None)
-    expected = take_all(make_choice(context, template, parallel, may_decode_at_end=True), ids, [], status)
-    assert take_all(make_choice(context, template, parallel), ids, cuts, status) == expected
-    deferred_choice = make_choice(context, template, parallel, may_decode_at_end=True)
-    assert take_all(deferred_choice, ids, cuts, status) == expected
-    assert take_all(make_choice(context, template, parallel), ids, range(len(ids)), status) == expected
-    _, token_ids, scored, reason, num_tokens, num_reasoning = expected
-    assert scored == token_ids == ids[: len(token_ids)]
+    expected = decode_in_chunks(
+        make_choice(context, template, parallel_calls, may_decode_at_end=True), ids, [], status
+    )
+    assert (
+        decode_in_chunks(make_choice(context, template, parallel_calls), ids, chunk_bounds, status)
+        == expected
+    )
+    assert (
+        decode_in_chunks(
+            make_choice(context, template, parallel_calls, may_decode_at_end=True), ids, chunk_bounds, status
+        )
+        == expected
+    )
+    assert (
+        decode_in_chunks(make_choice(context, template, parallel_calls), ids, range(len(ids)), status)
+        == expected
+    )
+    _, token_ids, scored_ids, reason, num_tokens, num_reasoning_tokens = expected
+    assert scored_ids == token_ids == ids[: len(token_ids)]
     assert num_tokens - len(token_ids) == (
         reason != "length" and len(token_ids) == len(ids) and num_tokens > len(ids)
     )
-    assert 0 <= num_reasoning <= len(token_ids)
+    assert 0 <= num_reasoning_tokens <= len(token_ids)
 
 
 @pytest.mark.parametrize(
-    ("status", "by_text", "calls", "reason"),
+    ("status", "ended_by_text", "has_tool_calls", "reason"),
     [
         (END, False, False, "stop"),
         (END, False, True, "tool_calls"),
@@ -136,31 +150,33 @@ def test_output_does_not_depend_on_token_chunks(
     ],
 )
 def test_each_end_of_an_output_has_its_finish_reason(
-    status: TextGenerationStatus, by_text: bool, calls: bool, reason: str
+    status: TextGenerationStatus, ended_by_text: bool, has_tool_calls: bool, reason: str
 ) -> None:
-    assert finish_reason(status, ended_by_text=by_text, has_tool_calls=calls) == reason
+    assert finish_reason(status, ended_by_text=ended_by_text, has_tool_calls=has_tool_calls) == reason
 
 
 def test_the_eos_token_is_counted_but_not_in_the_text() -> None:
-    events, ids, _, reason, num_tokens, _ = take_all(make_choice(make_context(), None), [97, 98], [], END)
+    events, ids, _, reason, num_tokens, _ = decode_in_chunks(
+        make_choice(make_context(), None), [97, 98], [], END
+    )
     assert ([event.text for event in events], ids, reason, num_tokens) == (["ab"], [97, 98], "stop", 3)
-    *_, reason, num_tokens, _ = take_all(make_choice(make_context(), None), [97, 98], [], LENGTH)
+    *_, reason, num_tokens, _ = decode_in_chunks(make_choice(make_context(), None), [97, 98], [], LENGTH)
     assert (reason, num_tokens) == ("length", 2)
 
 
 def test_tokens_after_a_stop_string_are_dropped() -> None:
     choice = make_choice(make_context(stop=["b"]), None)
-    events, ids, scored, reason, num_tokens, _ = take_all(choice, list(b"aabcc"), [], LENGTH)
-    assert ([event.text for event in events], ids, scored) == (["aa"], list(b"aab"), list(b"aab"))
+    events, ids, scored_ids, reason, num_tokens, _ = decode_in_chunks(choice, list(b"aabcc"), [], LENGTH)
+    assert ([event.text for event in events], ids, scored_ids) == (["aa"], list(b"aab"), list(b"aab"))
     assert (reason, num_tokens) == ("stop", 3)
     assert choice.ended_by_text
     assert choice.take([99], END).token_ids == []
     assert choice.num_tokens == 3
 
 
-def test_the_only_allowed_call_ends_the_choice() -> None:
-    choice = make_choice(make_context(), HERMES, parallel=False)
-    events, ids, _, reason, num_tokens, _ = take_all(choice, list((CALL + CALL).encode()), [], ACTIVE)
+def test_the_first_call_ends_the_choice_without_parallel_calls() -> None:
+    choice = make_choice(make_context(), HERMES, parallel_calls=False)
+    events, ids, _, reason, num_tokens, _ = decode_in_chunks(choice, list((CALL + CALL).encode()), [], ACTIVE)
     assert sum(isinstance(event, ToolCallStart) for event in events) == 1
     assert (reason, choice.ended_by_text) == ("tool_calls", True)
     assert num_tokens == len(ids) <= len(CALL.encode())
@@ -168,33 +184,42 @@ def test_the_only_allowed_call_ends_the_choice() -> None:
 
 def test_reasoning_tokens_are_counted() -> None:
     text = "<think>abc</think>de"
-    assert take_all(make_choice(make_context(), THINKING), list(text.encode()), [], END)[-1] == len(
+    assert decode_in_chunks(make_choice(make_context(), THINKING), list(text.encode()), [], END)[-1] == len(
         "<think>abc</think>"
     )
-    assert take_all(make_choice(make_context(), THINKING), list(b"<think>abc"), [], LENGTH)[-1] == len(
-        "<think>abc"
-    )
-    assert take_all(make_choice(make_context(), THINKING), list(b"abc"), [], END)[-1] == 0
+    assert decode_in_chunks(make_choice(make_context(), THINKING), list(b"<think>abc"), [], LENGTH)[
+        -1
+    ] == len("<think>abc")
+    assert decode_in_chunks(make_choice(make_context(), THINKING), list(b"abc"), [], END)[-1] == 0
 
 
 @pytest.mark.parametrize("may_decode_at_end", [False, True])
 def test_the_text_is_decoded_after_the_prompt(shared_data: Path, may_decode_at_end: bool) -> None:
     tokenizer = TextTokenizer(shared_data / "models/stories260K")
-    prompt, answer = (tokenizer.encode_text(text, add_special_tokens=False) for text in ("One day", "the"))
-    for before, text in (([1, *prompt.tolist()], " the"), ([*prompt.tolist(), 1], "the")):
-        context = tokenizer.build_context(TokenGeneratorRequest("1", 0, "m", prompt=before))
+    prompt_ids, answer_ids = (
+        tokenizer.encode_text(text, add_special_tokens=False) for text in ("One day", "the")
+    )
+    for prompt_with_bos, text in (([1, *prompt_ids.tolist()], " the"), ([*prompt_ids.tolist(), 1], "the")):
+        context = tokenizer.build_context(TokenGeneratorRequest("1", 0, "m", prompt=prompt_with_bos))
         choice = ChoiceDecoder(context, tokenizer, may_decode_at_end=may_decode_at_end)
         assert choice.decodes_at_end == may_decode_at_end
-        assert choice.take(answer.tolist(), END).content == text
+        assert choice.take(answer_ids.tolist(), END).content == text
 
 
 def test_offsets_count_a_leading_space_only_if_the_text_has_it(shared_data: Path) -> None:
     tokenizer = TextTokenizer(shared_data / "models/stories260K")
-    the, prompt = (tokenizer.encode_text(text, add_special_tokens=False).tolist() for text in ("the", "One"))
-    for before, offsets in ((prompt, [0, 4, 8]), ((), [0, 3, 7])):
-        scores = CompletionScores(tokenizer, TokenFragments(tokenizer), 1, prompt=before)
-        parts = [*scores.parts(the * 2, [-1.0] * 2, [{}] * 2)], [*scores.parts(the, [-1.0], [{}])]
-        actual_offsets = [offset for each in parts for offset in json.loads(b"".join(each))["text_offset"]]
+    word_ids, prompt_ids = (
+        tokenizer.encode_text(text, add_special_tokens=False).tolist() for text in ("the", "One")
+    )
+    for previous_ids, offsets in ((prompt_ids, [0, 4, 8]), ((), [0, 3, 7])):
+        scores = CompletionScores(tokenizer, TokenFragments(tokenizer), 1, prompt=previous_ids)
+        json_parts = (
+            [*scores.parts(word_ids * 2, [-1.0] * 2, [{}] * 2)],
+            [*scores.parts(word_ids, [-1.0], [{}])],
+        )
+        actual_offsets = [
+            offset for part_list in json_parts for offset in json.loads(b"".join(part_list))["text_offset"]
+        ]
         assert actual_offsets == offsets
 
 

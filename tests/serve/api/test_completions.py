@@ -52,7 +52,7 @@ async def test_the_default_limit_is_sixteen_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "expected"),
+    ("prompt", "prompt_texts"),
     [
         ("ab", ["ab"]),
         (["ab", "c"], ["ab", "c"]),
@@ -61,14 +61,16 @@ async def test_the_default_limit_is_sixteen_tokens() -> None:
         (["é"], ["é"]),
     ],
 )
-async def test_each_form_of_prompt_is_completed(prompt: Any, expected: list[str]) -> None:
+async def test_each_prompt_format_is_completed(prompt: Any, prompt_texts: list[str]) -> None:
     async with run_in_process(FakePipeline.answering(lambda prompt: f"<{prompt}>")) as server:
         answer = await server.complete(prompt=prompt, n=2)
         texts = [choice["text"] for choice in answer["choices"]]
-        assert texts == [f"<{text}>" for text in expected for _ in range(2)]
-        assert [choice["index"] for choice in answer["choices"]] == list(range(len(expected) * 2))
-        assert answer["usage"]["prompt_tokens"] == sum(len(text.encode()) for text in expected)
-        assert answer["usage"]["completion_tokens"] == 2 * sum(len(text.encode()) + 3 for text in expected)
+        assert texts == [f"<{text}>" for text in prompt_texts for _ in range(2)]
+        assert [choice["index"] for choice in answer["choices"]] == list(range(len(prompt_texts) * 2))
+        assert answer["usage"]["prompt_tokens"] == sum(len(text.encode()) for text in prompt_texts)
+        assert answer["usage"]["completion_tokens"] == 2 * sum(
+            len(text.encode()) + 3 for text in prompt_texts
+        )
 
 
 async def test_equal_prompts_have_different_seeds() -> None:
@@ -100,11 +102,11 @@ async def test_echo_returns_the_prompt() -> None:
             assert rows["top_logprobs"][0] is None
             assert rows["top_logprobs"][3:] == [{letter: 0.0} for letter in "Hello!"]
             assert answer["usage"]["completion_tokens"] == 7
-        only = await server.complete(prompt="né", echo=True, logprobs=0, max_tokens=0)
-        assert only["choices"][0]["text"] == "né"
-        assert len(only["choices"][0]["logprobs"]["tokens"]) == 3
-        assert only["choices"][0]["finish_reason"] == "length"
-        assert only["usage"]["completion_tokens"] == 0
+        prompt_response = await server.complete(prompt="né", echo=True, logprobs=0, max_tokens=0)
+        assert prompt_response["choices"][0]["text"] == "né"
+        assert len(prompt_response["choices"][0]["logprobs"]["tokens"]) == 3
+        assert prompt_response["choices"][0]["finish_reason"] == "length"
+        assert prompt_response["usage"]["completion_tokens"] == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -144,12 +146,12 @@ async def test_usage_has_the_number_of_cached_tokens() -> None:
     spec = KVCacheSpec(groups=(KVGroup(layers=(0,), kv_heads=1, head_dim=4, dtype=DType.float32),))
     manager = KVCacheManager(spec, (64,), 16)
     async with run_in_process(FakePipeline.saying("ok", kv=manager)) as server:
-        counts = []
+        cached_counts = []
         for n in (1, 3):
             answer = await server.complete(prompt="x" * 50, n=n)
-            counts.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+            cached_counts.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
             assert answer["usage"]["prompt_tokens"] == 50
-        assert counts == [0, 48]
-        # Later choices use the cached blocks of the first.
-        uncached = await server.complete(prompt="y" * 50, n=3)
-        assert uncached["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert cached_counts == [0, 48]
+        # The usage does not count blocks that the first of three choices has computed for the others.
+        new_prompt_response = await server.complete(prompt="y" * 50, n=3)
+        assert new_prompt_response["usage"]["prompt_tokens_details"]["cached_tokens"] == 0

@@ -1,4 +1,4 @@
-"""Embeddings requests with many inputs: share of the queue, disconnects, failures, and time limits."""
+"""Embeddings requests with many inputs: queue limits, disconnects, failures, and time limits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TASK = PipelineTask.EMBEDDINGS_GENERATION
 
 
 class EmbeddingsEngine(FakeEngine):
-    """Keeps each input until the test calls `answer` or `fail`. Accepts `capacity` inputs at a time."""
+    """An engine that keeps up to `capacity` inputs until the test calls `answer` or `fail`."""
 
     def __init__(self, capacity: int = 1000) -> None:
         super().__init__(
@@ -56,16 +56,16 @@ class EmbeddingsEngine(FakeEngine):
             self._report_end()
 
     def _cancel(self, request_id: str) -> None:
-        self.cancelled.append(request_id)
+        self.cancelled_ids.append(request_id)
         del self.running[request_id]
         self._count()
 
-    def answer(self, count: int = 1, *, last: bool = False) -> None:
-        """Answer the oldest ``count`` inputs, or the youngest if ``last``.
+    def answer(self, count: int = 1, *, youngest: bool = False) -> None:
+        """Answer the ``count`` oldest inputs, or the youngest inputs if ``youngest`` is true.
 
         A vector consists of the number of tokens and the id of the first token.
         """
-        for request_id in (list(self.running)[::-1] if last else list(self.running))[:count]:
+        for request_id in (list(self.running)[::-1] if youngest else list(self.running))[:count]:
             context, generation = self.running.pop(request_id)
             self._count()
             generation.admit(0)
@@ -97,27 +97,27 @@ class Application:
 
 
 def make_inputs(count: int) -> list[list[int]]:
-    """Return inputs of 1, 2, 3, ... tokens."""
+    """Return token ids of `count` inputs, with 1, 2, 3, ... tokens."""
     return [[5 + i] * (1 + i % 60) for i in range(count)]
 
 
 async def test_a_large_request_submits_two_batches_at_a_time(embedder: Path) -> None:
     application = Application(embedder, engine := EmbeddingsEngine())
-    large = application.post(input=make_inputs(30))
+    large_exchange = application.post(input=make_inputs(30))
     await wait_until(lambda: len(engine.running) == 8)
-    small = application.post(input=make_inputs(1))
+    small_exchange = application.post(input=make_inputs(1))
     await wait_until(lambda: len(engine.running) == 9)
-    engine.answer(last=True)
-    await small.wait_until_ended()
-    assert small.status == 200
+    engine.answer(youngest=True)
+    await small_exchange.wait_until_ended()
+    assert small_exchange.status == 200
     assert len(engine.running) == 8
-    while not large.task.done():
-        engine.answer(3, last=True)  # answers arrive out of order
+    while not large_exchange.task.done():
+        engine.answer(3, youngest=True)  # results arrive out of order
         await asyncio.sleep(0.005)
         assert len(engine.running) <= 8
-    vectors = [item["embedding"] for item in msgspec.json.decode(large.body)["data"]]
+    vectors = [item["embedding"] for item in msgspec.json.decode(large_exchange.body)["data"]]
     assert vectors == [[1.0 + i % 60, 5.0 + i] for i in range(30)]
-    assert engine.cancelled == []
+    assert engine.cancelled_ids == []
 
 
 async def test_a_disconnect_cancels_all_inputs(embedder: Path) -> None:
@@ -128,7 +128,7 @@ async def test_a_disconnect_cancels_all_inputs(embedder: Path) -> None:
     await wait_until(lambda: len(engine.running) == 8)
     exchange.disconnect()
     await exchange.wait_until_ended()
-    assert (engine.running, engine.num_submitted, len(engine.cancelled)) == ({}, 11, 8)
+    assert (engine.running, engine.num_submitted, len(engine.cancelled_ids)) == ({}, 11, 8)
     assert application.services.gate.num_active == 0
 
 
@@ -143,26 +143,30 @@ async def test_a_failed_input_ends_only_its_request(
     embedder: Path, error: PenstockError, status: int, code: str
 ) -> None:
     application = Application(embedder, engine := EmbeddingsEngine())
-    other = application.post(input=make_inputs(2))
+    other_exchange = application.post(input=make_inputs(2))
     await wait_until(lambda: len(engine.running) == 2)
-    failing = application.post(input=make_inputs(20))
+    failing_exchange = application.post(input=make_inputs(20))
     await wait_until(lambda: len(engine.running) == 10)
-    engine.fail(error)  # the eighth input of the second request
-    await failing.wait_until_ended()
-    answer = msgspec.json.decode(failing.body)["error"]
-    assert (failing.status, answer["code"], answer["param"]) == (status, code, "input[7]")
-    assert answer["message"] == f"input[7]: {error}"
-    headers = dict(failing.messages[0]["headers"])
+    engine.fail(error)  # the eighth input of `failing_exchange`
+    await failing_exchange.wait_until_ended()
+    error_fields = msgspec.json.decode(failing_exchange.body)["error"]
+    assert (failing_exchange.status, error_fields["code"], error_fields["param"]) == (
+        status,
+        code,
+        "input[7]",
+    )
+    assert error_fields["message"] == f"input[7]: {error}"
+    headers = dict(failing_exchange.messages[0]["headers"])
     assert headers.get(b"retry-after") == (b"7" if status == 503 else None)
-    assert (len(engine.running), len(engine.cancelled)) == (2, 7)
+    assert (len(engine.running), len(engine.cancelled_ids)) == (2, 7)
     engine.answer(2)
-    await other.wait_until_ended()
-    assert other.status == 200
+    await other_exchange.wait_until_ended()
+    assert other_exchange.status == 200
 
 
 async def test_a_full_queue_refuses_new_requests_and_delays_started_ones(embedder: Path) -> None:
     application = Application(embedder, engine := EmbeddingsEngine(capacity=3))
-    started = application.post(input=make_inputs(5))
+    started_exchange = application.post(input=make_inputs(5))
     await wait_until(lambda: len(engine.running) == 3)
     refused_exchange = application.post(input=make_inputs(2))
     await refused_exchange.wait_until_ended()
@@ -170,43 +174,49 @@ async def test_a_full_queue_refuses_new_requests_and_delays_started_ones(embedde
         429,
         "rate_limit_exceeded",
     )
-    while not started.task.done():
+    while not started_exchange.task.done():
         engine.answer()
         await asyncio.sleep(0.02)
-    assert (started.status, engine.num_submitted) == (200, 5)
+    assert (started_exchange.status, engine.num_submitted) == (200, 5)
 
 
 async def test_one_request_uses_at_most_half_of_the_queue(embedder: Path) -> None:
     application = Application(embedder, engine := EmbeddingsEngine(capacity=20))
     engine.max_outstanding = 20
-    large = [application.post(input=make_inputs(12)) for _ in range(4)]
+    large_exchanges = [application.post(input=make_inputs(12)) for _ in range(4)]
     await wait_until(lambda: engine.num_outstanding >= 10)
     await asyncio.sleep(0.1)
-    count = engine.num_outstanding
-    assert count <= 10 + len(large)
-    small = [application.post(input=make_inputs(1)) for _ in range(3)]
-    await wait_until(lambda: engine.num_outstanding == count + 3)
-    engine.answer(3, last=True)
-    for exchange in small:
+    num_large_inputs = engine.num_outstanding
+    assert num_large_inputs <= 10 + len(large_exchanges)
+    small_exchanges = [application.post(input=make_inputs(1)) for _ in range(3)]
+    await wait_until(lambda: engine.num_outstanding == num_large_inputs + 3)
+    engine.answer(3, youngest=True)
+    for exchange in small_exchanges:
         await exchange.wait_until_ended()
         assert exchange.status == 200
-    while not all(exchange.task.done() for exchange in large):
+    while not all(exchange.task.done() for exchange in large_exchanges):
         engine.answer()
         await asyncio.sleep(0.002)
-        assert engine.num_outstanding <= 10 + len(large)
-    assert [exchange.status for exchange in large] == [200] * 4
+        assert engine.num_outstanding <= 10 + len(large_exchanges)
+    assert [exchange.status for exchange in large_exchanges] == [200] * 4
 
 
-async def test_time_limits_and_an_unavailable_worker(embedder: Path) -> None:
+async def test_a_time_limit_and_an_unavailable_worker_give_status_503(embedder: Path) -> None:
     application = Application(embedder, engine := EmbeddingsEngine(), request_timeout=0.2)
-    timed_out = application.post(input=make_inputs(9))
-    await timed_out.wait_until_ended()
-    assert (timed_out.status, msgspec.json.decode(timed_out.body)["error"]["code"]) == (503, "timeout")
-    assert (engine.running, len(engine.cancelled)) == ({}, 8)
+    timed_out_exchange = application.post(input=make_inputs(9))
+    await timed_out_exchange.wait_until_ended()
+    assert (timed_out_exchange.status, msgspec.json.decode(timed_out_exchange.body)["error"]["code"]) == (
+        503,
+        "timeout",
+    )
+    assert (engine.running, len(engine.cancelled_ids)) == ({}, 8)
     engine.state = "restarting"
-    unavailable = application.post(input=make_inputs(2))
-    await unavailable.wait_until_ended()
-    assert (unavailable.status, msgspec.json.decode(unavailable.body)["error"]["message"]) == (
+    unavailable_exchange = application.post(input=make_inputs(2))
+    await unavailable_exchange.wait_until_ended()
+    assert (
+        unavailable_exchange.status,
+        msgspec.json.decode(unavailable_exchange.body)["error"]["message"],
+    ) == (
         503,
         "the engine is restarting",
     )

@@ -32,10 +32,10 @@ def read_vectors(answer: Any) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def expected(embedder: Path) -> dict[str, np.ndarray]:
-    """Return the vectors of `LLM.embed`."""
+def library_vectors(embedder: Path) -> dict[str, np.ndarray]:
+    """Return the vectors of `LLM.embed` for each set of options."""
     llm = LLM.from_config(embedder_config(embedder))
-    kinds: dict[str, dict[str, Any]] = {
+    options_by_name: dict[str, dict[str, Any]] = {
         "plain": {},
         "query": {"prompt_name": "query"},
         "document": {"prompt_name": "document"},
@@ -43,13 +43,15 @@ def expected(embedder: Path) -> dict[str, np.ndarray]:
         "raw": {"normalize": False},
         "short": {"dimensions": 8},
     }
-    vectors_by_option = {name: llm.embed(TEXTS, False, **options) for name, options in kinds.items()}
-    assert len({vector.tobytes() for vector in vectors_by_option.values()}) == len(kinds)
+    vectors_by_option = {
+        name: llm.embed(TEXTS, False, **options) for name, options in options_by_name.items()
+    }
+    assert len({vector.tobytes() for vector in vectors_by_option.values()}) == len(options_by_name)
     return vectors_by_option
 
 
-async def test_each_form_of_input_gives_the_vectors_of_the_library(
-    embedder: Path, expected: dict[str, np.ndarray]
+async def test_each_input_format_gives_the_vectors_of_the_library(
+    embedder: Path, library_vectors: dict[str, np.ndarray]
 ) -> None:
     async with embedding_server(embedder) as server:
         answer = await request_embeddings(server, input=TEXTS)
@@ -58,56 +60,58 @@ async def test_each_form_of_input_gives_the_vectors_of_the_library(
             "tiny",
             "embedding",
         )
-        np.testing.assert_allclose(read_vectors(answer), expected["plain"], atol=1e-6)
+        np.testing.assert_allclose(read_vectors(answer), library_vectors["plain"], atol=1e-6)
         ids = [server.services.tokenizer.encode_text(text).tolist() for text in TEXTS]
-        count = sum(map(len, ids))
-        assert answer["usage"] == {"prompt_tokens": count, "total_tokens": count}
+        num_tokens = sum(map(len, ids))
+        assert answer["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
         assert (
             read_vectors(await request_embeddings(server, input=ids)).tobytes()
             == read_vectors(answer).tobytes()
         )
-        for form in (TEXTS[1], ids[1]):
-            single_response = await request_embeddings(server, input=form, model="tiny", user="ann")
-            np.testing.assert_allclose(read_vectors(single_response), expected["plain"][1:2], atol=1e-6)
+        for single_input in (TEXTS[1], ids[1]):
+            single_response = await request_embeddings(server, input=single_input, model="tiny", user="ann")
+            np.testing.assert_allclose(
+                read_vectors(single_response), library_vectors["plain"][1:2], atol=1e-6
+            )
             assert single_response["usage"]["prompt_tokens"] == len(ids[1])
 
 
 async def test_the_texts_of_a_request_are_encoded_together(
     embedder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counts: list[int] = []
+    batch_sizes: list[int] = []
     encode = EmbeddingsTokenizer._encode_batch
 
-    def counted(self: EmbeddingsTokenizer, samples: Any, cut_to: int | None) -> Any:
-        counts.append(len(samples))
+    def record_batch_size(self: EmbeddingsTokenizer, samples: Any, cut_to: int | None) -> Any:
+        batch_sizes.append(len(samples))
         return encode(self, samples, cut_to)
 
     async with embedding_server(embedder) as server:
-        monkeypatch.setattr(EmbeddingsTokenizer, "_encode_batch", counted)
+        monkeypatch.setattr(EmbeddingsTokenizer, "_encode_batch", record_batch_size)
         await request_embeddings(server, input=TEXTS)
-        assert counts == [len(TEXTS)]
+        assert batch_sizes == [len(TEXTS)]
 
 
 async def test_each_option_gives_the_vectors_of_the_library(
-    embedder: Path, expected: dict[str, np.ndarray]
+    embedder: Path, library_vectors: dict[str, np.ndarray]
 ) -> None:
     async with embedding_server(embedder) as server:
-        kinds: dict[str, dict[str, Any]] = {
+        fields_by_name: dict[str, dict[str, Any]] = {
             "query": {"input_type": "query"},
             "document": {"input_type": "passage"},
             "cls": {"pooling": "cls"},
             "raw": {"normalize": False},
             "short": {"dimensions": 8},
         }
-        for name, body in kinds.items():
+        for name, body in fields_by_name.items():
             answer = await request_embeddings(server, input=TEXTS, **body)
-            np.testing.assert_allclose(read_vectors(answer), expected[name], atol=1e-6, err_msg=name)
-        by_prompt_name = read_vectors(await request_embeddings(server, input=TEXTS, prompt_name="query"))
-        np.testing.assert_allclose(by_prompt_name, expected["query"], atol=1e-6)
+            np.testing.assert_allclose(read_vectors(answer), library_vectors[name], atol=1e-6, err_msg=name)
+        prompt_name_vectors = read_vectors(await request_embeddings(server, input=TEXTS, prompt_name="query"))
+        np.testing.assert_allclose(prompt_name_vectors, library_vectors["query"], atol=1e-6)
         assert read_vectors(await request_embeddings(server, input=TEXTS, dimensions=32)).shape == (3, 32)
 
 
-async def test_base64_has_the_same_numbers(embedder: Path) -> None:
+async def test_base64_vectors_equal_float_vectors(embedder: Path) -> None:
     async with embedding_server(embedder) as server:
         plain_vectors = read_vectors(await request_embeddings(server, input=TEXTS, encoding_format="float"))
         base64_items = (await request_embeddings(server, input=TEXTS, encoding_format="base64"))["data"]
@@ -118,18 +122,20 @@ async def test_base64_has_the_same_numbers(embedder: Path) -> None:
 async def test_truncated_vectors_are_normalised(tmp_path: Path) -> None:
     folder = write_tiny_embedder(tmp_path / "m", modules=("Transformer", "Pooling"), is_matryoshka=True)
     async with embedding_server(folder) as server:
-        full = read_vectors(await request_embeddings(server, input="a cat"))[0]
-        assert abs(np.linalg.norm(full) - 1) > 0.01
+        full_vector = read_vectors(await request_embeddings(server, input="a cat"))[0]
+        assert abs(np.linalg.norm(full_vector) - 1) > 0.01
         shortened_vector = read_vectors(await request_embeddings(server, input="a cat", dimensions=5))[0]
-        np.testing.assert_allclose(shortened_vector, full[:5] / np.linalg.norm(full[:5]), atol=1e-6)
-        raw_response = read_vectors(
+        np.testing.assert_allclose(
+            shortened_vector, full_vector[:5] / np.linalg.norm(full_vector[:5]), atol=1e-6
+        )
+        raw_vector = read_vectors(
             await request_embeddings(server, input="a cat", dimensions=5, normalize=False)
         )[0]
-        np.testing.assert_allclose(raw_response, full[:5], atol=1e-6)
-        [pooled] = (await server.http.post("/pooling", json={"input": "a cat", "dimensions": 5})).json()[
+        np.testing.assert_allclose(raw_vector, full_vector[:5], atol=1e-6)
+        [pooled_item] = (await server.http.post("/pooling", json={"input": "a cat", "dimensions": 5})).json()[
             "data"
         ]
-        np.testing.assert_allclose(pooled["dense"], full[:5], atol=1e-6)
+        np.testing.assert_allclose(pooled_item["dense"], full_vector[:5], atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -181,25 +187,31 @@ async def test_invalid_fields_are_refused(
 
 async def test_long_inputs_are_refused_without_truncation(embedder: Path) -> None:
     async with embedding_server(embedder) as server:
-        long = "cat " * 70  # the model has 64 positions
-        for value, name in ((long, "input"), (["a", long], "input[1]"), ([5] * 70, "input")):
-            error = await server.expect_refusal("/v1/embeddings", model="tiny", input=value)
-            assert (error["code"], error["param"]) == ("context_length_exceeded", name)
-            assert error["message"].startswith(f"{name} has 7")
+        long_input = "cat " * 70  # longer than the 64 positions of the model
+        for input_value, param in (
+            (long_input, "input"),
+            (["a", long_input], "input[1]"),
+            ([5] * 70, "input"),
+        ):
+            error = await server.expect_refusal("/v1/embeddings", model="tiny", input=input_value)
+            assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+            assert error["message"].startswith(f"{param} has 7")
             assert "but the maximum length is 64 tokens: shorten the input" in error["message"]
-        huge = await server.expect_refusal("/v1/embeddings", model="tiny", input="cat " * 100_000)
-        assert "has more than " in huge["message"]
-        full = await request_embeddings(server, input="cat " * 62)
-        assert full["usage"]["prompt_tokens"] == 64
+        huge_input_error = await server.expect_refusal("/v1/embeddings", model="tiny", input="cat " * 100_000)
+        assert "has more than " in huge_input_error["message"]
+        full_response = await request_embeddings(server, input="cat " * 62)
+        assert full_response["usage"]["prompt_tokens"] == 64
         for body in ({"truncate": True}, {"truncate": "END"}, {"truncate_prompt_tokens": -1}):
-            cut = await request_embeddings(server, input=long, **body)
-            assert cut["usage"]["prompt_tokens"] == 64
-            assert read_vectors(cut).tobytes() == read_vectors(full).tobytes()
-        short = await request_embeddings(server, input=[long, "a"], truncate_prompt_tokens=12)
-        assert short["usage"]["prompt_tokens"] == 12 + 3
-        expected = read_vectors(await request_embeddings(server, input="cat " * 10))
-        np.testing.assert_allclose(read_vectors(short)[:1], expected, atol=1e-6)
-        await server.expect_refusal("/v1/embeddings", model="tiny", input=long, truncate="NONE")
+            truncated_response = await request_embeddings(server, input=long_input, **body)
+            assert truncated_response["usage"]["prompt_tokens"] == 64
+            assert read_vectors(truncated_response).tobytes() == read_vectors(full_response).tobytes()
+        shortened_response = await request_embeddings(
+            server, input=[long_input, "a"], truncate_prompt_tokens=12
+        )
+        assert shortened_response["usage"]["prompt_tokens"] == 12 + 3
+        expected_vectors = read_vectors(await request_embeddings(server, input="cat " * 10))
+        np.testing.assert_allclose(read_vectors(shortened_response)[:1], expected_vectors, atol=1e-6)
+        await server.expect_refusal("/v1/embeddings", model="tiny", input=long_input, truncate="NONE")
 
 
 async def test_pooling_returns_all_requested_outputs(embedder: Path) -> None:
@@ -248,7 +260,9 @@ async def test_routes_of_other_tasks_are_refused(classifier: Path) -> None:
             assert error["message"].startswith(f"{path} needs a model of the task embeddings-generation")
 
 
-async def test_model_list_log_line_and_metrics(embedder: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_model_list_log_and_metrics_describe_embeddings_requests(
+    embedder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with embedding_server(embedder) as server:
         (model,) = (await server.http.get("/v1/models")).json()["data"]
         assert (model["task"], model["outputs"]) == ("embeddings-generation", ["dense", "multi_vector"])
@@ -265,16 +279,17 @@ async def test_model_list_log_line_and_metrics(embedder: Path, caplog: pytest.Lo
 
 
 async def test_the_openai_client_reads_base64_and_floats(
-    embedder: Path, expected: dict[str, np.ndarray]
+    embedder: Path, library_vectors: dict[str, np.ndarray]
 ) -> None:
     async with embedding_server(embedder) as server:
-        encodings: tuple[Any, Any] = ({}, {"encoding_format": "float"})  # the client's default is base64
-        for options in encodings:
+        # The default of the client is base64.
+        encoding_options: tuple[Any, Any] = ({}, {"encoding_format": "float"})
+        for options in encoding_options:
             answer = await server.openai.embeddings.create(model="tiny", input=TEXTS, **options)
             rows = np.array([item.embedding for item in answer.data])
-            np.testing.assert_allclose(rows, expected["plain"], atol=1e-6)
+            np.testing.assert_allclose(rows, library_vectors["plain"], atol=1e-6)
             assert answer.usage.total_tokens > 9
-        cut = await server.openai.embeddings.create(
+        shortened_response = await server.openai.embeddings.create(
             model="tiny", input=TEXTS, dimensions=8, extra_body={"input_type": "query"}
         )
-        assert {len(item.embedding) for item in cut.data} == {8}
+        assert {len(item.embedding) for item in shortened_response.data} == {8}

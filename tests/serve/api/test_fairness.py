@@ -1,4 +1,4 @@
-"""Identification of clients (by key or connection), and the share of queue and batch of a client."""
+"""Clients are identified by key or connection. One with many requests does not delay other clients."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from penstock.serve.http.auth import ApiKeys
 from penstock.testing import FakePipeline
 
 
-def make_body(n: int = 1, **more: Any) -> dict[str, Any]:
+def make_body(n: int = 1, **fields: Any) -> dict[str, Any]:
     return {
         "model": "demo",
         "messages": [user_message("Hi")],
         "n": n,
         "stream": True,
         "max_tokens": 1000,
-        **more,
+        **fields,
     }
 
 
@@ -73,19 +73,19 @@ async def test_many_choices_do_not_delay_another_client() -> None:
         GatedPipeline(gate, choose=lambda context: ord("a")), max_batch_size=4
     ) as server:
         app = server.app
-        large = Exchange(app, "/v1/chat/completions", make_body(60), client=("10.0.0.1", 1))
+        large_exchange = Exchange(app, "/v1/chat/completions", make_body(60), client=("10.0.0.1", 1))
         await wait_until(lambda: server.services.worker.num_outstanding == 60)
         gate.allow_steps(20)
         await wait_until(lambda: server.services.worker.stats.num_steps == 20)
-        small = Exchange(app, "/v1/chat/completions", make_body(), client=("10.0.0.1", 2))
+        small_exchange = Exchange(app, "/v1/chat/completions", make_body(), client=("10.0.0.1", 2))
         await wait_until(lambda: server.services.worker.num_outstanding == 61)
         gate.allow_steps(3)  # the running step, the step that admits the request, and one more step
-        await small.wait_until_sent(1)
-        large.disconnect()
-        small.disconnect()
+        await small_exchange.wait_until_sent(1)
+        large_exchange.disconnect()
+        small_exchange.disconnect()
         gate.open()
-        await large.wait_until_ended()
-        await small.wait_until_ended()
+        await large_exchange.wait_until_ended()
+        await small_exchange.wait_until_ended()
 
 
 async def test_more_choices_than_the_limit_are_refused() -> None:
@@ -110,14 +110,18 @@ async def test_a_queue_full_of_one_client_accepts_another_client() -> None:
         lambda: fake_runtime(GatedPipeline(gate, choose=letters_in_order(2)), max_batch_size=2),
         max_queue_size=3,
     ) as client:
-        own_requests = [client.submit(make_request(f"a{number}", client_id="a")) for number in range(5)]
+        client_a_generations = [
+            client.submit(make_request(f"a{number}", client_id="a")) for number in range(5)
+        ]
         with pytest.raises(OverloadedError):
             client.submit(make_request("a5", client_id="a"))
-        others = [client.submit(make_request(f"b{number}", client_id="b")) for number in range(2)]
-        for name in "ac":
+        client_b_generations = [
+            client.submit(make_request(f"b{number}", client_id="b")) for number in range(2)
+        ]
+        for client_id in "ac":
             with pytest.raises(OverloadedError):
-                client.submit(make_request("x", client_id=name))
+                client.submit(make_request("x", client_id=client_id))
         gate.open()
-        for generation in (*own_requests, *others):
+        for generation in (*client_a_generations, *client_b_generations):
             assert delta_text(await read_deltas(generation)) == "ab"
         assert not client._client_ids

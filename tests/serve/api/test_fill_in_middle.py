@@ -34,10 +34,10 @@ async def test_a_completion_with_a_suffix_fills_in_the_middle(monkeypatch: pytes
         assert [choice["text"] for choice in response["choices"]] == ["^ab~cd|", "^~cd|"]
         assert [choice["finish_reason"] for choice in response["choices"]] == ["stop", "stop"]
         assert (await server.complete(prompt="ab", suffix="", max_tokens=2))["choices"][0]["text"] == "ab"
-        ollama: Any = {"prompt": "ab", "suffix": "cd", "stream": False}
-        assert (await server.post("/api/generate", **ollama)).json()["response"] == "^ab~cd|"
-        for more, param in (({"echo": True}, "echo"), ({"prompt": [1, 2]}, "suffix")):
+        ollama_body: Any = {"prompt": "ab", "suffix": "cd", "stream": False}
+        assert (await server.post("/api/generate", **ollama_body)).json()["response"] == "^ab~cd|"
+        for fields, param in (({"echo": True}, "echo"), ({"prompt": [1, 2]}, "suffix")):
             refusal_error = await server.expect_refusal(
-                "/v1/completions", **{"prompt": "a", "suffix": "b", **more}
+                "/v1/completions", **{"prompt": "a", "suffix": "b", **fields}
             )
             assert refusal_error["param"] == param

@@ -1,4 +1,4 @@
-"""Runs of generation requests: admission before headers, disconnects, errors, time limits, slow readers."""
+"""Generation requests: admission before headers, disconnects, errors, time limits, slow readers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMPLETION = ("/v1/completions", {"model": "demo", "prompt": "Hi", "max_tokens":
 
 
 def make_endless_pipeline(seconds: float = 0.001) -> FakePipeline:
-    """Return a pipeline that slowly generates a hundred thousand words."""
+    """Return a pipeline that generates the letter a without end, with `seconds` per token."""
 
     def choose(context: TextContext) -> int:
         time.sleep(seconds)
@@ -30,25 +30,25 @@ def make_endless_pipeline(seconds: float = 0.001) -> FakePipeline:
 
 
 def open_exchange(
-    server: InProcessServer, route_and_body: tuple[str, dict[str, Any]], **more: Any
+    server: InProcessServer, route_and_body: tuple[str, dict[str, Any]], **fields: Any
 ) -> Exchange:
     path, body = route_and_body
-    return Exchange(server.app, path, {**body, **more})  # type: ignore[attr-defined]
+    return Exchange(server.app, path, {**body, **fields})  # type: ignore[attr-defined]
 
 
 async def test_no_headers_before_all_choices_are_admitted() -> None:
     async with run_in_process(make_endless_pipeline(), max_batch_size=2) as server:
-        first = open_exchange(server, COMPLETION, stream=True)
-        await first.wait_until_sent(2)
-        second = open_exchange(server, CHAT, stream=True, n=2, max_tokens=400)
+        running_exchange = open_exchange(server, COMPLETION, stream=True)
+        await running_exchange.wait_until_sent(2)
+        waiting_exchange = open_exchange(server, CHAT, stream=True, n=2, max_tokens=400)
         await wait_until(lambda: sum(len(batch) == 2 for batch in server.pipeline.batches) > 20)
-        assert second.status is None  # the first choice runs, the second choice waits
-        first.disconnect()
-        await second.wait_until_sent(2)
-        assert second.status == 200
-        second.disconnect()
-        await first.wait_until_ended()
-        await second.wait_until_ended()
+        assert waiting_exchange.status is None  # the first choice runs, the second choice waits
+        running_exchange.disconnect()
+        await waiting_exchange.wait_until_sent(2)
+        assert waiting_exchange.status == 200
+        waiting_exchange.disconnect()
+        await running_exchange.wait_until_ended()
+        await waiting_exchange.wait_until_ended()
 
 
 @pytest.mark.parametrize("route_and_body", [CHAT, COMPLETION])
@@ -63,9 +63,9 @@ async def test_a_disconnect_cancels_the_request_at_once(
         exchange.disconnect()
         await exchange.wait_until_ended()
         await wait_until(lambda: server.services.worker.num_outstanding == 0)
-        steps = len(server.pipeline.batches)
+        num_steps = len(server.pipeline.batches)
         await asyncio.sleep(0.05)
-        assert len(server.pipeline.batches) == steps < 1000
+        assert len(server.pipeline.batches) == num_steps < 1000
         assert b"[DONE]" not in exchange.body
         if not stream:
             assert exchange.status is None
@@ -74,17 +74,17 @@ async def test_a_disconnect_cancels_the_request_at_once(
 
 async def test_a_disconnect_cancels_a_queued_request() -> None:
     async with run_in_process(make_endless_pipeline(), max_batch_size=1) as server:
-        first = open_exchange(server, COMPLETION, stream=True)
-        await first.wait_until_sent(2)
+        running_exchange = open_exchange(server, COMPLETION, stream=True)
+        await running_exchange.wait_until_sent(2)
         for stream in (True, False):
-            waiting = open_exchange(server, COMPLETION, stream=stream)
+            queued_exchange = open_exchange(server, COMPLETION, stream=stream)
             await wait_until(lambda: server.services.worker.num_outstanding == 2)
-            waiting.disconnect()
-            await waiting.wait_until_ended()
+            queued_exchange.disconnect()
+            await queued_exchange.wait_until_ended()
             await wait_until(lambda: server.services.worker.num_outstanding == 1)
-            assert waiting.status is None
-        first.disconnect()
-        await first.wait_until_ended()
+            assert queued_exchange.status is None
+        running_exchange.disconnect()
+        await running_exchange.wait_until_ended()
 
 
 async def test_a_stop_string_cancels_the_generation() -> None:
@@ -100,44 +100,44 @@ async def test_a_stop_string_cancels_the_generation() -> None:
 
 
 async def test_an_error_inside_a_stream_is_an_event_without_done() -> None:
-    fails = threading.Event()
+    must_fail = threading.Event()
 
     def choose(context: TextContext) -> int:
-        if fails.is_set():
+        if must_fail.is_set():
             raise RequestFailedError("it broke")
         time.sleep(0.001)
         return ord("a")
 
     async with run_in_process(FakePipeline(choose)) as server:
         for n in (1, 2):
-            fails.clear()
+            must_fail.clear()
             exchange = open_exchange(server, CHAT, stream=True, n=n)
             await exchange.wait_until_sent(8)
-            fails.set()
+            must_fail.set()
             await exchange.wait_until_ended()
             assert exchange.status == 200
-            *chunks, last = parse_events(exchange.body.decode())
-            assert last.keys() == {"error"}
-            assert last["error"].keys() == {"message", "type", "param", "code"}
-            assert last["error"]["type"] == "server_error"
+            *chunks, error_event = parse_events(exchange.body.decode())
+            assert error_event.keys() == {"error"}
+            assert error_event["error"].keys() == {"message", "type", "param", "code"}
+            assert error_event["error"]["type"] == "server_error"
             assert all("error" not in chunk for chunk in chunks)
             assert server.services.worker.num_outstanding == 0
         response = await server.post("/v1/completions", prompt="Hi")
         assert response.status_code == 500
         assert response.json()["error"]["code"] == "internal_error"
-        fails.clear()
+        must_fail.clear()
         assert (await server.complete(max_tokens=1))["choices"][0]["text"] == "a"
 
 
-async def test_time_limits() -> None:
+async def test_the_request_timeout_ends_a_response() -> None:
     async with run_in_process(make_endless_pipeline(0.01), request_timeout=1.5) as server:
         exchange = open_exchange(server, COMPLETION)
-        stream = open_exchange(server, COMPLETION, stream=True)
+        streaming_exchange = open_exchange(server, COMPLETION, stream=True)
         await exchange.wait_until_ended()
-        await stream.wait_until_ended()
+        await streaming_exchange.wait_until_ended()
         assert exchange.status == 503
         assert dict(exchange.messages[0]["headers"])[b"retry-after"]
-        assert parse_events(stream.body.decode())[-1]["error"]["code"] == "timeout"
+        assert parse_events(streaming_exchange.body.decode())[-1]["error"]["code"] == "timeout"
         await wait_until(lambda: server.services.worker.num_outstanding == 0)
 
 
@@ -152,7 +152,7 @@ async def test_the_stream_timeout_does_not_limit_the_whole_response(stream: bool
         return ord("a")
 
     async with run_in_process(FakePipeline(choose), stream_timeout=1, stream_ping=0.2) as server:
-        # Longer than the stream timeout.
+        # The whole response takes 30 x 0.04 s, which is longer than the stream timeout of 1 s.
         exchange = open_exchange(server, COMPLETION, stream=stream, max_tokens=30)
         await exchange.wait_until_ended()
         assert exchange.status == 200
@@ -179,7 +179,7 @@ async def test_a_slow_reader_gets_fewer_and_longer_chunks() -> None:
         assert max(len(chunk["choices"][0]["text"]) for chunk in chunks) > 20
 
 
-async def test_a_response_without_streaming_reads_only_at_the_end() -> None:
+async def test_a_response_without_streaming_does_not_wait_for_a_ping() -> None:
     async with run_in_process(make_endless_pipeline(), stream_ping=1000.0) as server:
         answer = await asyncio.wait_for(server.complete(max_tokens=50, n=2), 30)
         assert [choice["text"] for choice in answer["choices"]] == ["a" * 50] * 2
@@ -207,24 +207,24 @@ async def test_requests_beyond_the_queue_size_are_refused() -> None:
 
 
 async def test_short_prompts_are_not_delayed_by_encoding_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    build, may_continue = FakeTokenizer.build_context, threading.Event()
+    build_context, may_continue = FakeTokenizer.build_context, threading.Event()
 
     def build_slowly(self: FakeTokenizer, request: TokenGeneratorRequest, **options: Any) -> TextContext:
         assert len(request.prompt or "") < 1000 or may_continue.wait(60)
-        return build(self, request, **options)
+        return build_context(self, request, **options)
 
     monkeypatch.setattr(FakeTokenizer, "build_context", build_slowly)
     async with run_in_process() as server:
         request_fields = {"path": "/v1/completions", "prompt": "a" * 600_000}
-        long = [asyncio.ensure_future(server.post(**request_fields)) for _ in range(4)]
+        long_requests = [asyncio.ensure_future(server.post(**request_fields)) for _ in range(4)]
         try:
             await asyncio.sleep(0.2)
             async with asyncio.timeout(30):
                 assert (await server.complete())["choices"][0]["text"] == "Hello!"
-            assert not any(task.done() for task in long)
+            assert not any(task.done() for task in long_requests)
         finally:
             may_continue.set()
-            answers = await asyncio.gather(*long)
+            answers = await asyncio.gather(*long_requests)
         assert [answer.json()["error"]["code"] for answer in answers] == ["context_length_exceeded"] * 4
 
 
@@ -247,11 +247,11 @@ async def test_streams_finish_while_half_of_the_clients_disconnect() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_finished_choice_does_not_affect_the_others(stream: bool) -> None:
+async def test_a_finished_choice_does_not_affect_the_other_choices(stream: bool) -> None:
     def choose(context: TextContext) -> int:
         time.sleep(0.001)
-        ends = context.request_id.endswith("-0") and len(context.generated_tokens) == 2
-        return ord("b") if ends else ord("a")
+        has_ended = context.request_id.endswith("-0") and len(context.generated_tokens) == 2
+        return ord("b") if has_ended else ord("a")
 
     async with run_in_process(FakePipeline(choose)) as server:
         body = {"prompt": "Hi", "n": 2, "stop": "b", "max_tokens": 100, "stream": stream}
@@ -268,4 +268,4 @@ async def test_a_finished_choice_does_not_affect_the_others(stream: bool) -> Non
             for batch in server.pipeline.batches
             if any(request_id.endswith("-0") for request_id in batch)
         ]
-        assert len(steps) < 60  # the choice was cancelled in the worker
+        assert len(steps) < 60  # the worker has cancelled the first choice

@@ -34,8 +34,8 @@ def make_image_url(seed: int) -> str:
     return "data:image/png;base64," + base64.b64encode(encode_image_file(random_picture(seed))).decode()
 
 
-def make_message(text: str, *urls: str, **more: Any) -> dict[str, Any]:
-    images = [{"type": "image_url", "image_url": {"url": url, **more}} for url in urls]
+def make_message(text: str, *urls: str, **image_fields: Any) -> dict[str, Any]:
+    images = [{"type": "image_url", "image_url": {"url": url, **image_fields}} for url in urls]
     return {"role": "user", "content": [*images, {"type": "text", "text": text}]}
 
 
@@ -58,11 +58,11 @@ async def test_chat_completions_read_images(folder: Path, tmp_path: Path) -> Non
             "extra_body": {"ignore_eos": True, "return_token_ids": True},
         }
         answers = [await client.chat.completions.create(**body) for _ in range(2)]
-        num_prompt = len(expected.prompt_token_ids)
+        num_prompt_tokens = len(expected.prompt_token_ids)
         for answer in answers:
             assert answer.choices[0].message.content == expected.text
             assert answer.usage is not None
-            assert answer.usage.prompt_tokens == num_prompt
+            assert answer.usage.prompt_tokens == num_prompt_tokens
         details = answers[1].usage.prompt_tokens_details if answers[1].usage is not None else None
         assert details is not None
         assert details.cached_tokens == 48
@@ -93,7 +93,7 @@ async def check_errors(server: InProcessServer, client: AsyncOpenAI) -> None:
     truncated_image = (
         "data:image/png;base64," + base64.b64encode(encode_image_file(random_picture(1))[:100]).decode()
     )
-    cases: list[tuple[dict[str, Any], str]] = [
+    messages_and_errors: list[tuple[dict[str, Any], str]] = [
         (make_message("?", truncated_image), "the image cannot be decoded"),
         (
             make_message("?", "https://example.org/a.png"),
@@ -105,9 +105,9 @@ async def check_errors(server: InProcessServer, client: AsyncOpenAI) -> None:
         ({"role": "user", "content": [{"type": "image_url"}]}, "requires the field image_url"),
         ({"role": "user", "content": [{"type": "input_audio"}]}, "reads text and images only"),
     ]
-    for case, text in cases:
-        with pytest.raises(BadRequestError, match=text):
-            await client.chat.completions.create(model="tiny", messages=[case])  # type: ignore[list-item]
+    for message, error_text in messages_and_errors:
+        with pytest.raises(BadRequestError, match=error_text):
+            await client.chat.completions.create(model="tiny", messages=[message])  # type: ignore[list-item]
 
 
 async def test_the_ollama_route_reads_images(folder: Path) -> None:
@@ -144,20 +144,20 @@ async def test_responses_and_messages_read_images(folder: Path) -> None:
         expected = await openai.chat.completions.create(
             model="tiny", messages=[make_message("What?", make_image_url(1))], max_tokens=8, temperature=0
         )
-        other = await openai.chat.completions.create(
+        other_image_response = await openai.chat.completions.create(
             model="tiny", messages=[make_message("What?", make_image_url(2))], max_tokens=8, temperature=0
         )
         text = expected.choices[0].message.content
         assert text
-        assert text != other.choices[0].message.content
+        assert text != other_image_response.choices[0].message.content
         assert expected.usage is not None
-        parts: Any = [
+        content_parts: Any = [
             {"type": "input_image", "image_url": make_image_url(1), "detail": "auto"},
             {"type": "input_text", "text": "What?"},
         ]
         fields: Any = {
             "model": "tiny",
-            "input": [{"role": "user", "content": parts}],
+            "input": [{"role": "user", "content": content_parts}],
             "max_output_tokens": 8,
             "temperature": 0,
         }
@@ -168,10 +168,10 @@ async def test_responses_and_messages_read_images(folder: Path) -> None:
         stream = await openai.responses.create(**fields, stream=True)
         texts = [event.delta async for event in stream if event.type == "response.output_text.delta"]
         assert "".join(texts) == text
-        parts[0] = {"type": "input_image", "image_url": make_image_url(1), "detail": "high"}
+        content_parts[0] = {"type": "input_image", "image_url": make_image_url(1), "detail": "high"}
         with pytest.raises(BadRequestError, match="detail 'high' is not supported"):
             await openai.responses.create(**fields)
-        parts[0] = {"type": "input_image", "image_url": "https://example.org/a.png"}
+        content_parts[0] = {"type": "input_image", "image_url": "https://example.org/a.png"}
         with pytest.raises(BadRequestError, match="does not fetch") as refused_error:
             await openai.responses.create(**fields)
         assert refused_error.value.param == "input"
@@ -182,8 +182,8 @@ async def test_responses_and_messages_read_images(folder: Path) -> None:
             await check_messages(client, text, expected.usage.prompt_tokens)
 
 
-async def check_messages(client: Any, text: str, num_prompt: int) -> None:
-    """Check blocks of type image in the Messages API, with data and with a URL."""
+async def check_messages(client: Any, text: str, num_prompt_tokens: int) -> None:
+    """Check image blocks of the Messages API, with base64 data and with a URL."""
     source = {"type": "base64", "media_type": "image/png", "data": make_image_url(1).partition(",")[2]}
     blocks: Any = [{"type": "image", "source": source}, {"type": "text", "text": "What?"}]
     fields: Any = {
@@ -195,9 +195,9 @@ async def check_messages(client: Any, text: str, num_prompt: int) -> None:
     answer = await client.messages.create(**fields)
     assert answer.content[0].text == text
     usage = answer.usage
-    assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == num_prompt
+    assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == num_prompt_tokens
     token_count = await client.messages.count_tokens(model="tiny", messages=fields["messages"])
-    assert token_count.input_tokens == num_prompt
+    assert token_count.input_tokens == num_prompt_tokens
     async with client.messages.stream(**fields) as stream:
         assert await stream.get_final_text() == text
     source["data"] = source["data"][:200]

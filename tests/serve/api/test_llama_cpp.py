@@ -29,8 +29,12 @@ async def test_the_completion_route_answers_in_the_format_of_llama_cpp() -> None
             "demo",
         )
         assert response["timings"]["predicted_n"] == 6
-        word = await server.post("/completion", prompt="Hello", stop=["l"], n_predict=-1, seed=-1)
-        assert (word.json()["content"], word.json()["stop_type"], word.json()["stopping_word"]) == (
+        stopped_response = await server.post("/completion", prompt="Hello", stop=["l"], n_predict=-1, seed=-1)
+        assert (
+            stopped_response.json()["content"],
+            stopped_response.json()["stop_type"],
+            stopped_response.json()["stopping_word"],
+        ) == (
             "He",
             "word",
             "l",
@@ -42,10 +46,12 @@ async def test_the_completion_route_answers_in_the_format_of_llama_cpp() -> None
             "He",
             "limit",
         )
-        *first, last = parse_events((await server.post("/completion", prompt="Hello", stream=True)).text)
-        assert "".join(item["content"] for item in first) == "Hello"
-        assert not any(item["stop"] for item in first)
-        assert (last["stop"], last["content"], last["stop_type"]) == (True, "", "eos")
+        *text_events, end_event = parse_events(
+            (await server.post("/completion", prompt="Hello", stream=True)).text
+        )
+        assert "".join(item["content"] for item in text_events) == "Hello"
+        assert not any(item["stop"] for item in text_events)
+        assert (end_event["stop"], end_event["content"], end_event["stop_type"]) == (True, "", "eos")
 
 
 async def test_the_infill_route_needs_a_model_with_infill_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,8 +61,8 @@ async def test_the_infill_route_needs_a_model_with_infill_tokens(monkeypatch: py
         monkeypatch.setattr(fill_in_middle, "FAMILIES", (FillInMiddleTokens("^", "~", "|"),))
         response = await server.post("/infill", **fields)
         assert response.json()["content"] == "^ab~cd|"
-        extra = [{"filename": "f", "text": "t"}]
-        response = await server.post("/infill", **fields, input_extra=extra, prompt="x")
+        extra_files = [{"filename": "f", "text": "t"}]
+        response = await server.post("/infill", **fields, input_extra=extra_files, prompt="x")
         assert response.json()["content"] == "^f\nt\nabx~cd|"
 
 

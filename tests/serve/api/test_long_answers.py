@@ -22,7 +22,7 @@ from penstock.worker.messages import PackedLogProbabilities
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TOKENIZER = FakeTokenizer()
 MAX_BYTES = 100 * MAX_COST
-"""Maximum size of a part: an entry has fewer than 100 bytes."""
+"""Maximum size of a part in bytes. An entry has fewer than 100 bytes."""
 
 
 def make_score(token_id: int, top: int) -> Score:
@@ -47,35 +47,39 @@ def encode_prompt_scores() -> list[bytes]:
     return [*prompt_parts(TokenFragments(TOKENIZER), ids, rows, 20, 20)]
 
 
-@pytest.mark.parametrize("make", [encode_chat, encode_completion, encode_prompt_scores])
-def test_the_parts_of_a_long_response_are_bounded(make: Any) -> None:
-    parts = make()
-    assert len(parts) >= 3000 * 21 // MAX_COST
-    assert max(map(len, parts)) < MAX_BYTES
-    json.loads(b"".join(parts))
+@pytest.mark.parametrize("encode", [encode_chat, encode_completion, encode_prompt_scores])
+def test_the_parts_of_a_long_response_are_bounded(encode: Any) -> None:
+    json_parts = encode()
+    assert len(json_parts) >= 3000 * 21 // MAX_COST
+    assert max(map(len, json_parts)) < MAX_BYTES
+    json.loads(b"".join(json_parts))
 
 
-def test_the_first_encoding_of_a_token_counts_more() -> None:
+def test_the_first_encoding_of_a_token_costs_more() -> None:
     fragments = TokenFragments(TOKENIZER)
     lengths = []
     for _ in range(2):
-        parts = [*ChatScores(fragments, 20).parts([make_score(index, 21) for index in range(0, 200, 20)])]
-        lengths.append(len(parts))
+        json_parts = [
+            *ChatScores(fragments, 20).parts([make_score(index, 21) for index in range(0, 200, 20)])
+        ]
+        lengths.append(len(json_parts))
     assert lengths[0] > lengths[1]
 
 
 async def test_the_event_loop_runs_between_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(penstock.serve.api.json_parts, "SLICE_SECONDS", 0.0)
-    turns, order = EncodingTurns(), list[str]()
+    turns, encoding_order = EncodingTurns(), list[str]()
 
-    def parts(name: str) -> Any:
+    def encode_parts(name: str) -> Any:
         for _ in range(3):
-            order.append(name)
+            encoding_order.append(name)
             yield name.encode()
 
-    bodies = await asyncio.gather(collect_parts(parts("a"), turns), collect_parts(parts("b"), turns))
+    bodies = await asyncio.gather(
+        collect_parts(encode_parts("a"), turns), collect_parts(encode_parts("b"), turns)
+    )
     assert [b"".join(item) for item in bodies] == [b"aaa", b"bbb"]
-    assert order == ["a", "b"] * 3
+    assert encoding_order == ["a", "b"] * 3
 
 
 async def test_slices_of_several_responses_run_in_different_iterations(
@@ -83,21 +87,21 @@ async def test_slices_of_several_responses_run_in_different_iterations(
 ) -> None:
     monkeypatch.setattr(penstock.serve.api.json_parts, "SLICE_SECONDS", 0.0)
     turns, num_parts = EncodingTurns(), 0
-    per_iteration: list[int] = []
+    parts_per_iteration: list[int] = []
 
-    def parts() -> Any:
+    def encode_parts() -> Any:
         nonlocal num_parts
         for _ in range(20):
             num_parts += 1
             yield b"x"
 
-    tasks = [asyncio.ensure_future(collect_parts(parts(), turns)) for _ in range(8)]
+    tasks = [asyncio.ensure_future(collect_parts(encode_parts(), turns)) for _ in range(8)]
     while not all(task.done() for task in tasks):
         num_parts_before = num_parts
         await asyncio.sleep(0)
-        per_iteration.append(num_parts - num_parts_before)
+        parts_per_iteration.append(num_parts - num_parts_before)
     assert num_parts == 160
-    assert max(per_iteration[1:]) <= 2
+    assert max(parts_per_iteration[1:]) <= 2
 
 
 async def test_a_long_document_is_sent_in_several_messages() -> None:
@@ -118,27 +122,27 @@ async def test_a_long_document_is_sent_in_several_messages() -> None:
     assert dict(messages[0]["headers"])[b"content-length"] == b"1200000"
 
 
-def test_rows_are_unpacked_when_they_are_encoded() -> None:
+def test_packed_log_probabilities_are_unpacked_for_encoding() -> None:
     packed_log_probabilities = PackedLogProbabilities.pack(LogProbabilities([-1.0], [{3: -1.0, 4: -2.0}]))
     (top_entries,) = packed_log_probabilities.top_log_probabilities
     assert not isinstance(top_entries, dict)
     assert top_tokens(top_entries) == {3: -1.0, 4: -2.0}
 
 
-def choose_endlessly(context: TextContext) -> int:
+def choose_letters(context: TextContext) -> int:
     return 97 + len(context.generated_tokens) % 26
 
 
-async def test_the_joined_parts_are_the_response(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_joined_stream_chunks_are_the_response(monkeypatch: pytest.MonkeyPatch) -> None:
     for seconds in (10.0, 0.0):
         monkeypatch.setattr(penstock.serve.api.json_parts, "SLICE_SECONDS", seconds)
-        async with run_in_process(FakePipeline(choose_endlessly), max_batch_size=8) as server:
-            await check_both(server)
+        async with run_in_process(FakePipeline(choose_letters), max_batch_size=8) as server:
+            await check_both_routes(server)
 
 
-async def check_both(server: InProcessServer) -> None:
-    usage = {"stream": True, "stream_options": {"include_usage": True}}
-    chat = {
+async def check_both_routes(server: InProcessServer) -> None:
+    stream_fields = {"stream": True, "stream_options": {"include_usage": True}}
+    chat_fields = {
         "messages": [user_message("Hi")],
         "max_tokens": 70,
         "n": 3,
@@ -146,14 +150,19 @@ async def check_both(server: InProcessServer) -> None:
         "top_logprobs": 2,
         "seed": 0,
     }
-    response = drop_variable_fields((await server.post(CHAT, **chat)).json())
-    assert join_chat(parse_events((await server.post(CHAT, **chat, **usage)).text)) == response
+    response = drop_variable_fields((await server.post(CHAT, **chat_fields)).json())
+    assert join_chat(parse_events((await server.post(CHAT, **chat_fields, **stream_fields)).text)) == response
     for choice in response["choices"]:
         tokens = [score["token"] for score in choice["logprobs"]["content"]]
         assert "".join(tokens) == choice["message"]["content"]
-    text = {"prompt": "né", "max_tokens": 70, "n": 3, "logprobs": 2, "echo": True, "seed": 0}
-    response = drop_variable_fields((await server.post(COMPLETIONS, **text)).json())
-    assert join_completion(parse_events((await server.post(COMPLETIONS, **text, **usage)).text)) == response
+    completion_fields = {"prompt": "né", "max_tokens": 70, "n": 3, "logprobs": 2, "echo": True, "seed": 0}
+    response = drop_variable_fields((await server.post(COMPLETIONS, **completion_fields)).json())
+    assert (
+        join_completion(
+            parse_events((await server.post(COMPLETIONS, **completion_fields, **stream_fields)).text)
+        )
+        == response
+    )
 
 
 TOO_MANY: list[tuple[str, dict[str, Any], str, list[str]]] = [

@@ -130,14 +130,16 @@ def test_responses_and_streams_contain_tool_calls(client: Any, stream: bool) -> 
     text, call = message.content
     assert (text.text, call.name, call.input) == ("I look.", "get_weather", {"city": "Paris"})
     assert message.stop_reason == "tool_use"
-    back = [
+    tool_result_messages = [
         {"role": "assistant", "content": message.content},
         *make_user_message(
             [{"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "20"}]}]
         ),
     ]
-    last = client.messages.create(**{**fields, "max_tokens": 500, "messages": [*fields["messages"], *back]})
-    assert last.content[0].text == "It is 20."
+    final_message = client.messages.create(
+        **{**fields, "max_tokens": 500, "messages": [*fields["messages"], *tool_result_messages]}
+    )
+    assert final_message.content[0].text == "It is 20."
 
 
 def test_thinking_is_returned_in_its_own_block(client: Any, url: str) -> None:
@@ -155,9 +157,9 @@ def test_thinking_is_returned_in_its_own_block(client: Any, url: str) -> None:
         block.to_dict() for block in message.content
     ]
     raw_response = httpx.post(f"{url}v1/messages", json={**fields, "stream": True}).text
-    first, *_, last = raw_response.strip().split("\n\n")
-    assert first.startswith('event: message_start\ndata: {"type":"message_start","message":{"id":"msg_')
-    assert last == 'event: message_stop\ndata: {"type":"message_stop"}'
+    first_event, *_, last_event = raw_response.strip().split("\n\n")
+    assert first_event.startswith('event: message_start\ndata: {"type":"message_start","message":{"id":"msg_')
+    assert last_event == 'event: message_stop\ndata: {"type":"message_stop"}'
     delta = json.loads(raw_response.split("event: message_delta\ndata: ")[1].split("\n")[0])
     assert delta["usage"]["output_tokens"] == message.usage.output_tokens
 
@@ -172,8 +174,10 @@ def test_each_end_has_its_stop_reason(client: Any) -> None:
         "stop_sequence",
         "lo",
     )
-    full = client.messages.create(model="demo", max_tokens=5000, messages=make_user_message("y" * 1500))
-    assert full.stop_reason == "model_context_window_exceeded"
+    full_context_message = client.messages.create(
+        model="demo", max_tokens=5000, messages=make_user_message("y" * 1500)
+    )
+    assert full_context_message.stop_reason == "model_context_window_exceeded"
 
 
 async def test_the_asynchronous_client_streams(url: str) -> None:
@@ -182,13 +186,13 @@ async def test_the_asynchronous_client_streams(url: str) -> None:
             model="demo", max_tokens=50, messages=make_user_message("Say hello")
         ) as stream:
             assert "".join([text async for text in stream.text_stream]) == "Hello!"
-        beta = await client.beta.messages.create(
+        beta_message = await client.beta.messages.create(
             model="demo",
             max_tokens=50,
             messages=make_user_message("Say hello"),
             betas=["context-1m-2025-08-07"],
         )
-        assert beta.content[0].text == "Hello!"
+        assert beta_message.content[0].text == "Hello!"
 
 
 def test_errors_have_the_format_of_the_api(client: Any, url: str) -> None:
@@ -205,7 +209,7 @@ def test_errors_have_the_format_of_the_api(client: Any, url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "field"),
+    ("fields", "error_text"),
     [
         ({"max_tokens": None}, "max_tokens: "),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
@@ -225,30 +229,33 @@ def test_errors_have_the_format_of_the_api(client: Any, url: str) -> None:
         ({"colour": 1}, "unknown field 'colour'"),
     ],
 )
-def test_invalid_values_are_refused_with_the_field(url: str, more: dict[str, Any], field: str) -> None:
-    body = {"model": "demo", "max_tokens": 5, "messages": make_user_message("x"), **more}
+def test_invalid_values_are_refused_with_the_field(url: str, fields: dict[str, Any], error_text: str) -> None:
+    body = {"model": "demo", "max_tokens": 5, "messages": make_user_message("x"), **fields}
     refused_response = httpx.post(f"{url}v1/messages", json=body)
     assert refused_response.status_code == 400
-    assert field in refused_response.json()["error"]["message"]
+    assert error_text in refused_response.json()["error"]["message"]
 
 
 def test_requests_of_claude_code_are_accepted(url: str, caplog: pytest.LogCaptureFixture) -> None:
     """The fields that Claude Code sends are accepted."""
-    cached = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    cache_fields = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
     body = {
         "model": "demo",
         "max_tokens": 32000,
         "system": [
-            {"type": "text", "text": "You are Claude Code", **cached},
+            {"type": "text", "text": "You are Claude Code", **cache_fields},
             {"type": "text", "text": "More"},
         ],
         "messages": [
             *make_user_message(
-                [{"type": "text", "text": "<system-reminder>", **cached}, {"type": "text", "text": "Hi"}]
+                [
+                    {"type": "text", "text": "<system-reminder>", **cache_fields},
+                    {"type": "text", "text": "Hi"},
+                ]
             )
         ],
         "tools": [
-            {**WEATHER, "name": "Bash", **cached},
+            {**WEATHER, "name": "Bash", **cache_fields},
             {"type": "web_search_20250305", "name": "web_search"},
         ],
         "metadata": {"user_id": "user_" + "0" * 120},
@@ -277,15 +284,15 @@ def test_requests_of_claude_code_are_accepted(url: str, caplog: pytest.LogCaptur
 
 
 def test_deferred_tools_are_in_the_prompt(url: str) -> None:
-    """A tool search of the client returns references to tools."""
-    use = {"type": "tool_use", "id": "t1", "name": "search", "input": {}}
+    """A deferred tool is in the prompt if the result of a tool search refers to it."""
+    tool_use = {"type": "tool_use", "id": "t1", "name": "search", "input": {}}
     references = [{"type": "tool_reference", "tool_name": "deferred_tool"}]
     body = {
         "model": "demo",
         "max_tokens": 500,
         "messages": [
             *make_user_message("x"),
-            {"role": "assistant", "content": [use]},
+            {"role": "assistant", "content": [tool_use]},
             *make_user_message([{"type": "tool_result", "tool_use_id": "t1", "content": references}]),
         ],
         "tools": [{**WEATHER, "name": "deferred_tool", "defer_loading": True}],

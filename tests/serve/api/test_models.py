@@ -14,7 +14,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 @pytest.mark.parametrize(
-    ("flat", "name"),
+    ("settings", "name"),
     [
         ({"model_path": "/models/mine"}, "mine"),
         ({"model_path": "./mine/"}, "mine"),
@@ -22,11 +22,11 @@ from penstock.pipelines.core import PipelineTask
         ({"model_path": "/models/mine", "served_model_name": "other"}, "other"),
     ],
 )
-async def test_the_id_of_a_local_model_is_the_name_of_its_folder(flat: dict[str, str], name: str) -> None:
-    pipeline_config = PipelineConfig.from_flat(flat)
+async def test_the_id_of_a_local_model_is_the_name_of_its_folder(settings: dict[str, str], name: str) -> None:
+    pipeline_config = PipelineConfig.from_flat(settings)
     async with app_client(replace(make_services(), pipeline_config=pipeline_config)) as client:
         (model,) = (await client.get("/v1/models")).json()["data"]
-        assert (model["id"], model["root"]) == (name, flat["model_path"])
+        assert (model["id"], model["root"]) == (name, settings["model_path"])
         refused_response = await client.post("/v1/completions", json={"prompt": "a", "model": "/models/mine"})
         assert refused_response.status_code == 404
         assert name in refused_response.json()["error"]["message"]
@@ -43,11 +43,11 @@ async def test_routes_of_another_task_are_refused() -> None:
         assert (await client.get("/v1/models")).status_code == 200
 
 
-@pytest.mark.parametrize("server_options", [{}, {"model": "mine"}], ids=str)
-async def test_responses_have_the_model_id(server_options: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_field", [{}, {"model": "mine"}], ids=str)
+async def test_responses_have_the_model_id(model_field: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "mine").symlink_to(PipelineConfig().model.checkpoint)
     config = PipelineConfig.from_flat({"model_path": str(tmp_path / "mine")})
     async with run_in_process(pipeline_config=config) as server:
-        answer = await server.http.post("/v1/completions", json={"prompt": "a", **server_options})
+        answer = await server.http.post("/v1/completions", json={"prompt": "a", **model_field})
         assert answer.status_code == 200, answer.text
         assert answer.json()["model"] == "mine"

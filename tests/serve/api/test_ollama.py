@@ -25,9 +25,6 @@ WEATHER: Any = {
 }
 
 
-STOP = {"stop": ["b"]}
-
-
 def answer_by_script(prompt: str) -> str:
     if "Think" in prompt:
         return "<think>Hm.</think>Yes."
@@ -38,8 +35,10 @@ def answer_by_script(prompt: str) -> str:
 
 @pytest.fixture
 async def server() -> AsyncIterator[InProcessServer]:
-    async with run_in_process(FakePipeline.answering(answer_by_script), template=THINKING) as chatting_server:
-        yield chatting_server
+    async with run_in_process(
+        FakePipeline.answering(answer_by_script), template=THINKING
+    ) as in_process_server:
+        yield in_process_server
 
 
 async def post_and_read_lines(server: InProcessServer, path: str, **body: Any) -> list[Any]:
@@ -54,15 +53,15 @@ def make_user_message(text: str) -> list[Any]:
 
 
 async def test_chat_streams_json_lines_unless_stream_is_false(server: InProcessServer) -> None:
-    *first, last = await post_and_read_lines(
+    *text_lines, end_line = await post_and_read_lines(
         server, "/api/chat", messages=make_user_message("Hi"), options={"temperature": 0, "num_ctx": 64}
     )
-    assert "".join(line["message"]["content"] for line in first) == "user: Hi"
-    assert not any(line["done"] for line in first)
-    assert (last["done"], last["done_reason"], last["message"]["content"]) == (True, "stop", "")
-    assert last["eval_count"] == 9
-    assert last["prompt_eval_count"] > 8
-    assert last["total_duration"] > 0
+    assert "".join(line["message"]["content"] for line in text_lines) == "user: Hi"
+    assert not any(line["done"] for line in text_lines)
+    assert (end_line["done"], end_line["done_reason"], end_line["message"]["content"]) == (True, "stop", "")
+    assert end_line["eval_count"] == 9
+    assert end_line["prompt_eval_count"] > 8
+    assert end_line["total_duration"] > 0
     response = (
         await server.post("/api/chat", messages=make_user_message("Hi"), stream=False, keep_alive="5m")
     ).json()
@@ -81,8 +80,8 @@ async def test_chat_streams_json_lines_unless_stream_is_false(server: InProcessS
         "us",
         "length",
     )
-    loaded = (await server.post("/api/chat", messages=[])).json()
-    assert loaded["done_reason"] == "load"
+    load_response = (await server.post("/api/chat", messages=[])).json()
+    assert load_response["done_reason"] == "load"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -103,8 +102,8 @@ async def test_tool_calls_have_the_ollama_format(server: InProcessServer, stream
         {"role": "assistant", "content": content, "tool_calls": [{"function": calls[0]["function"]}]},
         {"role": "tool", "tool_name": "get_weather", "content": "20"},
     ]
-    last = await server.post("/api/chat", **{**fields, "stream": False})
-    assert last.json()["message"]["content"].endswith("tool: 20"), last.text
+    final_response = await server.post("/api/chat", **{**fields, "stream": False})
+    assert final_response.json()["message"]["content"].endswith("tool: 20"), final_response.text
 
 
 async def test_thinking_is_a_separate_field(server: InProcessServer) -> None:
@@ -120,9 +119,9 @@ async def test_thinking_is_a_separate_field(server: InProcessServer) -> None:
 
 
 async def test_generate_completes_a_prompt(server: InProcessServer) -> None:
-    *first, last = await post_and_read_lines(server, "/api/generate", prompt="Hi", system="S")
-    assert "".join(line["response"] for line in first) == "system: Suser: Hi"
-    assert (last["done_reason"], last["response"]) == ("stop", "")
+    *text_lines, end_line = await post_and_read_lines(server, "/api/generate", prompt="Hi", system="S")
+    assert "".join(line["response"] for line in text_lines) == "system: Suser: Hi"
+    assert (end_line["done_reason"], end_line["response"]) == ("stop", "")
     raw_response = (await server.post("/api/generate", prompt="Hi", raw=True, stream=False)).json()
     assert raw_response["response"] == "Hi"
     stopped_response = await server.post(
@@ -135,8 +134,10 @@ async def test_generate_completes_a_prompt(server: InProcessServer) -> None:
 async def test_formats_without_grammar_support_are_refused_and_a_model_is_described(
     server: InProcessServer,
 ) -> None:
-    for form in ({"type": "object"}, "json"):  # the fake model supports no grammars
-        refused_response = await server.post("/api/chat", messages=make_user_message("x"), format=form)
+    for output_format in ({"type": "object"}, "json"):  # the fake model supports no grammars
+        refused_response = await server.post(
+            "/api/chat", messages=make_user_message("x"), format=output_format
+        )
         assert refused_response.json()["error"].startswith("format requires an optional package")
     description = (await server.post("/api/show")).json()
     assert description["capabilities"] == ["completion", "tools", "thinking"]
@@ -149,7 +150,7 @@ async def test_model_lists_and_errors(server: InProcessServer) -> None:
     assert (model["name"], model["model"]) == ("demo", "demo")
     assert (await server.http.get("/api/ps")).json()["models"][0]["name"] == "demo"
     assert "version" in (await server.http.get("/api/version")).json()
-    for path, body, words in (
+    for path, body, error_text in (
         ("/api/chat", {"model": "other", "messages": make_user_message("x")}, "other"),
         ("/api/chat", {"messages": make_user_message("x"), "colour": 1}, "unknown field 'colour'"),
         (
@@ -172,13 +173,13 @@ async def test_model_lists_and_errors(server: InProcessServer) -> None:
     ):
         refused_response = await server.post(path, **body)
         assert refused_response.status_code in (400, 404), refused_response.text
-        assert words in refused_response.json()["error"], refused_response.text
+        assert error_text in refused_response.json()["error"], refused_response.text
 
 
 async def test_embed_returns_the_vectors_of_the_openai_route(embedder: Path) -> None:
     config = PipelineConfig.from_flat({"model_path": str(embedder)})
     async with run_in_process(
-        work=partial(load_runtime, config), tokenizer=load_tokenizer(config), pipeline_config=config
+        make_runtime=partial(load_runtime, config), tokenizer=load_tokenizer(config), pipeline_config=config
     ) as server:
         name = server.services.model_name
         openai_response = await server.http.post("/v1/embeddings", json={"model": name, "input": ["a", "b"]})
@@ -187,6 +188,6 @@ async def test_embed_returns_the_vectors_of_the_openai_route(embedder: Path) -> 
             item["embedding"] for item in openai_response.json()["data"]
         ]
         assert ollama_response.json()["prompt_eval_count"] == openai_response.json()["usage"]["prompt_tokens"]
-        long = await server.http.post("/api/embed", json={"model": name, "input": "a " * 5000})
-        assert len(long.json()["embeddings"]) == 1
+        long_response = await server.http.post("/api/embed", json={"model": name, "input": "a " * 5000})
+        assert len(long_response.json()["embeddings"]) == 1
         assert (await server.http.post("/api/show", json={})).json()["capabilities"] == ["embedding"]

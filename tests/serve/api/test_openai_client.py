@@ -37,7 +37,7 @@ async def serve_demo() -> AsyncIterator[tuple[AsyncOpenAI, InProcessServer]]:
     """Serve the embedded model over HTTP."""
     tokenizer = load_tokenizer(CONFIG)
     async with run_in_process(
-        work=partial(load_runtime, CONFIG), tokenizer=tokenizer, pipeline_config=CONFIG
+        make_runtime=partial(load_runtime, CONFIG), tokenizer=tokenizer, pipeline_config=CONFIG
     ) as server:
         tokenizer.max_length = server.services.worker.info.max_length
         app = server.app
@@ -97,7 +97,7 @@ async def check_answers(client: AsyncOpenAI) -> None:
     assert usage.completion_tokens == 2 * answer.usage.completion_tokens
 
     story: Any = [{"role": "user", "content": "tell me a story about a dragon"}]
-    sampled = [
+    sampled_texts = [
         (
             await client.chat.completions.create(
                 model="demo", messages=story, temperature=1.0, seed=seed, max_tokens=40
@@ -107,34 +107,34 @@ async def check_answers(client: AsyncOpenAI) -> None:
         .message.content
         for seed in (0, 0, 1)
     ]
-    assert sampled[0] == sampled[1] != sampled[2]
-    parts = []
+    assert sampled_texts[0] == sampled_texts[1] != sampled_texts[2]
+    text_parts = []
     async with client.chat.completions.stream(
         model="demo", messages=story, temperature=1.0, seed=0, max_tokens=40
     ) as events:
         async for event in events:
             if event.type == "content.delta":
-                parts.append(event.delta)
-    assert "".join(parts) == sampled[0]
+                text_parts.append(event.delta)
+    assert "".join(text_parts) == sampled_texts[0]
 
 
 async def check_tools(client: AsyncOpenAI) -> None:
     messages: Any = [{"role": "user", "content": "What's the weather like in Paris today?"}]
-    first = await client.chat.completions.create(
+    call_response = await client.chat.completions.create(
         model="demo", messages=messages, tools=[WEATHER], temperature=0
     )
-    assert first.choices[0].finish_reason == "tool_calls"
-    [call] = first.choices[0].message.tool_calls or []
+    assert call_response.choices[0].finish_reason == "tool_calls"
+    [call] = call_response.choices[0].message.tool_calls or []
     assert call.type == "function"
     assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Paris"})
     messages += [
-        first.choices[0].message,
+        call_response.choices[0].message,
         {"role": "tool", "tool_call_id": call.id, "content": '{"temperature": 18, "weather": "sunny"}'},
     ]
-    last = await client.chat.completions.create(
+    final_response = await client.chat.completions.create(
         model="demo", messages=messages, tools=[WEATHER], temperature=0
     )
-    assert "18" in (last.choices[0].message.content or "")
+    assert "18" in (final_response.choices[0].message.content or "")
 
 
 async def check_completions(client: AsyncOpenAI) -> None:
@@ -179,17 +179,17 @@ async def check_responses(client: AsyncOpenAI) -> None:
     assert answer.output_text == "The capital of Germany is Berlin."
     async with client.responses.stream(model="demo", input=question, temperature=0) as stream:
         assert (await stream.get_final_response()).output_text == answer.output_text
-    parsed = await client.responses.parse(
+    parsed_response = await client.responses.parse(
         model="demo", input=question, text_format=City, temperature=0, max_output_tokens=64
     )
-    assert isinstance(parsed.output_parsed, City)
-    called = await client.responses.create(
+    assert isinstance(parsed_response.output_parsed, City)
+    call_response = await client.responses.create(
         model="demo",
         input="What's the weather like in Paris today?",
         tools=[{"type": "function", **WEATHER["function"], "strict": True}],
         temperature=0,
     )
-    [call] = called.output
+    [call] = call_response.output
     assert call.type == "function_call"
     assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "Paris"})
     forced_call = await client.responses.create(
@@ -212,9 +212,9 @@ async def check_ollama(server: InProcessServer) -> None:
 async def check_extra_fields_of_other_servers(client: AsyncOpenAI) -> None:
     question: Any = [{"role": "user", "content": "What is the capital of Germany?"}]
 
-    async def complete_chat(stream: bool, **extra: Any) -> str:
+    async def complete_chat(stream: bool, **extra_fields: Any) -> str:
         fields: Any = {"model": "demo", "messages": question, "temperature": 0, "max_tokens": 30}
-        answer = await client.chat.completions.create(**fields, stream=stream, extra_body=extra)
+        answer = await client.chat.completions.create(**fields, stream=stream, extra_body=extra_fields)
         if not stream:
             return answer.choices[0].message.content or ""
         return "".join([chunk.choices[0].delta.content or "" async for chunk in answer])
@@ -254,8 +254,8 @@ async def check_extra_fields_of_other_servers(client: AsyncOpenAI) -> None:
     )
     assert scored_response.usage is not None
     assert scored_response.model_extra is not None
-    first, *rows = scored_response.model_extra["prompt_logprobs"]
-    assert first is None
+    first_row, *rows = scored_response.model_extra["prompt_logprobs"]
+    assert first_row is None
     assert len(rows) == scored_response.usage.prompt_tokens - 1
     assert all(len(row) in (2, 3) and any(value["rank"] == 1 for value in row.values()) for row in rows)
     assert scored_response.choices[0].logprobs is not None
@@ -274,12 +274,12 @@ async def check_errors(client: AsyncOpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as unknown_error:
         await client.chat.completions.create(model="gpt-4", messages=message)
     assert (unknown_error.value.code, unknown_error.value.param) == ("model_not_found", "model")
-    with pytest.raises(openai.BadRequestError) as unsupported:
+    with pytest.raises(openai.BadRequestError) as unsupported_error:
         await client.chat.completions.create(model="demo", messages=message, store=True, stream=True)
-    assert unsupported.value.param == "store"
-    with pytest.raises(openai.BadRequestError) as long:
+    assert unsupported_error.value.param == "store"
+    with pytest.raises(openai.BadRequestError) as length_error:
         await client.completions.create(model="demo", prompt="dragon " * 5000)
-    assert long.value.code == "context_length_exceeded"
+    assert length_error.value.code == "context_length_exceeded"
     assert [model.id async for model in client.models.list()] == ["demo"]
     assert (await client.models.retrieve("demo")).id == "demo"
 

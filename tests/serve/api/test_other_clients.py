@@ -75,7 +75,7 @@ async def test_guided_fields_are_grammars_of_the_context(
     path: str, fields: dict[str, Any], kind: str, text: str
 ) -> None:
     contexts: list[TextContext] = []
-    async with run_in_process(work=enable_grammars(contexts)) as server:
+    async with run_in_process(make_runtime=enable_grammars(contexts)) as server:
         await post_ok(server, path, **fields)
         grammar = contexts[0].grammar
         assert grammar is not None
@@ -113,8 +113,8 @@ async def test_alias_fields_have_the_same_effect(path: str) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_stop_string_is_in_the_output_on_request(path: str, stream: bool) -> None:
     async with run_in_process(FakePipeline.saying("Hello there!")) as server:
-        for included, text in ((None, "Hel"), (False, "Hel"), (True, "Hello t")):
-            body = {**BODIES[path], "stop": ["lo t", "zzz"], "include_stop_str_in_output": included}
+        for include_stop, text in ((None, "Hel"), (False, "Hel"), (True, "Hello t")):
+            body = {**BODIES[path], "stop": ["lo t", "zzz"], "include_stop_str_in_output": include_stop}
             response = await server.post(path, **body, stream=stream)
             chunks = parse_events(response.text)[:-1] if stream else [response.json()]
             choices = [chunk["choices"][0] for chunk in chunks]
@@ -174,23 +174,23 @@ async def test_a_long_prompt_is_truncated_to_the_model_limit() -> None:
 
 async def test_prompt_log_probabilities_are_returned() -> None:
     async with run_in_process(FakePipeline.saying("Hello!")) as server:
-        for extra in ({}, {"n": 2}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 2, "n": 2}):
-            answer = await post_ok(server, CHAT, prompt_logprobs=1, **extra)
+        for fields in ({}, {"n": 2}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 2, "n": 2}):
+            answer = await post_ok(server, CHAT, prompt_logprobs=1, **fields)
             text = "user: Hiassistant: "
             check_rows(answer["prompt_logprobs"], text)
             for choice in answer["choices"]:
-                assert (choice["logprobs"] is not None) == ("logprobs" in extra)
-        for extra in (
+                assert (choice["logprobs"] is not None) == ("logprobs" in fields)
+        for fields in (
             {},
             {"n": 2},
             {"logprobs": 1},
             {"logprobs": 2, "echo": True, "n": 2},
             {"max_tokens": 0},
         ):
-            answer = await post_ok(server, COMPLETIONS, prompt=["ab", "cdé"], prompt_logprobs=0, **extra)
+            answer = await post_ok(server, COMPLETIONS, prompt=["ab", "cdé"], prompt_logprobs=0, **fields)
             for index, choice in enumerate(answer["choices"]):
-                check_rows(choice["prompt_logprobs"], ["ab", "cdé"][index // extra.get("n", 1)])
-                assert (choice["logprobs"] is not None) == ("logprobs" in extra)
+                check_rows(choice["prompt_logprobs"], ["ab", "cdé"][index // fields.get("n", 1)])
+                assert (choice["logprobs"] is not None) == ("logprobs" in fields)
         assert "prompt_logprobs" not in await post_ok(server, CHAT)
         for path, body in BODIES.items():
             error = await server.expect_refusal(path, **body, prompt_logprobs=1, stream=True)
@@ -198,10 +198,10 @@ async def test_prompt_log_probabilities_are_returned() -> None:
 
 
 def check_rows(rows: list[Any], text: str) -> None:
-    first, *others = rows
-    assert first is None
+    first_row, *other_rows = rows
+    assert first_row is None
     ids = list(text.encode())
-    for token_id, row in zip(ids[1:], others, strict=True):
+    for token_id, row in zip(ids[1:], other_rows, strict=True):
         expected_entry = {
             "logprob": 0.0,
             "rank": 1,
@@ -252,7 +252,7 @@ async def test_tokens_are_returned_as_token_ids_on_request() -> None:
             tokens = [token for row in rows for token in row["tokens"]]
             assert tokens == [f"token_id:{byte}" for byte in "né".encode()]
             assert [*rows[0]["top_logprobs"][0]] == ["token_id:110"]
-        plain_response = await post_ok(server, CHAT, logprobs=True)  # contains token texts, not ids
+        plain_response = await post_ok(server, CHAT, logprobs=True)  # without the field, a token is text
         assert plain_response["choices"][0]["logprobs"]["content"][0]["token"] == "n"
 
 
@@ -260,15 +260,17 @@ async def test_tokens_are_returned_as_token_ids_on_request() -> None:
 async def test_reasoning_is_omitted_on_request(stream: bool) -> None:
     pipeline = FakePipeline.saying("<think>\nWhy?\n</think>\n\nHello")
     async with run_in_process(pipeline, template=THINKING) as server:
-        for included in (None, True, False):
-            body = {**BODIES[CHAT], "include_reasoning": included, "stream": stream}
+        for include_reasoning in (None, True, False):
+            body = {**BODIES[CHAT], "include_reasoning": include_reasoning, "stream": stream}
             response = await server.post(CHAT, **body)
             chunks = parse_events(response.text)[:-1] if stream else [response.json()]
-            parts = [chunk["choices"][0].get("delta" if stream else "message", {}) for chunk in chunks]
-            assert "".join(part.get("content") or "" for part in parts) == "Hello"
-            reasoning_text = "".join(part.get("reasoning") or "" for part in parts)
-            assert reasoning_text == ("" if included is False else "Why?")
-            assert any("reasoning_content" in part for part in parts) == (included is not False)
+            messages = [chunk["choices"][0].get("delta" if stream else "message", {}) for chunk in chunks]
+            assert "".join(message.get("content") or "" for message in messages) == "Hello"
+            reasoning_text = "".join(message.get("reasoning") or "" for message in messages)
+            assert reasoning_text == ("" if include_reasoning is False else "Why?")
+            assert any("reasoning_content" in message for message in messages) == (
+                include_reasoning is not False
+            )
 
 
 @pytest.mark.parametrize("path", [CHAT, RENDER, "/tokenize"])
@@ -289,14 +291,14 @@ async def test_only_roles_in_the_template_are_accepted(path: str) -> None:
 
 
 async def test_text_parts_of_any_role_are_joined() -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    text_parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     template = (
         "{% for m in messages %}[{{ m.role + m.content }}]{% endfor %}"  # the template accepts only strings
     )
     async with run_in_process(template=template) as server:
         messages = [
-            user_message(parts),
-            {"role": "my role", "content": parts},
+            user_message(text_parts),
+            {"role": "my role", "content": text_parts},
             {"role": "note", "content": "x"},
         ]
         body = {"messages": messages, "continue_final_message": True}

@@ -1,4 +1,4 @@
-"""Each request field of OpenAI is supported, logged, or refused by name; unknown fields are refused."""
+"""Request fields of OpenAI are supported, logged, or refused by name. Unknown fields are refused."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ PATHS: dict[type[RequestBody], tuple[str, dict[str, Any]]] = {
     ChatBody: ("/v1/chat/completions", {"messages": [user_message("Hi")]}),
     CompletionBody: ("/v1/completions", {"prompt": "Hi"}),
 }
-TABLES = [(kind, name) for kind in PATHS for name in UNSUPPORTED[kind]]
+UNSUPPORTED_FIELDS = [(kind, name) for kind in PATHS for name in UNSUPPORTED[kind]]
 
 
-def field_names(*kinds: type) -> set[str]:
-    return {name for kind in kinds for name in typing.get_type_hints(kind)}
+def field_names(*classes: type) -> set[str]:
+    return {name for request_class in classes for name in typing.get_type_hints(request_class)}
 
 
 @pytest.mark.parametrize(
@@ -56,24 +56,24 @@ def test_each_openai_field_is_in_a_table(request_class: type[RequestBody], opena
 
 
 def test_no_field_is_in_two_tables() -> None:
-    for kind, table in UNSUPPORTED.items():
-        assert not kind.model_fields.keys() & table.keys()
+    for request_class, table in UNSUPPORTED.items():
+        assert not request_class.model_fields.keys() & table.keys()
     assert set(LOGGED_FIELDS) <= ChatBody.model_fields.keys() & CompletionBody.model_fields.keys()
 
 
-@pytest.mark.parametrize(("kind", "name"), TABLES)
+@pytest.mark.parametrize(("request_class", "name"), UNSUPPORTED_FIELDS)
 async def test_an_unsupported_field_is_refused_unless_it_has_a_default_value(
-    kind: type[RequestBody], name: str
+    request_class: type[RequestBody], name: str
 ) -> None:
-    path, body = PATHS[kind]
+    path, body = PATHS[request_class]
     async with run_in_process() as server:
-        for value in (None, *UNSUPPORTED[kind][name].accepted):
+        for value in (None, *UNSUPPORTED[request_class][name].accepted):
             response = await server.post(path, **body, **{name: value})
             assert response.status_code == 200, response.text
         for value in (True, 7, "else", ["audio"], {"a": 1}):
             if any(
                 type(value) is type(accepted) and value == accepted
-                for accepted in UNSUPPORTED[kind][name].accepted
+                for accepted in UNSUPPORTED[request_class][name].accepted
             ):
                 continue
             error = await server.expect_refusal(path, **body, **{name: value})
@@ -126,10 +126,12 @@ async def test_default_values_are_accepted() -> None:
 
 async def test_null_means_absent() -> None:
     async with run_in_process() as server:
-        required = {"model", "messages", "prompt"}
-        for kind, (path, body) in PATHS.items():
-            nulls = dict.fromkeys([*kind.model_fields.keys() - required, *UNSUPPORTED[kind]])
-            response = await server.post(path, **body, **nulls)
+        required_fields = {"model", "messages", "prompt"}
+        for request_class, (path, body) in PATHS.items():
+            null_fields = dict.fromkeys(
+                [*request_class.model_fields.keys() - required_fields, *UNSUPPORTED[request_class]]
+            )
+            response = await server.post(path, **body, **null_fields)
             assert response.status_code == 200, response.text
 
 
@@ -157,8 +159,8 @@ async def test_null_means_absent() -> None:
 async def test_an_unknown_field_is_refused_or_ignored(
     path: str, fields: dict[str, Any], param: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kind = ChatBody if path == "chat" else CompletionBody
-    route, body = PATHS[kind]
+    request_class = ChatBody if path == "chat" else CompletionBody
+    route, body = PATHS[request_class]
     async with run_in_process() as server:
         error = await server.expect_refusal(route, **{**body, **fields})
         assert (error["param"], error["code"]) == (param, "unknown_parameter")
@@ -178,7 +180,7 @@ async def test_the_nearest_name_is_suggested() -> None:
 
 
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-INVALID: list[tuple[str, dict[str, Any], str]] = [
+INVALID_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     ("chat", {"temperature": 2.1}, "temperature"),
     ("chat", {"temperature": -0.1}, "temperature"),
     ("chat", {"temperature": "1"}, "temperature"),
@@ -320,8 +322,8 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
 
 async def test_invalid_values_are_refused_with_the_field() -> None:
     async with run_in_process() as server:
-        for kind, fields, param in INVALID:
-            path, body = PATHS[ChatBody if kind == "chat" else CompletionBody]
+        for route_kind, fields, param in INVALID_FIELDS:
+            path, body = PATHS[ChatBody if route_kind == "chat" else CompletionBody]
             error = await server.expect_refusal(path, **{**body, **fields})
             assert error["param"] == param, (fields, error)
             assert error["type"] == "invalid_request_error"
@@ -362,13 +364,13 @@ async def send_invalid_requests(server: InProcessServer) -> None:
 
 
 @pytest.mark.parametrize("index", [0, 1, 70, 199])
-def test_the_invalid_one_of_many_messages_is_named(index: int) -> None:
+def test_the_error_names_the_invalid_message(index: int) -> None:
     messages: list[Any] = [{"role": "user", "content": "a"} for _ in range(200)]
     messages[index] = {"role": "user", "content": 5}
     messages[150] = messages[150] | ({"role": "emperor"} if index <= 150 else {})
-    with pytest.raises(RequestProblem) as caught:
+    with pytest.raises(RequestProblem) as exc_info:
         validated(ChatBody, {"model": "demo", "messages": messages})
-    assert caught.value.param == f"messages[{index}].content"
+    assert exc_info.value.param == f"messages[{index}].content"
 
 
 def test_long_lists_are_validated_in_parts_with_equal_results() -> None:

@@ -23,9 +23,9 @@ async def post_ok(server: InProcessServer, path: str, **body: Any) -> Any:
     return response.json()
 
 
-@pytest.mark.parametrize("kind", ["embedder", "cross_encoder"])
-async def test_rerank_and_score_equal_the_library(kind: str, request: pytest.FixtureRequest) -> None:
-    folder: Path = request.getfixturevalue(kind)
+@pytest.mark.parametrize("model_kind", ["embedder", "cross_encoder"])
+async def test_rerank_and_score_equal_the_library(model_kind: str, request: pytest.FixtureRequest) -> None:
+    folder: Path = request.getfixturevalue(model_kind)
     expected = LLM.from_config(embedder_config(folder)).score(QUERY, TEXTS, False)
     order = [int(i) for i in np.argsort(-expected, kind="stable")]
     async with embedding_server(folder) as server:
@@ -51,8 +51,10 @@ async def test_rerank_and_score_equal_the_library(kind: str, request: pytest.Fix
             assert [(item["index"], item["object"]) for item in answer["data"]] == [
                 (i, "score") for i in range(4)
             ]
-        pairs = await post_ok(server, "/v1/score", text_1=[QUERY, TEXTS[0]], text_2=[TEXTS[2], TEXTS[0]])
-        assert pairs["data"][0]["score"] == pytest.approx(float(expected[2]), abs=1e-6)
+        pairs_response = await post_ok(
+            server, "/v1/score", text_1=[QUERY, TEXTS[0]], text_2=[TEXTS[2], TEXTS[0]]
+        )
+        assert pairs_response["data"][0]["score"] == pytest.approx(float(expected[2]), abs=1e-6)
         [item] = (await post_ok(server, "/v1/score", text_1=[QUERY], text_2=TEXTS[1]))["data"]
         assert item["score"] == pytest.approx(float(expected[1]), abs=1e-6)
 
@@ -84,10 +86,12 @@ async def test_long_documents_are_truncated_or_refused(cross_encoder: Path) -> N
             server, "/v1/rerank", query="a cat", documents=documents, truncate=True
         )
         assert truncated_response["usage"]["prompt_tokens"] == 7 + 64
-        short = await post_ok(server, "/v1/rerank", query="a cat", documents=documents, max_tokens_per_doc=6)
-        assert short["usage"]["prompt_tokens"] == 7 + 5 + 6
+        shortened_response = await post_ok(
+            server, "/v1/rerank", query="a cat", documents=documents, max_tokens_per_doc=6
+        )
+        assert shortened_response["usage"]["prompt_tokens"] == 7 + 5 + 6
         expected = await post_ok(server, "/v1/rerank", query="a cat", documents=["hello world", "cat " * 6])
-        assert short["results"] == expected["results"]
+        assert shortened_response["results"] == expected["results"]
 
 
 @pytest.mark.parametrize(
@@ -132,8 +136,8 @@ async def test_classify_equals_the_library(classifier: Path) -> None:
         [single_response] = (await post_ok(server, "/v1/classify", input=TEXTS[1], activation=False))["data"]
         assert abs(sum(single_response["probs"]) - 1) > 0.01
         ids = server.services.tokenizer.encode_text(TEXTS[1]).tolist()
-        [same] = (await post_ok(server, "/v1/classify", input=ids, activation=False))["data"]
-        assert same == single_response
+        [ids_response] = (await post_ok(server, "/v1/classify", input=ids, activation=False))["data"]
+        assert ids_response == single_response
         error = await server.expect_refusal("/v1/rerank", model="tiny", query="a", documents=["b"])
         assert "the model has 3 labels, but a cross-encoder has one" in error["message"]
         [raw_item] = (await post_ok(server, "/pooling", input=TEXTS[1], activation=False))["data"]

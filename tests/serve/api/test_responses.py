@@ -31,36 +31,36 @@ PATCH: Any = {
 
 
 def make_echo_pipeline() -> FakePipeline:
-    """Return a pipeline that repeats the prompt, with bars instead of line ends."""
+    """Return a pipeline that repeats the prompt, with a vertical bar for each line end."""
     return FakePipeline.answering(lambda prompt: prompt.removesuffix("assistant: ").replace("\n", "|"))
 
 
 async def test_a_response_is_created_retrieved_and_deleted() -> None:
     async with run_in_process() as server:
         client = server.openai
-        created = await client.responses.create(
+        response = await client.responses.create(
             model="demo", input="Hi", instructions="Be brief", metadata={"a": "b"}, temperature=0.5, user="u"
         )
-        assert (created.output_text, created.status, created.model) == ("Hello!", "completed", "demo")
-        assert created.usage is not None
-        assert created.usage.output_tokens == 7
-        assert created.usage.total_tokens == created.usage.input_tokens + 7
-        assert (created.metadata, created.temperature, created.user) == ({"a": "b"}, 0.5, "u")
-        assert (created.instructions, created.parallel_tool_calls, created.store) == (
+        assert (response.output_text, response.status, response.model) == ("Hello!", "completed", "demo")
+        assert response.usage is not None
+        assert response.usage.output_tokens == 7
+        assert response.usage.total_tokens == response.usage.input_tokens + 7
+        assert (response.metadata, response.temperature, response.user) == ({"a": "b"}, 0.5, "u")
+        assert (response.instructions, response.parallel_tool_calls, response.store) == (
             "Be brief",
             True,
             None,
-        ) or (created.to_dict()["store"] is True)
-        second = await client.responses.retrieve(created.id)
-        assert second.to_dict() == created.to_dict()
-        items = await client.responses.input_items.list(created.id)
+        ) or (response.to_dict()["store"] is True)
+        retrieved = await client.responses.retrieve(response.id)
+        assert retrieved.to_dict() == response.to_dict()
+        items = await client.responses.input_items.list(response.id)
         assert [item.to_dict()["content"] for item in items.data] == [[{"type": "input_text", "text": "Hi"}]]
-        await client.responses.delete(created.id)
+        await client.responses.delete(response.id)
         with pytest.raises(openai.NotFoundError):
-            await client.responses.retrieve(created.id)
-        not_stored = await client.responses.create(model="demo", input="Hi", store=False)
+            await client.responses.retrieve(response.id)
+        unstored_response = await client.responses.create(model="demo", input="Hi", store=False)
         with pytest.raises(openai.NotFoundError):
-            await client.responses.retrieve(not_stored.id)
+            await client.responses.retrieve(unstored_response.id)
         assert (await client.responses.input_tokens.count(model="demo", input="Hi")).input_tokens > 2
 
 
@@ -78,8 +78,8 @@ async def test_the_whole_conversation_is_rendered_by_the_template() -> None:
             {"type": "function_call", "call_id": "c1", "name": "get_weather", "arguments": '{"city":"Rome"}'},
             {"type": "function_call_output", "call_id": "c1", "output": "sunny"},
         ]
-        created = await server.openai.responses.create(model="demo", instructions="I", input=items)
-        assert created.output_text == (
+        response = await server.openai.responses.create(model="demo", instructions="I", input=items)
+        assert response.output_text == (
             'system: I||Duser: Weather?assistant: Let me see<tool_call>{"name": "get_weather", '
             '"arguments": {"city": "Rome"}}</tool_call>tool: sunny'
         )
@@ -88,23 +88,25 @@ async def test_the_whole_conversation_is_rendered_by_the_template() -> None:
 async def test_a_previous_response_is_part_of_the_conversation() -> None:
     async with run_in_process(make_echo_pipeline()) as server:
         client = server.openai
-        first = await client.responses.create(model="demo", instructions="I", input="A")
-        assert first.output_text == "system: Iuser: A"
-        second = await client.responses.create(model="demo", input="B", previous_response_id=first.id)
-        assert second.output_text == "user: Aassistant: system: Iuser: Auser: B"
-        input_items = await client.responses.input_items.list(second.id, order="asc", limit=2)
+        first_response = await client.responses.create(model="demo", instructions="I", input="A")
+        assert first_response.output_text == "system: Iuser: A"
+        second_response = await client.responses.create(
+            model="demo", input="B", previous_response_id=first_response.id
+        )
+        assert second_response.output_text == "user: Aassistant: system: Iuser: Auser: B"
+        input_items = await client.responses.input_items.list(second_response.id, order="asc", limit=2)
         assert [item.to_dict()["role"] for item in input_items.data] == ["user", "assistant"]
         assert input_items.has_more
         later_items = await client.responses.input_items.list(
-            second.id, order="asc", after=input_items.last_id
+            second_response.id, order="asc", after=input_items.last_id
         )
         assert [item.to_dict()["content"][0]["text"] for item in later_items.data] == ["B"]  # type: ignore[index]
-        reference: Any = [
-            {"type": "item_reference", "id": first.output[0].id},
+        items: Any = [
+            {"type": "item_reference", "id": first_response.output[0].id},
             {"role": "user", "content": "C"},
         ]
-        third = await client.responses.create(model="demo", input=reference)
-        assert third.output_text == "assistant: system: Iuser: Auser: C"
+        third_response = await client.responses.create(model="demo", input=items)
+        assert third_response.output_text == "assistant: system: Iuser: Auser: C"
         with pytest.raises(openai.BadRequestError, match="no stored response") as unknown_error:
             await client.responses.create(model="demo", input="B", previous_response_id="resp_0")
         assert unknown_error.value.code == "previous_response_not_found"
@@ -116,25 +118,25 @@ async def test_stream_events_have_the_documented_order() -> None:
         async with server.openai.responses.stream(model="demo", input="Hi") as stream:
             async for event in stream:
                 names.append(event.type)
-            final = await stream.get_final_response()
-        deltas = names.count("response.output_text.delta")
-        assert deltas >= 1
+            final_response = await stream.get_final_response()
+        num_deltas = names.count("response.output_text.delta")
+        assert num_deltas >= 1
         assert names == [
             "response.created",
             "response.in_progress",
             "response.output_item.added",
             "response.content_part.added",
-            *["response.output_text.delta"] * deltas,
+            *["response.output_text.delta"] * num_deltas,
             "response.output_text.done",
             "response.content_part.done",
             "response.output_item.done",
             "response.completed",
         ]
-        assert final.output_text == "Hello!"
-        assert (await server.openai.responses.retrieve(final.id)).output_text == "Hello!"
+        assert final_response.output_text == "Hello!"
+        assert (await server.openai.responses.retrieve(final_response.id)).output_text == "Hello!"
         raw_response = await server.post("/v1/responses", input="Hi", stream=True)
-        numbers = [event["sequence_number"] for event in parse_events(raw_response.text)]
-        assert numbers == list(range(len(numbers)))
+        sequence_numbers = [event["sequence_number"] for event in parse_events(raw_response.text)]
+        assert sequence_numbers == list(range(len(sequence_numbers)))
         assert raw_response.text.startswith("event: response.created\ndata: ")
 
 
@@ -150,10 +152,10 @@ async def test_tool_calls_and_reasoning_are_output_items(stream: bool) -> None:
         }
         if stream:
             async with server.openai.responses.stream(**fields) as events:
-                created = await events.get_final_response()
+                response = await events.get_final_response()
         else:
-            created = await server.openai.responses.create(**fields)
-        reasoning_item, message, call = [item.to_dict() for item in created.output]
+            response = await server.openai.responses.create(**fields)
+        reasoning_item, message, call = [item.to_dict() for item in response.output]
         assert reasoning_item["content"] == [{"type": "reasoning_text", "text": "Hm."}]
         assert message["content"][0]["text"] == "I look."  # type: ignore[index]
         assert (call["type"], call["name"], json.loads(str(call["arguments"]))) == (
@@ -161,16 +163,16 @@ async def test_tool_calls_and_reasoning_are_output_items(stream: bool) -> None:
             "get_weather",
             {"city": "Paris"},
         )
-        assert created.usage is not None
-        assert created.usage.output_tokens_details.reasoning_tokens > 3
-        # Agents send the output items back. The encoded reasoning item contains the text.
+        assert response.usage is not None
+        assert response.usage.output_tokens_details.reasoning_tokens > 3
+        # Agents send the output items back. The field encrypted_content has the reasoning text.
         del reasoning_item["content"]
-        follow_up = [reasoning_item, message, call, {**_make_call_output(call)}]
+        items = [reasoning_item, message, call, {**_make_call_output(call)}]
         async with run_in_process(
             make_echo_pipeline(), template=THINKING + "{{ messages[0].reasoning_content }}"
-        ) as other:
-            second = await other.openai.responses.create(model="demo", input=follow_up)  # type: ignore[arg-type]
-            assert second.output_text.endswith("tool: 20assistant: Hm.")
+        ) as echo_server:
+            second_response = await echo_server.openai.responses.create(model="demo", input=items)  # type: ignore[arg-type]
+            assert second_response.output_text.endswith("tool: 20assistant: Hm.")
 
 
 def _make_call_output(call: Any) -> dict[str, Any]:
@@ -184,50 +186,50 @@ async def test_custom_tools_are_called_with_text() -> None:
         async with server.openai.responses.stream(model="demo", input="Patch", tools=[PATCH]) as stream:
             async for event in stream:
                 names.append(event.type)
-            created = await stream.get_final_response()
+            response = await stream.get_final_response()
         assert names[-4:-1] == [
             "response.custom_tool_call_input.delta",
             "response.custom_tool_call_input.done",
             "response.output_item.done",
         ]
-        call = created.output[0]
+        call = response.output[0]
         assert call.type == "custom_tool_call"
         assert (call.name, call.input) == ("apply_patch", '*** "x"')
-        assert [tool.type for tool in created.tools] == ["custom"]
+        assert [tool.type for tool in response.tools] == ["custom"]
 
 
 async def test_responses_report_truncation_and_log_probabilities() -> None:
     async with run_in_process() as server:
-        created = await server.openai.responses.create(model="demo", input="Hi", max_output_tokens=3)
-        assert (created.status, created.output_text) == ("incomplete", "Hel")
-        assert created.incomplete_details is not None
-        assert created.incomplete_details.reason == "max_output_tokens"
+        response = await server.openai.responses.create(model="demo", input="Hi", max_output_tokens=3)
+        assert (response.status, response.output_text) == ("incomplete", "Hel")
+        assert response.incomplete_details is not None
+        assert response.incomplete_details.reason == "max_output_tokens"
         scored_response = await server.openai.responses.create(
             model="demo", input="Hi", top_logprobs=1, include=["message.output_text.logprobs"]
         )
-        part = scored_response.output[0].content[0]  # type: ignore[union-attr,index]
-        assert [score.token for score in part.logprobs] == list("Hello!")  # type: ignore[union-attr]
+        text_part = scored_response.output[0].content[0]  # type: ignore[union-attr,index]
+        assert [score.token for score in text_part.logprobs] == list("Hello!")  # type: ignore[union-attr]
         async with server.openai.responses.stream(
             model="demo", input="Hi", include=["message.output_text.logprobs"]
         ) as stream:
-            final = await stream.get_final_response()
-        part = final.output[0].content[0]  # type: ignore[union-attr,index]
-        assert [score.token for score in part.logprobs] == list("Hello!")  # type: ignore[union-attr]
+            final_response = await stream.get_final_response()
+        text_part = final_response.output[0].content[0]  # type: ignore[union-attr,index]
+        assert [score.token for score in text_part.logprobs] == list("Hello!")  # type: ignore[union-attr]
 
 
 async def test_a_background_response_can_be_polled_and_streamed() -> None:
     async with run_in_process() as server:
         client = server.openai
-        created = await client.responses.create(model="demo", input="Hi", background=True)
-        assert created.status in ("queued", "in_progress")
-        created = await _wait_until_ended(client, created.id)
-        assert (created.status, created.output_text, created.background) == ("completed", "Hello!", True)
-        assert (await client.responses.cancel(created.id)).status == "completed"
+        response = await client.responses.create(model="demo", input="Hi", background=True)
+        assert response.status in ("queued", "in_progress")
+        response = await _wait_until_ended(client, response.id)
+        assert (response.status, response.output_text, response.background) == ("completed", "Hello!", True)
+        assert (await client.responses.cancel(response.id)).status == "completed"
         stream = await client.responses.create(model="demo", input="Hi", background=True, stream=True)
         events = [event async for event in stream]
         assert events[-1].type == "response.completed"
-        name = events[-1].response.id
-        resumed_stream = await client.responses.retrieve(name, stream=True, starting_after=2)
+        response_id = events[-1].response.id
+        resumed_stream = await client.responses.retrieve(response_id, stream=True, starting_after=2)
         assert [event.sequence_number async for event in resumed_stream] == [
             event.sequence_number for event in events[3:]
         ]
@@ -238,25 +240,25 @@ async def test_a_background_response_can_be_polled_and_streamed() -> None:
             await client.responses.cancel(plain_response.id)
 
 
-async def _wait_until_ended(client: openai.AsyncOpenAI, name: str) -> Any:
+async def _wait_until_ended(client: openai.AsyncOpenAI, response_id: str) -> Any:
     async with asyncio.timeout(30):
-        while (response := await client.responses.retrieve(name)).status in ("queued", "in_progress"):
+        while (response := await client.responses.retrieve(response_id)).status in ("queued", "in_progress"):
             await asyncio.sleep(0.01)
     return response
 
 
 async def test_a_background_response_can_be_cancelled() -> None:
-    slow = FakePipeline.saying("x" * 100_000)
-    async with run_in_process(slow) as server:
-        created = await server.openai.responses.create(model="demo", input="Hi", background=True)
-        cancelled = await server.openai.responses.cancel(created.id)
-        assert cancelled.status == "cancelled"
-        assert (await server.openai.responses.retrieve(created.id)).status == "cancelled"
+    long_pipeline = FakePipeline.saying("x" * 100_000)
+    async with run_in_process(long_pipeline) as server:
+        response = await server.openai.responses.create(model="demo", input="Hi", background=True)
+        cancelled_response = await server.openai.responses.cancel(response.id)
+        assert cancelled_response.status == "cancelled"
+        assert (await server.openai.responses.retrieve(response.id)).status == "cancelled"
         assert server.services.gate.num_active == 0
 
 
 async def test_requests_of_codex_are_accepted(caplog: pytest.LogCaptureFixture) -> None:
-    """The fields that Codex CLI sends are accepted. Hosted tools are ignored, with one warning."""
+    """The fields that Codex CLI sends are accepted. A warning is logged once for each hosted tool."""
     body = {
         "model": "demo",
         "instructions": "You are a coding agent",
@@ -284,11 +286,11 @@ async def test_requests_of_codex_are_accepted(caplog: pytest.LogCaptureFixture) 
         "client_metadata": None,
     }
     async with run_in_process(make_echo_pipeline()) as server:
-        first = await server.http.post("/v1/responses", json=body)
-        assert first.status_code == 200, first.text
-        final = parse_events(first.text)[-1]
-        assert final["type"] == "response.completed"
-        text = final["response"]["output"][0]["content"][0]["text"]
+        response = await server.http.post("/v1/responses", json=body)
+        assert response.status_code == 200, response.text
+        final_event = parse_events(response.text)[-1]
+        assert final_event["type"] == "response.completed"
+        text = final_event["response"]["output"][0]["content"][0]["text"]
         assert "exec_command" in text
         assert "web_search" not in text
         warnings = [message for message in caplog.messages if "hosted tool" in message]
@@ -353,12 +355,12 @@ async def test_truncation_drops_the_oldest_turns() -> None:
                 {"role": "assistant", "content": "A"},
             ]
         conversation: Any = [*turns, {"role": "user", "content": "last"}]
-        created = await server.openai.responses.create(
+        response = await server.openai.responses.create(
             model="demo", instructions="I", input=conversation, truncation="auto", max_output_tokens=1000
         )
-        assert created.output_text.startswith("system: Iuser: Q16 ")
-        assert created.usage is not None
-        assert created.usage.input_tokens <= 1048
+        assert response.output_text.startswith("system: Iuser: Q16 ")
+        assert response.usage is not None
+        assert response.usage.input_tokens <= 1048
         with pytest.raises(openai.BadRequestError) as error:
             await server.openai.responses.create(model="demo", input=conversation)
         assert error.value.code == "context_length_exceeded"
@@ -366,39 +368,37 @@ async def test_truncation_drops_the_oldest_turns() -> None:
 
 async def test_state_survives_a_restart(tmp_path: Path) -> None:
     async with run_in_process(state_dir=str(tmp_path)) as server:
-        created = await server.openai.responses.create(model="demo", input="Hi")
+        response = await server.openai.responses.create(model="demo", input="Hi")
     async with run_in_process(make_echo_pipeline(), state_dir=str(tmp_path)) as server:
-        assert (await server.openai.responses.retrieve(created.id)).output_text == "Hello!"
+        assert (await server.openai.responses.retrieve(response.id)).output_text == "Hello!"
         later_response = await server.openai.responses.create(
-            model="demo", input="B", previous_response_id=created.id
+            model="demo", input="B", previous_response_id=response.id
         )
         assert later_response.output_text == "user: Hiassistant: Hello!user: B"
 
 
 async def test_the_number_of_stored_responses_is_bounded() -> None:
     async with run_in_process(response_store_size=4000) as server:
-        created = [await server.openai.responses.create(model="demo", input="Hi") for _ in range(4)]
+        responses = [await server.openai.responses.create(model="demo", input="Hi") for _ in range(4)]
         with pytest.raises(openai.NotFoundError):
-            await server.openai.responses.retrieve(created[0].id)
-        assert (await server.openai.responses.retrieve(created[3].id)).id == created[3].id
+            await server.openai.responses.retrieve(responses[0].id)
+        assert (await server.openai.responses.retrieve(responses[3].id)).id == responses[3].id
 
 
 async def test_clients_see_only_their_own_responses() -> None:
     async with run_in_process(api_key=("one", "two")) as server:
-        first_client, second_client = (
-            server.openai.with_options(api_key="one"),
-            server.openai.with_options(api_key="two"),
-        )
-        created = await first_client.responses.create(model="demo", input="Hi", background=True)
-        for wait in (False, True):
-            if wait:
-                await _wait_until_ended(first_client, created.id)
+        first_client = server.openai.with_options(api_key="one")
+        second_client = server.openai.with_options(api_key="two")
+        response = await first_client.responses.create(model="demo", input="Hi", background=True)
+        for has_ended in (False, True):
+            if has_ended:
+                await _wait_until_ended(first_client, response.id)
             with pytest.raises(openai.NotFoundError):
-                await second_client.responses.retrieve(created.id)
+                await second_client.responses.retrieve(response.id)
 
 
 class Answer(BaseModel):
-    """The output schema of `parse`."""
+    """The output schema of the test of `parse`."""
 
     city: str
 
@@ -410,5 +410,5 @@ async def test_parse_returns_structured_output() -> None:
         with pytest.MonkeyPatch.context() as patch:
             # The fake engine supports no grammars.
             patch.setattr("penstock.serve.api.conversation._grammar", lambda *_: None)
-            parsed = await server.openai.responses.parse(model="demo", input="Where?", text_format=Answer)
-        assert parsed.output_parsed == Answer(city="Bonn")
+            answer = await server.openai.responses.parse(model="demo", input="Where?", text_format=Answer)
+        assert answer.output_parsed == Answer(city="Bonn")

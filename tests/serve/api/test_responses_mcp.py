@@ -27,16 +27,13 @@ WEATHER: Any = {
 CALC: Any = {"type": "mcp", "server_label": "calc"}
 
 
-def call(name: str, **arguments: object) -> str:
+def call_text(name: str, **arguments: object) -> str:
     """Return the text of a tool call."""
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
 def make_scripted_model(*turns: str) -> FakePipeline:
-    """Return a model whose answer is selected by the number of tool outputs in the prompt.
-
-    Further prompts get the last answer.
-    """
+    """Return a model that gives turn n if the prompt has n tool outputs, and at most the last turn."""
     return FakePipeline.answering(lambda prompt: turns[min(prompt.count("tool: "), len(turns) - 1)])
 
 
@@ -61,9 +58,9 @@ def item_types(response: Any) -> list[str]:
     return [item.type for item in response.output]
 
 
-async def create(server: InProcessServer, text: Any = "Add", **more: Any) -> Any:
-    """Create a response to a text."""
-    return await server.openai.responses.create(model="demo", input=text, **more)
+async def create(server: InProcessServer, text: Any = "Add", **fields: Any) -> Any:
+    """Create a response to a text or to input items."""
+    return await server.openai.responses.create(model="demo", input=text, **fields)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -72,27 +69,27 @@ async def test_a_tool_is_called_and_its_output_is_used(
     tools: ServedTools, stream: bool, names_tool: bool
 ) -> None:
     fields: Any = {"tools": [CALC]} if names_tool else {}
-    async with run_server(tools, "I add. " + call("add", a=2, b=3), "It is 5.") as server:
+    async with run_server(tools, "I add. " + call_text("add", a=2, b=3), "It is 5.") as server:
         if stream:
             async with server.openai.responses.stream(model="demo", input="Add", **fields) as events:
                 response = await events.get_final_response()
         else:
             response = await create(server, **fields)
-        list_item, before, call_item, after = response.output
+        list_item, first_message, call_item, last_message = response.output
         assert (list_item.type, list_item.server_label, list_item.error) == ("mcp_list_tools", "calc", None)
         assert [tool.name for tool in list_item.tools] == ["add", "fail", "slow", "long", "get/picture"]
         assert list_item.tools[0].input_schema["required"] == ["a", "b"]
         assert list_item.tools[0].annotations == {"readOnlyHint": True}
-        assert before.content[0].text == "I add."
+        assert first_message.content[0].text == "I add."
         assert (call_item.type, call_item.server_label, call_item.name) == ("mcp_call", "calc", "add")
         assert (json.loads(call_item.arguments), call_item.output) == ({"a": 2, "b": 3}, "5")
         assert (call_item.error, call_item.status, call_item.approval_request_id) == (None, "completed", None)
-        assert after.content[0].text == "It is 5."
+        assert last_message.content[0].text == "It is 5."
         assert (response.status, response.output_text) == ("completed", "I add.It is 5.")
         assert [tool.type for tool in response.tools] == ["mcp"]
         assert tools.calls == [("add", (2, 3))]
-        first = len("I add. " + call("add", a=2, b=3)) + 1
-        assert response.usage.output_tokens == first + len("It is 5.") + 1
+        num_call_tokens = len("I add. " + call_text("add", a=2, b=3)) + 1
+        assert response.usage.output_tokens == num_call_tokens + len("It is 5.") + 1
         assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens
         retrieved = await server.openai.responses.retrieve(response.id)
         assert [item.id for item in retrieved.output] == [item.id for item in response.output]
@@ -100,7 +97,7 @@ async def test_a_tool_is_called_and_its_output_is_used(
 
 
 async def test_stream_events_have_the_documented_order(tools: ServedTools) -> None:
-    async with run_server(tools, call("add", a=2, b=3), "5") as server:
+    async with run_server(tools, call_text("add", a=2, b=3), "5") as server:
         http_response = await server.post("/v1/responses", input="Add", stream=True, tools=[CALC])
         events = parse_events(http_response.text)
         names = [event["type"].removeprefix("response.") for event in events]
@@ -128,28 +125,28 @@ async def test_stream_events_have_the_documented_order(tools: ServedTools) -> No
 
 
 async def test_calls_of_one_turn_run_concurrently(tools: ServedTools) -> None:
-    calls = call("add", a=1, b=1) + call("fail")
-    second_error = "Error: Error executing tool fail"
+    calls = call_text("add", a=1, b=1) + call_text("fail")
+    error_text = "Error: Error executing tool fail"
     async with run_server(tools, calls, "no", "Done.") as server:
         with record_prompts(server) as prompts:
             response = await create(server)
         assert item_types(response) == ["mcp_list_tools", "mcp_call", "mcp_call", "message"]
-        _, first, second, last = response.output
-        assert (first.output, second.output, second.status) == ("2", None, "failed")
-        assert second.error.type == "mcp_tool_execution_error"
-        assert last.content[0].text == "Done."
-        assert prompts[1].endswith(f"assistant: {calls}tool: 2tool: {second_error}assistant: ")
+        _, add_item, fail_item, message = response.output
+        assert (add_item.output, fail_item.output, fail_item.status) == ("2", None, "failed")
+        assert fail_item.error.type == "mcp_tool_execution_error"
+        assert message.content[0].text == "Done."
+        assert prompts[1].endswith(f"assistant: {calls}tool: 2tool: {error_text}assistant: ")
 
 
 @contextmanager
 def record_prompts(server: InProcessServer) -> Iterator[list[str]]:
     """Yield a list that receives the prompts of the model."""
     prompts: list[str] = []
-    original = server.services.worker.submit
+    submit_to_worker = server.services.worker.submit
 
     def submit(context: Any) -> Any:
         prompts.append(str(context.prompt))
-        return original(context)
+        return submit_to_worker(context)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server.services.worker, "submit", submit)
@@ -157,19 +154,19 @@ def record_prompts(server: InProcessServer) -> Iterator[list[str]]:
 
 
 async def test_a_later_response_continues_the_conversation(tools: ServedTools) -> None:
-    async with run_server(tools, call("add", a=2, b=3), "5") as server:
-        first = await create(server)
+    async with run_server(tools, call_text("add", a=2, b=3), "5") as server:
+        first_response = await create(server)
         num_lists_before = tools.num_lists
         with record_prompts(server) as prompts:
-            second = await create(server, "And?", previous_response_id=first.id)
-        assert item_types(second) == ["message"]  # the tools are already listed
-        call_text = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
-        assert f"user: Addassistant: {call_text}tool: 5assistant: 5user: And?" in prompts[0]
-        items = [item.to_dict() for item in first.output]
-        continued = await create(
+            second_response = await create(server, "And?", previous_response_id=first_response.id)
+        assert item_types(second_response) == ["message"]  # the tools are already listed
+        expected_call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+        assert f"user: Addassistant: {expected_call}tool: 5assistant: 5user: And?" in prompts[0]
+        items = [item.to_dict() for item in first_response.output]
+        continued_response = await create(
             server, [{"role": "user", "content": "Add"}, *items, _make_user_message("And?")]
         )
-        assert item_types(continued) == ["message"]
+        assert item_types(continued_response) == ["message"]
         assert tools.num_lists == num_lists_before
 
 
@@ -178,22 +175,20 @@ def _make_user_message(text: str) -> dict[str, Any]:
 
 
 async def test_a_function_call_of_the_client_ends_the_response(tools: ServedTools) -> None:
-    async with run_server(tools, call("add", a=1, b=2) + call("get_weather"), "Good.") as server:
+    async with run_server(tools, call_text("add", a=1, b=2) + call_text("get_weather"), "Good.") as server:
         response = await create(server, tools=[CALC, WEATHER])
         assert item_types(response) == ["mcp_list_tools", "mcp_call", "function_call"]
         assert (response.output[1].output, response.status) == ("3", "completed")
-        answer: Any = {
-            "type": "function_call_output",
-            "call_id": response.output[2].call_id,
-            "output": "sunny",
-        }
-        last = await create(server, [answer], previous_response_id=response.id, tools=[CALC, WEATHER])
-        assert last.output_text == "Good."
+        call_id = response.output[2].call_id
+        output: Any = {"type": "function_call_output", "call_id": call_id, "output": "sunny"}
+        fields: Any = {"previous_response_id": response.id, "tools": [CALC, WEATHER]}
+        assert (await create(server, [output], **fields)).output_text == "Good."
 
 
 async def test_tools_with_the_name_of_a_function_are_renamed(tools: ServedTools) -> None:
     own_tool = {**WEATHER, "name": "add"}
-    async with run_server(tools, call("calc_add", a=1, b=2) + call("get_picture"), "x", "Good.") as server:
+    calls = call_text("calc_add", a=1, b=2) + call_text("get_picture")
+    async with run_server(tools, calls, "x", "Good.") as server:
         response = await create(server, tools=[own_tool, CALC])
         assert [(item.type, item.name) for item in response.output[1:3]] == [
             ("mcp_call", "add"),
@@ -205,7 +200,7 @@ async def test_tools_with_the_name_of_a_function_are_renamed(tools: ServedTools)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_approved_call_is_executed(tools: ServedTools, stream: bool) -> None:
     entry = {**CALC, "require_approval": "always"}
-    async with run_server(tools, call("add", a=2, b=3), "Done.") as server:
+    async with run_server(tools, call_text("add", a=2, b=3), "Done.") as server:
         pending_response = await create(server, tools=[entry])
         assert item_types(pending_response) == ["mcp_list_tools", "mcp_approval_request"]
         request = pending_response.output[1]
@@ -219,13 +214,13 @@ async def test_an_approved_call_is_executed(tools: ServedTools, stream: bool) ->
             response = parse_events(http_response.text)[-1]["response"]
         else:
             response = (await create(server, [reply], **fields)).to_dict()
-        call_item, last = response["output"]
+        call_item, message = response["output"]
         assert (call_item["type"], call_item["output"], call_item["approval_request_id"]) == (
             "mcp_call",
             "5",
             request.id,
         )
-        assert last["content"][0]["text"] == "Done."
+        assert message["content"][0]["text"] == "Done."
         assert tools.calls == [("add", (2, 3))]
         items: Any = [
             _make_user_message("Add"),
@@ -260,7 +255,7 @@ async def test_rules_select_the_calls_that_need_approval(tools: ServedTools) -> 
         ({"always": {"read_only": False}}, False),
         (None, False),
     ]
-    async with run_server(tools, call("add", a=2, b=3), "Done.") as server:
+    async with run_server(tools, call_text("add", a=2, b=3), "Done.") as server:
         for rule, needs_approval in rules:
             tools.calls.clear()
             response = await create(server, tools=[{**CALC, "require_approval": rule}])
@@ -269,7 +264,8 @@ async def test_rules_select_the_calls_that_need_approval(tools: ServedTools) -> 
 
 
 async def test_the_server_setting_requires_approval(tools: ServedTools) -> None:
-    async with run_server(tools, call("add", a=2, b=3), "Done.", mcp_require_approval="always") as server:
+    text = call_text("add", a=2, b=3)
+    async with run_server(tools, text, "Done.", mcp_require_approval="always") as server:
         assert item_types(await create(server))[1] == "mcp_approval_request"
 
 
@@ -286,8 +282,8 @@ async def test_only_allowed_tools_are_listed(tools: ServedTools) -> None:
 
 async def test_tool_choice_selects_the_tools(tools: ServedTools) -> None:
     async with run_server(tools, "Hi") as server:
-        none = await create(server, tool_choice="none")
-        assert item_types(none) == ["message"]
+        plain_response = await create(server, tool_choice="none")
+        assert item_types(plain_response) == ["message"]
         refusal_error = await server.expect_refusal(
             "/v1/responses",
             input="Hi",
@@ -303,31 +299,31 @@ async def test_tool_choice_selects_the_tools(tools: ServedTools) -> None:
 
 
 @pytest.mark.parametrize("names_tool", [False, True])
-async def test_a_forced_call_is_forced_once(tools: ServedTools, names_tool: bool) -> None:
-    choice: Any = {"type": "mcp", "server_label": "calc", **({"name": "add"} if names_tool else {})}
-    async with run_server(tools, call("add", a=2, b=3), "It is 5.", grammars_enabled=True) as server:
+async def test_tool_choice_forces_a_call_only_in_the_first_turn(tools: ServedTools, names_tool: bool) -> None:
+    tool_choice: Any = {"type": "mcp", "server_label": "calc", **({"name": "add"} if names_tool else {})}
+    async with run_server(tools, call_text("add", a=2, b=3), "It is 5.", grammars_enabled=True) as server:
         with pytest.MonkeyPatch.context() as patch:
             # The fake engine supports no grammars.
             patch.setattr("penstock.serve.api.conversation._grammar", lambda *_: None)
-            choices: list[Any] = []
-            new = server.services.parsers.new
+            parser_choices: list[Any] = []
+            new_parser = server.services.parsers.new
 
             def record_tool_choices(**options: Any) -> Any:
-                choices.append(options["tool_choice"])
-                return new(**options)
+                parser_choices.append(options["tool_choice"])
+                return new_parser(**options)
 
             object.__setattr__(server.services.parsers, "new", record_tool_choices)
-            response = await create(server, tool_choice=choice)
-            assert (choices[0] == "auto", choices[1]) == (False, "auto")
+            response = await create(server, tool_choice=tool_choice)
+            assert (parser_choices[0] == "auto", parser_choices[1]) == (False, "auto")
         assert item_types(response) == ["mcp_list_tools", "mcp_call", "message"]
         assert (response.output[1].output, response.output_text) == ("5", "It is 5.")
 
 
 async def test_the_number_of_turns_is_limited(tools: ServedTools) -> None:
-    """The turn after the limit has no tools in its prompt. The model answers only without tools."""
+    """After the limit, the prompt contains no tools. This model answers only such a prompt."""
 
     def answer(prompt: str) -> str:
-        return call("add", a=1, b=1) if "<tools>" in prompt else "I stop."
+        return call_text("add", a=1, b=1) if "<tools>" in prompt else "I stop."
 
     model = FakePipeline.answering(answer)
     async with run_in_process(model, mcp_server=(f"calc={tools.url}",), mcp_max_turns=3) as server:
@@ -339,17 +335,17 @@ async def test_the_number_of_turns_is_limited(tools: ServedTools) -> None:
         assert limited_response.max_tool_calls == 1
 
 
-async def test_calls_after_max_tool_calls_fail(tools: ServedTools) -> None:
-    async with run_server(tools, call("add", a=1, b=1) * 2, "x", "Done.") as server:
+async def test_calls_beyond_max_tool_calls_fail(tools: ServedTools) -> None:
+    async with run_server(tools, call_text("add", a=1, b=1) * 2, "x", "Done.") as server:
         response = await create(server, max_tool_calls=1)
-        _, first, second, _ = response.output
-        assert (first.status, second.status) == ("completed", "failed")
-        assert "max_tool_calls, 1" in second.error.message
+        _, first_call, second_call, _ = response.output
+        assert (first_call.status, second_call.status) == ("completed", "failed")
+        assert "max_tool_calls, 1" in second_call.error.message
         assert len(tools.calls) == 1
 
 
 async def test_max_output_tokens_applies_to_all_turns(tools: ServedTools) -> None:
-    text = call("add", a=1, b=1)
+    text = call_text("add", a=1, b=1)
     async with run_server(tools, text, "It is two.") as server:
         response = await create(server, max_output_tokens=len(text) + 1 + 5)
         assert (response.status, response.output_text) == ("incomplete", "It is")
@@ -362,8 +358,8 @@ async def test_max_output_tokens_applies_to_all_turns(tools: ServedTools) -> Non
         assert len(tools.calls) == 2
 
 
-async def test_a_too_long_tool_output_ends_the_response(tools: ServedTools) -> None:
-    async with run_server(tools, call("long"), "Done.") as server:
+async def test_a_tool_output_above_the_maximum_length_ends_the_response(tools: ServedTools) -> None:
+    async with run_server(tools, call_text("long"), "Done.") as server:
         server.services.tokenizer.max_length = 2048
         response = await create(server)
         assert (response.status, item_types(response)) == ("incomplete", ["mcp_list_tools", "mcp_call"])
@@ -397,7 +393,7 @@ async def test_an_unreachable_tool_server_is_reported_in_the_output(stream: bool
 
 
 async def test_a_call_above_the_time_limit_fails(tools: ServedTools) -> None:
-    async with run_server(tools, call("slow"), "Done.", mcp_timeout=0.4, stream_ping=0.1) as server:
+    async with run_server(tools, call_text("slow"), "Done.", mcp_timeout=0.4, stream_ping=0.1) as server:
         http_response = await server.post("/v1/responses", input="Hi", stream=True)
         assert ": ping" in http_response.text
         response = parse_events(http_response.text)[-1]["response"]
@@ -406,7 +402,7 @@ async def test_a_call_above_the_time_limit_fails(tools: ServedTools) -> None:
 
 
 async def test_tools_are_called_in_background_responses(tools: ServedTools) -> None:
-    async with run_server(tools, call("add", a=2, b=3), "5") as server:
+    async with run_server(tools, call_text("add", a=2, b=3), "5") as server:
         response = await create(server, background=True)
         async with asyncio.timeout(30):
             while (response := await server.openai.responses.retrieve(response.id)).status != "completed":
@@ -415,15 +411,18 @@ async def test_tools_are_called_in_background_responses(tools: ServedTools) -> N
 
 
 async def test_a_response_is_cancelled_during_a_call(tools: ServedTools) -> None:
-    limits = {"mcp_timeout": 1000.0, "stream_ping": 1000.0}  # only the cancellation ends the call
-    async with run_server(tools, call("slow"), "Done.", **limits) as server:
+    limits = {"mcp_timeout": 1000.0, "stream_ping": 1000.0}  # must not end before the cancellation
+    async with run_server(tools, call_text("slow"), "Done.", **limits) as server:
         response = await create(server, background=True)
         async with asyncio.timeout(30):
             while not tools.calls:
                 await asyncio.sleep(0.01)
-        cancelled = await server.openai.responses.cancel(response.id)
-        assert cancelled.status == "cancelled"
-        assert (cancelled.output[-1].type, cancelled.output[-1].status) == ("mcp_call", "incomplete")
+        cancelled_response = await server.openai.responses.cancel(response.id)
+        assert cancelled_response.status == "cancelled"
+        assert (cancelled_response.output[-1].type, cancelled_response.output[-1].status) == (
+            "mcp_call",
+            "incomplete",
+        )
         assert server.services.gate.num_active == 0
 
 
@@ -467,7 +466,7 @@ async def test_a_template_without_tools_disables_tool_servers(
         assert [message for message in caplog.messages if "tool servers" in message]
 
 
-async def test_several_models_share_the_tool_lists(tools: ServedTools) -> None:
+async def test_concurrent_requests_share_the_tool_lists(tools: ServedTools) -> None:
     async with run_server(tools, "Hi") as server:
         num_lists_before = tools.num_lists
         await asyncio.gather(*(create(server) for _ in range(4)))

@@ -33,8 +33,10 @@ async def serve_demo(**fields: Any) -> AsyncIterator[InProcessServer]:
         }
     )
     tokenizer = load_tokenizer(config)
-    work = partial(load_runtime, config)
-    async with run_in_process(work=work, tokenizer=tokenizer, pipeline_config=config) as server:
+    make_runtime = partial(load_runtime, config)
+    async with run_in_process(
+        make_runtime=make_runtime, tokenizer=tokenizer, pipeline_config=config
+    ) as server:
         tokenizer.max_length = server.services.worker.info.max_length
         yield server
 
@@ -65,20 +67,20 @@ async def test_requests_with_adapters_run_in_one_batch(adapters: list[Path]) -> 
             return [item["id"] for item in (await server.http.get("/v1/models")).json()["data"]]
 
         assert await list_models() == ["demo", "first"]
-        plain_text, first = await complete_text(server), await complete_text(server, model="first")
-        assert plain_text != first
+        plain_text, first_text = await complete_text(server), await complete_text(server, model="first")
+        assert plain_text != first_text
         load = {"lora_name": "second", "lora_path": str(adapters[1])}
         assert (await server.http.post("/v1/load_lora_adapter", json=load)).status_code == 200
         assert await list_models() == ["demo", "first", "second"]
         # All three requests run in one batch, with the same results as alone.
-        second = await complete_text(server, model="second")
-        assert second not in (plain_text, first)
+        second_text = await complete_text(server, model="second")
+        assert second_text not in (plain_text, first_text)
         batch_responses = await asyncio.gather(
             complete_text(server),
             complete_text(server, model="first"),
             complete_text(server, model="second"),
         )
-        assert batch_responses == [plain_text, first, second]
+        assert batch_responses == [plain_text, first_text, second_text]
 
         # A running request keeps its adapter after a reload.
         body = {"messages": STORY, "seed": 1, "temperature": 0, "max_tokens": 400, "ignore_eos": True}
@@ -91,8 +93,11 @@ async def test_requests_with_adapters_run_in_one_batch(adapters: list[Path]) -> 
         name = {"lora_name": "second"}
         assert (await server.http.post("/v1/unload_lora_adapter", json=name)).status_code == 200
         assert await list_models() == ["demo", "first"]
-        unloaded = await server.post("/v1/chat/completions", model="second", messages=STORY)
-        assert (unloaded.status_code, unloaded.json()["error"]["code"]) == (404, "model_not_found")
+        unloaded_response = await server.post("/v1/chat/completions", model="second", messages=STORY)
+        assert (unloaded_response.status_code, unloaded_response.json()["error"]["code"]) == (
+            404,
+            "model_not_found",
+        )
         chunks = parse_events((await running_task).text)
         assert chunks[-1] == "[DONE]"
         text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks[:-1])

@@ -20,7 +20,7 @@ CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
         ("/v1/messages", {**CHAT, "max_tokens": 9}),
     ],
 )
-async def test_the_session_is_that_of_the_header_else_the_user(path: str, body: dict[str, Any]) -> None:
+async def test_the_session_is_the_header_or_else_the_user(path: str, body: dict[str, Any]) -> None:
     worker = FakeEngine()
     user = {"metadata": {"user_id": "me"}} if path == "/v1/messages" else {"user": "me"}
     async with app_client(make_services(worker)) as client:

@@ -34,16 +34,18 @@ ROUTE = "/v1/audio/speech"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_speech(tmp_path_factory.mktemp("speech"), end=0.85, max_characters=60, voices=["amy"])
+    return write_tiny_speech(
+        tmp_path_factory.mktemp("speech"), end_logit=0.85, max_characters=60, voices=["amy"]
+    )
 
 
 def make_options(folder: Path, **fields: Any) -> dict[str, Any]:
     """Return the options of `run_in_process` for a speech model."""
-    values = {"model_path": str(folder), "served_model_name": "tiny", "kv_cache_memory": 4 << 20}
-    config = PipelineConfig.from_flat({**values, "voice": ("zoe=1,2,3",), **fields})
+    settings = {"model_path": str(folder), "served_model_name": "tiny", "kv_cache_memory": 4 << 20}
+    config = PipelineConfig.from_flat({**settings, "voice": ("zoe=1,2,3",), **fields})
     tokenizer = load_tokenizer(config, fake_codec_catalog())
-    work = partial(load_runtime, config, fake_codec_catalog())
-    return {"work": work, "tokenizer": tokenizer, "pipeline_config": config}
+    make_runtime = partial(load_runtime, config, fake_codec_catalog())
+    return {"make_runtime": make_runtime, "tokenizer": tokenizer, "pipeline_config": config}
 
 
 @asynccontextmanager
@@ -54,7 +56,7 @@ async def open_speech_server(folder: Path, **fields: Any) -> AsyncIterator[InPro
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> Iterator[Any]:
+def library_audio(folder: Path) -> Iterator[Any]:
     """Return a function that returns the PCM bytes of `LLM.speak`."""
     config = PipelineConfig.from_flat({"model_path": str(folder), "kv_cache_memory": 4 << 20})
     with LLM.from_config(config, catalog=fake_codec_catalog()) as llm:
@@ -72,31 +74,31 @@ async def synthesize(server: InProcessServer, **body: Any) -> bytes:
     return response.content
 
 
-async def test_audio_equals_that_of_the_library(folder: Path, expected: Any) -> None:
+async def test_audio_equals_that_of_the_library(folder: Path, library_audio: Any) -> None:
     async with open_speech_server(folder) as server:
         for text in ("Hello.", LONG):
             pcm = await synthesize(server, input=text, response_format="pcm")
-            assert pcm == expected(text)
+            assert pcm == library_audio(text)
             assert len(pcm) > 20
         with wave.open(io.BytesIO(await synthesize(server, response_format="wav"))) as file:
             assert file.getframerate() == RATE
-            assert file.readframes(1 << 20) == expected("Hello.")
-        assert await synthesize(server, voice="default", response_format="pcm") == expected("Hello.")
+            assert file.readframes(1 << 20) == library_audio("Hello.")
+        assert await synthesize(server, voice="default", response_format="pcm") == library_audio("Hello.")
         options = {"audio_prompt_tokens": [4, 5], "audio_prompt_transcription": "Ho"}
         cloned_audio = await synthesize(server, response_format="pcm", **options)
-        assert cloned_audio == expected("Hello.", **options) != expected("Hello.")
-        types = {
+        assert cloned_audio == library_audio("Hello.", **options) != library_audio("Hello.")
+        responses = {
             name: (await server.http.post(ROUTE, json={"input": "a", "response_format": name, **SAMPLING}))
             for name in ("wav", "pcm")
         }
-        assert {name: item.headers["content-type"] for name, item in types.items()} == {
+        assert {name: response.headers["content-type"] for name, response in responses.items()} == {
             "wav": "audio/wav",
             "pcm": "audio/pcm",
         }
 
 
 async def test_audio_bytes_are_sent_unchanged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes that are a line end of Unicode in UTF-8 text are samples in audio."""
+    """Audio bytes are not changed if they are equal to a UTF-8 line separator."""
     audio = "\u0085\u2028\u2029".encode()
     monkeypatch.setattr("penstock.serve.api.speech.AudioEncoder.add", lambda encoder, samples: audio)
     async with open_speech_server(folder) as server:
@@ -105,26 +107,26 @@ async def test_audio_bytes_are_sent_unchanged(folder: Path, monkeypatch: pytest.
             assert content.count(audio) == len(content) // len(audio) > 0
 
 
-async def test_audio_is_streamed_as_events(folder: Path, expected: Any) -> None:
+async def test_audio_is_streamed_as_events(folder: Path, library_audio: Any) -> None:
     async with open_speech_server(folder) as server:
         body = {"input": LONG, "response_format": "pcm", "stream_format": "sse", **SAMPLING}
         response = await server.http.post(ROUTE, json=body)
         assert response.headers["content-type"].startswith("text/event-stream")
         *deltas, end_event = parse_events(response.text)
         assert {delta["type"] for delta in deltas} == {"speech.audio.delta"}
-        assert b"".join(base64.b64decode(delta["audio"]) for delta in deltas) == expected(LONG)
+        assert b"".join(base64.b64decode(delta["audio"]) for delta in deltas) == library_audio(LONG)
         assert end_event["type"] == "speech.audio.done"
         usage = end_event["usage"]
         assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
-        assert usage["output_tokens"] >= len(expected(LONG)) / 2 / 8
+        assert usage["output_tokens"] >= len(library_audio(LONG)) / 2 / 8
 
 
 async def test_each_decoded_chunk_is_sent_as_an_event(
-    folder: Path, expected: Any, monkeypatch: pytest.MonkeyPatch
+    folder: Path, library_audio: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The codec decodes the next chunk only after the client has received the event of the previous one."""
+    """The codec decodes a chunk only after the client has received the event of the previous chunk."""
     text = "One sentence is this one."
-    audio, gate = expected(text), Gate()
+    audio, gate = library_audio(text), Gate()
     decode_chunks = FakeCodec.decode_chunks
 
     def decode_if_allowed(codec: FakeCodec, chunks: Any) -> Any:
@@ -187,16 +189,16 @@ _SERVERS: dict[Path, Any] = {}
 
 @asynccontextmanager
 async def _open_shared_server(folder: Path) -> AsyncIterator[InProcessServer]:
-    """Yield a server whose model is not loaded. Errors need no step of a worker."""
+    """Yield a server for requests that fail before a step. Its options are created once per folder."""
     options = _SERVERS.setdefault(folder, make_options(folder))
     async with run_in_process(**options) as server:
         yield server
 
 
-async def test_fields_with_default_values_are_accepted(folder: Path, expected: Any) -> None:
+async def test_fields_with_default_values_are_accepted(folder: Path, library_audio: Any) -> None:
     async with open_speech_server(folder) as server:
         body = {"speed": 1.0, "instructions": "", "user": "ann", "response_format": "pcm"}
-        assert await synthesize(server, **body) == expected("Hello.")
+        assert await synthesize(server, **body) == library_audio("Hello.")
 
 
 async def test_a_missing_audio_library_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +242,7 @@ async def test_an_output_without_speech_is_an_error(folder: Path) -> None:
         assert "5 tokens without a whole frame" in response.json()["error"]["message"]
 
 
-async def test_disconnects_do_not_change_other_speech_streams(folder: Path, expected: Any) -> None:
+async def test_disconnects_do_not_change_other_speech_streams(folder: Path, library_audio: Any) -> None:
     async with open_speech_server(folder) as server:
         app = server.app
         texts = [f"Hello number {i}." for i in range(16)]
@@ -251,7 +253,7 @@ async def test_disconnects_do_not_change_other_speech_streams(folder: Path, expe
         await asyncio.gather(*(stream.wait_until_ended() for stream in streams))
         for text, stream in zip(texts[1::2], streams[1::2], strict=True):
             assert stream.status == 200
-            assert stream.body == expected(text)
+            assert stream.body == library_audio(text)
         await wait_until(lambda: server.services.worker.num_outstanding == 0)
         await wait_until(lambda: server.services.worker.stats.num_used_blocks == 0)
 
@@ -279,15 +281,15 @@ async def test_speech_metrics_are_counted(folder: Path) -> None:
         assert seconds == pytest.approx(len(pcm) / 2 / RATE)
 
 
-def test_the_openai_client_plays_speech(folder: Path, expected: Any) -> None:
+def test_the_openai_client_plays_speech(folder: Path, library_audio: Any) -> None:
     with live_server(**make_options(folder)) as server:
         client = OpenAI(base_url=f"{server.url}v1", api_key="none", max_retries=0)
-        extra = {name: SAMPLING[name] for name in ("seed", "temperature", "max_tokens")}
-        request: dict[str, Any] = {"model": "tiny", "voice": "default", "extra_body": extra}
+        sampling_fields = {name: SAMPLING[name] for name in ("seed", "temperature", "max_tokens")}
+        request: dict[str, Any] = {"model": "tiny", "voice": "default", "extra_body": sampling_fields}
         with client.audio.speech.with_streaming_response.create(
             input=LONG, response_format="pcm", **request
         ) as response:
             chunks = list(response.iter_bytes())
-        assert b"".join(chunks) == expected(LONG)
+        assert b"".join(chunks) == library_audio(LONG)
         response = client.audio.speech.create(input="Hello.", response_format="wav", **request)
-        assert np.frombuffer(response.content[44:], "<i2").tobytes() == expected("Hello.")
+        assert np.frombuffer(response.content[44:], "<i2").tobytes() == library_audio("Hello.")

@@ -36,11 +36,11 @@ SCHEMA: dict[str, Any] = {
     "required": ["city", "degrees", "sky"],
     "additionalProperties": False,
 }
-STRICT: dict[str, Any] = {
+STRICT_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "get_weather", "description": "The weather", "strict": True, "parameters": SCHEMA},
 }
-LOOSE: dict[str, Any] = {
+PLAIN_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "get_time",
@@ -62,9 +62,9 @@ def make_config(**fields: Any) -> PipelineConfig:
 async def serve_demo(in_thread: bool = True, **fields: Any) -> AsyncIterator[InProcessServer]:
     config = make_config(**fields)
     tokenizer: TextTokenizer = load_tokenizer(config)
-    work = partial(load_runtime, config)
+    make_runtime = partial(load_runtime, config)
     async with run_in_process(
-        work=work, tokenizer=tokenizer, pipeline_config=config, in_thread=in_thread
+        make_runtime=make_runtime, tokenizer=tokenizer, pipeline_config=config, in_thread=in_thread
     ) as server:
         tokenizer.max_length = server.services.worker.info.max_length
         yield server
@@ -77,7 +77,7 @@ def message_text(answer: dict[str, Any]) -> str:
 
 
 async def post_stream(server: InProcessServer, **body: Any) -> dict[str, Any]:
-    """Return the message of a stream, joined from its chunks."""
+    """Post a streaming request and return the message that is joined from its chunks."""
     response = await server.post(CHAT, **{"messages": PARIS, "stream": True, **body})
     assert response.status_code == 200, response.text
     message: dict[str, Any] = {"content": "", "tool_calls": []}
@@ -91,7 +91,7 @@ async def post_stream(server: InProcessServer, **body: Any) -> dict[str, Any]:
     return message
 
 
-def first_call(answer: dict[str, Any]) -> list[dict[str, Any]]:
+def function_calls(answer: dict[str, Any]) -> list[dict[str, Any]]:
     return [call["function"] for call in answer["choices"][0]["message"]["tool_calls"]]
 
 
@@ -114,7 +114,7 @@ TAG = {
     "content": {"type": "json_schema", "json_schema": SCHEMA},
     "end": "</a>",
 }
-FORMS: list[tuple[dict[str, Any], Any]] = [
+FORMATS: list[tuple[dict[str, Any], Any]] = [
     (make_json_schema_format(), lambda text: jsonschema.validate(json.loads(text), SCHEMA)),
     ({"structured_outputs": {"json": SCHEMA}}, lambda text: jsonschema.validate(json.loads(text), SCHEMA)),
     ({"structured_outputs": {"regex": "[A-D]{3}-[0-9]{2}"}}, re.compile("[A-D]{3}-[0-9]{2}").fullmatch),
@@ -130,52 +130,57 @@ FORMS: list[tuple[dict[str, Any], Any]] = [
 ]
 
 
-async def check_forms(server: InProcessServer) -> None:
-    """Run many grammars in one batch with unconstrained requests. Streams give the same outputs."""
-    common: dict[str, Any] = {"messages": PARIS, "seed": 1, "temperature": 1.0, "max_tokens": 200}
-    other = {"messages": PARIS, "seed": 2, "max_tokens": 30}
-    single_response = await server.chat(**other)
+async def check_formats(server: InProcessServer) -> None:
+    """Check many grammars in one batch with unconstrained requests. Streams have the same text."""
+    grammar_fields: dict[str, Any] = {"messages": PARIS, "seed": 1, "temperature": 1.0, "max_tokens": 200}
+    plain_fields = {"messages": PARIS, "seed": 2, "max_tokens": 30}
+    single_response = await server.chat(**plain_fields)
     answers = await asyncio.gather(
-        *(server.chat(**common, **form) for form, _ in FORMS), *(server.chat(**other) for _ in range(2))
+        *(server.chat(**grammar_fields, **format_fields) for format_fields, _ in FORMATS),
+        *(server.chat(**plain_fields) for _ in range(2)),
     )
-    for (form, check), answer in zip(FORMS, answers, strict=False):
-        assert answer["choices"][0]["finish_reason"] == "stop", form
-        assert check(message_text(answer)) is not False, (form, message_text(answer))
-    assert {message_text(answer) for answer in answers[len(FORMS) :]} == {message_text(single_response)}
-    parts = await asyncio.gather(*(post_stream(server, **common, **form) for form, _ in FORMS))
-    assert [part["content"] for part in parts] == [message_text(answer) for answer in answers[: len(FORMS)]]
+    for (format_fields, check_text), answer in zip(FORMATS, answers, strict=False):
+        assert answer["choices"][0]["finish_reason"] == "stop", format_fields
+        assert check_text(message_text(answer)) is not False, (format_fields, message_text(answer))
+    assert {message_text(answer) for answer in answers[len(FORMATS) :]} == {message_text(single_response)}
+    streamed_messages = await asyncio.gather(
+        *(post_stream(server, **grammar_fields, **format_fields) for format_fields, _ in FORMATS)
+    )
+    assert [message["content"] for message in streamed_messages] == [
+        message_text(answer) for answer in answers[: len(FORMATS)]
+    ]
     completion = await server.complete(prompt="x", structured_outputs={"regex": "[ab]{5}"}, max_tokens=20)
     assert re.fullmatch("[ab]{5}", completion["choices"][0]["text"])
 
 
 async def check_tools(server: InProcessServer) -> None:
-    """Check forced calls, strict calls with the choice "auto", and calls or JSON."""
-    tools = {"tools": [STRICT, LOOSE], "messages": PARIS, "seed": 1, "max_tokens": 200}
+    """Check forced calls, strict calls with the choice "auto", and a choice of a call or JSON."""
+    tools = {"tools": [STRICT_TOOL, PLAIN_TOOL], "messages": PARIS, "seed": 1, "max_tokens": 200}
     tool_choice = {"type": "function", "function": {"name": "get_weather"}}
     choices: list[Any] = ["required", tool_choice]
     for temperature in (0, 1):
         for choice in choices:
             body = {**tools, "tool_choice": choice, "temperature": temperature, "parallel_tool_calls": False}
             answer = await server.chat(**body)
-            [call] = first_call(answer)
-            schema = SCHEMA if call["name"] == "get_weather" else LOOSE["function"]["parameters"]
+            [call] = function_calls(answer)
+            schema = SCHEMA if call["name"] == "get_weather" else PLAIN_TOOL["function"]["parameters"]
             jsonschema.validate(json.loads(call["arguments"]), schema)
             assert (await post_stream(server, **body))["tool_calls"] == [call]
     answer = await server.chat(**tools, temperature=0)
-    [call] = first_call(answer)
+    [call] = function_calls(answer)
     jsonschema.validate(json.loads(call["arguments"]), SCHEMA)
     assert json.loads(call["arguments"])["city"] == "Paris"
     assert answer["choices"][0]["finish_reason"] == "tool_calls"
     assert (await post_stream(server, **tools, temperature=0))["tool_calls"] == [call]
     body = {**tools, "messages": [user_message("Hi")], "temperature": 0}
     assert message_text(await server.chat(**body)) == message_text(
-        await server.chat(**{**body, "tools": [without_strict(STRICT), LOOSE]})
+        await server.chat(**{**body, "tools": [without_strict(STRICT_TOOL), PLAIN_TOOL]})
     )
 
     call_or_json = await server.chat(**tools, temperature=0, response_format={"type": "json_object"})
     message = call_or_json["choices"][0]["message"]
     if message.get("tool_calls"):
-        jsonschema.validate(json.loads(first_call(call_or_json)[0]["arguments"]), SCHEMA)
+        jsonschema.validate(json.loads(function_calls(call_or_json)[0]["arguments"]), SCHEMA)
     else:
         assert isinstance(json.loads(message["content"]), dict)
 
@@ -213,17 +218,17 @@ async def check_errors(server: InProcessServer) -> None:
             "did you mean schema?",
         ),
     ]
-    for form, param, words in refused_requests:
+    for format_fields, param, error_text in refused_requests:
         for stream in (False, True):
-            error = await server.expect_refusal(CHAT, messages=PARIS, stream=stream, **form)
+            error = await server.expect_refusal(CHAT, messages=PARIS, stream=stream, **format_fields)
             assert error["param"] == param
-            assert words in error["message"]
-    for form in (
+            assert error_text in error["message"]
+    for format_fields in (
         {"structured_outputs": {"grammar": "root ::= ("}},
         {"structured_outputs": {"structural_tag": {"type": "structural_tag", "format": {"type": "no"}}}},
     ):
-        for stream in (False, True):  # detected during compilation
-            response = await server.post(CHAT, messages=PARIS, stream=stream, **form)
+        for stream in (False, True):  # compilation detects these errors
+            response = await server.post(CHAT, messages=PARIS, stream=stream, **format_fields)
             assert response.status_code == 400, response.text
             assert "not valid" in response.text or "no format 'no'" in response.text, response.json()[
                 "error"
@@ -233,7 +238,7 @@ async def check_errors(server: InProcessServer) -> None:
 
 async def test_the_embedded_model_follows_grammars() -> None:
     async with serve_demo() as server:
-        await check_forms(server)
+        await check_formats(server)
         await check_tools(server)
         await check_errors(server)
         await check_openai_parse_helpers(server)
@@ -242,57 +247,68 @@ async def test_the_embedded_model_follows_grammars() -> None:
 
 async def test_a_worker_process_follows_grammars() -> None:
     async with serve_demo(in_thread=False) as server:
-        await check_forms(server)
+        await check_formats(server)
         await check_tools(server)
         await check_errors(server)
 
 
 async def check_with_other_fields(server: InProcessServer) -> None:
-    """Check that other fields do not change where a grammar ends.
+    """Check that an output ends at the end of its grammar, whatever the other request fields are.
 
-    A request that allows no token ends with an error.
+    If a request allows no token of the grammar, the response is an error.
     """
-    choice = {"structured_outputs": {"choice": ["yes", "no"]}}
-    short = {"messages": PARIS, "max_tokens": 50, **choice}
+    choice_format = {"structured_outputs": {"choice": ["yes", "no"]}}
+    fields = {"messages": PARIS, "max_tokens": 50, **choice_format}
     results = await asyncio.gather(
         server.chat(messages=PARIS, seed=5, max_tokens=30),
-        server.chat(**short, min_tokens=20),
-        server.chat(**short, logit_bias={"5": 100}),
-        server.chat(**short, n=3, logprobs=True, top_logprobs=2, temperature=1),
-        server.post(CHAT, **short, ignore_eos=True),
-        server.post(CHAT, **short, allowed_token_ids=[5, 6]),
-        server.post(CHAT, **short, allowed_token_ids=[5, 6], stream=True),
-        server.chat(**short, allowed_token_ids=server.services.tokenizer.encode_text("yes", False).tolist()),
+        server.chat(**fields, min_tokens=20),
+        server.chat(**fields, logit_bias={"5": 100}),
+        server.chat(**fields, n=3, logprobs=True, top_logprobs=2, temperature=1),
+        server.post(CHAT, **fields, ignore_eos=True),
+        server.post(CHAT, **fields, allowed_token_ids=[5, 6]),
+        server.post(CHAT, **fields, allowed_token_ids=[5, 6], stream=True),
+        server.chat(**fields, allowed_token_ids=server.services.tokenizer.encode_text("yes", False).tolist()),
     )
-    text, late, biased, several, endless, stuck, stuck_stream, allowed = results
-    assert message_text(allowed) == "yes"
-    assert message_text(text) == message_text(await server.chat(messages=PARIS, seed=5, max_tokens=30))
-    for answer in (late, biased):
+    (
+        plain_answer,
+        min_tokens_answer,
+        bias_answer,
+        three_choices,
+        ignore_eos_response,
+        stuck_response,
+        stuck_stream,
+        allowed_answer,
+    ) = results
+    assert message_text(allowed_answer) == "yes"
+    assert message_text(plain_answer) == message_text(
+        await server.chat(messages=PARIS, seed=5, max_tokens=30)
+    )
+    for answer in (min_tokens_answer, bias_answer):
         assert message_text(answer) in ("yes", "no")
         assert answer["choices"][0]["finish_reason"] == "stop"
-    for item in several["choices"]:
+    for item in three_choices["choices"]:
         assert item["message"]["content"] in ("yes", "no")
         scores = item["logprobs"]["content"]
         assert "".join(score["token"] for score in scores) == item["message"]["content"]
         assert all(len(score["top_logprobs"]) == 2 for score in scores)
-    assert endless.status_code == 400
-    assert "ignore_eos" in endless.json()["error"]["message"]
-    assert stuck.status_code == 400, stuck.text
-    for response in (stuck, stuck_stream):
+    assert ignore_eos_response.status_code == 400
+    assert "ignore_eos" in ignore_eos_response.json()["error"]["message"]
+    assert stuck_response.status_code == 400, stuck_response.text
+    for response in (stuck_response, stuck_stream):
         assert "the grammar allows none of the tokens that" in response.text
 
 
-async def test_grammar_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    released = threading.Event()
+async def test_the_size_and_compile_time_of_grammars_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_compile = threading.Event()
 
-    def slow(grammar: Grammar, **options: Any) -> sources.GrammarSource:
-        released.wait(60)
+    def compile_slowly(grammar: Grammar, **options: Any) -> sources.GrammarSource:
+        may_compile.wait(60)
         return sources.grammar_source(grammar, **options)
 
-    monkeypatch.setattr(llguidance_backend, "grammar_source", slow)
+    monkeypatch.setattr(llguidance_backend, "grammar_source", compile_slowly)
     async with serve_demo(max_grammar_size=1500, grammar_compile_timeout=0.05) as server:
-        long = {"structured_outputs": {"choice": ["a" * 3000]}}
-        error = await server.expect_refusal(CHAT, messages=PARIS, **long)
+        long_choice = {"structured_outputs": {"choice": ["a" * 3000]}}
+        error = await server.expect_refusal(CHAT, messages=PARIS, **long_choice)
         assert "the maximum is 1500" in error["message"]
         assert error["param"] == "structured_outputs.choice"
         wide_schema = {"type": "object", "properties": {"x": {"enum": ["the " * 400]}}}
@@ -300,16 +316,19 @@ async def test_grammar_limits(monkeypatch: pytest.MonkeyPatch) -> None:
         error = await server.expect_refusal(
             CHAT, messages=PARIS, tools=[{"type": "function", "function": function}]
         )
-        assert error["param"] == "tools[0].function.parameters", "checked before parsing"
+        assert error["param"] == "tools[0].function.parameters", "the size is checked before parsing"
         assert "the maximum is 1500" in error["message"]
-        tools = [{**STRICT, "function": {**STRICT["function"], "name": f"f{index}"}} for index in range(6)]
+        tools = [
+            {**STRICT_TOOL, "function": {**STRICT_TOOL["function"], "name": f"f{index}"}}
+            for index in range(6)
+        ]
         error = await server.expect_refusal(CHAT, messages=PARIS, tools=tools, tool_choice="required")
         assert error["param"] == "tools"
         for stream in (False, True):
-            form = {"structured_outputs": {"regex": "ab"}}
-            error = await server.expect_refusal(CHAT, messages=PARIS, stream=stream, **form)
+            regex_format = {"structured_outputs": {"regex": "ab"}}
+            error = await server.expect_refusal(CHAT, messages=PARIS, stream=stream, **regex_format)
             assert "within 0.05 s" in error["message"]
-        released.set()
+        may_compile.set()
 
 
 async def test_reasoning_precedes_formatted_output(tmp_path: Any) -> None:

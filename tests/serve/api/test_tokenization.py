@@ -28,14 +28,16 @@ async def test_tokenize_returns_ids_and_count() -> None:
             "tokens": [110, 195, 169, 256],
             "token_strs": None,
         }
-        texts = (await server.http.post("/tokenize", json={"prompt": "né", "return_token_strs": True})).json()
-        assert texts["token_strs"] == ["n", "\ufffd", "\ufffd"]
-        long = (await server.post("/tokenize", prompt="x" * 5000)).json()
-        assert long["count"] == 5000  # longer than the maximum length, which is allowed here
-        chat = (
+        token_texts = (
+            await server.http.post("/tokenize", json={"prompt": "né", "return_token_strs": True})
+        ).json()
+        assert token_texts["token_strs"] == ["n", "\ufffd", "\ufffd"]
+        long_response = (await server.post("/tokenize", prompt="x" * 5000)).json()
+        assert long_response["count"] == 5000  # this route has no maximum length
+        chat_response = (
             await server.post("/tokenize", messages=[user_message("x" * 5000)], add_generation_prompt=False)
         ).json()
-        assert chat["count"] == 5006
+        assert chat_response["count"] == 5006
         tools = [{"type": "function", "function": {"name": "f"}}]
         assert (await server.post("/tokenize", messages=[user_message("x")], tools=tools)).json()[
             "count"
@@ -105,17 +107,17 @@ def test_chat_log_probabilities_contain_texts_and_bytes_of_tokens() -> None:
 def test_completion_log_probabilities_contain_texts_and_offsets_of_tokens() -> None:
     tokenizer = FakeTokenizer()
     scores = CompletionScores(tokenizer, TokenFragments(tokenizer), num_top=1)
-    first = decode_parts(scores.parts([110, 256], [None, -3.0], [None, {97: -1.0, 256: -3.0}]))
-    assert first == {
+    first_part = decode_parts(scores.parts([110, 256], [None, -3.0], [None, {97: -1.0, 256: -3.0}]))
+    assert first_part == {
         "text_offset": [0, 1],
         "token_logprobs": [None, -3.0],
         "tokens": ["n", "<|end|>"],
         "top_logprobs": [None, {"a": -1.0, "<|end|>": -3.0}],
     }
     rows = [{195: 0.0}, {169: 0.0}, {98: 0.0}]
-    second = decode_parts(scores.parts([195, 169, 98], [0.0, 0.0, 0.0], rows))
-    assert second["text_offset"] == [1, 2, 2]
-    assert second["tokens"] == ["bytes:\\xc3", "bytes:\\xa9", "b"]
+    second_part = decode_parts(scores.parts([195, 169, 98], [0.0, 0.0, 0.0], rows))
+    assert second_part["text_offset"] == [1, 2, 2]
+    assert second_part["tokens"] == ["bytes:\\xc3", "bytes:\\xa9", "b"]
 
 
 DEMO = Path(penstock.__file__).parent / "demo"
@@ -141,15 +143,17 @@ def test_the_bytes_of_published_tokenizers_join_to_the_text(name: str, shared_da
 
 
 def test_the_variables_of_a_template_are_found() -> None:
-    def template(source: str) -> ChatTemplate:
+    def make_template(source: str) -> ChatTemplate:
         return ChatTemplate({"default": source}, {}, "test")
 
-    assert template("{% if m.role == 'developer' %}{% endif %}").mentions("developer")
-    assert not template("{{ developers }}").mentions("developer")
-    calls = "{% for c in m.tool_calls or [] %}{{ 'x' + c.function.arguments }}{% endfor %}"
-    joining = f"{{% for m in messages %}}{calls}{{% endfor %}}"
-    assert not template(joining).takes_argument_objects
-    assert template(joining.replace("arguments", "arguments | tojson")).takes_argument_objects
+    assert make_template("{% if m.role == 'developer' %}{% endif %}").mentions("developer")
+    assert not make_template("{{ developers }}").mentions("developer")
+    concatenated_calls = "{% for c in m.tool_calls or [] %}{{ 'x' + c.function.arguments }}{% endfor %}"
+    concatenating_template = f"{{% for m in messages %}}{concatenated_calls}{{% endfor %}}"
+    assert not make_template(concatenating_template).takes_argument_objects
+    assert make_template(
+        concatenating_template.replace("arguments", "arguments | tojson")
+    ).takes_argument_objects
     assert TextTokenizer(DEMO).template_takes_argument_objects
     assert FakeTokenizer().template_mentions("message")
     assert not FakeTokenizer(template=None).template_mentions("message")

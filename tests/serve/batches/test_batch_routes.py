@@ -18,8 +18,8 @@ from penstock.serve.batches.batch_manager import BatchManager
 from penstock.testing import FakePipeline
 
 
-def make_request_lines(count: int, **more: Any) -> bytes:
-    body = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], **more}
+def make_request_lines(count: int, **fields: Any) -> bytes:
+    body = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], **fields}
     return b"".join(
         json.dumps(
             {"custom_id": f"n{i}", "method": "POST", "url": "/v1/chat/completions", "body": body}
@@ -37,9 +37,9 @@ async def start_batch(server: InProcessServer, data: bytes, endpoint: Any = "/v1
     )
 
 
-async def wait_until_ended(server: InProcessServer, name: str) -> Any:
+async def wait_until_ended(server: InProcessServer, batch_id: str) -> Any:
     async with asyncio.timeout(30):
-        while (batch := await server.openai.batches.retrieve(name)).status in (
+        while (batch := await server.openai.batches.retrieve(batch_id)).status in (
             "validating",
             "in_progress",
             "cancelling",
@@ -58,9 +58,9 @@ async def test_a_batch_writes_results_and_errors(tmp_path: Path) -> None:
     async with run_in_process(state_dir=str(tmp_path)) as server:
         client = server.openai
         data = make_request_lines(3) + make_request_lines(1, colour=1).replace(b'"n0"', b'"bad"') + b"{}\n"
-        created = await start_batch(server, data)
-        assert (created.status, created.metadata) == ("validating", {"a": "b"})
-        batch = await wait_until_ended(server, created.id)
+        new_batch = await start_batch(server, data)
+        assert (new_batch.status, new_batch.metadata) == ("validating", {"a": "b"})
+        batch = await wait_until_ended(server, new_batch.id)
         assert (batch.status, batch.request_counts.to_dict()) == (
             "completed",
             {"total": 5, "completed": 3, "failed": 2},
@@ -88,13 +88,13 @@ async def test_a_batch_writes_results_and_errors(tmp_path: Path) -> None:
 
 
 async def test_a_batch_continues_after_a_restart(tmp_path: Path) -> None:
-    slow = FakePipeline.answering(lambda prompt: "x" * 2000)
-    async with run_in_process(slow, max_batch_size=2, state_dir=str(tmp_path)) as server:
-        created = await start_batch(server, make_request_lines(9, max_tokens=60))
+    long_pipeline = FakePipeline.answering(lambda prompt: "x" * 2000)
+    async with run_in_process(long_pipeline, max_batch_size=2, state_dir=str(tmp_path)) as server:
+        new_batch = await start_batch(server, make_request_lines(9, max_tokens=60))
         async with asyncio.timeout(30):
             while (
                 server.services.states.of(BatchManager)
-                .current_state({"id": created.id})
+                .current_state({"id": new_batch.id})
                 .get("request_counts", {})
                 .get("completed", 0)
                 < 3
@@ -103,32 +103,32 @@ async def test_a_batch_continues_after_a_restart(tmp_path: Path) -> None:
         server.services.gate.close()
         await asyncio.sleep(0.1)
     result_files = list((tmp_path / "files").glob("*.jsonl"))
-    num_first = sum(path.read_text().count('"batch_req_') for path in result_files)
-    assert 3 <= num_first < 9
+    num_results_before = sum(path.read_text().count('"batch_req_') for path in result_files)
+    assert 3 <= num_results_before < 9
     async with run_in_process(state_dir=str(tmp_path)) as server:
-        server.services.states.of(BatchManager).start()  # as a restarted server does
-        batch = await wait_until_ended(server, created.id)
+        server.services.states.of(BatchManager).start()  # continues the batches, as at the start of a server
+        batch = await wait_until_ended(server, new_batch.id)
         assert (batch.status, batch.request_counts.completed) == ("completed", 9)
         results = await read_results(server, batch.output_file_id)
         texts = [value["response"]["body"]["choices"][0]["message"]["content"] for value in results.values()]
-        assert (texts.count("x" * 60), texts.count("Hello!")) == (num_first, 9 - num_first)
+        assert (texts.count("x" * 60), texts.count("Hello!")) == (num_results_before, 9 - num_results_before)
 
 
 async def test_a_batch_can_be_cancelled(tmp_path: Path) -> None:
     def choose(context: TextContext) -> int:
-        time.sleep(0.005)  # the requests must run until they are cancelled: 2,048 tokens take 10 s
+        time.sleep(0.005)  # 2,048 tokens take 10 s, so that requests run until they are cancelled
         return ord("x")
 
     async with run_in_process(FakePipeline(choose), state_dir=str(tmp_path)) as server:
-        first, second = (
+        first_batch, second_batch = (
             await start_batch(server, make_request_lines(2)),
             await start_batch(server, make_request_lines(1)),
         )
-        for created in (second, first):
-            cancelled = await server.openai.batches.cancel(created.id)
-            assert cancelled.status == "cancelling"
-        for created in (first, second):
-            batch = await wait_until_ended(server, created.id)
+        for new_batch in (second_batch, first_batch):
+            cancelled_batch = await server.openai.batches.cancel(new_batch.id)
+            assert cancelled_batch.status == "cancelling"
+        for new_batch in (first_batch, second_batch):
+            batch = await wait_until_ended(server, new_batch.id)
             assert (batch.status, batch.output_file_id) == ("cancelled", None)
         assert server.services.worker.num_outstanding == 0
 
@@ -151,11 +151,11 @@ async def test_invalid_files_and_batches_are_refused(tmp_path: Path) -> None:
         client = server.openai.with_options(api_key="one")
         with pytest.raises(openai.BadRequestError, match="purpose must be batch"):
             await client.files.create(file=b"x", purpose="vision")
-        with pytest.raises(openai.APIStatusError) as long:
+        with pytest.raises(openai.APIStatusError) as size_error:
             await client.files.create(file=b"x" * 4000, purpose="batch")
-        assert long.value.status_code == 413
+        assert size_error.value.status_code == 413
         headers = {"authorization": "Bearer one"}
-        for data, kind, status in (
+        for data, media_type, status in (
             (b"", "multipart/form-data; boundary=x", 400),
             (b"--x\r\n", "multipart/form-data; boundary=x", 400),
             (
@@ -166,7 +166,7 @@ async def test_invalid_files_and_batches_are_refused(tmp_path: Path) -> None:
             (b"{}", "application/json", 415),
         ):
             refused_response = await server.http.post(
-                "/v1/files", content=data, headers={**headers, "content-type": kind}
+                "/v1/files", content=data, headers={**headers, "content-type": media_type}
             )
             assert refused_response.status_code == status, data
         file = await client.files.create(file=make_request_lines(1) + make_request_lines(1), purpose="batch")
@@ -178,11 +178,11 @@ async def test_invalid_files_and_batches_are_refused(tmp_path: Path) -> None:
         other_client = server.openai.with_options(api_key="two")
         with pytest.raises(openai.NotFoundError):
             await other_client.files.retrieve(file.id)
-        created = await client.batches.create(
+        new_batch = await client.batches.create(
             input_file_id=file.id, endpoint="/v1/chat/completions", **fields
         )
         async with asyncio.timeout(30):
-            while (batch := await client.batches.retrieve(created.id)).status != "failed":
+            while (batch := await client.batches.retrieve(new_batch.id)).status != "failed":
                 await asyncio.sleep(0.02)
         assert batch.errors is not None
         assert "two lines have the custom_id 'n0'" in str(batch.errors.data)
@@ -193,9 +193,13 @@ async def test_invalid_files_and_batches_are_refused(tmp_path: Path) -> None:
 
 
 def make_form_part(name: str, content: bytes, **parameters: str) -> bytes:
-    """Return a part of a form with the boundary ``x``."""
-    more = "".join(f'; {key}="{value}"' for key, value in parameters.items())
-    return f'--x\r\nContent-Disposition: form-data; name="{name}"{more}\r\n\r\n'.encode() + content + b"\r\n"
+    """Return a part of a multipart form whose boundary is ``x``."""
+    parameter_text = "".join(f'; {key}="{value}"' for key, value in parameters.items())
+    return (
+        f'--x\r\nContent-Disposition: form-data; name="{name}"{parameter_text}\r\n\r\n'.encode()
+        + content
+        + b"\r\n"
+    )
 
 
 PURPOSE = make_form_part("purpose", b"batch")
@@ -228,11 +232,11 @@ async def test_malformed_forms_are_refused(tmp_path: Path, message: str) -> None
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
 async def test_a_form_in_small_chunks_is_parsed(tmp_path: Path, size: int) -> None:
-    form = FILE + PURPOSE + b"--x--\r\n"
+    form_data = FILE + PURPOSE + b"--x--\r\n"
 
     async def send_chunks() -> AsyncIterator[bytes]:
-        for start in range(0, len(form), size):
-            yield form[start : start + size]
+        for start in range(0, len(form_data), size):
+            yield form_data[start : start + size]
 
     async with run_in_process(state_dir=str(tmp_path)) as server:
         response = await server.http.post(
@@ -246,7 +250,7 @@ async def test_a_form_in_small_chunks_is_parsed(tmp_path: Path, size: int) -> No
 
 async def test_a_line_for_another_endpoint_than_the_batch_fails(tmp_path: Path) -> None:
     async with run_in_process(state_dir=str(tmp_path)) as server:
-        created = await start_batch(server, make_request_lines(1), "/v1/responses")
-        batch = await wait_until_ended(server, created.id)
+        new_batch = await start_batch(server, make_request_lines(1), "/v1/responses")
+        batch = await wait_until_ended(server, new_batch.id)
         assert batch.request_counts.failed == 1
         assert (await read_results(server, batch.error_file_id))["n0"]["error"]["code"] == "mismatched_url"

@@ -1,4 +1,4 @@
-"""`BatchRunner`: the lines of a batch are sent to the routes of the server."""
+"""`BatchDispatcher`: it sends the lines of a batch to the routes of the server."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ def parse_requests(*lines: bytes) -> Iterator[BatchRequest | InvalidLine]:
 async def run(
     server: InProcessServer, lines: Iterable[BatchRequest | InvalidLine], concurrency: int = 4
 ) -> tuple[dict[str, Any], list[tuple[bool, int]]]:
-    """Return the results by custom_id, and the reports of each result."""
-    results, reports = {}, []
+    """Return the results by custom_id, and for each result its success and its number of tokens."""
+    results, successes_and_tokens = {}, []
 
     def store_result(result: bytes, has_succeeded: bool, num_tokens: int) -> None:
         decoded_result = json.loads(result)
         results[decoded_result["custom_id"]] = decoded_result
-        reports.append((has_succeeded, num_tokens))
+        successes_and_tokens.append((has_succeeded, num_tokens))
 
     app = server.app
     runner = BatchDispatcher(app, concurrency, is_stopping=lambda: False, on_result=store_result)
     await runner.run(iter(lines))
-    return results, reports
+    return results, successes_and_tokens
 
 
 async def test_a_result_is_one_line_for_readers_that_split_at_unicode_line_ends() -> None:
@@ -71,7 +71,7 @@ async def test_a_result_is_one_line_for_readers_that_split_at_unicode_line_ends(
 
 async def test_valid_and_invalid_lines_have_results() -> None:
     async with run_in_process() as server:
-        results, reports = await run(
+        results, successes_and_tokens = await run(
             server,
             parse_requests(
                 make_request_line("chat"),
@@ -102,7 +102,10 @@ async def test_valid_and_invalid_lines_have_results() -> None:
     assert "url is '/v1/files'" in errors["url"]
     assert errors["line-9"] == "line 9 is not a JSON object"
     assert errors["line-8"].startswith("line 8: ")
-    assert (sum(good for good, _ in reports), sum(num for _, num in reports)) == (3, 7 + 3 + 7)
+    assert (
+        sum(has_succeeded for has_succeeded, _ in successes_and_tokens),
+        sum(num_tokens for _, num_tokens in successes_and_tokens),
+    ) == (3, 7 + 3 + 7)
 
 
 async def test_batches_need_no_key_and_have_the_lowest_priority() -> None:
@@ -116,7 +119,7 @@ async def test_batches_need_no_key_and_have_the_lowest_priority() -> None:
         assert other_response.status_code == 401
 
 
-async def test_the_runner_waits_for_a_full_queue() -> None:
+async def test_the_dispatcher_waits_while_the_queue_is_full() -> None:
     async with run_in_process(max_queue_size=1, max_batch_size=1) as server:
         results, _ = await run(
             server, parse_requests(*[make_request_line(f"n{index}") for index in range(12)]), concurrency=12
@@ -152,12 +155,12 @@ async def test_cancelling_a_batch_cancels_its_requests() -> None:
 
 
 def test_lines_with_a_result_are_not_run_again(tmp_path: Path) -> None:
-    input_path, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    input_path, results_path = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     input_path.write_bytes(b"\n".join([make_request_line("a"), b"", make_request_line("b"), b"{}"]) + b"\n")
-    assert finished_ids(results) == set()
-    results.write_text('{"custom_id": "a", "response": null}\n{"custom_id": "b", "resp')
-    assert finished_ids(results) == {"a"}
-    assert results.read_text() == '{"custom_id": "a", "response": null}\n'
+    assert finished_ids(results_path) == set()
+    results_path.write_text('{"custom_id": "a", "response": null}\n{"custom_id": "b", "resp')
+    assert finished_ids(results_path) == {"a"}
+    assert results_path.read_text() == '{"custom_id": "a", "response": null}\n'
     remaining_ids = [
         request.custom_id for request in remaining_lines(read_lines(input_path, 100, 100), {"a"})
     ]
@@ -166,6 +169,6 @@ def test_lines_with_a_result_are_not_run_again(tmp_path: Path) -> None:
     input_path.write_bytes(make_request_line("a") + b"\n" + make_request_line("a"))
     with pytest.raises(InputError, match="two lines have the custom_id 'a'"):
         check_unique(read_lines(input_path, 100, 100))
-    results.write_text("text\n")
+    results_path.write_text("text\n")
     with pytest.raises(InputError, match="is not the result of a batch"):
-        finished_ids(results)
+        finished_ids(results_path)

@@ -1,4 +1,4 @@
-"""A batch of a server that is killed and restarted: each request has one result."""
+"""If the server is killed and restarted during a batch, each request of the batch has one result."""
 
 from __future__ import annotations
 

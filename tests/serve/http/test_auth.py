@@ -41,12 +41,12 @@ def test_valid_keys_are_accepted(header: bytes) -> None:
     ],
 )
 def test_invalid_keys_are_refused(headers: list[tuple[bytes, bytes]]) -> None:
-    with pytest.raises(RequestProblem) as caught:
+    with pytest.raises(RequestProblem) as exc_info:
         ApiKeys(KEYS).check(headers)
-    assert caught.value.status_code == 401
-    assert caught.value.headers is not None
-    assert caught.value.headers["www-authenticate"].startswith("Bearer")
-    assert "one" not in caught.value.message.replace("one of this server's", "")
+    assert exc_info.value.status_code == 401
+    assert exc_info.value.headers is not None
+    assert exc_info.value.headers["www-authenticate"].startswith("Bearer")
+    assert "one" not in exc_info.value.message.replace("one of this server's", "")
 
 
 def test_without_keys_every_client_is_accepted() -> None:
@@ -64,6 +64,6 @@ async def test_the_server_requires_a_key() -> None:
     assert without_key.json()["error"]["code"] == "missing_api_key"
     assert invalid_response.json()["error"]["code"] == "invalid_api_key"
     assert invalid_response.headers["www-authenticate"].startswith("Bearer")
-    assert unknown_route.status_code == 401  # unknown routes require a key too
+    assert unknown_route.status_code == 401  # unknown routes also require a key
     assert valid_response.status_code == 404
     assert [probe.status_code for probe in probes] == [200] * 4

@@ -1,4 +1,4 @@
-"""Request bodies: limits, strict JSON, and no internal error for any body."""
+"""Request bodies: size and time limits, and strict JSON. No body causes an internal error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.serve.http.problems import RequestProblem
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    lambda children: st.lists(children) | st.dictionaries(st.text(), children),
 )
 
 
@@ -61,11 +61,11 @@ INVALID_BODIES = {
 
 @pytest.mark.parametrize(("body", "message"), INVALID_BODIES.values(), ids=INVALID_BODIES.keys())
 def test_invalid_bodies_are_refused_with_the_reason(body: bytes, message: str) -> None:
-    with pytest.raises(RequestProblem) as caught:
+    with pytest.raises(RequestProblem) as exc_info:
         decode_json(body)
-    assert caught.value.status_code == 400
-    assert caught.value.code == "invalid_json"
-    assert message in caught.value.message
+    assert exc_info.value.status_code == 400
+    assert exc_info.value.code == "invalid_json"
+    assert message in exc_info.value.message
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ async def test_requests_with_invalid_bodies_get_400(path: str, body: bytes, mess
 
 
 async def test_a_body_of_the_maximum_size_is_accepted() -> None:
-    body = json.dumps({"a": "b" * 100_000}).encode()  # decoded in a separate process
+    body = json.dumps({"a": "b" * 100_000}).encode()  # so large that a separate process decodes it
     async with app_client(make_services(max_body_size=len(body)), echo_body()) as client:
         assert (await post(client, body)).json() == {"a": "b" * 100_000}
     async with app_client(make_services(max_body_size=len(body) - 1), echo_body()) as client:
@@ -120,28 +120,28 @@ async def test_a_body_of_the_maximum_size_is_accepted() -> None:
 async def test_the_number_of_concurrent_large_bodies_is_limited() -> None:
     services = make_services()
     services.large_bodies.acquire()
-    long = json.dumps({"a": "b" * 600_000}).encode()
+    large_body = json.dumps({"a": "b" * 600_000}).encode()
     async with app_client(services, echo_body()) as client:
-        assert (await post(client, long, path="/raw")).status_code == 200
+        assert (await post(client, large_body, path="/raw")).status_code == 200
         while services.large_bodies.num_active < 8:
             services.large_bodies.acquire()
-        refused_response = await post(client, long, path="/raw")
+        refused_response = await post(client, large_body, path="/raw")
         assert (refused_response.status_code, refused_response.headers["retry-after"]) == (429, "5")
-        assert (await post(client, b"{}", path="/raw")).status_code == 200, "short bodies need no slot"
+        assert (await post(client, b"{}", path="/raw")).status_code == 200, "small bodies need no slot"
         services.large_bodies.release()
-        assert (await post(client, long, path="/raw")).status_code == 200
-        assert (await post(client, b"[" + long, path="/raw")).status_code == 400
+        assert (await post(client, large_body, path="/raw")).status_code == 200
+        assert (await post(client, b"[" + large_body, path="/raw")).status_code == 400
         assert services.large_bodies.num_active == 7, "each request releases its slot, even if it is refused"
 
 
 async def test_the_size_limit_applies_while_a_body_arrives() -> None:
-    """A body without Content-Length is refused before its end."""
-    sent = 0
+    """A body without Content-Length is refused when the received bytes exceed the limit."""
+    num_sent_bytes = 0
 
     async def send_chunks() -> AsyncIterator[bytes]:
-        nonlocal sent
+        nonlocal num_sent_bytes
         while True:
-            sent += 1000
+            num_sent_bytes += 1000
             yield b"a" * 1000
 
     async with app_client(make_services(max_body_size=10_000), echo_body()) as client:
@@ -149,21 +149,21 @@ async def test_the_size_limit_applies_while_a_body_arrives() -> None:
             "/echo", content=send_chunks(), headers={"content-type": "application/json"}
         )
     assert response.status_code == 413
-    assert sent < 13_000
+    assert num_sent_bytes < 13_000
 
 
 async def test_a_body_with_a_too_large_content_length_is_not_read() -> None:
-    sent = 0
+    num_sent_chunks = 0
 
     async def send_chunks() -> AsyncIterator[bytes]:
-        nonlocal sent
-        sent += 1
+        nonlocal num_sent_chunks
+        num_sent_chunks += 1
         yield b"{}"
 
     headers = {"content-type": "application/json", "content-length": "10001"}
     async with app_client(make_services(max_body_size=10_000), echo_body()) as client:
         response = await client.post("/echo", content=send_chunks(), headers=headers)
-    assert (response.status_code, sent) == (413, 0)
+    assert (response.status_code, num_sent_chunks) == (413, 0)
 
 
 async def test_a_body_that_is_not_received_in_time_gets_408() -> None:
@@ -205,7 +205,7 @@ async def test_only_json_media_types_are_accepted(media_type: str, status: int) 
 
 
 async def test_a_body_without_a_content_type_is_refused() -> None:
-    """Pages of other sites can send such requests without a preflight request."""
+    """A page of another site can send a request without a media type without a preflight request."""
     async with app_client(make_services(), echo_body()) as client:
         response = await client.post("/raw", content=b'{"a": 1}')
     assert response.status_code == 415

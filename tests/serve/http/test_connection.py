@@ -1,4 +1,4 @@
-"""Connections at the level of bytes: framing, pipelining, half-closed clients, and closing."""
+"""HTTP connections, tested with raw bytes: framing, pipelining, half-closed clients, and closing."""
 
 from __future__ import annotations
 
@@ -32,46 +32,46 @@ def _parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         pytest.importorskip("httptools")
 
 
-class App:
+class EchoApp:
     """An application that answers with the path and the length of the body.
 
-    The path selects the behaviour.
+    Words in the path select its behaviour: early, wait, stream, close.
     """
 
     def __init__(self) -> None:
         self.paths: list[str] = []
         self.may_continue = asyncio.Event()
-        self.disconnects = 0
+        self.num_disconnects = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
         self.paths.append(path)
-        size = 0
+        num_body_bytes = 0
         if "early" not in path:
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
-                    self.disconnects += 1
+                    self.num_disconnects += 1
                     return
-                size += len(message.get("body", b""))
+                num_body_bytes += len(message.get("body", b""))
                 if not message.get("more_body", False):
                     break
         if "wait" in path:
-            leaving = asyncio.ensure_future(receive())
-            waiting = asyncio.ensure_future(self.may_continue.wait())
-            await asyncio.wait((leaving, waiting), return_when=asyncio.FIRST_COMPLETED)
-            waiting.cancel()
-            if leaving.done():
-                self.disconnects += 1
+            disconnect_task = asyncio.ensure_future(receive())
+            continue_task = asyncio.ensure_future(self.may_continue.wait())
+            await asyncio.wait((disconnect_task, continue_task), return_when=asyncio.FIRST_COMPLETED)
+            continue_task.cancel()
+            if disconnect_task.done():
+                self.num_disconnects += 1
                 return
-            leaving.cancel()
+            disconnect_task.cancel()
         status = 413 if "early" in path else 200
-        body = json.dumps({"path": path, "size": size}).encode()
+        body = json.dumps({"path": path, "size": num_body_bytes}).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         if "stream" in path:
             await send({"type": "http.response.start", "status": 200, "headers": []})
-            for part in (b"one", b"two", b""):
-                await send({"type": "http.response.body", "body": part, "more_body": part != b""})
+            for chunk in (b"one", b"two", b""):
+                await send({"type": "http.response.body", "body": chunk, "more_body": chunk != b""})
             return
         if "close" in path:
             headers.append((b"connection", b"close"))
@@ -81,17 +81,17 @@ class App:
 
 @asynccontextmanager
 async def run_server(app: Any) -> AsyncIterator[int]:
-    """Serve an application and return its port."""
+    """Serve an application and yield its port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         async with HttpServer(app, ServeConfig()).listening(listener):
             yield listener.getsockname()[1]
 
 
-async def exchange(port: int, *sent: bytes, half_close: bool = False) -> bytes:
-    """Return all bytes that the server sends until it closes the connection."""
+async def exchange(port: int, *request_parts: bytes, half_close: bool = False) -> bytes:
+    """Send the parts of a request. Return all bytes that the server sends until it closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    for part in sent:
-        writer.write(part)
+    for request_part in request_parts:
+        writer.write(request_part)
         await asyncio.sleep(0.02)
     if half_close:
         writer.write_eof()
@@ -116,17 +116,17 @@ def parse_responses(data: bytes) -> list[tuple[int, dict[str, Any]]]:
 
 
 async def test_answers_are_sent_without_delay() -> None:
-    """Each write is a separate segment: TCP_NODELAY is set on every connection of every listener."""
+    """TCP_NODELAY is set on each accepted connection, so that a write is sent at once."""
     nodelay_flags: list[int] = []
 
-    class WriteRecorder(App):
+    class NodelayRecorder(EchoApp):
         async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
             for connection in server.server_state.connections:
                 accepted = connection.transport.get_extra_info("socket")
                 nodelay_flags.append(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
             await super().__call__(scope, receive, send)
 
-    server = HttpServer(WriteRecorder(), ServeConfig())  # type: ignore[arg-type]
+    server = HttpServer(NodelayRecorder(), ServeConfig())  # type: ignore[arg-type]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         async with server.listening(listener):
             await exchange(listener.getsockname()[1], GET % b"close")
@@ -137,7 +137,7 @@ async def test_a_unix_socket_is_served(tmp_path: Any) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "socket"))
         listener.listen()
-        async with HttpServer(App(), ServeConfig()).listening(listener):  # type: ignore[arg-type]
+        async with HttpServer(EchoApp(), ServeConfig()).listening(listener):  # type: ignore[arg-type]
             reader, writer = await asyncio.open_unix_connection(tmp_path / "socket")
             writer.write(GET % b"close")
             assert b'"/close"' in await reader.read()
@@ -155,11 +155,11 @@ AMBIGUOUS = {
 }
 
 
-@pytest.mark.parametrize("rest", AMBIGUOUS.values(), ids=AMBIGUOUS.keys())
-async def test_ambiguous_framing_closes_the_connection(rest: bytes) -> None:
-    app = App()
+@pytest.mark.parametrize("framing_and_body", AMBIGUOUS.values(), ids=AMBIGUOUS.keys())
+async def test_ambiguous_framing_closes_the_connection(framing_and_body: bytes) -> None:
+    app = EchoApp()
     async with run_server(app) as port:
-        data = await exchange(port, POST % b"a" + rest + GET % b"smuggled")
+        data = await exchange(port, POST % b"a" + framing_and_body + GET % b"smuggled")
     [(status, body)] = parse_responses(data)
     assert status == 400
     assert body["error"]["code"] == "invalid_http"
@@ -168,48 +168,48 @@ async def test_ambiguous_framing_closes_the_connection(rest: bytes) -> None:
 
 
 async def test_chunked_bodies_are_refused_in_http_1_0() -> None:
-    app = App()
+    app = EchoApp()
     async with run_server(app) as port:
-        sent = b"POST /a HTTP/1.0\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n" + GET % b"smuggled"
-        data = await exchange(port, sent)
+        requests = b"POST /a HTTP/1.0\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n" + GET % b"smuggled"
+        data = await exchange(port, requests)
     assert parse_responses(data)[0][0] == 400
     assert "/smuggled" not in app.paths
 
 
 async def test_chunk_extensions_and_trailers_are_not_part_of_the_body() -> None:
-    async with run_server(App()) as port:
+    async with run_server(EchoApp()) as port:
         head = POST % b"a" + b"transfer-encoding: chunked\r\n\r\n"
-        sent = head + b'3;name="value"\r\nabc\r\n0;last\r\nx-trailer: 1\r\n\r\n' + GET % b"close"
-        responses = parse_responses(await exchange(port, sent))
+        requests = head + b'3;name="value"\r\nabc\r\n0;last\r\nx-trailer: 1\r\n\r\n' + GET % b"close"
+        responses = parse_responses(await exchange(port, requests))
     assert responses == [(200, {"path": "/a", "size": 3}), (200, {"path": "/close", "size": 0})]
 
 
 async def test_pipelined_requests_are_answered_in_order() -> None:
-    async with run_server(App()) as port:
-        sent = GET % b"1" + POST % b"2" + b"content-length: 3\r\n\r\nabc" + GET % b"3" + GET % b"close"
-        responses = parse_responses(await exchange(port, sent))
+    async with run_server(EchoApp()) as port:
+        requests = GET % b"1" + POST % b"2" + b"content-length: 3\r\n\r\nabc" + GET % b"3" + GET % b"close"
+        responses = parse_responses(await exchange(port, requests))
     assert [body["path"] for _, body in responses] == ["/1", "/2", "/3", "/close"]
 
 
 async def test_invalid_bytes_after_a_request_are_refused_after_its_response() -> None:
-    app = App()
+    app = EchoApp()
     async with run_server(app) as port:
-        waiting = asyncio.ensure_future(exchange(port, GET % b"wait", b"\x00 no HTTP\r\n\r\n"))
+        exchange_task = asyncio.ensure_future(exchange(port, GET % b"wait", b"\x00 no HTTP\r\n\r\n"))
         await asyncio.sleep(0.1)
         app.may_continue.set()
-        responses = parse_responses(await waiting)
+        responses = parse_responses(await exchange_task)
     assert [status for status, _ in responses] == [200, 400]
 
 
 async def test_http_1_0_connections_close_after_the_answer() -> None:
-    async with run_server(App()) as port:
+    async with run_server(EchoApp()) as port:
         data = await exchange(port, b"GET /a HTTP/1.0\r\n\r\n")
         keep_alive_data = await exchange(port, b"GET /a HTTP/1.0\r\nconnection: keep-alive\r\n\r\n")
     assert parse_responses(data) == parse_responses(keep_alive_data) == [(200, {"path": "/a", "size": 0})]
 
 
 async def test_http_1_0_responses_are_not_chunked() -> None:
-    async with run_server(App()) as port:
+    async with run_server(EchoApp()) as port:
         data = await exchange(port, b"GET /stream HTTP/1.0\r\n\r\n")
     assert data.endswith(b"\r\n\r\nonetwo")
     assert b"chunked" not in data
@@ -217,26 +217,28 @@ async def test_http_1_0_responses_are_not_chunked() -> None:
 
 @pytest.mark.parametrize("is_one_write", [True, False])
 async def test_a_too_long_head_is_refused(is_one_write: bool) -> None:
-    app = App()
-    line = b"GET / HTTP/1.1\r\nhost: localhost\r\n"
-    parts = [b"x%d: " % number + b"y" * 1000 + b"\r\n" for number in range(MAX_HEAD_SIZE // 500)]
+    app = EchoApp()
+    request_line = b"GET / HTTP/1.1\r\nhost: localhost\r\n"
+    header_lines = [b"x%d: " % number + b"y" * 1000 + b"\r\n" for number in range(MAX_HEAD_SIZE // 500)]
     async with run_server(app) as port:
         data = await exchange(
-            port, line, *([b"".join(parts)] if is_one_write else [b"".join(parts[:80])] * 3)
+            port,
+            request_line,
+            *([b"".join(header_lines)] if is_one_write else [b"".join(header_lines[:80])] * 3),
         )
     [(status, body)] = parse_responses(data)
     assert (status, body["error"]["code"], app.paths) == (431, "invalid_http", [])
 
 
 async def test_the_head_limit_applies_to_each_request() -> None:
-    async with run_server(App()) as port:
+    async with run_server(EchoApp()) as port:
         request = b"GET /a HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 8000 + b"\r\n\r\n"
         responses = parse_responses(await exchange(port, *[request] * 12, GET % b"close"))
     assert len(responses) == 13
 
 
 async def test_100_continue_is_sent_when_the_body_is_read() -> None:
-    async with run_server(App()) as port:
+    async with run_server(EchoApp()) as port:
         head = POST % b"close" + b"content-length: 3\r\nexpect: 100-continue\r\n\r\n"
         data = await exchange(port, head, b"abc")
         early_answer = await exchange(port, head.replace(b"/close", b"/early-close"))
@@ -244,53 +246,58 @@ async def test_100_continue_is_sent_when_the_body_is_read() -> None:
     assert early_answer.startswith(b"HTTP/1.1 413")
 
 
-# -- Clients that stop sending ---------------------------------------------------------------------------
+# -- Clients that close their sending side ---------------------------------------------------------------
 
 
 async def test_a_half_closed_client_gets_its_answer() -> None:
-    async with run_server(App()) as port:
+    async with run_server(EchoApp()) as port:
         responses = parse_responses(await exchange(port, GET % b"a", half_close=True))
-        pipelined = parse_responses(await exchange(port, GET % b"1" + GET % b"2", half_close=True))
-        nothing = await exchange(port, half_close=True)
-        idle = parse_responses(await exchange(port, GET % b"a", b"", b"", half_close=True))
-    assert [body["path"] for _, body in responses + pipelined + idle] == ["/a", "/1", "/2", "/a"]
-    assert nothing == b""
+        pipelined_responses = parse_responses(await exchange(port, GET % b"1" + GET % b"2", half_close=True))
+        data_without_request = await exchange(port, half_close=True)
+        idle_responses = parse_responses(await exchange(port, GET % b"a", b"", b"", half_close=True))
+    assert [body["path"] for _, body in responses + pipelined_responses + idle_responses] == [
+        "/a",
+        "/1",
+        "/2",
+        "/a",
+    ]
+    assert data_without_request == b""
 
 
 async def test_a_half_closed_client_can_wait_for_its_answer() -> None:
-    """The server detects whether the client still reads by writing the first bytes of the answer."""
-    app = App()
+    """To detect a disconnect, the server sends the first bytes of the answer early, one by one."""
+    app = EchoApp()
     async with run_server(app) as port:
-        waiting = asyncio.ensure_future(exchange(port, GET % b"wait", half_close=True))
+        exchange_task = asyncio.ensure_future(exchange(port, GET % b"wait", half_close=True))
         await asyncio.sleep(0.7)
         app.may_continue.set()
-        assert parse_responses(await waiting) == [(200, {"path": "/wait", "size": 0})]
+        assert parse_responses(await exchange_task) == [(200, {"path": "/wait", "size": 0})]
 
 
 async def test_a_disconnect_is_detected_before_the_answer() -> None:
-    app = App()
+    app = EchoApp()
     async with run_server(app) as port:
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(GET % b"wait")
-        await until(lambda: bool(app.paths))
+        await wait_until(lambda: bool(app.paths))
         writer.close()
-        await until(lambda: app.disconnects == 1)
+        await wait_until(lambda: app.num_disconnects == 1)
 
 
 async def test_an_incomplete_request_is_not_served() -> None:
-    app = App()
+    app = EchoApp()
     async with run_server(app) as port:
         head = POST % b"a" + b"content-length: 10\r\n\r\nabc"
         assert await exchange(port, head, half_close=True) == b""
-        await until(lambda: app.disconnects == 1)
+        await wait_until(lambda: app.num_disconnects == 1)
 
 
 # -- Answers before the end of the request ---------------------------------------------------------------
 
 
 async def test_a_client_that_sends_the_whole_body_first_reads_an_early_answer() -> None:
-    """Python's http.client sends the whole body before it reads the response."""
-    async with run_server(App()) as port:
+    """Python's http.client sends the whole body before it reads a response."""
+    async with run_server(EchoApp()) as port:
 
         def send() -> tuple[int, bytes]:
             client = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
@@ -304,57 +311,57 @@ async def test_a_client_that_sends_the_whole_body_first_reads_an_early_answer() 
 
 async def test_the_number_of_discarded_bytes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "LINGER_BYTES", 100_000)
-    async with run_server(App()) as port:
+    async with run_server(EchoApp()) as port:
 
         def send() -> int:
-            sent = 0
+            num_sent_bytes = 0
             with socket.create_connection(("127.0.0.1", port)) as client:
                 client.sendall(POST % b"early-close" + b"content-length: 1000000000\r\n\r\n")
                 try:
-                    while sent < 100_000_000:
-                        sent += client.send(b"x" * 65536)
+                    while num_sent_bytes < 100_000_000:
+                        num_sent_bytes += client.send(b"x" * 65536)
                 except OSError:
-                    return sent
-            return sent
+                    return num_sent_bytes
+            return num_sent_bytes
 
         assert await asyncio.to_thread(send) < 100_000_000
 
 
-async def test_the_time_for_discarding_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_time_for_discarding_bytes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "LINGER_IDLE_SECONDS", 0.05)
-    app = App()
+    app = EchoApp()
     server = HttpServer(app, ServeConfig())  # type: ignore[arg-type]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         async with server.listening(listener):
             _, writer = await asyncio.open_connection(*listener.getsockname())
             writer.write(POST % b"early-close" + b"content-length: 1000\r\n\r\n")
-            await until(lambda: bool(app.paths))
-            await until(lambda: not server.server_state.connections)
+            await wait_until(lambda: bool(app.paths))
+            await wait_until(lambda: not server.server_state.connections)
             writer.close()
 
 
-async def test_shutdown_does_not_wait_for_answered_clients(
+async def test_shutdown_does_not_wait_for_clients_with_an_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(transport, "LINGER_IDLE_SECONDS", 60.0)
-    app = App()
+    app = EchoApp()
     async with run_server(app) as port:
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(POST % b"early-close" + b"content-length: 1000\r\n\r\n")
-        await until(lambda: bool(app.paths))
+        await wait_until(lambda: bool(app.paths))
         start_time = time.monotonic()
     assert time.monotonic() - start_time < transport.LINGER_IDLE_SECONDS
     writer.close()
 
 
 async def test_a_connection_is_reused_after_an_early_answer() -> None:
-    async with run_server(App()) as port:
-        sent = POST % b"early" + b"content-length: 1000\r\n\r\n", b"x" * 1000, GET % b"close"
-        responses = parse_responses(await exchange(port, *sent))
+    async with run_server(EchoApp()) as port:
+        request_parts = POST % b"early" + b"content-length: 1000\r\n\r\n", b"x" * 1000, GET % b"close"
+        responses = parse_responses(await exchange(port, *request_parts))
     assert [body["path"] for _, body in responses] == ["/early", "/close"]
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def wait_until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""The gate, which counts active requests."""
+"""`Gate`: it counts active requests, and refuses requests before and after the server is ready."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ async def test_the_gate_is_idle_after_the_last_request() -> None:
             assert gate.num_active == 2
         assert gate.num_active == 1
         assert not await gate.wait_until_idle(0.01)
-        waiting = asyncio.create_task(gate.wait_until_idle(60))
+        idle_task = asyncio.create_task(gate.wait_until_idle(60))
         await asyncio.sleep(0)
-    assert await waiting
+    assert await idle_task
     with gate.track():
         assert not await gate.wait_until_idle(0)
 
@@ -39,12 +39,12 @@ async def test_a_closed_gate_stays_closed() -> None:
 @pytest.mark.parametrize(("length", "is_read"), [(20_000, True), (10_000_000, False)])
 async def test_a_short_body_is_read_before_its_request_is_refused(length: int, is_read: bool) -> None:
     """Closing a connection with unread bytes could reset it. The client could then lose the response."""
-    sent = 0
+    num_sent_bytes = 0
 
     async def send_chunks() -> AsyncIterator[bytes]:
-        nonlocal sent
-        while sent < length:
-            sent += 1000
+        nonlocal num_sent_bytes
+        while num_sent_bytes < length:
+            num_sent_bytes += 1000
             yield b" " * 1000
 
     services = make_services()
@@ -54,5 +54,5 @@ async def test_a_short_body_is_read_before_its_request_is_refused(length: int, i
             "/v1/completions", content=send_chunks(), headers={"content-type": "application/json"}
         )
     assert (response.status_code, response.headers["connection"]) == (503, "close")
-    assert (sent == length) is is_read
-    assert sent <= 70_000
+    assert (num_sent_bytes == length) is is_read
+    assert num_sent_bytes <= 70_000

@@ -1,4 +1,4 @@
-"""Hundreds of random invalid bodies: each gets a result or a client error, never a server error."""
+"""Hundreds of random bodies, most of them invalid. Each gets a result or a client error."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ json_values = st.recursive(
     | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(max_size=8)
     | st.sampled_from(["auto", "none", "text", "user", "function", "a", "demo", "", "{", "0", "97", "\x00"]),
-    lambda inner: (
-        st.lists(inner, max_size=3)
+    lambda children: (
+        st.lists(children, max_size=3)
         | st.dictionaries(
             st.sampled_from(
                 ["type", "role", "content", "text", "function", "name", "arguments", "json", "97", "x"]
             ),
-            inner,
+            children,
             max_size=4,
         )
     ),
     max_leaves=8,
 )
-parts = st.lists(
+content_parts = st.lists(
     st.fixed_dictionaries(
         {"type": st.sampled_from(["text", "refusal", "image_url"]) | json_values},
         optional={"text": json_values, "refusal": json_values},
@@ -56,7 +56,7 @@ messages = st.lists(
     st.fixed_dictionaries(
         {"role": st.sampled_from(["user", "system", "developer", "assistant", "tool"]) | json_values},
         optional={
-            "content": st.text(max_size=5) | parts | json_values,
+            "content": st.text(max_size=5) | content_parts | json_values,
             "tool_calls": calls | json_values,
             "tool_call_id": st.text(max_size=3) | json_values,
             "refusal": json_values,
@@ -102,23 +102,23 @@ FIELD_STRATEGIES: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
-def body_strategy(kind: Any, required: str) -> st.SearchStrategy[dict[str, Any]]:
-    names = [*kind.model_fields, *UNSUPPORTED.get(kind, {}), "unheard_of"]
+def body_strategy(body_class: Any, required_field: str) -> st.SearchStrategy[dict[str, Any]]:
+    names = [*body_class.model_fields, *UNSUPPORTED.get(body_class, {}), "unheard_of"]
     fields = {name: FIELD_STRATEGIES.get(name, json_values) | json_values for name in names}
     required_fields = {
-        required: FIELD_STRATEGIES[required],
+        required_field: FIELD_STRATEGIES[required_field],
         "model": st.just("demo") | st.just("demo") | json_values,
     }
     optional_fields = {name: strategy for name, strategy in fields.items() if name not in required_fields}
-    chosen = st.lists(st.sampled_from(sorted(optional_fields)), max_size=4, unique=True)
-    return chosen.flatmap(
+    optional_names = st.lists(st.sampled_from(sorted(optional_fields)), max_size=4, unique=True)
+    return optional_names.flatmap(
         lambda names: st.fixed_dictionaries(
             {**required_fields, **{name: optional_fields[name] for name in names}}
         )
     )
 
 
-async def check(server: InProcessServer, path: str, body: Any) -> int:
+async def check_response(server: InProcessServer, path: str, body: Any) -> int:
     response = await server.http.post(path, json=body)
     status = response.status_code
     assert status in (200, 400, 404), (body, response.text)
@@ -137,7 +137,7 @@ async def check(server: InProcessServer, path: str, body: Any) -> int:
 @settings(max_examples=num_examples(10))
 @given(data=st.data(), grammars_enabled=st.booleans())
 @pytest.mark.parametrize(
-    ("path", "kind", "required"),
+    ("path", "body_class", "required_field"),
     [
         ("/v1/chat/completions", ChatBody, "messages"),
         ("/v1/completions", CompletionBody, "prompt"),
@@ -145,23 +145,23 @@ async def check(server: InProcessServer, path: str, body: Any) -> int:
     ],
 )
 def test_no_random_body_causes_a_server_error(
-    path: str, kind: Any, required: str, data: st.DataObject, grammars_enabled: bool
+    path: str, body_class: Any, required_field: str, data: st.DataObject, grammars_enabled: bool
 ) -> None:
-    drawn_bodies = data.draw(st.lists(body_strategy(kind, required), min_size=8, max_size=8))
+    bodies = data.draw(st.lists(body_strategy(body_class, required_field), min_size=8, max_size=8))
 
     async def run() -> None:
         async with run_in_process(template=THINKING, grammars_enabled=grammars_enabled) as server:
-            for body in drawn_bodies:
-                await check(server, path, body)
+            for body in bodies:
+                await check_response(server, path, body)
                 if path == "/v1/chat/completions":
-                    await check(server, f"{path}/render", body)
+                    await check_response(server, f"{path}/render", body)
             assert server.services.worker.num_outstanding == 0
             assert (await server.complete())["choices"][0]["text"] == "Hello!"
 
     asyncio.run(run())
 
 
-RAW = [
+RAW_BODIES = [
     b"",
     b"{",
     b"[]",
@@ -195,15 +195,15 @@ RAW = [
 )
 async def test_bodies_that_are_not_objects_are_refused(path: str) -> None:
     async with run_in_process() as server:
-        for raw_body in RAW:
+        for raw_body in RAW_BODIES:
             response = await server.http.post(
                 path, content=raw_body, headers={"content-type": "application/json"}
             )
             assert response.status_code in (400, 404), (raw_body[:50], response.text)
             assert response.json()["error"]["type"] == "invalid_request_error"
             assert len(response.text) < 2000
-        text = await server.http.post(path, content=b"{}", headers={"content-type": "text/plain"})
-        assert text.status_code == 415
+        text_response = await server.http.post(path, content=b"{}", headers={"content-type": "text/plain"})
+        assert text_response.status_code == 415
         assert (await server.http.get(path)).status_code == 405
 
 

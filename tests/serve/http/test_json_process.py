@@ -1,4 +1,4 @@
-"""Limits on the values of a body, and the process that decodes long bodies."""
+"""Limits on the number of values in a body, and the process that decodes long bodies."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from penstock.serve.http.json_process import (
 NO_LIMIT = 10**9
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    lambda children: st.lists(children) | st.dictionaries(st.text(), children),
 )
 
 
@@ -43,7 +43,7 @@ async def decoder() -> AsyncIterator[JsonDecoder]:
 
 
 def count_values(value: Any) -> tuple[int, int]:
-    """Return (number of objects, arrays and keys; number of commas)."""
+    """Return the number of objects, arrays and keys, and the number of commas between values."""
     if isinstance(value, dict | list):
         counts = [count_values(element) for element in (value.values() if isinstance(value, dict) else value)]
         keys = len(value) if isinstance(value, dict) else 0
@@ -55,8 +55,8 @@ def count_values(value: Any) -> tuple[int, int]:
 
 
 @given(JSON, st.booleans())
-def test_values_are_counted_outside_strings(value: Any, ascii: bool) -> None:
-    body = json.dumps(value, ensure_ascii=ascii).encode()
+def test_values_are_counted_outside_strings(value: Any, is_ascii: bool) -> None:
+    body = json.dumps(value, ensure_ascii=is_ascii).encode()
     num_values, num_items = count_values(value)
     assert decode(body, num_values, num_items) == value
     if num_values:
@@ -122,18 +122,20 @@ async def test_a_process_that_has_ended_is_restarted(decoder: JsonDecoder) -> No
     await decoder.decode(b"[]", NO_LIMIT, NO_LIMIT)
     assert decoder._process is not None
     decoder._process.send_signal(signal.SIGSTOP)
-    waiting = asyncio.ensure_future(decoder.decode(b"[1]", NO_LIMIT, NO_LIMIT))
+    decode_task = asyncio.ensure_future(decoder.decode(b"[1]", NO_LIMIT, NO_LIMIT))
     await asyncio.sleep(0.05)
     decoder._process.kill()
     with pytest.raises(UnavailableError, match="has ended"):
-        await waiting
+        await decode_task
     assert await decoder.decode(b"[1]", NO_LIMIT, NO_LIMIT) == [1]
 
 
 async def test_the_reply_to_a_cancelled_request_is_discarded(decoder: JsonDecoder) -> None:
-    long = asyncio.ensure_future(decoder.decode(json.dumps(["x"] * 500_000).encode(), NO_LIMIT, NO_LIMIT))
+    long_task = asyncio.ensure_future(
+        decoder.decode(json.dumps(["x"] * 500_000).encode(), NO_LIMIT, NO_LIMIT)
+    )
     await asyncio.sleep(0.05)
-    long.cancel()
+    long_task.cancel()
     assert await decoder.decode(b"[1]", NO_LIMIT, NO_LIMIT) == [1]
 
 
@@ -144,22 +146,22 @@ def test_the_process_serves_until_its_input_ends() -> None:
     replies = io.BytesIO()
     serve(io.BytesIO(requests + REQUEST.pack(10, 5, 5) + b"half"), replies)
     replies.seek(0)
-    received = []
+    kinds_and_replies = []
     while head := replies.read(REPLY.size):
         kind, size = REPLY.unpack(head)
-        received.append((kind, replies.read(size)))
-    assert [kind for kind, _ in received] == [
+        kinds_and_replies.append((kind, replies.read(size)))
+    assert [kind for kind, _ in kinds_and_replies] == [
         json_process.DECODED,
         json_process.INVALID_JSON,
         json_process.TOO_MANY_VALUES,
     ]
-    assert marshal.loads(received[0][1]) == [1]
-    assert received[1] == reply_to(b"{", 5, 5)
+    assert marshal.loads(kinds_and_replies[0][1]) == [1]
+    assert kinds_and_replies[1] == reply_to(b"{", 5, 5)
 
 
 @pytest.mark.parametrize("length", [0, 100_000, 600_000])
-async def test_the_error_of_a_server_has_the_limit(length: int) -> None:
-    """The message is the same for short and long bodies."""
+async def test_the_error_message_contains_the_limit(length: int) -> None:
+    """The message is the same whether the server or the process decodes the body."""
     async with app_client(make_services(max_json_values=100)) as client:
         body = {"model": "demo", "prompt": "a" * length, "stop": [{}] * 200}
         response = await client.post("/v1/completions", json=body)

@@ -49,12 +49,12 @@ def choose_slowly(context: TextContext) -> int:
     return ord("a")
 
 
-def make_work() -> WorkerRuntime:
+def make_runtime() -> WorkerRuntime:
     return WorkerRuntime(scheduler=Scheduler(FakePipeline(choose_slowly), max_batch_size=8), info=INFO)
 
 
 class ServerRun:
-    """A server in the main thread, where signals arrive, and a client in another thread."""
+    """A server in the main thread, which receives signals, and a client in another thread."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._listening: queue.Queue[str] = queue.Queue()
@@ -75,14 +75,14 @@ class ServerRun:
 
     def serve(
         self,
-        act: Callable[[httpx.Client], Any],
-        work: Callable[[], WorkerRuntime] = make_work,
+        use_server: Callable[[httpx.Client], Any],
+        load_runtime: Callable[[], WorkerRuntime] = make_runtime,
         load_tokenizer: Callable[[], FakeTokenizer] = FakeTokenizer,
         *,
         when_ready: bool = True,
         **config: Any,
     ) -> tuple[int, Any]:
-        """Return the exit status of the server and the result of the client."""
+        """Run the server and the client. Return the exit status and the result of `use_server`."""
         result: list[Any] = []
 
         def run_client() -> None:
@@ -90,11 +90,11 @@ class ServerRun:
             if when_ready:
                 assert self.ready.wait(60)
             with httpx.Client(base_url=url, timeout=60) as http:
-                result.append(act(http))
+                result.append(use_server(http))
 
         thread = threading.Thread(target=run_client)
         thread.start()
-        worker = WorkerClient(work, in_thread=True)
+        worker = WorkerClient(load_runtime, in_thread=True)
         server = Server(ServeConfig(port=0, **config), PipelineConfig(), worker, load_tokenizer, Startup())
         status = server.run()
         thread.join(60)
@@ -107,16 +107,22 @@ def server_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerRun]:
     gc.unfreeze()
 
 
-def send(number: int) -> None:
+def connect(http: httpx.Client) -> socket.socket:
+    return socket.create_connection((http.base_url.host, http.base_url.port or 0), timeout=60)
+
+
+def send_signal(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def make_body(max_tokens: int, **more: Any) -> dict[str, Any]:
-    return {"model": "demo", "prompt": "Hi", "max_tokens": max_tokens, "ignore_eos": True, **more}
+def make_body(max_tokens: int, **fields: Any) -> dict[str, Any]:
+    return {"model": "demo", "prompt": "Hi", "max_tokens": max_tokens, "ignore_eos": True, **fields}
 
 
-def read_stream(http: httpx.Client, max_tokens: int, after_first: Callable[[], Any]) -> tuple[list[Any], Any]:
-    """Return the events of a stream, and the result of the action after the first event."""
+def read_stream(
+    http: httpx.Client, max_tokens: int, after_first_event: Callable[[], Any]
+) -> tuple[list[Any], Any]:
+    """Return the events of a stream, and the result of `after_first_event`, which is called once."""
     events: list[Any] = []
     action_result: Any = None
     with http.stream("POST", "/v1/completions", json=make_body(max_tokens, stream=True)) as response:
@@ -125,21 +131,21 @@ def read_stream(http: httpx.Client, max_tokens: int, after_first: Callable[[], A
             if line.startswith("data: "):
                 events.append(line.removeprefix("data: "))
                 if len(events) == 1:
-                    action_result = after_first()
+                    action_result = after_first_event()
     return events, action_result
 
 
 def test_the_server_runs_until_a_stop_signal(
     server_run: ServerRun, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def act(http: httpx.Client) -> Any:
+    def use_server(http: httpx.Client) -> Any:
         answer = http.post("/v1/completions", json=make_body(3))
         probes = [http.get(path).status_code for path in ("/health", "/ready")]
         metrics = http.get("/metrics").text
-        send(signal.SIGTERM)
+        send_signal(signal.SIGTERM)
         return answer, probes, metrics, str(http.base_url)
 
-    status, (answer, probes, metrics, url) = server_run.serve(act)
+    status, (answer, probes, metrics, url) = server_run.serve(use_server)
     assert status == 0
     assert answer.json()["choices"][0]["text"] == "aaa"
     assert probes == [200, 200]
@@ -154,30 +160,30 @@ def test_the_server_runs_until_a_stop_signal(
 
 
 def test_json_logs_contain_only_json(server_run: ServerRun, capfd: pytest.CaptureFixture[str]) -> None:
-    def act(http: httpx.Client) -> str:
-        send(signal.SIGINT)
+    def use_server(http: httpx.Client) -> str:
+        send_signal(signal.SIGINT)
         return str(http.base_url)
 
-    status, url = server_run.serve(act, log_format="json")
+    status, url = server_run.serve(use_server, log_format="json")
     assert status == 0
     events = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
-    ready = next(event for event in events if event["event"] == "ready")
-    assert ready["url"] == url.rstrip("/")
-    assert ready["phases"]["worker: weights"] == 0.25
+    ready_event = next(event for event in events if event["event"] == "ready")
+    assert ready_event["url"] == url.rstrip("/")
+    assert ready_event["phases"]["worker: weights"] == 0.25
 
 
 def test_active_requests_finish_after_a_signal(server_run: ServerRun) -> None:
     def probe_while_draining(http: httpx.Client) -> Any:
-        send(signal.SIGTERM)
+        send_signal(signal.SIGTERM)
         while http.get("/ready").status_code == 200:
             pass
         return http.post("/v1/completions", json=make_body(1)), http.get("/health").status_code
 
-    def act(http: httpx.Client) -> Any:
-        with httpx.Client(base_url=http.base_url, timeout=60) as other:
-            return read_stream(http, 500, lambda: probe_while_draining(other))
+    def use_server(http: httpx.Client) -> Any:
+        with httpx.Client(base_url=http.base_url, timeout=60) as probe_client:
+            return read_stream(http, 500, lambda: probe_while_draining(probe_client))
 
-    status, (events, (refused_response, health)) = server_run.serve(act)
+    status, (events, (refused_response, health_status)) = server_run.serve(use_server)
     assert status == 0
     assert events[-1] == "[DONE]"
     text = "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
@@ -185,56 +191,58 @@ def test_active_requests_finish_after_a_signal(server_run: ServerRun) -> None:
     assert refused_response.status_code == 503
     assert refused_response.headers["retry-after"] == "1"
     assert refused_response.headers["connection"] == "close"
-    assert health == 200
+    assert health_status == 200
 
 
 def test_requests_that_exceed_the_grace_period_end_with_an_error(server_run: ServerRun) -> None:
-    def act(http: httpx.Client) -> Any:
-        return read_stream(http, 4000, lambda: send(signal.SIGTERM))
+    def use_server(http: httpx.Client) -> Any:
+        return read_stream(http, 4000, lambda: send_signal(signal.SIGTERM))
 
-    status, (events, _) = server_run.serve(act, shutdown_grace=0.2)
+    status, (events, _) = server_run.serve(use_server, shutdown_grace=0.2)
     assert status == 1
     assert len(events) < 2000
     assert json.loads(events[-1])["error"]["code"] == "service_unavailable"
 
 
-@pytest.mark.parametrize(("second", "expected"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_second_signal_stops_the_server_at_once(server_run: ServerRun, second: int, expected: int) -> None:
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_second_signal_stops_the_server_at_once(server_run: ServerRun, number: int, expected: int) -> None:
     def send_two_signals(http: httpx.Client) -> None:
-        send(signal.SIGTERM)
+        send_signal(signal.SIGTERM)
         while http.get("/ready").status_code == 200:
             pass
-        send(second)
+        send_signal(number)
 
-    def act(http: httpx.Client) -> int:
-        with httpx.Client(base_url=http.base_url, timeout=60) as other:
+    def use_server(http: httpx.Client) -> int:
+        with httpx.Client(base_url=http.base_url, timeout=60) as probe_client:
             try:
-                return len(read_stream(http, 4000, lambda: send_two_signals(other))[0])
+                return len(read_stream(http, 4000, lambda: send_two_signals(probe_client))[0])
             except httpx.TransportError:
                 return 0
 
-    status, num_events = server_run.serve(act)
+    status, num_events = server_run.serve(use_server)
     assert status == expected
     assert num_events < 2000
 
 
 def test_requests_during_loading_get_an_error(server_run: ServerRun) -> None:
-    loaded = threading.Event()
+    may_load = threading.Event()
 
-    def slow_work() -> WorkerRuntime:
-        assert loaded.wait(60)
-        return make_work()
+    def load_slowly() -> WorkerRuntime:
+        assert may_load.wait(60)
+        return make_runtime()
 
-    def act(http: httpx.Client) -> Any:
+    def use_server(http: httpx.Client) -> Any:
         early_response = http.post("/v1/completions", json=make_body(1))
         probes = [http.get(path).status_code for path in ("/health", "/ready", "/version", "/metrics")]
-        loaded.set()
+        may_load.set()
         assert server_run.ready.wait(60)
         late_response = http.post("/v1/completions", json=make_body(1))
-        send(signal.SIGTERM)
+        send_signal(signal.SIGTERM)
         return early_response, probes, late_response
 
-    status, (early_response, probes, late_response) = server_run.serve(act, slow_work, when_ready=False)
+    status, (early_response, probes, late_response) = server_run.serve(
+        use_server, load_slowly, when_ready=False
+    )
     assert status == 0
     assert early_response.status_code == 503
     assert early_response.headers["retry-after"] == "1"
@@ -244,18 +252,18 @@ def test_requests_during_loading_get_an_error(server_run: ServerRun) -> None:
 
 
 def test_a_signal_during_loading_stops_the_server(server_run: ServerRun) -> None:
-    loaded = threading.Event()
+    may_load = threading.Event()
 
-    def slow_work() -> WorkerRuntime:
-        assert loaded.wait(60)
-        return make_work()
+    def load_slowly() -> WorkerRuntime:
+        assert may_load.wait(60)
+        return make_runtime()
 
     def load_tokenizer() -> FakeTokenizer:
-        send(signal.SIGTERM)
-        threading.Timer(0.2, loaded.set).start()
+        send_signal(signal.SIGTERM)
+        threading.Timer(0.2, may_load.set).start()
         return FakeTokenizer()
 
-    status, _ = server_run.serve(lambda http: None, slow_work, load_tokenizer, when_ready=False)
+    status, _ = server_run.serve(lambda http: None, load_slowly, load_tokenizer, when_ready=False)
     assert status == 0
     assert not server_run.ready.is_set()
 
@@ -270,11 +278,11 @@ def test_a_load_error_is_raised_to_the_caller(server_run: ServerRun) -> None:
     with pytest.raises(CheckpointError, match="/models/x: is broken"):
         server_run.serve(lambda http: None, fail_to_load, when_ready=False)
     with pytest.raises(CheckpointError, match="/models/y"):
-        server_run.serve(lambda http: None, make_work, fail_to_load_tokenizer, when_ready=False)
+        server_run.serve(lambda http: None, make_runtime, fail_to_load_tokenizer, when_ready=False)
 
 
 def test_a_failed_warm_up_stops_the_server(server_run: ServerRun) -> None:
-    """The warm-up request finds the fault before the first client does."""
+    """The error is found by the warm-up request, before a client sends a request."""
 
     def fail(context: TextContext) -> int:
         raise ZeroDivisionError
@@ -298,116 +306,108 @@ def test_the_grammar_probe_does_not_delay_readiness(server_run: ServerRun) -> No
             probe_started.set()
         return FakeTokenizer.EOS
 
-    def act(http: httpx.Client) -> bool:
-        is_tried = probe_started.wait(60)
-        send(signal.SIGTERM)
-        return is_tried
+    def use_server(http: httpx.Client) -> bool:
+        has_started = probe_started.wait(60)
+        send_signal(signal.SIGTERM)
+        return has_started
 
     info = msgspec.structs.replace(INFO, grammars_enabled=True)
-    work = WorkerRuntime(scheduler=Scheduler(FakePipeline(choose), max_batch_size=8), info=info)
-    assert server_run.serve(act, lambda: work) == (0, True)
+    runtime = WorkerRuntime(scheduler=Scheduler(FakePipeline(choose), max_batch_size=8), info=info)
+    assert server_run.serve(use_server, lambda: runtime) == (0, True)
 
 
 def test_idle_connections_do_not_delay_the_shutdown(server_run: ServerRun) -> None:
-    def act(http: httpx.Client) -> int:
-        http.get("/health")  # the connection is kept alive
-        send(signal.SIGTERM)
+    def use_server(http: httpx.Client) -> int:
+        http.get("/health")  # its connection stays open
+        send_signal(signal.SIGTERM)
         return 0
 
-    assert server_run.serve(act) == (0, 0)
+    assert server_run.serve(use_server) == (0, 0)
 
 
 @pytest.mark.parametrize(
-    "sent",
+    "request_bytes",
     [b"NONSENSE\r\n\r\n", b"GET / HTTP/1.1\r\nno header\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n"],
 )
-def test_invalid_http_is_refused_and_closed(server_run: ServerRun, sent: bytes) -> None:
-    def act(http: httpx.Client) -> bytes:
-        with socket.create_connection(
-            (http.base_url.host, http.base_url.port or 0), timeout=60
-        ) as connection:
-            connection.sendall(sent)
+def test_invalid_http_is_refused_and_closed(server_run: ServerRun, request_bytes: bytes) -> None:
+    def use_server(http: httpx.Client) -> bytes:
+        with connect(http) as connection:
+            connection.sendall(request_bytes)
             # Read until the server closes the connection.
             answer = b"".join(iter(lambda: connection.recv(4096), b""))
-        send(signal.SIGTERM)
+        send_signal(signal.SIGTERM)
         return answer
 
-    status, answer = server_run.serve(act)
+    status, answer = server_run.serve(use_server)
     head, _, body = answer.partition(b"\r\n\r\n")
     assert status == 0
     assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n")
     assert json.loads(body)["error"]["code"] == "invalid_http"
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nhost: a\r\nx-slow: "])
-def test_a_connection_without_a_request_is_closed(server_run: ServerRun, sent: bytes) -> None:
-    def act(http: httpx.Client) -> bytes:
-        with socket.create_connection(
-            (http.base_url.host, http.base_url.port or 0), timeout=60
-        ) as connection:
-            connection.sendall(sent)
+@pytest.mark.parametrize("request_bytes", [b"", b"GET /health HTTP/1.1\r\nhost: a\r\nx-slow: "])
+def test_a_connection_without_a_request_is_closed(server_run: ServerRun, request_bytes: bytes) -> None:
+    def use_server(http: httpx.Client) -> bytes:
+        with connect(http) as connection:
+            connection.sendall(request_bytes)
             answer = connection.recv(4096)
-        assert read_stream(http, 400, lambda: None)[0][-1] == "[DONE]"  # longer than the time limit
-        send(signal.SIGTERM)
+        # The stream takes 400 x 4 ms, longer than `body_timeout`.
+        assert read_stream(http, 400, lambda: None)[0][-1] == "[DONE]"
+        send_signal(signal.SIGTERM)
         return answer
 
-    assert server_run.serve(act, body_timeout=1) == (0, b"")
+    assert server_run.serve(use_server, body_timeout=1) == (0, b"")
 
 
 def test_an_incomplete_later_request_is_closed(server_run: ServerRun) -> None:
     request = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
-    def exchange_bytes(raw: socket.socket, *parts: bytes) -> bytes:
-        for part in parts:
-            raw.sendall(part)
+    def exchange_bytes(connection: socket.socket, *request_parts: bytes) -> bytes:
+        for request_part in request_parts:
+            connection.sendall(request_part)
             time.sleep(0.1)
         answer = b""
-        while not answer.endswith(b"}") and (more := raw.recv(4096)):
-            answer += more
+        while not answer.endswith(b"}") and (received_bytes := connection.recv(4096)):
+            answer += received_bytes
         return answer
 
-    def act(http: httpx.Client) -> list[bytes]:
-        with socket.create_connection((http.base_url.host, http.base_url.port or 0), timeout=30) as raw:
-            answers = [exchange_bytes(raw, request), exchange_bytes(raw, request[:10], request[10:])]
-            time.sleep(2.2)  # an idle connection is kept for longer than the limit of the first request
-            answers += [exchange_bytes(raw, request), exchange_bytes(raw, request[:10])]
-        send(signal.SIGTERM)
+    def use_server(http: httpx.Client) -> list[bytes]:
+        with connect(http) as connection:
+            answers = [
+                exchange_bytes(connection, request),
+                exchange_bytes(connection, request[:10], request[10:]),
+            ]
+            time.sleep(2.2)  # longer than `body_timeout`, which does not apply to an idle connection
+            answers += [exchange_bytes(connection, request), exchange_bytes(connection, request[:10])]
+        send_signal(signal.SIGTERM)
         return answers
 
-    status, answers = server_run.serve(act, body_timeout=2)
+    status, answers = server_run.serve(use_server, body_timeout=2)
     assert status == 0
     assert [answer[:12] for answer in answers] == [b"HTTP/1.1 200"] * 3 + [b""]
 
 
-def test_a_too_long_body_is_answered_before_its_end(server_run: ServerRun) -> None:
-    def act(http: httpx.Client) -> httpx.Response:
+def test_a_too_long_body_is_refused_before_its_end(server_run: ServerRun) -> None:
+    def use_server(http: httpx.Client) -> httpx.Response:
         answer = http.post("/v1/completions", json=[1] * 2_000_000)
-        send(signal.SIGTERM)
+        send_signal(signal.SIGTERM)
         return answer
 
-    status, answer = server_run.serve(act, max_body_size=100_000)
+    status, answer = server_run.serve(use_server, max_body_size=100_000)
     assert (status, answer.status_code) == (0, 413)
 
 
-def test_a_listener_needs_a_valid_and_free_address() -> None:
+def test_invalid_and_used_addresses_are_refused() -> None:
     with listening_socket("127.0.0.1", 0) as listener_in_use:
         port = listener_in_use.getsockname()[1]
         assert url_of(listener_in_use) == f"http://127.0.0.1:{port}"
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(ConfigError) as exc_info:
             listening_socket("127.0.0.1", port)
-        assert str(caught.value) == f"port: cannot listen at 127.0.0.1:{port}: Address already in use"
+        assert str(exc_info.value) == f"port: cannot listen at 127.0.0.1:{port}: Address already in use"
     with pytest.raises(ConfigError, match=r"host: cannot listen at no\.such\.host\.invalid:0: Name"):
         listening_socket("no.such.host.invalid", 0)
-    for host in (
-        "192.0.2.1",
-        "a..b",
-        "x" * 70,
-        "a\0b",
-        "1.2.3.4.5",
-        "2001:db8::1",
-        "::1%nothing",
-        "café..de",
-    ):
+    invalid_hosts = "192.0.2.1 a..b a\0b 1.2.3.4.5 2001:db8::1 ::1%nothing café..de"
+    for host in (*invalid_hosts.split(), "x" * 70):
         with pytest.raises(ConfigError, match=r"^host: cannot listen at"):
             listening_socket(host, 0)
     if socket.has_ipv6:
@@ -428,11 +428,11 @@ def test_a_listener_needs_a_valid_and_free_address() -> None:
         ("example.org", False),
     ],
 )
-def test_addresses_are_local_or_reachable(host: str, is_local: bool) -> None:
+def test_loopback_addresses_are_recognised(host: str, is_local: bool) -> None:
     assert is_loopback(host) == is_local
 
 
-def test_the_uptime_starts_with_the_process() -> None:
+def test_the_startup_time_counts_from_the_start_of_the_process() -> None:
     assert 0 < process_age() < 24 * 3600
     startup = Startup()
     with startup.phase("a"):

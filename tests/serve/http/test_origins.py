@@ -10,7 +10,7 @@ from support.app_client import app_client, make_services
 
 from penstock.serve.http.origins import host_name, is_loopback
 
-LOAD = "/v1/load_lora_adapter"
+LOAD_ROUTE = "/v1/load_lora_adapter"
 BODY = {"lora_name": "a", "lora_path": "/etc"}
 
 
@@ -19,11 +19,11 @@ async def send_request(
 ) -> httpx.Response:
     services = make_services(**config)
     async with app_client(services) as client:
-        more = {"json": BODY} if method == "POST" else {}
-        return await client.request(method, path, headers=headers, **more)
+        body_fields = {"json": BODY} if method == "POST" else {}
+        return await client.request(method, path, headers=headers, **body_fields)
 
 
-LOCAL = [
+LOCAL_HOSTS = [
     "localhost",
     "LOCALHOST:8000",
     "127.0.0.1:8000",
@@ -32,7 +32,7 @@ LOCAL = [
     "a.localhost",
     "localhost.",
 ]
-FOREIGN = [
+FOREIGN_HOSTS = [
     "evil.example",
     "evil.example:8000",
     "192.168.1.5",
@@ -51,13 +51,13 @@ INVALID_HOSTS = [
 ]
 
 
-@pytest.mark.parametrize("host", LOCAL)
+@pytest.mark.parametrize("host", LOCAL_HOSTS)
 @pytest.mark.parametrize("listening_host", ["127.0.0.1", "localhost", "::1"])
 async def test_a_local_server_accepts_its_own_names(host: str, listening_host: str) -> None:
     assert (await send_request("/v1/models", {"host": host}, host=listening_host)).status_code == 200
 
 
-@pytest.mark.parametrize("host", [*FOREIGN, *INVALID_HOSTS])
+@pytest.mark.parametrize("host", [*FOREIGN_HOSTS, *INVALID_HOSTS])
 @pytest.mark.parametrize("path", ["/v1/models", "/health", "/", "/metrics", "/nothing"])
 async def test_a_local_server_refuses_other_names(host: str, path: str) -> None:
     response = await send_request(path, {"host": host})
@@ -78,7 +78,7 @@ async def test_the_error_names_the_setting() -> None:
 @pytest.mark.parametrize(
     ("config", "host", "status"),
     [
-        ({"host": "0.0.0.0"}, "llm.example", 200),  # clients on other hosts can use any name
+        ({"host": "0.0.0.0"}, "llm.example", 200),  # other hosts may know the server by any name
         ({"host": "::"}, "llm.example", 200),
         ({"host": "10.0.0.1"}, "llm.example", 200),
         ({"host": "0.0.0.0", "allowed_hosts": ["llm.example"]}, "llm.example", 200),
@@ -116,7 +116,7 @@ async def test_several_host_headers_are_refused() -> None:
         {"sec-fetch-site": "same-site"},
     ],
 )
-@pytest.mark.parametrize("path", [LOAD, "/v1/completions", "/nothing"])
+@pytest.mark.parametrize("path", [LOAD_ROUTE, "/v1/completions", "/nothing"])
 async def test_requests_of_foreign_pages_are_refused(headers: dict[str, str], path: str) -> None:
     response = await send_request(path, headers, "POST")
     error = response.json()["error"]
@@ -126,17 +126,20 @@ async def test_requests_of_foreign_pages_are_refused(headers: dict[str, str], pa
         "invalid_request_error",
     )
     assert "--cors-origins" in error["message"]
-    other = await send_request(path, headers, "POST", host="0.0.0.0")
-    assert other.status_code == 403, "refused on every listening address"
+    public_server_response = await send_request(path, headers, "POST", host="0.0.0.0")
+    assert public_server_response.status_code == 403, "must be refused on every listening address"
 
 
 @pytest.mark.parametrize(
     ("headers", "config"),
     [
         ({}, {}),
-        ({"origin": "http://localhost"}, {}),  # sent by the playground
+        ({"origin": "http://localhost"}, {}),  # as sent by the playground
         ({"origin": "http://localhost:8000", "host": "localhost:8000"}, {}),
-        ({"origin": "https://llm.example", "sec-fetch-site": "same-origin"}, {}),  # sent through a proxy
+        (
+            {"origin": "https://llm.example", "sec-fetch-site": "same-origin"},
+            {},
+        ),  # as sent by a page behind a proxy
         ({"sec-fetch-site": "none"}, {}),
         ({"origin": "https://app.example"}, {"cors_origins": ["https://app.example"]}),
         (
@@ -155,15 +158,15 @@ async def test_same_origin_and_allowed_requests_are_accepted(
 
 
 async def test_the_error_has_the_format_of_the_api() -> None:
-    foreign = {"origin": "https://evil.example"}
-    refused_response = await send_request("/v1/messages", foreign, "POST")
+    foreign_headers = {"origin": "https://evil.example"}
+    refused_response = await send_request("/v1/messages", foreign_headers, "POST")
     assert refused_response.status_code == 403
     assert (refused_response.json()["type"], refused_response.json()["error"]["type"]) == (
         "error",
         "permission_error",
     )
     assert refused_response.json()["request_id"] == refused_response.headers["x-request-id"]
-    assert isinstance((await send_request("/api/chat", foreign, "POST")).json()["error"], str)
+    assert isinstance((await send_request("/api/chat", foreign_headers, "POST")).json()["error"], str)
     assert isinstance((await send_request("/api/tags", {"host": "evil.example"})).json()["error"], str)
 
 
@@ -182,16 +185,16 @@ async def test_a_preflight_request_of_an_allowed_origin_is_accepted() -> None:
 
 @pytest.mark.parametrize("media_type", [None, "text/plain", "application/x-www-form-urlencoded"])
 async def test_simple_cross_origin_requests_are_refused(media_type: str | None) -> None:
-    """The request has a media type of a simple request, or none."""
+    """A browser sends requests with these media types, or with none, without a preflight request."""
     headers = {} if media_type is None else {"content-type": media_type}
     async with app_client(make_services()) as client:
         response = await client.post(
-            LOAD, content=b'{"lora_name": "a", "lora_path": "/etc"}', headers=headers
+            LOAD_ROUTE, content=b'{"lora_name": "a", "lora_path": "/etc"}', headers=headers
         )
     assert response.status_code == 415
 
 
-@pytest.mark.parametrize("host", LOCAL)
+@pytest.mark.parametrize("host", LOCAL_HOSTS)
 def test_names_of_this_machine_are_recognised(host: str) -> None:
     name = host_name(host)
     assert name is not None

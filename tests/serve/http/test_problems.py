@@ -1,4 +1,4 @@
-"""Every error response has OpenAI's format. One table has status, type and code of each error class."""
+"""Error responses have OpenAI's format. A table has the status, type and code of each error class."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from penstock.errors import (
 from penstock.serve.http.bodies import JsonRoute
 from penstock.serve.http.problems import ERROR_TABLE, RequestProblem, field_path, problem_of
 
-INVALID = "invalid_request_error"
+INVALID_REQUEST = "invalid_request_error"
 UNAVAILABLE = "service_unavailable_error"
 
 CASES: list[tuple[Exception, int, str, str | None, str | None, str | None]] = [
-    (PromptTooLongError(9, 8), 400, INVALID, "context_length_exceeded", None, None),
-    (UnknownModelError("x", ["demo"]), 404, INVALID, "model_not_found", "model", None),
-    (UnsupportedSchemaError("not", "/a", "why"), 400, INVALID, "unsupported_schema", None, None),
-    (UnsupportedFeatureError("images", "no"), 400, INVALID, "unsupported_value", None, None),
-    (InputError("bad"), 400, INVALID, None, None, None),
-    (CheckpointNotFoundError("/a", "none"), 400, INVALID, "invalid_path", None, None),
-    (ConfigError("a", "b"), 400, INVALID, "invalid_value", None, None),
-    (MissingDependencyError("x", "y", "z"), 400, INVALID, "unsupported_value", None, None),
+    (PromptTooLongError(9, 8), 400, INVALID_REQUEST, "context_length_exceeded", None, None),
+    (UnknownModelError("x", ["demo"]), 404, INVALID_REQUEST, "model_not_found", "model", None),
+    (UnsupportedSchemaError("not", "/a", "why"), 400, INVALID_REQUEST, "unsupported_schema", None, None),
+    (UnsupportedFeatureError("images", "no"), 400, INVALID_REQUEST, "unsupported_value", None, None),
+    (InputError("bad"), 400, INVALID_REQUEST, None, None, None),
+    (CheckpointNotFoundError("/a", "none"), 400, INVALID_REQUEST, "invalid_path", None, None),
+    (ConfigError("a", "b"), 400, INVALID_REQUEST, "invalid_value", None, None),
+    (MissingDependencyError("x", "y", "z"), 400, INVALID_REQUEST, "unsupported_value", None, None),
     (OverloadedError("full", retry_after=3), 429, "rate_limit_error", "rate_limit_exceeded", None, "3"),
     (UnavailableError("gone", retry_after=7), 503, UNAVAILABLE, "service_unavailable", None, "7"),
     (InsufficientBlocksError(3, 1, 2), 503, UNAVAILABLE, "insufficient_memory", None, "1"),
@@ -56,7 +56,7 @@ CASES: list[tuple[Exception, int, str, str | None, str | None, str | None]] = [
     ),
     (RequestFailedError("oops"), 500, "server_error", "internal_error", None, None),
     (PenstockError("oops"), 500, "server_error", "internal_error", None, None),
-    (RequestProblem(400, "m", param="p", code="c"), 400, INVALID, "c", "p", None),
+    (RequestProblem(400, "m", param="p", code="c"), 400, INVALID_REQUEST, "c", "p", None),
     (RequestProblem(503, "m"), 503, UNAVAILABLE, "service_unavailable", None, "1"),
     (
         RequestProblem(503, "m", headers={"retry-after": "9"}),
@@ -66,7 +66,7 @@ CASES: list[tuple[Exception, int, str, str | None, str | None, str | None]] = [
         None,
         "9",
     ),
-    (HTTPException(418, "tea"), 418, INVALID, None, None, None),
+    (HTTPException(418, "tea"), 418, INVALID_REQUEST, None, None, None),
     (ZeroDivisionError("a secret"), 500, "server_error", "internal_error", None, None),
 ]
 
@@ -75,11 +75,11 @@ CASES: list[tuple[Exception, int, str, str | None, str | None, str | None]] = [
 def test_each_error_class_has_status_type_and_code(
     case: tuple[Exception, int, str, str | None, str | None, str | None],
 ) -> None:
-    error, status, type_, code, param, retry_after = case
+    error, status, error_type, code, param, retry_after = case
     problem = problem_of(error)
     body = json.loads(problem.encode())
     assert problem.status == status
-    assert body == {"error": {"message": problem.message, "type": type_, "param": param, "code": code}}
+    assert body == {"error": {"message": problem.message, "type": error_type, "param": param, "code": code}}
     assert problem.headers.get("retry-after") == retry_after
     assert "secret" not in problem.message
 
@@ -91,11 +91,11 @@ def test_a_request_that_reached_the_memory_limit_has_no_retry_after() -> None:
 
 
 def test_the_table_covers_every_error_class() -> None:
-    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
-    for kind in kinds:
-        if issubclass(kind, PenstockError) and kind is not PenstockError:
-            subclasses = kind.__mro__[: kind.__mro__.index(PenstockError)]
-            assert any(parent in ERROR_TABLE for parent in subclasses), kind
+    classes = [error_class for error_class in vars(errors).values() if isinstance(error_class, type)]
+    for error_class in classes:
+        if issubclass(error_class, PenstockError) and error_class is not PenstockError:
+            subclasses = error_class.__mro__[: error_class.__mro__.index(PenstockError)]
+            assert any(parent in ERROR_TABLE for parent in subclasses), error_class
 
 
 def test_a_message_with_a_lone_surrogate_can_be_sent() -> None:
@@ -128,7 +128,7 @@ class Form(BaseModel):
     inner: list[Inner] = Field(default_factory=list)
 
 
-def failing() -> APIRouter:
+def make_failing_routes() -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
 
     @router.post("/form")
@@ -157,36 +157,36 @@ def failing() -> APIRouter:
     ],
 )
 async def test_a_validation_error_names_the_field(body: Any, param: str | None, code: str) -> None:
-    async with app_client(make_services(), failing()) as client:
+    async with app_client(make_services(), make_failing_routes()) as client:
         error = read_error(await client.post("/form", json=body), 400)
-    assert (error["param"], error["code"], error["type"]) == (param, code, INVALID)
+    assert (error["param"], error["code"], error["type"]) == (param, code, INVALID_REQUEST)
 
 
 @pytest.mark.parametrize("index", range(len(CASES)))
 async def test_each_error_of_a_route_is_converted(index: int) -> None:
-    async with app_client(make_services(), failing()) as client:
+    async with app_client(make_services(), make_failing_routes()) as client:
         response = await client.get(f"/error/{index}")
     read_error(response, CASES[index][1])
     assert response.headers.get("retry-after") == CASES[index][5]
 
 
 async def test_errors_of_the_framework_have_the_format() -> None:
-    async with app_client(make_services(), failing()) as client:
+    async with app_client(make_services(), make_failing_routes()) as client:
         unknown_route_error = read_error(await client.get("/v1/nothing"), 404)
-        wrong_method = await client.get("/form")
-        path = read_error(await client.get("/items/one"), 400)
+        wrong_method_response = await client.get("/form")
+        path_error = read_error(await client.get("/items/one"), 400)
         missing_field_error = read_error(
             await client.post("/form", headers={"content-type": "application/json"}), 400
         )
     assert unknown_route_error["code"] == "not_found"
-    assert read_error(wrong_method, 405)["code"] == "method_not_allowed"
-    assert wrong_method.headers["allow"] == "POST"
-    assert path["param"] == "number"
+    assert read_error(wrong_method_response, 405)["code"] == "method_not_allowed"
+    assert wrong_method_response.headers["allow"] == "POST"
+    assert path_error["param"] == "number"
     assert missing_field_error["param"] is None
 
 
 def read_error(response: httpx.Response, status: int) -> dict[str, Any]:
-    """Return the error of a response. Check its exact format."""
+    """Check the exact format of an error response, and return its error."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
     assert response.headers["x-request-id"]

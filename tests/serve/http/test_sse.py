@@ -28,25 +28,25 @@ async def test_clients_that_split_at_unicode_line_ends_read_events(text: str) ->
         yield event({"text": text})
         yield b"data: " + json.dumps([text, text], ensure_ascii=False).encode() + b"\n\n"
 
-    peer = Peer()
-    await peer.run(peer.stream(yield_events()))
-    first, empty, second, *_ = peer.body.decode().splitlines()
-    assert json.loads(first.removeprefix("data: ")) == {"text": text}
-    assert empty == ""
-    assert json.loads(second.removeprefix("data: ")) == [text, text]
+    client = AsgiClient()
+    await client.run(client.stream(yield_events()))
+    first_line, empty_line, second_line, *_ = client.body.decode().splitlines()
+    assert json.loads(first_line.removeprefix("data: ")) == {"text": text}
+    assert empty_line == ""
+    assert json.loads(second_line.removeprefix("data: ")) == [text, text]
 
 
-class Peer:
+class AsgiClient:
     """An ASGI client that receives a response and can disconnect."""
 
     def __init__(self) -> None:
         self.messages: list[Any] = []
         self.disconnected = asyncio.Event()
-        self.notes: list[Any] = []
+        self.reports: list[Any] = []
 
     def stream(self, chunks: AsyncGenerator[bytes, None]) -> EventStream:
         return EventStream(
-            chunks, on_error=self.notes.append, on_disconnect=lambda: self.notes.append("disconnect")
+            chunks, on_error=self.reports.append, on_disconnect=lambda: self.reports.append("disconnect")
         )
 
     async def run(self, stream: EventStream) -> None:
@@ -69,16 +69,16 @@ async def test_a_stream_sends_events_in_order() -> None:
         yield event({"a": 1})
         yield DONE
 
-    peer = Peer()
-    await peer.run(peer.stream(yield_events()))
-    start, *bodies = peer.messages
+    client = AsgiClient()
+    await client.run(client.stream(yield_events()))
+    start, *bodies = client.messages
     assert start["status"] == 200
     headers = dict(start["headers"])
     assert headers[b"content-type"] == b"text/event-stream; charset=utf-8"
     assert b"content-length" not in headers
-    assert peer.body == b'data: {"a":1}\n\ndata: [DONE]\n\n'
+    assert client.body == b'data: {"a":1}\n\ndata: [DONE]\n\n'
     assert [body["more_body"] for body in bodies] == [True, True, False]
-    assert peer.notes == []
+    assert client.reports == []
 
 
 @pytest.mark.parametrize("error", [UnavailableError("gone"), ZeroDivisionError("a secret")])
@@ -87,14 +87,19 @@ async def test_an_error_is_the_last_event(error: Exception) -> None:
         yield event({"a": 1})
         raise error
 
-    peer = Peer()
-    await peer.run(peer.stream(yield_events()))
-    first, last, remainder = peer.body.decode().split("\n\n")
-    assert (first, remainder) == ('data: {"a":1}', "")
-    assert json.loads(last.removeprefix("data: "))["error"].keys() == {"message", "type", "param", "code"}
-    assert "secret" not in last
-    assert peer.notes == [error]
-    assert peer.messages[-1]["more_body"] is False
+    client = AsgiClient()
+    await client.run(client.stream(yield_events()))
+    first_event, error_event, remainder = client.body.decode().split("\n\n")
+    assert (first_event, remainder) == ('data: {"a":1}', "")
+    assert json.loads(error_event.removeprefix("data: "))["error"].keys() == {
+        "message",
+        "type",
+        "param",
+        "code",
+    }
+    assert "secret" not in error_event
+    assert client.reports == [error]
+    assert client.messages[-1]["more_body"] is False
 
 
 async def test_a_disconnect_closes_the_generator() -> None:
@@ -107,14 +112,14 @@ async def test_a_disconnect_closes_the_generator() -> None:
         finally:
             ended_event.set()
 
-    peer = Peer()
-    running_task = asyncio.ensure_future(peer.run(peer.stream(yield_events())))
-    while len(peer.messages) < 2:
+    client = AsgiClient()
+    running_task = asyncio.ensure_future(client.run(client.stream(yield_events())))
+    while len(client.messages) < 2:
         await asyncio.sleep(0)
-    peer.disconnected.set()
+    client.disconnected.set()
     await asyncio.wait_for(running_task, 60)
     assert ended_event.is_set()
-    assert peer.notes == ["disconnect"]
+    assert client.reports == ["disconnect"]
 
 
 async def test_the_end_of_the_server_closes_the_generator() -> None:
@@ -127,9 +132,9 @@ async def test_the_end_of_the_server_closes_the_generator() -> None:
         finally:
             ended_event.set()
 
-    peer = Peer()
-    running_task = asyncio.ensure_future(peer.run(peer.stream(yield_events())))
-    while len(peer.messages) < 2:
+    client = AsgiClient()
+    running_task = asyncio.ensure_future(client.run(client.stream(yield_events())))
+    while len(client.messages) < 2:
         await asyncio.sleep(0)
     running_task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -146,19 +151,19 @@ async def test_a_broken_connection_counts_as_a_disconnect() -> None:
         if message["type"] == "http.response.body":
             raise OSError("broken pipe")
 
-    peer = Peer()
-    stream = peer.stream(yield_events())
-    await asyncio.wait_for(stream({"type": "http"}, peer._receive, send), 60)
-    assert peer.notes == ["disconnect"]
+    client = AsgiClient()
+    stream = client.stream(yield_events())
+    await asyncio.wait_for(stream({"type": "http"}, client._receive, send), 60)
+    assert client.reports == ["disconnect"]
 
 
-async def test_a_connection_that_is_broken_at_the_start() -> None:
+async def test_a_connection_that_is_broken_at_the_start_counts_as_a_disconnect() -> None:
     async def yield_events() -> AsyncGenerator[bytes, None]:
         yield event("not read")
 
     async def send(message: Any) -> None:
         raise OSError("broken pipe")
 
-    peer = Peer()
-    await asyncio.wait_for(peer.stream(yield_events())({"type": "http"}, peer._receive, send), 60)
-    assert peer.notes == ["disconnect"]
+    client = AsgiClient()
+    await asyncio.wait_for(client.stream(yield_events())({"type": "http"}, client._receive, send), 60)
+    assert client.reports == ["disconnect"]

@@ -1,4 +1,4 @@
-"""The joined chunks of a stream equal the response without ``stream``: text, tokens, scores, usage."""
+"""The joined chunks of a stream equal the response without ``stream``, with tokens and usage."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CALLS = (
     'Let me see. <tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>\n'
     '<tool_call>\n{"name": "get_time", "arguments": {"city": "Bern"}}\n</tool_call>'
 )
-FORMS: list[dict[str, Any]] = [
+FIELD_SETS: list[dict[str, Any]] = [
     {},
     {"max_tokens": 3},
     {"n": 3, "seed": 4},
@@ -46,7 +46,7 @@ FORMS: list[dict[str, Any]] = [
 ]
 
 
-def slow_pipeline() -> FakePipeline:
+def make_slow_pipeline() -> FakePipeline:
     """Return a pipeline that generates slowly, so that each token is a separate chunk."""
     fast_pipeline = FakePipeline()
 
@@ -80,20 +80,22 @@ async def complete_with_and_without_stream(
     return drop_variable_fields(response.json()), join_completion(parse_events(stream.text))
 
 
-@pytest.mark.parametrize("form", [*FORMS, {"logprobs": True}, {"logprobs": True, "top_logprobs": 2, "n": 2}])
-async def test_streamed_chats_equal_responses(form: dict[str, Any]) -> None:
-    async with run_in_process(slow_pipeline()) as server:
+@pytest.mark.parametrize(
+    "fields", [*FIELD_SETS, {"logprobs": True}, {"logprobs": True, "top_logprobs": 2, "n": 2}]
+)
+async def test_streamed_chats_equal_responses(fields: dict[str, Any]) -> None:
+    async with run_in_process(make_slow_pipeline()) as server:
         for question in ("Hi", "Ho", "äöü🎉"):
             response, joined_response = await chat_with_and_without_stream(
-                server, messages=[user_message(question)], **form
+                server, messages=[user_message(question)], **fields
             )
             assert joined_response == response
 
 
 @pytest.mark.parametrize(
-    "form",
+    "fields",
     [
-        *FORMS,
+        *FIELD_SETS,
         {"prompt": ["a", "b", "c"], "n": 2},
         {"prompt": [[104, 105], [97]], "return_token_ids": True},
         {"logprobs": 0},
@@ -105,11 +107,11 @@ async def test_streamed_chats_equal_responses(form: dict[str, Any]) -> None:
         {"max_tokens": 0},
     ],
 )
-async def test_streamed_completions_equal_responses(form: dict[str, Any]) -> None:
-    async with run_in_process(slow_pipeline()) as server:
+async def test_streamed_completions_equal_responses(fields: dict[str, Any]) -> None:
+    async with run_in_process(make_slow_pipeline()) as server:
         for prompt in ("Hi", "Ho", "éöü🎉"):
             response, joined_response = await complete_with_and_without_stream(
-                server, **{"prompt": prompt, **form}
+                server, **{"prompt": prompt, **fields}
             )
             assert joined_response == response
 
@@ -118,11 +120,11 @@ async def test_streamed_completions_equal_responses(form: dict[str, Any]) -> Non
     "text", ["", "é🎉漢字 " * 9, "\n\n  x  \n", CALLS, f"{CALLS}\nDone.", '<tool_call>{"name']
 )
 @pytest.mark.parametrize(
-    "form", [{}, {"parallel_tool_calls": False}, {"logprobs": True, "return_token_ids": True}]
+    "fields", [{}, {"parallel_tool_calls": False}, {"logprobs": True, "return_token_ids": True}]
 )
-async def test_streamed_tool_calls_equal_responses(text: str, form: dict[str, Any]) -> None:
+async def test_streamed_tool_calls_equal_responses(text: str, fields: dict[str, Any]) -> None:
     async with run_in_process(FakePipeline.saying(text), template=HERMES) as server:
-        response, joined_response = await chat_with_and_without_stream(server, tools=TOOLS, **form)
+        response, joined_response = await chat_with_and_without_stream(server, tools=TOOLS, **fields)
         assert joined_response == response
 
 
@@ -135,65 +137,69 @@ async def test_streamed_tool_calls_equal_responses(text: str, form: dict[str, An
         f"<think>x</think>{CALLS}",
     ],
 )
-@pytest.mark.parametrize("form", [{}, {"max_tokens": 12}, {"stop": ["el", "ever"]}, {"tools": TOOLS}])
-async def test_streamed_reasoning_equals_responses(text: str, form: dict[str, Any]) -> None:
+@pytest.mark.parametrize("fields", [{}, {"max_tokens": 12}, {"stop": ["el", "ever"]}, {"tools": TOOLS}])
+async def test_streamed_reasoning_equals_responses(text: str, fields: dict[str, Any]) -> None:
     async with run_in_process(FakePipeline.saying(text), template=THINKING) as server:
-        response, joined_response = await chat_with_and_without_stream(server, **form)
+        response, joined_response = await chat_with_and_without_stream(server, **fields)
         assert joined_response == response
 
 
 async def test_continuous_usage_counts_tokens() -> None:
     async with run_in_process(FakePipeline.saying("Hello!")) as server:
-        for path, prompt in (
+        for path, prompt_fields in (
             ("chat/completions", {"messages": [user_message("Hi")]}),
             ("completions", {"prompt": "Hi"}),
         ):
             options = {"continuous_usage_stats": True}
-            response = await server.post(f"/v1/{path}", **prompt, stream=True, stream_options=options)
-            *chunks, last, done = parse_events(response.text)
-            assert done == "[DONE]"
-            assert last["choices"] == []
-            counts = [chunk["usage"]["completion_tokens"] for chunk in [*chunks, last]]
+            response = await server.post(f"/v1/{path}", **prompt_fields, stream=True, stream_options=options)
+            *chunks, usage_chunk, end_event = parse_events(response.text)
+            assert end_event == "[DONE]"
+            assert usage_chunk["choices"] == []
+            counts = [chunk["usage"]["completion_tokens"] for chunk in [*chunks, usage_chunk]]
             assert counts == sorted(counts)
             assert counts[-2] == counts[-1] == 7
 
 
 @pytest.mark.parametrize("n", [1, 3])
-async def test_continuous_usage_equals_the_tokens_of_the_chunks_so_far(n: int) -> None:
+async def test_continuous_usage_counts_the_tokens_of_all_previous_chunks(n: int) -> None:
     async with run_in_process(FakePipeline.saying("<think>x</think>Hello!"), template=THINKING) as server:
-        for path, prompt in (
+        for path, prompt_fields in (
             ("chat/completions", {"messages": [user_message("Hi")]}),
             ("completions", {"prompt": "Hi"}),
         ):
             options = {"continuous_usage_stats": True, "include_usage": False}
-            more = {"return_token_ids": True, "max_tokens": 50, "stream": True, "stream_options": options}
-            response = await server.post(f"/v1/{path}", **prompt, n=n, **more)
+            fields = {"return_token_ids": True, "max_tokens": 50, "stream": True, "stream_options": options}
+            response = await server.post(f"/v1/{path}", **prompt_fields, n=n, **fields)
             *chunks, _ = parse_events(response.text)
-            num_tokens = ends = 0
+            num_tokens = num_ended = 0
             for chunk in chunks:
                 [choice] = chunk["choices"]
                 num_tokens += len(choice.get("token_ids", ()))
                 # The EOS token is counted, but is not in the text.
-                ends += choice["finish_reason"] is not None
+                num_ended += choice["finish_reason"] is not None
                 usage = chunk["usage"]
-                assert usage["completion_tokens"] == num_tokens + ends
-                assert usage["total_tokens"] == usage["prompt_tokens"] + num_tokens + ends
-                assert usage["completion_tokens_details"]["reasoning_tokens"] <= num_tokens + ends
+                assert usage["completion_tokens"] == num_tokens + num_ended
+                assert usage["total_tokens"] == usage["prompt_tokens"] + num_tokens + num_ended
+                assert usage["completion_tokens_details"]["reasoning_tokens"] <= num_tokens + num_ended
             assert num_tokens > 0
 
 
-@pytest.mark.parametrize("more", [{}, {"continuous_usage_stats": True}, {"continuous_usage_stats": False}])
-async def test_usage_is_omitted_if_not_requested(more: dict[str, bool]) -> None:
+@pytest.mark.parametrize(
+    "usage_fields", [{}, {"continuous_usage_stats": True}, {"continuous_usage_stats": False}]
+)
+async def test_usage_is_omitted_if_not_requested(usage_fields: dict[str, bool]) -> None:
     async with run_in_process() as server:
-        for path, prompt in (
+        for path, prompt_fields in (
             ("chat/completions", {"messages": [user_message("Hi")]}),
             ("completions", {"prompt": "Hi"}),
         ):
-            options = {"include_usage": False, **more}
-            response = await server.post(f"/v1/{path}", **prompt, stream=True, stream_options=options)
+            options = {"include_usage": False, **usage_fields}
+            response = await server.post(f"/v1/{path}", **prompt_fields, stream=True, stream_options=options)
             *chunks, _ = parse_events(response.text)
             assert all(chunk["choices"] for chunk in chunks)
-            assert all(("usage" in chunk) == more.get("continuous_usage_stats", False) for chunk in chunks)
+            assert all(
+                ("usage" in chunk) == usage_fields.get("continuous_usage_stats", False) for chunk in chunks
+            )
 
 
 async def test_without_stream_options_no_chunk_has_usage() -> None:

@@ -1,4 +1,4 @@
-"""Time limits of responses."""
+"""Time limits of requests and streams."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.serve.observability.request_record import RequestRecord
 
 
 class TimedItems:
-    """An iterator of numbers that arrive at fixed times. Cancelling a wait does not delay the next number."""
+    """An iterator of numbers at fixed times. If a wait is cancelled, the times stay the same."""
 
     def __init__(self, *pauses: float) -> None:
         self._start = time.perf_counter()
@@ -37,8 +37,8 @@ def make_limits(**config: float) -> TimeLimits:
     return TimeLimits(ServeConfig(**config), RequestRecord())
 
 
-async def collect_items(make_limits: TimeLimits, *pauses: float, ping: float = 30) -> list[int | None]:
-    return [item async for item in make_limits.with_pings(TimedItems(*pauses), ping=ping)]
+async def collect_items(limits: TimeLimits, *pauses: float, ping: float = 30) -> list[int | None]:
+    return [item async for item in limits.with_pings(TimedItems(*pauses), ping=ping)]
 
 
 async def test_items_within_the_limits_are_yielded() -> None:
@@ -47,24 +47,24 @@ async def test_items_within_the_limits_are_yielded() -> None:
     assert await make_limits(request_timeout=5).within(asyncio.sleep(0, "done")) == "done"
 
 
-async def test_the_time_limit_between_two_items() -> None:
-    with pytest.raises(RequestProblem) as caught:
+async def test_the_stream_timeout_limits_the_time_between_two_items() -> None:
+    with pytest.raises(RequestProblem) as exc_info:
         await collect_items(make_limits(stream_timeout=0.05), 0, 0, 60)
-    assert "no token arrived for 0.05 seconds" in caught.value.message
-    assert problem_of(caught.value).code == "timeout"
-    assert problem_of(caught.value).headers["retry-after"]
+    assert "no token arrived for 0.05 seconds" in exc_info.value.message
+    assert problem_of(exc_info.value).code == "timeout"
+    assert problem_of(exc_info.value).headers["retry-after"]
 
 
-async def test_the_first_item_may_take_longer() -> None:
+async def test_the_stream_timeout_does_not_apply_to_the_first_item() -> None:
     assert await collect_items(make_limits(stream_timeout=1), 1.2, 0) == [0, 1]
 
 
-async def test_the_time_limit_of_the_request() -> None:
+async def test_the_request_timeout_limits_the_whole_stream() -> None:
     received_items: list[int | None] = []
 
     async def collect() -> None:
-        short = make_limits(request_timeout=0.1, stream_timeout=60)
-        async for item in short.with_pings(TimedItems(0, *[0.02] * 1000), ping=30):
+        limits = make_limits(request_timeout=0.1, stream_timeout=60)
+        async for item in limits.with_pings(TimedItems(0, *[0.02] * 1000), ping=30):
             received_items.append(item)
 
     with pytest.raises(RequestProblem, match=r"longer than 0\.1 seconds"):
@@ -72,12 +72,12 @@ async def test_the_time_limit_of_the_request() -> None:
     assert 0 < len(received_items) < 1000
 
 
-async def test_the_time_limit_of_an_admission() -> None:
+async def test_the_request_timeout_limits_the_admission() -> None:
     with pytest.raises(RequestProblem, match=r"longer than 0\.05 seconds"):
         await make_limits(request_timeout=0.05).within(asyncio.sleep(60))
 
 
-async def test_the_time_limit_starts_with_the_arrival() -> None:
+async def test_the_request_timeout_starts_when_the_request_arrives() -> None:
     config, record = ServeConfig(request_timeout=0.05), RequestRecord()
     await asyncio.sleep(0.06)
     with pytest.raises(RequestProblem):
@@ -85,21 +85,21 @@ async def test_the_time_limit_starts_with_the_arrival() -> None:
 
 
 async def test_none_is_yielded_while_no_item_arrives() -> None:
-    """A stream then sends a comment, which keeps the connection open. No item is lost."""
-    received: list[int | None] = []
-    quiet = asyncio.Event()
+    """For each None, a stream sends a comment, which keeps the connection open. No item is lost."""
+    received_items: list[int | None] = []
+    may_continue = asyncio.Event()
 
-    class Slow(TimedItems):
+    class DelayedItems(TimedItems):
         async def __anext__(self) -> int:
             if self._next == 1:
-                await quiet.wait()
+                await may_continue.wait()
             return await super().__anext__()
 
-    async for item in make_limits().with_pings(Slow(0, 0, 0), ping=0.05):
-        received.append(item)
-        if received.count(None) == 2:
-            quiet.set()
-    assert [item for item in received if item is not None] == [0, 1, 2]
-    assert received[1:3] == [None, None]
+    async for item in make_limits().with_pings(DelayedItems(0, 0, 0), ping=0.05):
+        received_items.append(item)
+        if received_items.count(None) == 2:
+            may_continue.set()
+    assert [item for item in received_items if item is not None] == [0, 1, 2]
+    assert received_items[1:3] == [None, None]
     with pytest.raises(RequestProblem, match=r"no token arrived for 0\.1 seconds"):
         await collect_items(make_limits(stream_timeout=0.1), 0, 60, ping=0.03)

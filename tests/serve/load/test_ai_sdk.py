@@ -35,10 +35,10 @@ def test_text_is_streamed(server: ServerProcess) -> None:
     usage = answer["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] <= usage["prompt_tokens"]
     assert usage["completion_tokens_details"]["reasoning_tokens"] == 0
-    more = {"stream": True, "stream_options": {"include_usage": True}}
-    text = httpx.post(f"{server.url}/v1/chat/completions", json=HELLO | more, timeout=60).text
-    *chunks, end = parse_events(text)
-    assert end == "[DONE]"
+    stream_fields = {"stream": True, "stream_options": {"include_usage": True}}
+    text = httpx.post(f"{server.url}/v1/chat/completions", json=HELLO | stream_fields, timeout=60).text
+    *chunks, end_event = parse_events(text)
+    assert end_event == "[DONE]"
     joined_text = "".join(
         choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"]
     )
@@ -59,10 +59,10 @@ def test_tools_are_called_and_answered(server: ServerProcess) -> None:
     [call] = post_chat(server, request | {"tool_choice": "required"})["choices"][0]["message"]["tool_calls"]
     assert call["function"]["name"] == "weather"
     assert [*json.loads(call["function"]["arguments"])] == ["city"]
-    sent = {"id": call["id"], "type": "function", "function": call["function"]}
-    results = [
-        {"role": "assistant", "content": None, "tool_calls": [sent]},
+    assistant_call = {"id": call["id"], "type": "function", "function": call["function"]}
+    later_messages = [
+        {"role": "assistant", "content": None, "tool_calls": [assistant_call]},
         {"role": "tool", "tool_call_id": call["id"], "content": json.dumps({"degrees": 18})},
     ]
-    answer = post_chat(server, request | {"messages": [QUESTION, *results], "tool_choice": "auto"})
+    answer = post_chat(server, request | {"messages": [QUESTION, *later_messages], "tool_choice": "auto"})
     assert answer["choices"][0]["finish_reason"] in ("stop", "tool_calls", "length")

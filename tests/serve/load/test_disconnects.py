@@ -15,26 +15,28 @@ LENGTH = 120
 async def test_disconnects_do_not_change_other_streams(server: ServerProcess) -> None:
     single_choices = server.complete(temperature=0)["choices"]
     metrics_before = server.wait_until_idle()
-    draw = random.Random(5)
+    rng = random.Random(5)
     behaviours = [*("stay" for _ in range(20)), *("early", "unsent", "half", "abort", "close") * 36]
-    draw.shuffle(behaviours)
+    rng.shuffle(behaviours)
     assert len(behaviours) == NUM_STREAMS
 
-    async def client(index: int, behaviour: str) -> str:
-        await asyncio.sleep(draw.random() * 0.5)
-        return await run_client(server.port, index, behaviour, draw.randrange(1, 40))
+    async def wait_and_run_client(index: int, behaviour: str) -> str:
+        await asyncio.sleep(rng.random() * 0.5)
+        return await run_client(server.port, index, behaviour, rng.randrange(1, 40))
 
-    counts = await asyncio.wait_for(asyncio.gather(*map(client, range(NUM_STREAMS), behaviours)), 90)
-    counts_to_the_end = [
-        count for count, behaviour in zip(counts, behaviours, strict=True) if behaviour == "stay"
+    token_counts = await asyncio.wait_for(
+        asyncio.gather(*map(wait_and_run_client, range(NUM_STREAMS), behaviours)), 90
+    )
+    complete_counts = [
+        count for count, behaviour in zip(token_counts, behaviours, strict=True) if behaviour == "stay"
     ]
-    assert counts_to_the_end == [LENGTH] * 20
+    assert complete_counts == [LENGTH] * 20
 
     metrics = server.wait_until_idle()
     assert metrics["penstock_kv_blocks_cached"] <= metrics["penstock_kv_blocks"]
     assert metrics["penstock_worker_restarts_total"] == metrics_before["penstock_worker_restarts_total"]
-    disconnected = num_disconnected(metrics) - num_disconnected(metrics_before)
-    assert disconnected >= 60  # of the others, the request was not read or the response was complete
+    num_new_disconnects = num_disconnected(metrics) - num_disconnected(metrics_before)
+    assert num_new_disconnects >= 60  # not counted: the request was not read, or the response was complete
     assert server.complete(temperature=0)["choices"] == single_choices
 
 
@@ -45,7 +47,7 @@ def num_disconnected(metrics: dict[str, float]) -> float:
 
 
 async def run_client(port: int, index: int, behaviour: str, num_events: int) -> int:
-    """Run one client. Return the completion tokens in the usage if it reads to the end, otherwise 0."""
+    """Run a client. Return the number of completion tokens if it reads the whole stream, otherwise 0."""
     body = {
         "model": "demo",
         "prompt": f"{index} times",
@@ -86,33 +88,33 @@ async def read_usage(stream: RawExchange) -> int:
     blocks = []
     while (block := await stream.event()) is not None:
         blocks.append(block)
-    events = [part.removeprefix(b"data: ") for part in b"".join(blocks).split(b"\n\n") if part]
+    events = [event.removeprefix(b"data: ") for event in b"".join(blocks).split(b"\n\n") if event]
     assert events.pop() == b"[DONE]"
-    *chunks, last = map(json.loads, events)
+    *chunks, usage_chunk = map(json.loads, events)
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks)
     assert chunks[-1]["choices"][0]["finish_reason"] == "length"
-    count: int = last["usage"]["completion_tokens"]
+    count: int = usage_chunk["usage"]["completion_tokens"]
     return count
 
 
 async def test_a_disconnect_ends_the_generation_of_a_complete_response(server: ServerProcess) -> None:
     metrics_before = server.wait_until_idle()
 
-    async def client(index: int) -> None:
+    async def send_and_abort(index: int) -> None:
         body = {"model": "demo", "prompt": f"{index}", "max_tokens": 400, "ignore_eos": True, "n": 2}
         async with raw_exchange(server.port, "/v1/completions", body) as exchange:
             await asyncio.sleep(0.3 + index % 5 / 20)
             exchange.abort()
 
-    await asyncio.gather(*map(client, range(40)))
+    await asyncio.gather(*map(send_and_abort, range(40)))
     metrics_after = server.wait_until_idle()
-    generated = "penstock_generated_tokens_total"
-    assert metrics_after[generated] - metrics_before[generated] < 40 * 2 * 400 / 2
+    metric_name = "penstock_generated_tokens_total"
+    assert metrics_after[metric_name] - metrics_before[metric_name] < 40 * 2 * 400 / 2
     assert server.complete()["usage"]["completion_tokens"] == 5
 
 
 async def test_no_state_of_closed_connections_remains(server: ServerProcess) -> None:
-    async def client() -> None:
+    async def send_invalid_request() -> None:
         async with raw_exchange(server.port, "/v1/completions", {"model": "other"}) as exchange:
             status, headers = await exchange.head()
             await exchange.body(headers)
@@ -120,7 +122,7 @@ async def test_no_state_of_closed_connections_remains(server: ServerProcess) -> 
 
     async def open_and_close(count: int) -> None:
         for _ in range(count):
-            await asyncio.gather(*(client() for _ in range(20)))
+            await asyncio.gather(*(send_invalid_request() for _ in range(20)))
 
     await open_and_close(10)
     bytes_before = server.memory()

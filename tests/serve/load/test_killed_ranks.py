@@ -1,4 +1,4 @@
-"""A model in two processes behind a server: each process is killed under load."""
+"""A server with a model in two processes (tensor parallelism). Each process is killed under load."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from support.long_requests import send_request
 from support.server_process import server_process
 
 
-def other_ranks(worker: int) -> list[int]:
-    """Return the processes of the ranks after the first, which is the worker."""
+def find_other_ranks(worker: int) -> list[int]:
+    """Return the process ids of the other ranks. The worker is rank 0."""
     children = Path(f"/proc/{worker}/task/{worker}/children").read_text().split()
     return [int(pid) for pid in children if b"distributed" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
@@ -25,7 +25,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-async def until_ended(*pids: int) -> None:
+async def wait_until_ended(*pids: int) -> None:
     async with asyncio.timeout(60):
         while any(map(is_running, pids)):
             await asyncio.sleep(0.05)
@@ -33,31 +33,31 @@ async def until_ended(*pids: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_each_killed_rank_gives_clean_errors_and_a_new_group(tmp_path: Path) -> None:
+async def test_after_a_killed_rank_all_ranks_are_restarted(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with server_process(log, "--tensor-parallel-size", "2", "--max-length", "512") as server:
         expected = server.complete(temperature=0)["choices"]
-        for round_number, victim in enumerate((1, 0, 1), 1):
+        for round_number, killed_rank in enumerate((1, 0, 1), 1):
             worker = server.worker
             assert worker is not None
-            group = [worker, *other_ranks(worker)]
-            assert len(group) == 2
+            rank_pids = [worker, *find_other_ranks(worker)]
+            assert len(rank_pids) == 2
             clients = [asyncio.ensure_future(send_request(server.port, index)) for index in range(30)]
             async with asyncio.timeout(60):
                 while (await asyncio.to_thread(server.metrics))["penstock_requests_running"] < 8:
                     await asyncio.sleep(0.02)
-            os.kill(group[victim], signal.SIGKILL)
+            os.kill(rank_pids[killed_rank], signal.SIGKILL)
             outcomes = await asyncio.wait_for(asyncio.gather(*clients), 60)
             assert outcomes.count("error event") >= 1
             assert set(outcomes) <= {"error event", "503", "answered"}
-            await until_ended(*group)
+            await wait_until_ended(*rank_pids)
             await asyncio.to_thread(server.wait_for_status, "/ready", 200)
             assert server.complete(temperature=0)["choices"] == expected
             metrics = await asyncio.to_thread(server.wait_until_idle)
             assert metrics["penstock_worker_restarts_total"] == round_number
         worker = server.worker
         assert worker is not None
-        group = [worker, *other_ranks(worker)]
+        rank_pids = [worker, *find_other_ranks(worker)]
         running_task = asyncio.ensure_future(send_request(server.port, 1))
         async with asyncio.timeout(60):
             while not (await asyncio.to_thread(server.metrics))["penstock_requests_running"]:
@@ -65,5 +65,5 @@ async def test_each_killed_rank_gives_clean_errors_and_a_new_group(tmp_path: Pat
         server.process.kill()
         with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
             await asyncio.wait_for(running_task, 60)
-        await until_ended(*group)
+        await wait_until_ended(*rank_pids)
     assert "Traceback" not in log.read_text()

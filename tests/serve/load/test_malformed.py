@@ -91,7 +91,7 @@ def make_chat_and_completion(**fields: Any) -> list[tuple[str, Any]]:
     return [make_chat(**fields), make_completion(**fields)]
 
 
-REFUSED: list[tuple[str, Any]] = [
+REFUSED_REQUESTS: list[tuple[str, Any]] = [
     (CHAT_PATH, {"model": "demo"}),
     make_chat(messages=[]),
     make_chat(model="other"),
@@ -137,7 +137,7 @@ REFUSED: list[tuple[str, Any]] = [
 ]
 """Requests with one invalid field each. All of them must be refused."""
 
-REFUSED_OR_ANSWERED: list[tuple[str, Any]] = [
+UNUSUAL_REQUESTS: list[tuple[str, Any]] = [
     (CHAT_PATH, {"messages": MESSAGES}),
     make_chat(messages=[{"role": "user"}]),
     make_chat(messages=[{"role": "emperor", "content": "Hi"}]),
@@ -156,7 +156,7 @@ REFUSED_OR_ANSWERED: list[tuple[str, Any]] = [
 ]
 """Requests that the server may refuse or answer."""
 
-HUGE: list[tuple[str, Any]] = [
+HUGE_REQUESTS: list[tuple[str, Any]] = [
     make_chat(messages=[{"role": "user", "content": "x" * 20_000_000}]),
     make_chat(messages=MESSAGES * 100_000),
     make_chat(tools=make_tools({}) * 50_000),
@@ -168,7 +168,7 @@ HUGE: list[tuple[str, Any]] = [
 """Requests close to the maximum body size, and grammars that exceed the compilation limits."""
 
 # fmt: off
-RAW: list[bytes] = [
+RAW_BODIES: list[bytes] = [
     b"", b" ", b"\x00", b"{", b"}", b"[", b"[]", b"[{}]", b"null", b"true", b"5", b'"model"', b"{}", b"\xff",
     b"\xfe\xff", b"\xef\xbb\xbf{}", b"<xml/>", b"model=demo&prompt=Hi", b"//c\n{}", b"{'model': 'demo'}",
     b'{"model": "demo"} trailing', b'{"model": "demo", "prompt": "Hi",}', b'{"prompt": "a\nb"}',
@@ -184,14 +184,14 @@ RAW: list[bytes] = [
 # fmt: on
 
 
-def bodies_with_invalid_fields(share: int) -> Iterator[tuple[str, Any]]:
-    """Yield bodies with an invalid value of one field.
+def bodies_with_invalid_fields(stride: int) -> Iterator[tuple[str, Any]]:
+    """Yield bodies in which one field has an invalid value.
 
-    Each field gets one in ``share`` of the values of `INVALID_VALUES`.
+    Each field gets every ``stride``-th value of `INVALID_VALUES`.
     """
-    for path, (kind, body) in ROUTES.items():
-        for index, name in enumerate([*kind.model_fields, *UNSUPPORTED.get(kind, {})]):
-            for value in INVALID_VALUES[index % share :: share]:
+    for path, (body_class, body) in ROUTES.items():
+        for index, name in enumerate([*body_class.model_fields, *UNSUPPORTED.get(body_class, {})]):
+            for value in INVALID_VALUES[index % stride :: stride]:
                 yield path, {**body, name: value}
 
 
@@ -226,17 +226,17 @@ async def test_each_invalid_value_of_each_field_is_refused(server: ServerProcess
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 async def test_huge_requests_are_refused_quickly(server: ServerProcess) -> None:
-    """The server answers another client while it refuses the requests."""
-    other_client = asyncio.create_task(keep_requesting(server))
-    statuses = await post_all(server, encode_bodies(HUGE), seconds=600)
+    """While the server refuses the requests, it answers another client."""
+    other_client_task = asyncio.create_task(keep_requesting(server))
+    statuses = await post_all(server, encode_bodies(HUGE_REQUESTS), seconds=600)
     assert statuses.keys() == {400}
-    other_client.cancel()
-    await asyncio.wait([other_client])
-    assert other_client.cancelled()
+    other_client_task.cancel()
+    await asyncio.wait([other_client_task])
+    assert other_client_task.cancelled()
 
 
 async def keep_requesting(server: ServerProcess) -> None:
-    """Send short requests of another client until cancelled. None may take 10 seconds."""
+    """Send short requests until cancelled. Each response must arrive within 10 seconds."""
     async with httpx.AsyncClient(base_url=server.url, timeout=10) as client:
         while True:
             assert (await client.get("/health")).status_code == 200
@@ -244,17 +244,17 @@ async def keep_requesting(server: ServerProcess) -> None:
 
 
 async def test_malformed_requests_are_refused(server: ServerProcess) -> None:
-    statuses = await post_all(server, encode_bodies(REFUSED))
+    statuses = await post_all(server, encode_bodies(REFUSED_REQUESTS))
     assert statuses.keys() <= {400, 404, 413}
 
 
 async def test_unusual_requests_are_refused_or_answered(server: ServerProcess) -> None:
-    statuses = await post_all(server, encode_bodies(REFUSED_OR_ANSWERED))
+    statuses = await post_all(server, encode_bodies(UNUSUAL_REQUESTS))
     assert statuses.keys() <= {200, 400}
 
 
 async def test_malformed_raw_bodies_are_refused(server: ServerProcess) -> None:
-    statuses = await post_all(server, [(path, raw_body) for path in ROUTES for raw_body in RAW])
+    statuses = await post_all(server, [(path, raw_body) for path in ROUTES for raw_body in RAW_BODIES])
     assert statuses.keys() == {400}
 
 
@@ -267,10 +267,10 @@ async def post_all(
 ) -> dict[int, int]:
     """Post the bodies and check the format of errors. Return the number of responses by status."""
     statuses: dict[int, int] = {}
-    waiting = iter(bodies)
+    remaining_bodies = iter(bodies)
 
     async def run_client(client: httpx.AsyncClient) -> None:
-        for path, data in waiting:
+        for path, data in remaining_bodies:
             try:
                 answer = await asyncio.wait_for(client.post(path, content=data), seconds)
             except TimeoutError:
@@ -304,15 +304,15 @@ def check_error(answer: Any, path: str, data: bytes) -> None:
 VALID_BODY = json.dumps({"model": "demo", "prompt": "Hi", "max_tokens": 2}).encode()
 
 
-def encode_chunked(*parts: bytes) -> bytes:
-    return b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (*parts, b""))
+def encode_chunked(*chunks: bytes) -> bytes:
+    return b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in (*chunks, b""))
 
 
 TRANSFER_ENCODING = {"transfer-encoding": "chunked"}
 
 
 @pytest.mark.parametrize(
-    ("sent", "status"),
+    ("request_bytes", "status"),
     [
         (
             post_head(COMPLETION_PATH, None, **TRANSFER_ENCODING)
@@ -360,9 +360,11 @@ TRANSFER_ENCODING = {"transfer-encoding": "chunked"}
     ],
     ids=lambda value: None if isinstance(value, int) else ascii(value[-40:])[2:-1] if value else "any",
 )
-async def test_malformed_http_is_refused(server: ServerProcess, sent: bytes, status: int | None) -> None:
+async def test_malformed_http_is_refused(
+    server: ServerProcess, request_bytes: bytes, status: int | None
+) -> None:
     async with asyncio.timeout(TIME_LIMIT), raw_exchange(server.port, COMPLETION_PATH) as exchange:
-        exchange.send(sent)
+        exchange.send(request_bytes)
         actual_status, headers = await exchange.head()
         if actual_status == 100:
             actual_status, headers = await exchange.head()

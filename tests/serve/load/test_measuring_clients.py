@@ -1,6 +1,6 @@
 """Requests of common load generators, and the response fields that they need.
 
-The requests follow the documentation of these tools. The tests read responses as strictly as the tools.
+The requests follow the documentation of the tools. The tests check each response field that a tool reads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from support.server_process import ServerProcess
 
 DEMO = ROOT / "penstock" / "demo"
 CHAT = {"messages": [{"role": "user", "content": [{"type": "text", "text": "Tell me a story."}]}]}
-BARE_CHAT = {"messages": [{"role": "user", "content": "Tell me a story."}]}
+TEXT_CHAT = {"messages": [{"role": "user", "content": "Tell me a story."}]}
 USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 CONTINUOUS_USAGE = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 PROMPT = {"prompt": "Once upon a time"}
@@ -42,7 +42,7 @@ REQUESTS = {
         "text",
         PROMPT | USAGE | {"temperature": 0.0, "best_of": 1, "max_tokens": 24, "ignore_eos": True},
     ),
-    "sglang chat": ("chat", BARE_CHAT | USAGE | {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}),
+    "sglang chat": ("chat", TEXT_CHAT | USAGE | {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}),
     "guidellm text": (
         "text",
         PROMPT
@@ -57,34 +57,34 @@ REQUESTS = {
     ),
     "aiperf": (
         "chat",
-        BARE_CHAT | USAGE | {"max_completion_tokens": 24, "min_tokens": 24, "ignore_eos": True},
+        TEXT_CHAT | USAGE | {"max_completion_tokens": 24, "min_tokens": 24, "ignore_eos": True},
     ),
-    "llmperf": ("chat", BARE_CHAT | {"stream": True, "max_tokens": 24}),
+    "llmperf": ("chat", TEXT_CHAT | {"stream": True, "max_tokens": 24}),
     "inference-perf": ("text", PROMPT | USAGE | {"max_tokens": 24, "ignore_eos": True}),
 }
 CAPITALS = {"Germany": "Berlin", "France": "Paris"}
-TASK = """
+TASK_TEMPLATE = """
 task: capitals
 dataset_path: json
 dataset_kwargs: {{data_files: {data}}}
 test_split: train
 doc_to_text: "{{{{q}}}}"
 doc_to_target: "{target}"
-{rest}
+{output_lines}
 """
-KINDS = {
+TASK_LINES = {
     False: {
         "target": "{{a}}",
-        "rest": "output_type: multiple_choice\ndoc_to_choice: [Berlin, Paris]\n"
+        "output_lines": "output_type: multiple_choice\ndoc_to_choice: [Berlin, Paris]\n"
         "metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]",
     },
     True: {
         "target": "The capital of {{q.split(' ')[-1][:-1]}} is {{a}}.",
-        "rest": "output_type: generate_until\ngeneration_kwargs: {until: [';'], max_gen_toks: 24}\n"
+        "output_lines": "output_type: generate_until\ngeneration_kwargs: {until: [';'], max_gen_toks: 24}\n"
         "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]",
     },
 }
-"""Kind of prompt -> further lines of the task file."""
+"""Whether the task is a chat -> fields of `TASK_TEMPLATE`."""
 PATHS = {"chat": "/v1/chat/completions", "text": "/v1/completions"}
 
 
@@ -95,13 +95,13 @@ def client(server: ServerProcess) -> Iterator[httpx.Client]:
         yield client
 
 
-def test_routes_that_load_generators_probe(client: httpx.Client) -> None:
+def test_probes_of_load_generators_are_answered(client: httpx.Client) -> None:
     assert client.get("/health").status_code == 200
     models = client.get("/v1/models").json()
     assert models["object"] == "list"
     assert models["data"][0]["id"] == "demo"
     assert models["data"][0]["max_model_len"] == 512
-    probe = {"model": "demo", **BARE_CHAT, "max_completion_tokens": 1}
+    probe = {"model": "demo", **TEXT_CHAT, "max_completion_tokens": 1}
     assert client.post("/v1/chat/completions", json=probe).json()["usage"]["completion_tokens"] == 1
     for path in ("/get_server_info", "/flush_cache", "/v1/nothing"):  # routes of other servers
         assert client.get(path).status_code == 404
@@ -145,8 +145,8 @@ def test_streams_have_the_fields_that_load_generators_need(client: httpx.Client,
     common_fields = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
     if body.get("temperature") == 0.0:
         response = client.post(PATHS[kind], json={"model": "demo", **common_fields}).json()
-        first = response["choices"][0]
-        assert (first["message"]["content"] if kind == "chat" else first["text"]) == text
+        answer_choice = response["choices"][0]
+        assert (answer_choice["message"]["content"] if kind == "chat" else answer_choice["text"]) == text
         assert response["usage"]["completion_tokens"] == usage["completion_tokens"]
 
 
@@ -160,7 +160,7 @@ def check_chunk(event: dict[str, Any], kind: str) -> None:
 
 
 def run_tool(command: list[str], server: ServerProcess, *, folder: Path) -> str:
-    """Run an installed measuring program and return its output. ``URL`` and ``MODEL`` are replaced."""
+    """Run an installed program and return its output. Replace ``URL`` and ``MODEL`` in the command."""
     if shutil.which(command[0]) is None:
         pytest.skip(f"needs {command[0]}")
     words = [word.replace("URL", server.url).replace("MODEL", str(DEMO)) for word in command]
@@ -178,11 +178,15 @@ def test_guidellm_measures_the_server(server: ServerProcess, tmp_path: Path) -> 
         "kind=openai_http,target=URL,model=demo",
         "kind=synthetic_text,prompt_tokens=16,output_tokens=8",
     )
-    rounds = ["--profile", "kind=synchronous", "--constraint", "kind=max_requests,count=4"]
-    inputs = ["--tokenizer", "kind=hf_auto,model=MODEL", "--data", data]
+    limit_flags = ["--profile", "kind=synchronous", "--constraint", "kind=max_requests,count=4"]
+    input_flags = ["--tokenizer", "kind=hf_auto,model=MODEL", "--data", data]
     path = tmp_path / "report.json"
-    output = ["--disable-console", "--output", f"kind=json,path={path}"]
-    run_tool(["guidellm", "run", "--backend", backend, *rounds, *inputs, *output], server, folder=tmp_path)
+    output_flags = ["--disable-console", "--output", f"kind=json,path={path}"]
+    run_tool(
+        ["guidellm", "run", "--backend", backend, *limit_flags, *input_flags, *output_flags],
+        server,
+        folder=tmp_path,
+    )
     [benchmark] = json.loads(path.read_text())["benchmarks"]
     assert len(benchmark["requests"]["successful"]) == 4
     assert not benchmark["requests"]["errored"]
@@ -191,23 +195,25 @@ def test_guidellm_measures_the_server(server: ServerProcess, tmp_path: Path) -> 
 @pytest.mark.peers
 @pytest.mark.parametrize("kind", ["local-completions", "local-chat-completions"])
 def test_lm_eval_measures_the_accuracy(server: ServerProcess, tmp_path: Path, kind: str) -> None:
-    """The embedded model selects and names the right capitals."""
+    """The accuracy is 1 if the embedded model selects a capital, and if it generates a sentence."""
     rows = [
         {"q": f"What is the capital of {country}?", "a": capital} for country, capital in CAPITALS.items()
     ]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     is_chat = kind.startswith("local-chat")
-    (tmp_path / "capitals.yaml").write_text(TASK.format(data=tmp_path / "data.jsonl", **KINDS[is_chat]))
+    (tmp_path / "capitals.yaml").write_text(
+        TASK_TEMPLATE.format(data=tmp_path / "data.jsonl", **TASK_LINES[is_chat])
+    )
     path = "/v1/chat/completions" if is_chat else "/v1/completions"
     arguments = f"model=demo,base_url=URL{path},tokenizer=MODEL,num_concurrent=2"
     command = ["lm_eval", "--model", kind, "--model_args", arguments, "--tasks", "capitals"]
-    more = ["--include_path", str(tmp_path), *(["--apply_chat_template"] if is_chat else [])]
-    output = run_tool([*command, *more], server, folder=tmp_path)
+    task_flags = ["--include_path", str(tmp_path), *(["--apply_chat_template"] if is_chat else [])]
+    output = run_tool([*command, *task_flags], server, folder=tmp_path)
     [row] = [line.split("|") for line in output.splitlines() if line.startswith("|capitals")]
     assert row[7].strip() == "1"
 
 
-def test_a_client_that_closes_after_each_request(server: ServerProcess) -> None:
+def test_a_client_with_a_connection_for_each_request_is_answered(server: ServerProcess) -> None:
     for _ in range(3):
         answer = httpx.post(
             f"{server.url}/v1/completions",

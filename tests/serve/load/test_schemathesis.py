@@ -28,13 +28,13 @@ MANY_EXAMPLES = settings(FEW_EXAMPLES, max_examples=num_examples(150))
 
 
 @pytest.fixture(scope="module")
-def live() -> Iterator[str]:
+def server_url() -> Iterator[str]:
     with live_server(adapters=("one",)) as server:
         yield server.url
 
 
-def test_generated_requests_get_documented_responses(live: str) -> None:
-    call_all_operations(live, FEW_EXAMPLES)
+def test_generated_requests_get_documented_responses(server_url: str) -> None:
+    call_all_operations(server_url, FEW_EXAMPLES)
 
 
 @pytest.mark.slow
@@ -48,7 +48,7 @@ def test_many_generated_requests_get_documented_responses(tmp_path: Path) -> Non
 
 
 def call_all_operations(url: str, hypothesis_settings: settings) -> None:
-    """Call each operation with bodies that the document allows, and with bodies that it forbids."""
+    """Call each operation with bodies that the OpenAPI document allows and with bodies that it forbids."""
     schema = schemathesis.openapi.from_url(f"{url}openapi.json")
     operations = [result.ok() for result in schema.get_all_operations()]
     assert len(operations) >= 10
@@ -72,15 +72,15 @@ def call_operation(operation: Any, mode: Any, hypothesis_settings: settings) -> 
             assert error.keys() == {"message", "type", "param", "code"}, details
         elif response.headers["content-type"][0].startswith("application/json"):
             case.validate_response(response, checks=[check_conformance])
-        if mode is schemathesis.GenerationMode.NEGATIVE and operation.path not in ADAPTERS:
+        if mode is schemathesis.GenerationMode.NEGATIVE and operation.path not in ADAPTER_ROUTES:
             assert status >= 400, details
 
     check()
 
 
-ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+ADAPTER_ROUTES = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 
 def check_conformance(context: Any, response: Any, case: Any) -> None:
-    """Check that the body conforms to the document."""
+    """Check that a response body conforms to the OpenAPI document."""
     schemathesis.specs.openapi.checks.response_schema_conformance(context, response, case)

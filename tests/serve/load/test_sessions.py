@@ -1,4 +1,4 @@
-"""Sessions over HTTP stay with one of two workers: by header, by another header, and by the user."""
+"""Requests of a session stay with one of two workers. A header or the user field names the session."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ async def test_a_session_stays_with_its_worker(tmp_path: Path, header: str) -> N
             assert not await stays_with_its_worker(client, "none")
             assert await stays_with_its_worker(client, "header", {header: "a"})
             assert await stays_with_its_worker(client, "user", user="b")
-            # Another header names no session.
+            # A header that is not the configured one names no session.
             assert not await stays_with_its_worker(client, "other", {"X-Other": "c"})

@@ -1,4 +1,4 @@
-"""Two workers behind one server: each is killed under load, and then all are replaced."""
+"""A server with two workers: each is killed under load, and then both are replaced by a reload."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from support.server_process import server_process
 
 from penstock.host.processors import divide_processors
 
-LONG = {"model": "demo", "prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "temperature": 0}
+LONG_REQUEST = {"model": "demo", "prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "temperature": 0}
 
 
 class ServerClient:
-    """A client of one server."""
+    """A client of a server with two workers."""
 
     def __init__(self, url: str) -> None:
         self.http = httpx.AsyncClient(base_url=url, timeout=60)
 
     async def complete(self, **fields: Any) -> httpx.Response:
-        return await self.http.post("/v1/completions", json={**LONG, **fields})
+        return await self.http.post("/v1/completions", json={**LONG_REQUEST, **fields})
 
     async def count_per_worker(self, name: str) -> list[float]:
         text = (await self.http.get("/metrics")).text
@@ -38,11 +38,14 @@ class ServerClient:
         }
         return [values["0"], values["1"]]
 
-    async def start_four_per_worker(self, name: str) -> list[asyncio.Task[httpx.Response]]:
-        """Start eight requests and return when they run. Start others if some have ended before."""
+    async def start_four_per_worker(self, salt: str) -> list[asyncio.Task[httpx.Response]]:
+        """Start eight requests. Return when four of them run on each worker.
+
+        If a request ends before that, start eight other requests.
+        """
         for attempt in count():
             running_tasks = [
-                asyncio.create_task(self.complete(cache_salt=f"{name}-{attempt}-{n}")) for n in range(8)
+                asyncio.create_task(self.complete(cache_salt=f"{salt}-{attempt}-{n}")) for n in range(8)
             ]
             while not any(task.done() for task in running_tasks):
                 if await self.count_per_worker("requests_running") == [4, 4]:
@@ -62,13 +65,15 @@ class ServerClient:
 async def test_a_killed_worker_fails_only_its_requests(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with server_process(log, "--data-parallel-size", "2", "--max-length", "1024") as server:
-        shares = sorted(sorted(share.processors) for share in divide_processors(2))
-        assert sorted(sorted(os.sched_getaffinity(worker)) for worker in server.workers) == shares
+        expected_processors = sorted(sorted(share.processors) for share in divide_processors(2))
+        assert (
+            sorted(sorted(os.sched_getaffinity(worker)) for worker in server.workers) == expected_processors
+        )
         client = ServerClient(server.url)
         expected = (await client.complete()).json()["choices"]
-        for victim in sorted(server.workers):
-            running_tasks = await client.start_four_per_worker(str(victim))
-            os.kill(victim, signal.SIGKILL)
+        for killed_worker in sorted(server.workers):
+            running_tasks = await client.start_four_per_worker(str(killed_worker))
+            os.kill(killed_worker, signal.SIGKILL)
             await client.wait_until("up", 0, 1)
             later_tasks = [asyncio.create_task(client.complete(max_tokens=5)) for _ in range(4)]
             answers = await asyncio.gather(*running_tasks)
@@ -80,14 +85,14 @@ async def test_a_killed_worker_fails_only_its_requests(tmp_path: Path) -> None:
             await client.wait_until("up", 1, 1)
         assert await client.count_per_worker("restarts_total") == [1, 1]
 
-        # A reload under load: every request is answered.
+        # During a reload, every request is answered.
         workers_before = set(server.workers)
-        reload = asyncio.create_task(client.http.post("/reload"))
+        reload_task = asyncio.create_task(client.http.post("/reload"))
         statuses = set()
-        while not reload.done():
+        while not reload_task.done():
             answers = await asyncio.gather(*(client.complete(max_tokens=20) for _ in range(3)))
             statuses |= {answer.status_code for answer in answers}
-        assert (reload.result().json(), statuses) == ({"status": "reloaded"}, {200})
+        assert (reload_task.result().json(), statuses) == ({"status": "reloaded"}, {200})
         assert len(set(server.workers) - workers_before) == 2
         assert (await client.complete()).json()["choices"] == expected
         await client.http.aclose()

@@ -1,4 +1,4 @@
-"""Minutes of mixed load: memory does not grow, each request is answered, and no block stays in use."""
+"""Minutes of mixed load. Memory does not grow, each request is answered, and no block stays in use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.server_process import ServerProcess, raw_exchange, server_process
 from penstock.serve.api.parameters import UNSUPPORTED
 
 SECONDS = 60
-"""Duration of each part of the test."""
+"""Duration of each part of the test, in seconds."""
 NUM_CLIENTS = 24
 TOOL = {
     "type": "function",
@@ -26,35 +26,35 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-async def test_mixed_load_for_minutes(tmp_path: Path) -> None:
+async def test_mixed_load_leaves_no_state(tmp_path: Path) -> None:
     # The cache is small, so that all its pages are resident before memory is measured.
     flags = ("--max-length", "512", "--max-queue-size", "20", "--kv-cache-memory", str(32 * 2**20))
     with server_process(tmp_path / "log", *flags) as server:
         expected = server.complete(temperature=0)["choices"]
-        sizes, outcomes = [read_memory(server)], Counter[str]()
+        memory_sizes, outcomes = [read_memory(server)], Counter[str]()
         for _ in range(3):
             outcomes += await run_clients(server, SECONDS / 2)
-            sizes.append(read_memory(server))
+            memory_sizes.append(read_memory(server))
         assert outcomes["complete"] > 50
         assert outcomes["streamed"] > 50
         assert outcomes["disconnected"] > 20
         assert outcomes["refused"] > 10
         assert outcomes["broken"] == 0
         # Libraries cache a bounded number of objects per batch shape, so the growth must slow down.
-        for first, _, before, after in zip(*sizes, strict=True):
-            assert after - before < (before - first) / 2 + 16 * 2**20, sizes
+        for first_size, _, size_before, size_after in zip(*memory_sizes, strict=True):
+            assert size_after - size_before < (size_before - first_size) / 2 + 16 * 2**20, memory_sizes
 
-        killer = asyncio.create_task(kill_worker_repeatedly(server))
+        kill_task = asyncio.create_task(kill_worker_repeatedly(server))
         outcomes = await run_clients(server, SECONDS)
-        killer.cancel()
-        await asyncio.wait([killer])
-        assert killer.cancelled()
-        assert outcomes["broken"] > 0  # with status 503 or an error event in the stream
+        kill_task.cancel()
+        await asyncio.wait([kill_task])
+        assert kill_task.cancelled()
+        assert outcomes["broken"] > 0  # status 503 or an error event
         assert outcomes["complete"] > 10
         await asyncio.to_thread(server.wait_for_status, "/ready", 200)
         metrics = server.wait_until_idle()
         assert metrics["penstock_worker_restarts_total"] >= 2
-        assert read_memory(server)[0] < sizes[-1][0] + 48 * 2**20, (
+        assert read_memory(server)[0] < memory_sizes[-1][0] + 48 * 2**20, (
             "the server does not release memory of dead workers"
         )
         assert server.complete(temperature=0)["choices"] == expected
@@ -71,13 +71,13 @@ def read_memory(server: ServerProcess) -> tuple[int, int]:
 async def run_clients(server: ServerProcess, seconds: float) -> Counter[str]:
     """Run many clients. Return how many requests ended in each way."""
     outcomes: Counter[str] = Counter()
-    end = time.monotonic() + seconds
+    end_time = time.monotonic() + seconds
 
     async def run_client(number: int) -> None:
-        draw = random.Random(number)
-        while time.monotonic() < end:
-            outcomes[await asyncio.wait_for(send_random_request(server.port, draw), 60)] += 1
-            await asyncio.sleep(draw.random() * 0.05)
+        rng = random.Random(number)
+        while time.monotonic() < end_time:
+            outcomes[await asyncio.wait_for(send_random_request(server.port, rng), 60)] += 1
+            await asyncio.sleep(rng.random() * 0.05)
 
     await asyncio.gather(*map(run_client, range(NUM_CLIENTS)))
     return outcomes
@@ -90,16 +90,16 @@ async def kill_worker_repeatedly(server: ServerProcess) -> None:
         server.kill_worker()
 
 
-async def send_random_request(port: int, draw: random.Random) -> str:
-    path, body = draw_body(draw)
+async def send_random_request(port: int, rng: random.Random) -> str:
+    path, body = draw_body(rng)
     async with raw_exchange(port, path, body) as exchange:
-        if draw.random() < 0.1:
-            await asyncio.sleep(draw.random() / 5)
+        if rng.random() < 0.1:
+            await asyncio.sleep(rng.random() / 5)
             exchange.abort()
             return "disconnected"
         status, headers = await exchange.head()
-        if status == 200 and body.get("stream") and draw.random() < 0.3:
-            for _ in range(draw.randrange(20)):
+        if status == 200 and body.get("stream") and rng.random() < 0.3:
+            for _ in range(rng.randrange(20)):
                 if await exchange.event() is None:
                     break
             exchange.abort()
@@ -109,10 +109,10 @@ async def send_random_request(port: int, draw: random.Random) -> str:
         if not body.get("stream"):
             assert len(json.loads(data)["choices"]) == body.get("n", 1)
             return "complete"
-        last = [part for part in data.split(b"\n\n") if part][-1]
-        if last == b"data: [DONE]":
+        last_event = [event for event in data.split(b"\n\n") if event][-1]
+        if last_event == b"data: [DONE]":
             return "streamed"
-        assert json.loads(last.removeprefix(b"data: "))["error"]["type"] == "service_unavailable_error"
+        assert json.loads(last_event.removeprefix(b"data: "))["error"]["type"] == "service_unavailable_error"
         return "broken"
     assert json.loads(data)["error"].keys() == {"message", "type", "param", "code"}
     if status in (429, 503):
@@ -122,28 +122,28 @@ async def send_random_request(port: int, draw: random.Random) -> str:
     return "refused"
 
 
-def draw_body(draw: random.Random) -> tuple[str, dict[str, Any]]:
-    words = draw.choices(["river", "stone", "Once", "upon", "a", "time", "7", "\n"], k=draw.randrange(1, 60))
+def draw_body(rng: random.Random) -> tuple[str, dict[str, Any]]:
+    words = rng.choices(["river", "stone", "Once", "upon", "a", "time", "7", "\n"], k=rng.randrange(1, 60))
     body: dict[str, Any] = {
         "model": "demo",
-        "max_tokens": draw.randrange(1, 120),
-        "temperature": draw.choice([0, 1]),
-        "stream": draw.random() < 0.6,
-        "ignore_eos": draw.random() < 0.5,
+        "max_tokens": rng.randrange(1, 120),
+        "temperature": rng.choice([0, 1]),
+        "stream": rng.random() < 0.6,
+        "ignore_eos": rng.random() < 0.5,
     }
-    for chance, more in (
+    for probability, fields in (
         (0.2, {"n": 3}),
         (0.1, {"stop": ["e", "th"]}),
         (0.1, {"presence_penalty": 1, "seed": 5}),
         (0.05, {"logit_bias": {"5": 3}}),
-        (0.05, {draw.choice(sorted(UNSUPPORTED_NAMES)): {"x": 1}}),
+        (0.05, {rng.choice(sorted(UNSUPPORTED_NAMES)): {"x": 1}}),
         (0.05, {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}}),
     ):
-        if draw.random() < chance:
-            body |= more
-    if draw.random() < 0.5:
+        if rng.random() < probability:
+            body |= fields
+    if rng.random() < 0.5:
         return "/v1/completions", {**body, "prompt": " ".join(words)}
-    body |= {"tools": [TOOL]} if draw.random() < 0.2 and "response_format" not in body else {}
+    body |= {"tools": [TOOL]} if rng.random() < 0.2 and "response_format" not in body else {}
     return "/v1/chat/completions", {**body, "messages": [{"role": "user", "content": " ".join(words)}]}
 
 

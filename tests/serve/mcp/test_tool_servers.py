@@ -1,4 +1,4 @@
-"""Sessions with tool servers and their tool lists. The servers use the official package."""
+"""Sessions with MCP tool servers, and cached tool lists. The test servers use the package mcp."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ async def test_tools_are_listed_and_called(calculator: ServedTools) -> None:
 @needs_mcp
 async def test_errors_of_a_tool_are_in_the_output(calculator: ServedTools) -> None:
     async with ToolSession(ToolServer("t", calculator.url), 20) as session:
-        failed = await session.call("fail", {})
-        assert failed.error is not None
-        assert failed.error["type"] == "mcp_tool_execution_error"
-        assert failed.text.startswith("Error: ")
+        failed_call = await session.call("fail", {})
+        assert failed_call.error is not None
+        assert failed_call.error["type"] == "mcp_tool_execution_error"
+        assert failed_call.text.startswith("Error: ")
         invalid_call = await session.call("add", {"a": "x"})
         assert invalid_call.error is not None
         assert "valid integer" in invalid_call.text
     async with ToolSession(ToolServer("t", calculator.url), 0.5) as session:
-        timed_out, success = await asyncio.gather(
+        timed_out_call, successful_call = await asyncio.gather(
             session.call("slow", {}), session.call("add", {"a": 1, "b": 1})
         )
-        assert timed_out.error == {
+        assert timed_out_call.error == {
             "type": "http_error",
             "code": 504,
             "message": "the tool server t has not answered within 0.5 seconds",
         }
-        assert success.output == "2"
+        assert successful_call.output == "2"
 
 
 @needs_mcp
@@ -83,8 +83,8 @@ async def test_a_token_is_sent() -> None:
         (server,) = servers
         assert "secret" not in repr(server)
         assert len((await servers.tools_of(server)).tools) == 5
-        (server,) = refused = ToolServers([f"g={authenticated_server.url}"], [], 20)
-        assert (await refused.tools_of(server)).error is not None
+        (server,) = servers_without_token = ToolServers([f"g={authenticated_server.url}"], [], 20)
+        assert (await servers_without_token.tools_of(server)).error is not None
 
 
 @needs_mcp
@@ -92,12 +92,12 @@ async def test_tool_lists_are_cached(calculator: ServedTools, monkeypatch: pytes
     servers = ToolServers([f"t={calculator.url}", "away=http://127.0.0.1:9/mcp"], [], 20)
     reachable, unreachable = servers
     num_lists_before = calculator.num_lists
-    first, *others = await asyncio.gather(*(servers.tools_of(reachable) for _ in range(5)))
-    assert all(other is first for other in others)
+    first_list, *other_lists = await asyncio.gather(*(servers.tools_of(reachable) for _ in range(5)))
+    assert all(tool_list is first_list for tool_list in other_lists)
     assert calculator.num_lists == num_lists_before + 1
-    failed = await servers.tools_of(unreachable)
-    assert failed.error is not None
-    assert await servers.tools_of(unreachable) is failed
+    failed_list = await servers.tools_of(unreachable)
+    assert failed_list.error is not None
+    assert await servers.tools_of(unreachable) is failed_list
     monkeypatch.setattr(module, "LIST_SECONDS", -1.0)
     servers.close()
     await servers.tools_of(reachable)

@@ -1,4 +1,4 @@
-"""Several models of one application, with fake engines."""
+"""An application that serves several models with fake engines: selection, loading, and shared routes."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class SlowEngine(FakeEngine):
 
 
 def make_served_model(
-    name: str, memory: int = 1, engine: EngineClient | None = None, **flat: Any
+    name: str, memory: int = 1, engine: EngineClient | None = None, **settings: Any
 ) -> ServedModel:
-    config = PipelineConfig.from_flat({"model_path": "demo", "served_model_name": name, **flat})
+    config = PipelineConfig.from_flat({"model_path": "demo", "served_model_name": name, **settings})
     engine = SlowEngine(f"I am {name}", state="asleep") if engine is None else engine
     return ServedModel(config=config, engine=engine, load_tokenizer=FakeTokenizer, memory=memory)
 
@@ -55,12 +55,12 @@ class ApplicationClient:
     registry: ModelRegistry
     http: httpx.AsyncClient
 
-    async def complete(self, model: str | None = None, **more: Any) -> httpx.Response:
-        body = {"prompt": "Hi", **({} if model is None else {"model": model}), **more}
+    async def complete(self, model: str | None = None, **fields: Any) -> httpx.Response:
+        body = {"prompt": "Hi", **({} if model is None else {"model": model}), **fields}
         return await self.http.post("/v1/completions", json=body)
 
-    async def complete_text(self, model: str | None = None, **more: Any) -> str:
-        answer = await self.complete(model, **more)
+    async def complete_text(self, model: str | None = None, **fields: Any) -> str:
+        answer = await self.complete(model, **fields)
         assert answer.status_code == 200, answer.text
         return str(answer.json()["choices"][0]["text"])
 
@@ -124,7 +124,7 @@ async def test_the_model_field_selects_the_model() -> None:
         assert answer.json()["content"][0]["text"] == "I am b"
 
 
-async def test_an_unknown_model_is_a_404_in_the_format_of_the_api() -> None:
+async def test_an_unknown_model_gets_status_404_in_the_format_of_the_api() -> None:
     async with open_application(make_served_model("a"), make_served_model("b"), budget=2) as client:
         answer = await client.complete("c")
         assert answer.status_code == 404
@@ -141,8 +141,8 @@ async def test_an_unknown_model_is_a_404_in_the_format_of_the_api() -> None:
 
 
 async def test_an_adapter_belongs_to_its_model() -> None:
-    first, second = make_served_model("a"), make_served_model("b", enable_lora=True)
-    async with open_application(first, second, budget=2) as client:
+    model_a, model_b = make_served_model("a"), make_served_model("b", enable_lora=True)
+    async with open_application(model_a, model_b, budget=2) as client:
         await client.complete_text("b")
         load = {"lora_name": "tone", "lora_path": "/tone"}
         answer = await client.http.post("/v1/load_lora_adapter?model=b", json=load)
@@ -198,7 +198,7 @@ async def test_models_are_loaded_on_demand_and_the_least_recently_used_is_unload
         assert client.loaded_models == ["b", "c"]
 
 
-async def test_loading_a_large_model_unloads_several() -> None:
+async def test_loading_a_large_model_unloads_several_models() -> None:
     async with open_application(
         make_served_model("a"), make_served_model("b"), make_served_model("large", memory=2), budget=2
     ) as client:
@@ -214,17 +214,17 @@ async def test_a_model_in_use_is_not_unloaded() -> None:
     async with open_application(
         make_served_model("a", engine=paused_engine), make_served_model("b")
     ) as client:
-        first = asyncio.create_task(client.complete("a"))
+        first_task = asyncio.create_task(client.complete("a"))
         while not paused_engine.num_outstanding:
             await asyncio.sleep(0)
-        other = asyncio.create_task(client.complete_text("b"))
+        other_model_task = asyncio.create_task(client.complete_text("b"))
         await asyncio.sleep(0.05)
         late_task = asyncio.create_task(client.complete("a"))
         await asyncio.sleep(0.05)
-        assert (client.loaded_models, other.done()) == (["a"], False)
-        assert len(paused_engine.contexts) == 1  # the late request waits until its model may be loaded
-        first.cancel()
-        assert await other == "I am b"
+        assert (client.loaded_models, other_model_task.done()) == (["a"], False)
+        assert len(paused_engine.contexts) == 1  # the late request waits, because b is loaded first
+        first_task.cancel()
+        assert await other_model_task == "I am b"
         while not paused_engine.num_outstanding:
             await asyncio.sleep(0)
         assert (client.loaded_models, len(paused_engine.contexts)) == (["a"], 2)
@@ -334,6 +334,6 @@ async def test_sleep_and_wake_up_apply_to_the_named_model() -> None:
 async def test_responses_of_all_models_share_a_store() -> None:
     async with open_application(make_served_model("a"), make_served_model("b"), budget=2) as client:
         answer = await client.http.post("/v1/responses", json={"model": "b", "input": "Hi"})
-        name = answer.json()["id"]
-        retrieved = await client.http.get(f"/v1/responses/{name}")
+        response_id = answer.json()["id"]
+        retrieved = await client.http.get(f"/v1/responses/{response_id}")
         assert json.loads(retrieved.text)["model"] == "b"

@@ -1,4 +1,4 @@
-"""Each event is one log line, for any text from clients."""
+"""Formats and levels of the log. Each event is one line, whatever text a client sends."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from penstock.serve.config import ServeConfig
 from penstock.serve.observability.logs import configure_logging, log_event
 
 
-def make_log(form: str, level: str = "info") -> tuple[logging.Logger, io.StringIO]:
+def make_log(log_format: str, level: str = "info") -> tuple[logging.Logger, io.StringIO]:
     stream = io.StringIO()
-    configure_logging(ServeConfig(log_format=form, log_level=level), stream)
+    configure_logging(ServeConfig(log_format=log_format, log_level=level), stream)
     return logging.getLogger("penstock.serve.test"), stream
 
 
 def test_logfmt_quotes_values_with_spaces() -> None:
-    log, stream = make_log("logfmt")
-    log_event(log, logging.INFO, "two words", a=1, b=0.123456, c=None, d="x y", e=[1, "z"], f="", g=True)
+    logger, stream = make_log("logfmt")
+    log_event(logger, logging.INFO, "two words", a=1, b=0.123456, c=None, d="x y", e=[1, "z"], f="", g=True)
     time, _, remainder = stream.getvalue().partition(" ")
     assert time.startswith("time=20")
     assert time.endswith("+00:00")
@@ -28,41 +28,41 @@ def test_logfmt_quotes_values_with_spaces() -> None:
 
 
 def test_a_json_log_has_one_object_per_line() -> None:
-    log, stream = make_log("json")
-    log_event(log, logging.WARNING, "it", a={"b": [1]}, c=None)
+    logger, stream = make_log("json")
+    log_event(logger, logging.WARNING, "it", a={"b": [1]}, c=None)
     line = json.loads(stream.getvalue())
     assert line.pop("time")
     assert line == {"level": "warning", "event": "it", "a": {"b": [1]}}
 
 
-@pytest.mark.parametrize("form", ["logfmt", "json"])
+@pytest.mark.parametrize("log_format", ["logfmt", "json"])
 @pytest.mark.parametrize("text", ['a\nlevel=error event="x"', "\x1b[2J", "\u2028", "\ud83d", 'a"b=c\\', "é"])
-def test_a_client_cannot_forge_a_line(form: str, text: str) -> None:
-    log, stream = make_log(form)
-    log_event(log, logging.INFO, "request", user=text)
+def test_a_client_cannot_forge_a_line(log_format: str, text: str) -> None:
+    logger, stream = make_log(log_format)
+    log_event(logger, logging.INFO, "request", user=text)
     line = stream.getvalue()
     assert line.isascii()
     assert line.count("\n") == 1
     assert line.removesuffix("\n").isprintable()
-    logged_text = json.loads(line)["user"] if form == "json" else json.loads(line.partition("user=")[2])
+    logged_text = json.loads(line)["user"] if log_format == "json" else json.loads(line.partition("user=")[2])
     assert logged_text == text
 
 
-@pytest.mark.parametrize("form", ["logfmt", "json"])
-def test_a_traceback_is_part_of_the_line(form: str) -> None:
-    log, stream = make_log(form)
+@pytest.mark.parametrize("log_format", ["logfmt", "json"])
+def test_a_traceback_is_part_of_the_line(log_format: str) -> None:
+    logger, stream = make_log(log_format)
     try:
         raise ValueError("bad")
     except ValueError:
-        log.exception("failed")
+        logger.exception("failed")
     assert stream.getvalue().count("\n") == 1
     assert "ValueError: bad" in stream.getvalue()
 
 
 def test_events_below_the_level_are_not_logged() -> None:
-    log, stream = make_log("logfmt", "warning")
-    log_event(log, logging.INFO, "quiet")
-    log_event(log, logging.ERROR, "loud")
+    logger, stream = make_log("logfmt", "warning")
+    log_event(logger, logging.INFO, "quiet")
+    log_event(logger, logging.ERROR, "loud")
     assert "quiet" not in stream.getvalue()
     assert "loud" in stream.getvalue()
 

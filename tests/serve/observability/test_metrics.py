@@ -1,4 +1,4 @@
-"""Metrics of a scripted workload with known numbers."""
+"""Metrics of requests and workers with known numbers and times."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def read_samples(metrics: Metrics) -> dict[str, float]:
-    """Return name and labels -> value, without creation times."""
+    """Return the value of each sample by its name and labels, without creation times."""
     text = metrics.render().decode()
     return {
         sample.name + "".join(f" {key}={value}" for key, value in sorted(sample.labels.items())): sample.value
@@ -44,8 +44,8 @@ def read_samples(metrics: Metrics) -> dict[str, float]:
 
 
 def begin_request(metrics: Metrics, route: str = "/v1/completions") -> tuple[RequestRecord, RequestMetrics]:
-    now = time.perf_counter()  # a test may replace the clock
-    record, observer = RequestRecord("x", "POST", route, now), metrics.request_received()
+    start_time = time.perf_counter()  # a test may replace the clock
+    record, observer = RequestRecord("x", "POST", route, start_time), metrics.request_received()
     record.observers.append(observer)
     return record, observer
 
@@ -90,7 +90,7 @@ def test_histograms_contain_the_timings_of_a_request(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent", "error", "client_left", "status", "outcome"),
+    ("sent_status", "error", "client_left", "status", "outcome"),
     [
         (200, None, False, "200", "-"),
         (429, ("rate_limit_exceeded", 429), False, "429", "error:rate_limit_exceeded"),
@@ -101,11 +101,15 @@ def test_histograms_contain_the_timings_of_a_request(clock: Clock) -> None:
     ],
 )
 def test_each_outcome_has_its_status_label(
-    sent: int | None, error: tuple[str | None, int] | None, client_left: bool, status: str, outcome: str
+    sent_status: int | None,
+    error: tuple[str | None, int] | None,
+    client_left: bool,
+    status: str,
+    outcome: str,
 ) -> None:
     metrics = Metrics(with_process=False)
     record, observer = begin_request(metrics)
-    record.status, record.client_left, record.ended_at = sent, client_left, record.received + 1
+    record.status, record.client_left, record.ended_at = sent_status, client_left, record.received + 1
     if error is not None:
         record.failed(*error)
     observer.finished(record)
@@ -172,7 +176,7 @@ def test_statistics_of_the_worker_become_metrics() -> None:
     assert read_samples(metrics)["penstock_kv_blocks"] == 0
 
 
-def test_metrics_of_several_workers_are_summed_and_per_worker() -> None:
+def test_metrics_of_several_workers_are_sums_and_values_per_worker() -> None:
     metrics = Metrics(with_process=False)
     workers = [
         FakeEngine(stats=WorkerStats(num_running=1, num_steps=10)),
@@ -208,12 +212,14 @@ def test_each_metric_has_a_description() -> None:
     metrics = Metrics()
     metrics.add_engine(FakeEngine())
     documentation = sys.modules[Metrics.__module__].__doc__ or ""
-    of_worker = {metric.name for metric in ENGINE_METRICS}
+    engine_metric_names = {metric.name for metric in ENGINE_METRICS}
     for family in text_string_to_metric_families(metrics.render().decode()):
         if family.name.endswith("_created"):  # creation times of counters
             continue
         assert family.documentation
-        is_described = family.name in documentation or {family.name, f"{family.name}_total"} & of_worker
+        is_described = (
+            family.name in documentation or {family.name, f"{family.name}_total"} & engine_metric_names
+        )
         assert is_described or family.name.startswith("process_"), family.name
 
 
@@ -227,18 +233,18 @@ def test_metrics_report_the_build_and_startup_times() -> None:
     assert values["process_resident_memory_bytes"] > 0
 
 
-async def test_which_requests_are_counted() -> None:
-    """Probes are not counted, unknown paths share one label, and applications share no metrics."""
-    services, other = make_services(api_key=("k",)), make_services()
-    key = {"authorization": "Bearer k"}
+async def test_requests_are_counted_by_route_and_status() -> None:
+    """Probes are not counted. Unknown paths share one label. Applications do not share metrics."""
+    services, other_services = make_services(api_key=("k",)), make_services()
+    key_header = {"authorization": "Bearer k"}
     async with app_client(services) as client:
         for _ in range(3):
             await client.get("/health")
-        await client.get("/v1/models", headers=key)
+        await client.get("/v1/models", headers=key_header)
         for number in range(5):
-            await client.get(f"/nowhere/{number}", headers=key)
+            await client.get(f"/nowhere/{number}", headers=key_header)
         await client.get("/v1/models")
-        await client.request("BREW", "/v1/models", headers=key)
+        await client.request("BREW", "/v1/models", headers=key_header)
     values = {
         name: value for name, value in read_samples(services.metrics).items() if "requests_total" in name
     }
@@ -249,7 +255,7 @@ async def test_which_requests_are_counted() -> None:
         "penstock_requests_total method=other route=/v1/models status=405": 1,
     }
     assert read_samples(services.metrics)["penstock_requests_in_progress"] == 0
-    assert not any("requests_total" in name for name in read_samples(other.metrics))
+    assert not any("requests_total" in name for name in read_samples(other_services.metrics))
 
 
 async def test_metrics_count_a_served_workload() -> None:

@@ -77,14 +77,14 @@ async def test_the_span_is_part_of_the_callers_trace(
     exporter: tuple[export.InMemorySpanExporter, Tracing],
 ) -> None:
     spans, tracing = exporter
-    trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    trace_id, parent_id = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
     async with app_client(make_services(tracing=tracing), make_routes()) as client:
-        await client.get("/items/a", headers={"traceparent": f"00-{trace}-{parent}-01"})
+        await client.get("/items/a", headers={"traceparent": f"00-{trace_id}-{parent_id}-01"})
         await client.get("/items/a", headers={"traceparent": "nonsense"})
-    first, second = spans.get_finished_spans()
-    assert f"{first.context.trace_id:032x}" == trace
-    assert f"{first.parent.span_id:016x}" == parent
-    assert second.parent is None
+    first_span, second_span = spans.get_finished_spans()
+    assert f"{first_span.context.trace_id:032x}" == trace_id
+    assert f"{first_span.parent.span_id:016x}" == parent_id
+    assert second_span.parent is None
 
 
 async def test_a_failure_is_recorded_in_the_span(
@@ -113,7 +113,7 @@ def test_an_endpoint_enables_tracing() -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     Tracing.to_endpoint(
         "http://127.0.0.1:9/v1/traces"
-    ).close()  # no server listens at this address, and nothing is sent
+    ).close()  # nothing is sent to this address, at which no server listens
 
 
 def test_a_missing_package_is_reported_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

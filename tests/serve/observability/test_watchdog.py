@@ -13,7 +13,7 @@ from penstock.worker.messages import WorkerStats
 
 
 class WatchedWorker:
-    """A watchdog with a fake clock that checks only when a test calls it."""
+    """A watchdog with a fake clock. It checks the worker only when a test calls `check_at`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
         self.now = 0.0
@@ -23,9 +23,9 @@ class WatchedWorker:
         self.worker = FakeEngine()
         self.watchdog = Watchdog(self.worker, limit=10)
 
-    def check_at(self, at: float) -> list[tuple[str, Any]]:
+    def check_at(self, seconds: float) -> list[tuple[str, Any]]:
         """Check at the given time in seconds. Return (level, fields) of each report."""
-        self.now = at
+        self.now = seconds
         self.caplog.clear()
         self.watchdog.check()
         return [(record.levelname, record.fields) for record in self.caplog.records]  # type: ignore[attr-defined]
@@ -72,7 +72,7 @@ def test_time_without_work_does_not_count(watched_worker: WatchedWorker) -> None
     assert len(watched_worker.check_at(61)) == 1
 
 
-def test_worker_death_and_restart(watched_worker: WatchedWorker) -> None:
+def test_the_death_and_restart_of_a_worker_are_reported(watched_worker: WatchedWorker) -> None:
     watched_worker.worker.state, watched_worker.worker.num_restarts = "restarting", 1
     [(level, fields)] = watched_worker.check_at(1)
     assert (level, fields["state"], fields["was"], fields["restarts"]) == ("ERROR", "restarting", "ready", 1)

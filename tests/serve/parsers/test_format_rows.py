@@ -1,4 +1,4 @@
-"""A new format is one row of the table, without other changes."""
+"""A new format needs one row of a table and no other change."""
 
 from __future__ import annotations
 

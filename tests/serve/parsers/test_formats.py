@@ -1,4 +1,4 @@
-"""Each format: rendered outputs are parsed back for any chunking, no text is lost, and work is linear."""
+"""Each format: rendered calls are parsed for any chunking, no text is lost, parsing time is linear."""
 
 from __future__ import annotations
 
@@ -65,17 +65,21 @@ def draw_plain_text() -> st.SearchStrategy[str]:
     def is_plain(text: str) -> bool:
         return text == text.strip() != "" and not any(marker in text for marker in MARKERS)
 
-    parts = st.sampled_from(
+    text_parts = st.sampled_from(
         ["<", "[", "{", "<tool", "</th", "|>", " ", "\n", "é", "ab", "\U0001f600", "functools"]
     )
-    return st.lists(parts | st.text("ab<[]{}|_ \n>", max_size=4), max_size=8).map("".join).filter(is_plain)
+    return (
+        st.lists(text_parts | st.text("ab<[]{}|_ \n>", max_size=4), max_size=8).map("".join).filter(is_plain)
+    )
 
 
 def draw_json_values() -> st.SearchStrategy[Any]:
     scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
     return st.recursive(
         scalars | draw_any_text(),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(draw_any_text(8), inner, max_size=3),
+        lambda children: (
+            st.lists(children, max_size=3) | st.dictionaries(draw_any_text(8), children, max_size=3)
+        ),
         max_leaves=6,
     )
 
@@ -118,18 +122,17 @@ class Output:
 
 @st.composite
 def draw_outputs(draw: st.DrawFn, name: str) -> Output:
-    kinds = draw(st.lists(st.sampled_from(["content", "calls", "reasoning"]), max_size=5))
-    output, last, begin = Output(), "", ""
-    for kind in kinds:
-        if kind == last:
+    part_kinds = draw(st.lists(st.sampled_from(["content", "calls", "reasoning"]), max_size=5))
+    output, previous_kind = Output(), ""
+    for kind in part_kinds:
+        if kind == previous_kind:
             continue
-        last = kind
+        previous_kind = kind
         newlines = draw(st.sampled_from(["", "\n", "\n\n"])) if output.text else ""
         if kind == "content":
             text = draw(draw_plain_text())
-            if name in FORMATS_WITHOUT_MARKER and text.endswith(
-                "["
-            ):  # "[" before a call would begin a list of calls
+            # A "[" before a call would begin a list of calls.
+            if name in FORMATS_WITHOUT_MARKER and text.endswith("["):
                 text = f"{text}x"
             output.text += newlines + text
             output.content += (newlines if output.content else "") + text
@@ -139,7 +142,7 @@ def draw_outputs(draw: st.DrawFn, name: str) -> Output:
             output.calls += tuple(drawn_calls)
         else:
             text = draw(draw_plain_text())
-            output.text += f"{newlines}<think>{begin}{text}\n</think>"
+            output.text += f"{newlines}<think>{text}\n</think>"
             output.reasoning += text
     return output
 
@@ -165,7 +168,7 @@ def test_every_format_has_a_renderer() -> None:
 @FORMATS
 @EXAMPLES
 @given(data=st.data())
-def test_rendered_output_is_parsed_back(name: str, data: st.DataObject) -> None:
+def test_rendered_output_is_parsed(name: str, data: st.DataObject) -> None:
     output = data.draw(draw_outputs(name))
     events = parse(make_parser(name), output.text, data.draw(SIZES))
     assert (join_content(events), join_reasoning(events)) == (output.content, output.reasoning)
@@ -173,7 +176,7 @@ def test_rendered_output_is_parsed_back(name: str, data: st.DataObject) -> None:
     assert events == parse(make_parser(name), output.text)
 
 
-UNPARSABLE = [
+TEXT_PARTS = [
     *MARKERS,
     *MARKUP_PARTS,
     "[ARGS]",
@@ -205,14 +208,14 @@ UNPARSABLE = [
     "\u2581",
     "words of text",
 ]
-NAMES = ["search", '"search"', '{"name": "search"', "search(", "functions.search:0", "now>"]
+NAME_PARTS = ["search", '"search"', '{"name": "search"', "search(", "functions.search:0", "now>"]
 
 
 @FORMATS
 @EXAMPLES
 @given(st.data())
 def test_events_do_not_depend_on_chunking(name: str, data: st.DataObject) -> None:
-    text = "".join(data.draw(st.lists(st.sampled_from(UNPARSABLE + NAMES * 3), max_size=25)))
+    text = "".join(data.draw(st.lists(st.sampled_from(TEXT_PARTS + NAME_PARTS * 3), max_size=25)))
     options = {"in_reasoning": data.draw(st.booleans()), "parallel": data.draw(st.booleans())}
     events = parse(make_parser(name, **options), text)
     assert events == parse(make_parser(name, **options), text, (1,))
@@ -226,10 +229,10 @@ def test_events_do_not_depend_on_chunking(name: str, data: st.DataObject) -> Non
 def test_events_of_long_text_do_not_depend_on_chunking(name: str, data: st.DataObject) -> None:
     """The text has calls, and words that are longer than the maximum length of names."""
     lengths = st.integers(200, 300)
-    long = st.builds(lambda part, count: part * count, st.sampled_from(["a", "ab ", "{", "1"]), lengths)
-    one_call = draw_calls(name).map(lambda call: RENDERERS[name]([call]))
-    parts = st.sampled_from(UNPARSABLE + NAMES * 3) | long | one_call
-    text = "".join(data.draw(st.lists(parts, max_size=25)))
+    long_words = st.builds(lambda word, count: word * count, st.sampled_from(["a", "ab ", "{", "1"]), lengths)
+    rendered_calls = draw_calls(name).map(lambda call: RENDERERS[name]([call]))
+    text_parts = st.sampled_from(TEXT_PARTS + NAME_PARTS * 3) | long_words | rendered_calls
+    text = "".join(data.draw(st.lists(text_parts, max_size=25)))
     options = {"in_reasoning": data.draw(st.booleans()), "unmarked_in_text": data.draw(st.booleans())}
     events = parse(make_parser(name, **options), text)
     assert events == parse(make_parser(name, **options), text, (1,))
@@ -240,7 +243,7 @@ def test_events_of_long_text_do_not_depend_on_chunking(name: str, data: st.DataO
 @EXAMPLES
 @given(st.data())
 def test_truncated_output_has_complete_or_invalid_arguments(name: str, data: st.DataObject) -> None:
-    """A truncated call has complete arguments or invalid JSON, so that it is never taken for complete."""
+    """A truncated call has all arguments or invalid JSON, so that no client can execute it by mistake."""
     output = data.draw(draw_outputs(name))
     text = output.text[: data.draw(st.integers(0, len(output.text)))]
     events = parse(make_parser(name), text, data.draw(SIZES))
@@ -258,7 +261,7 @@ def test_truncated_output_has_complete_or_invalid_arguments(name: str, data: st.
 @EXAMPLES
 @given(st.data())
 def test_text_without_a_tool_name_is_unchanged_content(name: str, data: st.DataObject) -> None:
-    text = "".join(data.draw(st.lists(st.sampled_from(UNPARSABLE) | draw_any_text(8), max_size=20)))
+    text = "".join(data.draw(st.lists(st.sampled_from(TEXT_PARTS) | draw_any_text(8), max_size=20)))
     assert parse(make_parser(name, "none"), text, data.draw(SIZES)) == ([Content(text)] if text else [])
 
 
@@ -271,8 +274,13 @@ def test_no_text_is_lost(name: str, data: st.DataObject) -> None:
     Exceptions: the text of a truncated call, and call ids that the model writes.
     """
     words = [f"w{index}w" for index in range(30)]
-    parts = data.draw(st.lists(st.sampled_from(UNPARSABLE + NAMES * 3 + ["WORD"] * 12), max_size=25))
-    text = "".join(f" {words[index]} " if part == "WORD" else part for index, part in enumerate(parts))
+    text_parts = data.draw(
+        st.lists(st.sampled_from(TEXT_PARTS + NAME_PARTS * 3 + ["WORD"] * 12), max_size=25)
+    )
+    text = "".join(
+        f" {words[index]} " if text_part == "WORD" else text_part
+        for index, text_part in enumerate(text_parts)
+    )
     text += ">" + '"' * 2 + " end of it "
     events = parse(make_parser(name, "none"), text, data.draw(SIZES))
     if isinstance(events[-1], Content):

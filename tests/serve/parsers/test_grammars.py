@@ -1,4 +1,4 @@
-"""Grammars that force calls, compiled by xgrammar and llguidance over an alphabet of single bytes."""
+"""Grammars that force calls, compiled by xgrammar and llguidance for a vocabulary of single bytes."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ llguidance_bytes = pytest.importorskip("support.llguidance_bytes")
 
 FORMATS = pytest.mark.parametrize("name", list(TOOL_FORMATS))
 END = 256
-NAMED = {"type": "function", "function": {"name": "search"}}
+NAMED_CHOICE = {"type": "function", "function": {"name": "search"}}
 SEARCH = Call("search", {"text": "a b", "count": 3})
 SCALARS = ("text", "count", "exact")
 
 
 def remove_nested_arguments() -> list[dict[str, Any]]:
-    """Return the tools without nested arguments, whose grammars take 50 times longer to compile."""
-    [search, now] = copy.deepcopy(TOOLS)
-    properties = search["function"]["parameters"]["properties"]
-    search["function"]["parameters"]["properties"] = {name: properties[name] for name in SCALARS}
-    return [search, now]
+    """Return the tools without nested arguments, because grammars for these compile 50 times slower."""
+    [search_tool, now_tool] = copy.deepcopy(TOOLS)
+    properties = search_tool["function"]["parameters"]["properties"]
+    search_tool["function"]["parameters"]["properties"] = {name: properties[name] for name in SCALARS}
+    return [search_tool, now_tool]
 
 
 FEW_ARGUMENTS = remove_nested_arguments()
@@ -57,8 +57,10 @@ def accepts(grammar: Grammar | None, text: str) -> bool:
     assert grammar is not None
     matcher = xgrammar.GrammarMatcher(compile_grammar(grammar))
     is_accepted = bool(matcher.accept_string(text) and matcher.accept_token(END))
-    other = llguidance_bytes.match_source(grammar_source(grammar))
-    assert llguidance_bytes.accepts(other, text.encode()) == is_accepted, "the two libraries disagree"
+    llguidance_matcher = llguidance_bytes.match_source(grammar_source(grammar))
+    assert llguidance_bytes.accepts(llguidance_matcher, text.encode()) == is_accepted, (
+        "the two libraries disagree"
+    )
     return is_accepted
 
 
@@ -92,7 +94,7 @@ def render_calls(name: str, *calls: Call) -> str:
 @FORMATS
 def test_a_call_is_accepted_and_parsed(name: str) -> None:
     text = render_calls(name, SEARCH)
-    for grammar in (force_call(name), force_call(name, NAMED), force_call(name, parallel=False)):
+    for grammar in (force_call(name), force_call(name, NAMED_CHOICE), force_call(name, parallel=False)):
         assert accepts(grammar, text)
     assert collect_calls(parse(ParserFactory.choose(None, name).new(tools=TOOLS), text)) == [SEARCH]
 
@@ -121,13 +123,13 @@ def test_several_calls_are_accepted_only_with_parallel_calls(name: str) -> None:
     text = render_calls(name, SEARCH, SEARCH)
     assert accepts(force_call(name), text) is (name not in SINGLE_CALL_FORMATS)
     assert not accepts(force_call(name, parallel=False), text)
-    assert not accepts(force_call(name, NAMED), text)
+    assert not accepts(force_call(name, NAMED_CHOICE), text)
 
 
 def test_a_named_choice_forces_that_tool() -> None:
-    now = render_calls("hermes", Call("now"))
-    assert accepts(force_call("hermes"), now)
-    assert not accepts(force_call("hermes", NAMED), now)
+    now_call = render_calls("hermes", Call("now"))
+    assert accepts(force_call("hermes"), now_call)
+    assert not accepts(force_call("hermes", NAMED_CHOICE), now_call)
 
 
 def test_a_pythonic_call_may_omit_optional_arguments() -> None:

@@ -22,7 +22,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXT
 VALUES = st.recursive(
     SCALARS,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4),
+    lambda children: st.lists(children, max_size=4) | st.dictionaries(TEXT, children, max_size=4),
     max_leaves=12,
 )
 TOKENS = [
@@ -72,22 +72,22 @@ PYTHON_TOKENS = [
 ]
 
 
-def scan(value: JsonScanner | PythonScanner, text: str, sizes: list[int]) -> tuple[str, bool, int]:
-    """Return (JSON text, whether the value is complete, number of scanned characters)."""
+def scan(scanner: JsonScanner | PythonScanner, text: str, sizes: list[int]) -> tuple[str, bool, int]:
+    """Return the JSON text, whether the value is complete, and the number of scanned characters."""
     json_text, num_scanned = "", 0
     for chunk in split_text(text, sizes):
-        end, scanned = value.feed(chunk)
+        end, scanned = scanner.feed(chunk)
         json_text += scanned
         num_scanned += end
-        if value.is_complete or value.is_invalid:
+        if scanner.is_complete or scanner.is_invalid:
             break
-    return json_text, value.is_complete and not value.is_invalid, num_scanned
+    return json_text, scanner.is_complete and not scanner.is_invalid, num_scanned
 
 
 @settings(max_examples=num_examples(80))
 @given(VALUES, SIZES, st.booleans(), st.sampled_from([None, 2]))
-def test_valid_json_is_unchanged(value: Any, sizes: list[int], ascii: bool, indent: int | None) -> None:
-    text = json.dumps(value, ensure_ascii=ascii, indent=indent)
+def test_valid_json_is_unchanged(value: Any, sizes: list[int], is_ascii: bool, indent: int | None) -> None:
+    text = json.dumps(value, ensure_ascii=is_ascii, indent=indent)
     assert scan(JsonScanner(), f"{text} rest", sizes) == (text, True, len(text))
 
 
@@ -107,7 +107,7 @@ def test_invalid_json_is_rejected(text: str, sizes: list[int]) -> None:
 
 
 def _continues_a_number(text: str, end: int) -> bool:
-    """Return whether more number characters follow: json.JSONDecoder reads "1" from "1-1"."""
+    """Return whether characters of a number follow. json.JSONDecoder reads 1 from "1-1"; scanners do not."""
     return text[end : end + 1] != "" and text[end] in "0123456789+-.eE" and text[0] in "-0123456789"
 
 

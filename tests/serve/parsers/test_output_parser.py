@@ -21,7 +21,7 @@ from penstock.serve.parsers import (
 )
 
 CALL = '<tool_call>\n{"name": "search", "arguments": {"text": "x"}}\n</tool_call>'
-NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+NOW_CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 
 def make_call_events(index: int = 0, name: str = "search", arguments: str = '{"text": "x"}') -> list[Event]:
@@ -39,7 +39,7 @@ def parse_text(text: str, name: str = "hermes", reasoning: str = "think", **opti
 
 
 def test_only_white_space_before_calls_is_removed_from_the_content() -> None:
-    assert parse_text(f"  One \n{CALL}\n{NOW}\n two ") == [
+    assert parse_text(f"  One \n{CALL}\n{NOW_CALL}\n two ") == [
         Content("  One"),
         *make_call_events(),
         *make_call_events(1, "now", "{}"),
@@ -91,7 +91,10 @@ def test_calls_are_content_without_tools(options: dict[str, Any]) -> None:
 
 def test_a_named_choice_allows_only_that_tool() -> None:
     choice = {"type": "function", "function": {"name": "now"}}
-    assert parse_text(CALL + NOW, tool_choice=choice) == [Content(CALL), *make_call_events(0, "now", "{}")]
+    assert parse_text(CALL + NOW_CALL, tool_choice=choice) == [
+        Content(CALL),
+        *make_call_events(0, "now", "{}"),
+    ]
 
 
 def test_a_call_after_a_call_of_an_unknown_tool_in_a_list_is_parsed() -> None:
@@ -102,7 +105,7 @@ def test_a_call_after_a_call_of_an_unknown_tool_in_a_list_is_parsed() -> None:
     ]
 
 
-def test_a_truncated_call_keeps_its_arguments_so_far() -> None:
+def test_a_truncated_call_keeps_its_incomplete_arguments() -> None:
     assert parse_text(CALL.partition("}}")[0]) == make_call_events(arguments='{"text": "x"')
     assert parse_text(CALL.partition(' "x"')[0]) == make_call_events(arguments='{"text":')
     assert parse_text(CALL.partition("_call>\n")[0]) == [Content("<tool")]
@@ -145,23 +148,23 @@ def test_a_missing_brace_or_end_marker_is_repaired() -> None:
 
 
 def test_without_parallel_calls_the_output_ends_after_the_first_call() -> None:
-    assert parse_text(f"a {CALL}{NOW} b", parallel=False) == [Content("a"), *make_call_events()]
+    assert parse_text(f"a {CALL}{NOW_CALL} b", parallel=False) == [Content("a"), *make_call_events()]
     parser = ParserFactory.choose(None, "hermes", "none").new(tools=TOOLS, parallel=False)
     parser.push(CALL[:-16])
     assert not parser.done
     parser.push(CALL[-16:])
     assert parser.done
-    assert parser.push(NOW) == parser.finish() == []
+    assert parser.push(NOW_CALL) == parser.finish() == []
 
 
-def test_call_ids_have_the_form_of_the_format() -> None:
+def test_each_format_has_its_own_call_ids() -> None:
     def find_call_id(name: str, text: str) -> str:
         event = ParserFactory.choose(None, name, "none").new(tools=TOOLS).push(text)[0]
         assert isinstance(event, ToolCallStart)
         return event.id
 
-    assert re.fullmatch("call_[A-Za-z0-9]{24}", find_call_id("hermes", NOW))
-    assert find_call_id("hermes", NOW) != find_call_id("hermes", NOW)
+    assert re.fullmatch("call_[A-Za-z0-9]{24}", find_call_id("hermes", NOW_CALL))
+    assert find_call_id("hermes", NOW_CALL) != find_call_id("hermes", NOW_CALL)
     assert re.fullmatch("[A-Za-z0-9]{9}", find_call_id("mistral", "[TOOL_CALLS]now[ARGS]{}"))
     assert find_call_id("mistral", "[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{}") == "abcdefghi"
 
@@ -194,16 +197,20 @@ def test_a_call_ends_the_reasoning() -> None:
 @pytest.mark.parametrize("name", ["llama3_json", "pythonic"])
 def test_calls_without_markers_are_found_after_other_text(name: str) -> None:
     text = {"llama3_json": '{"name": "now", "parameters": {}}', "pythonic": "[now()]"}[name]
-    called = make_call_events(0, "now", "{}")
-    assert parse_text(f"\n {text}", name) == called
-    assert parse_text(f"<think>hm</think>\n\n{text}", name) == [Reasoning("hm"), *called]
+    call_events = make_call_events(0, "now", "{}")
+    assert parse_text(f"\n {text}", name) == call_events
+    assert parse_text(f"<think>hm</think>\n\n{text}", name) == [Reasoning("hm"), *call_events]
     assert parse_text(f"<think>hm {text}</think>", name) == [Reasoning(f"hm {text}")]
-    for before in ("I will look.", "Sure:", "{", "[1]", '{"a": 1}', '{"name": "x"}', "x = [y]"):
-        assert parse_text(f"{before} {text} So", name) == [Content(before), *called, Content(" So")]
-    fenced = f"```json\n{text}\n```"
-    assert parse_text(fenced, name) == [Content("```json"), *called, Content("\n```")]
+    for text_before in ("I will look.", "Sure:", "{", "[1]", '{"a": 1}', '{"name": "x"}', "x = [y]"):
+        assert parse_text(f"{text_before} {text} So", name) == [
+            Content(text_before),
+            *call_events,
+            Content(" So"),
+        ]
+    fenced_call = f"```json\n{text}\n```"
+    assert parse_text(fenced_call, name) == [Content("```json"), *call_events, Content("\n```")]
     assert parse_text(f"Well. {text}", name, unmarked_in_text=False) == [Content(f"Well. {text}")]
-    assert parse_text(f" {text}", name, unmarked_in_text=False) == called
+    assert parse_text(f" {text}", name, unmarked_in_text=False) == call_events
 
 
 @pytest.mark.parametrize(
@@ -241,20 +248,20 @@ def test_the_python_tag_of_llama_is_parsed() -> None:
     ]
     assert parse_text('<|python_tag|>search.call(text="x")', "llama3_json") == make_call_events()
     assert parse_text("<|python_tag|>print(1)", "llama3_json") == [Content("<|python_tag|>print(1)")]
-    special = ["<|python_tag|>", "<|eom_id|>"]
+    special_tokens = ["<|python_tag|>", "<|eom_id|>"]
     text = "<|python_tag|>print(1)<|eom_id|>"
-    assert parse_text(text, "llama3_json", special_tokens=special, tools=[]) == [Content("print(1)")]
+    assert parse_text(text, "llama3_json", special_tokens=special_tokens, tools=[]) == [Content("print(1)")]
 
 
 def test_special_tokens_are_removed_from_the_text() -> None:
-    special = ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "[INST]"]
-    parsers = ParserFactory.choose(None, "mistral", "mistral", special)
+    special_tokens = ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "[INST]"]
+    parsers = ParserFactory.choose(None, "mistral", "mistral", special_tokens)
     assert not parsers.skip_special_tokens
     text = "[THINK]hm [INST]so[/THINK]Yes.[INST][TOOL_CALLS]now[ARGS]{}"
     expected: list[Event] = [Reasoning("hm so"), Content("Yes.")]
-    events = parse_text(text, "mistral", "mistral", special_tokens=special)
+    events = parse_text(text, "mistral", "mistral", special_tokens=special_tokens)
     assert events == [*expected, *make_call_events(0, "now", "{}")]
-    assert parse_text("a[TOOL_CALLS]other[ARGS]{} b", "mistral", special_tokens=special, tools=[]) == [
+    assert parse_text("a[TOOL_CALLS]other[ARGS]{} b", "mistral", special_tokens=special_tokens, tools=[]) == [
         Content("aother{} b")
     ]
     assert ParserFactory.choose(None, "hermes", "think", ["<|im_end|>"]).skip_special_tokens

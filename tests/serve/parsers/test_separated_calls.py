@@ -25,8 +25,8 @@ SEARCH, NOW = Call("search", {"text": "x"}), Call("now")
 def parse_text(name: str, text: str) -> tuple[list[Call], str]:
     """Return the calls and the content of a text. Check that they do not depend on chunking."""
     events = parse_events(name, text)
-    called = [event for event in events if not isinstance(event, Content)]
-    return collect_calls(called), "".join(event.text for event in events if isinstance(event, Content))
+    call_events = [event for event in events if not isinstance(event, Content)]
+    return collect_calls(call_events), "".join(event.text for event in events if isinstance(event, Content))
 
 
 def parse_events(name: str, text: str) -> list[Event]:
@@ -59,15 +59,15 @@ def test_separators_between_calls_without_markers_are_ignored(name: str, separat
 @pytest.mark.matrix
 @FORMATS
 @pytest.mark.parametrize(
-    "before", ["I will look. ", "I will look.\n\n", "Sure!", "See:\n", "a < b, [1] {2}: "]
+    "text_before", ["I will look. ", "I will look.\n\n", "Sure!", "See:\n", "a < b, [1] {2}: "]
 )
 @pytest.mark.parametrize(
-    "after", ["", " Done.", "\nDone.", "; or", ", [1] and {2}", "<", " <", "<b", "< |", ":"]
+    "text_after", ["", " Done.", "\nDone.", "; or", ", [1] and {2}", "<", " <", "<b", "< |", ":"]
 )
-def test_text_around_calls_is_content(name: str, before: str, after: str) -> None:
-    calls, content = parse_text(name, before + RENDERERS[name]([SEARCH]) + after)
+def test_text_around_calls_is_content(name: str, text_before: str, text_after: str) -> None:
+    calls, content = parse_text(name, text_before + RENDERERS[name]([SEARCH]) + text_after)
     assert calls == [SEARCH]
-    assert content == before.rstrip() + after
+    assert content == text_before.rstrip() + text_after
 
 
 @SEVERAL
@@ -106,8 +106,8 @@ def test_lists_of_llama_are_parsed(text: str) -> None:
 
 
 @FORMATS
-def test_text_that_ends_within_a_call(name: str) -> None:
-    """The call is complete or has invalid arguments. Only a very short part of markup can be content."""
+def test_an_incomplete_call_is_not_content(name: str) -> None:
+    """If an incomplete call has begun, its text is not content, except a "<" of an incomplete marker."""
     text = RENDERERS[name]([SEARCH])
     for end in range(len(text)):
         events = parse_events(name, text[:end])
@@ -151,11 +151,11 @@ def test_a_duplicate_call_id_is_replaced() -> None:
     assert [start.id for start in starts] == ["abcdefghi", "new"]
 
 
-@pytest.mark.parametrize("rest", ["<", "<|", "<|call", "<|call|", "<<", "< b", "<|end"])
-def test_a_prefix_of_the_harmony_end_marker_is_text(rest: str) -> None:
+@pytest.mark.parametrize("remainder", ["<", "<|", "<|call", "<|call|", "<<", "< b", "<|end"])
+def test_a_prefix_of_the_harmony_end_marker_is_text(remainder: str) -> None:
     text = '<|channel|>commentary to=functions.search <|constrain|>json<|message|>{"text": "x"}'
-    assert parse_text("harmony", text + rest) == ([SEARCH], rest)
-    assert parse_text("harmony", f"{text}<|call|>{rest}") == ([SEARCH], rest)
+    assert parse_text("harmony", text + remainder) == ([SEARCH], remainder)
+    assert parse_text("harmony", f"{text}<|call|>{remainder}") == ([SEARCH], remainder)
 
 
 @pytest.mark.matrix(strength=1, times=2)

@@ -1,4 +1,4 @@
-"""Markers in chunked text are found as in the whole text, even with common prefixes or suffixes."""
+"""The same markers are found in chunks of a text as in the whole text, also with common prefixes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WORDS = st.text("ab<", min_size=1, max_size=4)
 
 
 def find_markers(markers: list[str], text: str, sizes: list[int]) -> list[tuple[str, str]]:
-    """Return (text, marker after it) pairs."""
+    """Return pairs of a text and the marker that follows it."""
     stream, result, text_before = IncrementalText(), [], ""
 
     def read() -> Reader[None]:
@@ -44,16 +44,18 @@ def find_markers(markers: list[str], text: str, sizes: list[int]) -> list[tuple[
     st.lists(st.integers(1, 5), min_size=1, max_size=4),
 )
 def test_found_markers_do_not_depend_on_chunking(markers: list[str], text: str, sizes: list[int]) -> None:
-    expected, run, at = [], "", 0
-    while at < len(text):
-        marker_here = max((marker for marker in markers if text.startswith(marker, at)), key=len, default="")
+    expected, text_before, position = [], "", 0
+    while position < len(text):
+        marker_here = max(
+            (marker for marker in markers if text.startswith(marker, position)), key=len, default=""
+        )
         if marker_here:
-            expected.append((run, marker_here))
-            run = ""
+            expected.append((text_before, marker_here))
+            text_before = ""
         else:
-            run += text[at]
-        at += len(marker_here) or 1
-    assert find_markers(markers, text, sizes) == [*expected, (run, "")]
+            text_before += text[position]
+        position += len(marker_here) or 1
+    assert find_markers(markers, text, sizes) == [*expected, (text_before, "")]
 
 
 def test_the_longer_of_two_markers_with_a_common_prefix_is_found() -> None:

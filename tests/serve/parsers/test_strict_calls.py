@@ -24,7 +24,7 @@ llguidance_bytes = pytest.importorskip("support.llguidance_bytes")
 
 FORMATS = pytest.mark.parametrize("name", list(TOOL_FORMATS))
 END = 256
-SPECIAL = (
+SPECIAL_TOKENS = (
     "<|channel|>",
     "<|message|>",
     "<|start|>",
@@ -35,7 +35,7 @@ SPECIAL = (
     "<|tool_call_start|>",
     "<|tool_call_end|>",
 )
-RICH: dict[str, Any] = {
+RICH_SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
         "text": {"type": "string"},
@@ -59,7 +59,7 @@ RICH: dict[str, Any] = {
     "required": ["unit", "count", "who", "some", "extra"],
     "$defs": {"Day": {"type": "string", "enum": ["Mon", "Tue"]}},
 }
-STRICT: dict[str, Any] = {
+STRICT_SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {"text": {"type": "string"}, "count": {"type": "integer"}},
     "required": ["text", "count"],
@@ -72,7 +72,7 @@ def make_tool(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 TOOLS = [
-    make_tool("search", STRICT),
+    make_tool("search", STRICT_SCHEMA),
     make_tool("now", {"type": "object", "properties": {"zone": {"type": "integer"}}}),
 ]
 
@@ -80,7 +80,7 @@ TOOLS = [
 @cache
 def make_compiler() -> Any:
     vocabulary = [bytes([byte]) for byte in range(256)] + [b"<end>"]
-    vocabulary += [b"\xff" + token.encode() for token in SPECIAL]
+    vocabulary += [b"\xff" + token.encode() for token in SPECIAL_TOKENS]
     info = xgrammar.TokenizerInfo(
         vocabulary, xgrammar.VocabType.RAW, vocab_size=len(vocabulary), stop_token_ids=[END]
     )
@@ -89,22 +89,22 @@ def make_compiler() -> Any:
 
 @cache
 def compile_grammar(grammar: Grammar) -> Any:
-    source = grammar_source(grammar, token_id=lambda text: END + 1 + SPECIAL.index(text))
+    source = grammar_source(grammar, token_id=lambda text: END + 1 + SPECIAL_TOKENS.index(text))
     return make_compiler().compile_structural_tag(source.text)
 
 
-def accepts(grammar: Grammar, text: str, special: tuple[str, ...] = ()) -> bool:
-    """Return whether a grammar accepts a whole text. Each string of `special` is one token."""
+def accepts(grammar: Grammar, text: str, special_tokens: tuple[str, ...] = ()) -> bool:
+    """Return whether a grammar accepts a whole text. Each string of `special_tokens` is one token."""
     matcher = xgrammar.GrammarMatcher(compile_grammar(grammar))
     ids: list[int] = []
     while text:
-        token = next((string for string in special if text.startswith(string)), None)
-        ids += [END + 1 + SPECIAL.index(token)] if token else text[0].encode()
+        token = next((string for string in special_tokens if text.startswith(string)), None)
+        ids += [END + 1 + SPECIAL_TOKENS.index(token)] if token else text[0].encode()
         text = text[len(token or "x") :]
     is_accepted = all(map(matcher.accept_token, [*ids, END]))
-    source = grammar_source(grammar, token_id=lambda text: END + 1 + SPECIAL.index(text))
-    other = llguidance_bytes.match_source(source, tuple(SPECIAL))
-    assert llguidance_bytes.accepts(other, ids) == is_accepted, "the two libraries disagree"
+    source = grammar_source(grammar, token_id=lambda text: END + 1 + SPECIAL_TOKENS.index(text))
+    llguidance_matcher = llguidance_bytes.match_source(source, tuple(SPECIAL_TOKENS))
+    assert llguidance_bytes.accepts(llguidance_matcher, ids) == is_accepted, "the two libraries disagree"
     return is_accepted
 
 
@@ -132,28 +132,28 @@ def make_strict_grammar(name: str, reasoning: str = "none", **options: Any) -> G
 def test_calls_in_free_text_must_match_the_schema(name: str) -> None:
     reasoning = "harmony" if name == "harmony" else "none"
     grammar = make_strict_grammar(name, reasoning)
-    final = "<|channel|>final<|message|>" if name == "harmony" else ""
-    before = "" if name in FORMATS_WITHOUT_MARKER else "Well.\n"
+    final_marker = "<|channel|>final<|message|>" if name == "harmony" else ""
+    text_before = "" if name in FORMATS_WITHOUT_MARKER else "Well.\n"
     if name == "harmony":
-        before = "<|channel|>analysis<|message|>Well.<|end|><|start|>assistant"
+        text_before = "<|channel|>analysis<|message|>Well.<|end|><|start|>assistant"
     valid_call = Call("search", {"text": "a b", "count": 3})
-    assert accepts(grammar, f"{final}Nothing to call here, 1 < 2.")
-    assert accepts(grammar, before + render_calls(name, valid_call))
-    assert accepts(grammar, before + render_calls(name, Call("now", {"any": 7, "zone": 1})))
+    assert accepts(grammar, f"{final_marker}Nothing to call here, 1 < 2.")
+    assert accepts(grammar, text_before + render_calls(name, valid_call))
+    assert accepts(grammar, text_before + render_calls(name, Call("now", {"any": 7, "zone": 1})))
     for invalid_arguments in (
         {"text": "a b", "count": "three"},
         {"text": "a"},
         {"text": "a", "count": 1, "more": 2},
     ):
-        assert not accepts(grammar, before + render_calls(name, Call("search", invalid_arguments))), (
+        assert not accepts(grammar, text_before + render_calls(name, Call("search", invalid_arguments))), (
             invalid_arguments
         )
-    assert not accepts(grammar, before + render_calls(name, Call("other", {"a": 1})))
+    assert not accepts(grammar, text_before + render_calls(name, Call("other", {"a": 1})))
     parser = ParserFactory.choose(None, name, reasoning).new(tools=TOOLS)
     assert collect_calls(
         [
             event
-            for event in parse(parser, before + render_calls(name, valid_call))
+            for event in parse(parser, text_before + render_calls(name, valid_call))
             if not isinstance(event, Content | Reasoning)
         ]
     ) == [valid_call]
@@ -172,20 +172,20 @@ def test_without_parallel_calls_no_text_follows_a_call(name: str) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_forced_output_parses_as_valid_arguments(name: str, seed: int) -> None:
     parsers = ParserFactory.choose(None, name)
-    tools = [make_tool("rich", RICH), make_tool("none", {})]
+    tools = [make_tool("rich", RICH_SCHEMA), make_tool("none", {})]
     grammar = parsers.grammar(tools, {"type": "function", "function": {"name": "rich"}})
     assert grammar is not None
     text = generate_random_text(compile_grammar(grammar), seed, VALUE_ENDS.get(name, ""))
     [call] = collect_calls(parse(parsers.new(tools=tools), text))
     assert call.name == "rich"
-    jsonschema.validate(call.arguments, RICH)
+    jsonschema.validate(call.arguments, RICH_SCHEMA)
 
 
 def generate_random_text(grammar: Any, seed: int, value_end: str) -> str:
-    """Return a random text of the grammar: ASCII where possible, biased towards the ends of values."""
+    """Return a random text that the grammar accepts, with ASCII where possible and with short values."""
     rng = random.Random(seed)
     matcher = xgrammar.GrammarMatcher(grammar)
-    mask = torch.empty((1, -(-(END + 1 + len(SPECIAL)) // 32)), dtype=torch.int32)
+    mask = torch.empty((1, -(-(END + 1 + len(SPECIAL_TOKENS)) // 32)), dtype=torch.int32)
     output = b""
     while True:
         if value_end and rng.random() < 0.1 and matcher.accept_string(value_end):
@@ -209,7 +209,7 @@ def generate_random_text(grammar: Any, seed: int, value_end: str) -> str:
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "seed_oss", "glm", "deepseek_v32"])
 def test_arguments_in_tags_must_match_the_schema(name: str) -> None:
-    grammar = ParserFactory.choose(None, name).grammar([make_tool("rich", RICH)], "required")
+    grammar = ParserFactory.choose(None, name).grammar([make_tool("rich", RICH_SCHEMA)], "required")
     assert grammar is not None
     valid_arguments = {"unit": "C", "count": 3, "who": None, "some": "x 1", "extra": [1]}
     assert accepts(grammar, render_calls(name, Call("rich", valid_arguments)))
@@ -224,17 +224,19 @@ def test_arguments_in_tags_must_match_the_schema(name: str) -> None:
         {"mixed": "y"},
     ):
         arguments = valid_arguments | invalid_arguments
-        ordered = {key: arguments[key] for key in [*RICH["properties"], "extra"] if key in arguments}
-        assert not accepts(grammar, render_calls(name, Call("rich", ordered))), invalid_arguments
+        ordered_arguments = {
+            key: arguments[key] for key in [*RICH_SCHEMA["properties"], "extra"] if key in arguments
+        }
+        assert not accepts(grammar, render_calls(name, Call("rich", ordered_arguments))), invalid_arguments
 
 
 def test_an_ambiguous_tagged_argument_may_have_either_type() -> None:
-    schema_of_both = {
+    schema = {
         "type": "object",
         "properties": {"a": {"type": ["string", "integer"]}},
         "required": ["a"],
     }
-    grammar = ParserFactory.choose(None, "qwen3_coder").grammar([make_tool("f", schema_of_both)], "required")
+    grammar = ParserFactory.choose(None, "qwen3_coder").grammar([make_tool("f", schema)], "required")
     assert grammar is not None
     assert accepts(grammar, render_calls("qwen3_coder", Call("f", {"a": "x"})))
     assert accepts(grammar, render_calls("qwen3_coder", Call("f", {"a": 5})))
@@ -261,22 +263,22 @@ SEARCH = Call("search", {"text": "a", "count": 3})
 
 
 def test_markers_can_be_special_tokens() -> None:
-    special = ("<|tool_call_start|>", "<|tool_call_end|>")
-    parsers = ParserFactory.choose(None, "lfm2", "none", SPECIAL)
+    marker_tokens = ("<|tool_call_start|>", "<|tool_call_end|>")
+    parsers = ParserFactory.choose(None, "lfm2", "none", SPECIAL_TOKENS)
     text = f"Well. {render_calls('lfm2', SEARCH)}"
     grammar = parsers.strict_grammar(TOOLS, {"search"})
-    assert accepts(grammar, text, special)
+    assert accepts(grammar, text, marker_tokens)
     assert accepts(grammar, "Well.")
-    assert not accepts(grammar, text.replace("3", '"3"'), special)
+    assert not accepts(grammar, text.replace("3", '"3"'), marker_tokens)
     forced_grammar = parsers.grammar(TOOLS, "required")
     assert forced_grammar is not None
-    assert accepts(forced_grammar, text.removeprefix("Well. "), special)
+    assert accepts(forced_grammar, text.removeprefix("Well. "), marker_tokens)
     # The spelling of a special token as text is not the special token.
     assert not accepts(forced_grammar, text.removeprefix("Well. "))
 
 
-def test_a_strict_call_without_a_marker_may_follow_its_marker_and_reasoning() -> None:
-    parsers = ParserFactory.choose(None, "llama3_json", "think", SPECIAL)
+def test_a_strict_call_may_follow_a_marker_or_reasoning() -> None:
+    parsers = ParserFactory.choose(None, "llama3_json", "think", SPECIAL_TOKENS)
     grammar = parsers.strict_grammar(TOOLS, {"search"}, in_reasoning=False)
     call = render_calls("llama3_json", SEARCH)
     marked_call = f"<|python_tag|>{call}"
@@ -292,9 +294,9 @@ def test_a_strict_call_without_a_marker_may_follow_its_marker_and_reasoning() ->
 @pytest.mark.parametrize("name", ["kimi_k2", "deepseek_v3", "deepseek_v31"])
 def test_a_strict_call_is_enforced_without_its_outer_marker(name: str) -> None:
     grammar, call_text = make_strict_grammar(name), render_calls(name, SEARCH)
-    outer, inner = TOOL_FORMATS[name].markers
-    text = "Well. " + call_text.removeprefix(outer)
-    assert inner in text
+    outer_marker, inner_marker = TOOL_FORMATS[name].markers
+    text = "Well. " + call_text.removeprefix(outer_marker)
+    assert inner_marker in text
     assert accepts(grammar, text)
     assert not accepts(grammar, text.replace("3", '"3"'))
     assert collect_calls(parse(ParserFactory.choose(None, name, "none").new(tools=TOOLS), text)[1:]) == [
@@ -310,7 +312,7 @@ def test_a_format_with_text_and_token_markers_is_refused() -> None:
         ParserFactory.choose(None).strict_grammar(TOOLS, {"search"})
 
 
-HARMONY = ParserFactory.choose(None, "harmony", "harmony", SPECIAL)
+HARMONY = ParserFactory.choose(None, "harmony", "harmony", SPECIAL_TOKENS)
 REASONING = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 COMMENTARY = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
 FINAL = "<|channel|>final<|message|>"
@@ -320,19 +322,19 @@ CALL = render_calls("harmony", SEARCH)
 def test_harmony_grammars_accept_channels_and_calls() -> None:
     grammar = HARMONY.strict_grammar(TOOLS, {"search"}, in_reasoning=False)
     for text in (REASONING + FINAL + "Hi", FINAL, REASONING + COMMENTARY + CALL, CALL):
-        assert accepts(grammar, text, SPECIAL), text
+        assert accepts(grammar, text, SPECIAL_TOKENS), text
     for text in (REASONING + CALL.replace("3", '"3"'), CALL + CALL, "Hi", FINAL + "Hi" + CALL):
-        assert not accepts(grammar, text, SPECIAL), text
+        assert not accepts(grammar, text, SPECIAL_TOKENS), text
     forced_grammar = HARMONY.grammar(TOOLS, "required", reasoning=True, in_reasoning=False)
     assert forced_grammar is not None
-    assert accepts(forced_grammar, REASONING + CALL, SPECIAL)
-    assert accepts(forced_grammar, CALL, SPECIAL)
-    assert not accepts(forced_grammar, REASONING + FINAL + "Hi", SPECIAL)
+    assert accepts(forced_grammar, REASONING + CALL, SPECIAL_TOKENS)
+    assert accepts(forced_grammar, CALL, SPECIAL_TOKENS)
+    assert not accepts(forced_grammar, REASONING + FINAL + "Hi", SPECIAL_TOKENS)
     json_grammar = HARMONY.after_reasoning(Grammar("json_object"), in_reasoning=False)
-    assert accepts(json_grammar, REASONING + FINAL + '{"a": 1}', SPECIAL)
-    assert accepts(json_grammar, FINAL + "{}", SPECIAL)
-    assert not accepts(json_grammar, "{}", SPECIAL)
-    assert not accepts(json_grammar, REASONING + "{}", SPECIAL)
+    assert accepts(json_grammar, REASONING + FINAL + '{"a": 1}', SPECIAL_TOKENS)
+    assert accepts(json_grammar, FINAL + "{}", SPECIAL_TOKENS)
+    assert not accepts(json_grammar, "{}", SPECIAL_TOKENS)
+    assert not accepts(json_grammar, REASONING + "{}", SPECIAL_TOKENS)
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 1000])
@@ -370,7 +372,7 @@ def test_harmony_output_is_parsed(
 
 
 def test_a_grammar_allows_a_call_or_json() -> None:
-    schema = Grammar("json_schema", json.dumps(STRICT))
+    schema = Grammar("json_schema", json.dumps(STRICT_SCHEMA))
     for parsers in (
         ParserFactory.choose(None, "hermes", "think"),
         ParserFactory.choose(None, "llama3_json", "think"),

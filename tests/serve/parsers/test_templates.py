@@ -83,18 +83,20 @@ END_TOKENS = (
     "<|end|>",
 )
 END_TOKENS += ("<|end_of_text|>", "<|END_OF_TURN_TOKEN|>", "<|user|>", "<|observation|>", "<sep>")
-# These templates need other variables, use features that the sandbox forbids, or render no calls.
-NOT_PARSED = {
+# Templates that need other variables, use features that the sandbox forbids, or render no calls.
+NOT_PARSED_TEMPLATES = {
     "ByteDance-Seed-OSS",
     "Kimi-K2-Instruct",
     "Kimi-K2-Thinking",
     "MiroThinker",
     "llama-cpp-deepseek-r1",
 }
-NOT_PARSED |= {"fireworks-ai-llama-3-firefunction-v2", "granite-3.0-instruct"}
-NOT_PARSED |= {"ibm-granite-granite-3.3-2B-Instruct", "LFM2-8B-A1B", "LFM2.5-Instruct"}
-NOT_PARSED |= {"deepseek-ai-DeepSeek-R1-Distill-Llama-8B"}
-WITH_CALLS = sorted(name for name, (tools, _) in EXPECTED_FORMATS.items() if tools and name not in NOT_PARSED)
+NOT_PARSED_TEMPLATES |= {"fireworks-ai-llama-3-firefunction-v2", "granite-3.0-instruct"}
+NOT_PARSED_TEMPLATES |= {"ibm-granite-granite-3.3-2B-Instruct", "LFM2-8B-A1B", "LFM2.5-Instruct"}
+NOT_PARSED_TEMPLATES |= {"deepseek-ai-DeepSeek-R1-Distill-Llama-8B"}
+TEMPLATES_WITH_CALLS = sorted(
+    name for name, (tools, _) in EXPECTED_FORMATS.items() if tools and name not in NOT_PARSED_TEMPLATES
+)
 
 
 def read_templates() -> dict[str, str]:
@@ -103,8 +105,13 @@ def read_templates() -> dict[str, str]:
 
 def test_each_template_has_the_expected_formats() -> None:
     parsers = {name: ParserFactory.choose(source) for name, source in read_templates().items()}
-    chosen = {name: (choice.tool_format, choice.reasoning_format) for name, choice in parsers.items()}
-    assert {name: formats for name, formats in chosen.items() if formats != NO_FORMATS} == EXPECTED_FORMATS
+    selected_formats = {
+        name: (parser_factory.tool_format, parser_factory.reasoning_format)
+        for name, parser_factory in parsers.items()
+    }
+    assert {
+        name: formats for name, formats in selected_formats.items() if formats != NO_FORMATS
+    } == EXPECTED_FORMATS
 
 
 def test_the_embedded_model_has_the_expected_formats() -> None:
@@ -114,7 +121,7 @@ def test_the_embedded_model_has_the_expected_formats() -> None:
 
 
 @pytest.mark.parametrize("num_calls", [1, 2])
-@pytest.mark.parametrize("name", WITH_CALLS)
+@pytest.mark.parametrize("name", TEMPLATES_WITH_CALLS)
 def test_calls_rendered_by_a_template_are_parsed(name: str, num_calls: int) -> None:
     source = read_templates()[name]
     template = ChatTemplate({"default": source}, {"bos_token": "<s>", "eos_token": "</s>"}, name)
@@ -161,7 +168,7 @@ def convert_to_messages(calls: list[Call]) -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "opens"),
+    ("name", "options", "opens_reasoning"),
     [
         ("Qwen-Qwen3-0.6B", {}, False),
         ("Qwen-Qwen3-0.6B", {"enable_thinking": False}, False),
@@ -182,10 +189,10 @@ def convert_to_messages(calls: list[Call]) -> list[dict[str, object]]:
     ],
 )
 def test_prompts_that_end_within_reasoning_are_detected(
-    name: str, options: dict[str, bool], opens: bool
+    name: str, options: dict[str, bool], opens_reasoning: bool
 ) -> None:
     source = read_templates()[name]
     template = ChatTemplate({"default": source}, {"bos_token": "<s>", "eos_token": "</s>"}, name)
     user = {"role": "user", "content": "What do <think> and </think> mean?"}
     prompt = template.render([user], options={"add_generation_prompt": True, **options})
-    assert ParserFactory.choose(source).prompt_opens_reasoning(prompt) is opens
+    assert ParserFactory.choose(source).prompt_opens_reasoning(prompt) is opens_reasoning

@@ -1,4 +1,4 @@
-"""Figures of an answer in the playground, computed by Node."""
+"""Times and token rate of an answer in the playground, computed by Node."""
 
 from __future__ import annotations
 

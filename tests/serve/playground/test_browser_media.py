@@ -17,7 +17,7 @@ SHAPES = ROOT / "examples" / "shapes.png"
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Serve a model that reads images and one that speaks. Yield the URL."""
+    """Serve a model that reads images and a speech model. Yield the URL."""
     pytest.importorskip("playwright.async_api")
     folder = tmp_path_factory.mktemp("playground")
     models = ("--model", "demo-vision", "--model", "demo-voice,task=audio-generation")

@@ -14,7 +14,7 @@ from support.kv_contexts import kv_manager
 from penstock.pipelines.core import TextContext
 from penstock.testing import FakePipeline
 
-ENDED = (
+COMPARISON_ENDED = (
     "document.getElementById('compare-sides').ariaBusy === 'false' && document.querySelector('.numbers b')"
 )
 
@@ -30,7 +30,7 @@ def make_endless_pipeline() -> FakePipeline:
 
 
 def record_bodies(page: Any) -> list[dict[str, Any]]:
-    """Return a list that receives the later chat requests of the page."""
+    """Return a list to which the body of each later chat request is appended."""
     bodies: list[dict[str, Any]] = []
     page.on(
         "request",
@@ -44,7 +44,7 @@ def record_bodies(page: Any) -> list[dict[str, Any]]:
 async def send_comparison(page: Any, text: str) -> None:
     await page.fill("#draft", text)
     await page.press("#draft", "Enter")
-    await wait_until(page, ENDED)
+    await wait_until(page, COMPARISON_ENDED)
 
 
 async def test_two_settings_are_compared() -> None:
@@ -54,13 +54,13 @@ async def test_two_settings_are_compared() -> None:
         await page.fill("[data-field=temperature]", "0.5")
         await page.get_by_role("link", name="Compare").click()
         assert await page.locator("#log").is_hidden()
-        first, second = page.get_by_role("region", name="Side A"), page.get_by_role("region", name="Side B")
-        await second.get_by_label("System prompt").fill("You are a pirate.")
-        await second.get_by_label("Temperature").fill("0")
-        await second.get_by_label("Model").select_option("tone")
+        side_a, side_b = page.get_by_role("region", name="Side A"), page.get_by_role("region", name="Side B")
+        await side_b.get_by_label("System prompt").fill("You are a pirate.")
+        await side_b.get_by_label("Temperature").fill("0")
+        await side_b.get_by_label("Model").select_option("tone")
         await send_comparison(page, "Hi")
-        assert await first.locator("article .markdown").inner_text() == "Hello!"
-        assert await second.locator("article .markdown").inner_text() == "Ahoy!"
+        assert await side_a.locator("article .markdown").inner_text() == "Hello!"
+        assert await side_b.locator("article .markdown").inner_text() == "Ahoy!"
         plain_body, pirate_body = sorted(bodies, key=lambda body: len(body["messages"]))
         assert (plain_body["model"], plain_body["temperature"], plain_body["messages"]) == (
             "demo",
@@ -71,7 +71,7 @@ async def test_two_settings_are_compared() -> None:
         assert pirate_body["messages"][0] == {"role": "system", "content": "You are a pirate."}
         assert await page.inner_text("#compare-note") == "The answers differ from character 1 on."
         assert await page.inner_text("#compare-prompt article .text:visible") == "Hi"
-        await second.get_by_label("System prompt").fill("")
+        await side_b.get_by_label("System prompt").fill("")
         await page.press("#draft", "Enter")  # sends the last message again
         await wait_until(page, "document.getElementById('compare-note').textContent.includes('same text')")
         assert [body["messages"][-1] for body in bodies] == [{"role": "user", "content": "Hi"}] * 4
@@ -89,8 +89,10 @@ async def test_invalid_numbers_are_not_sent() -> None:
         await page.press("#draft", "Enter")
         assert not bodies
         assert await page.input_value("#draft") == "Hi"
-        focused = "document.activeElement === document.querySelectorAll('.side')[1].querySelector('input')"
-        await wait_until(page, focused)
+        focus_condition = (
+            "document.activeElement === document.querySelectorAll('.side')[1].querySelector('input')"
+        )
+        await wait_until(page, focus_condition)
 
 
 async def test_both_answers_are_streamed_and_stopped_together() -> None:
@@ -104,9 +106,9 @@ async def test_both_answers_are_streamed_and_stopped_together() -> None:
         await wait_until(page, f"{texts}.filter((length) => length > 20).length === 2")
         assert await page.get_attribute("#compare-sides", "aria-busy") == "true"
         await page.get_by_role("button", name="Stop").click()
-        ends = page.locator(".side-answer .finish")
-        await ends.nth(1).wait_for()
-        assert await ends.all_inner_texts() == ["stopped by you", "stopped by you"]
+        finish_notes = page.locator(".side-answer .finish")
+        await finish_notes.nth(1).wait_for()
+        assert await finish_notes.all_inner_texts() == ["stopped by you", "stopped by you"]
         assert await page.get_attribute("#compare-sides", "aria-busy") == "false"
         async with asyncio.timeout(30):
             while chat.services.worker.stats.num_running:
@@ -136,9 +138,9 @@ async def test_metrics_are_shown() -> None:
         for name in ("Time to first token, median", "Inter-token latency, median"):
             assert re.fullmatch(r"[\d.]+ m?s, 95 % below [\d.]+ m?s", cells[name][0]), cells
         stats = chat.services.worker.stats
-        part = stats.num_prefix_hit_tokens / stats.num_prefix_query_tokens
-        assert 0.5 < part < 0.7  # two of the three prompts are cached
-        assert cells["Prefix cache hit rate"] == [f"{100 * part:.0f} %"] * 2
+        hit_rate = stats.num_prefix_hit_tokens / stats.num_prefix_query_tokens
+        assert 0.5 < hit_rate < 0.7  # two of the three prompts are cached
+        assert cells["Prefix cache hit rate"] == [f"{100 * hit_rate:.0f} %"] * 2
         assert "of 1,000 blocks" in await page.inner_text("#metrics-kv")
         label = await page.get_attribute("#metrics-rate-line", "aria-label")
         assert re.fullmatch(r"Output throughput in the last minute, at most [\d.]+ tokens/s", label or "")
@@ -161,17 +163,17 @@ async def test_metrics_count_running_requests() -> None:
 
 
 async def test_the_metrics_page_works_behind_a_proxy_with_a_key() -> None:
-    """The page asks the user for the key and then continues with it."""
+    """The page shows a form for the key, and sends the key with later requests."""
     async with open_playground(FakePipeline.saying("Hello!"), "401") as (page, _):
 
-        async def check(route: Any) -> None:
+        async def check_key(route: Any) -> None:
             if route.request.headers.get("authorization") == "Bearer secret":
                 await route.continue_()
             else:
                 error = {"error": {"message": "an API key is required", "code": "missing_api_key"}}
                 await route.fulfill(status=401, json=error)
 
-        await page.route("**/metrics", check)
+        await page.route("**/metrics", check_key)
         await page.get_by_role("link", name="Metrics").click()
         await page.locator("#key-form").wait_for()
         assert await page.inner_text("#metrics-error") == "an API key is required"
@@ -203,15 +205,15 @@ async def test_controls_of_each_page_are_reached_by_keyboard(name: str) -> None:
         controls = await controls_in_tab_order(page, 40)
         assert all(label for _, label in controls), controls
         labels = [label for _, label in controls]
-        first = ["Skip to the main content", "Model", "Chat", "Compare", "Metrics"]
-        for label, start in zip(labels, first, strict=False):
+        first_labels = ["Skip to the main content", "Model", "Chat", "Compare", "Metrics"]
+        for label, start in zip(labels, first_labels, strict=False):
             assert label.startswith(start), labels
         expected_texts = ["Temperature", "Top p", "Seed"] if name == "Compare" else []
         for text in expected_texts:
             assert sum(text in label for label in labels[: 40 if expected_texts else 0]) >= 2, text
-        unnamed = await page.evaluate(
+        num_unnamed = await page.evaluate(
             "[...document.querySelectorAll('svg[role=img], section, nav, form')]"
             ".filter((e) => e.checkVisibility() && !e.ariaLabel && !e.getAttribute('aria-labelledby')"
             " && e.tagName !== 'FORM').length"
         )
-        assert unnamed == 0
+        assert num_unnamed == 0

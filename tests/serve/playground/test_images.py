@@ -57,6 +57,6 @@ def test_images_are_attached_by_file_paste_and_drop(tmp_path: Path) -> None:
     assert results[4] == [False, 3]
     url = "data:image/jpeg,d"
     assert results[5] == [[url, "data:image/png,e"], [], True]
-    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What?"}]
-    assert results[6] == {"role": "user", "content": parts}
+    content_parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What?"}]
+    assert results[6] == {"role": "user", "content": content_parts}
     assert results[7:] == [1, {"role": "user", "content": "Hi"}]

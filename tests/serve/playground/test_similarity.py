@@ -106,8 +106,8 @@ def test_all_modules_and_elements_are_served() -> None:
     page = assets()["/"].content.decode()
     ids = set(re.findall(r'id="([\w-]+)"', page))
     pages = (PLAYGROUND / "pages.js").read_text()
-    parts = re.findall(r"^  \w+: (\[.*\]),$", pages, flags=re.MULTILINE)
-    assert len(parts) == 6
-    assert {element_id for part in parts for element_id in json.loads(part)} <= ids
+    id_lists = re.findall(r"^  \w+: (\[.*\]),$", pages, flags=re.MULTILINE)
+    assert len(id_lists) == 6
+    assert {element_id for id_list in id_lists for element_id in json.loads(id_list)} <= ids
     for path in PLAYGROUND.glob("*.js"):
         assert set(re.findall(r'byId\("([\w-]+)"\)', path.read_text())) <= ids, path.name

@@ -1,4 +1,4 @@
-"""Fakes at the extension points of a forward: encodings, adapters, input embeddings, drafts, grammars."""
+"""Extension points of a forward, with fake encodings, adapters, input embeddings, drafts and grammars."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROMPT = random_tokens(30, 130, seed=7)
 
 @pytest.fixture(scope="module", params=DECODERS, ids=lambda architecture: architecture.name)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("seams"), request.param.tiny_config())
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), request.param.tiny_config())
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def shared_pipeline(checkpoint: Path) -> TextGenerationPipeline:
 
 @pytest.fixture
 def pipeline(shared_pipeline: TextGenerationPipeline) -> Iterator[TextGenerationPipeline]:
-    """Return the pipeline of the checkpoint, without a proposer and with an empty cache."""
+    """Return the pipeline of the checkpoint. Afterwards, restore it and empty its prefix cache."""
     proposer, execute = shared_pipeline.proposer, shared_pipeline.model.execute
     yield shared_pipeline
     shared_pipeline.proposer = proposer
@@ -58,7 +58,7 @@ def halved_encoding() -> Iterator[None]:
 @pytest.mark.usefixtures("halved_encoding")
 def test_an_added_encoding_is_used_by_every_layer(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unchanged_pipeline = open_pipeline(checkpoint)
-    plain_logits, expected = (
+    plain_logits, plain_reversed_logits = (
         step_logits(unchanged_pipeline, [make_context(prompt)])[0] for prompt in (PROMPT, PROMPT[::-1])
     )
     encoded_pipeline = open_pipeline(checkpoint, quantization_encoding="halved")
@@ -66,15 +66,15 @@ def test_an_added_encoding_is_used_by_every_layer(checkpoint: Path, monkeypatch:
         step_logits(encoded_pipeline, [make_context(PROMPT)])[0], plain_logits, atol=1e-4, rtol=1e-4
     )
     monkeypatch.setattr(HalvedEncoding, "unpack", lambda self, tensors: tensors["weight"])
-    other = step_logits(encoded_pipeline, [make_context(PROMPT[::-1])])[0]
-    assert float((other - expected).abs().max()) > 0.1
+    wrong_logits = step_logits(encoded_pipeline, [make_context(PROMPT[::-1])])[0]
+    assert float((wrong_logits - plain_reversed_logits).abs().max()) > 0.1
 
 
 # -- Adapters --------------------------------------------------------------------------------------------
 
 
 class FakeLoRAManager:
-    """A fake manager with one adapter on some linear layers of the checkpoint."""
+    """A fake manager with one adapter, which applies to some linear layers of the checkpoint."""
 
     def __init__(self, checkpoint: Path, names: Sequence[str]) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -83,9 +83,9 @@ class FakeLoRAManager:
         for name in names:
             shape = Weights.open(checkpoint).shape(f"{name}.weight")
             out_features, in_features = reversed(shape) if is_transposed(name) else shape
-            down = torch.randn(1, 4, in_features, generator=generator) * 0.2
-            up = torch.randn(1, out_features, 4, generator=generator) * 0.2
-            self.matrices[name] = (down.to(self.device), up.to(self.device))
+            down_projection = torch.randn(1, 4, in_features, generator=generator) * 0.2
+            up_projection = torch.randn(1, out_features, 4, generator=generator) * 0.2
+            self.matrices[name] = (down_projection.to(self.device), up_projection.to(self.device))
 
     def digest(self, context: TextContext) -> bytes:
         return str(context.adapter).encode()
@@ -102,10 +102,10 @@ class FakeLoRAManager:
 
 
 def write_merged(checkpoint: Path, manager: FakeLoRAManager, folder: Path) -> Path:
-    """Write the checkpoint with the adapter's products added to its weights."""
+    """Write the checkpoint with the adapter merged into its weights."""
     tensors = load_file(checkpoint / "model.safetensors")
-    for name, (down, up) in manager.matrices.items():
-        delta = (up[0] @ down[0]).cpu()
+    for name, (down_projection, up_projection) in manager.matrices.items():
+        delta = (up_projection[0] @ down_projection[0]).cpu()
         tensors[f"{name}.weight"] += delta.T if is_transposed(name) else delta
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text((checkpoint / "config.json").read_text())
@@ -113,15 +113,16 @@ def write_merged(checkpoint: Path, manager: FakeLoRAManager, folder: Path) -> Pa
 
 
 def linear_names(checkpoint: Path) -> list[str]:
-    endings = ("_proj", ".gate", ".router", ".w1", ".w2", ".w3")  # includes experts and their routers
-    endings += (".dense", ".fc1", ".fc2", ".c_fc", ".query_key_value", ".dense_h_to_4h", ".dense_4h_to_h")
+    # The names include layers of experts, and routers.
+    suffixes = ("_proj", ".gate", ".router", ".w1", ".w2", ".w3")
+    suffixes += (".dense", ".fc1", ".fc2", ".c_fc", ".query_key_value", ".dense_h_to_4h", ".dense_4h_to_h")
     names = Weights.open(checkpoint).names
     matrices = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
-    return [name for name in matrices if name.endswith(endings) or is_transposed(name)]
+    return [name for name in matrices if name.endswith(suffixes) or is_transposed(name)]
 
 
 def is_transposed(name: str) -> bool:
-    """GPT-2 stores its weights as ``[in, out]``."""
+    """Return whether a weight is stored as ``[in, out]``, as in GPT-2."""
     return name.startswith("transformer.") and name.endswith((".c_attn", ".c_proj", ".c_fc"))
 
 
@@ -133,10 +134,10 @@ def test_an_adapter_equals_its_merged_weights(
     checkpoint: Path, pipeline: TextGenerationPipeline, selected: slice, tmp_path: Path
 ) -> None:
     manager = FakeLoRAManager(checkpoint, linear_names(checkpoint)[selected])
-    with_adapter = open_pipeline(checkpoint, members={"lora_manager": manager})
+    adapted_pipeline = open_pipeline(checkpoint, members={"lora_manager": manager})
     merged_pipeline = open_pipeline(write_merged(checkpoint, manager, tmp_path))
     contexts = [make_context(PROMPT), make_context(PROMPT, adapter="tone"), make_context(PROMPT[:7])]
-    plain_logits, adapted_logits, _ = step_logits(with_adapter, contexts)
+    plain_logits, adapted_logits, _ = step_logits(adapted_pipeline, contexts)
     expected = step_logits(merged_pipeline, [make_context(PROMPT)])[0]
     torch.testing.assert_close(adapted_logits, expected, atol=2e-3, rtol=1e-3)
     torch.testing.assert_close(
@@ -155,21 +156,21 @@ def test_an_adapter_applies_over_several_steps_and_separates_the_cache(checkpoin
     contexts = [make_context(PROMPT, 20), make_context(PROMPT, 20, adapter="tone")]
     batch_tokens = generate_tokens(pipeline, contexts, num_steps=5)
     assert batch_tokens[0] != batch_tokens[1]
-    for adapter, text in zip((None, "tone"), batch_tokens, strict=True):
+    for adapter, tokens in zip((None, "tone"), batch_tokens, strict=True):
         context = make_context(PROMPT, 20, adapter=adapter)
-        assert generate_tokens(pipeline, [context]) == [text]
-        assert context.num_cached_tokens == 16, "each context reuses only blocks of its own adapter"
+        assert generate_tokens(pipeline, [context]) == [tokens]
+        assert context.num_cached_tokens == 16, "only blocks of the same adapter are reused"
 
 
 def test_an_adapter_on_an_int8_model_does_not_change_other_rows(checkpoint: Path) -> None:
     manager = FakeLoRAManager(checkpoint, linear_names(checkpoint))
     options: dict[str, Any] = {"quantization_encoding": "int8", "deterministic": True}
-    with_adapter = open_pipeline(checkpoint, members={"lora_manager": manager}, **options)
-    without, adapted_logits = step_logits(
-        with_adapter, [make_context(PROMPT), make_context(PROMPT, adapter="tone")]
+    adapted_pipeline = open_pipeline(checkpoint, members={"lora_manager": manager}, **options)
+    other_logits, adapted_logits = step_logits(
+        adapted_pipeline, [make_context(PROMPT), make_context(PROMPT, adapter="tone")]
     )
     (plain_logits,) = step_logits(open_pipeline(checkpoint, **options), [make_context(PROMPT)])
-    assert torch.equal(without, plain_logits)
+    assert torch.equal(other_logits, plain_logits)
     assert float((adapted_logits - plain_logits).abs().max()) > 0.1
 
 
@@ -179,16 +180,16 @@ def test_an_adapter_on_an_int8_model_does_not_change_other_rows(checkpoint: Path
 def test_input_embeddings_replace_those_of_tokens(pipeline: TextGenerationPipeline) -> None:
     model: Any = pipeline.model
     expected = step_logits(pipeline, [make_context(PROMPT)])[0]
-    hidden = [5, 6, 20]
+    masked_positions = [5, 6, 20]
     table = model.network.embedding.table
-    masked_prompt = [0 if i in hidden else token for i, token in enumerate(PROMPT)]
+    masked_prompt = [0 if i in masked_positions else token for i, token in enumerate(PROMPT)]
     context = make_context(masked_prompt)
     kv: Any = pipeline.kv
     kv.claim(context)
     kv.reserve(context)
     inputs = model.prepare_initial_token_inputs([[context]], kv.inputs([context]), len(PROMPT))
-    rows = table[[PROMPT[i] for i in hidden]] * model.network.embedding.scale
-    embeddings = (torch.tensor(hidden, device=table.device), rows)
+    rows = table[[PROMPT[i] for i in masked_positions]] * model.network.embedding.scale
+    embeddings = (torch.tensor(masked_positions, device=table.device), rows)
     outputs = model.execute(replace(inputs, input_embeds=embeddings))
     assert torch.equal(outputs.logits.cpu(), expected)
     assert not torch.allclose(model.execute(inputs).logits.cpu(), expected)
@@ -198,7 +199,7 @@ def test_input_embeddings_replace_those_of_tokens(pipeline: TextGenerationPipeli
 
 
 class FixedProposer:
-    """A proposer with a fixed number of correct drafts, followed by wrong ones."""
+    """A proposer with fixed numbers of correct drafts and of wrong drafts after them."""
 
     def __init__(self, texts: Mapping[str, list[int]], num_correct: int, num_wrong: int) -> None:
         self.texts, self.num_correct, self.num_wrong = texts, num_correct, num_wrong
@@ -241,20 +242,20 @@ def test_speculation_gives_the_text_of_plain_decoding(
         ]
 
     plain_tokens = generate_tokens(pipeline, contexts())
-    calls = 0
+    num_calls = 0
     pipeline.proposer = FixedProposer(
         dict(zip(("long", "short"), plain_tokens, strict=True)), num_correct, num_wrong
     )
-    original = pipeline.model.execute
+    execute = pipeline.model.execute
 
     def count_execute(inputs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return original(inputs)
+        nonlocal num_calls
+        num_calls += 1
+        return execute(inputs)
 
     pipeline.model.execute = count_execute  # type: ignore[method-assign]
     assert generate_tokens(pipeline, contexts(), num_steps=3) == plain_tokens
-    assert calls <= -(-20 // (num_correct + 1)) + 1
+    assert num_calls <= -(-20 // (num_correct + 1)) + 1
 
 
 def test_drafts_do_not_exceed_the_length_of_a_context(pipeline: TextGenerationPipeline) -> None:
@@ -268,7 +269,7 @@ def test_drafts_do_not_exceed_the_length_of_the_model(checkpoint: Path) -> None:
     (plain_tokens,) = generate_tokens(pipeline, [make_context(PROMPT, 4)])
     pipeline.proposer = FixedProposer({"a": plain_tokens + [0] * 50}, num_correct=50, num_wrong=0)
     response = pipeline.execute({"a": make_context(PROMPT, 40, request_id="a")})["a"]
-    assert [part.next_token for part in response.tokens] == plain_tokens
+    assert [token.next_token for token in response.tokens] == plain_tokens
 
 
 def test_log_probabilities_with_drafts_equal_plain_decoding(pipeline: TextGenerationPipeline) -> None:
@@ -287,8 +288,8 @@ def test_log_probabilities_with_drafts_equal_plain_decoding(pipeline: TextGenera
 # -- Grammars --------------------------------------------------------------------------------------------
 
 
-class EvenTokens:
-    """A matcher that allows even token ids."""
+class EvenTokenMatcher:
+    """A matcher that allows only even token ids."""
 
     def __init__(self) -> None:
         self.accepted: list[int] = []
@@ -315,10 +316,10 @@ class EvenTokens:
 def test_a_matcher_restricts_only_its_own_context(pipeline: TextGenerationPipeline) -> None:
     (plain_tokens,) = generate_tokens(pipeline, [make_context(PROMPT, 20)])
     context = make_context(PROMPT, 20)
-    matcher: Any = EvenTokens()
+    matcher: Any = EvenTokenMatcher()
     context.set_matcher(matcher)
-    restricted, unrestricted = generate_tokens(pipeline, [context, make_context(PROMPT, 20)], num_steps=4)
-    assert unrestricted == plain_tokens
-    assert restricted == matcher.accepted
-    assert all(token % 2 == 0 for token in restricted)
-    assert restricted != plain_tokens
+    even_tokens, free_tokens = generate_tokens(pipeline, [context, make_context(PROMPT, 20)], num_steps=4)
+    assert free_tokens == plain_tokens
+    assert even_tokens == matcher.accepted
+    assert all(token % 2 == 0 for token in even_tokens)
+    assert even_tokens != plain_tokens
