@@ -83,11 +83,11 @@ def test_weights_are_packed_one_by_one(llama: Path) -> None:
     pipeline = open_pipeline(llama)
     reserved, num_waiting = num_reserved(pipeline), num_pending(pipeline)
     for num_left in range(num_waiting - 1, -1, -1):
-        assert pipeline.pack_pending() == (num_left > 0)
+        assert pipeline.model.pack_pending() == (num_left > 0)
         assert num_pending(pipeline) == num_left
         assert num_reserved(pipeline) < reserved
         reserved = num_reserved(pipeline)
-    assert not pipeline.pack_pending()
+    assert not pipeline.model.pack_pending()
 
 
 def test_a_failed_step_counts_as_the_first_step(llama: Path) -> None:
