@@ -330,22 +330,22 @@ INLINE void store_weights(uint32_t* weights, const vf (&exponentials)[TILE / W],
 INLINE float slack_of(const Attention& a) { return a.ahead ? 8 : 0; }
 
 // Updates the partial softmax of query m with the keys begin:end of a tile. SCALED: keys and values have scales. COUNT:
-// vectors of the tile that hold keys.
-template <class P, bool SCALED, int COUNT>
+// vectors of the tile that hold keys. PLAIN: the query sees all these keys, without a cap and a bias.
+template <class P, bool SCALED, int COUNT, bool PLAIN>
 INLINE void softmax_of_query(const Attention& a, Packed<P>& packed, Partial& sums, int64_t m, int64_t Dp, int64_t begin,
                              int64_t end, const float* bias) {
   constexpr int TERMS = P::INTEGER ? 4 : P::SPAN == 2 ? 3 : 5;  // terms of e^x
   const vf masked = all(-__builtin_inff());
   const float scale = (float)a.scale * (P::INTEGER ? packed.q_scales[m] : 1), cap = (float)a.cap;
-  const bool whole = begin == 0 && end == COUNT * W;
+  const bool whole = PLAIN || (begin == 0 && end == COUNT * W);
   vf scores[COUNT], tops = all(sums.top[m]);
   for (int i = 0; i < COUNT; i++) {
     vf score = as_score(packed.scores + m * TILE + i * W, P{}) * scale;
     if (SCALED) score *= load(packed.key_scales + i * W);
-    if (cap != 0) score = cap * tanh(score / cap);
+    if (!PLAIN && cap != 0) score = cap * tanh(score / cap);
     scores[i] = score;
   }
-  if (bias)
+  if (!PLAIN && bias)
     for (int i = 0; i < COUNT; i++) scores[i] += load(bias + i * W);
   if (!whole)
     for (int i = 0; i < COUNT; i++) {
@@ -387,6 +387,15 @@ template <class P, bool SCALED, int COUNT>
 static void softmax_of_tile(const Attention& a, const Item& item, Packed<P>& packed, Partial& sums, int64_t tile,
                             RowRange rows) {
   const int64_t Dp = padded_width(a.D);
+  // Queries at larger positions see later keys, so that the first and the last query decide for all.
+  const bool all_keys = item.end - tile >= COUNT * W && item.position + rows.begin + a.ahead - tile >= COUNT * W - 1 &&
+                        first_key(a, item.position + rows.end - 1) <= tile;
+  if (all_keys && a.cap == 0 && !a.bias) {
+    const int64_t count = (rows.end - rows.begin) * item.heads;
+    for (int64_t m = 0; m < count; m++)
+      softmax_of_query<P, SCALED, COUNT, true>(a, packed, sums, m, Dp, 0, COUNT * W, nullptr);
+    return;
+  }
   for (int64_t row = rows.begin, m = 0; row < rows.end; row++) {
     int64_t position = item.position + row - tile;
     int64_t first = max<int64_t>(first_key(a, item.position + row) - tile, 0);
@@ -395,7 +404,7 @@ static void softmax_of_tile(const Attention& a, const Item& item, Packed<P>& pac
       if (first <= last) {
         const int64_t number = item.kv_head * (a.H / a.K) + item.first_head + head;
         const float* bias = a.bias ? a.bias + number * a.bias_head - position : nullptr;
-        softmax_of_query<P, SCALED, COUNT>(a, packed, sums, m, Dp, first, last + 1, bias);
+        softmax_of_query<P, SCALED, COUNT, false>(a, packed, sums, m, Dp, first, last + 1, bias);
       } else {  // sees no key of this tile
         __builtin_memset((void*)(packed.weights + m * (TILE / P::TERMS)), 0, TILE / P::TERMS * 4);
         packed.factors[m] = 0;
