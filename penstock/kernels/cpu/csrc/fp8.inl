@@ -190,7 +190,7 @@ static void multiply_fp8_panel(const Linear& a, int64_t begin, int64_t rows, int
 }
 
 template <class P> static void multiply_fp8(const Linear& a, const Team& team) {
-  const int64_t chunks = max<int64_t>(1, ceil_div(a.rows, CHUNK_ROWS));
+  const int64_t chunks = chunks_of(a.rows, a.N, CHUNK_ROWS, team);
   const int64_t chunk_bytes = ceil_div(a.rows, chunks) * a.K * (int64_t)sizeof(bf16);
   const int64_t width = min(max<int64_t>(CACHED_BYTES / max<int64_t>(chunk_bytes, 1), 1), chunks);
   float* sums = (float*)penstock_scratch(OWN, min(a.rows, CHUNK_ROWS) * PANEL * sizeof(float));
