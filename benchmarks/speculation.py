@@ -4,8 +4,8 @@
     python benchmarks/speculation.py --pairs 3 --batch 1 8 --json out.json
 
 A model with random weights does not generate text that repeats its prompt. Therefore the benchmark forces an
-answer: after each forward, it raises the logit of the answer's next token above all others. Forward, sampling
-and bookkeeping run as usual. Workloads:
+answer: after each forward, it raises the logit of the answer's next token above all others. Therefore each
+call runs one step. Forward, sampling and bookkeeping run as usual. Workloads:
 
     edit       prompt: a source file of this package; answer: the same file with one class renamed
     summary    prompt: a page of the documentation; answer: every third sentence of the page
@@ -147,6 +147,8 @@ def forced_runs(
         return seconds, pipeline.speculation_stats
 
     model.execute = execute_with_forced_logits  # type: ignore[method-assign]
+    # Several steps in one call sample from the model's own logits.
+    model.execute_steps = lambda *_: None  # type: ignore[method-assign]
     return run
 
 

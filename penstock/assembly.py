@@ -396,7 +396,7 @@ def _make_runtime(
         unload_adapter=adapters.unload if adapters is not None else None,
         num_steps=lambda: pipeline.num_steps_for(STREAMING_LATENCY_BUDGET),
         add_counts=add_counts,
-        pack_pending=pipeline.pack_pending,
+        prepare_next=pipeline.prepare_next,
         discard_cache=pipeline.discard_cache,
         sentinel=None if pipeline.processes is None else pipeline.processes.sentinel,
         check=None if pipeline.processes is None else pipeline.processes.check,

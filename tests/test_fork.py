@@ -59,7 +59,7 @@ def test_steps_are_refused_in_a_fork_of_a_process_that_has_generated() -> None:
         run_in_child(lambda: llm.beam_search("Once", num_beams=2, max_new_tokens=2))
         run_in_child(lambda: generate_text(load()))
         run_in_child(lambda: llm.pipeline.ready(context))
-        run_in_child(lambda: llm.pipeline.pack_pending())
+        run_in_child(lambda: llm.pipeline.prepare_next())
         run_in_child(lambda: llm.pipeline.model.pack_pending())
         run_in_child(lambda: llm.pipeline.next_token({"a": context}))
         stream = llm.stream("Once upon a time", SamplingParams(max_new_tokens=8))

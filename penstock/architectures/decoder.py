@@ -111,6 +111,7 @@ class DecoderModel(NetworkModel[TextContext]):
         if session.ranks is not None:
             manager.storage.on_copy = lambda *blocks: self.announce("copy_block", *blocks)
             manager.storage.on_discard = lambda: self.announce("discard_cache")
+            manager.storage.on_populate = lambda *blocks: self.announce("populate_cache", *blocks)
         return manager
 
     def prepare_initial_token_inputs(

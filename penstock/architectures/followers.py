@@ -71,6 +71,10 @@ class Follower:
         """Copy one block of all layers of a group."""
         self._kv.storage.copy_block(group, source, target)
 
+    def populate_cache(self, layer: int, first: int, end: int) -> None:
+        """Allocate the pages of blocks of a layer, see `KVCacheStorage.populate`."""
+        self._kv.storage.populate(layer, first, end)
+
     def discard_cache(self) -> None:
         """Return the memory of the KV cache to the system."""
         self._kv.discard_storage()

@@ -6,10 +6,11 @@ Panels have N outputs and K inputs. They are little-endian and contiguous, and p
   the order of `GroupPanels`, the 64 float16 scales, and the 64 zero points (uint8).
 * `CodePanels` of 8 bits: ``[N / 64, K / 32, 2240]`` uint8. A group has its codes ``[8, 64, 4]``, then scales
   and zero points.
-* `Fp8Panels`: ``[N / 64, K / 128 * 8448 + 64]`` uint8. A panel has three parts:
+* `Fp8Panels`: ``[N / 64 * (K / 128 * 8448 + 64)]`` uint8: the codes of all panels, then for each panel a
+  table of scales and two strides:
 
-  - The codes. A group of 128 inputs has 32 steps of 4 inputs. A step is ``[16, 2, 4, 2]``: 16 sets of four
-    outputs. A set has the first two inputs of its outputs, then their last two inputs.
+  - The codes ``[N / 64, K / 128, 32, 16, 2, 4, 2]``. A group of 128 inputs has 32 steps of 4 inputs. A step
+    has 16 sets of four outputs. A set has the first two inputs of its outputs, then their last two inputs.
   - A table with 64 float32 scales per group.
   - Two int32 strides, and 56 bytes of padding. The scale of group g and output n is the entry
     ``g * strides[0] + n * strides[1]`` of the table. The strides are 0 and 1 if all groups have equal scales,
@@ -221,13 +222,13 @@ def multiply_fp8(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None) 
 
 
 class Fp8Panels(PanelLayout):
-    """8-bit floats in groups of 128 inputs; the scales of a panel follow the codes of all its groups."""
+    """8-bit floats in groups of 128 inputs; the scales of all panels follow the codes of all panels."""
 
     dtype = DType.uint8
 
     def shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
         groups = -(-in_features // FP8_GROUP)
-        return (-(-out_features // PANEL), fp8_panel_bytes(groups))
+        return (-(-out_features // PANEL) * fp8_panel_bytes(groups),)
 
     def to_panels(self, rows: Mapping[str, Tensor]) -> Tensors:
         codes, missing = rows["weight"], -len(rows["weight"]) % PANEL
@@ -241,13 +242,14 @@ class Fp8Panels(PanelLayout):
         scales = scales.masked_fill(has_nan, torch.nan).transpose(1, 2).contiguous()  # [P, G, 64]
         counts = [min(PANEL, len(codes) - PANEL * panel) for panel in range(len(scales))]
         tables = [_scale_table(*pair) for pair in zip(scales, counts, strict=True)]
-        return {"panels": torch.cat([steps.flatten(1), torch.stack(tables)], dim=1)}
+        return {"panels": torch.cat([steps.flatten(), torch.cat(tables)])}
 
     def from_panels(self, tensors: Mapping[str, Tensor], out_features: int, in_features: int) -> Tensors:
-        groups = -(-in_features // FP8_GROUP)
-        sizes = [PANEL * FP8_GROUP * groups, 4 * PANEL * groups, FP8_STRIDES]
-        codes, tables, strides = torch.split(tensors["panels"], sizes, dim=1)
-        steps = codes.reshape(len(codes), groups, -1, PANEL // 4, 2, 4, 2)  # [P, G, 32, 16, 2, 4, 2]
+        num_panels, groups = -(-out_features // PANEL), -(-in_features // FP8_GROUP)
+        code_bytes, scale_bytes = PANEL * FP8_GROUP * groups, 4 * PANEL * groups
+        codes, rest = tensors["panels"].tensor_split([num_panels * code_bytes])
+        tables, strides = torch.split(rest.view(num_panels, -1), [scale_bytes, FP8_STRIDES], dim=1)
+        steps = codes.reshape(num_panels, groups, -1, PANEL // 4, 2, 4, 2)  # [P, G, 32, 16, 2, 4, 2]
         weight = steps.permute(0, 3, 5, 1, 2, 4, 6).flatten(3).flatten(0, 2)
         stride_pairs = strides.contiguous().view(torch.int32)[:, :2].long()
         by_group, by_output = stride_pairs.T[..., None, None]  # [P, 1, 1] each

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from penstock.dtype import DType
 from penstock.kernels.encodings._sizes import GROUP, PANEL, group_bytes
 
-LAYOUTS_VERSION = 5
+LAYOUTS_VERSION = 6
 """Version of the layouts and of the numbers that packing computes. Increase it when either changes: files of
 packed weights contain it."""
 

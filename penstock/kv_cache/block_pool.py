@@ -39,6 +39,7 @@ class BlockPool:
         self._digests: list[bytes | None] = [None] * num_blocks
         self._blocks_by_digest: dict[bytes, int] = {}
         self._free_blocks = list(range(num_blocks - 1, 0, -1))
+        self._num_used = 1
         self._cached_blocks: OrderedDict[int, None] = OrderedDict()
         self.on_evict: Callable[[bytes], None] | None = None
         """Function that is called with the digest of each evicted block."""
@@ -55,6 +56,14 @@ class BlockPool:
     def num_free(self) -> int:
         """The number of blocks that can be allocated now, including cached blocks."""
         return len(self._free_blocks) + len(self._cached_blocks)
+
+    @property
+    def num_used(self) -> int:
+        """The number of blocks that have been allocated at least once, with the null block.
+
+        These are the blocks below this number: new blocks are allocated in ascending order.
+        """
+        return self._num_used
 
     @property
     def num_cached(self) -> int:
@@ -80,6 +89,7 @@ class BlockPool:
         blocks = [self._free_blocks.pop() if self._free_blocks else self._evict() for _ in range(count)]
         for block in blocks:
             self._references[block] = 1
+        self._num_used = max(self._num_used, max(blocks, default=0) + 1)
         return blocks
 
     def lookup(self, digest: bytes) -> int | None:

@@ -167,6 +167,14 @@ class KVCache(Protocol):
         """
         ...
 
+    def prefault_next(self) -> bool:
+        """Allocate some of the pages of the blocks that are used next. An idle worker calls this.
+
+        Returns:
+            Whether pages may remain.
+        """
+        ...
+
     def check_integrity(self) -> None:
         """Raise an AssertionError with the block counts unless they are consistent.
 
@@ -242,6 +250,9 @@ class NullKVCache:
 
     def discard_storage(self) -> None:
         return
+
+    def prefault_next(self) -> bool:
+        return False
 
     def check_integrity(self) -> None:
         return

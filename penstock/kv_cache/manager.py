@@ -27,6 +27,7 @@ from penstock.kernels import KVCacheInputs, KVGroupInputs, upload, uploaded_toge
 from penstock.kv_cache.block_pool import NULL_BLOCK, BlockPool
 from penstock.kv_cache.block_tables import BlockTables
 from penstock.kv_cache.host_blocks import HostBlocks
+from penstock.kv_cache.prefault import CachePrefault
 from penstock.kv_cache.prefixes import PrefixCacheControls, PrefixIndex
 from penstock.kv_cache.spec import KVCacheSpec
 from penstock.kv_cache.storage import KVCacheStorage
@@ -91,6 +92,7 @@ class KVCacheManager(PrefixCacheControls):
         self._sequences: dict[int, _Sequence] = {}  # slot -> sequence
         self._free_slots: list[int] = []  # a heap of slots
         self._tables = BlockTables(len(spec.groups))
+        self._prefault = CachePrefault(self.storage, self._pools, spec)
 
     @property
     def num_blocks(self) -> int:
@@ -235,8 +237,12 @@ class KVCacheManager(PrefixCacheControls):
 
     def discard_storage(self) -> None:
         assert not self._sequences, f"{len(self._sequences)} contexts hold blocks"
+        self._prefault.stop()
         self.storage.discard()
         self.forget_prefixes()
+
+    def prefault_next(self) -> bool:
+        return self._prefault.populate_next()
 
     def inputs(
         self,

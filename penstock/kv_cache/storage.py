@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.driver import zeros
 from penstock.errors import UnsupportedFeatureError
-from penstock.host.memory import discard_pages
+from penstock.host.memory import discard_pages, populate_pages
 from penstock.kv_cache.spec import KVCacheSpec
 
 
@@ -59,6 +59,8 @@ class KVCacheStorage:
         """Function that is called before a block is copied, with the arguments of `copy_block`."""
         self.on_discard: Callable[[], None] = lambda: None
         """Function that `discard` calls before it returns the memory."""
+        self.on_populate: Callable[[int, int, int], None] = lambda layer, first, end: None
+        """Function that is called before pages are allocated, with the arguments of `populate`."""
 
     def discard(self) -> None:
         """Return the memory of all blocks to the system. All elements are then zero.
@@ -76,6 +78,18 @@ class KVCacheStorage:
                     "not possible on a GPU: use level 2, which also releases the weights",
                 )
             discard_pages(tensor.data_ptr(), tensor.nbytes)
+
+    def populate(self, layer: int, first: int, end: int) -> bool:
+        """Allocate the pages of the blocks ``first .. end - 1`` of a layer in host memory.
+
+        Otherwise the system allocates a page on its first write, during a step. The contents do not change.
+
+        Returns:
+            Whether the pages are allocated, see `populate_pages`.
+        """
+        self.on_populate(layer, first, end)
+        parts = [part[first:end] for tensor in self.block_tensors(layer) for part in tensor]  # keys, values
+        return all(populate_pages(part.data_ptr(), part.nbytes) for part in parts)
 
     def copy_block(self, group: int, source: int, target: int) -> None:
         """Copy one block of all layers of a group."""

@@ -224,8 +224,8 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
     def num_steps_for(self, seconds: float) -> int:
         return self.speech_lm_pipeline.num_steps_for(seconds)
 
-    def pack_pending(self) -> bool:
-        return self.speech_lm_pipeline.pack_pending()
+    def prepare_next(self) -> bool:
+        return self.speech_lm_pipeline.prepare_next()
 
     @property
     def lora_manager(self) -> LoRAManager | None:

@@ -163,7 +163,7 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
         if self.lora_manager is not None:
             self.lora_manager.release(context)
 
-    def pack_pending(self) -> bool:
+    def prepare_next(self) -> bool:
         return self.model.pack_pending()
 
     @property

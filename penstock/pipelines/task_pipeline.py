@@ -106,9 +106,16 @@ class TaskPipeline(ABC, Generic[ContextT, OutputT]):
         """Estimate how many steps one `execute` call can run in ``seconds``."""
         return 1
 
-    def pack_pending(self) -> bool:
-        """Pack some of the weights that are not packed yet; return False when all are packed."""
-        return False
+    def prepare_next(self) -> bool:
+        """Do one part of the preparation that can wait until the process is idle.
+
+        A part takes a fraction of a second. It packs a weight or allocates pages of the KV cache. Steps do
+        the remaining parts when they need them.
+
+        Returns:
+            Whether more may remain.
+        """
+        return self.kv.prefault_next()
 
     @property
     def outputs(self) -> tuple[str, ...]:

@@ -281,9 +281,8 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
             self.grammars.close()
         super().close()
 
-    def pack_pending(self) -> bool:
-        """Pack the next lazily packed weight, see `PipelineModel.pack_pending`."""
-        return self.model.pack_pending()
+    def prepare_next(self) -> bool:
+        return self.model.pack_pending() or super().prepare_next()
 
     def pack_all_pending(self) -> None:
         """Pack all lazily packed weights, for example before a measurement."""

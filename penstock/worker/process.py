@@ -80,8 +80,9 @@ class WorkerRuntime:
     """Returns the memory of the KV cache to the system. Called when no request runs."""
     profiler: StepProfiler | None = None
     """Records profiles of the steps; None if no folder for profiles is configured."""
-    pack_pending: Callable[[], bool] = lambda: False
-    """Packs some of the lazily packed weights. Returns False when all weights are packed."""
+    prepare_next: Callable[[], bool] = lambda: False
+    """Does one part of the preparation that can wait until the worker is idle. Returns whether more may
+    remain, see `TaskPipeline.prepare_next`."""
     sentinel: int | None = None
     """A file descriptor that becomes readable when a process that the model needs has ended."""
     check: Callable[[], None] | None = None
@@ -168,12 +169,12 @@ class _Loop:
     def _receive_commands(self, should_wait: bool) -> None:
         """Process all commands that have arrived.
 
-        With ``should_wait``, first pack pending weights. Then block until a command arrives or contexts must
-        be checked again.
+        With ``should_wait``, first prepare: pack weights and allocate pages. Then block until a command arrives
+        or contexts must be checked again.
         """
         if should_wait:
             has_work = self._scheduler.has_work
-            while not self._commands.poll(0) and self._runtime.pack_pending() and not has_work:
+            while not self._commands.poll(0) and self._runtime.prepare_next() and not has_work:
                 heartbeat.beat()
             self._wait(_READY_POLL_MS if has_work else None)
         while True:

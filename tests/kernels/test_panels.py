@@ -70,7 +70,6 @@ def test_panels_unpack_to_the_same_rows(encoding: str, outputs: int, inputs: int
         assert torch.equal(unpacked_rows[name], tensor)
         assert unpacked_rows[name].is_contiguous()
     assert all(tensor.is_contiguous() for tensor in panels.values())
-    assert panels["panels"].shape[0] == -(-outputs // PANEL)
     assert panels["panels"].shape == panel_layout(encoding).shape(outputs, inputs)
     assert panels["panels"].dtype == panel_layout(encoding).dtype.to_torch()
     assert sum(panel.nbytes for panel in panels.values()) == encoding_named(encoding).num_bytes(
@@ -135,13 +134,12 @@ def test_a_weight_lies_at_its_documented_position(outputs: int, inputs: int, dat
         elif encoding in BLOCKS:
             check_weight_in_unit(panels[panel], rows, encoding, column, (n, k))
         elif encoding == "fp8":
-            panel_bytes, byte = panels[panel], 8 * (k % 4 // 2) + 2 * (column % 4) + k % 2
-            assert panel_bytes[256 * (k // 4) + 16 * (column // 4) + byte] == weight
-            group_stride, output_stride = panel_bytes[-64:].view(torch.int32)[:2].tolist()
-            scale_values = panel_bytes[-(-inputs // 128) * 8192 : -64].view(torch.float32)
-            assert (
-                scale_values[k // 128 * group_stride + column * output_stride] == rows["scales"][n, k // 128]
-            )
+            groups, byte = -(-inputs // 128), 8 * (k % 4 // 2) + 2 * (column % 4) + k % 2
+            assert panels[panel * groups * 8192 + 256 * (k // 4) + 16 * (column // 4) + byte] == weight
+            table = panels[-(-outputs // 64) * groups * 8192 :].view(-1, groups * 256 + 64)[panel]
+            by_group, by_output = table[-64:].view(torch.int32)[:2].tolist()
+            scale = table[:-64].view(torch.float32)[k // 128 * by_group + column * by_output]
+            assert scale == rows["scales"][n, k // 128]
         elif encoding in ("uint8", "uint4"):
             panel_bytes, step, position = panels[panel, k // 32], k % 32 // 8, k % 8
             if encoding == "uint8":
@@ -170,7 +168,7 @@ def test_a_weight_lies_at_its_documented_position(outputs: int, inputs: int, dat
 @given(outputs=SIZES, inputs=SIZES)
 def test_padding_of_panels_is_zero(encoding: str, outputs: int, inputs: int) -> None:
     panels = panel_layout(encoding).to_panels(random_rows(encoding, outputs, inputs))
-    size = 64 * panels["panels"].shape[0], {"float32": 1, "bfloat16": 2, "int8": 4}.get(encoding, 32)
+    size = PANEL * -(-outputs // PANEL), {"float32": 1, "bfloat16": 2, "int8": 4}.get(encoding, 32)
     padded_size = size[0], -(-inputs // size[1]) * size[1]
     if "scales" in panels:  # padded outputs have no scales
         panels["scales"] = torch.ones(size[0])

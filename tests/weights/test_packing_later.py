@@ -83,11 +83,11 @@ def test_each_call_of_pack_pending_packs_one_weight(llama: Path) -> None:
     pipeline = open_pipeline(llama)
     reserved_before, num_pending_before = reserved_bytes(pipeline), num_pending(pipeline)
     for num_pending_left in range(num_pending_before - 1, -1, -1):
-        assert pipeline.pack_pending() == (num_pending_left > 0)
+        assert pipeline.model.pack_pending() == (num_pending_left > 0)
         assert num_pending(pipeline) == num_pending_left
         assert reserved_bytes(pipeline) < reserved_before
         reserved_before = reserved_bytes(pipeline)
-    assert not pipeline.pack_pending()
+    assert not pipeline.model.pack_pending()
 
 
 def test_a_failed_step_counts_as_the_first_step(llama: Path) -> None:

@@ -169,11 +169,11 @@ class Socket:
 def test_an_idle_worker_packs_pending_weights(num_polls: int, num_packed: int) -> None:
     pending_weights = list(range(5))
 
-    def pack_pending() -> bool:
+    def prepare_next() -> bool:
         pending_weights.pop()
         return bool(pending_weights)
 
-    runtime = replace(fake_runtime(GatedPipeline()), pack_pending=pack_pending)
+    runtime = replace(fake_runtime(GatedPipeline()), prepare_next=prepare_next)
     socket: Any = Socket((num_polls, msgspec.msgpack.encode(Stop())))
     _Loop(runtime, socket, lambda report: None).run()
     assert 5 - len(pending_weights) == num_packed

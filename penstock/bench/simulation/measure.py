@@ -58,7 +58,7 @@ def measure_steps(config: PipelineConfig, *, repeats: int = 5) -> tuple[StepCost
             raise ConfigError(
                 "max_length", f"must be at least {min_length} to measure, was {plan.max_length}"
             )
-        while pipeline.pack_pending():
+        while pipeline.prepare_next():
             pass
         scheduler = load_scheduler(config, pipeline)
         vocabulary = config.model.huggingface_config.vocabulary_size

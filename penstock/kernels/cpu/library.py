@@ -26,8 +26,9 @@ ISAS = ("generic", "avx2", "avx512_vnni", "avx512")
 
 PATH = Path(__file__).with_name("libpenstock_cpu.so")
 
-ABI = 19
-"""Version of the argument structs. ``penstock_abi`` in csrc/host.cpp returns the version of a library."""
+ABI = 20
+"""Version of the argument structs and the panels. ``penstock_abi`` in csrc/host.cpp returns the version of a
+library."""
 
 Kernel = Callable[..., int]
 """A C function. Returns -1, or the index of a bad value, such as a token outside its table."""

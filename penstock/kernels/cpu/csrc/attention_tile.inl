@@ -337,22 +337,23 @@ INLINE void store_weights(uint32_t* weights, const vf (&exponentials)[TILE / W],
 INLINE float max_excess(const Attention& a) { return a.keys_ahead ? 8 : 0; }
 
 // Updates the partial softmax of query m with the keys begin:end of a tile. HAS_SCALES is whether keys and values have
-// scales. COUNT is the number of vectors of the tile that hold keys.
-template <class P, bool HAS_SCALES, int COUNT>
+// scales. COUNT is the number of vectors of the tile that hold keys. SEES_ALL is whether the query sees all keys of these
+// vectors, without a cap and a bias.
+template <class P, bool HAS_SCALES, int COUNT, bool SEES_ALL>
 INLINE void update_softmax(const Attention& a, PackedOperands<P>& packed, PartialSoftmax& sums, int64_t m, int64_t Dp,
                            int64_t begin, int64_t end, const float* bias) {
   constexpr int TERMS = P::INTEGER ? 4 : P::SPAN == 2 ? 3 : 5;  // terms of the polynomial for e^x
   const vf masked = all(-__builtin_inff());
   const float scale = (float)a.scale * (P::INTEGER ? packed.q_scales[m] : 1), cap = (float)a.cap;
-  const bool whole = begin == 0 && end == COUNT * W;
+  const bool whole = SEES_ALL || (begin == 0 && end == COUNT * W);
   vf scores[COUNT], maxima = all(sums.max_score[m]);
   for (int i = 0; i < COUNT; i++) {
     vf score = as_score(packed.scores + m * TILE + i * W, P{}) * scale;
     if (HAS_SCALES) score *= load(packed.key_scales + i * W);
-    if (cap != 0) score = cap * tanh(score / cap);
+    if (!SEES_ALL && cap != 0) score = cap * tanh(score / cap);
     scores[i] = score;
   }
-  if (bias)
+  if (!SEES_ALL && bias)
     for (int i = 0; i < COUNT; i++) scores[i] += load(bias + i * W);
   if (!whole)
     for (int i = 0; i < COUNT; i++) {
@@ -394,6 +395,15 @@ template <class P, bool HAS_SCALES, int COUNT>
 static void update_tile_softmax(const Attention& a, const Item& item, PackedOperands<P>& packed, PartialSoftmax& sums,
                                 int64_t tile, RowRange rows) {
   const int64_t Dp = padded_width(a.D);
+  // The first query sees the fewest keys after it, and the last query the fewest keys before it.
+  const bool all_keys = item.end - tile >= COUNT * W && item.position + rows.begin + a.keys_ahead - tile >= COUNT * W - 1 &&
+                        first_key(a, item.position + rows.end - 1) <= tile;
+  if (all_keys && a.cap == 0 && !a.bias) {
+    const int64_t count = (rows.end - rows.begin) * item.heads;
+    for (int64_t m = 0; m < count; m++)
+      update_softmax<P, HAS_SCALES, COUNT, true>(a, packed, sums, m, Dp, 0, COUNT * W, nullptr);
+    return;
+  }
   for (int64_t row = rows.begin, m = 0; row < rows.end; row++) {
     int64_t position = item.position + row - tile;
     int64_t first = max<int64_t>(first_key(a, item.position + row) - tile, 0);
@@ -402,7 +412,7 @@ static void update_tile_softmax(const Attention& a, const Item& item, PackedOper
       if (first <= last) {
         const int64_t number = item.kv_head * (a.H / a.K) + item.first_head + head;
         const float* bias = a.bias ? a.bias + number * a.bias_head - position : nullptr;
-        update_softmax<P, HAS_SCALES, COUNT>(a, packed, sums, m, Dp, first, last + 1, bias);
+        update_softmax<P, HAS_SCALES, COUNT, false>(a, packed, sums, m, Dp, first, last + 1, bias);
       } else {  // the query sees no key of this tile
         __builtin_memset((void*)(packed.weights + m * (TILE / P::TERMS)), 0, TILE / P::TERMS * 4);
         packed.factors[m] = 0;

@@ -4,10 +4,9 @@
 
 template <class T, class TW>
 INLINE void norm_row(const T* x, const TW* weight, T* out, int64_t E, float eps) {
-  vf squares = {};
-  for_vectors(E, EACH_VECTOR {
-    vf v = load(x + i, lanes);
-    squares = fma(v, v, squares);
+  const vf squares = sum_of_vectors(E, ADD_VECTOR {
+    const vf v = load(x + i, lanes);
+    return fma(v, v, added);
   });
   vf factor = all(1 / __builtin_sqrtf(sum(squares) / (float)E + eps));
   for_vectors(E, EACH_VECTOR {
@@ -195,12 +194,11 @@ struct LayerNorm {
 
 template <class T, class TW, class TO>
 INLINE void layer_norm_row(const T* x, const TW* weight, const TW* bias, TO* out, int64_t E, float eps) {
-  vf total = {}, squares = {};
-  for_vectors(E, EACH_VECTOR { total += load(x + i, lanes); });
+  const vf total = sum_of_vectors(E, ADD_VECTOR { return added + load(x + i, lanes); });
   const vf mean = all(sum(total) / (float)E);
-  for_vectors(E, EACH_VECTOR {
-    vf distance = filled(load(x + i, lanes) - mean, 0, lanes);
-    squares = fma(distance, distance, squares);
+  const vf squares = sum_of_vectors(E, ADD_VECTOR {
+    const vf distance = filled(load(x + i, lanes) - mean, 0, lanes);
+    return fma(distance, distance, added);
   });
   const vf factor = all(1 / __builtin_sqrtf(sum(squares) / (float)E + eps));
   for_vectors(E, EACH_VECTOR {

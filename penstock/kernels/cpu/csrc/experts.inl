@@ -140,7 +140,7 @@ static void multiply_run(const Linear& a, const QuantizedRows& x, int64_t begin,
 #if PENSTOCK_DOT
       const FlushedDenormals mode;
 #endif
-      multiply_fp8_panel<Fp8Steps>(a, begin, rows, w, panel * PANEL, (float*)sums);
+      multiply_fp8_panel<Fp8Steps>(a, begin, rows, panel, next, (float*)sums);
     }
   }
 }

@@ -2,22 +2,32 @@
 // (kernels/encodings/fp8.py). Activations are bfloat16. The products of a group are added in float32. The sum is scaled
 // and added to the output's total, in the order of the groups. The bits of a row therefore do not depend on other rows.
 //
-// A panel has the codes of its groups, then a table of scales, then two strides (kernels/codes.py). A group has 32
-// steps of 4 inputs each. A step has 16 bytes for each set of four outputs: the first two inputs of these outputs, then
-// the last two. In this order, `unpack` instructions, which work within 16 bytes, can convert the bytes to 16-bit
-// numbers.
+// A weight has the codes of all panels, then for each panel a table of scales and two strides (kernels/codes.py). The
+// codes are contiguous: with tables between them, a core reads memory 6 % more slowly. A group has 32 steps of 4 inputs
+// each. A step has 16 bytes for each set of four outputs: the first two inputs of these outputs, then the last two. In
+// this order, `unpack` instructions, which work within 16 bytes, can convert the bytes to 16-bit numbers.
 
 constexpr int64_t FP8_GROUP = 128, FP8_STEP = 4 * PANEL, FP8_CODES = FP8_GROUP * PANEL;
 constexpr int64_t FP8_BLOCK = 4;  // groups of a panel that stay in the core's cache while all rows are multiplied
 
 // The scales of a panel. In most checkpoints, all groups of an output or all outputs of a group have the same scale.
-// The table then stores each scale once, and the kernel reads 3 % fewer bytes of a panel.
+// The table then stores each scale once, and the kernel reads 3 % fewer bytes.
 struct Fp8Scales {
   const float* table;
   int32_t group_stride, output_stride;  // of `table`; output_stride is 0 or 1
 
   static constexpr int64_t bytes(int64_t groups) { return groups * PANEL * (int64_t)sizeof(float) + LINE; }
-  Fp8Scales(const char* panel, int64_t groups) : table((const float*)(panel + groups * FP8_CODES)) {
+  // Returns the table of a panel of a weight [N, K].
+  INLINE_MEMBER static char* address(const void* panels, int64_t N, int64_t K, int64_t panel) {
+    const int64_t groups = ceil_div(K, FP8_GROUP);
+    return (char*)panels + ceil_div(N, PANEL) * groups * FP8_CODES + panel * bytes(groups);
+  }
+  // Prefetches the strides and the first scales of a table.
+  INLINE_MEMBER static void prefetch(const char* table, int64_t groups) {
+    for (int64_t line = 0; line < PANEL * (int64_t)sizeof(float); line += LINE) __builtin_prefetch(table + line, 0, 3);
+    __builtin_prefetch(table + bytes(groups) - LINE, 0, 3);
+  }
+  Fp8Scales(const char* begin, int64_t groups) : table((const float*)begin) {
     const int32_t* strides = (const int32_t*)(table + groups * PANEL);
     group_stride = strides[0], output_stride = strides[1];
   }
@@ -28,10 +38,8 @@ struct Fp8Scales {
   }
 };
 
-INLINE int64_t fp8_panel_bytes(int64_t K) {
-  const int64_t groups = ceil_div(K, FP8_GROUP);
-  return groups * FP8_CODES + Fp8Scales::bytes(groups);
-}
+// Bytes of the codes of a panel.
+INLINE int64_t fp8_panel_bytes(int64_t K) { return ceil_div(K, FP8_GROUP) * FP8_CODES; }
 
 #include "fp8_numbers.inl"
 
@@ -43,7 +51,6 @@ template <class P> struct Fp8Tile {
   const typename P::Wide* wide;  // the widened codes of a single group [step, part, PANEL]
   int64_t steps;                 // number of steps of each group
   int64_t group, groups;         // index of the first group; number of groups
-  int64_t groups_of_panel;
   const Fp8Scales& scales;
   float* sums;                   // [rows, PANEL]
 };
@@ -51,20 +58,19 @@ template <class P> struct Fp8Tile {
 // Multiplies a tile. WIDE: the weights are read from `wide` instead of `codes`.
 template <class P, int ROWS, bool WIDE> static void multiply_fp8_tile(const Fp8Tile<P>& tile) {
   constexpr int VECTORS = vectors_per_pass(ROWS);
+  typename P::Tables tables;
+  if (ROWS <= 2) tables.pin();  // with more rows, the sums take the registers
   for (int64_t column = 0; column < PANEL; column += VECTORS * W) {
     const char* codes = tile.codes + column * 4;
     for (int64_t group = tile.group; group < tile.group + tile.groups; group++) {
       const typename P::Wide* wide = tile.wide + column;
       const typename P::Input* x = tile.x + (group - tile.group) * FP8_GROUP;
-      const int64_t skipped = group + 1 < tile.groups_of_panel ? 0 : Fp8Scales::bytes(tile.groups_of_panel);
       vf totals[ROWS][VECTORS] = {};
       for (int64_t step = 0; step < tile.steps; step++, codes += FP8_STEP, wide += P::PARTS * PANEL, x += 4) {
         // Prefetches every line into the first-level cache. This reads memory 8 to 15 % faster than prefetching two
         // lines per step, or than prefetching into the second-level cache.
-        if (!WIDE && column == 0) {
-          const char* ahead = codes + STREAM_AHEAD + (step * FP8_STEP + STREAM_AHEAD < FP8_CODES ? 0 : skipped);
-          for (int64_t line = 0; line < FP8_STEP; line += LINE) __builtin_prefetch(ahead + line, 0, 0);
-        }
+        if (!WIDE && column == 0)
+          for (int64_t line = 0; line < FP8_STEP; line += LINE) __builtin_prefetch(codes + STREAM_AHEAD + line, 0, 0);
         vu words[VECTORS];
         for (int v = 0; v < VECTORS; v++) words[v] = WIDE ? vu{} : load((const uint32_t*)codes + v * W);
         auto add = [&](auto weights) __attribute__((always_inline)) {
@@ -77,7 +83,7 @@ template <class P, int ROWS, bool WIDE> static void multiply_fp8_tile(const Fp8T
           continue;
         }
         typename P::Codes numbers[VECTORS];
-        for (int v = 0; v < VECTORS; v++) numbers[v] = P::prepare_codes(words[v]);
+        for (int v = 0; v < VECTORS; v++) numbers[v] = P::prepare_codes(words[v], tables);
         // Subnormal numbers are rare, because weights are scaled to the largest 8-bit float. The code for numbers that
         // are not subnormal is faster.
 #define FP8_WEIGHTS [&](int part, int v) __attribute__((always_inline)) -> typename P::Wides
@@ -130,26 +136,30 @@ INLINE void set_fp8_inputs(Fp8Tile<P>& tile, const bf16* x, int64_t x_stride, in
   }
 }
 
-// Computes the outputs of a panel for the rows begin:begin + rows.
+// Computes the outputs of a panel for the rows begin:begin + rows. `next`: the panel that this thread probably gets next,
+// or -1.
 template <class P>
-static void multiply_fp8_panel(const Linear& a, int64_t begin, int64_t rows, const char* panel, int64_t column,
-                               float* sums) {
+static void multiply_fp8_panel(const Linear& a, int64_t begin, int64_t rows, int64_t panel, int64_t next, float* sums) {
+  const char* panel_codes = (const char*)a.panels + panel * fp8_panel_bytes(a.K);
+  const int64_t column = panel * PANEL;
   const int64_t groups = ceil_div(a.K, FP8_GROUP), tiles = ceil_div(rows, TILE_ROWS);
   const bool is_wide = tiles > 2;  // if more than two tiles read the weights, widening them once is faster
   const int64_t block = is_wide ? 1 : tiles > 1 ? FP8_BLOCK : groups;
-  const Fp8Scales scales(panel, groups);
+  const Fp8Scales scales(Fp8Scales::address(a.panels, a.N, a.K, panel), groups);
+  if (next >= 0) Fp8Scales::prefetch(Fp8Scales::address(a.panels, a.N, a.K, next), groups);
   alignas(64) typename P::Wide wide[FP8_GROUP / 4 * P::PARTS * PANEL];
   alignas(64) typename P::Input x[TILE_ROWS * FP8_GROUP];
   for (int64_t from = 0; from < groups; from += block) {
     const int64_t to = min(from + block, groups);
     if (is_wide) {
-      const char* codes = panel + from * FP8_CODES;
+      const typename P::Tables tables;
+      const char* codes = panel_codes + from * FP8_CODES;
       for (int64_t step = 0; step < FP8_GROUP / 4; step++) {
         __builtin_prefetch(codes + FP8_CODES + step * FP8_STEP, 0, 2);
         for (int64_t i = 0; i < PANEL; i += W) {
           const vu words[] = {load((const uint32_t*)(codes + step * FP8_STEP) + i)};
           const bool subnormal = P::UNIFORM || has_subnormals(words);
-          const typename P::Codes numbers = P::prepare_codes(words[0]);
+          const typename P::Codes numbers = P::prepare_codes(words[0], tables);
           for (int part = 0; part < P::PARTS; part++)
             store(wide + (step * P::PARTS + part) * PANEL + i,
                   subnormal ? P::template widen<true>(numbers, part) : P::template widen<false>(numbers, part));
@@ -161,8 +171,8 @@ static void multiply_fp8_panel(const Linear& a, int64_t begin, int64_t rows, con
       for (int64_t group = from, run; group < to; group += run) {
         const int64_t inputs = min(FP8_GROUP, a.K - group * FP8_GROUP);
         run = P::IN_PLACE && !is_wide && inputs == FP8_GROUP ? min(to, a.K / FP8_GROUP) - group : 1;
-        Fp8Tile<P> tile = {x, FP8_GROUP, panel + group * FP8_CODES, wide, ceil_div(inputs, 4), group, run, groups,
-                           scales, sums + row * PANEL};
+        Fp8Tile<P> tile = {x,   FP8_GROUP, panel_codes + group * FP8_CODES, wide, ceil_div(inputs, 4), group,
+                           run, scales,    sums + row * PANEL};
         const bf16* rows_of_group = (const bf16*)a.x + (begin + row) * a.x_stride + group * FP8_GROUP;
         set_fp8_inputs(tile, rows_of_group, a.x_stride, height, inputs, x);
         if (is_wide) multiply_fp8_tile<P, true>(tile, height);
@@ -180,15 +190,14 @@ static void multiply_fp8_panel(const Linear& a, int64_t begin, int64_t rows, con
 }
 
 template <class P> static void multiply_fp8(const Linear& a, const Team& team) {
-  const int64_t chunks = max<int64_t>(1, ceil_div(a.rows, CHUNK_ROWS));
-  const int64_t bytes = fp8_panel_bytes(a.K);
+  const int64_t chunks = chunks_of(a.rows, a.N, CHUNK_ROWS, team);
   const int64_t chunk_bytes = ceil_div(a.rows, chunks) * a.K * (int64_t)sizeof(bf16);
   const int64_t width = min(max<int64_t>(CACHED_BYTES / max<int64_t>(chunk_bytes, 1), 1), chunks);
   float* sums = (float*)penstock_scratch(PRIVATE, min(a.rows, CHUNK_ROWS) * PANEL * sizeof(float));
   const Pieces pieces(a, team, a.rows, chunks, width);
   over_pieces(team, pieces.count(), [&](int64_t piece) {
-    pieces.for_each_panel(team, piece, [&](int64_t panel, int64_t, int64_t begin, int64_t end) {
-      multiply_fp8_panel<P>(a, begin, end - begin, (const char*)a.panels + panel * bytes, panel * PANEL, sums);
+    pieces.for_each_panel(team, piece, [&](int64_t panel, int64_t next, int64_t begin, int64_t end) {
+      multiply_fp8_panel<P>(a, begin, end - begin, panel, next, sums);
     });
   });
 }
@@ -208,8 +217,9 @@ static void multiply_fp8(const Linear& a, const Team& team) {
 static void pack_fp8(const PackCodes& a, int64_t panel) {
   const int64_t groups = ceil_div(a.K, FP8_GROUP), first = panel * PANEL, count = min(PANEL, a.N - first);
   char* begin = (char*)a.panels + panel * fp8_panel_bytes(a.K);
+  uint32_t* table = (uint32_t*)Fp8Scales::address(a.panels, a.N, a.K, panel);  // the bits of the scales
   __builtin_memset(begin, 0, fp8_panel_bytes(a.K));
-  uint32_t* table = (uint32_t*)(begin + groups * FP8_CODES);  // the bits of the scales
+  __builtin_memset((void*)table, 0, Fp8Scales::bytes(groups));
   bool by_output = true;  // whether all groups of an output have the same scale
   bool by_group = true;   // whether all outputs of a group have the same scale
   for (int64_t g = 0; g < groups; g++) {

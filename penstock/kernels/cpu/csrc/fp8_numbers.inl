@@ -20,6 +20,11 @@ INLINE vu spread_codes(vu words, int pair) {
 #endif
 }
 
+// The tables of code that widens by arithmetic.
+struct Fp8NoTables {
+  INLINE_MEMBER void pin() {}
+};
+
 #if PENSTOCK_DOT
 // Pairs of bfloat16 for the dot product instruction.
 struct Fp8Pairs {
@@ -30,8 +35,9 @@ struct Fp8Pairs {
   static constexpr int PARTS = 2;
   static constexpr bool IN_PLACE = true;  // whether whole groups of inputs are read from x directly
   static constexpr bool UNIFORM = false;  // whether `widen` converts all numbers at the same speed
+  typedef Fp8NoTables Tables;
   // Returns the codes of a step in the form that `widen` reads.
-  INLINE_MEMBER static vu prepare_codes(vu words) { return words; }
+  INLINE_MEMBER static vu prepare_codes(vu words, const Tables&) { return words; }
   // Widens a pair of inputs to bfloat16, exactly. Without SUBNORMAL, all codes must have an exponent above 0. In this
   // case it is enough to shift the bits to their position and to replace the exponent bias 7 by 127.
   template <bool SUBNORMAL> INLINE_MEMBER static vu widen(vu words, int part) {
@@ -60,13 +66,19 @@ struct Fp8Pairs {
   }
 };
 
-// Returns table[index & 127] for each byte, from a table of 128 bytes. The instruction is written in assembly, because
-// the file is compiled without AVX-512 VBMI: its other code also runs on processors without this extension.
-INLINE vu table_bytes(vu index, const uint8_t* table) {
-  const vu low = load((const uint32_t*)table), high = load((const uint32_t*)table + W);
-  __asm__("vpermi2b %2, %1, %0" : "+v"(index) : "v"(low), "v"(high));
-  return index;
-}
+// A table of 128 bytes in registers.
+struct ByteTable {
+  vu low, high;
+  INLINE_MEMBER ByteTable(const uint8_t* bytes) : low(load((const uint32_t*)bytes)), high(load((const uint32_t*)bytes + W)) {}
+  // Returns the byte at index & 127 for each byte. The instruction is written in assembly, because the file is compiled
+  // without AVX-512 VBMI: its other code also runs on processors without this extension.
+  INLINE_MEMBER vu at(vu index) const {
+    __asm__("vpermi2b %2, %1, %0" : "+v"(index) : "v"(low), "v"(high));
+    return index;
+  }
+  // Keeps the compiler from reading the table again in each step of a loop.
+  INLINE_MEMBER void pin() { __asm__("" : "+v"(low), "+v"(high)); }
+};
 
 // The low and high bytes of the bfloat16 number of each code, without the sign bit.
 struct Fp8Bytes {
@@ -91,9 +103,12 @@ struct Fp8TablePairs : Fp8Pairs {
     __m512i low, high;
   };
   static constexpr bool UNIFORM = true;
-  INLINE_MEMBER static Codes prepare_codes(vu words) {
-    const vu low = table_bytes(words, FP8_BYTES.low), high = table_bytes(words, FP8_BYTES.high);
-    return {(__m512i)low, (__m512i)(high | (words & 0x80808080))};
+  struct Tables {
+    ByteTable low{FP8_BYTES.low}, high{FP8_BYTES.high};
+    INLINE_MEMBER void pin() { low.pin(), high.pin(); }
+  };
+  INLINE_MEMBER static Codes prepare_codes(vu words, const Tables& tables) {
+    return {(__m512i)tables.low.at(words), (__m512i)(tables.high.at(words) | (words & 0x80808080))};
   }
   template <bool SUBNORMAL> INLINE_MEMBER static vu widen(Codes codes, int part) {
     return (vu)(part ? _mm512_unpackhi_epi8(codes.low, codes.high) : _mm512_unpacklo_epi8(codes.low, codes.high));
@@ -112,8 +127,9 @@ static bool uses_fp8_tables() {
   vf x = all(0.5f);
   __asm__("" : "+v"(x));
   const int64_t added = shortest_time([=](vf sum) __attribute__((always_inline)) { return fma(x, x, sum); });
+  const ByteTable table(FP8_BYTES.low);
   const int64_t looked_up = shortest_time([=](vf sum) __attribute__((always_inline)) {
-    return as_float(table_bytes(as_bits(sum), FP8_BYTES.low));
+    return as_float(table.at(as_bits(sum)));
   });
   found = looked_up <= 2 * added ? FAST : SLOW;
   __atomic_store_n(&known, found, __ATOMIC_RELAXED);
@@ -129,7 +145,8 @@ struct Fp8Floats {
   typedef vu Codes;
   static constexpr int PARTS = 4;
   static constexpr bool IN_PLACE = false, UNIFORM = false;
-  INLINE_MEMBER static vu prepare_codes(vu words) { return words; }
+  typedef Fp8NoTables Tables;
+  INLINE_MEMBER static vu prepare_codes(vu words, const Tables&) { return words; }
   // Widens one input to float32, like the bfloat16 pairs above. Without SUBNORMAL, a code with the exponent 0 becomes
   // 2^-7 * (1 + m / 8) instead of 2^-6 * m / 8.
   template <bool SUBNORMAL> INLINE_MEMBER static vf widen(vu words, int part) {

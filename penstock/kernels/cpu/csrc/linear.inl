@@ -32,6 +32,7 @@ constexpr int64_t BLOCK_STEPS = 512;          // steps per block: the current an
 constexpr int64_t STRIP_STEPS = W == 16 ? 256 : 64;  // number of steps for which x is widened at once
 constexpr int64_t CACHED_BYTES = 8 << 20;     // bytes of x that stay in the last-level cache while all weights are read
 constexpr int64_t CHUNK_ROWS = 252;           // rows of a chunk: their sums stay in the last-level cache, too
+constexpr int64_t MIN_CHUNK_ROWS = 24;        // smaller chunks read the weights too often
 constexpr int64_t LINE = 64;                  // bytes
 constexpr int64_t FEW_ROWS = 8;               // up to this many rows, a thread gets a long run of panels, see Pieces
 constexpr int64_t FETCHED_BYTES = 256 << 10;  // bytes of the next layer that a waiting thread prefetches
@@ -325,8 +326,20 @@ struct Pieces {
   }
 };
 
+// Returns the number of chunks of at most `max_rows` rows. If the threads get unequal numbers of panels, the chunks are
+// halved: of 9 panels, one of two threads would compute 5.
+INLINE int64_t chunks_of(int64_t rows, int64_t N, int64_t max_rows, const Team& team) {
+  const int64_t panels = ceil_div(N, PANEL);
+  int64_t chunks = max<int64_t>(1, ceil_div(rows, max_rows));
+  for (; rows >= 2 * chunks * MIN_CHUNK_ROWS; chunks *= 2) {
+    const int64_t pieces = panels * chunks, computed = ceil_div(pieces, (int64_t)team.size) * team.size;
+    if (16 * computed <= 17 * pieces) break;
+  }
+  return chunks;
+}
+
 template <class S> static void multiply(const Linear& a, const Team& team) {
-  const int64_t chunks = max<int64_t>(1, ceil_div(a.rows, CHUNK_ROWS));
+  const int64_t chunks = chunks_of(a.rows, a.N, CHUNK_ROWS, team);
   const int64_t bytes = ceil_div(a.K, S::TERMS) * STEP_BYTES;
   const int64_t chunk_bytes = ceil_div(a.rows, chunks) * a.K * (int64_t)sizeof(typename S::T);
   const int64_t width = min(max<int64_t>(CACHED_BYTES / max<int64_t>(chunk_bytes, 1), 1), chunks);

@@ -660,7 +660,7 @@ template <class S> static void multiply_quantized(const Linear& a, const Team& t
   if (!each_quantises) memory = (char*)team.share(team.rank == 0 ? penstock_scratch(SHARED, bytes) : nullptr);
   const QuantizedRows x(memory, max_rows, a.K, groups);
   for (int64_t first = 0; first < a.rows; first += max_rows) {
-    const int64_t rows = min(max_rows, a.rows - first), chunks = ceil_div(rows, chunk_rows);
+    const int64_t rows = min(max_rows, a.rows - first), chunks = chunks_of(rows, a.N, chunk_rows, team);
     if (first) team.barrier();  // other threads may still read the previous rows
     auto quantize_rows = [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; row++)

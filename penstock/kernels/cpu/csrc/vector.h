@@ -187,6 +187,18 @@ template <class Body> INLINE void for_vectors(int64_t n, Body body) {
   for (; i + W <= n; i += W) body(i, FullVector{});
   if (i < n) body(i, PartialVector{n - i});
 }
+// Returns the sum over the vectors of a row: body(sum, i, lanes) adds to one of four sums, which hide the latency of
+// additions.
+template <class Body> INLINE vf sum_of_vectors(int64_t n, Body body) {
+  vf sums[4] = {};
+  int64_t i = 0;
+  for (; i + 4 * W <= n; i += 4 * W)
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; v++) sums[v] = body(sums[v], i + v * W, FullVector{});
+  for (; i + W <= n; i += W) sums[0] = body(sums[0], i, FullVector{});
+  if (i < n) sums[0] = body(sums[0], i, PartialVector{n - i});
+  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
 INLINE int64_t lane_count(FullVector) { return W; }
 INLINE int64_t lane_count(PartialVector some) { return some.n; }
 template <class T> INLINE auto load(const T* p, FullVector) { return load(p); }
@@ -202,6 +214,7 @@ INLINE vf filled(vf x, float, FullVector) { return x; }
 INLINE vf filled(vf x, float filler, PartialVector some) { return lane_index() < (int32_t)some.n ? x : all(filler); }
 template <class L> INLINE vf visible_lanes(vf x, L lanes) { return filled(x, -__builtin_inff(), lanes); }
 #define EACH_VECTOR [&](int64_t i, auto lanes) __attribute__((always_inline))
+#define ADD_VECTOR [&](vf added, int64_t i, auto lanes) __attribute__((always_inline)) -> vf
 
 // ---- across lanes ----
 

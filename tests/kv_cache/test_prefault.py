@@ -1,0 +1,155 @@
+"""Tests of `penstock.kv_cache.prefault`: which pages of the KV cache an idle worker allocates."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+
+import pytest
+import torch
+from support.kv_contexts import text_context
+
+from penstock.dtype import DType
+from penstock.host import memory
+from penstock.host.memory import populate_pages
+from penstock.kv_cache import KVCacheManager, KVCacheSpec, KVGroup, prefault
+from penstock.pipelines.core import TextContext
+
+NUM_BLOCKS = 401
+BLOCK_SIZE = 16
+NUM_AHEAD = 100
+BLOCK_BYTES = 2 * BLOCK_SIZE * 64 * (4 + 4 + 1) + 2 * BLOCK_SIZE * 4
+"""Bytes of a block of all layers: keys and values of two float32 layers and of one int8 layer with scales."""
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="MADV_POPULATE_WRITE exists on Linux only")
+
+
+@pytest.fixture
+def manager(monkeypatch: pytest.MonkeyPatch) -> KVCacheManager:
+    """Return the manager of a cache of two groups; an idle worker allocates `NUM_AHEAD` blocks ahead."""
+    monkeypatch.setattr(prefault, "PREFAULT_BYTES", NUM_AHEAD * BLOCK_BYTES)
+    groups = (KVGroup((0, 2), 1, 64, DType.float32), KVGroup((1,), 1, 64, DType.int8, 64))
+    manager = KVCacheManager(KVCacheSpec(groups), (NUM_BLOCKS, NUM_BLOCKS), BLOCK_SIZE)
+    manager.storage.discard()  # the allocator may have returned memory of an earlier test
+    return manager
+
+
+def are_resident(part: torch.Tensor) -> list[bool]:
+    """Return for each page of a tensor whether the system has allocated it (mincore(2))."""
+    begin = part.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    size = part.data_ptr() + part.nbytes - begin
+    states = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+    assert not ctypes.CDLL(None).mincore(ctypes.c_void_p(begin), ctypes.c_size_t(size), states)
+    return [bool(state & 1) for state in states]
+
+
+def is_populated(manager: KVCacheManager, layer: int, first: int, end: int) -> bool:
+    """Return whether all pages of the blocks of a layer are allocated."""
+    tensors = manager.storage.block_tensors(layer)
+    return all(all(are_resident(part[first:end])) for tensor in tensors for part in tensor)
+
+
+def is_rest_populated(manager: KVCacheManager) -> bool:
+    """Return whether any of the blocks 300 to 399 is allocated."""
+    return any(any(are_resident(part[300:400])) for part in manager.storage.caches[0])
+
+
+def use_blocks(manager: KVCacheManager, count: int, token: int = 1) -> TextContext:
+    """Return a context that holds ``count`` blocks of each layer without a window."""
+    context = text_context([token] * (BLOCK_SIZE * count))
+    manager.claim(context)
+    manager.reserve(context)
+    return context
+
+
+def populate_all(manager: KVCacheManager) -> int:
+    """Call `prefault_next` as an idle worker does. Return the number of calls that allocated pages."""
+    count = 0
+    while manager.prefault_next():
+        count += 1
+        assert count < 100, "prefault_next does not end"
+    return count
+
+
+def test_pages_of_the_next_blocks_are_allocated_layer_by_layer(manager: KVCacheManager) -> None:
+    assert not any(is_populated(manager, layer, 1, 1 + NUM_AHEAD) for layer in range(3))
+    assert manager.prefault_next()
+    assert [is_populated(manager, layer, 1, 1 + NUM_AHEAD) for layer in range(3)].count(True) == 1
+    assert populate_all(manager) == 2
+    assert all(is_populated(manager, layer, 1, 1 + NUM_AHEAD) for layer in range(3))
+    assert not is_rest_populated(manager)
+    assert not manager.prefault_next()
+
+
+def test_more_pages_are_allocated_when_half_of_the_blocks_are_used(manager: KVCacheManager) -> None:
+    populate_all(manager)
+    use_blocks(manager, NUM_AHEAD // 2 - 1)
+    assert populate_all(manager) == 0
+    use_blocks(manager, 10, token=2)
+    assert populate_all(manager) == 3
+    num_used = NUM_AHEAD // 2 + 9
+    assert all(is_populated(manager, layer, 1, num_used + NUM_AHEAD) for layer in range(3))
+    assert not is_rest_populated(manager)
+
+
+def test_blocks_that_are_used_again_need_no_pages(manager: KVCacheManager) -> None:
+    populate_all(manager)
+    for token in range(40):
+        manager.release(use_blocks(manager, 2, token))
+    assert populate_all(manager) == 0
+
+
+def test_all_blocks_can_be_allocated(manager: KVCacheManager) -> None:
+    for token in range(9):
+        populate_all(manager)
+        use_blocks(manager, 40, token)
+    populate_all(manager)
+    assert is_populated(manager, 0, 1, NUM_BLOCKS)
+    assert not manager.prefault_next()
+
+
+def test_contents_are_kept(manager: KVCacheManager) -> None:
+    for layer in range(3):
+        for number, tensor in enumerate(manager.storage.block_tensors(layer)):
+            tensor[:, 3:9] = 5 + number
+    populate_all(manager)
+    for layer in range(3):
+        for number, tensor in enumerate(manager.storage.block_tensors(layer)):
+            assert (tensor[:, 3:9] == 5 + number).all()
+            assert not tensor[:, 9:].any()
+
+
+def test_released_memory_is_not_allocated_again(manager: KVCacheManager) -> None:
+    populate_all(manager)
+    context = use_blocks(manager, NUM_AHEAD - 1)
+    manager.release(context)
+    manager.discard_storage()
+    assert populate_all(manager) == 0
+    assert not is_populated(manager, 0, 1, 1 + NUM_AHEAD)
+
+
+def test_prefaulting_stops_where_the_system_has_no_such_call(
+    manager: KVCacheManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "_MADV_POPULATE_WRITE", 9999)
+    assert not manager.prefault_next()
+    assert not manager.prefault_next()
+
+
+def test_a_block_above_the_limit_is_allocated_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefault, "PREFAULT_BYTES", 1)
+    group = KVGroup((0,), 1, 64, DType.float32)
+    manager = KVCacheManager(KVCacheSpec((group,)), (NUM_BLOCKS,), BLOCK_SIZE)
+    manager.storage.discard()
+    assert populate_all(manager) == 1
+    assert is_populated(manager, 0, 1, 2)
+    use_blocks(manager, 1)
+    assert populate_all(manager) == 1
+    assert is_populated(manager, 0, 2, 3)
+
+
+def test_ranges_that_are_not_aligned_to_pages_are_populated() -> None:
+    part = torch.from_numpy(memory.huge_pages(64 << 10))[mmap.PAGESIZE + 100 : 3 * mmap.PAGESIZE + 8]
+    assert populate_pages(part.data_ptr(), part.nbytes)
+    assert all(are_resident(part))
