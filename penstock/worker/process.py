@@ -169,8 +169,8 @@ class _Loop:
     def _receive_commands(self, should_wait: bool) -> None:
         """Process all commands that have arrived.
 
-        With ``should_wait``, first prepare: pack weights and allocate pages. Then block until a command arrives
-        or contexts must be checked again.
+        With ``should_wait``, first pack weights and allocate pages. Then block until a command arrives or
+        contexts must be checked again.
         """
         if should_wait:
             has_work = self._scheduler.has_work
