@@ -120,6 +120,21 @@ def test_linear_rows_are_bit_equal_alone_and_in_a_batch(
         assert torch.equal(ops.linear(x[-rows:], packed_weight), batch_result[-rows:])
 
 
+@pytest.mark.usefixtures("_restore_num_threads")
+@pytest.mark.parametrize("encoding", ["bfloat16", "int8", "int4", "fp8"])
+def test_linear_with_few_panels_is_bit_equal_on_any_number_of_threads(ops: CpuOps, encoding: str) -> None:
+    """The weight has 3 panels, so that the rows are divided into more chunks if there are 2 or 5 threads."""
+    torch.manual_seed(0)
+    packed_weight = ops.pack_linear(torch.randn(150, 200), encoding)
+    for rows in (47, 48, 104, 300):
+        x = torch.randn(rows, 200).bfloat16()
+        torch.set_num_threads(1)
+        expected = ops.linear(x, packed_weight)
+        for num_threads in (2, 5):
+            torch.set_num_threads(num_threads)
+            assert torch.equal(ops.linear(x, packed_weight), expected)
+
+
 @pytest.mark.parametrize("scale", [1e-22, 1e-19, 1e18])
 def test_products_near_the_float32_limits_are_bit_equal_alone_and_in_a_batch(
     ops: CpuOps, scale: float
