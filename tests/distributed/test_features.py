@@ -61,8 +61,8 @@ def test_logits_in_other_encodings_are_close_to_one_process(
     assert_close(rank_pair, wide_checkpoint, tolerance, quantization_encoding=encoding)
 
 
-def test_all_ranks_allocate_pages_of_the_cache_while_idle(pair: RankPair, wide_checkpoint: Path) -> None:
-    with pair.open(wide_checkpoint) as pipeline:
+def test_all_ranks_allocate_pages_of_the_cache_while_idle(rank_pair: RankPair, wide_checkpoint: Path) -> None:
+    with rank_pair.open(wide_checkpoint) as pipeline:
         storage, ranges = pipeline.kv.storage, []
         announce = storage.on_populate
         storage.on_populate = lambda *blocks: (ranges.append(blocks), announce(*blocks))
@@ -162,7 +162,8 @@ def test_a_rank_holds_only_its_shard(rank_pair: RankPair, tiny_checkpoint: Path)
 def test_a_model_that_cannot_be_sharded_is_refused_by_name(tmp_path: Path) -> None:
     checkpoint = write_tiny_llm(tmp_path)
     with pytest.raises(
-        ConfigError, match="a draft model is not supported for a model that several processes"
+        ConfigError,
+        match="a draft model is not supported with a model that is divided among several processes",
     ):
         LLM(checkpoint, tensor_parallel_size=2, draft_model_path=str(checkpoint))
     with pytest.raises(ConfigError, match="expert_parallel: needs tensor_parallel_size to be 2 or more"):
