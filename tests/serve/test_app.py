@@ -137,7 +137,7 @@ async def test_a_stream_that_fails_ends_with_an_error_event(caplog: pytest.LogCa
     ]
 
 
-async def test_an_error_within_another_response_closes_the_connection() -> None:
+async def test_an_error_within_a_response_without_events_closes_the_connection() -> None:
     async with app_client(make_services(), make_failing_routes()) as client:
         with pytest.raises(ZeroDivisionError):  # the HTTP server then closes the connection
             await client.get("/text/bug")

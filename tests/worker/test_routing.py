@@ -126,7 +126,7 @@ async def test_concurrent_requests_with_equal_prompts_go_to_one_worker() -> None
     assert (list_request_ids(first_engine), list_request_ids(second_engine)) == (["other"], ["a", "b"])
     for generation in generations:
         generation.cancel()
-    router.submit(make_request("d", "x" * 2000))  # the worker has not stored the blocks yet
+    router.submit(make_request("d", "x" * 2000))  # no block is cached or expected: the idle worker gets it
     assert list_request_ids(second_engine)[2:] == ["d"]
     router.submit(make_request("e", "y" * 2000))
     assert list_request_ids(first_engine) == ["other", "e"]

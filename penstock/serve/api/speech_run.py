@@ -17,7 +17,9 @@ from penstock.worker.results import Generation
 
 
 class SpeechRun:
-    """Runs the parts of a request's text in order. A part starts when the part before it has produced audio.
+    """Runs the parts of a request's text in order.
+
+    A part starts when the part before it has produced its first audio, or has ended without audio.
 
     Args:
         services: the objects that routes use.
@@ -76,7 +78,7 @@ class SpeechRun:
         """Yield the samples when they arrive. Yield None after `stream_ping` seconds without samples.
 
         Raises:
-            PenstockError: a part failed.
+            PenstockError: a part failed, or was refused.
             RequestProblem: 503; a time limit of the server was exceeded.
         """
         try:
