@@ -123,11 +123,11 @@ def plan_memory(
     """Return the maximum length, the batch size, the step size and the size of the KV cache.
 
     The paged KV cache must have room for one sequence of the maximum length, and for one block of each
-    sequence of a batch. If this cache does not fit, the planner reduces the batch size, then the step size down
-    to `MIN_STEP`, then the length, and last the step size again. It does not reduce a configured batch size or
-    length, and reduces the step size, which makes the activations smaller, only with chunked prefill. All
-    remaining memory is used for more blocks, up to the number that a full batch of sequences of the maximum
-    length needs.
+    sequence of a batch. If this cache does not fit, the planner reduces the batch size, then the step size
+    down to `MIN_STEP`, then the length, and last the step size again. It does not reduce a configured batch
+    size or length. It reduces the step size, which makes the activations smaller, only with chunked prefill.
+    All remaining memory is used for more blocks, up to the number that a full batch of sequences of the
+    maximum length needs.
 
     Args:
         pipeline_config: can set ``max_length``, ``max_batch_size`` and ``kv_cache_memory``.

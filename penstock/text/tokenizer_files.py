@@ -44,7 +44,7 @@ def read_tokenizer_files(checkpoint: Path) -> TokenizerFiles:
     file.
 
     Raises:
-        CheckpointError: the tokenizer is missing, damaged or not convertible, or a JSON file has invalid values.
+        CheckpointError: the tokenizer is missing, damaged or not convertible, or a JSON file is invalid.
         MissingDependencyError: the tokenizer has an older format and transformers is not installed.
     """
     return _read_gguf(checkpoint) if is_gguf(checkpoint) else _read_folder(checkpoint)

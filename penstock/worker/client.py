@@ -227,7 +227,7 @@ class WorkerClient:
         await self._control("stop_profile")
 
     async def sleep(self, level: SleepLevel, grace: float) -> None:
-        """Reject new requests, finish running requests, and release memory.
+        """Reject new requests, wait for running requests, and release memory; see `EngineClient.sleep`.
 
         Does nothing if the worker is asleep.
 

@@ -114,7 +114,9 @@ def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not find_spec("compressed_tensors"), reason="compressed-tensors is not installed")
 @pytest.mark.parametrize("encoding", ["int4", "int8"])
-def test_transformers_gives_close_logits_with_the_quantized_checkpoint(checkpoint: Path, encoding: str, tmp_path: Path) -> None:
+def test_transformers_gives_close_logits_with_the_quantized_checkpoint(
+    checkpoint: Path, encoding: str, tmp_path: Path
+) -> None:
     from transformers import AutoModelForCausalLM
 
     if "mixtral" in str(checkpoint) and encoding == "int8":

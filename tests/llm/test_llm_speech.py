@@ -115,7 +115,9 @@ def test_voices_change_the_speech_and_invalid_voices_are_refused(llm: LLM) -> No
         llm.speak("hi", PARAMS, audio_prompt_tokens=[1, 99], audio_prompt_transcription="x")
 
 
-def test_a_voice_is_encoded_once_and_invalid_files_and_codes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_voice_is_encoded_once_and_invalid_files_and_codes_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from support.tiny_speech import FakeCodec
 
     from penstock.pipelines.voices import load_voices

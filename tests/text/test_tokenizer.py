@@ -258,7 +258,7 @@ class TestLengths:
     @pytest.mark.parametrize(
         "request_fields", [{"prompt": "x" * 40}, {"prompt": [1] * 40}, {"messages": [USER_MESSAGE] * 4}]
     )
-    def test_a_prompt_that_leaves_no_room_for_a_new_token_is_refused(self, request_fields: dict[str, Any]) -> None:
+    def test_a_prompt_without_room_for_output_is_refused(self, request_fields: dict[str, Any]) -> None:
         with pytest.raises(
             PromptTooLongError, match=r"has 4\d tokens, but the maximum length is 40"
         ) as caught:

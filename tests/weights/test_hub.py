@@ -50,7 +50,9 @@ class TestLocal:
         monkeypatch.chdir(tmp_path)
         assert resolve_checkpoint("~/m") == resolve_checkpoint("./m") == resolve_checkpoint("m") == folder
 
-    def test_demo_names_resolve_to_the_demo_models_and_paths_to_folders(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_demo_names_resolve_to_the_demo_models_and_paths_to_folders(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         assert hub._DEMO_FOLDER == Path(hub.__file__).parents[1] / "demo"
         folder = create_files(tmp_path / "demo-model", "config.json", "model.safetensors")
         monkeypatch.setitem(hub._EMBEDDED, "demo", folder)
@@ -241,7 +243,9 @@ class TestHubGGUF:
         resolve_checkpoint("a/b", "v1", "Q8_0")
         assert hub.downloaded == {"config.json", "m-Q8_0.gguf"}
 
-    def test_all_parts_of_the_selected_file_are_downloaded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_all_parts_of_the_selected_file_are_downloaded(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         part_names = tuple(f"Q8_0/m-Q8_0-{i:05}-of-00003.gguf" for i in (1, 2, 3))
         hub = FakeHub(monkeypatch, tmp_path / "m", *part_names, "Q4_0/m-Q4_0-00001-of-00001.gguf")
         assert resolve_checkpoint("a/b", "v1", "Q8_0") == tmp_path / "m" / part_names[0]

@@ -73,7 +73,7 @@ def measure_steps(config: PipelineConfig, *, repeats: int = 5) -> tuple[StepCost
 def _measure_prompts(
     scheduler: AnyScheduler, limits: WorkerLimits, vocabulary: int, repeats: int
 ) -> Iterator[tuple[StepShape, float]]:
-    """Yield shape and seconds of a step with one prompt, for each length in `PROMPTS` that fits the limits."""
+    """Yield shape and seconds of a step with one prompt, for each length in `PROMPTS` within the limits."""
     for length in PROMPTS:
         if length > min(limits.max_batch_input_tokens, limits.max_length - 1):
             return
@@ -88,7 +88,7 @@ def _measure_prompts(
 def _measure_last_chunks(
     scheduler: AnyScheduler, limits: WorkerLimits, vocabulary: int, repeats: int
 ) -> Iterator[tuple[StepShape, float]]:
-    """Yield shape and seconds of the last chunk of a prompt, for each length in `CHUNKS` that fits the limits."""
+    """Yield shape and seconds of a prompt's last chunk, for each length in `CHUNKS` within the limits."""
     first = limits.max_batch_input_tokens
     for length in CHUNKS:
         if length > first or first + length > limits.max_length - 1:

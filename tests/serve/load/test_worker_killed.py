@@ -9,7 +9,9 @@ from support.long_requests import PATHS, send_request
 from support.server_process import ServerProcess
 
 
-async def test_requests_of_a_killed_worker_get_one_error_and_the_worker_restarts(server: ServerProcess) -> None:
+async def test_requests_of_a_killed_worker_get_one_error_and_the_worker_restarts(
+    server: ServerProcess,
+) -> None:
     expected = server.complete(temperature=0)["choices"]
     restarts_before = server.wait_until_idle()["penstock_worker_restarts_total"]
     clients = [asyncio.ensure_future(send_request(server.port, index)) for index in range(60)]
