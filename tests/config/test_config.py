@@ -347,7 +347,7 @@ def test_configurations_are_frozen_hashable_and_picklable() -> None:
     assert (unpickled, unpickled.describe(), hash(unpickled)) == (config, config.describe(), hash(config))
 
 
-def test_selectable_encodings_are_valid_choices() -> None:
+def test_encodings_are_listed_floats_first_and_then_by_descending_bits() -> None:
     assert FLOAT_ENCODINGS == ("float32", "bfloat16", "float16")
     assert ENCODINGS.names[:3] == FLOAT_ENCODINGS
     assert {"int8", "int4"} <= set(ENCODINGS.names)
@@ -404,9 +404,7 @@ def test_a_missing_generation_config_is_empty(tmp_path: Path) -> None:
     assert write_typed_checkpoint(tmp_path, {}).generation_config == {}
 
 
-def test_a_model_is_named_by_its_path_or_its_served_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_is_named_by_path_or_served_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "mine-1.5b"
     folder.mkdir()
     file = tmp_path / "small.Q4_K_M.gguf"

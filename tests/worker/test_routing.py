@@ -145,7 +145,7 @@ async def test_prompts_with_salt_echo_or_adapter_do_not_match_cached_prefixes() 
     assert (list_request_ids(first_engine), list_request_ids(second_engine)) == (["a", "b", "c"], [])
 
 
-async def test_a_session_stays_with_its_worker() -> None:
+async def test_a_session_stays_with_its_worker_up_to_a_difference_in_load() -> None:
     first_engine, second_engine = make_caching_engine(), make_caching_engine()
     router = WorkerRouter([first_engine, second_engine])
     router.submit(make_request("busy"))

@@ -70,6 +70,7 @@ class SpeechRun:
 
         Raises:
             PenstockError: the scheduler refuses the part.
+            RequestProblem: 503; the time limit of the request is exceeded.
         """
         await self._limits.within(self._generations[0].admitted())
         self._record.admitted()

@@ -235,7 +235,7 @@ def test_has_logit_rules_is_true_if_a_rule_is_set(values: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("name", ["frequency_penalty", "presence_penalty", "repetition_penalty"])
-def test_each_penalty_needs_token_counts(name: str) -> None:
+def test_needs_penalties_is_true_if_a_penalty_is_set(name: str) -> None:
     values: dict[str, Any] = {name: 0.5}
     assert SamplingParams(**values).needs_penalties
 
