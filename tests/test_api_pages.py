@@ -1,4 +1,4 @@
-"""All names on the API pages exist, and their parameters have the kinds and defaults of the page."""
+"""All names on the API pages of MAX exist, and their parameters have the kinds and defaults of the page."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class WorkerClient:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the worker has loaded its model, and answered or made progress within the hang limit."""
+        """Whether the worker is loaded and has reacted within the hang limit, or was stopped by `sleep`."""
         return self._supervisor.is_alive
 
     @property
