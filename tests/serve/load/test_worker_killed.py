@@ -9,7 +9,7 @@ from support.long_requests import PATHS, send_request
 from support.server_process import ServerProcess
 
 
-async def test_requests_of_a_killed_worker_get_one_error_and_the_worker_restarts(
+async def test_requests_of_a_killed_worker_get_one_error_or_an_answer_and_the_worker_restarts(
     server: ServerProcess,
 ) -> None:
     expected = server.complete(temperature=0)["choices"]
