@@ -16,7 +16,8 @@ from penstock.kv_cache.storage import KVCacheStorage
 PREFAULT_BYTES = 32 << 20
 """Bytes of blocks of all layers that are allocated beyond the blocks that have been used.
 
-With huge pages, the system allocates more, at most 4 MiB for each layer.
+With huge pages, the system allocates more: up to 4 MiB for each layer, and up to 8 MiB for a layer with row
+scales.
 """
 
 
@@ -54,7 +55,11 @@ class CachePrefault:
         return not self._is_stopped
 
     def stop(self) -> None:
-        """Leave the remaining pages to the first write."""
+        """Leave the remaining pages to the first write, for the rest of the process's life.
+
+        After the memory has been returned, released blocks are used again first. They are not the blocks that
+        `_extend` adds.
+        """
         self._is_stopped = True
         self._pending.clear()
 

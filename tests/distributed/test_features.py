@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.adapters import write_adapter
 from support.checkpoints import write_checkpoint
+from support.memory_pages import can_populate_pages
 from support.pipeline_steps import generate_tokens, make_context, open_pipeline, random_tokens, step_logits
 from support.rank_pair import RankPair
 from support.tiny_embedder import write_tiny_embedder
@@ -61,6 +62,7 @@ def test_logits_in_other_encodings_are_close_to_one_process(
     assert_close(rank_pair, wide_checkpoint, tolerance, quantization_encoding=encoding)
 
 
+@pytest.mark.skipif(not can_populate_pages(), reason="MADV_POPULATE_WRITE needs Linux 5.14")
 def test_all_ranks_allocate_pages_of_the_cache_while_idle(rank_pair: RankPair, wide_checkpoint: Path) -> None:
     with rank_pair.open(wide_checkpoint) as pipeline:
         storage, ranges = pipeline.kv.storage, []

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import sys
 
 import pytest
 import torch
 from support.kv_contexts import text_context
+from support.memory_pages import can_populate_pages
 
 from penstock.dtype import DType
 from penstock.host import memory
@@ -22,7 +22,7 @@ NUM_AHEAD = 100
 BLOCK_BYTES = 2 * BLOCK_SIZE * 64 * (4 + 4 + 1) + 2 * BLOCK_SIZE * 4
 """Bytes of a block of all layers: keys and values of two float32 layers and of one int8 layer with scales."""
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="MADV_POPULATE_WRITE exists on Linux only")
+pytestmark = pytest.mark.skipif(not can_populate_pages(), reason="MADV_POPULATE_WRITE needs Linux 5.14")
 
 
 @pytest.fixture

@@ -146,6 +146,9 @@ class DraftModelProposer:
         self._states.clear()
         self.kv.discard_storage()
 
+    def prefault_next(self) -> bool:
+        return self.kv.prefault_next()
+
     # -- Draft states --------------------------------------------------------------------------------------
 
     def _updated_state(self, context: TextContext) -> _DraftState:
