@@ -163,7 +163,7 @@ class VisionBlock:
     def __call__(
         self, x: Tensor, residual: Tensor | None, step: StepInputs, rows: Sequence[RotaryRows] = ()
     ) -> tuple[Tensor, Tensor]:
-        """Return the output ``[T, E]`` of the block and the residual ``[T, E]``, whose sum is the hidden state.
+        """Return the output of the block and the residual, ``[T, E]`` each. Their sum is the hidden state.
 
         ``x`` and ``residual`` are the results of the previous block. The first block has no residual.
         """

@@ -65,7 +65,7 @@ class CompletionResponse(OpenAIStream):
         self._templates: dict[int, EventTemplate] = {}
 
     def whole_response(self, outputs: Sequence[ChoiceDelta], usage: Usage) -> Parts:
-        """Yield the JSON of a response that is not streamed."""
+        """Return the JSON of a response that is not streamed."""
         choices = (
             with_members(self._choice(index, output, is_first=True), **self._members(index, output))
             for index, output in enumerate(outputs)
