@@ -36,7 +36,7 @@ class Loader:
         encoding: the encoding of the model. `LinearEncoding.for_layer` can choose another for a layer.
         device: the device of the layers.
         ops: the back end that packs the layers; by default the reference back end.
-        load_packed: returns a layer from a file of packed weights.
+        load_packed: returns a layer from a file of packed weights; see `LayerPacker`.
         lazy: which layers are packed lazily, if the checkpoint is mapped; see `penstock.kernels.LazyWeight`.
         keep_stored: whether layers keep their stored encoding, and float layers stay floats. The output head
             is an exception: `LinearEncoding.for_layer` chooses its encoding.

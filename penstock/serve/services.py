@@ -134,7 +134,10 @@ class Services:
     """Serialises the encoding of long responses, so that the event loop runs between two slices."""
 
     def warn_once(self, warnings: Iterable[str]) -> None:
-        """Log a warning for each requested feature that the server skips. Logs the same text only once."""
+        """Log a warning for each requested feature that the server skips.
+
+        Logs the same text only once, and at most `_MAX_WARNINGS` different texts.
+        """
         for warning in warnings:
             if warning not in self.logged_warnings and len(self.logged_warnings) < _MAX_WARNINGS:
                 self.logged_warnings.add(warning)
