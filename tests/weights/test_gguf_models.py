@@ -255,7 +255,7 @@ def test_a_model_in_two_files_is_loaded(tmp_path: Path) -> None:
     torch.testing.assert_close(logits, compute_logits(checkpoint), atol=1e-4, rtol=0)
 
 
-def test_text_of_a_gguf_file_equals_that_of_the_checkpoint(tmp_path: Path) -> None:
+def test_text_of_a_gguf_file_equals_the_text_of_the_checkpoint(tmp_path: Path) -> None:
     """Configuration, tokenizer, template, EOS tokens and weights come from one file."""
     checkpoint = write_tiny_llm(tmp_path / "m")
     tokenizer = json.loads((checkpoint / "tokenizer.json").read_text())

@@ -2,8 +2,9 @@
 
 These are the names of the page ``max.pipelines.core`` of Modular's MAX documentation, and additions:
 ``Grammar``, ``GrammarMatcher``, ``ImageMetadata``, ``Pipeline``, ``TokenBuffer``, ``RequestContext`` and the
-types of embeddings requests. Importing this package loads numpy and msgspec, but neither torch nor transformers nor a library for
-grammars."""
+types of embeddings requests. Importing this package loads numpy and msgspec, but neither torch nor
+transformers nor a library for grammars.
+"""
 
 from penstock.pipelines.core.context import TextContext
 from penstock.pipelines.core.context_types import RequestContext, context_type
