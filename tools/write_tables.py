@@ -549,7 +549,7 @@ def tool_formats() -> str:
 
 
 def reasoning_formats() -> str:
-    """Return the start and end markers of each reasoning format."""
+    """Return the table of the begin and end markers of each reasoning format."""
     rows = [
         [
             code(reasoning_format.name),

@@ -1,4 +1,4 @@
-"""LongRoPE across ``original_max_position_embeddings``: tokens equal those of a full recomputation."""
+"""LongRoPE across ``original_max_position_embeddings``: texts and scores equal a full recomputation."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def sampling_params(seed: int) -> SamplingParams:
 def test_scores_of_generated_tokens_equal_a_recomputation(
     checkpoint: Path, reference: Any, max_batch_tokens: int
 ) -> None:
-    """The batch has texts below the limit, across it and beyond it; one prompt is computed in chunks."""
+    """The batch has texts below the limit, across it and beyond it. With 16 tokens, prompts have chunks."""
     pipeline = open_pipeline(checkpoint, kv_cache_block_size=16)
     lengths = (5, 30, 31, ORIGINAL_LENGTH - 1, ORIGINAL_LENGTH, ORIGINAL_LENGTH + 1, 60)
     contexts = [

@@ -168,7 +168,7 @@ def test_links_have_a_target(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_named_files_exist(page: Path) -> None:
+def test_named_python_files_exist(page: Path) -> None:
     files = [
         f"/{file.relative_to(ROOT)}" for folder in CODE_FOLDERS for file in (ROOT / folder).rglob("*.py")
     ]

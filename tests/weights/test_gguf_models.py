@@ -230,7 +230,7 @@ def test_q4_0_is_kept_unchanged(tmp_path: Path) -> None:
     assert torch.equal(unpack_linear(block.attention.values.packed).cpu(), value_weight.bfloat16())
 
 
-def test_float_tensors_are_views_of_the_mapped_file(tmp_path: Path) -> None:
+def test_float_tensors_are_copy_on_write_views_of_the_mapped_file(tmp_path: Path) -> None:
     file = write_gguf(write_family_checkpoint("llama", tmp_path), tmp_path / "m.gguf")
     weights = Weights.open(file)
     views = [weights.tensor(f"model.layers.{i}.mlp.up_proj.weight", (88, 48)) for i in range(2)]
