@@ -175,7 +175,7 @@ def measure(
         request = random_request(config, options.tiles, number)
         second_request = request.with_other_text(number)
         for engine, run in engines.items():
-            # Two warm-up requests, because Penstock captures a step when its shape occurs for the second time.
+            # Two warm-up requests: Penstock captures a step when its shape occurs for the second time.
             if not number:
                 run(request, 3)
                 run(random_request(config, options.tiles, -1 - number + 10_000), 3)
