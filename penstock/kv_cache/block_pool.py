@@ -61,7 +61,7 @@ class BlockPool:
     def num_used(self) -> int:
         """The number of blocks that have been allocated at least once, with the null block.
 
-        These are the blocks below this number: new blocks are allocated in ascending order.
+        All of them have ids below this number, because new blocks are allocated in ascending order.
         """
         return self._num_used
 

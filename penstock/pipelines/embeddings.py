@@ -359,7 +359,7 @@ def scores_activation(config: HuggingFaceConfig) -> Callable[[Tensor], Tensor]:
     """Return a function that maps the logits ``[labels]`` of a classifier to scores.
 
     The checkpoint of a cross-encoder can name the identity or a sigmoid. By default, the function is a
-    sigmoid for a single label and for multi-label classifiers, and a softmax for others.
+    sigmoid for a single label and for multi-label classifiers, otherwise a softmax.
     """
     settings = config.section("sentence_transformers")
     path = settings.get("activation_fn") or config.get("sbert_ce_default_activation_function")

@@ -35,7 +35,7 @@ class EngineClient(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """Whether the model is loaded and a worker responds. Also true during a shutdown."""
+        """Whether the model is loaded and a worker responds. Also true during a shutdown or while asleep."""
         ...
 
     @property
@@ -129,8 +129,8 @@ class EngineClient(Protocol):
             grace: seconds that running requests have to finish; then they fail.
 
         Raises:
-            PenstockError: a worker is not ready, or its device cannot release this memory. All workers
-                accept requests as before.
+            PenstockError: a worker is not ready, its device cannot release this memory, or a reload runs.
+                All workers accept requests as before.
         """
         ...
 

@@ -223,7 +223,7 @@ def test_beams_that_cross_the_limit_equal_a_recomputation(
 def test_scores_of_several_answers_across_the_limit_equal_a_recomputation(
     checkpoint: Path, reference: Any
 ) -> None:
-    """The scores of the prompt use the short factors, even if the prompt is recomputed with the long ones."""
+    """The scores of the prompt use the short factors, even after a recomputation with the long factors."""
     params = SamplingParams(max_new_tokens=NUM_NEW_TOKENS, temperature=1.0, seed=5, ignore_eos=True)
     with LLM(str(checkpoint), quantization_encoding="float32", kv_cache_block_size=16) as llm:
         outputs = llm.generate(PROMPT, params, logprobs=1, prompt_logprobs=1, n=3, use_tqdm=False)

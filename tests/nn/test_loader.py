@@ -54,7 +54,7 @@ class QuantizedTensors(FloatTensors):
     ) -> tuple[str | None, Mapping[str, Tensor]]:
         encoding = self.quantized[name]
         rows = ENCODINGS[encoding].pack(self.tensors[name])
-        # The scales differ from those of the loader, so packing again would be detected.
+        # The loader would compute other scales, so packing again would be detected.
         return encoding, rows | {"scales": 2 * rows["scales"]}
 
     def rows(

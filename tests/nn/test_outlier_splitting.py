@@ -33,7 +33,7 @@ class EncodedTensors(FloatTensors):
 
 
 def weight_with_outliers() -> Tensor:
-    """Return random weights ``[HIDDEN, INNER]`` of which three are set to 40."""
+    """Return random weights ``[HIDDEN, INNER]``, three of them set to 40."""
     weight = random_tensor(HIDDEN, INNER)
     for row, column in OUTLIERS:
         weight[row, column] = 40.0

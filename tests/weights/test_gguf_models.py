@@ -105,7 +105,7 @@ def test_tensors_and_logits_equal_those_of_the_checkpoint(family: str, tmp_path:
 def test_logits_of_16_bit_floats_equal_those_of_rounded_weights(
     family: str, float_type: str, tmp_path: Path
 ) -> None:
-    """Logits equal those of a checkpoint whose matrices are rounded to the type."""
+    """The matrices of the reference checkpoint are rounded to the type before its logits are computed."""
     checkpoint = write_family_checkpoint(family, tmp_path)
     dtype = {"F16": torch.float16, "BF16": torch.bfloat16}[float_type]
     tensors = load_file(checkpoint / "model.safetensors")

@@ -1,4 +1,4 @@
-"""A cache of JSON fragments of tokens. Most of a response with log probabilities consists of them."""
+"""A cache of JSON fragments of tokens. A response with log probabilities mostly consists of these."""
 
 from __future__ import annotations
 

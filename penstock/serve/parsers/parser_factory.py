@@ -246,7 +246,7 @@ class ParserFactory:
     ) -> Grammar:
         """Return the grammar for the choice "auto" with an output format: calls, or text in this format.
 
-        The errors and the arguments other than ``grammar`` are those of `strict_grammar`.
+        `strict_grammar` describes the errors and the arguments other than ``grammar``.
         """
         calls_tag = self._calls_tag(
             "an output format together with tools",
