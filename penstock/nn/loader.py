@@ -138,8 +138,8 @@ class Loader:
             name: the name of the layer in the checkpoint.
             out_features: outputs of the whole layer.
             in_features: inputs of the whole layer.
-            bias: whether it has a bias.
-            transposed: whether its weight is stored ``[in, out]``.
+            bias: whether the layer has a bias.
+            transposed: whether the weight is stored ``[in, out]``.
             is_expert: whether the layer belongs to an expert. The caller then adds the ranks' partial sums.
             outputs: the outputs of this rank, if the layer is column-parallel.
             inputs: the inputs of this rank, if the layer is row-parallel.

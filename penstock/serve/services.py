@@ -113,7 +113,7 @@ class Services:
     large_body_pool: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="penstock-long")
     )
-    """Runs the same work for large bodies. It takes many seconds and would delay other requests in `pool`."""
+    """Runs the same work for large bodies, which takes seconds and would delay other requests in `pool`."""
     decoder: JsonDecoder = field(default_factory=JsonDecoder)
     """Decodes bodies that would block the event loop for too long."""
     large_body_decoder: JsonDecoder = field(default_factory=lambda: JsonDecoder(niceness=10))

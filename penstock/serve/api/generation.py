@@ -78,7 +78,9 @@ def check_choices(services: Services, num_prompts: int, n: int) -> None:
 
 
 class GenerationRun:
-    """The running choices of one request. At the end of its ``async with`` block, it cancels running choices.
+    """The running choices of one request.
+
+    The end of the ``async with`` block cancels the choices that still run.
 
     Raises:
         UnavailableError: the worker is not ready, or too many requests are waiting.
