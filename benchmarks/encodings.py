@@ -160,7 +160,7 @@ def measure_speed(
     pairs: int,
     threads: int | None,
 ) -> None:
-    """Store the speed of each encoding in its row. Runs alternate with those of the baseline."""
+    """Store the speed of each encoding in its row. Runs of the encoding and of the baseline alternate."""
     checkpoint = folder / "floats"
     checkpoint.mkdir()
     write_random_checkpoint(checkpoint, shape_config(shape))

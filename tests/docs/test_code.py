@@ -55,7 +55,7 @@ CLIENT_PACKAGES = {
 }
 """Packages used in docs/clients.md that need not be installed for the tests."""
 OTHER_LANGUAGES = {"text", "ini", "nginx", "toml", "json", "console", "javascript"}
-"""Languages of blocks that the Python tests here do not run. Commands in console sessions are checked."""
+"""Languages of blocks other than Python. Tests run JavaScript blocks and check console commands."""
 NODE_PACKAGES = ROOT / "node_modules"
 
 
@@ -168,7 +168,7 @@ def test_links_have_a_target(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_named_files_exist(page: Path) -> None:
+def test_named_python_files_exist(page: Path) -> None:
     files = [
         f"/{file.relative_to(ROOT)}" for folder in CODE_FOLDERS for file in (ROOT / folder).rglob("*.py")
     ]
@@ -178,7 +178,7 @@ def test_named_files_exist(page: Path) -> None:
         assert any(file.endswith(f"/{name}") for file in files), name
 
 
-def test_blocks_without_a_language_are_refused() -> None:
+def test_no_block_lacks_a_language_or_is_marked_as_shell() -> None:
     unmarked_blocks = [str(block) for block in code_blocks("", "bash", "sh", "shell", "py")]
     assert not unmarked_blocks, (
         "name the language: python blocks run; console, text and similar blocks do not"

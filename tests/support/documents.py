@@ -81,7 +81,7 @@ def parse_curl(command: str) -> tuple[str, str, dict[str, Any] | None]:
 
 
 def write_adapter(folder: Path, seed: int = 0) -> Path:
-    """Write a PEFT directory for the embedded model, with the code of ``examples/lora.py``."""
+    """Write a PEFT directory for the demo model, with the code of ``examples/lora.py``."""
     adapter_path = runpy.run_path(str(EXAMPLES / "lora.py"))["write_adapter"](folder, seed=seed)
     assert isinstance(adapter_path, Path)
     return adapter_path
