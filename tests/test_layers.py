@@ -131,11 +131,10 @@ def test_imports_follow_the_table() -> None:
     assert not violations, "\n".join(["", *violations])
 
 
-def test_each_folder_of_the_table_exists_or_is_planned() -> None:
-    planned_packages = {"media", "distributed"}
+def test_each_folder_of_the_table_exists() -> None:
     for folder in TABLE:
         path = ROOT / "penstock" / Path(*folder.split("."))
-        assert path.is_dir() or path.with_suffix(".py").is_file() or folder in planned_packages, folder
+        assert path.is_dir() or path.with_suffix(".py").is_file(), folder
 
 
 @pytest.mark.parametrize("level", ["folder", "module"])

@@ -299,7 +299,6 @@ async def test_concurrent_reload_and_sleep_are_refused() -> None:
             await call
     generation.cancel()
     await reload
-    router.state  # noqa: B018
     await router.sleep(2, 0)
     with pytest.raises(UnavailableError, match="asleep"):
         await router.reload(1)
