@@ -197,7 +197,7 @@ class LLGuidanceMatcher:
         return self._stop_token_ids
 
     def accept_token(self, token: int) -> bool:
-        """Advance by a token. If the grammar does not allow the token, change nothing and return False.
+        """Advance by a token. If the token is not allowed or the output has ended, return False.
 
         Raises:
             InputError: a limit was exceeded.

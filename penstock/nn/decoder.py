@@ -210,7 +210,7 @@ class DecoderTrunk:
 
     @property
     def length_dependent(self) -> bool:
-        """Whether keys depend on the length of the sequence. If so, prompts cannot share cached prefixes."""
+        """Whether keys depend on the length of the sequence, as in dynamic NTK and LongRoPE."""
         return any(rotary.length_dependent for rotary in self.rotaries)
 
     def bidirectional(self) -> DecoderTrunk:

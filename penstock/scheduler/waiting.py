@@ -21,7 +21,7 @@ class QueueEntry(Protocol):
     def key(self) -> tuple[int, int]:
         """Unique sort key: (negative priority, arrival number).
 
-        The entry with a client's smallest key comes first.
+        Of the entries of one client, the entry with the smallest key comes first.
         """
         ...
 
@@ -30,7 +30,7 @@ EntryT = TypeVar("EntryT", bound=QueueEntry)
 _Rank: TypeAlias = tuple[int, ...]
 
 _MAX_OUTDATED = 64
-"""Number of outdated items in the heap of clients above which the heap is rebuilt."""
+"""The heap of clients is rebuilt when it has more than this number of items beyond two per client."""
 
 
 class WaitingQueue(Generic[EntryT]):

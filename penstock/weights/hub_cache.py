@@ -59,10 +59,10 @@ def cached_models() -> list[CachedModel]:
                     not partial and not missing_shards(revision.snapshot_path),
                 )
             )
-    complete_names = {model.name for model in models}
+    names_with_revision = {model.name for model in models}
     for folder in cache.glob(f"{_PREFIX}*"):
         name = folder.name.removeprefix(_PREFIX).replace("--", "/")
-        if name not in complete_names and folder.is_dir():
+        if name not in names_with_revision and folder.is_dir():
             partial = [*_partial_files(folder)]
             used = max((file.stat().st_mtime for file in partial), default=folder.stat().st_mtime)
             models.append(CachedModel(name, None, (), folder, 0, _total_size(partial), used, False))

@@ -17,7 +17,7 @@ from penstock.pipelines.core import ImageMetadata, TextAndVisionContext, image_d
 
 
 def save_vision_model(architecture: SupportedArchitecture, folder: Path, **changed_values: Any) -> Any:
-    """Save a model with random weights that are large enough to expose every mistake. Return it in float32.
+    """Save a model with random weights, large enough that a mistake changes the logits. Return it in float32.
 
     Args:
         architecture: its tiny configuration is used.
@@ -106,7 +106,7 @@ def _model_arguments(
     return result
 
 
-Spans = Sequence[tuple[ImageMetadata, list[int]]]
+Spans = Sequence[tuple[ImageMetadata, list[int]]]  # images, each with its tokens in the prompt
 
 
 def _prompt(
@@ -158,7 +158,7 @@ def idefics3_prompt(config: dict[str, Any], text: Sequence[Sequence[int]] = TEXT
 
 
 def gemma3_prompt(config: dict[str, Any], text: Sequence[Sequence[int]] = TEXT) -> VisionPrompt:
-    """Return a prompt with two images."""
+    """Return a prompt with two images, or with one if ``text`` has two parts."""
     size, token = config["vision_config"]["image_size"], config["image_token_index"]
     images = [_pixels(seed, 3, size, size) for seed in (0, 1)]
     ids = [config["boi_token_index"], *[token] * config["mm_tokens_per_image"], config["eoi_token_index"]]

@@ -44,8 +44,10 @@ def _load_tile(
     TO_FLOAT32: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Return the queries of this program's tile, and the range of keys ``first:last`` that each query sees.
+    """Return this program's tile, and the keys that its queries see.
 
+    The tile is the sequence, and for each query its row, its head, whether it exists, and its numbers. Each
+    query sees the keys ``first:last``. ``low:high`` contains these ranges of all queries.
     Row offsets and lengths are read before the previous kernel has ended, because they are inputs of the
     step.
     """
