@@ -343,7 +343,8 @@ class DecoderModel(NetworkModel[TextContext]):
         """Return the sequence length that determines the rotary angles of each row.
 
         It is the prompt length or the row's position + 1, whichever is larger, as in transformers. To make
-        recomputed keys equal, it is at least the shortest length of the context's `KVCacheSpec.regime`.
+        recomputed keys equal, it is at least the shortest length of the context's `KVCacheSpec.regime`. The
+        result is None if the angles depend only on positions.
         """
         spec = self.kv_cache_spec
         if not self.network.length_dependent or spec is None:

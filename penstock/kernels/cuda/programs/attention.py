@@ -46,8 +46,9 @@ def _load_tile(
 ):
     """Return this program's tile, and the keys that its queries see.
 
-    The tile is the sequence, and for each query its row, its head, whether it exists, and its numbers. Each
-    query sees the keys ``first:last``. ``low:high`` contains these ranges of all queries.
+    The result has the sequence; the row, the head and the vector of each query, and whether the query is in
+    the tile; and the keys. A query sees the keys ``first:last``. All these keys are in ``low:high``.
+
     Row offsets and lengths are read before the previous kernel has ended, because they are inputs of the
     step.
     """
