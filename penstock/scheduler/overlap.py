@@ -85,7 +85,7 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
         self._ending_request_ids: set[str] = set()
         """Request ids of contexts that end with the sampled step."""
         self._runs_without_overlap = False
-        """Whether the next step runs through `Pipeline.execute`, because a launched step has failed."""
+        """Whether the next step runs through `Pipeline.execute`, because a launch or its sampling failed."""
 
     @property
     def has_work(self) -> bool:

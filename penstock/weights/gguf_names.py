@@ -136,7 +136,7 @@ def read_gguf_headers(path: Path) -> dict[str, TensorHeader]:
     A tensor that is not in the table of the family keeps its name.
 
     Raises:
-        WeightsError: the file is damaged, its head counts are no positive integers, or it has a tensor of an
+        WeightsError: the file is damaged, its head counts are not positive integers, or it has a tensor of an
             unreadable type or an unexpected shape.
         UnknownArchitectureError: the architecture is unknown.
     """
@@ -171,7 +171,8 @@ def _head_counts(file: GGUFFile, architecture: str) -> dict[str, int]:
     for name, count in (("attn_q", queries), ("attn_k", keys)):
         heads[name] = count if isinstance(count, int) else 0
         if heads[name] < 1:
-            problem = f"{architecture}.attention.head_count and head_count_kv must be above 0, not {count!r}"
+            keys = f"{architecture}.attention.head_count and head_count_kv"
+            problem = f"{keys} must be positive integers, not {count!r}"
             raise WeightsError(file.path, problem)
     return heads
 

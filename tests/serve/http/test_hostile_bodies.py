@@ -1,4 +1,4 @@
-"""Random, malformed and very large bodies get a result or a client error; the OpenAPI document."""
+"""Random, malformed and very large bodies get a result or a client error. OpenAPI describes the routes."""
 
 from __future__ import annotations
 

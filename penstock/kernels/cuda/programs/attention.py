@@ -46,8 +46,8 @@ def _load_tile(
 ):
     """Return this program's tile, and the keys that its queries see.
 
-    The result has the sequence; the row, the head and the vector of each query, and whether the query is in
-    the tile; and the keys. A query sees the keys ``first:last``. All these keys are in ``low:high``.
+    The results are the sequence, the row and head of each query, whether the query is in the tile, its
+    vector, and keys. A query sees the keys ``first:last``. The keys ``low:high`` contain the keys of all queries.
 
     Row offsets and lengths are read before the previous kernel has ended, because they are inputs of the
     step.
