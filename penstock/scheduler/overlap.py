@@ -100,7 +100,8 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
                 one token per context.
 
         Returns:
-            The output of each context of the collected batch, by request id. Finished contexts are removed.
+            The output of each context of the collected batch, or of a batch that ran without overlap, by
+            request id. Finished contexts are removed.
         """
         runs_ahead = self._runs_several_steps(num_steps)
         if self._sampled_step is None and (self._runs_without_overlap or runs_ahead):

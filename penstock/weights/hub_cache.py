@@ -28,7 +28,7 @@ class CachedModel:
     num_bytes: int
     """The size of the files, including partly downloaded files."""
     last_used: float
-    """The time at which a file was last read, in seconds since 1970."""
+    """The time at which a file was last read, or written if none is complete, in seconds since 1970."""
     is_complete: bool
     """False if a file is partly downloaded or a shard is missing."""
 

@@ -30,7 +30,7 @@ class SpeculationStats:
         return 1 + self.num_accepted / self.num_verified_steps if self.num_verified_steps else 1.0
 
     def count(self, drafts: Sequence[Sequence[int]], accepted: Sequence[int]) -> None:
-        """Add the counts of a step."""
+        """Add the drafts of a step and the numbers of accepted draft tokens, one entry per context."""
         self.num_proposed += sum(map(len, drafts))
         self.num_accepted += sum(accepted)
         self.num_verified_steps += sum(map(bool, drafts))
