@@ -1,4 +1,7 @@
-"""The schemas of the request bodies of ``/v1/messages``, with Anthropic's field names."""
+"""The schemas of the request bodies of ``/v1/messages`` and ``/v1/messages/count_tokens``.
+
+The field names are those of Anthropic's API, except where a comment says otherwise.
+"""
 
 from __future__ import annotations
 
