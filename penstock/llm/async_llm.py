@@ -1,4 +1,4 @@
-"""`AsyncLLM`: generates from an asyncio program. The model runs in another process."""
+"""`AsyncLLM`: the interface of asyncio programs to a model. The model runs in another process."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class AsyncLLM(AsyncSpeechMethods):
         Closing the generator, or cancelling its task, cancels the request.
 
         Raises:
-            InputError: the prompt cannot be served.
+            InputError: the prompt cannot be served, or not exactly one of prompt and messages is given.
             TaskMismatchError: the model does not generate text.
             UnavailableError: the worker process has ended unexpectedly.
         """

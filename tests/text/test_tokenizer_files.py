@@ -46,7 +46,7 @@ class TestEndsOfSequence:
 
 
 class TestLimits:
-    def test_limits_of_config_json_override_those_of_the_tokenizer(self, folder: Path) -> None:
+    def test_limits_of_config_json_override_the_limits_of_the_tokenizer(self, folder: Path) -> None:
         assert read_tokenizer_files(folder).max_length == 512
         write_json(folder / "config.json", max_position_embeddings=128, vocab_size=600)
         files = read_tokenizer_files(folder)
