@@ -68,7 +68,7 @@ class AsyncLLM(AsyncSpeechMethods):
     its requests. If the worker process ends unexpectedly, it is restarted, and its requests raise
     `UnavailableError`.
 
-    The worker process is spawned, so a script needs the guard ``if __name__ == "__main__":``.
+    The worker process does not import the main module of the program.
 
     Args:
         model: ``demo``, the folder of a checkpoint, or a model's id on the Hugging Face hub.

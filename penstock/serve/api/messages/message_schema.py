@@ -1,6 +1,6 @@
 """The schemas of the request bodies of ``/v1/messages`` and ``/v1/messages/count_tokens``.
 
-The field names are those of Anthropic's API, except where a comment says otherwise.
+The fields have the names of Anthropic's API. A comment marks fields that Anthropic's API does not have.
 """
 
 from __future__ import annotations
