@@ -103,8 +103,8 @@ def _torch_linears(x: Tensor, weights: list[Tensor]) -> Iterator[tuple[str, Call
 def attention_cases() -> Iterator[Case]:
     """Yield attention over a paged cache.
 
-    It is compared with torch on contiguous tensors and with the reference kernels. An int8 cache is compared
-    with a bfloat16 cache.
+    The operation is compared with torch on contiguous tensors and with the reference kernels. An int8 cache
+    is compared with a bfloat16 cache.
     """
     ops, reference = _ops(), ReferenceOps()
     for heads, kv_heads, dim in ((32, 4, 64), (12, 12, 64), (16, 8, 128), (32, 8, 128), (8, 1, 256)):

@@ -174,7 +174,8 @@ class InferenceSession:
     def compiled_steps(self) -> str:
         """Text that describes which steps of a model can be compiled.
 
-        For example ``of up to 512 rows``, followed by the operations that run eagerly, or ``none``.
+        For example ``of up to 512 rows without sample``, if steps with this operation run eagerly, or
+        ``none``.
         """
         graphs = self.graphs
         if graphs is None:

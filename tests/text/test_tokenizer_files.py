@@ -173,9 +173,7 @@ class TestEqualToTransformers:
         ],
         ids=str,
     )
-    def test_tokens_and_text_equal_those_of_transformers(
-        self, settings: dict[str, Any], folder: Path
-    ) -> None:
+    def test_tokens_and_text_equal_transformers(self, settings: dict[str, Any], folder: Path) -> None:
         transformers = pytest.importorskip("transformers")
         change_config(folder, **settings)
         expected = transformers.AutoTokenizer.from_pretrained(str(folder))

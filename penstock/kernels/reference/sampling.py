@@ -28,7 +28,7 @@ def sample(
 
 
 def _sample_rows(scores: Tensor, sampling: SamplingInputs) -> Tensor:
-    """Return the token of each row: the inverse CDF of the kept tokens by ascending id, at its uniform."""
+    """Return the token of each row, by inverse transform sampling over the kept tokens in order of id."""
     vocabulary = scores.shape[-1]
     scores = scores / sampling.temperature.double()[:, None]
     probabilities = torch.softmax(scores, dim=-1)

@@ -1,7 +1,7 @@
 """Attention in Triton's interpreter: fixed and random head sizes, groups, windows, caches and spans.
 
 `test_interpreter.py` runs this file in a separate process. ``--random -m random`` runs only the random cases,
-also those of encoder attention.
+which include encoder attention.
 """
 
 from __future__ import annotations

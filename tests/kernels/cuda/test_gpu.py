@@ -41,7 +41,7 @@ def generate_texts(
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_texts_equal_those_of_the_cpu(params: SamplingParams) -> None:
+def test_texts_equal_the_texts_of_the_cpu(params: SamplingParams) -> None:
     assert generate_texts("gpu", params) == generate_texts("cpu", params)
 
 
