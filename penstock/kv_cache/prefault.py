@@ -24,6 +24,8 @@ scales.
 class CachePrefault:
     """Allocates pages of the cache in host memory, up to `PREFAULT_BYTES` beyond the used blocks.
 
+    Does nothing for a cache in the memory of a GPU.
+
     Args:
         storage: the tensors of the cache.
         pools: the blocks of each group.
@@ -43,7 +45,8 @@ class CachePrefault:
         """Allocate the pages of one layer, which takes at most some milliseconds.
 
         Returns:
-            Whether pages may remain. False after `stop`, and if the system cannot allocate them.
+            Whether pages may remain. False after `stop`, after the system could not allocate pages, and for a
+            cache in the memory of a GPU.
         """
         if self._is_stopped:
             return False
@@ -64,7 +67,7 @@ class CachePrefault:
         self._pending.clear()
 
     def _extend(self) -> None:
-        """Add the next blocks of each group, once half of its populated blocks have been used."""
+        """Add the next blocks of each group with at most half of `_num_ahead` populated, unused blocks."""
         for index, pool in enumerate(self._pools):
             if self._num_populated[index] - pool.num_used > self._num_ahead // 2:
                 continue

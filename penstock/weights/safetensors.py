@@ -88,11 +88,14 @@ class QuantizedHeader(TensorHeader):
 def read_checkpoint_headers(path: Path) -> dict[str, TensorHeader]:
     """Return the tensors of a checkpoint by their plain names (see `plain_names`).
 
+    If two tensors have the same plain name, the names are the names in the files.
+
     Args:
         path: a safetensors file, a folder with one file, or a folder with shards and their index.
 
     Raises:
-        WeightsError: there are no tensors, a shard is missing, or a file is damaged.
+        WeightsError: there is no safetensors file, there are several without an index, a shard or a listed
+            tensor is missing, or a file is damaged.
     """
     headers = _read_files(path)
     names = plain_names(headers)

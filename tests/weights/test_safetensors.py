@@ -1,4 +1,4 @@
-"""Headers of valid and damaged safetensors files."""
+"""Headers of valid and damaged safetensors files, and of checkpoints of one or several files."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_a_damaged_header_is_refused(tmp_path: Path, header: Any, data: bytes, m
         (struct.pack("<Q", 50) + b"{}", "truncated in its header: 58 bytes expected, 10 present"),
     ],
 )
-def test_a_file_of_another_format_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+def test_a_file_without_a_complete_header_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(content)
     with pytest.raises(WeightsError, match=message):
