@@ -63,10 +63,12 @@ class ServeReplicas:
         self._preferred_handles = {
             name: handle for name, handle in self._preferred_handles.items() if name in positions
         }
-        while not self._handle.running_replicas_populated():
-            await self._handle.report.remote({})  # waits for a replica and updates the handle's replica list
-            await asyncio.sleep(_POLL_SECONDS)
         try:
+            while not self._handle.running_replicas_populated():
+                await self._handle.report.remote(
+                    {}
+                )  # waits for a replica and updates the handle's replica list
+                await asyncio.sleep(_POLL_SECONDS)
             response = self._handle.broadcast("report", dict(positions))
             results = await response.results_async(timeout_s=_REPORT_TIMEOUT, return_exceptions=True)
         except (RayError, RayServeException, TimeoutError) as error:

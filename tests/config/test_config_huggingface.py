@@ -60,6 +60,12 @@ def test_missing_keys_have_defaults(config: HuggingFaceConfig) -> None:
     assert config.get("head_dim") is None
 
 
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_the_error_for_a_missing_type_names_the_requested_key(key: str) -> None:
+    with pytest.raises(KeyError, match=f"has no '{key}'"):
+        HuggingFaceConfig({}, "config.json")[key]
+
+
 @pytest.mark.parametrize("spelling", ["dtype", "torch_dtype"])
 def test_the_type_is_read_in_both_spellings(spelling: str) -> None:
     config = HuggingFaceConfig({spelling: "bfloat16"})
