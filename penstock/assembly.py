@@ -161,7 +161,7 @@ def load_pipeline(
 
     Raises:
         CheckpointError: the model cannot be loaded.
-        InsufficientMemoryError: weights and the smallest useful KV cache do not fit.
+        InsufficientMemoryError: weights and the smallest permitted KV cache do not fit.
     """
     if config.data_parallel_size > 1:
         raise ConfigError(
@@ -334,7 +334,7 @@ def load_runtime(config: PipelineConfig, catalog: Catalog = CATALOG) -> WorkerRu
     Raises:
         CheckpointError: the model cannot be loaded.
         ConfigError: the configuration does not fit the model.
-        InsufficientMemoryError: weights and the smallest useful KV cache do not fit.
+        InsufficientMemoryError: weights and the smallest permitted KV cache do not fit.
     """
     times = [perf_counter()]
     with prefault_weights(config) as prefaulted:

@@ -109,7 +109,7 @@ class AsyncLLM(AsyncSpeechMethods):
 
         Raises:
             CheckpointError: the model cannot be found or loaded.
-            InsufficientMemoryError: weights and the smallest useful KV cache do not fit.
+            InsufficientMemoryError: weights and the smallest permitted KV cache do not fit.
         """
         if self.tokenizer is not None:
             return

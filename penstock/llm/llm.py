@@ -56,7 +56,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
     Raises:
         ConfigError: unknown field, wrong type or impossible value.
         CheckpointError: the model cannot be found or loaded.
-        InsufficientMemoryError: weights and the smallest useful KV cache do not fit.
+        InsufficientMemoryError: weights and the smallest permitted KV cache do not fit.
         ForkedProcessError: this process was forked from a process with a loaded model.
     """
 

@@ -78,7 +78,7 @@ def create_audio(
     Raises:
         CheckpointError: the model or the codec cannot be loaded.
         ConfigError: the codec does not fit the speech format, or a voice cannot be read.
-        InsufficientMemoryError: weights and the smallest useful KV cache do not fit.
+        InsufficientMemoryError: weights and the smallest permitted KV cache do not fit.
     """
     config = pipeline_inputs.config
     session = pipeline_inputs.open_session()

@@ -259,7 +259,7 @@ class WorkerRouter:
         """Put all workers to sleep. If one worker cannot sleep, all workers are woken up.
 
         Raises:
-            PenstockError: a worker is not ready, or its device cannot release this memory.
+            PenstockError: a worker is not ready, a reload runs, or a device cannot release this memory.
         """
         self._check_not_reloading()
         try:

@@ -115,7 +115,7 @@ class WorkerSupervisor:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the worker has loaded its model, and answered or made progress within the hang limit."""
+        """Whether the worker is loaded and has reacted within the hang limit, or was stopped by `sleep`."""
         silence = 0.0 if self._liveness is None else self._liveness.silence
         if self.is_asleep and self._state == "stopped":
             return self.failure is None

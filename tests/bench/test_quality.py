@@ -1,4 +1,4 @@
-"""The effect of encodings on the embedded model, measured on texts that the model generated."""
+"""The effect of encodings on the demo model, measured on texts that the model generated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``penstock batch run`` with the embedded model."""
+"""``penstock batch run`` with the demo model."""
 
 from __future__ import annotations
 

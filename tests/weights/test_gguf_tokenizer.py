@@ -69,7 +69,7 @@ def assert_tokenizers_are_equal(actual: Tokenizer, reference: Tokenizer) -> None
 
 
 def read_embedded_tokenizer() -> dict[str, Any]:
-    """Return tokenizer.json of the embedded model with the pre-tokenizer of GPT-2."""
+    """Return tokenizer.json of the demo model with the pre-tokenizer of GPT-2."""
     tokenizer: dict[str, Any] = json.loads((resolve_checkpoint("demo") / "tokenizer.json").read_text())
     split = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     return tokenizer | {"pre_tokenizer": split}

@@ -1,4 +1,4 @@
-"""The official OpenAI client with the embedded model, through a socket."""
+"""The official OpenAI client with the demo model, through a socket."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WEATHER: Any = {
 
 @asynccontextmanager
 async def serve_demo() -> AsyncIterator[tuple[AsyncOpenAI, InProcessServer]]:
-    """Serve the embedded model over HTTP."""
+    """Serve the demo model over HTTP."""
     tokenizer = load_tokenizer(CONFIG)
     async with run_in_process(
         make_runtime=partial(load_runtime, CONFIG), tokenizer=tokenizer, pipeline_config=CONFIG
@@ -50,7 +50,7 @@ async def serve_demo() -> AsyncIterator[tuple[AsyncOpenAI, InProcessServer]]:
                     yield client, server
 
 
-async def test_the_openai_client_works_with_the_embedded_model() -> None:
+async def test_the_openai_client_works_with_the_demo_model() -> None:
     async with serve_demo() as (client, server):
         await check_answers(client)
         await check_tools(client)

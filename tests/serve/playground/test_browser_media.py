@@ -1,4 +1,4 @@
-"""Images, speech and token probabilities of the playground in headless Chromium, with the embedded models."""
+"""Images, speech and token probabilities of the playground in headless Chromium, with the demo models."""
 
 from __future__ import annotations
 
