@@ -22,7 +22,7 @@ from support.random_draws import (
     register_profiles,
 )
 
-# Modules and test items are never freed. The garbage collector is enabled after they are collected by pytest.
+# Modules and test items are never freed. The garbage collector is enabled after pytest has found all tests.
 gc.disable()
 
 # torch and huggingface_hub read these variables on import. Tiny models are fastest on one thread.
@@ -120,7 +120,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Exclude modules and test items from garbage collection, which saves 0.3 s per collection."""
+    """Exclude modules and test items from garbage collection, which saves 0.3 s per run of the collector."""
     gc.collect()
     gc.freeze()
     gc.enable()

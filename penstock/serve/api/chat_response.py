@@ -75,7 +75,8 @@ class ChatResponse(OpenAIStream):
         scores: encodes log probabilities; None if they are not requested.
         prompt_scores: encodes the log probabilities of the prompt; None for streams and if not requested.
         prompt_token_ids: the token ids of the prompt; None if token ids are not requested.
-        include_usage: whether chunks have the member ``usage``. Its value is null except in the last chunk.
+        include_usage: whether each chunk has the member ``usage`` and the stream ends with a chunk for the
+            total usage. In the other chunks, the value is null unless `events` gets a usage.
         reasoning_fields: the names of the members that contain the reasoning.
     """
 

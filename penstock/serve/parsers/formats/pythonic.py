@@ -82,7 +82,11 @@ def _read_list(parser: ReasoningToolParser) -> Reader[None]:
 
 
 def read_call(parser: ReasoningToolParser) -> Reader[None]:
-    """Read the call ``name(a=1, b="x")`` of a known tool and emit its arguments as JSON."""
+    """Read the call ``name(a=1, b="x")`` and emit its arguments as JSON.
+
+    Raises:
+        NotAToolCallError: no known tool has this name.
+    """
     name = yield from parser.stream.take_run(_NAME, _MAX_NAME)
     yield from parser.stream.expect("(")
     if not parser.has_tool(name):
@@ -119,7 +123,11 @@ def read_keywords(parser: ReasoningToolParser, name: str) -> Reader[None]:
 
 
 def call_grammar(name: str, schema: Schema) -> Tag:
-    """Return the grammar of one call: keywords in schema order, with JSON values."""
+    """Return the grammar of one call: keyword arguments with JSON values.
+
+    Required arguments come first, then optional arguments, both in schema order. If the schema does not
+    restrict the arguments, every keyword is allowed.
+    """
     arguments = Arguments.from_schema(schema)
     parts = [constant(f"{name}(")]
     if arguments.is_unrestricted:
