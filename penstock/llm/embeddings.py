@@ -197,8 +197,8 @@ class EmbeddingsMethods:
             ``[n]`` float32.
 
         Raises:
-            InputError: an input cannot be served, the numbers of queries and documents differ, or the model is a
-                classifier with several labels.
+            InputError: an input cannot be served, the numbers of queries and documents differ, or the model
+                is a classifier with several labels.
             UnsupportedFeatureError: ``activation`` is given and the model is an embedder.
         """
         self._check_task("LLM.score", PipelineTask.EMBEDDINGS_GENERATION)

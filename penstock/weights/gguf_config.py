@@ -2,7 +2,7 @@
 
 Settings that are not in the metadata (biases, tied embeddings, factors of the rotary embedding) are derived
 from the tensors. A key is an error if it requires computations that the network of the family does not
-implement.
+implement. Other keys that are not read cause a warning.
 """
 
 from __future__ import annotations

@@ -309,7 +309,7 @@ def test_a_codec_failure_ends_only_its_request(folder: Path) -> None:
     assert model.pipeline.kv.num_free_blocks == model.pipeline.kv.num_blocks
 
 
-def test_next_chunk_returns_the_audio_of_execute(model: SpeechModel) -> None:
+def test_next_chunk_returns_the_audio_of_all_tokens(model: SpeechModel) -> None:
     pipeline: AudioGeneratorPipeline = model.pipeline
     assert isinstance(pipeline, AudioGenerator)
     assert pipeline.decoder_sample_rate == FakeCodec.sample_rate

@@ -162,8 +162,8 @@ def train_codec(codec: Codec, speech: Sequence[Tensor], steps: int, *, decoder_o
         codec: the codec, which is changed in place.
         speech: waveforms ``[S]``.
         steps: number of steps.
-        decoder_only: train only the decoder, so that codes do not change. The learning rate ends at 2 % of its
-            peak. Otherwise it ends at 51 %.
+        decoder_only: train only the decoder, so that codes do not change. The learning rate ends at 2 % of
+            its peak. Otherwise it ends at 51 %.
         seed: the seed that selects excerpts of the speech.
     """
     peak = 5e-4 if decoder_only else 1e-3

@@ -59,7 +59,7 @@ class Validator:
         self._depth = 0
 
     def accepts(self, node: SchemaNode, value: object) -> bool:
-        """Return whether a value satisfies a schema; False if this depends on the dialect of regular expressions.
+        """Return whether a value satisfies a schema; False if this depends on the regular expression dialect.
 
         Raises:
             UnsupportedSchemaError: a keyword is not supported, or schemas are nested too deeply.

@@ -138,9 +138,9 @@ class CompiledPlan(Graph):
             _check(call())
 
     def _copy_inputs(self, inputs: Sequence[Tensor]) -> None:
-        """Copy the inputs to the buffers that the kernels read. A matrix may have fewer columns than its buffer.
+        """Copy the inputs to the buffers that the kernels read.
 
-        memmove is faster than `Tensor.copy_`.
+        A matrix may have fewer columns than its buffer. memmove is faster than `Tensor.copy_`.
         """
         for (buffer, address, num_bytes), source in zip(self._inputs, inputs, strict=True):
             is_row = source.dim() == 2 and len(source) == 1 and source.nbytes < num_bytes

@@ -272,7 +272,7 @@ class _TextDecoder(Protocol):
 class _DeferredDetokenizer:
     """Decodes all tokens together at the end.
 
-    The text equals that of a `Detokenizer`, but costs less time.
+    The text equals that of a `Detokenizer`. Decoding takes less time.
     """
 
     tokenizer: TokenDecoder

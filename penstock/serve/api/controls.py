@@ -1,6 +1,6 @@
 """Routes for operators: sleep, reload, reset of the prefix cache, and profiles of the workers.
 
-The routes require ``--api-key``, or a server that listens on a loopback address.
+All routes except ``/is_sleeping`` require ``--api-key``, or a server that listens on a loopback address.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def make_choice(
 def decode_in_chunks(
     choice: ChoiceDecoder, ids: Sequence[int], chunk_bounds: Sequence[int], status: TextGenerationStatus
 ) -> Any:
-    """Decode tokens in chunks and return the whole output. Like a worker, end at a stop string."""
+    """Decode tokens in chunks and return the whole output. Like a route, stop when the choice has ended."""
     bounds = [0, *sorted(bound % (len(ids) + 1) for bound in chunk_bounds), len(ids)]
     deltas: list[ChoiceDelta] = []
     for start, end in pairwise(bounds):
