@@ -220,15 +220,11 @@ def check_checkpoint(config: PipelineConfig) -> Any:
 
 
 def pack_checkpoint(config: PipelineConfig) -> Path:
-    """Pack the weights of the configured model, and store them in the file that later loads read.
-
-    Returns:
-        The path of the file.
+    """Pack the weights of the configured model, store them for later loads, and return the path of the file.
 
     Raises:
         CheckpointError: the model cannot be loaded.
-        ConfigError: the back end does not pack weights, the model is divided among ranks, or it has no native
-            network.
+        ConfigError: the back end does not pack weights, or the model has ranks or no native network.
         OSError: the file cannot be written.
     """
     from penstock.weights.packed_weights import write_packed

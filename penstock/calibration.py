@@ -59,8 +59,9 @@ Pack = Callable[[LazyWeight, Tensor | None], None]
 def pack_calibrated(
     network: CalibrationNetwork, spec: KVCacheSpec | None, ops: Ops, config: HuggingFaceConfig, pack: Pack
 ) -> None:
-    """Run the network on a fixed sequence of random tokens, and pack each lazily packed layer after its use.
+    """Run the network on a fixed sequence of random tokens, and pack each layer after its use.
 
+    Packs only lazily packed layers whose encoding needs calibration.
     Experts are not packed here, because with so few tokens most experts receive none.
 
     Args:

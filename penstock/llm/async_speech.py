@@ -140,7 +140,10 @@ class AsyncSpeechMethods:
     async def _run_parts(
         self, contexts: Sequence[TTSContext]
     ) -> AsyncGenerator[tuple[int, RequestDelta], None]:
-        """Run the parts of a text in order. Each part is submitted when the previous part has audio or has ended."""
+        """Run the parts of a text in order.
+
+        Each part is submitted when the previous part has audio or has ended.
+        """
         generations = [await self._runner.submit(contexts[0])]
         try:
             for index in range(len(contexts)):

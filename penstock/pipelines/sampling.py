@@ -21,7 +21,7 @@ from penstock.pipelines.core.randomness import as_uint64, splitmix64, uniforms
 __all__ = ["Sampler", "adjust_logits", "check_logit_rules", "splitmix64", "uniforms"]
 
 _LIMIT = 1e15
-"""Upper bound of logits after penalties."""
+"""Bound of the magnitude of logits after penalties."""
 _SUPPRESSED = -1e20
 """The logit of an end token before ``min_new_tokens`` tokens. It is below the logits of all other allowed
 tokens.

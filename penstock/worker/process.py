@@ -239,7 +239,7 @@ class _Loop:
                 unload(command.name)
         except Exception as error:
             if not isinstance(error, PenstockError):
-                _LOG.exception("adapter %s", command.name)
+                _LOG.exception("adapter %s could not be loaded or unloaded", command.name)
             return ErrorRecord.from_error(error)
         return None
 

@@ -321,7 +321,7 @@ class WorkerRouter:
             grace: seconds after which the running requests of a worker fail.
 
         Raises:
-            PenstockError: a replacement cannot start, or another reload runs. With several workers, the
+            PenstockError: the model is asleep, another reload runs, or a replacement cannot start. With several workers, the
                 worker whose replacement failed is not available, and later workers are not replaced.
         """
         self._check_not_reloading()
