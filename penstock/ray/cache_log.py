@@ -1,5 +1,7 @@
-"""`CacheLog`: a log of the recent events of a replica's prefix cache. The routers of the HTTP processes
-read it periodically."""
+"""`CacheLog`: a log of the recent events of a replica's prefix cache.
+
+The routers of the HTTP processes read it periodically.
+"""
 
 from __future__ import annotations
 
