@@ -49,7 +49,7 @@ _SPEEDS = (130, 140, 150, 160)
 _NUM_SAMPLES = 8
 """Samples of the voice for each phrase of `SELECTED_PHRASES`."""
 _REPEATS = 10
-"""Repetitions of each spelling of `SELECTED_PHRASES` per epoch. The first phrase is repeated three times as
+"""Repetitions of each variant (`variants`) of `SELECTED_PHRASES` per epoch. The first phrase is repeated three times as
 often."""
 
 

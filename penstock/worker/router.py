@@ -321,9 +321,9 @@ class WorkerRouter:
             grace: seconds after which the running requests of a worker fail.
 
         Raises:
-            PenstockError: the model is asleep, another reload runs, or a replacement cannot start. With several
-                workers, the worker whose replacement failed is then not available, and later workers are not
-                replaced.
+            PenstockError: the model is asleep, another reload runs, or a replacement cannot start. With
+                several workers, the worker whose replacement failed is then not available, and later workers
+                are not replaced.
         """
         self._check_not_reloading()
         if self.state == "asleep":

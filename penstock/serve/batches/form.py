@@ -57,8 +57,8 @@ class Form:
         """Parse the next bytes of the body.
 
         Raises:
-            RequestProblem: 400; the form is malformed, a header or field is too long, or the form has too many
-                fields or two files.
+            RequestProblem: 400; the form is malformed, a header or a field is too long, or the form has too
+                many fields or two files.
         """
         try:
             self._parser.write(data)
