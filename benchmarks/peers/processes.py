@@ -1,4 +1,4 @@
-"""Anonymous and shared memory of a process and its descendants, read from ``/proc``, and the end of a session."""
+"""Anonymous and shared memory of a process and its descendants (``/proc``), and the end of a session."""
 
 from __future__ import annotations
 

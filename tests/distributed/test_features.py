@@ -64,8 +64,8 @@ def test_logits_in_other_encodings_are_close_to_one_process(
     assert_close(rank_pair, wide_checkpoint, tolerance, quantization_encoding=encoding)
 
 
-def test_all_ranks_allocate_pages_of_the_cache_while_idle(pair: RankPair, wide_checkpoint: Path) -> None:
-    with pair.open(wide_checkpoint) as pipeline:
+def test_all_ranks_allocate_pages_of_the_cache_while_idle(rank_pair: RankPair, wide_checkpoint: Path) -> None:
+    with rank_pair.open(wide_checkpoint) as pipeline:
         storage, ranges = pipeline.kv.storage, []
         announce = storage.on_populate
         storage.on_populate = lambda *blocks: (ranges.append(blocks), announce(*blocks))
