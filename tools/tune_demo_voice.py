@@ -49,8 +49,8 @@ _SPEEDS = (130, 140, 150, 160)
 _NUM_SAMPLES = 8
 """Samples of the voice for each phrase of `SELECTED_PHRASES`."""
 _REPEATS = 10
-"""Repetitions of each variant (`variants`) of `SELECTED_PHRASES` per epoch. The first phrase is repeated three
-times as often."""
+"""Repetitions of each variant (`variants`) of `SELECTED_PHRASES` per epoch. The first phrase is repeated
+three times as often."""
 
 
 def tuning_texts() -> list[str]:
