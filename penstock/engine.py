@@ -103,7 +103,7 @@ class InferenceSession:
 
     @property
     def shard(self) -> Shard:
-        """The part of this process in models that several processes divide."""
+        """The part of this process in models that are divided among several processes."""
         from penstock.distributed import Shard
 
         return Shard() if self.ranks is None else self.ranks.shard

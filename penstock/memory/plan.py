@@ -16,7 +16,7 @@ from penstock.memory.demand import (
     requested_block_size,
     requested_step_tokens,
 )
-from penstock.memory.refusals import format_bytes, refuse_cache, refuse_static
+from penstock.memory.refusals import format_bytes, refuse_cache, refuse_model
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -222,7 +222,7 @@ def _plan(
     if kv_config.memory is not None:
         available = min(static_size + kv_config.memory, free_memory)
     if static_size + (kv_config.memory or 0) > available:
-        refuse_static(
+        refuse_model(
             pipeline_config,
             weights_size,
             activation_size,

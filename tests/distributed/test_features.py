@@ -165,7 +165,8 @@ def test_a_rank_holds_only_its_shard(rank_pair: RankPair, tiny_checkpoint: Path)
 def test_unsupported_models_and_settings_are_refused(tmp_path: Path) -> None:
     checkpoint = write_tiny_llm(tmp_path)
     with pytest.raises(
-        ConfigError, match="a draft model is not supported for a model that several processes"
+        ConfigError,
+        match="a draft model is not supported with a model that is divided among several processes",
     ):
         LLM(checkpoint, tensor_parallel_size=2, draft_model_path=str(checkpoint))
     with pytest.raises(ConfigError, match="expert_parallel: needs tensor_parallel_size to be 2 or more"):

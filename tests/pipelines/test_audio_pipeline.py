@@ -375,7 +375,7 @@ def test_a_context_can_be_serialized(folder: Path) -> None:
 def test_a_codec_that_does_not_match_the_speech_format_is_refused(tmp_path: Path) -> None:
     folder = write_tiny_speech(tmp_path / "m", "orpheus")
     other_codec = write_tiny_speech(tmp_path / "n", "neutts") / "codec"
-    with pytest.raises(ValueError, match=r"1 codes of 0 to 15 in a frame, .*'orpheus' has 3 codes"):
+    with pytest.raises(ValueError, match=r"1 codes per frame, each from 0 to 15, .*'orpheus' has 3 codes"):
         SpeechModel(folder, codec=str(other_codec))
 
 

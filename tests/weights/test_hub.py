@@ -65,7 +65,7 @@ class TestLocal:
         "path", ["/no/such", "./gone", "~/gone", "~nobody/gone", "a/b/c", "../gone", "/" + "x" * 500]
     )
     def test_paths_are_never_searched_on_the_hub(self, path: str) -> None:
-        with pytest.raises(CheckpointNotFoundError, match="no such folder: use the path"):
+        with pytest.raises(CheckpointNotFoundError, match="no such folder or GGUF file: use the path"):
             resolve_checkpoint(path)
 
     @pytest.mark.parametrize("name", ["", "a b", "model/", "a\x00b", "namespace/na me", "-x"])

@@ -162,7 +162,9 @@ async def test_a_hanging_step_restarts_the_worker(factory: Callable[[], WorkerRu
         outcomes = await asyncio.gather(*map(read_deltas, generations), return_exceptions=True)
         hung_outcome = outcomes[0]
         assert isinstance(hung_outcome, UnavailableError)
-        assert "the worker process died (no progress for 2 s) and is being restarted" in str(hung_outcome)
+        assert "the worker process ended unexpectedly (no progress for 2 s) and is being restarted" in str(
+            hung_outcome
+        )
         await wait_until(lambda: client.state == "ready")
         assert (client.info.pid != first_pid, client.num_restarts) == (True, 1)
         assert await read_deltas(client.submit(make_request("a")))
@@ -218,7 +220,7 @@ async def test_a_suspended_process_is_restarted(monkeypatch: pytest.MonkeyPatch)
     try:
         first_pid = client.info.pid
         os.kill(first_pid, signal.SIGSTOP)
-        with pytest.raises(UnavailableError, match="worker process died"):
+        with pytest.raises(UnavailableError, match="worker process ended unexpectedly"):
             await read_deltas(client.submit(make_request("a")))
         await wait_until(lambda: client.state == "ready")
         assert client.info.pid != first_pid
