@@ -215,7 +215,7 @@ async def test_a_suspended_load_is_killed(monkeypatch: pytest.MonkeyPatch) -> No
 
 async def test_a_suspended_process_is_restarted_before_the_hang_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "PING_INTERVAL", 0.2)
-    client = WorkerClient(workers.make_hello_runtime)  # the default hang limit is 20 s
+    client = WorkerClient(workers.make_hello_runtime)  # default hang limit: 20 s
     await client.start()
     try:
         first_pid = client.info.pid
