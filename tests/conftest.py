@@ -30,7 +30,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-# Without --random, property tests draw the same examples in every run, so that a new failure is due to a code change.
+# Without --random, property tests draw the same examples in every run. A new failure is then due to a code
+# change.
 register_profiles()
 
 # A process that a shell starts in the background ignores SIGINT. Some tests send SIGINT.

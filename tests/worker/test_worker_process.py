@@ -213,7 +213,9 @@ async def test_a_suspended_load_is_killed(monkeypatch: pytest.MonkeyPatch) -> No
         await start_task
 
 
-async def test_a_suspended_process_is_restarted_before_the_hang_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_suspended_process_is_restarted_before_the_hang_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(supervisor, "PING_INTERVAL", 0.2)
     client = WorkerClient(workers.make_hello_runtime)  # default hang limit: 20 s
     await client.start()
