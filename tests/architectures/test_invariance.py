@@ -134,7 +134,7 @@ def test_preempted_results_equal_uninterrupted_results(
 
 
 @pytest.mark.matrix(strength=1)
-def test_random_numbers_depend_on_seed_and_position_only(uncached_pipeline: TextGenerationPipeline) -> None:
+def test_the_seed_determines_the_sampled_tokens(uncached_pipeline: TextGenerationPipeline) -> None:
     def sampled_text(seed: int) -> list[int]:
         params = SamplingParams(temperature=1.0, top_k=-1, seed=seed)
         return generate_tokens(uncached_pipeline, [make_context(PROMPT, 20, sampling_params=params)])[0]
