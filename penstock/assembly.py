@@ -224,7 +224,7 @@ def pack_checkpoint(config: PipelineConfig) -> Path:
 
     Raises:
         CheckpointError: the model cannot be loaded.
-        ConfigError: the back end does not pack weights, or the model has ranks or no native network.
+        ConfigError: the back end does not pack weights, several ranks are set, or there is no native network.
         OSError: the file cannot be written.
     """
     from penstock.weights.packed_weights import write_packed

@@ -1,4 +1,4 @@
-"""The Python API: `LLM` runs the model in this process, `AsyncLLM` in another one, for asyncio programs.
+"""The Python API: `LLM` runs the model in this process, `AsyncLLM` in a worker process.
 
 Importing this package does not import torch.
 """

@@ -623,7 +623,7 @@ def test_admits_and_fits_count_only_blocks_within_windows() -> None:
 # -- inputs and storage -------------------------------------------------------------------------------
 
 
-def test_inputs_of_a_ragged_batch() -> None:
+def test_inputs_describe_a_ragged_batch() -> None:
     manager = kv_manager(8)
     prefill, decode = text_context(PROMPT), text_context([7, 8, 9])
     run_one_step(manager, decode, 60)
@@ -642,7 +642,7 @@ def test_inputs_of_a_ragged_batch() -> None:
     assert (inputs.block_size, inputs.group_of_layer) == (4, (0,))
 
 
-def test_inputs_with_drafts_and_the_next_step() -> None:
+def test_inputs_include_drafts_and_advance_to_the_next_step() -> None:
     manager, context = kv_manager(8), text_context(PROMPT)
     run_one_step(manager, context, 50)
     manager.reserve(context, lookahead=3)
@@ -654,7 +654,7 @@ def test_inputs_with_drafts_and_the_next_step() -> None:
     assert next_inputs.groups[0].slots.tolist() == [17]
 
 
-def test_inputs_of_an_empty_batch() -> None:
+def test_an_empty_batch_has_empty_inputs() -> None:
     inputs = kv_manager(8).inputs([])
     assert (tuple(inputs.groups[0].block_tables.shape), inputs.lengths.tolist()) == ((0, 1), [])
 

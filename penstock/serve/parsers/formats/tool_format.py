@@ -22,7 +22,7 @@ class ToolFormat(ABC):
     example: str
     """One example call, for the documentation."""
     hints: tuple[str, ...]
-    """Texts that every chat template of this format contains. If empty, only `name` selects the format."""
+    """Texts that every chat template of this format contains. If empty, only the flag selects the format."""
     separator: str | None = None
     """Text between two calls that each have markers. None means that one pair of markers encloses all
     calls."""
