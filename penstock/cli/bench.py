@@ -215,7 +215,7 @@ async def _measure(client: HttpClient, options: _ServeOptions) -> int:
 
 
 async def _model_and_prompts(client: HttpClient, options: _ServeOptions) -> tuple[str, list[BenchPrompt]]:
-    """Return the model name and the prompts: those of the measurement first, then those of the warm-up."""
+    """Return the model name and the prompts: first for the measurement, then for the warm-up."""
     from penstock.bench.http_client import IncompleteResponseError
     from penstock.bench.prompts import random_prompts, read_prompts, repeat_prompts, served_model
 

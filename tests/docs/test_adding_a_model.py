@@ -100,7 +100,7 @@ def duo_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
 
 
 def test_logits_of_the_custom_block_equal_plain_torch(duo_variables: dict[str, Any]) -> None:
-    """The logits of single requests are bit-equal to those of batches and chunks."""
+    """The logits of a request are bit-equal if it is computed alone, in a batch or in chunks."""
     config = PipelineConfig.from_flat(
         {"model_path": "tiny-duo", "quantization_encoding": "float32", "deterministic": True}
     )

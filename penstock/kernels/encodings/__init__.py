@@ -51,7 +51,7 @@ class LinearEncoding(ABC):
     bits: int
     """Bits of one stored weight, without scales."""
     is_float: bool = False
-    """Whether weights are plain floats: the name of the encoding is that of `compute_dtype`."""
+    """Whether weights are plain floats. The encoding then has the name of `compute_dtype`."""
     group_size: int | None = None
     """Inputs that share a scale; None if all inputs of an output share one, or if there are no scales."""
     has_zero_points: bool = False
@@ -99,7 +99,7 @@ class LinearEncoding(ABC):
 
     @abstractmethod
     def num_bytes(self, out_features: int, in_features: int) -> int:
-        """Return the bytes of a packed weight in panels. `Backend.num_bytes` adds those of other layouts."""
+        """Return the bytes of a packed weight in panels. For other layouts, see `Backend.num_bytes`."""
 
     @abstractmethod
     def pack(self, weight: Tensor, importance: Tensor | None = None) -> dict[str, Tensor]:

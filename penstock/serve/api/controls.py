@@ -108,7 +108,7 @@ def _checked_services(request: Request) -> Services:
 
 
 def _update_max_length(services: Services) -> None:
-    """Set the tokenizer's maximum length to that of the workers.
+    """Set the tokenizer's maximum length to the maximum length of the workers.
 
     The maximum length depends on the free memory at the time when a worker started.
     """

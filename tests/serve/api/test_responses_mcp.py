@@ -366,7 +366,7 @@ async def test_a_tool_output_above_the_maximum_length_ends_the_response(tools: S
         assert response.output[1].output.startswith("xxx")
 
 
-async def test_arguments_that_are_not_an_object_fail_the_call(tools: ServedTools) -> None:
+async def test_an_argument_of_a_wrong_type_fails_the_call(tools: ServedTools) -> None:
     text = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": "x"}}</tool_call>'
     async with run_server(tools, text, "Done.") as server:
         response = await create(server)
