@@ -46,7 +46,7 @@ class _ServeOptions(TypedDict):
 
 
 _ROUND_TRIPS = 50
-"""Number of small requests before the benchmark. They measure the round-trip time of the idle server."""
+"""Number of small requests between warm-up and measurement, for the round-trip time of the idle server."""
 
 
 @click.group("bench")

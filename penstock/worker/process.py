@@ -1,6 +1,6 @@
 """The loop of the worker: receives commands, calls the scheduler, and sends the results of each step.
 
-It runs in the main thread of the worker process (`penstock.worker.main`), or in a thread for tests. An idle
+The loop runs in the main thread of the worker process (`penstock.worker.main`), or in a thread for tests. An idle
 worker does not poll. It blocks on the socket until a command arrives.
 """
 

@@ -246,7 +246,7 @@ async def test_a_resumed_process_is_not_restarted(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
-    """This also holds for a worker during a step. Its sockets are removed."""
+    """A worker that runs a step ends too. The folder with its sockets is removed."""
     script = tmp_path / "parent.py"
     script.write_text(
         "import asyncio\n"

@@ -19,7 +19,7 @@ EOS = 9
 
 
 def make_rows(*positions: int) -> LogProbabilities:
-    """Return one row of log probabilities for each position. Its values encode the position."""
+    """Return one row of log probabilities for each position. The values of a row encode its position."""
     return LogProbabilities(
         [-float(position) for position in positions], [{position: 0.5} for position in positions]
     )

@@ -91,7 +91,7 @@ def chat_request(
 
 
 def encoded_reasoning(text: str) -> str:
-    """Return the ``encrypted_content`` of a reasoning item. It is base64 of the text, and not encrypted."""
+    """Return the ``encrypted_content`` of a reasoning item: base64 of the text, without encryption."""
     return base64.urlsafe_b64encode(_REASONING_PREFIX + text.encode()).decode()
 
 
