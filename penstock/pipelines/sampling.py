@@ -23,7 +23,7 @@ __all__ = ["Sampler", "adjust_logits", "check_logit_rules", "splitmix64", "unifo
 _LIMIT = 1e15
 """Bound of the magnitude of logits after penalties."""
 _SUPPRESSED = -1e20
-"""The logit of an end token before ``min_new_tokens`` tokens, below the logits of all other allowed tokens."""
+"""The logit of an end token before ``min_new_tokens`` tokens, below the logits of other allowed tokens."""
 _FORBIDDEN = -1e30
 """The logit of a forbidden token.
 

@@ -255,7 +255,7 @@ class ChatResponse(OpenAIStream):
 
 
 def _without_last_tokens(usage: Usage | None, num_tokens: int) -> Usage | None:
-    """Return the usage before the last `num_tokens` tokens were generated."""
+    """Return the usage before the last `num_tokens` tokens were generated; None if `usage` is None."""
     if usage is None or not num_tokens:
         return usage
     completion = usage["completion_tokens"] - num_tokens

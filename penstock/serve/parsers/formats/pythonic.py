@@ -85,7 +85,7 @@ def read_call(parser: ReasoningToolParser) -> Reader[None]:
     """Read the call ``name(a=1, b="x")`` and emit its arguments as JSON.
 
     Raises:
-        NotAToolCallError: no known tool has this name.
+        NotAToolCallError: the text is not such a call, or no known tool has this name.
     """
     name = yield from parser.stream.take_run(_NAME, _MAX_NAME)
     yield from parser.stream.expect("(")
@@ -95,7 +95,11 @@ def read_call(parser: ReasoningToolParser) -> Reader[None]:
 
 
 def read_keywords(parser: ReasoningToolParser, name: str) -> Reader[None]:
-    """Read ``a=1, b="x")`` after the open parenthesis of a call and emit it as JSON."""
+    """Read ``a=1, b="x")`` after the open parenthesis of a call and emit it as JSON.
+
+    Raises:
+        NotAToolCallError: the text does not have this form.
+    """
     stream = parser.stream
     separator = "{"
     yield from stream.skip_space()
