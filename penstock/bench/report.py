@@ -43,7 +43,9 @@ def print_summary(summary: Summary, console: Console) -> None:
 
 
 def plot(measurement: Measurement, title: str, path: Path) -> None:
-    """Write a PNG file with plots of the latencies over time and of their distributions.
+    """Write a PNG file with four plots: latencies and tokens over time, and distributions.
+
+    Latencies and the gaps between two events have a distribution each.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
