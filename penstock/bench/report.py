@@ -43,9 +43,10 @@ def print_summary(summary: Summary, console: Console) -> None:
 
 
 def plot(measurement: Measurement, title: str, path: Path) -> None:
-    """Write a PNG file with four plots: latencies and tokens over time, and distributions.
+    """Write a PNG file with four plots.
 
-    Latencies and the gaps between two events have a distribution each.
+    The plots show the latencies over time, the tokens over time, the distribution of the latencies, and the
+    distribution of the gaps between two events.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.

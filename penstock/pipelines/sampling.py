@@ -73,7 +73,7 @@ class Sampler:
         return ops.sample(logits, inputs, bitmask)
 
     def uniforms(self, positions: np.ndarray) -> Tensor:
-        """Return the random numbers of tokens at ``positions [n, B]``: ``[n, B]`` float64; zeros if greedy."""
+        """Return the random numbers of tokens at ``positions [n, B]``: ``[n, B]`` float64; 0 if greedy."""
         if self.is_greedy:
             return torch.zeros(positions.shape, dtype=torch.float64)
         random_numbers = uniforms(np.tile(self.seeds, len(positions)), positions.ravel())
