@@ -115,8 +115,8 @@ def make_step_inputs(lengths: Sequence[int]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("width", [32, 640])  # the work of the wider step is divided among the threads
 def test_a_compiled_step_is_bit_equal_to_its_operations(ops: CpuOps, encoding: str, width: int) -> None:
     step = step_with_all_operations(ops, encoding, width)
-    plan, recorder = compile_step(ops, make_step_inputs([3, 20]), step)
-    assert len(plan) == len(recorder.records) + 1  # the lookup of the rotary tables has two kernels
+    plan, recorded_plan = compile_step(ops, make_step_inputs([3, 20]), step)
+    assert len(plan) == len(recorded_plan.records) + 1  # the lookup of the rotary tables has two kernels
     for lengths in ([17, 16], [33, 1], [64, 50]):
         step_inputs = make_step_inputs(lengths)
         replayed_results = plan.replay(list(step_inputs.values()))
