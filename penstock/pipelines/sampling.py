@@ -211,6 +211,7 @@ class LogitEdits:
         return self.tensor(np.concatenate(cells))
 
     def tensor(self, values: np.ndarray) -> Tensor:
+        """Return an array as a tensor on the device."""
         return upload(values, self.device)
 
     def map_scores(self, cells: Tensor, function: Callable[[Tensor], Tensor]) -> None:
