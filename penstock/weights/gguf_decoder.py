@@ -21,8 +21,8 @@ def decoder_config(
             for ``rms_norm_eps``, and ``layer_norm_epsilon`` otherwise.
 
     Raises:
-        WeightsError: a key is missing or invalid, or the file requires a rotary embedding that the family does
-            not support.
+        WeightsError: a key is missing or invalid, or the family does not support the rotary embedding of the
+            file.
     """
     eps_key = "layer_norm_rms_epsilon" if eps == "rms_norm_eps" else "layer_norm_epsilon"
     heads = keys.count("attention.head_count")
