@@ -35,7 +35,10 @@ def compute_logits(pipeline: Any, **fields: Any) -> torch.Tensor:
 
 
 def assert_close(rank_pair: RankPair, checkpoint: Path, tolerance: float, **settings: Any) -> None:
-    """Check that the root mean square error is at most this fraction of the logits' standard deviation."""
+    """Check that the logits of two ranks are close to those of one process.
+
+    The root mean square error is at most ``tolerance`` times the standard deviation of the logits.
+    """
     pipeline = open_pipeline(checkpoint, **settings)
     expected = compute_logits(pipeline)
     del pipeline
@@ -161,7 +164,7 @@ def test_a_rank_holds_only_its_shard(rank_pair: RankPair, tiny_checkpoint: Path)
     assert full_model.signal_buffers == []
 
 
-def test_a_model_that_cannot_be_sharded_is_refused_by_name(tmp_path: Path) -> None:
+def test_unsupported_models_and_settings_are_refused(tmp_path: Path) -> None:
     checkpoint = write_tiny_llm(tmp_path)
     with pytest.raises(
         ConfigError,

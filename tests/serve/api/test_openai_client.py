@@ -1,4 +1,4 @@
-"""The official OpenAI client with the demo model, through a socket."""
+"""Requests to a server of the demo model, most of them by the official OpenAI client through a socket."""
 
 from __future__ import annotations
 
@@ -242,8 +242,7 @@ async def check_extra_fields_of_other_servers(client: AsyncOpenAI) -> None:
         )
         assert "Berlin" not in await complete_chat(stream, bad_words=["Berlin"])
         assert await complete_chat(stream, repeat_penalty=1.0) == default_answer
-        truncated_response = await complete_chat(stream, truncate_prompt_tokens=1000)
-        assert truncated_response == default_answer
+        assert await complete_chat(stream, truncate_prompt_tokens=1000) == default_answer
     scored_response = await client.chat.completions.create(
         model="demo",
         messages=question,
