@@ -69,7 +69,7 @@ async def upload_file(request: Request) -> Response:
     return json_response(public_members(file))
 
 
-@router.get("/v1/files", response_class=Response, responses=responses(401, 503))
+@router.get("/v1/files", response_class=Response, responses=responses(400, 401, 503))
 async def list_files(
     request: Request,
     purpose: str | None = None,
@@ -85,13 +85,13 @@ async def list_files(
     return _page(matching_files, limit, after)
 
 
-@router.get("/v1/files/{file_id}", response_class=Response, responses=responses(401, 404, 503))
+@router.get("/v1/files/{file_id}", response_class=Response, responses=responses(400, 401, 404, 503))
 async def retrieve_file(request: Request, file_id: str) -> Response:
     """Return the object that describes a file."""
     return json_response(public_members(await _stored_object(request, _manager(request).files, file_id)))
 
 
-@router.get("/v1/files/{file_id}/content", response_class=Response, responses=responses(401, 404, 503))
+@router.get("/v1/files/{file_id}/content", response_class=Response, responses=responses(400, 401, 404, 503))
 async def file_content(request: Request, file_id: str) -> Response:
     """Return the content of a file."""
     files = _manager(request).files
@@ -99,7 +99,7 @@ async def file_content(request: Request, file_id: str) -> Response:
     return FileResponse(files.content_path(stored_object["id"]), media_type="application/jsonl")
 
 
-@router.delete("/v1/files/{file_id}", response_class=Response, responses=responses(401, 404, 503))
+@router.delete("/v1/files/{file_id}", response_class=Response, responses=responses(400, 401, 404, 503))
 async def delete_file(request: Request, file_id: str) -> Response:
     """Delete a file."""
     files = _manager(request).files
@@ -155,7 +155,7 @@ async def create_batch(request: Request) -> Response:
     return json_response(public_members(batch))
 
 
-@router.get("/v1/batches", response_class=Response, responses=responses(401, 503))
+@router.get("/v1/batches", response_class=Response, responses=responses(400, 401, 503))
 async def list_batches(request: Request, limit: PageSize = 20, after: str | None = None) -> Response:
     """Return a list of the batches. The newest batch comes first."""
     manager = _manager(request)
@@ -163,7 +163,7 @@ async def list_batches(request: Request, limit: PageSize = 20, after: str | None
     return _page([manager.current_state(batch) for batch in batches], limit, after)
 
 
-@router.get("/v1/batches/{batch_id}", response_class=Response, responses=responses(401, 404, 503))
+@router.get("/v1/batches/{batch_id}", response_class=Response, responses=responses(400, 401, 404, 503))
 async def retrieve_batch(request: Request, batch_id: str) -> Response:
     """Return the current state of a batch."""
     manager = _manager(request)
@@ -172,7 +172,9 @@ async def retrieve_batch(request: Request, batch_id: str) -> Response:
     )
 
 
-@router.post("/v1/batches/{batch_id}/cancel", response_class=Response, responses=responses(401, 404, 503))
+@router.post(
+    "/v1/batches/{batch_id}/cancel", response_class=Response, responses=responses(400, 401, 404, 503)
+)
 async def cancel_batch(request: Request, batch_id: str) -> Response:
     """Cancel a batch. Its existing results are stored in files."""
     manager = _manager(request)
