@@ -1,7 +1,4 @@
-"""The devices of this machine: their names and their memory.
-
-Only this module, ``engine`` and ``kernels`` contain device names.
-"""
+"""The devices of this machine: their names and their memory."""
 
 from __future__ import annotations
 
@@ -161,7 +158,11 @@ def load_devices(specs: Sequence[DeviceSpec]) -> list[Device]:
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor of zeros. In host memory, the system allocates each page when it is first written."""
+    """Return a tensor of zeros.
+
+    In host memory, the tensor begins at a cache line, and the system allocates each page when it is first
+    written.
+    """
     import numpy as np
     import torch
 

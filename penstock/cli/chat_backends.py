@@ -25,7 +25,7 @@ _TIMEOUT = 600.0
 
 @dataclass(frozen=True, slots=True)
 class AnswerPiece:
-    """A part of the text of an answer."""
+    """A part of the text of an answer. The text is empty if the piece has only the number of tokens."""
 
     text: str
     is_reasoning: bool = False
@@ -88,6 +88,7 @@ class ServerBackend:
         api_key: the API key, if the server needs one.
 
     Raises:
+        InputError: the URL is not an HTTP URL, or the server lists no model.
         UnavailableError: the server does not answer.
         RequestFailedError: the server refuses the request.
     """
@@ -158,7 +159,11 @@ class _Chunk(TypedDict, total=False):
 
 
 def _answer_pieces(chunk: _Chunk) -> Iterator[AnswerPiece]:
-    """Yield the pieces of one event of a stream."""
+    """Yield the pieces of one event of a stream.
+
+    Raises:
+        RequestFailedError: the event is an error.
+    """
     if "error" in chunk:
         raise RequestFailedError(f"the server ended the answer: {chunk['error'].get('message')}")
     usage = chunk.get("usage")

@@ -110,7 +110,7 @@ class PrefixAware:
     requests than the least loaded worker.
 
     Args:
-        prefixes: the caches of the workers.
+        prefixes: the cached prefixes of each worker.
         block_size: tokens per block.
         max_imbalance: maximum difference of numbers of requests, see above.
     """

@@ -155,6 +155,8 @@ def _node_size(node: Node) -> int:
 
 
 class _Divider:
+    """Divides rules into lexemes. `split_nodes` maps lexemes with conflicts to their parts."""
+
     def __init__(self, rules: Rules, limits: _LexemeLimits, split_nodes: dict[Node, list[Node]]) -> None:
         self._rules = rules
         self._limits = limits

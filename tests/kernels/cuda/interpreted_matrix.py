@@ -104,7 +104,7 @@ def test_attention_of_large_batches_agrees_with_the_reference(size: int) -> None
         ("fixed", 64, 4, 2, torch.float16),
     ],
 )
-def test_decoding_is_bit_equal_alone_and_in_a_batch(
+def test_attention_is_bit_equal_alone_and_in_a_batch(
     deterministic_ops: CudaOps, monkeypatch: pytest.MonkeyPatch, cache_kind: str, dim: int, group: int,
     kv_heads: int, dtype: torch.dtype,
 ) -> None:  # fmt: skip

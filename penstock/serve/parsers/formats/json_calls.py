@@ -129,8 +129,13 @@ def read_end_marker(
     """Read an end marker. At the end of the text it may be missing or incomplete.
 
     Args:
+        parser: the parser of the output.
+        *end_markers: the accepted end markers.
         is_single_token: whether the marker is a single token. A part of the marker's text is then content,
             because a token is never incomplete.
+
+    Raises:
+        NotAToolCallError: other text follows the calls.
     """
     stream = parser.stream
     yield from stream.skip_space()
