@@ -183,8 +183,8 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
     def _run_compiled(self, model_inputs: EncoderInputs, step: StepInputs) -> Tensor | None:
         """Return the hidden states from a compiled step; None if the step must run eagerly.
 
-        Only steps with a single input and without adapters are compiled. The shape of such a step depends only
-        on the input's length. Batches of several inputs have too many different shapes.
+        Only steps with a single input and without adapters are compiled. The shape of such a step depends
+        only on the input's length. Batches of several inputs have too many different shapes.
         """
         graphs = self.session.graphs
         if graphs is None:

@@ -148,7 +148,7 @@ class AdapterConfig:
         """Return whether the adapter has matrices for a layer.
 
         ``target_modules`` must include the layer, ``exclude_modules`` must not include it, and
-        ``layers_to_transform`` may restrict the layers further. Without ``target_modules``, the result is False.
+        ``layers_to_transform`` may restrict the layers further. Without ``target_modules``, no layer has any.
         """
         module = self._module(layer)
         if self.target_modules is None:

@@ -190,6 +190,8 @@ class PenstockServer:
     async def _answer(self, path: str, kind: str, request: Any, raw_request_info: Any) -> AsyncIterator[Any]:
         """Run a route. Yield its response as an object of Ray Serve LLM, or its stream events as texts.
 
+        If the route fails, yield an error as an object of Ray Serve LLM.
+
         Args:
             path: the path of the route.
             kind: the name of the response class in Ray Serve LLM.

@@ -1,4 +1,4 @@
-"""EmbeddingGemma 2: its projection, refused inputs and configurations, ignored tensors, and its last layer."""
+"""EmbeddingGemma 2: its projection, refused inputs and sizes, ignored tensors, and its last layer."""
 
 from __future__ import annotations
 

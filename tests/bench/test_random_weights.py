@@ -64,9 +64,7 @@ def test_weights_have_the_requested_type_and_scale(tmp_path: Path) -> None:
     write_random_checkpoint(tmp_path, config)
     tensors = load_file(tmp_path / "model.safetensors")
     table = tensors["model.embed_tokens.weight"]
-    assert table.shape == (70000, 96), (
-        "the table needs more numbers than one call of the random generator returns"
-    )
+    assert table.shape == (70000, 96), "the table has more numbers than are drawn, so that they are repeated"
     assert str(table.dtype) == "torch.float16"
     assert 0.019 < float(table.float().std()) < 0.021
     assert bool((tensors["model.norm.weight"] == 1).all())

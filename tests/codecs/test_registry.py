@@ -135,7 +135,9 @@ def test_a_growing_stream_equals_decoding_at_once(
     assert torch.equal(torch.cat(samples), codec.decode([frames])[0])
 
 
-def test_malformed_code_frames_are_refused(registry: CodecRegistry, tmp_path: Path) -> None:
+def test_malformed_frames_incomplete_chunks_and_encoding_are_refused(
+    registry: CodecRegistry, tmp_path: Path
+) -> None:
     codec = load_codec(write_codec_checkpoint(tmp_path, type="square"), InferenceSession(), registry=registry)
     with pytest.raises(InputError, match=r"of shape \[F, 2\], were torch.int64 of shape \[3, 1\]"):
         codec.decode([torch.zeros(3, 1, dtype=torch.int64)])

@@ -1,4 +1,4 @@
-"""Every back end against the reference. Deliberately wrong inputs check that the comparison detects faults."""
+"""Every back end against the reference. The comparison must detect deliberately wrong inputs."""
 
 from __future__ import annotations
 

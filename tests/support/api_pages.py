@@ -1,4 +1,4 @@
-"""The API pages as data: all public names with their parameters, methods and properties.
+"""Pages of MAX's API reference as data: all public names with their parameters, methods and properties.
 
 ``CORE`` is the page of MAX 25.4, ``PIPELINE`` is the page of 25.1, and ``PIPELINE_MODEL`` is the page of
 26.3, with ``max`` replaced by ``penstock``. A signature is written as on the page, without annotations and

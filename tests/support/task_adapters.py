@@ -33,7 +33,7 @@ class JinaV3:
     def load_merged(self, task: str | None, folder: Path) -> Any:
         """Return the model of transformers with the adapter of a task merged into its weights.
 
-        Without a task, the weights are unchanged. The checkpoint of the model is written to the new ``folder``.
+        Without a task, the weights are unchanged. The checkpoint is written to the new ``folder``.
         """
         from transformers import AutoModel
 

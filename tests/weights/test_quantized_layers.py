@@ -48,7 +48,7 @@ def test_the_weight_equals_that_of_the_library(file: Path, tmp_path: Path) -> No
     weights, name = Weights.open(tmp_path), f"{LAYER}.weight"
     assert weights.names == (name,)
     weight = weights.tensor(name, tuple(expected.shape)).float()
-    # The tolerance is the rounding error of the library, which rounds dequantized weights to `expected.dtype`.
+    # The tolerance is the rounding error of the library: it rounds dequantized weights to `expected.dtype`.
     tolerance = {torch.bfloat16: 2**-8, torch.float16: 2**-11}.get(expected.dtype, 1e-6)
     torch.testing.assert_close(weight, expected.float(), rtol=tolerance, atol=1e-6)
     assert not torch.equal(weight, weight.roll(1, 1))

@@ -1,4 +1,4 @@
-"""Trained checkpoints: the embedded model, and the models of the shared data if they are available."""
+"""Trained checkpoints: the demo model, and the models of the shared data if they are available."""
 
 from __future__ import annotations
 

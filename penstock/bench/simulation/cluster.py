@@ -25,7 +25,7 @@ from penstock.worker.router import WorkerRouter
 from penstock.worker.routing import LeastLoaded, RoutingPolicy, WorkerLoads
 
 _WARM_UP = 0.25
-"""Fraction of the trace's duration, from its begin, that is not measured because the caches are not yet full."""
+"""Fraction of the trace's duration before the measurement, in which the caches are filled."""
 
 
 class RandomWorker:
@@ -226,8 +226,8 @@ class Cluster:
 def capacity(costs: ClusterCosts, shape: TraceShape) -> float:
     """Return the estimated requests per second of one worker without a prefix cache.
 
-    The cost of a request is the time of its prompt tokens in full prefill steps of at most 512 tokens, plus the
-    time of its answer tokens in decode steps with as many requests as fit into the batch and the KV cache.
+    The cost of a request is the time of its prompt tokens in full prefill steps of at most 512 tokens, plus
+    the time of its answer tokens in decode steps with as many requests as fit into the batch and the cache.
     """
     limits, step = costs.limits, costs.step
     trace = make_trace(shape)

@@ -29,7 +29,12 @@ MAX_SHAPES = 1000
 def intersect_all(
     schemas: Schemas, first: Sequence[Shape], second: Sequence[Shape], node: SchemaNode
 ) -> list[Shape]:
-    """Return the intersection of two unions of shapes, as a union of shapes."""
+    """Return the intersection of two unions of shapes, as a union of shapes.
+
+    Raises:
+        InputError: the result has more than `MAX_SHAPES` shapes other than literals.
+        UnsupportedSchemaError: ``patternProperties`` is combined with another schema of the same object.
+    """
     return union([_intersections(schemas, first, second)], node)
 
 

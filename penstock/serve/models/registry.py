@@ -121,7 +121,7 @@ class ModelRegistry:
         """Return the model of a request, which names the model or one of its adapters.
 
         Args:
-            name: the name; None for the first model of the task, or the default model if no model has the task.
+            name: the name; None for the first model of the task, or the default model if there is none.
             task: the task of the route; None for routes of all tasks. Used only if ``name`` is None.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Request fields of OpenAI are supported, logged, or refused by name. Unknown fields are refused or ignored."""
+"""OpenAI's fields are supported, logged, or refused by name. Unknown fields are refused or ignored."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def activate(out, x, width, row_stride, cap, WIDTH: tl.constexpr, KIND: tl.const
 def gate(out, x, width, row_stride, alpha, limit, WIDTH: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr):
     """Multiply the activation of the first half of a row by the second half.
 
-    ``alpha`` and ``limit`` are the constants of the KIND "clamped_swiglu". Grid: rows, tiles of WIDTH columns.
+    ``alpha`` and ``limit`` are constants of the KIND "clamped_swiglu". Grid: rows, tiles of WIDTH columns.
     """
     launch_next_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
