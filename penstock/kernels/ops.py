@@ -46,7 +46,7 @@ def _keep_layer_adapters(arguments: Arguments) -> Arguments:
 
 
 def _refuse_expert_adapters(arguments: Arguments) -> Arguments:
-    """Raise for adapters on experts, which cannot be recorded."""
+    """Return the arguments without adapters. Raise if adapters apply to experts, which cannot be recorded."""
     lora, packed = arguments["lora"], arguments["packed"]
     if lora is not None and lora.for_slices(packed.slice_names()):
         raise UnrecordableStepError("adapters on experts")

@@ -436,7 +436,7 @@ def test_requests_with_one_prompt_share_the_recomputed_keys() -> None:
 @pytest.mark.parametrize("windows", [(None,), (6,), (None, 5)])
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("num_steps", [1, 4])
-def test_keys_of_one_rope_regime_are_not_read_in_another(
+def test_keys_before_a_key_limit_are_not_read_beyond_it(
     windows: tuple[int | None, ...], caching: bool, num_steps: int
 ) -> None:
     """Contexts with common prefixes cross two key limits. Few blocks cause preemptions and chunks."""

@@ -21,7 +21,7 @@ import httpx
 
 @dataclass
 class ServerProcess:
-    """A running server of the embedded model."""
+    """A running server of the demo model."""
 
     process: subprocess.Popen[bytes]
     url: str
