@@ -649,7 +649,7 @@ def test_a_step_checks_the_readiness_of_at_most_12_contexts() -> None:
 def test_an_internal_error_in_ready_ends_only_its_request() -> None:
     def ready(context: TextContext) -> bool:
         if context.request_id == "a":
-            raise KeyError("an internal error")
+            raise KeyError("a mistake")
         return True
 
     run = SchedulerRun(ready=ready)
