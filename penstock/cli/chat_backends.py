@@ -68,10 +68,8 @@ class LocalBackend:
         with closing(self._llm.stream(sampling_params=params, messages=messages)) as stream:
             in_reasoning = self._parsers.prompt_opens_reasoning(stream.prompt)
             parser = self._parsers.new(in_reasoning=in_reasoning)
-            events = []
             for text in stream:
-                events = parser.push(text)
-                for event in events:
+                for event in parser.push(text):
                     if isinstance(event, Content | Reasoning):
                         yield AnswerPiece(event.text, isinstance(event, Reasoning), stream.num_tokens)
             for event in parser.finish():

@@ -166,7 +166,7 @@ class RankProcesses:
             raise self._diagnose(RuntimeError("a rank has ended"))
 
     def close(self) -> None:
-        """End the processes. Does nothing if they have ended."""
+        """End the processes. Does nothing after the first call."""
         if self._is_closing:
             return
         self._is_closing = True

@@ -80,6 +80,7 @@ def generate(
     Raises:
         MissingDependencyError: Ray is not installed.
         ConfigError: a setting is unknown or has an invalid value.
+        CheckpointError: the model does not exist.
     """
     arguments = {
         "input": messages_column or prompt_column,
@@ -125,6 +126,7 @@ def embed(
     Raises:
         MissingDependencyError: Ray is not installed.
         ConfigError: a setting is unknown or has an invalid value.
+        CheckpointError: the model does not exist.
     """
     options = {
         "prompt_name": prompt_name,

@@ -27,7 +27,7 @@ def depth_key(config: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("name", TINY_CONFIGS)
-def test_narrow_models_with_another_depth_generate(name: str, tmp_path: Path) -> None:
+def test_narrow_models_with_another_depth_generate_tokens(name: str, tmp_path: Path) -> None:
     depth = depth_key(TINY_CONFIGS[name])
     count = TINY_CONFIGS[name][depth]
     keys_per_layer = {

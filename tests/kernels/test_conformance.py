@@ -67,7 +67,7 @@ def assert_same(operation: Callable[[Ops], Tensor | tuple[Tensor, ...]], ops: Op
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 8), (8, 100), (33, 257), (70, 2048)])
-def test_norms_agree_with_the_reference(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None:
+def test_rms_norms_agree_with_the_reference(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None:
     x, residual = torch.randn(2, rows, 2 * width).to(dtype)[:, :, :width]  # the rows are strided
     for weight in (torch.randn(width), torch.randn(width).to(dtype)):
         assert_same(lambda ops, weight=weight: ops.rms_norm(x, weight, 1e-5), ops)
@@ -88,7 +88,7 @@ def test_a_float32_norm_weight_is_applied_before_rounding(ops: Ops, width: int) 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norm_of_heads_agrees_with_the_reference(ops: Ops, dtype: torch.dtype) -> None:
+def test_rms_norm_of_heads_agrees_with_the_reference(ops: Ops, dtype: torch.dtype) -> None:
     q, k, _ = fused_qkv(5, 4, 2, 16, dtype)
     assert_same(
         lambda ops: ops.rms_norm(q, torch.randn(16, generator=torch.Generator().manual_seed(1)), 1e-6), ops
@@ -360,7 +360,7 @@ def check_invalid_index(ops: Ops, table: Tensor, indices: Tensor, values: Tensor
 
 
 @pytest.mark.parametrize("rows", [1, 40, 3000])
-def test_rope_rows_agree_with_the_reference(ops: Ops, rows: int) -> None:
+def test_rope_rows_agree_with_indexing(ops: Ops, rows: int) -> None:
     cos, sin = torch.randn(2, 50, 33)
     positions = torch.randint(0, 50, (rows,))
     for actual, table in zip(ops.rope_rows(positions, cos, sin), (cos, sin), strict=True):

@@ -43,7 +43,7 @@ CONFIG = PipelineConfig.from_flat({"model_path": "demo"})
 
 
 class LocalReplicas:
-    """Replicas in this process. Requests go to the replicas in turn, or to the preferred replica.
+    """Replicas in this process. Requests go to the replicas one after the other, or to the preferred replica.
 
     Args:
         *pipelines: functions that make the pipeline of each replica.

@@ -51,12 +51,12 @@ POLICIES: Mapping[str, Callable[[], RoutingPolicy | None]] = {
     "least-loaded": LeastLoaded,
     "random": RandomWorker,
 }
-"""Name -> function that returns the routing policy. None stands for the router's default, `PrefixAware`."""
+"""Name -> function that returns the routing policy; None for the router's default, `PrefixAware`."""
 
 
 @dataclass(slots=True)
 class TurnOutcome:
-    """The times of a request, in virtual seconds."""
+    """The times of a request, in virtual seconds, and its numbers of tokens."""
 
     arrival_time: float
     num_prompt_tokens: int
@@ -120,7 +120,7 @@ class Cluster:
         self._router = WorkerRouter(cast("list[EngineClient]", self._workers), POLICIES[policy]())
         self._requests: dict[str, _Request] = {}
         self.outcomes: list[TurnOutcome] = []
-        """The times of all requests, in the order of their arrivals."""
+        """The outcomes of all requests, in the order of their arrivals."""
 
     def run(self, trace: Sequence[SimulatedConversation]) -> ClusterReport:
         """Run all requests of a trace and return the report.

@@ -67,6 +67,12 @@ def divide(
 ) -> Division:
     """Divide simplified rules into lexemes and rules over lexemes. The language stays the same.
 
+    Args:
+        rules: the rules of the grammar.
+        root: the name of the start rule.
+        check_time: called regularly; raises at the time limit.
+        max_only_size: maximum nodes of a lexeme that is the whole grammar.
+
     Raises:
         FreeTextConflict: free text is adjacent to an expression that it may contain. Splitting its lexeme is
             not possible.

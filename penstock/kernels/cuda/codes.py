@@ -31,7 +31,8 @@ from penstock.kernels.nibbles import NIBBLES, signed_offset
 _ROW_BYTES, _ROW_COLUMNS = 8192, 2048
 """Bytes of a weight that a program for a single row reads at once: in total, and at most per output."""
 MAX_TILED_ROWS = 64
-"""With more rows than this, the weight is decoded once, and cuBLAS multiplies (see above)."""
+"""Maximum number of rows that are multiplied by the codes directly, if they are not grouped by weight and the
+result need not be deterministic. With more rows, the weight is decoded once, and cuBLAS multiplies."""
 _TILE_OUTPUTS, _TILE_BYTES = 64, 64
 """Outputs of a tile, and bytes per output that it multiplies at once.
 

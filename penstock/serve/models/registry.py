@@ -4,7 +4,7 @@
 
 Models are loaded and unloaded one at a time. Before a model is unloaded, its running requests finish. New
 requests for the model wait until it is loaded again. If two models do not fit into the budget together, they
-are loaded in turn while requests for both arrive.
+are loaded alternately while requests for both arrive.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class ServedModel:
     last_used: float = 0.0
     is_loaded: bool = False
     was_loaded: bool = False
+    """Whether the model has been loaded at least once."""
     is_unloading: bool = False
     """Whether the model is being unloaded. It waits until its running requests have ended."""
     idle_event: asyncio.Event = field(default_factory=asyncio.Event)

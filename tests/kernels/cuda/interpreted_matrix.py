@@ -184,7 +184,9 @@ def test_samples_are_equal_alone_and_in_a_batch(deterministic_ops: CudaOps) -> N
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [2, 80, 576, 896, 1152, 5120])
-def test_row_operations_agree_with_the_reference(ops: CudaOps, dtype: torch.dtype, width: int) -> None:
+def test_rms_norms_and_activations_agree_with_the_reference(
+    ops: CudaOps, dtype: torch.dtype, width: int
+) -> None:
     x, residual = torch.randn(2, 5, width).to(dtype)
     weight = torch.randn(width)
     for norm_weight in (weight, weight.to(dtype)):

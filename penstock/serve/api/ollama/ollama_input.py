@@ -135,8 +135,8 @@ def _reasoning_fields(services: Services, body: OllamaBody) -> dict[str, object]
 def _message(message: OllamaMessage, number: int, pending_call_ids: list[str]) -> dict[str, object]:
     """Translate a message.
 
-    Ollama's tool calls may have no id. They get one here. Tool results without an id are matched to the tool
-    calls of the last assistant message by their order.
+    Ollama's tool calls may have no id. This function creates the missing ids. Tool results without an id are
+    matched to the tool calls of the last assistant message by their order.
 
     Args:
         message: the message.
