@@ -156,7 +156,11 @@ class _Recorder:
         self.records.append(Record(operation, arguments, refs))
 
     def activation(self, tensor: Tensor) -> TensorRef:
-        """Return the reference of a tensor that must be an input or the result of an operation."""
+        """Return the reference of an input or of the result of an operation.
+
+        Raises:
+            UnrecordableStepError: the tensor is neither.
+        """
         location = self._locations.get(tensor.untyped_storage().data_ptr())
         if location is None:
             raise UnrecordableStepError(

@@ -50,7 +50,11 @@ def _intersections(schemas: Schemas, first: Sequence[Shape], second: Sequence[Sh
 
 
 def union(options: Sequence[Iterable[Shape]], node: SchemaNode) -> list[Shape]:
-    """Return the shapes of several unions as one union, without duplicate literals."""
+    """Return the shapes of several unions as one union, without duplicate literals.
+
+    Raises:
+        InputError: the union has more than `MAX_SHAPES` shapes other than literals.
+    """
     result: list[Shape] = []
     literals: set[object] = set()
     for shape in (shape for option in options for shape in option):
