@@ -119,12 +119,12 @@ class Device:
         return str(self.spec)
 
 
-def CPU(id: int = 0) -> Device:  # name of the `max.driver` page
+def CPU(id: int = 0) -> Device:  # named as in MAX's `max.driver`
     """Return the CPU of the host as a device."""
     return Device(DeviceSpec.cpu(id))
 
 
-def Accelerator(id: int = 0) -> Device:  # name of the `max.driver` page
+def Accelerator(id: int = 0) -> Device:  # named as in MAX's `max.driver`
     """Return NVIDIA GPU number ``id`` as a device.
 
     Raises:

@@ -276,7 +276,7 @@ class _Product:
         )
 
     def _normalized_state(self, position_sets: tuple[frozenset[int], ...], count: int) -> _State:
-        """Return the state. Counts that allow the same texts become equal: -1 if they violate no bound."""
+        """Return the state with a normalized count: -1 if no further text can violate a length bound."""
         min_count, max_count = self._bound.min_count, self._bound.max_count
         if count >= 0 and max_count is not None:
             groups = zip(self._required_operands, position_sets, strict=False)

@@ -47,7 +47,7 @@ class ServedModel:
     was_loaded: bool = False
     """Whether the model has been loaded at least once."""
     is_unloading: bool = False
-    """Whether the model is being unloaded. It waits until its running requests have ended."""
+    """Whether the model is being unloaded, which first waits until its running requests have ended."""
     idle_event: asyncio.Event = field(default_factory=asyncio.Event)
     services: Services | None = None
     """The services of the model's routes; set when the server is created."""
