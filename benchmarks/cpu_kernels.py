@@ -48,11 +48,11 @@ class Case:
 
 
 def main() -> None:
-    """Measure the cases of the command line and print a row for each."""
+    """Measure the cases that the command line selects, or all cases, and print a row for each."""
     name_parts = sys.argv[1:]
     print(f"{_cpu_model()}, {torch.get_num_threads()} threads, {' '.join(cpu_features())}")
     print(f"kernels: {isa()}; torch {torch.__version__}; Python {platform.python_version()}")
-    print(f"copying 256 MB: {_copy_speed():.0f} GB/s read and written\n")
+    print(f"copying 128 MiB: {_copy_speed():.0f} GB/s read and written\n")
     print(f"{'operation':44} {'ours':>10} {'theirs':>10} {'ratio':>6} {'ours':>14}  compared with")
     with torch.inference_mode():
         for case in cases():
@@ -101,7 +101,11 @@ def _torch_linears(x: Tensor, weights: list[Tensor]) -> Iterator[tuple[str, Call
 
 
 def attention_cases() -> Iterator[Case]:
-    """Yield attention over a paged cache, compared with torch on contiguous tensors and with other caches."""
+    """Yield attention over a paged cache.
+
+    The operation is compared with torch on contiguous tensors and with the reference kernels. An int8 cache
+    is compared with a bfloat16 cache.
+    """
     ops, reference = _ops(), ReferenceOps()
     for heads, kv_heads, dim in ((32, 4, 64), (12, 12, 64), (16, 8, 128), (32, 8, 128), (8, 1, 256)):
         for batch, new_rows, length in (
@@ -270,7 +274,7 @@ def _seconds_per_call(call: Callable[[], object], repeats: int) -> float:
 
 
 def _copy_speed() -> float:
-    """Return the GB/s, read and written, of copying 128 MiB."""
+    """Return the GB/s of copying 128 MiB. Counts the bytes read and the bytes written."""
     source = torch.ones(32 << 20)
     target = torch.empty_like(source)
     best = min(_seconds_per_call(lambda: target.copy_(source), 1) for _ in range(5))

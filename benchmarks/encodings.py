@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from against_transformers import describe_machine
-from quality import LENGTH, first_token, open_model, texts_of_file
+from quality import LENGTH, first_token, open_model, read_texts
 
 from penstock.bench.quality import compare_all, sample_texts
 from penstock.bench.random_weights import shape_config, write_random_checkpoint
@@ -121,7 +121,7 @@ def measure_quality(
         count = -(-tokens // length)
         texts = {"its own": sample_texts(exact, first_token(exact), count=count, length=length)}
         if text_file is not None:
-            texts[text_file.name] = texts_of_file(exact, text_file, tokens, length)
+            texts[text_file.name] = read_texts(exact, text_file, tokens, length)
         models = {
             "float32": exact,
             REFERENCE: stack.enter_context(open_model(model, REFERENCE, threads=threads, devices="cpu")),
@@ -160,7 +160,7 @@ def measure_speed(
     pairs: int,
     threads: int | None,
 ) -> None:
-    """Store the speed of each encoding in its row. Runs alternate with those of the baseline."""
+    """Store the speed of each encoding in its row. Runs of the encoding and of the baseline alternate."""
     checkpoint = folder / "floats"
     checkpoint.mkdir()
     write_random_checkpoint(checkpoint, shape_config(shape))

@@ -1,7 +1,7 @@
 """Measure a model with random weights on a GPU: decode, prefill, many and mixed requests, cold start.
 
     python benchmarks/gpu.py decode --shape 0.6b        # batch 1, divided by the bandwidth limit
-    python benchmarks/gpu.py prefill --shape 8b         # FLOP/s, divided by those of a large bf16 product
+    python benchmarks/gpu.py prefill --shape 8b         # FLOP/s, divided by the FLOP/s of a large product
     python benchmarks/gpu.py load --shape 0.6b          # 256 requests: 512 prompt tokens, 128 new tokens
     python benchmarks/gpu.py load --shape 0.6b --no-overlap    # load without overlapped steps
     python benchmarks/gpu.py start --shape 0.6b         # seconds to the first token, with graph capture
@@ -145,7 +145,7 @@ def measure_decode(llm: LLM, shape: dict[str, int], _requests: int, _begin: floa
 def measure_prefill(llm: LLM, shape: dict[str, int], _requests: int, _begin: float) -> dict[str, Any]:
     """Run 4 prompts of 2000 tokens.
 
-    Returns tokens/s, and the FLOP/s divided by those of a large product (``share``).
+    Returns tokens/s, and the FLOP/s divided by the FLOP/s of a large product (``share``).
     """
     warm_up_prompt = prompts(shape, 1, 2000)
     generate(llm, warm_up_prompt, 1)

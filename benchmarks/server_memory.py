@@ -3,7 +3,7 @@
     python benchmarks/server_memory.py --minutes 8                  # on the CPU
     python benchmarks/server_memory.py --minutes 8 --devices gpu    # on a GPU, with the memory in use there
 
-Twenty clients send chat and text completions to the embedded model: streamed and whole, greedy and sampled,
+Twenty clients send chat and text completions to the demo model: streamed and whole, greedy and sampled,
 with several choices, stop strings, penalties, log probabilities, tools, new and repeated JSON schemas, and
 five LoRA adapters for two slots. They disconnect from up to a fifth of the requests before the end. The KV
 cache is small, so that requests are preempted. A line per interval has the seconds, the resident MiB of
@@ -185,7 +185,7 @@ def random_request(rng: Random) -> tuple[str, dict[str, Any]]:
 
 
 def write_adapter(folder: Path, seed: int) -> Path:
-    """Write a PEFT adapter of small random matrices for all attention layers of the embedded model."""
+    """Write a PEFT adapter of small random matrices for the query and value projections of the demo model."""
     torch.manual_seed(seed)
     config = json.loads((Path(penstock.__file__).parent / "demo" / "config.json").read_text())
     hidden, dim = config["hidden_size"], config["head_dim"]
@@ -232,7 +232,7 @@ async def wait_until_idle(client: httpx.AsyncClient, seconds: float) -> dict[str
 
 
 def find_worker(server: int) -> int:
-    """Return the process id of the server's worker."""
+    """Return the process id of the server's worker; 0 if there is none."""
     for child in Path(f"/proc/{server}/task/{server}/children").read_text().split():
         if "penstock.worker" in Path(f"/proc/{child}/cmdline").read_text():
             return int(child)

@@ -79,8 +79,8 @@ class AllTokensAsCodes(SpeechCodes):
     """A speech format that converts every token to a code, so that every answer has complete frames."""
 
     def __init__(self, codes_per_frame: int, codebook_size: int) -> None:
-        size = np.arange(codes_per_frame * codebook_size, dtype=np.int64)
-        super().__init__(size.reshape(codes_per_frame, codebook_size))
+        token_ids = np.arange(codes_per_frame * codebook_size, dtype=np.int64)
+        super().__init__(token_ids.reshape(codes_per_frame, codebook_size))
         self.offset = 0
         """Number that is added to token ids.
 

@@ -13,8 +13,7 @@ another question after it, so that Penstock finds the image in its prefix cache.
 
 ``--quick`` runs two rounds with 16 new tokens. ``--seconds`` limits the time: no round starts after it.
 ``--openvino`` is the Python interpreter of an environment with ``openvino-genai`` and ``optimum-intel``. It
-runs ``vision_openvino.py`` in a process that is suspended (SIGSTOP) while
-another engine runs.
+runs ``vision_openvino.py`` in a process that is suspended (SIGSTOP) while another engine runs.
 """
 
 from __future__ import annotations
@@ -176,9 +175,8 @@ def measure(
         request = random_request(config, options.tiles, number)
         second_request = request.with_other_text(number)
         for engine, run in engines.items():
-            if (
-                not number
-            ):  # two warm-up requests: Penstock captures a step when its shape occurs for the second time
+            # Two warm-up requests: Penstock captures a step when its shape occurs for the second time.
+            if not number:
                 run(request, 3)
                 run(random_request(config, options.tiles, -1 - number + 10_000), 3)
                 continue

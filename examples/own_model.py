@@ -1,6 +1,6 @@
 """A custom model in Penstock's pipeline in forty lines, without a checkpoint and without attention.
 
-It is a trigram model: it predicts the token that most often followed the last two tokens in a text.
+The model is a trigram model: it predicts the token that most often followed the last two tokens in a text.
 `TrigramModel` implements all methods that a pipeline calls. The pipeline handles sampling, stopping, several
 steps per call, and batching.
 

@@ -1,7 +1,6 @@
-"""Test an installed wheel: ``python packaging/try_wheel.py WHEEL ISAS``, with the Python that has it
-installed.
+"""Test a wheel with the Python in which the wheel is installed: ``python try_wheel.py WHEEL ISAS``.
 
-Standard library only; ``scripts/wheel`` runs it away from the sources.
+Uses only the standard library. ``scripts/wheel`` runs this file outside the source tree.
 """
 
 from __future__ import annotations
@@ -24,7 +23,11 @@ FOREIGN = re.compile(r"^(tests|docs|benchmarks|examples|tools|scripts)/|\.(cpp|i
 
 
 def main() -> None:
-    """Check tags, contents, imports and kernels of the wheel; raise AssertionError at the first fault."""
+    """Check tags, contents, imports, kernels and commands of the wheel.
+
+    Raises:
+        AssertionError: the first fault.
+    """
     wheel, isas = Path(sys.argv[1]), sys.argv[2].split()
     version, tag = re.fullmatch(r"penstock_llm-([^-]+)-(.+)\.whl", wheel.name).groups()  # type: ignore[union-attr]
     assert tag.startswith("py3-none-"), f"{tag} is not for every Python"

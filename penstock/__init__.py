@@ -47,7 +47,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def _cap_torch() -> None:
+def _limit_torch_instruction_set() -> None:
     """Limit the instruction set of torch's kernels to ``PENSTOCK_ISA``.
 
     This function sets environment variables that torch reads when it is imported.
@@ -63,4 +63,4 @@ _TORCH_VARIABLES = {
     "ONEDNN_MAX_CPU_ISA": {"generic": "SSE41", "avx2": "AVX2", "avx512_vnni": "AVX512_CORE_VNNI"},
 }
 
-_cap_torch()
+_limit_torch_instruction_set()

@@ -57,7 +57,7 @@ class Catalog:
         Raises:
             CheckpointError: the checkpoint is missing, or its architecture is unknown.
             UnsupportedTaskError: there is no pipeline for its task.
-            ConfigError: the architecture does not support the checkpoint's quantisation.
+            ConfigError: the architecture does not support the checkpoint's quantization.
         """
         model = config.model
         task = model.pipeline_task
@@ -129,7 +129,8 @@ def close_tokenizer(tokenizer: object) -> None:
 def prefault_weights(config: PipelineConfig) -> PrefaultedMemory:
     """Start a thread that prefaults memory for packed weights, and return this memory.
 
-    Call this function before importing torch, so that the thread runs during the imports.
+    The memory is empty if the model does not pack weights at load, or if the weights are very small or may
+    not fit. Call this function before importing torch, so that the thread runs during the imports.
     """
     from penstock.kernels.backend import BACKENDS
     from penstock.memory import estimate_packed_size
@@ -161,7 +162,8 @@ def load_pipeline(
 
     Raises:
         CheckpointError: the model cannot be loaded.
-        InsufficientMemoryError: weights and the smallest useful KV cache do not fit.
+        ConfigError: ``data_parallel_size`` is above 1, or the encoding is not supported.
+        InsufficientMemoryError: weights and the smallest permitted KV cache do not fit.
     """
     if config.data_parallel_size > 1:
         raise ConfigError(
@@ -218,13 +220,11 @@ def check_checkpoint(config: PipelineConfig) -> Any:
 
 
 def pack_checkpoint(config: PipelineConfig) -> Path:
-    """Pack the weights of the configured model, and store them in the file that later loads read.
-
-    Returns: The path of the file.
+    """Pack the weights of the configured model, store them for later loads, and return the path of the file.
 
     Raises:
         CheckpointError: the model cannot be loaded.
-        ConfigError: the back end does not pack weights, or the model has no native network.
+        ConfigError: the back end does not pack weights, several ranks are set, or there is no native network.
         OSError: the file cannot be written.
     """
     from penstock.weights.packed_weights import write_packed
@@ -334,7 +334,7 @@ def load_runtime(config: PipelineConfig, catalog: Catalog = CATALOG) -> WorkerRu
     Raises:
         CheckpointError: the model cannot be loaded.
         ConfigError: the configuration does not fit the model.
-        InsufficientMemoryError: weights and the smallest useful KV cache do not fit.
+        InsufficientMemoryError: weights and the smallest permitted KV cache do not fit.
     """
     times = [perf_counter()]
     with prefault_weights(config) as prefaulted:

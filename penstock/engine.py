@@ -26,7 +26,7 @@ class InferenceSession:
     Args:
         devices: the devices to run on; the CPU of the host if not given.
         num_threads: threads of the OpenMP team of this process. If not given, torch's default (one per core,
-            or ``OMP_NUM_THREADS``), limited by the CPU limit of the container.
+            or ``OMP_NUM_THREADS``), limited by the CPU limit of the container. Ranks divide this number.
         kernels: name of the back end; if not given, the best back end for the device.
         prefaulted: memory for the weights that models of this session pack.
         deterministic: whether results of a row must be bit-equal in every batch. Some back ends then use
@@ -103,7 +103,7 @@ class InferenceSession:
 
     @property
     def shard(self) -> Shard:
-        """The part of this process in models that several processes divide."""
+        """The part of this process in models that are divided among several processes."""
         from penstock.distributed import Shard
 
         return Shard() if self.ranks is None else self.ranks.shard
@@ -162,7 +162,7 @@ class InferenceSession:
 
     @property
     def graph_status(self) -> str:
-        """How the last step ran: ``compiled`` (as one call), or ``eager`` with the reason."""
+        """How the last step ran: ``compiled`` (as one call), ``eager`` and the reason, or ``no step yet``."""
         graphs = self.graphs
         if graphs is None:
             if not self.use_graphs:
@@ -172,7 +172,11 @@ class InferenceSession:
 
     @property
     def compiled_steps(self) -> str:
-        """Text that describes which steps of a model can be compiled: ``of up to 512 rows``, or ``none``."""
+        """Text that describes which steps of a model can be compiled.
+
+        For example ``of up to 512 rows without sample``, if steps with this operation run eagerly, or
+        ``none``.
+        """
         graphs = self.graphs
         if graphs is None:
             return "none"

@@ -1,4 +1,4 @@
-"""The engine client of a configuration: one worker process, or several behind a router."""
+"""The engine client of a configuration: a router for one or several worker processes."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def make_engine(
         max_queue_size: see `WorkerClient`; applies to each worker.
         hang_limit: see `WorkerClient`.
         memory_limit: see `WorkerClient`; applies to each worker.
-        memory: bytes of host memory for all workers together; by default ``device_memory_utilization`` of the
-            free memory if there are several.
+        memory: bytes of host memory for all workers together; GPUs ignore it. By default, several workers
+            together use ``device_memory_utilization`` of the free memory.
         is_asleep: whether `wake_up` instead of `start` starts the workers.
 
     Raises:

@@ -205,7 +205,7 @@ class UnsupportedTaskError(CheckpointError):
 
 
 class InsufficientMemoryError(PenstockError):
-    """Weights, activations or the smallest useful KV cache do not fit into the available memory."""
+    """Weights, activations or the smallest permitted KV cache do not fit into the available memory."""
 
     def __init__(self, message: str, *, needed: int, available: int) -> None:
         super().__init__(message)

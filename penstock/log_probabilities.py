@@ -23,7 +23,9 @@ def compute_log_probabilities(
     batch_top_n: Sequence[int],
     batch_echo: Sequence[bool],
 ) -> list[LogProbabilities | None]:
-    """Return the log probabilities of a batch, see `PipelineModel.compute_log_probabilities`.
+    """Return the log probabilities of a batch, None for sequences with ``top_n`` 0.
+
+    See `PipelineModel.compute_log_probabilities`.
 
     Without echo, an entry contains the sampled token. With echo, it also contains the input tokens of this
     step except the first token, whose logits were computed in the previous step. Echo needs logits at all

@@ -1,4 +1,4 @@
-"""Loads a model that several processes divide: rank 0 in this process, the other ranks in new processes."""
+"""Loads a model that is divided among several processes: rank 0 in this one, the other ranks in new ones."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ def load_on_ranks(
 
 
 def run_rank(config: PipelineConfig, resolve: Resolve, ranks: Ranks) -> None:
-    """Load the part of the model of a rank from 1 on, and run its steps until rank 0 ends.
+    """Load this rank's part of the model, and run its steps until rank 0 closes the model.
+
+    Runs in the processes of all ranks except rank 0.
 
     Raises:
         PenstockError: the part of the model cannot be loaded.
@@ -112,7 +114,7 @@ def rank_devices(config: PipelineConfig) -> Sequence[Device]:
 
 
 def check_divisible(config: PipelineConfig, architecture: SupportedArchitecture) -> None:
-    """Check that several processes can divide the configured model.
+    """Check that the configured model can be divided among several processes.
 
     Raises:
         ConfigError: the model cannot be divided, or a setting does not allow it. The message names the
@@ -128,6 +130,6 @@ def check_divisible(config: PipelineConfig, architecture: SupportedArchitecture)
     if config.speculative.method == "draft_model":
         raise ConfigError(
             "tensor_parallel_size",
-            "a draft model is not supported for a model that several processes divide: use "
+            "a draft model is not supported with a model that is divided among several processes: use "
             "--speculative-method ngram",
         )

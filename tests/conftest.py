@@ -22,7 +22,7 @@ from support.random_draws import (
     register_profiles,
 )
 
-# Modules and test items are never freed. The garbage collector is enabled after they are collected by pytest.
+# Modules and test items are never freed. The garbage collector is enabled after pytest has found all tests.
 gc.disable()
 
 # torch and huggingface_hub read these variables on import. Tiny models are fastest on one thread.
@@ -30,7 +30,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-# Property tests draw the same examples in every run, so that a new failure is due to a code change.
+# Without --random, property tests draw the same examples in every run. A new failure is then due to a code
+# change.
 register_profiles()
 
 # A process that a shell starts in the background ignores SIGINT. Some tests send SIGINT.
@@ -120,7 +121,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Exclude modules and test items from garbage collection, which saves 0.3 s per collection."""
+    """Exclude modules and test items from garbage collection, which saves 0.3 s per run of the collector."""
     gc.collect()
     gc.freeze()
     gc.enable()

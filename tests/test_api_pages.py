@@ -1,4 +1,4 @@
-"""All names on the API pages exist, and their parameters have the kinds and defaults of the page."""
+"""All names on the API pages of MAX exist, and their parameters have the kinds and defaults of the page."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_class_has_the_attributes_of_the_page(module: str, name: str) -> Non
 
 
 @pytest.mark.parametrize(("module", "name"), [(m, n) for m, n in NAMES if PAGES[m][n].members])
-def test_the_enum_has_the_values(module: str, name: str) -> None:
+def test_the_enum_has_the_values_of_the_page(module: str, name: str) -> None:
     cls = import_name(module, name)
     assert issubclass(cls, str)
     members = PAGES[module][name].members
@@ -63,7 +63,7 @@ def test_the_enum_has_the_values(module: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(("module", "name"), [(m, n) for m, n in NAMES if PAGES[m][n].keys])
-def test_the_dictionary_has_the_keys(module: str, name: str) -> None:
+def test_the_typed_dictionary_requires_the_keys_of_the_page(module: str, name: str) -> None:
     cls = import_name(module, name)
     assert set(PAGES[module][name].keys.split()) <= cls.__required_keys__
 

@@ -37,7 +37,7 @@ def test_at_least_one_device_exists() -> None:
     assert load_devices(scan_available_devices())
 
 
-def test_buffer_and_tensor_are_torch_tensors() -> None:
+def test_buffer_and_tensor_are_torch_tensors_and_other_names_do_not_exist() -> None:
     assert driver.Buffer is torch.Tensor
     assert driver.Tensor is torch.Tensor
     with pytest.raises(AttributeError, match="Grommet"):

@@ -25,7 +25,7 @@ def test_types_that_numpy_lacks_are_refused(dtype: DType) -> None:
         dtype.to_numpy()
 
 
-def test_unknown_dtype_names_are_refused() -> None:
+def test_dtypes_without_an_equivalent_are_refused() -> None:
     with pytest.raises(ValueError, match="complex64"):
         DType.from_torch(torch.complex64)
     with pytest.raises(ValueError, match="complex128"):

@@ -69,7 +69,7 @@ def test_num_threads_applies_to_each_worker(monkeypatch: pytest.MonkeyPatch) -> 
     assert load_config(config, divide(config)[1], monkeypatch).num_threads == 3
 
 
-def test_workers_divide_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_divide_gpus_or_share_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = tuple(DeviceSpec(number, "gpu") for number in range(4))
     shares = divide(make_config(data_parallel_size=2, devices=gpus))
     assert [share.devices for share in shares] == [gpus[:2], gpus[2:]]
@@ -88,7 +88,7 @@ def test_a_memory_limit_sets_the_memory_utilization(monkeypatch: pytest.MonkeyPa
     assert load_config(config, share, monkeypatch).kv_cache.device_memory_utilization == 0.25
 
 
-def test_the_engine_has_one_client_per_worker() -> None:
+def test_the_engine_has_one_client_per_worker_and_can_start_asleep() -> None:
     assert len(make_engine(make_config(data_parallel_size=3)).workers) == 3
     assert make_engine(make_config(), is_asleep=True).state == "asleep"
 

@@ -1,4 +1,4 @@
-"""Imports in a new process: the server, the command line and other light modules load no torch."""
+"""Imports: light modules load no torch and no other heavy package, and ``penstock`` has its public names."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_listing_architectures_loads_no_heavy_package() -> None:
     assert _run_in_new_process(code) == ""
 
 
-def test_public_names_are_imported_on_first_use() -> None:
+def test_public_names_are_listed_and_are_the_original_objects() -> None:
     code = (
         "import penstock; from penstock import SamplingParams; assert 'LLM' in dir(penstock);"
         "from penstock.pipelines.core import SamplingParams as original; print(SamplingParams is original)"

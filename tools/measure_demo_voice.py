@@ -5,7 +5,8 @@
 
 The model and espeak-ng speak each sentence. Speech recognisers transcribe both. The mel distance compares the
 model's speech of a sentence with espeak-ng's speech of the same sentence, and of another sentence (the
-control).
+control). For each selected phrase, the tool also counts how many of its spellings are understood when the
+model speaks them.
 """
 
 from __future__ import annotations

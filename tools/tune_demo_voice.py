@@ -49,8 +49,8 @@ _SPEEDS = (130, 140, 150, 160)
 _NUM_SAMPLES = 8
 """Samples of the voice for each phrase of `SELECTED_PHRASES`."""
 _REPEATS = 10
-"""Repetitions of each spelling of `SELECTED_PHRASES` per epoch. The first phrase is repeated three times as
-often."""
+"""Repetitions of each variant (`variants`) of `SELECTED_PHRASES` per epoch. The first phrase is repeated
+three times as often."""
 
 
 def tuning_texts() -> list[str]:
@@ -135,8 +135,8 @@ class Tuning:
         ]
         codes_of_phrases = {phrase: codec.encode(speak(phrase)).to(torch.int16) for phrase in COMMON_PHRASES}
         for phrase in SELECTED_PHRASES:
-            spellings = [variants(phrase)[index % 4] for index in range(_NUM_SAMPLES)]
-            generated = generate_codes(self._options.voice, spellings, 0.8, 100)
+            phrase_variants = [variants(phrase)[index % 4] for index in range(_NUM_SAMPLES)]
+            generated = generate_codes(self._options.voice, phrase_variants, 0.8, 100)
             candidates = [codes for codes in generated if len(codes) > 5]
             for speed in _SPEEDS:
                 speak.set_speed(speed)
@@ -182,8 +182,8 @@ class Tuning:
         rows = make_rows(tokenizer, texts, codes)
         repeated = []
         for phrase in (*SELECTED_PHRASES, *COMMON_PHRASES):
-            spellings = variants(phrase)
-            phrase_rows = make_rows(tokenizer, spellings, [phrase_codes[phrase]] * len(spellings))
+            phrase_variants = variants(phrase)
+            phrase_rows = make_rows(tokenizer, phrase_variants, [phrase_codes[phrase]] * len(phrase_variants))
             count = (
                 3 * _REPEATS
                 if phrase == SELECTED_PHRASES[0]

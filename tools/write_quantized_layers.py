@@ -269,7 +269,7 @@ def reference_layers() -> Iterator[tuple[str, Callable[[], ReferenceLayer]]]:
 
 
 def main() -> None:
-    """Write all files."""
+    """Write the files that the command line names, or all files."""
     FOLDER.mkdir(exist_ok=True)
     for name, make_layer in reference_layers():
         if sys.argv[1:] and name not in sys.argv[1:]:

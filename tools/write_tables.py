@@ -399,7 +399,7 @@ def statuses() -> str:
 
 
 def metric_names() -> str:
-    """Return the table of metrics: those of the server's registry, and those read from the worker."""
+    """Return the table of metrics of the server's registry and of metrics read from the worker."""
     rows = []
     found = metrics.Metrics(with_process=False)
     labels = {
@@ -549,7 +549,7 @@ def tool_formats() -> str:
 
 
 def reasoning_formats() -> str:
-    """Return the start and end markers of each reasoning format."""
+    """Return the table of the begin and end markers of each reasoning format."""
     rows = [
         [
             code(reasoning_format.name),

@@ -23,7 +23,7 @@ class Comparison:
     ours: Opener
     theirs: Opener
     vocabulary: int
-    """Number of token ids that prompts use."""
+    """Prompts use the token ids from 3 to ``vocabulary - 1``."""
     pairs: int
     """Number of pairs of runs, without the warm-up."""
     probe: Probe

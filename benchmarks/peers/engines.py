@@ -31,20 +31,20 @@ def _inherited_environment() -> dict[str, str]:
 class Engine:
     """An engine whose driver runs as a child process in a virtual environment.
 
-    A context manager ends the process.
+    Used as a context manager, the engine ends the process at the end of the block.
 
-    Between two requests, SIGSTOP stops the process and its children. Otherwise the threads of an idle engine
-    could spin and take CPU time from the other engine.
+    Between two requests, SIGSTOP suspends the process and its children. Otherwise the threads of an idle
+    engine could spin and take CPU time from the other engine.
 
     Args:
         command: the command that starts the driver.
         load: the content of the load request, with the fields of ``Settings`` in `drivers.request_loop`.
-        environment: environment variables of the driver, added to those of this process. The driver does not
-            inherit settings of OpenMP, because a setting that suits one engine can halve the speed of
-            another.
+        environment: environment variables of the driver, added to the variables of this process. The driver
+            does not inherit settings of OpenMP, because a setting that suits one engine can halve the speed
+            of another.
         log: the file for what the driver and the engine print.
-        watch_memory: whether to sample the memory of the process 50 times per second. Sampling takes CPU
-            time.
+        watch_memory: whether to sample the memory of the process and its children 50 times per second.
+            Sampling takes CPU time.
 
     Raises:
         EngineError: the engine failed to load. The message names the log.

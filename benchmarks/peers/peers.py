@@ -115,7 +115,7 @@ def interpreter_path(folder: Path) -> Path:
 
 
 def set_up(peer: Peer, folder: Path) -> None:
-    """Create or update the virtual environment of a peer with pip.
+    """Create or update the virtual environment of a peer with pip. For llama_cpp, also download its source.
 
     If pip would install CUDA builds of PyTorch, set ``PIP_EXTRA_INDEX_URL`` or ``PIP_FIND_LINKS`` to a source
     of CPU builds.

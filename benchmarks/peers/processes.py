@@ -1,4 +1,4 @@
-"""Anonymous memory of a process and its descendants, read from ``/proc``, and the end of a session."""
+"""Anonymous and shared memory of a process and its descendants (``/proc``), and the end of a session."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def process_tree(pid: int) -> list[int]:
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Return the bytes of anonymous memory of a process and its descendants.
+    """Return the bytes of anonymous and shared memory of a process and its descendants.
 
     Shared memory counts once for each process that maps it.
     """

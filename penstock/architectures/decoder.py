@@ -340,7 +340,7 @@ class DecoderModel(NetworkModel[TextContext]):
     def _text_lengths(
         self, contexts: Sequence[TextContext], row_counts: np.ndarray, positions: np.ndarray
     ) -> Tensor | None:  # [T]
-        """Return the sequence length that determines the rotary angles of each row.
+        """Return the sequence length that sets the rotary angles of each row; None if positions suffice.
 
         It is the prompt length or the row's position + 1, whichever is larger, as in transformers. To make
         recomputed keys equal, it is at least the shortest length of the context's `KVCacheSpec.regime`.

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EmbedderNetwork:
-    """A decoder without its output head: ``tokens [T]`` -> normalized hidden states ``[T, E]``."""
+    """A decoder without its LM head: ``tokens [T]`` -> hidden states ``[T, E]`` after the final norm."""
 
     trunk: DecoderTrunk
     classifier: ClassificationHead | None = None
@@ -41,7 +41,7 @@ class EmbedderNetwork:
 
     @property
     def length_dependent(self) -> bool:
-        """Whether positions depend on the length of the sequence."""
+        """Whether the angles of the rotary embeddings depend on the length of the sequence."""
         return self.trunk.length_dependent
 
     def __call__(self, tokens: Tensor, step: StepInputs, token_types: Tensor | None = None) -> Tensor:
@@ -58,7 +58,7 @@ def remove_model_prefix(name: str) -> str:
 
 
 class EmbedderModel(EncoderModel):
-    """An encoder whose network is a decoder that a `Blueprint` describes."""
+    """An `EncoderModel` whose network is the decoder that a `Blueprint` describes."""
 
     decoder: ClassVar[type[TransformerModel]]
     """The family's model for text generation."""
@@ -76,11 +76,13 @@ class EmbedderModel(EncoderModel):
         """Return the blueprint of the decoder, with the tensor names of a model without a head.
 
         Raises:
-            ConfigError: the family has caps on attention scores or attention sinks.
+            ConfigError: the family has attention sinks, or soft caps on attention scores.
         """
         blueprint = cls.decoder.blueprint(huggingface_config)
         if blueprint.attention_soft_cap is not None or blueprint.sinks:
-            raise ConfigError("model_type", "attention caps and sinks are not supported without a KV cache")
+            raise ConfigError(
+                "model_type", "attention soft caps and sinks are not supported without a KV cache"
+            )
         return replace(blueprint, names=replace(blueprint.names, prefix=""))
 
     @classmethod

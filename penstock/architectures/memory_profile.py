@@ -32,7 +32,7 @@ def plan_from_measurement(model: PipelineModel[Any], spec: KVCacheSpec, memory: 
         memory: measures free and peak memory of the model's device.
 
     Raises:
-        InsufficientMemoryError: the largest step and the smallest useful KV cache do not fit together.
+        InsufficientMemoryError: the largest step and the smallest permitted KV cache do not fit together.
     """
     plan, config = model.memory_plan, model.pipeline_config
     weights_size = max(model.free_memory - memory.free(), 0)

@@ -82,7 +82,7 @@ class ModelInputs:
 
     @property
     def buffers(self) -> Iterator[Tensor]:
-        """Yield all tensors of the inputs."""
+        """Yield the fields that are tensors."""
         values = (vars(self)[name] for name in vars(self))
         return (value for value in values if isinstance(value, Tensor))
 
@@ -117,12 +117,12 @@ class KVCacheMixin(Protocol):
 class PipelineModel(ABC, Generic[BaseContextType]):
     """A model with setup, input preparation and execution.
 
-    Only the first two arguments are required. The configuration determines the defaults of the others.
+    Only the first two arguments are required. Most of the other defaults come from the configuration.
 
     Args:
         pipeline_config: the configuration of the whole pipeline.
         session: devices and kernels.
-        devices: the devices of the model; by default those of the session.
+        devices: the devices of the model; by default the devices of the session.
         kv_cache_config: by default ``pipeline_config.kv_cache``.
         weights: the tensors of the checkpoint; by default opened from the configured checkpoint.
         adapter: maps the names of tensors; by default `weights_adapter` of the class.

@@ -40,7 +40,7 @@ class MultimodalRopeModel(DecoderModel):
         *,
         drafts: Sequence[Sequence[int]] | None = None,
     ) -> ModelInputs:
-        """Return a ragged batch; positions are ``[3, T]`` if it has tokens of images, otherwise ``[T]``."""
+        """Return a ragged batch; positions are ``[3, T]`` if the axes of a token differ, else ``[T]``."""
         inputs = super().prepare_initial_token_inputs(
             replica_batches, kv_cache_inputs, return_n_logits, drafts=drafts
         )

@@ -176,7 +176,10 @@ class NetworkModel(PipelineModel[BaseContextType]):
         return self.lazy_packing.pack_next()
 
     def announce(self, method: str, *arguments: object) -> None:
-        """Make the other ranks call a method of their `Follower`. Does nothing on ranks above 0."""
+        """Make the other ranks call a method of their `Follower`.
+
+        Does nothing without other ranks and on ranks above 0.
+        """
         ranks = self.session.ranks
         if ranks is not None and ranks.rank == 0:
             ranks.send(pickle.dumps((method, arguments), protocol=pickle.HIGHEST_PROTOCOL))

@@ -1,7 +1,7 @@
 """`PostNormModel`: an encoder whose network is a `PostNormEncoder`, with the heads of its checkpoint.
 
-A family subclasses it and defines the names of its tensors. It overrides `sizes` if the keys of its
-``config.json`` differ from those of BERT.
+A family subclasses `PostNormModel` and defines the names of its tensors. The family overrides `sizes` if the
+keys of its ``config.json`` differ from the keys of BERT.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def prefix_remover(prefix: str) -> Callable[[str], str]:
-    """Return a weights adapter that removes a prefix. Only checkpoints of models with a head have it."""
+    """Return a weights adapter that removes a prefix, which only checkpoints with a head have."""
     return lambda name: name.removeprefix(prefix)
 
 

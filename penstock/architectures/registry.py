@@ -118,7 +118,7 @@ def speech_architectures(
 
 
 class PipelineRegistry:
-    """Finds architectures by model type and task, in folders and among those added by `register`.
+    """Finds architectures by model type and task, in folders and among the records that `register` added.
 
     Args:
         folders: folders to search in addition to Penstock's own. Each contains one package per family.

@@ -35,7 +35,7 @@ class ModuleStep:
 def register() -> None:
     """Register `paged_attention` with transformers, without a mask function.
 
-    The KV cache determines the visible keys, so transformers need not build a mask.
+    The KV cache determines the visible keys, so the transformers library does not need to build a mask.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -57,12 +57,14 @@ def paged_attention(
     dropout: float = 0.0,
     **options: Any,
 ) -> tuple[Tensor, None]:  # [1, T, H, D]
-    """Store the keys and values of a step in the KV cache and return the attention output.
+    """Store the keys and values of a step in the KV cache and return the attention output and None.
 
-    The attention layers of a transformers module call this function.
+    The attention layers of a transformers module call this function. Without a KV cache, the rows of a
+    sequence attend only to earlier rows of the same step.
 
     Raises:
-        UnsupportedFeatureError: the layer requests an attention that does not match the KV cache.
+        UnsupportedFeatureError: the layer requests an attention that does not match the KV cache, or the
+            module does not pass `STEP_ARGUMENT` to its layers.
     """
     module_step = options.pop(STEP_ARGUMENT, None)
     if not isinstance(module_step, ModuleStep):
@@ -126,7 +128,10 @@ def _check(
     attention_mask: Tensor | None,
     options: Mapping[str, object],
 ) -> None:
-    """Refuse shapes, windows and masks that do not match the layer's group of the KV cache."""
+    """Refuse shapes and windows that do not match the layer's group of the KV cache.
+
+    Also refuse masks, attention that is not causal, and tensors in unknown options.
+    """
     name = type(module).__name__
     expected = (group.kv_heads, group.head_dim)
     for part, tensor in (("keys", key), ("values", value)):

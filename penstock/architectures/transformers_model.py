@@ -267,7 +267,11 @@ def _class_problem(config: PreTrainedConfig, pipeline_config: PipelineConfig) ->
 
 
 def _windows(config: PreTrainedConfig) -> list[tuple[int | None, bool]]:  # [L]
-    """Return for each layer its window or chunk size, and whether attention is chunked."""
+    """Return for each layer its window or chunk size, and whether attention is chunked.
+
+    Raises:
+        ConfigError: ``layer_types`` contradicts the number of layers, or a window or chunk size is missing.
+    """
     layers = int(config.num_hidden_layers)
     window = getattr(config, "sliding_window", None) or None
     types = getattr(config, "layer_types", None)

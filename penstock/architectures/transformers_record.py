@@ -31,7 +31,7 @@ def transformers_architecture(
 
     Raises:
         CheckpointError: the checkpoint is a GGUF file, or the task is not text generation.
-        ConfigError: its weights are quantized.
+        ConfigError: the weights of the checkpoint are quantized.
         MissingDependencyError: transformers is not installed.
     """
     name = str(huggingface_config.model_type)

@@ -1,8 +1,8 @@
 """Measures the time from process start to the first token: ``python -m penstock.bench.cold_start``.
 
 The parent process, `workloads.cold_start`, writes a pickled configuration to standard input. This program
-prints a timestamp and durations in seconds as JSON. All processes of a machine share the monotonic clock, so
-the parent process can subtract its own timestamps.
+prints two timestamps and three durations in seconds as JSON. All processes of a machine share the monotonic
+clock, so the parent process can subtract its own timestamps.
 """
 
 from time import perf_counter

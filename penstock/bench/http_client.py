@@ -32,7 +32,8 @@ class HttpResponse:
     headers: dict[str, str] = field(default_factory=dict)
     """The headers, with names in lower case."""
     pieces: list[tuple[float, bytes]] = field(default_factory=list)
-    """For each part of the body that was received at once: the arrival time and the bytes."""
+    """For each chunk of a chunked body, or each part of another body that was received at once: the arrival
+    time and the bytes."""
 
     @property
     def body(self) -> bytes:
@@ -68,11 +69,11 @@ class HttpClient:
         self._idle_connections: list[_Connection] = []
 
     async def get(self, path: str) -> HttpResponse:
-        """Send a GET request and return the response."""
+        """Send a GET request and return the response. Raises the errors of `post`."""
         return await self._request(f"GET {self._path}{path} HTTP/1.1\r\n{self._header_lines}\r\n".encode())
 
     async def post(self, path: str, body: object) -> HttpResponse:
-        """Send an object as JSON and return the response.
+        """Send an object as JSON, or bytes unchanged, and return the response.
 
         Cancelling the call closes the connection, so that the server cancels the request.
 

@@ -98,8 +98,9 @@ async def random_prompts(
 
 
 def read_prompts(path: Path) -> list[BenchPrompt]:
-    """Return the prompts in a file: its lines, or in a ``.jsonl`` file each line's ``prompt`` or
-    ``messages``.
+    """Return the prompts in a file, one per line.
+
+    A line of a ``.jsonl`` file is an object with ``prompt`` or ``messages``, or the prompt itself.
 
     Raises:
         InputError: the file has no prompts, or a line is not a prompt.
@@ -121,7 +122,7 @@ async def served_model(client: HttpClient) -> str:
     """Return the first model that the server lists.
 
     Raises:
-        InputError: the server lists no model.
+        InputError: the server lists no model, or answers with an error.
     """
     answer = await _request_json(client, "/v1/models")
     models = answer.get("data") if isinstance(answer, dict) else None

@@ -43,7 +43,10 @@ def print_summary(summary: Summary, console: Console) -> None:
 
 
 def plot(measurement: Measurement, title: str, path: Path) -> None:
-    """Write a PNG file with plots of the latencies over time and of their distributions.
+    """Write a PNG file with four plots.
+
+    The plots show the latencies over time, the tokens over time, the distribution of the latencies, and the
+    distribution of the gaps between two events.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.

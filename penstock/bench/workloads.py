@@ -48,7 +48,7 @@ WORKLOADS = {
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes of the workloads: lengths in tokens, the prompts of a batch, and the runs of a workload."""
+    """The lengths in tokens, the number of prompts of a batch, and the number of runs of each workload."""
 
     prompt_length: int = 128
     prefill_length: int = 1024

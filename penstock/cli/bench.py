@@ -46,7 +46,7 @@ class _ServeOptions(TypedDict):
 
 
 _ROUND_TRIPS = 50
-"""Number of small requests before the benchmark. They measure the round-trip time of the idle server."""
+"""Number of small requests between warm-up and measurement, for the round-trip time of the idle server."""
 
 
 @click.group("bench")
@@ -215,7 +215,7 @@ async def _measure(client: HttpClient, options: _ServeOptions) -> int:
 
 
 async def _model_and_prompts(client: HttpClient, options: _ServeOptions) -> tuple[str, list[BenchPrompt]]:
-    """Return the model name and the prompts: those of the measurement first, then those of the warm-up."""
+    """Return the model name and the prompts: first for the measurement, then for the warm-up."""
     from penstock.bench.http_client import IncompleteResponseError
     from penstock.bench.prompts import random_prompts, read_prompts, repeat_prompts, served_model
 

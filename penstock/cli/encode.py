@@ -1,4 +1,4 @@
-"""``penstock encode``: embeddings of texts to a file or to standard output."""
+"""``penstock encode``: writes embeddings of texts to a file or to standard output."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def command(
 
 
 def summary(responses: Sequence[EmbeddingsResponse], load_seconds: float, seconds: float) -> str:
-    """Return the last line of the command's output: load time, number of tokens, throughput."""
+    """Return the command's line on standard error: load time, number of tokens, throughput."""
     num_tokens = sum(response.num_tokens for response in responses)
     seconds = max(seconds, 1e-9)
     return (

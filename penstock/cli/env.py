@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 )
 def command(as_json: bool, num_workers: int, num_ranks: int) -> None:
     """Show versions, processor, devices, kernels, OpenMP and threads."""
-    from penstock.cli.environment import describe_environment  # loads torch
+    from penstock.cli.environment import describe_environment  # imports torch
 
     environment = describe_environment(num_workers, num_ranks)
     if as_json:

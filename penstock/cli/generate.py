@@ -1,4 +1,4 @@
-"""``penstock generate``: streams generated text to standard output and prints timings on standard error."""
+"""``penstock generate``: prints generated text or JSON on standard output, and timings."""
 
 from __future__ import annotations
 
@@ -135,11 +135,11 @@ def command(
         raise click.UsageError("--system needs --chat")
     if logprobs is not None and not as_json:
         raise click.UsageError("--logprobs needs --json: text output cannot show them")
-    sampling_options = (
+    options_without_beams = (
         *(temperature, top_k, top_p, min_p, seed, stop or None, chat or None, image or None),
         *(json_schema, logprobs),
     )
-    if num_beams is not None and any(value is not None for value in sampling_options):
+    if num_beams is not None and any(value is not None for value in options_without_beams):
         raise click.UsageError("--num-beams can only be combined with --n, --max-new-tokens and --ignore-eos")
     _check_utf8("--system", system or "")
     _check_utf8("--stop", "".join(stop))
@@ -232,13 +232,13 @@ def _response_format(path: Path | None) -> dict[str, object] | None:
 
 
 def _check_model(name: object) -> None:
-    """Raise a usage error if the argument MODEL looks like a prompt."""
+    """Raise a usage error if the argument MODEL looks like a prompt: it has white space and is not a path."""
     if isinstance(name, str) and any(map(str.isspace, name)) and not Path(name).expanduser().exists():
         raise click.UsageError(f"the argument {name!r} names the model: give the prompt as --prompt TEXT")
 
 
 def _check_task(config: PipelineConfig) -> None:
-    """Check before the load that the model generates text."""
+    """Raise an `InputError` before the load if the architecture of the model generates no text."""
     from penstock.pipelines.core import PipelineTask
 
     task = config.model.pipeline_task

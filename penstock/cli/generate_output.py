@@ -1,4 +1,4 @@
-"""The output of ``penstock generate``: text or JSON on standard output, timings on standard error."""
+"""The output of ``penstock generate``: text, with timings on standard error, or JSON with timings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Timings:
     load: float
     """From the start of the command until the model is loaded, including the import of torch."""
     first_token: float
-    """From the end of the load to the first piece of text."""
+    """From the end of the load to the first piece of text, or to the end if there is no text."""
     remaining: float
     """From the first piece of text to the end."""
     num_first_tokens: int = 1
@@ -36,7 +36,7 @@ class Timings:
         return num_tokens / max(self.first_token, 1e-9)
 
     def summary(self, num_tokens: int) -> str:
-        """Return the last line that ``penstock generate`` prints."""
+        """Return the line about a stream that ``penstock generate`` prints on standard error."""
         return (
             f"loaded in {self.load:.2f} s, first token after {self.first_token * 1000:.0f} ms, "
             f"{num_tokens} tokens at {self.tokens_per_second(num_tokens):.1f} tokens/s"
@@ -57,7 +57,10 @@ def print_outputs(
     as_json: bool,
     more_members: dict[str, object] | None = None,
 ) -> None:
-    """Print several outputs of one prompt. ``more_members`` are additional members of the JSON object."""
+    """Print the outputs of one prompt and their timings.
+
+    ``more_members`` are additional members of the JSON object.
+    """
     num_generated = sum(output.num_generated_tokens for output in outputs)
     speed = num_generated / max(seconds, 1e-9)
     if as_json:

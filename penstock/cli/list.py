@@ -1,4 +1,4 @@
-"""``penstock list``: supported architectures, tasks, encodings and formats, or downloaded models."""
+"""``penstock list``: architectures, tasks, weight encodings and formats, or the downloaded models."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ import click
 @click.option("--local", is_flag=True, help="List the models in the cache of the Hugging Face hub.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(local: bool, as_json: bool) -> None:
-    """List architectures with their tasks and encodings, output formats, and GGUF block types.
+    """List architectures with tasks and weight encodings, and the supported formats.
 
-    With --local, list the models that were downloaded, with revision, branches, size and last use.
+    The formats are those of tool calls, reasoning and checkpoints, and the GGUF block types.
+
+    With --local, list the models that were downloaded, with revision, branches and tags, size and last use.
     """
     if local:
         _list_local(as_json)
@@ -86,7 +88,7 @@ def _list_local(as_json: bool) -> None:
         ]
         for model in models
     ]
-    _print_table(["model", "revision", "branches", "size", "last used", ""], table)
+    _print_table(["model", "revision", "branches, tags", "size", "last used", ""], table)
     click.echo(f"\ntotal {file_size(cache_size())}")
 
 

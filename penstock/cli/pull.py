@@ -23,12 +23,12 @@ def command(model: str, revision: str, gguf_file: str | None, codec: bool, as_js
     was interrupted continues where it stopped.
     """
     from penstock.errors import CheckpointNotFoundError, ConfigError
-    from penstock.weights.hub import is_on_hub, resolve_checkpoint, resolve_codec
+    from penstock.weights.hub import is_hub_id, resolve_checkpoint, resolve_codec
     from penstock.weights.hub_cache import cached_revision
 
     if codec and gguf_file is not None:
         raise ConfigError("gguf_file", "names a file of a model, but --codec downloads a codec")
-    if not is_on_hub(model):
+    if not is_hub_id(model):
         raise CheckpointNotFoundError(repr(model), "is not a model of the hub: write name or namespace/name")
     if codec:
         path = resolve_codec(model, revision, resumes=True)

@@ -23,7 +23,7 @@ def check_embeddings_model(config: PipelineConfig, command: str) -> None:
     """Check before the load that the model is an embeddings model.
 
     Raises:
-        TaskMismatchError: the model generates text.
+        TaskMismatchError: the model is not an embeddings model.
     """
     task = config.model.pipeline_task.option
     if task != TASK:
@@ -43,6 +43,8 @@ def read_texts(flag_texts: tuple[str, ...], file: Path | None, flag: str) -> lis
 
     Raises:
         InputError: there is no text, or a line cannot be read.
+        click.UsageError: both the flag and ``--file`` are given.
+        OSError: the file cannot be read.
     """
     if flag_texts and file is not None:
         raise click.UsageError(f"{flag} and --file are both given: give one of them")

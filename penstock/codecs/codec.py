@@ -85,7 +85,7 @@ class AudioCodec(ABC):
         return False
 
     def decode(self, frames: Sequence[Tensor]) -> list[Tensor]:
-        """Decode whole streams: ``[F, C]`` int64 -> ``[F * samples_per_frame]`` float32 for each.
+        """Return the samples ``[F * samples_per_frame]`` float32 of each whole stream ``[F, C]`` int64.
 
         Raises:
             InputError: frames have another shape, or a code is out of range.
@@ -106,7 +106,7 @@ class AudioCodec(ABC):
 
     @abstractmethod
     def encode(self, samples: Tensor) -> Tensor:
-        """Encode ``[S]`` float32 at ``encoder_sample_rate`` -> ``[F, C]`` int64.
+        """Return the frames ``[F, C]`` int64 of samples ``[S]`` float32 at ``encoder_sample_rate``.
 
         Raises:
             UnsupportedFeatureError: the checkpoint has no encoder.

@@ -1,6 +1,6 @@
 """The configuration of a pipeline: frozen dataclasses, built from flags, environment variables and a file.
 
-Importing this package loads no torch.
+Importing this package does not import torch.
 """
 
 from __future__ import annotations

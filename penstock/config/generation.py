@@ -35,8 +35,8 @@ def complete_sampling_params(
     """Return sampling parameters with defaults for all values that are not given.
 
     Precedence: values in ``given`` that are not None, ``generation_config``, ``more_defaults``, OpenAI's
-    defaults.
-    ``"do_sample": false`` in ``generation_config`` means temperature 0. A missing seed is drawn at random.
+    defaults. ``"do_sample": false`` in ``generation_config`` means temperature 0. A missing seed is drawn at
+    random.
 
     Args:
         given: fields of `SamplingParams`.
@@ -47,6 +47,7 @@ def complete_sampling_params(
 
     Raises:
         CheckpointError: the file has a value of the wrong type or out of range.
+        InputError: a given value is out of range.
     """
     values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     defaults = {**OPENAI_DEFAULTS, **(more_defaults or {}), **_sampling_values(generation_config, path)}

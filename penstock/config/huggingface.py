@@ -195,12 +195,11 @@ class HuggingFaceConfig(Mapping[str, object]):
             raise _MissingAttributeError(self._path, f"has no {name!r}") from None
 
     def __getitem__(self, key: str) -> object:
-        if key not in self._values:
-            key = _KEY_SYNONYMS.get(key, key)
-        if key not in self._values:
+        stored_key = key if key in self._values else _KEY_SYNONYMS.get(key, key)
+        if stored_key not in self._values:
             raise _MissingKeyError(self._path, f"has no {key!r}")
-        value = self._values[key]
-        return HuggingFaceConfig(value, f"{self._path}: {key}") if isinstance(value, dict) else value
+        value = self._values[stored_key]
+        return HuggingFaceConfig(value, f"{self._path}: {stored_key}") if isinstance(value, dict) else value
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)

@@ -106,7 +106,7 @@ class ModelConfig:
         "demo",
         TEXT,
         "A checkpoint's folder, a GGUF file, an id on the Hugging Face hub, or demo, demo-voice or "
-        "demo-vision for an embedded model.",
+        "demo-vision for an included model.",
     )
     revision: str = setting("main", TEXT, "Branch, tag or commit of a model from the hub.")
     gguf_file: str | None = setting(

@@ -216,7 +216,7 @@ class PipelineConfig:
         """Build the configuration from flat name -> (converted value, source). Unknown names are ignored.
 
         Raises:
-            ConfigError: two values contradict each other.
+            ConfigError: a value is invalid, or two values contradict each other.
         """
         given = {setting.name: given[setting.name] for setting in config_fields() if setting.name in given}
         sections: dict[str, dict[str, Any]] = {"": {}, **{name: {} for name in _SECTIONS}}

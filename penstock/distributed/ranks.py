@@ -1,8 +1,8 @@
 """`Ranks`: collectives and messages among the ranks of a model.
 
 On CPUs, `all_reduce` adds in float32 in the order of the ranks and rounds once. All ranks therefore get
-bit-equal sums. The shared-memory kernels (`penstock.kernels.cpu`) and gloo also give bit-equal sums. On GPUs,
-NCCL adds in the type of the tensors.
+bit-equal sums. The shared-memory kernels (`penstock.kernels.cpu`) add in the same way. On GPUs, NCCL adds in
+the type of the tensors.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ class Ranks:
         self._failure: PenstockError | None = None
         self._lock = threading.Lock()
         self.diagnose: Callable[[Exception], PenstockError] = _unknown_failure
-        """Returns the error to raise for a failed collective, which names the rank that ended."""
+        """Returns the error to raise for a failed collective.
+
+        On rank 0, `RankProcesses` replaces this function by one that knows which ranks have ended.
+        """
         self._group = _make_process_group(store, rank, world, timeout, device)
 
     @property
@@ -122,10 +125,10 @@ class Ranks:
         return minimums
 
     def check(self) -> None:
-        """Raise the error of a collective that failed in shared memory, if any.
+        """Raise the error of an earlier failure, if any.
 
         Raises:
-            RankFailedError: a rank has ended, or the time limit is exceeded.
+            PenstockError: a collective or a step failed, or the model is closed.
         """
         if self._failure is not None:
             raise self._failure
@@ -134,7 +137,7 @@ class Ranks:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Run a block on all ranks, as a context manager. An error on one rank becomes an error on all ranks.
+        """Context manager of a block that every rank runs. An error on one rank is raised on all ranks.
 
         Otherwise the other ranks would wait for collectives that the failed rank never calls. For the
         same reason, a Ctrl-C is deferred to the end of the step.
@@ -148,7 +151,8 @@ class Ranks:
         except (RankFailedError, KeyboardInterrupt):
             raise
         except BaseException as error:
-            self.check()  # shared-memory kernels raise another exception type
+            # If a collective in shared memory failed, check() raises its error instead.
+            self.check()
             self._failure = RankFailedError(
                 f"a step failed on rank {self.rank} of {self.world} ({type(error).__name__}: {error}): the "
                 "model must be loaded again"
@@ -157,9 +161,9 @@ class Ranks:
             raise self._failure from error
 
     def abort(self) -> None:
-        """Make the collectives of all ranks fail, including collectives that are waiting.
+        """Make the collectives in shared memory fail on all ranks, including collectives that are waiting.
 
-        Any thread may call it.
+        Does nothing without shared memory. Any thread may call it.
         """
         if self._region is not None:
             self._region.abort()
@@ -193,7 +197,7 @@ class Ranks:
         self._store.set(f"{event}/{self.rank}", "1")
 
     def close(self) -> None:
-        """Close the connections and release the shared memory."""
+        """Close the connections and abort the process group. Later collectives fail."""
         self._failure = self._failure or RankFailedError("the model is closed")
         for connection in self._connections:
             connection.close()

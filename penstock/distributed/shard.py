@@ -2,7 +2,7 @@
 
 A dimension is divided into indivisible units. A unit is for example a kv head with its query heads, a group
 of inputs that share a scale, or an expert. Each rank gets a contiguous range of units. Ranges differ by at
-most one unit. Later ranks get the larger ranges, because rank 0 also schedules and samples.
+most one unit. Rank 0 gets one of the smaller ranges, because it also schedules and samples.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from penstock.errors import ConfigError
 from penstock.kernels.collectives import Collectives
 
 VOCABULARY_UNIT = 16
-"""Rows per indivisible unit of the vocabulary: the rows of a weight panel of the C++ kernels."""
+"""Rows per indivisible unit of the vocabulary: the rows of a weight panel of the C++ kernels.
+
+A vocabulary with fewer units than ranks is divided into units of one row.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,7 +110,8 @@ class GrammarCompiler:
             UnsupportedSchemaError: a JSON schema uses an unsupported keyword.
             InputError: the grammar is invalid, too large or too slow to compile, or does not accept the
                 generated tokens.
-            UnavailableError: no thread was free within the time limit, because all threads are overdue.
+            UnavailableError: no thread was free within the time limit.
+            UnsupportedFeatureError: the request has no token that ends the output.
             MissingDependencyError: the library that compiles grammars is not installed.
         """
         if context.grammar is None or context.matcher is not None:

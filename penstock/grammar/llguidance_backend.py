@@ -197,7 +197,7 @@ class LLGuidanceMatcher:
         return self._stop_token_ids
 
     def accept_token(self, token: int) -> bool:
-        """Advance by a token. If the grammar does not allow the token, change nothing and return False.
+        """Advance by a token. Change nothing and return False if it is not allowed or the output has ended.
 
         Raises:
             InputError: a limit was exceeded.

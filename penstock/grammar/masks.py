@@ -31,7 +31,7 @@ def grammar_bitmask(
 
     - Rows with a grammar forbid the padding ids of the vocabulary, which have no token.
     - Rows after a draft token that the grammar rejects, or that ends the output, allow all tokens. No token
-        is sampled from these rows.
+      is sampled from these rows.
     - Rows whose grammar exceeds a limit allow all tokens. The matcher raises when it receives the sampled
       token, which ends only that request.
 

@@ -38,7 +38,7 @@ class XGrammarBackend:
         """Return the compiled grammar.
 
         Raises:
-            PenstockError: the grammar is not valid.
+            PenstockError: the grammar is not valid, allows no output, or ``check_time`` raises the error.
         """
         source = grammar_source(
             grammar, compact=self._config.whitespace == "compact", token_id=self._token_id
@@ -77,7 +77,7 @@ class XGrammarBackend:
         info = xgr.TokenizerInfo(
             tokens, xgr.VocabType.RAW, vocab_size=self._vocab_size, stop_token_ids=stop_token_ids
         )
-        # Few threads, so that the model has enough cores. No cache, because `GrammarCompiler` has a cache.
+        # Few threads, so that the model has enough cores. No cache, because Penstock's compiler has one.
         threads = max((os.cpu_count() or 1) // 4, 1)
         return xgr.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class StepProfiler:
-    """Records the calls of Python functions and the operations of torch between `start` and `stop`.
+    """Records the Python function calls of steps, and the operations of torch, between `start` and `stop`.
 
     `stop` writes two files into the folder: ``NAME-TIME.pstats`` for `pstats`, and ``NAME-TIME.trace.json``
     for Perfetto or ``chrome://tracing``, in which each step is a range.

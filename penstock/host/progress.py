@@ -24,6 +24,8 @@ _MIN_LOAD = 256 << 20  # bytes; a smaller load ends before a user can read the b
 class LoadingProgress:
     """A progress bar over the bytes of a checkpoint that are loaded or checked. It is removed at the end.
 
+    Loads of less than 256 MiB have no bar.
+
     Args:
         num_bytes: total number of bytes.
         title: text before the bar.

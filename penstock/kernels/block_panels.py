@@ -11,8 +11,8 @@ A group has 32 inputs of 64 outputs:
 
 * 1024 bytes: the low four bits of the codes, in the order of `GroupPanels`,
 * for codes of 5 bits: the fifth bits, in the order of `GroupPanels`,
-* for codes of 6 bits: words ``[2, 64]`` of 32 bits. A word has the two high bits of 16 inputs. Its byte j has
-  those of the inputs j, j + 4, j + 8 and j + 12, lowest first,
+* for codes of 6 bits: words ``[2, 64]`` of 32 bits. A word has the two high bits of 16 inputs. Byte j of a
+  word has the high bits of the inputs j, j + 4, j + 8 and j + 12, lowest first,
 * the scales ``[32 / group_size, 64]`` and the minima ``[64]``, unless the scales follow the groups of the
   unit.
 
@@ -41,7 +41,7 @@ _HIGH_BIT_SHIFTS = torch.tensor(
 
 
 class BlockPanels(PanelLayout):
-    """Codes in groups of 32 inputs, each group followed by its scales and minima."""
+    """Codes in groups of 32 inputs. Scales and minima follow each group, or each unit of groups."""
 
     dtype = DType.uint8
 

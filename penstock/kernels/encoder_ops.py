@@ -49,7 +49,7 @@ class EncoderOps(ABC):
         """Return the attention within each sequence of a ragged batch, without a KV cache.
 
         Query head h reads kv head ``h // (H / K)``. Query i sees key j of its sequence if
-        ``abs(i - j) <= window``. With ``is_causal`` it sees only keys with ``j <= i``.
+        ``abs(i - j) <= window`` or ``window`` is None. With ``is_causal`` it sees only keys with ``j <= i``.
         ``bias[h, j - i + P - 1]`` is added to the scaled score; P is at least the length of the longest
         sequence. The softmax is computed in float32.
 

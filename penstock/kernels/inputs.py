@@ -19,7 +19,8 @@ from torch import Tensor
 class SequenceBlocks:
     """The blocks into which `Ops.encoder_attention` copies the keys and values of a ragged batch.
 
-    Each sequence begins with a new block. All layers of a step share it, see `Ops.sequence_blocks`.
+    Each sequence begins with a new block. All layers of a step share one instance, see
+    `Ops.sequence_blocks`.
     """
 
     tables: Tensor  # [B, M] int32

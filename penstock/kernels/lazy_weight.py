@@ -15,8 +15,8 @@ class LazyWeight(Mapping[str, Tensor]):
     memory can take seconds. Deferring it makes the load and the first step faster.
 
     Args:
-        parts: the weight as parts of ``[out, in]``, in order. Their memory must stay valid, like that of a
-            mapped file.
+        parts: the weight as parts of ``[out, in]``, in order. Their memory must stay valid, for
+            example as a mapped file.
         num_bytes: bytes that the packed tensors take.
         pack: packs the weight, given the importance of its inputs or None.
     """

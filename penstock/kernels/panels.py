@@ -12,7 +12,7 @@ Outputs and inputs are padded with zero weights. N is the number of outputs, K t
   j + 4 in its high half. The 64 float16 scales of the group follow.
 * `GroupPanels` of 5 bits: ``[N / 64, K / 32, 1408]`` uint8. The low four bits of the integers + 16 are
   stored like integers of 4 bits. Then a little-endian 32-bit word per output holds the fifth bits: bit
-  8 j + 2 s is that of input j of step s, and the next bit that of input j + 4 (j < 4). The scales follow.
+  8 j + 2 s belongs to input j of step s, and the next bit to input j + 4 (j < 4). The scales follow.
 """
 
 from __future__ import annotations

@@ -38,7 +38,8 @@ class SparseMixer:
     """Routing of Phi-3.5-MoE (Abdin et al. 2024, arXiv:2404.14219; Liu et al. 2023, arXiv:2310.00811).
 
     Experts are selected one by one. The weight of each is its softmax over the experts that are not selected
-    yet and whose logits are near: ``(top - logit) / max(abs(logit), top) <= 2 * eps``.
+    yet and whose logits are near: ``(largest - logit) / max(abs(logit), largest) <= 2 * eps``. ``largest`` is
+    the largest logit of the experts that are not selected yet.
     """
 
     eps: float
@@ -52,7 +53,7 @@ Routing = Literal["all", "all_normed", "chosen"] | ScoreRouting | SparseMixer
 
 
 class RoutingOps(ABC):
-    """The operations of routers, and of layers whose outputs a router weights."""
+    """The operations of routers, and of layers whose inputs or outputs are scaled by routers or gates."""
 
     @operation(
         weights=["bias"],

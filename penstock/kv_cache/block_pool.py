@@ -4,7 +4,7 @@ Each block except the null block is in exactly one of three states::
 
                       allocate                            register(block, digest)
         +----------+ ---------> +---------------------+ ------------------------> found by `lookup`
-        |   free   |            |  referenced (n > 0)  |
+        |   free   |            |  referenced (n > 0) |
         |  (stack) | <--------- |                     | <-----+
         +----------+  release,  +---------------------+       | retain
              ^        unknown              | release,         |
@@ -61,7 +61,7 @@ class BlockPool:
     def num_used(self) -> int:
         """The number of blocks that have been allocated at least once, with the null block.
 
-        These are the blocks below this number: new blocks are allocated in ascending order.
+        All of them have ids below this number, because new blocks are allocated in ascending order.
         """
         return self._num_used
 
@@ -80,6 +80,8 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[int]:
         """Allocate ``count`` blocks without known content, with one reference each.
+
+        Evicts the least recently used cached blocks if no other blocks are free.
 
         Raises:
             InsufficientBlocksError: fewer blocks are free. No block is allocated.
@@ -110,7 +112,7 @@ class BlockPool:
     def release(self, blocks: Iterable[int]) -> None:
         """Remove one reference from each block.
 
-        The last of the ``blocks`` is evicted first, because the beginning of a prompt is shared more often
+        Of these blocks, the last one is evicted first, because the beginning of a prompt is shared more often
         than its end, and later blocks cannot be used without the earlier blocks.
         """
         for block in reversed(list(blocks)):

@@ -22,7 +22,7 @@ class HostBlocks:
 
     Args:
         spec: the groups of layers.
-        pools: the pools of the groups; an evicted block is passed to `HostBlocks`.
+        pools: the pools of the groups. `HostBlocks` sets their `on_reuse`, which saves evicted blocks.
         storage: the tensors of the cache.
         num_bytes: host memory for blocks, divided evenly among the groups.
     """

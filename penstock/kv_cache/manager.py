@@ -58,7 +58,7 @@ class KVCacheManager(PrefixCacheControls):
         block_size: tokens per block, a power of two.
         device: the device of keys and values.
         enable_prefix_caching: whether contexts share the blocks of common prefixes.
-        adapter_digest: returns the digest of a context's adapter; if None, these contexts share no blocks.
+        adapter_digest: digests a context's adapter; if None, contexts with adapters share no blocks.
         host_memory: bytes of host memory for shared blocks that are evicted from the device.
         fixed_scales: see `KVCacheStorage`.
     """

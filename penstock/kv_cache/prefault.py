@@ -16,12 +16,15 @@ from penstock.kv_cache.storage import KVCacheStorage
 PREFAULT_BYTES = 32 << 20
 """Bytes of blocks of all layers that are allocated beyond the blocks that have been used.
 
-With huge pages, the system allocates more, at most 4 MiB for each layer.
+With huge pages, the system allocates more: up to 4 MiB for each layer, and up to 8 MiB for a layer with row
+scales.
 """
 
 
 class CachePrefault:
     """Allocates pages of the cache in host memory, up to `PREFAULT_BYTES` beyond the used blocks.
+
+    Does nothing for a cache in the memory of a GPU.
 
     Args:
         storage: the tensors of the cache.
@@ -42,7 +45,8 @@ class CachePrefault:
         """Allocate the pages of one layer, which takes at most some milliseconds.
 
         Returns:
-            Whether pages may remain. False after `stop`, and if the system cannot allocate them.
+            Whether pages may remain. False after `stop`, after the system could not allocate pages, and for a
+            cache in the memory of a GPU.
         """
         if self._is_stopped:
             return False
@@ -54,12 +58,16 @@ class CachePrefault:
         return not self._is_stopped
 
     def stop(self) -> None:
-        """Leave the remaining pages to the first write."""
+        """Leave the remaining pages to the first write, for the rest of the process's life.
+
+        After the memory has been returned, released blocks are used again first. They are not the blocks that
+        `_extend` adds.
+        """
         self._is_stopped = True
         self._pending.clear()
 
     def _extend(self) -> None:
-        """Add the next blocks of each group, once half of its populated blocks have been used."""
+        """Add the next blocks of each group with at most half of `_num_ahead` populated, unused blocks."""
         for index, pool in enumerate(self._pools):
             if self._num_populated[index] - pool.num_used > self._num_ahead // 2:
                 continue

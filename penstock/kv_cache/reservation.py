@@ -30,8 +30,9 @@ def claim(kv: KVCache, context: InputContext) -> None:
 def reserve_steps(kv: KVCache, contexts: Sequence[InputContext], num_steps: int) -> int:
     """Reserve cache blocks for the next steps of claimed contexts and return how many steps they can run.
 
-    The result is 1 if a context must be checked after each token, or if the cache has too few free blocks for
-    more steps of all contexts. The result never exceeds `tokens_left` of a context.
+    The result is 1 if a context must be checked after each token or computes a chunk of its prompt, or if the
+    cache has too few free blocks for more steps of all contexts. The result does not exceed `tokens_left` of
+    any context, but is at least 1.
 
     Args:
         kv: the cache.

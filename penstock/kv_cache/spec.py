@@ -114,7 +114,7 @@ class KVCacheSpec:
         layers = sorted(layer for group in self.groups for layer in group.layers)
         if not layers or layers != list(range(len(layers))):
             raise ConfigError(
-                "groups", f"each of the layers 0..L-1 must be in exactly one group, they hold {layers}"
+                "groups", f"each of the layers 0..L-1 must be in exactly one group; the groups hold {layers}"
             )
         if list(self.key_limits) != sorted(limit for limit in set(self.key_limits) if limit > 0):
             raise ConfigError("key_limits", f"must ascend from 1 on, were {self.key_limits}")

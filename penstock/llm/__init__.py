@@ -1,5 +1,6 @@
-"""`LLM` generates in this process, `AsyncLLM` in asyncio programs. Importing this package does not import
-torch.
+"""The Python API: `LLM` runs the model in this process, `AsyncLLM` in a worker process.
+
+Importing this package does not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`AsyncLLM`: generates from an asyncio program. The model runs in another process."""
+"""`AsyncLLM`: the interface of asyncio programs to a model. The model runs in another process."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class AsyncLLM(AsyncSpeechMethods):
     its requests. If the worker process ends unexpectedly, it is restarted, and its requests raise
     `UnavailableError`.
 
-    The worker process is spawned, so a script needs the guard ``if __name__ == "__main__":``.
+    The worker process does not import the main module of the program.
 
     Args:
         model: ``demo``, the folder of a checkpoint, or a model's id on the Hugging Face hub.
@@ -109,7 +109,7 @@ class AsyncLLM(AsyncSpeechMethods):
 
         Raises:
             CheckpointError: the model cannot be found or loaded.
-            InsufficientMemoryError: weights and the smallest useful KV cache do not fit.
+            InsufficientMemoryError: weights and the smallest permitted KV cache do not fit.
         """
         if self.tokenizer is not None:
             return
@@ -166,7 +166,7 @@ class AsyncLLM(AsyncSpeechMethods):
         Closing the generator, or cancelling its task, cancels the request.
 
         Raises:
-            InputError: the prompt cannot be served.
+            InputError: the prompt cannot be served, or not exactly one of prompt and messages is given.
             TaskMismatchError: the model does not generate text.
             UnavailableError: the worker process has ended unexpectedly.
         """

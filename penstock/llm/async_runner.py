@@ -28,7 +28,7 @@ class AsyncRunner:
         self._submit_lock = asyncio.Lock()
 
     async def submit(self, context: RequestContext) -> Generation:
-        """Submit a context. Wait while the queue of the worker is full."""
+        """Submit a context. Wait while the queue of the engine is full."""
         async with self._submit_lock:
             while True:
                 try:
@@ -37,7 +37,10 @@ class AsyncRunner:
                     await self._worker.request_ended()
 
     async def deltas(self, builder: OutputBuilder) -> AsyncGenerator[RequestDelta, None]:
-        """Run the context of a builder. Yield each delta after the builder has taken it."""
+        """Run the context of a builder. Yield each delta after the builder has taken it.
+
+        The request is cancelled when the builder is done or when the generator is closed.
+        """
         generation = await self.submit(builder.context)
         try:
             async for delta in generation:
@@ -50,7 +53,10 @@ class AsyncRunner:
 
 
 async def gather_all(calls: Sequence[Callable[[], Coroutine[None, None, T]]]) -> list[T]:
-    """Run calls concurrently and return their results in order. An error cancels all other calls."""
+    """Run calls concurrently and return their results in order.
+
+    The first error cancels the other calls and is raised.
+    """
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(call()) for call in calls]
@@ -60,7 +66,10 @@ async def gather_all(calls: Sequence[Callable[[], Coroutine[None, None, T]]]) ->
 
 
 def _as_response(delta: RequestDelta, builder: OutputBuilder) -> TextGenerationResponse:
-    """Convert a delta to the response of a pipeline, which the builder expects."""
+    """Convert a delta to the response of a pipeline, which the builder expects.
+
+    Prompt log probabilities are not part of such a response. They are passed to the builder directly.
+    """
     rows: list[PackedLogProbabilities | None] = [*delta.log_probabilities]
     rows += [None] * (len(delta.token_ids) - len(rows))
     if delta.prompt_log_probabilities is not None:  # can come before the first output token

@@ -104,7 +104,7 @@ class AsyncSpeechMethods:
         starts when the previous part has audio. Closing the generator cancels the request.
 
         Raises:
-            InputError: the text cannot be spoken.
+            InputError: the text cannot be converted to speech.
             RequestFailedError: the model generated no speech.
             TaskMismatchError: the model does not generate audio.
             UnavailableError: the worker process has ended unexpectedly.
@@ -140,7 +140,10 @@ class AsyncSpeechMethods:
     async def _run_parts(
         self, contexts: Sequence[TTSContext]
     ) -> AsyncGenerator[tuple[int, RequestDelta], None]:
-        """Run the parts of a text in order. Each part is submitted when the previous part has audio."""
+        """Run the parts of a text in order.
+
+        Each part is submitted when the previous part has audio or has ended.
+        """
         generations = [await self._runner.submit(contexts[0])]
         try:
             for index in range(len(contexts)):

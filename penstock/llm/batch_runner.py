@@ -40,7 +40,7 @@ BuilderT = TypeVar("BuilderT", bound=ResultBuilder)
 
 
 class BatchRunner:
-    """Submits contexts to a scheduler and calls its `step`. Only one thread at a time may call it.
+    """Submits contexts to a scheduler and calls the scheduler's `step`. Only one thread at a time may use it.
 
     Args:
         pipeline: executes the batches.

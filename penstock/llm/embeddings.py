@@ -38,7 +38,7 @@ EmbeddingsInput: TypeAlias = str | Sequence[int] | npt.NDArray[np.integer]
 
 @dataclass(frozen=True)
 class RerankResult:
-    """One document of `LLM.rerank`."""
+    """One result of `LLM.rerank`."""
 
     index: int
     """The index of the document in the given list."""
@@ -184,7 +184,7 @@ class EmbeddingsMethods:
         """Return the score of each pair of a query and a document.
 
         A cross-encoder computes a score for each pair. An embedder computes the similarity of the two
-        embeddings, with the similarity function of the checkpoint.
+        embeddings, with the similarity function of the checkpoint. A multi-vector model computes MaxSim.
 
         Args:
             query: one query for all documents, or one query for each.
@@ -197,7 +197,8 @@ class EmbeddingsMethods:
             ``[n]`` float32.
 
         Raises:
-            InputError: an input cannot be served, or the numbers of queries and documents differ.
+            InputError: an input cannot be served, the numbers of queries and documents differ, or the model
+                is a classifier with several labels.
             UnsupportedFeatureError: ``activation`` is given and the model is an embedder.
         """
         self._check_task("LLM.score", PipelineTask.EMBEDDINGS_GENERATION)

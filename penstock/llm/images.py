@@ -1,4 +1,4 @@
-"""Converts the images in arguments of `LLM`: PIL images, arrays, paths and bytes."""
+"""Converts the images in arguments and chat messages of `LLM`: PIL images, arrays, paths and bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Image: TypeAlias = (
 
 
 def image_bytes(image: Image) -> bytes:
-    """Return the content of an image file.
+    """Return the content of an image file. PIL images and arrays are encoded.
 
     Raises:
         InputError: the file cannot be read, or the object is not an image.
@@ -87,10 +87,11 @@ def separate_images(messages: object) -> tuple[object, list[bytes] | None, list[
     """Return (messages without image data, image files in order, ``detail`` of each image).
 
     An image part is ``{"type": "image", "image": ...}`` or OpenAI's ``image_url`` with a ``data:`` URL.
+    If the messages have no images, they are returned with None and None.
     Malformed messages are returned unchanged, because the chat template rejects them.
 
     Raises:
-        InputError: an image part has no image.
+        InputError: an image part has no image, its image cannot be read, or its URL is no ``data:`` URL.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         return messages, None, None

@@ -1,4 +1,4 @@
-"""`LLM`: generates in this process, without a server."""
+"""`LLM`: runs a model in this process, without a server."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = ["LLM", "GenerationOutput", "Speech", "SpeechStream", "TextStream"]
 
 
 class LLM(EmbeddingsMethods, SpeechMethods):
-    """Generates text with a model in this process.
+    """Runs a model in this process: generates text, embeddings or speech.
 
     >>> with LLM("demo") as llm:  # doctest: +SKIP
     ...     for output in llm.generate(["Once upon a time", "One day"], SamplingParams(max_new_tokens=30)):
@@ -56,7 +56,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
     Raises:
         ConfigError: unknown field, wrong type or impossible value.
         CheckpointError: the model cannot be found or loaded.
-        InsufficientMemoryError: weights and the smallest useful KV cache do not fit.
+        InsufficientMemoryError: weights and the smallest permitted KV cache do not fit.
         ForkedProcessError: this process was forked from a process with a loaded model.
     """
 
@@ -217,7 +217,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
         the log probabilities.
 
         Raises:
-            InputError: the prompt cannot be served.
+            InputError: the prompt cannot be served, or not exactly one of prompt and messages is given.
             TaskMismatchError: the model does not generate text.
         """
         self._check_task("LLM.stream", PipelineTask.TEXT_GENERATION)
@@ -276,6 +276,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
             InputError: a prompt cannot be served; no prompt has been run.
             InsufficientBlocksError: the beams of one prompt do not fit the KV cache.
             TaskMismatchError: the model does not generate text.
+            UnsupportedFeatureError: the configuration enables speculative decoding.
         """
         self._check_task("LLM.beam_search", PipelineTask.TEXT_GENERATION)
         options = BeamOptions(
@@ -306,7 +307,11 @@ class LLM(EmbeddingsMethods, SpeechMethods):
         return outputs
 
     def close(self) -> None:
-        """Free the model's memory. Later calls of other methods raise `InputError`."""
+        """Free the model's memory. Later calls of other methods raise `InputError`.
+
+        Raises:
+            UnsupportedFeatureError: a stream is open, or another thread runs a call.
+        """
         if not self._is_open:
             return
         with self._runner.exclusive():
@@ -330,6 +335,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
 
         Raises:
             InputError: the LLM is closed.
+            ForkedProcessError: this process was forked after the model was loaded.
             TaskMismatchError: the method belongs to another task.
         """
         if not self._is_open:

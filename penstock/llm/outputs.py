@@ -243,7 +243,7 @@ def _cut(rows: LogProbabilities | None, top_n: int | None, tokens: Sequence[int]
 
 
 class TextStream(Iterator[str]):
-    """The text of one prompt as a stream of pieces. Their concatenation is ``output.text``.
+    """The generated text of one prompt as a stream of pieces. Joined, the pieces are ``output.text``.
 
     >>> stream = llm.stream("Once upon a time")  # doctest: +SKIP
     >>> for piece in stream:  # doctest: +SKIP

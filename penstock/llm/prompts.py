@@ -40,7 +40,11 @@ def _is_token(value: object) -> bool:
 
 
 def as_conversations(messages: ChatMessages | Sequence[ChatMessages]) -> list[object]:
-    """Return a list of conversations, from a list or a single conversation."""
+    """Return a list of conversations, from a list or a single conversation.
+
+    Raises:
+        InputError: ``messages`` is not a list.
+    """
     message_list: object = messages
     if not isinstance(message_list, Sequence) or isinstance(message_list, str | bytes):
         raise InputError(f"messages must be a list of messages or of such lists, was {message_list!r}")

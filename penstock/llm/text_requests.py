@@ -134,7 +134,7 @@ class TextRequests:
         options: OutputOptions,
         use_tqdm: bool,
     ) -> list[GenerationOutput]:
-        """Run one request for each entry of `fields`."""
+        """Run one request for each entry of `fields`, and return the outputs in this order."""
         num_requests = len(fields)
         params = params_for_each(self._config, sampling_params, num_requests)
         requests = [
@@ -233,7 +233,11 @@ def text_request(
 def make_builders(
     tokenizer: TextTokenizer, context: TextContext, options: OutputOptions
 ) -> list[OutputBuilder]:
-    """Return one builder for each choice of a prompt. Only the first choice echoes the prompt."""
+    """Return one builder for each choice of a prompt. Only the first choice echoes the prompt.
+
+    Raises:
+        InputError: the sampling parameters have stop strings, but ``detokenize`` is false.
+    """
     contexts = choice_contexts(context, options.num_choices)
     for further_context in contexts[1:]:
         further_context.log_probabilities_echo = False

@@ -39,8 +39,8 @@ class LoRAManager:
     """Stores adapters by name, limits running adapters to the number of slots, and prepares batch inputs.
 
     The name of a request's adapter is resolved once, at first use. The request uses the content of this
-    adapter until its release, even if the name is unloaded or loaded again. The digest of the content is the
-    root of block hashes, so requests with different contents never share cached blocks.
+    adapter until its release, even if the name is unloaded or loaded again. The digest of the content is part
+    of the root of block hashes, so requests with different contents never share cached blocks.
 
     Any thread may call `load`, `unload` and `names`. `load` first checks the adapter and then changes the
     state in one assignment. All other methods may be called only by the thread that runs the steps.
@@ -131,7 +131,7 @@ class LoRAManager:
     # -- Requests ---------------------------------------------------------------------------------------
 
     def digest(self, context: InputContext) -> bytes:
-        """Return the digest of a request's adapter, which is the root of the request's block hashes.
+        """Return the digest of a request's adapter, a part of the root of the request's block hashes.
 
         Raises:
             UnknownModelError: the request's adapter is not loaded.
@@ -215,7 +215,7 @@ class LoRAManager:
     def on_put(self, call: Callable[[int, Mapping[str, tuple[Tensor, Tensor]]], None]) -> None:
         """Set a function to call as ``call(slot, matrices)`` before an adapter is put into a slot.
 
-        The matrices are those of whole layers.
+        ``matrices`` contains the matrices of whole layers, not of this rank's parts.
         """
         self._slots.on_put = lambda slot, adapter: call(slot, adapter.matrices)
 

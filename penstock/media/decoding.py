@@ -63,7 +63,9 @@ def encode_image(image: object) -> bytes:
     """Return the content of an image file (BMP) for a PIL image or a uint8 array ``[H, W]`` or ``[H, W, 3]``.
 
     Raises:
-        InputError: the object is neither an image nor an array, or the array has a different shape or type.
+        InputError: the object is neither an image nor an array, the array has a different shape or type, or
+            the image cannot be decoded.
+        MissingDependencyError: Pillow is not installed.
     """
     pil = _pillow()
     if isinstance(image, np.ndarray):

@@ -331,6 +331,8 @@ def read_into(stream: BufferedReader, target: memoryview) -> None:
 def read_processor_config(checkpoint: Path) -> dict[str, object]:
     """Return ``processor_config.json`` and ``preprocessor_config.json`` of a checkpoint, merged.
 
+    The values of a section ``image_processor`` are also at the top level of the result.
+
     Raises:
         CheckpointError: a file is not a JSON object.
     """

@@ -1,5 +1,6 @@
-"""`ImageSources`: reads the images of requests from ``data:``, ``http(s):`` and ``file:`` URLs, within
-limits.
+"""`ImageSources`: reads the images of requests from ``data:``, ``http(s):`` and ``file:`` URLs.
+
+Each read has limits of size and time.
 """
 
 from __future__ import annotations

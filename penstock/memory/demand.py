@@ -98,7 +98,8 @@ class BlockDemand:
     def fit_budget(self, length: int, batch_size: int, budget: int) -> tuple[int, ...]:
         """Return the largest number of blocks of each group with which the cache fits into ``budget`` bytes.
 
-        All groups get the same number, except that no group gets more than a full batch needs.
+        All groups get the same number, except that no group gets more than a full batch needs, and none gets
+        fewer than `min_blocks`. These minimums may exceed the budget.
         """
         min_blocks = self.min_blocks(length, batch_size)
         max_blocks = [self._batch_blocks(group, length, batch_size) + 1 for group in self._groups]

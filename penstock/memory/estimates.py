@@ -40,7 +40,7 @@ def estimate_weights_size(
 
     Args:
         pipeline_config: contains the checkpoint and the encoding.
-        names: the tensor names of the family; by default those of Llama.
+        names: the tensor names of the family; by default the names of Llama.
         share: returns the fraction of a matrix on this rank, given its name; by default 1.
     """
     names = _names_or_default(names)
@@ -121,7 +121,7 @@ def estimate_activation_memory(
     Args:
         pipeline_config: contains the checkpoint, the encoding and the limits of a step.
         huggingface_config: the checkpoint's configuration.
-        names: the tensor names of the family; by default those of Llama.
+        names: the tensor names of the family; by default the names of Llama.
         min_step_tokens: minimum number of tokens of the largest step.
     """
     bytes_per_element = _encoding(pipeline_config).compute_dtype.size_in_bytes
@@ -143,7 +143,7 @@ def estimate_adapters_size(pipeline_config: PipelineConfig, names: TensorNames |
 
     Args:
         pipeline_config: contains the checkpoint and the limits for adapters.
-        names: the tensor names of the family; by default those of Llama.
+        names: the tensor names of the family; by default the names of Llama.
     """
     config = pipeline_config.lora
     if not config.is_enabled:

@@ -16,7 +16,7 @@ from penstock.memory.demand import (
     requested_block_size,
     requested_step_tokens,
 )
-from penstock.memory.refusals import format_bytes, refuse_cache, refuse_static
+from penstock.memory.refusals import format_bytes, refuse_cache, refuse_model
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -123,10 +123,11 @@ def plan_memory(
     """Return the maximum length, the batch size, the step size and the size of the KV cache.
 
     The paged KV cache must have room for one sequence of the maximum length, and for one block of each
-    sequence of a batch. If this cache does not fit, the planner reduces values that are not configured. First
-    it reduces the step size down to `MIN_STEP`, which makes the activations smaller. Then it reduces the
-    length, then the batch size, and last the step size again. All remaining memory is used for more blocks,
-    up to the number that a full batch of sequences of the maximum length needs.
+    sequence of a batch. If this cache does not fit, the planner reduces the batch size, then the step size
+    down to `MIN_STEP`, then the length, and last the step size again. It does not reduce a configured batch
+    size or length. It reduces the step size, which makes the activations smaller, only with chunked prefill.
+    All remaining memory is used for more blocks, up to the number that a full batch of sequences of the
+    maximum length needs.
 
     Args:
         pipeline_config: can set ``max_length``, ``max_batch_size`` and ``kv_cache_memory``.
@@ -184,10 +185,10 @@ def estimate_kv_cache_size(
     model_max_length: int,
     available_cache_memory: int,
 ) -> int:
-    """Return the size in bytes of the KV cache, at most ``available_cache_memory``.
+    """Return the size in bytes of the KV cache, at most ``available_cache_memory``; 0 without a cache.
 
     Raises:
-        InsufficientMemoryError: the smallest useful cache does not fit.
+        InsufficientMemoryError: the smallest cache that the configuration permits does not fit.
     """
     if spec is None:
         return 0
@@ -222,7 +223,7 @@ def _plan(
     if kv_config.memory is not None:
         available = min(static_size + kv_config.memory, free_memory)
     if static_size + (kv_config.memory or 0) > available:
-        refuse_static(
+        refuse_model(
             pipeline_config,
             weights_size,
             activation_size,

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from penstock.config import PipelineConfig
 
 
-def refuse_static(
+def refuse_model(
     pipeline_config: PipelineConfig,
     weights_size: int,
     activation_size: int,
@@ -23,7 +23,7 @@ def refuse_static(
     kv_memory = pipeline_config.kv_cache.memory
     needed = weights_size + adapters_size + activation_size + images_size + (kv_memory or 0)
     sizes_text = f"weights take {format_bytes(weights_size)}, activations {format_bytes(activation_size)}"
-    advice = "use a smaller model or encoding, or lower --max-batch-input-tokens"
+    advice = "use a smaller model or a smaller --quantization-encoding, or lower --max-batch-input-tokens"
     if adapters_size:
         sizes_text += f", LoRA adapters {format_bytes(adapters_size)}"
         advice = f"lower --max-loras or --max-lora-rank, {advice}"
@@ -69,7 +69,7 @@ def refuse_cache(
     if not suggestions or not suggested_length or not suggested_batch_size:
         advice = (
             "raise --device-memory-utilization or --kv-cache-memory, lower --max-batch-input-tokens or "
-            "--kv-cache-block-size, or use a smaller model or encoding"
+            "--kv-cache-block-size, or use a smaller model or a smaller --quantization-encoding"
         )
     raise InsufficientMemoryError(
         f"the KV cache needs {format_bytes(needed)} for {' and '.join(configured_values) or 'one block'}, "

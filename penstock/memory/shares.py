@@ -11,8 +11,8 @@ from penstock.nn import TensorNames
 def rank_shares(names: TensorNames, shard: Shard, kv_heads: int) -> Callable[[str], float]:
     """Return a function that returns the largest fraction of a matrix on any rank, given its name.
 
-    Every rank has a whole copy of matrices outside the decoder's blocks, such as the matrices of an image
-    encoder.
+    The embedding table, the output head and the matrices of the decoder's blocks except routers are divided.
+    Every rank has a whole copy of all other matrices, such as the matrices of an image encoder.
 
     Args:
         names: the tensor names of the family.

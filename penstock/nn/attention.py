@@ -55,7 +55,7 @@ class Attention:
     """Whether the rotary embedding rotates the pairs (2 i, 2 i + 1) of a head."""
 
     def __call__(self, x: Tensor, rows: Sequence[RotaryRows], step: StepInputs) -> Tensor:
-        """``x [T, E] -> [T, E]``; ``rows`` are the cosines and sines of each rotary embedding."""
+        """Return the output ``[T, E]`` for ``x [T, E]``. ``rows`` are the values of each rotary embedding."""
         q, k, v = self._project(x, step)
         q, k = self._normalize_and_rotate(q, k, rows, step)
         out = self._attend(q, k, v, step)

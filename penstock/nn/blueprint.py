@@ -33,7 +33,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
 """Activation functions by their names in checkpoints."""
 
 FULL = "full_attention"
-"""The type of a layer with full attention: a token sees all tokens before it."""
+"""The type of a layer with full attention: a token sees itself and all tokens before it."""
 SLIDING = "sliding_attention"
 """The type of a layer with sliding-window attention: a token sees the last W tokens, including itself."""
 
@@ -106,7 +106,7 @@ class Blueprint:
             activation: the key of the activation function; None if the family has no such key.
             default_activation: the family's activation function, used if the file has none.
             default_base: the family's base of the rotary embedding.
-            rope_parameters: parameters of the rotary embedding that replace those of the file.
+            rope_parameters: parameters of the rotary embedding, used instead of the parameters in the file.
             partial_rotary: the family's default for ``partial_rotary_factor``; None if the family has no such
                 key.
             tied_head: the family's default for ``tie_word_embeddings``.
@@ -204,7 +204,7 @@ def interleaved(blueprint: Blueprint) -> Blueprint:
 
 
 def check_head_dim(config: ConfigValues) -> None:
-    """Check that ``head_dim`` is absent or hidden size / heads. Families that do not read the key call it.
+    """Check that ``head_dim`` is absent or hidden size / heads. For families that do not read this key.
 
     Raises:
         ConfigError: ``head_dim`` has another value.
@@ -262,7 +262,7 @@ def layer_types(config: ConfigValues, default: tuple[str, ...]) -> tuple[str, ..
 def layer_windows(
     config: ConfigValues, types: tuple[str, ...], default: int, *, has_windows: bool = True
 ) -> tuple[int | None, ...]:
-    """Return the window of each layer: ``sliding_window`` for layers of type `SLIDING`, None for others.
+    """Return the window of each layer: ``sliding_window`` for type `SLIDING`, None for type `FULL`.
 
     Args:
         config: the checkpoint's configuration.

@@ -210,7 +210,7 @@ class DecoderTrunk:
 
     @property
     def length_dependent(self) -> bool:
-        """Whether keys depend on the length of the sequence. If so, prompts cannot share cached prefixes."""
+        """Whether keys depend on the length of the sequence, as in dynamic NTK and LongRoPE."""
         return any(rotary.length_dependent for rotary in self.rotaries)
 
     def bidirectional(self) -> DecoderTrunk:
@@ -221,7 +221,10 @@ class DecoderTrunk:
     def __call__(
         self, tokens: Tensor, step: StepInputs, input_embeds: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """``tokens [T]`` -> hidden states ``[T, E]`` before and after the final norm."""
+        """``tokens [T]`` -> hidden states ``[T, E]`` before and after the final norm.
+
+        ``input_embeds`` has the indices ``[P]`` of rows and the embeddings ``[P, E]`` that replace theirs.
+        """
         x, residual = self.embedding(tokens, step, input_embeds), None  # [T, E]
         rows = [rotary.rows(step) for rotary in self.rotaries]
         for block in self.blocks:

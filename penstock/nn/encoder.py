@@ -1,4 +1,4 @@
-"""Layers of bidirectional encoders: attention without a KV cache, feed-forward layer, and their blocks."""
+"""Layers of bidirectional encoders: attention without a KV cache, and blocks with norms as in BERT."""
 
 from __future__ import annotations
 

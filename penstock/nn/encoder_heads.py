@@ -24,6 +24,7 @@ class ClassifierNames:
     """The tensor names of a classification head, and its activation. The defaults are those of RoBERTa."""
 
     dense: str | None = "classifier.dense"
+    """The layer before the activation; None if the head has only the output layer."""
     activation: Literal["tanh"] | Activation | None = "tanh"
     output: str = "classifier.out_proj"
 

@@ -18,7 +18,8 @@ class LayerPacker:
     Args:
         ops: the operations of the back end that packs.
         device: the device of the layers.
-        load_packed: returns a layer from a file of packed weights.
+        load_packed: returns a layer from a file of packed weights, or None if the layer must be packed. None
+            without such a file.
         lazy: which layers are packed lazily, if the checkpoint is memory-mapped.
     """
 

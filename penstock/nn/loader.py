@@ -36,7 +36,7 @@ class Loader:
         encoding: the encoding of the model. `LinearEncoding.for_layer` can choose another for a layer.
         device: the device of the layers.
         ops: the back end that packs the layers; by default the reference back end.
-        load_packed: returns a layer from a file of packed weights.
+        load_packed: returns a layer from a file of packed weights; see `LayerPacker`.
         lazy: which layers are packed lazily, if the checkpoint is mapped; see `penstock.kernels.LazyWeight`.
         keep_stored: whether layers keep their stored encoding, and float layers stay floats. The output head
             is an exception: `LinearEncoding.for_layer` chooses its encoding.
@@ -138,8 +138,8 @@ class Loader:
             name: the name of the layer in the checkpoint.
             out_features: outputs of the whole layer.
             in_features: inputs of the whole layer.
-            bias: whether it has a bias.
-            transposed: whether its weight is stored ``[in, out]``.
+            bias: whether the layer has a bias.
+            transposed: whether the weight is stored ``[in, out]``.
             is_expert: whether the layer belongs to an expert. The caller then adds the ranks' partial sums.
             outputs: the outputs of this rank, if the layer is column-parallel.
             inputs: the inputs of this rank, if the layer is row-parallel.

@@ -1,6 +1,7 @@
-"""Normalization of rows: `RMSNorm` (Zhang and Sennrich 2019, arXiv:1910.07467) and `LayerNorm` (Ba et al.
+"""Normalization of rows: `RMSNorm` and `LayerNorm`, also over heads that are divided among ranks.
 
-2016, arXiv:1607.06450)."""
+Sources: Zhang and Sennrich 2019 (arXiv:1910.07467) and Ba et al. 2016 (arXiv:1607.06450).
+"""
 
 from __future__ import annotations
 
@@ -106,7 +107,7 @@ class GatheredNorm:
 
 
 def select_weights(norm: Norm, parts: Sequence[Part]) -> Norm:
-    """Return a copy of a norm with the weights of ``parts`` only, concatenated.
+    """Return a copy of a norm with the weights and biases of ``parts`` only, concatenated.
 
     Raises:
         ConfigError: the norm is neither an `RMSNorm` nor a `LayerNorm`.

@@ -14,7 +14,7 @@ TensorRole: TypeAlias = Literal["table", "head", "router", "values", "expert", "
 class TensorNames:
     """The tensor names of a family, for the loader and the memory planner.
 
-    Names are dotted paths without the final ``.weight`` or ``.bias``. The defaults are those of Llama.
+    Names are dotted paths without the final ``.weight`` or ``.bias``. The defaults are Llama's names.
     """
 
     prefix: str = "model."

@@ -114,8 +114,8 @@ def load_patch_embedding(load: Loader, name: str, shape: tuple[int, ...], *, bia
     Args:
         load: reads and packs the tensors.
         name: the full name of the convolution in the checkpoint.
-        shape: ``(E, C, ...)``, the shape of its weight.
-        bias: whether it has a bias.
+        shape: ``(E, C, ...)``, the shape of the convolution's weight.
+        bias: whether the convolution has a bias.
     """
     weight = load.source.tensor(f"{name}.weight", shape).flatten(1)
     biases = load.source.tensor(f"{name}.bias", shape[:1]) if bias else None
@@ -163,7 +163,10 @@ class VisionBlock:
     def __call__(
         self, x: Tensor, residual: Tensor | None, step: StepInputs, rows: Sequence[RotaryRows] = ()
     ) -> tuple[Tensor, Tensor]:
-        """``x [T, E]`` is the output of the previous block, not yet added to ``residual [T, E]``."""
+        """Return the output of the block and the residual, ``[T, E]`` each. Their sum is the hidden state.
+
+        ``x`` and ``residual`` are the results of the previous block. The first block has no residual.
+        """
         if residual is None:
             normalized, total = self.attention_norm(x, step), x
         else:

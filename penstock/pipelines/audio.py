@@ -4,7 +4,7 @@ One call of ``execute`` generates tokens for the contexts whose speech has not e
 chunks whose frames are complete:
 
     speech tokens   | decoded ........ | chunk ...... | right context | incomplete frame |
-                      left context ->|  |<- samples ->|
+                        left context ->|<-- samples ->|
 
 The boundaries of chunks depend only on the number of decoded frames. Batching, the number of steps per call
 and preemption therefore do not change the audio. The codec has no state: a context stores its tokens and
@@ -66,21 +66,23 @@ class ChunkSizes:
         return min(num_decoded + self.first, self.largest)
 
 
-def create_audio(required: PipelineRequirements, codecs: CodecRegistry = CODECS) -> AudioGeneratorPipeline:
+def create_audio(
+    pipeline_inputs: PipelineRequirements, codecs: CodecRegistry = CODECS
+) -> AudioGeneratorPipeline:
     """Load the codec and the model, and return their pipeline.
 
     Args:
-        required: the parts of the pipeline; the tokenizer is a `SpeechTokenizer`.
+        pipeline_inputs: the arguments of the pipeline factory; the tokenizer is a `SpeechTokenizer`.
         codecs: the registry in which the codec is looked up.
 
     Raises:
         CheckpointError: the model or the codec cannot be loaded.
         ConfigError: the codec does not fit the speech format, or a voice cannot be read.
-        InsufficientMemoryError: weights and the smallest useful KV cache do not fit.
+        InsufficientMemoryError: weights and the smallest permitted KV cache do not fit.
     """
-    config = required.config
-    session = required.open_session()
-    speech_format = required.tokenizer.speech_format
+    config = pipeline_inputs.config
+    session = pipeline_inputs.open_session()
+    speech_format = pipeline_inputs.tokenizer.speech_format
     folder = codec_folder(config, speech_format)
     record = codecs.detect(read_json_object(folder / "config.json"), folder)
     # Loaded before the model, so that the memory plan counts its memory as used.
@@ -88,7 +90,7 @@ def create_audio(required: PipelineRequirements, codecs: CodecRegistry = CODECS)
     check_codec(codec, speech_format)
     voices = load_voices(config.speech.voice, codec, folder)
     return AudioGeneratorPipeline(
-        create_speech_tokens(required, session),
+        create_speech_tokens(pipeline_inputs, session),
         codec,
         voices=voices,
         chunk_frames=config.speech.audio_chunk_frames,
@@ -112,7 +114,10 @@ def codec_folder(config: PipelineConfig, speech_format: SpeechFormat) -> Path:
 
 
 def codec_encoding(config: PipelineConfig, codec: SupportedCodec) -> str | None:
-    """Return the configured encoding of the codec, or else the model's encoding if the codec supports it."""
+    """Return the weight encoding of the codec: the configured one, or the model's if the codec supports it.
+
+    None selects the default of the codec.
+    """
     if config.speech.codec_encoding is not None:
         return config.speech.codec_encoding
     return config.model.encoding if config.model.encoding in codec.encodings else None
@@ -129,8 +134,8 @@ def check_codec(codec: AudioCodec, speech_format: SpeechFormat) -> None:
     if format_sizes[0] != codec_sizes[0] or format_sizes[1] > codec_sizes[1]:
         raise ConfigError(
             "codec",
-            f"{codec.name} has {codec_sizes[0]} codes of 0 to {codec_sizes[1] - 1} in a frame, but the "
-            f"speech format {speech_format.name!r} has {format_sizes[0]} codes of 0 to "
+            f"{codec.name} has {codec_sizes[0]} codes per frame, each from 0 to {codec_sizes[1] - 1}, but "
+            f"the speech format {speech_format.name!r} has {format_sizes[0]} codes per frame, each from 0 to "
             f"{format_sizes[1] - 1}: give another codec",
         )
 
@@ -352,9 +357,9 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
         except Exception as error:
             if len(due_chunks) > 1:
                 return {
-                    name: waveform
-                    for chunk in due_chunks.items()
-                    for name, waveform in self._decode(dict([chunk])).items()
+                    request_id: waveform
+                    for item in due_chunks.items()
+                    for request_id, waveform in self._decode(dict([item])).items()
                 }
             (request_id,) = due_chunks
             _logger.exception("request %s ended because the codec failed", request_id)
@@ -365,7 +370,8 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
             self.failures[request_id] = failure
             return {}
         return {
-            name: waveform.float().cpu().numpy() for name, waveform in zip(due_chunks, samples, strict=True)
+            request_id: waveform.float().cpu().numpy()
+            for request_id, waveform in zip(due_chunks, samples, strict=True)
         }
 
     def _finish(self, request_id: str, context: TTSContext) -> None:

@@ -238,7 +238,7 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
         contexts: Sequence[EmbeddingsContext],
         vectors: Tensor,  # [n, E]
     ) -> list[npt.NDArray[np.floating]]:
-        """Return the vectors, cut to the length and scaled to the norm that their contexts request."""
+        """Return the vectors, cut to the length that their contexts request, and normalized if requested."""
         options = [
             (context.dimensions, self.layout.normalize if context.normalize is None else context.normalize)
             for context in contexts
@@ -264,7 +264,10 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
         indices: Sequence[int],
         step: StepInputs,
     ) -> dict[int, npt.NDArray[np.floating]]:
-        """Return the scores ``[labels]`` of the contexts with the given indices, by index."""
+        """Return the scores ``[labels]`` of the contexts with the given indices, by index.
+
+        Contexts without activation get logits instead.
+        """
         classifier = self.model.network.classifier
         if not indices or classifier is None:
             return {}
@@ -299,7 +302,10 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
         return SparseEmbedding(ids.int().numpy(force=True), weights[ids].numpy(force=True))
 
     def _multi_vector(self, context: EmbeddingsContext, hidden: Tensor) -> npt.NDArray[np.floating]:
-        """Return a vector of norm 1 for each token after the unpooled tokens, ``[n, E]``."""
+        """Return a vector of norm 1 for each token after the unpooled tokens, ``[n, E]``.
+
+        A model with a head for multi-vector embeddings has no vector for the first token.
+        """
         first, layers = context.num_unpooled_tokens, self._dense
         if self.heads.vectors is not None:
             first, layers = max(first, 1), [self.heads.vectors]
@@ -352,8 +358,8 @@ class _SequenceMeans:
 def scores_activation(config: HuggingFaceConfig) -> Callable[[Tensor], Tensor]:
     """Return a function that maps the logits ``[labels]`` of a classifier to scores.
 
-    The checkpoint of a cross-encoder can name the function. By default it is a sigmoid for a single label and
-    for multi-label classifiers, and a softmax for others.
+    The checkpoint of a cross-encoder can name the identity or a sigmoid. By default, the function is a
+    sigmoid for a single label and for multi-label classifiers, otherwise a softmax.
     """
     settings = config.section("sentence_transformers")
     path = settings.get("activation_fn") or config.get("sbert_ce_default_activation_function")

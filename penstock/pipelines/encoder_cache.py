@@ -30,7 +30,10 @@ class EncoderCache:
         return rows
 
     def put(self, image_hash: bytes | None, rows: Tensor) -> None:
-        """Cache the rows of an image. Does nothing if it has no digest or its rows exceed ``max_bytes``."""
+        """Count an encoded image and cache its rows.
+
+        The rows are not cached if ``image_hash`` is None or if they exceed ``max_bytes``.
+        """
         self.num_encoded += 1
         if image_hash is None or image_hash in self._rows or rows.nbytes > self.max_bytes:
             return

@@ -17,9 +17,9 @@ from penstock.pipelines.core import TextContext
 class LogitRows:
     """The rows of logits to sample from, grouped by context."""
 
-    counts: list[int]  # [B]: rows of each context
-    sequences: np.ndarray  # [R]: context of each row
-    positions: np.ndarray  # [R]: index of the token sampled from each row
+    counts: list[int]  # [B]: number of rows of each context
+    sequences: np.ndarray  # [R]: index of the context of each row
+    positions: np.ndarray  # [R]: index, in its context, of the token sampled from each row
 
     @classmethod
     def for_batch(cls, contexts: Sequence[TextContext], drafts: Sequence[list[int]]) -> LogitRows:

@@ -152,8 +152,8 @@ class OverlappedSteps:
     def sample(self, step: OverlappedStep) -> list[str]:
         """Launch the sampling of a step, after the previous step was collected.
 
-        Drops the rows of contexts that have ended, or whose tokens are not those that the forward has
-        computed.
+        Drops the rows of contexts that have ended, and of contexts whose tokens differ from the tokens that
+        the forward has computed.
 
         Returns:
             The request ids of the contexts whose rows are kept.
@@ -195,7 +195,7 @@ class OverlappedSteps:
         return [context.request_id for context in contexts]
 
     def discard(self, step: OverlappedStep) -> None:
-        """Wait for a step that is not sampled, because its result is not needed."""
+        """Wait for a step that is not sampled, because its result is not needed. Errors are only logged."""
         try:
             self._queue.fetch(self._queue.submit(lambda: step.forward.value.logits[:0])).wait()
         except Exception:

@@ -366,7 +366,10 @@ def _requests_echo(context: TextContext) -> bool:
 def _append_sampled(
     results: Sequence[SampledTokens], drafts: Sequence[list[int]], tokens: Sequence[int]
 ) -> None:
-    """Verify drafts against the sampled tokens ``[R]`` and append the accepted tokens to the results."""
+    """Verify drafts against the sampled tokens ``[R]`` and append the accepted tokens to the results.
+
+    If the first accepted token is negative, the result gets a fault.
+    """
     start = 0
     for result, draft in zip(results, drafts, strict=True):
         end = start + len(draft) + 1

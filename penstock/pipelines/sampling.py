@@ -21,11 +21,9 @@ from penstock.pipelines.core.randomness import as_uint64, splitmix64, uniforms
 __all__ = ["Sampler", "adjust_logits", "check_logit_rules", "splitmix64", "uniforms"]
 
 _LIMIT = 1e15
-"""Upper bound of logits after penalties."""
+"""Bound of the magnitude of logits after penalties."""
 _SUPPRESSED = -1e20
-"""The logit of an end token before ``min_new_tokens`` tokens. It is below the logits of all other allowed
-tokens.
-"""
+"""The logit of an end token before ``min_new_tokens`` tokens, below the logits of other allowed tokens."""
 _FORBIDDEN = -1e30
 """The logit of a forbidden token.
 
@@ -75,7 +73,7 @@ class Sampler:
         return ops.sample(logits, inputs, bitmask)
 
     def uniforms(self, positions: np.ndarray) -> Tensor:
-        """Return the random numbers of tokens at ``positions [n, B]``: ``[n, B]`` float64."""
+        """Return the random numbers of tokens at ``positions [n, B]``: ``[n, B]`` float64; 0 if greedy."""
         if self.is_greedy:
             return torch.zeros(positions.shape, dtype=torch.float64)
         random_numbers = uniforms(np.tile(self.seeds, len(positions)), positions.ravel())
@@ -213,6 +211,7 @@ class LogitEdits:
         return self.tensor(np.concatenate(cells))
 
     def tensor(self, values: np.ndarray) -> Tensor:
+        """Return an array as a tensor on the device."""
         return upload(values, self.device)
 
     def map_scores(self, cells: Tensor, function: Callable[[Tensor], Tensor]) -> None:

@@ -29,7 +29,7 @@ def create_speech_tokens(
 
     Raises:
         CheckpointError: the model cannot be loaded.
-        InsufficientMemoryError: weights and the smallest useful KV cache do not fit.
+        InsufficientMemoryError: weights and the smallest permitted KV cache do not fit.
     """
     speech_format = required.tokenizer.speech_format
     pipeline = create_text_pipeline(

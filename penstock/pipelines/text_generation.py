@@ -282,7 +282,9 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
         super().close()
 
     def prepare_next(self) -> bool:
-        return self.model.pack_pending() or super().prepare_next()
+        if self.model.pack_pending() or super().prepare_next():
+            return True
+        return self.proposer is not None and self.proposer.prefault_next()
 
     def pack_all_pending(self) -> None:
         """Pack all lazily packed weights, for example before a measurement."""

@@ -22,7 +22,7 @@ def create_text_generation(required: PipelineRequirements) -> TextGenerationPipe
 
     Raises:
         CheckpointError: the model cannot be loaded.
-        InsufficientMemoryError: weights and the smallest useful KV cache do not fit.
+        InsufficientMemoryError: weights and the smallest permitted KV cache do not fit.
     """
     config, tokenizer = required.config, required.tokenizer
     eos = tokenizer.eos if tokenizer.eos_token_ids else None

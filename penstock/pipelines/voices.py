@@ -25,8 +25,8 @@ def load_voices(settings: Iterable[str], codec: AudioCodec, folder: Path) -> dic
     """Return the voices of the settings ``NAME=FILE`` and ``NAME=CODES``.
 
     A file is a recording or a JSON file with ``codes`` and ``transcription``. The transcription of a
-    recording is in a file of the same name that ends in ``.txt``. The codes of recordings are cached in
-    ``$XDG_CACHE_HOME/penstock/voices``.
+    recording is in a file of the same name that ends in ``.txt``; without this file it is empty. The codes of
+    recordings are cached in ``$XDG_CACHE_HOME/penstock/voices``.
 
     Args:
         settings: the values of ``--voice``.

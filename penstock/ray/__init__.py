@@ -4,7 +4,7 @@
     >>> RayConfig(ray_max_replicas=4).ray_min_replicas
     1
 
-Importing this module does not import Ray. The functions require the optional dependencies ``penstock[ray]``.
+Importing this module does not import Ray. The functions require the extra ``penstock-llm[ray]``.
 """
 
 from __future__ import annotations

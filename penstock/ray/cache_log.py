@@ -1,4 +1,7 @@
-"""`CacheLog`: a log of the recent events of a replica's prefix cache. Routers read it periodically."""
+"""`CacheLog`: a log of the recent events of a replica's prefix cache.
+
+The routers of the HTTP processes read it periodically.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +71,10 @@ class CacheLog:
         return removed_blocks
 
     def since(self, position: int) -> CacheChanges:
-        """Return the events after a position. Position 0 is before the first event, with an empty cache."""
+        """Return the events after a position, or all cached blocks if such events were dropped from the log.
+
+        Position 0 is before the first event, with an empty cache.
+        """
         num_new = self._position - position
         if 0 <= num_new <= len(self._events):
             events = list(self._events)[len(self._events) - num_new :]

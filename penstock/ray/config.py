@@ -101,6 +101,6 @@ class RayConfig:
 def ray_fields() -> tuple[ConfigField, ...]:
     """Return all settings of `RayConfig`.
 
-    Their names differ from those of all other configuration classes.
+    No other configuration class has a setting with the same name.
     """
     return fields_of(RayConfig)

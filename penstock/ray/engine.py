@@ -111,7 +111,7 @@ class RayEngine:
         """Name of each LoRA adapter in the configuration -> path."""
         self._info: WorkerInfo | None = None
         self._reports: dict[str, ReplicaReport] = {}
-        self._missing_reports: dict[str, ReplicaReport] = {}  # last reports of replicas that stopped
+        self._missing_reports: dict[str, ReplicaReport] = {}  # last reports of replicas that no longer answer
         self._ended_stats = WorkerStats()  # totals of replicas that have ended
         self._num_ended_restarts = 0
         self._generations: dict[str, Generation] = {}
@@ -349,7 +349,7 @@ class RayEngine:
     async def _poll(self) -> None:
         """Read the reports of all replicas.
 
-        A replica that does not answer counts as ended until it answers again.
+        A replica that does not answer is not chosen for requests until it answers again.
         """
         new_reports: dict[str, ReplicaReport] = {}
         with suppress(ReplicaLostError):

@@ -31,10 +31,10 @@ class ServeReplicas:
         self._preferred_handles: dict[str, Any] = {}  # name of the preferred replica -> handle
 
     async def generate(self, frames: Sequence[bytes], replica: str) -> AsyncIterator[bytes]:
-        """Send a request to a replica and yield its results.
+        """Send a request to a replica and yield the results.
 
-        The name of the preferred replica is passed as the session id of the request. `PreferredReplicaRouter`
-        reads it.
+        ``replica`` is the name of the preferred replica, or empty. The name is passed as the session id of
+        the request, which `PreferredReplicaRouter` reads.
 
         Raises:
             ReplicaLostError: the replica has ended or cannot be reached.
@@ -58,15 +58,17 @@ class ServeReplicas:
         """Return the encoded report of each running replica. Waits until a replica runs.
 
         Raises:
-            ReplicaLostError: no report arrived in time.
+            ReplicaLostError: the reports cannot be requested, or do not arrive in time.
         """
         self._preferred_handles = {
             name: handle for name, handle in self._preferred_handles.items() if name in positions
         }
-        while not self._handle.running_replicas_populated():
-            await self._handle.report.remote({})  # waits for a replica and updates the handle's replica list
-            await asyncio.sleep(_POLL_SECONDS)
         try:
+            while not self._handle.running_replicas_populated():
+                await self._handle.report.remote(
+                    {}
+                )  # waits for a replica and updates the handle's replica list
+                await asyncio.sleep(_POLL_SECONDS)
             response = self._handle.broadcast("report", dict(positions))
             results = await response.results_async(timeout_s=_REPORT_TIMEOUT, return_exceptions=True)
         except (RayError, RayServeException, TimeoutError) as error:
@@ -77,7 +79,7 @@ class ServeReplicas:
         """Clear the prefix caches of all replicas.
 
         Raises:
-            UnavailableError: a replica did not answer.
+            UnavailableError: a replica did not answer, or its reset failed.
         """
         try:
             await self._handle.broadcast("reset_prefix_cache").results_async(timeout_s=_REPORT_TIMEOUT)

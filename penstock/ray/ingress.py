@@ -93,7 +93,7 @@ def make_application(
     max_outstanding: int,
     num_ingresses: int,
 ) -> Application:
-    """Return an application that has not started. Its lifespan event starts it.
+    """Return an application that has not started. The ASGI event ``lifespan.startup`` starts it.
 
     Raises:
         CheckpointError: the tokenizer of the model cannot be loaded.

@@ -88,14 +88,16 @@ def application(config: PipelineConfig, serve_config: ServeConfig, ray_config: R
 def run_server(config: PipelineConfig, serve_config: ServeConfig, ray_config: RayConfig) -> int:
     """Deploy a model on Ray Serve.
 
-    After SIGTERM or SIGINT, finish running requests and delete the application.
+    After SIGTERM or SIGINT, finish running requests and delete the application. Then stop Ray Serve if the
+    cluster is local.
 
     Returns:
         The exit status, 0.
 
     Raises:
         MissingDependencyError: Ray is not installed.
-        ConfigError: the cluster cannot be reached, or the address is in use.
+        ConfigError: the cluster cannot be reached, or the address is invalid or in use.
+        UnsupportedFeatureError: a server setting is not supported on Ray.
         PenstockError: the model cannot be found or loaded.
     """
     import_ray("penstock serve --ray")

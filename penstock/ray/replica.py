@@ -61,7 +61,7 @@ class EngineReplica:
         self._is_started = False
 
     async def reconfigure(self, user_config: object) -> None:
-        """Load the model. Ray Serve calls it before the replica gets requests.
+        """Load the model if it is not loaded. Ray Serve calls this method before the replica gets requests.
 
         Raises:
             PenstockError: the model cannot be loaded.
@@ -86,7 +86,7 @@ class EngineReplica:
             raise UnavailableError(f"the worker is {state}")
 
     async def generate(self, frames: Sequence[bytes]) -> AsyncGenerator[bytes, None]:
-        """Run a request and yield its results as encoded `ReplicaResults`.
+        """Run a request and yield its results as encoded `ReplicaResults`. An error is the last result.
 
         Args:
             frames: an encoded `Submit`.

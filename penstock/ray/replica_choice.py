@@ -67,7 +67,7 @@ class ReplicaChoice:
         return {replica.name: replica.position for replica in self._replicas if replica is not None}
 
     def update(self, reports: Mapping[str, ReplicaReport]) -> None:
-        """Add and remove replicas so that the set equals that of the reports, and apply the cache events."""
+        """Add and remove replicas so that each replica has a report, and apply the cache events."""
         numbers = {
             replica.name: number for number, replica in enumerate(self._replicas) if replica is not None
         }

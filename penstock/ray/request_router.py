@@ -14,7 +14,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 _NUM_FALLBACK_REPLICAS = 2
 """Number of random replicas offered as an alternative.
 
-If the preferred replica is full or has ended, Ray Serve uses the replica of these with the shortest queue.
+If the preferred replica is full or has ended, Ray Serve uses the random replica with the shorter queue.
 """
 
 

@@ -19,11 +19,12 @@ RETRY_SECONDS = 1.0
 class SharedStart:
     """Callable that loads a model once for all concurrent calls.
 
-    If the worker process ends while it loads the model, loading is repeated up to `MAX_STARTS` times.
+    If the worker process ends while it loads the model, the model is loaded again. There are at most
+    `MAX_STARTS` attempts.
 
     Args:
-        start: function that loads the model. It raises UnavailableError if the worker process ends. It can be
-            called again after any error.
+        start: the function that loads the model. It raises UnavailableError if the worker process ends, and
+            can be called again after any error.
         retry_seconds: seconds between two attempts.
     """
 

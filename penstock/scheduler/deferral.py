@@ -1,4 +1,4 @@
-"""Defers the decoding of one client's contexts while a short prompt of another client is computed."""
+"""Defers the decoding of contexts while a short prompt of another client is computed."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Deferral:
     A step with hundreds of decode rows takes several times as long as a short prompt. If one client holds
     many slots, such a step would delay the first token of another client. Therefore a step with a short
     prompt decodes at most `_MAX_ROWS_WITH_PROMPT` contexts of each other client. The remaining contexts are
-    deferred to the next step. Two consecutive steps never defer contexts, so a context is deferred in at most
-    half of the steps. A prompt is short if its tokens take less time than the deferred contexts, estimated
-    with `PROMPT_TOKENS_PER_ROW`.
+    deferred to the next step. The step after a step with deferred contexts defers none, so a context is
+    deferred in at most half of the steps. A prompt is short if its tokens take less time than the deferred
+    contexts, estimated with `PROMPT_TOKENS_PER_ROW`.
     """
 
     def __init__(self) -> None:

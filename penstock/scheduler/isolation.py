@@ -11,7 +11,8 @@ Example: a batch of eight contexts in which c and f fail, from top to bottom::
     e f g h           fails
     ...                          a, b, d, e, g and h have completed their step
 
-If no part of a batch runs, the error is not caused by a context, and it is raised.
+If no part of a batch runs and two or more contexts have failed, the error is not caused by a context, and it
+is raised.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
         self._ending_request_ids: set[str] = set()
         """Request ids of contexts that end with the sampled step."""
         self._runs_without_overlap = False
-        """Whether the next step runs through `Pipeline.execute`, because a launch has failed."""
+        """Whether the next step runs through `Pipeline.execute`, because a launch or its sampling failed."""
 
     @property
     def has_work(self) -> bool:
@@ -100,7 +100,8 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
                 one token per context.
 
         Returns:
-            The output of each context of the collected batch, by request id. Finished contexts are removed.
+            The output of each context of the collected batch, or of a batch that ran without overlap, by
+            request id. Finished contexts are removed.
         """
         runs_ahead = self._runs_several_steps(num_steps)
         if self._sampled_step is None and (self._runs_without_overlap or runs_ahead):

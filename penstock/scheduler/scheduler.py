@@ -116,6 +116,9 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
 
         Returns:
             The output of each context that ran, by request id. Finished contexts are removed.
+
+        Raises:
+            Exception: ``pipeline.execute`` raised it. No part of the batch ran, or faults are not isolated.
         """
         self._begin_step()
         batch = self._next_batch(num_steps)
@@ -171,7 +174,7 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
         return [entry for entry in self._running.values() if entry.is_decoding]
 
     def _add_decoding(self, batch: Batch[ContextT]) -> None:
-        """Add the decoding contexts. If blocks run out, preempt the contexts with the largest sort keys.
+        """Add the decoding contexts. If blocks run out, preempt contexts.
 
         A context that has generated its last token computes no token and needs no blocks.
         """
@@ -313,7 +316,9 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
     ) -> int:
         """Reserve blocks for up to ``rows`` tokens of a running context, and return the number of tokens.
 
-        The number is at least ``min_rows``, or 0 if there are not enough free blocks.
+        The number is at least ``min_rows``, or 0 if there are not enough free blocks. With ``may_preempt``,
+        other contexts or this context are preempted. If no other context can be preempted, this context ends
+        with the error.
         """
         context = entry.context
         while True:

@@ -21,7 +21,7 @@ class QueueEntry(Protocol):
     def key(self) -> tuple[int, int]:
         """Unique sort key: (negative priority, arrival number).
 
-        The entry with a client's smallest key comes first.
+        Of the entries of one client, the entry with the smallest key comes first.
         """
         ...
 
@@ -30,7 +30,7 @@ EntryT = TypeVar("EntryT", bound=QueueEntry)
 _Rank: TypeAlias = tuple[int, ...]
 
 _MAX_OUTDATED = 64
-"""Number of outdated items in the heap of clients above which the heap is rebuilt."""
+"""The heap of clients is rebuilt when it has more than this number of items beyond two per client."""
 
 
 class WaitingQueue(Generic[EntryT]):
@@ -93,7 +93,7 @@ class WaitingQueue(Generic[EntryT]):
             heapq.heapify(self._heap)
 
     def recheck(self, is_ready: Callable[[EntryT], bool]) -> None:
-        """Start a step: check again the entries that were not ready."""
+        """Start a step: check up to ``scan_limit`` of the entries again that were not ready."""
         self._checks_left = self._scan_limit
         for _ in range(min(self._scan_limit, len(self._not_ready))):
             entry = self._not_ready.popleft()

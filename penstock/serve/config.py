@@ -318,5 +318,5 @@ class ServeConfig:
 
 @cache
 def serve_fields() -> tuple[ConfigField, ...]:
-    """Return all settings of `ServeConfig`. Their names differ from those of `PipelineConfig`."""
+    """Return all settings of `ServeConfig`. No setting of `PipelineConfig` has the same name."""
     return fields_of(ServeConfig)

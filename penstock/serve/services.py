@@ -113,7 +113,7 @@ class Services:
     large_body_pool: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="penstock-long")
     )
-    """Runs the same work for large bodies. It takes many seconds and would delay other requests in `pool`."""
+    """Runs the same work for large bodies, which takes seconds and would delay other requests in `pool`."""
     decoder: JsonDecoder = field(default_factory=JsonDecoder)
     """Decodes bodies that would block the event loop for too long."""
     large_body_decoder: JsonDecoder = field(default_factory=lambda: JsonDecoder(niceness=10))
@@ -134,7 +134,10 @@ class Services:
     """Serialises the encoding of long responses, so that the event loop runs between two slices."""
 
     def warn_once(self, warnings: Iterable[str]) -> None:
-        """Log a warning for each requested feature that the server skips. Logs the same text only once."""
+        """Log a warning for each requested feature that the server skips.
+
+        Logs the same text only once, and at most `_MAX_WARNINGS` different texts.
+        """
         for warning in warnings:
             if warning not in self.logged_warnings and len(self.logged_warnings) < _MAX_WARNINGS:
                 self.logged_warnings.add(warning)

@@ -72,7 +72,7 @@ def _contexts(tokenizer: TextTokenizer) -> Iterator[TextContext]:
 
 
 async def warm_up_embeddings(worker: EngineClient, tokenizer: EmbeddingsTokenizer) -> None:
-    """Embed an input of 2 tokens and an input of 64 tokens.
+    """Embed an input of 2 tokens and an input of 64 tokens, or of the maximum length if that is less.
 
     Raises:
         PenstockError: an input failed. Requests of users would fail too.
@@ -86,7 +86,8 @@ async def warm_up_speech(worker: EngineClient, tokenizer: SpeechTokenizer) -> No
     """Generate up to two frames of speech.
 
     Raises:
-        PenstockError: the request failed. Requests of users would fail too.
+        PenstockError: the request failed, except if it generated no whole frame. Requests of users would fail
+            too.
     """
     speech_format = tokenizer.speech_format
     frame_token_ids = speech_format.codes.token_ids([0] * speech_format.codes.codes_per_frame)

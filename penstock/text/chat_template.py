@@ -54,7 +54,7 @@ class ChatTemplate:
         """Read the template file of ``--chat-template``: Jinja text, or a JSON object with ``chat_template``.
 
         Raises:
-            ConfigError: the file is neither, or the template has a syntax error.
+            ConfigError: the file cannot be read or is neither, or a template has a syntax error.
         """
         sources = _read_template_option(path)
         template = cls(sources, special_tokens, path)
@@ -82,7 +82,9 @@ class ChatTemplate:
                 model continues.
 
         Raises:
-            InputError: the template raised an error, whose message is included.
+            InputError: an argument is invalid, no template fits, or the template raised an error, whose
+                message is included.
+            CheckpointError: the template has a syntax error.
         """
         _check_messages(messages)
         _check_tools(tools)

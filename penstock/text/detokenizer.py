@@ -302,7 +302,7 @@ def _num_bytes_at_end(tokenizer: TokenDecoder, ids: Sequence[int]) -> int:
 
 
 def _first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
-    """Return (start, stop string) of the match that ends first; if several end there, of the longest."""
+    """Return (start, stop string) of the match that ends first, the longest of several; None without one."""
     matches = [(start + len(stop), start, stop) for stop in stops if (start := text.find(stop)) >= 0]
     return min(matches)[1:] if matches else None
 

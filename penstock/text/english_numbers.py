@@ -23,7 +23,11 @@ LARGEST = 10 ** (3 * len(_THOUSANDS)) - 1
 
 
 def cardinal(number: int) -> str:
-    """Return a number from 0 to `LARGEST` in words: 1234 is "one thousand two hundred and thirty four"."""
+    """Return a number from 0 to `LARGEST` in words: 1234 is "one thousand two hundred and thirty four".
+
+    Raises:
+        ValueError: the number is outside this range.
+    """
     if not 0 <= number <= LARGEST:
         raise ValueError(f"{number} cannot be written in words: the range is 0 to {LARGEST}")
     groups, remaining_number = [], number

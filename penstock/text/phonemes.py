@@ -27,7 +27,7 @@ def phonemize(text: str, language: str) -> str:
         raise UnsupportedFeatureError(
             "text for a model that reads phonemes",
             "espeak-ng is not installed: install it (apt-get install espeak-ng), or give the prompt as token "
-            'ids; for a model that reads letters, write "phonemes": false to speech_config.json',
+            'ids; if the model reads letters instead, set "phonemes": false in speech_config.json',
         )
     segments = _PUNCTUATION.split(text)
     segments_with_words = [segment for segment in segments[::2] if segment.strip()]

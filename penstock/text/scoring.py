@@ -82,7 +82,7 @@ class PairScoring:
             responses: the outputs of `inputs`, in their order.
 
         Raises:
-            InputError: the model is a classifier with several labels.
+            InputError: the model is a classifier with several labels, or its similarity function is unknown.
         """
         if not responses:
             return np.zeros(0, np.float32)

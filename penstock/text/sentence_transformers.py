@@ -93,10 +93,10 @@ class SentenceTransformersLayout:
 
 
 def read_layout(checkpoint: Path) -> SentenceTransformersLayout:
-    """Read the layout of a checkpoint's folder. Missing files have the default values.
+    """Read the layout of a checkpoint's folder. The default values replace missing files.
 
     Raises:
-        CheckpointError: a file is malformed, or a module has an unknown type.
+        CheckpointError: a file is malformed, or a module or an option is not supported.
     """
     settings_file = checkpoint / "config_sentence_transformers.json"
     settings = _object(settings_file)

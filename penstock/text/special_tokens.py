@@ -103,7 +103,11 @@ class SpecialTokens:
     def encode(
         self, tokenizer: Tokenizer, prompt: RenderedPrompt, token_bytes: Callable[[int], bytes]
     ) -> list[int]:
-        """Return the tokens of a rendered prompt. Special tokens from messages are encoded as text."""
+        """Return the tokens of a rendered prompt. Special tokens from messages are encoded as text.
+
+        Raises:
+            InputError: the tokenizer cannot encode a special token as text.
+        """
         [encoding] = tokenizer.encode_batch([prompt.text], add_special_tokens=False)
         ids: list[int] = []
         text_ids: dict[str, list[int]] = {}
@@ -130,7 +134,11 @@ class SpecialTokens:
     def _encode_as_text(
         self, tokenizer: Tokenizer, text: str, token_bytes: Callable[[int], bytes]
     ) -> list[int]:
-        """Return the tokens of ``text`` in the middle of a text. None of the tokens is special."""
+        """Return the tokens of ``text`` in the middle of a text. None of the tokens is special.
+
+        Raises:
+            InputError: the tokenizer cannot encode ``text`` without special tokens.
+        """
         # The library then encodes special tokens as ordinary text. No other thread uses this copy of the
         # tokenizer.
         tokenizer.encode_special_tokens = True
@@ -199,7 +207,10 @@ class SpecialTokens:
         return value
 
     def _indices_inside(self, text: str) -> set[int]:
-        """Return one index inside each special token in the text."""
+        """Return one index inside each special token in the text, or both ends of a token of one character.
+
+        If only the normalised text contains a special token, return all indices.
+        """
         indices: set[int] = set()
         for first_characters, lengths in self._lengths.items():
             start = text.find(first_characters)
@@ -246,7 +257,7 @@ def _markers(text: str) -> Iterator[str]:
 def _boundaries(
     text: str, marked_messages: Sequence[Message], render: Callable[[Sequence[Message]], str], marker: str
 ) -> list[int] | None:
-    """Return the positions of the markers in ``text``; None if the template renders a different text."""
+    """Return the positions of the markers in ``text``; None if the template fails or changes the text."""
     try:
         parts = render(marked_messages).split(marker)
     except InputError:

@@ -62,7 +62,8 @@ class SpeechDescription:
         """Return the description of a checkpoint. It is empty if the file does not exist.
 
         Raises:
-            CheckpointError: the file is not a JSON object, or has an unknown key or a value of a wrong type.
+            CheckpointError: the file is not a JSON object, or has an unknown key, a value of a wrong type, or
+                an unsupported language of ``numbers``.
         """
         path = checkpoint / _DESCRIPTION
         if not path.is_file():
@@ -142,9 +143,9 @@ class SpeechCodes:
     def parse(self, tokens: npt.NDArray[np.integer]) -> tuple[npt.NDArray[np.int32], int, int]:
         """Return the codes of the whole frames in generated tokens.
 
-        Tokens that represent no code are dropped. If a code has the wrong position, its incomplete frame is
-        dropped, and the next frame begins at the next code of position 0. An incomplete frame at the end is
-        not parsed.
+        Tokens that represent no code are dropped. If a code has the wrong position, the incomplete frame
+        before it is dropped, and the next frame begins at the next code of position 0. An incomplete frame at
+        the end is not parsed.
 
         Args:
             tokens: the tokens after the last whole frame.
@@ -262,7 +263,11 @@ class SpeechFormat(ABC):
         return token_id
 
     def numbered_token_ids(self, pattern: str, first: int, count: int) -> npt.NDArray[np.int64]:
-        """Return ``[count]``: the ids of numbered tokens, such as ``<|speech_{}|>``."""
+        """Return ``[count]``: the ids of numbered tokens, such as ``<|speech_{}|>``.
+
+        Raises:
+            CheckpointError: the vocabulary lacks one of the tokens.
+        """
         begin, end = self.token(pattern.format(first)), self.token(pattern.format(first + count - 1))
         if end - begin == count - 1:
             return np.arange(begin, end + 1, dtype=np.int64)

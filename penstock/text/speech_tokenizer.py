@@ -113,7 +113,7 @@ class SpeechTokenizer(TextTokenizer):
         return await self._run_in_thread(lambda: self.build_speech_context(request))
 
     def split(self, text: str) -> list[str]:
-        """Split a text at sentences into parts of at most `text_limit` characters.
+        """Split a text at sentences into parts of at most `SpeechFormat.text_limit` characters.
 
         Raises:
             InputError: the text has no characters to speak.

@@ -20,8 +20,8 @@ def checked_prompt_ids(ids: Sequence[int] | npt.NDArray[np.integer], vocab_size:
         InputError: ``ids`` is not a list of ids, or an id is not in the vocabulary. The message contains the
             first such id.
     """
-    is_bytes = isinstance(ids, str | bytes | bytearray | memoryview)
-    if is_bytes or not isinstance(ids, Sequence | np.ndarray):
+    is_text_or_bytes = isinstance(ids, str | bytes | bytearray | memoryview)
+    if is_text_or_bytes or not isinstance(ids, Sequence | np.ndarray):
         raise InputError(f"a prompt is text or a list of token ids, not {type(ids).__name__}")
     values = ids.tolist() if isinstance(ids, np.ndarray) else ids
     # fast path for lists of plain integers in the vocabulary
@@ -40,7 +40,7 @@ def checked_ids_to_decode(ids: Iterable[SupportsIndex]) -> list[int]:
     values = list(ids)
     for token_id in values:
         if not _is_id(token_id, 2**32):
-            raise InputError(f"{token_id!r} is not a token id: ids are integers of at least 0")
+            raise InputError(f"{token_id!r} is not a token id: ids are integers from 0 to {2**32 - 1}")
     return [int(token_id) for token_id in values]
 
 

@@ -44,7 +44,7 @@ def read_tokenizer_files(checkpoint: Path) -> TokenizerFiles:
     file.
 
     Raises:
-        CheckpointError: the tokenizer is missing or damaged.
+        CheckpointError: the tokenizer is missing, damaged or not convertible, or a JSON file is invalid.
         MissingDependencyError: the tokenizer has an older format and transformers is not installed.
     """
     return _read_gguf(checkpoint) if is_gguf(checkpoint) else _read_folder(checkpoint)
@@ -71,7 +71,7 @@ def _read_folder(checkpoint: Path) -> TokenizerFiles:
     settings = _read_object(checkpoint / "tokenizer_config.json")
     settings = {**settings, **_read_object(checkpoint / "special_tokens_map.json")}
     model = _read_object(checkpoint / "config.json")
-    text_model = model.get("text_config")  # for example a vision model
+    text_model = model.get("text_config")  # in multimodal models
     if isinstance(text_model, dict):
         model = {**text_model, **model}
     special_tokens = dict(_named_tokens(settings))
@@ -188,8 +188,8 @@ def _add_missing_tokens(
 def _apply_prefix_space_settings(tokenizer: Tokenizer, settings: Mapping[str, object]) -> None:
     """Set where a Llama tokenizer inserts a leading space, by the settings of tokenizer_config.json.
 
-    tokenizer.json inserts a space before every text between special tokens. With ``legacy: false`` only the
-    first text gets a space.
+    tokenizer.json inserts a space before every text between special tokens. Without ``legacy: true`` only the
+    first text gets a space, and with ``add_prefix_space: false`` no text.
     """
     if settings.get("tokenizer_class") not in ("LlamaTokenizer", "LlamaTokenizerFast"):
         return

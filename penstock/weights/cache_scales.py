@@ -36,7 +36,8 @@ _logger = logging.getLogger(__name__)
 def find_cache_scales(config: Mapping[str, object], stored: Headers) -> CacheScales:
     """Return the scales that a checkpoint stores for a KV cache of 8-bit floats; empty if it has none.
 
-    Scales of any other ``kv_cache_scheme``, such as 8-bit integers, are ignored.
+    Scales of any other ``kv_cache_scheme``, such as 8-bit integers, are ignored. If a layer lacks the key or
+    the value scale, all scales are ignored with a warning.
     """
     scheme = quantization_section(config).get("kv_cache_scheme")
     if isinstance(scheme, Mapping) and (

@@ -37,7 +37,7 @@ def write_compressed(
     Args:
         checkpoint: the folder of the original checkpoint. Its configuration and tokenizer files are copied.
         weights: the tensors of the original checkpoint.
-        layers: the packed layers. Layers with another encoding than ``encoding`` are copied from ``weights``.
+        layers: the packed layers. Layers that cannot be stored in ``encoding`` are copied from ``weights``.
         encoding: the encoding of the quantized layers.
         folder: the output folder. It must be empty or absent.
 

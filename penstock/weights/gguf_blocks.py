@@ -1,9 +1,9 @@
 """Dequantizes the block types of GGUF files to float32.
 
-A block contains scales and the codes of 32 weights. A block of the K types (Q2_K to Q6_K) contains 256
-weights in 8 or 16 groups, each with a scale. A reader is a function from blocks ``[N, bytes]`` to weights
-``[N, weights of a block]``. The results equal the definition of the format exactly, because the product of a
-16-bit scale and a small integer is exact in float32.
+A block contains scales and the codes of 32 weights. A block of IQ4_XS or of the K types (Q2_K to Q6_K)
+contains 256 weights in 8 or 16 groups, each with a scale. A reader is a function from blocks ``[N, bytes]``
+to weights ``[N, weights of a block]``. The results equal the definition of the format exactly, because the
+product of a 16-bit scale and a small integer is exact in float32.
 """
 
 from __future__ import annotations

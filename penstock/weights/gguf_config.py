@@ -2,7 +2,7 @@
 
 Settings that are not in the metadata (biases, tied embeddings, factors of the rotary embedding) are derived
 from the tensors. A key is an error if it requires computations that the network of the family does not
-implement.
+implement. Other keys that are not read cause a warning.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _gemma3(keys: GGUFKeys) -> dict[str, object]:
 
 def _gemma(keys: GGUFKeys, num_layers_27b: int) -> dict[str, object]:
     config = decoder_config(keys)
-    # The metadata have no key for query_pre_attn_scalar. It is the head size, except in the 27B models.
+    # The metadata have no key for query_pre_attn_scalar, which is the head size, except in the 27B models.
     scalar: float = keys.head_dim
     if keys.count("block_count") == num_layers_27b:
         scalar = keys.count("embedding_length") // keys.count("attention.head_count")

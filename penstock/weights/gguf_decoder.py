@@ -19,6 +19,10 @@ def decoder_config(
         partial_rotary: whether the family supports rotary embeddings on a part of each head.
         eps: the key of the norms' epsilon in ``config.json``. The metadata key is ``layer_norm_rms_epsilon``
             for ``rms_norm_eps``, and ``layer_norm_epsilon`` otherwise.
+
+    Raises:
+        WeightsError: a key is missing or invalid, or the family does not support the rotary embedding of the
+            file.
     """
     eps_key = "layer_norm_rms_epsilon" if eps == "rms_norm_eps" else "layer_norm_epsilon"
     heads = keys.count("attention.head_count")
@@ -106,7 +110,7 @@ def layer_types(keys: GGUFKeys, period: int) -> list[str]:
     """Return the attention type of each layer.
 
     Every ``period``-th layer uses full attention. The file can set another period, or have an array with one
-    entry per layer.
+    entry per layer, which is true for a sliding window.
     """
     key = "attention.sliding_window_pattern"
     if keys.get(key) is None or type(keys.get(key)) is int:

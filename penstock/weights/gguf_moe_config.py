@@ -1,4 +1,4 @@
-"""Converts the metadata of families with experts in GGUF files to ``config.json``."""
+"""Converts the metadata of GGUF files of mixture-of-experts families to ``config.json``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Maverick has no norms of queries and keys. The metadata have no key for this pro
 
 
 def _experts(keys: GGUFKeys) -> dict[str, object]:
-    """Return the keys for the number of experts and the number of experts per token."""
+    """Return the entries of ``config.json`` for the number of experts and the number of experts per token."""
     return {
         "num_local_experts": keys.count("expert_count"),
         "num_experts_per_tok": keys.count("expert_used_count"),

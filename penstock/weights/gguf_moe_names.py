@@ -1,4 +1,4 @@
-"""Tensor names of families with experts in GGUF files."""
+"""Tensor names of mixture-of-experts families in GGUF files."""
 
 from __future__ import annotations
 

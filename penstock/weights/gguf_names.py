@@ -42,7 +42,7 @@ _FLOATS = {"F16": DType.float16, "BF16": DType.bfloat16, "F32": DType.float32, "
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor(TensorHeader):
-    """A tensor of a GGUF file, or the part of one expert, with its shape in the checkpoint."""
+    """A tensor of a GGUF file, or its part for one expert or head, with the shape in the checkpoint."""
 
     heads: int = 0
     """Number of heads if the rows are interleaved for the rotary embedding; otherwise 0."""
@@ -136,7 +136,8 @@ def read_gguf_headers(path: Path) -> dict[str, TensorHeader]:
     A tensor that is not in the table of the family keeps its name.
 
     Raises:
-        WeightsError: the file is damaged, or has a tensor of a type that cannot be read.
+        WeightsError: the file is damaged, its head counts are not positive integers, or it has a tensor of an
+            unreadable type or an unexpected shape.
         UnknownArchitectureError: the architecture is unknown.
     """
     file = GGUFFile(path)
@@ -170,7 +171,8 @@ def _head_counts(file: GGUFFile, architecture: str) -> dict[str, int]:
     for name, count in (("attn_q", queries), ("attn_k", keys)):
         heads[name] = count if isinstance(count, int) else 0
         if heads[name] < 1:
-            problem = f"{architecture}.attention.head_count and head_count_kv must be numbers, not {count!r}"
+            keys = f"{architecture}.attention.head_count and head_count_kv"
+            problem = f"{keys} must be positive integers, not {count!r}"
             raise WeightsError(file.path, problem)
     return heads
 

@@ -1,6 +1,6 @@
 """`gguf_tensor`: reads the tensors of GGUF files as floats.
 
-`gguf_rows` keeps their codes and scales instead.
+`penstock.weights.gguf_rows` reads the codes and scales of quantized tensors instead.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock.weights.gguf_rows import reorder_rows
 def gguf_tensor(data: Tensor, header: GGUFTensor) -> Tensor:
     """Return a tensor as floats, in the shape and row order of the Hugging Face checkpoint.
 
-    The result is a view of ``data`` if the tensor is stored as floats in this order.
+    The result is a view of ``data`` if the tensor is stored as floats in this order, without an offset.
 
     Args:
         data: all bytes of the file, uint8.

@@ -1,7 +1,8 @@
 """Rebuilds the tokenizer of a GGUF file with the `tokenizers` library.
 
-Two kinds are supported: byte-level BPE with a list of merges (``gpt2``), and SentencePiece BPE with scores
-(``llama``), from which the merges are derived. The file contains the name of the pre-tokenizer but not its
+If the file contains a ``tokenizer.json``, this tokenizer is used. Otherwise, two kinds are supported:
+byte-level BPE with a list of merges (``gpt2``), and SentencePiece BPE with scores (``llama``), from which the
+merges are derived. The file contains the name of the pre-tokenizer but not its
 pattern. A name is supported if the published tokenizer files of a model contain its pattern. Other names are
 errors, because a similar pattern would silently produce wrong tokens.
 """
@@ -47,7 +48,8 @@ def read_gguf_tokenizer(path: Path, tokenizer: Tokenizer | None = None) -> GGUFT
 
     Args:
         path: the GGUF file.
-        tokenizer: a tokenizer to use instead of rebuilding one. Its tokens must equal those of the file.
+        tokenizer: a tokenizer to use instead of rebuilding one. Each of its tokens must have the
+            same id in the file; a space equals SentencePiece's mark for a space.
 
     Raises:
         CheckpointError: the file has no tokenizer, its tokenizer is not supported or damaged, or the tokens
@@ -237,7 +239,10 @@ def _splitter(file: GGUFFile) -> _Splitter:
 
 
 def _add_bos_and_eos(file: GGUFFile, tokenizer: Tokenizer, tokens: list[str]) -> None:
-    """Configure the tokenizer to add the BOS and EOS tokens that the file requests."""
+    """Configure the tokenizer to add the BOS and EOS tokens that the file requests.
+
+    If the file does not set ``add_bos_token``, the kind of the tokenizer decides about BOS.
+    """
     is_spm = file.metadata.get("tokenizer.ggml.model") == "llama"
     adds_bos = file.metadata.get("tokenizer.ggml.add_bos_token")
     if adds_bos is None:
@@ -260,9 +265,8 @@ def _add_bos_and_eos(file: GGUFFile, tokenizer: Tokenizer, tokens: list[str]) ->
 
 def _token_id(file: GGUFFile, tokens: list[str], name: str) -> int | None:
     token_id = file.metadata.get(f"tokenizer.ggml.{name}")
-    if (
-        token_id is None or token_id == 2**32 - 1
-    ):  # some programs write 2**32 - 1 for a token that does not exist
+    # Some programs write 2**32 - 1 for a token that does not exist.
+    if token_id is None or token_id == 2**32 - 1:
         return None
     if type(token_id) is not int or not 0 <= token_id < len(tokens):
         raise CheckpointError(

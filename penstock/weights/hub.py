@@ -16,14 +16,14 @@ from penstock.weights.json_files import read_json_object
 from penstock.weights.safetensors import SHARD_INDEX
 
 DEMO = "demo"
-"""The name of the embedded text model."""
+"""The name of the text model that is included in the package."""
 DEMO_VOICE = "demo-voice"
-"""The name of the embedded speech model."""
+"""The name of the speech model that is included in the package."""
 DEMO_VISION = "demo-vision"
-"""The name of the embedded model that reads images."""
+"""The name of the included model that reads images."""
 
 PICKLED_FILE = "pytorch_model.bin"
-"""The weight file of codecs and dense modules that are not published as safetensors files."""
+"""The weight file of codecs and sentence-transformers ``Dense`` modules that have no safetensors files."""
 TOKEN_WEIGHTS_FILE = "sparse_linear.pt"
 """The weight file of BGE-M3's token-weight head, for sparse embeddings."""
 TOKEN_VECTORS_FILE = "colbert_linear.pt"
@@ -53,7 +53,7 @@ def resolve_checkpoint(
     """Return the folder or the GGUF file of a checkpoint. Download it if necessary.
 
     Args:
-        model_path: the name of an embedded model (``demo``, ``demo-voice``, ``demo-vision``), a folder, a
+        model_path: the name of an included model (``demo``, ``demo-voice``, ``demo-vision``), a folder, a
             GGUF file, or a model id on the Hugging Face hub. It is a path and never searched on the hub if it
             starts with ``.``, ``/`` or ``~``, has more than one separator, or exists.
         revision: branch, tag or commit of a hub model.
@@ -116,8 +116,8 @@ def local_name(model_path: str) -> str:
     return name or model_path
 
 
-def is_on_hub(model_path: str) -> bool:
-    """Return whether a model is searched on the hub: it is neither an embedded model nor a path."""
+def is_hub_id(model_path: str) -> bool:
+    """Return whether a model is searched on the hub: it is neither an included model nor a path."""
     return model_path not in _EMBEDDED and not _is_local(model_path)
 
 
@@ -131,7 +131,9 @@ def _is_local(model_path: str) -> bool:
 
 def _check_checkpoint(folder: Path, gguf_file: str | None) -> Path:
     if not os.path.exists(folder):
-        raise CheckpointNotFoundError(folder, "no such folder: use the path of a checkpoint, or a hub id")
+        raise CheckpointNotFoundError(
+            folder, "no such folder or GGUF file: use the path of a checkpoint, or a hub id"
+        )
     if not folder.is_dir():
         if folder.suffix.lower() == gguf.SUFFIX:
             if gguf_file is not None and gguf_file.lower() not in folder.name.lower():
@@ -254,7 +256,7 @@ def _snapshot(model_id: str, revision: str, patterns: list[str], *, resumes: boo
 
 
 def _remote_names(model_id: str, revision: str, folder: Path) -> list[str]:
-    """Return the file names of a model on the hub, or in the local cache if the hub cannot be reached."""
+    """Return a model's file names on the hub, or its GGUF files in the cache if the hub cannot be reached."""
     from huggingface_hub import list_repo_files
 
     try:

@@ -28,7 +28,7 @@ class CachedModel:
     num_bytes: int
     """The size of the files, including partly downloaded files."""
     last_used: float
-    """The time at which a file was last read, in seconds since 1970."""
+    """The time at which a file was last read, or written if none is complete, in seconds since 1970."""
     is_complete: bool
     """False if a file is partly downloaded or a shard is missing."""
 
@@ -59,10 +59,10 @@ def cached_models() -> list[CachedModel]:
                     not partial and not missing_shards(revision.snapshot_path),
                 )
             )
-    complete_names = {model.name for model in models}
+    names_with_revision = {model.name for model in models}
     for folder in cache.glob(f"{_PREFIX}*"):
         name = folder.name.removeprefix(_PREFIX).replace("--", "/")
-        if name not in complete_names and folder.is_dir():
+        if name not in names_with_revision and folder.is_dir():
             partial = [*_partial_files(folder)]
             used = max((file.stat().st_mtime for file in partial), default=folder.stat().st_mtime)
             models.append(CachedModel(name, None, (), folder, 0, _total_size(partial), used, False))

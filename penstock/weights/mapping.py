@@ -63,9 +63,10 @@ def read_in_huge_pages(file: Path) -> None:
 def drop_pages(tensor: Tensor) -> None:
     """Drop the pages of a contiguous, unmodified tensor that is mapped from a file.
 
-    Pages that contain other tensors, too, are not dropped. The next access reads the pages again, from the
-    page cache or from the file. Without this function, a process that packs a model has both the packed and
-    the stored weights in its resident memory until the file is closed.
+    Pages that also contain parts of other tensors are not dropped. Does nothing if the tensor is not mapped
+    from a file, or on a system without ``madvise``. The next access reads the pages again, from the page
+    cache or from the file. Without this function, a process that packs a model has both the packed and the
+    stored weights in its resident memory until the file is closed.
     """
     page = mmap.PAGESIZE
     begin = -(-tensor.data_ptr() // page) * page

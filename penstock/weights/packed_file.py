@@ -22,7 +22,7 @@ class PackedKey:
 
     @property
     def file(self) -> Path:
-        """Return the path of the packed weights, whether or not the file exists.
+        """The path of the packed weights, whether or not the file exists.
 
         The folder is ``$XDG_CACHE_HOME/penstock/packed``, by default ``~/.cache/penstock/packed``.
         """

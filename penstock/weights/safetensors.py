@@ -19,6 +19,8 @@ from penstock.errors import WeightsError
 from penstock.weights.json_files import read_json_object
 from penstock.weights.names import plain_names
 
+_MAX_HEADER_BYTES = 100_000_000
+"""Maximum length of a header in the format."""
 SINGLE_FILE = "model.safetensors"
 SHARD_INDEX = "model.safetensors.index.json"
 
@@ -88,11 +90,14 @@ class QuantizedHeader(TensorHeader):
 def read_checkpoint_headers(path: Path) -> dict[str, TensorHeader]:
     """Return the tensors of a checkpoint by their plain names (see `plain_names`).
 
+    If two tensors have the same plain name, the names are the names in the files.
+
     Args:
         path: a safetensors file, a folder with one file, or a folder with shards and their index.
 
     Raises:
-        WeightsError: there are no tensors, a shard is missing, or a file is damaged.
+        WeightsError: there is no safetensors file, there are several without an index, a shard or a listed
+            tensor is missing, or a file is damaged.
     """
     headers = _read_files(path)
     names = plain_names(headers)
@@ -144,10 +149,15 @@ def read_metadata(file: Path) -> dict[str, str]:
     """
     try:
         with file.open("rb") as stream:
-            entries = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+            length = min(int.from_bytes(stream.read(8), "little"), _MAX_HEADER_BYTES)
+            entries = json.loads(stream.read(length))
     except (OSError, ValueError, RecursionError) as problem:
         raise WeightsError(file, f"cannot be read: {problem}") from problem
-    metadata = entries.get("__metadata__") or {}
+    metadata = entries.get("__metadata__") if isinstance(entries, dict) else None
+    if not isinstance(metadata, dict | None):
+        raise WeightsError(file, "cannot be read: __metadata__ is not a JSON object")
+    if metadata is None:
+        return {}
     return {name: text for name, text in metadata.items() if isinstance(text, str)}
 
 
@@ -166,9 +176,8 @@ def read_tensor_bytes(header: TensorHeader) -> bytes:
 
 
 def _refuse_length(file: Path, length: int, size: int) -> NoReturn:
-    # The format limits headers to 100 MB. In a file of another format the first 8 bytes are usually a larger
-    # number.
-    if length > 100_000_000:
+    # In a file of another format, the first 8 bytes are usually a larger number.
+    if length > _MAX_HEADER_BYTES:
         raise WeightsError(file, "is not a safetensors file: its first 8 bytes are not a header length")
     raise WeightsError(file, f"is truncated in its header: {8 + length} bytes expected, {size} present")
 

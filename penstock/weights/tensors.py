@@ -319,7 +319,7 @@ class _Files:
         return None if part is None else self._format.read_linear(self._reader(name), part)
 
     def may_stay_unread(self, name: str, stored: str) -> bool:
-        """Return whether the format allows that a model does not read this tensor."""
+        """Return whether the format allows that a model does not read this tensor, and all values are 0."""
         if self.shapes_only or not any(fnmatchcase(name, pattern) for pattern in self._format.unread_if_zero):
             return False
         return not bool(self.tensor(stored).any())

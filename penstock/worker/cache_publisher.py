@@ -8,8 +8,9 @@ A message has three frames: the topic, a sequence number of 8 bytes (big-endian)
           | ["BlockRemoved", hashes]
           | ["AllBlocksCleared"]
 
-``time`` is in seconds since 1970, and ``worker`` is the number of the worker. Subscribers for vLLM's events
-can read this format. A hash is the first 8 bytes of a block's digest, as a big-endian number.
+``time`` is in seconds since 1970, and ``worker`` is the number of the worker. A hash is the first 8 bytes of
+a block's digest, as a big-endian number. Subscribers for vLLM's events can read this format; the two ``nil``
+are vLLM's ``lora_id`` and ``medium``.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class WorkerClient:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the worker has loaded its model, and answered or made progress within the hang limit."""
+        """Whether the worker is loaded and has reacted within the hang limit, or was stopped by `sleep`."""
         return self._supervisor.is_alive
 
     @property
@@ -227,7 +227,7 @@ class WorkerClient:
         await self._control("stop_profile")
 
     async def sleep(self, level: SleepLevel, grace: float) -> None:
-        """Reject new requests, finish running requests, and release memory.
+        """Reject new requests, wait for running requests, and release memory; see `EngineClient.sleep`.
 
         Does nothing if the worker is asleep.
 

@@ -55,7 +55,7 @@ class _WorkerHost(Protocol):
         """Return whether a signal (SIGSTOP) has suspended the worker."""
 
     def end(self) -> str:
-        """End the worker if possible. Return a description of how it ended."""
+        """End the worker if possible. Return how it ended; ``still running`` if a thread has not ended."""
 
 
 class _Process:
@@ -141,7 +141,7 @@ class WorkerConnection:
         factory: loads the model in the worker; picklable, unless ``in_thread``.
         endpoint: the addresses of the sockets. Each connection needs separate addresses.
         in_thread: run the worker in a thread of this process.
-        memory_limit: limit of the process's private memory, in bytes.
+        memory_limit: limit of the process's private memory, in bytes. None for no limit, and for a thread.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class WorkerConnection:
         return self._progress.count
 
     def close(self) -> str:
-        """End the worker, if necessary by killing its process. Return a description of how it ended."""
+        """Kill the worker's process if it still runs, or wait shortly for its thread. Return how it ended."""
         if self._loop is not None:
             self._loop.remove_reader(self._reports_fd)
             self._loop.remove_reader(self._host.sentinel)

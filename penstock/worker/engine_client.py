@@ -24,8 +24,8 @@ CacheListener: TypeAlias = Callable[[int, Sequence[CacheEvent]], None]
 class EngineClient(Protocol):
     """The only interface through which the server uses workers.
 
-    `WorkerClient` implements it for one worker, `WorkerRouter` for several. All methods run on the event
-    loop and never block it. `Generation.cancel` cancels a request.
+    `WorkerClient` implements it for one worker, `WorkerRouter` for several. All methods except `launch` must
+    be called on the event loop, and never block it. `Generation.cancel` cancels a request.
     """
 
     @property
@@ -35,7 +35,7 @@ class EngineClient(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """Whether the model is loaded and a worker responds. Also true during a shutdown."""
+        """Whether the model is loaded and a worker responds. Also true during a shutdown or while asleep."""
         ...
 
     @property
@@ -108,7 +108,7 @@ class EngineClient(Protocol):
         ...
 
     def watch_cache(self, listener: CacheListener) -> None:
-        """Call a listener with the events of the prefix caches. Call it before the start."""
+        """Register a listener for the events of the prefix caches. Must be called before the start."""
         ...
 
     async def reset_prefix_cache(self) -> None:
@@ -129,8 +129,8 @@ class EngineClient(Protocol):
             grace: seconds that running requests have to finish; then they fail.
 
         Raises:
-            PenstockError: a worker is not ready, or its device cannot release this memory. All workers
-                accept requests as before.
+            PenstockError: a worker is not ready, its device cannot release this memory, or a reload runs.
+                All workers accept requests as before.
         """
         ...
 

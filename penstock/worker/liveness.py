@@ -26,7 +26,7 @@ class WatchedWorker(Protocol):
 
 
 class Liveness:
-    """Measures how long a worker has been silent: without an answer and without progress.
+    """Measures how long a worker has been silent: an answer is pending and the progress counter is constant.
 
     The time between two checks counts for at most twice the ``interval``. A longer time means that the server
     itself was suspended or busy. It does not mean that the worker hangs.
@@ -45,7 +45,7 @@ class Liveness:
         self.awaits_answer = False
         """Whether an answer is pending."""
         self.silence = 0.0
-        """Seconds without an answer and without progress, up to the last check."""
+        """Seconds without progress while an answer is pending, up to the last check."""
 
     def expect_answer(self) -> None:
         """Start waiting for an answer."""
@@ -63,12 +63,12 @@ class Liveness:
         Args:
             limit: the maximum silence, in seconds.
         """
-        progress, progress_and_time = self._worker.progress, self._now()
+        progress, now = self._worker.progress, self._now()
         if self.awaits_answer and progress == self._progress:
-            self.silence += min(progress_and_time - self._checked_at, self._max_gap)
+            self.silence += min(now - self._checked_at, self._max_gap)
         else:
             self.silence = 0.0
-        self._progress, self._checked_at = progress, progress_and_time
+        self._progress, self._checked_at = progress, now
         # If server and worker were suspended together, the first check can find the worker still suspended.
         is_suspended = self._worker.is_suspended
         if is_suspended and self._was_suspended:

@@ -41,11 +41,11 @@ class ErrorRecord(msgspec.Struct, frozen=True):
     """A `PenstockError` as a message."""
 
     name: str
-    """The name of its class in `penstock.errors`."""
+    """The name of its class in `penstock.errors`, or of the nearest base class there."""
     message: str
     # Any, because with `object` msgspec would pass the values to the decoder of arrays
     fields: dict[str, Any] = {}
-    """Its attributes that are numbers, texts, None or lists of them."""
+    """Its attributes that are numbers, texts, None, or lists of numbers and texts."""
 
     @classmethod
     def from_error(cls, error: BaseException) -> ErrorRecord:

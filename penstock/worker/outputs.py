@@ -20,7 +20,11 @@ from penstock.worker.messages import (
 
 
 def result_message(context: TextContext, output: PipelineOutput) -> RequestResult | None:
-    """Return the message for an output; None for an empty output that is not final (a prompt chunk)."""
+    """Return the message for an output; None for an empty output that is not final (a prompt chunk).
+
+    Raises:
+        TypeError: the type of the output is not known.
+    """
     request_id = context.request_id
     match output:
         case TextGenerationResponse():

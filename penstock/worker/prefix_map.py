@@ -85,7 +85,7 @@ class PrefixMap:
                 expected_workers[digest] = entry - 1
 
     def depths(self, digests: Sequence[bytes], workers: int) -> dict[int, int]:
-        """Return worker -> number of leading blocks of the worker, for workers that have the first block.
+        """Return worker -> number of its leading blocks, for workers that have the first block or expect it.
 
         A worker that has a block has all blocks before it, because caches evict the end of a prompt first.
         The function therefore uses binary search, with a few lookups for each distinct depth.

@@ -1,7 +1,7 @@
 """The loop of the worker: receives commands, calls the scheduler, and sends the results of each step.
 
-It runs in the main thread of the worker process (`penstock.worker.main`), or in a thread for tests. An idle
-worker does not poll. It blocks on the socket until a command arrives.
+The loop runs in the main thread of the worker process (`penstock.worker.main`), or in a thread for tests. An
+idle worker does not poll. It blocks on the socket until a command arrives.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ class _Loop:
                 unload(command.name)
         except Exception as error:
             if not isinstance(error, PenstockError):
-                _LOG.exception("adapter %s", command.name)
+                _LOG.exception("adapter %s could not be loaded or unloaded", command.name)
             return ErrorRecord.from_error(error)
         return None
 

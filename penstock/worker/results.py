@@ -83,10 +83,10 @@ class Generation:
         return self._status.is_done or self._error is not None
 
     async def admitted(self) -> None:
-        """Wait until the scheduler has admitted the request.
+        """Wait until the scheduler has admitted the request, or the request was cancelled.
 
         Raises:
-            PenstockError: the scheduler has rejected the request.
+            PenstockError: the error that ended the request before its admission.
         """
         while not self._is_admitted and not self.is_done:
             await self._wait_for_change()

@@ -259,7 +259,7 @@ class WorkerRouter:
         """Put all workers to sleep. If one worker cannot sleep, all workers are woken up.
 
         Raises:
-            PenstockError: a worker is not ready, or its device cannot release this memory.
+            PenstockError: a worker is not ready, a reload runs, or a device cannot release this memory.
         """
         self._check_not_reloading()
         try:
@@ -321,8 +321,9 @@ class WorkerRouter:
             grace: seconds after which the running requests of a worker fail.
 
         Raises:
-            PenstockError: a replacement cannot start, or another reload runs. With several workers, the
-                worker whose replacement failed is not available, and later workers are not replaced.
+            PenstockError: the model is asleep, another reload runs, or a replacement cannot start. With
+                several workers, the worker whose replacement failed is then not available, and later workers
+                are not replaced.
         """
         self._check_not_reloading()
         if self.state == "asleep":

@@ -61,7 +61,7 @@ class WorkerSupervisor:
         factory: loads the model in the worker's process; picklable, unless ``in_thread``.
         on_report: called with each report from the worker, except reports about its start.
         on_start: awaited after the model is loaded and before the worker is ready.
-        on_end: called with the reason each time a started worker ends unexpectedly.
+        on_end: called with the reason each time a started worker ends unexpectedly or cannot be restarted.
         in_thread: whether the worker runs in a thread of this process, for tests.
         hang_limit: seconds without a report and without progress after which the worker is killed and
             restarted. In a worker process, a long step also counts as progress. A worker in a thread has no
@@ -115,7 +115,10 @@ class WorkerSupervisor:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the worker has loaded its model, and answered or made progress within the hang limit."""
+        """Whether the worker has loaded its model, and answered or made progress within the hang limit.
+
+        A worker that was ended by a sleep is alive unless it could not be restarted.
+        """
         silence = 0.0 if self._liveness is None else self._liveness.silence
         if self.is_asleep and self._state == "stopped":
             return self.failure is None

@@ -95,7 +95,7 @@ def test_logits_of_variants_equal_transformers(variant: str, tmp_path: Path) -> 
     assert relative_error(open_pipeline(tmp_path, kv_cache_block_size=16), reference) <= 1
 
 
-PUBLISHED_SPELLINGS: dict[str, tuple[str, dict[str, Any]]] = {
+PUBLISHED_CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen, disabled sliding window": ("qwen3_moe", {"use_sliding_window": False, "sliding_window": 20}),
     "qwen, key of transformers 4": ("qwen3_moe", {"num_experts": 7, "num_local_experts": ...}),
     "qwen, mlp_only_layers null": ("qwen3_moe", {"mlp_only_layers": None, "decoder_sparse_step": 2}),
@@ -105,10 +105,10 @@ PUBLISHED_SPELLINGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", PUBLISHED_SPELLINGS)
-def test_other_spellings_of_keys_are_read(case: str, tmp_path: Path) -> None:
-    """Published files spell some keys differently than transformers does."""
-    family, changes = PUBLISHED_SPELLINGS[case]
+@pytest.mark.parametrize("case", PUBLISHED_CHANGES)
+def test_key_names_and_values_of_published_files_are_read(case: str, tmp_path: Path) -> None:
+    """Published files have other key names and values than the files that transformers writes."""
+    family, changes = PUBLISHED_CHANGES[case]
     dense_layers = {"mlp_only_layers": [], "decoder_sparse_step": 2} if "mlp_only_layers" in changes else {}
     write_checkpoint(tmp_path, make_config(family, **dense_layers))
     config = json.loads((tmp_path / "config.json").read_text()) | changes
@@ -294,7 +294,7 @@ def write_mxfp4(folder: Path, parent: Path, **config: Any) -> tuple[Path, Path]:
     return parent / "packed", parent / "plain"
 
 
-def test_logits_of_mxfp4_experts_equal_those_of_their_float_values(gpt_oss: Path, tmp_path: Path) -> None:
+def test_mxfp4_experts_give_the_logits_of_their_float_values(gpt_oss: Path, tmp_path: Path) -> None:
     packed_folder, float_folder = write_mxfp4(gpt_oss, tmp_path)
     pipeline = open_pipeline(packed_folder, kv_cache_block_size=16)
     assert relative_error(pipeline, load_in_transformers(float_folder)) <= 1

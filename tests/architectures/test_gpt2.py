@@ -1,4 +1,4 @@
-"""GPT-2: both spellings of the tensor names, and the attention masks stored in OpenAI's checkpoint."""
+"""GPT-2: a checkpoint like OpenAI's, with tensor names without prefix and with stored attention masks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return folder
 
 
-def test_tensor_names_without_a_prefix_are_read(checkpoint: Path) -> None:
+def test_tensor_names_without_a_prefix_are_read_and_stored_masks_ignored(checkpoint: Path) -> None:
     logits = step_logits(open_pipeline(checkpoint), [make_context(TOKENS)])[0]
     expected = transformers_logits(load_in_transformers(checkpoint), TOKENS)
     torch.testing.assert_close(logits, expected, atol=1e-4 * max(1.0, float(expected.std())), rtol=0)

@@ -1,4 +1,4 @@
-"""Image tokens in prompts equal those of the processors of transformers."""
+"""Image tokens in prompts equal the tokens that the processors of transformers insert."""
 
 from __future__ import annotations
 

@@ -109,10 +109,10 @@ def test_results_with_a_prefix_hit_equal_uncached_results(
     assert generate_tokens(pipeline, [context]) == [uncached_tokens]
     assert context.num_cached_tokens == 64, "four full blocks of 16 tokens"
     shared_context = make_context(PROMPT[:50] + PROMPT[:25], 18, sampling_params=sampling_params)
-    (expected_text,) = generate_tokens(
+    (expected_tokens,) = generate_tokens(
         uncached_pipeline, [make_context(PROMPT[:50] + PROMPT[:25], 18, sampling_params=sampling_params)]
     )
-    assert generate_tokens(pipeline, [shared_context]) == [expected_text]
+    assert generate_tokens(pipeline, [shared_context]) == [expected_tokens]
     assert shared_context.num_cached_tokens == 48
 
 
@@ -134,17 +134,17 @@ def test_preempted_results_equal_uninterrupted_results(
 
 
 @pytest.mark.matrix(strength=1)
-def test_random_numbers_depend_on_seed_and_position_only(uncached_pipeline: TextGenerationPipeline) -> None:
-    def sampled_text(seed: int) -> list[int]:
+def test_the_seed_determines_the_sampled_tokens(uncached_pipeline: TextGenerationPipeline) -> None:
+    def sampled_tokens(seed: int) -> list[int]:
         params = SamplingParams(temperature=1.0, top_k=-1, seed=seed)
         return generate_tokens(uncached_pipeline, [make_context(PROMPT, 20, sampling_params=params)])[0]
 
-    assert sampled_text(5) == sampled_text(5)
-    assert sampled_text(5) != sampled_text(6)
+    assert sampled_tokens(5) == sampled_tokens(5)
+    assert sampled_tokens(5) != sampled_tokens(6)
 
 
 @pytest.mark.matrix(strength=1)
-def test_the_compared_texts_vary(uncached_pipeline: TextGenerationPipeline) -> None:
-    """If all texts were the same, the comparisons above could not detect an error."""
-    (greedy_text,) = generate_tokens(uncached_pipeline, [make_sampling_context(SamplingParams(), 40)])
-    assert len(np.unique(greedy_text)) > 5
+def test_the_compared_outputs_have_several_distinct_tokens(uncached_pipeline: TextGenerationPipeline) -> None:
+    """If all tokens were equal, the comparisons above could not detect an error."""
+    (greedy_tokens,) = generate_tokens(uncached_pipeline, [make_sampling_context(SamplingParams(), 40)])
+    assert len(np.unique(greedy_tokens)) > 5

@@ -1,4 +1,4 @@
-"""LongRoPE across ``original_max_position_embeddings``: tokens equal those of a full recomputation."""
+"""LongRoPE across ``original_max_position_embeddings``: texts and scores equal a full recomputation."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def sampling_params(seed: int) -> SamplingParams:
 def test_scores_of_generated_tokens_equal_a_recomputation(
     checkpoint: Path, reference: Any, max_batch_tokens: int
 ) -> None:
-    """The batch has texts below the limit, across it and beyond it; one prompt is computed in chunks."""
+    """The batch has texts below the limit, across it and beyond it. With 16 tokens, prompts have chunks."""
     pipeline = open_pipeline(checkpoint, kv_cache_block_size=16)
     lengths = (5, 30, 31, ORIGINAL_LENGTH - 1, ORIGINAL_LENGTH, ORIGINAL_LENGTH + 1, 60)
     contexts = [
@@ -223,7 +223,7 @@ def test_beams_that_cross_the_limit_equal_a_recomputation(
 def test_scores_of_several_answers_across_the_limit_equal_a_recomputation(
     checkpoint: Path, reference: Any
 ) -> None:
-    """The scores of the prompt use the short factors, even if the prompt is recomputed with the long ones."""
+    """The scores of the prompt use the short factors, even after a recomputation with the long factors."""
     params = SamplingParams(max_new_tokens=NUM_NEW_TOKENS, temperature=1.0, seed=5, ignore_eos=True)
     with LLM(str(checkpoint), quantization_encoding="float32", kv_cache_block_size=16) as llm:
         outputs = llm.generate(PROMPT, params, logprobs=1, prompt_logprobs=1, n=3, use_tqdm=False)

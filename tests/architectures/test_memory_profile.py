@@ -122,7 +122,7 @@ def test_the_measured_step_is_the_largest_possible(checkpoint: Path, monkeypatch
     assert steps[1] == (2 * 128, 2, 128), "no sequence is longer than the maximum length"
 
 
-def test_a_step_that_exceeds_the_memory_is_refused(checkpoint: Path) -> None:
+def test_steps_and_weights_that_exceed_the_memory_are_refused(checkpoint: Path) -> None:
     with pytest.raises(InsufficientMemoryError, match=r"a step of 1024 tokens .*--max-batch-input-tokens"):
         make_memory_plan(checkpoint, FakeDeviceMemory(10 * MIB, 3 * MIB, 8 * MIB))
     with pytest.raises(InsufficientMemoryError, match="weights take"):

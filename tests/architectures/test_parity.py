@@ -33,7 +33,7 @@ def vocabulary(reference: Any) -> int:
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Check that the error is at most 1e-4 of the standard deviation of the logits."""
+    """Check that no error exceeds 1e-4, or 1e-4 standard deviations of the logits if that is more."""
     tolerance = 1e-4 * max(1.0, float(expected.std()))
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=0)
 

@@ -205,7 +205,7 @@ class TestRegisteredArchitectures:
         )
         assert result == architecture
 
-    def test_its_record_is_complete(self, architecture: SupportedArchitecture) -> None:
+    def test_the_record_is_complete(self, architecture: SupportedArchitecture) -> None:
         assert architecture.tiny_config is not None
         assert architecture.tiny_config()["model_type"] == architecture.name
         assert architecture.encodings
@@ -213,7 +213,7 @@ class TestRegisteredArchitectures:
         writes_speech = "audio" in architecture.task.value or "speech" in architecture.task.value
         assert architecture.example_repo_ids or writes_speech or architecture.name in MODEL_TYPES_OF_PARTS
 
-    def test_its_classes_load(self, architecture: SupportedArchitecture) -> None:
+    def test_the_classes_load(self, architecture: SupportedArchitecture) -> None:
         from penstock.pipelines import PipelineModel
 
         assert issubclass(architecture.load_pipeline_model(), PipelineModel)

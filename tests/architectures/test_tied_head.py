@@ -81,7 +81,7 @@ def test_a_stored_head_is_used(checkpoint: Path) -> None:
     assert (logits - tied_logits).abs().max() > 1
 
 
-def test_a_head_equal_to_the_table_is_stored_once(checkpoint: Path) -> None:
+def test_a_head_equal_to_the_table_gives_the_logits_of_a_tied_head(checkpoint: Path) -> None:
     name, _ = read_head(checkpoint)
     replace_tensors(checkpoint, head=None)
     single_copy_logits = step_logits(open_pipeline(checkpoint), [make_context(TOKENS)])[0]

@@ -1,7 +1,7 @@
 """Further configurations of each family: logits equal those of transformers.
 
-Each ``config.json`` has the spelling of the checkpoint's authors. transformers saves it in the spelling of
-its own version. Both spellings must give the same logits.
+Each ``config.json`` has the key names that the checkpoint's authors use. transformers saves it with the key
+names of its own version. Both files must give the same logits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OTHER_SIZES = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 2
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "llama": {
         "biases": {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"},
-        "tied, older rope": {"tie_word_embeddings": True, "rope_scaling": LLAMA3, "rope_theta": 500.0},
+        "tied, llama3 rope": {"tie_word_embeddings": True, "rope_scaling": LLAMA3, "rope_theta": 500.0},
         "sizes": OTHER_SIZES,
     },
     "mistral": {
@@ -193,6 +193,6 @@ def test_logits_equal_transformers(family: str, name: str, tmp_path: Path) -> No
         torch.testing.assert_close(logits, expected, atol=tolerance, rtol=0)
 
 
-def test_every_dense_family_has_variants() -> None:
+def test_variants_belong_to_known_families() -> None:
     assert set(VARIANTS) <= {architecture.name for architecture in DECODERS}
     assert all(VARIANTS.values())

@@ -116,7 +116,9 @@ def test_captured_steps_are_bit_equal_to_eager_operations(
 
 
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16"])
-def test_prompts_with_images_run_as_compiled_steps(checkpoint: tuple[str, Path], encoding: str) -> None:
+def test_prompts_with_images_equal_eager_prompts_and_are_compiled_if_supported(
+    checkpoint: tuple[str, Path], encoding: str
+) -> None:
     name, folder = checkpoint
     compiled_pipeline, eager_pipeline = (
         open_vision(folder, encoding, compiled=is_compiled) for is_compiled in (True, False)

@@ -1,4 +1,4 @@
-"""Vision configurations that Penstock does not support are refused by name."""
+"""Unsupported vision configurations are refused with the name of the value; older configurations are read."""
 
 from __future__ import annotations
 

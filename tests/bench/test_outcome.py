@@ -38,7 +38,7 @@ def read_response_outcome(response: HttpResponse) -> Outcome:
 
 def test_latencies_of_a_stream_follow_from_its_event_times() -> None:
     outcome = read_stream_outcome(
-        (2.0, content_event("")),  # the first event has only the role, no text
+        (2.0, content_event("")),  # an event with empty text, like the first event of most streams
         (3.0, content_event("He") + b": ping\n\n"),
         (3.5, b": ping\n\n"),
         (5.0, content_event("llo") + content_event(" you")),

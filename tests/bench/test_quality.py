@@ -1,4 +1,4 @@
-"""The effect of encodings on the embedded model, measured on texts that the model generated."""
+"""The effect of encodings on the demo model, measured on texts that the model generated."""
 
 from __future__ import annotations
 
@@ -80,6 +80,8 @@ def target_indices(tokens: list[int]) -> Any:
     return torch.tensor(tokens)[:, None]
 
 
-def test_the_same_seed_gives_the_same_texts(float32_llm: LLM, texts: list[list[int]]) -> None:
+def test_each_text_depends_only_on_the_sum_of_seed_and_index(
+    float32_llm: LLM, texts: list[list[int]]
+) -> None:
     assert sample_texts(float32_llm, 0, count=2, length=20) == [text[:20] for text in texts[:2]]
     assert sample_texts(float32_llm, 0, count=2, length=20, seed=1)[0] == texts[1][:20]

@@ -1,4 +1,4 @@
-"""``penstock batch run`` with the embedded model."""
+"""``penstock batch run`` with the demo model."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
         pytest.param(signal.SIGINT, 2000, (0.5,), marks=pytest.mark.slow),
     ],
 )
-def test_a_killed_batch_is_continued(
+def test_an_interrupted_batch_is_continued(
     tmp_path: Path, signal_number: int, count: int, kill_fractions: tuple[float, ...]
 ) -> None:
-    """Each request has exactly one result, although the process is killed after these fractions of them."""
+    """Each request has exactly one result, although a signal ends the process after these fractions."""
     input_file, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_requests(input_file, count, max_tokens=4)
     command = [sys.executable, "-m", "penstock", "batch", "run", str(input_file), "-o", str(output)]

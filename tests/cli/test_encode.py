@@ -119,7 +119,7 @@ def test_parquet_without_pyarrow_is_refused(
     assert not output.exists()
 
 
-def test_options_equal_those_of_llm(model: Path) -> None:
+def test_flags_have_the_effect_of_the_options_of_llm(model: Path) -> None:
     with LLM(str(model)) as llm:
         for flags, options in (
             (["--prompt-name", "query"], {"prompt_name": "query"}),
@@ -203,7 +203,9 @@ def test_rerank_prints_the_ranked_documents(model: Path, files: dict[str, Path],
         "top_n": (["rerank", "--query", "a", "--document", "b", "--top-n", "0"], "0 is not in the range"),
     }.values(),
 )
-def test_invalid_arguments_give_one_line(arguments: list[str], expected_message: str, model: Path) -> None:
+def test_invalid_arguments_give_one_error_line(
+    arguments: list[str], expected_message: str, model: Path
+) -> None:
     result = run_command(arguments[0], "--model", model, *arguments[1:])
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
@@ -221,7 +223,7 @@ def test_invalid_arguments_give_one_line(arguments: list[str], expected_message:
         ('{"text": 7}', "line 2: must be a JSON string"),
     ],
 )
-def test_malformed_input_lines_are_refused_by_number(
+def test_the_error_of_a_malformed_input_line_has_its_number(
     model: Path, tmp_path: Path, line: str, expected_message: str
 ) -> None:
     path = tmp_path / "texts.jsonl"

@@ -213,7 +213,7 @@ def test_env_names_kernels_devices_and_openmp() -> None:
     assert report["threads"] >= 1
 
 
-def test_env_as_text_has_all_values_of_the_json() -> None:
+def test_env_as_text_names_versions_devices_kernels_and_processors() -> None:
     text = CliRunner().invoke(cli, ["env", "--data-parallel-size", "2"]).stdout
     for word in (
         "torch",

@@ -13,7 +13,7 @@ from penstock.serve.parsers.reasoning import REASONING_FORMATS
 from penstock.weights.gguf_names import READABLE_BLOCKS
 
 
-def test_the_table_has_a_row_for_each_architecture() -> None:
+def test_the_tables_list_architectures_parsers_and_gguf_types() -> None:
     result = CliRunner().invoke(cli, ["list"])
     assert result.exit_code == 0
     rows = [line.split() for line in result.stdout.split("\n\n")[0].splitlines()[1:]]
@@ -24,7 +24,7 @@ def test_the_table_has_a_row_for_each_architecture() -> None:
     assert "Q4_K" in result.stdout
 
 
-def test_json_has_an_entry_for_each_architecture() -> None:
+def test_json_lists_architectures_parsers_and_gguf_types() -> None:
     actual = json.loads(CliRunner().invoke(cli, ["list", "--json"]).stdout)
     architectures_by_name = {(entry["name"], entry["task"]): entry for entry in actual["architectures"]}
     for architecture in PIPELINE_REGISTRY.architectures:

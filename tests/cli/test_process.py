@@ -1,4 +1,4 @@
-"""The command as a process: start, exit, and a closed output pipe."""
+"""The command as a process: imports, shell completion, error messages, signals and output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["--version"]])
-def test_help_loads_few_modules(arguments: list[str]) -> None:
+def test_help_and_version_load_few_modules(arguments: list[str]) -> None:
     code = (
         "import sys; before = len(sys.modules); from penstock.cli import cli\n"
         "try: cli.main(sys.argv[1:])\n"
@@ -78,7 +78,7 @@ def test_invalid_arguments_give_one_line(arguments: list[str], words: str) -> No
     assert words in completed.stderr
 
 
-def test_a_closed_output_pipe_is_no_error(model: Path) -> None:
+def test_a_closed_output_pipe_prints_no_error(model: Path) -> None:
     with _start(model) as process:
         assert process.stdout is not None
         assert process.stderr is not None

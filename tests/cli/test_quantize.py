@@ -39,7 +39,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 @pytest.mark.parametrize(
     ("encoding", "stored_encoding", "max_error"), [("int4", "uint4", 0.12), ("int8", "int8", 0.012)]
 )
-def test_quantized_weights_and_logits_are_close_to_the_original(
+def test_quantized_weights_are_close_to_the_original_and_logits_to_the_dequantized_model(
     checkpoint: Path, encoding: str, stored_encoding: str, max_error: float, tmp_path: Path
 ) -> None:
     result = run_quantize("--model", checkpoint, "--encoding", encoding, "--out", tmp_path / "q", "--json")
@@ -88,7 +88,7 @@ def test_a_sharded_checkpoint_has_the_same_tensors(
     assert Weights.open(tmp_path / "many").num_bytes == Weights.open(tmp_path / "one").num_bytes
 
 
-def test_the_quantized_embedded_model_generates(tmp_path: Path) -> None:
+def test_the_quantized_demo_model_generates_and_has_all_files(tmp_path: Path) -> None:
     assert run_quantize("--out", tmp_path / "q").exit_code == 0
     result = CliRunner().invoke(
         cli, ["generate", "--model", str(tmp_path / "q"), "--prompt", "Once upon a time"]
@@ -114,7 +114,9 @@ def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not find_spec("compressed_tensors"), reason="compressed-tensors is not installed")
 @pytest.mark.parametrize("encoding", ["int4", "int8"])
-def test_transformers_loads_the_quantized_checkpoint(checkpoint: Path, encoding: str, tmp_path: Path) -> None:
+def test_transformers_gives_close_logits_with_the_quantized_checkpoint(
+    checkpoint: Path, encoding: str, tmp_path: Path
+) -> None:
     from transformers import AutoModelForCausalLM
 
     if "mixtral" in str(checkpoint) and encoding == "int8":

@@ -1,4 +1,4 @@
-"""``penstock serve`` as a process with the embedded model, and with invalid arguments."""
+"""``penstock serve`` as a process with the demo model, and with invalid arguments."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ finally:
 def run_server(
     *flags: str, log: Path, command: Sequence[str] = SERVE_COMMAND
 ) -> Iterator[tuple[subprocess.Popen[bytes], httpx.Client]]:
-    """Run a server on a free port, and yield a client of it."""
+    """Run a server on a free port. Yield its process and a client."""
     with (
         log.open("wb") as errors,
         subprocess.Popen([*command, "--port", "0", *flags], stderr=errors, stdout=subprocess.PIPE) as process,
@@ -61,7 +61,7 @@ def _url(process: subprocess.Popen[bytes], log: Path) -> str:
     raise AssertionError(log.read_text())
 
 
-def test_the_embedded_model_from_start_to_end(tmp_path: Path) -> None:
+def test_the_demo_model_from_start_to_end(tmp_path: Path) -> None:
     log = tmp_path / "log"
     chat = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}
     flags = ("--api-key", "one", "--api-key", "two")
@@ -121,7 +121,7 @@ def _wait_for(client: httpx.Client, path: str, status: int) -> None:
         time.sleep(0.02)
 
 
-def test_a_server_with_speculation_gives_the_plain_text(tmp_path: Path) -> None:
+def test_a_server_with_speculation_gives_the_same_text_as_without(tmp_path: Path) -> None:
     """Responses equal those without speculation, and some drafts are accepted. The server loads no torch."""
     settings = {"deterministic": True, "quantization_encoding": "float32", "max_length": 512}
     prompt = "Lily lived near a blue lake. Lily lived near a blue lake. Lily lived near a"

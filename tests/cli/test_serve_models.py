@@ -48,7 +48,7 @@ def test_malformed_model_flags_are_refused(text: str, message: str) -> None:
     assert message in str(caught.value).replace(": ", " ", 1)
 
 
-def test_settings_of_a_model_override_the_common_ones() -> None:
+def test_settings_of_a_model_override_the_common_settings() -> None:
     flags = [parse_model("demo,max-length=5"), parse_model("demo,num-threads=3")]
     (first_config, _), (second_config, _) = model_configs(flags, {"max_length": "9"})
     assert (first_config.model.max_length, first_config.num_threads) == (5, None)
@@ -57,7 +57,7 @@ def test_settings_of_a_model_override_the_common_ones() -> None:
         model_configs([parse_model("demo,max-lenght=5")], {})
 
 
-def test_the_estimate_grows_with_weights_and_workers() -> None:
+def test_the_memory_estimate_is_proportional_to_the_number_of_workers() -> None:
     single_estimate = estimate_memory(PipelineConfig())
     assert single_estimate > 512 << 20
     assert estimate_memory(PipelineConfig(data_parallel_size=3)) == 3 * single_estimate

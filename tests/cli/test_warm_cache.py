@@ -54,7 +54,7 @@ def change_tensors(folder: Path, *dropped_names: str, **added_tensors: Any) -> N
     )
 
 
-def test_the_embedded_model_is_complete() -> None:
+def test_the_demo_model_is_complete() -> None:
     result = warm_cache()
     assert result.exit_code == 0, result.stderr
     assert "llama, bfloat16" in result.stdout
@@ -84,7 +84,7 @@ def test_weights_are_packed_in_advance(tmp_path: Path, monkeypatch: pytest.Monke
     (model,) = read_report("--model", folder, "--pack")["models"]
     assert Path(model["packed"]).stat().st_size == model["num_packed_bytes"]
     assert len(list((tmp_path / "cache" / "penstock" / "packed").iterdir())) == 2, (
-        "one folder for each encoding"
+        "one file for each encoding"
     )
 
 
@@ -119,7 +119,7 @@ def test_the_error_names_all_invalid_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage_cache", "expected_message"),
+    ("damage_checkpoint", "expected_message"),
     [
         (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer.json"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer"),
@@ -131,10 +131,10 @@ def test_the_error_names_all_invalid_tensors(tmp_path: Path) -> None:
     ],
 )
 def test_checkpoints_that_cannot_be_loaded_are_refused(
-    damage_cache: Callable[[Path], object], expected_message: str, tmp_path: Path
+    damage_checkpoint: Callable[[Path], object], expected_message: str, tmp_path: Path
 ) -> None:
     folder = write_tiny_llm(tmp_path / "tiny")
-    damage_cache(folder)
+    damage_checkpoint(folder)
     assert_refused(expected_message, "--model", folder)
 
 

@@ -38,7 +38,9 @@ def test_only_the_required_files_are_downloaded(
     assert {file.name for file in tmp_path.iterdir()} == set(remote[:2])
 
 
-def test_a_local_folder_is_used_without_a_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_is_used_or_refused_without_a_download(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(CheckpointNotFoundError, match="no such folder"):
         resolve_codec(str(tmp_path / "none"))
     with pytest.raises(CheckpointNotFoundError, match="neither a folder nor a hub id"):

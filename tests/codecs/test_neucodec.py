@@ -23,7 +23,7 @@ def test_rates_and_sizes_are_those_of_the_checkpoint() -> None:
     assert (codec.sample_rate, codec.encoder_sample_rate) == (24000, 16000)
 
 
-def test_code_digits_begin_with_the_lowest() -> None:
+def test_the_least_significant_code_digit_comes_first() -> None:
     digits = code_digits((4, 4, 4, 4, 4, 4, 4, 4))
     assert digits.shape == (65536, 8)
     assert digits[1 + 2 * 4 + 3 * 16].tolist() == [-0.5, 0.0, 0.5, -1, -1, -1, -1, -1]
@@ -47,7 +47,7 @@ def test_a_block_is_ready_when_all_frames_of_its_window_are_known(num_known: int
     assert codec.ready_frames(num_known, ended=True) == num_known
 
 
-def test_samples_are_blended_where_windows_overlap() -> None:
+def test_samples_are_blended_in_the_right_context_of_a_window() -> None:
     codec, frames = load_reference("neucodec"), load_expected("neucodec")["frames"]
     samples_per_frame = codec.samples_per_frame
     (streamed_samples,) = codec.decode_chunks([CodecChunk(frames)])
@@ -72,15 +72,17 @@ def test_chunks_are_equal_without_the_cache_of_windows(monkeypatch: pytest.Monke
     assert torch.equal(torch.cat(chunk_samples), full_samples)
 
 
-def test_a_shifted_chunk_gives_other_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_with_a_wrong_start_gives_other_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     codec, frames = load_reference("neucodec"), load_expected("neucodec")["frames"]
     (full_samples,) = codec.decode_chunks([CodecChunk(frames)])
     chunks = [
         CodecChunk(chunk.frames, chunk.start, chunk.left, chunk.right, chunk.ended)
         for chunk in codec.split_stream(frames, 50)
     ]
-    shifted_chunk = CodecChunk(chunks[1].frames[1:], chunks[1].start - 1, chunks[1].left - 1, chunks[1].right)
-    (samples,) = codec.decode_chunks([shifted_chunk])
+    misplaced_chunk = CodecChunk(
+        chunks[1].frames[1:], chunks[1].start - 1, chunks[1].left - 1, chunks[1].right
+    )
+    (samples,) = codec.decode_chunks([misplaced_chunk])
     assert (samples - full_samples[50 * 24 : 100 * 24]).abs().max() > codec.tolerance
 
 

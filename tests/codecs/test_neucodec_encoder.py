@@ -134,7 +134,9 @@ def test_decoding_works_without_the_tensors_of_the_encoder(
         decoder_only.encode(make_random_samples(9000))
 
 
-def test_invalid_samples_are_refused(reference: ReferenceEncoder, session: Any) -> None:
+def test_samples_are_cut_to_whole_frames_and_other_shapes_are_refused(
+    reference: ReferenceEncoder, session: Any
+) -> None:
     codec = load_codec(reference.folder, session)
     assert [len(codec.encode(make_random_samples(length))) for length in (0, 100, 319, 320, 639, 640)] == [
         0,
@@ -148,7 +150,9 @@ def test_invalid_samples_are_refused(reference: ReferenceEncoder, session: Any) 
         codec.encode(torch.zeros(1, 100))
 
 
-def test_malformed_checkpoints_are_refused(reference: ReferenceEncoder, session: Any, tmp_path: Path) -> None:
+def test_missing_tensors_and_unsupported_position_embeddings_are_refused(
+    reference: ReferenceEncoder, session: Any, tmp_path: Path
+) -> None:
     tensors = load_file(reference.folder / "model.safetensors")
     del tensors["acoustic_encoder.conv2.bias"]
     save_file(tensors, tmp_path / "model.safetensors")

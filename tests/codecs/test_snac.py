@@ -1,4 +1,4 @@
-"""SNAC: noise, frame order, checkpoint files, refused configurations."""
+"""SNAC: noise, frame order, int8 weights, context of chunks, checkpoint files, refused configurations."""
 
 from __future__ import annotations
 

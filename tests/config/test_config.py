@@ -173,7 +173,7 @@ def test_flags_and_environment_variables_are_parsed_alike(values: dict[str, Any]
         ({"served_model_name": " "}, "not empty"),
     ],
 )
-def test_the_error_for_an_invalid_value_lists_the_valid_ones(values: dict[str, Any], message: str) -> None:
+def test_the_error_for_an_invalid_value_states_valid_values(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as error:
         PipelineConfig.from_flat(values)
     assert error.value.field == next(iter(values))
@@ -315,7 +315,7 @@ def test_environment_variables_need_exact_names() -> None:
         PipelineConfig.from_flat({}, environment={"PENSTOCK_MAX_LENGTH": "many"})
 
 
-def test_deterministic_is_refused_only_in_float16() -> None:
+def test_deterministic_is_refused_only_in_float16_on_a_gpu() -> None:
     assert PipelineConfig.from_flat({"deterministic": True}).model.encoding == "bfloat16", (
         "the demo model must run in bfloat16"
     )
@@ -347,7 +347,7 @@ def test_configurations_are_frozen_hashable_and_picklable() -> None:
     assert (unpickled, unpickled.describe(), hash(unpickled)) == (config, config.describe(), hash(config))
 
 
-def test_selectable_encodings_are_valid_choices() -> None:
+def test_encodings_are_listed_floats_first_and_then_by_descending_bits() -> None:
     assert FLOAT_ENCODINGS == ("float32", "bfloat16", "float16")
     assert ENCODINGS.names[:3] == FLOAT_ENCODINGS
     assert {"int8", "int4"} <= set(ENCODINGS.names)
@@ -384,7 +384,7 @@ def write_typed_checkpoint(folder: Path, config: Mapping[str, Any]) -> ModelConf
         ({"torch_dtype": None}, "bfloat16"),  # without torch_dtype, the type of the largest tensor counts
     ],
 )
-def test_the_default_encoding_is_that_of_the_checkpoint(
+def test_the_default_encoding_follows_the_type_of_the_checkpoint(
     tmp_path: Path, config: dict[str, Any], encoding: str
 ) -> None:
     assert write_typed_checkpoint(tmp_path, config).encoding == encoding
@@ -404,7 +404,7 @@ def test_a_missing_generation_config_is_empty(tmp_path: Path) -> None:
     assert write_typed_checkpoint(tmp_path, {}).generation_config == {}
 
 
-def test_a_local_model_is_named_after_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_named_by_path_or_served_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "mine-1.5b"
     folder.mkdir()
     file = tmp_path / "small.Q4_K_M.gguf"
@@ -426,7 +426,7 @@ def test_a_local_model_is_named_after_its_folder(tmp_path: Path, monkeypatch: py
         assert ModelConfig(model_path=path, served_model_name="other").name == "other"
 
 
-def test_upper_bounded_default_returns_the_smaller_value() -> None:
+def test_upper_bounded_default_refuses_values_above_the_bound() -> None:
     assert upper_bounded_default(10, None) == 10
     assert upper_bounded_default(10, 10) == 10
     with pytest.raises(ConfigError, match=r"max_length: .*\(11\) exceeds .*\(10\)"):

@@ -61,6 +61,12 @@ def test_missing_keys_have_defaults(config: HuggingFaceConfig) -> None:
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_the_error_for_a_missing_type_names_the_requested_key(key: str) -> None:
+    with pytest.raises(KeyError, match=f"has no '{key}'"):
+        HuggingFaceConfig({}, "config.json")[key]
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 def test_the_type_is_read_under_both_key_names(key: str) -> None:
     config = HuggingFaceConfig({key: "bfloat16"})
     assert config.dtype == config.torch_dtype == config.get("dtype") == "bfloat16"

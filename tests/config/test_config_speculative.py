@@ -1,4 +1,4 @@
-"""`SpeculativeConfig`: the method in effect, and contradictory settings."""
+"""`SpeculativeConfig`: the method in effect, and invalid or contradictory settings."""
 
 from __future__ import annotations
 
@@ -38,6 +38,6 @@ def test_the_method_follows_from_the_settings(
         ({"num_speculative_tokens": 65}, "from 1 to 64, was 65"),
     ],
 )
-def test_contradictory_settings_are_refused(values: dict[str, Any], message: str) -> None:
+def test_invalid_and_contradictory_settings_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         SpeculativeConfig(**values)

@@ -68,9 +68,9 @@ def test_malformed_architectures_are_refused(tmp_path: Path, value: Any) -> None
 
 
 @pytest.mark.parametrize("task", PipelineTask)
-@pytest.mark.parametrize("spelling", ["option", "value"])
-def test_the_task_setting_is_parsed(task: PipelineTask, spelling: str) -> None:
-    model = PipelineConfig.from_flat({"model_path": "/missing", "task": getattr(task, spelling)}).model
+@pytest.mark.parametrize("attribute", ["option", "value"])
+def test_the_task_setting_is_parsed(task: PipelineTask, attribute: str) -> None:
+    model = PipelineConfig.from_flat({"model_path": "/missing", "task": getattr(task, attribute)}).model
     assert (model.task, model.pipeline_task) == (task.option, task)
 
 

@@ -1,4 +1,4 @@
-"""The embedded model `demo-voice`: length, intelligibility and batches of speech."""
+"""The model `demo-voice` in the package: length, intelligibility and batches of speech."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_texts_give_different_speech(speeches: list[Speech]) -> None:
     assert len(set(lengths)) == len(lengths)
 
 
-def test_audio_of_a_batch_equals_audio_alone(llm: LLM, speeches: list[Speech]) -> None:
+def test_audio_of_a_batch_is_close_to_audio_of_a_single_text(llm: LLM, speeches: list[Speech]) -> None:
     single_audio = llm.speak(TEXTS[1], use_tqdm=False)
     assert single_audio.num_tokens == speeches[1].num_tokens
     np.testing.assert_allclose(single_audio.audio, speeches[1].audio, atol=0.02)

@@ -1,4 +1,4 @@
-"""A rank that exits or hangs ends the step on all ranks, and a server restarts all of them."""
+"""A rank that exits or hangs ends the step on all ranks, and `WorkerClient` restarts all ranks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_lost_rank_ends_the_step_on_all_ranks(
     assert not any(_is_running(pid) for pid in rank_pair.processes.pids)
 
 
-def test_an_error_of_another_rank_while_it_loads_is_raised_on_rank_0(tmp_path: Path) -> None:
+def test_an_error_of_all_ranks_during_the_load_is_raised(tmp_path: Path) -> None:
     # 3 ranks cannot divide 2 kv heads. All ranks detect that, and the first error is raised.
     checkpoint = write_tiny_llm(tmp_path)
     with pytest.raises(ConfigError, match="3 ranks cannot divide 4 attention heads with 2 kv heads"):
@@ -62,7 +62,7 @@ def test_an_error_of_another_rank_while_it_loads_is_raised_on_rank_0(tmp_path: P
 
 
 @pytest.mark.slow
-async def test_the_server_restarts_after_a_rank_is_killed_under_load(tiny_checkpoint: Path) -> None:
+async def test_all_ranks_restart_after_one_is_killed(tiny_checkpoint: Path) -> None:
     config = PipelineConfig.from_flat({"model_path": str(tiny_checkpoint), "tensor_parallel_size": 2})
     tokenizer = load_tokenizer(config)
     client = WorkerClient(partial(load_runtime, config))

@@ -68,8 +68,8 @@ def compare_with_one_process(
     rank_pair: RankPair, checkpoint: Path, tolerance: float = 1e-4, **settings: Any
 ) -> None:
     """Check that two ranks and one process have the same logits. In float32, also check the text."""
-    single_result = {name: value for name, value in settings.items() if name != "expert_parallel"}
-    pipeline = open_pipeline(checkpoint, **single_result)
+    single_process_settings = {name: value for name, value in settings.items() if name != "expert_parallel"}
+    pipeline = open_pipeline(checkpoint, **single_process_settings)
     logits, texts = run_batches(pipeline)
     del pipeline
     gc.collect()

@@ -29,7 +29,7 @@ def wide_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def compare_with_one_process(rank_pair: RankPair, checkpoint: Path) -> None:
-    """Check that two ranks and one process have the same logits, in the encodings of the file."""
+    """Check that two ranks and one process have nearly the same logits, in the encodings of the file."""
 
     def compute_logits(pipeline: Any) -> torch.Tensor:
         context = make_context(random_tokens(20, 250, seed=1))

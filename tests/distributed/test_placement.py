@@ -15,7 +15,7 @@ from penstock.host import processors
 @pytest.mark.parametrize(
     ("world", "expected"), [(2, [(0, 1, 2, 3), (4, 5, 6, 7)]), (4, [(0, 1), (2, 3), (4, 5), (6, 7)])]
 )
-def test_ranks_are_bound_to_nodes(
+def test_each_rank_is_bound_to_processors_of_one_numa_node(
     monkeypatch: pytest.MonkeyPatch, world: int, expected: list[tuple[int, ...]]
 ) -> None:
     for module in (placement, processors):

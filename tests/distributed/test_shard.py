@@ -1,4 +1,4 @@
-"""The sharding rules."""
+"""The rules by which ranks divide dimensions, attention heads and the vocabulary."""
 
 from __future__ import annotations
 

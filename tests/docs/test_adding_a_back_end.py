@@ -89,11 +89,11 @@ def test_the_registry_discovers_the_folder(page_folder: Path) -> None:
     assert registry.open("cpu", "numpy_cpu")[1].name == "numpy_cpu"
 
 
-def test_an_operation_is_recorded_from_the_row_on_the_page() -> None:
-    (row,) = re.findall(r"^```\n(@operation.*?)^```$", PAGE, flags=re.DOTALL | re.MULTILINE)
-    body = row.replace("@abstractmethod\n", "") + "    return weight * x / (1 + x.abs())\n"
+def test_an_operation_is_recorded_from_the_declaration_on_the_page() -> None:
+    (declaration,) = re.findall(r"^```\n(@operation.*?)^```$", PAGE, flags=re.DOTALL | re.MULTILINE)
+    body = declaration.replace("@abstractmethod\n", "") + "    return weight * x / (1 + x.abs())\n"
     namespace = {"operation": operation, "CFunction": CFunction, "Tensor": torch.Tensor}
-    exec(compile(body, "row.py", "exec"), namespace)
+    exec(compile(body, "declaration.py", "exec"), namespace)
     ops: Any = type("MoreOps", (ReferenceOps,), {"softsign": namespace["softsign"]})()
     x, other_input, weight = torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)
     plan = record(ops, {"x": x}, lambda recording: [vars(type(recording))["softsign"](recording, x, weight)])

@@ -100,7 +100,7 @@ def duo_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
 
 
 def test_logits_of_the_custom_block_equal_plain_torch(duo_variables: dict[str, Any]) -> None:
-    """The logits of single requests are bit-equal to those of batches and chunks."""
+    """The logits of a request are bit-equal if it is computed alone, in a batch or in chunks."""
     config = PipelineConfig.from_flat(
         {"model_path": "tiny-duo", "quantization_encoding": "float32", "deterministic": True}
     )
@@ -120,7 +120,7 @@ def make_echo_context(tokens: list[int]) -> TextContext:
     return make_context(tokens, log_probabilities_echo=True)
 
 
-def test_the_memory_estimate_of_a_family_with_other_tensor_names(duo_variables: dict[str, Any]) -> None:
+def test_the_memory_estimate_is_correct_with_other_tensor_names(duo_variables: dict[str, Any]) -> None:
     model: Any = duo_variables["pipeline"].model
     loaded_bytes = weight_bytes(duo_variables["pipeline"])
     assert 0.995 * loaded_bytes <= model.memory_plan.weights_size <= 1.3 * loaded_bytes

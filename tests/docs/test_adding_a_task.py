@@ -1,4 +1,4 @@
-"""docs/adding-a-task.md: writes the page's files, and runs its check in a real worker process."""
+"""docs/adding-a-task.md: writes the page's files, and runs the page's check in a real worker process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FILES = dict(re.findall(r"^```python\n# (\S+)\n(.*?)^```$", PAGE, flags=re.DOTAL
 
 
 def run_page_check(folder: Path, changes: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Write the page's files with replaced texts, and run its check in their folder."""
+    """Write the page's files with replaced texts, and run the page's check in the folder of the files."""
     for name, text in FILES.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -58,7 +58,7 @@ def test_the_check_detects_a_format_that_reads_wrong_values(
         ("padding=TAPS // 2", "padding=TAPS // 2 - 1"),
     ],
 )
-def test_the_check_detects_a_codec_that_ignores_context(
+def test_the_check_detects_an_error_in_a_codec(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, faulty_code: str
 ) -> None:
     write_files("adding-a-codec", tmp_path)

@@ -1,4 +1,4 @@
-"""The `Args:` sections of the package's docstrings have one entry for each documented parameter or field."""
+"""Each entry of an `Args:` section of the package names a parameter or field, and is on its own line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of feature combinations: each cell is tested on the embedded model."""
+"""The table of feature combinations: each cell is tested on the demo model."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ def assert_grammar(llm: LLM, outputs: list[GenerationOutput]) -> None:
     assert all(re.fullmatch("[a-c]{5}", output.text) for output in outputs)
 
 
-def assert_drafts(llm: LLM, outputs: list[GenerationOutput]) -> None:
+def assert_proposer(llm: LLM, outputs: list[GenerationOutput]) -> None:
     assert llm.pipeline.proposer is not None
 
 
-def assert_adapter(llm: LLM, outputs: list[GenerationOutput]) -> None:
+def assert_lora_manager(llm: LLM, outputs: list[GenerationOutput]) -> None:
     assert llm.pipeline.model.lora_manager is not None
 
 
@@ -92,8 +92,8 @@ FEATURES = {
     "logprobs": Feature(options={"logprobs": 2}, check=assert_log_probabilities),
     "echo": Feature(options={"prompt_logprobs": 0}, check=assert_prompt_log_probabilities),
     "grammar": Feature(options={"grammar": Grammar("regex", "[a-c]{5}")}, check=assert_grammar),
-    "speculation": Feature(config={"speculative_method": "ngram"}, check=assert_drafts),
-    "lora": Feature(config={"lora": "tone"}, options={"adapter": "tone"}, check=assert_adapter),
+    "speculation": Feature(config={"speculative_method": "ngram"}, check=assert_proposer),
+    "lora": Feature(config={"lora": "tone"}, options={"adapter": "tone"}, check=assert_lora_manager),
     "n": Feature(options={"n": 2}, check=assert_two_outputs),
     "stream": Feature(),
     "prefix": Feature(check=assert_prefix_hits),
@@ -107,7 +107,7 @@ FEATURE_PAIRS = [*combinations(FEATURES, 2)]
 
 @pytest.fixture(scope="module")
 def open_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., LLM]]:
-    """Return a function that opens the embedded model, once for each configuration."""
+    """Return a function that opens the demo model, once for each configuration."""
     adapter = write_adapter(tmp_path_factory.mktemp("adapters") / "tone")
     models: dict[str, LLM] = {}
 
@@ -182,7 +182,7 @@ def generate_outputs(llm: LLM, names: tuple[str, str]) -> list[GenerationOutput]
     return llm.generate(PROMPT, params, **options)
 
 
-def test_each_feature_has_a_row_and_a_section() -> None:
+def test_the_table_of_features_links_to_each_section() -> None:
     _, _, remainder = PAGE.partition("| feature |")
     table = remainder.partition("\n\n")[0]
     sections = re.findall(r"^## (.*)$", PAGE, flags=re.MULTILINE)[1:]

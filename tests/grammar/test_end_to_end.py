@@ -1,4 +1,4 @@
-"""Structured output of the embedded model through `LLM`."""
+"""Structured output of the demo model through `LLM`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Limits of costly grammars: a request above a limit fails with an error and affects no other request."""
+"""Limits of costly grammars: a request above a limit fails with an error and affects no other request.
+
+Also tests the two grammar libraries, and the output of processes with grammars.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +104,7 @@ def test_the_end_token_is_accepted_only_after_a_complete_output() -> None:
     assert not context.matcher.is_completed()
 
 
-def test_a_matcher_of_xgrammar_is_accepted() -> None:
+def test_matchers_of_both_libraries_can_share_a_batch() -> None:
     xgr = pytest.importorskip("xgrammar")
     vocabulary = [*(bytes([byte]) for byte in range(256)), b"<end>"]
     tokenizer_info = xgr.TokenizerInfo(
@@ -131,7 +134,7 @@ def test_the_backend_setting_selects_the_library(backend: str) -> None:
     generate_text(context, "ab")
 
 
-def test_a_process_with_a_grammar_prints_nothing_at_exit() -> None:
+def test_a_process_with_a_grammar_prints_nothing_at_exit_and_does_not_import_xgrammar() -> None:
     code = (
         "import sys; sys.path.insert(0, 'tests')\n"
         "from support.grammars import *\n"

@@ -39,7 +39,7 @@ def test_the_bytes_of_tokens_join_to_the_text() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "tinyllama", pytest.param("qwen3", marks=pytest.mark.slow)])
-def test_real_tokenizers_equal_those_of_xgrammar(name: str, shared_data: Path) -> None:
+def test_the_bytes_of_real_tokenizers_equal_those_of_xgrammar(name: str, shared_data: Path) -> None:
     folder = find_tokenizer(shared_data, name)
     tokenizer = TextTokenizer(folder)
     # The tokenizer of tinyllama encodes a space as ▁, so it cannot distinguish these two characters.

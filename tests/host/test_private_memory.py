@@ -1,4 +1,4 @@
-"""The limit on private memory. It excludes mapped files, and `is_exceeded` recognises its errors."""
+"""The limit on private memory: mapped files do not count, `is_exceeded` recognises errors at the limit."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ assert free - private_memory.free() >= 100 * MIB
 """
 
 
-def test_mapped_files_do_not_count(tmp_path: Path) -> None:
+def test_mapped_files_do_not_count_and_allocations_beyond_the_limit_fail(tmp_path: Path) -> None:
     file = tmp_path / "weights"
     with file.open("wb") as stream:
-        stream.truncate(600 << 20)  # three times the limit
+        stream.truncate(600 << 20)  # three times the 200 MiB that the script adds to its used memory
     result = subprocess.run([sys.executable, "-c", SCRIPT, str(file)], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 

@@ -51,7 +51,7 @@ def test_the_bar_is_drawn_on_a_terminal_only(
     [(Terminal, 1 << 30, True), (Terminal, 1 << 20, False), (io.StringIO, 1 << 30, False)],
     ids=["terminal", "small", "file"],
 )
-def test_loading_progress_is_shown_on_a_terminal_if_it_takes_time(
+def test_loading_progress_is_shown_on_a_terminal_if_the_weights_are_large(
     stream: type[io.StringIO],
     num_bytes: int,
     is_drawn: bool,

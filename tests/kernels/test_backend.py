@@ -1,4 +1,4 @@
-"""The registry of back ends, and a fake back end in a folder that runs a whole model."""
+"""The registry of back ends. A fake back end, loaded from a folder, runs a whole model."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_a_deterministic_session_requires_deterministic_operations(monkeypatch: 
     assert calls == ["required"]
 
 
-def test_the_reference_and_adapters_read_a_back_ends_own_layout() -> None:
+def test_linear_and_unpack_linear_read_the_layout_of_a_back_end() -> None:
     weight, x = torch.randn(12, 40), torch.randn(3, 40)
     flipped_layout = Layout(
         "flipped", lambda packed_weight: {"weight": packed_weight.tensors["flipped"].flip(0)}
@@ -223,11 +223,11 @@ def test_the_reference_and_adapters_read_a_back_ends_own_layout() -> None:
         assert torch.equal(unpack_linear(packed_weight), weight)
         assert torch.equal(ops.linear(x, packed_weight), multiply_floats(x, weight, None))
     packed_weight = ops.pack_lazily([weight], "int4")
-    assert not isinstance(packed_weight.tensors, LazyWeight)  # the reference packs lazily only in rows
+    assert not isinstance(packed_weight.tensors, LazyWeight)  # ReferenceOps defers only in layout ROWS
 
 
 @pytest.mark.parametrize("backend", BACKENDS.backends, ids=lambda backend: backend.name)
-def test_a_record_matches_its_operations(backend: Backend) -> None:
+def test_the_description_of_a_back_end_matches_its_operations(backend: Backend) -> None:
     for ops in backend.variants():
         assert ops.layout.name == backend.layout
         assert ops.packs_weights == backend.packs_weights

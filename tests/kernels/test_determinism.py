@@ -1,4 +1,4 @@
-"""Deterministic back ends: a row is bit-equal in any batch, at any position, on any thread."""
+"""Deterministic back ends: a row is bit-equal in any batch, at any position, with any number of threads."""
 
 from __future__ import annotations
 
@@ -274,7 +274,7 @@ CASES: dict[str, dict[str, Callable[[torch.dtype], RowOperation]]] = {
 }  # fmt: skip
 
 
-def test_every_operation_is_compared() -> None:
+def test_the_cases_name_every_operation() -> None:
     assert set(CASES) == set(OPERATIONS)
 
 
@@ -442,7 +442,7 @@ class SplitsSumsOfFewRows(ReferenceOps):
 
 
 class SplitsKeysByCount(ReferenceOps):
-    """Splits the keys by their number instead of by position, and merges the two softmaxes."""
+    """Rounds like a kernel that splits the keys by their number instead of by position."""
 
     def attention(
         self, q: Tensor, kv: LayerKV, row_offsets: Tensor, lengths: Tensor, **options: object

@@ -11,7 +11,7 @@ from penstock.kernels.device_queue import UploadBatch
 CPU = torch.device("cpu")
 
 
-def test_a_batch_copies_all_arrays_at_once() -> None:
+def test_a_batch_copies_arrays_of_several_types() -> None:
     table = np.arange(12, dtype=np.int32).reshape(3, 4)[:, :3]
     arrays = [np.array([5, -7], np.int64), table, np.array([True]), np.zeros((2, 0)), np.array([0.25])]
     batch = UploadBatch(CPU, 200, is_pinned=False)
@@ -25,7 +25,7 @@ def test_a_batch_copies_all_arrays_at_once() -> None:
             assert np.array_equal(tensor.numpy(), array)
 
 
-def test_an_array_beyond_the_capacity_is_refused() -> None:
+def test_an_array_beyond_the_capacity_is_refused_and_a_smaller_one_fits() -> None:
     batch = UploadBatch(CPU, 64, is_pinned=False)
     five_values = batch.add(np.arange(5))
     assert batch.add(np.arange(3)) is None

@@ -1,4 +1,4 @@
-"""Encodings: found by file, described correctly by their records, and named in no other file."""
+"""Each file of a folder is an encoding, its record is correct, and no other file names the encoding."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_each_file_is_an_encoding(tmp_path: Path) -> None:
         (ENCODING_FILE.format(name="x"), r"'x': its file must be x\.py"),
     ],
 )
-def test_a_file_without_a_record_is_refused(text: str, message: str, tmp_path: Path) -> None:
+def test_a_file_without_a_record_of_its_name_is_refused(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text(text)
     with pytest.raises(ConfigError, match=message):
         list(EncodingRegistry([tmp_path]))

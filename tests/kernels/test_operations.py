@@ -87,7 +87,7 @@ def test_defaults_are_recorded() -> None:
     assert plan.records[0].arguments["factor"] == 2.0
 
 
-def test_arguments_that_a_row_forbids_are_not_recorded() -> None:
+def test_unrecordable_operations_and_arguments_are_refused() -> None:
     x = torch.randn(3, 8)
     with pytest.raises(UnrecordableStepError, match=r"^shuffle cannot be recorded$"):
         record(ExtendedOps(), {"x": x}, lambda ops: [ops.shuffle(x)])  # type: ignore[attr-defined]

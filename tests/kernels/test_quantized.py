@@ -73,9 +73,8 @@ def test_outliers_of_random_activations_fit_into_the_extra_bytes(
     largest_error = float((x - integers * scales[:, None]).abs().max())
     assert largest_error <= float(scales) * 0.5001 + 1e-30  # a smaller row is rounded to 0
     assert 1 <= float(plain_scales) / max(float(scales), 1e-38) <= 16.001 or float(plain_scales) == 0
-    if (
-        0 < float(plain_scales) / max(float(scales), 1e-38) < 11
-    ):  # the next smaller scale is at least two thirds of this one
+    # Below 11, the next smaller scale is at least two thirds of this one.
+    if 0 < float(plain_scales) / max(float(scales), 1e-38) < 11:
         assert num_extras((x / (scales[:, None] * 0.66)).round()) > max_extras
 
 
@@ -165,7 +164,7 @@ FLOATS = (
 
 @pytest.mark.parametrize("bits", [4, 5])
 @given(st.lists(FLOATS, min_size=32, max_size=32))
-def test_the_scale_of_a_group_minimizes_the_error(bits: int, values: list[float]) -> None:
+def test_integers_and_scale_of_a_group_equal_scalar_arithmetic(bits: int, values: list[float]) -> None:
     tensors = encoding_named(f"int{bits}").pack(torch.tensor([values]))
     integers, scale = quantize_group(np.array(values, np.float32), bits)
     assert tensors["weight"].tolist() == [integers]

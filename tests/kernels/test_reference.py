@@ -1,4 +1,4 @@
-"""The reference kernels against numpy in float64, one query at a time."""
+"""The reference kernels, compared with numpy in float64 (attention one query at a time) and with torch."""
 
 from __future__ import annotations
 

@@ -73,8 +73,8 @@ def test_a_prefix_is_restored_up_to_its_first_lost_block() -> None:
     assert host_blocks(manager).num_blocks == 2
 
 
-def test_a_restored_block_has_its_original_content() -> None:
-    """`store_and_check_keys` checks the keys in restored blocks, which detects a wrong copy."""
+def test_the_check_of_keys_detects_a_changed_host_block() -> None:
+    """The other tests rely on `store_and_check_keys` to detect a wrong copy of a restored block."""
     first_prompt, second_prompt = list(range(17)), list(range(100, 117))
     manager = kv_manager(5, host_memory=8 * BLOCK_BYTES)
     count_cached_tokens(manager, first_prompt)

@@ -112,7 +112,7 @@ def test_blocks_of_generated_tokens_are_shared() -> None:
         ({}, {"enable_prefix_caching": False}),
     ],
 )
-def test_no_blocks_are_shared_with_another_salt_adapter_or_hash_or_without_caching(
+def test_another_salt_adapter_or_hash_or_an_echo_or_disabled_caching_prevents_sharing(
     fields: dict[str, Any], options: dict[str, Any]
 ) -> None:
     manager, first_context = kv_manager(9, **options), text_context(PROMPT)
@@ -134,7 +134,7 @@ def test_prefixes_with_equal_salt_adapter_and_hashes_are_shared(fields: dict[str
     assert second_context.num_cached_tokens == 8
 
 
-def test_image_blocks_are_shared_only_with_equal_digests() -> None:
+def test_blocks_of_images_without_digests_are_not_shared() -> None:
     def cached_tokens_with(overrides: dict[int, int], images: int = 1) -> int:
         manager = kv_manager(8)
         for _ in range(2):
@@ -327,7 +327,7 @@ def test_a_length_has_its_regime_and_limits(
 
 
 @pytest.mark.parametrize("limits", [(8, 4), (4, 4), (0,), (-1, 5)])
-def test_limits_that_do_not_ascend_are_refused(limits: tuple[int, ...]) -> None:
+def test_limits_must_be_positive_and_ascending(limits: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match=r"key_limits: must ascend from 1 on"):
         kv_spec(None, key_limits=limits)
 
@@ -623,7 +623,7 @@ def test_admits_and_fits_count_only_blocks_within_windows() -> None:
 # -- inputs and storage -------------------------------------------------------------------------------
 
 
-def test_inputs_of_a_ragged_batch() -> None:
+def test_inputs_describe_a_ragged_batch() -> None:
     manager = kv_manager(8)
     prefill, decode = text_context(PROMPT), text_context([7, 8, 9])
     run_one_step(manager, decode, 60)
@@ -642,7 +642,7 @@ def test_inputs_of_a_ragged_batch() -> None:
     assert (inputs.block_size, inputs.group_of_layer) == (4, (0,))
 
 
-def test_inputs_with_drafts_and_the_next_step() -> None:
+def test_inputs_include_drafts_and_advance_to_the_next_step() -> None:
     manager, context = kv_manager(8), text_context(PROMPT)
     run_one_step(manager, context, 50)
     manager.reserve(context, lookahead=3)
@@ -654,12 +654,12 @@ def test_inputs_with_drafts_and_the_next_step() -> None:
     assert next_inputs.groups[0].slots.tolist() == [17]
 
 
-def test_inputs_of_an_empty_batch() -> None:
+def test_an_empty_batch_has_empty_inputs() -> None:
     inputs = kv_manager(8).inputs([])
     assert (tuple(inputs.groups[0].block_tables.shape), inputs.lengths.tolist()) == ((0, 1), [])
 
 
-def test_inputs_do_not_change_with_later_steps() -> None:
+def test_inputs_do_not_change_after_a_release() -> None:
     manager, context = kv_manager(8), text_context(PROMPT)
     manager.claim(context)
     manager.reserve(context)
@@ -668,7 +668,7 @@ def test_inputs_do_not_change_with_later_steps() -> None:
     assert inputs.groups[0].block_tables.tolist() == [[1, 2, 3]]
 
 
-def test_storage_has_the_shapes_of_the_spec() -> None:
+def test_storage_has_the_shapes_of_the_spec_and_copies_blocks() -> None:
     spec = KVCacheSpec((KVGroup((0, 2), 2, 8, DType.bfloat16), KVGroup((1,), 1, 4, DType.int8, window=4)))
     storage = KVCacheStorage(spec, (5, 3), 16, torch.device("cpu"))
     assert [tuple(cache.shape) for cache in storage.caches] == [

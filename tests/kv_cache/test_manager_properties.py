@@ -83,8 +83,8 @@ class Operations(RuleBasedStateMachine):
     )
     def step(self, choices: list[ContextChoice], chunk: int, lookahead: int, token: int) -> None:
         batch: list[TextContext] = []
-        for context in dict.fromkeys(id(choice(self.claimed)) for choice in choices):
-            context = next(other for other in self.claimed if id(other) == context)
+        for context_id in dict.fromkeys(id(choice(self.claimed)) for choice in choices):
+            context = next(other for other in self.claimed if id(other) == context_id)
             context.set_token_indices(active_idx=min(context.start_idx + chunk, context.end_idx))
             if self.reserve(context, lookahead):
                 batch.append(context)
@@ -212,7 +212,7 @@ class OperationsWithoutPrefixes(Operations):
 @pytest.mark.parametrize(
     "operations", [Operations, OperationsWithAWindow, OperationsWithWindowsOnly, OperationsWithoutPrefixes]
 )
-def test_random_operations(operations: type[Operations]) -> None:
+def test_random_operations_keep_the_cache_consistent(operations: type[Operations]) -> None:
     run_state_machine_as_test(
         operations, settings=settings(max_examples=num_examples(20), stateful_step_count=30, deadline=None)
     )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import sys
 
 import pytest
 import torch
 from support.kv_contexts import text_context
+from support.memory_pages import can_populate_pages
 
 from penstock.dtype import DType
 from penstock.host import memory
@@ -22,7 +22,7 @@ NUM_AHEAD = 100
 BLOCK_BYTES = 2 * BLOCK_SIZE * 64 * (4 + 4 + 1) + 2 * BLOCK_SIZE * 4
 """Bytes of a block of all layers: keys and values of two float32 layers and of one int8 layer with scales."""
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="MADV_POPULATE_WRITE exists on Linux only")
+pytestmark = pytest.mark.skipif(not can_populate_pages(), reason="MADV_POPULATE_WRITE needs Linux 5.14")
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def is_populated(manager: KVCacheManager, layer: int, first: int, end: int) -> b
     return all(all(are_resident(part[first:end])) for tensor in tensors for part in tensor)
 
 
-def is_rest_populated(manager: KVCacheManager) -> bool:
+def has_populated_rest(manager: KVCacheManager) -> bool:
     """Return whether any of the blocks 300 to 399 is allocated."""
     return any(any(are_resident(part[300:400])) for part in manager.storage.caches[0])
 
@@ -78,7 +78,7 @@ def test_pages_of_the_next_blocks_are_allocated_layer_by_layer(manager: KVCacheM
     assert [is_populated(manager, layer, 1, 1 + NUM_AHEAD) for layer in range(3)].count(True) == 1
     assert populate_all(manager) == 2
     assert all(is_populated(manager, layer, 1, 1 + NUM_AHEAD) for layer in range(3))
-    assert not is_rest_populated(manager)
+    assert not has_populated_rest(manager)
     assert not manager.prefault_next()
 
 
@@ -90,7 +90,7 @@ def test_more_pages_are_allocated_when_half_of_the_blocks_are_used(manager: KVCa
     assert populate_all(manager) == 3
     num_used = NUM_AHEAD // 2 + 9
     assert all(is_populated(manager, layer, 1, num_used + NUM_AHEAD) for layer in range(3))
-    assert not is_rest_populated(manager)
+    assert not has_populated_rest(manager)
 
 
 def test_blocks_that_are_used_again_need_no_pages(manager: KVCacheManager) -> None:
@@ -129,7 +129,7 @@ def test_released_memory_is_not_allocated_again(manager: KVCacheManager) -> None
     assert not is_populated(manager, 0, 1, 1 + NUM_AHEAD)
 
 
-def test_prefaulting_stops_where_the_system_has_no_such_call(
+def test_prefaulting_ends_at_once_without_the_system_call(
     manager: KVCacheManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "_MADV_POPULATE_WRITE", 9999)

@@ -1,4 +1,4 @@
-"""`reserve_steps` and `reserve_drafts`: the number of steps and their blocks."""
+"""`reserve_steps` and `reserve_drafts`: the number of steps or drafts, and their blocks. `claim`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`AsyncLLM` with images gives the outputs of `LLM`."""
+"""`AsyncLLM` with images gives the outputs of `LLM`, and refuses invalid images."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def make_local_processor(checkpoint: Path, *_: object) -> LocalProcessor:
     return LocalProcessor(checkpoint)
 
 
-async def test_outputs_equal_those_of_llm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_outputs_equal_llm_and_images_are_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(media_tokenizer, "ProcessorPool", make_local_processor)
     config = PipelineConfig.from_flat(
         {"model_path": str(write_llava(tmp_path)), "quantization_encoding": "float32", "max_batch_size": 4}

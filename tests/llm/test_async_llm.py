@@ -27,7 +27,7 @@ GREEDY = SamplingParams(max_new_tokens=12)
 
 @asynccontextmanager
 async def open_async_llm(max_queue_size: int | None = None, **config: Any) -> AsyncIterator[AsyncLLM]:
-    """Return an AsyncLLM whose worker is a thread of this process."""
+    """Yield an AsyncLLM whose worker is a thread of this process."""
     config = {"model_path": "demo", "kv_cache_memory": 64 * 2**20, **config}
     pipeline_config = PipelineConfig.from_flat(config)
     worker = WorkerClient(
@@ -111,7 +111,7 @@ async def test_cancelling_a_task_cancels_its_requests() -> None:
         await wait_until(lambda: worker.num_outstanding == 0)
 
 
-async def test_a_closed_stream_cancels_at_the_engine() -> None:
+async def test_a_cancelled_task_cancels_its_requests_at_the_engine() -> None:
     engine = FakeEngine(is_paused=True)  # its requests end only if they are cancelled
     config = PipelineConfig.from_flat({"model_path": "demo"})
     async with AsyncLLM.from_config(config, worker=engine) as llm:

@@ -1,4 +1,4 @@
-"""`AsyncLLM.speak` and `stream_speech`, with the embedded voice."""
+"""`AsyncLLM.speak` and `stream_speech`, with the demo voice."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def expected() -> Iterator[list[Speech]]:
         yield llm.speak(TEXTS, SHORT_PARAMS, use_tqdm=False)
 
 
-async def test_audio_equals_that_of_llm(expected: list[Speech]) -> None:
+async def test_audio_equals_the_audio_of_llm(expected: list[Speech]) -> None:
     async with open_async_llm() as llm:
         result = await llm.speak(TEXTS, SHORT_PARAMS)
         single_audio = await llm.speak(TEXTS[0], SHORT_PARAMS)

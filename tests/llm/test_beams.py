@@ -53,7 +53,7 @@ def llm(shared_llm: LLM) -> Iterator[LLM]:
 def reference_beams(
     reference: Any, llm: LLM, prompt: str, end_ids: set[int], **options: Any
 ) -> list[tuple[Any, ...]]:
-    """Return the beams of transformers: tokens without the end token, whether it ended, and the score."""
+    """Return (tokens before the end token, whether there is one, score) of each beam of transformers."""
     tokens = torch.from_numpy(llm.tokenizer.encode_text(prompt))[None]
     transformers_output = reference.generate(
         tokens,
@@ -114,7 +114,7 @@ def test_beams_of_other_models_equal_transformers(seed: int, tmp_path: Path) -> 
         assert beam_tuples(outputs[3:]) == reference_beams(reference, llm, "Two words", end_ids, **options)
 
 
-def test_a_single_beam_is_the_greedy_text(llm: LLM, reference: Any) -> None:
+def test_a_single_beam_is_greedy_and_beams_can_ignore_end_tokens(llm: LLM, reference: Any) -> None:
     from penstock import SamplingParams
 
     greedy_params = SamplingParams(max_new_tokens=30, ignore_eos=True)
@@ -232,7 +232,7 @@ def test_numpy_numbers_are_accepted_as_options() -> None:
     )
 
 
-def test_the_error_names_a_prompt_that_is_too_long(llm: LLM) -> None:
+def test_the_error_of_an_empty_prompt_has_its_number(llm: LLM) -> None:
     with pytest.raises(InputError, match="the prompt is empty") as caught:
         llm.beam_search(["Hello", ""])
     assert caught.value.__notes__ == ["in prompt 2 of 2"]
@@ -249,13 +249,13 @@ def test_beam_search_with_speculation_is_refused(model: Path) -> None:
 def test_an_error_during_the_search_frees_all_blocks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     execute, calls = llm.pipeline.execute, []
 
-    def fail_at_third_call(batch: Any, num_steps: int = 1) -> Any:
+    def fail_at_sixth_call(batch: Any, num_steps: int = 1) -> Any:
         calls.append(batch)
         if len(calls) > 5:
             raise FloatingPointError("the forward failed")
         return execute(batch, num_steps)
 
-    monkeypatch.setattr(llm.pipeline, "execute", fail_at_third_call)
+    monkeypatch.setattr(llm.pipeline, "execute", fail_at_sixth_call)
     with pytest.raises(FloatingPointError):
         llm.beam_search(PROMPTS, num_beams=4)
 

@@ -301,7 +301,7 @@ def llm_variant(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_an_interruption_cancels_all_requests(
+def test_an_exception_cancels_all_requests(
     error: type[BaseException], llm_variant: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = llm_variant
@@ -350,13 +350,13 @@ def test_a_failed_request_ends_the_batch(llm_variant: LLM, monkeypatch: pytest.M
     llm = llm_variant
     step = llm._scheduler.step
 
-    def failing_execute(num_steps: int = 1) -> Any:
+    def failing_step(num_steps: int = 1) -> Any:
         outputs = step(num_steps)
         llm._scheduler.failures |= {request_id: InsufficientBlocksError(3, 1, 2) for request_id in outputs}
         return outputs
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm._scheduler, "step", failing_execute)
+        patch.setattr(llm._scheduler, "step", failing_step)
         with pytest.raises(InsufficientBlocksError):
             llm.generate(["Hello"] * 9, GREEDY)
     assert len(llm.generate(["Hello"] * 9, GREEDY)) == 9

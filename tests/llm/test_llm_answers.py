@@ -389,7 +389,7 @@ def test_an_unknown_adapter_is_refused(llm: LLM) -> None:
         llm.generate("Hello", SAMPLED, adapter="mine")
 
 
-def test_closing_ends_the_compilation_of_grammars(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_closes_the_grammar_compiler(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     close_calls: list[str] = []
     with LLM(str(model)) as llm:
         grammars = llm.pipeline.grammars

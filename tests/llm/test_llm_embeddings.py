@@ -176,7 +176,7 @@ def test_scores_use_the_similarity_function_of_the_checkpoint(tmp_path: Path, si
         assert llm.score("cat", "dog") == pytest.approx([expected], rel=1e-5)
 
 
-def test_scores_of_a_cross_encoder_equal_its_logits(reranker: LLM) -> None:
+def test_scores_of_a_cross_encoder_are_the_sigmoid_of_its_logits(reranker: LLM) -> None:
     scores = reranker.score("cat", TEXTS)
     assert scores.shape == (3,)
     logits = reranker.score("cat", TEXTS, activation=False)

@@ -90,7 +90,7 @@ def test_a_closed_stream_frees_its_request(llm: LLM) -> None:
     assert llm.pipeline.kv.num_free_blocks == llm.pipeline.kv.num_blocks
 
 
-def test_voices_change_the_speech(llm: LLM) -> None:
+def test_voices_change_the_speech_and_invalid_voices_are_refused(llm: LLM) -> None:
     ben_voice, carl_voice, dora_voice = (llm.pipeline.voices[name] for name in ("ben", "carl", "dora"))
     assert (ben_voice.transcription, carl_voice.transcription, dora_voice.codes) == (
         "I am Ben.",
@@ -115,7 +115,9 @@ def test_voices_change_the_speech(llm: LLM) -> None:
         llm.speak("hi", PARAMS, audio_prompt_tokens=[1, 99], audio_prompt_transcription="x")
 
 
-def test_a_voice_is_encoded_once_and_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_voice_is_encoded_once_and_invalid_files_and_codes_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from support.tiny_speech import FakeCodec
 
     from penstock.pipelines.voices import load_voices

@@ -1,4 +1,4 @@
-"""`LLM.chat` with two images for each vision family: image processor, tokens and text equal transformers."""
+"""`LLM.chat` with two images for each vision family: the output equals that of transformers."""
 
 from __future__ import annotations
 

@@ -295,13 +295,13 @@ def shift_rows(inputs: LoRAInputs) -> LoRAInputs:
     return LoRAInputs(inputs.rows.roll(1), inputs.matrices, inputs.ranks)
 
 
-def double_scale(inputs: LoRAInputs) -> LoRAInputs:
+def halve_scale(inputs: LoRAInputs) -> LoRAInputs:
     return LoRAInputs(
         inputs.rows, {name: (down, up / 2) for name, (down, up) in inputs.matrices.items()}, inputs.ranks
     )
 
 
-@pytest.mark.parametrize("mutate", [swap_matrices, shift_rows, double_scale])
+@pytest.mark.parametrize("mutate", [swap_matrices, shift_rows, halve_scale])
 def test_the_comparison_detects_a_mutation(
     open_adapted: Callable[..., TextGenerationPipeline],
     checkpoint: Path,

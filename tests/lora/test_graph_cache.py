@@ -115,7 +115,7 @@ def run_changing_batches(pipeline: TextGenerationPipeline, adapters: dict[str, P
 def test_replayed_steps_are_bit_equal_to_eager_steps(
     checkpoint: Path, adapters: dict[str, Path], isa: str, encoding: str
 ) -> None:
-    compiled_pipeline, eager_pipeline = (
+    compiled_recorder, eager_recorder = (
         run_changing_batches(
             open_with_adapters(checkpoint, adapters, isa, encoding, compiled=is_compiled, max_loras=2),
             adapters,
@@ -123,12 +123,12 @@ def test_replayed_steps_are_bit_equal_to_eager_steps(
         for is_compiled in (True, False)
     )
     for number, (compiled_row, eager_row) in enumerate(
-        zip(compiled_pipeline.logits, eager_pipeline.logits, strict=True)
+        zip(compiled_recorder.logits, eager_recorder.logits, strict=True)
     ):
         assert torch.equal(compiled_row, eager_row), f"sequence {number}"
-    step_kinds = Counter(compiled_pipeline.step_kinds)
-    assert step_kinds["compiled"] >= len(compiled_pipeline.step_kinds) * 2 // 3, compiled_pipeline.step_kinds
-    assert set(eager_pipeline.step_kinds) == {"eager"}
+    step_kinds = Counter(compiled_recorder.step_kinds)
+    assert step_kinds["compiled"] >= len(compiled_recorder.step_kinds) * 2 // 3, compiled_recorder.step_kinds
+    assert set(eager_recorder.step_kinds) == {"eager"}
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def two_threads() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_wide_layers_with_adapters_are_bit_equal_to_eager_steps(tmp_path: Path) -> None:
+def test_replayed_wide_layers_are_bit_equal_to_eager_layers(tmp_path: Path) -> None:
     """The layers are so wide that threads divide the ranks and the outputs, for few and for many rows."""
     sizes = {"hidden_size": 384, "intermediate_size": 640, "num_hidden_layers": 1}
     checkpoint = write_checkpoint(tmp_path / "base", tiny_config() | sizes)
@@ -205,18 +205,18 @@ def test_a_batch_without_adapters_has_no_adapter_kernels(checkpoint: Path, adapt
 def test_an_adapter_on_more_layers_compiles_new_steps(checkpoint: Path, adapters: dict[str, Path]) -> None:
     """Steps that were compiled with the adapter ``some`` lack kernels for the other layers of ``all``."""
     two_adapters = {name: adapters[name] for name in ("some", "all")}
-    compiled_pipeline, eager_pipeline = (
+    compiled_recorder, eager_recorder = (
         Recorder(open_with_adapters(checkpoint, two_adapters, ISAS[-1], "bfloat16", compiled=is_compiled))
         for is_compiled in (True, False)
     )
-    for recorder in (compiled_pipeline, eager_pipeline):
+    for recorder in (compiled_recorder, eager_recorder):
         for name in ("some", "some", "all", "some"):  # all shapes are compiled before adapter "all" is used
             contexts = recorder.start_batch(name, None)
             recorder.run(contexts, 3)
             recorder.release(contexts)
-    for compiled_row, eager_row in zip(compiled_pipeline.logits, eager_pipeline.logits, strict=True):
+    for compiled_row, eager_row in zip(compiled_recorder.logits, eager_recorder.logits, strict=True):
         assert torch.equal(compiled_row, eager_row)
-    assert compiled_pipeline.step_kinds[-1] == "compiled"
+    assert compiled_recorder.step_kinds[-1] == "compiled"
 
 
 def test_the_output_head_applies_the_adapters_of_the_selected_rows(

@@ -19,7 +19,7 @@ GREEDY = SamplingParams(temperature=0, max_new_tokens=8)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a tiny model and two adapters of its query projections."""
+    """Return the folder of a tiny model and of two adapters of its query and up projections."""
     root = tmp_path_factory.mktemp("llm")
     write_tiny_llm(root / "base")
     for seed, name in enumerate(("loud", "quiet")):

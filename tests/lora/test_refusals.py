@@ -299,7 +299,7 @@ def test_another_base_model_gives_a_warning(
     assert "was trained on somebody/other-model" in caplog.text
 
 
-def test_a_malformed_adapter_at_start_is_an_error(checkpoint: Path, adapter: Path) -> None:
+def test_an_unsupported_adapter_at_start_is_an_error(checkpoint: Path, adapter: Path) -> None:
     edit_config(adapter, use_dora=True)
     with pytest.raises(UnsupportedFeatureError, match="DoRA"):
         open_pipeline(checkpoint, lora=(f"x={adapter}",))

@@ -37,7 +37,7 @@ def llm(jina: JinaV3) -> Iterator[LLM]:
 def merged_embeddings(
     jina: JinaV3, llm: LLM, task: str | None, folder: Path, instruction: str = ""
 ) -> np.ndarray:
-    """Return the results of transformers for the texts, with the task's adapter merged into the weights."""
+    """Return the embeddings of the texts by transformers, with the task's adapter merged into the weights."""
     model = jina.load_merged(task, folder)
     tokens = [llm.tokenizer.backend.encode(instruction + text).ids for text in TEXTS]
     return np.stack([mean_embedding(model, sequence).numpy() for sequence in tokens])
@@ -77,7 +77,7 @@ def test_tasks_apply_their_prompts(llm: LLM) -> None:
     assert llm.embed(TEXTS[0], task="separation", dimensions=8).shape == (8,)
 
 
-def test_unknown_tasks_are_refused(llm: LLM, tmp_path: Path) -> None:
+def test_unknown_tasks_and_changes_of_task_adapters_are_refused(llm: LLM, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="task 'search' is unknown: the checkpoint has retrieval"):
         llm.embed("grass", task="search")
     with pytest.raises(InputError, match="task selects an adapter, and adapter is also given"):
@@ -92,7 +92,7 @@ def test_unknown_tasks_are_refused(llm: LLM, tmp_path: Path) -> None:
         manager.load("separation", str(tmp_path))
 
 
-def test_the_memory_plan_equals_that_of_the_model_without_adapters(jina: JinaV3) -> None:
+def test_task_adapters_do_not_change_the_planned_activation_size(jina: JinaV3) -> None:
     plan, plain_plan = (open_encoder(folder).memory_plan for folder in (jina.folder, jina.plain_folder))
     assert plan.activation_size == plain_plan.activation_size
 

@@ -1,4 +1,4 @@
-"""Images in all formats, colour modes and bit depths are decoded as Pillow does, or refused."""
+"""Decoding of images: equal to Pillow's decoding, except for 16-bit images; refused images; encoding."""
 
 from __future__ import annotations
 

@@ -40,7 +40,9 @@ def test_images_and_errors_are_returned_from_the_process(pool: ProcessorPool) ->
     assert pool._processes[0]._process is process
 
 
-def test_a_crash_fails_only_its_image(pool: ProcessorPool) -> None:
+def test_a_crash_or_a_timeout_fails_only_its_image_and_a_busy_pool_refuses_images(
+    pool: ProcessorPool,
+) -> None:
     data = encode_image_file(random_picture())
     with pytest.raises(RequestFailedError, match="the process that prepared the image has ended"):
         pool.process(data, {"crash": True}, LIMIT)
@@ -54,7 +56,7 @@ def test_a_crash_fails_only_its_image(pool: ProcessorPool) -> None:
 
 
 @pytest.mark.slow
-def test_a_process_returns_what_the_processor_returns(tmp_path: Path) -> None:
+def test_a_pool_returns_the_arrays_of_the_local_processor(tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     data = encode_image_file(random_picture())
     expected, _ = LocalProcessor(tmp_path).process(data, {}, LIMIT)

@@ -109,7 +109,7 @@ def test_public_addresses_are_allowed() -> None:
     "127.1 2130706433 0x7f000001 0x7f.1 0177.0.0.1 [::1] [::ffff:127.0.0.1] [::ffff:7f00:1] "
     "[0:0:0:0:0:0:0:1] 0 0.0.0.0 [::] 169.254.169.254 10.0.0.1 [fec0::1]".split(),
 )
-def test_other_spellings_of_private_addresses_are_refused(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_notations_of_private_addresses_are_refused(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def numeric(host: str, port: int, **_: Any) -> list[Any]:
         return _socket.getaddrinfo(host, port, 0, socket.SOCK_STREAM, 0, socket.AI_NUMERICHOST)
 

@@ -105,7 +105,7 @@ def max_blocks_used(group: KVGroup, config: PipelineConfig, length: int, rows: i
 
 
 def assert_usable(plan: MemoryPlan, config: PipelineConfig, spec: KVCacheSpec) -> None:
-    """The cache must hold one whole sequence, or one block for each sequence of the batch."""
+    """Check that the cache can hold one whole sequence, and one block for each sequence of the batch."""
     rows = plan.max_batch_input_tokens if config.enable_chunked_prefill else plan.max_length
     for group, count in zip(spec.groups, plan.num_blocks, strict=True):
         assert count - 1 >= max_blocks_used(group, config, plan.max_length, rows)
@@ -338,7 +338,7 @@ def test_kv_cache_memory_is_used_exactly() -> None:
         make_plan(make_config(memory=10 * BYTES_PER_BLOCK), weights=100, free=10 * BYTES_PER_BLOCK)
 
 
-def test_the_length_does_not_exceed_that_of_the_model() -> None:
+def test_a_length_above_the_maximum_of_the_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_length"):
         make_plan(make_config(max_length=1001), length=1000, free=10**9)
 
@@ -435,7 +435,7 @@ def test_memory_for_adapters_reduces_the_cache() -> None:
         plan_memory(config, FULL_ATTENTION, **options, adapters_size=2**21)
 
 
-def test_unchunked_inputs_need_memory_for_the_longest() -> None:
+def test_unchunked_inputs_need_memory_for_the_longest_input() -> None:
     options: dict[str, Any] = {"model_max_length": 4096, "weights_size": 1000, "min_step_tokens": 4096}
     config = replace(make_config(), max_batch_input_tokens=1024)
     plan = plan_memory(config, None, **options, activation_size=4096, free_memory=6000)

@@ -54,7 +54,7 @@ class QuantizedTensors(FloatTensors):
     ) -> tuple[str | None, Mapping[str, Tensor]]:
         encoding = self.quantized[name]
         rows = ENCODINGS[encoding].pack(self.tensors[name])
-        # The scales differ from those of the loader, so packing again would be detected.
+        # The loader would compute other scales, so packing again would be detected.
         return encoding, rows | {"scales": 2 * rows["scales"]}
 
     def rows(
@@ -101,7 +101,7 @@ def test_an_expert_is_small_only_if_both_dimensions_are_small() -> None:
     assert encodings == sizes
 
 
-def test_the_head_has_at_least_eight_bits() -> None:
+def test_the_head_of_quantized_models_is_int8_except_in_int5() -> None:
     heads = {name: encoding.for_layer("head", 4096, 4096) for name, encoding in ENCODINGS.items()}
     quantized_names = [
         name for name, encoding in ENCODINGS.items() if not encoding.is_float and name not in ("int8", "int5")
@@ -110,7 +110,7 @@ def test_the_head_has_at_least_eight_bits() -> None:
     assert all(head == encoding for encoding, head in heads.items())
 
 
-def test_values_have_at_least_eight_bits_unless_they_are_stored_with_four() -> None:
+def test_values_are_int8_in_int4_models_unless_they_are_stored_in_int4() -> None:
     tensors = {"x.v_proj.weight": random_tensor(64, 96)}
     value_encodings = {
         encoding: load(QuantizedTensors(tensors), encoding, BACK_ENDS["best"]).has_separate_values(
@@ -247,7 +247,7 @@ def is_pending(packed: PackedLinear) -> bool:
 
 @needs_kernels
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int4"])
-def test_memory_mapped_floats_are_packed_at_first_use(encoding: str) -> None:
+def test_memory_mapped_floats_are_packed_at_first_use_if_the_encoding_packs_lazily(encoding: str) -> None:
     slice_sizes = {"a": 128, "b": 64, "c": 70}
     source = QuantizedTensors(
         {f"x.{name}.weight": random_tensor(size, 80, seed=size) for name, size in slice_sizes.items()}

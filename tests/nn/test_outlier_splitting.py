@@ -33,7 +33,7 @@ class EncodedTensors(FloatTensors):
 
 
 def weight_with_outliers() -> Tensor:
-    """Return random weights ``[HIDDEN, INNER]`` of which three are set to 40."""
+    """Return random weights ``[HIDDEN, INNER]``, three of them set to 40."""
     weight = random_tensor(HIDDEN, INNER)
     for row, column in OUTLIERS:
         weight[row, column] = 40.0
@@ -114,7 +114,7 @@ def test_a_split_layer_computes_the_same_function(is_gated: bool, monkeypatch: p
     torch.testing.assert_close(run_layers(layers, is_gated), expected, atol=2e-4, rtol=0)
 
 
-def test_layers_that_need_their_original_sizes_are_not_split() -> None:
+def test_layers_of_fixed_size_or_other_encodings_are_not_split() -> None:
     source: Any = EncodedTensors(make_tensors(is_gated=False))
     assert load_split_layer(source, is_gated=False) is not None
     other_options: list[dict[str, Any]] = [

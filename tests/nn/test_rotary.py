@@ -1,4 +1,4 @@
-"""Every RoPE type against transformers, through a whole Llama network."""
+"""Every RoPE type against transformers, through a whole Llama network, and refused parameters."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_chunks_of_a_dynamically_scaled_prompt_equal_the_whole(tmp_path: Path) -
     assert torch.equal(torch.cat(chunk_logits), full_logits)
 
 
-def test_the_older_spelling_is_read() -> None:
+def test_the_older_key_names_are_read() -> None:
     values = {"max_position_embeddings": 64, "rope_theta": 7.0}
     older_values = values | {"rope_scaling": {"type": "linear", "factor": 2}}
     newer_values = {

@@ -39,7 +39,7 @@ def requirement_names(requirements: list[str]) -> set[str]:
     return {re.split(r"[\[<>=!~ ]", requirement)[0].lower().replace("_", "-") for requirement in requirements}
 
 
-def test_the_version_is_defined_once() -> None:
+def test_the_version_is_defined_once_and_has_a_changelog_entry() -> None:
     assert PROJECT["dynamic"] == ["version"]
     newest_entry = re.search(r"^## (\S+?),? (\S+)$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
     assert newest_entry is not None
@@ -47,7 +47,7 @@ def test_the_version_is_defined_once() -> None:
     assert re.fullmatch(r"\d{4}-\d\d-\d\d|unreleased", newest_entry[2])
 
 
-def test_every_extra_is_documented() -> None:
+def test_every_extra_is_documented_and_all_contains_the_expected_extras() -> None:
     page = (ROOT / "docs" / "getting-started.md").read_text()
     assert not [extra for extra in EXTRAS if f"`{extra}`" not in page and f"'.[{extra}]'" not in page]
     (requirement_of_all,) = EXTRAS["all"]
@@ -104,14 +104,14 @@ def test_requirements_are_found_in_texts(text: str, expected: list[tuple[str, st
     assert requirements_in(text) == expected
 
 
-def test_the_wheel_has_the_name_of_the_distribution() -> None:
+def test_scripts_name_wheels_after_the_distribution() -> None:
     prefix = f"{DISTRIBUTION.replace('-', '_')}-"
     for path in ("scripts/wheel", "packaging/try_wheel.py"):
         names = re.findall(r"\bpenstock[\w]*-(?=\*|\()", (ROOT / path).read_text())
         assert {*names} == {prefix}, path
 
 
-def test_test_requirements_are_pinned() -> None:
+def test_all_requirements_except_the_listed_ones_are_pinned() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned_names = requirement_names([line for line in lines if line and not line.startswith("#")])
     required_names = requirement_names(
@@ -125,7 +125,7 @@ def test_test_requirements_are_pinned() -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_scripts_are_executable(script: Path) -> None:
+def test_scripts_are_executable_and_valid_bash(script: Path) -> None:
     assert os.access(script, os.X_OK)
     assert script.read_text().startswith("#!/usr/bin/env bash\n")
     subprocess.run(["bash", "-n", str(script)], check=True)
@@ -142,7 +142,7 @@ def test_files_copied_into_the_image_exist_and_are_not_ignored() -> None:
         assert f"!{source}" in dockerignore_lines, f"{source} is excluded by .dockerignore"
 
 
-def test_the_image_starts_a_server_and_checks_its_health() -> None:
+def test_the_image_starts_a_server_as_penstock_and_probes_an_existing_route() -> None:
     command = re.findall(r'"([^"]*)"', DOCKERFILE[DOCKERFILE.index("ENTRYPOINT") :])
     result = CliRunner().invoke(cli, [*command[1:], "--print-config"])
     assert result.exit_code == 0, result.stderr
@@ -161,7 +161,7 @@ def test_both_stages_start_from_the_same_image() -> None:
     assert "ARG BASE=python:" in DOCKERFILE[: DOCKERFILE.index("FROM $BASE")]
 
 
-def test_older_versions_of_docker_build_the_image() -> None:
+def test_the_dockerfile_uses_no_features_that_older_versions_of_docker_lack() -> None:
     """Older versions of Docker do not support `--start-interval`, heredocs and `RUN --mount`."""
     (flags,) = re.findall(r"^HEALTHCHECK((?: --\S+)+)", DOCKERFILE, flags=re.MULTILINE)
     names = set(re.findall(r"--([\w-]+)=", flags))

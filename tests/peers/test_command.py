@@ -56,7 +56,7 @@ def test_checkpoint_has_the_files_that_peers_require_and_is_written_once(shape: 
     assert (folder / "model.safetensors").stat().st_mtime_ns > modification_time
 
 
-def test_sentencepiece_model_has_four_pieces() -> None:
+def test_sentencepiece_model_begins_with_the_unknown_piece() -> None:
     assert sentencepiece_model()[:16] == b"\x0a\x0e\x0a\x05<unk>\x15\x00\x00\x00\x00\x18\x02"
 
 
@@ -68,7 +68,7 @@ def test_preloaded_library_is_in_the_virtual_environment() -> None:
     assert peer_environment(PEERS["llama_cpp"], Path("/venvs"), 2) == {"OMP_NUM_THREADS": "2"}
 
 
-def test_encodings_that_the_peer_does_not_have_are_refused(tmp_path: Path) -> None:
+def test_missing_encodings_and_virtual_environments_are_reported(tmp_path: Path) -> None:
     result = run_command("run", "vllm", "--encoding", "int8")
     assert result.exit_code == 2
     assert "vllm has no encoding to compare with int8; choose one of bfloat16 (bfloat16)" in result.output

@@ -1,4 +1,4 @@
-"""Peer engines in child processes: requests, signals, errors, memory."""
+"""Peer engines in child processes: requests, signals, errors, memory, logs and environment variables."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def process_state(pid: int) -> str:
 
 
 def wait_for_state(pid: int, expected: str) -> bool:
-    """Wait up to 5 s for a process state. A process that has exited counts as a zombie (Z)."""
+    """Return whether a process reaches a state within 5 s. An exited process counts as a zombie (Z)."""
     for _ in range(500):
         try:
             result = process_state(pid)
@@ -37,7 +37,7 @@ def wait_for_state(pid: int, expected: str) -> bool:
     return False
 
 
-def test_prints_of_the_driver_do_not_mix_with_its_answers(tmp_path: Path) -> None:
+def test_answers_have_tokens_times_and_versions_without_prints_of_the_driver(tmp_path: Path) -> None:
     with start_engine(tmp_path) as engine:
         answer = engine.generate([[3, 4], [7]], 3)
         assert answer["tokens"] == [[5, 6, 7], [8, 9, 10]]
@@ -50,7 +50,7 @@ def test_prints_of_the_driver_do_not_mix_with_its_answers(tmp_path: Path) -> Non
     assert "loading model\na line of the native library" in (tmp_path / "log").read_text()
 
 
-def test_engine_is_stopped_between_requests_and_ends_with_its_children(tmp_path: Path) -> None:
+def test_engine_and_children_are_suspended_between_requests_and_end_together(tmp_path: Path) -> None:
     with start_engine(tmp_path, "child") as engine:
         child_pid = int((tmp_path / "log").read_text().split("child ")[1].split()[0])
         for _ in range(2):
@@ -110,13 +110,15 @@ def test_memory_includes_child_processes(tmp_path: Path) -> None:
     assert 32 << 20 < peak_bytes_with_child - peak_bytes < 64 << 20
 
 
-def test_log_has_only_the_output_of_its_engine(tmp_path: Path) -> None:
+def test_log_of_an_earlier_engine_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("of yesterday\n")
     start_engine(tmp_path).close()
     assert "yesterday" not in (tmp_path / "log").read_text()
 
 
-def test_environment_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_is_passed_on_except_thread_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Variables that tune the threads of this process are not passed on."""
     monkeypatch.setenv("GOMP_SPINCOUNT", "100")
     monkeypatch.setenv("OMP_NUM_THREADS", "7")

@@ -249,7 +249,7 @@ def test_cancelled_requests_free_their_blocks(folder: Path) -> None:
     assert model.pipeline.kv.num_free_blocks == model.pipeline.kv.num_blocks
 
 
-def test_the_audio_status_equals_the_token_status(folder: Path) -> None:
+def test_the_audio_status_is_the_reason_why_the_tokens_ended(folder: Path) -> None:
     model = SpeechModel(folder)
     truncated_context = model.context("a", params={"max_new_tokens": 20})
     finished_context = model.context("b", params={"max_new_tokens": 200})
@@ -309,7 +309,7 @@ def test_a_codec_failure_ends_only_its_request(folder: Path) -> None:
     assert model.pipeline.kv.num_free_blocks == model.pipeline.kv.num_blocks
 
 
-def test_next_chunk_returns_the_audio_of_execute(model: SpeechModel) -> None:
+def test_next_chunk_returns_the_audio_of_all_tokens(model: SpeechModel) -> None:
     pipeline: AudioGeneratorPipeline = model.pipeline
     assert isinstance(pipeline, AudioGenerator)
     assert pipeline.decoder_sample_rate == FakeCodec.sample_rate
@@ -375,7 +375,7 @@ def test_a_context_can_be_serialized(folder: Path) -> None:
 def test_a_codec_that_does_not_match_the_speech_format_is_refused(tmp_path: Path) -> None:
     folder = write_tiny_speech(tmp_path / "m", "orpheus")
     other_codec = write_tiny_speech(tmp_path / "n", "neutts") / "codec"
-    with pytest.raises(ValueError, match=r"1 codes of 0 to 15 in a frame, .*'orpheus' has 3 codes"):
+    with pytest.raises(ValueError, match=r"1 codes per frame, each from 0 to 15, .*'orpheus' has 3 codes"):
         SpeechModel(folder, codec=str(other_codec))
 
 

@@ -150,7 +150,9 @@ def test_text_with_speculation_equals_plain_text(pipeline: TextGenerationPipelin
     assert pipeline.speculation_stats.num_proposed > 0
 
 
-def test_a_float16_checkpoint_runs_in_bfloat16_on_the_cpu(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_float16_checkpoint_runs_in_bfloat16_on_the_cpu_and_is_refused_on_a_gpu(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     values = json.loads((checkpoint / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | {"dtype": "float16"}))
     (tmp_path / "model.safetensors").symlink_to(checkpoint / "model.safetensors")

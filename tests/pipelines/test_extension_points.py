@@ -177,7 +177,7 @@ def test_an_adapter_on_an_int8_model_does_not_change_other_rows(checkpoint: Path
 # -- Input embeddings ------------------------------------------------------------------------------------
 
 
-def test_input_embeddings_replace_those_of_tokens(pipeline: TextGenerationPipeline) -> None:
+def test_input_embeddings_replace_the_embeddings_of_tokens(pipeline: TextGenerationPipeline) -> None:
     model: Any = pipeline.model
     expected = step_logits(pipeline, [make_context(PROMPT)])[0]
     masked_positions = [5, 6, 20]
@@ -272,7 +272,7 @@ def test_drafts_do_not_exceed_the_length_of_the_model(checkpoint: Path) -> None:
     assert [token.next_token for token in response.tokens] == plain_tokens
 
 
-def test_log_probabilities_with_drafts_equal_plain_decoding(pipeline: TextGenerationPipeline) -> None:
+def test_drafts_of_another_context_do_not_change_log_probabilities(pipeline: TextGenerationPipeline) -> None:
     def scored_context(request_id: str) -> TextContext:
         return make_context(PROMPT[:9], 1, request_id=request_id, log_probabilities=2)
 

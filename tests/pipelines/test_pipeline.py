@@ -384,7 +384,7 @@ def test_bfloat16_logits_are_close_to_float32(checkpoint: Path, reference: Any) 
 
 
 class SuccessorModel(PipelineModel[TextContext]):
-    """A model with only the methods of the API page. Token t + 1 follows token t."""
+    """A model with only the methods on the API page of `PipelineModel`. Token t + 1 follows token t."""
 
     @classmethod
     def calculate_max_seq_len(cls, pipeline_config: Any, huggingface_config: Any) -> int:

@@ -32,7 +32,7 @@ def pipeline(checkpoint: Path) -> TextGenerationPipeline:
 
 
 class CountingModel(PipelineModel[TextContext]):
-    """A model without weights. Token t + 1 follows token t. It records the tokens of each forward."""
+    """A model without weights. Token t + 1 follows token t. It records the input tokens of each forward."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -102,7 +102,7 @@ def test_batches_are_launched_and_collected_in_any_order(checkpoint: Path) -> No
 def test_continued_launches_give_the_tokens_of_single_steps(
     pipeline: TextGenerationPipeline, num_steps: int, use_graphs: bool
 ) -> None:
-    """A launch after an uncollected one reads its tokens on the device."""
+    """A launch with ``after`` reads the tokens of the earlier, uncollected step on the device."""
     pipeline.session.use_graphs = use_graphs
     expected = generate_tokens(pipeline, [make_context(PROMPT, 11), make_context(OTHER_PROMPT, 11)])
     contexts = [make_context(PROMPT, 11), make_context(OTHER_PROMPT, 11)]
@@ -129,7 +129,7 @@ def test_execute_equals_launch_and_collect(pipeline: TextGenerationPipeline) -> 
     assert [[token.next_token for token in tokens]] == expected
 
 
-def test_nothing_is_launched_for_a_refused_batch(checkpoint: Path) -> None:
+def test_nothing_is_launched_for_an_invalid_number_of_steps(checkpoint: Path) -> None:
     pipeline, model = counting_pipeline(checkpoint)
     with pytest.raises(InputError, match="at least 1, was 0"):
         pipeline.launch({"a": make_context([5])}, num_steps=0)

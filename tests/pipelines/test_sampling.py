@@ -171,7 +171,7 @@ def test_a_bitmask_excludes_tokens(ops: Ops) -> None:
     assert tokens[1] == ops.sample(logits, inputs).tolist()[1]
 
 
-def test_splitmix64_golden_vectors() -> None:
+def test_splitmix64_and_uniforms_give_the_published_numbers() -> None:
     """The published outputs of the generator, and the uniform numbers computed from them."""
     published_numbers = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
     assert [splitmix64(1234567, position) for position in range(4)] == published_numbers
@@ -182,7 +182,7 @@ def test_splitmix64_golden_vectors() -> None:
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**40))
-def test_uniforms_are_below_one(seed: int, position: int) -> None:
+def test_uniforms_are_at_least_zero_and_below_one(seed: int, position: int) -> None:
     (number,) = uniforms(np.array([seed], np.uint64), np.array([position]))
     assert 0 <= number < 1
 

@@ -117,7 +117,7 @@ def test_adjusted_logits_of_any_batch_equal_the_definition(
     assert torch.equal(logits, logits_before), "the input is not modified"
 
 
-def test_a_banned_sequence_is_never_completed() -> None:
+def test_a_banned_sequence_is_completed_only_if_no_other_token_remains() -> None:
     params = SamplingParams(banned_sequences=[[5, 6, 7], [6, 8], [9]], allowed_token_ids=[5, 6, 7, 8, 9])
     context = advance(make_context([5], sampling_params=params, eos_token_ids=set()), [5])
     result = adjust(random_logits(3, 0), [context], [[6, 5]])

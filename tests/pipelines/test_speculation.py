@@ -233,7 +233,7 @@ class InvalidDraftProposer(OracleProposer):
             super().propose(contexts, limits), (-1, VOCABULARY, 10**12), strict=True)]  # fmt: skip
 
 
-def test_invalid_draft_ids_are_dropped(pipeline: TextGenerationPipeline) -> None:
+def test_invalid_draft_ids_and_the_drafts_after_them_are_dropped(pipeline: TextGenerationPipeline) -> None:
     def contexts() -> list[TextContext]:
         return [make_context(PROMPT[:n], 20, request_id=str(n)) for n in (5, 6, 7)]
 

@@ -1,4 +1,4 @@
-"""Speculation with a draft model, which has its own KV cache. It does not change the output."""
+"""Speculation with a draft model, which has a separate KV cache. Speculation does not change the output."""
 
 from __future__ import annotations
 

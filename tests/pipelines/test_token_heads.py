@@ -82,7 +82,7 @@ def test_scores_are_similarities_of_dense_embeddings(llm: LLM) -> None:
     np.testing.assert_allclose(llm.score(TEXTS[0], TEXTS), vectors @ vectors[0], atol=1e-5)
 
 
-def test_outputs_of_a_missing_head_are_refused(tmp_path: Path) -> None:
+def test_outputs_of_a_missing_head_are_not_available(tmp_path: Path) -> None:
     bge_m3 = write_bge_m3(tmp_path)
     (tmp_path / "sparse_linear.pt").unlink()
     pipeline = open_encoder(tmp_path)

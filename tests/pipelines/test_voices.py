@@ -38,7 +38,9 @@ def open_speech(folder: Path, **settings: object) -> LLM:
     return LLM.from_config(config, catalog=fake_codec_catalog())
 
 
-def test_a_recording_becomes_a_voice_of_neutts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recording_becomes_a_voice_whose_codes_are_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write_neucodec(tmp_path / "codec", levels=(4, 2, 2))
     folder = write_tiny_speech(tmp_path / "model", "neutts")

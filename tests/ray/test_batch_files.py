@@ -45,7 +45,7 @@ def test_chunks_contain_all_lines_without_a_result(tmp_path: Path) -> None:
     assert pending_chunks(path, pending_ids | {"b"}, 2) == ([], set())
 
 
-def test_duplicate_ids_are_refused(tmp_path: Path) -> None:
+def test_duplicate_ids_and_missing_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text(f"{make_request_line('a')}\n{make_request_line('a')}\n")
     with pytest.raises(InputError, match="two requests have the custom_id 'a'"):
@@ -73,7 +73,7 @@ def test_results_are_appended_to_existing_results(tmp_path: Path, name: str) -> 
     assert not output.exists()
 
 
-def test_parquet_files_hold_requests_and_results(tmp_path: Path) -> None:
+def test_parquet_files_hold_requests_and_results_and_invalid_files_are_refused(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow.parquet import read_table, write_table
 

@@ -151,7 +151,7 @@ def test_settings_come_from_flags_and_the_environment(monkeypatch: pytest.Monkey
     assert "ray_cpus: must be a whole number of at least 1" in invalid_result.stderr
 
 
-def test_one_application_has_one_model() -> None:
+def test_several_models_on_ray_are_refused() -> None:
     result = CliRunner().invoke(cli, ["serve", "--ray", "--model", "demo", "--model", "demo"])
     assert result.exit_code == 2
     assert "--ray with 2 models is not supported" in result.stderr

@@ -171,7 +171,7 @@ def test_a_batch_reads_and_writes_parquet_files(tmp_path: Path) -> None:
     assert len({json.loads(row["body"])["choices"][0]["text"] for row in rows}) == 1
 
 
-def test_vectors_of_a_dataset_equal_those_of_an_llm(tmp_path: Path) -> None:
+def test_vectors_of_a_dataset_equal_the_vectors_of_an_llm(tmp_path: Path) -> None:
     import numpy as np
     from support.tiny_embedder import write_tiny_embedder
 

@@ -60,7 +60,7 @@ serve.shutdown()
 """
 
 
-def test_requests_continue_after_their_node_is_removed(tmp_path: Path) -> None:
+def test_requests_continue_after_a_node_is_removed_and_another_is_added(tmp_path: Path) -> None:
     with LLM("demo", kv_cache_memory="64MiB") as llm:
         params = SamplingParams(max_new_tokens=900, temperature=0, ignore_eos=True)
         expected = [output.text for output in llm.generate(PROMPTS, params, use_tqdm=False)]

@@ -68,7 +68,7 @@ def test_a_prefix_is_computed_by_one_replica(server_port: int) -> None:
         20,
     )
     num_hits = read_hits_and_queries(server_port)[0] - counts_before[0]
-    # Except in the first round, a prompt is found except for at most its last two blocks of 32 tokens.
+    # In every round but the first, at most the last two blocks (32 tokens each) of a prompt are not cached.
     assert num_hits >= (ROUNDS - 1) * GROUPS * (length - 2 * 32)
 
 

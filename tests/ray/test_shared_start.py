@@ -1,4 +1,4 @@
-"""`SharedStart`: concurrent calls in an actor share one start of the model, and failed starts are retried."""
+"""`SharedStart`: concurrent calls share one start of the model, which is retried if the worker ends."""
 
 from __future__ import annotations
 

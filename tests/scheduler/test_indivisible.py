@@ -67,13 +67,13 @@ def test_an_image_larger_than_the_budget_is_the_only_prompt_of_its_step() -> Non
     assert all(sum(count > 1 for count in rows.values()) == 1 for rows in image_steps)
 
 
-def test_an_image_does_not_wait_for_the_end_of_a_running_request() -> None:
+def test_an_image_above_the_budget_runs_with_a_long_request() -> None:
     long_context = make_context("a", 2)
     long_context.max_length = 200
     run_contexts(long_context, make_context("b", 12), budget=8)
 
 
-def test_requests_with_images_are_preempted_and_recomputed() -> None:
+def test_requests_with_images_run_in_a_cache_that_is_too_small_for_all() -> None:
     contexts = [make_context(str(index), 6, 7, seed=3 * index) for index in range(4)]
     run_contexts(*contexts, budget=12, num_blocks=10)
 

@@ -137,7 +137,7 @@ async def test_a_stream_that_fails_ends_with_an_error_event(caplog: pytest.LogCa
     ]
 
 
-async def test_an_error_within_another_response_closes_the_connection() -> None:
+async def test_an_error_within_a_response_without_events_closes_the_connection() -> None:
     async with app_client(make_services(), make_failing_routes()) as client:
         with pytest.raises(ZeroDivisionError):  # the HTTP server then closes the connection
             await client.get("/text/bug")
@@ -319,7 +319,7 @@ async def test_every_route_that_takes_a_body_reads_it_within_limits() -> None:
     assert num_checked_routes == len(paths) + 2 * 6  # six routes exist for all three tasks
 
 
-async def test_head_returns_the_headers_of_get() -> None:
+async def test_head_requests_have_the_status_of_get_requests() -> None:
     async with app_client(make_services()) as client:
         for path in ("/health", "/v1/models", "/", "/metrics"):
             assert (await client.head(path)).status_code == 200

@@ -26,7 +26,7 @@ def test_flags_precede_environment_variables() -> None:
     }
 
 
-def test_keys_are_not_in_lists_and_messages() -> None:
+def test_api_keys_are_not_in_descriptions_and_errors() -> None:
     config = ServeConfig(api_key=("hidden",))
     assert "hidden" not in repr(config.describe())
     for invalid in (("hidden key",), "hidden key", ("hidden", ""), ("hidden", 1), 5):

@@ -13,7 +13,10 @@ TIMEOUT_SECONDS = 60  # long, because the machine may be busy
 
 
 class Exchange:
-    """One request to an ASGI application."""
+    """One request to an ASGI application.
+
+    While `may_send` is not set, the application waits when it sends a message.
+    """
 
     def __init__(
         self,

@@ -51,7 +51,7 @@ def render_json_list(calls: Iterable[Call], key: str = "arguments") -> str:
 
 
 def template_renderer(template: str, separator: str = "") -> Callable[[Sequence[Call]], str]:
-    """Return a renderer that fills a template per call. It has the placeholders NAME and ARGUMENTS."""
+    """Return a renderer that fills a template with placeholders NAME and ARGUMENTS for each call."""
 
     def render(calls: Sequence[Call]) -> str:
         rendered_calls = [

@@ -31,7 +31,7 @@ EXAMPLES = ROOT / "examples"
 URL = "http://127.0.0.1:8000"
 """Address of the server in the documentation."""
 
-_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def code_blocks(*languages: str) -> list[Block]:
 
 def _parse_blocks(page: Path) -> Iterator[Block]:
     text = page.read_text()
-    for match in _FENCE.finditer(text):
+    for match in FENCE.finditer(text):
         yield Block(page, text.count("\n", 0, match.start()) + 1, match[1], match[2])
 
 
@@ -81,7 +81,7 @@ def parse_curl(command: str) -> tuple[str, str, dict[str, Any] | None]:
 
 
 def write_adapter(folder: Path, seed: int = 0) -> Path:
-    """Write a PEFT directory for the embedded model, with the code of ``examples/lora.py``."""
+    """Write a PEFT directory for the demo model, with the code of ``examples/lora.py``."""
     adapter_path = runpy.run_path(str(EXAMPLES / "lora.py"))["write_adapter"](folder, seed=seed)
     assert isinstance(adapter_path, Path)
     return adapter_path

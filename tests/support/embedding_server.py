@@ -1,4 +1,4 @@
-"""A server of a tiny embeddings model without processes and sockets."""
+"""A server of a tiny embeddings model in this process, without sockets."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class FakeEngine:
     cancelled_ids: list[str] = field(default_factory=list)
     """The ids of all cancelled requests."""
     calls: list[str] = field(default_factory=list)
-    """The names of the called methods, with the arguments of `stop` and `sleep`."""
+    """The names of the called lifecycle and control methods; `stop` and `sleep` with the first argument."""
     start_error: Exception | None = None
     """Raised by `start`."""
     control_error: Exception | None = None

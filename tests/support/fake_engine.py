@@ -1,4 +1,4 @@
-"""A fake engine for benchmarks. Each output token is the previous token plus one.
+"""A fake engine for the tests of the peer benchmarks. Each output token is the previous token plus one.
 
 The argument selects a fault: ``python fake_engine.py FAULT``.
 """

@@ -14,7 +14,10 @@ from penstock.media.process import serve
 
 
 class FakeProcessor:
-    """A processor that returns the decoded pixels. ``crash`` makes it exit, ``seconds`` makes it wait."""
+    """A processor that returns the decoded pixels.
+
+    The option ``crash`` ends its process. The option ``seconds`` delays the result.
+    """
 
     def process(
         self, data: bytes, options: Mapping[str, Any], max_pixels: int

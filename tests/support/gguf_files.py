@@ -308,7 +308,7 @@ def convert_tensors(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) ->
             _, number, expert_module = module.rsplit(".", 2)
             stacked.setdefault(f"blk.{layer}.{_EXPERTS[expert_module]}.weight", {})[int(number)] = tensor
             continue
-        # this family has a norm for each head
+        # StableLM can have a norm for each head
         if match := re.fullmatch(r"self_attn\.([qk])_layernorm\.norms\.(\d+)", module):
             stacked.setdefault(f"blk.{layer}.attn_{match[1]}_norm.weight", {})[int(match[2])] = tensor
             continue

@@ -38,7 +38,7 @@ def items_outside_subset(items: Iterable[pytest.Item]) -> list[pytest.Item]:
 
 
 def covering_subset(sets: Sequence[Parameters], *, strength: int = 2, times: int = 1) -> set[int]:
-    """Return the indices of parameter sets in which each combination of values occurs `times` times.
+    """Return the indices of parameter sets in which each combination of values occurs at least `times` times.
 
     The choice is greedy and deterministic: the next set is the first one with the most missing combinations.
 

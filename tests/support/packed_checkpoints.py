@@ -296,7 +296,7 @@ def write_packed_checkpoint(
         checkpoint: the float checkpoint.
         folder: the folder to write.
         packer: a packer for all layers, or a mapping from a part of a layer name to a packer; the first match
-        is used.
+            is used.
         section: the ``quantization_config`` of ``config.json``.
         ignore: parts of the names of layers that are not packed.
         extra: additional tensors.

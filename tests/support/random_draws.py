@@ -11,7 +11,7 @@ from hypothesis.internal.constants_ast import Constants
 
 DEFAULT_EXAMPLES = 50
 RANDOM_FACTOR = 10  # `--random` multiplies the number of examples by this factor
-RANDOM_TIMEOUT = 3600  # timeout of a property test in seconds with `--random`
+RANDOM_TIMEOUT = 3600  # timeout in seconds with `--random` of a test that is marked `random`
 
 
 def register_profiles() -> None:
@@ -52,7 +52,7 @@ def disable_module_constants() -> None:
 
 
 def mark_property_tests(items: Iterable[pytest.Item]) -> None:
-    """Mark property tests as ``random`` and extend their timeout for the additional examples."""
+    """Mark property tests as ``random``, and extend the timeout of all tests with this mark."""
     for item in items:
         if is_hypothesis_test(getattr(item, "obj", None)):
             item.add_marker(pytest.mark.random)

@@ -1,4 +1,4 @@
-"""Programs that start a Ray cluster, with access to the processes of the cluster."""
+"""Programs that start a Ray cluster, access to the cluster's processes, and requests to its servers."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def ray_program(arguments: list[str], folder: Path) -> Iterator[RayProgram]:
 
 
 def wait_until(condition: object, seconds: float = 60) -> None:
-    """Wait until a function returns a true value."""
+    """Wait until a function returns a true value. Fail after ``seconds``."""
     assert callable(condition)
     deadline = time.monotonic() + seconds
     while not condition():

@@ -38,7 +38,8 @@ def write_tiny_embedder(
 
     Args:
         folder: the folder to write.
-        labels: the number of labels of the classification head; 0 writes an embedder without a head.
+        labels: the number of labels of the classification head. 0 writes an embedder without a head. A
+            checkpoint with a head has no sentence-transformers layout.
         modules: the module types in ``modules.json``; None writes no sentence-transformers layout.
         pooling: the configuration of the pooling module, by default mean pooling.
         settings: the content of ``config_sentence_transformers.json``.
@@ -150,8 +151,8 @@ def _weights(labels: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
         if name.endswith(".weight"):
             tensors[full_name] = rng.normal(0, 0.5, shape)
             continue
-        scale = 1 + rng.normal(0, 0.1, shape) if len(shape) == 1 else rng.normal(0, 0.3, shape)
-        tensors[f"{full_name}.weight"] = scale
+        weight = 1 + rng.normal(0, 0.1, shape) if len(shape) == 1 else rng.normal(0, 0.3, shape)
+        tensors[f"{full_name}.weight"] = weight
         tensors[f"{full_name}.bias"] = rng.normal(0, 0.1, shape[:1])
     return {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
 

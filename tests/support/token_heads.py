@@ -53,7 +53,7 @@ class BgeM3:
     sparse: nn.Linear
     colbert: nn.Linear
 
-    def hidden_states(self, tokens: list[int]) -> Tensor:  # [n, E]
+    def hidden_states(self, tokens: list[int]) -> Tensor:  # [T, E]
         """Return the hidden states ``[T, E]`` of one input, computed by transformers."""
         with torch.inference_mode():
             states: Tensor = self.model(torch.tensor([tokens])).last_hidden_state[0]
@@ -73,7 +73,7 @@ class BgeM3:
                 weights[token] = weight
         return weights
 
-    def vectors(self, tokens: list[int]) -> Tensor:  # [n - 1, out]
+    def vectors(self, tokens: list[int]) -> Tensor:  # [T - 1, out]
         """Return the normalised vectors ``[T - 1, out]`` of all tokens except the first."""
         with torch.inference_mode():
             return F.normalize(self.colbert(self.hidden_states(tokens)[1:]), dim=-1)

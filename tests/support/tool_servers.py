@@ -24,7 +24,9 @@ class ServedTools:
     calls: list[tuple[str, object]] = field(default_factory=list)
     """Name and arguments of each tool call."""
     num_lists: int = 0
+    """Number of requests for the list of tools."""
     num_sessions: int = 0
+    """Number of requests that begin a session."""
 
 
 class _TokenMiddleware:
@@ -47,7 +49,7 @@ def tool_server(token: str | None = None) -> Iterator[ServedTools]:
     """Run a server with the tools ``add``, ``fail``, ``slow``, ``long`` and ``get/picture``.
 
     Args:
-        token: the required bearer token.
+        token: the required bearer token; None if no token is required.
     """
     from mcp.server import MCPServer
     from mcp_types import ImageContent, TextContent, ToolAnnotations

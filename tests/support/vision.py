@@ -17,7 +17,7 @@ from penstock.pipelines.core import ImageMetadata, TextAndVisionContext, image_d
 
 
 def save_vision_model(architecture: SupportedArchitecture, folder: Path, **changed_values: Any) -> Any:
-    """Save a model with random weights that are large enough to expose every mistake. Return it in float32.
+    """Save a model with random weights, large enough that a mistake changes the logits. Return it in float32.
 
     Args:
         architecture: its tiny configuration is used.
@@ -106,7 +106,7 @@ def _model_arguments(
     return result
 
 
-Spans = Sequence[tuple[ImageMetadata, list[int]]]
+Spans = Sequence[tuple[ImageMetadata, list[int]]]  # images, each with its tokens in the prompt
 
 
 def _prompt(
@@ -145,7 +145,10 @@ def _image(pixels: np.ndarray, **arguments: np.ndarray) -> ImageMetadata:
 
 
 def idefics3_prompt(config: dict[str, Any], text: Sequence[Sequence[int]] = TEXT) -> VisionPrompt:
-    """Return a prompt with two images: one has two tiles and an overview, the other has one tile."""
+    """Return a prompt with two images: one has two tiles and an overview, the other has one tile.
+
+    If ``text`` has two parts, the prompt has only the first image.
+    """
     size, token = config["vision_config"]["image_size"], config["image_token_id"]
     side = size // config["vision_config"]["patch_size"] // config["scale_factor"]
     tiles = [_pixels(0, 3, 3, size, size), _pixels(1, 1, 3, size, size)]
@@ -158,7 +161,7 @@ def idefics3_prompt(config: dict[str, Any], text: Sequence[Sequence[int]] = TEXT
 
 
 def gemma3_prompt(config: dict[str, Any], text: Sequence[Sequence[int]] = TEXT) -> VisionPrompt:
-    """Return a prompt with two images."""
+    """Return a prompt with two images, or with one if ``text`` has two parts."""
     size, token = config["vision_config"]["image_size"], config["image_token_index"]
     images = [_pixels(seed, 3, size, size) for seed in (0, 1)]
     ids = [config["boi_token_index"], *[token] * config["mm_tokens_per_image"], config["eoi_token_index"]]
@@ -172,7 +175,7 @@ def qwen_prompt(
     text: Sequence[Sequence[int]] = TEXT,
     grids: Sequence[tuple[int, int]] = ((4, 6), (10, 8)),
 ) -> VisionPrompt:
-    """Return a prompt with two images of different shapes."""
+    """Return a prompt with two images of different shapes, or with one if ``text`` has two parts."""
     token, patch = config["image_token_id"], config["vision_config"]["patch_size"]
     start, end = config["vision_start_token_id"], config["vision_end_token_id"]
     grids = grids[: len(text) - 1]

@@ -43,7 +43,7 @@ class Gate:
     def wait(self) -> None:
         self.num_arrived += 1
         if not self._is_open:
-            assert self._semaphore.acquire(timeout=30), "the gate was not opened within the time limit"
+            assert self._semaphore.acquire(timeout=30), "the step was not allowed within the time limit"
 
 
 class GatedPipeline(FakePipeline):
@@ -83,7 +83,7 @@ class FakeAdapters:
 
 
 def letters_in_order(count: int) -> Callable[[TextContext], int]:
-    """Return a function that chooses the next token: the first ``count`` letters of the alphabet, EOS."""
+    """Return a function that chooses the next token: ``count`` letters in alphabetical order, then EOS."""
     return lambda context: (
         FakeTokenizer.EOS if len(context.generated_tokens) == count else 97 + len(context.generated_tokens)
     )

@@ -94,7 +94,7 @@ def read_published_templates() -> dict[str, str]:
 )
 def test_published_templates_render_the_text_of_transformers(name: str, source: str) -> None:
     template = ChatTemplate({"default": source}, SPECIAL_TOKENS, name)
-    num_rendered_templates = 0
+    num_rendered_chats = 0
     for chat_name, messages in CHATS.items():
         for tools in (None, [TOOL]):
             for options in TEMPLATE_OPTIONS:
@@ -109,8 +109,8 @@ def test_published_templates_render_the_text_of_transformers(name: str, source: 
                     bool(tools),
                     options,
                 )
-                num_rendered_templates += expected is not None
-    assert num_rendered_templates > 0
+                num_rendered_chats += expected is not None
+    assert num_rendered_chats > 0
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ async def test_two_requests_are_decoded_alternately(
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("text", ["Once upon a time there was", "a  b\n\n c ", "naïve 🎉🎉 中文 ﬁ end"])
-async def test_chunks_of_other_tokens_join_to_the_text(
+async def test_chunks_of_tokens_that_are_not_generated_join_to_the_text(
     name: str, text: str, special: bool, size: int, open_tokenizer: Callable[[str], TextTokenizer]
 ) -> None:
     tokenizer = open_tokenizer(name)
@@ -144,7 +144,7 @@ async def test_an_incomplete_character_is_emitted_at_the_end(
     assert "\N{REPLACEMENT CHARACTER}" in text_after_prompt(tokenizer, prompt, ids)
 
 
-async def test_other_tokens_with_repeated_words_are_decoded(
+async def test_tokens_that_are_not_generated_may_repeat_words(
     open_tokenizer: Callable[[str], TextTokenizer],
 ) -> None:
     tokenizer = open_tokenizer("tinyllama")

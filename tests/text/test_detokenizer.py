@@ -1,4 +1,4 @@
-"""`Detokenizer`: its text equals decoding all ids at once, up to the first stop string."""
+"""`Detokenizer`: its text equals the text of all ids at once, from the prompt to the first stop string."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_appended_texts_join_to_the_text_of_all_ids(
     ids=str,
 )
 @given(ids=st.lists(st.integers(0, 12), max_size=40))
-def test_each_decoder_gives_the_text_of_its_library(decoder: decoders.Decoder | None, ids: list[int]) -> None:
+def test_each_decoder_equals_the_tokenizers_library(decoder: decoders.Decoder | None, ids: list[int]) -> None:
     vocabulary = ["▁", "▁a", "b", "c</w>", "##d", " ", ".", "'t", "\N{REPLACEMENT CHARACTER}"]
     vocabulary += ["<0xC3>", "<0xA9>", "<0x0A>"]
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="b"))
@@ -66,8 +66,8 @@ def test_each_decoder_gives_the_text_of_its_library(decoder: decoders.Decoder | 
         backend.decoder = decoder
     tokenizer = TextTokenizer(TokenizerFiles(backend, {}, {}, (), "test", 13, None))
     detokenizer = Detokenizer(tokenizer)
-    visible_text = [detokenizer.append(token_id) for token_id in ids] + [detokenizer.finish()]
-    assert "".join(visible_text) == backend.decode(ids)
+    texts = [detokenizer.append(token_id) for token_id in ids] + [detokenizer.finish()]
+    assert "".join(texts) == backend.decode(ids)
 
 
 @given(ids=st.lists(st.integers(0, BYTE_TOKENIZER.EOS), max_size=60))
@@ -96,7 +96,7 @@ def test_text_ends_before_the_first_stop_string(text: str, stop: list[str]) -> N
 
 
 @pytest.mark.parametrize("name", ["tokenizers/gpt2", "tokenizers/tinyllama", "models/stories260K"])
-def test_the_result_does_not_depend_on_chunks(name: str, shared_data: Path) -> None:
+def test_the_text_and_the_first_stop_match_do_not_depend_on_chunks(name: str, shared_data: Path) -> None:
     tokenizer = load_tokenizer(shared_data / name)
     text = st.text("ab \n\u00e9\U0001f389", max_size=30)
 
@@ -129,7 +129,7 @@ def test_the_result_does_not_depend_on_chunks(name: str, shared_data: Path) -> N
     check()
 
 
-def test_a_stop_string_in_byte_tokens_ends_at_its_token(shared_data: Path) -> None:
+def test_a_stop_string_that_is_a_byte_token_matches_at_this_token(shared_data: Path) -> None:
     tokenizer = load_tokenizer(shared_data / "tokenizers/tinyllama")
     newline, hello = 13, 15043
     assert tokenizer.byte_tokens[newline] == ord("\n")
@@ -139,7 +139,7 @@ def test_a_stop_string_in_byte_tokens_ends_at_its_token(shared_data: Path) -> No
     assert (detokenizer.stop_match, detokenizer.num_tokens) == ("\n", 2)
 
 
-def test_text_is_held_back_only_if_a_stop_string_may_follow() -> None:
+def test_text_is_held_back_only_if_it_may_begin_a_stop_string() -> None:
     detokenizer = Detokenizer(BYTE_TOKENIZER, ["</stop>", "\n\n"])
     assert detokenizer.append(list(b"one <")) == "one "
     assert detokenizer.append(list(b"/st")) == ""
@@ -267,7 +267,7 @@ def test_output_text_equals_the_suffix_of_transformers(name: str, prompt: str, s
         assert text_after_prompt(tokenizer, ids, output) == decoded_text[len(decoded_prompt) :]
 
 
-def test_the_first_word_has_a_space_unless_a_special_token_precedes_it(shared_data: Path) -> None:
+def test_the_first_word_has_a_space_only_directly_after_text(shared_data: Path) -> None:
     tokenizer = load_tokenizer(shared_data / "models/stories260K")
     prompt, answer = (tokenizer.encode_text(text, add_special_tokens=False) for text in ("One day", "the"))
     for ids, text in (
@@ -368,8 +368,7 @@ def token_id_lists(tokenizer: TextTokenizer) -> st.SearchStrategy[list[int]]:
             st.sampled_from(sorted(tokenizer.byte_tokens)),
             st.sampled_from(find_byte_tokens(tokenizer)),
         ]
-    special_ids = [i for i in range(tokenizer.vocab_size) if not tokenizer.is_visible(i)]
-    if special_ids:
+    if special_ids := [i for i in range(tokenizer.vocab_size) if not tokenizer.is_visible(i)]:
         id_strategies += [st.sampled_from(special_ids)]
     return st.lists(st.one_of(id_strategies), max_size=40)
 

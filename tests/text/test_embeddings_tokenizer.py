@@ -142,7 +142,7 @@ def test_a_too_long_input_is_refused_with_length_and_limit(tokenizer: Embeddings
         build_context(tokenizer, [CAT] * 41)
 
 
-def test_token_ids_are_used_unchanged(tokenizer: EmbeddingsTokenizer) -> None:
+def test_token_ids_get_no_special_tokens_and_no_prompt(tokenizer: EmbeddingsTokenizer) -> None:
     assert encode_request(tokenizer, [CLS, CAT, SEP]) == [CLS, CAT, SEP]
     assert build_context(tokenizer, np.array([CAT])).prompt == [CAT]
     assert encode_request(tokenizer, [CLS, CAT, SAT, CAT, SEP], truncate=True, max_tokens=3) == [
@@ -177,7 +177,7 @@ def test_surrogates_are_replaced_and_lower_case_is_read(
     assert EmbeddingsTokenizer(folder).layout.lower_case
 
 
-def test_contexts_are_built_in_a_thread(tokenizer: EmbeddingsTokenizer) -> None:
+def test_a_context_is_built_asynchronously(tokenizer: EmbeddingsTokenizer) -> None:
     request = EmbeddingsGenerationRequest(id="7", input="cat")
     context = asyncio.run(tokenizer.new_embeddings_context(request))
     assert context.next_tokens.tolist() == [CLS, CAT, SEP]
@@ -221,7 +221,7 @@ def test_inputs_before_an_invalid_one_get_their_contexts(tokenizer: EmbeddingsTo
             next(contexts)
 
 
-def test_other_tokenizers_build_one_context_at_a_time() -> None:
+def test_the_default_batch_method_builds_a_context_for_each_request() -> None:
     class LengthTokenizer(EmbeddingsContextBuilder):
         def build_embeddings_context(self, request: EmbeddingsGenerationRequest) -> EmbeddingsContext:
             tokens = np.array([len(request.input)])
@@ -236,7 +236,7 @@ def test_other_tokenizers_build_one_context_at_a_time() -> None:
 
 
 def count_encoded_texts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list to which each call of the library's tokenizer appends its number of texts."""
+    """Return a list to which each call of `_encode_batch` appends its number of texts."""
     counts: list[int] = []
     original_encode = EmbeddingsTokenizer._encode_batch
 

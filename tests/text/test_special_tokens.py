@@ -293,7 +293,7 @@ def test_special_tokens_in_tool_definitions_remain_tokens() -> None:
 # -- Other kinds of tokenizers -----------------------------------------------------------------------------
 
 
-def make_word_tokenizer(*tokens: AddedToken) -> Tokenizer:
+def make_metaspace_tokenizer(*tokens: AddedToken) -> Tokenizer:
     letters = [chr(code) for code in range(33, 127)] + ["▁"]
     tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
@@ -303,7 +303,7 @@ def make_word_tokenizer(*tokens: AddedToken) -> Tokenizer:
 
 
 def test_a_special_token_that_absorbs_spaces_is_text() -> None:
-    source = make_word_tokenizer(AddedToken("<x>", lstrip=True, rstrip=True, normalized=False))
+    source = make_metaspace_tokenizer(AddedToken("<x>", lstrip=True, rstrip=True, normalized=False))
     tokenizer, permissive_tokenizer = make_tokenizer_pair(source, "{{ messages[0].content }}<x>")
     _, ids = encode_prompt(tokenizer, make_message("user", "a <x> b"))
     assert count_special_tokens(tokenizer, ids) == 1
@@ -311,9 +311,9 @@ def test_a_special_token_that_absorbs_spaces_is_text() -> None:
     assert num_special_tokens(permissive_tokenizer, make_message("user", "a <x> b")) == 2
 
 
-def test_a_segment_has_no_leading_space() -> None:
+def test_a_special_token_encoded_as_text_has_no_leading_space() -> None:
     tokenizer, _ = make_tokenizer_pair(
-        make_word_tokenizer(AddedToken("<x>", normalized=False)), "<x>{{ messages[0].content }}"
+        make_metaspace_tokenizer(AddedToken("<x>", normalized=False)), "<x>{{ messages[0].content }}"
     )
     _, ids = encode_prompt(tokenizer, make_message("user", "a<x>"))
     tokens = [tokenizer.backend.id_to_token(token_id) for token_id in ids]
@@ -321,7 +321,7 @@ def test_a_segment_has_no_leading_space() -> None:
 
 
 def test_a_special_token_that_is_matched_after_normalising_is_text() -> None:
-    source = make_word_tokenizer(AddedToken("<x>", normalized=True, special=True))
+    source = make_metaspace_tokenizer(AddedToken("<x>", normalized=True, special=True))
     source.normalizer = normalizers.NFKC()
     tokenizer, permissive_tokenizer = make_tokenizer_pair(source, "{{ messages[0].content }}<x>")
     for content in ("<x>", "\uff1c\uff58\uff1e", "a \uff1cx>"):
@@ -348,7 +348,7 @@ def test_a_special_token_without_another_encoding_is_refused() -> None:
         encode_prompt(tokenizer, make_message("user", "a § a"))
 
 
-def test_unknown_characters_next_to_a_special_token_are_fused() -> None:
+def test_unknown_characters_of_adjacent_messages_are_fused() -> None:
     source = Tokenizer(models.BPE({"?": 0, "a": 1}, [], unk_token="?", fuse_unk=True))
     source.add_special_tokens([AddedToken("?", normalized=False), AddedToken("<x>", normalized=False)])
     tokenizer, permissive_tokenizer = make_tokenizer_pair(
@@ -395,7 +395,7 @@ def _check_published_template(path: Path) -> int:
     tokenizer, permissive_tokenizer = make_tokenizer_pair(backend, source)
     tool_call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     earlier_messages = [make_message("user", "q"), make_message("assistant", "", tool_calls=[tool_call])]
-    num_rendered_templates = 0
+    num_rendered_chats = 0
     for content, plain_content in (("Hi " + " x".join(spellings) + " you", "Hi"), ("> <|zz|> <p", "Hi")):
         for make_chat in (
             lambda text: [make_message("user", text)],
@@ -414,8 +414,8 @@ def _check_published_template(path: Path) -> int:
             assert count_special_tokens(tokenizer, ids) == count_special_tokens(tokenizer, expected[1]), (
                 path.name
             )
-            num_rendered_templates += 1
-    return num_rendered_templates
+            num_rendered_chats += 1
+    return num_rendered_chats
 
 
 @pytest.mark.parametrize("allows_special_tokens", [False, True])

@@ -69,7 +69,7 @@ def test_special_tokens_in_a_text_are_text(tokenizers: dict[str, SpeechTokenizer
     assert tokenizer.speech_format.end_token_ids[0] not in context.prompt_tokens
 
 
-def test_an_explicit_prompt_replaces_that_of_the_format(tokenizers: dict[str, SpeechTokenizer]) -> None:
+def test_an_explicit_prompt_replaces_the_prompt_of_the_format(tokenizers: dict[str, SpeechTokenizer]) -> None:
     tokenizer = tokenizers["neutts"]
     assert build_prompt(tokenizer, input="Hi", prompt="verbatim<|speech_1|>") == "verbatim<|speech_1|>"
     ids = [5, 6, 7]

@@ -71,7 +71,7 @@ def test_a_sequence_ends_the_text_at_the_stop_string(
 @pytest.mark.parametrize("name", TOKENIZER_NAMES)
 @settings(deadline=None, max_examples=40)
 @given(stop=st.text("aE\n .é中", min_size=1, max_size=6))
-def test_each_sequence_contains_the_stop_string(
+def test_each_sequence_after_the_first_contains_the_stop_string(
     name: str, stop: str, open_tokenizer: Callable[[str], TextTokenizer]
 ) -> None:
     tokenizer = open_tokenizer(name)

@@ -232,7 +232,7 @@ class TestEndOfSequence:
         assert context.sampling_params.stop == expected
         assert len(context.eos_sequences) == len(expected or [])
 
-    async def test_stop_strings_become_sequences_unless_the_text_is_matched(self) -> None:
+    async def test_stop_strings_become_token_sequences_unless_stops_as_tokens_is_false(self) -> None:
         stop_request = make_request("x", stop=["END", ""], sampling_params=SamplingParams(stop=["é"]))
         context = await TOKENIZER.new_context(stop_request)
         assert context.eos_sequences == [list(b"END"), list("é".encode())]
@@ -258,7 +258,7 @@ class TestLengths:
     @pytest.mark.parametrize(
         "request_fields", [{"prompt": "x" * 40}, {"prompt": [1] * 40}, {"messages": [USER_MESSAGE] * 4}]
     )
-    def test_a_prompt_that_leaves_no_token_is_refused(self, request_fields: dict[str, Any]) -> None:
+    def test_a_prompt_without_room_for_output_is_refused(self, request_fields: dict[str, Any]) -> None:
         with pytest.raises(
             PromptTooLongError, match=r"has 4\d tokens, but the maximum length is 40"
         ) as caught:
@@ -330,7 +330,7 @@ class TestLengths:
                 with pytest.raises(PromptTooLongError) if is_too_long else nullcontext():
                     tokenizer.encode_text(text * count)
 
-    def test_the_tokens_of_any_text_can_be_counted(self) -> None:
+    def test_the_tokens_of_a_text_above_the_maximum_length_can_be_counted(self) -> None:
         tokenizer = FakeTokenizer(max_length=40)
         assert len(tokenizer.encode_request_prompt(make_request("x" * 100_000))[1]) == 100_000
         assert len(tokenizer.encode_text("x" * 100_000, limited=False)) == 100_000
@@ -419,7 +419,7 @@ class TestPrompts:
         with pytest.raises(InputError, match="these messages: only one turn"):
             FakeTokenizer(template="{{ raise_exception('only one turn') }}").render_chat([USER_MESSAGE])
 
-    def test_a_custom_template_replaces_that_of_the_checkpoint(
+    def test_a_custom_template_replaces_the_template_of_the_checkpoint(
         self, shared_data: Path, tmp_path: Path
     ) -> None:
         (tmp_path / "custom.jinja").write_text("custom {{ eos_token }}")
@@ -477,7 +477,7 @@ class TestOtherFields:
         assert json.loads(context.json_schema) == schema
         assert context.grammar == Grammar("json_schema", context.json_schema)
 
-    def test_a_response_format_becomes_a_grammar(self) -> None:
+    def test_a_response_format_or_a_grammar_sets_the_grammar_of_the_context(self) -> None:
         context = TOKENIZER.build_context(make_request("x", response_format={"type": "json_object"}))
         assert (context.grammar, context.json_schema) == (Grammar("json_object"), None)
         assert TOKENIZER.build_context(make_request("x", response_format={"type": "text"})).grammar is None
@@ -511,7 +511,7 @@ class TestOtherFields:
 def make_request(
     prompt: Any = None, *, id: str = "1", model_name: str = "fake", **fields: Any
 ) -> TokenGeneratorRequest:
-    """Return a request. Names of sampling parameters are accepted as fields."""
+    """Return a request. Names of sampling parameters except ``stop`` are accepted as fields."""
     param_names = SamplingParams.__dataclass_fields__.keys() & fields.keys() - {"stop"}
     if param_names:
         fields["sampling_params"] = SamplingParams(**{name: fields.pop(name) for name in param_names})
@@ -538,7 +538,7 @@ def test_a_context_is_a_text_context() -> None:
     assert type(TOKENIZER.build_context(make_request("x"))) is TextContext
 
 
-def test_encoding_a_long_prompt_releases_the_interpreter() -> None:
+def test_encoding_a_long_prompt_releases_the_gil() -> None:
     """The event loop of a server continues while a thread encodes a prompt."""
     tokenizer = FakeTokenizer(max_length=None)
     with ThreadPoolExecutor(1) as pool:

@@ -46,7 +46,7 @@ class TestEndsOfSequence:
 
 
 class TestLimits:
-    def test_limits_of_config_json_override_those_of_the_tokenizer(self, folder: Path) -> None:
+    def test_limits_of_config_json_override_the_limits_of_the_tokenizer(self, folder: Path) -> None:
         assert read_tokenizer_files(folder).max_length == 512
         write_json(folder / "config.json", max_position_embeddings=128, vocab_size=600)
         files = read_tokenizer_files(folder)
@@ -173,9 +173,7 @@ class TestEqualToTransformers:
         ],
         ids=str,
     )
-    def test_tokens_and_text_equal_those_of_transformers(
-        self, settings: dict[str, Any], folder: Path
-    ) -> None:
+    def test_tokens_and_text_equal_transformers(self, settings: dict[str, Any], folder: Path) -> None:
         transformers = pytest.importorskip("transformers")
         change_config(folder, **settings)
         expected = transformers.AutoTokenizer.from_pretrained(str(folder))

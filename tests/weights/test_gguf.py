@@ -236,7 +236,9 @@ def test_big_endian_files_are_refused(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_damaged_file_raises_an_error_with_numbers(tmp_path: Path, data: bytes, problem: str) -> None:
+def test_a_file_that_cannot_be_read_raises_a_one_line_error(
+    tmp_path: Path, data: bytes, problem: str
+) -> None:
     (tmp_path / "a.gguf").write_bytes(data)
     with pytest.raises(WeightsError, match=problem) as error:
         GGUFFile(tmp_path / "a.gguf").tensors  # noqa: B018

@@ -1,4 +1,4 @@
-"""Dequantization of GGUF blocks equals that of the gguf package."""
+"""Dequantization of GGUF blocks gives the numbers of the gguf package."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_quantised_numbers_are_restored_approximately(name: str) -> None:
     assert 0 < np.abs(restored_numbers - numbers).max() < max_error * np.abs(numbers).max()
 
 
-def test_readable_block_types_are_those_with_a_reader() -> None:
+def test_readable_block_types_are_the_types_with_a_reader() -> None:
     assert set(READABLE_BLOCKS) == set(READERS)
 
 

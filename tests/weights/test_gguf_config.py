@@ -234,7 +234,9 @@ class TestRope:
         ({"tensor_data_layout": "sideways"}, "tensor_data_layout is unknown, was 'sideways'"),
     ],
 )
-def test_unsupported_metadata_is_refused(tmp_path: Path, keys: dict[str, Any], problem: str) -> None:
+def test_missing_or_unsupported_metadata_is_refused(
+    tmp_path: Path, keys: dict[str, Any], problem: str
+) -> None:
     with pytest.raises(CheckpointError, match=problem) as error:
         HuggingFaceConfig.from_checkpoint(write_gguf_file(tmp_path, **keys))
     assert str(error.value).startswith(str(tmp_path / "m.gguf"))

@@ -105,7 +105,7 @@ def test_tensors_and_logits_equal_those_of_the_checkpoint(family: str, tmp_path:
 def test_logits_of_16_bit_floats_equal_those_of_rounded_weights(
     family: str, float_type: str, tmp_path: Path
 ) -> None:
-    """Logits equal those of a checkpoint whose matrices are rounded to the type."""
+    """The matrices of the reference checkpoint are rounded to the type before its logits are computed."""
     checkpoint = write_family_checkpoint(family, tmp_path)
     dtype = {"F16": torch.float16, "BF16": torch.bfloat16}[float_type]
     tensors = load_file(checkpoint / "model.safetensors")
@@ -230,7 +230,7 @@ def test_q4_0_is_kept_unchanged(tmp_path: Path) -> None:
     assert torch.equal(unpack_linear(block.attention.values.packed).cpu(), value_weight.bfloat16())
 
 
-def test_float_tensors_are_views_of_the_mapped_file(tmp_path: Path) -> None:
+def test_float_tensors_are_copy_on_write_views_of_the_mapped_file(tmp_path: Path) -> None:
     file = write_gguf(write_family_checkpoint("llama", tmp_path), tmp_path / "m.gguf")
     weights = Weights.open(file)
     views = [weights.tensor(f"model.layers.{i}.mlp.up_proj.weight", (88, 48)) for i in range(2)]
@@ -255,7 +255,7 @@ def test_a_model_in_two_files_is_loaded(tmp_path: Path) -> None:
     torch.testing.assert_close(logits, compute_logits(checkpoint), atol=1e-4, rtol=0)
 
 
-def test_text_of_a_gguf_file_equals_that_of_the_checkpoint(tmp_path: Path) -> None:
+def test_text_of_a_gguf_file_equals_the_text_of_the_checkpoint(tmp_path: Path) -> None:
     """Configuration, tokenizer, template, EOS tokens and weights come from one file."""
     checkpoint = write_tiny_llm(tmp_path / "m")
     tokenizer = json.loads((checkpoint / "tokenizer.json").read_text())

@@ -189,7 +189,7 @@ def write_family_checkpoint(family: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("family", GGUF_ARCHITECTURES)
-def test_logits_equal_those_of_the_checkpoint(family: str, tmp_path: Path) -> None:
+def test_logits_equal_the_logits_of_the_checkpoint(family: str, tmp_path: Path) -> None:
     checkpoint = write_family_checkpoint(family, tmp_path)
     file = convert_to_gguf(checkpoint, tmp_path / "m.gguf")
     tokens = random_tokens(40, 130, seed=2)

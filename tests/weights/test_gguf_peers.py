@@ -1,4 +1,4 @@
-"""Tokens, logits and text of GGUF files equal those of llama.cpp. Needs llama-cpp-python."""
+"""Tokens, logits, dequantized numbers and text of GGUF files agree with llama.cpp. Needs llama-cpp-python."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def compute_our_logits(file: Path, tokens: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
-def test_logits_are_close_to_those_of_llama_cpp(family: str, tmp_path: Path) -> None:
+def test_logits_are_close_to_the_logits_of_llama_cpp(family: str, tmp_path: Path) -> None:
     checkpoint = write_family_checkpoint(family, tmp_path, **ASSUMED_SETTINGS.get(family, {}))
     file = write_gguf(checkpoint, tmp_path / "m.gguf", metadata=sentencepiece_metadata(BYTE_PIECES))
     expected = compute_logits_with_llama_cpp(file, TOKENS)
@@ -106,7 +106,7 @@ def test_files_quantised_by_llama_cpp_are_dequantized_equally(quantization: str,
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen3", "llama2xs", "stories260K"])
-def test_tokens_equal_those_of_llama_cpp(name: str, tmp_path: Path, shared_data: Path) -> None:
+def test_tokens_equal_the_tokens_of_llama_cpp(name: str, tmp_path: Path, shared_data: Path) -> None:
     if name in ("gpt2", "qwen3"):
         reference_tokenizer = read_tokenizer_files(shared_data / "tokenizers" / name).tokenizer
         metadata = tokenizer_metadata(
@@ -128,7 +128,7 @@ def test_tokens_equal_those_of_llama_cpp(name: str, tmp_path: Path, shared_data:
 
 
 @pytest.mark.parametrize("name", ["llama2xs", "stories260K"])
-def test_text_equals_that_of_llama_cpp(name: str, tmp_path: Path, shared_data: Path) -> None:
+def test_text_equals_the_text_of_llama_cpp(name: str, tmp_path: Path, shared_data: Path) -> None:
     checkpoint = shared_data / "models" / name
     metadata = sentencepiece_metadata(read_sentencepiece(checkpoint / "tokenizer.model"))
     for float_type in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):

@@ -50,9 +50,11 @@ class TestLocal:
         monkeypatch.chdir(tmp_path)
         assert resolve_checkpoint("~/m") == resolve_checkpoint("./m") == resolve_checkpoint("m") == folder
 
-    def test_demo_is_the_embedded_model(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_demo_names_resolve_to_the_demo_models_and_paths_to_folders(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         assert hub._DEMO_FOLDER == Path(hub.__file__).parents[1] / "demo"
-        folder = create_files(tmp_path / "embedded", "config.json", "model.safetensors")
+        folder = create_files(tmp_path / "demo-model", "config.json", "model.safetensors")
         monkeypatch.setitem(hub._EMBEDDED, "demo", folder)
         create_files(tmp_path / "demo", "config.json", "model.safetensors")
         monkeypatch.chdir(tmp_path)
@@ -65,7 +67,7 @@ class TestLocal:
         "path", ["/no/such", "./gone", "~/gone", "~nobody/gone", "a/b/c", "../gone", "/" + "x" * 500]
     )
     def test_paths_are_never_searched_on_the_hub(self, path: str) -> None:
-        with pytest.raises(CheckpointNotFoundError, match="no such folder: use the path"):
+        with pytest.raises(CheckpointNotFoundError, match="no such folder or GGUF file: use the path"):
             resolve_checkpoint(path)
 
     @pytest.mark.parametrize("name", ["", "a b", "model/", "a\x00b", "namespace/na me", "-x"])
@@ -92,7 +94,7 @@ class TestLocal:
             (("adapter_config.json", "adapter_model.safetensors"), "is a LoRA adapter"),
         ],
     )
-    def test_a_folder_without_a_checkpoint_is_refused(
+    def test_a_folder_without_one_usable_checkpoint_is_refused(
         self, tmp_path: Path, files: tuple[str, ...], problem: str
     ) -> None:
         with pytest.raises(CheckpointError, match=problem) as error:
@@ -103,7 +105,7 @@ class TestLocal:
 
 @pytest.mark.usefixtures("no_download")
 class TestLocalGGUF:
-    def test_a_gguf_file_is_returned_unchanged(self, tmp_path: Path) -> None:
+    def test_a_gguf_file_that_matches_the_selection_is_returned_unchanged(self, tmp_path: Path) -> None:
         create_files(tmp_path, "a.gguf", "b.GGUF", "config.json", "model.safetensors")
         for name in ("a.gguf", "b.GGUF"):
             assert resolve_checkpoint(str(tmp_path / name)) == tmp_path / name
@@ -127,10 +129,10 @@ class TestLocalGGUF:
                 "m-Q2_K-00001-of-00002.gguf",
             ),
             (("config.json", "model.safetensors", "m.gguf"), "m.gguf", "m.gguf"),
-            (("config.json", "model.safetensors", "m.gguf"), None, ""),
+            (("config.json", "model.safetensors", "m.gguf"), None, ""),  # safetensors are preferred
         ],
     )
-    def test_a_gguf_file_of_a_folder_is_selected_by_name(
+    def test_a_folder_resolves_to_its_selected_or_only_gguf_file(
         self, tmp_path: Path, files: tuple[str, ...], selection: str | None, expected: str
     ) -> None:
         assert (
@@ -166,7 +168,7 @@ class TestLocalGGUF:
         with pytest.raises(CheckpointError, match=r"use its first part, m-00001-of-00002\.gguf"):
             resolve_checkpoint(str(tmp_path / "m-00002-of-00002.gguf"))
 
-    def test_the_embedded_model_has_no_gguf_file(self) -> None:
+    def test_a_gguf_selection_for_the_demo_model_is_refused(self) -> None:
         with pytest.raises(CheckpointError, match="has no GGUF file"):
             resolve_checkpoint("demo", gguf_file="Q4_0")
 
@@ -206,7 +208,7 @@ class FakeHub:
 class TestHubGGUF:
     FILES = ("README.md", "m-Q4_K_M.gguf", "m-Q8_0.gguf", "mmproj-m.gguf")
 
-    def test_only_the_selected_file_is_downloaded(
+    def test_only_the_selected_gguf_file_and_the_tokenizer_are_downloaded(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         hub = FakeHub(monkeypatch, tmp_path / "m", *self.FILES, "tokenizer.json")
@@ -241,7 +243,9 @@ class TestHubGGUF:
         resolve_checkpoint("a/b", "v1", "Q8_0")
         assert hub.downloaded == {"config.json", "m-Q8_0.gguf"}
 
-    def test_all_parts_are_downloaded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_all_parts_of_the_selected_file_are_downloaded(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         part_names = tuple(f"Q8_0/m-Q8_0-{i:05}-of-00003.gguf" for i in (1, 2, 3))
         hub = FakeHub(monkeypatch, tmp_path / "m", *part_names, "Q4_0/m-Q4_0-00001-of-00001.gguf")
         assert resolve_checkpoint("a/b", "v1", "Q8_0") == tmp_path / "m" / part_names[0]

@@ -86,13 +86,13 @@ def test_expert_blocks_are_read_as_one_matrix_per_expert(method: str | None, tmp
     weights.finish()
 
 
-def test_other_tensors_with_such_names_are_not_read_as_mxfp4(tmp_path: Path) -> None:
+def test_other_tensors_with_mxfp4_names_are_not_read_as_mxfp4(tmp_path: Path) -> None:
     tensors = {"a_blocks": torch.zeros(64).byte(), "b_scales": torch.zeros(2), "c": torch.zeros(2).byte()}
     headers = open_checkpoint(write_checkpoint(tmp_path, tensors)).headers
     assert set(headers) == set(tensors)
 
 
-def test_blocks_and_scales_of_wrong_shapes_are_refused(tmp_path: Path) -> None:
+def test_missing_scales_and_wrong_shapes_or_types_are_refused(tmp_path: Path) -> None:
     valid_tensors = {"a_blocks": torch.zeros(2, 3, 1, 16).byte(), "a_scales": torch.zeros(2, 3, 1).byte()}
     tensors_by_message = {
         "a_scales is missing": {"a_blocks": valid_tensors["a_blocks"]},

@@ -193,7 +193,7 @@ def test_the_file_is_in_the_cache_folder(llama: Path, cache: Path, monkeypatch: 
     )
 
 
-def test_back_ends_that_pack_in_rows_are_refused(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_back_ends_that_do_not_pack_weights_are_refused(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InferenceSession, "ops", ReferenceOps())
     with pytest.raises(ConfigError, match="the reference kernels do not pack weights"):
         pack_checkpoint(make_config(llama))

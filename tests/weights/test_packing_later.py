@@ -1,4 +1,4 @@
-"""Lazy packing of float weights: the first step with rows equals later steps with packed panels."""
+"""Lazy packing of float weights: the first step with unpacked rows equals later steps with panels."""
 
 from __future__ import annotations
 

@@ -83,7 +83,9 @@ def compute_logits(checkpoint: Path, adapter: str | None = None, **config: Any) 
     return step_logits(pipeline, [make_context(TOKENS, adapter=adapter)])[0].float()
 
 
-def test_adapter_logits_are_close_to_those_of_peft(checkpoint: Path, tmp_path: Path) -> None:
+def test_adapter_logits_are_close_to_peft_and_differ_from_the_base_model(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     adapter = write_adapter(find_float_checkpoint(checkpoint), tmp_path)
     expected = peft_logits(find_float_checkpoint(checkpoint), adapter, TOKENS)
     actual = compute_logits(checkpoint, "tone", lora=(f"tone={adapter}",))
@@ -102,7 +104,7 @@ def test_layers_keep_the_block_types_of_the_file(checkpoint: Path) -> None:
     assert "bfloat16" not in encodings - {model.pipeline_config.model.encoding}
 
 
-def test_logits_are_close_to_those_of_the_float_weights(checkpoint: Path) -> None:
+def test_logits_are_close_to_transformers_with_the_float_weights(checkpoint: Path) -> None:
     expected = transformers_logits(load_in_transformers(find_float_checkpoint(checkpoint)), TOKENS)
     actual = compute_logits(checkpoint)
     assert float((actual - expected).norm() / expected.norm()) < 0.08

@@ -1,4 +1,4 @@
-"""Headers of valid and damaged safetensors files."""
+"""Headers of valid and damaged safetensors files, and of checkpoints of one or several files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from penstock.dtype import DType
 from penstock.errors import WeightsError
-from penstock.weights.safetensors import read_checkpoint_headers, read_header
+from penstock.weights.safetensors import read_checkpoint_headers, read_header, read_metadata
 
 
 def write_file(file: Path, header: Any, data: bytes = b"") -> Path:
@@ -152,7 +152,7 @@ def test_a_damaged_header_is_refused(tmp_path: Path, header: Any, data: bytes, m
         (struct.pack("<Q", 50) + b"{}", "truncated in its header: 58 bytes expected, 10 present"),
     ],
 )
-def test_a_file_of_another_format_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+def test_a_file_without_a_complete_header_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(content)
     with pytest.raises(WeightsError, match=message):
@@ -174,3 +174,31 @@ def test_a_file_truncated_anywhere_is_refused(
     file.write_bytes(content[: min(num_bytes, len(content) - 1)])
     with pytest.raises(WeightsError):
         read_header(file)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b'{"__metadata__": {"a": "b", "c": 1}}', {"a": "b"}),
+        (b'{"__metadata__": null}', {}),
+        (b"{}", {}),
+        (b"[1]", {}),
+    ],
+)
+def test_metadata_are_the_texts_of_the_header(
+    tmp_path: Path, content: bytes, expected: dict[str, str]
+) -> None:
+    file = tmp_path / "a.safetensors"
+    file.write_bytes(struct.pack("<Q", len(content)) + content)
+    assert read_metadata(file) == expected
+
+
+@pytest.mark.parametrize(
+    "content",
+    [struct.pack("<Q", 2**64 - 1) + b"{}x", b"abc", struct.pack("<Q", 21) + b'{"__metadata__": [1]}'],
+)
+def test_metadata_of_a_damaged_file_raise_an_error(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "a.safetensors"
+    file.write_bytes(content)
+    with pytest.raises(WeightsError, match="cannot be read"):
+        read_metadata(file)

@@ -36,7 +36,7 @@ def read_all_tensors(weights: Weights) -> None:
         weights.tensor(name, weights.shape(name))
 
 
-def test_names_shapes_and_types(weights: Weights) -> None:
+def test_names_shapes_types_and_sizes_are_read_from_the_file(weights: Weights) -> None:
     assert weights.names == ("embed.weight", "half.weight", "norm.weight")
     assert weights.shape("embed.weight") == (3, 4)
     assert weights.dtype("embed.weight") is DType.bfloat16

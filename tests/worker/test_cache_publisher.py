@@ -36,7 +36,10 @@ class Subscriber:
 
 @contextmanager
 def open_subscriber(publisher: CachePublisher, topic: str) -> Iterator[Subscriber]:
-    """Yield a subscriber whose subscription is active, so that it receives all later messages."""
+    """Yield a subscriber whose subscription is active, so that it receives all later messages.
+
+    The publisher is closed at the end.
+    """
     subscriber = Subscriber(publisher.endpoint, topic)
     while not subscriber.socket.poll(20):
         publisher.publish(9, [BlocksCleared()])
@@ -74,7 +77,7 @@ def test_messages_have_a_topic_a_sequence_number_and_a_body() -> None:
         assert subscriber.read()[1] == number + 1
 
 
-def test_an_address_in_use_is_a_configuration_error() -> None:
+def test_an_endpoint_that_cannot_be_bound_is_a_configuration_error() -> None:
     publisher = CachePublisher("tcp://127.0.0.1:*", "topic")
     for endpoint in (publisher.endpoint, "not an endpoint"):
         with pytest.raises(ConfigError, match="cache_events"):
@@ -82,7 +85,7 @@ def test_an_address_in_use_is_a_configuration_error() -> None:
     publisher.close()
 
 
-async def test_events_of_a_worker_reach_subscribers_and_the_router() -> None:
+async def test_stored_and_cleared_blocks_of_a_worker_are_published() -> None:
     def make_runtime() -> WorkerRuntime:
         return fake_runtime(FakePipeline(letters_in_order(3), kv=kv_manager(16)))
 

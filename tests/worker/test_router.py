@@ -288,7 +288,7 @@ async def test_a_failed_reload_keeps_the_workers_that_are_not_replaced() -> None
     assert list_request_ids(old_engines[1]) == ["a"]
 
 
-async def test_concurrent_reload_and_sleep_are_refused() -> None:
+async def test_a_reload_excludes_reload_and_sleep_and_a_sleep_excludes_reload() -> None:
     old_engines = [FakeEngine(is_paused=True), FakeEngine()]
     router = make_reloadable_router(old_engines, [FakeEngine(), FakeEngine()])
     generation = router.submit(make_request("a"))
@@ -299,7 +299,6 @@ async def test_concurrent_reload_and_sleep_are_refused() -> None:
             await call
     generation.cancel()
     await reload
-    router.state  # noqa: B018
     await router.sleep(2, 0)
     with pytest.raises(UnavailableError, match="asleep"):
         await router.reload(1)

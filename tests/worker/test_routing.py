@@ -126,7 +126,7 @@ async def test_concurrent_requests_with_equal_prompts_go_to_one_worker() -> None
     assert (list_request_ids(first_engine), list_request_ids(second_engine)) == (["other"], ["a", "b"])
     for generation in generations:
         generation.cancel()
-    router.submit(make_request("d", "x" * 2000))  # the worker has not stored the blocks yet
+    router.submit(make_request("d", "x" * 2000))  # no block is cached or expected: the idle worker gets it
     assert list_request_ids(second_engine)[2:] == ["d"]
     router.submit(make_request("e", "y" * 2000))
     assert list_request_ids(first_engine) == ["other", "e"]
@@ -145,7 +145,7 @@ async def test_prompts_with_salt_echo_or_adapter_do_not_match_cached_prefixes() 
     assert (list_request_ids(first_engine), list_request_ids(second_engine)) == (["a", "b", "c"], [])
 
 
-async def test_a_session_stays_with_its_worker() -> None:
+async def test_a_session_stays_with_its_worker_up_to_a_difference_in_load() -> None:
     first_engine, second_engine = make_caching_engine(), make_caching_engine()
     router = WorkerRouter([first_engine, second_engine])
     router.submit(make_request("busy"))

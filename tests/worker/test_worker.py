@@ -64,7 +64,7 @@ def make_worker(pipeline: GatedPipeline | None = None, **options: Any) -> Worker
     )
 
 
-def test_reports_of_one_request() -> None:
+def test_reports_contain_the_progress_of_a_request() -> None:
     worker = make_worker(max_batch_input_tokens=8)
     report = worker.results(Submit(make_request("a", "0123456789")))
     assert report.admissions == [Admission("a", 0)]

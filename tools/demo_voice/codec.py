@@ -19,7 +19,7 @@ from transformers.models.neucodec.modeling_neucodec import NeuCodecDecoder, NeuC
 from . import SAMPLE_RATE
 
 HOP = 480
-"""Number of samples per frame. There are 33 frames per second."""
+"""Number of samples per frame. There are 33.3 frames per second."""
 LEVELS = (4, 4, 4, 4, 4, 4)
 NUM_CODES = 4096
 _MELS, _MEL_FFT, _MEL_HOP = 80, 1024, 160
@@ -162,8 +162,8 @@ def train_codec(codec: Codec, speech: Sequence[Tensor], steps: int, *, decoder_o
         codec: the codec, which is changed in place.
         speech: waveforms ``[S]``.
         steps: number of steps.
-        decoder_only: train only the decoder, so that codes do not change. The learning rate ends at 0.
-            Otherwise it ends at half of its peak.
+        decoder_only: train only the decoder, so that codes do not change. The learning rate ends at 2 % of
+            its peak. Otherwise it ends at 51 %.
         seed: the seed that selects excerpts of the speech.
     """
     peak = 5e-4 if decoder_only else 1e-3
@@ -213,7 +213,7 @@ def train_encoder(
         seed: the seed that selects excerpts.
 
     Returns:
-        The share of known codes that the encoder predicts at the end of the training.
+        The moving average, at the end of the training, of the share of known codes that the encoder predicts.
     """
     for part in (codec.quantizer, codec.decoder):
         part.requires_grad_(False)

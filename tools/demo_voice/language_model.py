@@ -19,10 +19,8 @@ TEXT_START, TEXT_END = "<|TEXT_PROMPT_START|>", "<|TEXT_PROMPT_END|>"
 SPEECH_START, SPEECH_END = "<|SPEECH_GENERATION_START|>", "<|SPEECH_GENERATION_END|>"
 _CHARACTERS = " abcdefghijklmnopqrstuvwxyz0123456789.,?!'-:;\n"
 _BATCH_ROWS = 16
-_MAX_SHORT_ROW, _SHORT_ROW_TIME = (
-    135,
-    0.12,
-)  # rows below this length, and the share of the training time in which only these rows are used
+_MAX_SHORT_ROW = 135  # rows below this length are short
+_SHORT_ROW_TIME = 0.12  # share of the training time at the beginning in which only short rows are used
 _NUM_HELD_OUT = 200
 
 Row = tuple[int, list[int]]
@@ -110,6 +108,8 @@ def train_language_model(
     repeated: Sequence[Row] = (),
 ) -> float:
     """Train for some minutes and return the loss of held-out rows.
+
+    Without ``repeated``, the training begins with short rows.
 
     Args:
         model: the model, which is changed in place.

@@ -204,7 +204,7 @@ def further_words() -> list[str]:
 
 
 def training_texts(seed: int, num_texts: int, num_phrases: int) -> list[str]:
-    """Return distinct texts: single words, phrases of one to four words, and sentences.
+    """Return texts: single words, phrases of one to four words, and distinct sentences.
 
     Args:
         num_texts: total number of texts.

@@ -14,10 +14,10 @@ BATCH_SIZE = 2048  # maximum tokens per call; llama.cpp splits a call into micro
 
 
 def open_engine(settings: Settings) -> Generate:
-    """Load a GGUF file.
+    """Load a GGUF file and return the function that generates tokens.
 
     A llama.cpp context has a fixed number of sequences and a fixed length. A run with other sizes replaces
-    it.
+    the context.
     """
     api.llama_backend_init()
     discard_log = api.llama_log_callback(lambda level, text, data: None)

@@ -30,7 +30,7 @@ class ReportingLLM(LLM):
 
 
 def open_engine(settings: Settings) -> Generate:
-    """Load a checkpoint or a GGUF file."""
+    """Load a checkpoint or a GGUF file, and return the function that generates tokens."""
     llm = ReportingLLM(
         str(settings.model),
         quantization_encoding=None if settings.model.suffix == ".gguf" else settings.encoding,

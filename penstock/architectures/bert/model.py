@@ -9,7 +9,7 @@ from penstock.nn import ClassifierNames, EncoderNames, MaskedLMNames
 def model_tensor_name(name: str) -> str:
     """Return a tensor name without the prefix ``bert.``, which only models with a head have.
 
-    Checkpoints converted from TensorFlow call the weight and bias of layer norms ``gamma`` and ``beta``.
+    The names ``gamma`` and ``beta`` in checkpoints converted from TensorFlow become ``weight`` and ``bias``.
     """
     name = name.removeprefix("bert.")
     return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")

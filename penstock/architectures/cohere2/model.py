@@ -1,4 +1,7 @@
-"""Command R7B (model card of CohereLabs/c4ai-command-r7b-12-2024): Command R with sliding windows."""
+"""Command R7B (model card of CohereLabs/c4ai-command-r7b-12-2024): Command R with sliding windows.
+
+Layers without a window have no RoPE.
+"""
 
 from __future__ import annotations
 

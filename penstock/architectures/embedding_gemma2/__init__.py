@@ -8,7 +8,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """Return a small ``config.json`` for tests, with placeholder tokens of images, videos and audio."""
+    """Return a small ``config.json`` for tests, with placeholder tokens of images and audio."""
     text = {key: value for key, value in text_config().items() if key != "architectures"}
     return {
         "architectures": ["EmbeddingGemma2Model"],

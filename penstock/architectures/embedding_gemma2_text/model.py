@@ -1,7 +1,7 @@
 """The text model of EmbeddingGemma 2: Gemma's blocks with bidirectional attention.
 
-Layers with and without a window differ in the number and size of heads. Each block gets an additional input:
-a projection of the embeddings (per-layer embeddings, as in Gemma 3n and Gemma 4).
+Layers with and without a window differ in the number of kv heads and in the head size. Each block gets an
+additional input: a projection of the embeddings (per-layer embeddings, as in Gemma 3n and Gemma 4).
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class NormedAttention:
 
 @dataclass(frozen=True, slots=True)
 class LayerInput:
-    """Adds per-layer embeddings to a block: ``norm(project(activation(gate(x)) * per_layer))``.
+    """Computes the additional input of a block: ``norm(project(activation(gate(x)) * per_layer))``.
 
     P is the size of a per-layer embedding.
     """
@@ -100,7 +100,7 @@ class EmbeddingGemma2Network:
 
     @property
     def length_dependent(self) -> bool:
-        """Whether positions depend on the length of the sequence."""
+        """Whether a rotary embedding depends on the length of the sequence."""
         return any(rotary.length_dependent for rotary in self.rotaries)
 
     def __call__(self, tokens: Tensor, step: StepInputs, token_types: Tensor | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Gemma 3 (Gemma Team 2025, arXiv:2503.19786): Gemma 2 with query and key norms instead of soft caps."""
+"""Gemma 3 (Gemma Team 2025, arXiv:2503.19786): Gemma 2 with q and k norms, no attention soft cap."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def group_routing(config: HuggingFaceConfig, experts: int) -> ScoreRouting:
     """Return the grouped routing of a ``config.json`` with the keys of DeepSeek-V3.
 
     Raises:
-        ConfigError: the number of groups does not divide the number of experts, or ``topk_group`` exceeds it.
+        ConfigError: ``n_group`` does not divide the number of experts, or ``topk_group`` exceeds ``n_group``.
     """
     groups, top_groups = config.integer("n_group", 1), config.integer("topk_group", 1)
     if experts % groups:

@@ -1,4 +1,4 @@
-"""Granite with experts: Granite 3 1B-A400M, 3B-A800M and other ``granitemoe`` models."""
+"""Granite with mixture-of-experts layers: Granite 3 1B-A400M, 3B-A800M and other ``granitemoe`` models."""
 
 from __future__ import annotations
 

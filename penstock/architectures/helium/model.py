@@ -30,6 +30,6 @@ class HeliumModel(TransformerModel):
             raise ConfigError(
                 "head_dim",
                 f"heads x head_dim must be hidden_size {blueprint.hidden}, was "
-                f"{blueprint.heads} x {blueprint.head_dim}: the output layer of this family is square",
+                f"{blueprint.heads} x {blueprint.head_dim}: o_proj is square in this family",
             )
         return interleaved(blueprint)

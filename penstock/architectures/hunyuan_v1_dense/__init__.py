@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """Return a small ``config.json`` for tests: norms of queries and keys after RoPE."""
+    """Return a small ``config.json`` for tests: dynamic RoPE, and norms of queries and keys after it."""
     return {
         "architectures": ["HunYuanDenseV1ForCausalLM"],
         "model_type": "hunyuan_v1_dense",

@@ -68,6 +68,9 @@ def _rope_parameters(config: HuggingFaceConfig) -> Mapping[str, object]:
     """Return the RoPE parameters.
 
     Rope type ``dynamic`` with ``alpha`` is read as type ``default`` with a larger base.
+
+    Raises:
+        ConfigError: ``alpha`` is not a positive number, or the head size or base does not allow the type.
     """
     parameters = rope_values(config)
     alpha, kind = parameters.get("alpha"), parameters.get("rope_type", parameters.get("type"))

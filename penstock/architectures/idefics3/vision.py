@@ -75,7 +75,12 @@ class Idefics3Vision:
             yield self.encode_tiles(tiles, run)
 
     def encode_tiles(self, pixels: Tensor, run: EncoderRunner) -> Tensor:
-        """``pixels [N, C, h, w]`` of N tiles -> decoder embeddings ``[N h w / (p s)^2, E]``."""
+        """Return the decoder embeddings ``[N h w / (p s)^2, E]`` of N tiles with patches of size p.
+
+        Args:
+            pixels: ``[N, C, h, w]``.
+            run: runs the encoder's forward.
+        """
         count, _, height, width = pixels.shape
         patch, scale = self.tower.sizes.patch_size, self.scale
         rows, columns = height // patch, width // patch

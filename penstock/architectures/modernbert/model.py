@@ -77,7 +77,7 @@ class ModernBertNetwork:
 
     @property
     def length_dependent(self) -> bool:
-        """Whether positions depend on the length of the sequence."""
+        """Whether a rotary embedding depends on the length of the sequence."""
         return any(rotary.length_dependent for rotary in self.rotaries)
 
     def __call__(self, tokens: Tensor, step: StepInputs, token_types: Tensor | None = None) -> Tensor:

@@ -30,7 +30,7 @@ _EPS = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class ClippedLinear(Linear):
-    """A linear layer whose outputs are clamped to ``limit``."""
+    """A linear layer whose outputs are clamped to ``-limit`` to ``limit``."""
 
     limit: float
 

@@ -1,4 +1,4 @@
-"""OLMoE (Muennighoff et al. 2024, arXiv:2409.02060): experts, and norms over all heads."""
+"""OLMoE (Muennighoff et al. 2024, arXiv:2409.02060): mixture of experts; Q and K norms over all heads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ class OlmoeModel(TransformerModel):
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
         config = huggingface_config
         if config.get("clip_qkv") is not None:
-            raise ConfigError("clip_qkv", f"was {config.clip_qkv!r}: clipped queries are not supported")
+            raise ConfigError(
+                "clip_qkv", f"was {config.clip_qkv!r}: clipping of queries, keys and values is not supported"
+            )
         bias = config.flag("attention_bias")
         return Blueprint.from_huggingface(
             config,

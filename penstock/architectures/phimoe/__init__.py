@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """Return a small ``config.json`` for tests: biases, and experts with similar logits."""
+    """Return a small ``config.json`` for tests: biases, and a high ``router_jitter_noise``."""
     return {
         "architectures": ["PhimoeForCausalLM"],
         "model_type": "phimoe",

@@ -1,4 +1,4 @@
-"""Dense Qwen 2 and Qwen 2.5 models, and models distilled into them."""
+"""Dense Qwen 2 and Qwen 2.5 models, and models distilled into them: text, embeddings and speech."""
 
 from __future__ import annotations
 

@@ -74,7 +74,11 @@ class Qwen2MoeModel(TransformerModel):
 
 
 def _windows(config: HuggingFaceConfig) -> tuple[int | None, ...]:
-    """Return the window of each layer. By default, even layers below ``max_window_layers`` have a window."""
+    """Return the window of each layer.
+
+    If ``use_sliding_window`` is true, layers with an even index below ``max_window_layers`` have a window by
+    default.
+    """
     has_windows = config.flag("use_sliding_window")
     num_window_layers = config.integer("max_window_layers", 28, minimum=0) if has_windows else 0
     layers = range(num_layers(config))

@@ -1,4 +1,4 @@
-"""Dense Qwen 3 models."""
+"""Dense Qwen 3 models: text generation, embeddings, reranking and speech."""
 
 from __future__ import annotations
 

@@ -44,7 +44,8 @@ class Qwen3EmbeddingsTokenizer(EmbeddingsTokenizer):
 def answer_ids(checkpoint: Path) -> tuple[int, int] | None:
     """Return the ids of the tokens "no" and "yes" if the checkpoint is a reranker, otherwise None.
 
-    A reranker is a causal language model without a sentence-transformers layout.
+    A reranker is a causal language model without a sentence-transformers layout, whose ``tokenizer.json`` has
+    both tokens.
     """
     names = HuggingFaceConfig.from_checkpoint(checkpoint).texts("architectures") or ("",)
     path = checkpoint / "tokenizer.json"

@@ -1,4 +1,4 @@
-"""SmolLM 3: Llama in which some layers have no positions (Yang et al. 2025, arXiv:2501.18795)."""
+"""SmolLM 3: Llama in which some layers have no RoPE (Yang et al. 2025, arXiv:2501.18795)."""
 
 from __future__ import annotations
 

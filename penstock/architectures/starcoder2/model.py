@@ -1,4 +1,4 @@
-"""StarCoder 2 (Lozhkov et al. 2024, arXiv:2402.19173): layer norms, biases, a window, no gates."""
+"""StarCoder 2 (Lozhkov et al. 2024, arXiv:2402.19173): layer norms, biases, a window, ungated MLPs."""
 
 from __future__ import annotations
 

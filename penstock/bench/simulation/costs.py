@@ -84,9 +84,9 @@ class StepCostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def fitted(cls, steps: Sequence[tuple[StepShape, float]]) -> StepCostTable:
-        """Return the formula with the smallest squared relative error over measured steps.
+        """Return a formula with a small squared relative error over measured steps.
 
-        The coefficients are at least 0 (non-negative least squares).
+        The coefficients are at least 0 (`non_negative_least_squares`), and the table does not descend.
 
         Args:
             steps: shape and seconds of each step. Each number of tokens becomes an entry of the table.
@@ -171,8 +171,9 @@ def non_negative_least_squares(
     matrix: np.ndarray[tuple[int, int], np.dtype[np.floating]],  # [N, M]
     target: np.ndarray[tuple[int], np.dtype[np.floating]],  # [N]
 ) -> np.ndarray[tuple[int], np.dtype[np.floating]]:
-    """Return coefficients ``[M]`` of at least 0 with a small squared error ``|matrix @ coefficients -
-    target|^2``.
+    """Return coefficients ``[M]`` of at least 0 with a small squared error.
+
+    The error is ``matrix @ coefficients - target``.
 
     The function solves the problem without the constraint. While a coefficient is negative, it fixes the most
     negative one at 0 and solves again.

@@ -73,7 +73,7 @@ def measure_steps(config: PipelineConfig, *, repeats: int = 5) -> tuple[StepCost
 def _measure_prompts(
     scheduler: AnyScheduler, limits: WorkerLimits, vocabulary: int, repeats: int
 ) -> Iterator[tuple[StepShape, float]]:
-    """Yield shape and seconds of a step with one prompt, for each length in `PROMPTS`."""
+    """Yield shape and seconds of a step with one prompt, for each length in `PROMPTS` within the limits."""
     for length in PROMPTS:
         if length > min(limits.max_batch_input_tokens, limits.max_length - 1):
             return
@@ -88,7 +88,7 @@ def _measure_prompts(
 def _measure_last_chunks(
     scheduler: AnyScheduler, limits: WorkerLimits, vocabulary: int, repeats: int
 ) -> Iterator[tuple[StepShape, float]]:
-    """Yield shape and seconds of the last chunk of a prompt, for each length in `CHUNKS`."""
+    """Yield shape and seconds of a prompt's last chunk, for each length in `CHUNKS` within the limits."""
     first = limits.max_batch_input_tokens
     for length in CHUNKS:
         if length > first or first + length > limits.max_length - 1:
@@ -106,7 +106,10 @@ def _measure_last_chunks(
 def _measure_decode_steps(
     scheduler: AnyScheduler, limits: WorkerLimits, vocabulary: int, repeats: int
 ) -> Iterator[tuple[StepShape, float]]:
-    """Yield shape and seconds of a decode step, for each length in `CONTEXTS` and each batch in `BATCHES`."""
+    """Yield shape and seconds of a decode step, for each length in `CONTEXTS` and each batch in `BATCHES`.
+
+    Batches that exceed the limits are omitted.
+    """
     for length in CONTEXTS:
         blocks = -(-(length + 2 * repeats) // limits.block_size)
         for count in BATCHES:
@@ -127,7 +130,7 @@ def _measure_decode_steps(
 def _submit(
     scheduler: AnyScheduler, count: int, length: int, num_new_tokens: int, vocabulary: int
 ) -> Sequence[TextContext]:
-    """Submit greedy requests with random prompts."""
+    """Submit greedy requests with random prompts, and return their contexts."""
     generator = np.random.default_rng(length)
     contexts = [
         TextContext(

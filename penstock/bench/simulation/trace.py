@@ -3,7 +3,7 @@
 - Conversations begin in bursts. The gaps between them have a Gamma distribution with a coefficient of
   variation of 2. BurstGPT (arXiv:2401.17644) reports Gamma gaps for the traffic of a chat service.
 - The system prompt of a conversation is one of ``num_prefixes``. The probability of the k-th system prompt is
-    proportional to 1 / k (Zipf).
+  proportional to 1 / k (Zipf).
 - Lengths of system prompts, messages and answers have log-normal distributions. Their medians are parameters.
   In the traces of Splitwise (arXiv:2311.18677), answers of conversations have a median of 129 tokens.
 - The number of turns has a geometric distribution. The prompt of a turn consists of the previous conversation
@@ -34,7 +34,7 @@ class TraceShape:
     """The parameters of a trace. Lengths are medians in tokens.
 
     Raises:
-        InputError: a parameter is not positive.
+        InputError: a parameter is not positive, or ``turns`` is below 1.
     """
 
     rate: float

@@ -1,5 +1,6 @@
-"""`SimulatedWorker`: the scheduler and the KV cache of the engine, with a pipeline that only adds up step
-times.
+"""`SimulatedWorker`: the scheduler and the KV cache of the engine, with a pipeline that runs no model.
+
+The pipeline only adds up the times of its steps.
 """
 
 from __future__ import annotations

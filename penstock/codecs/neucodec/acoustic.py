@@ -99,7 +99,10 @@ def read_acoustic_encoder(
         loader: reads and packs layers.
         channels: number of channels of the first convolution. Each block doubles the number.
         ratios: the stride of each block.
-        hidden_size: E.
+        hidden_size: E, the width of the rows.
+
+    Raises:
+        CheckpointError: a tensor is missing or misshapen.
     """
     name = "acoustic_encoder"
     first_conv = loader.conv1d(f"{name}.conv1", 1, channels, _KERNEL, padding=_KERNEL // 2)

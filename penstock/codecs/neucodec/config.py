@@ -31,8 +31,9 @@ class SemanticConfig:
 
     @classmethod
     def read(cls, values: HuggingFaceConfig) -> SemanticConfig:
-        """Read the ``semantic_model_config`` of a ``config.json``. Missing values default to those of
-        W2v-BERT.
+        """Read the ``semantic_model_config`` of a ``config.json``.
+
+        Missing values have the defaults of W2v-BERT.
 
         Raises:
             CheckpointError: a value has the wrong type.

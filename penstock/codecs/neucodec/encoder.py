@@ -27,8 +27,8 @@ class NeuCodecEncoder:
 
     semantic: SemanticEncoder
     acoustic: AcousticEncoder
-    projection: PackedLinear
-    digits: PackedLinear
+    projection: PackedLinear  # of the joined rows of both encoders
+    digits: PackedLinear  # the input projection of the quantizer: one value per digit of a code
     levels: Tensor  # [N] int64: number of levels of each digit of a code, the lowest digit first
     hop: int  # number of samples per frame
 
@@ -60,7 +60,7 @@ class NeuCodecEncoder:
 
 
 def read_encoder(loader: CodecLoader, config: NeuCodecConfig) -> NeuCodecEncoder:
-    """Read the two encoders and the input projection of the quantizer.
+    """Read the two encoders, the projection of their joined rows, and the input projection of the quantizer.
 
     Raises:
         CheckpointError: a value of ``config.json`` is missing, or a tensor is missing or misshapen.

@@ -45,7 +45,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class UpsamplingBlock:
-    """A snake activation, upsampling, added noise and three residual units."""
+    """A snake activation, upsampling, optional noise and three residual units."""
 
     snake: Snake
     upsample: ConvTranspose1d
@@ -71,7 +71,7 @@ class SnacDecoder:
     def __call__(
         self, latents: RaggedRows, spans: Sequence[Span], ops: Ops, *, with_noise: bool = True
     ) -> list[Tensor]:
-        """Return the samples of each sequence without its context, ``[n * hop]`` float32."""
+        """Return the samples of each sequence without its context, float32: hop samples per latent row."""
         x = latents
         for conv in self.first_convs:
             x = conv(x, ops)

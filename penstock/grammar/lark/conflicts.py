@@ -98,7 +98,8 @@ def _longer_matches(
     """Search the deterministic automaton of the lexemes ``names``, which may start at the same position.
 
     Returns:
-        ({lexeme that can continue: lexeme that must end}, pairs of lexemes that match a common text).
+        ({lexeme that can continue: lexeme that must end}, pairs of lexemes that match a common text). The
+        keys of the dict exclude lexemes of a single character, because their match cannot continue.
     """
     conflicts: dict[str, str] = {}
     overlapping: set[frozenset[str]] = set()
@@ -232,7 +233,10 @@ class _Nfa:
         return result
 
     def closure(self, states: object) -> frozenset[int]:
-        """Return the states and all states reachable from them by empty transitions."""
+        """Return the states and all states reachable from them by empty transitions.
+
+        States that have only empty transitions are left out.
+        """
         result: set[int] = set()
         for state in states:  # type: ignore[attr-defined]
             if state not in self._closures:

@@ -105,7 +105,7 @@ def sequence(parts: Iterable[Node]) -> Node:
 def choice(options: Iterable[Node]) -> Node:
     """Return a choice, with nested choices joined, equal options removed and common suffixes shared.
 
-    ``a x | b x`` becomes ``(a | b) x`` if ``x`` is a rule or a string. Otherwise, if each rule of a chain
+    ``a x | b x`` becomes ``(a | b) x`` if ``x`` is a rule or a string. Without this, if each rule of a chain
     refers twice to the next rule, expansion of the chain would double the size at every level.
     """
     flat_options: dict[Node, None] = {}

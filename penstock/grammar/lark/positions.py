@@ -129,7 +129,7 @@ class _FirstAndFollowSets:
         return self._first_sets.get(name, 0)
 
     def follow_sets_from(self, root: str) -> dict[str, int]:
-        """Return the follow set of each rule and each position."""
+        """Return the follow sets of the rules and positions that can be reached from the start rule."""
         self._follow[root] = 0
         self._pending_rules = [root]
         while self._pending_rules:

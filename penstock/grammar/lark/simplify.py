@@ -1,4 +1,7 @@
-"""Simplifies rules without changing their language. Removes unused rules and replaces recursion by loops."""
+"""Simplifies rules: removes unused rules, replaces recursion by loops, and unrolls the remaining recursion.
+
+Only `unrolled` changes the language of the rules, because it limits the levels of recursion.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,8 @@ from penstock.grammar.lark.nodes import (
 
 def simplified(rules: Rules, root: str) -> Rules:
     """Return the rules that ``root`` uses and that match some finite text.
+
+    In the result, loops replace left and right recursion, and repetitions replace chains of rules.
 
     Raises:
         InputError: ``root`` matches no finite text.
@@ -182,7 +187,7 @@ def post_order(rules: Rules) -> tuple[list[str], set[str], int]:
 
 
 def _productive_rules(rules: Rules) -> set[str]:
-    """Return the rules that match some finite text."""
+    """Return the names of the rules that match some finite text."""
     rules_by_reference: dict[str, list[str]] = {}
     for name, node in rules.items():
         for reference in references(node):
@@ -221,7 +226,10 @@ def _without_unproductive(node: Node, productive_rules: set[str]) -> Node:
 
 
 def _without_recursion(name: str, node: Node) -> Node:
-    """Replace left or right recursion by a loop: ``x = a x | b`` becomes ``a* b``."""
+    """Replace left or right recursion by a loop: ``x = a x | b`` becomes ``a* b``.
+
+    Returns the node unchanged if the rule has no recursion, or recursion at another place.
+    """
     if not _refers_to(node, name):
         return node
     for at_end in (True, False):

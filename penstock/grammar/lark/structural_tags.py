@@ -1,6 +1,7 @@
 """Reads structural tags.
 
-`penstock.grammar.schema` has already replaced their JSON schemas and regular expressions by EBNF.
+`penstock.grammar.schema` has already replaced their JSON schemas and regular expressions by EBNF, and the
+texts of tokens by token ids.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def read_structural_tag(text: str) -> Rules:
     """Return the rules of a structural tag, including ``root``.
 
     Raises:
-        InputError: the text is not a structural tag; the message names the format.
+        InputError: the JSON value is not a valid structural tag.
         UnsupportedFeatureError: a format has an unsupported field.
     """
     tag = json.loads(text)
@@ -132,7 +133,10 @@ class _Reader:
         return self.node(content)
 
     def _with_end(self, part: TagFormat, end_texts: tuple[str, ...]) -> Node:
-        """Return the node of a format and one of ``end_texts``. Free text ends at the first end text."""
+        """Return the node of a format that is followed by one of ``end_texts``.
+
+        Free text ends at the first end text. A single empty end text means that there is no end marker.
+        """
         if end_texts == ("",):
             return self.node(part)
         end_marker = choice(map(_text_node, end_texts))

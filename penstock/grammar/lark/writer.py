@@ -43,7 +43,7 @@ def lark_text(rules: Rules, root: str = "root", *, check_time: Callable[[], None
     Raises:
         InputError: the grammar matches no finite text, or a chain of references is too long.
         UnsupportedFeatureError: free text is adjacent to an expression that it may contain. The lexer cannot
-            find the end of the free text.
+            find the end of the free text, and the grammar cannot be written as one lexeme.
     """
     simple_rules = simplified(rules, root)
     check_time()

@@ -162,7 +162,7 @@ class CountedWriter:
     Args:
         rules: receives the new rules.
         counting: the counted states.
-        options: returns the spellings of a character from given ranges, plain or as an escape.
+        options: returns the expressions that match one character of given ranges, plain or escaped.
         end: the expression that follows the text, such as the closing quote.
     """
 

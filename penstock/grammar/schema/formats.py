@@ -269,7 +269,9 @@ def format_tree(name: str) -> RegexNode:
 
 @cache
 def simple_tree(name: str, max_count: int | None) -> RegexNode | None:
-    """Return the expression of a format in `SIMPLE`; None if some of its matches may be invalid.
+    """Return the expression of a format in `SIMPLE`.
+
+    Returns None for other formats, or if some matches may be invalid.
 
     Args:
         name: the format.

@@ -1,6 +1,6 @@
 """Converts JSON schemas to EBNF. The grammar accepts only valid JSON that satisfies the schema.
 
-The grammar does not accept all spellings of all values (`schema_ebnf` lists the differences). It never
+The grammar does not accept every JSON text of every value (`schema_ebnf` lists the differences). It never
 accepts a value that the schema forbids. `reader` rejects keywords that cannot be enforced.
 """
 

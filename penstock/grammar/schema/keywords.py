@@ -1,4 +1,8 @@
-"""Functions that read and check the value of one JSON schema keyword, or compare JSON values."""
+"""Functions that read and check the value of one JSON schema keyword, or compare JSON values.
+
+The ``read_`` functions raise InputError for an invalid value, and UnsupportedSchemaError for a number or a
+pattern that grammars cannot enforce.
+"""
 
 from __future__ import annotations
 

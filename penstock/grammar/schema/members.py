@@ -26,7 +26,12 @@ class Members:
         self._space = space  # white space before the closing brace of an object with members
 
     def write(self, pairs: list[str], other_member: str | None) -> str | None:
-        """Return the expression of all members; None if the bounds cannot be satisfied."""
+        """Return the expression of all members; None if the bounds cannot be satisfied.
+
+        Args:
+            pairs: the expression of each named property, in order.
+            other_member: the expression of any other member; None if there must be no other members.
+        """
         states: dict[int, str | None] = {}
         max_count = len(pairs) if self._counts_members else 1
         for count in range(max_count + 1):

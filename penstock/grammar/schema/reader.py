@@ -194,7 +194,7 @@ class Reader:
 
 
 def _is_encodable(value: object) -> bool:
-    """Return whether UTF-8 can encode a value. It cannot encode unpaired surrogates."""
+    """Return whether UTF-8 can encode a value. UTF-8 cannot encode unpaired surrogates."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:

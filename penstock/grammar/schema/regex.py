@@ -68,7 +68,7 @@ def to_ebnf(
 
 
 def to_plain_ebnf(node: RegexNode) -> str:
-    """Convert the tree to EBNF without escaping characters."""
+    """Convert the tree to EBNF for plain text, without the escape sequences of JSON strings."""
     return to_ebnf(
         node, lambda ranges, min_count, max_count: repeated(char_class(ranges), min_count, max_count)
     )

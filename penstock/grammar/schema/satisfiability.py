@@ -1,4 +1,4 @@
-"""Determines which schemas some finite value satisfies."""
+"""Determines whether a schema has at least one finite value."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Requirements:
 
 
 class Satisfiability:
-    """Determines which conjunctions some finite value satisfies.
+    """Determines whether a conjunction of schemas has at least one finite value.
 
     If every value of a recursive schema contains another value of the schema, there is no finite value. The
     grammar of such a schema would never end.

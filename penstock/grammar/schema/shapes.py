@@ -29,6 +29,7 @@ REFUSED_KEYWORDS = {
     "disallow": "use anyOf with the allowed types",
     "extends": "use allOf",
 }
+"""Unsupported keyword -> advice in the error message."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,4 +1,5 @@
-"""Converts a grammar of any kind to EBNF, or to a structural tag in which schemas are replaced by EBNF."""
+"""Converts a grammar of any kind to EBNF, or to a structural tag in which schemas and regular
+expressions are replaced by EBNF."""
 
 from __future__ import annotations
 
@@ -38,6 +39,7 @@ def grammar_source(
 
     Raises:
         UnsupportedSchemaError: a JSON schema has an unsupported keyword.
+        UnsupportedFeatureError: a structural tag has an unsupported format or field.
         InputError: the text is not valid for its kind.
     """
     match grammar.kind:
@@ -60,7 +62,7 @@ def load_json(grammar: Grammar) -> object:
     """Parse the text of a grammar as JSON.
 
     Raises:
-       InputError: the text is not JSON.
+        InputError: the text is not JSON, or is nested too deeply.
     """
     try:
         return json.loads(grammar.text, parse_constant=_refuse_constant)

@@ -1,4 +1,7 @@
-"""Writes grammars of JSON strings: plain characters, escapes, bounded lengths, patterns, property names."""
+"""Writes grammars of JSON strings: plain characters, escapes, bounded lengths, patterns, property names.
+
+The spelling of a character is its text in a JSON string: the plain character or an escape.
+"""
 
 from __future__ import annotations
 
@@ -118,6 +121,7 @@ class StringWriter:
         return self._repeated_character(self._spelling(ranges), min_count, max_count, NOTHING)
 
     def _spelling(self, ranges: Ranges) -> _Spelling:
+        """Return the shortest spellings of the characters of ``ranges``: plain where possible."""
         unescaped = [
             plain_range
             for plain_range in ((max(a, c), min(b, d)) for a, b in ranges for c, d in self._plain_ranges)
@@ -184,7 +188,10 @@ class StringWriter:
         return self._name_outside(taken_names, 0, any_rest)
 
     def _name_outside(self, taken_names: list[str], depth: int, any_rest: str) -> str:
-        """Return the rest of a name after ``depth`` characters, with which all ``taken_names`` begin."""
+        """Return the expression of the rest of a name after ``depth`` characters.
+
+        All ``taken_names`` begin with these characters.
+        """
         if not taken_names:
             return any_rest
         is_taken = any(len(name) == depth for name in taken_names)

@@ -10,7 +10,7 @@ from penstock.grammar.schema.ebnf import NOTHING, EbnfRules, choice, sequence
 from penstock.grammar.schema.keywords import equality_key
 from penstock.grammar.schema.shapes import Array, Conjunction, Literal, Numeric, Schemas
 
-MAX_SUBSETS = 256  # maximum number of sets of used values, each of which is a rule
+MAX_SUBSETS = 256  # maximum number of sets of used values; each set is one rule
 MAX_VALUES = 1000
 
 

@@ -59,10 +59,10 @@ class Validator:
         self._depth = 0
 
     def accepts(self, node: SchemaNode, value: object) -> bool:
-        """Return whether a value satisfies a schema.
+        """Return whether a value satisfies a schema; False if this depends on the regular expression dialect.
 
         Raises:
-            UnsupportedSchemaError: a keyword is not supported.
+            UnsupportedSchemaError: a keyword is not supported, or schemas are nested too deeply.
             InputError: a schema is malformed.
         """
         try:
@@ -278,7 +278,12 @@ def _is_in_range(node: SchemaNode, value: int | float) -> bool:
 
 
 def _allows_unevaluated(node: SchemaNode, keyword: str) -> bool:
-    """Return the value of an ``unevaluated...`` keyword. Raise if it is neither true nor false."""
+    """Return the value of an ``unevaluated...`` keyword; True if it is absent.
+
+    Raises:
+        UnsupportedSchemaError: the value is neither true nor false, or it is false next to a keyword with
+            other schemas for the same value, such as ``allOf``.
+    """
     allows = node.schema.get(keyword, True)
     applicators = ("$ref", "allOf", "anyOf", "oneOf", "dependentSchemas", "if")
     if allows is not True and (

@@ -11,7 +11,10 @@ from penstock.kernels.cpu.linear import TYPES
 
 
 class CpuCollectives(CpuConvolution):
-    """Collectives with C++ kernels. They release the GIL, so that another thread can detect exited ranks."""
+    """Collectives and lookups with C++ kernels.
+
+    The collectives release the GIL, so that another thread can detect exited ranks.
+    """
 
     def all_reduce(self, x: Tensor, ranks: Collectives) -> Tensor:
         kind, region = TYPES.get(x.dtype), ranks.region

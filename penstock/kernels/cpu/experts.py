@@ -42,7 +42,9 @@ class _AddressTable:
 
 
 class CpuExperts(CpuLinear):
-    """Experts with C++ kernels, for float32 and bfloat16 activations. They do not support adapters.
+    """Experts with C++ kernels, for float32 and bfloat16 activations without adapters.
+
+    Other calls use the inherited method.
 
     Args:
         kernels: the kernels of one instruction set.

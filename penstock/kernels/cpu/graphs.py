@@ -25,7 +25,7 @@ class CpuGraphCompiler(GraphCompiler):
     """Records steps and compiles the recordings.
 
     The graphs share one arena, because steps never run concurrently. Recording computes nothing: no kernel
-    runs. The results of `capture` are those of a first replay.
+    runs. The results of `capture` are the results of a first replay.
 
     Args:
         ops: the operations to record on.

@@ -222,7 +222,7 @@ class _LoopArguments(ctypes.Structure):
 
 
 class _CallTable:
-    """Captured calls as an array that the library reads, of ``PlanOperation`` in csrc/plan.inl."""
+    """Captured calls as an array of ``PlanOperation`` (csrc/plan.inl), which the library reads."""
 
     def __init__(self, isa: str, captured: Sequence[CapturedCall]) -> None:
         library = ctypes.PyDLL(str(PATH))
@@ -295,7 +295,7 @@ def chosen_isa() -> str | None:
 
 
 def cpu_features() -> list[str]:
-    """Return the features of this CPU that the kernels can use."""
+    """Return the features of this CPU that the kernels can use; empty without a usable library."""
     if not is_usable():
         return []
     describe = ctypes.PyDLL(str(PATH)).penstock_cpu_features

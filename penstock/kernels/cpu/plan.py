@@ -138,7 +138,10 @@ class CompiledPlan(Graph):
             _check(call())
 
     def _copy_inputs(self, inputs: Sequence[Tensor]) -> None:
-        """Copy the inputs to the buffers that the kernels read. memmove is faster than `Tensor.copy_`."""
+        """Copy the inputs to the buffers that the kernels read.
+
+        A matrix may have fewer columns than its buffer. memmove is faster than `Tensor.copy_`.
+        """
         for (buffer, address, num_bytes), source in zip(self._inputs, inputs, strict=True):
             is_row = source.dim() == 2 and len(source) == 1 and source.nbytes < num_bytes
             is_movable = source.dtype == buffer.dtype and source.is_contiguous()
@@ -276,7 +279,11 @@ class _CapturingOps(CpuOps):
         self._tables = ops._tables  # all compiled steps share the tables of experts
 
     def lower(self, operation: str, arguments: Mapping[str, object], results: Sequence[Tensor]) -> None:
-        """Capture the kernels of one operation, which write to ``results``."""
+        """Capture the kernels of one operation, which write to ``results``.
+
+        Raises:
+            UnrecordableStepError: the operation needs something other than C++ kernels.
+        """
         before = len(self.captured)
         self._destinations = list(results)
         returned = result_tensors(getattr(self, operation)(**arguments))

@@ -13,7 +13,7 @@ _ROUTING_NUMBERS = {"all": 0, "all_normed": 1, "chosen": 2}
 
 
 class CpuRouting(CpuConvolution):
-    """Routers and operations of their layers, for float32 and bfloat16 activations."""
+    """Routers and other operations of layers with experts, for float32 and bfloat16 activations."""
 
     def route(
         self, logits: Tensor, top: int, routing: Routing, bias: Tensor | None = None

@@ -143,7 +143,7 @@ class CudaAttention(ReferenceOps):
     def _choose_tile(self, num_rows: int, num_sequences: int, group: int, is_wide: bool) -> int:
         """Return the number of query heads of a tile.
 
-        In deterministic mode it does not depend on the batch.
+        In deterministic mode the number does not depend on the batch.
         """
         smallest = power_of_two(group, _SMALL_TILE)
         if self.is_deterministic or is_wide or num_rows * group < _LARGE_TILE * num_sequences:

@@ -1,7 +1,7 @@
 """Convolutions with several groups, in full precision.
 
 cuDNN multiplies float32 numbers in TF32, with 10 bits of mantissa, unless a setting of the whole process
-forbids it. Products of cuBLAS have all bits by default.
+forbids it. By default, matrix products of cuBLAS are computed in full float32.
 """
 
 from __future__ import annotations

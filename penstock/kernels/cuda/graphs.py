@@ -70,7 +70,7 @@ class CudaGraph(Graph):
         """Launch all steps without waiting; `Graph.replay_steps` describes the arguments.
 
         All steps run, because the host does not see the tokens between the steps. ``stop_tokens`` has no
-        effect.
+        effect. Returns None if the model is divided among ranks.
         """
         if ranks is not None:
             return None
@@ -92,7 +92,7 @@ class CudaGraph(Graph):
 def _copy(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
     """Copy each source to its target. A source may have fewer columns than its target.
 
-    One launch copies all tensors of an element type.
+    One launch copies all tensors of an element type that are not matrices.
     """
     pairs_by_type: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):

@@ -98,7 +98,7 @@ class CudaLinear(CudaRows):
 
 
 def packed_for_gpu(packed: PackedLinear) -> PackedLinear:
-    """Return the layer packed in nibbles if its encoding fits."""
+    """Return the layer packed in nibbles if its encoding fits, else the unchanged layer."""
     kind = encoding_named(packed.encoding)
     if not fits_nibbles(kind):
         return packed
@@ -115,8 +115,8 @@ def _multiply_adapters(
     """Multiply each row by the matrix ``[out, in]`` of its adapter.
 
     Args:
-        out: ``[P, R]`` in sorted order if ``gathers``; else ``[T, out]``, to which the product is added.
-        x: ``[T, in]`` if ``gathers``; else ``[P, R]``.
+        out: ``[T, R]``, sorted by adapter, if ``gathers``; else ``[T, out]``, to which the product is added.
+        x: ``[T, in]`` if ``gathers``; else ``[T, R]``, sorted by adapter.
         matrices: ``[n, out, in]``.
         groups: the rows of each adapter.
         ranks: ``[n]`` ranks in use.

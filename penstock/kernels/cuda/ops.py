@@ -98,5 +98,5 @@ class CudaOps(CudaConvolution, CudaLinear):
 
 
 def _make_grouped_weights(linears: tuple[PackedLinear, ...]) -> WeightTables | None:
-    """Return the weights with a table of addresses, even for a single expert."""
+    """Return the weights with a table of addresses, even for one expert; None if no program supports them."""
     return WeightTables.of(linears if len(linears) > 1 else linears * 2)

@@ -178,7 +178,7 @@ def _can_norm(x: Tensor, *weights: Tensor) -> bool:
 def _norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the norm of ``x + residual``, and this sum. Without ``residual`` both apply to ``x`` alone.
+    """Return the norm of ``x + residual``, and this sum; without ``residual``, the norm of ``x`` twice.
 
     The norm is a layer norm if ``bias`` is given, else an RMS norm.
     """

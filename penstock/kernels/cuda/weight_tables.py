@@ -49,7 +49,8 @@ class WeightTables:
     def of(cls, linears: Sequence[PackedLinear]) -> WeightTables | None:
         """Return the weights of layers.
 
-        None if the layers differ in shape or encoding, or if no program supports the encoding.
+        None if the layers differ in shape or encoding, if a weight is not packed yet, if one of several
+        layers has an input order, or if no program supports the encoding.
         """
         first, kind = linears[0], encoding_named(linears[0].encoding)
         if any(isinstance(linear.tensors, LazyWeight) and linear.tensors.parts for linear in linears):

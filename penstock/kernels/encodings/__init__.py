@@ -4,7 +4,7 @@ A file of this folder holds one record, ``ENCODING``. Its name is the name of th
 begin with an underscore are shared by several encodings. No module outside this folder names an encoding,
 except the checkpoint formats that return one and the back ends that have kernels for one.
 
-Importing this package loads no torch. The methods that compute import it when they are called.
+Importing this package does not import torch. The methods that compute import it when they are called.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class LinearEncoding(ABC):
     bits: int
     """Bits of one stored weight, without scales."""
     is_float: bool = False
-    """Whether weights are plain floats: the name of the encoding is that of `compute_dtype`."""
+    """Whether weights are plain floats. The encoding then has the name of `compute_dtype`."""
     group_size: int | None = None
     """Inputs that share a scale; None if all inputs of an output share one, or if there are no scales."""
     has_zero_points: bool = False
@@ -59,7 +59,7 @@ class LinearEncoding(ABC):
     numbers: NumberFormat | None = None
     """How a back end interprets the stored weights. None: the back end calls `multiply` or unpacks them."""
     block_kind: BlockKind | None = None
-    """The parameters of its blocks, if it is an encoding of blocks."""
+    """The parameters of the blocks, if weights are stored in blocks, such as the K types of GGUF."""
     activation_dtype: DType | None = None
     """Type to which `multiply` quantizes activations; None if it does not quantize them.
 
@@ -99,7 +99,7 @@ class LinearEncoding(ABC):
 
     @abstractmethod
     def num_bytes(self, out_features: int, in_features: int) -> int:
-        """Return the bytes of a packed weight in panels. `Backend.num_bytes` adds those of other layouts."""
+        """Return the bytes of a packed weight in panels. For other layouts, see `Backend.num_bytes`."""
 
     @abstractmethod
     def pack(self, weight: Tensor, importance: Tensor | None = None) -> dict[str, Tensor]:

@@ -60,7 +60,7 @@ class BlockEncoding(LinearEncoding):
         return 1 if key == "weight" else sizes.get(key, SUPERBLOCK)
 
     def for_layer(self, role: LayerRole, out_features: int, in_features: int) -> str:
-        """Return int8 for the output head, if the checkpoint stores it as floats."""
+        """Return int8 for an output head that the checkpoint stores as floats, else this encoding."""
         return "int8" if role == "head" else self.name
 
     def num_bytes(self, out_features: int, in_features: int) -> int:

@@ -43,7 +43,7 @@ class CodeEncoding(LinearEncoding):
         return CodePanels(self.bits)
 
     def for_layer(self, role: LayerRole, out_features: int, in_features: int) -> str:
-        """Return int8 for the output head, which these checkpoints store as floats."""
+        """Return this encoding, or int8 for the output head, which these checkpoints store as floats."""
         return "int8" if role == "head" else self.name
 
     def num_bytes(self, out_features: int, in_features: int) -> int:

@@ -16,7 +16,7 @@ from penstock.kernels.linear import PackedLinear
 
 
 class ReferenceConvolution(ConvolutionOps):
-    """Convolutions as linear layers over windows of rows."""
+    """The operations of audio codecs. Most convolutions are linear layers over windows of rows."""
 
     name = "reference"
 

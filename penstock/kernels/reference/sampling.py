@@ -28,7 +28,7 @@ def sample(
 
 
 def _sample_rows(scores: Tensor, sampling: SamplingInputs) -> Tensor:
-    """Return the token of each row: the inverse CDF at its uniform, over the kept tokens by ascending id."""
+    """Return the token of each row, by inverse transform sampling over the kept tokens in order of id."""
     vocabulary = scores.shape[-1]
     scores = scores / sampling.temperature.double()[:, None]
     probabilities = torch.softmax(scores, dim=-1)
@@ -44,7 +44,7 @@ def _sample_rows(scores: Tensor, sampling: SamplingInputs) -> Tensor:
     kept = kept * (kept >= sampling.min_p.double()[:, None] * kept[:, :1])
     mass = torch.zeros_like(kept).scatter_(-1, ids, kept).cumsum(-1)  # back in token-id order
     total = mass[:, -1:]
-    # If the product rounds up to the total, use the number below it: it selects the last kept token.
+    # If the product rounds up to the total, use the next smaller number, which selects the last kept token.
     target = torch.minimum(sampling.uniforms[:, None] * total, torch.nextafter(total, 0 * total))
     return torch.searchsorted(mass, target, right=True)[:, 0]
 

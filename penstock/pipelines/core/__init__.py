@@ -1,9 +1,10 @@
 """Requests, contexts and responses: the types that the components of Penstock exchange.
 
-These are the names of the ``max.pipelines.core`` page, and our additions: ``Grammar``, ``GrammarMatcher``,
-``ImageMetadata``, ``Pipeline``, ``TokenBuffer``, ``RequestContext`` and the types of embeddings requests.
-Importing this package loads numpy and msgspec, but neither torch nor transformers nor a library for
-grammars."""
+These are the names of the page ``max.pipelines.core`` of Modular's MAX documentation, and additions:
+``Grammar``, ``GrammarMatcher``, ``ImageMetadata``, ``Pipeline``, ``TokenBuffer``, ``RequestContext`` and the
+types of embeddings requests. Importing this package loads numpy and msgspec, but neither torch nor
+transformers nor a library for grammars.
+"""
 
 from penstock.pipelines.core.context import TextContext
 from penstock.pipelines.core.context_types import RequestContext, context_type

@@ -18,7 +18,7 @@ def choice_contexts(context: TextContext, n: int) -> list[TextContext]:
     choice 0 has stored its blocks in the prefix cache. Contexts that echo the prompt do not read the cache,
     and each of them computes the prompt. Choice ``i`` has the request id ``{request_id}-{i}`` and the seed
     ``splitmix64(seed, i)``. Choice 0 has the original seed, so that it equals the answer of ``n=1``. For
-    ``n=1`` the result is ``context`` itself.
+    ``n=1`` the list contains ``context`` itself.
 
     Args:
         context: a context that has not started.

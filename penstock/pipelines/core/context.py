@@ -179,7 +179,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
         """Return the output tokens that were not returned before, each with its log probabilities.
 
         The status does not change. With ``log_probabilities_echo`` the log probabilities of the prompt
-        precede those of the first token.
+        precede the log probabilities of the first token.
         """
         return [
             (cast(int, token.next_token), token.log_probabilities)
@@ -203,7 +203,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
     def prompt_log_probabilities(self) -> LogProbabilities | None:
         """Log probabilities of prompt tokens that were not returned with an output token yet.
 
-        The value is not None between two chunks, and at the end if the first token ends the output.
+        With ``log_probabilities_echo`` it is set between two chunks, and if the first token ends the output.
         """
         return self._prompt_log_probabilities
 
@@ -225,7 +225,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
 
     @property
     def generation_status(self) -> TextGenerationStatus:
-        """The status of token generation. The contexts of some tasks are not done when it has ended."""
+        """The status of token generation. For some tasks, a context is not done when generation has ended."""
         return self._status
 
     def update_generation_status(self, status: TextGenerationStatus) -> None:
@@ -285,7 +285,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
 
     @property
     def matcher(self) -> GrammarMatcher | None:
-        """The grammar's matcher in its current state."""
+        """The grammar's matcher in its current state; None if no matcher is set."""
         # Not a field, because a matcher must be neither compared nor encoded.
         return self.__dict__.get("_matcher")
 

@@ -40,7 +40,8 @@ def check_dimensions(dimensions: int, size: int, trained: Sequence[int] | None) 
         trained: the shorter lengths for which the model is trained; None allows all lengths.
 
     Raises:
-        InputError: the model is not trained for the length. The message lists the possible lengths.
+        InputError: the length is out of range, or the model is not trained for it. The message lists the
+            possible lengths.
     """
     if dimensions == size or (dimensions >= 1 and trained is None and dimensions < size):
         return
@@ -90,7 +91,7 @@ class EmbeddingsGenerationRequest:
     max_tokens: int | None = None
     """The length in tokens to which the input is cut; None for the model's maximum. Requires ``truncate``."""
     adapter: str | None = None
-    """The LoRA adapter, or a task adapter of the checkpoint. It is used without the prompt of its task."""
+    """The LoRA adapter, or a task adapter of the checkpoint, which is used without the prompt of its task."""
     task: str | None = None
     """The task of a checkpoint with task adapters, such as ``retrieval.query``. It selects the adapter and,
     unless another prompt is given, the prompt of the same name. A `prompt_name` that is a task name selects

@@ -133,7 +133,7 @@ class TokenGeneratorRequest:
 
 
 class MissingAudioInputError(InputError, RuntimeError):
-    """An audio request has neither text nor tokens. It is also a ``RuntimeError``, as in MAX."""
+    """An audio request has neither ``input`` nor ``prompt``. Also a ``RuntimeError``, as in Modular's MAX."""
 
 
 @dataclass(frozen=True)

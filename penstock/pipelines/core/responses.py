@@ -101,9 +101,9 @@ class EmbeddingsResponse(_DenseEmbedding, kw_only=True, omit_defaults=True):
     sparse: SparseEmbedding | None = None
     """The sparse embedding."""
     multi_vector: npt.NDArray[np.floating] | None = None
-    """``[tokens, E]``: one vector for each token."""
+    """``[n, E]``: one vector for each of the n tokens that the model does not exclude."""
     num_tokens: int = 0
-    """The number of tokens of the input, including special tokens and prompt."""
+    """The number of tokens of the input, including special tokens and the prompt before the text."""
 
     @property
     def is_done(self) -> bool:

@@ -83,7 +83,11 @@ class TTSContext(_SpeechContext, tag=True, omit_defaults=True):
         return self._decoded_index
 
     def set_decoded_index(self, idx: int) -> None:
-        """Set the number of speech tokens that are decoded to audio."""
+        """Set the number of speech tokens that are decoded to audio.
+
+        Raises:
+            ValueError: the number is negative.
+        """
         if idx < 0:
             raise ValueError(f"decoded_index must be at least 0, was {idx}")
         self._decoded_index = idx

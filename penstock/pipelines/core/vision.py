@@ -118,7 +118,10 @@ class TextAndVisionContext(TextContext, kw_only=True, tag=True, omit_defaults=Tr
 
     @property
     def needs_vision_encoding(self) -> bool:
-        """Whether there are images with tokens that are not computed yet."""
+        """Whether there are images with tokens that are not computed yet.
+
+        With ``pixel_values`` but without ``images``, True until a token is generated.
+        """
         if not self.images:
             return bool(self.pixel_values) and self.is_initial_prompt
         return self.image_idx < len(self.images)

@@ -146,6 +146,9 @@ class DraftModelProposer:
         self._states.clear()
         self.kv.discard_storage()
 
+    def prefault_next(self) -> bool:
+        return self.kv.prefault_next()
+
     # -- Draft states --------------------------------------------------------------------------------------
 
     def _updated_state(self, context: TextContext) -> _DraftState:
@@ -170,7 +173,10 @@ class DraftModelProposer:
     def _prepare(
         self, state: _DraftState, limit: int, num_left: int, contexts: Sequence[TextContext]
     ) -> bool:
-        """Select the tokens to compute next and reserve their blocks. Return False if there are none."""
+        """Select the tokens to compute next and reserve their blocks.
+
+        Returns False if there is nothing to compute, or there are not enough blocks.
+        """
         draft_context, end = state.draft_context, state.context.active_idx
         if num_left == 0 or end > self._max_length(state):
             return False
@@ -191,7 +197,10 @@ class DraftModelProposer:
         return min(self.model.max_seq_len, state.context.max_length)
 
     def _reserve(self, draft_context: TextContext, lookahead: int, contexts: Sequence[TextContext]) -> bool:
-        """Reserve blocks for the next tokens. May release states of contexts outside the batch."""
+        """Reserve blocks for the next tokens. May release states of contexts outside the batch.
+
+        Returns False if there are not enough blocks.
+        """
         batch_ids = {context.request_id for context in contexts}
         idle_states = [state for request_id, state in self._states.items() if request_id not in batch_ids]
         while True:
@@ -302,7 +311,7 @@ def share_memory(
         The configurations of target and draft model, with their part of the memory.
 
     Raises:
-        ConfigError: the tokenizers of the two models differ.
+        ConfigError: the tokenizers of the two models differ, or a model has no KV cache.
         InsufficientMemoryError: both models together do not fit.
     """
     configs = (config, draft_config(config))

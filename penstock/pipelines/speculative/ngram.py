@@ -48,6 +48,9 @@ class NGramProposer:
     def discard_cache(self) -> None:
         return
 
+    def prefault_next(self) -> bool:
+        return False
+
     def _index(self, context: TextContext) -> _Index:
         """Return the index of all tokens of a context. Build a new one if tokens were rolled back."""
         index = self._indexes.get(context.request_id)

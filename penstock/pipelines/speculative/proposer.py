@@ -39,6 +39,10 @@ class DraftProposer(Protocol):
         """Return the memory of a KV cache to the system. No context may have a state."""
         ...
 
+    def prefault_next(self) -> bool:
+        """Allocate some pages of a KV cache, see `KVCache.prefault_next`. Return whether pages may remain."""
+        ...
+
 
 class DraftLengthPolicy(Protocol):
     """Decides how many tokens to draft. The decision changes the speed, never the output."""

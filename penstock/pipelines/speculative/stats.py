@@ -11,9 +11,9 @@ class SpeculationStats:
     """Counters since the start. Acceptance is counted per drafted token and per verified step."""
 
     num_proposed: int = 0
-    """Verified drafts."""
+    """Verified draft tokens."""
     num_accepted: int = 0
-    """Accepted drafts."""
+    """Accepted draft tokens."""
     num_verified_steps: int = 0
     """Number of pairs of step and context in which at least one draft was verified."""
     num_forced: int = 0
@@ -21,7 +21,7 @@ class SpeculationStats:
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted drafts divided by verified drafts; 0 without drafts."""
+        """Accepted draft tokens divided by verified draft tokens; 0 without drafts."""
         return self.num_accepted / self.num_proposed if self.num_proposed else 0.0
 
     @property
@@ -30,7 +30,7 @@ class SpeculationStats:
         return 1 + self.num_accepted / self.num_verified_steps if self.num_verified_steps else 1.0
 
     def count(self, drafts: Sequence[Sequence[int]], accepted: Sequence[int]) -> None:
-        """Add the counts of a step."""
+        """Add the drafts of a step and the numbers of accepted draft tokens, one entry per context."""
         self.num_proposed += sum(map(len, drafts))
         self.num_accepted += sum(accepted)
         self.num_verified_steps += sum(map(bool, drafts))

@@ -52,7 +52,10 @@ def raw_messages(raw: Mapping[str, object]) -> list[Message]:
 
 
 def template_tools(raw: Mapping[str, object]) -> list[TokenGeneratorRequestTool]:
-    """Return the tools of a validated request as the client sent them, without nulls and ``strict``."""
+    """Return the tools of a validated request as the client sent them, without nulls and ``strict``.
+
+    A tool without ``parameters`` gets the schema of an object without properties.
+    """
     tools = raw.get("tools")
     return [_template_tool(tool) for tool in tools] if isinstance(tools, list) else []
 
@@ -61,7 +64,8 @@ def requested_tool_use(body: ChatBody, raw: Mapping[str, object]) -> ToolUse:
     """Return the tools that the model may call and the tool choice of a request.
 
     Raises:
-        RequestProblem: 400; ``tool_choice`` names a tool that the request does not have.
+        RequestProblem: 400; ``tool_choice`` names a tool that the request does not have, or requires a call
+            although there are no tools.
     """
     tools = template_tools(raw)
     names = [tool["function"]["name"] for tool in tools]

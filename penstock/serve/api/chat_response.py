@@ -75,7 +75,8 @@ class ChatResponse(OpenAIStream):
         scores: encodes log probabilities; None if they are not requested.
         prompt_scores: encodes the log probabilities of the prompt; None for streams and if not requested.
         prompt_token_ids: the token ids of the prompt; None if token ids are not requested.
-        include_usage: whether chunks have the member ``usage``. Its value is null except in the last chunk.
+        include_usage: whether each chunk has the member ``usage`` and the stream ends with a chunk for the
+            total usage. In the other chunks, the value is null unless `events` gets a usage.
         reasoning_fields: the names of the members that contain the reasoning.
     """
 
@@ -254,7 +255,7 @@ class ChatResponse(OpenAIStream):
 
 
 def _without_last_tokens(usage: Usage | None, num_tokens: int) -> Usage | None:
-    """Return the usage before the last `num_tokens` tokens were generated."""
+    """Return the usage before the last `num_tokens` tokens were generated; None if `usage` is None."""
     if usage is None or not num_tokens:
         return usage
     completion = usage["completion_tokens"] - num_tokens

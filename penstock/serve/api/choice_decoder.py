@@ -240,7 +240,7 @@ class ChoiceDecoder:
         """Return the scores of generated tokens, and append scores of prompt tokens to `prompt_scores`.
 
         Each entry of `log_probabilities` belongs to one generated token and has one or more positions. The
-        last position is that of the generated token. The positions before it belong to the prompt.
+        last position belongs to the generated token, and the positions before it to the prompt.
         """
         scores = []
         for token_id, position_logprobs in zip(token_ids, log_probabilities, strict=False):
@@ -272,7 +272,7 @@ class _TextDecoder(Protocol):
 class _DeferredDetokenizer:
     """Decodes all tokens together at the end.
 
-    The text equals that of a `Detokenizer`, but costs less time.
+    The result is the same text as with a `Detokenizer`, in less time.
     """
 
     tokenizer: TokenDecoder

@@ -65,7 +65,7 @@ class CompletionResponse(OpenAIStream):
         self._templates: dict[int, EventTemplate] = {}
 
     def whole_response(self, outputs: Sequence[ChoiceDelta], usage: Usage) -> Parts:
-        """Yield the JSON of a response that is not streamed."""
+        """Return the JSON of a response that is not streamed."""
         choices = (
             with_members(self._choice(index, output, is_first=True), **self._members(index, output))
             for index, output in enumerate(outputs)
@@ -177,5 +177,5 @@ class CompletionResponse(OpenAIStream):
         return self._scores[index].parts(ids, logprobs, top_tokens_by_position) if ids or is_first else None
 
     def _prompt_scores_at(self, index: int) -> Sequence[PromptScore]:
-        """Return the prompt scores of a choice, or else those of the first choice of its prompt."""
+        """Return the prompt scores of a choice, or else of the first choice of its prompt."""
         return self._choices[index].prompt_scores or self._choices[index - index % self._n].prompt_scores

@@ -1,6 +1,6 @@
 """Routes for operators: sleep, reload, reset of the prefix cache, and profiles of the workers.
 
-The routes require ``--api-key``, or a server that listens on a loopback address.
+All routes except ``/is_sleeping`` require ``--api-key``, or a server that listens on a loopback address.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _checked_services(request: Request) -> Services:
 
 
 def _update_max_length(services: Services) -> None:
-    """Set the tokenizer's maximum length to that of the workers.
+    """Set the tokenizer's maximum length to the maximum length of the workers.
 
     The maximum length depends on the free memory at the time when a worker started.
     """

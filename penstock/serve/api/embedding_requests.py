@@ -129,7 +129,7 @@ def check_count(services: Services, count: int, field: str) -> None:
 
 
 def check_outputs(services: Services, outputs: Sequence[str], hint: str = "") -> None:
-    """Raise if the model does not compute a requested output.
+    """Raise if the model does not compute a requested output. Does nothing if the worker reports no outputs.
 
     Args:
         services: the objects that routes use.
@@ -158,8 +158,8 @@ def vector_inputs(
     Args:
         services: the objects that routes use.
         body: the validated request body.
-        outputs: the outputs to compute; None for the model's first output.
-        **extra_options: options that replace those of the body.
+        outputs: the outputs to compute; None or empty for the model's first output.
+        **extra_options: options that replace the options of the body.
 
     Raises:
         RequestProblem: 400; the message names the invalid field.

@@ -1,7 +1,8 @@
 """Run the inputs of one HTTP request through an embeddings model.
 
-Each input has its own context. A run submits only as many contexts at a time as fit into two batches. A
-request with many inputs therefore does not fill the queue and displace other requests.
+Each input has its own context. A run submits only as many contexts at a time as fit into two batches
+and into half of the queue. A request with many inputs therefore does not fill the queue and displace other
+requests.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class EmbeddingRun:
         If one input fails, all other inputs are cancelled.
 
         Raises:
-            PenstockError: the worker is not ready or the queue is full, so no input was accepted.
+            PenstockError: the worker is not ready, or the queue is full when the first input is submitted.
             RequestProblem: an input failed, and the message names the input. 503 if a time limit is exceeded.
         """
         try:

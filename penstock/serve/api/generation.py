@@ -78,7 +78,9 @@ def check_choices(services: Services, num_prompts: int, n: int) -> None:
 
 
 class GenerationRun:
-    """The running choices of one request. At the end of its ``async with`` block, it cancels running choices.
+    """The running choices of one request.
+
+    The end of the ``async with`` block cancels the choices that still run.
 
     Raises:
         UnavailableError: the worker is not ready, or too many requests are waiting.
@@ -129,6 +131,7 @@ class GenerationRun:
 
         Raises:
             PenstockError: the scheduler refuses a choice, or its grammar cannot be compiled.
+            RequestProblem: 503; the time limit of the request was exceeded.
         """
         for generation in self._generations:
             await self._limits.within(generation.admitted())
@@ -269,9 +272,13 @@ def _joined_delta(deltas: Sequence[ChoiceDelta]) -> ChoiceDelta:
 
 
 async def run_in_pool(request: Request, function: Callable[[], T]) -> T:
-    """Run a function that prepares a request in a thread pool. The request body must have been read.
+    """Run a function in a thread pool and return its result. The function prepares a request from its body.
 
-    Bodies that may have images use the thread pool for images. Other bodies use a pool chosen by their size.
+    If the model reads images, bodies that may have images use the thread pool for images. Other bodies use a
+    pool chosen by their size.
+
+    Raises:
+        RequestProblem: 503; a request with images exceeded its time limit.
     """
     services, body = Services.of(request), await request.body()
     if getattr(services.tokenizer, "reads_images", False) and _IMAGE_KEY in body:

@@ -16,7 +16,7 @@ def num_top_logprobs(body: GenerationBody, num_top: int | None) -> int:
     """Return the number of top tokens that the worker computes per position; 0 for no log probabilities.
 
     Args:
-        body: the request. Its ``prompt_logprobs`` is the number of top tokens per prompt token.
+        body: the request. Its ``prompt_logprobs`` is the number of top tokens per prompt token, or None.
         num_top: number of top tokens per generated token; None if the response has no log probabilities of
             generated tokens.
     """
@@ -60,8 +60,8 @@ def with_bounded_output(
     """Return a copy of a context whose maximum length keeps the log probabilities within the limit.
 
     Used for requests without an output limit. Output that reaches the maximum length has the finish reason
-    ``length``. If not even one token fits, the context is returned unchanged. `check_num_logprobs` then
-    raises.
+    ``length``. The context is returned unchanged if its maximum length is within the limit already, or if not
+    even one token fits. In the second case, `check_num_logprobs` raises.
 
     Args:
         services: its configuration has the limit.
@@ -96,7 +96,7 @@ def check_num_logprobs(
         param: the field that the error names.
 
     Raises:
-        RequestProblem: 400; the message has both numbers.
+        RequestProblem: 400; the message has the possible number and the limit.
     """
     limit = services.config.max_logprobs_per_request
     lengths = [context.max_length - len(context.prompt_tokens) for context in contexts]

@@ -75,14 +75,17 @@ def requested_adapter(services: Services, model: str) -> str | None:
 
 
 def system_fingerprint(services: Services) -> str:
-    """Return a fingerprint that changes whenever the output for a fixed seed may change."""
+    """Return a fingerprint of the version of Penstock, the model, its revision and its encoding.
+
+    The output for a fixed seed may change with each of them.
+    """
     model = services.pipeline_config.model
     parts = (__version__, model.model_path, model.revision, model.quantization_encoding or "")
     return f"fp_{blake2b(repr(parts).encode(), digest_size=5).hexdigest()}"
 
 
 def unloaded_model(services: Services) -> Model:
-    """Return the entry of a model that is not loaded. Its maximum length is that of the checkpoint."""
+    """Return the entry of a model that is not loaded, with the maximum length of the tokenizer."""
     return Model(
         id=services.model_name,
         root=services.pipeline_config.model.model_path,

@@ -1,4 +1,4 @@
-"""Translates ``response_format`` and ``structured_outputs`` to a grammar for the output."""
+"""Translates ``response_format``, ``structured_outputs`` and ``guided_...`` to a grammar for the output."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ No field is ignored silently:
 
 - A supported field is in `penstock.serve.api.schemas`.
 - A field of `LOGGED_FIELDS` is written to the log and has no effect on the response.
-- An unsupported field is in a table of this module with its accepted values. These values request the
-  server's normal behaviour. Any other value is refused.
+- An unsupported field is in a table of this module with its accepted values. These values and null request
+  the server's normal behaviour. Any other value is refused.
 - Any other field is unknown and is refused. With ``--unknown-fields warn`` it is logged and dropped.
 """
 

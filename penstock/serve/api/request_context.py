@@ -115,7 +115,7 @@ def build_context(tokenizer: TextTokenizer, request: TokenGeneratorRequest, limi
         tokenizer: the tokenizer of the model.
         request: a request with a prompt or messages.
         limit: number of prompt tokens to keep. None keeps all. -1 keeps as many as the maximum length minus
-            the output limit.
+            the output limit, or minus 1 without an output limit.
 
     Raises:
         InputError: see `TextTokenizer.build_context`.

@@ -18,7 +18,7 @@ def check_roles(
     tools: Sequence[Mapping[str, object]] | None,
     options: Mapping[str, object],
 ) -> None:
-    """Raise if the chat template omits the messages of a role from the prompt.
+    """Raise if the chat template omits the messages of a role from the prompt, or a role has a special token.
 
     Some templates raise an error for an unknown role. Other templates silently skip the message. To detect
     skipped messages, the template is rendered with unique markers in place of their contents.

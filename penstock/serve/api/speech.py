@@ -103,7 +103,7 @@ class _SpeechResponse:
         self._first_audio: Samples | None = None
 
     async def begin(self) -> None:
-        """Wait for the first audio. The route calls it before it sends the response headers.
+        """Wait for the first audio. The route calls this method before the response headers are sent.
 
         Raises:
             PenstockError: the request failed before the first audio.

@@ -17,7 +17,9 @@ from penstock.worker.results import Generation
 
 
 class SpeechRun:
-    """Runs the parts of a request's text in order. A part starts when the part before it has produced audio.
+    """Runs the parts of a request's text in order.
+
+    A part starts when the part before it has produced its first audio, or has ended without audio.
 
     Args:
         services: the objects that routes use.
@@ -68,6 +70,7 @@ class SpeechRun:
 
         Raises:
             PenstockError: the scheduler refuses the part.
+            RequestProblem: 503; the time limit of the request is exceeded.
         """
         await self._limits.within(self._generations[0].admitted())
         self._record.admitted()
@@ -76,7 +79,7 @@ class SpeechRun:
         """Yield the samples when they arrive. Yield None after `stream_ping` seconds without samples.
 
         Raises:
-            PenstockError: a part failed.
+            PenstockError: a part failed, or was refused.
             RequestProblem: 503; a time limit of the server was exceeded.
         """
         try:

@@ -191,7 +191,10 @@ async def response_events(
     with_usage: bool = False,
     on_complete: Callable[[], Awaitable[None]] | None = None,
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a response when its output arrives. `answer_request` describes the arguments."""
+    """Yield the events of a response as its output arrives.
+
+    `answer_request` describes the arguments, and `EncodingTurns` describes ``turns``.
+    """
     async with run, aclosing(run.deltas()) as deltas:
         if first_events := response.begin():
             yield first_events

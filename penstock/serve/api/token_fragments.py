@@ -1,4 +1,4 @@
-"""A cache of JSON fragments of tokens. Most of a response with log probabilities consists of them."""
+"""A cache of JSON fragments of tokens. A response with log probabilities mostly consists of these."""
 
 from __future__ import annotations
 
@@ -118,6 +118,9 @@ class NumberWriter:
             templates: the JSON around each number. Each template begins with a comma.
             values: the numbers.
             suffix: the JSON after the row.
+
+        Raises:
+            ValueError: the row has no number.
         """
         start = len(self._json_parts)
         self._json_parts += chain.from_iterable(templates)

@@ -21,7 +21,9 @@ T = TypeVar("T")
 
 
 class ChatScores:
-    """Encodes ``logprobs`` of chats: ``{"content": [{"token", "logprob", "bytes", "top_logprobs"}]}``.
+    """Encodes ``logprobs`` of chats.
+
+    The object is ``{"content": [{"token", "logprob", "bytes", "top_logprobs"}], "refusal": null}``.
 
     Args:
         fragments: the cache of JSON fragments.

@@ -19,7 +19,8 @@ def validated(kind: type[Body], body: object) -> Body:
     """Validate a body against its schema. Does not check unknown fields.
 
     Raises:
-        RequestProblem: 400; the message names the first invalid field.
+        RequestProblem: 400; the body is not an object, has too many fields or has an invalid field. The
+            message names the invalid field.
     """
     if not isinstance(body, dict):
         raise RequestProblem(400, f"the body must be a JSON object, not {_shortened(body)}")
@@ -68,7 +69,7 @@ _LONG_LIST_LENGTH = 64
 
 
 def _first_problem(error: ValidationError, body: Mapping[str, object]) -> RequestProblem:
-    """Return the error of the first invalid field. For a union of types, it has the errors of all types."""
+    """Return the error of the first invalid field. For a union of types, its message joins several errors."""
     details = error.errors(include_url=False, include_context=False)
     field_paths = [_error_path(detail, body) for detail in details]
     # If no type of a union matches, the type with the deepest error location is reported.
@@ -135,7 +136,7 @@ def _error_text(message: str) -> str:
 def json_schema(kind: type[RequestBody]) -> dict[str, object]:
     """Return the JSON schema of a body for the OpenAPI document.
 
-    All references are replaced by definitions.
+    All references are replaced by definitions. ``"additionalProperties": true`` is left out.
     """
     schema = kind.model_json_schema()
     definitions = schema.pop("$defs", {})

@@ -64,7 +64,10 @@ def read_lines(path: Path, max_values: int, max_items: int) -> Iterator[BatchReq
 
 
 def parse_line(line: bytes, number: int, max_values: int, max_items: int) -> BatchRequest | InvalidLine:
-    """Parse and validate a line. A line without a ``custom_id`` gets the id ``line-NUMBER``."""
+    """Return the request in a line with `PRIORITY` added to its priority, or an `InvalidLine`.
+
+    A line without a ``custom_id`` gets the id ``line-NUMBER``.
+    """
     custom_id = f"line-{number}"
     try:
         request = decode(line, max_values, max_items)
@@ -112,7 +115,9 @@ def new_id() -> str:
 
 
 def finished_ids(path: Path) -> set[str]:
-    """Return the ``custom_id`` of each result in a file. Removes an incomplete last line from the file.
+    """Return the ``custom_id`` of each result in a file; empty if the file does not exist.
+
+    Removes an incomplete last line from the file.
 
     Raises:
         InputError: the file has a line that is not a result.

@@ -65,7 +65,7 @@ class BatchManager:
         return running_batch if running_batch is not None and running_batch["id"] == batch["id"] else batch
 
     async def cancel(self, batch: BatchObject) -> BatchObject:
-        """Cancel a batch and store its existing results. Does nothing if the batch has ended."""
+        """Start to cancel a batch. Its existing results are kept. Does nothing if the batch has ended."""
         batch = self.current_state(batch)
         if batch["status"] not in ACTIVE_STATUSES:
             return batch

@@ -186,6 +186,7 @@ def _manager(request: Request) -> BatchManager:
 
     Raises:
         RequestProblem: 400; the server has no ``--state-dir``.
+        ConfigError: the folder cannot be used.
     """
     services = Services.of(request)
     folder = services.config.state_dir

@@ -1,4 +1,4 @@
-"""Stores files and batches on disk. Each object is a JSON file. The content of a file is beside its object:
+"""Stores files and batches on disk. Each object is a JSON file. A file's content is in a second file:
 
 STATE_DIR/files/file-ID.json   STATE_DIR/files/file-ID.jsonl   STATE_DIR/batches/batch_ID.json
 """

@@ -57,7 +57,8 @@ class Form:
         """Parse the next bytes of the body.
 
         Raises:
-            RequestProblem: 400; the form is malformed, or a field is too long.
+            RequestProblem: 400; the form is malformed, a header or a field is too long, or the form has too
+                many fields or two files.
         """
         try:
             self._parser.write(data)
@@ -126,6 +127,7 @@ async def read_form(request: Request, path: Path, *, max_bytes: int, timeout: fl
     Raises:
         RequestProblem: 415 if the body is not ``multipart/form-data``, 413 if it is too long, 408 if it
             arrives too slowly, 400 if it is malformed or has no file.
+        ClientDisconnect: the client disconnected before the end of the body.
     """
     kind, options = parse_options_header(request.headers.get("content-type"))
     boundary = options.get(b"boundary")

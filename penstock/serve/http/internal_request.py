@@ -33,7 +33,8 @@ async def internal_request(
 ) -> AsyncIterator[InternalResponse]:
     """Send a POST request to an application and yield the response when it has started.
 
-    The end of the ``async with`` block cancels the request if it is still running.
+    The end of the ``async with`` block cancels the request if it is still running. An error that ends the
+    application early is raised here, or by the iterator of the body's parts.
 
     Args:
         app: the application.

@@ -112,7 +112,10 @@ class _Exchange:
         await self._send(message)
 
     async def report_error(self, error: Exception) -> None:
-        """Report an unhandled error by a response, by an error event, or by closing the connection."""
+        """Report an unhandled error by a response, by an error event, or by closing the connection.
+
+        Sends nothing if the response is complete or the client has disconnected.
+        """
         # Starlette raises a RuntimeError from an error whose response has already started.
         cause = error.__cause__ if isinstance(error, RuntimeError) and self.record.status else None
         problem = problem_of(cause or error)
@@ -131,7 +134,7 @@ class _Exchange:
 
 
 class AdmissionMiddleware:
-    """Accepts a request if its API key is valid and the gate is open."""
+    """Accepts a request if its path is public, or if its API key is valid and the gate is open."""
 
     def __init__(self, app: ASGIApp, services: Services) -> None:
         self._app = app

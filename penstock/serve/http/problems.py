@@ -1,7 +1,8 @@
-"""Error responses in OpenAI's format. One table maps exception classes to status, type and code.
+"""Error responses. One table maps exception classes to status, type and code.
 
-Every error response is ``{"error": {"message", "type", "param", "code"}}``, for errors of the HTTP layer, of
-body validation, of the tokenizer and of the scheduler, and for unexpected exceptions.
+Every error response has OpenAI's format, ``{"error": {"message", "type", "param", "code"}}``, for errors of
+the HTTP layer, of body validation, of the tokenizer and of the scheduler, and for unexpected exceptions. The
+routes of Anthropic's and Ollama's APIs use the error format of their API.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class HttpServer(uvicorn.Server):
 
 
 def connection_class() -> type[Connection]:
-    """Return the connection class of httptools if it is installed, else that of h11."""
+    """Return the connection class of httptools if it is installed, else the class of h11."""
     if find_spec("httptools") is None:
         return H11Connection
     from penstock.serve.http.fast_connection import HttpToolsConnection

@@ -58,7 +58,7 @@ class OpenAIStream:
 
 
 class EventTemplate:
-    """An event of which only one value varies. The constant part is encoded once.
+    """An event in which only one value varies. The constant part is encoded once.
 
     >>> template = EventTemplate({"id": "x", "text": EventTemplate.PLACEHOLDER})
     >>> template.with_value("He said \\"1\\"\\n")

@@ -52,6 +52,8 @@ class ClosingTransport:
     def write(self, data: bytes) -> None:
         """Write response data without the probe bytes that have already been sent.
 
+        Does nothing after `close`.
+
         The first write of a response must begin with its status line.
         """
         if self.is_closing():
@@ -85,7 +87,10 @@ class ClosingTransport:
         self._transport.abort()
 
     def discard(self, size: int) -> None:
-        """Count bytes that arrived after `close`, and close the connection if there are too many."""
+        """Count bytes that arrived after `close`. Close the connection if there are too many.
+
+        Otherwise restart the idle timer.
+        """
         self._num_bytes_left -= size
         if self._num_bytes_left < 0:
             self.abort()

@@ -1,4 +1,4 @@
-"""The configured tool servers, and the lists of their tools."""
+"""The configured MCP servers, which offer tools, and the lists of their tools."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class ToolServers:
         return ToolSession(server, self._timeout)
 
     async def tools_of(self, server: ToolServer) -> ServerTools:
-        """Return the tools of a server. The result is cached."""
+        """Return the tools of a server, or the error of listing them. The result is cached."""
         async with self._locks.setdefault(server.name, asyncio.Lock()):
             expires_at, tools = self._lists.get(server.name, (0.0, ServerTools()))
             if time.monotonic() < expires_at:

@@ -14,8 +14,8 @@ from penstock.serve.models.registry import ModelRegistry
 def make_front(registry: ModelRegistry) -> ASGIApp:
     """Create the application of each model. Return the outer application that dispatches requests to them.
 
-    The outer application has the middleware. The default model's application has the routes that concern all
-    models.
+    The outer application has the middleware, and it runs the requests of batches. The default model's
+    application has the routes that concern all models.
     """
     services = registry.default.services
     assert services is not None

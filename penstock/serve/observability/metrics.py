@@ -1,8 +1,8 @@
 """Prometheus metrics: one registry per application, no global state.
 
 Metrics of requests are updated at each event of a request. Metrics of the engine are read from its newest
-statistics at each scrape (`EngineCollector`). All times are in seconds, measured from the arrival of the
-request's headers.
+statistics at each scrape (`EngineCollector`). All times are in seconds. The arrival of a request is the
+arrival of its headers.
 
 Metrics of requests (probes such as ``/health`` are not counted):
 
@@ -150,7 +150,7 @@ class Metrics:
         Args:
             engine: the engine.
             gauges: quantity -> additional gauge name, the argument of `router_gauges`.
-            model: the name of its model.
+            model: the name of the engine's model.
         """
         if not self._engines:
             self.registry.register(EngineCollector(self._engines, gauges or {}))

@@ -40,7 +40,7 @@ Event = Content | Reasoning | ToolCallStart | ToolCallArguments
 
 
 def merge_events(events: list[Event]) -> list[Event]:
-    """Merge adjacent events of the same type.
+    """Merge adjacent texts of the same type. Parts of arguments are merged only within the same call.
 
     >>> merge_events([Content("a"), Content("b"), ToolCallArguments(0, "{"), ToolCallArguments(0, "}")])
     [Content(text='ab'), ToolCallArguments(index=0, text='{}')]

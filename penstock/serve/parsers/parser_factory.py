@@ -40,8 +40,8 @@ _ALPHANUMERICS = string.ascii_letters + string.digits
 class ParserFactory:
     """The formats in which one model writes calls and reasoning.
 
-    `new` creates the parser of one choice. Its events, merged with `merge_events`, do not depend on how
-    the text is split into chunks.
+    `new` creates the parser of one choice. The events of the parser, merged with `merge_events`, do not
+    depend on how the text is split into chunks.
     """
 
     tools: ToolFormat | None
@@ -70,7 +70,7 @@ class ParserFactory:
             reasoning_formats: the known reasoning formats by name.
 
         Raises:
-            ConfigError: there is no format of that name.
+            ConfigError: a flag names an unknown format.
         """
         template = chat_template or ""
         return cls(
@@ -93,7 +93,8 @@ class ParserFactory:
     def skip_special_tokens(self) -> bool:
         """Whether detokenisation omits special tokens. False if the markup contains special tokens.
 
-        If False, the parser drops all special tokens that are not part of the markup.
+        If False, the parser drops all special tokens that are not part of the markup, unless `new` is called
+        with ``shows_special_tokens``.
         """
         markup = [*(self.tools.markers if self.tools else ())]
         if self.reasoning:
@@ -109,7 +110,7 @@ class ParserFactory:
 
         Args:
             prompt: the rendered prompt.
-            prefill: the beginning of the output, at the end of the prompt, if the request has one.
+            prefill: the end of the prompt if the request asks the model to continue it; otherwise empty.
         """
         if self.reasoning is None:
             return False
@@ -182,6 +183,7 @@ class ParserFactory:
 
         Raises:
             UnsupportedFeatureError: the model has no known tool-call format.
+            UnsupportedSchemaError: a schema has a keyword that the grammar cannot enforce.
         """
         if tool_choice in (None, "auto", "none"):
             return None
@@ -200,8 +202,8 @@ class ParserFactory:
     ) -> Grammar:
         """Return the grammar for the choice "auto": free text with strict calls that match their schemas.
 
-        If the format has calls without a marker, free text must not begin with a character that can begin a
-        call.
+        If the format has calls without a marker, free text must not begin with white space or with a
+        character that can begin a call.
 
         Args:
             tools: the tools of the request.
@@ -244,7 +246,7 @@ class ParserFactory:
     ) -> Grammar:
         """Return the grammar for the choice "auto" with an output format: calls, or text in this format.
 
-        The arguments and errors are those of `strict_grammar`.
+        `strict_grammar` describes the errors and the arguments other than ``grammar``.
         """
         calls_tag = self._calls_tag(
             "an output format together with tools",

@@ -14,6 +14,7 @@ class ReasoningFormat:
     """
 
     name: str
+    """The value of ``--reasoning-parser``."""
     begin_markers: tuple[str, ...]
     end_markers: tuple[str, ...]
     dropped_markers: tuple[str, ...] = ()

@@ -71,7 +71,7 @@ class Tools:
         return bool(self.schemas)
 
     def properties(self, name: str) -> dict[str, Schema | bool]:
-        """Return the schema of each argument of a tool."""
+        """Return the schema of each argument of a tool; empty if the tool's schema names no arguments."""
         properties = self.schemas[name].get("properties")
         return properties if isinstance(properties, dict) else {}
 
@@ -81,7 +81,7 @@ class Tools:
 
 
 def types_of(schema: object, root: Schema) -> frozenset[str] | None:
-    """Return the JSON types that a subschema of `root` allows; None if it does not restrict them."""
+    """Return the JSON types that a subschema of `root` allows; None if they are not restricted or unknown."""
     return _types(schema, root, depth=0)
 
 

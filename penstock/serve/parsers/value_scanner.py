@@ -49,7 +49,7 @@ class ValueScanner(ABC):
         """Scan `text` from `position` on.
 
         Returns:
-            The position after the last character of the value, and the JSON text of the scanned part.
+            The position of the first character that was not scanned, and the JSON text of the scanned part.
         """
         self._json_parts = []
         while position < len(text) and not self.is_complete and not self.is_invalid:

@@ -1,4 +1,4 @@
-// A message of the conversation, and the class that builds it from the chunks of a stream.
+// A message of the conversation, and the code that requests a response and builds its message from the stream.
 
 import { ApiError, postStream } from "./api.js";
 import { TokenGroups } from "./tokens.js";
@@ -14,13 +14,13 @@ export class Message {
     this.calls = []; // {id, name, arguments}
     this.callId = null; // for a tool message: the id of the call that it answers
     this.tokens = new TokenGroups();
-    this.numbers = null;
+    this.numbers = null; // times and token counts, see Receiver
     this.error = null;
-    this.isLive = false;
+    this.isLive = false; // whether the response is still arriving
     Object.assign(this, fields);
   }
 
-  /** Whether the message has no text, reasoning or calls. */
+  /** Whether this is a message of the assistant without text, reasoning and calls. */
   get isEmpty() {
     return this.role === "assistant" && !this.text && !this.reasoning && !this.calls.length;
   }

@@ -1,8 +1,8 @@
 // HTTP requests: API key, OpenAI errors, server-sent events.
 
-const KEY = "penstock.api-key";
+const STORAGE_NAME = "penstock.api-key";
 
-/** An error response of the server, or a network error. */
+/** An error response of the server, an invalid response, or a network error. */
 export class ApiError extends Error {
   constructor(message, { status = 0, code = null, param = null, retryAfter = null, requestId = null } = {}) {
     super(message);
@@ -12,9 +12,9 @@ export class ApiError extends Error {
 
 /** The API key of this tab. It is stored in sessionStorage, which the browser deletes when the tab is closed. */
 export const key = {
-  get: () => sessionStorage.getItem(KEY),
-  set: (value) => sessionStorage.setItem(KEY, value),
-  remove: () => sessionStorage.removeItem(KEY),
+  get: () => sessionStorage.getItem(STORAGE_NAME),
+  set: (value) => sessionStorage.setItem(STORAGE_NAME, value),
+  remove: () => sessionStorage.removeItem(STORAGE_NAME),
 };
 
 /** Returns the URL of a route, relative to the page, so that a proxy may serve the page under a path prefix. */
@@ -36,7 +36,7 @@ export async function postJson(path, body, signal) {
   return await decodeJson(await send(path, jsonPost(body, signal)));
 }
 
-/** Sends a POST request and yields the data of each event; returns after `[DONE]`. */
+/** Sends a POST request and yields the JSON value of each event. Throws an error if `[DONE]` is missing. */
 export async function* postStream(path, body, signal) {
   const response = await send(path, jsonPost(body, signal));
   for await (const data of events(response.body)) {

@@ -1,4 +1,4 @@
-// Connects the modules: the conversation, one running response at a time, the settings and the panel.
+// Connects the modules: the conversation with one running response at a time, the settings, the panel and the pages.
 
 import { Message, streamInto } from "./answer.js";
 import { ApiError, getJson, key } from "./api.js";

@@ -74,7 +74,7 @@ class Side {
     return body;
   }
 
-  /** Requests an answer and shows it as it arrives. */
+  /** Requests an answer, shows the text as it arrives, and returns the message. */
   async answer(body, signal) {
     const message = new Message("assistant", "", { isLive: true });
     const view = new MessageView(message, { shades: this._settings.shades, name: `Answer ${this.name}` });
@@ -123,7 +123,7 @@ export class CompareView {
     this._sides.forEach((side) => side.shade(shades));
   }
 
-  /** Sends a prompt with both settings. Without text and images, sends the last prompt again. Returns whether it was sent. */
+  /** Sends a prompt with both settings. Without text and images, sends the last prompt again. Returns false if no prompt was sent. */
   send(text, images) {
     const prompt = text.trim() || images.length ? new Message("user", text, { images: [...images] }) : this._lastPrompt;
     if (!prompt || this.isRunning) return false;
@@ -169,7 +169,7 @@ export class CompareView {
     this._onchange();
   }
 
-  /** Shows whether the answers are equal. */
+  /** Shows whether the answers are equal, unless one of them failed. */
   _showNote() {
     const [a, b] = this._sides.map((side) => side.message);
     if (a.error || b.error) return;

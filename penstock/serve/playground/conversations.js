@@ -1,4 +1,4 @@
-// The conversations that the browser keeps in localStorage: newest first, at most MAX_COUNT.
+// The conversations that the browser keeps in localStorage: last saved first, at most MAX_COUNT.
 
 import { Message } from "./answer.js";
 
@@ -13,7 +13,7 @@ export class Conversations {
     this.current = null; // the id of the conversation on the page; null before its first message
   }
 
-  /** Returns all conversations: {id, title, messages}, the newest first. */
+  /** Returns all conversations: {id, title, messages}, the last saved first. */
   get all() {
     try {
       const list = JSON.parse(this._storage.getItem(KEY) ?? "[]");
@@ -23,7 +23,7 @@ export class Conversations {
     }
   }
 
-  /** Stores the messages of the current conversation. Deletes the conversation if there are none. */
+  /** Stores the messages of the current conversation. Deletes the conversation if there are no messages. */
   save(messages) {
     if (!messages.length) {
       if (this.current !== null) this.remove(this.current);

@@ -1,4 +1,4 @@
-// Functions that create elements. No module of the page parses a string as HTML.
+// Functions for elements and the clipboard. No module of the page parses a string as HTML.
 
 /** Returns the element with an id. */
 export const byId = (id) => document.getElementById(id);

@@ -40,7 +40,7 @@ export class MarkdownText {
   }
 }
 
-/** Splits a text into blocks, each a string: code, lists, quotes, tables, headings and paragraphs. */
+/** Splits a text into blocks, each a string: code, lists, quotes, tables, headings, rules and paragraphs. */
 export function blocksOf(text) {
   const blocks = [];
   let lines = [];

@@ -33,7 +33,8 @@ class GrowingText {
  * The article of a message.
  *
  * `actions` has the functions of the buttons: edit(message, text, andAnswer), remove(message), branch(message),
- * regenerate(message), retry(message), sendResults(message, results). If it is null, the only button is Copy.
+ * regenerate(message), retry(message), sendResults(message, results). updateButtons() is called when editing is
+ * cancelled. If `actions` is null, the only button is Copy.
  */
 export class MessageView {
   constructor(message, { actions = null, shades, name = NAMES[message.role] }) {
@@ -68,7 +69,7 @@ export class MessageView {
     this._numbers.replaceChildren(...numbersOf(message.numbers));
   }
 
-  /** Disables the buttons if `isBusy`. Shows the fields for tool results if this is the last message. */
+  /** Disables the buttons if `isBusy`. Only the last message shows `Try again` and the fields for tool results. */
   updateControls({ isLast, isBusy }) {
     for (const element of this._buttonBar.querySelectorAll("button")) element.disabled = isBusy;
     if (this._errorBox.firstChild) this._retryButton.hidden = !isLast || isBusy;
@@ -193,7 +194,7 @@ export class MessageView {
   }
 }
 
-/** Returns the figures of a response as a line of text. */
+/** Returns the figures of a response as elements of a line. */
 function numbersOf(numbers) {
   if (!numbers) return [];
   const { firstToken, perSecond, prompt, cached, completion, finish } = numbers;

@@ -62,7 +62,7 @@ const ROWS = [
 const kvUse = (now) => now.sum("penstock_kv_blocks_used") / (now.sum("penstock_kv_blocks") || 1);
 
 export class MetricsPage {
-  /** `onerror(error)` is called when the server refuses the request, `onannounce(text)` for screen readers. */
+  /** `onerror(error)` is called after a response with status 401, `onannounce(text)` for screen readers. */
   constructor({ onerror, onannounce }) {
     Object.assign(this, { _onerror: onerror, _onannounce: onannounce });
     this._isShown = false;

@@ -119,7 +119,7 @@ export function hideAlternatives(event) {
   event?.target.removeAttribute?.("aria-describedby");
 }
 
-/** Returns a table of the top tokens with the chosen token marked. */
+/** Returns a table of the top tokens with the chosen token marked. The chosen token is added if it is missing. */
 function tableOf(entry) {
   const topTokens = entry.top_logprobs;
   const isChosen = (candidate) => candidate.token === entry.token && String(candidate.bytes) === String(entry.bytes);

@@ -1,7 +1,8 @@
 """Layers of integer codes with scales and zero points, as in GPTQ, AWQ and compressed-tensors.
 
-Codes of up to 4 bits are read in the encoding uint4, codes of 5 to 8 bits in uint8. The group size must be a
-multiple of 32 inputs. Layers with other group sizes are dequantized to floats.
+Codes of up to 4 bits are read in the encoding uint4, codes of 5 to 8 bits in uint8. A group must have a
+multiple of 32 inputs, or all inputs. Layers with other group sizes or with zero points above 255 are
+dequantized to floats.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ def find_input_order(
         groups: number of groups.
 
     Returns:
-        The encoding, and the order for `QuantizedHeader.order`. The encoding is None if a group other than
-        the last one does not have ``size`` inputs.
+        The encoding, and the order for `QuantizedHeader.order`; the order is empty if the inputs are sorted,
+        the encoding is None, or the groups have an unsupported type. The encoding is None if ``encoding`` is
+        None, or if a group other than the last one does not have ``size`` inputs.
 
     Raises:
         WeightsError: a group does not exist.
@@ -73,7 +75,7 @@ def read_codes(
     group_size: int,
     groups: Tensor | None = None,
 ) -> tuple[str | None, Mapping[str, Tensor]]:
-    """Return the encoding and the tensors of a layer of codes.
+    """Return the encoding and the tensors of a layer of codes; None and the float weight if dequantized.
 
     Args:
         encoding: the result of `exact_encoding` for the layer; None for floats.

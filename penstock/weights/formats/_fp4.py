@@ -2,8 +2,8 @@
 
 A byte contains two numbers, the first in its lower half. NVFP4 has a scale (E4M3) per 16 inputs and a float32
 scale per matrix. In compressed-tensors a weight is divided by the float32 scale (``weight_global_scale``), in
-ModelOpt it is multiplied by it (``weight_scale_2``). MXFP4 has a power of two per 32 inputs, stored as its
-exponent plus 127. The encodings nvfp4 and mxfp4 represent these layers exactly.
+ModelOpt a weight is multiplied by the float32 scale (``weight_scale_2``). MXFP4 has a power of two per 32
+inputs, stored as its exponent plus 127. The encodings nvfp4 and mxfp4 represent these layers exactly.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ _NVFP4, _MXFP4 = 16, 32  # inputs that share a scale
 
 def take_fp4_layers(tensors: StoredTensors, name: str = "weight_packed") -> None:
     """Replace the tensors of each layer of 4-bit floats by one header.
+
+    In ModelOpt, a layer without ``weight_scale`` is no layer of 4-bit floats and stays unchanged.
 
     Args:
         tensors: the stored tensors.

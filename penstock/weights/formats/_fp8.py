@@ -57,7 +57,7 @@ def take_fp8_layers(tensors: StoredTensors, block: tuple[int, int]) -> None:
 
 
 def read_fp8(source: TensorReader, header: LayerHeader) -> tuple[str | None, Mapping[str, Tensor]]:
-    """Return the encoding and the tensors of a layer of 8-bit floats."""
+    """Return the encoding and the tensors of a layer; None and a float32 weight if no encoding is exact."""
     import torch
 
     weight, scales = header.read(source, "weight"), header.read(source, "scale").float()

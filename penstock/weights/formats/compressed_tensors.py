@@ -11,7 +11,7 @@ determine its type:
 * ``weight_packed`` uint8: 4-bit floats, see `penstock.weights.formats._fp4`.
 
 ``weight_g_idx`` contains the group of each input, if inputs are not sorted by group (``actorder``). The
-encoding has the inputs of such a layer sorted by group (`QuantizedHeader.order`).
+reader sorts the inputs of such a layer by group (`QuantizedHeader.order`).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _refuse_transforms(section: Mapping[str, object]) -> None:
 
 
 def _weight_options(groups: list[Mapping[str, object]], layer: str) -> Mapping[str, object]:
-    """Return the settings of a layer's weight from its group.
+    """Return the settings of a layer's weight from its group; an empty mapping if no group has the layer.
 
     If several groups have a target for the layer, a target that is the layer's name has precedence over a
     regular expression. A regular expression has precedence over the class ``Linear``.

@@ -8,7 +8,7 @@ A layer ``[out, in]`` is stored transposed:
   format (``checkpoint_format: gptq``) they are stored minus 1.
 * ``scales`` ``[G, out]``.
 * ``g_idx`` int32 ``[in]``: the group of each input. With ``desc_act``, inputs are not sorted by group. The
-  encoding has the inputs of such a layer sorted by group (`QuantizedHeader.order`).
+  reader sorts the inputs of such a layer by group (`QuantizedHeader.order`).
 """
 
 from __future__ import annotations

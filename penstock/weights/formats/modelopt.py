@@ -1,9 +1,10 @@
 """modelopt: layers of 8-bit floats and of 4-bit floats (NVFP4), written by ModelOpt.
 
-The tensors of a layer determine its type. Layers of 8-bit floats have ``weight`` E4M3 and ``weight_scale``
-(one per matrix or one per output).
-Layers of 4-bit floats have ``weight`` uint8, ``weight_scale`` (E4M3, one per 16 inputs) and
-``weight_scale_2`` (one float32). The layers of a checkpoint can have different types.
+The tensors of a layer determine its type. The layers of a checkpoint can have different types.
+
+- Layers of 8-bit floats have ``weight`` (E4M3) and ``weight_scale`` (one per matrix or one per output).
+- Layers of 4-bit floats have ``weight`` (uint8), ``weight_scale`` (E4M3, one per 16 inputs) and
+  ``weight_scale_2`` (one float32).
 """
 
 from __future__ import annotations

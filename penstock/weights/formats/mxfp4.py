@@ -112,7 +112,7 @@ def _check(blocks: TensorHeader, scales: TensorHeader | None, name: str) -> None
     """Check that the types and shapes of blocks and scales are consistent.
 
     Raises:
-        WeightsError: they are not. The message has the names and shapes of the tensors.
+        WeightsError: they are not, or the scales are missing. The message names the tensors.
     """
     faults = []
     if scales is None:

@@ -50,7 +50,7 @@ def test_conversations_arrive_in_bursts() -> None:
     assert gaps.std() / gaps.mean() == pytest.approx(2.0, rel=0.25)
 
 
-def test_a_few_prefixes_are_frequent() -> None:
+def test_prefix_frequencies_follow_zipfs_law() -> None:
     prefixes = Counter(conversation.turns[0].message[:8].tobytes() for conversation in make_trace(SHAPE))
     counts = [count for _, count in prefixes.most_common(3)]
     assert len(prefixes) == SHAPE.num_prefixes
@@ -60,7 +60,7 @@ def test_a_few_prefixes_are_frequent() -> None:
 
 
 @pytest.mark.parametrize("name", ["rate", "num_requests", "prefix_length"])
-def test_sizes_that_are_not_positive_are_refused(name: str) -> None:
+def test_sizes_that_are_too_small_are_refused(name: str) -> None:
     with pytest.raises(InputError, match=name):
         replace(SHAPE, **{name: 0})
     with pytest.raises(InputError, match="turns"):

@@ -132,7 +132,7 @@ _KEYWORDS: dict[str, st.SearchStrategy[Any]] = {
     ),
 )
 @settings(max_examples=300, deadline=None)
-def test_accepted_values_are_those_that_jsonschema_accepts(
+def test_accepted_values_are_the_values_that_jsonschema_accepts(
     values: list[Any], keywords: dict[str, Any]
 ) -> None:
     schema = {**keywords, "enum": values}

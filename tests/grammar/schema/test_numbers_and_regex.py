@@ -62,7 +62,7 @@ def test_numbers_between_accepts_exactly_the_decimals_in_range(
     ]
     for value in {*values, *values_near_bounds}:
         if value == 0:
-            continue  # zero has two spellings, 0 and -0
+            continue  # zero can be written as 0 or as -0
         text = format(value.normalize(), "f")
         expected = bounds.contains(value)
         assert (rule is not None and accepts(compile_grammar(f"root ::= {rule}"), text)) == expected, text

@@ -88,7 +88,7 @@ def test_a_long_step_is_split_into_several_calls(ops: CpuOps, monkeypatch: pytes
     assert graphs.status == "compiled: 8 kernels in one call"
 
 
-def test_replay_without_scratch_memory_is_refused(ops: CpuOps) -> None:
+def test_a_plan_without_enough_scratch_memory_is_refused(ops: CpuOps) -> None:
     step, inputs = random_encoder(ops, 32, [5])
     plan = record(ops, inputs, lambda recording: step(recording, inputs))
     arena = torch.empty(plan.arena_bytes, dtype=torch.uint8)

@@ -51,7 +51,9 @@ def test_nothing_is_logged_for_supported_arguments(ops: CpuOps, caplog: pytest.L
     assert not caplog.records
 
 
-def test_elementwise_operations_name_their_types(ops: CpuOps, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_message_names_the_operation_and_the_activation_type(
+    ops: CpuOps, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, logger="penstock"):
         ops.scale(torch.ones(2, 8, dtype=torch.float16), 2.0)
         ops.rms_norm(torch.ones(2, 8, dtype=torch.float16), torch.ones(8), 1e-5)

@@ -1,4 +1,4 @@
-"""Lazily packed weights: products of rows and of panels are bit-equal, and packing runs on request."""
+"""Lazily packed weights: products are bit-equal before and after packing, which runs once on request."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def get_lazy_weight(packed: PackedLinear) -> LazyWeight:
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rows", [0, 1, 5, 33, 300])
 @pytest.mark.parametrize("sizes", [(70,), (64, 128, 1), (640, 64), (33, 100, 7)], ids=str)
-def test_rows_and_panels_give_the_same_bits(
+def test_products_before_and_after_packing_are_bit_equal(
     ops: CpuOps,
     stored_dtype: torch.dtype,
     encoding: str,

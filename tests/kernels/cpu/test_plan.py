@@ -115,8 +115,8 @@ def make_step_inputs(lengths: Sequence[int]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("width", [32, 640])  # the work of the wider step is divided among the threads
 def test_a_compiled_step_is_bit_equal_to_its_operations(ops: CpuOps, encoding: str, width: int) -> None:
     step = step_with_all_operations(ops, encoding, width)
-    plan, recorder = compile_step(ops, make_step_inputs([3, 20]), step)
-    assert len(plan) == len(recorder.records) + 1  # the lookup of the rotary tables has two kernels
+    plan, recorded_plan = compile_step(ops, make_step_inputs([3, 20]), step)
+    assert len(plan) == len(recorded_plan.records) + 1  # the lookup of the rotary tables has two kernels
     for lengths in ([17, 16], [33, 1], [64, 50]):
         step_inputs = make_step_inputs(lengths)
         replayed_results = plan.replay(list(step_inputs.values()))
@@ -182,21 +182,21 @@ def test_compiling_does_not_run_the_reference(ops: CpuOps) -> None:
 def test_a_step_is_recorded_without_computing(ops: CpuOps) -> None:
     """The cache holds only the values that the replays stored."""
     cache = torch.zeros(2, 3, 1, 16, 8)
-    graphs, replayed_results = GraphCache(CpuGraphCompiler(ops)), []
+    graphs, caches_at_recording = GraphCache(CpuGraphCompiler(ops)), []
 
     def step(step_ops: Ops, step_inputs: Mapping[str, Tensor]) -> list[Tensor]:
         x = step_ops.scale(step_inputs["x"], 2.0)
         k = x.view(1, 1, -1)[..., :8]
         step_ops.store_kv(k, k, LayerKV(cache, step_inputs["tables"], step_inputs["slots"]))
-        replayed_results.append(cache.clone())
+        caches_at_recording.append(cache.clone())
         return [x]
 
     for slot in (20, 21):
         tensors = {"x": torch.ones(1, 8), "tables": torch.zeros(1, 1).int(), "slots": torch.tensor([slot])}
         results = graphs.run("a", tensors, step)
     assert results is not None
-    assert len(replayed_results) == 1
-    assert not replayed_results[0].any()
+    assert len(caches_at_recording) == 1
+    assert not caches_at_recording[0].any()
     assert cache[:, 1, 0, 5].eq(2).all()
     assert not cache[:, 1, 0, 4].any()
 

@@ -185,7 +185,7 @@ def test_sums_of_extreme_values_are_exact(ops: CpuOps, sign: int, rows: int) -> 
 def test_group_sums_of_extreme_values_are_exact(
     ops: CpuOps, encoding: str, lowest_integer: float, sign: int
 ) -> None:
-    """All weights are the lowest or highest integer and all activations are 127.
+    """All weights are the lowest or highest integer and all activations are 127 or -127.
 
     Intermediate sums need all 16 bits.
     """

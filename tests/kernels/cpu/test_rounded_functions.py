@@ -18,7 +18,7 @@ def ops(request: pytest.FixtureRequest) -> CpuOps:
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """Return the function in float64, as a product without cancellation."""
+    """Return GELU with the tanh approximation in float64, in a form without cancellation."""
     float64_x = x.double()
     return float64_x / (1 + torch.exp(-2 * (2 / torch.pi) ** 0.5 * (float64_x + 0.044715 * float64_x**3)))
 

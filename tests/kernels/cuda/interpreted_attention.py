@@ -1,6 +1,7 @@
 """Attention in Triton's interpreter: fixed and random head sizes, groups, windows, caches and spans.
 
-`test_interpreter.py` runs this file in a separate process. ``--random -m random`` adds many random cases.
+`test_interpreter.py` runs this file in a separate process. ``--random -m random`` runs only the random cases,
+which include encoder attention.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class AttentionCase:
     cache_kind: str = "same"
     """Type of the cache.
 
-    ``same``: that of the queries; ``wide``: float32; ``int8``, ``fp8``: one scale per row; ``fixed``: fp8,
-    one scale per head.
+    ``same``: the type of the queries; ``wide``: float32; ``int8``, ``fp8``: one scale per row; ``fixed``:
+    fp8, one scale per head.
     """
     sequences: tuple[tuple[int, int], ...] = ((1, 20), (7, 19))
     """For each sequence, its number of rows (queries) and its length. A sequence may have no rows."""

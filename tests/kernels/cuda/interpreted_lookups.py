@@ -1,4 +1,7 @@
-"""Row lookups in Triton's interpreter, with valid and invalid indices. `test_interpreter.py` runs it."""
+"""Row lookups in Triton's interpreter, with valid and invalid indices.
+
+`test_interpreter.py` runs this file.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ SHAPES = list(product((1, 2, 4), (1, 4), (1, 3), (0, 5), (1, 2), (1, 20)))
 
 
 def assert_equals_reference(name: str, packed: PackedConv1d | PackedConvTranspose1d, x: Tensor) -> None:
-    """Compare a convolution with the reference. The methods do not use ``self``, so it is None."""
+    """Compare a convolution with the reference. The methods do not use ``self``, so ``self`` is None."""
     actual, reference = (
         getattr(back_end, name)(None, x, packed) for back_end in (CudaConvolution, ReferenceConvolution)
     )

@@ -1,4 +1,4 @@
-"""The CUDA back end on a GPU: texts, graphs and determinism of the demo model."""
+"""The CUDA back end on a GPU: texts, graphs and determinism of the demo model, graphs of image encoders."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def generate_texts(
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_texts_equal_those_of_the_cpu(params: SamplingParams) -> None:
+def test_texts_equal_the_texts_of_the_cpu(params: SamplingParams) -> None:
     assert generate_texts("gpu", params) == generate_texts("cpu", params)
 
 
-def test_decode_steps_run_as_graphs_with_the_eager_text() -> None:
+def test_decode_steps_run_as_graphs_and_generate_the_text_of_eager_steps() -> None:
     with LLM("demo", quantization_encoding="float32", devices="gpu") as llm:
         replayed_texts = [output.text for output in llm.generate(PROMPTS, GREEDY)]
         assert llm.pipeline.session.graph_status == "compiled: a CUDA graph"
@@ -72,7 +72,7 @@ def _reset_sync_mode() -> Iterator[None]:
 
 
 def set_sync_mode(mode: str) -> None:
-    """Set what torch does when a call waits for the device. Hides the warning that this is a prototype."""
+    """Set what torch does when a call waits for the device. Hide the warning that the mode is a prototype."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.cuda.set_sync_debug_mode(mode)

@@ -205,7 +205,7 @@ def test_graphs_beyond_the_budget_run_eagerly(caplog: pytest.LogCaptureFixture) 
 
 
 def test_all_steps_are_captured_in_one_side_stream() -> None:
-    """The allocator of torch keeps memory for each stream, so each further stream would need as much."""
+    """The allocator of torch keeps memory for each stream, so each further stream would need more memory."""
     cuda = FakeCuda()
     cache = GraphCache(CudaGraphCompiler(ReferenceOps(), cuda=cuda, max_bytes=100 * MIB))
     for rows in (1, 1, 2, 2, 3, 3):

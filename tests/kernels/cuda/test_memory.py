@@ -64,4 +64,7 @@ def test_free_and_peak_memory_come_from_the_counters_of_torch() -> None:
     assert memory.peak(work) == 300
     with pytest.raises(MemoryError, match=r"CUDA out of memory\. Tried to allocate$"):
         memory.peak(lambda: cuda.allocate(2000))
+
+
+def test_the_cpu_has_no_device_memory() -> None:
     assert make_device_memory(ReferenceOps(), torch.device("cpu")) is None

@@ -1,4 +1,7 @@
-"""`CudaQueue` with a fake of torch's streams: which work each copy to the host waits for."""
+"""`CudaQueue` with a fake of torch's streams: which work each copy to the host waits for.
+
+One test needs a GPU.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +97,7 @@ def test_a_copy_waits_for_earlier_work_only() -> None:
         assert copy.wait().tolist() == [step, step], "the value must be a copy"
 
 
-def test_only_a_gpu_has_a_queue() -> None:
+def test_the_reference_back_end_on_the_cpu_has_no_queue() -> None:
     assert make_queue(ReferenceOps()) is None
 
 
@@ -106,7 +109,7 @@ def test_values_for_the_cpu_are_not_copied() -> None:
 
 
 @pytest.mark.gpu
-def test_a_copy_is_complete_before_later_work() -> None:
+def test_a_copy_does_not_wait_for_later_work_on_a_gpu() -> None:
     device = torch.device("cuda")
     queue = CudaQueue()
     x = torch.rand(4096, 4096, device=device)

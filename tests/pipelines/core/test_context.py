@@ -32,7 +32,7 @@ def outstanding_tokens(context: TextContext) -> list[int]:
     return [token for token, _ in context.outstanding_completion_tokens()]
 
 
-def test_the_example_of_the_api_page_holds() -> None:
+def test_the_example_in_the_docstring_of_the_class_holds() -> None:
     assert doctest.testmod(context).failed == 0
 
 
@@ -109,7 +109,7 @@ def test_tokens_sampled_within_a_prompt_are_dropped() -> None:
     assert outstanding_tokens(context) == [78]
 
 
-def test_a_forced_token_is_computed_with_the_next_one() -> None:
+def test_a_forced_token_is_active_in_the_next_step() -> None:
     context = make_context(3)
     context.jump_ahead(50)
     assert (context.start_idx, context.active_idx, context.is_ce) == (0, 4, True)

@@ -170,7 +170,7 @@ def test_a_deep_copy_is_independent() -> None:
 # Images.
 
 
-def test_pixel_values_survive_serialization() -> None:
+def test_pixel_values_are_kept_after_updates_and_a_reset() -> None:
     image = np.ones((2, 3), np.float32)
     context = TextAndVisionContext(
         prompt="",

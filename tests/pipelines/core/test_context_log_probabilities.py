@@ -19,7 +19,7 @@ EOS = 9
 
 
 def make_rows(*positions: int) -> LogProbabilities:
-    """Return one row of log probabilities for each position. Its values encode the position."""
+    """Return one row of log probabilities for each position. The values of a row encode its position."""
     return LogProbabilities(
         [-float(position) for position in positions], [{position: 0.5} for position in positions]
     )
@@ -45,7 +45,7 @@ def test_each_token_is_returned_with_its_log_probabilities() -> None:
     assert context.outstanding_completion_tokens() == [(8, make_rows(6))]
 
 
-def test_log_probabilities_of_a_prompt_chunk_are_dropped() -> None:
+def test_log_probabilities_of_a_prompt_chunk_are_dropped_without_echo() -> None:
     context = make_context(5, log_probabilities=2)
     context.set_token_indices(active_idx=2)
     context.update(77, make_rows(77))

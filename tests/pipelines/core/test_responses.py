@@ -1,4 +1,4 @@
-"""Responses and statuses: ``is_done`` and equality."""
+"""Responses and statuses: ``is_done``, equality, and access to audio."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.pipelines.core import (
 )
 
 ACTIVE = TextGenerationStatus.ACTIVE
-UNKNOWN_STATUS: object = 3
+OBJECT_OF_OTHER_TYPE: object = 3
 
 
 @pytest.mark.parametrize("status", TextGenerationStatus)
@@ -50,7 +50,7 @@ def test_log_probabilities_are_equal_by_value() -> None:
     assert LogProbabilities([-0.5], [{3: -0.5}]) == LogProbabilities([-0.5], [{3: -0.5}])
     assert LogProbabilities([-0.5], [{3: -0.5}]) != LogProbabilities([-0.6], [{3: -0.5}])
     assert LogProbabilities([-0.5], [{3: -0.5}]) != LogProbabilities([-0.5], [{4: -0.5}])
-    assert LogProbabilities([], []) != UNKNOWN_STATUS
+    assert LogProbabilities([], []) != OBJECT_OF_OTHER_TYPE
 
 
 def test_tokens_are_equal_by_value() -> None:
@@ -59,7 +59,7 @@ def test_tokens_are_equal_by_value() -> None:
     assert TextResponse(3, log_probabilities) == TextResponse(3, LogProbabilities([-0.5], [{3: -0.5}]))
     assert TextResponse(3) != TextResponse(3, log_probabilities)
     assert TextResponse(3) != TextResponse("3")
-    assert TextResponse(3) != UNKNOWN_STATUS
+    assert TextResponse(3) != OBJECT_OF_OTHER_TYPE
 
 
 def test_embeddings_are_done_at_once_and_equal_by_value() -> None:
@@ -67,7 +67,7 @@ def test_embeddings_are_done_at_once_and_equal_by_value() -> None:
     assert response.is_done
     assert response == EmbeddingsResponse(np.ones(3))
     assert response != EmbeddingsResponse(np.zeros(3))
-    assert response != UNKNOWN_STATUS
+    assert response != OBJECT_OF_OTHER_TYPE
 
 
 def test_missing_audio_raises() -> None:
@@ -77,7 +77,7 @@ def test_missing_audio_raises() -> None:
         response.audio_data  # noqa: B018
 
 
-def test_audio_is_returned() -> None:
+def test_audio_is_returned_and_equal_by_value() -> None:
     audio = np.ones(3)
     response = AudioGenerationResponse(TextGenerationStatus.END_OF_SEQUENCE, audio)
     assert response.has_audio_data
@@ -86,7 +86,7 @@ def test_audio_is_returned() -> None:
     assert response != AudioGenerationResponse(ACTIVE, audio)
     assert response != AudioGenerationResponse(TextGenerationStatus.END_OF_SEQUENCE)
     assert response != AudioGenerationResponse(TextGenerationStatus.END_OF_SEQUENCE, np.zeros(3))
-    assert response != UNKNOWN_STATUS
+    assert response != OBJECT_OF_OTHER_TYPE
 
 
 def test_an_audio_chunk_is_frozen() -> None:

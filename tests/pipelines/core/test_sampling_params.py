@@ -64,7 +64,7 @@ def test_valid_values_are_kept(values: dict[str, Any]) -> None:
     ],
     ids=repr,
 )
-def test_values_that_are_not_numbers_are_refused(name: str, value: Any) -> None:
+def test_values_that_are_not_finite_numbers_are_refused(name: str, value: Any) -> None:
     with pytest.raises(InputError) as exc_info:
         SamplingParams(**{name: value})
     assert str(exc_info.value).startswith(f"{name} must be ")
@@ -104,7 +104,9 @@ def test_the_error_states_that_a_number_is_expected(value: Any) -> None:
     ],
     ids=repr,
 )
-def test_numpy_numbers_become_python_numbers(values: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_numbers_of_other_types_become_python_numbers(
+    values: dict[str, Any], expected: dict[str, Any]
+) -> None:
     params = SamplingParams(**values)
     for name, value in expected.items():
         kept_value = getattr(params, name)
@@ -233,7 +235,7 @@ def test_has_logit_rules_is_true_if_a_rule_is_set(values: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("name", ["frequency_penalty", "presence_penalty", "repetition_penalty"])
-def test_each_penalty_needs_token_counts(name: str) -> None:
+def test_needs_penalties_is_true_if_a_penalty_is_set(name: str) -> None:
     values: dict[str, Any] = {name: 0.5}
     assert SamplingParams(**values).needs_penalties
 

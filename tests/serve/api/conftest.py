@@ -1,4 +1,4 @@
-"""Tiny embeddings models that several tests serve."""
+"""Tiny embeddings models and classifiers that several tests serve."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support.tiny_embedder import write_tiny_embedder
 
 @pytest.fixture(scope="session")
 def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write an embeddings model with prompts that is trained for 8 and 16 dimensions."""
+    """Write an embeddings model with prompts and the Matryoshka dimensions 8 and 16."""
     return write_tiny_embedder(
         tmp_path_factory.mktemp("embedder"),
         settings={"prompts": {"query": "query: ", "document": "passage: "}},

@@ -1,4 +1,4 @@
-"""Loading and unloading of adapters over HTTP, with a fake worker that records the calls."""
+"""Loading and unloading of adapters over HTTP, with a fake worker that stores only names and paths."""
 
 from __future__ import annotations
 

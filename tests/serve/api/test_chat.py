@@ -158,7 +158,7 @@ async def test_sampling_defaults_are_those_of_the_model() -> None:
         await server.chat()
         await server.chat()
     params = [context.sampling_params for context in contexts]
-    # From generation_config.json of the embedded model.
+    # From generation_config.json of the demo model.
     assert {sampling.temperature for sampling in params} == {0.5}
     assert params[0].seed != params[1].seed
 

@@ -59,7 +59,7 @@ def make_choice(
 def decode_in_chunks(
     choice: ChoiceDecoder, ids: Sequence[int], chunk_bounds: Sequence[int], status: TextGenerationStatus
 ) -> Any:
-    """Decode tokens in chunks and return the whole output. Like a worker, end at a stop string."""
+    """Decode tokens in chunks and return the whole output. Like a route, stop when the choice has ended."""
     bounds = [0, *sorted(bound % (len(ids) + 1) for bound in chunk_bounds), len(ids)]
     deltas: list[ChoiceDelta] = []
     for start, end in pairwise(bounds):
@@ -97,7 +97,7 @@ texts = st.lists(
     template=st.sampled_from([None, HERMES, THINKING]),
     parallel_calls=st.booleans(),
     status=st.sampled_from([END, LENGTH]),
-    ends_in_character=st.booleans(),
+    omits_last_byte=st.booleans(),
 )
 def test_output_does_not_depend_on_token_chunks(
     text: str,
@@ -106,10 +106,10 @@ def test_output_does_not_depend_on_token_chunks(
     template: str | None,
     parallel_calls: bool,
     status: TextGenerationStatus,
-    ends_in_character: bool,
+    omits_last_byte: bool,
 ) -> None:
     ids = list(text.encode())
-    if ends_in_character:  # one byte of the last character is missing if it has several bytes
+    if omits_last_byte:  # the last character is then incomplete if it has several bytes
         ids = ids[:-1]
     context = make_context(stop=stop or None)
     expected = decode_in_chunks(
@@ -194,7 +194,9 @@ def test_reasoning_tokens_are_counted() -> None:
 
 
 @pytest.mark.parametrize("may_decode_at_end", [False, True])
-def test_the_text_is_decoded_after_the_prompt(shared_data: Path, may_decode_at_end: bool) -> None:
+def test_the_text_starts_with_a_space_only_after_a_word_of_the_prompt(
+    shared_data: Path, may_decode_at_end: bool
+) -> None:
     tokenizer = TextTokenizer(shared_data / "models/stories260K")
     prompt_ids, answer_ids = (
         tokenizer.encode_text(text, add_special_tokens=False) for text in ("One day", "the")

@@ -81,7 +81,7 @@ async def test_errors_of_the_engine_are_error_responses() -> None:
 
 
 @pytest.mark.parametrize("path", ["/wake_up", "/reload"])
-async def test_limits_of_new_workers_apply_after_a_reload(path: str) -> None:
+async def test_limits_of_new_workers_apply_after_a_reload_or_a_wake_up(path: str) -> None:
     engine = FakeEngine()
     services = make_services(engine)
     async with app_client(services) as client:

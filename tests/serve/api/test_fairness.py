@@ -1,4 +1,4 @@
-"""Clients are identified by key or connection. One with many requests does not delay other clients."""
+"""Clients are identified by key or connection. A client with many requests does not delay other clients."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_body(n: int = 1, **fields: Any) -> dict[str, Any]:
     }
 
 
-def test_each_api_key_is_a_client() -> None:
+def test_each_of_several_api_keys_is_a_client() -> None:
     def client_number(keys: tuple[str, ...], key: bytes) -> int | None:
         return ApiKeys(keys).check([(b"authorization", b"Bearer " + key)])
 

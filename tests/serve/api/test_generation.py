@@ -142,7 +142,7 @@ async def test_the_request_timeout_ends_a_response() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_the_stream_timeout_does_not_limit_the_whole_response(stream: bool) -> None:
+async def test_the_stream_timeout_limits_only_the_time_without_tokens(stream: bool) -> None:
     is_blocked = threading.Event()
 
     def choose(context: TextContext) -> int:

@@ -54,7 +54,9 @@ async def test_the_completion_route_answers_in_the_format_of_llama_cpp() -> None
         assert (end_event["stop"], end_event["content"], end_event["stop_type"]) == (True, "", "eos")
 
 
-async def test_the_infill_route_needs_a_model_with_infill_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_infill_route_formats_the_prompt_and_needs_infill_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with run_in_process(make_echo_pipeline()) as server:
         fields: Any = {"input_prefix": "ab", "input_suffix": "cd", "n_predict": 50}
         assert (await server.expect_refusal("/infill", **fields))["param"] == "input_suffix"
@@ -81,6 +83,8 @@ async def test_the_infill_route_needs_a_model_with_infill_tokens(monkeypatch: py
         ("/infill", {"input_prefix": "a"}, "input_suffix"),
     ],
 )
-async def test_invalid_values_are_refused_with_the_field(path: str, body: dict[str, Any], param: str) -> None:
+async def test_missing_unknown_and_invalid_values_are_refused_with_the_field(
+    path: str, body: dict[str, Any], param: str
+) -> None:
     async with run_in_process() as server:
         assert (await server.expect_refusal(path, **body))["param"] == param

@@ -237,7 +237,7 @@ def test_invalid_values_are_refused_with_the_field(url: str, fields: dict[str, A
 
 
 def test_requests_of_claude_code_are_accepted(url: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The fields that Claude Code sends are accepted."""
+    """A hosted tool is dropped with a warning, and refused if the request chooses it."""
     cache_fields = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
     body = {
         "model": "demo",

@@ -22,7 +22,9 @@ from penstock.pipelines.core import PipelineTask
         ({"model_path": "/models/mine", "served_model_name": "other"}, "other"),
     ],
 )
-async def test_the_id_of_a_local_model_is_the_name_of_its_folder(settings: dict[str, str], name: str) -> None:
+async def test_the_model_id_is_the_served_name_or_the_hub_id_or_the_folder_name(
+    settings: dict[str, str], name: str
+) -> None:
     pipeline_config = PipelineConfig.from_flat(settings)
     async with app_client(replace(make_services(), pipeline_config=pipeline_config)) as client:
         (model,) = (await client.get("/v1/models")).json()["data"]

@@ -1,4 +1,4 @@
-"""The official OpenAI client with the embedded model, through a socket."""
+"""Requests to a server of the demo model, most of them by the official OpenAI client through a socket."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WEATHER: Any = {
 
 @asynccontextmanager
 async def serve_demo() -> AsyncIterator[tuple[AsyncOpenAI, InProcessServer]]:
-    """Serve the embedded model over HTTP."""
+    """Serve the demo model over HTTP."""
     tokenizer = load_tokenizer(CONFIG)
     async with run_in_process(
         make_runtime=partial(load_runtime, CONFIG), tokenizer=tokenizer, pipeline_config=CONFIG
@@ -50,7 +50,7 @@ async def serve_demo() -> AsyncIterator[tuple[AsyncOpenAI, InProcessServer]]:
                     yield client, server
 
 
-async def test_the_openai_client_works_with_the_embedded_model() -> None:
+async def test_the_openai_client_works_with_the_demo_model() -> None:
     async with serve_demo() as (client, server):
         await check_answers(client)
         await check_tools(client)
@@ -242,8 +242,7 @@ async def check_extra_fields_of_other_servers(client: AsyncOpenAI) -> None:
         )
         assert "Berlin" not in await complete_chat(stream, bad_words=["Berlin"])
         assert await complete_chat(stream, repeat_penalty=1.0) == default_answer
-        truncated_response = await complete_chat(stream, truncate_prompt_tokens=1000)
-        assert truncated_response == default_answer
+        assert await complete_chat(stream, truncate_prompt_tokens=1000) == default_answer
     scored_response = await client.chat.completions.create(
         model="demo",
         messages=question,

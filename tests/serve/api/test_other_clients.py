@@ -322,7 +322,7 @@ async def test_an_empty_output_has_empty_text() -> None:
         assert (await post_ok(server, COMPLETIONS))["choices"][0]["text"] == ""
 
 
-async def test_ping_and_load_routes() -> None:
+async def test_ping_and_load_return_the_status_and_the_load_without_a_key() -> None:
     async with run_in_process(api_key=("secret",)) as server:
         for method in ("GET", "POST"):
             response = await server.http.request(method, "/ping")

@@ -124,7 +124,7 @@ async def test_stream_events_have_the_documented_order(tools: ServedTools) -> No
         assert all(event["output_index"] == 1 for event in events if ".mcp_call" in event["type"])
 
 
-async def test_calls_of_one_turn_run_concurrently(tools: ServedTools) -> None:
+async def test_one_turn_can_call_several_tools(tools: ServedTools) -> None:
     calls = call_text("add", a=1, b=1) + call_text("fail")
     error_text = "Error: Error executing tool fail"
     async with run_server(tools, calls, "no", "Done.") as server:
@@ -198,7 +198,7 @@ async def test_tools_with_the_name_of_a_function_are_renamed(tools: ServedTools)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_approved_call_is_executed(tools: ServedTools, stream: bool) -> None:
+async def test_only_an_approved_call_is_executed(tools: ServedTools, stream: bool) -> None:
     entry = {**CALC, "require_approval": "always"}
     async with run_server(tools, call_text("add", a=2, b=3), "Done.") as server:
         pending_response = await create(server, tools=[entry])
@@ -366,7 +366,7 @@ async def test_a_tool_output_above_the_maximum_length_ends_the_response(tools: S
         assert response.output[1].output.startswith("xxx")
 
 
-async def test_arguments_that_are_not_an_object_fail_the_call(tools: ServedTools) -> None:
+async def test_an_argument_of_a_wrong_type_fails_the_call(tools: ServedTools) -> None:
     text = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": "x"}}</tool_call>'
     async with run_server(tools, text, "Done.") as server:
         response = await create(server)

@@ -1,4 +1,4 @@
-"""Adapters and speculation over HTTP, with the embedded model and a real worker."""
+"""Adapters and speculation over HTTP, with the demo model and a real worker."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [write_adapter(DEMO, folder / str(seed), seed) for seed in range(2)]
 
 
-async def test_requests_with_adapters_run_in_one_batch(adapters: list[Path]) -> None:
+async def test_requests_with_adapters_run_in_one_batch_and_keep_an_unloaded_adapter(
+    adapters: list[Path],
+) -> None:
     async with serve_demo(lora=[f"first={adapters[0]}"], enable_lora=True) as server:
 
         async def list_models() -> list[str]:
@@ -82,7 +84,7 @@ async def test_requests_with_adapters_run_in_one_batch(adapters: list[Path]) -> 
         )
         assert batch_responses == [plain_text, first_text, second_text]
 
-        # A running request keeps its adapter after a reload.
+        # A running request keeps its adapter after the adapter is unloaded.
         body = {"messages": STORY, "seed": 1, "temperature": 0, "max_tokens": 400, "ignore_eos": True}
         expected = await complete_text(server, model="second", **body)
         running_task = asyncio.create_task(

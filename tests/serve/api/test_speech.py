@@ -148,7 +148,7 @@ async def test_each_decoded_chunk_is_sent_as_an_event(
         assert end_event["type"] == "speech.audio.done"
 
 
-async def test_voices_are_listed_and_used(folder: Path) -> None:
+async def test_voices_are_listed_with_their_types(folder: Path) -> None:
     async with open_speech_server(folder) as server:
         answer = (await server.http.get("/v1/audio/voices")).json()
         assert answer["voices"] == ["zoe", "amy"]
@@ -184,13 +184,13 @@ async def test_invalid_fields_are_refused(
         assert message in error["message"]
 
 
-_SERVERS: dict[Path, Any] = {}
+_OPTIONS: dict[Path, Any] = {}
 
 
 @asynccontextmanager
 async def _open_shared_server(folder: Path) -> AsyncIterator[InProcessServer]:
     """Yield a server for requests that fail before a step. Its options are created once per folder."""
-    options = _SERVERS.setdefault(folder, make_options(folder))
+    options = _OPTIONS.setdefault(folder, make_options(folder))
     async with run_in_process(**options) as server:
         yield server
 

@@ -1,4 +1,4 @@
-"""Output constrained by grammars, over HTTP, with the embedded model and a real worker."""
+"""Output constrained by grammars, over HTTP, with the demo model and a real worker."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ async def check_openai_parse_helpers(server: InProcessServer) -> None:
 
 
 async def check_errors(server: InProcessServer) -> None:
-    """Check that invalid grammars get status 400 before the headers, with the field and the keyword."""
+    """Check that invalid grammars get status 400, also for a stream, and that errors name the problem."""
     unsupported = {"type": "array", "uniqueItems": True}
     refused_requests: list[tuple[dict[str, Any], str, str]] = [
         (make_json_schema_format(unsupported), "response_format.json_schema", "uniqueItems"),
@@ -236,7 +236,7 @@ async def check_errors(server: InProcessServer) -> None:
             assert response.headers["content-type"].startswith("application/json")
 
 
-async def test_the_embedded_model_follows_grammars() -> None:
+async def test_the_demo_model_follows_grammars() -> None:
     async with serve_demo() as server:
         await check_formats(server)
         await check_tools(server)

@@ -1,4 +1,4 @@
-"""`BatchDispatcher`: it sends the lines of a batch to the routes of the server."""
+"""`BatchDispatcher`, which sends the lines of a batch to the routes of the server, and the files it uses."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ async def test_cancelling_a_batch_cancels_its_requests() -> None:
                 await asyncio.sleep(0.01)
 
 
-def test_lines_with_a_result_are_not_run_again(tmp_path: Path) -> None:
+def test_lines_with_a_result_are_skipped_and_invalid_files_are_refused(tmp_path: Path) -> None:
     input_path, results_path = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     input_path.write_bytes(b"\n".join([make_request_line("a"), b"", make_request_line("b"), b"{}"]) + b"\n")
     assert finished_ids(results_path) == set()

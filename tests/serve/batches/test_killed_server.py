@@ -17,7 +17,10 @@ def open_client(server: ServerProcess) -> OpenAI:
 
 
 def wait_for_results(client: OpenAI, batch_id: str, count: int) -> str:
-    """Wait until a batch has ``count`` results. Return its status."""
+    """Wait until ``count`` requests of a batch have succeeded, or the batch is completed. Return its status.
+
+    If ``count`` is `COUNT`, wait until the batch is completed.
+    """
     deadline = time.monotonic() + 90
     while True:
         batch = client.batches.retrieve(batch_id)

@@ -53,7 +53,7 @@ def test_without_keys_every_client_is_accepted() -> None:
     ApiKeys(()).check([])
 
 
-async def test_the_server_requires_a_key() -> None:
+async def test_routes_require_a_key_except_health_version_and_metrics() -> None:
     async with app_client(make_services(api_key=KEYS)) as client:
         without_key = await client.get("/v1/models")
         invalid_response = await client.get("/v1/models", headers={"authorization": "Bearer x"})

@@ -106,7 +106,7 @@ async def test_requests_with_invalid_bodies_get_400(path: str, body: bytes, mess
     assert response.json()["error"]["code"] == "invalid_json"
 
 
-async def test_a_body_of_the_maximum_size_is_accepted() -> None:
+async def test_bodies_up_to_the_maximum_size_are_accepted() -> None:
     body = json.dumps({"a": "b" * 100_000}).encode()  # so large that a separate process decodes it
     async with app_client(make_services(max_body_size=len(body)), echo_body()) as client:
         assert (await post(client, body)).json() == {"a": "b" * 100_000}

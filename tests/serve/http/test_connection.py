@@ -340,7 +340,7 @@ async def test_the_time_for_discarding_bytes_is_bounded(monkeypatch: pytest.Monk
             writer.close()
 
 
-async def test_shutdown_does_not_wait_for_clients_with_an_answer(
+async def test_shutdown_does_not_wait_for_the_body_after_an_early_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(transport, "LINGER_IDLE_SECONDS", 60.0)

@@ -26,7 +26,7 @@ async def test_the_gate_is_idle_after_the_last_request() -> None:
         assert not await gate.wait_until_idle(0)
 
 
-async def test_a_closed_gate_stays_closed() -> None:
+async def test_a_gate_cannot_be_opened_after_it_was_closed() -> None:
     gate = Gate(is_open=False)
     assert "loaded" in gate.reason
     gate.open()
@@ -37,7 +37,7 @@ async def test_a_closed_gate_stays_closed() -> None:
 
 
 @pytest.mark.parametrize(("length", "is_read"), [(20_000, True), (10_000_000, False)])
-async def test_a_short_body_is_read_before_its_request_is_refused(length: int, is_read: bool) -> None:
+async def test_only_a_short_body_is_read_before_its_request_is_refused(length: int, is_read: bool) -> None:
     """Closing a connection with unread bytes could reset it. The client could then lose the response."""
     num_sent_bytes = 0
 

@@ -1,4 +1,4 @@
-"""Start, signals and shutdown of a server."""
+"""Start, signals and shutdown of a server, its addresses, and connections with invalid or slow requests."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ class ServerRun:
             self._listening.put(url_of(listener))
             return listener
 
-        def record_address(*args: Any) -> None:
+        def report_and_set_ready(*args: Any) -> None:
             report_ready(*args)
             self.ready.set()
 
         monkeypatch.setattr(lifecycle, "listening_socket", listen)
-        monkeypatch.setattr(lifecycle, "report_ready", record_address)
+        monkeypatch.setattr(lifecycle, "report_ready", report_and_set_ready)
 
     def serve(
         self,
@@ -122,7 +122,7 @@ def make_body(max_tokens: int, **fields: Any) -> dict[str, Any]:
 def read_stream(
     http: httpx.Client, max_tokens: int, after_first_event: Callable[[], Any]
 ) -> tuple[list[Any], Any]:
-    """Return the events of a stream, and the result of `after_first_event`, which is called once."""
+    """Return the events of a stream. Also return the result of calling `after_first_event` during it."""
     events: list[Any] = []
     action_result: Any = None
     with http.stream("POST", "/v1/completions", json=make_body(max_tokens, stream=True)) as response:
@@ -282,7 +282,7 @@ def test_a_load_error_is_raised_to_the_caller(server_run: ServerRun) -> None:
 
 
 def test_a_failed_warm_up_stops_the_server(server_run: ServerRun) -> None:
-    """The error is found by the warm-up request, before a client sends a request."""
+    """The warm-up request fails before a client sends a request."""
 
     def fail(context: TextContext) -> int:
         raise ZeroDivisionError
@@ -329,7 +329,7 @@ def test_idle_connections_do_not_delay_the_shutdown(server_run: ServerRun) -> No
     "request_bytes",
     [b"NONSENSE\r\n\r\n", b"GET / HTTP/1.1\r\nno header\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n"],
 )
-def test_invalid_http_is_refused_and_closed(server_run: ServerRun, request_bytes: bytes) -> None:
+def test_invalid_http_gets_an_error_and_is_closed(server_run: ServerRun, request_bytes: bytes) -> None:
     def use_server(http: httpx.Client) -> bytes:
         with connect(http) as connection:
             connection.sendall(request_bytes)
@@ -359,7 +359,7 @@ def test_a_connection_without_a_request_is_closed(server_run: ServerRun, request
     assert server_run.serve(use_server, body_timeout=1) == (0, b"")
 
 
-def test_an_incomplete_later_request_is_closed(server_run: ServerRun) -> None:
+def test_a_connection_with_an_incomplete_later_request_is_closed(server_run: ServerRun) -> None:
     request = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
     def exchange_bytes(connection: socket.socket, *request_parts: bytes) -> bytes:
@@ -387,7 +387,7 @@ def test_an_incomplete_later_request_is_closed(server_run: ServerRun) -> None:
     assert [answer[:12] for answer in answers] == [b"HTTP/1.1 200"] * 3 + [b""]
 
 
-def test_a_too_long_body_is_refused_before_its_end(server_run: ServerRun) -> None:
+def test_a_too_long_body_is_refused(server_run: ServerRun) -> None:
     def use_server(http: httpx.Client) -> httpx.Response:
         answer = http.post("/v1/completions", json=[1] * 2_000_000)
         send_signal(signal.SIGTERM)

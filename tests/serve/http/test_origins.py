@@ -94,7 +94,9 @@ async def test_the_error_names_the_setting() -> None:
         ({"api_key": ["k"], "allowed_hosts": ["llm.example"]}, "evil.example", 421),
     ],
 )
-async def test_configured_hosts_are_accepted(config: dict[str, Any], host: str, status: int) -> None:
+async def test_the_settings_decide_which_hosts_are_accepted(
+    config: dict[str, Any], host: str, status: int
+) -> None:
     headers = {"host": host, "authorization": "Bearer k"}
     assert (await send_request("/v1/models", headers, **config)).status_code == status
 

@@ -1,4 +1,4 @@
-"""Error responses have OpenAI's format. A table has the status, type and code of each error class."""
+"""Error responses have OpenAI's format. `ERROR_TABLE` has the status, type and code of each error class."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_each_error_class_has_status_type_and_code(
     assert "secret" not in problem.message
 
 
-def test_a_request_that_reached_the_memory_limit_has_no_retry_after() -> None:
+def test_an_insufficient_memory_error_asks_clients_not_to_retry() -> None:
     assert problem_of(InsufficientMemoryError("m", needed=1, available=0)).headers == {
         "x-should-retry": "false"
     }
@@ -94,8 +94,8 @@ def test_the_table_covers_every_error_class() -> None:
     classes = [error_class for error_class in vars(errors).values() if isinstance(error_class, type)]
     for error_class in classes:
         if issubclass(error_class, PenstockError) and error_class is not PenstockError:
-            subclasses = error_class.__mro__[: error_class.__mro__.index(PenstockError)]
-            assert any(parent in ERROR_TABLE for parent in subclasses), error_class
+            class_and_parents = error_class.__mro__[: error_class.__mro__.index(PenstockError)]
+            assert any(parent in ERROR_TABLE for parent in class_and_parents), error_class
 
 
 def test_a_message_with_a_lone_surrogate_can_be_sent() -> None:

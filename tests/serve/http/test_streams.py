@@ -144,7 +144,7 @@ async def test_streamed_reasoning_equals_responses(text: str, fields: dict[str, 
         assert joined_response == response
 
 
-async def test_continuous_usage_counts_tokens() -> None:
+async def test_continuous_usage_grows_to_the_final_usage() -> None:
     async with run_in_process(FakePipeline.saying("Hello!")) as server:
         for path, prompt_fields in (
             ("chat/completions", {"messages": [user_message("Hi")]}),
@@ -187,7 +187,7 @@ async def test_continuous_usage_counts_the_tokens_of_all_previous_chunks(n: int)
 @pytest.mark.parametrize(
     "usage_fields", [{}, {"continuous_usage_stats": True}, {"continuous_usage_stats": False}]
 )
-async def test_usage_is_omitted_if_not_requested(usage_fields: dict[str, bool]) -> None:
+async def test_without_include_usage_only_continuous_usage_is_sent(usage_fields: dict[str, bool]) -> None:
     async with run_in_process() as server:
         for path, prompt_fields in (
             ("chat/completions", {"messages": [user_message("Hi")]}),

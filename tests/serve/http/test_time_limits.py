@@ -85,7 +85,10 @@ async def test_the_request_timeout_starts_when_the_request_arrives() -> None:
 
 
 async def test_none_is_yielded_while_no_item_arrives() -> None:
-    """For each None, a stream sends a comment, which keeps the connection open. No item is lost."""
+    """For each None, a stream sends a comment, which keeps the connection open. No item is lost.
+
+    None does not restart the stream timeout.
+    """
     received_items: list[int | None] = []
     may_continue = asyncio.Event()
 

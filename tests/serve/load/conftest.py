@@ -1,4 +1,4 @@
-"""A server of the embedded model in a separate process, for all tests of this folder."""
+"""A server of the demo model in a separate process, for all tests of this folder."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def post_chat(server: ServerProcess, body: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def test_text_is_streamed(server: ServerProcess) -> None:
+def test_a_stream_has_the_text_and_usage_of_a_whole_response(server: ServerProcess) -> None:
     answer = post_chat(server, HELLO)
     assert answer["choices"][0]["message"]["content"]
     assert answer["choices"][0]["finish_reason"] == "stop"

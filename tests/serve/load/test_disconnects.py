@@ -1,4 +1,4 @@
-"""Hundreds of streams whose clients disconnect at random times. No state of them remains."""
+"""Hundreds of requests whose clients disconnect: generation ends, and other streams do not change."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ async def read_usage(stream: RawExchange) -> int:
     return count
 
 
-async def test_a_disconnect_ends_the_generation_of_a_complete_response(server: ServerProcess) -> None:
+async def test_a_disconnect_ends_a_generation_without_streaming(server: ServerProcess) -> None:
     metrics_before = server.wait_until_idle()
 
     async def send_and_abort(index: int) -> None:
@@ -113,7 +113,7 @@ async def test_a_disconnect_ends_the_generation_of_a_complete_response(server: S
     assert server.complete()["usage"]["completion_tokens"] == 5
 
 
-async def test_no_state_of_closed_connections_remains(server: ServerProcess) -> None:
+async def test_closed_connections_do_not_increase_the_memory(server: ServerProcess) -> None:
     async def send_invalid_request() -> None:
         async with raw_exchange(server.port, "/v1/completions", {"model": "other"}) as exchange:
             status, headers = await exchange.head()

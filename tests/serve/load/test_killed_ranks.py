@@ -33,7 +33,7 @@ async def wait_until_ended(*pids: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_after_a_killed_rank_all_ranks_are_restarted(tmp_path: Path) -> None:
+async def test_ranks_restart_after_a_kill_and_end_with_the_server(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with server_process(log, "--tensor-parallel-size", "2", "--max-length", "512") as server:
         expected = server.complete(temperature=0)["choices"]

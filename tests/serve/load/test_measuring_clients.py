@@ -195,7 +195,7 @@ def test_guidellm_measures_the_server(server: ServerProcess, tmp_path: Path) -> 
 @pytest.mark.peers
 @pytest.mark.parametrize("kind", ["local-completions", "local-chat-completions"])
 def test_lm_eval_measures_the_accuracy(server: ServerProcess, tmp_path: Path, kind: str) -> None:
-    """The accuracy is 1 if the embedded model selects a capital, and if it generates a sentence."""
+    """The demo model selects each capital, or generates each sentence in a chat, so the accuracy is 1."""
     rows = [
         {"q": f"What is the capital of {country}?", "a": capital} for country, capital in CAPITALS.items()
     ]

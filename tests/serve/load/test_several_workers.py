@@ -62,7 +62,7 @@ class ServerClient:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_a_killed_worker_fails_only_its_requests(tmp_path: Path) -> None:
+async def test_a_killed_worker_fails_only_its_requests_and_a_reload_fails_none(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with server_process(log, "--data-parallel-size", "2", "--max-length", "1024") as server:
         expected_processors = sorted(sorted(share.processors) for share in divide_processors(2))

@@ -231,7 +231,7 @@ async def test_a_model_in_use_is_not_unloaded() -> None:
         late_task.cancel()
 
 
-async def test_concurrent_requests_for_two_models_all_end() -> None:
+async def test_concurrent_requests_for_two_models_all_succeed() -> None:
     async with open_application(make_served_model("a"), make_served_model("b")) as client:
         names = [name for name in "aabbab" for _ in range(5)]
         texts = await asyncio.wait_for(asyncio.gather(*(client.complete_text(name) for name in names)), 30)

@@ -19,7 +19,7 @@ sdk = pytest.importorskip("opentelemetry.sdk.trace")
 
 
 @pytest.fixture
-def exporter() -> Iterator[tuple[object, Tracing]]:
+def exporter_and_tracing() -> Iterator[tuple[object, Tracing]]:
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
     exporter, provider = export.InMemorySpanExporter(), sdk.TracerProvider()
@@ -47,12 +47,14 @@ def make_routes() -> APIRouter:
     return router
 
 
-async def test_each_request_is_a_span(exporter: tuple[export.InMemorySpanExporter, Tracing]) -> None:
-    spans, tracing = exporter
+async def test_each_request_except_probes_is_a_span(
+    exporter_and_tracing: tuple[export.InMemorySpanExporter, Tracing],
+) -> None:
+    exporter, tracing = exporter_and_tracing
     async with app_client(make_services(tracing=tracing), make_routes()) as client:
         await client.get("/items/a", headers={"x-request-id": "abc"})
         await client.get("/health")
-    [span] = spans.get_finished_spans()
+    [span] = exporter.get_finished_spans()
     assert span.name == "penstock.request"
     assert span.parent is None
     assert [event.name for event in span.events] == ["admitted", "first_token"]
@@ -74,32 +76,32 @@ async def test_each_request_is_a_span(exporter: tuple[export.InMemorySpanExporte
 
 
 async def test_the_span_is_part_of_the_callers_trace(
-    exporter: tuple[export.InMemorySpanExporter, Tracing],
+    exporter_and_tracing: tuple[export.InMemorySpanExporter, Tracing],
 ) -> None:
-    spans, tracing = exporter
+    exporter, tracing = exporter_and_tracing
     trace_id, parent_id = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
     async with app_client(make_services(tracing=tracing), make_routes()) as client:
         await client.get("/items/a", headers={"traceparent": f"00-{trace_id}-{parent_id}-01"})
         await client.get("/items/a", headers={"traceparent": "nonsense"})
-    first_span, second_span = spans.get_finished_spans()
+    first_span, second_span = exporter.get_finished_spans()
     assert f"{first_span.context.trace_id:032x}" == trace_id
     assert f"{first_span.parent.span_id:016x}" == parent_id
     assert second_span.parent is None
 
 
 async def test_a_failure_is_recorded_in_the_span(
-    exporter: tuple[export.InMemorySpanExporter, Tracing],
+    exporter_and_tracing: tuple[export.InMemorySpanExporter, Tracing],
 ) -> None:
-    spans, tracing = exporter
+    exporter, tracing = exporter_and_tracing
     async with app_client(make_services(tracing=tracing), make_routes()) as client:
         await client.get("/raise_bug")
-    [span] = spans.get_finished_spans()
+    [span] = exporter.get_finished_spans()
     assert not span.status.is_ok
     assert span.status.description == "error:internal_error"
     assert span.attributes["http.response.status_code"] == 500
 
 
-def test_disabled_tracing_imports_nothing() -> None:
+def test_disabled_tracing_does_not_import_the_sdk() -> None:
     # FastAPI imports the OpenTelemetry API, but the SDK must not be imported.
     code = (
         "import sys, penstock.serve.app, penstock.serve.http.lifecycle, penstock.serve.observability.tracing;"

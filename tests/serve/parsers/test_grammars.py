@@ -27,7 +27,7 @@ SCALARS = ("text", "count", "exact")
 
 
 def remove_nested_arguments() -> list[dict[str, Any]]:
-    """Return the tools without nested arguments, because grammars for these compile 50 times slower."""
+    """Return the tools without nested arguments. Grammars of nested arguments compile 50 times slower."""
     [search_tool, now_tool] = copy.deepcopy(TOOLS)
     properties = search_tool["function"]["parameters"]["properties"]
     search_tool["function"]["parameters"]["properties"] = {name: properties[name] for name in SCALARS}

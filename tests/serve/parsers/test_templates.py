@@ -1,4 +1,4 @@
-"""Published chat templates: selection of their formats, and parsing of the calls that they render."""
+"""Published chat templates: their formats, parsing of calls that they render, prompts that open reasoning."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_each_template_has_the_expected_formats() -> None:
     } == EXPECTED_FORMATS
 
 
-def test_the_embedded_model_has_the_expected_formats() -> None:
+def test_the_demo_model_has_the_expected_formats() -> None:
     template = (ROOT / "penstock" / "demo" / "chat_template.jinja").read_text()
     parsers = ParserFactory.choose(template)
     assert (parsers.tool_format, parsers.reasoning_format) == ("hermes", None)
@@ -132,7 +132,7 @@ def test_calls_rendered_by_a_template_are_parsed(name: str, num_calls: int) -> N
         Call("now"),
     ]
     user = {"role": "user", "content": "Find it."}
-    answer = {"role": "assistant", "content": "", "tool_calls": convert_to_messages(calls[:num_calls])}
+    answer = {"role": "assistant", "content": "", "tool_calls": make_tool_calls(calls[:num_calls])}
     if num_calls > 1 and "only supports single tool-calls" in source:
         with pytest.raises(InputError, match="single tool-calls"):
             template.render([user, answer], TOOLS)
@@ -156,7 +156,7 @@ def test_calls_rendered_by_a_template_are_parsed(name: str, num_calls: int) -> N
     assert not [event for event in events if isinstance(event, Content | Reasoning)]
 
 
-def convert_to_messages(calls: list[Call]) -> list[dict[str, object]]:
+def make_tool_calls(calls: list[Call]) -> list[dict[str, object]]:
     return [
         {
             "id": f"abcdefgh{index}",

@@ -32,7 +32,7 @@ print("<b>")
 """
 
 
-async def test_markdown_is_rendered_safely() -> None:
+async def test_markdown_is_rendered_without_html_and_its_code_can_be_copied() -> None:
     async with open_playground(FakePipeline.saying(MARKDOWN)) as (page, _):
         await send_message(page, "Hi **you**")
         assert await page.locator("article.user .text:visible").inner_text() == "Hi **you**"
@@ -54,7 +54,7 @@ async def test_markdown_is_rendered_safely() -> None:
         assert await page.evaluate("navigator.clipboard.readText()") == 'print("<b>")'
 
 
-async def test_conversations_are_stored_and_branched() -> None:
+async def test_conversations_are_stored_branched_and_deleted() -> None:
     model = FakePipeline.answering(lambda prompt: f"I see {prompt.count('user: ')}.")
     async with open_playground(model) as (page, _):
         await send_message(page, "First")
@@ -81,7 +81,7 @@ async def test_conversations_are_stored_and_branched() -> None:
         assert await page.locator("article").count() == 0
 
 
-async def test_a_json_schema_is_sent() -> None:
+async def test_an_invalid_json_schema_is_marked_and_a_valid_one_is_sent() -> None:
     async with open_playground(FakePipeline.saying("{}"), "status of 400") as (page, _):
         bodies: list[Any] = []
         page.on(

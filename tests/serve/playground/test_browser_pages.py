@@ -1,4 +1,4 @@
-"""The comparison and metrics pages of the playground in headless Chromium."""
+"""The comparison and metrics pages, API keys and the keyboard in the playground, in headless Chromium."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ async def test_the_metrics_page_works_behind_a_proxy_with_a_key() -> None:
         assert await page.locator("#key-form").is_hidden()
 
 
-async def test_the_page_sends_the_api_key() -> None:
+async def test_the_chat_page_sends_the_api_key() -> None:
     async with open_playground(FakePipeline.saying("Hello!"), "401", api_key=("secret",)) as (page, _):
         await page.fill("#key", "secret")
         await page.press("#key", "Enter")

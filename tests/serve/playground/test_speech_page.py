@@ -78,7 +78,7 @@ console.log(JSON.stringify({{
 
 
 @needs_node
-def test_a_text_is_played_and_drawn(tmp_path: Path) -> None:
+def test_the_page_plays_and_draws_speech_and_shows_errors(tmp_path: Path) -> None:
     result: dict[str, Any] = run_node(tmp_path, CODE, FAKE_PAGE)
     expected = np.frombuffer(pcm_bytes(SAMPLES), "<i2") / 32768
     for rate, samples in result["results"]:

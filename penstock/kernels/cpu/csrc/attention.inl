@@ -1,4 +1,5 @@
-// Causal attention over the paged cache in one pass, with an online softmax in float32. Cache blocks are read in place.
+// Attention over the paged cache in one pass, with an online softmax in float32. It is causal unless `keys_ahead` is
+// set. Cache blocks are read in place.
 //
 // The work is divided into items. An item has a tile of queries of one sequence and kv head, and all keys that these
 // queries see. The queries are those of some rows and of the query heads that share the kv head. Keys are processed in
@@ -271,7 +272,7 @@ static int64_t work(const Attention& a) {
   return 2 * total;  // products with the keys and with the values
 }
 #if PENSTOCK_DOT
-// Returns whether an item has more than FEW_QUERIES queries.
+// Returns whether a sequence has more than FEW_QUERIES queries for each kv head.
 static bool has_many_queries(const Attention& a) {
   const int64_t threshold = (FEW_QUERIES + 1) * a.K;  // a sequence has rows * H / K queries for each kv head
   for (int64_t b = 0; b < a.B; b++)

@@ -1,4 +1,4 @@
-// Operations on single rows: norms, activations, sums, row lookups.
+// Operations on single rows: norms, activations, sums, and copies of indexed rows.
 
 // Writes the RMS norm of a row of E numbers.
 
@@ -143,7 +143,7 @@ struct TakeRows {  // copies the rows indices [n] of table [rows, bytes] to out 
 };
 
 static int64_t work(const TakeRows& a) { return ELEMENT * a.n * a.bytes; }
-// Reports the position of an index outside 0:rows with `fail`. The row of such an index becomes 0.
+// Reports the position of an index outside 0:rows with `fail`. The output row of such an index becomes 0.
 static void run(const TakeRows& a, const Team& team) {
   over_rows(team, a.n, [=](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {

@@ -30,7 +30,7 @@ struct Experts {  // x, topk_ids and topk_weights have strided rows; out is cont
 
 constexpr int64_t JOB_ROWS = 240;          // maximum number of rows of a job; their sums fit in the cache of a core
 constexpr int64_t ROUND_BYTES = 16 << 20;  // maximum bytes of the intermediate values of a round
-constexpr int64_t MIN_PAIRS = 256;         // a round may have at least this many pairs; at least JOB_ROWS
+constexpr int64_t MIN_PAIRS = 256;         // pairs that a round may have beyond ROUND_BYTES; at least JOB_ROWS
 // A piece of work is a run of up to MAX_RUN consecutive panels. Runs are shorter if a thread would get fewer than
 // RUNS_PER_THREAD runs.
 constexpr int64_t RUNS_PER_THREAD = 8, MAX_RUN = 4;
@@ -165,7 +165,7 @@ static void multiply_jobs(const Experts& a, Linear layer, int64_t which, int64_t
   });
 }
 
-// Computes the outputs of `count` jobs and adds them to the totals, or to `a.out` in the last round.
+// Computes the outputs of `count` jobs and adds them to the totals. The last round stores the sums in `a.out`.
 template <class T>
 static void multiply_round(const Experts& a, const ExpertsMemory& memory, const Job* jobs, int64_t count,
                            const Team& team) {

@@ -1,5 +1,5 @@
 // Packs weights from rows, the layout of checkpoints, into panels (kernels/panels.py). Quantises floats if the encoding
-// requires it. The results are bit-equal to those of kernels/quantized.py.
+// requires it. kernels/quantized.py defines the results bit by bit.
 
 struct Pack {  // packs a weight [N, K] in rows into panels
   int64_t encoding;     // as in Linear

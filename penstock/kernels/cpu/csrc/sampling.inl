@@ -36,7 +36,7 @@ INLINE vd exp(vd x) {
 
 struct Candidates {
   float* scores;    // in the order of token ids
-  double* weights;  // exp((score - top) / temperature)
+  double* weights;  // exp((score - top) / temperature); null before fill_weights
   int32_t* ids;     // token ids; null: candidate i is token i
   int64_t n;
   float top;        // the largest score
@@ -50,7 +50,7 @@ struct Cut {
 
 struct Ranked {
   float score;
-  double amount;  // weight of the candidate, or 1
+  double amount;  // weight of the candidate, or 1 if the candidates have no weights
 };
 
 // Finds the cut in an unordered list. `before` is the amount of the tokens that rank before all tokens of the list.
@@ -225,6 +225,7 @@ struct Rule {  // the sampling parameters of a row
   double uniform;
 };
 
+// Returns the sampled token, or -1 if the bitmask forbids all tokens, all logits are -inf, or any is NaN or +inf.
 template <class T>
 static int64_t sample_row(const T* logits, const uint32_t* bitmask, int64_t V, const Rule& rule, char* memory) {
   Candidates c = {(float*)memory, nullptr, nullptr, V, 0};

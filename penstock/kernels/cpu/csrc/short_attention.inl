@@ -1,6 +1,6 @@
 // Attention within sequences of up to MAX_SHORT tokens. Every query sees all tokens of its sequence. Keys and values
-// are read in place, without a cache. The operations and their order are those of attention.inl, so both kernels give
-// the same bits.
+// are read in place, without a cache. The operations and their order are the same as in attention.inl, so both kernels
+// give the same bits.
 
 constexpr int64_t MAX_SHORT = 16;  // a multiple of W
 constexpr int SHORT_VECTORS = MAX_SHORT / W;  // vectors that hold the scores of a query

@@ -3,7 +3,7 @@
 // Copies k and v [n, K, D] to the slots [n] of cache [2, N, K, S, D]: n rows, K heads, D numbers per head, N blocks of
 // S positions. A slot is block * S + offset. The first half of the cache has the keys, the second the values.
 struct StoreKV {
-  int64_t type, cache_type;  // cache_type 2: int8
+  int64_t type, cache_type;  // cache_type 0: float, 1: bf16, 2: int8
   const void *k, *v;
   void* cache;
   float* scales;  // [2, N, K, S] of an int8 cache, else null

@@ -12,7 +12,7 @@ struct TeamState {
   alignas(64) int64_t next;        // number of pieces of work that were assigned dynamically, see `over_pieces`
   alignas(64) void* shared[2];     // indexed by generation & 1, because a slow thread may still read the previous value
   int64_t failed;                  // the first value reported with `fail`; -1: none
-  int64_t waited;                  // ns that thread 0 waited at barriers after spinning
+  int64_t waited;                  // ns that thread 0 waited at those barriers at which it slept
   int64_t last_shared;             // index of the last operation of a plan that all threads run; -1: no such limit
 };
 

@@ -44,10 +44,12 @@ def _load_tile(
     TO_FLOAT32: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Return the queries of this program's tile, and the range of keys ``first:last`` that each query sees.
+    """Return this program's tile, and the keys that its queries see.
 
-    Row offsets and lengths are read before the previous kernel has ended, because they are inputs of the
-    step.
+    The results are the sequence, the row and head of each query, whether the query is in the tile, its
+    vector, and keys. A query sees the keys ``first:last``. The range ``low:high`` contains these keys of all
+    queries. Row offsets and lengths are read before the previous kernel has ended, because they are inputs
+    of the step.
     """
     sequence, row = find_tile_group(row_offsets, tl.program_id(0), num_sequences, ROWS)
     start = tl.load(row_offsets + sequence)

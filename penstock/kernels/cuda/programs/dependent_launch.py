@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def launch_next(PDL: tl.constexpr):
-    """Allow the next kernel to start. It waits for the end of this kernel before it reads results."""
+    """Allow the next kernel to start. The next kernel calls `wait_for_previous` before it reads results."""
     if PDL:
         gdc_launch_dependents()
 

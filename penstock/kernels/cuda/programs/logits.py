@@ -11,7 +11,7 @@ import triton.language as tl
 LARGEST = tl.constexpr(0)
 """Index of the field with the largest logit of each chunk."""
 FIRST = tl.constexpr(1)
-"""Index of the field with the first token of each chunk that has this logit."""
+"""Index of the field with the first token of each chunk that has the chunk's largest logit."""
 COUNT = tl.constexpr(2)
 """Index of the field with the number of listed tokens of each chunk."""
 SCRATCH = tl.constexpr(3)

@@ -180,7 +180,7 @@ def multiply_integer_row(
 ):
     """Compute N outputs of the product of one row ``x [2, in]``. Grid: tiles of outputs.
 
-    The result has the same bits as that of `multiply_rows`.
+    The result has the same bits as the result of `multiply_rows`.
     """
     launch_next(PDL)
     outputs = tl.program_id(0) * N + tl.arange(0, N)
@@ -240,7 +240,7 @@ def multiply_rows(
 ):
     """Compute one tile of a product of integers with one scale per row and per output.
 
-    The grid is that of `multiply_floats`. ``x [2, num_sources, in]`` has the bytes that `quantize_rows`
+    Grid: tiles of rows, tiles of outputs. ``x [2, num_sources, in]`` has the bytes that `quantize_rows`
     writes. The sums are exact.
     """
     group, positions, is_row = find_tile_rows(starts, num_rows, num_groups, M, GROUPS)

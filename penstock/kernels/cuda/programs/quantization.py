@@ -43,6 +43,8 @@ def quantize_rows(
 
     An integer is stored in two bytes of ``out [2, T, in]`` int8, as ``out[0] + 16 * out[1]``. ``wide [T]``
     int32 is 1 for rows with integers beyond -127..127. Rows without such integers have zeros in ``out[1]``.
+    A row with a largest magnitude below 1e-30 becomes zeros with scale 0. A row with NaN or infinity has the
+    scale NaN.
     """
     launch_next_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)

@@ -1,4 +1,4 @@
-"""The product of a single row with a weight that is stored as codes. `codes` describes the formats."""
+"""The product of one row with a weight that is stored as codes. The module `codes` describes the formats."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _sum_inputs(
     SUBGROUP: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
-    """Return the sums ``[N]`` of the products of ``codes [N, BYTES]`` with their inputs.
+    """Return the dot products ``[N]`` of the inputs and the weights that ``codes [N, BYTES]`` represent.
 
     The inputs of a subgroup of SUBGROUP inputs share a scale. ``first_inputs [BYTES // SUBGROUP]`` has the
     first input of each subgroup.

@@ -1,4 +1,7 @@
-"""The schemas of the request bodies of ``/v1/messages``, with Anthropic's field names."""
+"""The schemas of the request bodies of ``/v1/messages`` and ``/v1/messages/count_tokens``.
+
+The fields have the names of Anthropic's API. A comment marks fields that Anthropic's API does not have.
+"""
 
 from __future__ import annotations
 

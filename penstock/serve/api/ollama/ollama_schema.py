@@ -34,7 +34,7 @@ class OllamaOptions(RequestBody):
     }
 
     num_predict: Annotated[int, Field(ge=-2, lt=2**31)] | None = None
-    """Maximum number of new tokens. -1 and -2 mean the maximum length of the model."""
+    """Maximum number of new tokens; 0 means 1. -1 and -2 mean the maximum length of the model."""
     num_ctx: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     """The context length that the client requires. A value above ``--max-length`` is refused."""
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
@@ -115,7 +115,7 @@ class OllamaChatBody(OllamaBody):
     unsupported: ClassVar[Mapping[str, RefusedField]] = OllamaBody.unsupported
 
     messages: Annotated[list[OllamaMessage], Field(fail_fast=True)] | None = None
-    """A request without messages loads the model. The model is always loaded, so it has no effect."""
+    """In Ollama, a request without messages loads the model. Here it has no effect: the model is loaded."""
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
 
 
@@ -129,7 +129,7 @@ class OllamaGenerateBody(OllamaBody):
     }
 
     prompt: str | None = None
-    """A request without a prompt loads the model. The model is always loaded, so it has no effect."""
+    """In Ollama, a request without a prompt loads the model. Here it has no effect: the model is loaded."""
     suffix: str | None = None
     system: str | None = None
     raw: bool | None = None

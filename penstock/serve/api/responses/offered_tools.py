@@ -158,15 +158,17 @@ async def find_offered_tools(services: Services, raw: object) -> OfferedTools:
     """Return the tools of tool servers that a request offers.
 
     A request offers the tools of the servers that it names. If it names none, it offers the tools of all
-    servers, or no tools if it has ``tool_choice: "none"``. If a server cannot list its tools, its
-    `ToolListing` has an error and no tools.
+    servers, or no tools if it has ``tool_choice: "none"`` or the chat template omits tools. If a server
+    cannot list its tools, its `ToolListing` has an error and no tools.
 
     Args:
         services: the objects that routes use.
         raw: the decoded body of the request, which has not been validated.
 
     Raises:
-        RequestProblem: 400; the request names a server that is not configured.
+        RequestProblem: 400; a tool of type ``mcp`` is invalid, names a server that is not configured, repeats
+            the label of another tool, or allows a tool that the server does not have.
+        MissingDependencyError: the package ``mcp`` is not installed.
     """
     raw_tools = raw.get("tools") if isinstance(raw, dict) else None
     tools = (
@@ -237,7 +239,8 @@ def _validated_mcp_tool(services: Services, raw: Mapping[str, object], field_pat
 def _configured_server(servers: ToolServers, mcp_tool: McpTool, field_path: str) -> ToolServer:
     """Return the configured server that a tool of type ``mcp`` names.
 
-    Raises for servers that are not configured.
+    Raises:
+        RequestProblem: 400; the server is not configured.
     """
     url = mcp_tool.server_url
     server = servers.by_name(mcp_tool.server_label) if url is None else servers.by_url(url)

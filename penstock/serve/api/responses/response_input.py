@@ -91,7 +91,7 @@ def chat_request(
 
 
 def encoded_reasoning(text: str) -> str:
-    """Return the ``encrypted_content`` of a reasoning item. It is base64 of the text, and not encrypted."""
+    """Return the ``encrypted_content`` of a reasoning item: base64 of the text, without encryption."""
     return base64.urlsafe_b64encode(_REASONING_PREFIX + text.encode()).decode()
 
 
@@ -180,7 +180,10 @@ class ChatMessages:
                 )
 
     def merge_instructions(self, has_developer_role: bool) -> None:
-        """Merge the leading system messages. Many chat templates allow only one system message."""
+        """Merge the leading system messages, and developer messages if the chat template has no such role.
+
+        Many chat templates allow only one system message.
+        """
         roles = ("system",) if has_developer_role else ("system", "developer")
         while len(self.chat) > 1 and all(message["role"] in roles for message in self.chat[:2]):
             first, second = (_content_parts(message["content"]) for message in self.chat[:2])

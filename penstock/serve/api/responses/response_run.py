@@ -89,7 +89,9 @@ class _TurnOutput:
 
 
 class ResponseRun:
-    """Runs the turns of one response. After a turn whose calls all go to tool servers, another turn follows.
+    """Runs the turns of one response.
+
+    Another turn follows a turn that calls only tool servers, if none of its calls needs approval.
 
     Args:
         services: the objects that routes use.
@@ -135,13 +137,16 @@ class ResponseRun:
     async def whole_output(self) -> list[ChoiceDelta]:
         """Wait for the end of the response.
 
-        Return the deltas: one for each turn, tool list, call and outcome.
+        Return the deltas: one for all tool lists, one for all approved calls, and one for each turn and each
+        outcome.
         """
         async with aclosing(self._turns(as_one_delta=True)) as items:
             return [item[1] async for item in items if item is not None]
 
     async def deltas(self) -> AsyncGenerator[tuple[int, ChoiceDelta] | None, None]:
-        """Yield (0, delta) when output arrives. Yield None after `stream_ping` seconds without output.
+        """Yield (0, delta) when output arrives. 0 is the index of the only choice.
+
+        Yields None after `stream_ping` seconds without output.
 
         Raises:
             PenstockError: a turn failed.
@@ -270,7 +275,10 @@ class ResponseRun:
             self._messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
 
     async def _call_tool(self, tool: OfferedTool, arguments: str) -> ToolOutput:
-        """Call a tool of a tool server and return its output, or an error for invalid arguments."""
+        """Call a tool of a tool server and return its output.
+
+        The output is an error if the arguments are invalid or the response has reached ``max_tool_calls``.
+        """
         limit = self._prepared_response.body.max_tool_calls
         if limit is not None and self._num_calls >= limit:
             reason = f"the response has reached max_tool_calls, {limit}"
@@ -298,8 +306,8 @@ class ResponseRun:
             if tokens_left <= 0:
                 self.finish_reason = "length"
                 return False
-        has_calls = body.max_tool_calls is None or self._num_calls < body.max_tool_calls
-        has_tools = has_calls and len(self._runs) < config.mcp_max_turns
+        has_calls_left = body.max_tool_calls is None or self._num_calls < body.max_tool_calls
+        has_tools = has_calls_left and len(self._runs) < config.mcp_max_turns
         first_request_id, messages = (
             self._prepared_response.conversation.context.request_id,
             [*self._messages],

@@ -93,7 +93,9 @@ class InputItem(RequestBody):
 
 
 class ResponseTool(RequestBody):
-    """A function, a custom tool, a tool server (``mcp``), or a hosted tool. The latter has further fields.
+    """A function, a custom tool, a tool server (``mcp``), or a hosted tool.
+
+    Tool servers and hosted tools have further fields.
 
     `penstock.serve.api.responses.offered_tools` has the schema of the type ``mcp``.
     """

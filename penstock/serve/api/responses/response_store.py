@@ -52,7 +52,8 @@ class StoredResponse:
 class ResponseStore:
     """Stores responses in an SQLite database. Deletes the oldest responses above a maximum total size.
 
-    All database calls run in one thread. The methods read and delete only responses of the given owner.
+    The newest response is kept even if it exceeds this size. All database calls run in one thread. The
+    methods read and delete only responses of the given owner.
 
     Args:
         path: the file of the database; None keeps the responses in memory.
@@ -77,7 +78,10 @@ class ResponseStore:
     async def put(
         self, owner: str, response: dict[str, object], items: list[dict[str, object]], *, is_done: bool = True
     ) -> None:
-        """Store a response. Replaces a stored response with the same id."""
+        """Store a response. Replaces a stored response with the same id.
+
+        The next server process sets the status of a response that is not done to ``failed``.
+        """
         await self._run(partial(self._put, owner, response, items, is_done))
 
     async def get(self, owner: str, response_id: str) -> StoredResponse | None:

@@ -19,7 +19,10 @@ _VALUE_END = MarkerSearch(["</arg_value>"])
 
 @dataclass(frozen=True)
 class GlmCalls(ToolFormat):
-    """Calls with the name as plain text and two tags per argument, key and value. Line ends are optional."""
+    """Calls with the name as plain text, and two tags per argument, for its key and its value.
+
+    Line ends between them are optional.
+    """
 
     @property
     def markers(self) -> tuple[str, ...]:

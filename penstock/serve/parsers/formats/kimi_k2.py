@@ -69,7 +69,7 @@ class KimiK2Calls(ToolFormat):
 
 
 def _tool_name(parser: ReasoningToolParser, model_id: str) -> str:
-    """Return the tool that a call id names. Models sometimes omit the prefix or the number."""
+    """Return the tool that a call id names, or "". Models sometimes omit the prefix or the number."""
     without_prefix = model_id.removeprefix("functions.")
     names = (without_prefix.rpartition(":")[0], without_prefix, model_id)
     return next(filter(parser.has_tool, names), "")

@@ -1,4 +1,4 @@
-"""Calls of Mistral: ``[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]``.
+"""Calls of Mistral: a list after one marker, ``[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]``.
 
 Since tokenizer version 11, each call is ``[TOOL_CALLS]f[ARGS]{"a": 1}``, optionally with
 ``[CALL_ID]123456789`` before ``[ARGS]``.
@@ -24,7 +24,7 @@ _CALL_ID = re.compile(r"[A-Za-z0-9]+")
 
 
 class MistralCalls(JsonCalls):
-    """Calls of all variants. The grammar forces a list, or one call per marker if ``separator`` is set."""
+    """Reads all variants. The grammar forces a list if ``separator`` is None, otherwise ``f[ARGS]{...}``."""
 
     def read(self, parser: ReasoningToolParser, marker: str) -> Reader[None]:
         stream = parser.stream

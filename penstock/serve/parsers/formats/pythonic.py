@@ -82,7 +82,11 @@ def _read_list(parser: ReasoningToolParser) -> Reader[None]:
 
 
 def read_call(parser: ReasoningToolParser) -> Reader[None]:
-    """Read the call ``name(a=1, b="x")`` of a known tool and emit its arguments as JSON."""
+    """Read the call ``name(a=1, b="x")`` and emit its arguments as JSON.
+
+    Raises:
+        NotAToolCallError: the text is not such a call, or no known tool has this name.
+    """
     name = yield from parser.stream.take_run(_NAME, _MAX_NAME)
     yield from parser.stream.expect("(")
     if not parser.has_tool(name):
@@ -91,7 +95,11 @@ def read_call(parser: ReasoningToolParser) -> Reader[None]:
 
 
 def read_keywords(parser: ReasoningToolParser, name: str) -> Reader[None]:
-    """Read ``a=1, b="x")`` after the open parenthesis of a call and emit it as JSON."""
+    """Read ``a=1, b="x")`` after the open parenthesis of a call and emit it as JSON.
+
+    Raises:
+        NotAToolCallError: the text does not have this form.
+    """
     stream = parser.stream
     separator = "{"
     yield from stream.skip_space()
@@ -119,7 +127,11 @@ def read_keywords(parser: ReasoningToolParser, name: str) -> Reader[None]:
 
 
 def call_grammar(name: str, schema: Schema) -> Tag:
-    """Return the grammar of one call: keywords in schema order, with JSON values."""
+    """Return the grammar of one call: keyword arguments with JSON values.
+
+    Required arguments come first, then optional arguments, both in schema order. If the schema does not
+    restrict the arguments, every keyword is allowed.
+    """
     arguments = Arguments.from_schema(schema)
     parts = [constant(f"{name}(")]
     if arguments.is_unrestricted:

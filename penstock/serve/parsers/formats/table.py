@@ -218,7 +218,7 @@ _ROWS: tuple[ToolFormat, ...] = (
     ),
     JsonCalls(
         name="hermes",
-        models="Hermes 2 Pro, Qwen 2 to 3, most ChatML models, and the embedded model",
+        models="Hermes 2 Pro, Qwen 2 to 3, most ChatML models, and Penstock's demo model",
         example='<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>',
         hints=("<tool_call>", "arguments"),
         separator="\n",

@@ -47,6 +47,9 @@ class ArgumentWriter:
             is_padded: whether a line end before and after the value is not part of the value.
             is_string: whether the model declares the value a string. None means that the schema determines
                 the type.
+
+        Raises:
+            NotAToolCallError: the text ends inside the value.
         """
         types = self._parser.schema_types(self._name, key) if self._is_known else None
         if is_string is not None:
