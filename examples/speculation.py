@@ -1,6 +1,6 @@
 """Speculative decoding: one forward verifies several draft tokens. The text does not change.
 
-The answer repeats a text of the conversation, as in editing or summarising. The method ``ngram`` takes the
+The answer repeats a text of the conversation, as in editing or summarizing. The method ``ngram`` takes the
 draft tokens from the conversation. With ``draft_model_path``, a small model generates them.
 
     python examples/speculation.py

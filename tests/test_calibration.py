@@ -165,11 +165,11 @@ def test_progress_counts_every_calibrated_byte_once(
         if any(projection in name for projection in calibrated_projections)
     )
     assert (
-        byte_counts_by_title["quantising"][0]
-        == sum(byte_counts_by_title["quantising"][1:])
+        byte_counts_by_title["quantizing"][0]
+        == sum(byte_counts_by_title["quantizing"][1:])
         == num_calibrated_bytes
     )
-    assert set(byte_counts_by_title) == {"loading", "quantising"}
+    assert set(byte_counts_by_title) == {"loading", "quantizing"}
 
 
 def test_calibration_leaves_no_state(checkpoint_folder: Path) -> None:

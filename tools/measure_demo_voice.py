@@ -3,7 +3,7 @@
     pip install espeakng-loader pocketsphinx
     python tools/measure_demo_voice.py demo-voice --spectrogram spectrogram.png
 
-The model and espeak-ng speak each sentence. Speech recognisers transcribe both. The mel distance compares the
+The model and espeak-ng speak each sentence. Speech recognizers transcribe both. The mel distance compares the
 model's speech of a sentence with espeak-ng's speech of the same sentence, and of another sentence (the
 control). For each selected phrase, the tool also counts how many of its spellings are understood when the
 model speaks them.
@@ -38,10 +38,10 @@ def held_out_sentences(count: int, seed: int) -> list[str]:
     return texts
 
 
-def word_error_rate(texts: list[str], speech: list[Tensor], recogniser: Recogniser) -> float:
+def word_error_rate(texts: list[str], speech: list[Tensor], recognizer: Recogniser) -> float:
     """Return the word errors of the transcripts of all texts, divided by the number of words."""
     expected = [split_words(text) for text in texts]
-    transcripts = [recogniser(samples) for samples in speech]
+    transcripts = [recognizer(samples) for samples in speech]
     errors = sum(edit_distance(*pair) for pair in zip(expected, transcripts, strict=True))
     return errors / sum(map(len, expected))
 
@@ -86,18 +86,18 @@ def main() -> None:
         outputs = llm.speak([*texts, *greetings], use_tqdm=False)
     speech = [torch.from_numpy(output.audio) for output in outputs]
     model_speech, greeting_speech = speech[: len(texts)], speech[len(texts) :]
-    for name, recogniser in (
+    for name, recognizer in (
         ("grammar", Recogniser(with_grammar=True, further_sentences=SELECTED_PHRASES)),
         ("general model", Recogniser(with_grammar=False)),
     ):
         for phrase in SELECTED_PHRASES:
             is_understood = [
-                recogniser(audio) == split_words(text)
+                recognizer(audio) == split_words(text)
                 for text, audio in zip(greetings, greeting_speech, strict=True)
                 if split_words(text) == split_words(phrase)
             ]
             count = f"{sum(is_understood)} of {len(is_understood)}"
-            print(f"{phrase!r}, recogniser with {name}: {count} spellings understood")
+            print(f"{phrase!r}, recognizer with {name}: {count} spellings understood")
     speak = Espeak()
     espeak_speech = [speak(text) for text in texts]
     for name, with_grammar in (("grammar", True), ("general model", False)):
@@ -105,7 +105,7 @@ def main() -> None:
             word_error_rate(texts, waveforms, Recogniser(with_grammar=with_grammar))
             for waveforms in (model_speech, espeak_speech)
         ]
-        print(f"word error rate, recogniser with {name}: demo voice {rates[0]:.3f}, espeak-ng {rates[1]:.3f}")
+        print(f"word error rate, recognizer with {name}: demo voice {rates[0]:.3f}, espeak-ng {rates[1]:.3f}")
     same = [mel_distance(*pair) for pair in zip(model_speech, espeak_speech, strict=True)]
     other_sentences = espeak_speech[1:] + espeak_speech[:1]
     control = [mel_distance(*pair) for pair in zip(model_speech, other_sentences, strict=True)]

@@ -16,7 +16,7 @@ stage and the later ones:
    speech.
 4. ``codes``: the encoder converts the speech to codes.
 5. ``phrases``: common phrases are spoken and encoded. For the phrases of `SELECTED_PHRASES`, speech
-   recognisers select the best of several candidates: samples of the voice, and espeak-ng at several speeds.
+   recognizers select the best of several candidates: samples of the voice, and espeak-ng at several speeds.
 6. ``model``: the language model is trained further.
 7. ``export``: writes the weights of the language model.
 """
@@ -129,7 +129,7 @@ class Tuning:
     def phrases(self) -> None:
         """Encode the speech of the common phrases, and select the speech of `SELECTED_PHRASES`."""
         codec, speak = self._codec("encoder.pt").eval(), Espeak()
-        recognisers = [
+        recognizers = [
             Recogniser(with_grammar=False),
             Recogniser(with_grammar=True, further_sentences=SELECTED_PHRASES),
         ]
@@ -142,7 +142,7 @@ class Tuning:
                 speak.set_speed(speed)
                 candidates.append(codec.encode(speak(phrase)))
             speak.set_speed(150)
-            rows = self._rate_candidates(codec, speak(phrase), split_words(phrase), candidates, recognisers)
+            rows = self._rate_candidates(codec, speak(phrase), split_words(phrase), candidates, recognizers)
             general, errors, distance, index = min(rows)
             codes_of_phrases[phrase] = candidates[index].to(torch.int16)
             source = "voice" if index < len(candidates) - len(_SPEEDS) else "espeak-ng"
@@ -160,17 +160,17 @@ class Tuning:
         reference_speech: Tensor,
         words: list[str],
         candidates: list[Tensor],
-        recognisers: list[Recogniser],
+        recognizers: list[Recogniser],
     ) -> list[tuple[int, int, float, int]]:
         """Return a row for each candidate.
 
-        A row has the word errors of the recogniser without and with the grammar, the mel distance to
+        A row has the word errors of the recognizer without and with the grammar, the mel distance to
         ``reference_speech``, and the index of the candidate.
         """
         rows = []
         for index, codes in enumerate(candidates):
             audio = codec.decode(codes)
-            errors = [edit_distance(words, recogniser(audio)) for recogniser in recognisers]
+            errors = [edit_distance(words, recognizer(audio)) for recognizer in recognizers]
             rows.append((errors[0], errors[1], mel_distance(audio, reference_speech), index))
         return rows
 

@@ -144,7 +144,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
         if not lazy_weights:
             return
         num_bytes = sum(part.nbytes for weight in lazy_weights for part in weight.parts)
-        with torch.inference_mode(), LoadingProgress(num_bytes, title="quantising") as progress:
+        with torch.inference_mode(), LoadingProgress(num_bytes, title="quantizing") as progress:
 
             def pack(weight: LazyWeight, importance: Tensor | None = None) -> None:
                 parts = weight.parts

@@ -31,7 +31,7 @@ class Rule:
     is_allowed: Callable[[Any], bool]
     choices: tuple[str, ...] = ()
     read: Callable[[str], object] | None = None
-    """Converts text to a value. Text that it does not recognise is returned unchanged."""
+    """Converts text to a value. Text that it does not recognize is returned unchanged."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,7 +126,7 @@ class Ops(EncoderOps, ConvolutionOps, RoutingOps, CollectiveOps):
         slices: Sequence[LinearSlice] = (),
         order: Tensor | None = None,  # [in] int32
     ) -> PackedLinear:
-        """Pack a quantised weight: ``weight [out, in]`` and the other tensors of its encoding.
+        """Pack a quantized weight: ``weight [out, in]`` and the other tensors of its encoding.
 
         ``order`` is the order of its inputs, see `PackedLinear.order`.
 
@@ -184,7 +184,7 @@ class Ops(EncoderOps, ConvolutionOps, RoutingOps, CollectiveOps):
         """Divide each row of ``x [..., E]`` by its root mean square and multiply it by ``weight [E]``.
 
         Computed in float32, returned in x's type (Zhang and Sennrich 2019, arXiv:1910.07467). If the weight
-        has x's type, the normalised row is rounded to this type before it is multiplied, as in the training
+        has x's type, the normalized row is rounded to this type before it is multiplied, as in the training
         of most checkpoints. If the weight is float32 and x is narrower, only the product is rounded, as in
         Gemma.
         """

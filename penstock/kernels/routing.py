@@ -30,7 +30,7 @@ class ScoreRouting:
     top_groups: int = 1
     """Number of groups to select. Groups are ranked by the sum of their two largest biased scores."""
     min_sum: float = 1e-20
-    """Lower bound of the divisor of the normalised weights."""
+    """Lower bound of the divisor of the normalized weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class SparseMixer:
 Routing = Literal["all", "all_normed", "chosen"] | ScoreRouting | SparseMixer
 """How a router weights the selected experts.
 
-``all``: softmax over all experts. ``all_normed``: the same, normalised to sum 1 over the selected experts.
+``all``: softmax over all experts. ``all_normed``: the same, normalized to sum 1 over the selected experts.
 ``chosen``: softmax over the selected experts. `ScoreRouting` and `SparseMixer` describe the other rules."""
 
 
@@ -74,7 +74,7 @@ class RoutingOps(ABC):
         """Return weights and ids of the ``top`` selected experts of each row.
 
         The named rules select the experts with the largest logits. The weights are a softmax over
-        all N logits (``all``), the same normalised to sum 1 over the selected experts (``all_normed``), or a
+        all N logits (``all``), the same normalized to sum 1 over the selected experts (``all_normed``), or a
         softmax over the selected logits (``chosen``). A NaN ranks as -inf. Only `ScoreRouting` uses ``bias``.
         """
 

@@ -59,7 +59,7 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
 
     Args:
         model: the encoder.
-        layout: the pooling, dense layers and normalisation of the checkpoint.
+        layout: the pooling, dense layers and normalization of the checkpoint.
         trained_dimensions: lengths to which a dense embedding may be cut; None allows all lengths.
         heads: the heads for sparse and multi-vector embeddings, applied to each token.
     """

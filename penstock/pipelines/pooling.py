@@ -1,4 +1,4 @@
-"""The embedding of one text from its hidden states: pooling, dense layers, normalisation."""
+"""The embedding of one text from its hidden states: pooling, dense layers, normalization."""
 
 from __future__ import annotations
 

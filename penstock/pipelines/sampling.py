@@ -1,4 +1,4 @@
-"""Sampling: one token from each row of logits, vectorised over the batch.
+"""Sampling: one token from each row of logits, vectorized over the batch.
 
 A random number is a function of the seed and of the index that the token will have in its sequence. Therefore
 a request samples the same tokens in any batch and after preemption.
@@ -192,7 +192,7 @@ class LogitEdits:
             check_logit_rules(context, vocabulary)
         edits = cls(vocabulary, device)
         _add_bias(edits, rows)
-        _penalise(edits, rows, positions, drafts)
+        _penalize(edits, rows, positions, drafts)
         _suppress_end_tokens(edits, rows, positions)
         _forbid_tokens(edits, rows)
         _forbid_sequences(edits, rows, positions, drafts)
@@ -254,7 +254,7 @@ def _add_bias(edits: LogitEdits, rows: Sequence[_Row]) -> None:
         edits.map_scores(cells, lambda scores: scores + bias)
 
 
-def _penalise(
+def _penalize(
     edits: LogitEdits, rows: Sequence[_Row], positions: np.ndarray, drafts: Sequence[Sequence[int]] | None
 ) -> None:
     """Apply the repetition penalty to tokens of prompt and output, and the other penalties to output tokens.
@@ -262,11 +262,11 @@ def _penalise(
     The repetition penalty divides positive logits and multiplies negative logits (Keskar et al. 2019,
     arXiv:1909.05858).
     """
-    penalised_rows = [row for row in rows if row.context.sampling_params.needs_penalties]
-    if not penalised_rows:
+    penalized_rows = [row for row in rows if row.context.sampling_params.needs_penalties]
+    if not penalized_rows:
         return
     ids, counts, factors = [], [], []
-    for row in penalised_rows:
+    for row in penalized_rows:
         context, params = row.context, row.context.sampling_params
         num_drafts = max(int(positions[row.index]) - context.active_idx, 0)  # drafts before this row's token
         row_drafts = drafts[row.sequence][:num_drafts] if drafts else ()
@@ -276,7 +276,7 @@ def _penalise(
         ids.append(tokens)
         counts.append(token_counts)
         factors.append((params.repetition_penalty, params.frequency_penalty, params.presence_penalty))
-    cells = edits.flat_indices(penalised_rows, ids)
+    cells = edits.flat_indices(penalized_rows, ids)
     row_factors = np.repeat(np.array(factors), [len(tokens) for tokens in ids], axis=0)  # [n, 3] float64
     # A request may contain a repetition penalty of 1e300, which float32 cannot represent.
     repetition = edits.tensor(row_factors[:, 0].clip(1e-30, 1e30).astype(np.float32))
@@ -284,11 +284,11 @@ def _penalise(
     penalties = row_factors[:, 1] * all_counts + row_factors[:, 2] * (all_counts > 0)
     subtracted = edits.tensor(penalties.astype(np.float32))
 
-    def penalised_scores(scores: Tensor) -> Tensor:
+    def penalized_scores(scores: Tensor) -> Tensor:
         scores = torch.where(scores > 0, scores / repetition, scores * repetition) - subtracted
         return scores.clamp(-_LIMIT, _LIMIT)
 
-    edits.map_scores(cells, penalised_scores)
+    edits.map_scores(cells, penalized_scores)
 
 
 def _suppress_end_tokens(edits: LogitEdits, rows: Sequence[_Row], positions: np.ndarray) -> None:

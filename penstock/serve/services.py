@@ -109,7 +109,7 @@ class Services:
     worker: EngineClient
     metrics: Metrics
     pool: ThreadPoolExecutor
-    """Runs tokenisation, templates and schemas, which must not run on the event loop."""
+    """Runs tokenization, templates and schemas, which must not run on the event loop."""
     large_body_pool: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="penstock-long")
     )

@@ -1,4 +1,4 @@
-"""Reads the sentence-transformers layout of a checkpoint: pooling, dense layers, normalisation and prompts.
+"""Reads the sentence-transformers layout of a checkpoint: pooling, dense layers, normalization and prompts.
 
 Source: https://www.sbert.net/docs/sentence_transformer/usage/custom_models.html
 """

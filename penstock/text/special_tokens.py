@@ -54,7 +54,7 @@ class SpecialTokens:
 
     Args:
         tokens: the added tokens of the tokenizer. Tokens that are not special are ignored.
-        normalize: the tokenizer's normaliser, if it has one.
+        normalize: the tokenizer's normalizer, if it has one.
     """
 
     def __init__(
@@ -143,10 +143,10 @@ class SpecialTokens:
         # tokenizer.
         tokenizer.encode_special_tokens = True
         try:
-            ids = next(_tokenisations(tokenizer, text, token_bytes, self.by_id), None)
+            ids = next(_tokenizations(tokenizer, text, token_bytes, self.by_id), None)
             if ids is None and len(text) > 1:
                 ids_by_character = [
-                    next(_tokenisations(tokenizer, character, token_bytes, self.by_id), None)
+                    next(_tokenizations(tokenizer, character, token_bytes, self.by_id), None)
                     for character in text
                 ]
                 ids = (
@@ -209,7 +209,7 @@ class SpecialTokens:
     def _indices_inside(self, text: str) -> set[int]:
         """Return one index inside each special token in the text, or both ends of a token of one character.
 
-        If only the normalised text contains a special token, return all indices.
+        If only the normalized text contains a special token, return all indices.
         """
         indices: set[int] = set()
         for first_characters, lengths in self._lengths.items():
@@ -276,13 +276,13 @@ def _with_insertions(text: str, marker: str, indices: Iterable[int]) -> str:
     return marker.join(text[start:end] for start, end in pairwise(boundaries))
 
 
-def _tokenisations(
+def _tokenizations(
     tokenizer: Tokenizer, text: str, token_bytes: Callable[[int], bytes], special: Mapping[int, AddedToken]
 ) -> Iterator[list[int]]:
-    """Yield tokenisations of the text without special tokens.
+    """Yield tokenizations of the text without special tokens.
 
-    Tokenisations whose bytes equal the text come first. The bytes of the last tokenisation may equal the
-    normalised text.
+    Tokenisations whose bytes equal the text come first. The bytes of the last tokenization may equal the
+    normalized text.
     """
     normalized_ids: list[int] = []
     for text_before in _TEXTS_BEFORE:

@@ -101,7 +101,7 @@ class SpeechTokenizer(TextTokenizer):
         if name is None:
             raise CheckpointError(
                 checkpoint,
-                "is not recognised as a speech model: its vocabulary has no speech tokens. Give "
+                "is not recognized as a speech model: its vocabulary has no speech tokens. Give "
                 f"--speech-format ({', '.join(speech_formats())}) or a speech_config.json",
             )
         description = SpeechDescription.read(Path(checkpoint))

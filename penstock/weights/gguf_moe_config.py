@@ -10,7 +10,7 @@ from penstock.weights.gguf_keys import GGUFKeys
 _SOFTMAX, _SIGMOID = 1, 2
 """Values of ``expert_gating_func``."""
 _MAVERICK_EXPERTS = 128
-"""Number of experts of Llama 4 Maverick, by which the model is recognised.
+"""Number of experts of Llama 4 Maverick, by which the model is recognized.
 
 Maverick has no norms of queries and keys. The metadata have no key for this property.
 """

@@ -67,7 +67,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral, all experts": ("mixtral", {"num_experts_per_tok": 5, "tie_word_embeddings": True}),
     "mixtral, head_dim 24": ("mixtral", {"head_dim": 24, "hidden_act": "gelu", "num_key_value_heads": 6}),
     "mixtral, one expert": ("mixtral", {"num_local_experts": 1, "num_experts_per_tok": 1}),
-    "qwen, unnormalised top-k weights": ("qwen3_moe", {"norm_topk_prob": False, "attention_bias": True}),
+    "qwen, unnormalized top-k weights": ("qwen3_moe", {"norm_topk_prob": False, "attention_bias": True}),
     "qwen, experts in every other layer": ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": []}),
     "qwen, one expert per token": ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": False}),
     "qwen, sliding window": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 20}),
@@ -182,7 +182,7 @@ def drop_bias(linear: Any) -> Any:
 
 MUTATIONS: dict[str, Callable[[Any], Any]] = {
     "two experts swapped": lambda n: mutate_experts(n, packed=swap_experts),
-    "unnormalised top-k weights": lambda n: mutate_experts(n, routing=lambda _: "all"),
+    "unnormalized top-k weights": lambda n: mutate_experts(n, routing=lambda _: "all"),
     "one expert too few": lambda n: mutate_experts(n, top_k=lambda top_k: top_k - 1),
     "one expert too many": lambda n: mutate_experts(n, top_k=lambda top_k: top_k + 1),
 }

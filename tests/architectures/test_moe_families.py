@@ -63,7 +63,7 @@ def relative_error(pipeline: TextGenerationPipeline, expected: torch.Tensor) -> 
 
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen2_moe, normalised top-k weights": (
+    "qwen2_moe, normalized top-k weights": (
         "qwen2_moe",
         {"norm_topk_prob": True, "qkv_bias": False, "mlp_only_layers": []},
     ),
@@ -75,7 +75,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2_moe",
         {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2, "num_experts_per_tok": 7},
     ),
-    "olmoe, normalised top-k weights": (
+    "olmoe, normalized top-k weights": (
         "olmoe",
         {"norm_topk_prob": True, "attention_bias": True, "num_key_value_heads": 6},
     ),
@@ -86,7 +86,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "glm4_moe",
         {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "use_qk_norm": False, "head_dim": 24},
     ),
-    "glm4_moe, unnormalised top-k weights": (
+    "glm4_moe, unnormalized top-k weights": (
         "glm4_moe",
         {"norm_topk_prob": False, "routed_scaling_factor": 0.7, "topk_group": 3, "attention_bias": False},
     ),
@@ -189,7 +189,7 @@ MUTATIONS: dict[str, Callable[[Any], Any]] = {
     "scaling factor 1": mutate_routing(scale=1.0),
     "expert groups ignored": mutate_routing(groups=1),
     "one expert group too few": mutate_routing(top_groups=1),
-    "unnormalised top-k weights": mutate_routing(is_normed=False),
+    "unnormalized top-k weights": mutate_routing(is_normed=False),
     "softmax instead of sigmoid scores": mutate_routing(scores="softmax"),
     "sigmoid instead of softmax scores": mutate_routing(scores="sigmoid"),
     "larger eps": mutate_routing(eps=100.0),
@@ -204,7 +204,7 @@ MUTATIONS: dict[str, Callable[[Any], Any]] = {
 }
 _SCORE_MUTATIONS = {
     "correction bias dropped",
-    "unnormalised top-k weights",
+    "unnormalized top-k weights",
     "softmax instead of sigmoid scores",
     "one expert too many",
 }
@@ -216,7 +216,7 @@ APPLICABLE_MUTATIONS = {
     "glm4_moe": _SCORE_MUTATIONS
     | {"scaling factor 1", "expert groups ignored", "one expert group too few", "shared experts dropped"},
     "minimax_m2": _SCORE_MUTATIONS,
-    "ernie4_5_moe": {"correction bias dropped", "unnormalised top-k weights", "one expert too many"}
+    "ernie4_5_moe": {"correction bias dropped", "unnormalized top-k weights", "one expert too many"}
     | {"shared experts dropped", "sigmoid instead of softmax scores"},
     "phimoe": {"one expert too many", "softmax over all experts", "larger eps"},
     "llama4_text": set(),

@@ -109,7 +109,7 @@ FLAGS = {
     "unknown task": (["generate", *PROMPT, "--task", "chat"], "task: must be one of auto, text-generation"),
     "speech with a text model": (
         ["generate", *PROMPT, "--task", "speech-token-generation"],
-        "is not recognised as a speech model: its vocabulary has no speech tokens",
+        "is not recognized as a speech model: its vocabulary has no speech tokens",
     ),
     "missing configuration": (["generate", *PROMPT, "--config-file", "none.json"], "none.json"),
     "configuration file with an unknown suffix": (

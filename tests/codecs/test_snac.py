@@ -113,7 +113,7 @@ def test_a_pickled_checkpoint_is_read_without_running_code(checkpoint: Path) -> 
         load_folder(checkpoint)
 
 
-def test_older_names_of_weight_normalisation_are_read(checkpoint: Path) -> None:
+def test_older_names_of_weight_normalization_are_read(checkpoint: Path) -> None:
     tensors = load_file(checkpoint / "model.safetensors")
     renamed_tensors = {
         name.replace("parametrizations.weight.original0", "weight_g").replace(

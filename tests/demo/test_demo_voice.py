@@ -46,27 +46,27 @@ def test_audio_of_a_batch_is_close_to_audio_of_a_single_text(llm: LLM, speeches:
     np.testing.assert_allclose(single_audio.audio, speeches[1].audio, atol=0.02)
 
 
-def test_a_speech_recogniser_understands_the_speech(
+def test_a_speech_recognizer_understands_the_speech(
     speeches: list[Speech], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("pocketsphinx", reason="the recogniser is not installed")
+    pytest.importorskip("pocketsphinx", reason="the recognizer is not installed")
     import torch
 
     monkeypatch.setattr(sys, "path", [str(ROOT / "tools"), *sys.path])
     from demo_voice.measure import Recogniser, edit_distance, split_words
 
-    recogniser = Recogniser(with_grammar=True)
+    recognizer = Recogniser(with_grammar=True)
     errors = [
-        edit_distance(split_words(text), recogniser(torch.from_numpy(speech.audio)))
+        edit_distance(split_words(text), recognizer(torch.from_numpy(speech.audio)))
         for text, speech in zip(TEXTS, speeches, strict=True)
     ]
     # The sentences have 15 words. For speech of another sentence, nearly every word is an error.
     assert sum(errors) <= 6
 
 
-def test_speech_recognisers_understand_hello_world(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Speaks several spellings. The grammar of one recogniser has few sentences; the other has none."""
-    pytest.importorskip("pocketsphinx", reason="the recogniser is not installed")
+def test_speech_recognizers_understand_hello_world(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Speaks several spellings. The grammar of one recognizer has few sentences; the other has none."""
+    pytest.importorskip("pocketsphinx", reason="the recognizer is not installed")
     import torch
 
     monkeypatch.setattr(sys, "path", [str(ROOT / "tools"), *sys.path])
@@ -74,8 +74,8 @@ def test_speech_recognisers_understand_hello_world(llm: LLM, monkeypatch: pytest
 
     spellings = ["hello world", "Hello world.", "Hello world!", "Hello, world", "HELLO WORLD?"]
     speeches = llm.speak(spellings, use_tqdm=False)
-    for recogniser in (Recogniser(with_grammar=True), Recogniser(with_grammar=False)):
-        transcripts = [recogniser(torch.from_numpy(speech.audio)) for speech in speeches]
+    for recognizer in (Recogniser(with_grammar=True), Recogniser(with_grammar=False)):
+        transcripts = [recognizer(torch.from_numpy(speech.audio)) for speech in speeches]
         assert transcripts == [["hello", "world"]] * len(spellings)
 
 

@@ -1,4 +1,4 @@
-"""The limit on private memory: mapped files do not count, `is_exceeded` recognises errors at the limit."""
+"""The limit on private memory: mapped files do not count, `is_exceeded` recognizes errors at the limit."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_mapped_files_do_not_count_and_allocations_beyond_the_limit_fail(tmp_pat
     assert result.returncode == 0, result.stderr
 
 
-def test_is_exceeded_recognises_errors_of_exhausted_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_is_exceeded_recognizes_errors_of_exhausted_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     system_error = OSError(errno.ENOMEM, "Cannot allocate memory")
     assert not private_memory.is_exceeded(MemoryError())
     monkeypatch.setattr(private_memory, "_limit", 1 << 40)

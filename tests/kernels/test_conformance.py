@@ -237,7 +237,7 @@ def test_routes_agree_with_the_reference(
 
 SCORE_ROUTINGS = {
     "sigmoid": ScoreRouting("sigmoid", is_normed=False),
-    "sigmoid, normalised and scaled": ScoreRouting("sigmoid", is_normed=True, scale=2.5),
+    "sigmoid, normalized and scaled": ScoreRouting("sigmoid", is_normed=True, scale=2.5),
     "softmax": ScoreRouting("softmax", is_normed=True, min_sum=0.3),
     "sigmoid groups": ScoreRouting("sigmoid", is_normed=True, groups=4, top_groups=2),
     "softmax groups": ScoreRouting("softmax", is_normed=False, groups=10, top_groups=3, scale=0.5),

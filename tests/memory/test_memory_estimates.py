@@ -112,7 +112,7 @@ def test_the_memory_of_adapters_is_estimated(
 
 
 def test_a_family_with_other_tensor_names_is_estimated(tmp_path: Path) -> None:
-    """The embedding table, head, value projection and router are recognised by the family's own names."""
+    """The embedding table, head, value projection and router are recognized by the family's own names."""
     from safetensors.torch import save_file
     from torch import ones
 

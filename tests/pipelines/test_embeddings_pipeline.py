@@ -133,7 +133,7 @@ def test_options_change_the_output(pipeline: EmbeddingsPipeline) -> None:
     [truncated_response] = encode_all(pipeline, [tokens], dimensions=8)
     assert truncated_response.embeddings.shape == (8,)
     assert np.linalg.norm(truncated_response.embeddings) == pytest.approx(1), (
-        "the vector is normalised after truncation"
+        "the vector is normalized after truncation"
     )
     [vector_response] = encode_all(
         pipeline, [tokens], outputs=("multi_vector", "dense"), num_unpooled_tokens=2

@@ -261,11 +261,11 @@ def test_log_probabilities_equal_transformers(
 def test_penalties_change_the_text(pipeline: TextGenerationPipeline) -> None:
     (plain_tokens,) = generate_tokens(pipeline, [make_context(PROMPT)])
     params = SamplingParams(frequency_penalty=2.0, presence_penalty=2.0, repetition_penalty=1.5)
-    penalised_tokens, unpenalised_tokens = generate_tokens(
+    penalized_tokens, unpenalized_tokens = generate_tokens(
         pipeline, [make_context(PROMPT, sampling_params=params), make_context(PROMPT)]
     )
-    assert unpenalised_tokens == plain_tokens
-    assert len(set(penalised_tokens)) > len(set(plain_tokens))
+    assert unpenalized_tokens == plain_tokens
+    assert len(set(penalized_tokens)) > len(set(plain_tokens))
 
 
 @pytest.mark.parametrize(

@@ -170,9 +170,9 @@ def test_adjusted_logits_equal_transformers() -> None:
 
 def test_frequency_and_presence_penalties_count_only_the_output() -> None:
     params = SamplingParams(frequency_penalty=0.5, presence_penalty=0.25)
-    penalised_context, plain_context = make_context([1, 2, 2], sampling_params=params), make_context([1])
-    advance(penalised_context, [5, 5, 6])
-    result = adjust(torch.zeros(2, 8), [penalised_context, plain_context])
+    penalized_context, plain_context = make_context([1, 2, 2], sampling_params=params), make_context([1])
+    advance(penalized_context, [5, 5, 6])
+    result = adjust(torch.zeros(2, 8), [penalized_context, plain_context])
     assert result.tolist() == [[0, 0, 0, 0, 0, -1.25, -0.75, 0], [0] * 8]
 
 
@@ -206,7 +206,7 @@ def test_an_end_token_beyond_the_vocabulary_needs_no_mask() -> None:
     assert np.flatnonzero(result[0].numpy() < 0).tolist() == [3]
 
 
-def test_a_prompt_token_beyond_the_vocabulary_is_not_penalised() -> None:
+def test_a_prompt_token_beyond_the_vocabulary_is_not_penalized() -> None:
     context = make_context([1, 30], sampling_params=SamplingParams(repetition_penalty=2.0))
     result = adjust(torch.ones(2, VOCAB_SIZE), [context, make_context([1])])
     assert result.sum(1).tolist() == [VOCAB_SIZE - 0.5, VOCAB_SIZE]

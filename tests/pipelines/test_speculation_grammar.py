@@ -29,7 +29,7 @@ GRAMMARS = {
 PARAMETERS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"sampling_params": SamplingParams(temperature=1.0, top_k=-1, seed=3)},
-    "penalised": {
+    "penalized": {
         "sampling_params": SamplingParams(temperature=1.0, top_k=-1, seed=4, frequency_penalty=1.5)
     },
     "at least": {"sampling_params": SamplingParams(temperature=1.0, top_k=-1, seed=5, min_new_tokens=8)},

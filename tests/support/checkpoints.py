@@ -52,7 +52,7 @@ def skip_unknown_model_type(model_type: str) -> None:
 def write_checkpoint(folder: Path, config: Mapping[str, Any], seed: int = 0) -> Path:
     """Save a model of this ``config.json`` with weights large enough to expose every mistake.
 
-    transformers initialises weights with a standard deviation of 0.02 and norms with 1. A wrong RoPE base or
+    transformers initializes weights with a standard deviation of 0.02 and norms with 1. A wrong RoPE base or
     a missing norm would change results by less than the tolerance. Here the standard deviation is 0.2, and
     norms are random.
     """

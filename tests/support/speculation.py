@@ -49,7 +49,7 @@ class OracleProposer:
 def mixed_contexts() -> list[TextContext]:
     """Return contexts of several lengths: greedy, sampled, with penalties, log probabilities and echo."""
     sampled_params = [SamplingParams(temperature=1.0, top_k=-1, seed=seed) for seed in (3, 4)]
-    penalised_params = SamplingParams(
+    penalized_params = SamplingParams(
         temperature=0.8, seed=5, frequency_penalty=0.7, presence_penalty=0.3, repetition_penalty=1.2
     )
     return [
@@ -57,7 +57,7 @@ def mixed_contexts() -> list[TextContext]:
         make_context(REPETITIVE_PROMPT, 50, request_id="repeating"),
         make_context(PROMPT[:5], 23, request_id="sampled", sampling_params=sampled_params[0]),
         make_context(PROMPT, 40, request_id="sampled too", sampling_params=sampled_params[1]),
-        make_context(REPETITIVE_PROMPT, 30, request_id="penalised", sampling_params=penalised_params),
+        make_context(REPETITIVE_PROMPT, 30, request_id="penalized", sampling_params=penalized_params),
         make_context(PROMPT[:7], 20, request_id="scored", log_probabilities=3),
         make_context(
             PROMPT[:8],

@@ -51,7 +51,7 @@ class JinaV3:
 
 
 def mean_embedding(model: Any, tokens: list[int]) -> Tensor:  # [E]
-    """Return the mean ``[E]`` of the hidden states of a model of transformers, normalised to length 1."""
+    """Return the mean ``[E]`` of the hidden states of a model of transformers, normalized to length 1."""
     with torch.inference_mode():
         return F.normalize(model(torch.tensor([tokens])).last_hidden_state[0].mean(0), dim=-1)
 

@@ -33,7 +33,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_layout(folder: Path, pooling: str = "cls") -> None:
-    """Write the sentence-transformers layout with pooling and normalisation modules."""
+    """Write the sentence-transformers layout with pooling and normalization modules."""
     module_paths = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
     rows = [
         {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{module}"}
@@ -60,7 +60,7 @@ class BgeM3:
         return states
 
     def dense(self, tokens: list[int]) -> Tensor:  # [E]
-        """Return the hidden state ``[E]`` of the first token, normalised to length 1."""
+        """Return the hidden state ``[E]`` of the first token, normalized to length 1."""
         return F.normalize(self.hidden_states(tokens)[0], dim=-1)
 
     def sparse_weights(self, tokens: list[int]) -> dict[int, float]:
@@ -74,7 +74,7 @@ class BgeM3:
         return weights
 
     def vectors(self, tokens: list[int]) -> Tensor:  # [T - 1, out]
-        """Return the normalised vectors ``[T - 1, out]`` of all tokens except the first."""
+        """Return the normalized vectors ``[T - 1, out]`` of all tokens except the first."""
         with torch.inference_mode():
             return F.normalize(self.colbert(self.hidden_states(tokens)[1:]), dim=-1)
 

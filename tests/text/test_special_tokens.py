@@ -320,7 +320,7 @@ def test_a_special_token_encoded_as_text_has_no_leading_space() -> None:
     assert tokens == ["<x>", "▁", "a", "<", "x", ">"]
 
 
-def test_a_special_token_that_is_matched_after_normalising_is_text() -> None:
+def test_a_special_token_that_is_matched_after_normalizing_is_text() -> None:
     source = make_metaspace_tokenizer(AddedToken("<x>", normalized=True, special=True))
     source.normalizer = normalizers.NFKC()
     tokenizer, permissive_tokenizer = make_tokenizer_pair(source, "{{ messages[0].content }}<x>")

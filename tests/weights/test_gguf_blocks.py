@@ -28,7 +28,7 @@ def test_random_blocks_equal_the_reference(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
-def test_quantised_numbers_are_restored_approximately(name: str) -> None:
+def test_quantized_numbers_are_restored_approximately(name: str) -> None:
     numbers = np.random.default_rng(1).normal(size=(8, 64)).astype(np.float32)
     blocks = gguf.quants.quantize(numbers, GGMLQuantizationType[name])
     restored_numbers = (

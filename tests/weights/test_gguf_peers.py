@@ -76,7 +76,7 @@ def test_logits_are_close_to_the_logits_of_llama_cpp(family: str, tmp_path: Path
 @pytest.mark.parametrize(
     "quantization", ["Q4_0", "Q5_0", "Q8_0", "Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K", "IQ4_NL", "IQ4_XS"]
 )
-def test_files_quantised_by_llama_cpp_are_dequantized_equally(quantization: str, tmp_path: Path) -> None:
+def test_files_quantized_by_llama_cpp_are_dequantized_equally(quantization: str, tmp_path: Path) -> None:
     llama_cpp = pytest.importorskip("llama_cpp")
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2}
     checkpoint = write_family_checkpoint("llama", tmp_path, **sizes)

@@ -147,7 +147,7 @@ class TestScores:
         assert self.encode(tmp_path, "abc", add_space_prefix=False) == ["<s>", "abc"]
         assert self.encode(tmp_path, " a", add_space_prefix=False) == ["<s>", "▁a"]
 
-    def test_special_tokens_in_a_text_are_recognised(self, tmp_path: Path) -> None:
+    def test_special_tokens_in_a_text_are_recognized(self, tmp_path: Path) -> None:
         metadata = sentencepiece_metadata(PIECES)
         gguf_tokenizer = read_gguf_tokenizer(write_gguf_file(tmp_path, metadata)).tokenizer
         assert gguf_tokenizer.encode("<unk></s>").tokens == ["<s>", "<unk>", "</s>"]

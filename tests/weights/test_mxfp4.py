@@ -64,7 +64,7 @@ def write_checkpoint(folder: Path, tensors: dict[str, torch.Tensor], method: str
 
 @pytest.mark.parametrize("method", ["mxfp4", None])
 def test_expert_blocks_are_read_as_one_matrix_per_expert(method: str | None, tmp_path: Path) -> None:
-    """The format is recognised even if ``config.json`` does not name it."""
+    """The format is recognized even if ``config.json`` does not name it."""
     generator = torch.Generator().manual_seed(0)
     blocks = torch.randint(0, 256, (3, 10, 4, 16), generator=generator).byte()
     scales = torch.randint(100, 140, (3, 10, 4), generator=generator).byte()

@@ -106,7 +106,7 @@ def test_small_models_are_packed_at_load(llama: Path, monkeypatch: pytest.Monkey
     assert num_pending(open_pipeline(llama)) == 0
 
 
-def test_quantised_weights_are_packed_at_load(llama: Path) -> None:
+def test_quantized_weights_are_packed_at_load(llama: Path) -> None:
     for encoding in ("int8", "int4"):
         assert num_pending(open_pipeline(llama, quantization_encoding=encoding)) == 0
 

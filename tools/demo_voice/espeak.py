@@ -33,7 +33,7 @@ class Espeak:
         data = str(espeakng_loader.get_data_path()).encode()
         self._sample_rate = self._library.espeak_Initialize(_SYNCHRONOUS_RETRIEVAL, 0, data, 0)
         if self._sample_rate <= 0:
-            raise RuntimeError("espeak-ng could not be initialised")
+            raise RuntimeError("espeak-ng could not be initialized")
         if self._library.espeak_SetVoiceByName(voice.encode()) != 0:
             raise ValueError(f"espeak-ng has no voice {voice!r}")
         self.set_speed(words_per_minute)

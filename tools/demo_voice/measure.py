@@ -1,4 +1,4 @@
-"""Measures speech: words recognised by the package `pocketsphinx`, edit distance, mel distance."""
+"""Measures speech: words recognized by the package `pocketsphinx`, edit distance, mel distance."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .codec import log_mel
-from .sentences import recogniser_grammar
+from .sentences import recognizer_grammar
 
 _PADDING = 4000  # samples of silence that are added at both ends
 
@@ -20,7 +20,7 @@ class Recogniser:
     """Recognises English speech with a general language model, or with a grammar.
 
     Args:
-        with_grammar: whether it recognises only sentences of the grammar of `demo_voice.sentences`.
+        with_grammar: whether it recognizes only sentences of the grammar of `demo_voice.sentences`.
         further_sentences: sentences that are added to the grammar.
     """
 
@@ -32,7 +32,7 @@ class Recogniser:
             return
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "sentences.gram")
-            path.write_text(recogniser_grammar(further_sentences))
+            path.write_text(recognizer_grammar(further_sentences))
             self._decoder = Decoder(loglevel="FATAL", jsgf=str(path), lm=None)
 
     def __call__(self, samples: Tensor) -> list[str]:
@@ -47,7 +47,7 @@ class Recogniser:
 
 
 def split_words(text: str) -> list[str]:
-    """Return the words of a text as the recogniser writes them."""
+    """Return the words of a text as the recognizer writes them."""
     return re.sub(r"[^a-z' ]", "", text.lower()).split()
 
 

@@ -9,7 +9,7 @@ from penstock.text.english_numbers import cardinal, ordinal, year
 from .sentences import sentence, split_list
 
 SELECTED_PHRASES = ("hello world", "hello", "hello there", "good morning")
-"""Phrases for whose speech the training generates several candidates. Speech recognisers select the best."""
+"""Phrases for whose speech the training generates several candidates. Speech recognizers select the best."""
 
 COMMON_PHRASES = tuple(
     split_list(

@@ -1,4 +1,4 @@
-"""Short sentences from a grammar of templates and word classes, for the training and for a recogniser."""
+"""Short sentences from a grammar of templates and word classes, for the training and for a recognizer."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def training_texts(seed: int, num_texts: int, num_phrases: int) -> list[str]:
     return texts
 
 
-def recogniser_grammar(further_sentences: Sequence[str] = ()) -> str:
+def recognizer_grammar(further_sentences: Sequence[str] = ()) -> str:
     """Return the grammar in the Java Speech Grammar Format (JSGF).
 
     Args:

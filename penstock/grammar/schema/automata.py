@@ -17,7 +17,7 @@ from penstock.grammar.schema import regex
 from penstock.grammar.schema.ebnf import Ranges, union
 
 MAX_STATES = 400
-_MAX_UNMINIMISED_STATES = 2000  # maximum states before minimisation
+_MAX_UNMINIMISED_STATES = 2000  # maximum states before minimization
 _MAX_POSITIONS = 4000  # maximum positions visited to compute the transitions of one state
 _MAX_WORK = 300_000  # maximum number of character ranges and positions visited for one expression
 

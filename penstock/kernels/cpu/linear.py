@@ -262,11 +262,11 @@ class CpuLinear(ReferenceOps):
             )
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised contiguous tensor, to which a kernel writes a result."""
+        """Return an uninitialized contiguous tensor, to which a kernel writes a result."""
         return torch.empty(shape, dtype=dtype)
 
     def _scratch(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised contiguous tensor for intermediate values of an operation."""
+        """Return an uninitialized contiguous tensor for intermediate values of an operation."""
         return self._empty(shape, dtype)
 
     def _keep_alive(self, tensor: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ class WeightMemory:
         self._chunk = torch.empty(0, dtype=torch.uint8)  # the unused part of the current chunk
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor, aligned to a cache line."""
+        """Return an uninitialized tensor, aligned to a cache line."""
         num_bytes = prod(shape) * dtype.itemsize
         memory = self._prefaulted.allocate(num_bytes)
         if memory is not None:
@@ -54,7 +54,7 @@ class SliceMemory:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor, aligned to a cache line. It replaces the previous tensor."""
+        """Return an uninitialized tensor, aligned to a cache line. It replaces the previous tensor."""
         num_bytes = prod(shape) * dtype.itemsize
         if num_bytes > len(self._memory):
             self._memory = torch.from_numpy(huge_pages(max(num_bytes, self.num_bytes)))

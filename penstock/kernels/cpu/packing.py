@@ -32,7 +32,7 @@ class PanelMemory(Protocol):
     """Allocates the memory of panels."""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor, aligned to a cache line."""
+        """Return an uninitialized tensor, aligned to a cache line."""
         ...
 
 

@@ -6,7 +6,7 @@ The following measures ensure this:
   multiple of 16 rows (`kernels.linear.ROW_TILE`).
 * The order of additions of a sum over keys could depend on the chunks of a prompt. Keys are therefore summed
   in whole blocks, and the sums of the blocks are added from left to right.
-* Some vectorised functions of torch round the last elements of a row differently. This module avoids them.
+* Some vectorized functions of torch round the last elements of a row differently. This module avoids them.
 """
 
 from __future__ import annotations

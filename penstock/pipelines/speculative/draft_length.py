@@ -1,4 +1,4 @@
-"""`AdaptiveDraftLength`: chooses draft lengths that maximise tokens per second.
+"""`AdaptiveDraftLength`: chooses draft lengths that maximize tokens per second.
 
 An accepted draft saves a step. A rejected draft costs one row of the forward. The cost of a row and the
 acceptance rate are measured at run time. Draft lengths change the speed, never the output.

@@ -1,6 +1,6 @@
 """N-gram drafts: the tokens that followed an earlier occurrence of the last tokens.
 
-Texts that quote, edit or summarise their prompt repeat long parts of it (prompt lookup decoding, A. Saxena
+Texts that quote, edit or summarize their prompt repeat long parts of it (prompt lookup decoding, A. Saxena
 2023). The cost is a few dictionary look-ups per token.
 """
 

@@ -97,7 +97,7 @@ class RequestRecord:
                 observer.admitted(self)
 
     def tokens(self, count: int, choice: int = 0) -> None:
-        """Record ``count`` new tokens from the worker for a choice, before their detokenisation."""
+        """Record ``count`` new tokens from the worker for a choice, before their detokenization."""
         if count <= 0:
             return
         now = time.perf_counter()

@@ -91,7 +91,7 @@ class ParserFactory:
 
     @property
     def skip_special_tokens(self) -> bool:
-        """Whether detokenisation omits special tokens. False if the markup contains special tokens.
+        """Whether detokenization omits special tokens. False if the markup contains special tokens.
 
         If False, the parser drops all special tokens that are not part of the markup, unless `new` is called
         with ``shows_special_tokens``.

@@ -81,9 +81,9 @@ def set_sync_mode(mode: str) -> None:
 @pytest.mark.usefixtures("_reset_sync_mode")
 def test_no_overlapped_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launching and sampling a step must not synchronize with the device. torch raises if they do."""
-    penalised_params = replace(SAMPLED, frequency_penalty=0.5, logit_bias={5: 1.0})
+    penalized_params = replace(SAMPLED, frequency_penalty=0.5, logit_bias={5: 1.0})
     with LLM("demo", quantization_encoding="float32", devices="gpu", max_num_steps=1) as llm:
-        for params in (GREEDY, SAMPLED, penalised_params):
+        for params in (GREEDY, SAMPLED, penalized_params):
             llm.generate(PROMPTS, params)  # compiles the kernels and captures the graphs
         calls: list[str] = []
         waits: list[str] = []
@@ -102,7 +102,7 @@ def test_no_overlapped_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch
                     set_sync_mode("default")
 
             monkeypatch.setattr(OverlappedSteps, name, call_and_check)
-        for params in (GREEDY, SAMPLED, penalised_params):
+        for params in (GREEDY, SAMPLED, penalized_params):
             llm.generate(PROMPTS, params)
     assert not waits
     assert len(calls) > 100

@@ -428,7 +428,7 @@ def test_invalid_and_used_addresses_are_refused() -> None:
         ("example.org", False),
     ],
 )
-def test_loopback_addresses_are_recognised(host: str, is_local: bool) -> None:
+def test_loopback_addresses_are_recognized(host: str, is_local: bool) -> None:
     assert is_loopback(host) == is_local
 
 

@@ -197,7 +197,7 @@ async def test_simple_cross_origin_requests_are_refused(media_type: str | None) 
 
 
 @pytest.mark.parametrize("host", LOCAL_HOSTS)
-def test_names_of_this_machine_are_recognised(host: str) -> None:
+def test_names_of_this_machine_are_recognized(host: str) -> None:
     name = host_name(host)
     assert name is not None
     assert is_loopback(name)

@@ -4,7 +4,7 @@
 // factor. These products are exact in float32. The code of a 4-bit float is an index into a table of the integers 12 +
 // 2 * value.
 //
-// Rows of x are quantised as for int4, with a scale for each block of SIZE inputs. The minimum is applied in float32:
+// Rows of x are quantized as for int4, with a scale for each block of SIZE inputs. The minimum is applied in float32:
 // scale * sum(code * x) - minimum * sum(x). Each output is one chain of additions in the order of the groups.
 //
 // The codes of nf4 and fp4 are indices into a table of 16-bit numbers. The table is stored as one table of the low

@@ -2,7 +2,7 @@
 // are divided into groups of GROUP inputs. A group has a zero point and a float16 scale, and each output has a float32
 // scale. A weight is (code - zero) * scale * row scale.
 //
-// Rows of x are quantised as for int4. The zero point is applied in float32: sum(code * x) - zero * sum(x). This is
+// Rows of x are quantized as for int4. The zero point is applied in float32: sum(code * x) - zero * sum(x). This is
 // exact, because the integers are below 2^24. Each output is one chain of additions in the order of the groups.
 
 template <int BITS> struct CodeGroups {

@@ -40,7 +40,7 @@ struct Job {
   int64_t expert, begin, rows;
 };
 
-// Returns the bytes of rows as the input of a linear layer, after their quantisation if the encoding requires it.
+// Returns the bytes of rows as the input of a linear layer, after their quantization if the encoding requires it.
 INLINE int64_t input_bytes(int64_t encoding, int64_t element, int64_t rows, int64_t K) {
   if (!is_quantized(encoding)) return round_up(rows * K * element, LINE);
   return round_up(QuantizedRows::bytes(rows, K, groups_of(encoding, K)), LINE);
@@ -123,7 +123,7 @@ static void sort_pairs(const Experts& a, const ExpertsMemory& memory, const Team
   *memory.num_jobs = jobs;
 }
 
-// Computes the outputs of the panels first:last of a layer for the rows begin:begin + rows. `x` has the quantised rows
+// Computes the outputs of the panels first:last of a layer for the rows begin:begin + rows. `x` has the quantized rows
 // if the encoding needs them.
 static void multiply_run(const Linear& a, const QuantizedRows& x, int64_t begin, int64_t rows, int64_t first,
                          int64_t last, void* sums) {

@@ -7,7 +7,7 @@
 // additions in the order of k for all rows, tiles and blocks. The bits of a row therefore do not depend on other rows.
 
 // x and y have strided rows. `bias` [N] has the type of x, or is null. `scales` is set for encodings whose scales are
-// not in the panels. `order` [K] is the permutation of the inputs in the panels, for encodings that quantise rows of x
+// not in the panels. `order` [K] is the permutation of the inputs in the panels, for encodings that quantize rows of x
 // in groups; null for the original order.
 struct Linear {
   // Encodings: 0 float32, 1 bfloat16 (x has the same type), 2 int8, 3 int4, 4 int5 (quantized.inl), 5 uint4, 6 uint8

@@ -3,7 +3,7 @@
 
 struct Pack {  // packs a weight [N, K] in rows into panels
   int64_t encoding;     // as in Linear
-  int64_t source_type;  // 0 float32, 1 bfloat16, 2 float16, 3 quantised integers
+  int64_t source_type;  // 0 float32, 1 bfloat16, 2 float16, 3 quantized integers
   const void* source;
   int64_t stride;
   const uint16_t* source_scales;  // [N, ceil(K / GROUP)] float16: the scales of integers with groups; else null
@@ -102,7 +102,7 @@ static void transpose_rows(const T* rows, int64_t stride, int64_t count, int64_t
   }
 }
 
-// ---- quantisation to int4 and int5, for the groups of W outputs at a time ----
+// ---- quantization to int4 and int5, for the groups of W outputs at a time ----
 
 constexpr float LARGEST_HALF = 65504;
 constexpr int DIVISORS = 7;           // number of candidates of the scale search, as in kernels/quantized.py

@@ -1,5 +1,5 @@
 // Linear layers with weights of 8, 5 or 4 bits (kernels/quantized.py). int8 weights have a scale for each output. int5
-// and int4 weights have a float16 scale for each group of GROUP inputs of an output. Rows of x are quantised to 8 bits
+// and int4 weights have a float16 scale for each group of GROUP inputs of an output. Rows of x are quantized to 8 bits
 // first, with a scale for each row or group. Integer sums are exact in any order. Float sums are added in the order of
 // the groups. The bits of a row therefore do not depend on other rows.
 //
@@ -9,9 +9,9 @@
 
 constexpr int64_t GROUP = 32;                  // inputs
 constexpr int64_t MAX_DIRECT_BYTES = 4 << 20;  // tiles store results directly if all results have fewer bytes
-constexpr int64_t CHUNK_BYTES = 8 << 20;  // bytes of quantised x that stay in the last-level cache during a layer
+constexpr int64_t CHUNK_BYTES = 8 << 20;  // bytes of quantized x that stay in the last-level cache during a layer
 
-// ---- quantisation of rows to 8 bits ----
+// ---- quantization of rows to 8 bits ----
 
 // The excess of a row's integers beyond -127..127, stored as additional bytes (extras) of units of four inputs. The
 // product multiplies the weights of a unit by its extras, too.
@@ -26,7 +26,7 @@ struct Extras {
   Bytes units[MAX_EXTRAS];
 };
 
-// Rows quantised to integers [rows, stride]. `scales` and `starts` [rows, groups] are the scale and the start value of
+// Rows quantized to integers [rows, stride]. `scales` and `starts` [rows, groups] are the scale and the start value of
 // the sums of each group of a row. With int8 weights, all inputs are one group, and rows have extras.
 struct QuantizedRows {
   int8_t* integers;
@@ -253,7 +253,7 @@ static int32_t quantize_with_extras(const T* x, int64_t n, int8_t* integers, flo
   return total;
 }
 
-// Returns whether the products of an encoding need quantised inputs. Other encodings multiply floats.
+// Returns whether the products of an encoding need quantized inputs. Other encodings multiply floats.
 INLINE bool is_quantized(int64_t encoding) { return encoding >= 2 && encoding != 7; }
 // Returns the factor by which the sum of a group's integers is multiplied to get the start value of its products.
 INLINE int32_t start_factor(int64_t encoding) {
@@ -607,7 +607,7 @@ template <class S> static void multiply_all_rows(const ByteBlock& block, int64_t
   }
 }
 
-// Computes the outputs of a panel for the rows begin:begin + rows. `x` has these rows, quantised.
+// Computes the outputs of a panel for the rows begin:begin + rows. `x` has these rows, quantized.
 template <class S>
 static void multiply_panel(const Linear& a, const QuantizedRows& x, int64_t begin, int64_t rows, int64_t panel,
                            int64_t next, uint32_t* sums) {
@@ -652,12 +652,12 @@ template <class S> static void multiply_quantized(const Linear& a, const Team& t
   const int64_t row_bytes = QuantizedRows::bytes(1, a.K, groups);
   const int64_t max_rows = min(a.rows, max<int64_t>(CHUNK_BYTES / row_bytes, 256));
   const int64_t chunk_rows = min<int64_t>(max_rows, 240);
-  // Each thread quantises all rows itself if this is faster than a barrier.
-  const bool each_quantises = team.size == 1 || a.rows <= 3;
+  // Each thread quantizes all rows itself if this is faster than a barrier.
+  const bool each_quantizes = team.size == 1 || a.rows <= 3;
   const int64_t bytes = round_up(QuantizedRows::bytes(max_rows, a.K, groups), 64);
-  char* own = (char*)penstock_scratch(PRIVATE, chunk_rows * PANEL * 4 + (each_quantises ? bytes : 0));
+  char* own = (char*)penstock_scratch(PRIVATE, chunk_rows * PANEL * 4 + (each_quantizes ? bytes : 0));
   char* memory = own + chunk_rows * PANEL * 4;
-  if (!each_quantises) memory = (char*)team.share(team.rank == 0 ? penstock_scratch(SHARED, bytes) : nullptr);
+  if (!each_quantizes) memory = (char*)team.share(team.rank == 0 ? penstock_scratch(SHARED, bytes) : nullptr);
   const QuantizedRows x(memory, max_rows, a.K, groups);
   for (int64_t first = 0; first < a.rows; first += max_rows) {
     const int64_t rows = min(max_rows, a.rows - first), chunks = chunks_of(rows, a.N, chunk_rows, team);
@@ -668,7 +668,7 @@ template <class S> static void multiply_quantized(const Linear& a, const Team& t
           quantize_row((const T*)a.x + (first + row) * a.x_stride, a.K, a.encoding, x.skip_rows(row), a.order);
         });
     };
-    if (each_quantises) {
+    if (each_quantizes) {
       quantize_rows(0, rows);
     } else {
       over_rows(team, rows, quantize_rows);

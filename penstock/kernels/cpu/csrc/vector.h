@@ -322,7 +322,7 @@ INLINE vf exp(vf x) {
 }
 
 // Returns e^x for x <= 8, from a polynomial with TERMS terms after the constant 1; 0 below -87.3, NaN for NaN. The
-// coefficients minimise the largest relative error, which is 1e-4 with 3 terms, 3e-6 with 4 and 1e-7 with 5.
+// coefficients minimize the largest relative error, which is 1e-4 with 3 terms, 3e-6 with 4 and 1e-7 with 5.
 template <int TERMS> INLINE vf exp_below(vf x) {
   const float shift = 12582912.0f;
   vf shifted = fma(x, all(1.44269504f), all(shift)), n = shifted - shift;
@@ -365,7 +365,7 @@ INLINE vf tanh(vf x) {
 }
 
 // Returns erf(x) with an error of at most 5e-7, without a division or an exponential function. For |x| < 3.8 it is x
-// times a polynomial in t = 2 x^2 / 3.8^2 - 1 whose coefficients minimise the largest error. For larger |x|, erf(x)
+// times a polynomial in t = 2 x^2 / 3.8^2 - 1 whose coefficients minimize the largest error. For larger |x|, erf(x)
 // differs from 1 or -1 by at most 1e-7.
 INLINE vf erf(vf x) {
   const float sums[] = {0.372107685f,  -0.185640514f,  0.137731433f,   -0.111207567f,   0.0909731090f,

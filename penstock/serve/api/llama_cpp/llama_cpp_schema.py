@@ -27,7 +27,7 @@ class LlamaCppBody(RequestBody):
         "n_indent": RefusedField("the indentation is not enforced", (0,)),
         "n_keep": RefusedField("the server has no context shift", (0,)),
         "n_probs": RefusedField("send logprobs to /v1/completions", (0,)),
-        "penalize_nl": RefusedField("newlines are penalised like other tokens", (True,)),
+        "penalize_nl": RefusedField("newlines are penalized like other tokens", (True,)),
         "post_sampling_probs": RefusedField("send logprobs to /v1/completions", (False,)),
         "repeat_last_n": RefusedField("the penalty covers the prompt and the whole output", (-1, 64)),
         "samplers": RefusedField("the order of the samplers is fixed"),

@@ -25,7 +25,7 @@ class OllamaOptions(RequestBody):
         ),
         "num_keep": RefusedField("the server has no context shift", accepts_all=True),
         "repeat_last_n": RefusedField("the penalty covers the prompt and the whole output", accepts_all=True),
-        "penalize_newline": RefusedField("newlines are penalised like other tokens", (True,)),
+        "penalize_newline": RefusedField("newlines are penalized like other tokens", (True,)),
         "tfs_z": RefusedField(_NO_SAMPLER, (1, 1.0)),
         "typical_p": RefusedField(_NO_SAMPLER, (1, 1.0)),
         "mirostat": RefusedField(_NO_SAMPLER, (0,)),

@@ -22,7 +22,7 @@ from penstock.serve.services import Services
 
 @dataclass(frozen=True)
 class PreparedResponse:
-    """A request that has been validated, rendered with the chat template and tokenised."""
+    """A request that has been validated, rendered with the chat template and tokenized."""
 
     body: ResponsesBody
     conversation: Conversation
