@@ -4,7 +4,8 @@
     python benchmarks/against_transformers.py --shape l1b --pairs 3 --json out.json
 
 Sampling is greedy, end of sequence is ignored, prompts are random and new in every run, and the prefix cache
-is off. There are three workloads:
+is off. The time to the first token is measured by generating one token in a separate call. There are three
+workloads:
 
     decode     one prompt of 128 tokens, 64 new tokens: tokens/s after the first token
     prefill    one prompt of 1024 tokens: tokens/s

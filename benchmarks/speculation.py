@@ -4,8 +4,8 @@
     python benchmarks/speculation.py --pairs 3 --batch 1 8 --json out.json
 
 A model with random weights does not generate text that repeats its prompt. Therefore the benchmark forces an
-answer: after each forward, it raises the logit of the answer's next token above all others. Therefore each
-call runs one step. Forward, sampling and bookkeeping run as usual. Workloads:
+answer: after each forward, it raises the logit of the answer's next token above all others. This needs one
+call per step. Forward, sampling and bookkeeping run as usual. Workloads:
 
     edit       prompt: a source file of this package; answer: the same file with one class renamed
     summary    prompt: a page of the documentation; answer: every third sentence of the page

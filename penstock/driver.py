@@ -1,7 +1,4 @@
-"""The devices of this machine: their names and their memory.
-
-Only this module, ``engine`` and ``kernels`` contain device names.
-"""
+"""The devices of this machine: their names and their memory."""
 
 from __future__ import annotations
 
@@ -122,12 +119,12 @@ class Device:
         return str(self.spec)
 
 
-def CPU(id: int = 0) -> Device:  # name of the `max.driver` page
+def CPU(id: int = 0) -> Device:  # named as in MAX's `max.driver`
     """Return the CPU of the host as a device."""
     return Device(DeviceSpec.cpu(id))
 
 
-def Accelerator(id: int = 0) -> Device:  # name of the `max.driver` page
+def Accelerator(id: int = 0) -> Device:  # named as in MAX's `max.driver`
     """Return NVIDIA GPU number ``id`` as a device.
 
     Raises:
@@ -161,7 +158,11 @@ def load_devices(specs: Sequence[DeviceSpec]) -> list[Device]:
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor of zeros. In host memory, the system allocates each page when it is first written."""
+    """Return a tensor of zeros.
+
+    In host memory, the tensor begins at a cache line, and the system allocates each page when it is first
+    written.
+    """
     import numpy as np
     import torch
 

@@ -1,27 +1,27 @@
-"""The exceptions of Penstock that a caller can cause.
+"""The exceptions of Penstock that a caller can cause, with their attributes.
 
     PenstockError
-    ├── InputError (ValueError)               the request is invalid or not supported
-    │   ├── PromptTooLongError                num_tokens, max_length
-    │   ├── TaskMismatchError                 task, served
-    │   ├── UnknownModelError                 model, known
+    ├── InputError (ValueError)
+    │   ├── PromptTooLongError                 num_tokens, max_length, is_exact
+    │   ├── TaskMismatchError                  task, served
+    │   ├── UnknownModelError                  model, known
     │   ├── UnknownParameterError (TypeError)  parameter
-    │   └── UnsupportedFeatureError           feature
-    │       └── UnsupportedSchemaError        keyword, where
-    ├── RequestFailedError                    an internal error ended one request
-    ├── UnavailableError retry_after
-    │   ├── OverloadedError                   the queue is full
-    │   └── RankFailedError                   a process of tensor parallelism has ended
-    ├── ConfigError (ValueError)              field
-    ├── CheckpointError (ValueError)          path
+    │   └── UnsupportedFeatureError            feature
+    │       └── UnsupportedSchemaError         keyword, where
+    ├── RequestFailedError
+    ├── UnavailableError                       retry_after
+    │   ├── OverloadedError
+    │   └── RankFailedError
+    ├── ConfigError (ValueError)               field
+    ├── CheckpointError (ValueError)           path
     │   ├── CheckpointNotFoundError
     │   ├── WeightsError
-    │   ├── UnknownArchitectureError          architecture, known
-    │   └── UnsupportedTaskError              architecture, task, known
-    ├── InsufficientMemoryError               needed, available
-    │   └── InsufficientBlocksError           needed, free, total
-    ├── ForkedProcessError (RuntimeError) origin
-    └── MissingDependencyError (ImportError)  package, extra
+    │   ├── UnknownArchitectureError           architecture, known
+    │   └── UnsupportedTaskError               architecture, task, known
+    ├── InsufficientMemoryError                needed, available
+    │   └── InsufficientBlocksError            free, total
+    ├── ForkedProcessError (RuntimeError)      origin, process
+    └── MissingDependencyError (ImportError)   package, extra
 
 A failed ``assert`` is a bug in Penstock. An error that a caller can cause raises one of these exceptions. Its
 message contains the numbers and what to do next.

@@ -123,7 +123,11 @@ class FakePipeline:
     def execute(
         self, batch: Mapping[str, TextContext], num_steps: int = 1
     ) -> dict[str, TextGenerationResponse]:
-        """Run up to ``num_steps`` steps, or one step if a context is a chunk or reports log probabilities."""
+        """Run up to ``num_steps`` steps, or one step if a context is a chunk or reports log probabilities.
+
+        Raises:
+            InputError: ``num_steps`` is less than 1, or a request has ended.
+        """
         if num_steps < 1:
             raise InputError(f"num_steps must be at least 1, was {num_steps}")
         for request_id, context in batch.items():

@@ -58,7 +58,7 @@ class EncoderInputs(ModelInputs):
     """A ragged batch of whole inputs."""
 
     token_types: Tensor | None = None
-    """``[T]`` int64: the segment of each token; None if all tokens are in segment 0."""
+    """``[T]`` int64: the segment of each token; None if no input has segments or the model ignores them."""
 
 
 class EncoderModel(NetworkModel[EmbeddingsContext]):
@@ -108,7 +108,10 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
     def calculate_max_seq_len(
         cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig
     ) -> int:
-        """Return the configured length, or the ``max_seq_length`` of a sentence-transformers layout.
+        """Return the maximum length of an input.
+
+        It is the configured length, else the ``max_seq_length`` of a sentence-transformers layout, else the
+        number of positions of the network.
 
         Raises:
             ValueError: the configured length exceeds the positions of the network.
@@ -180,8 +183,8 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
     def _run_compiled(self, model_inputs: EncoderInputs, step: StepInputs) -> Tensor | None:
         """Return the hidden states from a compiled step; None if the step must run eagerly.
 
-        Only steps with a single input are compiled, because their shape depends only on the input's length.
-        Batches of several inputs have too many different shapes.
+        Only steps with a single input and without adapters are compiled. The shape of such a step depends
+        only on the input's length. Batches of several inputs have too many different shapes.
         """
         graphs = self.session.graphs
         if graphs is None:

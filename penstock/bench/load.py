@@ -62,8 +62,8 @@ async def measure(
 ) -> Measurement:
     """Send all requests and return when all have ended or ``stop`` is set.
 
-    In an open loop, latencies are measured from the time when a request was due. Thus they include the delay
-    of requests that are sent late because the server or the client is slow.
+    In an open loop, latencies are measured from the time when a request was due. They therefore include the
+    delay of requests that are sent late because the server or the client is slow.
 
     Args:
         client: the client of the server.

@@ -40,12 +40,12 @@ class Outcome:
 
     @property
     def first_token_seconds(self) -> float | None:
-        """Seconds from the due time to the first text; None without streaming."""
+        """Seconds from the due time to the first text; None without text or without streaming."""
         return self.text_times[0] - self.scheduled if self.text_times else None
 
     @property
     def token_seconds(self) -> float | None:
-        """Mean seconds per token after the first; None for one token, or without streaming."""
+        """Mean seconds per token after the first; None for fewer than two tokens, or without streaming."""
         if self.completion_tokens < 2 or not self.text_times:
             return None
         return (self.text_times[-1] - self.text_times[0]) / (self.completion_tokens - 1)

@@ -25,7 +25,7 @@ _TIMEOUT = 600.0
 
 @dataclass(frozen=True, slots=True)
 class AnswerPiece:
-    """A part of the text of an answer."""
+    """A part of the text of an answer. The text is empty if the piece has only the number of tokens."""
 
     text: str
     is_reasoning: bool = False
@@ -68,10 +68,8 @@ class LocalBackend:
         with closing(self._llm.stream(sampling_params=params, messages=messages)) as stream:
             in_reasoning = self._parsers.prompt_opens_reasoning(stream.prompt)
             parser = self._parsers.new(in_reasoning=in_reasoning)
-            events = []
             for text in stream:
-                events = parser.push(text)
-                for event in events:
+                for event in parser.push(text):
                     if isinstance(event, Content | Reasoning):
                         yield AnswerPiece(event.text, isinstance(event, Reasoning), stream.num_tokens)
             for event in parser.finish():
@@ -88,6 +86,7 @@ class ServerBackend:
         api_key: the API key, if the server needs one.
 
     Raises:
+        InputError: the URL is not an HTTP URL, or the server lists no model.
         UnavailableError: the server does not answer.
         RequestFailedError: the server refuses the request.
     """
@@ -158,7 +157,11 @@ class _Chunk(TypedDict, total=False):
 
 
 def _answer_pieces(chunk: _Chunk) -> Iterator[AnswerPiece]:
-    """Yield the pieces of one event of a stream."""
+    """Yield the pieces of one event of a stream.
+
+    Raises:
+        RequestFailedError: the event is an error.
+    """
     if "error" in chunk:
         raise RequestFailedError(f"the server ended the answer: {chunk['error'].get('message')}")
     usage = chunk.get("usage")

@@ -58,6 +58,7 @@ class RankSettings:
     timeout: float
     """Seconds that a collective waits for the other ranks."""
     by_expert: bool = False
+    """Whether each rank has whole experts, instead of a part of each expert."""
     shares_memory: bool = True
     """Whether ranks on CPUs exchange tensors in shared memory."""
     cores: tuple[tuple[int, ...], ...] = ()
@@ -165,7 +166,7 @@ class RankProcesses:
             raise self._diagnose(RuntimeError("a rank has ended"))
 
     def close(self) -> None:
-        """End the processes. Does nothing if they have ended."""
+        """End the processes. Does nothing after the first call."""
         if self._is_closing:
             return
         self._is_closing = True
@@ -242,7 +243,7 @@ class RankProcesses:
 
 
 def main() -> None:
-    """Run a rank in this process until rank 0 ends."""
+    """Run the target of a rank in this process, and exit. The process also exits when rank 0 ends."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # Ctrl-C is sent to the whole process group; rank 0 handles it
     launch: RankLaunch = pickle.load(sys.stdin.buffer)

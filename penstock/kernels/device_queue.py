@@ -84,10 +84,11 @@ def upload(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
 
 @contextmanager
 def uploaded_together(device: torch.device) -> Iterator[None]:
-    """Make one copy of all arrays that this thread uploads in the block.
+    """Make one copy of all arrays that this thread uploads in the block. Does nothing for a CPU.
 
     The tensors that `upload` returns are filled at the end of the block. Until then they have shapes and
-    types, but no operation may read them.
+    types, but no operation may read them. Arrays that do not fit into the `UploadBatch` are copied
+    immediately.
     """
     if device.type == "cpu":
         yield

@@ -218,7 +218,10 @@ class GraphCache:
         stop_tokens: Tensor,
         ranks: Collectives | None = None,
     ) -> Tensor | None:
-        """Run several steps in one call, see `Graph.replay_steps`. Returns None if there is no graph yet."""
+        """Run several steps in one call, see `Graph.replay_steps`.
+
+        Returns None if there is no graph for the key, or if the graph runs only one step per call.
+        """
         graph = self._graphs.get(key)
         if graph is None:
             return None

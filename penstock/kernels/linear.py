@@ -91,7 +91,7 @@ def pack_linear(
     bias: Tensor | None = None,  # [out]
     slices: Sequence[LinearSlice] = (),
 ) -> PackedLinear:
-    """Pack a weight of floats in an encoding, in rows.
+    """Pack a weight of floats in an encoding, in the layout `ROWS`.
 
     Raises:
         ConfigError: the encoding is unknown.

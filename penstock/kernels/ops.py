@@ -46,7 +46,7 @@ def _keep_layer_adapters(arguments: Arguments) -> Arguments:
 
 
 def _refuse_expert_adapters(arguments: Arguments) -> Arguments:
-    """Raise for adapters on experts, which cannot be recorded."""
+    """Return the arguments without adapters. Raise if adapters apply to experts, which cannot be recorded."""
     lora, packed = arguments["lora"], arguments["packed"]
     if lora is not None and lora.for_slices(packed.slice_names()):
         raise UnrecordableStepError("adapters on experts")
@@ -296,9 +296,9 @@ class Ops(EncoderOps, ConvolutionOps, RoutingOps, CollectiveOps):
     ) -> Tensor:  # [T, H, D]
         """Return causal attention of a ragged batch over the paged cache, which already holds the new rows.
 
-        The rows of sequence b are its last positions: row j of n is at ``lengths[b] - n + j``. It attends to
-        at most ``kv.window`` keys at or before its position. With ``kv.is_chunked`` it attends only to keys
-        from the last multiple of the window size on. Query head h reads kv head ``h // (H / K)``.
+        The rows of sequence b are its last positions: row j of n is at ``lengths[b] - n + j``. A row attends
+        to at most ``kv.window`` keys at or before its position. With ``kv.is_chunked`` it attends only to
+        keys from the last multiple of the window size on. Query head h reads kv head ``h // (H / K)``.
         ``soft_cap`` replaces each score by ``cap * tanh(score / cap)``. A sink is an additional score in the
         softmax, without a value. The softmax is computed in float32.
 

@@ -1,7 +1,7 @@
 """Records a step as data: its operations, their order and their tensors.
 
-`record` runs a step on another back end and records every operation. The resulting `Plan` names each
-tensor by its location, so that a replay needs neither the model nor Python between two operations:
+`record` runs a step on a back end and records every operation. The resulting `Plan` names each tensor by its
+location, so that a replay needs neither the model nor Python between two operations:
 
 * A *weight* is held by the plan: packed linears, tables, norms, the KV cache, and the matrices of adapters.
   Their contents may change in place. The experts of a layer are held as one object, because there may be
@@ -43,7 +43,7 @@ class TensorRef:
     index: int  # index of the weight, of the input or of the buffer in the arena
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    offset: int  # elements from the start of that tensor or buffer
+    offset: int  # elements from the start of the storage of that tensor, or of the buffer
     dtype: torch.dtype
 
 
@@ -121,7 +121,8 @@ def record(ops: Ops, inputs: Mapping[str, Tensor], step: Callable[[Ops], Iterabl
         step: runs the step on the given operations and returns its results.
 
     Raises:
-        UnrecordableStepError: an argument of an operation or a result of the step has no known origin.
+        UnrecordableStepError: an operation cannot be recorded, or an argument of an operation or a result of
+            the step has no known origin.
     """
     recorder = _Recorder(inputs)
     results = tuple(recorder.activation(tensor) for tensor in step(recording_ops(ops, recorder)))
@@ -155,7 +156,11 @@ class _Recorder:
         self.records.append(Record(operation, arguments, refs))
 
     def activation(self, tensor: Tensor) -> TensorRef:
-        """Return the reference of a tensor that must be an input or the result of an operation."""
+        """Return the reference of an input or of the result of an operation.
+
+        Raises:
+            UnrecordableStepError: the tensor is neither.
+        """
         location = self._locations.get(tensor.untyped_storage().data_ptr())
         if location is None:
             raise UnrecordableStepError(

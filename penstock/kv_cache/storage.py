@@ -16,8 +16,8 @@ from penstock.kv_cache.spec import KVCacheSpec
 class KVCacheStorage:
     """The keys and values of every block of every layer, initialized to zero.
 
-    Kernels read keys and values beyond the end of a sequence and mask the results. They must not be NaN, so
-    the tensors begin as zeros.
+    Kernels read keys and values beyond the end of a sequence and mask the results. These keys and values must
+    not be NaN, so the tensors begin as zeros.
 
     Args:
         spec: the groups of layers.

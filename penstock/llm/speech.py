@@ -65,6 +65,7 @@ class SpeechResult:
         self.context = context
         self.chunks: list[npt.NDArray[np.floating]] = []
         self.new_chunk: npt.NDArray[np.floating] | None = None
+        """The audio of the last step; None if the step has no audio."""
         self._is_done = False
 
     @property
@@ -182,8 +183,8 @@ class SpeechMethods:
 
         Args:
             texts: a text, or a list of texts.
-            sampling_params: None stands for the checkpoint's values, the values of its speech format if they
-                are missing, and a new seed.
+            sampling_params: None selects the values of the checkpoint, or the values of its speech format if
+                they are missing, and a new seed.
             use_tqdm: show a progress bar, if standard error is a terminal.
             voice: the name of a voice of the model, or of a configured voice to imitate.
             audio_prompt_tokens: codes of a voice to imitate; not together with ``voice``.

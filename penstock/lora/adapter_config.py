@@ -145,7 +145,11 @@ class AdapterConfig:
         return alpha / (rank**0.5 if self.use_rslora else rank)
 
     def targets(self, layer: str) -> bool:
-        """Return whether ``target_modules`` includes a layer; False for all layers if it is not set."""
+        """Return whether the adapter has matrices for a layer.
+
+        ``target_modules`` must include the layer, ``exclude_modules`` must not include it, and
+        ``layers_to_transform`` may restrict the layers further. Without ``target_modules``, no layer has any.
+        """
         module = self._module(layer)
         if self.target_modules is None:
             return False
@@ -287,7 +291,10 @@ def _refuse_unsupported(path: Path, fields: Mapping[str, object]) -> None:
 
 
 def _first_match(patterns: Mapping[str, float], layer: str, default: float) -> float:
-    """Return the value of the first pattern that matches a layer's name, or its end after one of the dots."""
+    """Return the value of the first pattern that matches a layer's name, or its end after one of the dots.
+
+    Returns ``default`` if no pattern matches.
+    """
     for pattern, value in patterns.items():
         if re.match(rf"(?:.*\.)?(?:{pattern})$", layer):
             return value

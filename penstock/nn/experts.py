@@ -197,7 +197,7 @@ def find_local_experts(load: Loader, experts: int, inner: int, down: str) -> Loc
     """Return the part of a layer's experts that this rank has.
 
     Args:
-        load: the loader of the rank.
+        load: the loader of the rank. Its attribute ``has_experts`` is set to True.
         experts: N.
         inner: F.
         down: the name of a down matrix, whose stored encoding determines where F can be divided. Inputs that

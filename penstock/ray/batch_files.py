@@ -108,7 +108,8 @@ def pending_row_ids(path: Path, ids_with_results: Container[str]) -> set[str]:
         ids_with_results: the ids of requests that have results.
 
     Raises:
-        InputError: two rows have the same ``custom_id``, or a row has no ``custom_id``.
+        InputError: there is no file, a file lacks a required column, two rows have the same ``custom_id``, or
+            a row has none.
     """
     from pyarrow.parquet import ParquetFile
 

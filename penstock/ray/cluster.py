@@ -37,7 +37,8 @@ def import_ray(purpose: str) -> Any:
 def ray_connection(config: RayConfig, purpose: str) -> Iterator[bool]:
     """Connect to the configured cluster for the duration of the ``with`` block.
 
-    Starts Ray on this machine if there is no cluster. An existing connection is used and stays open.
+    Starts Ray on this machine if the address is ``local``, or if no address is set and there is no cluster.
+    An existing connection is used and stays open.
 
     Args:
         config: has the address of the cluster.
@@ -47,6 +48,7 @@ def ray_connection(config: RayConfig, purpose: str) -> Iterator[bool]:
         Whether this call has started Ray on this machine. In this case Ray stops at the end of the block.
 
     Raises:
+        MissingDependencyError: Ray is not installed.
         ConfigError: the cluster cannot be reached.
     """
     ray = import_ray(purpose)

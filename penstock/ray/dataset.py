@@ -67,18 +67,20 @@ def generate(
         messages_column: the column of conversations. A conversation is a list of messages. If this column is
             given, ``prompt_column`` is not read.
         output_column: the new column of texts. The columns ``finish_reason`` (``stop`` or ``length``),
-            ``num_generated_tokens`` and ``error`` are added, too. The text is null if the row has an error.
+            ``num_generated_tokens`` and ``error`` are added, too. If a row has an error, its other new
+            values are null.
         sampling_params: the sampling parameters. The default is the sampling parameters of the checkpoint.
         concurrency: the number of actors, or a pair of minimum and maximum.
         batch_size: rows per block. A block is computed again if its actor ends.
         num_cpus: number of CPUs that each actor reserves and of its compute threads. The default is
             ``num_threads`` if it is set, else 1 per GPU if the model runs on GPUs, else all CPUs of this
-            machine except one, divided by the number of actors.
+            machine except one, divided by the minimum number of actors.
         **config: settings of the model.
 
     Raises:
         MissingDependencyError: Ray is not installed.
         ConfigError: a setting is unknown or has an invalid value.
+        CheckpointError: the model does not exist.
     """
     arguments = {
         "input": messages_column or prompt_column,
@@ -124,6 +126,7 @@ def embed(
     Raises:
         MissingDependencyError: Ray is not installed.
         ConfigError: a setting is unknown or has an invalid value.
+        CheckpointError: the model does not exist.
     """
     options = {
         "prompt_name": prompt_name,
@@ -270,7 +273,9 @@ class ModelActor:
         """Return the values of a row's new columns, without ``error``. ``value`` is the row's input.
 
         Raises:
-            PenstockError: the model cannot process the input, or the worker process has ended.
+            InputError: the model cannot process the input.
+            UnavailableError: the worker process is being restarted.
+            PenstockError: computing the row failed. The Ray task then fails.
         """
         raise NotImplementedError
 

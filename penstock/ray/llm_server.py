@@ -149,7 +149,11 @@ class PenstockServer:
         await self._server.engine.stop_profile()
 
     async def sleep(self, **options: object) -> None:
-        """Free memory. The option ``level`` is 1 for the KV cache, or 2 for the KV cache and the weights."""
+        """Free memory. The option ``level`` is 1 for the KV cache, or 2 for the KV cache and the weights.
+
+        Raises:
+            UnsupportedFeatureError: the level or another option is not supported.
+        """
         level = options.pop("level", 1)
         if options or level not in (1, 2):
             raise UnsupportedFeatureError(
@@ -158,7 +162,11 @@ class PenstockServer:
         await self._server.engine.sleep(level, self._server.services.config.shutdown_grace)
 
     async def wakeup(self, **options: object) -> None:
-        """Load what `sleep` has freed and accept requests again. There are no options."""
+        """Load what `sleep` has freed and accept requests again.
+
+        Raises:
+            UnsupportedFeatureError: an option is given; there are no options.
+        """
         if options:
             raise UnsupportedFeatureError(f"wakeup with {', '.join(options)}", "there are no options")
         await self._server.engine.wake_up()
@@ -189,6 +197,8 @@ class PenstockServer:
 
     async def _answer(self, path: str, kind: str, request: Any, raw_request_info: Any) -> AsyncIterator[Any]:
         """Run a route. Yield its response as an object of Ray Serve LLM, or its stream events as texts.
+
+        If the route fails, yield an error as an object of Ray Serve LLM.
 
         Args:
             path: the path of the route.

@@ -70,6 +70,9 @@ def create_app(services: Services, *extra_routers: APIRouter, is_inner: bool = F
         services: the objects that the routes use.
         *extra_routers: additional routes. They are matched before all other routes.
         is_inner: whether an outer application mounts this application and applies the middleware.
+
+    Raises:
+        ConfigError: ``--state-dir`` cannot be used.
     """
     app = FastAPI(
         title="Penstock",

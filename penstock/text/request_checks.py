@@ -19,7 +19,11 @@ Texts with more characters than the maximum length times this number are first e
 
 
 def sampling_params_with_stops(request: TokenGeneratorRequest) -> SamplingParams:
-    """Return the sampling parameters of a request with the stop strings of ``request.stop`` added."""
+    """Return the sampling parameters of a request with the stop strings of ``request.stop`` added.
+
+    Raises:
+        InputError: ``request.stop`` is not a string or a list of strings.
+    """
     request_stops = [request.stop] if isinstance(request.stop, str) else (request.stop or [])
     if not all(isinstance(stop, str) for stop in request_stops):
         raise InputError(f"stop must be a string or a list of strings, was {request.stop!r}")
@@ -33,6 +37,9 @@ def output_format(request: TokenGeneratorRequest) -> tuple[str | None, Grammar |
     """Return (JSON schema, grammar) of the output. At most one of them is not None.
 
     The context derives its grammar from the JSON schema.
+
+    Raises:
+        InputError: the grammar or the ``response_format`` is invalid, or the request has both.
     """
     if request.grammar is not None and not isinstance(request.grammar, Grammar):
         raise InputError(f"grammar must be a Grammar, was {request.grammar!r}")

@@ -14,9 +14,10 @@ _WORD = re.compile(r"\S+\s*")
 def split_text(text: str, max_characters: int, *, at_each_sentence: bool = False) -> list[str]:
     """Split a text into parts of whole sentences with at most ``max_characters`` characters each.
 
-    A sentence above the limit is split at commas. A clause above the limit is split between words, and a word
-    above the limit at any character. A text within the limit is one part. Joined by spaces, the parts equal
-    the text apart from white space. With ``at_each_sentence``, every part has at most one sentence.
+    A sentence above the limit is split into clauses, after commas, semicolons and colons. A clause above the
+    limit is split between words, and a word above the limit at any character. A text within the limit is one
+    part. Joined by spaces, the parts equal the text apart from white space. With ``at_each_sentence``, every
+    part has at most one sentence.
     """
     text = text.strip()
     if at_each_sentence:

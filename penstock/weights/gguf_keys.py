@@ -62,7 +62,10 @@ class GGUFKeys:
         return self.file.array(self._prefix + key)
 
     def unprefixed_numbers(self, key: str, count: int) -> list[float]:
-        """Return the array of ``count`` numbers under a key without the family's prefix."""
+        """Return the array of ``count`` numbers under a key without the family's prefix.
+
+        An array of another length or with other elements is an error.
+        """
         values = self.file.array(key)
         if len(values) != count or not all(type(value) in (int, float) for value in values):
             raise WeightsError(

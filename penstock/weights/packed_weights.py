@@ -48,7 +48,8 @@ _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 def open_packed(key: PackedKey, layout: Layout) -> PackedLayerReader | None:
     """Open the file of packed weights of a checkpoint.
 
-    Returns None if there is no file for this checkpoint and layout.
+    Returns None if there is no file, or if the file is damaged or was written for another checkpoint, layout
+    or version of Penstock.
     """
     file = key.file
     if not file.is_file():

@@ -36,7 +36,8 @@ class ProgressBar(Protocol):
 def download_large_files(model_id: str, revision: str, allowed: list[str], ignored: list[str]) -> None:
     """Download the large files of a model that match the patterns and are not in the cache.
 
-    Returns at once if the hub cannot list the files. The caller reports the cause.
+    Returns at once if the list or the metadata of the files cannot be read. The caller reports the cause.
+    Files that another process is downloading are skipped.
 
     Args:
         model_id: the id of the model.
@@ -45,7 +46,8 @@ def download_large_files(model_id: str, revision: str, allowed: list[str], ignor
         ignored: patterns of files that are not downloaded.
 
     Raises:
-        CheckpointNotFoundError: the connection was interrupted repeatedly. The next call continues.
+        CheckpointNotFoundError: the server refused the request, or the connection was interrupted repeatedly.
+            The next call continues the download.
         CheckpointError: the checksum of a file differs from that on the hub.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, list_repo_files

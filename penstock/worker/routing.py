@@ -110,9 +110,9 @@ class PrefixAware:
     requests than the least loaded worker.
 
     Args:
-        prefixes: the caches of the workers.
+        prefixes: the cached prefixes of each worker.
         block_size: tokens per block.
-        max_imbalance: maximum difference of numbers of requests, see above.
+        max_imbalance: how many more requests than the least loaded worker a session's worker may have.
     """
 
     def __init__(self, prefixes: PrefixMap, block_size: int, max_imbalance: int) -> None:

@@ -1,4 +1,4 @@
-"""EmbeddingGemma 2: its projection, its refused inputs, and its last layer."""
+"""EmbeddingGemma 2: its projection, refused inputs and sizes, ignored tensors, and its last layer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def test_dense_embeddings_have_the_size_of_the_projection(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("token", "input_type"), [(2, "image"), (1, "audio")])
-def test_tokens_of_images_and_audio_are_refused_by_name(tmp_path: Path, token: int, input_type: str) -> None:
+def test_tokens_of_images_and_audio_are_refused_with_their_input_type(
+    tmp_path: Path, token: int, input_type: str
+) -> None:
     pipeline = open_encoder(save_checkpoint(tmp_path))
     context = embeddings_context([*TOKENS[:4], token, 7])
     with pytest.raises(UnsupportedFeatureError, match=f"input of type {input_type}.* token 4 .*id {token}"):

@@ -1,4 +1,4 @@
-"""Every family in every encoding: accuracy grows with the number of bits; sizes match the estimate."""
+"""Every family in every encoding: errors of logits, sizes of weights, and the encoding of each layer."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def make_config(variant: str) -> dict[str, Any]:
 
 
 def make_prompt(num_images: int, rows: int = 16) -> list[int]:
-    """Return a prompt with text before, between and after images, some of them adjacent."""
+    """Return a prompt with text before, between and after images."""
     tokens = random_tokens(9, 129, seed=1)
     for index in range(num_images):
         tokens += [IMAGE_TOKEN] * rows + random_tokens(3 + index, 129, seed=2 + index)
@@ -117,7 +117,7 @@ def test_logits_and_greedy_text_equal_transformers(variant: str, checkpoints: Ca
     )
 
 
-def test_other_pixels_give_other_logits(
+def test_other_pixels_change_the_logits_from_the_image_on(
     pipeline: TextGenerationPipeline, checkpoints: Callable[[str], Path]
 ) -> None:
     tokens = make_prompt(1)
@@ -160,7 +160,9 @@ def _nested_name(name: str) -> str:
     return "model." + _hub_name(name).replace("language_model.model.", "language_model.", 1)
 
 
-def test_the_bfloat16_error_is_no_larger_than_in_transformers(checkpoints: Callable[[str], Path]) -> None:
+def test_the_bfloat16_error_is_at_most_a_tenth_larger_than_in_transformers(
+    checkpoints: Callable[[str], Path],
+) -> None:
     reference = load_in_transformers(checkpoints("clip_llama"))
     context = image_context(make_prompt(2), [random_pixels(1), random_pixels(2)], IMAGE_TOKEN)
     expected = expected_logits(reference, context)

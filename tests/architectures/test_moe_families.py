@@ -143,7 +143,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def mutate_layers(network: Any, change: Callable[[Any], Any]) -> Any:
-    """Return the network with a function applied to each mixture-of-experts layer."""
+    """Return the network with a function applied to each layer of experts; None if no layer changes."""
     blocks = [
         replace(block, mlp=change(block.mlp)) if isinstance(block.mlp, Experts | SharedExperts) else block
         for block in network.blocks
@@ -253,15 +253,17 @@ def scale_down_matrices(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_bfloat16_error_is_no_larger_than_in_transformers(family: str, tmp_path: Path) -> None:
+def test_the_bfloat16_error_is_at_most_a_fifth_larger_than_in_transformers(
+    family: str, tmp_path: Path
+) -> None:
     folder = scale_down_matrices(write_checkpoint(tmp_path, make_config(family)))
     tokens = random_tokens(120, 130, seed=8)
     reference = load_in_transformers(folder)
     exact_logits = transformers_logits(reference, tokens)
     reference_logits = transformers_logits(reference.bfloat16(), tokens)
     pipeline = open_pipeline(folder, kv_cache_block_size=16, quantization_encoding="bfloat16")
-    our_logits = compute_logits(pipeline, tokens)
-    errors = [float((logits - exact_logits).abs().median()) for logits in (our_logits, reference_logits)]
+    bfloat16_logits = compute_logits(pipeline, tokens)
+    errors = [float((logits - exact_logits).abs().median()) for logits in (bfloat16_logits, reference_logits)]
     assert errors[0] <= 1.2 * errors[1]
 
 

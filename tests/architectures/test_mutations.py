@@ -1,4 +1,4 @@
-"""Mutations of the network, each of which the comparison with transformers must detect."""
+"""Mutations of the network and its KV cache, which the comparison with transformers must detect."""
 
 from __future__ import annotations
 
@@ -346,7 +346,7 @@ def test_a_stale_block_of_the_prefix_cache_is_detected(
 
 
 def test_swapped_layers_are_detected(tmp_path: Path) -> None:
-    """Loads a checkpoint in which two layers are exchanged."""
+    """Exchanges the first two blocks of the network of each architecture."""
     for architecture in DECODERS:
         assert architecture.tiny_config is not None
         folder = write_checkpoint(tmp_path / architecture.name, architecture.tiny_config())

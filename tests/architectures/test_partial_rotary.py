@@ -52,7 +52,9 @@ def test_logits_with_partial_rotary_factor_equal_transformers(
     torch.testing.assert_close(logits, expected, atol=tolerance, rtol=0)
 
 
-def test_a_factor_that_transformers_cannot_apply_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_factor_with_linear_rope_is_applied_or_refused_as_in_transformers(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     folder = write_checkpoint_with_factor(
         checkpoint, tmp_path, in_rope_parameters=True, rope_type="linear", factor=2.0
     )

@@ -80,7 +80,7 @@ def test_qwen3_deepstack_rows_equal_transformers(ops: Ops, deepstack_layers: lis
     ],
     ids=str,
 )
-def test_unsupported_configurations_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_unsupported_qwen3_configurations_are_refused(changes: dict[str, Any], message: str) -> None:
     from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 

@@ -1,4 +1,4 @@
-"""Settings of ``config.json`` that a family does not support are refused."""
+"""Settings of ``config.json``: values that a family refuses, older names, and maximum lengths."""
 
 from __future__ import annotations
 

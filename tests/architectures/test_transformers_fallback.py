@@ -152,7 +152,9 @@ def test_text_with_drafts_equals_transformers(checkpoint: Path, reference: Any) 
     ]
 
 
-def test_the_bfloat16_error_is_no_larger_than_in_transformers(checkpoint: Path, reference: Any) -> None:
+def test_the_bfloat16_error_is_at_most_a_fifth_larger_than_in_transformers(
+    checkpoint: Path, reference: Any
+) -> None:
     expected = transformers_logits(reference, TOKENS[:40])
     pipeline = open_fallback(checkpoint, quantization_encoding="bfloat16")
     actual = step_logits(pipeline, [make_context(TOKENS[:40])])[0]

@@ -27,7 +27,7 @@ def depth_key(config: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("name", TINY_CONFIGS)
-def test_narrow_models_with_another_depth_generate(name: str, tmp_path: Path) -> None:
+def test_narrow_models_with_another_depth_generate_tokens(name: str, tmp_path: Path) -> None:
     depth = depth_key(TINY_CONFIGS[name])
     count = TINY_CONFIGS[name][depth]
     keys_per_layer = {
@@ -64,9 +64,7 @@ def test_weights_have_the_requested_type_and_scale(tmp_path: Path) -> None:
     write_random_checkpoint(tmp_path, config)
     tensors = load_file(tmp_path / "model.safetensors")
     table = tensors["model.embed_tokens.weight"]
-    assert table.shape == (70000, 96), (
-        "the table needs more numbers than one call of the random generator returns"
-    )
+    assert table.shape == (70000, 96), "the table has more numbers than are drawn, so that they are repeated"
     assert str(table.dtype) == "torch.float16"
     assert 0.019 < float(table.float().std()) < 0.021
     assert bool((tensors["model.norm.weight"] == 1).all())

@@ -1,4 +1,4 @@
-"""``penstock chat``: commands, interruption, with a model in this process and with a server."""
+"""``penstock chat``: commands, images, interruption and errors, with a model in this process and a server."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class EchoBackend:
 
 
 def run_chat(monkeypatch: pytest.MonkeyPatch, *lines: str) -> tuple[Result, EchoBackend]:
-    """Run the command with these lines of input. Returns its back end and its result."""
+    """Run the command with these lines of input. Return its result and its back end."""
     backend = EchoBackend()
     monkeypatch.setattr(chat, "ServerBackend", lambda *_: backend)
     result = CliRunner().invoke(cli, ["chat", "--url", "http://x", "--seed", "3"], input="\n".join(lines))
@@ -180,7 +180,7 @@ def test_errors_do_not_end_the_conversation(monkeypatch: pytest.MonkeyPatch, tmp
     assert "refuse" not in result.stdout  # the refused question is not part of the history
 
 
-def test_commands_without_an_argument_show_the_value() -> None:
+def test_help_and_set_continue_the_session_and_quit_ends_it() -> None:
     session = ChatSession(EchoBackend(), None, {"seed": 1})
     assert session.handle("/help")
     assert session.handle("/set")

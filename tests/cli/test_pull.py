@@ -52,6 +52,7 @@ class Hub:
         """The file name and the header ``Range`` of each download."""
         self.commit = COMMIT
         self.stalls = False
+        """Whether a download of the large file stops after `STALL_OFFSET` bytes, until `released` is set."""
         self.num_breaks = 0
         """Number of downloads of the large file that end early."""
         self.etag: str | None = None
@@ -60,7 +61,7 @@ class Hub:
         self.released = threading.Event()
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
-        """Start the command with this hub and an empty cache."""
+        """Start the command with this hub and its cache, which is empty at first."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
         environment |= {"HF_ENDPOINT": self.url, "HF_HOME": str(self.cache), "HF_HUB_DISABLE_XET": "1"}
         return subprocess.Popen(

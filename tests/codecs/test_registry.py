@@ -104,7 +104,9 @@ def test_a_folder_without_a_record_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("chunk_frames", range(1, 8))
-def test_chunks_equal_decoding_at_once(registry: CodecRegistry, tmp_path: Path, chunk_frames: int) -> None:
+def test_decoding_in_chunks_equals_decoding_at_once(
+    registry: CodecRegistry, tmp_path: Path, chunk_frames: int
+) -> None:
     codec = load_codec(write_codec_checkpoint(tmp_path, type="square"), InferenceSession(), registry=registry)
     frames = torch.arange(14).view(7, 2) % 8
     chunks = list(codec.split_stream(frames, chunk_frames))
@@ -117,7 +119,7 @@ def test_chunks_equal_decoding_at_once(registry: CodecRegistry, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("frames_per_step", [1, 2, 3])
-def test_a_growing_stream_equals_decoding_at_once(
+def test_decoding_a_growing_stream_equals_decoding_at_once(
     registry: CodecRegistry, tmp_path: Path, frames_per_step: int
 ) -> None:
     codec = load_codec(write_codec_checkpoint(tmp_path, type="square"), InferenceSession(), registry=registry)
@@ -135,7 +137,9 @@ def test_a_growing_stream_equals_decoding_at_once(
     assert torch.equal(torch.cat(samples), codec.decode([frames])[0])
 
 
-def test_malformed_code_frames_are_refused(registry: CodecRegistry, tmp_path: Path) -> None:
+def test_malformed_frames_incomplete_chunks_and_encoding_are_refused(
+    registry: CodecRegistry, tmp_path: Path
+) -> None:
     codec = load_codec(write_codec_checkpoint(tmp_path, type="square"), InferenceSession(), registry=registry)
     with pytest.raises(InputError, match=r"of shape \[F, 2\], were torch.int64 of shape \[3, 1\]"):
         codec.decode([torch.zeros(3, 1, dtype=torch.int64)])

@@ -66,14 +66,14 @@ def test_the_error_for_a_missing_type_names_the_requested_key(key: str) -> None:
         HuggingFaceConfig({}, "config.json")[key]
 
 
-@pytest.mark.parametrize("spelling", ["dtype", "torch_dtype"])
-def test_the_type_is_read_in_both_spellings(spelling: str) -> None:
-    config = HuggingFaceConfig({spelling: "bfloat16"})
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_the_type_is_read_under_both_key_names(key: str) -> None:
+    config = HuggingFaceConfig({key: "bfloat16"})
     assert config.dtype == config.torch_dtype == config.get("dtype") == "bfloat16"
-    assert config.to_dict() == {spelling: "bfloat16"}
+    assert config.to_dict() == {key: "bfloat16"}
 
 
-def test_each_spelling_keeps_its_own_value() -> None:
+def test_each_key_name_keeps_its_own_value() -> None:
     config = HuggingFaceConfig({"dtype": "float32", "torch_dtype": "float16"})
     assert (config.dtype, config.torch_dtype) == ("float32", "float16")
 

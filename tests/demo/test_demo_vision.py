@@ -1,4 +1,4 @@
-"""The embedded model `demo-vision`: naming and counting shapes."""
+"""The demo model `demo-vision`: naming and counting shapes."""
 
 from __future__ import annotations
 

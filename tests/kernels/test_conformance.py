@@ -1,4 +1,4 @@
-"""Every back end against the reference, and the comparison against back ends with deliberate faults."""
+"""Every back end against the reference. The comparison must detect deliberately wrong inputs."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def assert_same(operation: Callable[[Ops], Tensor | tuple[Tensor, ...]], ops: Op
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 8), (8, 100), (33, 257), (70, 2048)])
-def test_norms_agree_with_the_reference(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None:
+def test_rms_norms_agree_with_the_reference(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None:
     x, residual = torch.randn(2, rows, 2 * width).to(dtype)[:, :, :width]  # the rows are strided
     for weight in (torch.randn(width), torch.randn(width).to(dtype)):
         assert_same(lambda ops, weight=weight: ops.rms_norm(x, weight, 1e-5), ops)
@@ -88,7 +88,7 @@ def test_a_float32_norm_weight_is_applied_before_rounding(ops: Ops, width: int) 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norm_of_heads_agrees_with_the_reference(ops: Ops, dtype: torch.dtype) -> None:
+def test_rms_norm_of_heads_agrees_with_the_reference(ops: Ops, dtype: torch.dtype) -> None:
     q, k, _ = fused_qkv(5, 4, 2, 16, dtype)
     assert_same(
         lambda ops: ops.rms_norm(q, torch.randn(16, generator=torch.Generator().manual_seed(1)), 1e-6), ops
@@ -111,7 +111,7 @@ def test_layer_norm_agrees_with_the_reference(ops: Ops, dtype: torch.dtype, rows
     assert_same(lambda ops: ops.layer_norm_of_sum(x, x.flip(0), weight.float(), bias.float(), 1e-5), ops)
 
 
-def test_the_sum_of_a_layer_norm_is_not_rounded(ops: Ops) -> None:
+def test_layer_norm_of_sum_does_not_round_the_sum(ops: Ops) -> None:
     x, residual = torch.full((1, 64), 256.0), torch.full((1, 64), 0.5)
     residual[0, ::2] = 0.25  # is lost when it is added to 256 in bfloat16
     weight, bias = torch.ones(64), torch.zeros(64)
@@ -211,7 +211,9 @@ def test_gated_activation_agrees_with_the_reference(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 50), (33, 257)])
-def test_clamped_swish_agrees_with_the_reference(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None:
+def test_clamped_swiglu_agrees_with_the_reference(
+    ops: Ops, dtype: torch.dtype, rows: int, width: int
+) -> None:
     x = (5 * torch.randn(rows, 3 * width)).to(dtype)[:, : 2 * width]
     assert_same(lambda ops: ops.clamped_swiglu(x, ClampedSwiGLU(1.702, 7.0)), ops)
     clamped_result = ops.clamped_swiglu(100 * x, ClampedSwiGLU(1.702, 7.0)).float()
@@ -296,7 +298,7 @@ def test_scale_rows_agrees_with_the_reference(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_widen_agrees_with_the_reference(ops: Ops, dtype: torch.dtype) -> None:
+def test_widen_converts_to_float32(ops: Ops, dtype: torch.dtype) -> None:
     x = torch.randn(33, 100).to(dtype)[:, :50]
     assert torch.equal(ops.widen(x), x.float())
 
@@ -311,7 +313,7 @@ def test_routes_of_equal_and_of_nan_logits_are_valid(ops: Ops) -> None:
     assert len(set(topk_ids[0].tolist())) == 4
 
 
-def test_gated_activation_of_extreme_values_is_exact(ops: Ops) -> None:
+def test_gated_activation_of_extreme_values_agrees_with_the_reference(ops: Ops) -> None:
     gates = torch.tensor([-1e30, -200.0, -88.0, -0.0, 0.0, 1e-30, 88.0, 200.0, 1e30])
     x = torch.cat([gates, torch.ones_like(gates)])[None]
     for activation in ("silu", "gelu", "relu"):
@@ -319,7 +321,7 @@ def test_gated_activation_of_extreme_values_is_exact(ops: Ops) -> None:
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16, torch.int64])
-def test_row_lookups_agree_with_indexing(ops: Ops, dtype: torch.dtype) -> None:
+def test_row_lookups_and_writes_agree_with_indexing(ops: Ops, dtype: torch.dtype) -> None:
     table = (100 * torch.randn(11, 40)).to(dtype)
     rows = torch.tensor([0, 10, 3, 3])
     assert torch.equal(ops.embedding(rows, table), table[rows])
@@ -342,7 +344,10 @@ def test_row_lookups_agree_with_indexing(ops: Ops, dtype: torch.dtype) -> None:
 
 
 def check_invalid_index(ops: Ops, table: Tensor, indices: Tensor, values: Tensor) -> None:
-    """Check that the second index, which is out of range, changes no other row."""
+    """Check the results for an index that is out of range, the second of `indices`.
+
+    A lookup returns NaN or 0 for this index. A write changes only the row of the first index.
+    """
     for table_rows in (ops.embedding(indices, table), ops.take_rows(table, indices)):
         assert torch.equal(table_rows[0], table[1])
         assert (table_rows[1].isnan() if table.is_floating_point() else table_rows[1] == 0).all()
@@ -355,7 +360,7 @@ def check_invalid_index(ops: Ops, table: Tensor, indices: Tensor, values: Tensor
 
 
 @pytest.mark.parametrize("rows", [1, 40, 3000])
-def test_rope_rows_agree_with_the_reference(ops: Ops, rows: int) -> None:
+def test_rope_rows_agree_with_indexing(ops: Ops, rows: int) -> None:
     cos, sin = torch.randn(2, 50, 33)
     positions = torch.randint(0, 50, (rows,))
     for actual, table in zip(ops.rope_rows(positions, cos, sin), (cos, sin), strict=True):
@@ -410,7 +415,7 @@ ADAPTERS_OF_ROWS = {
     "another adapter for each row": [3, 0, 2, 1, 4],
     "one adapter for all rows": [1] * 33,
     "a prompt beside single tokens": [0, 2, 1, *[3] * 40, 0, -1, 2],
-    "seven": [2, 2, 2, -1, 2, 2, 2, 2],
+    "seven rows with one adapter": [2, 2, 2, -1, 2, 2, 2, 2],
 }
 
 
@@ -705,8 +710,10 @@ def test_attention_over_an_fp8_cache_agrees(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_non_finite_values_propagate_through_8_bit_caches(ops: Ops, dtype: torch.dtype) -> None:
-    """Integers have no NaN, so the scale is NaN."""
+def test_non_finite_queries_keys_and_values_propagate_with_an_int8_cache(
+    ops: Ops, dtype: torch.dtype
+) -> None:
+    """The codes of an int8 cache cannot be NaN, so the scale of the key or value is NaN."""
     batch = to_int8_cache(ragged_batch([(2, 40), (1, 70)], 2, 64, 16, torch.float32))
     q, k, v = fused_qkv(3, 4, 2, 64, dtype)
     for non_finite in (torch.nan, torch.inf):
@@ -727,7 +734,7 @@ def test_non_finite_values_propagate_through_8_bit_caches(ops: Ops, dtype: torch
         assert attended[2, 2:].isfinite().all()
 
 
-SCALE_MUTATIONS: dict[str, Callable[[LayerKV], LayerKV]] = {
+INT8_CACHE_MUTATIONS: dict[str, Callable[[LayerKV], LayerKV]] = {
     "scale of the previous token": lambda kv: replace(kv, scales=kv.scales.roll(1, 3)),
     "scale of another head": lambda kv: replace(kv, scales=kv.scales.roll(1, 2)),
     "scale of another block": lambda kv: replace(kv, scales=kv.scales.roll(1, 1)),
@@ -737,13 +744,13 @@ SCALE_MUTATIONS: dict[str, Callable[[LayerKV], LayerKV]] = {
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mutation", SCALE_MUTATIONS)
-def test_the_comparison_detects_a_mutated_scale(ops: Ops, dtype: torch.dtype, mutation: str) -> None:
+@pytest.mark.parametrize("mutation", INT8_CACHE_MUTATIONS)
+def test_the_comparison_detects_a_mutated_int8_cache(ops: Ops, dtype: torch.dtype, mutation: str) -> None:
     batch = to_int8_cache(ragged_batch([(2, 64), (2, 64), (1, 64)], 2, 32, 16, torch.float32))
     q, _, _ = fused_qkv(5, 4, 2, 32, dtype)
     expected = attend(REFERENCE, q, batch)
     assert are_close(attend(ops, q, batch), expected)
-    mutated_batch = replace(batch, kv=SCALE_MUTATIONS[mutation](batch.kv))
+    mutated_batch = replace(batch, kv=INT8_CACHE_MUTATIONS[mutation](batch.kv))
     assert not are_close(attend(ops, q, mutated_batch), expected)
 
 
@@ -854,7 +861,7 @@ def test_sampled_tokens_equal_those_of_the_reference(
     assert torch.equal(ops.sample(logits, inputs, mask), expected)
 
 
-def test_sample_returns_only_kept_tokens(ops: Ops) -> None:
+def test_samples_are_top_k_tokens_and_change_with_top_k_and_top_p(ops: Ops) -> None:
     logits = torch.randn(3000, 60)
     inputs = sampling_inputs(3000, top_k=3)
     kept_ids = logits.topk(3).indices
@@ -867,7 +874,7 @@ def test_sample_returns_only_kept_tokens(ops: Ops) -> None:
 @pytest.mark.parametrize("rules", [{"temperature": 0.0}, {}, {"top_k": 3, "top_p": 0.5}], ids=str)
 @pytest.mark.parametrize("vocabulary", [17, 1000])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_with_non_finite_logits_are_reported(
+def test_rows_that_cannot_be_sampled_get_token_minus_one(
     ops: Ops, rules: dict[str, float], vocabulary: int, dtype: torch.dtype
 ) -> None:
     logits = torch.randn(7, vocabulary).to(dtype)

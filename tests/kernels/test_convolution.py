@@ -1,4 +1,4 @@
-"""Operations of audio codecs: the reference against torch, and every back end against the reference."""
+"""Operations of audio codecs: every back end against torch or the definition of the operation."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_snake_equals_its_definition(ops: Ops, dtype: torch.dtype, rows: int, wi
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_add_scaled_agrees_with_the_reference(ops: Ops, dtype: torch.dtype) -> None:
+def test_add_scaled_equals_its_definition(ops: Ops, dtype: torch.dtype) -> None:
     x, y = torch.randn(2, 33, 100).to(dtype)[:, :, :50]
     factors = torch.randn(33)
     expected = (x.float() + factors[:, None] * y.float()).to(dtype)

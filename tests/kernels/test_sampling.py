@@ -53,14 +53,14 @@ UNIFORMS = (0.0, 0.4, 1 - 2**-53)
 
 
 @pytest.mark.parametrize("rule", [{"top_k": 3}, {"top_k": 3, "temperature": 0.1}, {"top_p": 1e-6}], ids=str)
-def test_equal_logits_that_are_far_apart_rank_by_token_id(ops: Ops, rule: dict[str, float]) -> None:
+def test_equal_logits_of_distant_token_ids_rank_by_token_id(ops: Ops, rule: dict[str, float]) -> None:
     logits = torch.full((3, 5000), -40.0)
     logits[:, [5, 1030, 2050, 4097, 4999]] = 1
     tokens = sample_and_compare(ops, logits, make_rules([rule] * 3, UNIFORMS))
     assert tokens.tolist() == ([5, 1030, 2050] if "top_k" in rule else [5, 5, 5])
 
 
-def test_the_first_of_equal_tokens_is_the_greedy_one(ops: Ops) -> None:
+def test_greedy_sampling_takes_the_first_of_equal_logits(ops: Ops) -> None:
     logits = torch.zeros(3, 5000)
     logits[1, [4999, 3000]] = 1
     logits[2, [1023, 1024]] = 1

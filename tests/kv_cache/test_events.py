@@ -136,7 +136,7 @@ def test_discarded_storage_is_zero_and_reusable() -> None:
     manager.check_integrity()
 
 
-def test_discarding_returns_only_the_pages_of_the_range() -> None:
+def test_discard_pages_frees_and_zeroes_only_the_given_range() -> None:
     tensor = torch.ones(6_000_000, dtype=torch.uint8)
     bytes_before = resident_bytes()
     discard_pages(tensor.data_ptr() + 5, 5_900_000)

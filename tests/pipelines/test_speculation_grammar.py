@@ -107,7 +107,7 @@ def test_forced_tokens_do_not_change_the_output(
 
 
 @pytest.mark.parametrize("max_new", [1, 2, 5, 34, 35, 36])
-def test_forced_tokens_stop_at_the_maximum_length(
+def test_forced_tokens_do_not_change_the_output_at_any_maximum_length(
     pipeline: TextGenerationPipeline, compiler: Any, max_new: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = run_directly(pipeline, contexts_with(compiler, max_new))

@@ -19,7 +19,10 @@ def propose_draft(proposer: NGramProposer, context: TextContext, max_tokens: int
 
 
 def search_draft(text: list[int], min_length: int, max_length: int, max_tokens: int) -> list[int]:
-    """Return the tokens after the last earlier occurrence of the longest suffix of the text."""
+    """Return the tokens after the last earlier occurrence of the longest suffix of the text.
+
+    If the suffix has the maximum length, the longest match of its last 8 occurrences is used.
+    """
     for suffix_length in range(max_length, min_length - 1, -1):
         candidates = [
             p
@@ -40,6 +43,7 @@ def search_draft(text: list[int], min_length: int, max_length: int, max_tokens: 
 
 
 def match_length(text: list[int], position: int) -> int:
+    """Return how many tokens before a position equal the last tokens of the text, at most 32."""
     count = 0
     while count < min(position, 32) and text[position - 1 - count] == text[len(text) - 1 - count]:
         count += 1

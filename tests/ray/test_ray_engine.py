@@ -1,4 +1,4 @@
-"""`RayEngine` with replicas in this process, which the tests can stop. Needs no Ray."""
+"""`RayEngine` with replicas in this process, which the tests can make unreachable. Needs no Ray."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CONFIG = PipelineConfig.from_flat({"model_path": "demo"})
 
 
 class LocalReplicas:
-    """Replicas in this process. Requests go to the replicas in turn, or to the preferred replica.
+    """Replicas in this process. Requests go to the replicas one after the other, or to the preferred replica.
 
     Args:
         *pipelines: functions that make the pipeline of each replica.
@@ -62,7 +62,7 @@ class LocalReplicas:
         ]
         self.lost_replicas: set[int] = set()
         self.messages_before_loss: dict[int, int] = {}
-        """For a replica number: after how many messages of its next request the replica is lost."""
+        """Replica number -> number of messages of its next request after which the replica is lost."""
         self.used_replicas: list[int] = []
         """Replica number of each request, in order."""
         self.preferred_replicas: list[str] = []
@@ -179,7 +179,7 @@ async def test_another_replica_continues_a_request_after_a_loss(num_messages: in
         assert tokens_of_first_replica == [97 + n for n in range(num_messages)]
 
 
-async def test_a_request_with_a_grammar_fails_after_its_first_output() -> None:
+async def test_a_request_with_a_grammar_fails_if_its_replica_is_lost_after_its_first_output() -> None:
     gate = Gate()
     grammar = Grammar("regex", "[a-l]*")
     async with open_engine(lambda: GatedPipeline(gate, choose=letters_in_order(12)), make_pipeline) as (
@@ -276,7 +276,7 @@ async def test_requests_beyond_the_limit_and_after_the_stop_are_refused() -> Non
         engine.submit(make_request("d"))
 
 
-async def test_controls_of_a_single_process_server_are_refused() -> None:
+async def test_all_controls_except_the_prefix_cache_reset_are_refused() -> None:
     async with open_engine(make_pipeline) as (engine, replicas):
         await engine.reset_prefix_cache()
         assert replicas.num_resets == 1

@@ -87,7 +87,7 @@ class SchedulerRun:
 # -- Continuous batching --------------------------------------------------------------------------------
 
 
-def test_the_prompt_is_computed_in_one_step_and_each_output_token_in_one() -> None:
+def test_a_prompt_takes_one_step_and_each_further_token_takes_one_step() -> None:
     run = SchedulerRun()
     run.submit("a", 5, max_new=3)
     assert (run.scheduler.num_waiting, run.scheduler.num_running) == (1, 0)
@@ -224,14 +224,14 @@ def test_forced_tokens_are_computed_with_the_next_token() -> None:
     run.finish()
 
 
-@pytest.mark.parametrize(("num_steps", "lengths"), [(1, [1] * 8), (3, [1, 1, 1] * 2 + [1, 1]), (99, [1] * 8)])
-def test_calls_run_multiple_steps_after_all_prompts_are_computed(num_steps: int, lengths: list[int]) -> None:
+@pytest.mark.parametrize("num_steps", [1, 3, 99])
+def test_a_call_with_a_prompt_chunk_runs_only_one_step(num_steps: int) -> None:
     run = SchedulerRun()
     run.submit("a", 3, max_new=8)
-    run.submit("b", 20, max_new=9)  # runs as two chunks; a call with a chunk runs only one step
+    run.submit("b", 20, max_new=9)  # runs as two chunks
     trace = run.finish(num_steps)
     assert trace[:2] == [{"a": 3, "b": 13}, {"a": 1, "b": 7}]
-    assert [rows["a"] for rows in trace if "a" in rows] == [3, *lengths[1:]]
+    assert [rows["a"] for rows in trace if "a" in rows] == [3, *[1] * 7]
 
 
 def test_a_call_of_multiple_steps_ends_with_the_shortest_output() -> None:
@@ -436,7 +436,7 @@ def test_requests_with_one_prompt_share_the_recomputed_keys() -> None:
 @pytest.mark.parametrize("windows", [(None,), (6,), (None, 5)])
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("num_steps", [1, 4])
-def test_keys_of_one_rope_regime_are_not_read_in_another(
+def test_keys_before_a_key_limit_are_not_read_beyond_it(
     windows: tuple[int | None, ...], caching: bool, num_steps: int
 ) -> None:
     """Contexts with common prefixes cross two key limits. Few blocks cause preemptions and chunks."""
@@ -649,7 +649,7 @@ def test_a_step_checks_the_readiness_of_at_most_12_contexts() -> None:
 def test_an_internal_error_in_ready_ends_only_its_request() -> None:
     def ready(context: TextContext) -> bool:
         if context.request_id == "a":
-            raise KeyError("an internal error")
+            raise KeyError("a mistake")
         return True
 
     run = SchedulerRun(ready=ready)

@@ -1,8 +1,8 @@
-"""The API pages as data: all public names with their parameters, methods and properties.
+"""Pages of MAX's API reference as data: all public names with their parameters, methods and properties.
 
 ``CORE`` is the page of MAX 25.4, ``PIPELINE`` is the page of 25.1, and ``PIPELINE_MODEL`` is the page of
 26.3, with ``max`` replaced by ``penstock``. A signature is written as on the page, without annotations and
-``self``. Parameters that begin with an underscore are omitted. ``FACTORY`` stands for ``<factory>``. If two
+``self``. Parameters that begin with an underscore are omitted. ``FACTORY`` is ``<factory>`` of a page. If two
 pages show a name, the signature of the later page is used, as comments note.
 """
 

@@ -46,7 +46,10 @@ def mark_gpu_tests(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def open_pipelines_on_gpu() -> None:
-    """Change `PipelineConfig.from_flat` so that it uses the GPU if devices and kernels are not set."""
+    """Change `PipelineConfig.from_flat` so that it uses the GPU if devices and kernels are not set.
+
+    Without a GPU, it uses Triton's interpreter if ``TRITON_INTERPRET=1``, else it is unchanged.
+    """
     from penstock.config import PipelineConfig
 
     from_flat = PipelineConfig.from_flat.__func__  # type: ignore[attr-defined]

@@ -96,7 +96,7 @@ def block_tables(manager: KVCacheManager, context: TextContext) -> list[list[int
 def _expected_keys(manager: KVCacheManager, context: TextContext) -> np.ndarray[Any, np.dtype[np.float32]]:
     """Return a number below 2**24 (exact in float32) for each position.
 
-    Contexts in other regimes of lengths get other numbers.
+    Contexts on different sides of a limit of `KVCacheSpec.key_limits` get different numbers.
     """
     regime = manager.spec.regime(context.current_length)
     crc, keys = crc32(repr((context.cache_salt, context.adapter, regime)).encode()), []

@@ -94,6 +94,7 @@ def output_tokens(results: Mapping[str, list[Any]]) -> dict[str, list[int]]:
 def run_scheduled(
     pipeline: TextGenerationPipeline, contexts: Sequence[TextContext], *, num_steps: int = 1, **limits: Any
 ) -> Any:
+    """Run the contexts with a scheduler. Return the results as in `run_directly`, and the scheduler."""
     scheduler = Scheduler(pipeline, **limits)
     for context in contexts:
         scheduler.submit(context)

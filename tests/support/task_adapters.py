@@ -31,7 +31,10 @@ class JinaV3:
     """The folder of the model without adapters, as transformers saves it."""
 
     def load_merged(self, task: str | None, folder: Path) -> Any:
-        """Return the model of transformers with the adapter of a task merged into its weights."""
+        """Return the model of transformers with the adapter of a task merged into its weights.
+
+        Without a task, the weights are unchanged. The checkpoint is written to the new ``folder``.
+        """
         from transformers import AutoModel
 
         weights = dict(self.weights)
@@ -48,13 +51,16 @@ class JinaV3:
 
 
 def mean_embedding(model: Any, tokens: list[int]) -> Tensor:  # [E]
-    """Return the mean ``[E]`` of the hidden states of transformers, normalized to length 1."""
+    """Return the mean ``[E]`` of the hidden states of a model of transformers, normalized to length 1."""
     with torch.inference_mode():
         return F.normalize(model(torch.tensor([tokens])).last_hidden_state[0].mean(0), dim=-1)
 
 
 def write_jina_v3(folder: Path, plain_folder: Path) -> JinaV3:
-    """Write a random model in the published layout. Write it without adapters to ``plain_folder``."""
+    """Write a random model with adapters in the published layout to ``folder``.
+
+    Write the same model without adapters, in the layout of transformers, to ``plain_folder``.
+    """
     (architecture,) = (candidate for candidate in ENCODERS if candidate.name == "jina_embeddings_v3")
     model = save_encoder(architecture, plain_folder, "", vocab_size=900)
     weights = load_file(plain_folder / "model.safetensors")

@@ -39,16 +39,16 @@ CHAT_TEMPLATE = (
 
 
 def write_tiny_llm(folder: Path, *, seed: int = 0, chat: bool = True, **config: Any) -> Path:
-    """Write a checkpoint. ``config`` overrides values of CONFIG."""
+    """Write a checkpoint to ``folder`` and return ``folder``. ``config`` overrides values of CONFIG."""
     folder.mkdir(parents=True, exist_ok=True)
     values = {**CONFIG, **config}
     (folder / "config.json").write_text(json.dumps(values))
     save_file(_weights(values, np.random.default_rng(seed)), folder / "model.safetensors")
     _tokenizer().save(str(folder / "tokenizer.json"))
-    files = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|eos|>"}
+    tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|eos|>"}
     if chat:
-        files["chat_template"] = CHAT_TEMPLATE
-    (folder / "tokenizer_config.json").write_text(json.dumps(files))
+        tokenizer_config["chat_template"] = CHAT_TEMPLATE
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     return folder
 
 

@@ -36,7 +36,7 @@ def test_a_pooling_flag_selects_the_pooling(tmp_path: Path, pooling: str) -> Non
     assert read_layout(write_tiny_embedder(tmp_path, pooling=flags)).poolings == (pooling,)
 
 
-def test_several_poolings_and_pooling_mode_names(tmp_path: Path) -> None:
+def test_several_poolings_and_pooling_mode_names_are_read(tmp_path: Path) -> None:
     flags = {POOLING_FLAGS["max"]: True, POOLING_FLAGS["cls"]: True}
     assert read_layout(write_tiny_embedder(tmp_path / "a", pooling=flags)).poolings == ("cls", "max")
     pooling_config: dict[str, Any] = {"pooling_mode": "lasttoken"}

@@ -68,7 +68,7 @@ def assert_tokenizers_are_equal(actual: Tokenizer, reference: Tokenizer) -> None
             )
 
 
-def read_embedded_tokenizer() -> dict[str, Any]:
+def read_demo_tokenizer() -> dict[str, Any]:
     """Return tokenizer.json of the demo model with the pre-tokenizer of GPT-2."""
     tokenizer: dict[str, Any] = json.loads((resolve_checkpoint("demo") / "tokenizer.json").read_text())
     split = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -76,7 +76,7 @@ def read_embedded_tokenizer() -> dict[str, Any]:
 
 
 def test_a_byte_level_tokenizer_equals_the_original(tmp_path: Path) -> None:
-    tokenizer = read_embedded_tokenizer()
+    tokenizer = read_demo_tokenizer()
     gguf_tokenizer = read_gguf_tokenizer(write_gguf_file(tmp_path, tokenizer_metadata(tokenizer, "gpt-2")))
     assert_tokenizers_are_equal(gguf_tokenizer.tokenizer, Tokenizer.from_str(json.dumps(tokenizer)))
 
@@ -192,7 +192,7 @@ EXPECTED_SPLITS = {
 @pytest.mark.parametrize("name", EXPECTED_SPLITS)
 def test_pre_tokenizers_split_text(tmp_path: Path, name: str) -> None:
     file = write_gguf_file(
-        tmp_path, tokenizer_metadata(read_embedded_tokenizer(), name) | {"tokenizer.ggml.bos_token_id": 1}
+        tmp_path, tokenizer_metadata(read_demo_tokenizer(), name) | {"tokenizer.ggml.bos_token_id": 1}
     )
     tokenizer = read_gguf_tokenizer(file).tokenizer
     assert tokenizer.pre_tokenizer is not None
@@ -204,7 +204,7 @@ def test_pre_tokenizers_split_text(tmp_path: Path, name: str) -> None:
 
 
 def test_ignore_merges_keeps_words_that_are_tokens(tmp_path: Path) -> None:
-    tokenizer = read_embedded_tokenizer()
+    tokenizer = read_demo_tokenizer()
     tokenizer["model"]["vocab"]["zqz"] = 2048
     for name, is_one_token in (("llama-bpe", True), ("qwen2", False)):
         gguf_tokenizer = read_gguf_tokenizer(
@@ -217,7 +217,7 @@ class TestTokenizerJson:
     """A tokenizer.json in the folder of the GGUF file has precedence."""
 
     def write_folder(self, folder: Path, **changes: Any) -> Path:
-        tokenizer = read_embedded_tokenizer()
+        tokenizer = read_demo_tokenizer()
         (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
         settings = {"eos_token": "<|im_end|>", "chat_template": "from the folder"}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -233,7 +233,7 @@ class TestTokenizerJson:
         assert files.special_tokens == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
 
     def test_a_tokenizer_of_another_model_is_refused(self, tmp_path: Path) -> None:
-        tokens = tokenizer_metadata(read_embedded_tokenizer(), "gpt-2")["tokenizer.ggml.tokens"]
+        tokens = tokenizer_metadata(read_demo_tokenizer(), "gpt-2")["tokenizer.ggml.tokens"]
         tokens[700] = "other"
         file = self.write_folder(tmp_path, **{"tokenizer.ggml.tokens": tokens})
         with pytest.raises(
@@ -242,14 +242,14 @@ class TestTokenizerJson:
             read_tokenizer_files(file)
 
     def test_a_larger_tokenizer_is_refused(self, tmp_path: Path) -> None:
-        tokens = tokenizer_metadata(read_embedded_tokenizer(), "gpt-2")["tokenizer.ggml.tokens"]
+        tokens = tokenizer_metadata(read_demo_tokenizer(), "gpt-2")["tokenizer.ggml.tokens"]
         file = self.write_folder(tmp_path, **{"tokenizer.ggml.tokens": tokens[:-1]})
         with pytest.raises(CheckpointError, match="token 2047 is '</tool_call>', but missing"):
             read_tokenizer_files(file)
 
 
 def test_a_complete_tokenizer_in_the_metadata_is_used(tmp_path: Path) -> None:
-    tokenizer = read_embedded_tokenizer()
+    tokenizer = read_demo_tokenizer()
     metadata = tokenizer_metadata(tokenizer, "martian") | {
         "tokenizer.huggingface.json": json.dumps(tokenizer)
     }
@@ -259,8 +259,8 @@ def test_a_complete_tokenizer_in_the_metadata_is_used(tmp_path: Path) -> None:
     )
 
 
-def test_special_tokens_templates_and_limits(tmp_path: Path) -> None:
-    metadata = tokenizer_metadata(read_embedded_tokenizer(), "gpt-2", size=2050) | {
+def test_special_tokens_templates_and_limits_are_read(tmp_path: Path) -> None:
+    metadata = tokenizer_metadata(read_demo_tokenizer(), "gpt-2", size=2050) | {
         "tokenizer.ggml.eos_token_id": 0,
         "tokenizer.ggml.eom_token_id": 5,
         "tokenizer.ggml.padding_token_id": 2**32 - 1,  # the value that some writers use for "none"
@@ -308,7 +308,7 @@ def test_special_tokens_templates_and_limits(tmp_path: Path) -> None:
     ],
 )
 def test_invalid_metadata_is_refused(tmp_path: Path, changes: dict[str, Any], problem: str) -> None:
-    metadata = tokenizer_metadata(read_embedded_tokenizer(), "gpt-2") | changes
+    metadata = tokenizer_metadata(read_demo_tokenizer(), "gpt-2") | changes
     file = write_gguf_file(tmp_path, {key: value for key, value in metadata.items() if value is not None})
     with pytest.raises(CheckpointError, match=problem) as error:
         read_tokenizer_files(file)
@@ -316,7 +316,7 @@ def test_invalid_metadata_is_refused(tmp_path: Path, changes: dict[str, Any], pr
 
 
 def test_a_duplicate_token_is_refused(tmp_path: Path) -> None:
-    metadata = tokenizer_metadata(read_embedded_tokenizer(), "gpt-2")
+    metadata = tokenizer_metadata(read_demo_tokenizer(), "gpt-2")
     metadata["tokenizer.ggml.tokens"][900] = metadata["tokenizer.ggml.tokens"][800]
     with pytest.raises(CheckpointError, match="has a token twice"):
         read_tokenizer_files(write_gguf_file(tmp_path, metadata))

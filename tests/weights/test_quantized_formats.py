@@ -364,7 +364,7 @@ def test_the_quantization_configuration_is_read_from_a_separate_file(llama: Path
         assert checkpoint.headers["model.layers.0.mlp.up_proj.weight"].encoding == "uint4"
 
 
-def test_scales_of_activations_and_caches_have_no_effect(llama: Path, tmp_path: Path) -> None:
+def test_scales_of_activations_and_caches_are_accepted(llama: Path, tmp_path: Path) -> None:
     extra_tensors = {
         f"model.layers.0.self_attn.{name}": torch.ones(1)
         for name in ("k_proj.input_scale", "k_scale", "v_scale")

@@ -1,4 +1,7 @@
-"""Layers that quantization libraries wrote (``tools/write_quantized_layers.py``) are read unchanged."""
+"""Layers that quantization libraries wrote (``tools/write_quantized_layers.py``) are read unchanged.
+
+Damaged and unsupported layers are refused.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ def test_the_weight_equals_that_of_the_library(file: Path, tmp_path: Path) -> No
     weights, name = Weights.open(tmp_path), f"{LAYER}.weight"
     assert weights.names == (name,)
     weight = weights.tensor(name, tuple(expected.shape)).float()
-    # The tolerance is the rounding error of the library, which rounds the dequantized weights to this type.
+    # The tolerance is the rounding error of the library: it rounds dequantized weights to `expected.dtype`.
     tolerance = {torch.bfloat16: 2**-8, torch.float16: 2**-11}.get(expected.dtype, 1e-6)
     torch.testing.assert_close(weight, expected.float(), rtol=tolerance, atol=1e-6)
     assert not torch.equal(weight, weight.roll(1, 1))
@@ -100,7 +103,7 @@ def make_class_metadata(class_name: str) -> dict[str, str]:
     return {f"{LAYER}.weight": json.dumps({"_type": class_name})}
 
 
-def test_unsupported_layers_of_torchao_are_refused(tmp_path: Path) -> None:
+def test_unsupported_and_damaged_layers_of_torchao_are_refused(tmp_path: Path) -> None:
     valid_tensors = load_file(FOLDER / "torchao-int8.safetensors")
     tiled_tensors = valid_tensors | {f"{LAYER}._weight_qdata": torch.zeros(6, 1, 32, 4).int()}
     message = read_error(

@@ -1,4 +1,4 @@
-"""`WorkerClient` with a worker in a thread: every request ends exactly once."""
+"""`WorkerClient` with a worker in a thread: requests, counts, failures, starts, adapters, stop and sleep."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ async def test_counts_are_exact() -> None:
         assert stats.num_steps == 5 + 4 + 5
 
 
-async def test_counts_of_running_requests() -> None:
+async def test_counts_include_running_requests() -> None:
     gate, is_ready = Gate(), threading.Event()
 
     def make_runtime() -> WorkerRuntime:
@@ -363,7 +363,7 @@ async def test_the_default_queue_size_is_64_or_four_times_the_batch_size() -> No
 
 
 class WorkerDeath(BaseException):
-    """An error that ends the worker, because it is no `Exception`."""
+    """An error that ends the worker, because it is not an `Exception`."""
 
 
 class KillablePipeline(GatedPipeline):
@@ -466,7 +466,7 @@ async def test_a_hanging_worker_is_restarted() -> None:
         gates[0].open()
 
 
-async def test_an_idle_worker_answers_pings() -> None:
+async def test_an_idle_worker_is_not_restarted() -> None:
     async with running_client(FakePipeline.saying("x"), hang_limit=3.0) as client:
         await asyncio.sleep(3.4)
         assert (client.is_alive, client.num_restarts) == (True, 0)

@@ -85,10 +85,11 @@ def draw(scene: Scene, size: tuple[int, int], rng: random.Random | None = None) 
 
 
 def class_maps(scene: Scene, grid: int) -> np.ndarray:
-    """Return the classes ``[grid, grid, 4]`` of the cells of a grid, which the tower learns as a second task.
+    """Return the classes ``[grid, grid, 4]`` of the cells of a grid.
 
-    The first two numbers of a cell are the shape and colour of the thing that covers the middle of the cell.
-    The last two numbers are the shape and colour of the thing whose middle is in the cell. 0 means no thing.
+    The vision tower learns these classes as a second task. The first two numbers of a cell are the shape and
+    colour of the thing whose middle is within 0.7 radii of the middle of the cell. The last two numbers are
+    the shape and colour of the thing whose middle is in the cell. 0 means no thing.
     """
     maps = np.zeros((grid, grid, 4), np.int64)
     middles = (np.arange(grid) + 0.5) / grid

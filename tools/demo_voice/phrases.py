@@ -1,4 +1,4 @@
-"""Texts of `tools/tune_demo_voice.py`: common phrases with all punctuations, and numbers in words."""
+"""Texts of `tools/tune_demo_voice.py`: common phrases with all punctuation marks, and numbers in words."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ COMMON_PHRASES = tuple(
 
 
 def variants(phrase: str) -> list[str]:
-    """Return the spellings of a phrase: without and with each punctuation mark at the end.
+    """Return the variants of a phrase: without and with each punctuation mark at the end.
 
-    A phrase that begins with a greeting also has spellings with a comma after the greeting.
+    A phrase that begins with ``hello`` or ``hi`` also has variants with a comma after this word.
     """
     ends = [phrase + end for end in ("", ".", "!", "?", "...", ":", ",")]
     first, _, rest = phrase.partition(" ")

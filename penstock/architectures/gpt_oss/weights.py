@@ -35,7 +35,8 @@ def load_experts(load: Loader, name: str, experts: int, hidden: int, inner: int)
         for i in local_experts.remote_experts(experts):
             if f"{name}.{tensor}.{i}.weight" in load.source:
                 load.source.expect(f"{name}.{tensor}.{i}.weight", shape)
-    # Exactly one rank adds a down bias: rank 0 if experts are divided, otherwise the rank of the expert.
+    # Exactly one rank adds a down bias: rank 0 if each expert is divided among the ranks, otherwise the rank
+    # that has the expert.
     adds_bias = local_experts.inner_part is None or load.shard.rank == 0
     # Packed matrices get no names, because adapters do not apply to single experts.
     packed = local_experts.combine(

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Llama4Attention(Attention):
-    """Attention with norms after RoPE. Layers without RoPE scale queries by their position."""
+    """Attention with norms after RoPE. Layers without RoPE have no norms and can scale queries instead."""
 
     def _normalize_and_rotate(
         self, q: Tensor, k: Tensor, rows: Sequence[RotaryRows], step: StepInputs
@@ -90,7 +90,7 @@ class Llama4Experts:
     def __call__(self, x: Tensor, step: StepInputs) -> Tensor:  # [T, E] -> [T, E]
         ops, logits = step.ops, self.router(x, step)
         scores, ids = ops.route(logits, self.top_k, _ROUTING)
-        # Outputs have weight 1 [T, 1], because the router's weights are applied to the inputs.
+        # The weights [T, 1] of the outputs are 1, because the inputs are multiplied by the router's scores.
         ones, _ = ops.route(logits, 1, "all_normed")
         total = self.shared(x, step)
         for index in range(self.top_k):

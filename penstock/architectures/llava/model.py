@@ -41,7 +41,7 @@ class LlavaEncoder:
 
     tower: VisionTower
     layers: tuple[int, ...]
-    """The numbers of blocks after which hidden states are used. Several hidden states are concatenated."""
+    """The number of blocks before each of the used hidden states. Several hidden states are concatenated."""
     has_class_row: bool
     drops_first_row: bool
     up: Linear
@@ -183,8 +183,9 @@ class LlavaModel(VisionLanguageModel):
 
 
 def _feature_layers(config: HuggingFaceConfig, layers: int) -> tuple[int, ...]:
-    """Return the numbers of blocks that ``vision_feature_layer`` selects: its values, with negative indices
-    counted from the last hidden state. 0 selects the embeddings.
+    """Return for each value of ``vision_feature_layer`` the number of blocks before the hidden states.
+
+    Negative values count from the last hidden states. 0 selects the embeddings.
     """
     configured = config.get("vision_feature_layer")
     indices = config.integers("vision_feature_layer") if isinstance(configured, list) else None

@@ -1,4 +1,4 @@
-"""SmolVLM and SmolVLM2 for images; videos are refused. The network is that of Idefics3."""
+"""SmolVLM and SmolVLM2 for images; videos are refused. They have the network of Idefics3."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from penstock.worker.router import WorkerRouter
 from penstock.worker.routing import LeastLoaded, RoutingPolicy, WorkerLoads
 
 _WARM_UP = 0.25
-"""Fraction of the trace that is not measured at its beginning, because the prefix caches are not yet full."""
+"""Fraction of the trace's duration before the measurement, in which the caches are filled."""
 
 
 class RandomWorker:
@@ -51,12 +51,12 @@ POLICIES: Mapping[str, Callable[[], RoutingPolicy | None]] = {
     "least-loaded": LeastLoaded,
     "random": RandomWorker,
 }
-"""Name -> function that returns the routing policy. None stands for the router's default, `PrefixAware`."""
+"""Name -> function that returns the routing policy; None for the router's default, `PrefixAware`."""
 
 
 @dataclass(slots=True)
 class TurnOutcome:
-    """The times of a request, in virtual seconds."""
+    """The times of a request, in virtual seconds, and its numbers of tokens."""
 
     arrival_time: float
     num_prompt_tokens: int
@@ -68,7 +68,7 @@ class TurnOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterReport:
-    """The results of a simulation, without the requests of the warm-up."""
+    """The results of a simulation, from the end of the warm-up to the begin of the last conversation."""
 
     num_workers: int
     policy: str
@@ -87,7 +87,7 @@ class ClusterReport:
     router_utilization: float
     """Fraction of the time in which the thread of the router was busy."""
     router_wait: float
-    """99th percentile of the seconds that a message waited for the thread of the router."""
+    """99th percentile of the seconds that a message waited for the thread of the router, in the whole run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +120,14 @@ class Cluster:
         self._router = WorkerRouter(cast("list[EngineClient]", self._workers), POLICIES[policy]())
         self._requests: dict[str, _Request] = {}
         self.outcomes: list[TurnOutcome] = []
-        """The times of all requests, in the order of their arrivals."""
+        """The outcomes of all requests, in the order of their arrivals."""
 
     def run(self, trace: Sequence[SimulatedConversation]) -> ClusterReport:
         """Run all requests of a trace and return the report.
 
         Raises:
-            InputError: all conversations begin at once, so no time is left after the warm-up.
+            InputError: the trace is empty, or its last conversation begins at time 0, so that no time is left
+                after the warm-up.
         """
         if not trace or trace[-1].begin <= 0:
             raise InputError("a trace needs two conversations that begin at different times")
@@ -225,8 +226,8 @@ class Cluster:
 def capacity(costs: ClusterCosts, shape: TraceShape) -> float:
     """Return the estimated requests per second of one worker without a prefix cache.
 
-    The cost of a request is the time of its prompt tokens in full prefill steps, plus the time of its answer
-    tokens in decode steps with as many requests as fit into the KV cache.
+    The cost of a request is the time of its prompt tokens in full prefill steps of at most 512 tokens, plus
+    the time of its answer tokens in decode steps with as many requests as fit into the batch and the cache.
     """
     limits, step = costs.limits, costs.step
     trace = make_trace(shape)

@@ -143,7 +143,7 @@ def read_decoder(loader: CodecLoader, config: NeuCodecConfig, encoding: str) -> 
 def code_digits(levels: tuple[int, ...]) -> Tensor:
     """Return the values from -1 to 1 of the digits of each code, ``[prod(levels), len(levels)]``.
 
-    Codes of finite scalar quantization (arXiv:2309.15505) are numbers. Their digit i has ``levels[i]``
+    Codes of finite scalar quantization (arXiv:2309.15505) are numbers. Digit i of a code has ``levels[i]``
     values; digit 0 is the lowest.
     """
     codes, columns = torch.arange(int(torch.tensor(levels).prod())), []

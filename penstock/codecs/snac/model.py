@@ -1,7 +1,7 @@
 """`SnacCodec`: SNAC checkpoints without attention layers, such as SNAC 24 kHz.
 
 A frame contains one code of the coarsest codebook, and the codes of the finer codebooks for the same time.
-They are ordered by start time, coarse codes first. With the strides 4, 2 and 1, a frame has seven codes,
+The codes are ordered by start time, coarse codes first. With the strides 4, 2 and 1, a frame has seven codes,
 which belong to the codebooks 1, 2, 3, 3, 2, 3, 3.
 
 The decoder adds noise, multiplied by outputs of the network. The noise is a function of the position in the

@@ -67,6 +67,12 @@ def divide(
 ) -> Division:
     """Divide simplified rules into lexemes and rules over lexemes. The language stays the same.
 
+    Args:
+        rules: the rules of the grammar.
+        root: the name of the start rule.
+        check_time: called regularly; raises at the time limit.
+        max_only_size: maximum nodes of a lexeme that is the whole grammar.
+
     Raises:
         FreeTextConflict: free text is adjacent to an expression that it may contain. Splitting its lexeme is
             not possible.
@@ -155,6 +161,8 @@ def _node_size(node: Node) -> int:
 
 
 class _Divider:
+    """Divides rules into lexemes. `split_nodes` maps lexemes with conflicts to their parts."""
+
     def __init__(self, rules: Rules, limits: _LexemeLimits, split_nodes: dict[Node, list[Node]]) -> None:
         self._rules = rules
         self._limits = limits

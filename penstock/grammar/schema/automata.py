@@ -1,4 +1,4 @@
-"""Computes automata of strings that match several expressions, no excluded expression, and a bounded length.
+"""Computes automata of strings of bounded length that match all required and no excluded expressions.
 
 States are built from partial derivatives (Antimirov 1996). A position is the part of an expression that is
 not matched yet. A state is the set of positions that a text can reach. Repetitions are expanded only when a
@@ -27,7 +27,7 @@ _State: TypeAlias = tuple[tuple[frozenset[int], ...], int]  # (positions per exp
 
 
 class TooLargeError(Exception):
-    """An automaton has more states than `MAX_STATES`."""
+    """An automaton has more states than `MAX_STATES`, or its computation exceeds a limit of this module."""
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class Automaton:
 
     @property
     def min_lengths(self) -> list[int]:
-        """For each state, the minimum number of characters from it to an accepting state."""
+        """For each state, the minimum number of characters from it to an accepting state; -1 without one."""
         predecessors = _predecessors(self)
         lengths = [0 if is_end else -1 for is_end in self.accepting]
         pending = [state for state, is_end in enumerate(self.accepting) if is_end]
@@ -74,7 +74,7 @@ def intersection(
     Returns None if there is no such text.
 
     Raises:
-        TooLargeError: the automaton has more than `MAX_STATES` states.
+        TooLargeError: the automaton has more than `MAX_STATES` states or takes too long to compute.
     """
     product = _Product(required, excluded, bound)
     start = product.start
@@ -266,7 +266,7 @@ class _Product:
                 yield ((low, high),), self._normalized_state(target, count + 1 if count >= 0 else -1)
 
     def _fits_max_length(self, position_sets: tuple[frozenset[int], ...], count: int) -> bool:
-        """Return whether some text after this state ends within the maximum length."""
+        """Return whether the minimum length of each required expression fits into the maximum length."""
         if self._bound.max_count is None or count <= 0:
             return True
         remaining = self._bound.max_count - count
@@ -276,7 +276,7 @@ class _Product:
         )
 
     def _normalized_state(self, position_sets: tuple[frozenset[int], ...], count: int) -> _State:
-        """Return the state with a count of -1 if no further text can violate a bound of the length."""
+        """Return the state with a normalized count: -1 if no further text can violate a length bound."""
         min_count, max_count = self._bound.min_count, self._bound.max_count
         if count >= 0 and max_count is not None:
             groups = zip(self._required_operands, position_sets, strict=False)

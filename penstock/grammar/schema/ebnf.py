@@ -35,7 +35,11 @@ class EbnfRules:
         return name
 
     def reserve(self, purpose: str) -> str:
-        """Return a new name, for a recursive rule. `define` sets its body later."""
+        """Return a new name, for a recursive rule. `define` sets its body later.
+
+        Raises:
+            InputError: the grammar has more than `MAX_RULES` rules.
+        """
         if len(self._bodies) >= MAX_RULES:
             raise InputError(f"the grammar needs more than {MAX_RULES} rules: make it smaller or flatter")
         name = f"{purpose}_{len(self._bodies)}"

@@ -27,10 +27,11 @@ def is_u_label(label: str) -> bool:
         return False
     if unicodedata.normalize("NFC", label) != label or unicodedata.category(label[0]).startswith("M"):
         return False
-    return all(_is_allowed(label, index) for index in range(len(label))) and _has_direction(label)
+    return all(_is_allowed(label, index) for index in range(len(label))) and _satisfies_bidi_rule(label)
 
 
 def _is_allowed(label: str, index: int) -> bool:
+    """Return whether the character at an index is allowed there (RFC 5892, with its contextual rules)."""
     char = label[index]
     point = ord(char)
     previous_char, next_char = label[index - 1 : index], label[index + 1 : index + 2]
@@ -69,7 +70,7 @@ def _is_valid(char: str) -> bool:
     return unicodedata.normalize("NFKC", folded_char) == char
 
 
-def _has_direction(label: str) -> bool:
+def _satisfies_bidi_rule(label: str) -> bool:
     """Return whether a label satisfies the bidi rule of RFC 5893."""
     directions = [unicodedata.bidirectional(char) for char in label]
     if not {"R", "AL", "AN"} & set(directions):

@@ -29,7 +29,12 @@ MAX_SHAPES = 1000
 def intersect_all(
     schemas: Schemas, first: Sequence[Shape], second: Sequence[Shape], node: SchemaNode
 ) -> list[Shape]:
-    """Return the intersection of two unions of shapes, as a union of shapes."""
+    """Return the intersection of two unions of shapes, as a union of shapes.
+
+    Raises:
+        InputError: the result has more than `MAX_SHAPES` shapes other than literals.
+        UnsupportedSchemaError: ``patternProperties`` is combined with another schema of the same object.
+    """
     return union([_intersections(schemas, first, second)], node)
 
 
@@ -45,7 +50,11 @@ def _intersections(schemas: Schemas, first: Sequence[Shape], second: Sequence[Sh
 
 
 def union(options: Sequence[Iterable[Shape]], node: SchemaNode) -> list[Shape]:
-    """Return the shapes of several unions as one union, without duplicate literals."""
+    """Return the shapes of several unions as one union, without duplicate literals.
+
+    Raises:
+        InputError: the union has more than `MAX_SHAPES` shapes other than literals.
+    """
     result: list[Shape] = []
     literals: set[object] = set()
     for shape in (shape for option in options for shape in option):

@@ -33,7 +33,7 @@ _CLASSES = {
     "s": _SPACE_IN_BOTH_DIALECTS,
     "S": without(ALL_CHARACTERS, [*_SPACE, *_SPACE_ONLY_IN_PYTHON]),
 }
-_EITHER_DIALECT: dict[str, Ranges] = {  # characters of a class that only one dialect has
+_EITHER_DIALECT: dict[str, Ranges] = {  # characters that can belong to the class in only one dialect
     "d": without(ALL_CHARACTERS, _ASCII),
     "w": without(ALL_CHARACTERS, _ASCII),
     "D": without(ALL_CHARACTERS, _DIGITS),

@@ -1,4 +1,4 @@
-"""Attention over the paged cache: rotary embeddings, writing keys and values, and attention itself."""
+"""Rotary embeddings, writes to the paged cache, attention over it, and attention of encoders."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _CACHE_TYPES = {**TYPES, torch.int8: 2}
 _ENCODER_BLOCK = 16
 """Number of tokens per block of the keys and values that `encoder_attention` copies.
 
-Keys and values of sequences up to this length are read in place. The value must be that of ``MAX_SHORT`` in
-csrc/short_attention.inl.
+If no sequence of a batch is longer, and each token attends to its whole sequence, keys and values are read in
+place. The value must be that of ``MAX_SHORT`` in csrc/short_attention.inl.
 """
 _BIAS_PADDING = 64
 """Number of padding elements before and after each row of a bias, because the kernel reads whole tiles."""
@@ -30,7 +30,10 @@ _MAX_HEAD = 1024
 
 
 class CpuAttention(CpuExperts):
-    """Attention with C++ kernels, for float32 and bfloat16 activations."""
+    """Attention with C++ kernels, for float32 and bfloat16 activations.
+
+    Inputs of other types or layouts fall back to the methods of the base class.
+    """
 
     def rotary(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool = False
@@ -264,7 +267,7 @@ class CpuAttention(CpuExperts):
         soft_cap: float | None,
         sinks: Tensor | None,  # [H]
         keys_ahead: int,
-        bias: Tensor | None,  # [H, 2P - 1]
+        bias: Tensor | None,  # [H, 2P - 1 and padding]
     ) -> Tensor:  # [T, H, D]
         """Call the kernel for attention over the paged cache.
 

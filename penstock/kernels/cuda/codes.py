@@ -1,7 +1,7 @@
 """Products with weights that are stored as low-bit codes (`programs.codes`).
 
 A single row and a few rows are multiplied by the codes directly. For many rows, the weight is decoded to
-floats first.
+floats first, unless the rows are grouped by weight or the result must be deterministic.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from penstock.kernels.nibbles import NIBBLES, signed_offset
 _ROW_BYTES, _ROW_COLUMNS = 8192, 2048
 """Bytes of a weight that a program for a single row reads at once: in total, and at most per output."""
 MAX_TILED_ROWS = 64
-"""With more rows than this, the weight is decoded once, and cuBLAS multiplies."""
+"""Maximum number of rows that are multiplied by the codes directly, if they are not grouped by weight and the
+result need not be deterministic. With more rows, the weight is decoded once, and cuBLAS multiplies."""
 _TILE_OUTPUTS, _TILE_BYTES = 64, 64
 """Outputs of a tile, and bytes per output that it multiplies at once.
 

@@ -1,4 +1,4 @@
-"""Routers in plain torch."""
+"""Routers in plain torch, and the operations that scale and widen rows."""
 
 from __future__ import annotations
 

@@ -112,7 +112,8 @@ class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
     ) -> None:
         """Set the given indices without changing tokens.
 
-        Raises ``ValueError``, without a change, unless ``0 <= start < active <= end <= capacity``.
+        Raises ``ValueError``, without a change, unless ``0 <= start < active <= end <= capacity`` and
+        ``0 <= committed``.
         """
         start = self._start_idx if start_idx is None else start_idx
         active = self._active_idx if active_idx is None else active_idx
@@ -162,7 +163,9 @@ class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
         """Remove ``idx`` tokens before ``active_idx``, and all tokens after ``active_idx``.
 
         The last remaining token is computed next, even if it was computed before. Tokens that were already
-        returned are not returned again. Raises ``ValueError``, without a change, if no token would remain.
+        returned are not returned again. Does nothing if ``idx`` is 0.
+
+        Raises ``ValueError``, without a change, if ``idx`` is negative or no token would remain.
         """
         if idx < 0:
             raise ValueError(f"cannot roll back {idx} tokens: the number must be at least 0")

@@ -1,7 +1,8 @@
 """The schemas of request bodies, with the field names of the OpenAI API.
 
 A class declares the supported fields and the fields that are only logged. `penstock.serve.api.parameters`
-lists the unsupported fields of OpenAI's and other servers. A ``null`` field always means an absent field.
+lists the unsupported fields of OpenAI's and other servers. If a field may be ``null``, this means an absent
+field.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def _pairs(body: ScoreBody) -> tuple[list[str], list[str]]:
     """Return the first text of each pair, and the second text of each pair.
 
     Raises:
-        RequestProblem: 400; a list is empty, or the lists have different lengths.
+        RequestProblem: 400; a list is empty, or text_1 has neither one text nor as many texts as text_2.
     """
     first_texts = [body.text_1] if isinstance(body.text_1, str) else list(body.text_1)
     second_texts = [body.text_2] if isinstance(body.text_2, str) else list(body.text_2)

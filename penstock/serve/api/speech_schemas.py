@@ -34,7 +34,7 @@ class SpeechBody(RequestBody):
     """Defaults to the served model, which `penstock.serve.api.text_generation.checked_body` sets."""
     input: Annotated[str, Field(min_length=1, max_length=MAX_INPUT_CHARACTERS)]
     voice: str | VoiceId | None = None
-    """The name of a voice. ``default`` and None select the model's default voice."""
+    """The name of a voice. ``default``, an empty name and None select the model's default voice."""
     response_format: Literal["mp3", "opus", "flac", "wav", "pcm"] = "mp3"
     """The format of the audio. ``pcm`` is 16-bit samples without a header."""
     stream_format: Literal["audio", "sse"] = "audio"

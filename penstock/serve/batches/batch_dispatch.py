@@ -19,7 +19,7 @@ CLIENT = "batch"
 _RETRY_SECONDS = 0.5
 """Seconds between two attempts of a request."""
 MAX_ATTEMPTS = 5
-"""Default maximum number of attempts of a request whose response is 503."""
+"""Default maximum number of times that a request is sent again after a response with status 503."""
 
 
 class StoppedError(Exception):
@@ -53,8 +53,9 @@ class BatchDispatcher:
         concurrency: maximum number of requests that run concurrently.
         is_stopping: returns whether the server is stopping. If it is, no further request is started.
         on_result: called with (result line, whether the request succeeded, number of output tokens).
-        max_attempts: maximum number of attempts of a request whose response is 503, for example while the
-            worker is being restarted. The attempts are `_RETRY_SECONDS` apart.
+        max_attempts: maximum number of times that a request is sent again after a response with status 503,
+            for example while the worker is being restarted. After status 429, a request is sent again without
+            a limit. There are `_RETRY_SECONDS` between a response and the next attempt.
     """
 
     def __init__(

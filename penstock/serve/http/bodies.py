@@ -34,8 +34,9 @@ class JsonRequest(Request):
 
         Raises:
             RequestProblem: 413 if the body is too long, 408 if it arrives too slowly, 415 if its content type
-                is not JSON.
+                is not JSON or its charset is not UTF-8.
             OverloadedError: 429; the body is large, and too many large bodies are being processed.
+            ClientDisconnect: the client closed the connection.
         """
         if self._body_bytes is None:
             self._check_media_type()
@@ -52,7 +53,7 @@ class JsonRequest(Request):
         return self._body_bytes
 
     async def json(self) -> object:
-        """Return the decoded body.
+        """Return the decoded body. Raises the exceptions of `body`, too.
 
         Raises:
             RequestProblem: 400; the body is not strict JSON or has too many values.

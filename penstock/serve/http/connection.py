@@ -65,7 +65,7 @@ class Connection(asyncio.Protocol):
         self._wait_for_request()
 
     def data_received(self, data: bytes) -> None:
-        """Parse received bytes. Discard them if the connection is being closed."""
+        """Parse received bytes. They are discarded while the connection closes and after invalid HTTP."""
         if self.transport.is_closing():
             self.transport.discard(len(data))
             return

@@ -26,9 +26,11 @@ class OriginMiddleware:
     """Refuse requests from pages of other sites.
 
     Without an API key, a request with side effects must have no ``Origin``, the server's own origin, or one
-    of ``--cors-origins``. ``Host`` is checked if ``--allowed-hosts`` is set, or if the server listens at a
-    loopback address without a key. In other cases it is not checked, because the server may have host names
-    that are not configured.
+    of ``--cors-origins``. If a browser sends ``Sec-Fetch-Site``, this header decides whether the origin is
+    the server's own.
+
+    ``Host`` is checked if ``--allowed-hosts`` is set, or if the server listens at a loopback address without
+    a key. In other cases it is not checked, because the server may have host names that are not configured.
     """
 
     def __init__(self, app: ASGIApp, config: ServeConfig) -> None:

@@ -34,7 +34,9 @@ class ModelDispatcher:
     """An ASGI application that dispatches requests to the applications of the models.
 
     A request names its model in the query (``?model=``) or in the member ``model`` of its JSON body. Ollama's
-    routes also accept ``name``. Requests without a name go to the first model of the route's task.
+    routes also accept ``name``. Requests without a name go to the first model of the route's task, or to the
+    default model. The default model's application also serves the paths that no model owns, such as
+    ``/v1/models``.
 
     Args:
         registry: the models, with their applications.
@@ -111,7 +113,7 @@ class _Body:
 
 
 def _requested_name(scope: Scope, body: _Body) -> str | None:
-    """Return the model name in a request; None if there is none or if the body is malformed."""
+    """Return the model name in a request; None without a non-empty name or with a malformed body."""
     query_string: bytes = scope.get("query_string", b"")
     query = parse_qs(query_string.decode("latin-1"))
     if "model" in query:

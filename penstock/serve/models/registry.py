@@ -3,8 +3,8 @@
     unloaded --- a request names it ---> loaded --- another model needs its memory ---> unloaded
 
 Models are loaded and unloaded one at a time. Before a model is unloaded, its running requests finish. New
-requests for the model wait until it is loaded again. If
-two models do not fit into the budget together, they are loaded in turn while requests for both arrive.
+requests for the model wait until it is loaded again. If two models do not fit into the budget together, they
+are loaded alternately while requests for both arrive.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ class ServedModel:
     last_used: float = 0.0
     is_loaded: bool = False
     was_loaded: bool = False
+    """Whether the model has been loaded at least once."""
     is_unloading: bool = False
-    """Whether the model is being unloaded. It waits until its running requests have ended."""
+    """Whether the model is being unloaded, which first waits until its running requests have ended."""
     idle_event: asyncio.Event = field(default_factory=asyncio.Event)
     services: Services | None = None
     """The services of the model's routes; set when the server is created."""
@@ -121,8 +122,8 @@ class ModelRegistry:
         """Return the model of a request, which names the model or one of its adapters.
 
         Args:
-            name: the name; None for the first model of a task.
-            task: the task of the route; None for routes of all tasks.
+            name: the name; None for the first model of the task, or the default model if there is none.
+            task: the task of the route; None for routes of all tasks. Used only if ``name`` is None.
 
         Raises:
             UnknownModelError: there is no model or adapter of that name.
@@ -191,6 +192,7 @@ class ModelRegistry:
         return sum(model.memory for model in self if model.is_loaded)
 
     def _least_recently_used(self) -> ServedModel:
+        """Return the least recently used of the loaded models, preferably one without running requests."""
         loaded_models = [model for model in self if model.is_loaded]
         return min(loaded_models, key=lambda model: (model.num_users > 0, model.last_used))
 

@@ -1,4 +1,4 @@
-"""Weights whose inputs are stored in another order than the activations: bit-equal to sorted activations."""
+"""Products with weights whose inputs are stored in another order equal those with reordered activations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def random_layer(ops: CpuOps, outputs: int, inputs: int, encoding: str = "uint4"
 
 @pytest.mark.parametrize("encoding", ["uint4", "uint8", "nf4", "q6_k"])
 @pytest.mark.parametrize("inputs", [96, 300])
-def test_products_equal_those_of_sorted_activations(ops: CpuOps, encoding: str, inputs: int) -> None:
+def test_products_equal_those_of_reordered_activations(ops: CpuOps, encoding: str, inputs: int) -> None:
     packed_weight = random_layer(ops, 70, inputs, encoding)
     assert packed_weight.order is not None
     x = torch.randn(40, inputs + 8).bfloat16()[:, 4 : 4 + inputs]  # the rows are strided

@@ -104,7 +104,7 @@ def test_attention_of_large_batches_agrees_with_the_reference(size: int) -> None
         ("fixed", 64, 4, 2, torch.float16),
     ],
 )
-def test_decoding_is_bit_equal_alone_and_in_a_batch(
+def test_attention_is_bit_equal_alone_and_in_a_batch(
     deterministic_ops: CudaOps, monkeypatch: pytest.MonkeyPatch, cache_kind: str, dim: int, group: int,
     kv_heads: int, dtype: torch.dtype,
 ) -> None:  # fmt: skip
@@ -184,7 +184,9 @@ def test_samples_are_equal_alone_and_in_a_batch(deterministic_ops: CudaOps) -> N
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [2, 80, 576, 896, 1152, 5120])
-def test_row_operations_agree_with_the_reference(ops: CudaOps, dtype: torch.dtype, width: int) -> None:
+def test_rms_norms_and_activations_agree_with_the_reference(
+    ops: CudaOps, dtype: torch.dtype, width: int
+) -> None:
     x, residual = torch.randn(2, 5, width).to(dtype)
     weight = torch.randn(width)
     for norm_weight in (weight, weight.to(dtype)):

@@ -76,12 +76,14 @@ def test_placeholders_exclude_separator_tokens() -> None:
         ([(18, 21)], "Images must be before the end of the token array: 21 > 20"),
     ],
 )
-def test_images_out_of_order_are_refused(images: list[tuple[int, int]], message: str) -> None:
+def test_unsorted_overlapping_and_out_of_range_images_are_refused(
+    images: list[tuple[int, int]], message: str
+) -> None:
     with pytest.raises(InputError, match=message):
         make_context(*[make_image(*span) for span in images], tokens=[IMAGE] * 20)
 
 
-def test_images_that_do_not_match_their_tokens_are_refused() -> None:
+def test_images_with_invalid_indices_or_other_tokens_are_refused() -> None:
     with pytest.raises(InputError, match=r"filled with <vision_token_id> \(\[9\]\): .* at 2 and 5 are 22"):
         make_context(make_image(2, 6), tokens=list(range(20, 40)))
     with pytest.raises(InputError, match="at token 1 has 4 rows of embeddings, but 3 placeholder tokens"):

@@ -1,4 +1,4 @@
-"""Images in chat completions: content parts, limits, token counts, and the official clients."""
+"""Images in chat completions, Responses, Messages and Ollama requests, also with the official clients."""
 
 from __future__ import annotations
 

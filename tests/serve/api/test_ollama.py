@@ -145,7 +145,7 @@ async def test_formats_without_grammar_support_are_refused_and_a_model_is_descri
     assert description["template"] == THINKING
 
 
-async def test_model_lists_and_errors(server: InProcessServer) -> None:
+async def test_models_are_listed_and_errors_have_the_ollama_format(server: InProcessServer) -> None:
     [model] = (await server.http.get("/api/tags")).json()["models"]
     assert (model["name"], model["model"]) == ("demo", "demo")
     assert (await server.http.get("/api/ps")).json()["models"][0]["name"] == "demo"

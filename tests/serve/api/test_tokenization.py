@@ -1,4 +1,4 @@
-"""Tokenization and detokenization over HTTP, and the token texts of log probabilities."""
+"""Tokenization and detokenization over HTTP, token texts of log probabilities, and uses of chat templates."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_the_bytes_of_published_tokenizers_join_to_the_text(name: str, shared_da
     assert b"".join(map(tokenizer.token_bytes, ids)).decode().removeprefix(" ") == TEXT
 
 
-def test_the_variables_of_a_template_are_found() -> None:
+def test_mentions_and_argument_objects_of_a_template_are_detected() -> None:
     def make_template(source: str) -> ChatTemplate:
         return ChatTemplate({"default": source}, {}, "test")
 

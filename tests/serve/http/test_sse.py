@@ -16,7 +16,7 @@ from penstock.serve.http.sse import DONE, EventStream, EventTemplate, event
 
 
 @given(st.text())
-def test_an_event_template_gives_the_same_bytes(text: str) -> None:
+def test_an_event_template_gives_the_bytes_of_an_event(text: str) -> None:
     template = EventTemplate({"a": [1, {"text": EventTemplate.PLACEHOLDER}], "b": None})
     assert template.with_value(text) == event({"a": [1, {"text": text}], "b": None})
     assert b"\n" not in template.with_value(text)[:-2]
@@ -122,7 +122,7 @@ async def test_a_disconnect_closes_the_generator() -> None:
     assert client.reports == ["disconnect"]
 
 
-async def test_the_end_of_the_server_closes_the_generator() -> None:
+async def test_a_cancelled_stream_closes_its_generator() -> None:
     ended_event = asyncio.Event()
 
     async def yield_events() -> AsyncGenerator[bytes, None]:

@@ -160,7 +160,7 @@ def test_calls_in_free_text_must_match_the_schema(name: str) -> None:
 
 
 @FORMATS
-def test_without_parallel_calls_no_text_follows_a_call(name: str) -> None:
+def test_without_parallel_calls_a_second_call_is_refused(name: str) -> None:
     if name == "harmony":
         return
     call_text = render_calls(name, Call("search", {"text": "a", "count": 3}))
@@ -273,7 +273,7 @@ def test_markers_can_be_special_tokens() -> None:
     forced_grammar = parsers.grammar(TOOLS, "required")
     assert forced_grammar is not None
     assert accepts(forced_grammar, text.removeprefix("Well. "), marker_tokens)
-    # The spelling of a special token as text is not the special token.
+    # The text of a special token, encoded as ordinary tokens, is not the special token.
     assert not accepts(forced_grammar, text.removeprefix("Well. "))
 
 

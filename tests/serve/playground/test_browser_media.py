@@ -1,4 +1,4 @@
-"""Images, speech and token probabilities of the playground in headless Chromium, with the demo models."""
+"""Images and speech of the playground in headless Chromium, with demo models, and token probabilities."""
 
 from __future__ import annotations
 

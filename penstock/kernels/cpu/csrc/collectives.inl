@@ -1,5 +1,5 @@
 // Collectives between the ranks of one host, in memory that the ranks share: `SharedRegion` in
-// penstock/distributed/region.py.
+// penstock/distributed/region.py. At the end of the file: the lookup in a rank's part of an embedding table.
 //
 // A message is a block of at most `capacity` bytes. Messages are numbered from 1; all ranks use the same numbers. For
 // message n, each rank

@@ -1,6 +1,6 @@
-// Operations of audio codecs over rows [T, C]: depthwise convolution, snake, group norm, and the two operations before
-// and after the linear layer of an inverse short-time Fourier transform. Dense convolutions are linear layers
-// (kernels/convolution.py).
+// Operations of audio codecs over rows [T, C]: depthwise convolution, snake, scaled addition, group norm, and the two
+// operations before and after the linear layer of an inverse short-time Fourier transform. Dense convolutions are
+// linear layers (kernels/convolution.py).
 
 // ---- sine and cosine ----
 // An angle is reduced to x = n pi + r with |r| <= pi / 2. The Taylor sums in r have an error of at most 6e-8.

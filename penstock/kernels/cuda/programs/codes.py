@@ -205,7 +205,7 @@ def multiply_codes(
 ):
     """Compute one tile of a product of rows. Grid and groups are those of `products.multiply_floats`.
 
-    Weights are rounded to the type of ``x`` and multiplied on tensor cores. With SPLITS above 1, a third
+    Weights are rounded to the type of ``x``, or are float32 with TO_FLOAT32. With SPLITS above 1, a third
     dimension of the grid divides the inputs into splits. ``out [SPLITS, T, out]`` then has the float32 sum of
     each split, without row scales and bias. `add_splits` adds these sums.
     """

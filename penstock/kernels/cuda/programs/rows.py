@@ -34,10 +34,12 @@ def norm(
     WEIGHT_IS_WIDER: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Normalise one row of ``x``. With ADDS, the row of ``residual`` is added first. Grid: rows.
+    """Normalise one row of ``x``. Grid: rows.
 
-    Row r of ``x`` is at ``r // inner * outer_stride + r % inner * inner_stride``. With IS_CENTRED the norm is
-    a layer norm with a bias, otherwise an RMS norm.
+    Row r of ``x`` is at ``r // inner * outer_stride + r % inner * inner_stride``. With ADDS, the row of
+    ``residual`` is added first, and the sum is also written to ``total``. With IS_CENTRED the norm is a layer
+    norm with a bias, otherwise an RMS norm. An RMS norm rounds before it multiplies by the weight, unless
+    WEIGHT_IS_WIDER.
     """
     launch_next(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -98,7 +100,7 @@ def activate(out, x, width, row_stride, cap, WIDTH: tl.constexpr, KIND: tl.const
 def gate(out, x, width, row_stride, alpha, limit, WIDTH: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr):
     """Multiply the activation of the first half of a row by the second half.
 
-    Grid: rows, tiles of WIDTH columns.
+    ``alpha`` and ``limit`` are constants of the KIND "clamped_swiglu". Grid: rows, tiles of WIDTH columns.
     """
     launch_next_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)

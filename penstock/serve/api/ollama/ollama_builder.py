@@ -61,7 +61,7 @@ class OllamaBuilder:
         yield msgspec.json.encode(self._response_object(message, done=True, **self._final_members(usage)))
 
     def begin(self) -> bytes:
-        """Return no lines. This API has none before the first delta."""
+        """Return nothing, because Ollama's API has no lines before the first delta."""
         return b""
 
     def events(self, index: int, delta: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:

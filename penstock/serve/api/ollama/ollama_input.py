@@ -41,7 +41,11 @@ def served_model_name(services: Services, name: str) -> str:
 
 
 def translate_chat(services: Services, body: OllamaChatBody) -> Translation:
-    """Translate a request to ``/api/chat`` to a chat request."""
+    """Translate a request to ``/api/chat`` to a chat request.
+
+    Raises:
+        RequestProblem: 400; ``options.num_ctx`` is too large, or the model does not support ``think``.
+    """
     messages: list[dict[str, object]] = []
     pending_call_ids: list[str] = []
     for number, message in enumerate(body.messages or ()):
@@ -55,7 +59,11 @@ def translate_chat(services: Services, body: OllamaChatBody) -> Translation:
 
 
 def translate_generate_to_chat(services: Services, body: OllamaGenerateBody) -> Translation:
-    """Translate a request to ``/api/generate`` to a chat request. The chat template is applied."""
+    """Translate a request to ``/api/generate`` to a chat request. The chat template is applied.
+
+    Raises:
+        RequestProblem: see `translate_chat`.
+    """
     messages: list[dict[str, object]] = (
         [] if not body.system else [{"role": "system", "content": body.system}]
     )
@@ -69,7 +77,7 @@ def translate_generate_to_completion(services: Services, body: OllamaGenerateBod
     """Translate a request to ``/api/generate`` to a completion request. The chat template is not applied.
 
     Raises:
-        RequestProblem: 400; a field requires the chat template.
+        RequestProblem: 400; a field requires the chat template; see also `translate_chat`.
     """
     for name in ("system", "images", "think"):
         if getattr(body, name):
@@ -127,8 +135,8 @@ def _reasoning_fields(services: Services, body: OllamaBody) -> dict[str, object]
 def _message(message: OllamaMessage, number: int, pending_call_ids: list[str]) -> dict[str, object]:
     """Translate a message.
 
-    Ollama's tool calls may have no id. They get one here. Tool results without an id are matched to the tool
-    calls of the last assistant message by their order.
+    Ollama's tool calls may have no id. This function creates the missing ids. Tool results without an id are
+    matched to the tool calls of the last assistant message by their order.
 
     Args:
         message: the message.

@@ -277,7 +277,10 @@ def _text_part(text: str) -> dict[str, object]:
 
 
 def _custom_input(arguments: str) -> str:
-    """Return the text in the JSON arguments of a custom tool. Invalid JSON is returned unchanged."""
+    """Return the text in the JSON arguments of a custom tool.
+
+    A value that is not a text is returned as JSON. Arguments without the value are returned unchanged.
+    """
     try:
         value = json.loads(arguments)[CUSTOM_ARGUMENT]
     except (ValueError, KeyError, TypeError):

@@ -129,8 +129,13 @@ def read_end_marker(
     """Read an end marker. At the end of the text it may be missing or incomplete.
 
     Args:
+        parser: the parser of the output.
+        *end_markers: the accepted end markers.
         is_single_token: whether the marker is a single token. A part of the marker's text is then content,
             because a token is never incomplete.
+
+    Raises:
+        NotAToolCallError: other text follows the calls.
     """
     stream = parser.stream
     yield from stream.skip_space()
@@ -147,6 +152,9 @@ def read_json_call(parser: ReasoningToolParser, *, is_unmarked: bool = False) ->
 
     An object without a marker (`is_unmarked`) is a call only if it has no unknown key, has both a name and
     arguments, and names a tool of the request.
+
+    Raises:
+        NotAToolCallError: the text is not a call.
     """
     stream = parser.stream
     name, pending_arguments, is_called = "", "", False
@@ -240,7 +248,11 @@ def _reject_unknown_tool(parser: ReasoningToolParser, is_unmarked: bool) -> None
 
 
 def read_string(parser: ReasoningToolParser) -> Reader[str]:
-    """Read a JSON string and return its value."""
+    """Read a JSON string and return its value.
+
+    Raises:
+        NotAToolCallError: the text does not begin with a string.
+    """
     if (yield from parser.stream.peek()) != '"':
         raise NotAToolCallError
     value = json.loads((yield from json_value(parser.stream)))
