@@ -42,7 +42,7 @@ _LETTERS = (string.ascii_lowercase + " ").encode()
 class FakeTokenizer(TextTokenizer):
     """A `TextTokenizer` whose token ids are the bytes of UTF-8: ASCII characters are their own ids.
 
-    Limits, stop strings, chat template and threads work as in `TextTokenizer`.
+    Limits, stop strings, chat template and thread safety are those of `TextTokenizer`.
 
     Args:
         max_length: the maximum number of tokens of prompt and output together; None sets no limit.
@@ -81,12 +81,13 @@ class FakePipeline:
 
     It implements `penstock.pipelines.core.Pipeline` and works with a scheduler and any KV cache. Prompt
     chunks, several steps per call, preemption and release work as in `TextGenerationPipeline`. The pipeline
-    supports ``min_new_tokens`` and ignores the other sampling parameters. All log probabilities are 0.
+    supports ``min_new_tokens``, and the context ends the output as usual. It ignores other parameters that
+    change the choice of tokens. All log probabilities are 0.
 
     Args:
         choose: returns the next token of a context whose tokens are all computed. The default returns
-            lower-case letters that depend on all tokens so far, and `FakeTokenizer.EOS` with probability
-            1/16.
+            lower-case letters and spaces that depend on all tokens so far, and `FakeTokenizer.EOS` with
+            probability 1/16.
         kv: the KV cache; the default stores nothing.
     """
 
@@ -95,7 +96,7 @@ class FakePipeline:
     ) -> None:
         self.kv: KVCache = NullKVCache() if kv is None else kv
         self.batches: list[dict[str, int]] = []
-        """One entry for each forward: request id -> number of computed tokens."""
+        """One entry for each forward pass: request id -> number of tokens that the pass computes."""
         self.failures: dict[str, PenstockError] = {}
         """See `penstock.pipelines.core.Pipeline`; this class never adds an entry."""
         self._choose = choose if choose is not None else _letter_after
@@ -123,7 +124,9 @@ class FakePipeline:
     def execute(
         self, batch: Mapping[str, TextContext], num_steps: int = 1
     ) -> dict[str, TextGenerationResponse]:
-        """Run up to ``num_steps`` steps, or one step if a context is a chunk or reports log probabilities.
+        """Run up to ``num_steps`` steps.
+
+        Only one step runs if a context has tokens after its next chunk, or reports log probabilities.
 
         Raises:
             InputError: ``num_steps`` is less than 1, or a request has ended.

@@ -10,8 +10,8 @@ stage and the later ones:
 
 1. ``speech``: espeak-ng speaks 1,250 texts for the codec and 14,000 for the language model.
 2. ``codec``: a small NeuCodec decoder, an encoder and a quantizer learn to reproduce the speech.
-3. ``decoder``: the decoder is trained further, with a learning rate that ends at 0. Encoder and quantizer do
-   not change.
+3. ``decoder``: the decoder is trained further, with a learning rate that ends at 2 % of its peak. Encoder and
+   quantizer do not change.
 4. ``codes``: the encoder converts the speech to codes.
 5. ``model``: a small Llama learns to generate the codes of a text.
 6. ``export``: the voice is written to ``--out``.

@@ -38,8 +38,8 @@ class SpeechConfig:
     codec_encoding: str | None = setting(
         None,
         TEXT,
-        "Encoding of the codec's large layers; by default the encoding of the model if the codec supports "
-        "it, otherwise float32.",
+        "Encoding of the weights of the codec's large layers; by default the encoding of the model's weights "
+        "if the codec supports it, otherwise float32.",
     )
     speech_format: str | None = setting(
         None,
@@ -51,8 +51,8 @@ class SpeechConfig:
         (),
         _VOICES,
         "A voice to clone, as NAME=FILE or NAME=CODES. FILE is an audio file, such as anna.wav with its "
-        "transcription in anna.txt, or a JSON file with codes and transcription. May be repeated; in a "
-        "variable or file, commas separate voices.",
+        "transcription in anna.txt, or a JSON file with codes and transcription. May be repeated; in an "
+        "environment variable or a configuration file, commas separate voices.",
         parse=_split,
     )
     audio_chunk_frames: int | None = setting(

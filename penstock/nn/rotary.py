@@ -65,7 +65,7 @@ class RotaryConfig:
 
         Args:
             config: the checkpoint's configuration.
-            head_dim: dims of a head. All are rotated unless ``partial_rotary_factor`` is set.
+            head_dim: dims of a head. ``partial_rotary_factor`` is the fraction of them that is rotated.
             default_base: the family's base, used if the checkpoint has none.
             parameters: replace ``rope_parameters``, for families with several rotary embeddings.
             supports_partial: whether the family's reference implementation supports partial rotation. If it
@@ -73,8 +73,9 @@ class RotaryConfig:
             default_fraction: the family's ``partial_rotary_factor``, used if the checkpoint has none.
 
         Raises:
-            ConfigError: the rope type is unknown, one of its parameters is missing, or the file configures
-                partial rotation in a family that does not support it.
+            ConfigError: the rope type is unknown, a value is missing or invalid, or the file configures
+                partial rotation with a rope type other than ``default`` in a family that does not support
+                it. `Rotary` checks the other parameters of the rope type.
         """
         if parameters is None:
             values = rope_values(config)
@@ -103,7 +104,10 @@ class RotaryConfig:
                 values["factor"] = max(1.0, positions / original)
         dim = _rotated_dims(config, values, head_dim, kind, supports_partial, default_fraction)
         if dim < 2 or dim % 2:
-            raise ConfigError("head_dim", f"rotary embeddings need an even number of dims, were given {dim}")
+            raise ConfigError(
+                "head_dim",
+                f"rotary embeddings need at least 2 dims and an even number of dims, were given {dim}",
+            )
         if kind == "dynamic" and dim < 4:
             raise ConfigError("head_dim", f"rope type 'dynamic' needs at least 4 dims, were given {dim}")
         return cls(dim, base, kind, original, max_length, values)
@@ -137,7 +141,7 @@ def _rotated_dims(
 def rotary_configs_by_type(
     config: ConfigValues, head_dim: int, bases: Mapping[str, float]
 ) -> dict[str, RotaryConfig]:
-    """Return a rotary embedding for each layer type.
+    """Return the configuration of the rotary embedding of each layer type.
 
     Newer files have ``rope_parameters`` for each type. In older files, ``rope_scaling`` applies only to the
     first type in ``bases``.
@@ -153,7 +157,7 @@ def rotary_configs_by_type(
     sections = config.section("rope_parameters")
     if set(sections) - set(bases):
         raise ConfigError(
-            "rope_parameters", f"must contain {' and '.join(bases)}, contains {', '.join(sections)}"
+            "rope_parameters", f"may only contain {' and '.join(bases)}, contains {', '.join(sections)}"
         )
     defaults: dict[str, dict[str, object]] = {kind: {"rope_theta": base} for kind, base in bases.items()}
     scaling = config.section("rope_scaling")
@@ -263,8 +267,8 @@ def _yarn(config: RotaryConfig) -> tuple[Tensor, float]:
 
     def pair_with_rotations(rotations: float) -> float:
         """Return the fractional index of the pair of dims with this many rotations in the original length."""
-        wavelength = config.max_positions / (rotations * 2 * math.pi)
-        return config.dim * math.log(wavelength) / (2 * math.log(config.base))
+        positions_per_radian = config.max_positions / (rotations * 2 * math.pi)
+        return config.dim * math.log(positions_per_radian) / (2 * math.log(config.base))
 
     if config.base <= 1:
         raise ConfigError("rope_theta", f"must be above 1 for rope type 'yarn', was {config.base}")
@@ -300,9 +304,7 @@ def _longrope(config: RotaryConfig, key: str = "short_factor") -> tuple[Tensor, 
     """
     factors = config.parameters.get(key)
     if not isinstance(factors, list) or len(factors) != config.dim // 2:
-        raise ConfigError(
-            f"rope_scaling.{key}", f"must be a list of {config.dim // 2} numbers, was {factors!r}"
-        )
+        raise ConfigError(key, f"must be a list of {config.dim // 2} numbers, was {factors!r}")
     divisors = [_number({key: factor}, key) for factor in factors]
     frequencies = _plain_frequencies(config) / torch.tensor(divisors, dtype=torch.float32)
     if config.parameters.get("attention_factor") is not None:
@@ -338,7 +340,7 @@ def _number(
     if value is None and default is not None:
         value = default
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise ConfigError(f"rope_scaling.{name}", f"must be a positive number, was {value!r}")
+        raise ConfigError(name, f"must be a positive number, was {value!r}")
     if value > maximum:
-        raise ConfigError(f"rope_scaling.{name}", f"must be at most {maximum:g}, was {value!r}")
+        raise ConfigError(name, f"must be at most {maximum:g}, was {value!r}")
     return float(value)

@@ -36,7 +36,7 @@ def sampling_params_with_stops(request: TokenGeneratorRequest) -> SamplingParams
 def output_format(request: TokenGeneratorRequest) -> tuple[str | None, Grammar | None]:
     """Return (JSON schema, grammar) of the output. At most one of them is not None.
 
-    The context derives its grammar from the JSON schema.
+    If it is the JSON schema, `TextContext` derives the grammar from it.
 
     Raises:
         InputError: the grammar or the ``response_format`` is invalid, or the request has both.
@@ -117,8 +117,8 @@ def check_text_length(backend: Tokenizer, text: str, limit: int, *, has_output: 
     """Raise `PromptTooLongError` for a text that is clearly too long, without encoding all of it.
 
     The function encodes prefixes of the text, each twice as long as the previous prefix. It raises if a
-    prefix has more than 5/4 of the maximum number of tokens. The margin is necessary, because the last few
-    tokens of a prefix depend on the text after the prefix.
+    prefix exceeds the maximum number of tokens by more than a quarter and by more than 16. The margin is
+    necessary, because the last few tokens of a prefix depend on the text after the prefix.
 
     Args:
         backend: the tokenizer.

@@ -113,7 +113,7 @@ class WorkerClient:
     @property
     def adapters(self) -> dict[str, str]:
         """Name -> path of the loaded LoRA adapters; empty before the first start."""
-        all_adapters = dict(self._supervisor.first_adapters) | self._changed_adapters
+        all_adapters = dict(self._supervisor.initial_adapters) | self._changed_adapters
         return {name: path for name, path in all_adapters.items() if path is not None}
 
     @property

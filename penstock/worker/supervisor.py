@@ -4,7 +4,11 @@
         |          |           |
         +----------+-----------+--> stopping --> stopped
 
-All code here runs on the event loop and never blocks it.
+The state changes directly to ``stopped`` if the first start fails, and after `MAX_FAILED_STARTS` consecutive
+failed starts.
+
+All code here except `WorkerSupervisor.launch` runs on the event loop. It blocks the loop only while it
+launches or ends a worker.
 """
 
 from __future__ import annotations
@@ -44,10 +48,9 @@ _WORKER_ENDED = "the worker process ended unexpectedly{} and is being restarted:
 MAX_FAILED_STARTS = 5
 """Number of consecutive failed starts after which the worker is no longer restarted."""
 RESTART_DELAY = 0.25
-"""Seconds between the first failed start and the next start. The time is doubled after each further failure.
-"""
+"""The next start follows the n-th consecutive failed start after ``2**n`` times this many seconds."""
 PING_INTERVAL = 2.0
-"""Seconds between two checks of an idle worker."""
+"""Seconds between two liveness checks of a worker; fewer if the hang limit is below 4 times this value."""
 DRAIN_TIMEOUT = 0.05
 """Seconds to wait for the last messages of a worker that has ended."""
 SHUTDOWN_TIMEOUT = 5.0
@@ -61,11 +64,11 @@ class WorkerSupervisor:
         factory: loads the model in the worker's process; picklable, unless ``in_thread``.
         on_report: called with each report from the worker, except reports about its start.
         on_start: awaited after the model is loaded and before the worker is ready.
-        on_end: called with the reason each time a started worker ends unexpectedly or cannot be restarted.
+        on_end: called with an error message each time a started worker ends unexpectedly or a restart fails.
         in_thread: whether the worker runs in a thread of this process, for tests.
         hang_limit: seconds without a report and without progress after which the worker is killed and
-            restarted. In a worker process, a long step also counts as progress. A worker in a thread has no
-            progress counter, so it needs a large limit.
+            restarted. A worker process also counts progress within a step, so a long step does not reach the
+            limit. A worker in a thread has no progress counter, so it needs a large limit.
         memory_limit: limit of the worker's private memory, in bytes.
     """
 
@@ -99,12 +102,13 @@ class WorkerSupervisor:
         self._task: asyncio.Task[None] | None = None
         self._liveness: Liveness | None = None
         self._kill_reason = ""
-        self._has_answered = False  # whether the current worker has sent a report since it became ready
+        # whether the current worker has sent a Pong or StepResults since it became ready
+        self._has_answered = False
         self._info: WorkerInfo | None = None
         self.failure: PenstockError | None = None
         """The error of the last start if the worker is no longer restarted; otherwise None."""
         self.num_restarts = 0
-        """Number of times that the worker ended unexpectedly."""
+        """Number of times that the worker ended unexpectedly or a restart failed."""
 
     # -- State -------------------------------------------------------------------------------------------
 
@@ -117,7 +121,7 @@ class WorkerSupervisor:
     def is_alive(self) -> bool:
         """Whether the worker has loaded its model, and answered or made progress within the hang limit.
 
-        A worker that was ended by a sleep is alive unless it could not be restarted.
+        A sleeping worker without a process counts as alive, unless it could not be restarted.
         """
         silence = 0.0 if self._liveness is None else self._liveness.silence
         if self.is_asleep and self._state == "stopped":
@@ -136,7 +140,7 @@ class WorkerSupervisor:
         return self._info
 
     @property
-    def first_adapters(self) -> list[tuple[str, str]]:
+    def initial_adapters(self) -> list[tuple[str, str]]:
         """Name and path of the adapters that the worker loaded when it started; empty before the start."""
         return [] if self._info is None else self._info.adapters
 
@@ -237,7 +241,7 @@ class WorkerSupervisor:
                 if not first_start.done():
                     first_start.set_result(None)
                 has_answered = await self._watch()
-                error = UnavailableError("the worker ended before its first report")
+                error = UnavailableError("the worker ended before it answered a request or a ping")
                 num_failed = 0 if has_answered else num_failed + 1
             else:
                 num_failed += 1
@@ -278,7 +282,7 @@ class WorkerSupervisor:
         return None
 
     async def _watch(self) -> bool:
-        """Wait until the worker ends or hangs. Return whether it has sent a report since it was ready."""
+        """Wait until the worker ends or hangs. Return whether it has sent `Pong` or `StepResults`."""
         connection, self._has_answered = self._connection, False
         assert connection is not None
         liveness = self._liveness = Liveness(connection, self._check_interval)

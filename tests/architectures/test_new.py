@@ -84,7 +84,7 @@ def test_a_token_classification_head_gives_the_sparse_embedding(tmp_path: Path) 
         ({"layer_norm_type": "rms_norm"}, "layer_norm_type.*only 'layer_norm'"),
         ({"logn_attention_scale": True}, "logn_attention_scale.*only False"),
         ({"pack_qkv": False}, "pack_qkv.*only True"),
-        ({"rope_scaling": {"type": "ntk"}}, "rope_scaling.factor.*is missing"),
+        ({"rope_scaling": {"type": "ntk"}}, "factor.*is missing"),
         ({"rope_scaling": {"type": "ntk", "factor": 2.0, "mixed_b": 0.6}}, "mixed_b.*0.6 is not supported"),
         ({"rope_scaling": {"type": "spiral", "factor": 2.0}}, "unknown rope type 'spiral'"),
     ],

@@ -62,12 +62,12 @@ def load_blueprint(family: str, changes: dict[str, Any]) -> Any:
         (
             "gemma3_text",
             {"rope_parameters": {"rope_type": "default"}},
-            "rope_parameters: must contain full_att",
+            "rope_parameters: may only contain full_att",
         ),
         (
             "olmo3",
             {"rope_parameters": {"rope_type": "default"}},
-            "rope_parameters: must contain full_attention",
+            "rope_parameters: may only contain full_attention",
         ),
         ("olmo3", {"sliding_window": None}, "sliding_window: must be a number, because some"),
         ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention: is true"),

@@ -88,7 +88,7 @@ def test_no_inputs_give_no_outputs(llm: LLM, classifier: LLM) -> None:
     assert classifier.classify([]) == []
 
 
-def test_options_change_the_vectors_as_defined(llm: LLM) -> None:
+def test_options_of_embed_change_the_vectors_and_invalid_inputs_are_refused(llm: LLM) -> None:
     full_vector = llm.embed("cat", normalize=False)
     assert np.linalg.norm(full_vector) != pytest.approx(1)
     truncated_vector = llm.embed("cat", dimensions=8)
@@ -105,7 +105,7 @@ def test_options_change_the_vectors_as_defined(llm: LLM) -> None:
         llm.embed(long_text)
 
 
-def test_all_kinds_of_outputs_are_returned(llm: LLM) -> None:
+def test_encode_returns_only_the_requested_outputs(llm: LLM) -> None:
     [response] = llm.encode("the cat", outputs=("dense", "multi_vector"))
     assert np.array_equal(response.embeddings, llm.embed("the cat"))
     assert response.multi_vector is not None
@@ -147,7 +147,7 @@ def test_an_error_frees_the_slots_of_adapters(tmp_path: Path) -> None:
         assert np.array_equal(llm.embed("cat", adapter="b"), second_vector)
 
 
-def test_adapters_that_do_not_match_the_inputs_are_refused(llm: LLM) -> None:
+def test_a_list_of_adapters_with_another_length_than_the_inputs_is_refused(llm: LLM) -> None:
     with pytest.raises(InputError, match="adapter"):
         llm.embed(["cat", "dog"], adapter=["a"])
 

@@ -1,4 +1,7 @@
-"""EXAONE 4 (LG AI Research 2025, arXiv:2507.11407): norms after the layers, and layers without RoPE."""
+"""EXAONE 4 (LG AI Research 2025, arXiv:2507.11407): norms after attention and feed-forward layers.
+
+In models with sliding windows, the layers of full attention have no RoPE.
+"""
 
 from __future__ import annotations
 

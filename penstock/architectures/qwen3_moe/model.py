@@ -33,8 +33,8 @@ class Qwen3MoeModel(TransformerModel):
         config = huggingface_config
         bias = config.flag("attention_bias")
         # This family does not read max_window_layers: the window applies to all layers or to none.
-        has_windows = config.flag("use_sliding_window")
-        has_window = has_windows and config.optional_integer("sliding_window", _WINDOW) is not None
+        uses_sliding_window = config.flag("use_sliding_window")
+        has_window = uses_sliding_window and config.optional_integer("sliding_window", _WINDOW) is not None
         types = (SLIDING if has_window else FULL,) * num_layers(config)
         return Blueprint.from_huggingface(
             config,

@@ -75,7 +75,7 @@ async def create_pooling(request: Request) -> Response:
 async def _list_response(
     services: Services, model: str, encoded_inputs: EncodedInputs, items: Iterator[Parts]
 ) -> Response:
-    """Return OpenAI's list object. While it is encoded, the event loop runs after each `SLICE_SECONDS`."""
+    """Return OpenAI's list object. The event loop runs after each `json_parts.SLICE_SECONDS` of encoding."""
     members = {"object": "list", "model": model, "usage": encoded_inputs.usage}
     return JsonResponse(
         await collect_parts(with_members(members, data=array(items)), services.encoding_turns)

@@ -77,7 +77,7 @@ class CompletionScores:
         self._fragments = fragments
         self._num_top = num_top
         self._prompt = prompt
-        self._is_first = True
+        self._is_first_token = True
         self._skip_special_tokens = skip_special_tokens
         self._offset = 0  # position of the next token in the text, in characters
 
@@ -116,8 +116,8 @@ class CompletionScores:
         return offsets
 
     def _num_characters(self, token_id: int) -> int:
-        if self._is_first:  # the tokenizer may remove the leading space of a text
-            self._is_first = False
+        if self._is_first_token:  # the tokenizer may remove the leading space of a text
+            self._is_first_token = False
             return len(
                 text_after_prompt(self._tokenizer, self._prompt, [token_id], self._skip_special_tokens)
             )
