@@ -18,8 +18,10 @@ from penstock.pipelines.core import TextContext
 
 NUM_BLOCKS = 401
 BLOCK_SIZE = 16
+KV_HEADS = 16
+"""With 16 heads, blocks 1 to 160 and blocks 300 to 400 are never in the same huge page."""
 NUM_AHEAD = 100
-BLOCK_BYTES = 2 * BLOCK_SIZE * 64 * (4 + 4 + 1) + 2 * BLOCK_SIZE * 4
+BLOCK_BYTES = KV_HEADS * (2 * BLOCK_SIZE * 64 * (4 + 4 + 1) + 2 * BLOCK_SIZE * 4)
 """Bytes of a block of all layers: keys and values of two float32 layers and of one int8 layer with scales."""
 
 pytestmark = pytest.mark.skipif(not can_populate_pages(), reason="MADV_POPULATE_WRITE needs Linux 5.14")
@@ -29,7 +31,7 @@ pytestmark = pytest.mark.skipif(not can_populate_pages(), reason="MADV_POPULATE_
 def manager(monkeypatch: pytest.MonkeyPatch) -> KVCacheManager:
     """Return the manager of a cache of two groups; an idle worker allocates `NUM_AHEAD` blocks ahead."""
     monkeypatch.setattr(prefault, "PREFAULT_BYTES", NUM_AHEAD * BLOCK_BYTES)
-    groups = (KVGroup((0, 2), 1, 64, DType.float32), KVGroup((1,), 1, 64, DType.int8, 64))
+    groups = (KVGroup((0, 2), KV_HEADS, 64, DType.float32), KVGroup((1,), KV_HEADS, 64, DType.int8, 64))
     manager = KVCacheManager(KVCacheSpec(groups), (NUM_BLOCKS, NUM_BLOCKS), BLOCK_SIZE)
     manager.storage.discard()  # the allocator may have returned memory of an earlier test
     return manager
