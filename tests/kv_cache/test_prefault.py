@@ -19,7 +19,7 @@ from penstock.pipelines.core import TextContext
 NUM_BLOCKS = 401
 BLOCK_SIZE = 16
 KV_HEADS = 16
-"""With 16 heads, blocks 1 to 160 and blocks 300 to 400 are never in the same huge page."""
+"""With 16 heads, no huge page has both a block of 250 to 299 and a block below 161 or above 370."""
 NUM_AHEAD = 100
 BLOCK_BYTES = KV_HEADS * (2 * BLOCK_SIZE * 64 * (4 + 4 + 1) + 2 * BLOCK_SIZE * 4)
 """Bytes of a block of all layers: keys and values of two float32 layers and of one int8 layer with scales."""
@@ -53,8 +53,8 @@ def is_populated(manager: KVCacheManager, layer: int, first: int, end: int) -> b
 
 
 def has_populated_rest(manager: KVCacheManager) -> bool:
-    """Return whether any of the blocks 300 to 399 is allocated."""
-    return any(any(are_resident(part[300:400])) for part in manager.storage.caches[0])
+    """Return whether any of the blocks 250 to 299 is allocated."""
+    return any(any(are_resident(part[250:300])) for part in manager.storage.caches[0])
 
 
 def use_blocks(manager: KVCacheManager, count: int, token: int = 1) -> TextContext:
