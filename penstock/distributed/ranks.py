@@ -120,7 +120,7 @@ class Ranks:
 
     def minimum(self, values: Sequence[int]) -> list[int]:
         """Return the element-wise minimum of ``values`` over all ranks."""
-        rank_tensors = self._gather(torch.tensor(list(values), dtype=torch.int64))
+        rank_tensors = self._gather(torch.tensor(list(values), dtype=torch.int64, device=self.device))
         minimums: list[int] = torch.stack(rank_tensors).amin(0).tolist()
         return minimums
 

@@ -23,6 +23,8 @@ def checked_prompt_ids(ids: Sequence[int] | npt.NDArray[np.integer], vocab_size:
     is_text_or_bytes = isinstance(ids, str | bytes | bytearray | memoryview)
     if is_text_or_bytes or not isinstance(ids, Sequence | np.ndarray):
         raise InputError(f"a prompt is text or a list of token ids, not {type(ids).__name__}")
+    if isinstance(ids, np.ndarray) and ids.ndim == 0:
+        raise InputError("a prompt is text or a list of token ids, not an array without dimensions")
     values = ids.tolist() if isinstance(ids, np.ndarray) else ids
     # fast path for lists of plain integers in the vocabulary
     if {*map(type, values)} == {int} and 0 <= min(values) <= max(values) < vocab_size:

@@ -378,7 +378,7 @@ class TestPrompts:
         ):
             TOKENIZER.build_context(make_request([1, invalid, -7]))
 
-    @pytest.mark.parametrize("invalid", [3, b"x", {"a": 1}, np.array([[1, 2]]), np.array([0.5])])
+    @pytest.mark.parametrize("invalid", [3, b"x", {"a": 1}, np.array([[1, 2]]), np.array([0.5]), np.array(5)])
     def test_values_that_are_not_prompts_are_refused(self, invalid: Any) -> None:
         with pytest.raises(InputError, match=r"a prompt is text or|of the prompt is"):
             TOKENIZER.build_context(make_request(invalid))
