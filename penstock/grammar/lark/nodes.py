@@ -88,7 +88,7 @@ NOTHING = Alt(())  # matches no text
 
 
 def sequence(parts: Iterable[Node]) -> Node:
-    """Return a sequence, with nested sequences and adjacent strings joined; `NOTHING` if a part is `NOTHING`."""
+    """Return a sequence, with nested sequences and adjacent strings joined; `NOTHING` if a part is."""
     result: list[Node] = []
     for part in parts:
         for node in part.parts if isinstance(part, Seq) else (part,):
