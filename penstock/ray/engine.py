@@ -121,10 +121,7 @@ class RayEngine:
         self._encode, self._decode = command_encoder(), results_decoder()
         self._decode_report = report_decoder()
         self.num_resumed = 0
-        """The number of times that a request was sent again.
-
-        The reason is a lost replica, or a replica that sent no final result.
-        """
+        """How often a request was sent again because its replica was lost or sent no final result."""
 
     # -- State -------------------------------------------------------------------------------------------
 
@@ -146,10 +143,7 @@ class RayEngine:
 
     @property
     def stats(self) -> WorkerStats:
-        """The sums of the replicas' statistics at the last poll, with the totals of replicas that have ended.
-
-        A poll runs every `_POLL_SECONDS`.
-        """
+        """The sums of the statistics at the last poll, with the totals of replicas that have ended."""
         all_stats = [self._ended_stats, *(report.stats for report in self._reports.values())]
         names = WorkerStats.__struct_fields__
         sums = WorkerStats(**{name: sum(getattr(stats, name) for stats in all_stats) for name in names})
