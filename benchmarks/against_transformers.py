@@ -5,7 +5,7 @@
 
 Sampling is greedy, end of sequence is ignored, prompts are random and new in every run, and the prefix cache
 is off. The time to the first token is measured by generating one token in a separate call. There are three
-workloads, of which decode and prefill run by default:
+workloads; decode and prefill run by default:
 
     decode     one prompt of 128 tokens, 64 new tokens: tokens/s after the first token
     prefill    one prompt of 1024 tokens: tokens/s

@@ -80,7 +80,7 @@ class SpeechTokenGenerationPipeline(TextGenerationPipeline):
     def next_speech_token(
         self, batch: Mapping[str, TTSContext], num_steps: int, tokens_to_generate: Mapping[str, int]
     ) -> dict[str, TextGenerationResponse]:
-        """Generate speech tokens until each context has ended, has failed, or has its maximum of new tokens.
+        """Generate speech tokens until each context has ended, has failed, or has reached its limit.
 
         Args:
             batch: the contexts, by request id. Contexts that have ended or failed are skipped.

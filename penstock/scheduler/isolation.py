@@ -12,7 +12,7 @@ Example: a batch of eight contexts in which c and f fail, from top to bottom::
     ...                          a, b, d, e, g and h have completed their step
 
 If no part of a batch runs and two or more contexts have failed with an exception other than `PenstockError`,
-the cause is assumed to be no single context, and the exception is raised.
+`Isolation` assumes that no single context is the cause, and raises the exception.
 """
 
 from __future__ import annotations
