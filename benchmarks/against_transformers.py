@@ -5,7 +5,7 @@
 
 Sampling is greedy, end of sequence is ignored, prompts are random and new in every run, and the prefix cache
 is off. The time to the first token is measured by generating one token in a separate call. There are three
-workloads:
+workloads; decode and prefill run by default:
 
     decode     one prompt of 128 tokens, 64 new tokens: tokens/s after the first token
     prefill    one prompt of 1024 tokens: tokens/s
@@ -105,7 +105,8 @@ def main() -> None:
 def compare(workload: Workload, ours: RunEngine, theirs: RunEngine, num_pairs: int) -> dict[str, Any]:
     """Run a workload on both engines alternately, after one warm-up run of each.
 
-    Returns the medians in tokens per second, and the ratio of Penstock's speed to that of transformers.
+    Returns the name of the workload, the median tokens per second of both engines, the median, lowest and
+    highest ratio of Penstock's speed to the speed of transformers, and the speeds of all runs.
     """
     ours(workload, 0), theirs(workload, 0)
     speeds = [(ours(workload, seed), theirs(workload, seed)) for seed in range(1, num_pairs + 1)]
@@ -181,7 +182,7 @@ def measure_seconds(action: Callable[[], Any]) -> float:
 
 
 def describe_machine() -> str:
-    """Return the processor, the number of threads and the versions in one line."""
+    """Return the architecture, the numbers of cores and threads, the kernels and the versions in one line."""
     return (
         f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, "
         f"kernels {cpu.isa()}, penstock {penstock.__version__}, "

@@ -1,12 +1,13 @@
-"""Measure the time to first token of short requests, with and without a second client with many choices.
+"""Measure the time to first token of short requests, with and without a client that requests many choices.
 
     python benchmarks/fairness.py
     python benchmarks/fairness.py --model MODEL --choices 32
 
 Starts a server with the model. The first client sends requests with ``--choices`` choices one after another.
 The second client streams short requests with a pause of 0.03 s between them. Prints the second client's time
-to first token (median and p90), with and without the first client. Also prints the first client's tokens per
-second."""
+to first token (median and p90), with and without the first client. Also prints the
+ratio of the medians, and the first client's tokens per second.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generate answers for a dataset with Ray Data. Each of several actors loads the model.
+"""Generate answers for a dataset with Ray Data. Each of the ``--actors`` actors loads the model.
 
 Without a cluster, Ray starts on this machine. With a cluster (``ray start``, RAY_ADDRESS), its nodes run the
 actors.

@@ -129,8 +129,8 @@ def close_tokenizer(tokenizer: object) -> None:
 def prefault_weights(config: PipelineConfig) -> PrefaultedMemory:
     """Start a thread that prefaults memory for packed weights, and return this memory.
 
-    The memory is empty if the model does not pack weights at load, or if the weights are very small or may
-    not fit. Call this function before importing torch, so that the thread runs during the imports.
+    The memory is empty if the model does not pack weights at load, if it is divided among ranks, or if the
+    weights are very small or may not fit. Call it before importing torch, so that the thread runs meanwhile.
     """
     from penstock.kernels.backend import BACKENDS
     from penstock.memory import estimate_packed_size

@@ -35,7 +35,7 @@ __all__ = [
 if not TYPE_CHECKING:  # a type checker must report names that do not exist
 
     def __getattr__(name: str) -> object:
-        # `Buffer` is a synonym of torch.Tensor. It is resolved on first use, so that importing this module
+        # `Buffer` and `Tensor` are torch.Tensor. They are resolved on use, so that importing this module
         # does not import torch.
         if name in ("Buffer", "Tensor"):
             import torch
@@ -128,7 +128,7 @@ def Accelerator(id: int = 0) -> Device:  # named as in MAX's `max.driver`
     """Return NVIDIA GPU number ``id`` as a device.
 
     Raises:
-        ConfigError: the GPU does not exist.
+        ConfigError: the GPU does not exist, or ``id`` is negative.
     """
     count = accelerator_count()
     if id >= count:
@@ -144,7 +144,7 @@ def accelerator_count() -> int:
 
 
 def scan_available_devices() -> list[DeviceSpec]:
-    """Return all GPUs of the host, or its CPU if it has none."""
+    """Return all NVIDIA GPUs that torch can use, or the CPU if there are none."""
     return [DeviceSpec.accelerator(i) for i in range(accelerator_count())] or [DeviceSpec.cpu()]
 
 

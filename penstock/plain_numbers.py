@@ -25,7 +25,7 @@ class _Array(Protocol):
 
 
 def plain(value: ValueT) -> ValueT:
-    """Convert a number or truth value to a plain Python value. Return other values unchanged.
+    """Convert a real number or truth value to a plain Python value. Return other values unchanged.
 
     >>> plain(np.int64(5)), plain(np.float32(0.5)), plain(np.True_), plain("5")
     (5, 0.5, True, '5')

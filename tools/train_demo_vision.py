@@ -4,8 +4,8 @@
 
 ``tools/demo_vision`` generates pictures of shapes, questions and answers during the training. The stream is
 endless. In a second task, which only helps the training, the vision tower learns which shape covers each
-patch. ``--seed`` determines the pictures, the questions and the initial weights. The learning rate depends on
-the elapsed time, so a faster machine trains on more pictures.
+patch. ``--seed`` determines the pictures, the questions and the initial weights. After a
+warm-up of 200 steps, the learning rate depends on the elapsed time. A faster machine trains on more pictures.
 
 ``--resume`` continues from the last checkpoint in ``--work``. ``--export-only`` writes that checkpoint to
 ``--out``.
@@ -95,7 +95,7 @@ class Trainer:
         self.examples = Examples(self.tokenizer, options.seed + 1 + self.step, *sizes)
 
     def run(self) -> None:
-        """Train for ``--minutes``, and save checkpoints."""
+        """Train until all runs together have taken ``--minutes``, and save checkpoints."""
         budget, saved = 60.0 * self.options.minutes, time.perf_counter()
         recent: list[tuple[float, float]] = []
         while self.seconds < budget:
@@ -121,7 +121,7 @@ class Trainer:
         self._save()
 
     def _train_step(self) -> tuple[float, float]:
-        """Run a step and return the losses of answers and of patches."""
+        """Run a step. Return the loss of answers, with and without a picture, and the loss of patches."""
         batch = self.examples.batch(NUM_PICTURES)
         with torch.autocast("cpu", torch.bfloat16):
             rows, scores = self.model.encode_images(torch.from_numpy(batch.pixels))

@@ -1,4 +1,4 @@
-"""Checkpoints with random weights, and their conversion for a peer by the peer's own tools."""
+"""Checkpoints with random weights, and their conversion to the formats of peers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ sys.exit(api.llama_model_quantize(sys.argv[1].encode(), sys.argv[2].encode(), ct
 
 
 def checkpoint(shape: str, folder: Path) -> Path:
-    """Return the folder of a checkpoint of random weights. Writes the checkpoint if it does not exist.
+    """Return the folder of a checkpoint of random weights. Writes the checkpoint if it is not complete.
 
     Args:
         shape: the name of a shape, or the path of a config.json, as in `shape_config`.
@@ -82,7 +82,7 @@ def _piece(text: bytes, piece_type: int) -> bytes:
 def converted_model(peer: Peer, encoding: str, source: Path, venvs: Path) -> Path:
     """Return the path of a checkpoint in the format and encoding that the peer loads.
 
-    Converts the checkpoint if the converted model does not exist.
+    Converts the checkpoint if the peer needs another format and the converted model does not exist.
 
     Raises:
         CalledProcessError: a conversion tool failed. The tool printed the reason.

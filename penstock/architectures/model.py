@@ -286,8 +286,8 @@ class PipelineModel(ABC, Generic[BaseContextType]):
 
         Returns:
             The sampled tokens ``[m, B]`` int64, with -1 for a row of non-finite logits. m is less than n if
-            all sequences have ended. None, without any change, if the model cannot run these steps in one
-            call.
+            all sequences have ended before step n. None, without any change, if the model cannot run these
+            steps in one call.
         """
         return None
 

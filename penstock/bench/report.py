@@ -46,7 +46,7 @@ def plot(measurement: Measurement, title: str, path: Path) -> None:
     """Write a PNG file with four plots.
 
     The plots show the latencies over time, the tokens over time, the distribution of the latencies, and the
-    distribution of the gaps between two events.
+    distribution of the gaps between consecutive events.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.

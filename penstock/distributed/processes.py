@@ -1,8 +1,9 @@
 """`RankProcesses`: starts and monitors the processes of the ranks from 1 on.
 
 Rank 0 is the process that loads the model: a worker, or a program. It starts the other ranks and holds one
-end of a connection to each. A rank ends when its connection to rank 0 is closed. Rank 0 has a thread that
-waits for the other ranks. If a rank ends, the thread makes the collectives of all ranks fail.
+end of a connection to each. A rank ends when its connection to rank 0 is closed. Rank 0 has one
+thread per other rank, which waits for its process. If the process ends, the thread makes the collectives of
+all ranks fail.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _RANK_PROGRAM = (
 )
 _SPIN_VARIABLES = {"GOMP_SPINCOUNT": "100"}
 START_TIMEOUT = 600.0
-"""Seconds within which all ranks must start: import their libraries and read their arguments."""
+"""Seconds that rank 0 and the other ranks wait for each other's events, such as the start."""
 _END_TIMEOUT = 5.0
 """Seconds to wait for a rank to exit before it is killed."""
 _DIAGNOSIS_TIMEOUT = 2.0
@@ -99,7 +100,7 @@ class RankProcesses:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._exit_statuses: dict[int, int] = {}  # rank -> exit status
         self.sentinel, self._write_end = os.pipe()
-        """A file descriptor that becomes readable when a rank has ended."""
+        """A file descriptor that becomes readable when a rank has ended before `close`."""
         self._region = _create_region(settings)
         for rank in range(1, settings.world):
             self._start(rank, target)
@@ -160,7 +161,8 @@ class RankProcesses:
         """Raise an error if a rank has ended.
 
         Raises:
-            PenstockError: a rank has ended; the message contains its number and exit status.
+            PenstockError: a rank has ended. The exception is the error that the rank reported, if any.
+                Otherwise its message contains the number and the exit status of the rank.
         """
         if self._exit_statuses and not self._is_closing:
             raise self._diagnose(RuntimeError("a rank has ended"))
@@ -222,7 +224,10 @@ class RankProcesses:
             os.write(self._write_end, b"1")
 
     def _diagnose(self, error: Exception) -> PenstockError:
-        """Return the error that a rank has reported, or else an error that names the rank that has ended."""
+        """Return the error that a rank has reported; otherwise an error that names the rank that has ended.
+
+        If no process has ended within `_DIAGNOSIS_TIMEOUT`, the returned error contains ``error``.
+        """
         deadline = time.monotonic() + _DIAGNOSIS_TIMEOUT
         while not self._exit_statuses and time.monotonic() < deadline:
             time.sleep(0.01)

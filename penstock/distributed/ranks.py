@@ -144,6 +144,7 @@ class Ranks:
 
         Raises:
             RankFailedError: an error occurred in the block, or on another rank.
+            KeyboardInterrupt: Ctrl-C was pressed during the block.
         """
         try:
             with deferred_interrupts():
@@ -174,7 +175,7 @@ class Ranks:
         """Send a message of rank 0 to all other ranks.
 
         Raises:
-            RankFailedError: a rank has ended.
+            PenstockError: a rank has ended, a collective or a step failed earlier, or the model is closed.
         """
         self.check()
         try:
@@ -187,7 +188,7 @@ class Ranks:
         """Return the next message of rank 0.
 
         Raises:
-            EOFError: rank 0 has ended.
+            EOFError: rank 0 has ended or has closed the model.
         """
         (connection,) = self._connections
         return connection.recv_bytes()

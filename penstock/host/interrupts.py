@@ -13,8 +13,9 @@ from types import FrameType
 def deferred_interrupts() -> Iterator[Callable[[], None]]:
     """Defer the `KeyboardInterrupt` of a Ctrl-C to the end of the block; a second Ctrl-C raises at once.
 
-    Yields a function that raises a deferred `KeyboardInterrupt`. A long block calls it at safe points. Does
-    nothing outside the main thread, inside another such block, or if the program has its own handler.
+    Yields a function that raises a deferred `KeyboardInterrupt`. A long block calls it at safe points. If the
+    block raises an exception, a deferred `KeyboardInterrupt` is dropped. Does nothing outside the main
+    thread, inside another such block, or if the program has its own handler.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

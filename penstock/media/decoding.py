@@ -29,7 +29,8 @@ def decode_image(data: bytes, max_pixels: int) -> Image:
         max_pixels: maximum of width times height.
 
     Raises:
-        InputError: the data is not an image, is damaged or truncated, is animated, or has too many pixels.
+        InputError: the data is not an image of an accepted format, is damaged or truncated, has several
+            frames or pages, or has too many pixels.
         MissingDependencyError: Pillow is not installed.
     """
     pil = _pillow()
@@ -62,9 +63,11 @@ def decode_image(data: bytes, max_pixels: int) -> Image:
 def encode_image(image: object) -> bytes:
     """Return the content of an image file (BMP) for a PIL image or a uint8 array ``[H, W]`` or ``[H, W, 3]``.
 
+    The file is an RGB image, rotated according to the EXIF data of a PIL image.
+
     Raises:
-        InputError: the object is neither an image nor an array, the array has a different shape or type, or
-            the image cannot be decoded.
+        InputError: the object is neither an image nor an array, the array is empty or has a different shape
+            or type, or the image cannot be decoded.
         MissingDependencyError: Pillow is not installed.
     """
     pil = _pillow()

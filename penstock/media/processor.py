@@ -103,7 +103,7 @@ class ImageProcessor(Protocol):
 
 
 class LocalProcessor:
-    """Runs the image processor of a checkpoint in this process. The first image loads the processor.
+    """Runs the image processor of a checkpoint in this process. `start` or the first image loads it.
 
     Args:
         checkpoint: the folder of the checkpoint.
@@ -331,10 +331,11 @@ def read_into(stream: BufferedReader, target: memoryview) -> None:
 def read_processor_config(checkpoint: Path) -> dict[str, object]:
     """Return ``processor_config.json`` and ``preprocessor_config.json`` of a checkpoint, merged.
 
-    The values of a section ``image_processor`` are also at the top level of the result.
+    Values of ``preprocessor_config.json`` have precedence. A file may be missing. The values of a section
+    ``image_processor`` are also at the top level of the result.
 
     Raises:
-        CheckpointError: a file is not a JSON object.
+        CheckpointError: a file cannot be read, or is not a JSON object.
     """
     merged: dict[str, object] = {}
     for name in ("processor_config.json", "preprocessor_config.json"):

@@ -113,7 +113,7 @@ def estimate_activation_memory(
 ) -> int:
     """Return the size in bytes of the activations of the largest step.
 
-    Each of ``max_batch_input_tokens`` tokens needs six rows with the width of the widest linear layer: three
+    Each token of the step needs six rows with the width of the widest linear layer: three
     rows for a gated feed-forward layer, and one row each for the residual stream, the sum of residual stream
     and layer output, and the norm of this sum. Each sequence and each draft token needs a row of logits and
     sampling data: 20 bytes for each token of the vocabulary.

@@ -31,7 +31,7 @@ class LayerPacker:
         self._load_packed = load_packed
         self._lazy = lazy
         self.layers: list[PackedLinear] = []
-        """All layers packed so far, in load order."""
+        """All layers so far, packed or mapped, in load order."""
         self.parts: dict[str, LayerPart] = {}
         """The parts of divided layers on this rank, by their names in the checkpoint."""
 
@@ -47,7 +47,7 @@ class LayerPacker:
         shape: tuple[int, ...] | None = None,
         order: Tensor | None = None,
     ) -> PackedLinear:
-        """Pack and return the next layer.
+        """Return the next layer, from the file of packed weights or newly packed.
 
         Args:
             parts: this rank's part of each fused layer, by name, in the order of their outputs.

@@ -77,7 +77,7 @@ class PostNormEncoder:
     """The sum of token, position and token type embeddings, then a norm, then post-norm blocks."""
 
     tokens: Tensor  # [V, E]
-    positions: Tensor | None  # [P, E]
+    positions: Tensor | None  # [max_length, E]
     rotary: Rotary | None
     token_types: Tensor | None  # [types, E]
     norm: LayerNorm

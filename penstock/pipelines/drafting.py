@@ -21,8 +21,8 @@ _MAX_FORCED_TOKENS = 64
 def draft_limits(contexts: Sequence[TextContext], kv: KVCache, max_rows: int) -> list[int]:
     """Return the maximum number of drafts of each context.
 
-    The unused rows of the step are divided evenly among the contexts. A context whose prompt continues in the
-    next step gets 0.
+    The unused rows of the step, at most `MAX_DRAFT_ROWS`, are divided evenly among the contexts. A context
+    whose prompt continues in the next step gets 0.
 
     Args:
         contexts: the batch.
@@ -96,7 +96,7 @@ def report_drafts(
     stats: SpeculationStats,
     observers: Sequence[DraftProposer | DraftLengthPolicy],
 ) -> None:
-    """Count accepted drafts, and report them to the proposer and the length policy.
+    """Count forced tokens and drafts, and report the drafts to the proposer and the length policy.
 
     Args:
         contexts: the batch, after it has taken the tokens of the step.

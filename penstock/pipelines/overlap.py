@@ -5,6 +5,8 @@ Sampling needs these tokens in the contexts, because grammars, penalties and sto
 
     launch(1)  sample(1)  advance(1)  launch(2)  collect(1)  sample(2)  advance(2)  launch(3)  collect(2)  ...
 
+``collect(1)`` comes before ``launch(2)`` if `OverlappedSteps.collects_first` is true for step 1.
+
 Between ``advance`` and ``collect``, the last token of a context is a placeholder. ``collect`` removes the
 placeholder and appends the sampled token. ``sample`` then checks that the forward has computed the right
 tokens of the context. If the context has ended, or if its grammar has appended further tokens, the row of the
@@ -230,7 +232,7 @@ class OverlappedSteps:
             running: request ids of the contexts that are still running.
 
         Returns:
-            The request ids of contexts that end with this step. They have not moved.
+            The request ids of contexts that reach their maximum length with this step. They have not moved.
         """
         ending = set()
         contexts = step.contexts
@@ -248,7 +250,7 @@ class OverlappedSteps:
         return ending
 
     def collect(self, step: OverlappedStep) -> dict[str, TextGenerationResponse]:
-        """Wait for a sampled step, append its tokens to the contexts, and return the new tokens.
+        """Wait for a sampled step, append its tokens to the contexts, and return their responses.
 
         Raises:
             Exception: the device failed. The contexts have the token indices of the launch of the step.

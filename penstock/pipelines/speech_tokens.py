@@ -80,10 +80,10 @@ class SpeechTokenGenerationPipeline(TextGenerationPipeline):
     def next_speech_token(
         self, batch: Mapping[str, TTSContext], num_steps: int, tokens_to_generate: Mapping[str, int]
     ) -> dict[str, TextGenerationResponse]:
-        """Generate speech tokens until ``num_steps`` steps have run or all contexts have ended.
+        """Generate speech tokens until each context has ended, has failed, or has reached its limit.
 
         Args:
-            batch: the contexts, by request id. Contexts that have generated all tokens are skipped.
+            batch: the contexts, by request id. Contexts that have ended or failed are skipped.
             num_steps: maximum number of new tokens of any context.
             tokens_to_generate: maximum number of new tokens of each context, by request id.
 

@@ -39,7 +39,7 @@ class TaskPipeline(ABC, Generic[ContextT, OutputT]):
     """The context types that `execute` accepts."""
     chunks_prompts: ClassVar[bool] = True
     """Whether `execute` accepts parts of a prompt. Bidirectional attention needs the whole input in one step.
-    The scheduler then runs an input that exceeds the token budget in a separate step.
+    If this is False, the scheduler runs an input that exceeds the token budget in a separate step.
     """
 
     speculation_stats: SpeculationStats | None = None

@@ -121,7 +121,7 @@ class RayEngine:
         self._encode, self._decode = command_encoder(), results_decoder()
         self._decode_report = report_decoder()
         self.num_resumed = 0
-        """The number of times that a request was sent again after its replica was lost."""
+        """How often a request was sent again because its replica was lost or sent no final result."""
 
     # -- State -------------------------------------------------------------------------------------------
 
@@ -143,7 +143,7 @@ class RayEngine:
 
     @property
     def stats(self) -> WorkerStats:
-        """The sums of the replicas' statistics at the last poll. A poll runs every `_POLL_SECONDS`."""
+        """The sums of the statistics at the last poll, with the totals of replicas that have ended."""
         all_stats = [self._ended_stats, *(report.stats for report in self._reports.values())]
         names = WorkerStats.__struct_fields__
         sums = WorkerStats(**{name: sum(getattr(stats, name) for stats in all_stats) for name in names})
@@ -250,7 +250,7 @@ class RayEngine:
         self._end(generation)
 
     def _forget(self, task: asyncio.Task[None], generation: Generation) -> None:
-        """Remove the finished task of a request."""
+        """Remove the finished task of a request. If the task raised an error, fail the request."""
         if self._tasks.get(generation.request_id) is task:
             del self._tasks[generation.request_id]
         if not task.cancelled() and (error := task.exception()) is not None:

@@ -30,8 +30,8 @@ class EngineReplica:
         config: the configuration of the model.
         serve_config: the configuration of the server.
         max_queue_size: maximum number of waiting requests.
-        num_cpus: number of CPUs that the replica has reserved. The fraction of the node's memory that the
-            replica uses equals its fraction of the node's CPUs, because other replicas may run on the node.
+        num_cpus: number of CPUs that the replica has reserved. The share of the node's memory that the
+            replica may use is proportional to this number, because other replicas may run on the node.
         engine: an engine client that has not been launched. The default runs the model in a worker process.
         name: the id of the replica. The default is its id in Ray Serve.
     """

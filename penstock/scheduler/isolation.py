@@ -11,8 +11,8 @@ Example: a batch of eight contexts in which c and f fail, from top to bottom::
     e f g h           fails
     ...                          a, b, d, e, g and h have completed their step
 
-If no part of a batch runs and two or more contexts have failed, the error is not caused by a context, and it
-is raised.
+If no part of a batch runs and two or more contexts have failed with an exception other than `PenstockError`,
+`Isolation` assumes that no single context is the cause, and raises the exception.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class Isolation(Generic[ContextT, OutputT]):
     def __init__(self, pipeline: Pipeline[ContextT, OutputT], *, is_enabled: bool = True) -> None:
         self._pipeline = pipeline
         self._is_enabled = is_enabled
-        self._num_faults = 0  # number of contexts that failed since a part of a batch last succeeded
+        # number of contexts that failed with an exception other than `PenstockError` since a part of a batch
+        # last succeeded
+        self._num_faults = 0
 
     def execute(
         self, batch: Mapping[str, ContextT], num_steps: int
@@ -63,9 +65,10 @@ class Isolation(Generic[ContextT, OutputT]):
 
         Raises:
             RankFailedError: a process of the model has ended.
-            Exception: no context has changed. The exception is raised if isolation is not enabled, if this
-                process has reached its limit of private memory, or if no part of the batch runs and two or
-                more contexts have failed since a part of a batch last succeeded.
+            Exception: isolation is not enabled, this process has reached its limit of private memory, or no
+                part of the batch runs and two or more contexts have failed with an exception other than
+                `PenstockError` since a part of a batch last succeeded. Contexts are unchanged, except those
+                of parts that ran before the memory limit was reached.
         """
         if not self._is_enabled:
             return self._pipeline.execute(batch, num_steps), take_failures(self._pipeline)

@@ -48,8 +48,9 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
 
     One thread calls all methods except `cancel`, which any thread may call. If ``pipeline.execute`` raises,
     contexts are unchanged. The batch then runs again in halves until the failing contexts are found, and
-    the failing contexts end with the error (`Isolation`). If no part of the batch runs, `step` raises the
-    exception. The next step then repeats the batch without the contexts that have been cancelled.
+    the failing contexts end with the error (`Isolation`). If no part of the batch runs and two or more
+    contexts have failed in a row, `step` raises the exception. The next step then repeats the batch
+    without the contexts that have been cancelled.
 
     Args:
         pipeline: executes the batches; its ``kv`` decides which contexts fit into the cache.
@@ -63,8 +64,7 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
         whole_prompts: whether prompts are never cut, because the pipeline cannot compute a part of a prompt.
             A prompt that exceeds the budget runs alone in a step.
         ready: returns whether a context can run (its grammar is compiled, its adapter is loaded). Ready
-            contexts are admitted before contexts that are not ready. An exception of ``ready`` ends the
-            request.
+            contexts overtake contexts that are not ready. An exception of ``ready`` ends the request.
         isolates_faults: whether a failed batch runs again in halves. Without it `step` raises every exception
             of ``pipeline.execute``.
         clock: returns the time in seconds.
@@ -118,7 +118,7 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
             The output of each context that ran, by request id. Finished contexts are removed.
 
         Raises:
-            Exception: ``pipeline.execute`` raised it. No part of the batch ran, or faults are not isolated.
+            Exception: ``pipeline.execute`` raised it, and `Isolation.execute` did not isolate it.
         """
         self._begin_step()
         batch = self._next_batch(num_steps)

@@ -21,6 +21,8 @@ Texts with more characters than the maximum length times this number are first e
 def sampling_params_with_stops(request: TokenGeneratorRequest) -> SamplingParams:
     """Return the sampling parameters of a request with the stop strings of ``request.stop`` added.
 
+    Empty and repeated stop strings are removed.
+
     Raises:
         InputError: ``request.stop`` is not a string or a list of strings.
     """

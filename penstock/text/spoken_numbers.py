@@ -18,7 +18,7 @@ LANGUAGES = ("en",)
 _MAX_DIGITS = 15
 """Maximum number of digits of a number in words.
 
-Longer numbers, and numbers that begin with 0, are replaced by one word for each digit.
+Longer numbers, and numbers of several digits that begin with 0, are replaced by one word for each digit.
 """
 _NUMBER = r"[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?"
 _MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"

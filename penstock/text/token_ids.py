@@ -1,4 +1,4 @@
-"""Checks token ids that callers pass."""
+"""Checks token ids of callers, and filters token ids of configurations."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ TokenIds: TypeAlias = npt.NDArray[np.int64]
 
 
 def checked_prompt_ids(ids: Sequence[int] | npt.NDArray[np.integer], vocab_size: int) -> TokenIds:
-    """Return the token ids of a prompt as an array.
+    """Return the token ids of a prompt as an array, which is empty if ``ids`` is empty.
 
     Raises:
-        InputError: ``ids`` is not a list of ids, or an id is not in the vocabulary. The message contains the
-            first such id.
+        InputError: ``ids`` is not a sequence or an array, or an element is not an id of the vocabulary. The
+            message contains the first such element.
     """
     is_text_or_bytes = isinstance(ids, str | bytes | bytearray | memoryview)
     if is_text_or_bytes or not isinstance(ids, Sequence | np.ndarray):
@@ -38,7 +38,11 @@ def checked_prompt_ids(ids: Sequence[int] | npt.NDArray[np.integer], vocab_size:
 
 
 def checked_ids_to_decode(ids: Iterable[SupportsIndex]) -> list[int]:
-    """Return token ids as plain integers. Ids that are not in the vocabulary are allowed."""
+    """Return token ids as plain integers. Ids that are not in the vocabulary are allowed.
+
+    Raises:
+        InputError: an element is not an integer from 0 to 2**32 - 1.
+    """
     values = list(ids)
     for token_id in values:
         if not _is_id(token_id, 2**32):
@@ -47,7 +51,7 @@ def checked_ids_to_decode(ids: Iterable[SupportsIndex]) -> list[int]:
 
 
 def unique_ids_below(vocab_size: int, *sources: Iterable[int]) -> tuple[int, ...]:
-    """Return the distinct ids of all sources in order, without ids outside the vocabulary.
+    """Return the distinct ids of all sources, by first occurrence, without ids outside the vocabulary.
 
     Some configurations contain ids of a larger model of the same family, which the model cannot sample.
     """

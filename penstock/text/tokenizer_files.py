@@ -33,7 +33,7 @@ class TokenizerFiles:
     templates: dict[str, str]  # name -> Jinja text
     eos_token_ids: tuple[int, ...]  # the first is `TextTokenizer.eos`
     origin: Path | str  # for error messages
-    vocab_size: int  # vocabulary size in config.json, otherwise of the tokenizer
+    vocab_size: int  # from config.json or the GGUF metadata; otherwise of the tokenizer
     max_length: int | None
 
 
@@ -141,7 +141,10 @@ def _convert_slow(checkpoint: Path) -> Tokenizer:
 
 @contextmanager
 def _log_disabled(library: str) -> Iterator[None]:
-    """Context manager that disables the log of a library, because its exceptions contain the messages."""
+    """Context manager that hides log records of a library below CRITICAL.
+
+    The exceptions of the library contain the same messages.
+    """
     logger = logging.getLogger(library)
     level = logger.level
     logger.setLevel(logging.CRITICAL)

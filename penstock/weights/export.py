@@ -45,8 +45,8 @@ def write_compressed(
         The names of the quantized layers.
 
     Raises:
-        ConfigError: the checkpoint is a GGUF file, its architecture renames the tensors, the folder is not
-            empty, or no layer has the encoding.
+        ConfigError: the checkpoint is a single file, such as a GGUF file, its architecture renames the
+            tensors, the folder is not empty, or no layer has the encoding.
         OSError: a file cannot be written.
     """
     if not checkpoint.is_dir():

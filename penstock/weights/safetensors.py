@@ -1,4 +1,4 @@
-"""Headers of safetensors files. Does not import torch and reads no tensor data.
+"""Headers of safetensors files. Does not import torch. Only `read_tensor_bytes` reads data of a tensor.
 
 A file is an 8-byte little-endian header length, a JSON header (name -> dtype, shape, byte range) and the
 tensors' bytes (https://huggingface.co/docs/safetensors).
@@ -142,10 +142,10 @@ def read_header(file: Path) -> dict[str, TensorHeader]:
 
 
 def read_metadata(file: Path) -> dict[str, str]:
-    """Return the ``__metadata__`` of a safetensors file, name -> text.
+    """Return the ``__metadata__`` of a safetensors file, name -> text. Values other than texts are left out.
 
     Raises:
-        WeightsError: the file cannot be read.
+        WeightsError: the file cannot be read, or its ``__metadata__`` is not a JSON object.
     """
     try:
         with file.open("rb") as stream:

@@ -6,7 +6,7 @@
          | <-- Started | StartFailed, StepResults, CallResult, Pong ------ |
 
 A context is sent once, in `Submit`; later messages refer to it by its id. One `StepResults` carries the
-results of a step for all requests. Frequent messages are encoded as arrays without field names.
+results of a step for all requests. The messages of the worker are encoded as arrays without field names.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ErrorRecord(msgspec.Struct, frozen=True):
         return cls(name, str(error), {key: value for key, value in vars(error).items() if _is_plain(value)})
 
     def error(self) -> PenstockError:
-        """Return the error with the same class, message and attributes."""
+        """Return the error with the recorded class, message and attributes."""
         kind = _ERRORS[self.name]
         error = kind.__new__(kind, self.message)  # not __init__, which takes other arguments than the message
         error.__dict__.update(self.fields)
@@ -194,7 +194,7 @@ class WorkerStats(msgspec.Struct, array_like=True, kw_only=True):
     num_prefix_hit_tokens: int = 0
     """The tokens of `num_prefix_query_tokens` that were found in the prefix cache."""
     num_prompt_tokens: int = 0
-    """Prompt tokens of all requests whose prompt is computed."""
+    """Prompt tokens of all requests whose prompt has been computed completely."""
     num_generated_tokens: int = 0
     """Sampled tokens that were appended to contexts, including end-of-sequence tokens."""
     num_steps: int = 0
@@ -281,7 +281,7 @@ class AudioResult(msgspec.Struct, array_like=True, tag=2):
     request_id: str
     status: TextGenerationStatus = TextGenerationStatus.ACTIVE
     audio: npt.NDArray[np.floating] | None = None
-    """The new samples since the previous result."""
+    """The new samples since the previous result; None if there are none."""
     num_tokens: int = 0
     """Number of tokens that the request has generated so far."""
 

@@ -83,7 +83,7 @@ class Generation:
         return self._status.is_done or self._error is not None
 
     async def admitted(self) -> None:
-        """Wait until the scheduler has admitted the request, or the request was cancelled.
+        """Wait until the scheduler has admitted the request, or the request has ended.
 
         Raises:
             PenstockError: the error that ended the request before its admission.

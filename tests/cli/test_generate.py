@@ -1,4 +1,4 @@
-"""``penstock generate`` and ``penstock env``, run in this process."""
+"""``penstock generate``, ``penstock env``, ``--version`` and the help."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ FLAGS = ["--prompt", "abcabcabc", "--max-new-tokens", "30", "--ignore-eos", "--t
 
 
 @pytest.mark.parametrize("n", [[], ["--n", "2"]], ids=["one answer", "several answers"])
-def test_speculation_is_reported_in_json_and_in_text(model: Path, n: list[str]) -> None:
+def test_speculation_is_reported_in_json_and_on_stderr_if_enabled(model: Path, n: list[str]) -> None:
     speculation_flags = ["--speculative-method", "ngram", "--ngram-min", "1", "--no-adaptive-speculation"]
     result = CliRunner().invoke(
         command, ["--model-path", str(model), *FLAGS, *n, *speculation_flags, "--json"]

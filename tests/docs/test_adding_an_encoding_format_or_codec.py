@@ -1,4 +1,4 @@
-"""The pages on encodings, checkpoint formats and codecs: writes their files and runs their checks."""
+"""The pages on encodings, checkpoint formats and codecs: their checks succeed and detect errors."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_check_detects_an_error_in_a_codec(
         run_check(tmp_path)
 
 
-def test_formats_are_discovered(tmp_path: Path) -> None:
+def test_a_registry_discovers_the_formats_of_a_folder_and_detects_them(tmp_path: Path) -> None:
     write_files("adding-a-checkpoint-format", tmp_path)
     registry = FormatRegistry([tmp_path / "formats"])
     names = [record.name for record in registry.formats]

@@ -11,7 +11,7 @@ from penstock.kernels.device_queue import UploadBatch
 CPU = torch.device("cpu")
 
 
-def test_a_batch_copies_arrays_of_several_types() -> None:
+def test_a_batch_copies_arrays_of_several_types_to_aligned_memory() -> None:
     table = np.arange(12, dtype=np.int32).reshape(3, 4)[:, :3]
     arrays = [np.array([5, -7], np.int64), table, np.array([True]), np.zeros((2, 0)), np.array([0.25])]
     batch = UploadBatch(CPU, 200, is_pinned=False)
@@ -36,7 +36,7 @@ def test_an_array_beyond_the_capacity_is_refused_and_a_smaller_one_fits() -> Non
     assert (five_values.tolist(), two_values.tolist()) == ([0, 1, 2, 3, 4], [0, 1])
 
 
-def test_uploads_to_the_cpu_share_memory() -> None:
+def test_uploads_to_the_cpu_share_the_memory_of_the_array() -> None:
     values = np.arange(3)
     with uploaded_together(CPU):
         tensor = upload(values, CPU)

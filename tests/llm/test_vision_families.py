@@ -70,7 +70,9 @@ def write_family(folder: Path, name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_text_about_two_images_equals_transformers(name: str, tmp_path: Path) -> None:
+def test_text_about_two_images_equals_transformers_with_and_without_chunked_prefill(
+    name: str, tmp_path: Path
+) -> None:
     from transformers import AutoImageProcessor
 
     model = write_family(tmp_path, name)
@@ -98,7 +100,7 @@ def test_text_about_two_images_equals_transformers(name: str, tmp_path: Path) ->
     )
     assert output.token_ids == text[0, ids.shape[1] :].tolist()
     settings = {"max_batch_input_tokens": 8, "max_batch_size": 2, "kv_cache_block_size": 16}
-    # Prompts are computed in chunks of 8 tokens.
+    # Prompts are computed in chunks of at most 8 tokens.
     with LLM(tmp_path, quantization_encoding="float32", **settings) as llm:
         first_output, second_output = llm.chat([image_chat("What?", images)] * 2, GREEDY, use_tqdm=False)
     assert first_output.token_ids == second_output.token_ids == output.token_ids

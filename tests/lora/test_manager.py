@@ -48,7 +48,7 @@ def write_constant_adapter(
 
 @pytest.fixture
 def make_manager(tmp_path: Path) -> Callable[..., LoRAManager]:
-    """Return a function that makes a manager with loaded adapters named a, b, c, ..."""
+    """Return a function that makes a manager with ``count`` loaded adapters, named a, b, c, and so on."""
     save_file({"m.norm.weight": torch.ones(6)}, tmp_path / "model.safetensors")
 
     def make_manager(count: int = 3, **config: Any) -> LoRAManager:

@@ -136,7 +136,7 @@ def test_other_notations_of_private_addresses_are_refused(host: str, monkeypatch
         "hTTp://localhost/",
     ],
 )
-def test_urls_that_hide_their_host_are_refused(url: str) -> None:
+def test_malformed_urls_and_urls_that_hide_their_host_are_refused(url: str) -> None:
     with pytest.raises(InputError):
         ImageSources(1000, 10, allow_urls=True).read(url)
 
@@ -263,7 +263,7 @@ def test_failed_fetches_are_errors(fetch: Callable[[str], bytes], path: str, mes
 
 
 @pytest.mark.parametrize("kind", ENDLESS_RESPONSES)
-def test_endless_responses_are_ended_by_the_time_limit(
+def test_endless_responses_are_ended_by_the_time_limit_or_a_size_limit(
     port: int, fetch: Callable[[str], bytes], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """The time limit covers the whole response. A server cannot extend it by sending data slowly."""

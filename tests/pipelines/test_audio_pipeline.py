@@ -281,7 +281,7 @@ def test_an_output_without_speech_codes_is_an_error(tmp_path: Path) -> None:
         raise scheduler.failures["a"]
 
 
-def test_a_codec_failure_ends_only_its_request(folder: Path) -> None:
+def test_a_codec_failure_ends_only_requests_with_the_refused_code(folder: Path) -> None:
     model = SpeechModel(folder, audio_chunk_frames=10)
     contexts = [model.context(f"r{i}", params={"max_new_tokens": 40}) for i in range(5)]
     expected = model.run(contexts)

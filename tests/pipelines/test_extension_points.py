@@ -56,7 +56,7 @@ def halved_encoding() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("halved_encoding")
-def test_an_added_encoding_is_used_by_every_layer(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_uses_an_added_encoding(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unchanged_pipeline = open_pipeline(checkpoint)
     plain_logits, plain_reversed_logits = (
         step_logits(unchanged_pipeline, [make_context(prompt)])[0] for prompt in (PROMPT, PROMPT[::-1])
@@ -74,7 +74,7 @@ def test_an_added_encoding_is_used_by_every_layer(checkpoint: Path, monkeypatch:
 
 
 class FakeLoRAManager:
-    """A fake manager with one adapter, which applies to some linear layers of the checkpoint."""
+    """A fake manager with one adapter, which applies to the linear layers ``names`` of the checkpoint."""
 
     def __init__(self, checkpoint: Path, names: Sequence[str]) -> None:
         generator = torch.Generator().manual_seed(1)

@@ -61,7 +61,10 @@ def pipeline(checkpoint: Path) -> TextGenerationPipeline:
 
 
 def contexts_with(compiler: Any, max_new: int = 70) -> list[TextContext]:
-    """Return a context for each grammar and each entry of PARAMETERS, and two contexts without a grammar."""
+    """Return a context for each grammar and each entry of PARAMETERS, and two contexts without a grammar.
+
+    The entry "at least" is left out if ``max_new`` is below its minimum number of tokens.
+    """
     contexts = []
     for pattern, text in GRAMMARS.items():
         for parameters_name, fields in PARAMETERS.items():

@@ -123,7 +123,7 @@ async def test_a_server_can_sleep_but_not_pause() -> None:
         await server.check_health()
 
 
-def test_engine_kwargs_become_settings_and_deployment_options() -> None:
+def test_engine_kwargs_become_settings_and_options_and_unknown_names_are_refused() -> None:
     config, serve_config, ray_config = read_llm_config(
         make_llm_config(max_length=64, shutdown_grace=7.0, ray_max_replicas=3)
     )

@@ -64,7 +64,7 @@ class LocalReplicas:
         self.messages_before_loss: dict[int, int] = {}
         """Replica number -> number of messages of its next request after which the replica is lost."""
         self.used_replicas: list[int] = []
-        """Replica number of each request, in order."""
+        """Replica number of each attempt of a request, in order."""
         self.preferred_replicas: list[str] = []
         self.num_resets = 0
         self._turns = cycle(range(len(self.replicas)))

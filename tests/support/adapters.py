@@ -30,7 +30,7 @@ def peft_model(checkpoint: Path, seed: int = 0, *, standard_deviation: float = 0
 
 
 def save_adapter(model: Any, folder: Path) -> Path:
-    """Save a model's adapter with peft."""
+    """Save a model's adapter with peft. Return the folder."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model.save_pretrained(folder)

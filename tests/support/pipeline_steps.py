@@ -62,7 +62,7 @@ def random_tokens(count: int, vocabulary: int, seed: int = 0) -> list[int]:
 def step_logits(pipeline: TextGenerationPipeline, contexts: Sequence[TextContext]) -> list[torch.Tensor]:
     """Return the logits ``[rows, V]`` of the active tokens of each context, from one forward.
 
-    Contexts with stale keys are restarted. Other contexts do not change.
+    Contexts with stale keys are restarted. The token indices of other contexts do not change.
     """
     kv = pipeline.kv
     assert isinstance(kv, KVCacheManager)
@@ -90,7 +90,7 @@ def chunked_logits(
     chunks: Sequence[int],
     other_lengths: Sequence[int] = (),
 ) -> torch.Tensor:  # [T, V]
-    """Return the logits ``[T, V]`` after each prompt token, computed in chunks.
+    """Return the logits ``[T, V]`` after each prompt token, computed in chunks. Release the context.
 
     The batch of each chunk also contains new contexts with the lengths ``other_lengths``.
     """

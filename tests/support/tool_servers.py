@@ -22,7 +22,7 @@ class ServedTools:
 
     url: str
     calls: list[tuple[str, object]] = field(default_factory=list)
-    """Name and arguments of each tool call."""
+    """Name and arguments of each call of ``add``, ``fail`` and ``slow``."""
     num_lists: int = 0
     """Number of requests for the list of tools."""
     num_sessions: int = 0

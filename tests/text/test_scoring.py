@@ -39,7 +39,7 @@ def test_ranking_is_stable_and_limited() -> None:
         ranking(scores, 0)
 
 
-def test_labels_without_a_name_are_numbered() -> None:
+def test_labels_have_the_configured_name_or_a_number() -> None:
     config = {"id2label": {"0": "negative", "1": "positive"}}
     assert label_names(config) == {0: "negative", 1: "positive"}
     assert best_label(config, np.array([0.1, 0.9])) == "positive"

@@ -102,7 +102,7 @@ def test_an_error_keeps_its_class_message_and_attributes(error: PenstockError) -
     assert vars(decoded_error) == vars(error)
 
 
-def test_details_of_internal_errors_are_not_sent() -> None:
+def test_details_of_internal_errors_and_attributes_that_are_objects_are_not_sent() -> None:
     decoded_error = ErrorRecord.from_error(ZeroDivisionError("/secret/path")).error()
     assert type(decoded_error) is RequestFailedError
     assert "secret" not in str(decoded_error)

@@ -155,7 +155,7 @@ async def test_a_session_stays_with_its_worker_up_to_a_difference_in_load() -> N
     for number in range(2):
         router.submit(make_request(f"c{number}", session_id="s"))
     assert list_request_ids(second_engine)[2:] == ["c0", "c1"]
-    # The workers have 4 and 1 requests, so that the maximum difference of 3 is reached.
+    # The first worker has 1 request and the second worker has 4: the maximum difference of 3 is reached.
     router.submit(make_request("d", session_id="s"))
     assert list_request_ids(second_engine)[4:] == ["d"]
     router.submit(make_request("e", session_id="s"))

@@ -1,4 +1,4 @@
-"""`WorkerClient` with a worker in a thread: requests, counts, failures, starts, adapters, stop and sleep."""
+"""`WorkerClient` with a worker in a thread: requests, failures, adapters, stop, sleep and profiles."""
 
 from __future__ import annotations
 

@@ -53,8 +53,8 @@ class Espeak:
             self._parts.append(np.ctypeslib.as_array(samples, (count,)).copy())
         return 0
 
-    def __call__(self, text: str) -> Tensor:  # [S] float32 at SAMPLE_RATE, without silence at the ends
-        """Return the speech of a text."""
+    def __call__(self, text: str) -> Tensor:  # [S] float32 at SAMPLE_RATE
+        """Return the speech of a text, with at most `_MARGIN` samples of silence at each end."""
         self._parts.clear()
         data = text.encode() + b"\0"
         self._library.espeak_Synth(data, ctypes.c_size_t(len(data)), 0, 1, 0, 1, None, None)

@@ -36,8 +36,12 @@ class Exaone4Model(TransformerModel):
 def _default_layer_types(config: HuggingFaceConfig, has_windows: bool) -> tuple[str, ...]:  # [L]
     """Return the types of the layers for a file without ``layer_types``.
 
-    ``sliding_window_pattern`` is a number n or a string. With a number, each n-th layer has full attention. A
-    string such as LLLG repeats over the layers: L is a layer with a window, G a layer with full attention.
+    Without windows, all layers have full attention. ``sliding_window_pattern`` is a number n or a string.
+    With a number, each n-th layer has full attention. A string such as LLLG repeats over the layers: L is a
+    layer with a window, G a layer with full attention.
+
+    Raises:
+        ConfigError: ``sliding_window_pattern`` is neither a number nor a string of the letters L and G.
     """
     layers, pattern = range(num_layers(config)), config.get("sliding_window_pattern")
     if not has_windows:

@@ -70,7 +70,8 @@ def _rope_parameters(config: HuggingFaceConfig) -> Mapping[str, object]:
     Rope type ``dynamic`` with ``alpha`` is read as type ``default`` with a larger base.
 
     Raises:
-        ConfigError: ``alpha`` is not a positive number, or the head size or base does not allow the type.
+        ConfigError: ``alpha`` is negative or not a number, the head size is below 4, or the base is not a
+            number.
     """
     parameters = rope_values(config)
     alpha, kind = parameters.get("alpha"), parameters.get("rope_type", parameters.get("type"))

@@ -1,4 +1,4 @@
-"""StableLM (Bellagente et al. 2024, arXiv:2402.17834): layer norms, RoPE in a quarter of each head."""
+"""StableLM (Bellagente et al. 2024, arXiv:2402.17834): layer norms, RoPE in a part of each head."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Codebook:
         return ops.take_rows(rows, torch.arange(len(rows) * self.stride) // self.stride)
 
     def nearest_codes(self, latents: Tensor, ops: Ops) -> Tensor:
-        """Return the nearest code of each ``stride`` latent rows: ``[N * stride, latent] -> [N]``."""
+        """Return the nearest code of each group of ``stride`` rows: ``[N * stride, latent] -> [N]``."""
         # The nearest code has the smallest angle between its vector and the projected mean of the rows.
         means = latents.view(-1, self.stride, latents.shape[1]).mean(1)
         queries = F.normalize(ops.linear(means, self.project_in))

@@ -88,7 +88,10 @@ NOTHING = Alt(())  # matches no text
 
 
 def sequence(parts: Iterable[Node]) -> Node:
-    """Return a sequence, with nested sequences and adjacent strings joined."""
+    """Return a sequence, with nested sequences and adjacent strings joined.
+
+    Returns `NOTHING` if a part is `NOTHING`.
+    """
     result: list[Node] = []
     for part in parts:
         for node in part.parts if isinstance(part, Seq) else (part,):

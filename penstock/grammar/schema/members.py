@@ -9,8 +9,8 @@ from penstock.grammar.schema.shapes import Object
 class Members:
     """Writes the members of an object: its named properties in order, then other properties.
 
-    The grammar has one rule per state. A state is the index of the next named property and the number of
-    members so far. If the number of members is not bounded, the state only records whether there was a member
+    The grammar has at most one rule per state. A state is the index of the next named property and the
+    number of members so far. If members are not counted, the state only records whether there was a member
     before, because a comma must then precede the next member.
     """
 
@@ -51,7 +51,12 @@ class Members:
         return states[0]
 
     def _other_members(self, other_member: str | None, count: int) -> str | None:
-        """Return the expression after the last named property; ``count`` is the number of members so far."""
+        """Return the expression after the last named property; None if the bounds cannot be satisfied.
+
+        Args:
+            other_member: the expression of any other member; None if there must be no other members.
+            count: number of members so far; 0 or 1 if members are not counted.
+        """
         min_count = max_count = None
         if self._counts_members:
             min_count = self._min_count - count

@@ -151,8 +151,8 @@ class StringWriter:
 
         xgrammar precomputes a mask for each state of a rule. Tokens that extend beyond the end of a rule are
         not part of the precomputed mask. xgrammar checks them one by one, which makes a mask a thousand times
-        slower. Therefore a character class is repeated inside its rule, a bounded count has one rule per
-        character, and ``end`` is part of the last rule.
+        slower. Therefore a character class is repeated inside its rule, a count of at most
+        `_MAX_COUNTED_CHARACTERS` has one rule per character, and ``end`` is part of the last rule.
         """
         unescaped, escape = spelling
         if unescaped is None or escape is None:

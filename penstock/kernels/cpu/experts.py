@@ -42,7 +42,7 @@ class _AddressTable:
 
 
 class CpuExperts(CpuLinear):
-    """Experts with C++ kernels, for float32 and bfloat16 activations without adapters.
+    """Experts with C++ kernels, for float32 and bfloat16 activations without adapters on experts.
 
     Other calls use the inherited method.
 
@@ -123,7 +123,11 @@ class CpuExperts(CpuLinear):
 
 
 def _build_table(packed: PackedExperts) -> _AddressTable | None:
-    """Return the table of experts; None if they differ in encoding, layout or shape."""
+    """Return the table of experts.
+
+    Returns None if a layer is not in panels, if the experts differ in encoding or shape, or if the shapes of
+    gate_up and down do not match.
+    """
     if not (_are_uniform(packed.gate_up) and _are_uniform(packed.down)):
         return None
     gate_up, down = packed.gate_up[0], packed.down[0]
@@ -144,7 +148,7 @@ def _gating_arguments(gating: Gating) -> tuple[int, float, float]:
 
 
 def _are_uniform(linears: Sequence[PackedLinear]) -> bool:
-    """Return whether all layers are in panels and have the same encoding, shape and bias type."""
+    """Return whether all layers are in panels, in a supported order, and equal in `_properties`."""
     fit = all(linear.layout == PANELS and supports_order(linear) for linear in linears)
     return fit and len({_properties(linear) for linear in linears}) == 1
 

@@ -41,7 +41,7 @@ from penstock.kernels.reference.sampling import sample
 from penstock.kernels.spans import ImageSpans
 
 MAX_EXPERT_ROWS = 1024
-"""Maximum number of rows that experts compute at once. Limits the memory of their activations."""
+"""Maximum number of (row, expert) pairs that are computed at once. Limits the memory of activations."""
 
 
 class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
@@ -69,7 +69,7 @@ class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
         return make_packed_linear(tensors, shape, encoding, bias, slices, self.layout)
 
     def _can_defer(self, encoding: str, parts: Sequence[Tensor]) -> bool:
-        """Return whether packing can be deferred. This requires a calibrated encoding, in rows, on a CPU."""
+        """Return whether packing is deferred: for a calibrated encoding with the layout `ROWS` on a CPU."""
         is_on_cpu = parts[0].device.type == "cpu"
         return self.layout == ROWS and encoding_named(encoding).needs_calibration and is_on_cpu
 

@@ -69,7 +69,7 @@ class TTSContext(_SpeechContext, tag=True, omit_defaults=True):
 
     @property
     def speech_tokens(self) -> npt.NDArray[np.int32]:
-        """The speech tokens so far: a view of the buffer, which changes when tokens are added."""
+        """The speech tokens so far: a view of the buffer. Tokens that are added later are not in the view."""
         return self._speech_tokens[: self._speech_token_end_idx]
 
     @property

@@ -90,7 +90,10 @@ def _check_allowed(services: Services) -> None:
 
 
 def _allowed_path(services: Services, lora_path: str) -> str:
-    """Return the directory of an adapter. With ``--lora-dir``, it must be inside that directory."""
+    """Return the directory of an adapter.
+
+    With ``--lora-dir``, ``lora_path`` is relative to that directory and cannot point outside it.
+    """
     lora_dir = services.pipeline_config.lora.lora_dir
     if "\0" in lora_path:
         raise RequestProblem(400, "lora_path contains a NUL character", param="lora_path")

@@ -76,7 +76,7 @@ async def create_completion(request: Request) -> Response:
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """A validated completion request, its contexts and the decoders of its choices."""
+    """A validated completion request, with its contexts, the decoders of its choices, and its echoes."""
 
     id: str
     body: CompletionBody
@@ -172,7 +172,8 @@ def _with_fill_in_prompts(
 ) -> tuple[CompletionBody, list[str | list[int]]]:
     """Return the body and the prompts of a request with ``suffix``, converted for filling in the middle.
 
-    The prompts become fill-in-the-middle prompts. Tokens that end the generated middle become stop tokens.
+    The prompts become fill-in-the-middle prompts. Tokens that end the generated middle become stop tokens,
+    unless ``ignore_eos`` is set.
 
     Raises:
         RequestProblem: 400; ``echo`` is set, a prompt is not a text, or the tokenizer has no

@@ -1,8 +1,8 @@
 """Error responses. One table maps exception classes to status, type and code.
 
-Every error response has OpenAI's format, ``{"error": {"message", "type", "param", "code"}}``, for errors of
-the HTTP layer, of body validation, of the tokenizer and of the scheduler, and for unexpected exceptions. The
-routes of Anthropic's and Ollama's APIs use the error format of their API.
+Error responses have OpenAI's format, ``{"error": {"message", "type", "param", "code"}}``, for errors of the
+HTTP layer, of body validation, of the tokenizer and of the scheduler, and for unexpected exceptions. Only the
+routes of Anthropic's and Ollama's APIs use the error format of their API instead.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def problem_of(error: BaseException) -> Problem:
 
 
 async def handle(request: Request, error: Exception) -> Response:
-    """Handle an exception of a route: record it and return its response."""
+    """Handle an exception of a route: record it, log it if its status is 500, and return its response."""
     problem, record = problem_of(error), RequestRecord.of(request)
     record.failed(problem.code, problem.status)
     if problem.status == 500:

@@ -220,7 +220,7 @@ class App {
     return this._settings.request(requestMessages);
   }
 
-  /** Returns whether the settings are valid; otherwise the page shows the error. */
+  /** Returns whether the settings are valid. If they are not, the page shows the error. */
   _checkSettings() {
     try {
       this._request();

@@ -179,7 +179,7 @@ export class MessageView {
     });
   }
 
-  /** Shows input fields for the results of the tool calls. */
+  /** Shows input fields for the results of the tool calls, or hides them if `isOpen` is false. */
   _showResults(isOpen) {
     const { calls } = this.message;
     this._resultsForm.hidden = !isOpen || !calls.length;

@@ -6,7 +6,7 @@ import { byId, make } from "./dom.js";
 import { Scrape, growth, quantile } from "./prometheus.js";
 
 const PERIOD = 1000; // milliseconds between two scrapes
-const HISTORY = 60; // number of scrapes to keep, which is one minute
+const HISTORY = 60; // number of scrapes in the charts, which is about one minute
 const ANNOUNCE_EVERY = 15; // scrapes between two announcements
 const MIN_RATE = 10; // tokens/s: minimum upper end of the chart
 

@@ -96,8 +96,8 @@ def _refuse_transforms(section: Mapping[str, object]) -> None:
 def _weight_options(groups: list[Mapping[str, object]], layer: str) -> Mapping[str, object]:
     """Return the settings of a layer's weight from its group; an empty mapping if no group has the layer.
 
-    If several groups have a target for the layer, a target that is the layer's name has precedence over a
-    regular expression. A regular expression has precedence over the class ``Linear``.
+    If several groups have a target for the layer, a target that is the layer's name or the end of
+    it has precedence over a regular expression, and a regular expression over the class ``Linear``.
     """
 
     def precedence(target: str) -> int:

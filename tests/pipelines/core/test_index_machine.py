@@ -1,4 +1,4 @@
-"""Random steps, chunks and resets of a context, compared with a model of a token list and indices."""
+"""Random operations on a context, compared with a model that consists of a token list and indices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat completions: the exact OpenAI format of responses, and the effect of each field."""
+"""Chat completions: the exact OpenAI format of responses, and the effects of fields."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ async def test_fields_are_set_on_the_context_of_the_worker() -> None:
     assert poet_contexts[0].max_length == 2048
 
 
-async def test_sampling_defaults_are_those_of_the_model() -> None:
+async def test_the_default_temperature_is_that_of_the_model_and_seeds_differ() -> None:
     contexts: list[TextContext] = []
 
     def choose(context: TextContext) -> int:
@@ -238,7 +238,7 @@ async def test_template_options_are_variables_of_the_template() -> None:
             assert response.json()["prompt"] == prompt, response.text
 
 
-async def test_reasoning_effort_none_disables_thinking() -> None:
+async def test_reasoning_effort_none_disables_thinking_and_unsupported_values_are_refused() -> None:
     template = "{{ enable_thinking | default('on') }}"
     async with run_in_process(template=template) as server:
         response = await server.post(
@@ -256,7 +256,7 @@ async def test_reasoning_effort_none_disables_thinking() -> None:
         assert error["param"] == "reasoning_effort"
 
 
-async def test_a_tool_call_has_the_openai_format() -> None:
+async def test_a_tool_call_has_the_openai_format_and_is_parsed_only_with_tools() -> None:
     async with run_in_process(FakePipeline.saying(f"Wait. {CALL}")) as server:
         answer = await server.chat(tools=[WEATHER, TIME])
         ChatCompletion.model_validate(answer)
@@ -355,7 +355,7 @@ async def test_the_setting_selects_the_names_of_the_reasoning_field(field: str, 
 
 
 @pytest.mark.parametrize("unknown_fields", ["error", "warn"])
-async def test_unknown_template_variables_have_no_effect(unknown_fields: str) -> None:
+async def test_unknown_template_variables_have_no_effect_and_messages_is_refused(unknown_fields: str) -> None:
     template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ enable_thinking }}"
     options = {"enable_thinking": False, "provider": {"order": ["a"]}, "x-y": None, "": 1}
     async with run_in_process(template=template, unknown_fields=unknown_fields) as server:

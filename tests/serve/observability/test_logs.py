@@ -18,7 +18,7 @@ def make_log(log_format: str, level: str = "info") -> tuple[logging.Logger, io.S
     return logging.getLogger("penstock.serve.test"), stream
 
 
-def test_logfmt_quotes_values_with_spaces() -> None:
+def test_logfmt_quotes_values_with_spaces_and_omits_none() -> None:
     logger, stream = make_log("logfmt")
     log_event(logger, logging.INFO, "two words", a=1, b=0.123456, c=None, d="x y", e=[1, "z"], f="", g=True)
     time, _, remainder = stream.getvalue().partition(" ")
@@ -27,7 +27,7 @@ def test_logfmt_quotes_values_with_spaces() -> None:
     assert remainder == 'level=info event="two words" a=1 b=0.1235 d="x y" e="[1, \\"z\\"]" f="" g=true\n'
 
 
-def test_a_json_log_has_one_object_per_line() -> None:
+def test_a_json_log_line_is_one_object_without_none() -> None:
     logger, stream = make_log("json")
     log_event(logger, logging.WARNING, "it", a={"b": [1]}, c=None)
     line = json.loads(stream.getvalue())

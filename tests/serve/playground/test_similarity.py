@@ -1,4 +1,7 @@
-"""The similarity page of the playground, run by Node with a fake page and a fake server."""
+"""The similarity page of the playground, run by Node with a fake page and a fake server.
+
+A further test checks that the server has all modules and elements of the playground.
+"""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ def multiply_codes(
     MINIMA_PER_FACTOR: tl.constexpr,
     HAS_ROW_SCALES: tl.constexpr,
 ):
-    """Compute one tile of a product of rows. Grid and groups are those of `products.multiply_floats`.
+    """Compute one tile of a product of rows. Grid and groups are the same as in `products.multiply_floats`.
 
     Weights are rounded to the type of ``x``, or are float32 with TO_FLOAT32. With SPLITS above 1, a third
     dimension of the grid divides the inputs into splits. ``out [SPLITS, T, out]`` then has the float32 sum of

@@ -63,7 +63,7 @@ def take_row_pairs(
 def put_rows(out, values, indices, num_rows, row_stride, width, WIDTH: tl.constexpr):
     """Copy one row of ``values`` into ``out``, in the type of ``out``. Grid: indices, tiles of WIDTH columns.
 
-    A row outside ``out`` is not written.
+    A row whose index is outside ``out`` is not copied.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)

@@ -107,7 +107,10 @@ class ResponseRun:
         self, services: Services, record: RequestRecord, prepared_response: PreparedResponse, pool: Pool
     ) -> None:
         self.finish_reason: str | None = None
-        """The finish reason of the last turn; ``length`` if a token limit ended the response."""
+        """The finish reason of the last finished turn, or ``length`` if a token limit ended the response.
+
+        None before the end of the first turn.
+        """
         self._services = services
         self._record = record
         self._prepared_response = prepared_response
@@ -126,7 +129,7 @@ class ResponseRun:
             self._start_turn(prepared_response.conversation)
 
     async def admitted(self) -> None:
-        """Wait until the scheduler has admitted the first turn.
+        """Wait until the scheduler has admitted the first turn. Does nothing if calls were approved.
 
         Raises:
             PenstockError: the scheduler refuses the request.
