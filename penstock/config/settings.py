@@ -24,7 +24,7 @@ class Rule:
     """The allowed values of a field.
 
     ``allowed_values`` describes these values for messages, and ``is_allowed`` checks a value. ``choices``
-    lists them for a rule of `one_of`; it is empty for other rules.
+    lists them if the rule has a fixed list of texts, else it is empty.
     """
 
     allowed_values: str

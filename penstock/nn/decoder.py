@@ -223,7 +223,7 @@ class DecoderTrunk:
     ) -> tuple[Tensor, Tensor]:
         """``tokens [T]`` -> hidden states ``[T, E]`` before and after the final norm.
 
-        ``input_embeds`` has the indices ``[P]`` of rows and the embeddings ``[P, E]`` that replace those rows.
+        ``input_embeds`` has the indices ``[P]`` of rows and the embeddings ``[P, E]`` that replace them.
         """
         x, residual = self.embedding(tokens, step, input_embeds), None  # [T, E]
         rows = [rotary.rows(step) for rotary in self.rotaries]

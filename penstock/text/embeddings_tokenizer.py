@@ -79,8 +79,7 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
         """Return the context of a request.
 
         Raises:
-            PromptTooLongError: the input exceeds the maximum length or ``max_tokens``, and ``truncate`` is not
-                set.
+            PromptTooLongError: the input exceeds the maximum length or ``max_tokens``, without ``truncate``.
             InputError: the input is empty, the prompt name or the task is unknown, or a parameter is invalid.
             UnsupportedFeatureError: the request has an instruction, and the model has no template for it.
         """
@@ -188,7 +187,7 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
         )
 
     def cut_text(self, text: str, max_tokens: int) -> str:
-        """Return the beginning of a text that has at most ``max_tokens`` tokens, not counting special tokens."""
+        """Return the beginning of a text that has at most ``max_tokens`` tokens without special tokens."""
         text = valid_unicode(text)
         encoding = self.backend.encode(text, add_special_tokens=False)
         if len(encoding) <= max_tokens:
@@ -285,7 +284,7 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
         """Return the tokens of a reranker's prompt. Only its body is cut to fit into ``max_tokens`` tokens.
 
         Raises:
-            InputError: ``max_tokens`` leaves no room for a token of the body, or the body is clearly too long.
+            InputError: ``max_tokens`` leaves no room for the body, or the body is clearly too long.
         """
         assert isinstance(request.input, str)
         assert request.text_pair is not None

@@ -1,4 +1,4 @@
-"""Settings of ``config.json``: values that a family refuses, older names, ignored windows, and maximum lengths."""
+"""Settings of ``config.json``: refused values, older names, ignored windows, and maximum lengths."""
 
 from __future__ import annotations
 

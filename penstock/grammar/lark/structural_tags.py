@@ -226,8 +226,8 @@ class _Reader:
     def _token_triggered_tags(self, part: TagFormat, end_ids: list[tuple[int, int]]) -> Node:
         """Return the node of tokens in which a trigger token starts a format.
 
-        This is `_triggered_tags` with token ids instead of trigger texts and end texts. The text has no token of
-        ``end_ids``; the caller adds the end token.
+        This is `_triggered_tags` with token ids instead of trigger texts and end texts. The
+        text has no token of ``end_ids``; the caller adds the end token.
         """
         if part["type"] == "token_dispatch":
             rules = _non_empty_list(part, "rules")

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 class Gate:
     """Tracks whether the server accepts requests, and counts the active requests.
 
-    An open gate accepts requests until the call of `close`. A gate that is not open from the beginning accepts
-    them after the call of `open`.
+    Requests are accepted until the call of `close`. If the gate is not open from the beginning, they are
+    accepted only after the call of `open`.
 
     Args:
         is_open: whether the gate is open from the beginning. False while the model is being loaded.

@@ -86,7 +86,7 @@ def types_of(schema: object, root: Schema) -> frozenset[str] | None:
 
 
 def _object_schema(parameters: Schema | None) -> Schema:
-    """Return the schema of the arguments object. If it declares no properties, only an empty object is valid."""
+    """Return the schema of the arguments object, which must be empty if no properties are declared."""
     schema = {"type": "object", **(parameters or {"properties": {}})}
     if schema.get("properties") == {} and not {"additionalProperties", "patternProperties"} & schema.keys():
         schema["additionalProperties"] = False

@@ -151,7 +151,9 @@ def read_end_marker(
 def read_json_call(parser: ReasoningToolParser, *, is_unmarked: bool = False) -> Reader[None]:
     """Read one call object. Its keys can have any order, and unknown keys are skipped.
 
-    The arguments may be missing; after the arguments, the closing brace may be missing. An object without a marker (`is_unmarked`) is a call only if it has no unknown key, has both a name and
+    The arguments may be missing; after the arguments, the closing brace may be missing.
+
+    An object without a marker (`is_unmarked`) is a call only if it has no unknown key, has both a name and
     arguments, and names a tool of the request.
 
     Raises:
