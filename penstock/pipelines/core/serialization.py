@@ -6,7 +6,8 @@
     [0, 1, 2]
 
 An array is a map ``{"__np__": True, "data": bytes in C order, "shape": [...], "dtype": name}``. It is decoded
-to an array if the target type is ``ndarray``. Other types that msgspec does not support raise ``TypeError``, also numpy scalars.
+to an array if the target type is ``ndarray``. Other types that msgspec does not support, such as numpy
+scalars, raise ``TypeError``.
 `frames_encoder` sends large arrays separately: their maps have the index of a frame instead of ``data``.
 """
 

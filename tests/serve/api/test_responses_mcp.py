@@ -33,7 +33,7 @@ def call_text(name: str, **arguments: object) -> str:
 
 
 def make_scripted_model(*turns: str) -> FakePipeline:
-    """Return a model that answers a prompt with n tool outputs by turn n, or by the last turn if n is larger."""
+    """Return a model that answers a prompt with n tool outputs with turn n, at most the last turn."""
     return FakePipeline.answering(lambda prompt: turns[min(prompt.count("tool: "), len(turns) - 1)])
 
 
