@@ -323,7 +323,7 @@ class Trainer:
         self.progress = Progress(**state["progress"])
 
     def run(self) -> None:
-        """Train for ``--minutes``. Print losses and save a checkpoint every 100 steps; also save at the end."""
+        """Train for ``--minutes``. Print losses and save every 100 steps, and save at the end."""
         progress, budget = self.progress, 60.0 * self.options.minutes
         recent: list[float] = []
         while progress.seconds < budget:

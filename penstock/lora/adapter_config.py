@@ -2,8 +2,7 @@
 
 The format and the matching of patterns follow PEFT (https://huggingface.co/docs/peft, ``LoraConfig``).
 Unsupported settings that change results are errors. Unknown fields with a value that is not empty or false
-are errors, too. An adapter
-is applied exactly as it was trained, or rejected.
+are errors, too. An adapter is applied exactly as it was trained, or rejected.
 """
 
 from __future__ import annotations

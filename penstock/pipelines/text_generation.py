@@ -208,7 +208,8 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
     def collect(self, handle: BatchHandle) -> dict[str, TextGenerationResponse]:
         """Return the new tokens of a launched batch, after updating its contexts with them.
 
-        The error of a context that fails is in `failures`; the result does not contain this context."""
+        The error of a context that fails is in `failures`; the result does not contain this context.
+        """
         if handle.launch is None:
             return {}
         batch, drafts, contexts = handle.batch, handle.drafts, list(handle.batch.values())

@@ -17,8 +17,8 @@ class ClientShares:
     A client is identified by its id. It is removed with its last context.
 
     Clients take turns: among clients with equally many slots, the client that was served longest ago comes
-    first. A new client comes before the
-    clients that the last step served, and after all other clients. Therefore every client is served.
+    first. A new client comes before the clients that the last step served, and after all other clients.
+    Therefore every client is served.
     """
 
     def __init__(self) -> None:

@@ -24,8 +24,8 @@ class CudaLinear(CudaRows):
     """Linear layers and adapters.
 
     cuBLAS chooses its kernels by the number of rows, and a single row has its own program. After
-    `require_determinism`, Triton programs multiply floats instead, and the result of a row does
-    not depend on the number of rows.
+    `require_determinism`, Triton programs multiply floats instead, and the result of a row does not depend
+    on the number of rows.
     """
 
     def require_determinism(self) -> None:
