@@ -36,7 +36,7 @@ class Block(Protocol):
     def __call__(
         self, x: Tensor, residual: Tensor | None, rows: Sequence[RotaryRows], step: StepInputs
     ) -> tuple[Tensor, Tensor]:
-        """Return the block's output, not yet added to the residual stream, and this stream, ``[T, E]`` each.
+        """Return the block's output, not yet added to the residual stream, and the stream, ``[T, E]`` each.
 
         The next block or the final norm adds the output to the residual stream, because addition and norm are
         one fused operation. ``x`` and ``residual`` are the results of the previous block. The first block

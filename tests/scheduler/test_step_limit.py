@@ -170,7 +170,7 @@ def test_step_time_fits_fixed_and_per_row_seconds_and_follows_changes() -> None:
     assert estimate.seconds_per_row == pytest.approx(0.0001, rel=0.05)
 
 
-def test_only_steps_of_different_sizes_determine_the_fit() -> None:
+def test_the_fit_changes_only_while_recent_steps_have_different_sizes() -> None:
     estimate = StepTime()
     for _ in range(50):
         estimate.record(64, 0.01)
