@@ -111,9 +111,7 @@ def test_greedy_and_sampled_tokens_do_not_depend_on_the_batch(pipeline: TextGene
     assert batch_tokens[0] != batch_tokens[1]
 
 
-def test_the_end_token_is_not_an_output_token_and_an_ended_context_is_refused(
-    pipeline: TextGenerationPipeline,
-) -> None:
+def test_the_end_token_is_no_output_token_and_ends_the_context(pipeline: TextGenerationPipeline) -> None:
     (plain_tokens,) = generate_tokens(pipeline, [make_context(PROMPT)])
     end_token = next(token for token in plain_tokens[5:] if token not in plain_tokens[:5])
     end_index = plain_tokens.index(end_token)

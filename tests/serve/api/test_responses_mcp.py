@@ -449,9 +449,7 @@ async def test_invalid_values_are_refused_with_the_field(tools: ServedTools) -> 
             )
 
 
-async def test_the_url_of_a_configured_server_is_accepted_and_a_second_entry_refused(
-    tools: ServedTools,
-) -> None:
+async def test_the_url_of_a_configured_server_is_accepted_but_only_once(tools: ServedTools) -> None:
     async with run_server(tools, "Hi") as server:
         response = await create(server, tools=[{**CALC, "server_label": "mine", "server_url": tools.url}])
         assert response.output[0].server_label == "mine"
