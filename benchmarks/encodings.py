@@ -7,7 +7,7 @@
 
 Quality is measured on a trained model. The texts are sampled from the model in float32; ``--text-file`` adds
 the text of a file. Speed is measured on random weights. Runs alternate between the encoding and a baseline:
-int4, or int8 if the encoding has more than 5 bits per weight. Both models stay loaded.
+int4, or int8 if the encoding has more than 5 bits per weight, without scales. Both models stay loaded.
 
 Some encodings exist only in checkpoint formats. Their weights are rounded to the nearest value
 (`penstock.bench.stored_encodings`). A calibrated checkpoint has the same speed and a different perplexity.
@@ -218,7 +218,7 @@ def speed_line(row: Row) -> str:
 
 
 def print_table(rows: Sequence[Row]) -> None:
-    """Print the rows as the Markdown table of docs/performance.md."""
+    """Print the rows as a Markdown table, for docs/performance.md."""
     texts = list(rows[0].quality) if rows else []
     header = ["encoding", "bits per weight"]
     header += [f"perplexity, {name} (change from bfloat16)" for name in texts]

@@ -44,7 +44,7 @@ HELD_OUT_SEED = 1_000_004  # the model card has figures for the documents of thi
 
 
 def main() -> None:
-    """Measure the models of the command line and print a table for each kind of text."""
+    """Measure the models of the command line and print a table for each model and kind of text."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -159,7 +159,7 @@ def first_token(llm: LLM) -> int:
 
 
 def read_texts(llm: LLM, file: Path, tokens: int, length: int) -> list[list[int]]:
-    """Return texts of ``length`` tokens that begin with `first_token` and continue with a file.
+    """Return texts of up to ``length`` tokens that begin with `first_token` and continue with a file.
 
     Only the first ``tokens`` tokens of the file are used.
     """

@@ -1,4 +1,4 @@
-"""A custom model in Penstock's pipeline in forty lines, without a checkpoint and without attention.
+"""A custom model in Penstock's pipeline in about forty lines, without a checkpoint and without attention.
 
 The model is a trigram model: it predicts the token that most often followed the last two tokens in a text.
 `TrigramModel` implements all methods that a pipeline calls. The pipeline handles sampling, stopping, several

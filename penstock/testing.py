@@ -1,5 +1,6 @@
-"""A fake tokenizer and a fake pipeline, for tests of code that uses Penstock. They need no weights and no
-files.
+"""A fake tokenizer and a fake pipeline, for tests of code that uses Penstock.
+
+They need no weights and no files:
 
     >>> from penstock.pipelines.core import TokenGeneratorRequest
     >>> tokenizer, pipeline = FakeTokenizer(), FakePipeline.saying("Hello!")
@@ -124,12 +125,14 @@ class FakePipeline:
     def execute(
         self, batch: Mapping[str, TextContext], num_steps: int = 1
     ) -> dict[str, TextGenerationResponse]:
-        """Run up to ``num_steps`` steps.
+        """Run up to ``num_steps`` steps and return the new tokens of each context.
 
-        Only one step runs if a context has tokens after its next chunk, or reports log probabilities.
+        Fewer steps run if a context would otherwise exceed its maximum length. Only one step runs if a
+        context has tokens after its next chunk, or reports log probabilities.
 
         Raises:
             InputError: ``num_steps`` is less than 1, or a request has ended.
+            InsufficientBlocksError: the KV cache has too few free blocks.
         """
         if num_steps < 1:
             raise InputError(f"num_steps must be at least 1, was {num_steps}")

@@ -2,9 +2,9 @@
 
     python tools/measure_demo_vision.py --pictures 300
 
-The seed of the pictures differs from the seed of the training. For each picture, the model answers one
-question of each kind that fits the content of the picture, in a chat with greedy decoding. An answer is
-correct if its text is exactly the expected text.
+The seed of the pictures differs from the seed of the training. For each picture, the model answers the
+first question of each kind among 60 random questions, in a chat with greedy decoding. An answer is correct
+if it equals the expected text, except for white space at its ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock import LLM, SamplingParams
 
 SEED = 987_654_321
 _NUM_QUESTIONS = 60
-"""Number of random questions about a picture. The first question of each kind is used."""
+"""Number of random questions about a picture; the model answers the first question of each kind."""
 
 
 def first_of_each_kind(questions: list[Question]) -> list[Question]:

@@ -249,7 +249,7 @@ def next_batch(packer: Packer, length: int) -> tuple[Tensor, Tensor]:
 
 
 def train_step(model: Model, packer: Packer, fraction: float) -> tuple[float, int]:
-    """Run one step. Returns the weighted loss and the number of tokens."""
+    """Compute the gradients of one step. Return the weighted loss and the number of predicted tokens."""
     batches = [next_batch(packer, row_length(fraction)) for _ in range(micro_batches(fraction))]
     total = sum(weights.sum() for _, weights in batches)
     loss = 0.0
@@ -323,7 +323,7 @@ class Trainer:
         self.progress = Progress(**state["progress"])
 
     def run(self) -> None:
-        """Train for ``--minutes``. Every 100 steps it saves a checkpoint and prints the losses."""
+        """Train for ``--minutes``. Print losses and save every 100 steps, and save at the end."""
         progress, budget = self.progress, 60.0 * self.options.minutes
         recent: list[float] = []
         while progress.seconds < budget:

@@ -41,13 +41,13 @@ class Engine:
         load: the content of the load request, with the fields of ``Settings`` in `drivers.request_loop`.
         environment: environment variables of the driver, added to the variables of this process. The driver
             does not inherit settings of OpenMP, because a setting that suits one engine can halve the speed
-            of another.
+            of another engine.
         log: the file for what the driver and the engine print.
         watch_memory: whether to sample the memory of the process and its children 50 times per second.
             Sampling takes CPU time.
 
     Raises:
-        EngineError: the engine failed to load. The message names the log.
+        EngineError: the engine ended during the load. The message names the log.
     """
 
     def __init__(

@@ -121,7 +121,7 @@ def set_up(peer: Peer, folder: Path) -> None:
     of CPU builds.
 
     Raises:
-        CalledProcessError: pip failed. It printed the reason.
+        CalledProcessError: pip or another command failed. It printed the reason.
     """
     venv = folder / peer.name
     if not interpreter_path(venv).exists():

@@ -2,7 +2,7 @@
 
 A text token has one position. A token of an image has three positions: time, row and column, each counted
 from the start position of the image. The text after an image continues at the largest of these positions plus
-1. An image therefore advances the positions by less than its number of tokens.
+1. An image therefore advances the positions by at most its number of tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class MultimodalRopeModel(DecoderModel):
     """A decoder whose rotary embedding has axes for time, rows and columns of images."""
 
     merge_size: int = 2
-    """Number of patches, in each direction, that are merged into one row."""
+    """Number of patches, in each direction, that are merged into one token."""
 
     def prepare_initial_token_inputs(
         self,
@@ -128,7 +128,7 @@ def rope_sections(parameters: ConfigValues, default: Sequence[int]) -> tuple[int
     """Return ``mrope_section``: the number of dim pairs for each of the axes time, row and column.
 
     Raises:
-        ConfigError: the value is not a list of three numbers.
+        ConfigError: the value is not a list of three whole numbers of at least 0.
     """
     configured = parameters.get("mrope_section")
     if configured is None:

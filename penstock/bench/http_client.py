@@ -44,6 +44,8 @@ class HttpResponse:
 class HttpClient:
     """Sends requests to one server over reused connections.
 
+    If a reused connection is closed before a response arrives, the request is sent again.
+
     Args:
         url: the base URL of the server. Its path is a prefix of all paths.
         headers: headers to send with each request.
@@ -79,7 +81,7 @@ class HttpClient:
 
         Raises:
             OSError: the server cannot be reached.
-            IncompleteResponseError: the response is incomplete.
+            IncompleteResponseError: the response is incomplete, missing or not HTTP.
         """
         data = body if isinstance(body, bytes) else msgspec.json.encode(body)
         head = (

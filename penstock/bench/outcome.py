@@ -31,7 +31,7 @@ class Outcome:
     error: str | None = None
     """The kind of error. Errors of the same kind have the same text."""
     detail: str = ""
-    """The server's error message."""
+    """The error message, at most 500 characters."""
 
     @property
     def seconds(self) -> float:

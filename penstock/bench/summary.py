@@ -57,7 +57,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens_per_second: float
     completion_tokens_per_second: float
     time_to_first_token: Distribution | None
-    """Time from the due time of a request to its first text; None without streaming."""
+    """Time from the due time of a request to its first text; None if no text was streamed."""
     inter_token: Distribution | None
     """Time between consecutive events with text. An event can contain several tokens."""
     time_per_token: Distribution | None

@@ -110,7 +110,7 @@ def command(
 def _converse(
     backend: ChatBackend, system: str | None, settings: dict[str, object], load: Path | None
 ) -> None:
-    """Read lines and answer them until the end of the input."""
+    """Read lines and handle them until the end of the input or a command that ends the chat."""
     session = ChatSession(backend, system, settings)
     if load is not None:
         session.load(load)

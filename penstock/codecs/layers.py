@@ -52,7 +52,7 @@ class Snake:
     """The snake activation ``x + sin(alpha * x)**2 * beta`` (arXiv:2006.08195)."""
 
     alpha: Tensor  # [C]
-    beta: Tensor  # [C]: 1 / alpha
+    beta: Tensor  # [C]: 1 / (alpha + SNAKE_EPS)
 
     def __call__(self, x: Tensor, ops: Ops) -> Tensor:
         return ops.snake(x, self.alpha, self.beta)

@@ -23,8 +23,8 @@ from penstock.plain_numbers import plain
 class Rule:
     """The allowed values of a field.
 
-    ``allowed_values`` describes them for messages, and ``is_allowed`` checks a value. ``choices`` lists them
-    if there are only a few.
+    ``allowed_values`` describes these values for messages, and ``is_allowed`` checks a value. ``choices``
+    lists them if the rule has a fixed list of texts, else it is empty.
     """
 
     allowed_values: str
@@ -99,7 +99,7 @@ def setting(
     Args:
         default: the default value.
         rule: the allowed values. None is also allowed if the type includes it.
-        help: one or two sentences for flags and documentation.
+        help: a short text for flags and documentation.
         flat: the flat name; by default the name of the attribute.
         parse: converts text to the value, for types without a standard conversion from text.
         secret: whether the value is hidden in messages and in lists of settings.

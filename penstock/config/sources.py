@@ -26,7 +26,8 @@ def collect_values(
     """Return flat name -> (converted value, source) of all fields that are given.
 
     Raises:
-        ConfigError: unknown name, wrong type, invalid value, or a file that cannot be read.
+        ConfigError: unknown name, wrong type, invalid value, a file that cannot be read, or a field and its
+            alias in one source.
     """
     fields_by_name = {name: field for field in fields for name in (field.name, *field.aliases)}
     values = {name: value for name, value in values.items() if value is not None}
@@ -62,6 +63,8 @@ def _add_values(
 ) -> None:
     """Convert the values of one source and add them to ``given``. They replace values of earlier sources.
 
+    Values of None are ignored.
+
     Args:
         given: flat name -> (converted value, source).
         fields_by_name: name or alias -> field.
@@ -92,9 +95,10 @@ def _unknown_field_error(name: str, field_names: Iterable[str], where: str) -> C
 
 
 def _environment_values(environment: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
-    """Return the environment variables that set fields.
+    """Return field name or alias in lower case -> text, for the environment variables that set fields.
 
-    Other variables with the prefix are ignored, because another program may use them.
+    Other variables with the prefix are ignored, because another program may use them. Empty variables are
+    ignored, too.
 
     Raises:
         ConfigError: the name of a variable is similar to the name of a field, so it is probably misspelt.

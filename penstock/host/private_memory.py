@@ -2,7 +2,7 @@
 
 The limit is ``RLIMIT_DATA`` of Linux, which counts private writable pages. Linux also counts files that are
 mapped privately, such as weights, although nothing writes to them. Therefore ``RLIMIT_DATA`` is set to the
-configured limit plus the size of the mapped files.
+configured limit plus the size of the files that are mapped privately and writable.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def set_limit(num_bytes: int) -> None:
     """Set the limit on the private memory of this process.
 
     Raises:
-        ConfigError: the system has no such limit.
+        ConfigError: the system is not Linux.
     """
     global _limit
     if not sys.platform.startswith("linux"):
@@ -56,7 +56,10 @@ def free() -> int | None:
 
 @contextmanager
 def allow_mapping(num_bytes: int) -> Iterator[None]:
-    """Raise ``RLIMIT_DATA`` by ``num_bytes`` inside the block, which maps a file of this size."""
+    """Raise ``RLIMIT_DATA`` by ``num_bytes`` inside the block, which maps a file of this size.
+
+    Does nothing without a limit.
+    """
     if _limit is None:
         yield
         return

@@ -171,7 +171,7 @@ def _choose_float_scales(kind: BlockKind, groups: Tensor) -> Tensors:
 
 
 def _choose_integer_scales(kind: BlockKind, groups: Tensor) -> Tensors:
-    """Return the scales and minima of ``groups [out, G, size]`` for integer codes."""
+    """Return the scales of ``groups [out, G, size]`` for integer codes, and the minima if there are any."""
     low, high = groups.amin(-1).clamp_max(0), groups.amax(-1).clamp_min(0)
     top = (1 << kind.bits) - 1 - kind.offset
     if kind.min_type is None:

@@ -73,7 +73,7 @@ class CollectiveOps:
         functions={"all_reduce": CFunction("q P q P 2q P q", can_be_long=True)},
     )
     def all_reduce(self, x: Tensor, ranks: Collectives) -> Tensor:
-        """Return the sum of ``x [T, E]`` of all ranks, added in float32 in rank order and rounded once."""
+        """Return the sum of ``x [T, E]`` of all ranks; see `Collectives.all_reduce`."""
         return ranks.all_reduce(x)
 
     @operation(

@@ -76,7 +76,7 @@ def params_for_each(
     sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     num_prompts: int,
 ) -> list[SamplingParams]:
-    """Return the sampling parameters of each prompt; None stands for the model's defaults with a new seed.
+    """Return the parameters of each prompt; None stands for the model's defaults, each with a new seed.
 
     Raises:
         InputError: the list has a different length than the prompts, or an element of a different type.

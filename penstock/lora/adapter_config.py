@@ -1,8 +1,8 @@
 """``adapter_config.json`` of a PEFT directory: the adapted layers with their ranks and scales.
 
 The format and the matching of patterns follow PEFT (https://huggingface.co/docs/peft, ``LoraConfig``).
-Unsupported settings that change results are errors. Unknown fields with a value are errors, too. An adapter
-is applied exactly as it was trained, or rejected.
+Unsupported settings that change results are errors. Unknown fields with a value that is not empty or false
+are errors, too. An adapter is applied exactly as it was trained, or rejected.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _IGNORED_FIELDS = {
     "revision",
     "runtime_config",
 }
-"""Fields that have no effect on the results of a trained adapter."""
+"""Fields that are not checked, because they have no effect on the results of a trained adapter."""
 
 _READ_FIELDS = {
     "alpha_pattern",

@@ -20,8 +20,7 @@ from penstock.pipelines.core import InputContext
 from penstock.weights import Weights
 
 MAX_SKIPS = 64
-"""Number of times that later requests may overtake a request that waits for a slot. After that, no later
-request is admitted before the waiting request.
+"""Number of times that `ready` may refuse a request before later requests with adapters must wait for it.
 """
 
 
@@ -141,8 +140,8 @@ class LoRAManager:
     def ready(self, context: InputContext) -> bool:
         """Return whether a request may run. If so, its adapter keeps a slot until the request is released.
 
-        Requests whose adapters are running may overtake a request that waits for a slot, at most `MAX_SKIPS`
-        times.
+        Other requests may overtake a request that waits for a slot, until `ready` has refused the waiting
+        request `MAX_SKIPS` times. Requests without an adapter never wait.
 
         Raises:
             UnknownModelError: the request's adapter is not loaded.

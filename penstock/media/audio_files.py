@@ -1,6 +1,6 @@
 """Reads audio files, and encodes samples as a file or as a stream.
 
-WAV and PCM need no library. All other formats need ``soundfile`` (the extra ``audio``).
+16-bit WAV and PCM need no library. All other formats need ``soundfile`` (the extra ``audio``).
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Block(Protocol):
     def __call__(
         self, x: Tensor, residual: Tensor | None, rows: Sequence[RotaryRows], step: StepInputs
     ) -> tuple[Tensor, Tensor]:
-        """Return the output of the block's last layer and the residual stream, ``[T, E]`` each.
+        """Return the block's output, not yet added to the residual stream, and the stream, ``[T, E]`` each.
 
         The next block or the final norm adds the output to the residual stream, because addition and norm are
         one fused operation. ``x`` and ``residual`` are the results of the previous block. The first block
@@ -143,7 +143,7 @@ class ParallelBlock:
     def load(
         cls, load: Loader, blueprint: Blueprint, layer: int, parts: BlockParts, *, norms: int = 1
     ) -> ParallelBlock:
-        """Read block ``layer``. ``norms`` is 1 for a shared norm, 2 for one norm per layer."""
+        """Read block ``layer``. ``norms`` is 2 if the feed-forward layer has its own norm, else 1."""
         names = blueprint.names
         name = names.block_path(layer)
         norm, mlp_norm = (f"{name}.{part}" for part in names.norms_before)
@@ -223,7 +223,7 @@ class DecoderTrunk:
     ) -> tuple[Tensor, Tensor]:
         """``tokens [T]`` -> hidden states ``[T, E]`` before and after the final norm.
 
-        ``input_embeds`` has the indices ``[P]`` of rows and the embeddings ``[P, E]`` that replace theirs.
+        ``input_embeds`` has the indices ``[P]`` of rows and the embeddings ``[P, E]`` that replace them.
         """
         x, residual = self.embedding(tokens, step, input_embeds), None  # [T, E]
         rows = [rotary.rows(step) for rotary in self.rotaries]

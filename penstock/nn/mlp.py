@@ -50,8 +50,8 @@ class GatedMLP:
         Args:
             load: reads and packs the tensors.
             name: the full name of the layer in the checkpoint.
-            hidden: E.
-            inner: F.
+            hidden: E, the hidden size.
+            inner: F, the size of the gate's output.
             activation: the activation function of the gate.
             bias: whether the linear layers have biases.
             gate_up: the names of the gate and the up matrix; one name if the checkpoint stores them as one

@@ -74,7 +74,7 @@ def load_dense(module: DenseModule, ops: Ops, device: torch.device) -> Dense:
     """Read a dense module of the sentence-transformers layout.
 
     Raises:
-        CheckpointError: the weights are missing or misshapen, or the activation is unknown.
+        CheckpointError: weights are missing, misshapen or unexpected, or the activation is unknown.
     """
     if module.activation not in _ACTIVATIONS:
         known = ", ".join(_ACTIVATIONS)

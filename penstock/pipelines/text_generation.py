@@ -206,7 +206,10 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
         return BatchHandle(batch, drafts, is_forced, launch, proposed - begin, proposed)
 
     def collect(self, handle: BatchHandle) -> dict[str, TextGenerationResponse]:
-        """Return the new tokens of a launched batch, after updating its contexts with them."""
+        """Return the new tokens of a launched batch, after updating its contexts with them.
+
+        The error of a context that fails is in `failures`; the result does not contain this context.
+        """
         if handle.launch is None:
             return {}
         batch, drafts, contexts = handle.batch, handle.drafts, list(handle.batch.values())
@@ -232,7 +235,8 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
 
         ``max_num_steps`` of the configuration is returned if set. Otherwise the result is the estimated
         number of decode steps that fit into ``seconds``: several steps in one call share the Python overhead
-        of a call. It is 1 with a draft proposer, or if the last step did not run as a compiled step.
+        of a call. It is 1 with a draft proposer, if the back end compiles no steps, or if the last step did
+        not run as a compiled step.
         """
         if self.config.max_num_steps is not None:
             return self.config.max_num_steps

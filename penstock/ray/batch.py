@@ -56,10 +56,11 @@ def run_batch(
         ray_config: the configuration of the cluster and the actors.
 
     Returns:
-        The exit status: 1 if a request failed, else 0.
+        The exit status: 1 if a request of this run failed, else 0.
 
     Raises:
         MissingDependencyError: Ray is not installed.
+        CheckpointError: the checkpoint of the model is missing or invalid.
         InputError: the requests cannot be read, or two requests have the same id.
         PenstockError: Ray Data ended without a result for a request. Running the command again continues the
             batch.

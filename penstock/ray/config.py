@@ -21,7 +21,7 @@ class RayConfig:
     """Configuration of Penstock on Ray: the cluster, replicas and actors.
 
     Raises:
-        ConfigError: a field has an invalid value, or two fields contradict each other.
+        ConfigError: a field has an invalid value, or ``ray_max_replicas`` is below ``ray_min_replicas``.
     """
 
     ray: bool = setting(False, FLAG, "Run the model on Ray, in replicas or actors of a cluster.")

@@ -30,7 +30,7 @@ class Application:
     """The ASGI application of one ingress replica. The ASGI lifespan events start and stop it.
 
     Args:
-        services: the services of the application. The gate that admits requests must be closed.
+        services: the services of the application. Their gate must be closed.
         engine: the engine client of these services.
     """
 

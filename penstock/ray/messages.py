@@ -27,9 +27,9 @@ class ReplicaReport(msgspec.Struct):
     info: WorkerInfo
     stats: WorkerStats
     num_restarts: int = 0
-    """The number of times that the worker process of the replica ended unexpectedly."""
+    """The number of times that the worker process of the replica ended unexpectedly or a restart failed."""
     cache: CacheChanges | None = None
-    """The events of the prefix cache after the position in the call of `EngineReplica.report`."""
+    """The events of the prefix cache after the position that the caller of `EngineReplica.report` gave."""
 
 
 def encoder() -> Callable[[object], bytes]:

@@ -1,4 +1,4 @@
-"""`ClientShares`: counts the slots of each client, and determines the order in which clients are served."""
+"""`ClientShares`: counts contexts and slots of each client, and determines the order of the clients."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ class ClientShares:
 
     A client is identified by its id. It is removed with its last context.
 
-    Clients take turns: the client that was served longest ago comes first. A new client comes before the
-    clients that the last step served, and after all other clients. Therefore every client is served.
+    Clients take turns: among clients with equally many slots, the client that was served longest ago comes
+    first. A new client comes before the clients that the last step served, and after all other clients.
+    Therefore every client is served.
     """
 
     def __init__(self) -> None:

@@ -30,7 +30,7 @@ def build_services(
     tokenizer: TextTokenizer,
     sibling: Services | None = None,
 ) -> Services:
-    """Return the services of a server. Their gate is closed. The worker may still be starting.
+    """Return the services of a model in a server. A new gate is closed. The worker may still be starting.
 
     Args:
         config: the configuration of the server.

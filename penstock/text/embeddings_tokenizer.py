@@ -79,7 +79,7 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
         """Return the context of a request.
 
         Raises:
-            PromptTooLongError: the input exceeds the maximum length, and ``truncate`` is not set.
+            PromptTooLongError: the input exceeds the maximum length or ``max_tokens``, without ``truncate``.
             InputError: the input is empty, the prompt name or the task is unknown, or a parameter is invalid.
             UnsupportedFeatureError: the request has an instruction, and the model has no template for it.
         """
@@ -88,10 +88,12 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
     def build_embeddings_contexts(
         self, requests: Sequence[EmbeddingsGenerationRequest]
     ) -> Iterator[EmbeddingsContext]:
-        """Yield the context of each request. The texts of all requests are encoded together, on all cores.
+        """Yield the context of each request, in order.
+
+        The texts are encoded together, on all cores; the prompts of a reranker one by one.
 
         Raises:
-            InputError: see `build_embeddings_context`.
+            InputError: see `build_embeddings_context`. Raised at the first invalid request.
         """
         for request, encoded_input in zip(requests, self._encode_inputs(requests), strict=True):
             yield self._context(request, encoded_input)
@@ -99,8 +101,8 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
     def _encode_inputs(self, requests: Sequence[EmbeddingsGenerationRequest]) -> list[EncodedInput | None]:
         """Encode the texts of several requests together, on all cores, for `_context`.
 
-        The entry of a request is None if the request has no text, uses the template of a reranker, or has an
-        error. `_context` then encodes the input, or raises the error.
+        The entry of a request is None if the request has no text, uses the template of a reranker, or fails
+        a check before encoding. `_context` then encodes the input, or raises the error.
         """
         encoded_inputs: list[EncodedInput | None] = [None] * len(requests)
         inputs_by_limit: dict[int | None, list[tuple[int, TokenizerInput]]] = {}
@@ -185,7 +187,7 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
         )
 
     def cut_text(self, text: str, max_tokens: int) -> str:
-        """Return the beginning of a text that has at most ``max_tokens`` tokens, without special tokens."""
+        """Return the beginning of a text that has at most ``max_tokens`` tokens without special tokens."""
         text = valid_unicode(text)
         encoding = self.backend.encode(text, add_special_tokens=False)
         if len(encoding) <= max_tokens:
@@ -282,7 +284,7 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
         """Return the tokens of a reranker's prompt. Only its body is cut to fit into ``max_tokens`` tokens.
 
         Raises:
-            InputError: the prompt without the query and the document exceeds ``max_tokens``.
+            InputError: ``max_tokens`` leaves no room for the body, or the body is clearly too long.
         """
         assert isinstance(request.input, str)
         assert request.text_pair is not None

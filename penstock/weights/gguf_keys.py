@@ -25,7 +25,7 @@ class GGUFKeys:
         return self.file.metadata.get(self._prefix + key)
 
     def count(self, key: str, default: int | None = None) -> int:
-        """Return a whole number of at least 1. Without a default, a missing key is an error."""
+        """Return a whole number above 0. Other values, and a missing key without default, are errors."""
         value = self.get(key) if self.get(key) is not None else default
         if value is None:
             raise self.missing(key)
@@ -34,7 +34,7 @@ class GGUFKeys:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a number above 0. Without a default, a missing key is an error."""
+        """Return a number above 0. Other values, and a missing key without default, are errors."""
         value = self.get(key) if self.get(key) is not None else default
         if value is None:
             raise self.missing(key)
@@ -93,7 +93,7 @@ class GGUFKeys:
         Must be called after the configuration was read, because a key that was read counts as supported.
 
         Raises:
-            WeightsError: the file sets such a key. The message has the key and its value.
+            WeightsError: the file sets such a key, or another key has an unsupported value.
         """
         for key in _RESTRICTED_KEYS:
             is_read = key in self._read or key in _SUPPORTED_BY.get(self._prefix, ())

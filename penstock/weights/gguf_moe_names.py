@@ -10,7 +10,7 @@ _BLOCK = "model.layers.N"
 
 
 def _experts(path: str, router: str, parts: tuple[str, str, str]) -> dict[str, str]:
-    """Return the names of the router and of the experts.
+    """Return GGUF name -> checkpoint name, for the router and the matrices of the experts.
 
     Args:
         path: the checkpoint's name of the experts within a block.
@@ -27,7 +27,7 @@ def _experts(path: str, router: str, parts: tuple[str, str, str]) -> dict[str, s
 
 
 def _shared(path: str) -> dict[str, str]:
-    """Return the names of the shared experts, which have the name ``path`` within a block."""
+    """Return GGUF name -> checkpoint name, for the shared experts at ``path`` within a block."""
     return {f"blk.N.ffn_{short}_shexp": f"{_BLOCK}.{path}.{short}_proj" for short in ("gate", "up", "down")}
 
 

@@ -64,9 +64,9 @@ def drop_pages(tensor: Tensor) -> None:
     """Drop the pages of a contiguous, unmodified tensor that is mapped from a file.
 
     Pages that also contain parts of other tensors are not dropped. Does nothing if the tensor is not mapped
-    from a file, or on a system without ``madvise``. The next access reads the pages again, from the page
-    cache or from the file. Without this function, a process that packs a model has both the packed and the
-    stored weights in its resident memory until the file is closed.
+    from a file, or on a system without ``madvise`` or ``/proc``. The next access reads the pages again, from
+    the page cache or from the file. Without this function, a process that packs a model has both the packed
+    and the stored weights in its resident memory until the file is closed.
     """
     page = mmap.PAGESIZE
     begin = -(-tensor.data_ptr() // page) * page

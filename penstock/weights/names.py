@@ -1,4 +1,4 @@
-"""`plain_names`: removes prefixes from tensor names that wrapper modules and training programs add."""
+"""`plain_names`: removes the prefixes that wrapper modules and training programs add to tensor names."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ CacheListener: TypeAlias = Callable[[int, Sequence[CacheEvent]], None]
 class EngineClient(Protocol):
     """The only interface through which the server uses workers.
 
-    `WorkerClient` implements it for one worker, `WorkerRouter` for several. All methods except `launch` must
+    `WorkerClient` implements it for one worker, `WorkerRouter` for several, and
+    `penstock.ray.engine.RayEngine` for the replicas of a Ray cluster. All methods except `launch` must
     be called on the event loop, and never block it. `Generation.cancel` cancels a request.
     """
 

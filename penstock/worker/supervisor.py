@@ -5,7 +5,7 @@
         +----------+-----------+--> stopping --> stopped
 
 The state changes directly to ``stopped`` if the first start fails, and after `MAX_FAILED_STARTS` consecutive
-failed starts.
+failed starts. While `WorkerSupervisor.is_asleep` is set, ``asleep`` replaces ``ready`` and ``stopped``.
 
 All code here except `WorkerSupervisor.launch` runs on the event loop. It blocks the loop only while it
 launches or ends a worker.

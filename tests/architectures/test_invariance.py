@@ -1,4 +1,4 @@
-"""With ``deterministic=True`` the results of a request do not depend on other requests, bit for bit."""
+"""With ``deterministic=True`` results do not depend on batches, chunks, steps, prefix hits or preemption."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Families with experts: unusual configurations, published key names, mutations, types, refused settings."""
+"""Families with experts: variants of configurations, mutations, bfloat16, refused settings, Llama 4."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def compute_logits(pipeline: TextGenerationPipeline, tokens: list[int] = TOKENS)
 
 
 def relative_error(pipeline: TextGenerationPipeline, expected: torch.Tensor) -> float:
-    """Return the error of the logits in multiples of the tolerance."""
+    """Return the largest error of the logits, divided by the tolerance."""
     tolerance = 1e-4 * max(1.0, float(expected.std()))
     return float((compute_logits(pipeline) - expected).abs().max()) / tolerance
 
@@ -333,7 +333,7 @@ def mutate_attention(network: Any, **fields: Any) -> Any:
 
 
 def mutate_llama4_experts(network: Any, change: Callable[[Any], Any]) -> Any:
-    """Return the network with a function applied to its experts."""
+    """Return the network with a function applied to each layer of Llama 4 experts."""
     blocks = [
         replace(block, mlp=change(block.mlp)) if isinstance(block.mlp, Llama4Experts) else block
         for block in network.blocks

@@ -1,4 +1,4 @@
-"""Settings of ``config.json``: values that a family refuses, older names, and maximum lengths."""
+"""Settings of ``config.json``: refused values, older names, ignored windows, and maximum lengths."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] 
 
 
 def load_blueprint(family: str, changes: dict[str, Any]) -> Any:
-    """Return the blueprint of an architecture's tiny configuration with these changes."""
+    """Return the blueprint, or for gpt2 the `GPT2Config`, of a tiny configuration with these changes."""
     (architecture,) = (candidate for candidate in DECODERS if candidate.name == family)
     assert architecture.tiny_config is not None
     config = HuggingFaceConfig(architecture.tiny_config() | changes)

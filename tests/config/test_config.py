@@ -1,4 +1,4 @@
-"""Configurations: values from all sources, and invalid values."""
+"""Configurations: values from all sources, invalid values, encodings, model names and aliases."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_values_are_checked_when_a_class_is_built_directly(make_config: Any, fie
     assert error.value.field == field
 
 
-def test_numpy_numbers_are_accepted() -> None:
+def test_numpy_scalars_are_converted() -> None:
     values: dict[str, Any] = {
         "max_length": np.int64(64),
         "device_memory_utilization": np.float32(0.5),
@@ -208,7 +208,7 @@ def test_numpy_numbers_are_accepted() -> None:
 
 
 @pytest.mark.parametrize("value", [np.float64("nan"), np.float32("inf"), np.int64(0), np.True_], ids=repr)
-def test_invalid_numpy_numbers_are_refused(value: Any) -> None:
+def test_invalid_numpy_scalars_are_refused(value: Any) -> None:
     with pytest.raises(
         ConfigError, match="device_memory_utilization: must be a number above 0 and at most 1"
     ):
@@ -288,7 +288,7 @@ def test_the_argument_for_the_file_precedes_the_environment(tmp_path: Path) -> N
         ("a.toml", "config_file = 'b.toml'", "config_file: is not a configuration field"),
     ],
 )
-def test_malformed_configuration_files_are_refused(
+def test_malformed_or_invalid_configuration_files_are_refused(
     tmp_path: Path, name: str, content: str, message: str
 ) -> None:
     file = tmp_path / name
@@ -297,14 +297,14 @@ def test_malformed_configuration_files_are_refused(
         PipelineConfig.from_flat({"config_file": str(file)})
 
 
-def test_a_missing_configuration_file_is_refused(tmp_path: Path) -> None:
+def test_a_missing_file_and_an_invalid_path_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config_file: .*gone.toml: cannot be read: No such file"):
         PipelineConfig.from_flat({"config_file": tmp_path / "gone.toml"})
     with pytest.raises(ConfigError, match="config_file: must be a path, was 3"):
         PipelineConfig.from_flat({"config_file": 3})
 
 
-def test_environment_variables_need_exact_names() -> None:
+def test_environment_variables_need_known_names_and_valid_values() -> None:
     assert (
         PipelineConfig.from_flat({}, environment={"PENSTOCK_HOME": "/x", "MAX_LENGTH": "1"})
         == PipelineConfig()
@@ -315,7 +315,7 @@ def test_environment_variables_need_exact_names() -> None:
         PipelineConfig.from_flat({}, environment={"PENSTOCK_MAX_LENGTH": "many"})
 
 
-def test_deterministic_is_refused_only_in_float16_on_a_gpu() -> None:
+def test_deterministic_is_refused_in_float16_on_a_gpu_and_never_on_a_cpu() -> None:
     assert PipelineConfig.from_flat({"deterministic": True}).model.encoding == "bfloat16", (
         "the demo model must run in bfloat16"
     )
@@ -488,7 +488,7 @@ def test_an_alias_is_accepted_in_every_source(tmp_path: Path) -> None:
     assert "gpu_memory_utilization" not in names
 
 
-def test_an_alias_together_with_its_setting_is_refused(tmp_path: Path) -> None:
+def test_an_alias_is_refused_with_its_setting_in_one_source_or_with_an_invalid_value(tmp_path: Path) -> None:
     settings = {"device_memory_utilization": 0.5, "gpu_memory_utilization": 0.5}
     with pytest.raises(ConfigError, match="gpu_memory_utilization: is another name of device_memory_util"):
         PipelineConfig.from_flat(settings)

@@ -1,4 +1,4 @@
-"""The task of a checkpoint: given by --task, or read from the checkpoint's files."""
+"""The task of a checkpoint, given by --task or read from its files, and its Matryoshka dimensions."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_an_unknown_task_is_refused() -> None:
         ({"matryoshka_dimensions": [32, 64]}, {"matryoshka_dimensions": "16, 8"}, (16, 8)),
     ],
 )
-def test_trained_dimensions_are_read(
+def test_trained_dimensions_are_read_from_the_setting_or_config_json(
     tmp_path: Path, config_values: dict[str, Any], option: dict[str, str], expected: tuple[int, ...] | None
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", **config_values}))

@@ -1,4 +1,4 @@
-"""Registry, recorder and C declarations of an operation all follow from its row in the table."""
+"""The registry, the recorder and the C declarations use the table of operations."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_the_c_declarations_come_from_the_table() -> None:
     )
 
 
-def test_kernels_are_attributes() -> None:
+def test_loaded_kernels_are_attributes_and_other_names_raise() -> None:
     kernels = Kernels("none", {"blend": lambda *numbers: len(numbers), "long_blend": lambda: 0})
     assert kernels.blend(1, 2) == 2
     with pytest.raises(AttributeError):

@@ -78,7 +78,7 @@ def test_several_answers_are_returned_in_order(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("prompt_logprobs", [None, 2])
-def test_the_prompt_is_computed_once(
+def test_the_full_blocks_of_the_prompt_are_computed_once(
     prompt_logprobs: int | None, synchronous_llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = synchronous_llm

@@ -111,7 +111,7 @@ def test_greedy_and_sampled_tokens_do_not_depend_on_the_batch(pipeline: TextGene
     assert batch_tokens[0] != batch_tokens[1]
 
 
-def test_the_end_token_is_not_an_output_token(pipeline: TextGenerationPipeline) -> None:
+def test_the_end_token_is_no_output_token_and_ends_the_context(pipeline: TextGenerationPipeline) -> None:
     (plain_tokens,) = generate_tokens(pipeline, [make_context(PROMPT)])
     end_token = next(token for token in plain_tokens[5:] if token not in plain_tokens[:5])
     end_index = plain_tokens.index(end_token)
@@ -211,7 +211,7 @@ def test_a_refused_batch_changes_no_context(pipeline: TextGenerationPipeline) ->
         pipeline.execute({"good": valid_context, "again": valid_context})
 
 
-def test_unsupported_requests_are_refused(pipeline: TextGenerationPipeline) -> None:
+def test_images_and_unimplemented_log_probabilities_are_refused(pipeline: TextGenerationPipeline) -> None:
     image = TextAndVisionContext(
         prompt="", max_length=60, tokens=np.array(PROMPT), pixel_values=(np.zeros((3, 4, 4)),)
     )
@@ -258,7 +258,7 @@ def test_log_probabilities_equal_transformers(
     pipeline.release(context)
 
 
-def test_penalties_change_the_text(pipeline: TextGenerationPipeline) -> None:
+def test_penalties_change_only_the_text_of_their_request(pipeline: TextGenerationPipeline) -> None:
     (plain_tokens,) = generate_tokens(pipeline, [make_context(PROMPT)])
     params = SamplingParams(frequency_penalty=2.0, presence_penalty=2.0, repetition_penalty=1.5)
     penalized_tokens, unpenalized_tokens = generate_tokens(
@@ -293,7 +293,7 @@ def test_hidden_states_equal_transformers(
     torch.testing.assert_close(logits, transformers_logits(reference, texts[1])[-1:], atol=1e-3, rtol=1e-4)
 
 
-def test_return_logits_all_gives_the_logits_of_every_row(
+def test_return_logits_all_gives_every_row_and_does_not_change_generation(
     pipeline: TextGenerationPipeline, reference: Any
 ) -> None:
     pipeline.model.return_logits = ReturnLogits.ALL
@@ -403,7 +403,7 @@ class SuccessorModel(PipelineModel[TextContext]):
         return ModelOutputs(logits=torch.eye(130, device=model_inputs.device)[model_inputs + 1])
 
 
-def test_a_model_may_return_only_logits(checkpoint: Path) -> None:
+def test_a_model_without_cache_may_return_only_logits(checkpoint: Path) -> None:
     config = PipelineConfig.from_flat({"model_path": str(checkpoint)})
     pipeline = TextGenerationPipeline(config, SuccessorModel, 9)
     tokens = generate_tokens(pipeline, [make_context([3, 1], 3), make_context([50], 4)], num_steps=2)

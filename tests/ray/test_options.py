@@ -117,7 +117,7 @@ def test_settings_of_a_single_process_server_are_refused(name: str, value: objec
 
 
 @pytest.mark.usefixtures("no_ray")
-def test_without_ray_the_error_names_the_extra(tmp_path: Path) -> None:
+def test_without_ray_the_error_names_the_extra_and_the_output_file_is_unchanged(tmp_path: Path) -> None:
     requests = tmp_path / "in.jsonl"
     requests.write_text("")
     output = tmp_path / "out.jsonl"
@@ -138,7 +138,9 @@ def test_without_ray_the_error_names_the_extra(tmp_path: Path) -> None:
             getattr(penstock.ray, name)(None, "demo")
 
 
-def test_settings_come_from_flags_and_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_come_from_flags_and_the_environment_and_are_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PENSTOCK_RAY_MAX_REQUESTS", "5")
     arguments = ["serve", "demo", "--ray", "--ray-min-replicas", "2", "--print-config"]
     printed_rows = {

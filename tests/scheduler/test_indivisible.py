@@ -53,7 +53,7 @@ def run_contexts(
 
 
 @pytest.mark.parametrize("budget", [4, 7, 10, 16, 40])
-def test_no_step_ends_within_an_image(budget: int) -> None:
+def test_no_step_starts_or_ends_within_an_image(budget: int) -> None:
     pipeline = run_contexts(make_context("a", 6, 5, 6), budget=budget)
     assert sum(rows["a"] for rows in pipeline.trace) >= 29
 

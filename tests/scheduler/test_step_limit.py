@@ -77,7 +77,7 @@ class TimedRun:
             assert tokens == expected_output_tokens(text_context(prompt, max_length=3 + len(tokens))), name
 
 
-def test_steps_take_at_most_5_ms_while_another_client_sends_requests() -> None:
+def test_steps_take_about_5_ms_at_most_and_many_rows_while_another_client_sends_requests() -> None:
     run = TimedRun(fixed_seconds=0.001, seconds_per_row=0.0002)
     run.start_competing_clients(128)
     durations = [run.step() for _ in range(40)]
@@ -109,7 +109,7 @@ def test_all_sequences_decode_equally_often() -> None:
     run.finish()
 
 
-def test_a_client_decodes_all_rows_two_seconds_after_the_last_competitor() -> None:
+def test_a_client_decodes_all_rows_about_two_seconds_after_the_last_competitor() -> None:
     run = TimedRun(fixed_seconds=0.001, seconds_per_row=0.0002)
     run.start_competing_clients(128, num_new_tokens=900)
     while run.pipeline.seconds < 60 and len(run.pipeline.trace[-1]) < 128:
@@ -170,7 +170,7 @@ def test_step_time_fits_fixed_and_per_row_seconds_and_follows_changes() -> None:
     assert estimate.seconds_per_row == pytest.approx(0.0001, rel=0.05)
 
 
-def test_steps_of_equal_size_do_not_change_the_fit() -> None:
+def test_the_fit_changes_only_while_recent_steps_have_different_sizes() -> None:
     estimate = StepTime()
     for _ in range(50):
         estimate.record(64, 0.01)

@@ -30,7 +30,10 @@ def accepts(grammar: xgr.CompiledGrammar, text: str) -> bool:
 
 
 def generate_random_text(grammar: xgr.CompiledGrammar, seed: int, soft_limit: int = 60) -> str:
-    """Return a random text of the grammar. Closing bytes are preferred after `soft_limit` bytes."""
+    """Return a random text of the grammar.
+
+    After `soft_limit` bytes, the text ends where the grammar allows it; else closing bytes are preferred.
+    """
     random_choices = random.Random(seed)
     matcher = xgr.GrammarMatcher(grammar)
     mask = torch.empty((1, 9), dtype=torch.int32)

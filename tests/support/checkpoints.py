@@ -1,4 +1,4 @@
-"""Small random checkpoints, written and run by transformers, which is the reference of the tests."""
+"""Writes small random checkpoints with transformers, and computes reference results with it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def skip_unknown_model_type(model_type: str) -> None:
 
 
 def write_checkpoint(folder: Path, config: Mapping[str, Any], seed: int = 0) -> Path:
-    """Save a model of this ``config.json`` with weights large enough to expose every mistake.
+    """Save a model of this ``config.json`` with weights that are large enough to expose mistakes.
 
     transformers initializes weights with a standard deviation of 0.02 and norms with 1. A wrong RoPE base or
     a missing norm would change results by less than the tolerance. Here the standard deviation is 0.2, and

@@ -59,7 +59,8 @@ class LazyQueue(DeviceQueue):
     """Runs work in order of submission, up to the work whose result a caller waits for.
 
     A launched forward therefore runs after the host has prepared the next forward, so it must not read
-    contexts. `num_early_reads` counts the results that the host reads without `fetch`.
+    contexts. `num_early_reads` counts the results that the host reads, without `fetch`, before they
+    are computed.
     """
 
     def __init__(self) -> None:

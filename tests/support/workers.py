@@ -47,7 +47,7 @@ class Gate:
 
 
 class GatedPipeline(FakePipeline):
-    """A fake pipeline. Its steps wait at a gate, and requests in ``failing_requests`` fail."""
+    """A fake pipeline. Its steps wait at a gate, and a step with a request of ``failing_requests`` fails."""
 
     def __init__(self, gate: Gate | None = None, **options: Any) -> None:
         super().__init__(**options)

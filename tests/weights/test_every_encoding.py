@@ -1,4 +1,4 @@
-"""Models whose linear layers are stored in an encoding, for each encoding: adapters and compiled steps."""
+"""Models whose linear layers are stored in each quantized encoding: adapters and compiled steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GGUF models have the same tensors and logits as the checkpoints that they are converted from."""
+"""GGUF models: tensors and logits equal to the source checkpoints, block types, and invalid files."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ def test_errors_contain_tensor_names_of_the_file(tmp_path: Path) -> None:
         assert expected_message in str(error.value)
 
 
-def test_unsupported_block_types_are_refused(tmp_path: Path) -> None:
+def test_an_unsupported_block_type_is_refused(tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "m.gguf", "llama")
     writer.add_head_count(1)
     block_type = GGMLQuantizationType.Q8_K

@@ -17,7 +17,7 @@ _PADDING = 4000  # samples of silence that are added at both ends
 
 
 class Recogniser:
-    """Recognises English speech with a general language model, or with a grammar.
+    """Recognizes English speech with a general language model, or with a grammar.
 
     Args:
         with_grammar: whether it recognizes only sentences of the grammar of `demo_voice.sentences`.
@@ -52,7 +52,7 @@ def split_words(text: str) -> list[str]:
 
 
 def edit_distance(first: Sequence[str], second: Sequence[str]) -> int:
-    """Return the number of insertions, deletions and substitutions between two texts."""
+    """Return the smallest number of insertions, deletions and substitutions between two lists of words."""
     row = list(range(len(second) + 1))
     for index, word in enumerate(first, 1):
         above, row = row, [index]

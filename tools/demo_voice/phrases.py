@@ -36,7 +36,7 @@ COMMON_PHRASES = tuple(
 def variants(phrase: str) -> list[str]:
     """Return the variants of a phrase: without and with each punctuation mark at the end.
 
-    A phrase that begins with ``hello`` or ``hi`` also has variants with a comma after this word.
+    A longer phrase that begins with ``hello`` or ``hi`` also has variants with a comma after this word.
     """
     ends = [phrase + end for end in ("", ".", "!", "?", "...", ":", ",")]
     first, _, rest = phrase.partition(" ")
@@ -83,7 +83,10 @@ _NUMBER_TEXTS = (
 
 
 def number_texts(seed: int, count: int) -> list[str]:
-    """Return distinct texts with numbers in words. They include all numbers from zero to one hundred."""
+    """Return ``count`` distinct texts with numbers in words, at least 132.
+
+    They include the numbers from zero to one hundred and the ordinals from first to thirty-first.
+    """
     rng = random.Random(seed)
     texts = [*map(cardinal, range(101)), *map(ordinal, range(1, 32))]
     seen = set(texts)

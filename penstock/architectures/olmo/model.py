@@ -1,4 +1,4 @@
-"""OLMo (Groeneveld et al. 2024, arXiv:2402.00838): norms without weights, clipped projections."""
+"""OLMo (Groeneveld et al. 2024, arXiv:2402.00838): norms without weights, optionally clipped QKV."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _EPS = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class ClippedLinear(Linear):
-    """A linear layer whose outputs are clamped to ``-limit`` to ``limit``."""
+    """A linear layer whose outputs are clamped to the range from ``-limit`` to ``limit``."""
 
     limit: float
 

@@ -1,4 +1,4 @@
-"""Seed-OSS."""
+"""Seed-OSS: Seed-OSS-36B-Instruct and other ``seed_oss`` models."""
 
 from __future__ import annotations
 

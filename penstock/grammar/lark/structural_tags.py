@@ -1,6 +1,6 @@
-"""Reads structural tags.
+"""Reads structural tags as grammar rules.
 
-`penstock.grammar.schema` has already replaced their JSON schemas and regular expressions by EBNF, and the
+`penstock.grammar.schema` has already replaced the JSON schemas and regular expressions by EBNF, and the
 texts of tokens by token ids.
 """
 
@@ -226,7 +226,8 @@ class _Reader:
     def _token_triggered_tags(self, part: TagFormat, end_ids: list[tuple[int, int]]) -> Node:
         """Return the node of tokens in which a trigger token starts a format.
 
-        This is `_triggered_tags` with token ids instead of trigger texts and end texts.
+        This is `_triggered_tags` with token ids instead of trigger texts and end texts. The
+        text has no token of ``end_ids``; the caller adds the end token.
         """
         if part["type"] == "token_dispatch":
             rules = _non_empty_list(part, "rules")

@@ -44,7 +44,8 @@ class Validator:
 
     Args:
         resolve: returns the schema that a $ref refers to.
-        refused_keywords: unsupported keyword -> reason.
+        refused_keywords: keyword that grammars do not support -> reason. Keywords that this class evaluates
+            are accepted.
     """
 
     def __init__(self, resolve: Callable[[SchemaNode], SchemaNode], refused_keywords: dict[str, str]) -> None:

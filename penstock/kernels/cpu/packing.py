@@ -46,16 +46,16 @@ def pack_panels(
 ) -> dict[str, Tensor]:
     """Return the panels of a weight that is given in parts ``[out, in]`` along its outputs, in order.
 
-    If all parts begin at the first output of a panel, the kernel reads them directly, for example from a
-    mapped file. Otherwise they are concatenated first.
+    If all parts have one type and begin at the first output of a panel, the kernel reads them directly, for
+    example from a mapped file. Otherwise, and for encodings of bytes, they are concatenated first.
 
     Args:
         kernels: the kernels of one instruction set.
         memory: allocates the panels.
         encoding: one of `ENCODINGS`.
-        parts: floats of one type, or a single part of quantized integers.
-        scales: the scales of quantized integers.
-        importance: ``[in]``, see `LinearEncoding.pack`.
+        parts: floats, or a single part of quantized integers.
+        scales: the scales of quantized integers; None for floats.
+        importance: ``[in]``, see `LinearEncoding.pack`. Has no effect on encodings of bytes.
     """
     if encoding in _BYTE_ENCODINGS:
         return pack_rows(kernels, memory, encoding, encoding_named(encoding).pack(torch.cat(tuple(parts))))

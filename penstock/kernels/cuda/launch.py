@@ -1,4 +1,4 @@
-"""Launches programs, and provides the device properties that determine grids."""
+"""Launches programs, and provides the sizes, strides and device properties that a launch needs."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def launch(
 ) -> None:
     """Run a program on the device of its first argument, which is a tensor.
 
-    Programs are compiled without fusing a multiplication and an addition, so that they round like the
-    reference kernels. This does not affect matrix products.
+    By default, programs are compiled without fusing a multiplication and an addition, so that they round like
+    the reference kernels. This does not affect matrix products.
 
     Args:
         program: the program.
@@ -45,7 +45,7 @@ def launch(
             has the constant ``PDL`` and may start while the previous kernel still runs. It must call
             `programs.dependent_launch.wait_for_previous` before it reads results of other kernels and before
             it writes.
-        **options: its constant arguments, ``num_warps`` and ``num_stages``.
+        **options: its constant arguments, and options of Triton such as ``num_warps`` and ``num_stages``.
     """
     if 0 in grid:
         return

@@ -23,8 +23,9 @@ from penstock.kernels.nibbles import NIBBLES, fits_nibbles, to_nibbles
 class CudaLinear(CudaRows):
     """Linear layers and adapters.
 
-    cuBLAS chooses its kernels by the number of rows. After `require_determinism`, a Triton program with fixed
-    tiles multiplies floats instead. Integer products are exact and need no special program.
+    cuBLAS chooses its kernels by the number of rows, and a single row has its own program. After
+    `require_determinism`, Triton programs multiply floats instead, and the result of a row does not depend
+    on the number of rows.
     """
 
     def require_determinism(self) -> None:
@@ -119,7 +120,7 @@ def _multiply_adapters(
         x: ``[T, in]`` if ``gathers``; else ``[T, R]``, sorted by adapter.
         matrices: ``[n, out, in]``.
         groups: the rows of each adapter.
-        ranks: ``[n]`` ranks in use.
+        ranks: ``[n]`` ranks in use; None if all adapters use all R.
         gathers: whether this is the first of the two products.
     """
     outputs, inputs = matrices.shape[1:]

@@ -19,7 +19,7 @@ _COLUMNS = 1024
 
 
 class CudaLookups(CudaAttention):
-    """Lookups and writes of rows of floats and integers."""
+    """Lookups and writes of rows of floats and integers. Other types use the torch operations."""
 
     def embedding(self, tokens: Tensor, table: Tensor) -> Tensor:
         return self.take_rows(table, tokens.flatten()).view(*tokens.shape, *table.shape[1:])

@@ -6,7 +6,8 @@
     [0, 1, 2]
 
 An array is a map ``{"__np__": True, "data": bytes in C order, "shape": [...], "dtype": name}``. It is decoded
-to an array if the target type is ``ndarray``. Other types that msgpack does not support raise ``TypeError``.
+to an array if the target type is ``ndarray``. Other types that msgspec does not support, such as numpy
+scalars, raise ``TypeError``.
 `frames_encoder` sends large arrays separately: their maps have the index of a frame instead of ``data``.
 """
 
@@ -69,7 +70,10 @@ def frames_encoder() -> Callable[[object], list[Frame]]:
 
 
 def frames_decoder(type_: object) -> Callable[[Sequence[bytes]], Any]:
-    """Return a function that decodes the frames of `frames_encoder` into ``type_``, with writable arrays."""
+    """Return a function that decodes the frames of `frames_encoder` into ``type_``, with writable arrays.
+
+    The function is not thread-safe.
+    """
     arrays: dict[int, npt.NDArray[np.generic]] = {}
     frames: list[bytes] = []
 

@@ -57,7 +57,7 @@ class ImageRequests:
         self._num_active = 0
 
     async def run(self, function: Callable[[], T]) -> T:
-        """Run a function that prepares a request with images.
+        """Return the result of a function that prepares a request with images; runs it in the thread pool.
 
         Raises:
             OverloadedError: too many requests with images are being prepared.

@@ -8,7 +8,10 @@ from contextlib import contextmanager
 
 
 class Gate:
-    """Tracks whether the server accepts requests: from the call of `open` until the call of `close`.
+    """Tracks whether the server accepts requests, and counts the active requests.
+
+    Requests are accepted until the call of `close`. If the gate is not open from the beginning, they are
+    accepted only after the call of `open`.
 
     Args:
         is_open: whether the gate is open from the beginning. False while the model is being loaded.
@@ -54,7 +57,7 @@ class Gate:
                 self._idle_event.set()
 
     async def wait_until_idle(self, seconds: float) -> bool:
-        """Wait until no request is active. Return False if that takes longer than ``seconds``."""
+        """Wait until no request is active, at most ``seconds``. Return whether no request is active."""
         try:
             async with asyncio.timeout(seconds):
                 await self._idle_event.wait()

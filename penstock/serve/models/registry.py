@@ -1,6 +1,6 @@
-"""The models of a server. As many of them are loaded as fit into the memory budget.
+"""The models of a server, loaded on request. The loaded models fit into the memory budget together.
 
-    unloaded --- a request names it ---> loaded --- another model needs its memory ---> unloaded
+    unloaded --- a request needs it ---> loaded --- another model needs its memory ---> unloaded
 
 Models are loaded and unloaded one at a time. Before a model is unloaded, its running requests finish. New
 requests for the model wait until it is loaded again. If two models do not fit into the budget together, they
@@ -66,7 +66,9 @@ class ServedModel:
 
 
 class ModelRegistry:
-    """Loads models when requests name them, and unloads the least recently used models to free memory.
+    """Loads models when requests need them, and unloads models to free memory.
+
+    Idle models are unloaded before models with running requests, and the least recently used first.
 
     Args:
         models: the models, the default first.

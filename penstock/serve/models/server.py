@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ModelsServer(Server):
-    """A server of several models. Loads the first at the start, and each other model when a request names it.
+    """A server of several models. Loads the first at the start, and each other model when a request needs it.
 
     Args:
         config: the configuration of the server.

@@ -86,7 +86,7 @@ def types_of(schema: object, root: Schema) -> frozenset[str] | None:
 
 
 def _object_schema(parameters: Schema | None) -> Schema:
-    """Return the schema of the arguments object. Without parameters, it allows only an empty object."""
+    """Return the schema of the arguments object, which must be empty if no properties are declared."""
     schema = {"type": "object", **(parameters or {"properties": {}})}
     if schema.get("properties") == {} and not {"additionalProperties", "patternProperties"} & schema.keys():
         schema["additionalProperties"] = False
@@ -115,7 +115,7 @@ def _types(schema: object, root: Schema, depth: int) -> frozenset[str] | None:
 
 
 def _reference_target(reference: str, root: Schema) -> object:
-    """Resolve a reference such as ``#/$defs/Name``; return None for other references."""
+    """Resolve a reference such as ``#/$defs/Name``; return None for other or unknown references."""
     target: object = root
     steps = reference.removeprefix("#/").split("/") if reference.startswith("#/") else [""]
     for step in steps:

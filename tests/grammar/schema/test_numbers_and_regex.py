@@ -43,7 +43,7 @@ def test_integers_between_accepts_exactly_the_integers_in_range(
 
 @given(st.none() | DECIMAL, st.none() | DECIMAL, st.booleans(), st.booleans(), st.lists(DECIMAL, max_size=20))
 @settings(max_examples=num_examples(100), deadline=None)
-def test_numbers_between_accepts_exactly_the_decimals_in_range(
+def test_numbers_between_accepts_exactly_the_nonzero_decimals_in_range(
     minimum: Decimal | None,
     maximum: Decimal | None,
     excludes_minimum: bool,

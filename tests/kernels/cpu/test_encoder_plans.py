@@ -1,4 +1,4 @@
-"""Compiled encoder steps: attention without a KV cache, steps of several calls, bounded memory."""
+"""Compiled encoder steps: attention without a KV cache, several calls per step, refusals, memory."""
 
 from __future__ import annotations
 

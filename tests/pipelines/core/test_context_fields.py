@@ -1,4 +1,4 @@
-"""Text contexts: slots, matchers, grammars, images, and copies of the arguments."""
+"""Text contexts: slots, matchers, grammars, images, equality, and copies of the arguments."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ class Matcher:
     """A matcher that accepts even tokens."""
 
     def __init__(self) -> None:
-        self.accepted: list[int] = []
+        self.received: list[int] = []
 
     def accept_token(self, token: int) -> bool:
-        self.accepted.append(token)
+        self.received.append(token)
         return token % 2 == 0
 
 
@@ -72,11 +72,11 @@ def test_each_output_token_advances_the_matcher() -> None:
     context.update(77)  # a chunk of the prompt
     context.update(4)
     context.jump_ahead(6)
-    assert matcher.accepted == [4, 6]
+    assert matcher.received == [4, 6]
 
 
 @pytest.mark.parametrize("append_token", [TextContext.update, TextContext.jump_ahead])
-def test_a_token_that_the_matcher_rejects_changes_nothing(append_token: Any) -> None:
+def test_a_token_that_the_matcher_rejects_is_not_appended(append_token: Any) -> None:
     context = make_context()
     context.set_matcher(Matcher())  # type: ignore[arg-type]
     with pytest.raises(AssertionError, match="does not accept token 5"):
@@ -114,7 +114,7 @@ def test_two_grammars_are_refused(grammar: Grammar) -> None:
         make_context(grammar=grammar, json_schema="true")
 
 
-def test_numpy_numbers_can_be_serialized() -> None:
+def test_numpy_scalars_can_be_serialized() -> None:
     context = make_context(
         max_length=np.int64(30),
         log_probabilities=np.int32(2),
@@ -140,7 +140,7 @@ def test_end_tokens_are_copied() -> None:
 
 
 @pytest.mark.parametrize("prompt", [(1, 2, 3), [1, 2, 3], range(1, 4), np.arange(1, 4)])
-def test_a_prompt_of_ids_is_a_list(prompt: Any) -> None:
+def test_a_prompt_of_ids_is_stored_as_a_list(prompt: Any) -> None:
     context = TextContext(prompt=prompt, max_length=9, tokens=np.arange(1, 4))
     assert context.prompt == [1, 2, 3]
     assert msgpack_numpy_decoder(TextContext)(msgpack_numpy_encoder()(context)) == context

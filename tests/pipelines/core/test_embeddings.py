@@ -113,7 +113,9 @@ def test_context_type_returns_the_library_class_of_a_context() -> None:
 @pytest.mark.parametrize(
     ("dimensions", "trained_dimensions"), [(384, ()), (384, (64,)), (64, (64, 128)), (1, None), (383, None)]
 )
-def test_trained_dimensions_are_allowed(dimensions: int, trained_dimensions: tuple[int, ...] | None) -> None:
+def test_trained_and_full_dimensions_are_allowed(
+    dimensions: int, trained_dimensions: tuple[int, ...] | None
+) -> None:
     check_dimensions(dimensions, 384, trained_dimensions)
 
 

@@ -24,7 +24,7 @@ def test_a_request_is_frozen() -> None:
 
 
 @pytest.mark.parametrize("fields", [{"input": "hi"}, {"prompt": "hi"}, {"prompt": [1]}, {"input": ""}])
-def test_a_speech_request_needs_a_text_or_token_ids(fields: dict[str, Any]) -> None:
+def test_a_speech_request_accepts_a_text_or_token_ids(fields: dict[str, Any]) -> None:
     assert AudioGenerationRequest("r1", 0, "demo", **fields).audio_prompt_tokens == []
 
 
@@ -34,12 +34,12 @@ def test_a_speech_request_without_text_and_token_ids_is_refused(error: type[Exce
         AudioGenerationRequest("r1", 0, "demo")
 
 
-def test_a_grammar_has_a_kind_and_a_text() -> None:
+def test_grammars_are_compared_by_kind_and_text() -> None:
     assert Grammar("json_object") == Grammar("json_object", "")
     assert len({Grammar("regex", "a"), Grammar("regex", "a"), Grammar("ebnf", "a")}) == 2
 
 
-def test_an_unknown_kind_of_grammar_is_refused() -> None:
+def test_a_grammar_of_an_unknown_kind_or_without_a_string_is_refused() -> None:
     with pytest.raises(InputError, match=r"one of json_schema, .*, was 'lark'"):
         Grammar("lark", "x")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="must be a string, was dict"):

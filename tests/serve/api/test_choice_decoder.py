@@ -1,4 +1,4 @@
-"""`ChoiceDecoder`: the text does not depend on the chunks of tokens, and ends at stop strings."""
+"""`ChoiceDecoder`: text, ends, counts and offsets of a choice, for any chunks of its tokens."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ async def test_chat_completions_read_images(folder: Path, tmp_path: Path) -> Non
 
 
 async def check_counts(server: InProcessServer, ids: list[int]) -> None:
-    """Check that `/tokenize` and `/render` count the tokens of images."""
+    """Check that `/tokenize` and `/v1/chat/completions/render` return ``ids``, with the tokens of images."""
     body = {"model": "tiny", "messages": [make_message("What?", make_image_url(1), make_image_url(2))]}
     tokenized = (await server.http.post("/tokenize", json=body)).json()
     assert tokenized["tokens"] == ids

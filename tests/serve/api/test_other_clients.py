@@ -147,7 +147,7 @@ async def test_prompts_are_truncated_on_request(count: int, max_tokens: int | No
         assert (rendered_response["prompt"], rendered_response["count"]) == (expected, len(expected))
 
 
-async def test_truncation_keeps_the_bos_token(shared_data: Path) -> None:
+async def test_truncation_keeps_the_bos_token_except_for_a_limit_of_1(shared_data: Path) -> None:
     tokenizer = TextTokenizer(shared_data / "models/stories260K")
     request = TokenGeneratorRequest("1", 0, "m", prompt="Once upon a time there was")
     full_prompt = tokenizer.build_context(request).prompt_tokens.tolist()
@@ -172,7 +172,7 @@ async def test_a_long_prompt_is_truncated_to_the_model_limit() -> None:
         assert answer["usage"]["prompt_tokens"] == 2040
 
 
-async def test_prompt_log_probabilities_are_returned() -> None:
+async def test_prompt_log_probabilities_are_returned_without_streaming() -> None:
     async with run_in_process(FakePipeline.saying("Hello!")) as server:
         for fields in ({}, {"n": 2}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 2, "n": 2}):
             answer = await post_ok(server, CHAT, prompt_logprobs=1, **fields)

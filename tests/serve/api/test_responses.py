@@ -377,7 +377,7 @@ async def test_state_survives_a_restart(tmp_path: Path) -> None:
         assert later_response.output_text == "user: Hiassistant: Hello!user: B"
 
 
-async def test_the_number_of_stored_responses_is_bounded() -> None:
+async def test_the_size_of_stored_responses_is_bounded() -> None:
     async with run_in_process(response_store_size=4000) as server:
         responses = [await server.openai.responses.create(model="demo", input="Hi") for _ in range(4)]
         with pytest.raises(openai.NotFoundError):

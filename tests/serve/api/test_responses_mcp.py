@@ -33,7 +33,7 @@ def call_text(name: str, **arguments: object) -> str:
 
 
 def make_scripted_model(*turns: str) -> FakePipeline:
-    """Return a model that gives turn n if the prompt has n tool outputs, and at most the last turn."""
+    """Return a model that answers a prompt with n tool outputs with turn n, at most the last turn."""
     return FakePipeline.answering(lambda prompt: turns[min(prompt.count("tool: "), len(turns) - 1)])
 
 
@@ -198,7 +198,7 @@ async def test_tools_with_the_name_of_a_function_are_renamed(tools: ServedTools)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_only_an_approved_call_is_executed(tools: ServedTools, stream: bool) -> None:
+async def test_only_an_approved_call_is_executed_and_only_once(tools: ServedTools, stream: bool) -> None:
     entry = {**CALC, "require_approval": "always"}
     async with run_server(tools, call_text("add", a=2, b=3), "Done.") as server:
         pending_response = await create(server, tools=[entry])
@@ -280,7 +280,7 @@ async def test_only_allowed_tools_are_listed(tools: ServedTools) -> None:
             assert [tool.name for tool in response.output[0].tools] == names
 
 
-async def test_tool_choice_selects_the_tools(tools: ServedTools) -> None:
+async def test_tool_choice_selects_the_tools_and_refuses_unknown_names(tools: ServedTools) -> None:
     async with run_server(tools, "Hi") as server:
         plain_response = await create(server, tool_choice="none")
         assert item_types(plain_response) == ["message"]
@@ -319,7 +319,7 @@ async def test_tool_choice_forces_a_call_only_in_the_first_turn(tools: ServedToo
         assert (response.output[1].output, response.output_text) == ("5", "It is 5.")
 
 
-async def test_the_number_of_turns_is_limited(tools: ServedTools) -> None:
+async def test_the_numbers_of_turns_and_calls_are_limited(tools: ServedTools) -> None:
     """After the limit, the prompt contains no tools. This model answers only such a prompt."""
 
     def answer(prompt: str) -> str:
@@ -449,7 +449,7 @@ async def test_invalid_values_are_refused_with_the_field(tools: ServedTools) -> 
             )
 
 
-async def test_the_url_of_a_configured_server_is_accepted(tools: ServedTools) -> None:
+async def test_the_url_of_a_configured_server_is_accepted_but_only_once(tools: ServedTools) -> None:
     async with run_server(tools, "Hi") as server:
         response = await create(server, tools=[{**CALC, "server_label": "mine", "server_url": tools.url}])
         assert response.output[0].server_label == "mine"

@@ -60,7 +60,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [write_adapter(DEMO, folder / str(seed), seed) for seed in range(2)]
 
 
-async def test_requests_with_adapters_run_in_one_batch_and_keep_an_unloaded_adapter(
+async def test_requests_with_adapters_run_concurrently_and_keep_an_unloaded_adapter(
     adapters: list[Path],
 ) -> None:
     async with serve_demo(lora=[f"first={adapters[0]}"], enable_lora=True) as server:
@@ -74,7 +74,7 @@ async def test_requests_with_adapters_run_in_one_batch_and_keep_an_unloaded_adap
         load = {"lora_name": "second", "lora_path": str(adapters[1])}
         assert (await server.http.post("/v1/load_lora_adapter", json=load)).status_code == 200
         assert await list_models() == ["demo", "first", "second"]
-        # All three requests run in one batch, with the same results as alone.
+        # All three requests run concurrently, with the same results as alone.
         second_text = await complete_text(server, model="second")
         assert second_text not in (plain_text, first_text)
         batch_responses = await asyncio.gather(

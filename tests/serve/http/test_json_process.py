@@ -83,7 +83,7 @@ def test_too_many_values_are_refused_before_decoding(body: bytes, monkeypatch: p
         decode(body, 50_000, NO_LIMIT)
 
 
-def test_a_long_string_counts_as_one_value() -> None:
+def test_the_content_of_a_long_string_is_not_counted() -> None:
     text = 'a, [b]: {c} "d" \\' * 50_000
     assert decode(json.dumps({"prompt": text}).encode(), 2, 0) == {"prompt": text}
 
@@ -171,7 +171,7 @@ async def test_the_error_message_contains_the_limit(length: int) -> None:
         assert "--max-json-values" in error["message"]
 
 
-async def test_the_limit_allows_prompts_of_token_ids() -> None:
+async def test_token_ids_are_limited_to_4_times_the_maximum_length() -> None:
     services = make_services(max_json_values=100)
     assert services.json_limits == (100, 4 * 2048)
     async with app_client(services) as client:

@@ -77,7 +77,7 @@ async def test_an_unreachable_server_is_reported() -> None:
 
 
 @needs_mcp
-async def test_a_token_is_sent() -> None:
+async def test_a_token_is_sent_and_not_printed() -> None:
     with tool_server("secret") as authenticated_server:
         servers = ToolServers([f"g={authenticated_server.url}"], ["g=secret"], 20)
         (server,) = servers
@@ -88,7 +88,9 @@ async def test_a_token_is_sent() -> None:
 
 
 @needs_mcp
-async def test_tool_lists_are_cached(calculator: ServedTools, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tool_lists_are_cached_until_they_expire(
+    calculator: ServedTools, monkeypatch: pytest.MonkeyPatch
+) -> None:
     servers = ToolServers([f"t={calculator.url}", "away=http://127.0.0.1:9/mcp"], [], 20)
     reachable, unreachable = servers
     num_lists_before = calculator.num_lists

@@ -1,4 +1,4 @@
-"""Rates and quantiles of the metrics page, computed by Node from texts of prometheus_client."""
+"""Sums, growth and quantiles of the metrics page, computed by Node from texts of prometheus_client."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def e4m3_values(codes):
 def e4m3_codes(x):
     """Return the nearest 8-bit floats of float32 numbers, rounding half to even. NaN stays NaN.
 
-    Magnitudes above 448 become 448.
+    Magnitudes above 448 become 448, infinity included.
     """
     magnitude = tl.minimum(tl.abs(x), 448.0)
     bits = magnitude.to(tl.int32, bitcast=True)

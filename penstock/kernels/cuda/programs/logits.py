@@ -17,7 +17,7 @@ COUNT = tl.constexpr(2)
 SCRATCH = tl.constexpr(3)
 """Index of a field that only `sampling.draw` uses."""
 HISTOGRAM = tl.constexpr(4)
-"""Index of the first field of the histograms. Each bin is a field."""
+"""Index of the first field of the histograms. Each bin is a field with a number for each chunk."""
 NUM_BINS = tl.constexpr(16)
 """Number of bins of a histogram. The last bin has no lower end."""
 NUM_FIELDS = tl.constexpr(20)

@@ -1,4 +1,4 @@
-"""Matrix products with floats, and with integers that have one scale per output.
+"""Matrix products with floats, and with integers that have one scale per output; sums over experts.
 
 A product multiplies all rows by one weight, or, with GROUPS, each group of rows by a separate weight. The
 rows are sorted by group: group g has the sorted positions p with ``starts[g] <= p < starts[g + 1]``.
@@ -78,7 +78,8 @@ def multiply_floats(
     """Compute one tile of ``x @ weight.T + bias``. Grid: tiles of rows, tiles of outputs.
 
     With LIMITS "out" or "in", group g has only ``limits[g]`` outputs or inputs. With ADDS the product is
-    added to ``out``. With TO_FLOAT32, ``x`` and the weight are converted to float32 first.
+    added to ``out``. With TO_FLOAT32, ``x`` and the weight are converted to float32 first;
+    otherwise the weight is converted to the type of ``x``.
     """
     group, positions, is_row = find_tile_rows(starts, num_rows, num_groups, M, GROUPS)
     weight = group_tensor(weight, weights, group, group_stride, GROUPS, POINTERS)

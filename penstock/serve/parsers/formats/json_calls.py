@@ -35,7 +35,7 @@ class JsonCalls(ToolFormat):
     name_key: str = "name"
     arguments_key: str = "arguments"
     padding: str = ""
-    """Text on both sides of the object or list."""
+    """Text on both sides of an object, or before a list."""
     first_keys: str = ""
     """JSON text of the members that models write before the name."""
 
@@ -135,7 +135,8 @@ def read_end_marker(
             because a token is never incomplete.
 
     Raises:
-        NotAToolCallError: other text follows the calls.
+        NotAToolCallError: other text follows the calls; or the text ends with ``<``, or with a part of a
+            single-token marker.
     """
     stream = parser.stream
     yield from stream.skip_space()
@@ -149,6 +150,8 @@ def read_end_marker(
 
 def read_json_call(parser: ReasoningToolParser, *, is_unmarked: bool = False) -> Reader[None]:
     """Read one call object. Its keys can have any order, and unknown keys are skipped.
+
+    The arguments may be missing; after the arguments, the closing brace may be missing.
 
     An object without a marker (`is_unmarked`) is a call only if it has no unknown key, has both a name and
     arguments, and names a tool of the request.
@@ -195,7 +198,7 @@ def read_json_call(parser: ReasoningToolParser, *, is_unmarked: bool = False) ->
 
 
 def stream_arguments(parser: ReasoningToolParser, name: str, call_id: str = "") -> Reader[None]:
-    """Read the arguments of a call of a known tool and emit them incrementally.
+    """Read the arguments of a call of a known tool and emit them, an object incrementally.
 
     `ToolCallStart` is emitted when the first key or the end of the arguments object has arrived. If the JSON
     becomes invalid later, the arguments end at this point, and the remaining text is content.

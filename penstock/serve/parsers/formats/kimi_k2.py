@@ -1,6 +1,7 @@
 """Calls as ``<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>``.
 
-A section encloses all calls. The text before the arguments is the id of the call.
+A section encloses all calls; models sometimes omit its begin marker. The text before the arguments is the id
+of the call.
 """
 
 from __future__ import annotations
