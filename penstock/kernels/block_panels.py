@@ -13,8 +13,8 @@ A group has 32 inputs of 64 outputs:
 * for codes of 5 bits: the fifth bits, in the order of `GroupPanels`,
 * for codes of 6 bits: words ``[2, 64]`` of 32 bits. A word has the two high bits of 16 inputs. Byte j of a
   word has the high bits of the inputs j, j + 4, j + 8 and j + 12, lowest first,
-* the scales ``[32 / n, 64]``, where n inputs share a scale, and the minima ``[64]``, unless the scales follow the groups of the
-  unit.
+* the scales ``[32 / n, 64]``, where n inputs share a scale, and the minima ``[64]``, unless the scales follow
+  the groups of the unit.
 
 Padding is 0. If each output has a further scale, the tensor ``scales`` contains these scales.
 """
@@ -118,7 +118,7 @@ class BlockPanels(PanelLayout):
         return [PANEL * kind.unit // GROUP * kind.group_bytes, *factors]
 
     def _group_sizes(self) -> list[int]:
-        """Return the bytes of the parts of a group: low bits, high bits, and its scales and minima, if any."""
+        """Return the bytes of the parts of a group: low bits, high bits, scales and minima, if any."""
         kind = self._kind
         high = PANEL * GROUP * (kind.bits - 4) // 8
         scales = PANEL * SCALE_BYTES[kind.scale_type] * (GROUP // kind.scaled_inputs)

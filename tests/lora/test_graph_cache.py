@@ -141,7 +141,7 @@ def two_threads() -> Iterator[None]:
 
 @pytest.mark.usefixtures("two_threads")
 def test_replayed_wide_layers_are_bit_equal_to_eager_layers(tmp_path: Path) -> None:
-    """Two threads divide the LoRA ranks and the outputs, for few and for many rows. Eager steps use one thread."""
+    """Two threads divide the LoRA ranks and outputs, for few and many rows. Eager steps use one thread."""
     sizes = {"hidden_size": 384, "intermediate_size": 640, "num_hidden_layers": 1}
     checkpoint = write_checkpoint(tmp_path / "base", tiny_config() | sizes)
     adapters = {

@@ -2,8 +2,8 @@
 
 These are the names of the page ``max.pipelines.core`` of Modular's MAX documentation, and additions:
 ``Grammar``, ``GrammarMatcher``, ``ImageMetadata``, ``image_digest``, ``Pipeline``, ``TokenBuffer``,
-``RequestContext``, ``context_type``, ``VoicePrompt`` and the names for embeddings. Importing this package loads numpy and msgspec, but neither torch nor
-transformers nor a library for grammars.
+``RequestContext``, ``context_type``, ``VoicePrompt`` and the names for embeddings. Importing this package
+loads numpy and msgspec, but neither torch nor transformers nor a library for grammars.
 """
 
 from penstock.pipelines.core.context import TextContext
