@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class DType(str, Enum):
-    """An element type of a tensor or buffer. Its value is the name in torch, and in numpy if it has the type."""
+    """An element type of a tensor or buffer. Its value is the name in torch, and in numpy if numpy has it."""
 
     bool = "bool"
     int8 = "int8"

@@ -151,7 +151,7 @@ class RankFailedError(UnavailableError):
 
 
 class ConfigError(PenstockError, ValueError):
-    """A configuration field is unknown, or has an invalid value or a value that the model does not support."""
+    """A configuration field is unknown, or has an invalid value, or one that the model does not support."""
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field}: {problem}")
