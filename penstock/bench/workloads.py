@@ -288,8 +288,8 @@ class ColdStart:
     seconds: dict[str, float]
     """Phase -> seconds; ``all`` is the total."""
     peak_memory: int
-    """The peak of the anonymous memory in bytes, sampled up to 50 times per second; 0 if the system does not report
-    it.
+    """The peak of the anonymous memory in bytes, sampled up to 50 times per second; 0 if the system does not
+    report it.
     """
 
 

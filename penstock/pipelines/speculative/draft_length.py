@@ -150,7 +150,7 @@ class _Acceptance:
         self.num_tested = decay * self.num_tested + num_tested
 
     def record_probe(self, is_accepted: bool) -> None:
-        """Record whether all drafts were accepted. If the drafts were a probe and one was rejected, double the pause."""
+        """Record whether all drafts were accepted. Double the pause after a probe with a rejected draft."""
         if self.is_probed and not is_accepted:
             self.num_idle_steps, self.pause_steps = 0, min(2 * self.pause_steps, _MAX_PAUSE)
         self.is_probed = False
