@@ -174,7 +174,7 @@ class PrefaultedMemory:
         return self._buffer.num_idle if self._buffer is not None else 0
 
     def allocate(self, num_bytes: int) -> Bytes | None:
-        """Return ``num_bytes`` bytes, or None if too few remain. They are prefaulted as far as the thread got."""
+        """Return ``num_bytes`` bytes, or None if too few remain. They may be only partly prefaulted."""
         return self._buffer.allocate(num_bytes) if self._buffer is not None else None
 
     def release(self) -> None:
