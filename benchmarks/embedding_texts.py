@@ -48,7 +48,7 @@ def make_texts(count: int, shortest: int, longest: int, seed: int) -> list[str]:
 def make_texts_of_all_scripts(count: int, seed: int) -> list[str]:
     """Return random texts whose lengths are `LENGTHS` in turn.
 
-    Every fifth text mixes words of all `SCRIPTS`.
+    Every fifth text mixes words of all `SCRIPTS`; each other text has words of one of them.
     """
     rng = random.Random(seed)
     script_words = [words.split() for words in SCRIPTS.values()]

@@ -87,7 +87,8 @@ def main() -> None:
 def _measure(tokenizer: TextTokenizer, backend: str, batch: int, steps: int) -> dict[str, list[float]]:
     """Return the seconds of each operation.
 
-    ``compile`` has a number per grammar. ``masks`` and ``forced`` have a number per decode step.
+    ``compile`` has a number per grammar except the first. ``masks`` and ``forced`` have a number per decode
+    step.
     """
     config = StructuredOutputConfig(compile_timeout=600.0, backend=backend)
     grammars = GrammarCompiler(tokenizer, tokenizer.vocab_size, config=config)

@@ -31,7 +31,8 @@ NUM_RANKS = 2
 def serve_runs(model: str, num_ranks: int, connection: Connection) -> None:
     """Load the model and run the requests of a connection until it receives None.
 
-    A request is a tuple of the prompt and the number of new tokens. The answer is the seconds of the request.
+    Sends None when the model is loaded. A request is a tuple of the prompt and the number of new tokens. The
+    answer is the seconds of the request.
     """
     with LLM(
         model,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class DType(str, Enum):
-    """An element type of a tensor or buffer. Its value is the name that torch and numpy use."""
+    """An element type of a tensor or buffer. Its value is the name in torch, and in numpy if numpy has it."""
 
     bool = "bool"
     int8 = "int8"
@@ -61,12 +61,20 @@ class DType(str, Enum):
 
     @classmethod
     def from_torch(cls, dtype: torch.dtype) -> DType:
-        """Return the ``DType`` of a torch type, e.g. ``torch.float32``."""
+        """Return the ``DType`` of a torch type, e.g. ``torch.float32``.
+
+        Raises:
+            ValueError: no ``DType`` has the name of the type.
+        """
         return cls(str(dtype).removeprefix("torch."))
 
     @classmethod
     def from_numpy(cls, dtype: np.dtype[np.generic]) -> DType:
-        """Return the ``DType`` of a numpy type."""
+        """Return the ``DType`` of a numpy type.
+
+        Raises:
+            ValueError: no ``DType`` has the name of the type.
+        """
         return cls(dtype.name)
 
 

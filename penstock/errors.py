@@ -132,7 +132,7 @@ class RequestFailedError(PenstockError):
 
 
 class UnavailableError(PenstockError):
-    """No request can be served now: the model is being loaded, or the worker is being restarted."""
+    """No request can be served now, for example because the worker is being restarted."""
 
     def __init__(self, message: str, *, retry_after: int = 1) -> None:
         super().__init__(message)
@@ -151,7 +151,7 @@ class RankFailedError(UnavailableError):
 
 
 class ConfigError(PenstockError, ValueError):
-    """A configuration field is unknown, or has a value of the wrong type or out of range."""
+    """A configuration field is unknown, or has an invalid value, or one that the model does not support."""
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field}: {problem}")
@@ -214,7 +214,7 @@ class InsufficientMemoryError(PenstockError):
 
 
 class InsufficientBlocksError(InsufficientMemoryError):
-    """The KV cache has too few free blocks for a reservation. No block was reserved."""
+    """The KV cache has too few free blocks for a context. No block was reserved for this context."""
 
     def __init__(self, needed: int, free: int, total: int) -> None:
         super().__init__(

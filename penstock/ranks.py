@@ -72,7 +72,8 @@ def run_rank(config: PipelineConfig, resolve: Resolve, ranks: Ranks) -> None:
 
     Raises:
         PenstockError: the part of the model cannot be loaded.
-        EOFError: rank 0 has closed the model.
+        EOFError: rank 0 has closed the model or has ended.
+        RankFailedError: another rank has ended.
     """
     architecture, _ = resolve(config)
     session = InferenceSession(
@@ -89,7 +90,7 @@ def run_rank(config: PipelineConfig, resolve: Resolve, ranks: Ranks) -> None:
 
 
 def threads_per_rank(config: PipelineConfig) -> int | None:
-    """Return the number of threads of each rank; None if the configuration does not set the total."""
+    """Return the number of threads of each rank, at least 1; None if the configuration sets no total."""
     if config.num_threads is None:
         return None
     return max(config.num_threads // config.parallel.tensor_parallel_size, 1)

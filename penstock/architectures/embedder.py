@@ -33,7 +33,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EmbedderNetwork:
-    """A decoder without its LM head: ``tokens [T]`` -> hidden states ``[T, E]`` after the final norm."""
+    """A decoder without its LM head: ``tokens [T]`` -> hidden states ``[T, E]`` after the final norm.
+
+    It can have a head for classification or for masked language modelling.
+    """
 
     trunk: DecoderTrunk
     classifier: ClassificationHead | None = None

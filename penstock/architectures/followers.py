@@ -1,9 +1,10 @@
 """`Follower`: runs the steps of rank 0 on another rank.
 
-Only rank 0 schedules, prepares inputs and samples. For each forward, rank 0 sends one message of a few
-kilobytes with the tensors of the step. Then all ranks run the network. Ranks above 0 have no contexts, text
-or sampling parameters. The tokens that rank 0 samples are part of its next message. Block tables and cache
-slots are equal on all ranks: a block contains the same tokens on each rank, but different heads.
+Only rank 0 schedules, prepares inputs and samples. For each forward, or for a call of several decode steps,
+rank 0 sends one message of a few kilobytes with the tensors of the step. Then all ranks run the network.
+Ranks above 0 have no contexts, text or sampling parameters. The tokens that rank 0 samples are part of its
+next message; within a call of several steps, a kernel broadcasts them. Block tables and cache slots are equal
+on all ranks: a block contains the same tokens on each rank, but different heads.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Follower:
         """Receive and run the calls of rank 0, until rank 0 closes the model.
 
         Raises:
-            EOFError: rank 0 has closed the model.
+            EOFError: rank 0 has closed the model or has ended.
             RankFailedError: another rank has ended.
         """
         while True:
@@ -64,7 +65,7 @@ class Follower:
         assert sampled is not None, "rank 0 runs a step that this rank has not compiled"
 
     def pack_pending(self) -> None:
-        """Pack one lazily packed weight."""
+        """Pack one lazily packed weight, if one remains."""
         self._model.pack_pending()
 
     def copy_block(self, group: int, source: int, target: int) -> None:
@@ -76,7 +77,7 @@ class Follower:
         self._kv.storage.populate(layer, first, end)
 
     def discard_cache(self) -> None:
-        """Return the memory of the KV cache to the system."""
+        """Return the memory of the KV cache to the system, and forget its content."""
         self._kv.discard_storage()
 
     def put_adapter(self, slot: int, matrices: Mapping[str, tuple[Tensor, Tensor]]) -> None:

@@ -45,7 +45,11 @@ class ModuleNetwork:
     length_dependent: bool = False
 
     def logits(self, tokens: Tensor, step: StepInputs, rows: Tensor) -> Tensor:
-        """Return the logits ``[R, V]`` of the rows ``rows [R]`` of ``tokens [T]``."""
+        """Return the logits ``[R, V]`` of the rows ``rows [R]`` of ``tokens [T]``.
+
+        Raises:
+            UnsupportedFeatureError: a layer has not called the attention interface exactly once.
+        """
         module_step = ModuleStep(step, self.spec)
         outputs = self.module(
             tokens[None],
@@ -137,7 +141,7 @@ class TransformersModel(DecoderModel):
                 trust_remote_code=model.trust_remote_code,
                 local_files_only=True,
             )
-        except ValueError as problem:  # raised if the checkpoint's code does not use the attention interface
+        except ValueError as problem:  # such as code that does not use the attention interface
             raise ConfigError("model_impl", f"transformers cannot load the module: {problem}") from problem
         network = ModuleNetwork(module.eval().to(self.torch_device), spec)
         with torch.inference_mode():

@@ -156,7 +156,7 @@ class Bench:
 
     @property
     def graph_status(self) -> str:
-        """How decode steps ran: ``compiled``, or ``eager`` with the reason."""
+        """How decode steps ran, such as ``eager`` with the reason, or that decoding was not measured."""
         return self._graph_status
 
     def check(self, workload_names: Sequence[str]) -> None:
@@ -288,8 +288,8 @@ class ColdStart:
     seconds: dict[str, float]
     """Phase -> seconds; ``all`` is the total."""
     peak_memory: int
-    """The peak of the anonymous memory in bytes, sampled 50 times per second; 0 if the system does not report
-    it.
+    """The peak of the anonymous memory in bytes, sampled up to 50 times per second; 0 if the system does not
+    report it.
     """
 
 
@@ -324,7 +324,7 @@ def cold_start(config: PipelineConfig) -> ColdStart:
 
 
 def _anonymous_memory(pid: int) -> int:
-    """Return the resident anonymous memory of a process, in bytes."""
+    """Return the resident anonymous memory of a process, in bytes; 0 if the system does not report it."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

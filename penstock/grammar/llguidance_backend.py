@@ -231,7 +231,7 @@ class LLGuidanceMatcher:
             self._check_failure()
 
     def reset(self) -> None:
-        """Return to the initial state."""
+        """Return to the initial state. `failure` does not change."""
         self._is_terminated = False
         self._row = None
         self._matcher.reset()

@@ -63,7 +63,7 @@ def _view(pages: mmap.mmap) -> Bytes:
 def discard_pages(address: int, num_bytes: int) -> None:
     """Fill a range of private memory with zeros.
 
-    Its whole pages are returned to the system until the next write.
+    Its whole pages are returned to the system until the next write, if the system supports it.
     """
     page = mmap.PAGESIZE
     begin, end = -(-address // page) * page, (address + num_bytes) // page * page
@@ -174,7 +174,7 @@ class PrefaultedMemory:
         return self._buffer.num_idle if self._buffer is not None else 0
 
     def allocate(self, num_bytes: int) -> Bytes | None:
-        """Return ``num_bytes`` prefaulted bytes, or None if too few remain."""
+        """Return ``num_bytes`` bytes, or None if too few remain. They may be only partly prefaulted."""
         return self._buffer.allocate(num_bytes) if self._buffer is not None else None
 
     def release(self) -> None:

@@ -1,7 +1,7 @@
 """The panel layout of the block encodings, with N outputs and K inputs.
 
-The tensor ``panels`` is ``[N / 64, K / unit, bytes]`` uint8, little-endian. The last dimension is a unit of
-64 outputs. The encoding determines the number of inputs of a unit:
+The tensor ``panels`` is ``[ceil(N / 64), ceil(K / unit), bytes]`` uint8, little-endian. The last dimension is
+a unit of 64 outputs. The encoding determines the number of inputs of a unit:
 
 * 32 inputs: one group,
 * 64 inputs: 2 groups, then 64 float32 scales,
@@ -13,10 +13,10 @@ A group has 32 inputs of 64 outputs:
 * for codes of 5 bits: the fifth bits, in the order of `GroupPanels`,
 * for codes of 6 bits: words ``[2, 64]`` of 32 bits. A word has the two high bits of 16 inputs. Byte j of a
   word has the high bits of the inputs j, j + 4, j + 8 and j + 12, lowest first,
-* the scales ``[32 / group_size, 64]`` and the minima ``[64]``, unless the scales follow the groups of the
-  unit.
+* the scales ``[32 / n, 64]``, where n inputs share a scale, and the minima ``[64]``, unless the scales follow
+  the groups of the unit.
 
-Padding is 0.
+Padding is 0. If each output has a further scale, the tensor ``scales`` contains these scales.
 """
 
 from __future__ import annotations
@@ -111,14 +111,14 @@ class BlockPanels(PanelLayout):
         return ("scales",) if self._kind.has_unit_scales else ("factors", "min_factors")
 
     def _unit_sizes(self) -> list[int]:
-        """Return the bytes of the groups of a unit, and of each tensor of `_unit_names`."""
+        """Return the bytes of the groups of a unit, and of each tensor that follows them."""
         kind = self._kind
         factors = [SCALE_BYTES[kind.scale_type] * PANEL] if kind.has_unit_scales else []
         factors = factors or [2 * PANEL] * (kind.factor_bytes // 2)
         return [PANEL * kind.unit // GROUP * kind.group_bytes, *factors]
 
     def _group_sizes(self) -> list[int]:
-        """Return the bytes of the low bits, the high bits, the scales and the minima of a group."""
+        """Return the bytes of the parts of a group: low bits, high bits, scales and minima, if any."""
         kind = self._kind
         high = PANEL * GROUP * (kind.bits - 4) // 8
         scales = PANEL * SCALE_BYTES[kind.scale_type] * (GROUP // kind.scaled_inputs)

@@ -1,8 +1,9 @@
 """Arithmetic of the integer encodings: how weights and activations are quantized and multiplied.
 
 All integer encodings multiply integers. Weights are quantized at load. Each row of activations is quantized
-when it is used, by its own largest magnitude. The products are added exactly and scaled afterwards, so the
-order of additions cannot change the result, and the bits of a row do not depend on other rows.
+when it is used, by its own largest magnitude. The products of a row, or of a group of its inputs, are added
+exactly and scaled afterwards, so the order of these additions cannot change the result. The sums of groups
+are added in a fixed order. The bits of a row therefore do not depend on other rows.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ MAX_EXTRAS = 15
 INPUTS_PER_EXTRA = 32
 """Number of inputs of a row per allowed extra byte, if this allows fewer than `MAX_EXTRAS`."""
 _RANGES = (1.5, 2, 3, 4, 6, 8, 12, 16)
-"""Multiples of 127 to which the largest magnitude of a row of activations may be scaled."""
+"""Multiples of 127 to which the largest magnitude of a row of activations may be scaled, instead of 127."""
 
 _ROWS_PER_SEARCH = 512  # rows of a weight per scale search; limits its memory to some megabytes
 
@@ -76,7 +77,8 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
 
     A kernel represents an integer beyond the range by several bytes in -127..127 that add up to it. A row may
     have `MAX_EXTRAS` such extra bytes; a short row may have one per `INPUTS_PER_EXTRA` inputs. The largest
-    magnitude of a row is scaled to 127 times the largest of `_RANGES` that stays within this limit.
+    magnitude of a row is scaled to 127 times the largest of `_RANGES` that stays within this limit, or to 127
+    if none does.
     """
     x = x.float()
     largest = x.abs().amax(-1)

@@ -24,8 +24,8 @@ class KVCacheStorage:
         num_blocks: blocks of each group.
         block_size: tokens of a block.
         device: the device of the tensors.
-        fixed_scales: layer -> scales of keys and values ``[2, K]`` float32, for the layers of groups with
-            fixed scales; by default they are 1.
+        fixed_scales: layer -> scales of keys and values ``[2, K]`` float32, for all layers of groups with
+            fixed scales; None means 1 for all layers.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class KVCacheStorage:
         """Function that is called before pages are allocated, with the arguments of `populate`."""
 
     def discard(self) -> None:
-        """Return the memory of all blocks to the system. All elements are then zero.
+        """Return the memory of all blocks to the system. All keys, values and row scales are then zero.
 
         The tensors keep their addresses, because compiled steps contain them.
 

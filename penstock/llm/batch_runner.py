@@ -88,6 +88,7 @@ class BatchRunner:
 
     def run(self, builders: Sequence[BuilderT], *, seconds: float) -> Iterator[list[BuilderT]]:
         """Run contexts to completion. After each scheduler call, yield the builders that received output.
+        The list can be empty.
 
         A scheduler call takes about ``seconds``, or one step if that takes longer.
 

@@ -160,7 +160,8 @@ class EmbeddingsMethods:
             **options: further fields of `EmbeddingsGenerationRequest`, the same for all inputs.
 
         Raises:
-            InputError: an input cannot be served; then none has been computed.
+            InputError: an input cannot be served, or the numbers of adapters and inputs differ; then no input
+                has been computed.
         """
         self._check_task("LLM.encode", PipelineTask.EMBEDDINGS_GENERATION)
         batch = as_inputs(inputs)
@@ -241,7 +242,8 @@ class EmbeddingsMethods:
             activation: see `score`.
 
         Raises:
-            InputError: an input cannot be served, or ``top_n`` is below 1.
+            InputError: see `score`, or ``top_n`` is below 1.
+            UnsupportedFeatureError: see `score`.
         """
         ranking(np.zeros(0), top_n)  # rejects an invalid top_n before the scores are computed
         scores = self.score(query, documents, use_tqdm, truncate=truncate, activation=activation)

@@ -1,6 +1,6 @@
 """`ImageSources`: reads the images of requests from ``data:``, ``http(s):`` and ``file:`` URLs.
 
-Each read has limits of size and time.
+Each read has a size limit, and each fetch over HTTP also has a time limit.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def decode_data_url(url: str) -> bytes:
     """Return the content of a ``data:`` URL.
 
     Raises:
-        InputError: the media type is not an image type, or the base64 is invalid.
+        InputError: the URL has no comma, the media type is not an image type, or the base64 is invalid.
     """
     head, comma, body = url.partition(",")
     media_type, *options = head[5:].split(";")
@@ -238,7 +238,10 @@ def public_address(host: str, port: int) -> str:
 
 
 def is_public(text: str) -> bool:
-    """Return whether an IP address is global: not private, loopback, link-local, multicast or reserved."""
+    """Return whether an IP address is global: not private, loopback, link-local, multicast or reserved.
+
+    If an IPv6 address contains an IPv4 address, the IPv4 address must be global.
+    """
     address = ipaddress.ip_address(text.partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address):
         last_ipv4 = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)

@@ -2,6 +2,7 @@
 
 A vision tower is the part of a vision encoder before the pooling and the projection to the decoder. It
 processes a ragged batch of images. Each image is a sequence of the step, and each patch is a row.
+In CLIP, each image also has a class row.
 
 Sources: Dosovitskiy et al. 2020 (ViT, arXiv:2010.11929), Radford et al. 2021 (CLIP, arXiv:2103.00020), Zhai
 et al. 2023 (SigLIP, arXiv:2303.15343).
@@ -199,7 +200,7 @@ class VisionSizes:
             norm_eps: the family's default epsilon of norms.
 
         Raises:
-            ConfigError: the heads do not divide the hidden size.
+            ConfigError: a value is missing or invalid, or the heads do not divide the hidden size.
         """
         hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
         if hidden % heads:
@@ -255,7 +256,7 @@ class VisionTower:
             is_clip: whether the model is CLIP. In CLIP, each image starts with a class row, the patch
                 embedding has no bias, and a norm follows the embeddings.
             num_blocks: the number of blocks to load and run; by default all.
-            post_norm: whether the final norm is applied.
+            post_norm: whether the final norm is loaded and applied.
         """
         hidden, embeddings, grid = sizes.hidden, f"{name}.embeddings", sizes.grid
         shape = (hidden, sizes.channels, sizes.patch_size, sizes.patch_size)

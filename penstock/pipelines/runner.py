@@ -1,7 +1,8 @@
 """`ModelRunner`: runs a model on a batch of contexts, from input preparation to sampled tokens.
 
 ``launch`` starts the forwards and the sampling of a batch, ``collect`` returns the tokens. All state of a
-launch is in its handle. On a CPU, ``launch`` does all the work. The runner never changes a context.
+launch is in its handle. On a CPU, ``launch`` runs all forwards, and ``collect`` only verifies drafts and
+computes log probabilities. The runner never changes a context.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class ModelRunner:
         self._sampler: Sampler | None = None
         self._step_seconds: float | None = None
         self.vocabulary: int | None = None
-        """V, known after the first forward."""
+        """V, known after the first forward that is not part of a fused call."""
 
     def num_steps_for(self, seconds: float) -> int:
         """Estimate how many decode steps fit into ``seconds``, from the duration of recent steps.
@@ -206,7 +207,7 @@ class ModelRunner:
         """Run the steps of a launch as separate forwards."""
         for step in range(handle.num_steps):
             if step:
-                # A row without finite logits continues with token 0. Its further results are not used.
+                # A row with an invalid token continues with token 0. Its further results are not used.
                 tokens = handle.sampled[-1].clamp(min=0)
                 handle.inputs = self._model.prepare_next_token_inputs(tokens, handle.inputs)
             outputs = self._model.execute(handle.inputs)

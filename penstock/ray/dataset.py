@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("penstock.ray")
 
 _MAX_CONCURRENT_BLOCKS = 2
-"""Number of blocks that an actor computes concurrently.
+"""Maximum number of blocks that an actor computes concurrently.
 
 Rows of the second block fill the batch while the last rows of the first block finish.
 """
@@ -233,7 +233,13 @@ class ModelActor:
         self._start = SharedStart(self._llm.start)
 
     async def __call__(self, batch: Any) -> AsyncIterator[Any]:
-        """Compute a block, which is a ``pyarrow.Table``, and yield the block with the new columns."""
+        """Compute a block, which is a ``pyarrow.Table``, and yield the block with the new columns.
+
+        New columns replace columns with the same names.
+
+        Raises:
+            ConfigError: the block has no input column.
+        """
         import pyarrow
 
         await self._start()

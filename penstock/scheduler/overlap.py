@@ -8,7 +8,8 @@ A step of the scheduler, with batch n running on the device::
     collect(n)      waits for n, appends its tokens to the contexts, and removes finished contexts
     sample(n + 1)   for the contexts that are still running
 
-If a context ends while a launched step uses its blocks, the blocks are freed when the step is collected.
+If a context ends while a launched step uses its blocks, the blocks are freed when the step is collected or
+discarded.
 
 With few contexts, the device takes less time for a step than the host. If the host has no work between steps,
 `Pipeline.execute` then runs several steps in one call.
@@ -53,7 +54,7 @@ class _LaunchedStep(Generic[ContextT]):
     sampled: frozenset[str] = frozenset()
     """Request ids of the contexts whose tokens the step samples."""
     pending_releases: list[ContextT] = field(default_factory=list)
-    """Contexts that have ended. They are released when the step is collected."""
+    """Contexts that have ended. They are released when the step is collected or discarded."""
 
 
 class OverlappedScheduler(Scheduler[ContextT, OutputT]):

@@ -119,12 +119,13 @@ def _least_recently_selected(
 ) -> list[Entry[ContextT]]:
     """Return about ``num_rows`` entries in order, chosen by the longest time since their last selection.
 
-    Clients get equal numbers of rows, but at least `_MIN_ROWS`.
+    Clients get equal shares, but at least `_MIN_ROWS` rows. Rows that a client with few entries does not use
+    go to other clients.
 
     Args:
         decoding: the entries.
         counts: the number of entries of each client.
-        num_rows: the number of entries to return.
+        num_rows: the approximate number of entries to return.
     """
     rows_by_client = {}
     for number, (client_id, count) in enumerate(sorted(counts.items(), key=lambda item: item[1])):

@@ -2,7 +2,7 @@
 
 A key is the cached number times ``k_scale``, and a value is the cached number times ``v_scale``. A scale is
 one number, or one number for each kv head. The tensor names of the key scale are ``self_attn.k_scale``
-(compressed-tensors, transformers), ``self_attn.k_proj.k_scale`` (ModelOpt) and
+(compressed-tensors, transformers), ``self_attn.attn.k_scale``, ``self_attn.k_proj.k_scale`` (ModelOpt) and
 ``self_attn.k_proj.output_scale`` (early compressed-tensors). ``self_attn.kv_scale`` is the scale of both keys
 and values.
 """
@@ -36,8 +36,8 @@ _logger = logging.getLogger(__name__)
 def find_cache_scales(config: Mapping[str, object], stored: Headers) -> CacheScales:
     """Return the scales that a checkpoint stores for a KV cache of 8-bit floats; empty if it has none.
 
-    Scales of any other ``kv_cache_scheme``, such as 8-bit integers, are ignored. If a layer lacks the key or
-    the value scale, all scales are ignored with a warning.
+    If ``kv_cache_scheme`` describes another cache, such as 8-bit integers or dynamic scales, the scales are
+    ignored. If a layer has only the key or only the value scale, all scales are ignored with a warning.
     """
     scheme = quantization_section(config).get("kv_cache_scheme")
     if isinstance(scheme, Mapping) and (
@@ -71,10 +71,10 @@ def read_cache_scales(scales: CacheScales, kv_heads: Mapping[int, int]) -> dict[
 
     Args:
         scales: the headers of the scales.
-        kv_heads: layer index -> K, for the layers to read.
+        kv_heads: layer index -> K, for the layers to read; each must have scales.
 
     Raises:
-        WeightsError: a scale has another type or size, or is not a positive number.
+        WeightsError: a scale has another type or size, or is not a finite positive number.
     """
     import torch
 

@@ -40,7 +40,11 @@ class WorkerLaunch:
 
 
 def main() -> None:
-    """Run a worker in this process until `Stop` arrives or the parent process ends."""
+    """Run a worker in this process until `Stop` arrives or the parent process ends.
+
+    Ends the process with status 0, with `OUT_OF_MEMORY` at the limit of private memory, or with 1 after
+    another error.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         # The terminal sends signals to the whole process group. Only the parent handles them.
         signal.signal(number, signal.SIG_IGN)

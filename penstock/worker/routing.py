@@ -44,9 +44,9 @@ class WorkerLoads:
 
     def __init__(self, num_workers: int = 0, weight: int = 1) -> None:
         self.num_requests = [0] * num_workers
-        """The number of running and waiting requests of each worker."""
+        """The number of running and waiting requests of each worker, times ``weight``."""
         self.costs = [0] * num_workers
-        """The cost of these requests, in prompt tokens."""
+        """The cost of these requests in prompt tokens, times ``weight``."""
         self._weight = weight
 
     def add_worker(self) -> None:
@@ -106,8 +106,8 @@ class PrefixAware:
     """Chooses the worker with the lowest cost, which combines cached prefixes and load.
 
     The cost of a worker is the number of prompt tokens that it must compute, plus the cost of its requests
-    (`WorkerLoads`). Requests of a session stay with their worker while it has at most ``max_imbalance`` more
-    requests than the least loaded worker.
+    (`WorkerLoads`). Requests of a session stay with their worker while it is available and has at most
+    ``max_imbalance`` more requests than the least loaded worker.
 
     Args:
         prefixes: the cached prefixes of each worker.

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.models
 ORIGINAL_LENGTH = 40
 PROMPT = random_tokens(30, 130, seed=3)
 NUM_NEW_TOKENS = 16
-"""Number of generated tokens; the text crosses the limit."""
+"""Number of generated tokens; after `PROMPT`, the text crosses `ORIGINAL_LENGTH`, "the limit" below."""
 FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.0, 2.0, 5.0, 7.5]}
 
 
@@ -121,6 +121,7 @@ def test_scores_of_generated_tokens_equal_a_recomputation(
 
 
 def test_echo_of_a_generated_text_has_its_scores(checkpoint: Path) -> None:
+    """Checks the tokens that are generated with the long factors."""
     pipeline = open_pipeline(checkpoint, kv_cache_block_size=16)
     context = make_context(PROMPT, NUM_NEW_TOKENS, log_probabilities=1, sampling_params=sampling_params(1))
     (generated_scores,) = run_scheduler(pipeline, [context])
@@ -172,7 +173,7 @@ def test_prefixes_computed_with_other_factors_are_not_reused(
     assert cached_counts == ([0, 16, 16, 48, 16] if prefix_caching else [0] * 5)
 
 
-def test_drafts_do_not_cross_the_limit(checkpoint: Path, reference: Any) -> None:
+def test_speculative_text_across_the_limit_equals_a_recomputation(checkpoint: Path, reference: Any) -> None:
     """Checks n-gram drafts and drafts of a draft model. The draft model has its own limit."""
     prompt = [*PROMPT[:8]] * 4
     expected = greedy_continuation(reference, prompt, NUM_NEW_TOKENS)

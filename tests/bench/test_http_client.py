@@ -130,7 +130,7 @@ async def test_a_connection_closed_by_the_server_is_reopened() -> None:
     ],
     ids=["nothing", "short", "head", "chunks", "chunk size", "status", "length", "long head"],
 )
-async def test_a_malformed_response_is_an_error(chunks: Sequence[bytes]) -> None:
+async def test_an_incomplete_or_malformed_response_is_an_error(chunks: Sequence[bytes]) -> None:
     async with open_client_and_server(respond_with(*chunks, closes_connection=True)) as (client, _):
         with pytest.raises(IncompleteResponseError):
             await client.post("/", {})

@@ -1,4 +1,4 @@
-"""Every codec against its original package, whole, in chunks of every size, and in batches."""
+"""Every codec against its original package. Chunks, growing streams and batches against whole streams."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.codecs import CODECS, AudioCodec, CodecChunk
 
 CHUNK_SIZES = (1, 2, 7, 10, 24, 25, 26, 49, 50, 51, 120, 133)
-"""Chunk sizes for codecs that decode in blocks, close to the block sizes."""
+"""Chunk sizes for references of 20 or more frames, many of them close to the block sizes of codecs."""
 
 
 @pytest.fixture(scope="module", params=REFERENCES)
@@ -48,7 +48,7 @@ def test_codes_equal_the_original_package(codec: AudioCodec, name: str) -> None:
         assert torch.equal(codec.encode(load_expected(name)["samples"]), load_expected(name)["encoded"])
 
 
-def test_chunks_of_every_size_equal_decoding_at_once(codec: AudioCodec, frames: Tensor) -> None:
+def test_chunks_of_many_sizes_equal_decoding_at_once(codec: AudioCodec, frames: Tensor) -> None:
     (full_samples,) = codec.decode_chunks([CodecChunk(frames)])
     sizes = range(1, len(frames) + 1) if len(frames) < 20 else CHUNK_SIZES
     for chunk_frames in sizes:

@@ -58,6 +58,7 @@ def test_each_kind_of_grammar_accepts_and_rejects_texts(
 
 
 def test_a_new_matcher_starts_after_the_generated_tokens() -> None:
+    """A context whose generated tokens the grammar does not accept is refused."""
     context = wait_until_ready(new_compiler(), make_grammar_context("regex", "abc", generated=b"ab"))
     context.update(ord("c"))
     context.update(EOS)

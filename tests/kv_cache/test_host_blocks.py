@@ -29,7 +29,7 @@ def host_blocks(manager: KVCacheManager) -> HostBlocks:
 
 
 def count_cached_tokens(manager: KVCacheManager, tokens: list[int], **fields: Any) -> int:
-    """Compute a prompt and release it. Return how many of its tokens were cached."""
+    """Compute a prompt, release it and check the cache. Return how many tokens of the prompt were cached."""
     context = text_context(tokens, **fields)
     run_one_step(manager, context)
     manager.release(context)
@@ -63,8 +63,7 @@ def test_an_evicted_prefix_is_restored() -> None:
     assert host_blocks(manager).num_restored >= 4
 
 
-def test_a_prefix_is_restored_up_to_its_first_lost_block() -> None:
-    """Host memory has room for two blocks."""
+def test_host_memory_for_two_blocks_restores_at_most_two_blocks() -> None:
     first_prompt, second_prompt = list(range(17)), list(range(100, 117))
     manager = kv_manager(5, host_memory=2 * BLOCK_BYTES)
     count_cached_tokens(manager, first_prompt)
@@ -133,7 +132,7 @@ def test_any_schedule_gives_the_outputs_of_single_requests(
     windows: tuple[int | None, ...],
     batch_size: int,
 ) -> None:
-    """Prompts share four different prefixes. Each step checks the keys of its context."""
+    """Each prompt repeats one of four tokens. Each step checks the keys of its contexts."""
     memory = num_host_blocks * BLOCK_BYTES * len(windows)
     kv = kv_manager(*[num_blocks] * len(windows), windows=windows, host_memory=memory)
     scheduler: Scheduler[TextContext, TextGenerationResponse] = Scheduler(

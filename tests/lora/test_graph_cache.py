@@ -1,4 +1,4 @@
-"""Replayed steps with adapters are bit-equal to eager steps, also after the slots change."""
+"""Compiled steps with adapters: bit equality with eager steps, also after the slots change, and kernels."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Recorder:
 
 
 def run_changing_batches(pipeline: TextGenerationPipeline, adapters: dict[str, Path]) -> Recorder:
-    """Run batches of equal shape with three adapters in two slots. Returns the recorder.
+    """Run batches, most of them of equal shape, with three adapters in two slots. Return the recorder.
 
     The batches also have rows without an adapter. Between replays, other adapters are loaded into the slots.
     The adapter ``some`` is reloaded with the content of ``all``, and then with its first content.
@@ -141,7 +141,7 @@ def two_threads() -> Iterator[None]:
 
 @pytest.mark.usefixtures("two_threads")
 def test_replayed_wide_layers_are_bit_equal_to_eager_layers(tmp_path: Path) -> None:
-    """The layers are so wide that threads divide the ranks and the outputs, for few and for many rows."""
+    """Two threads divide the LoRA ranks and outputs, for few and many rows. Eager steps use one thread."""
     sizes = {"hidden_size": 384, "intermediate_size": 640, "num_hidden_layers": 1}
     checkpoint = write_checkpoint(tmp_path / "base", tiny_config() | sizes)
     adapters = {
@@ -168,7 +168,9 @@ def test_replayed_wide_layers_are_bit_equal_to_eager_layers(tmp_path: Path) -> N
     assert "compiled" in recorders[0].step_kinds
 
 
-def test_text_of_a_batch_equals_text_of_single_requests(checkpoint: Path, adapters: dict[str, Path]) -> None:
+def test_text_of_a_compiled_batch_equals_text_of_single_eager_requests(
+    checkpoint: Path, adapters: dict[str, Path]
+) -> None:
     names = ["all", None, "some", "head", "all"]
 
     def make_contexts() -> list[TextContext]:
@@ -202,7 +204,9 @@ def test_a_batch_without_adapters_has_no_adapter_kernels(checkpoint: Path, adapt
     assert kernel_counts[1] > kernel_counts[0], "a step with adapters has more kernels"
 
 
-def test_an_adapter_on_more_layers_compiles_new_steps(checkpoint: Path, adapters: dict[str, Path]) -> None:
+def test_replays_are_bit_equal_after_an_adapter_on_more_layers(
+    checkpoint: Path, adapters: dict[str, Path]
+) -> None:
     """Steps that were compiled with the adapter ``some`` lack kernels for the other layers of ``all``."""
     two_adapters = {name: adapters[name] for name in ("some", "all")}
     compiled_recorder, eager_recorder = (

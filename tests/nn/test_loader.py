@@ -1,4 +1,4 @@
-"""The loader: encodings of layers, fused layers, and released memory of packed weights."""
+"""The loader: encodings of layers, fused layers, released weights, the packed cache and lazy packing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors of one context after a forward: only this context fails."""
+"""Errors of one context after a forward fail only this context. Unusual logits that are no errors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def with_logits(outputs: Any, logits: torch.Tensor) -> Any:
 
 
 class RejectingMatcher:
-    """A matcher that rejects the third token, although its mask allows every token."""
+    """A matcher that rejects all tokens from the third on, although its mask allows every token."""
 
     def __init__(self) -> None:
         self.num_accepted = 0
@@ -177,7 +177,7 @@ def test_logits_of_minus_infinity_are_valid(pipeline: TextGenerationPipeline) ->
 
 
 class SlowCompiler:
-    """A compiler of grammars that takes three calls of `ready`."""
+    """A compiler of grammars that has compiled a grammar at the third call of `ready`, for any context."""
 
     def __init__(self) -> None:
         self.num_checks = 0
@@ -190,7 +190,7 @@ class SlowCompiler:
         return context.matcher is not None or context.grammar is None
 
 
-def test_ready_starts_the_compilation_of_the_grammar(pipeline: TextGenerationPipeline) -> None:
+def test_a_context_runs_only_if_its_grammar_is_compiled(pipeline: TextGenerationPipeline) -> None:
     constrained_context = make_context(PROMPT, grammar=Grammar("regex", "a+"))
     assert pipeline.ready(constrained_context)
     with pytest.raises(UnsupportedFeatureError, match="call set_matcher"):

@@ -1,4 +1,4 @@
-"""Handling of requests outside the routes: request ids, access log, gate, unexpected errors, CORS."""
+"""Handling of requests outside the routes: ids, access log, gate, errors, probes, CORS, HEAD, body limits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from penstock.serve.observability.request_record import RequestRecord
 
 
 def make_failing_routes(may_finish: asyncio.Event | None = None) -> APIRouter:
-    """Return routes that fail in various ways. "/slow" waits until `may_finish` is set."""
+    """Return routes, most of which fail. "/slow" waits until `may_finish` is set, or without end."""
     router = APIRouter()
 
     @router.get("/bug")
@@ -167,7 +167,7 @@ async def test_each_request_has_a_log_line(caplog: pytest.LogCaptureFixture) -> 
     }
 
 
-async def test_probes_are_logged_at_debug_level(caplog: pytest.LogCaptureFixture) -> None:
+async def test_probes_are_not_logged_at_info_level(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     async with app_client(make_services()) as client:
         await client.get("/health")
@@ -204,7 +204,7 @@ async def test_a_client_that_disconnects_after_its_answer_is_not_logged_as_499(
     assert (line["outcome"], line["status"]) == ("-", 200)
 
 
-async def test_a_forced_shutdown_logs_interrupted_requests(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_cancelled_request_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     services = make_services()
     async with app_client(services, make_failing_routes()) as client:
@@ -281,7 +281,7 @@ async def test_only_allowed_origins_get_cors_headers() -> None:
     assert "access-control-allow-origin" not in other_origin_response.headers
 
 
-async def test_no_redirect_contains_the_host_header() -> None:
+async def test_a_path_with_a_trailing_slash_is_not_redirected() -> None:
     async with app_client(make_services(FakeEngine(), allowed_hosts=["*"])) as client:
         answer = await client.get("/health/", headers={"host": "elsewhere.example"})
     assert answer.status_code == 404
@@ -338,7 +338,7 @@ async def test_the_openapi_document_is_served_without_external_pages() -> None:
 
 
 def read_access_log(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
-    """Return the fields of each line of the access log."""
+    """Return the fields of each line of the access log at level INFO or above."""
     return [
         record.fields  # type: ignore[attr-defined]
         for record in caplog.records

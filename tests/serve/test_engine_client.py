@@ -49,7 +49,7 @@ async def test_a_cancelled_request_is_cancelled_at_the_engine() -> None:
     assert engine.cancelled_ids == [context.request_id for context in engine.contexts]
 
 
-async def test_an_engine_that_is_not_ready_gets_no_request() -> None:
+async def test_requests_and_probes_get_503_while_the_engine_restarts() -> None:
     engine = FakeEngine(state="restarting", is_alive=False)
     async with app_client(make_services(engine)) as client:
         refused_response = await client.post("/v1/chat/completions", json=make_body())

@@ -18,7 +18,7 @@ class Page:
     """A class or function as shown on a page."""
 
     signature: str | None = None
-    """The constructor; None if the page shows none (protocols, enums, typed dictionaries)."""
+    """The signature of the constructor or function; None if the page shows none, as for an enum."""
     attributes: str = ""
     """Names of properties and attributes."""
     methods: dict[str, str] = field(default_factory=dict)

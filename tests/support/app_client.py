@@ -1,4 +1,4 @@
-"""A client of the server application, without a socket, with real services and a fake worker."""
+"""A client of the server application, without a socket, with real services and by default a fake worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server without processes and sockets: real routes, a real worker in a thread, and a fake model."""
+"""A server without sockets: real routes, a real worker, by default in a thread, and a fake model."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class InProcessServer:
     app: ASGIApp
 
     async def post(self, path: str, **body: Any) -> httpx.Response:
-        """Post a request to which the model name is added."""
+        """Post a request. The model name is added if it is not in `body`."""
         return await self.http.post(path, json={"model": "demo", **body})
 
     async def chat(self, **body: Any) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def user_message(content: Any) -> dict[str, Any]:
 
 
 def parse_events(text: str) -> list[Any]:
-    """Return the decoded data of the events of a stream, without comments."""
+    """Return the decoded data of the events of a stream, without comments. ``[DONE]`` is a string."""
     data = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
     return [event if event == "[DONE]" else json.loads(event) for event in data]
 

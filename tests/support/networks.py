@@ -20,7 +20,7 @@ def weight_bytes(pipeline: TextGenerationPipeline) -> int:
 
 
 def modules_and_weights(module: Any) -> Iterator[Any]:
-    """Yield a network, its layers and their weights, without the rotary embedding tables."""
+    """Yield a network, its layers and all their fields, such as weights, but not the fields of a `Rotary`."""
     yield module
     if is_dataclass(module) and not isinstance(module, Rotary):
         children = [getattr(module, field.name) for field in fields(module)]

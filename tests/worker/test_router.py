@@ -122,7 +122,7 @@ def test_counts_of_workers_are_summed_and_one_alive_worker_suffices() -> None:
     assert not router.is_alive
 
 
-async def test_request_ended_resolves_for_any_worker() -> None:
+async def test_request_ended_resolves_when_one_request_ends() -> None:
     first_engine, second_engine = FakeEngine(is_paused=True), FakeEngine(is_paused=True)
     router = WorkerRouter([first_engine, second_engine])
     ended_future, generation = router.request_ended(), router.submit(make_request("a"))
@@ -135,7 +135,7 @@ async def test_request_ended_resolves_for_any_worker() -> None:
     assert router.num_outstanding == 1
 
 
-async def test_an_adapter_is_loaded_into_all_workers() -> None:
+async def test_an_adapter_is_loaded_into_and_unloaded_from_all_workers() -> None:
     first_engine, second_engine = FakeEngine(), FakeEngine(adapters={"own": "/own"})
     router = WorkerRouter([first_engine, second_engine])
     await router.load_adapter("tone", "/tone")
@@ -148,7 +148,7 @@ async def test_an_adapter_is_loaded_into_all_workers() -> None:
 
 
 @pytest.mark.parametrize("adapters_before", [{}, {"tone": "/old"}])
-async def test_an_adapter_that_one_worker_refuses_is_removed_from_the_other_workers(
+async def test_other_workers_restore_their_adapters_if_one_worker_refuses_an_adapter(
     adapters_before: dict[str, str],
 ) -> None:
     class RefusingEngine(FakeEngine):

@@ -156,7 +156,7 @@ def _ask_presence(scene: Scene, rng: random.Random) -> Question:
 
 
 def _ask_place(scene: Scene, rng: random.Random) -> Question | None:
-    """Ask for the place of a thing that occurs once and is not in the middle."""
+    """Ask for the place of a thing that occurs once and is not near a centre line of the picture."""
     known = [
         item
         for item in scene.things
@@ -238,7 +238,7 @@ def vary_typing(text: str, rng: random.Random) -> str:
 
 
 def all_words() -> list[str]:
-    """Return texts that contain all words of questions and answers, to train the tokenizer."""
+    """Return texts with the names of all shapes, colours and numbers, to train the tokenizer."""
     rng = random.Random(5)
     words = [*SHAPES, *map(plural, SHAPES), *COLOURS, *BACKGROUNDS, *NUMBERS]
     return [

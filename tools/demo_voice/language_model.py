@@ -28,7 +28,7 @@ Row = tuple[int, list[int]]
 
 
 def make_tokenizer() -> Tokenizer:
-    """Return a tokenizer with one token per letter and one token per code."""
+    """Return a tokenizer with one token per character, per speech code and per fixed part of the prompt."""
     vocabulary = {"<unk>": 0} | {character: index for index, character in enumerate(_CHARACTERS, 1)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Lowercase()

@@ -28,7 +28,10 @@ class CountingStreamer(api.StreamerBase):  # type: ignore[misc]
 
 
 def open_engine(settings: Settings) -> Generate:
-    """Load the folder of a model that optimum-intel exported. Return the function that generates tokens."""
+    """Load the folder of a model that optimum-intel exported. Return the function that generates tokens.
+
+    The function calls ``on_tokens`` only if there is one prompt.
+    """
     scheduling = api.SchedulerConfig()
     scheduling.enable_prefix_caching = False
     scheduling.max_num_seqs = settings.prompts

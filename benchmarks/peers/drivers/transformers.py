@@ -31,7 +31,10 @@ class FirstTokenStreamer(BaseStreamer):  # type: ignore[misc]
 
 
 def open_engine(settings: Settings) -> Generate:
-    """Load a checkpoint."""
+    """Load a checkpoint and return the function that generates tokens.
+
+    All prompts have the same length. The function calls ``on_tokens`` only if there is one prompt.
+    """
     torch.set_num_threads(settings.threads)
     dtype = getattr(torch, settings.encoding)
     model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype).eval()

@@ -1,6 +1,7 @@
 """GPT-NeoX (Black et al. 2022, arXiv:2204.06745): parallel attention and feed-forward layers.
 
-Each of the two layers has its own norm and has biases. The feed-forward layer is ungated.
+Each of the two layers has its own norm and, by default, biases. The feed-forward layer is ungated. A
+checkpoint can also select sequential layers.
 """
 
 from __future__ import annotations

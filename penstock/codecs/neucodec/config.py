@@ -37,7 +37,7 @@ class SemanticConfig:
 
         Raises:
             CheckpointError: a value has the wrong type.
-            UnsupportedFeatureError: the encoder has another activation or other position embeddings, or an
+            UnsupportedFeatureError: the encoder has another type, activation or position embeddings, or an
                 adapter.
         """
         positions = values.text("position_embeddings_type", "relative_key")
@@ -103,7 +103,8 @@ class NeuCodecConfig:
         """Read a ``config.json``.
 
         Raises:
-            CheckpointError: a value is missing or has the wrong type.
+            CheckpointError: a value is missing or has the wrong type, or a frame has no whole number of
+                samples.
             UnsupportedFeatureError: the checkpoint has another activation, attention biases, or grouped-query
                 attention.
         """

@@ -34,8 +34,8 @@ from penstock.grammar.lark.nodes import (
 )
 from penstock.grammar.lark.simplify import post_order
 
-MAX_LEXEME_SIZE = 1_000  # maximum nodes of a lexeme, with its rules expanded
-MAX_ONLY_LEXEME_SIZE = 50_000  # maximum nodes of a lexeme that is the whole grammar
+MAX_LEXEME_SIZE = 1_000  # maximum nodes and characters of a lexeme, with its rules expanded
+MAX_ONLY_LEXEME_SIZE = 50_000  # the same maximum for a lexeme that is the whole grammar
 MAX_LEXEME_DEPTH = 300  # maximum nesting of rules in a lexeme; llguidance recurses once per level
 ANY_SIZE = 1 << 59
 _TOO_LARGE = 1 << 60
@@ -71,7 +71,7 @@ def divide(
         rules: the rules of the grammar.
         root: the name of the start rule.
         check_time: called regularly; raises at the time limit.
-        max_only_size: maximum nodes of a lexeme that is the whole grammar.
+        max_only_size: maximum nodes and characters of a lexeme that is the whole grammar.
 
     Raises:
         FreeTextConflict: free text is adjacent to an expression that it may contain. Splitting its lexeme is
@@ -99,8 +99,8 @@ def divide(
 def _split_lexeme(node: Node, prefix: Node) -> list[Node]:
     """Split a lexeme that has a conflict with `prefix` into parts.
 
-    If the lexeme begins with `prefix`, the parts are `prefix` and the rest. Otherwise the parts are the
-    children of the node.
+    If the lexeme begins with `prefix` and is longer, the parts are `prefix` and the rest. Otherwise the parts
+    are the children of the node; the list is empty for a text, which is later split into characters.
     """
     parts = node.parts if isinstance(node, Seq) else (node,)
     if prefix != node:
@@ -134,7 +134,11 @@ class _LexemeLimits:
             )
 
     def is_lexeme(self, node: Node, max_size: int | None = None) -> bool:
-        """Return whether the node can be a lexeme: a regular expression with at most ``max_size`` nodes."""
+        """Return whether the node can be a lexeme.
+
+        A lexeme is a regular expression of size at most ``max_size`` (by default `max_size`) and with rules
+        nested at most `MAX_LEXEME_DEPTH` deep. With ``max_size`` 1, a reference is not a lexeme.
+        """
         max_size = self.max_size if max_size is None else max_size
         if isinstance(node, Ref) and max_size == 1:
             return False
@@ -142,7 +146,10 @@ class _LexemeLimits:
         return self.size(node) <= max_size and depth <= MAX_LEXEME_DEPTH
 
     def size(self, node: Node) -> int:
-        """Return the number of nodes and characters, with rules expanded."""
+        """Return the number of nodes and characters, with rules expanded.
+
+        The result is `_TOO_LARGE` for tokens, recursive rules and larger numbers.
+        """
         if isinstance(node, Ref):
             return self._sizes.get(node.name, _TOO_LARGE)
         if isinstance(node, Tokens):

@@ -16,7 +16,10 @@ ALL_CHARACTERS: Ranges = ((0, 0xD7FF), (0xE000, LAST_CHARACTER))  # all code poi
 
 
 class EbnfRules:
-    """The rules of a grammar. Equal bodies share one rule. The name of a rule begins with its purpose."""
+    """The rules of a grammar. Equal bodies share one rule, except those of reserved names.
+
+    The name of a rule begins with the purpose for which it was added first.
+    """
 
     def __init__(self) -> None:
         self._bodies: dict[str, str] = {}
@@ -26,7 +29,11 @@ class EbnfRules:
         return name in self._bodies
 
     def add(self, purpose: str, body: str) -> str:
-        """Return the name of a rule with this body."""
+        """Return the name of a rule with this body.
+
+        Raises:
+            InputError: see `reserve`.
+        """
         name = self._names.get(body)
         if name is None:
             name = self.reserve(purpose)
@@ -38,7 +45,7 @@ class EbnfRules:
         """Return a new name, for a recursive rule. `define` sets its body later.
 
         Raises:
-            InputError: the grammar has more than `MAX_RULES` rules.
+            InputError: the grammar has `MAX_RULES` rules already.
         """
         if len(self._bodies) >= MAX_RULES:
             raise InputError(f"the grammar needs more than {MAX_RULES} rules: make it smaller or flatter")
@@ -57,7 +64,11 @@ class EbnfRules:
 
 
 def literal(text: str) -> str:
-    """Return a literal, with escapes as needed."""
+    """Return a literal, with escapes as needed.
+
+    Raises:
+        InputError: the text contains a lone surrogate.
+    """
     return '"' + "".join(map(_escaped_character, text)) + '"' if text else NOTHING
 
 

@@ -18,13 +18,16 @@ from penstock.kernels.ops import Ops
 from penstock.kernels.recording import ALIGNMENT, record
 
 _MAX_SPARE_ARENA = 16 << 20
-"""An arena is allocated at twice the required size, up to this size in bytes, so that it rarely grows."""
+"""An arena has twice the required size, so that it rarely grows, but at most this size in bytes.
+
+If more is required, the arena has the required size.
+"""
 
 
 class CpuGraphCompiler(GraphCompiler):
     """Records steps and compiles the recordings.
 
-    The graphs share one arena, because steps never run concurrently. Recording computes nothing: no kernel
+    Graphs share an arena, because steps never run concurrently. Recording computes nothing: no kernel
     runs. The results of `capture` are the results of a first replay.
 
     Args:
@@ -68,7 +71,7 @@ class _ShapeOps(CpuOps):
 
 
 def make_graph_compiler(ops: Ops) -> CpuGraphCompiler | None:
-    """Return the compiler of these operations, or None if their class is a subclass of `CpuOps`.
+    """Return the compiler of these operations, or None if their class is not exactly `CpuOps`.
 
     A subclass overrides methods, which compiled kernels would not call.
     """

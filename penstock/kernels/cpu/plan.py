@@ -46,7 +46,7 @@ _DECODE_ROWS = 64
 """Steps of up to this many rows run as one call, however large they are."""
 
 _COLLECTIVES = ("all_reduce", "all_gather")
-"""Kernels that wait for other ranks. A call that contains one releases the GIL."""
+"""Kernels that wait for other ranks. If a step contains one, all calls of the step release the GIL."""
 
 
 class CompiledPlan(Graph):
@@ -60,10 +60,11 @@ class CompiledPlan(Graph):
         inputs: the recorded inputs by name, contiguous. They belong to this object from now on.
         arena: memory of at least ``plan.arena_bytes`` bytes, which may be shared with plans that never run
             concurrently. Operations use the memory after these bytes as scratch memory.
-        contention: shared by all compiled steps of a session.
+        contention: shared by all compiled steps of a session that run as one call.
 
     Raises:
-        UnrecordableStepError: an operation has no kernel for its arguments.
+        UnrecordableStepError: an operation has no kernel for its arguments, or needs more memory than its
+            results and the scratch memory.
     """
 
     def __init__(
@@ -161,7 +162,8 @@ class _SamplingLoop:
         logits: the result of the plan, ``[R, V]``.
         tokens: the input of the plan to which sampled tokens are written, ``[R]``.
         contention: shared by all compiled steps of a session.
-        ranks: the ranks that run the steps together. All ranks use the tokens that rank 0 samples.
+        ranks: the ranks that run the steps together, or None for a model on one rank. All ranks use the
+            tokens that rank 0 samples.
     """
 
     def __init__(
@@ -282,7 +284,7 @@ class _CapturingOps(CpuOps):
         """Capture the kernels of one operation, which write to ``results``.
 
         Raises:
-            UnrecordableStepError: the operation needs something other than C++ kernels.
+            UnrecordableStepError: the operation needs more than C++ kernels and the given memory.
         """
         before = len(self.captured)
         self._destinations = list(results)

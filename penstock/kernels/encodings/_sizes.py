@@ -5,7 +5,7 @@ from __future__ import annotations
 PANEL = 64
 """Number of outputs of a panel."""
 GROUP = 32
-"""Number of inputs that share a scale in int4 and int5, and in codes with zero points."""
+"""Number of inputs of a group: they share a scale in int4 and int5, and in codes with zero points."""
 SUPERBLOCK = 256
 """Number of inputs whose scales share a factor in the block encodings."""
 FP8_GROUP = 128

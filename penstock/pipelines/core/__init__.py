@@ -1,9 +1,9 @@
 """Requests, contexts and responses: the types that the components of Penstock exchange.
 
 These are the names of the page ``max.pipelines.core`` of Modular's MAX documentation, and additions:
-``Grammar``, ``GrammarMatcher``, ``ImageMetadata``, ``Pipeline``, ``TokenBuffer``, ``RequestContext`` and the
-types of embeddings requests. Importing this package loads numpy and msgspec, but neither torch nor
-transformers nor a library for grammars.
+``Grammar``, ``GrammarMatcher``, ``ImageMetadata``, ``image_digest``, ``Pipeline``, ``TokenBuffer``,
+``RequestContext``, ``context_type``, ``VoicePrompt`` and the names for embeddings. Importing this package
+loads numpy and msgspec, but neither torch nor transformers nor a library for grammars.
 """
 
 from penstock.pipelines.core.context import TextContext

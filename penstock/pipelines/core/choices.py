@@ -14,11 +14,11 @@ from penstock.plain_numbers import checked_integer
 def choice_contexts(context: TextContext, n: int) -> list[TextContext]:
     """Return ``n`` contexts that generate independent answers to the prompt of ``context``.
 
-    If the contexts are submitted together, the prompt is computed once: choices 1 to ``n - 1`` wait until
-    choice 0 has stored its blocks in the prefix cache. Contexts that echo the prompt do not read the cache,
-    and each of them computes the prompt. Choice ``i`` has the request id ``{request_id}-{i}`` and the seed
-    ``splitmix64(seed, i)``. Choice 0 has the original seed, so that it equals the answer of ``n=1``. For
-    ``n=1`` the list contains ``context`` itself.
+    If the contexts are submitted together, the full blocks of the prompt are computed once: choices 1 to
+    ``n - 1`` wait until choice 0 has stored its blocks in the prefix cache. Each context computes the whole
+    prompt if the prefix cache is disabled or the contexts echo the prompt. Choice ``i`` has the request id
+    ``{request_id}-{i}`` and the seed ``splitmix64(seed, i)``. Choice 0 has the original seed, so that it
+    equals the answer of ``n=1``. For ``n=1`` the list contains ``context`` itself.
 
     Args:
         context: a context that has not started.

@@ -24,7 +24,7 @@ _PROBE_LENGTH = 2
 """Number of drafts in a probe."""
 _MIN_PAUSE, _MAX_PAUSE = 16, 256
 """Minimum and maximum number of steps without drafts before a context is probed. The number doubles after
-each rejected probe.
+each probe with a rejected draft, up to the maximum.
 """
 
 
@@ -150,7 +150,7 @@ class _Acceptance:
         self.num_tested = decay * self.num_tested + num_tested
 
     def record_probe(self, is_accepted: bool) -> None:
-        """Record the result of a verification. If it was a rejected probe, double the pause."""
+        """Record whether all drafts were accepted. Double the pause after a probe with a rejected draft."""
         if self.is_probed and not is_accepted:
             self.num_idle_steps, self.pause_steps = 0, min(2 * self.pause_steps, _MAX_PAUSE)
         self.is_probed = False
@@ -162,7 +162,8 @@ class StepCosts:
     The estimate never decreases with the number of rows, which corrects single slow measurements. It is
     interpolated linearly between measured numbers of rows. Outside the measured range, the estimate is
     optimistic, so that unmeasured numbers of rows are tried. Below the range it is proportional to the number
-    of rows. Above the range, twice the rows take 5 % more time (`_ASSUMED_COST_OF_DOUBLING`).
+    of rows. Above the range, twice the rows take 5 % more time (`_ASSUMED_COST_OF_DOUBLING`). Before the
+    first measurement, the estimate is relative to a step of one row.
     """
 
     def __init__(self) -> None:
@@ -171,7 +172,10 @@ class StepCosts:
         self._draft_average = _Average()
 
     def add(self, num_rows: int, depth: int, forward: float, proposal: float) -> None:
-        """Record the durations in seconds of a forward with ``num_rows`` rows and of drafting."""
+        """Record the durations in seconds of a forward with ``num_rows`` rows and of drafting.
+
+        ``depth`` is the length of the longest draft.
+        """
         self._forward_averages.setdefault(_row_bucket(num_rows), _Average()).add(forward)
         self._curve = self._measured_costs()
         if depth:

@@ -107,6 +107,7 @@ class _SpeechResponse:
 
         Raises:
             PenstockError: the request failed before the first audio.
+            RequestProblem: 503; a time limit was exceeded before the first audio.
         """
         await self._run.admitted()
         while self._first_audio is None:
@@ -208,5 +209,5 @@ def _speech_tokenizer(services: Services) -> SpeechTokenizer:
 
 
 def _raise_cut_off(problem: Problem) -> NoReturn:
-    """Close the connection, because audio bytes cannot contain an error message."""
+    """Raise, so that the server closes the connection: audio bytes cannot contain an error message."""
     raise AudioCutOffError(problem.message)

@@ -23,7 +23,7 @@ class SpeechRun:
 
     Args:
         services: the objects that routes use.
-        record: receives the token counts, the time of admission and the audio duration.
+        record: receives the ids, token counts, time of admission, audio duration and finish reason.
         contexts: one context for each part of the text.
 
     Raises:
@@ -76,7 +76,7 @@ class SpeechRun:
         self._record.admitted()
 
     async def chunks(self) -> AsyncGenerator[npt.NDArray[np.float32] | None, None]:
-        """Yield the samples when they arrive. Yield None after `stream_ping` seconds without samples.
+        """Yield the samples when they arrive. Yield None after `stream_ping` seconds without output.
 
         Raises:
             PenstockError: a part failed, or was refused.

@@ -107,7 +107,7 @@ class Connection(asyncio.Protocol):
             self.transport.close()
 
     def shutdown(self) -> None:
-        """Close the connection after its pending responses."""
+        """Close the connection after its pending responses. Abort it if it is already closing."""
         if self.transport.is_closing():
             self.transport.abort()
         else:
@@ -149,7 +149,7 @@ class Connection(asyncio.Protocol):
         return self.cycle is not None and not self.cycle.response_started
 
     def _drop_incomplete_request(self) -> None:
-        """Remove a pipelined request whose remaining bytes will not arrive."""
+        """Remove a pipelined request whose remaining bytes will not arrive. Does nothing in this class."""
 
     def _is_client_sending(self) -> bool:
         """Return whether unread bytes may arrive. If so, closing the socket would reset the connection."""

@@ -45,7 +45,7 @@ def decode(body: bytes, max_values: int, max_items: int) -> Any:
     Args:
         body: the bytes.
         max_values: maximum number of objects, arrays and keys.
-        max_items: maximum number of array elements and object members, together.
+        max_items: maximum number of commas between array elements and between object members.
 
     Raises:
         InvalidJsonError: the body is not strict JSON. The message contains the error and its position.
@@ -158,7 +158,7 @@ def reply_to(body: bytes, max_values: int, max_items: int) -> tuple[int, bytes]:
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
-    """Answer requests until the input is closed."""
+    """Answer requests until the input ends, possibly within a request."""
     while len(head := requests.read(REQUEST.size)) == REQUEST.size:
         size, max_values, max_items = REQUEST.unpack(head)
         body = requests.read(size)

@@ -234,7 +234,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 
 def _is_host_name(host: str) -> bool:
-    """Return whether the resolver accepts a name: no label is empty or too long."""
+    """Return whether the resolver accepts a name, which has no null byte and no empty or too long label."""
     try:
         host.encode("idna")
     except UnicodeError:

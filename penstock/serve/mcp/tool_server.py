@@ -64,7 +64,7 @@ class ToolServers:
         return self._servers.get(name)
 
     def by_url(self, url: str) -> ToolServer | None:
-        """Return the server with a URL, or None."""
+        """Return the first server with a URL, or None. Slashes at the end are not compared."""
         return next((server for server in self if server.url.rstrip("/") == url.rstrip("/")), None)
 
     def session(self, server: ToolServer) -> ToolSession:

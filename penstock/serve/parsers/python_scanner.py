@@ -144,7 +144,10 @@ class PythonScanner(ValueScanner):
 
 
 def _json_word(word: str) -> str | None:
-    """Return the JSON text of a Python number or of True, False or None; None for other words."""
+    """Return the JSON text of a finite Python number or of one of `_NAMES`.
+
+    The result is None for other words, and for numbers that are too long.
+    """
     if word in _NAMES:
         return _NAMES[word]
     if len(word) > MAX_WORD:

@@ -1,4 +1,5 @@
-// Renders Markdown as elements. While a text is streamed, only the blocks that have changed are replaced.
+// Renders Markdown as elements. While a text is streamed, only the blocks from
+// the first changed block on are replaced.
 
 import { button, copyText, make } from "./dom.js";
 

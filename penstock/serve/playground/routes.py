@@ -45,7 +45,7 @@ class Stats(BaseModel):
     """Statistics of the server. Totals count since the worker started."""
 
     state: str
-    """State of the worker: starting, ready, restarting, stopping, stopped."""
+    """State of the worker, see `EngineState`."""
     version: str
     seconds: float
     """Time of the statistics in seconds, from a monotonic clock."""

@@ -204,7 +204,10 @@ def restore_input_order(weight: Tensor, order: bytes) -> Tensor:
 
 
 def quantization_section(config: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the ``quantization_config`` of a ``config.json`` or of its ``text_config``, or an empty one."""
+    """Return the ``quantization_config`` of a ``config.json`` or of its ``text_config``, or an empty one.
+
+    The section can also have the name ``compression_config``.
+    """
     text_config = config.get("text_config")
     for parent in (config, text_config if isinstance(text_config, Mapping) else {}):
         for key in ("quantization_config", "compression_config"):

@@ -1,4 +1,7 @@
-"""GGUF: layers in blocks of many types. Most types keep their codes and scales; others are read as floats."""
+"""GGUF: layers in blocks of many types.
+
+Matrices of the types in `_ENCODINGS` keep their codes and scales. Other tensors are read as floats.
+"""
 
 from __future__ import annotations
 

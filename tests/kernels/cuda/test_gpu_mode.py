@@ -1,4 +1,4 @@
-"""The selection of tests for a GPU by ``-m gpu``, with a fake GPU."""
+"""``-m gpu`` with a fake GPU: the device of pipelines, and the selection of tests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _restore_from_flat() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_restore_from_flat")
-def test_pipelines_open_on_the_gpu(has_gpu: bool) -> None:
+def test_pipelines_open_on_the_gpu_if_there_is_one(has_gpu: bool) -> None:
     gpu_mode.open_pipelines_on_gpu()
     config = PipelineConfig.from_flat({"max_batch_size": 2})
     assert str(config.model.devices[0]) == ("gpu:0" if has_gpu else "cpu")
@@ -53,6 +53,7 @@ class FakeTestItem:
 
 @pytest.mark.parametrize("expression", ["gpu", "gpu and not slow", "", "not gpu"])
 def test_the_marker_gpu_selects_tests(has_gpu: bool, expression: str) -> None:
+    """Tests of models get the marker only with ``-m gpu``. Selected tests are skipped without a GPU."""
     config: Any = SimpleNamespace(getoption=lambda name, default: expression)
     items: Any = [FakeTestItem("gpu"), FakeTestItem("models"), FakeTestItem()]
     gpu_mode.mark_gpu_tests(config, items)

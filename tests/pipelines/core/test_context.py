@@ -36,7 +36,7 @@ def test_the_example_in_the_docstring_of_the_class_holds() -> None:
     assert doctest.testmod(context).failed == 0
 
 
-def test_all_tokens_of_a_new_context_are_active() -> None:
+def test_a_new_context_has_the_initial_state_and_a_unique_id() -> None:
     context = make_context()
     assert context.status is ACTIVE
     assert not context.is_done
@@ -254,7 +254,7 @@ def test_an_empty_end_sequence_is_ignored() -> None:
     assert context.status is ACTIVE
 
 
-def test_a_finished_context_returns_no_tokens() -> None:
+def test_a_finished_context_returns_no_tokens_until_it_is_active_again() -> None:
     context = make_context(eos_token_ids={9})
     context.update(9)
     context.update(5)

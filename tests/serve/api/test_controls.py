@@ -37,6 +37,7 @@ async def test_each_route_calls_the_engine(path: str, calls: list[str]) -> None:
 
 @pytest.mark.parametrize("path", ROUTES)
 async def test_each_route_requires_the_api_key(path: str) -> None:
+    """Without an API key, a server on a public address refuses these routes."""
     engine = FakeEngine()
     assert (await post(engine, path, api_key=("one",))).status_code == 401
     wrong_key = {"authorization": "Bearer two"}
@@ -73,7 +74,7 @@ async def test_invalid_sleep_levels_are_refused(level: str) -> None:
     assert engine.calls == []
 
 
-async def test_errors_of_the_engine_are_error_responses() -> None:
+async def test_an_unsupported_feature_is_an_error_response() -> None:
     engine = FakeEngine(control_error=UnsupportedFeatureError("profiles", "start with --profile-dir"))
     answer = await post(engine, "/start_profile")
     assert answer.status_code == 400
@@ -81,7 +82,7 @@ async def test_errors_of_the_engine_are_error_responses() -> None:
 
 
 @pytest.mark.parametrize("path", ["/wake_up", "/reload"])
-async def test_limits_of_new_workers_apply_after_a_reload_or_a_wake_up(path: str) -> None:
+async def test_the_maximum_length_of_new_workers_applies_after_a_reload_or_a_wake_up(path: str) -> None:
     engine = FakeEngine()
     services = make_services(engine)
     async with app_client(services) as client:

@@ -1,4 +1,4 @@
-"""A server answers requests although it cannot write to standard error."""
+"""A server answers requests and stops cleanly although it cannot write to standard error."""
 
 from __future__ import annotations
 

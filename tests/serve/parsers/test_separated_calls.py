@@ -1,4 +1,4 @@
-"""Several calls in one output: text before, between and after them, ids, and truncated text."""
+"""Tool calls in an output: text around calls, several calls, ids, incomplete calls and irregular markup."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_separators_between_calls_without_markers_are_ignored(name: str, separat
 @pytest.mark.parametrize(
     "text_after", ["", " Done.", "\nDone.", "; or", ", [1] and {2}", "<", " <", "<b", "< |", ":"]
 )
-def test_text_around_calls_is_content(name: str, text_before: str, text_after: str) -> None:
+def test_text_around_a_call_is_content(name: str, text_before: str, text_after: str) -> None:
     calls, content = parse_text(name, text_before + RENDERERS[name]([SEARCH]) + text_after)
     assert calls == [SEARCH]
     assert content == text_before.rstrip() + text_after
@@ -90,7 +90,7 @@ def test_text_between_calls_is_content(name: str) -> None:
     ],
 )
 @pytest.mark.parametrize("separator", ["", " ", "\n", ", ", "; "])
-def test_several_objects_after_one_marker_are_calls(name: str, begin: str, end: str, separator: str) -> None:
+def test_consecutive_json_objects_are_calls(name: str, begin: str, end: str, separator: str) -> None:
     call_json = '{"name": "search", "arguments": {"text": "x"}}'
     text = f"{begin}{call_json}{separator}{call_json.replace('search', 'now')}{end}"
     calls = [SEARCH, Call("now", {"text": "x"})]
@@ -131,6 +131,7 @@ def test_an_incomplete_call_is_not_content(name: str) -> None:
     ],
 )
 def test_ids_of_kimi_are_kept_if_valid(written_id: str, call_id: str) -> None:
+    """An invalid or repeated id is replaced. A call of an unknown tool is content."""
     text = (
         f"<|tool_calls_section_begin|><|tool_call_begin|>{written_id}<|tool_call_argument_begin|>"
         '{"text": "x"}<|tool_call_end|><|tool_calls_section_end|>'
@@ -152,7 +153,7 @@ def test_a_duplicate_call_id_is_replaced() -> None:
 
 
 @pytest.mark.parametrize("remainder", ["<", "<|", "<|call", "<|call|", "<<", "< b", "<|end"])
-def test_a_prefix_of_the_harmony_end_marker_is_text(remainder: str) -> None:
+def test_text_after_a_harmony_call_that_resembles_a_marker_is_content(remainder: str) -> None:
     text = '<|channel|>commentary to=functions.search <|constrain|>json<|message|>{"text": "x"}'
     assert parse_text("harmony", text + remainder) == ([SEARCH], remainder)
     assert parse_text("harmony", f"{text}<|call|>{remainder}") == ([SEARCH], remainder)
@@ -161,7 +162,7 @@ def test_a_prefix_of_the_harmony_end_marker_is_text(remainder: str) -> None:
 @pytest.mark.matrix(strength=1, times=2)
 @FORMATS
 @pytest.mark.parametrize("length", [200, 255, 256, 257, 258, 300, 600])
-def test_long_names_do_not_depend_on_chunking(name: str, length: int) -> None:
+def test_parsing_of_long_names_does_not_depend_on_chunking(name: str, length: int) -> None:
     call = RENDERERS[name]([SEARCH])
     [marker, *_] = TOOL_FORMATS[name].markers
     for filler in ("a" * length, f"{'b' * (length - 5)}{call}", f"<function={'c' * (length - 20)}{call}"):

@@ -11,7 +11,10 @@ def route(
     topk_weights, topk_ids, logits, experts, row_stride, TOP: tl.constexpr, WIDTH: tl.constexpr,
     ROUTING: tl.constexpr,
 ):  # fmt: skip
-    """Select the experts of one row with the largest logits. Grid: rows. A NaN ranks last."""
+    """Store ids and softmax weights of the experts of one row with the largest logits. A NaN ranks last.
+
+    The softmax is over all experts if ``ROUTING`` is ``all``, else over the selected experts. Grid: rows.
+    """
     row = tl.program_id(0).to(tl.int64)
     ids = tl.arange(0, WIDTH)
     is_expert = ids < experts

@@ -20,7 +20,7 @@ from penstock.serve.observability.request_record import RequestRecord
 from penstock.serve.services import Services
 
 MAX_ENDED_RUNS = 64
-"""Number of finished background responses whose events are kept."""
+"""Maximum number of finished background responses whose events are kept when a new response is added."""
 
 
 class ResponseState:
@@ -30,7 +30,7 @@ class ResponseState:
         path = None if state_dir is None else Path(state_dir).expanduser() / "responses.sqlite3"
         self.store = ResponseStore(path, store_size)
         self.runs: OrderedDict[str, BackgroundRun] = OrderedDict()
-        """The running background responses and the last `MAX_ENDED_RUNS` finished background responses."""
+        """The running background responses and the newest finished ones, see `add`."""
 
     def close(self) -> None:
         """Close the store."""
@@ -102,7 +102,7 @@ class BackgroundRun:
     async def events(self, after: int) -> AsyncGenerator[bytes, None]:
         """Yield the events with a sequence number above `after`.
 
-        Waits for new events until the response ends.
+        Waits for new events until the response ends. Without ``stream`` in the request, there are no events.
         """
         position = after + 1
         while True:
