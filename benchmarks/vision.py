@@ -11,7 +11,8 @@ does not count. Sampling is greedy and end of sequence is ignored. Figures are m
 In a round, each engine runs two requests. The first has a new image. The second has the same image and
 another question after it, so that Penstock finds the image in its prefix cache. It generates one token.
 
-``--quick`` runs two rounds with 16 new tokens. ``--seconds`` limits the time: after it, no round starts except the first.
+``--quick`` runs two rounds with 16 new tokens. ``--seconds`` limits the time: no round starts after it,
+except the first.
 ``--openvino`` is the Python interpreter of an environment with ``openvino-genai`` and ``optimum-intel``. It
 runs ``vision_openvino.py`` in a process that is suspended (SIGSTOP) while another engine runs.
 """

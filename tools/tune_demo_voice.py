@@ -59,7 +59,7 @@ def tuning_texts() -> list[str]:
 
 
 def generate_codes(voice: Path, texts: list[str], temperature: float, seed: int) -> list[Tensor]:
-    """Return the codes that a voice generates for each text. They are empty if 400 tokens have no end token."""
+    """Return the codes that a voice generates for each text. They are empty without an end in 400 tokens."""
     from penstock import LLM, SamplingParams
 
     first = make_tokenizer().token_to_id("<|speech_0|>")

@@ -73,7 +73,7 @@ class Sampler:
         return ops.sample(logits, inputs, bitmask)
 
     def uniforms(self, positions: np.ndarray) -> Tensor:
-        """Return the random numbers of tokens at ``positions [n, B]``: ``[n, B]`` float64; 0 if all rows are greedy."""
+        """Return the random numbers ``[n, B]`` of tokens at ``positions [n, B]``; all 0 if greedy."""
         if self.is_greedy:
             return torch.zeros(positions.shape, dtype=torch.float64)
         random_numbers = uniforms(np.tile(self.seeds, len(positions)), positions.ravel())
@@ -324,7 +324,7 @@ def _forbid_tokens(edits: LogitEdits, rows: Sequence[_Row]) -> None:
 def _forbid_sequences(
     edits: LogitEdits, rows: Sequence[_Row], positions: np.ndarray, drafts: Sequence[Sequence[int]] | None
 ) -> None:
-    """Forbid the tokens that would complete a banned sequence, unless this would forbid all allowed tokens."""
+    """Forbid the tokens that would complete a banned sequence, unless no allowed token would be left."""
     completions: list[tuple[_Row, np.ndarray]] = []
     for row in rows:
         rules = row.context.logit_rules

@@ -89,8 +89,8 @@ async def warm_up_speech(worker: EngineClient, tokenizer: SpeechTokenizer) -> No
     """Generate up to two frames of speech.
 
     Raises:
-        PenstockError: the request failed with an error other than `RequestFailedError`. Requests of users would
-            fail too.
+        PenstockError: the request failed with an error other than `RequestFailedError`. Requests of users
+            would fail too.
     """
     speech_format = tokenizer.speech_format
     frame_token_ids = speech_format.codes.token_ids([0] * speech_format.codes.codes_per_frame)

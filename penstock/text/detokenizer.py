@@ -149,8 +149,8 @@ class _IncrementalDecoder:
         self._skip_special_tokens = skip_special_tokens
         self._bytes = tokenizer.byte_tokens
         self._window = _context(tokenizer, prompt)
-        # Bytes of the byte tokens at the end of the window, without complete characters of the prompt; empty if
-        # they are not UTF-8.
+        # Bytes of the byte tokens at the end of the window, without complete characters of the prompt; empty
+        # if they are not UTF-8.
         self.byte_run = bytearray()
         # None if the byte tokens at the end are not UTF-8.
         self._utf8: codecs.IncrementalDecoder | None = _UTF8()

@@ -115,7 +115,11 @@ class TextTokenizer:
 
     @property
     def eos(self) -> int:
-        """The token that ends an output: the tokenizer's end token, or the first of ``config.json``."""
+        """The token that ends an output: the tokenizer's end token, or the first of ``config.json``.
+
+        Raises:
+            CheckpointError: there is no such token.
+        """
         if not self._eos_token_ids:
             raise CheckpointError(self._origin, "has no end-of-sequence token (eos_token, eos_token_id)")
         return self._eos_token_ids[0]

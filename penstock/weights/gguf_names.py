@@ -65,9 +65,9 @@ class GGUFTensor(TensorHeader):
         return self.encoding is None and self.type_name not in _FLOATS
 
     def rows(self, start: int, stop: int) -> GGUFTensor | None:
-        """Return the header of the rows ``start`` to ``stop - 1`` of a matrix; None if they are not contiguous.
+        """Return the header of the rows ``start`` to ``stop - 1`` of a matrix.
 
-        Returns None for tensors that are not matrices.
+        Returns None if the rows are not contiguous, or if the tensor is not a matrix.
         """
         if len(self.shape) != 2 or self.is_transposed:
             return None

@@ -72,7 +72,7 @@ def test_the_size_of_the_loaded_weights_is_estimated(
 
 @pytest.mark.parametrize("kernels", ["cpu", "reference"])
 def test_the_estimate_is_the_size_in_the_layout_of_the_back_end(kernels: str) -> None:
-    """With "int4", a weight of the demo model has 5 bits in the C++ kernels, and 8 in the reference kernels."""
+    """With "int4", a weight of the demo model has 5 bits in the C++ kernels, and 8 in the reference."""
     pipeline = open_pipeline(
         Path(penstock.__file__).parent / "demo", kernels=kernels, quantization_encoding="int4", num_threads=1
     )

@@ -15,7 +15,7 @@ MAX_VALUES = 1000
 
 
 def has_enough_items(schemas: Schemas, shape: Array) -> bool:
-    """Return whether an array can have its minimum number of distinct items. True if values are not listed."""
+    """Return whether an array can have its minimum number of distinct items. True for unlisted values."""
     if shape.min_count < 2:
         return True
     if shape.prefix:

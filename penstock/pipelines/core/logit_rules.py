@@ -30,7 +30,7 @@ class LogitRules:
             allowed = np.array(params.allowed_token_ids, np.int64)
             self.allowed = np.setdiff1d(allowed, self.banned)
         self.longest_prefix = max((len(ids) - 1 for ids in sequences), default=0)
-        """Maximum number of trailing generated tokens that `banned_after` compares; 0 if it returns no tokens."""
+        """Maximum number of trailing generated tokens that `banned_after` compares; 0 without sequences."""
         self._last_tokens: dict[tuple[int, ...], list[int]] = {}
         """The tokens of a banned sequence before its last token -> the last tokens of all such sequences."""
         for *prefix, last in sequences:
@@ -84,7 +84,7 @@ class TokenCounts:
 
     @property
     def counts(self) -> npt.NDArray[np.float32]:
-        """How often each token of ``ids`` was generated, as a view of an array that `add` changes or replaces."""
+        """How often each of ``ids`` was generated, as a view of an array that `add` changes or replaces."""
         return self._counts[: self._size]
 
     def add(self, token: int) -> None:

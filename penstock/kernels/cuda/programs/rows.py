@@ -38,8 +38,8 @@ def norm(
 
     Row r of ``x`` is at ``r // inner * outer_stride + r % inner * inner_stride``. With ADDS, the row of
     ``residual`` is added first, and the sum is also written to ``total``. With IS_CENTRED the norm is a layer
-    norm with a bias, otherwise an RMS norm. An RMS norm rounds to the type of ``x`` before it multiplies by the
-    weight, unless WEIGHT_IS_WIDER.
+    norm with a bias, otherwise an RMS norm. An RMS norm rounds to the type of ``x`` before it multiplies by
+    the weight, unless WEIGHT_IS_WIDER.
     """
     launch_next(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -207,7 +207,7 @@ def store_keys_values(
     """Write one head of one row into the cache. Grid: rows, kv heads, keys and values.
 
     LARGEST is the largest number that a quantized cache can store; 0.0 for a cache without scales. With
-    HAS_FIXED_SCALES ``scales`` is read, otherwise the scale of each stored head is computed and written to it.
+    HAS_FIXED_SCALES ``scales`` is read, otherwise the scale of the stored head is computed and written to it.
     With IS_E4M3 the cache stores 8-bit floats as uint8.
     """
     launch_next(PDL)

@@ -1,7 +1,7 @@
 """Calls of Llama 3.1 to 3.3: ``{"name": "f", "parameters": {"a": 1}}``, or ``<|python_tag|>f.call(a="b")``.
 
-``<|python_tag|>`` before an object is optional, and objects may be in a list. Between two calls, a ``;`` or ``,`` and white
-space are optional.
+``<|python_tag|>`` before an object is optional, and objects may be in a list. Between two calls, a
+``;`` or ``,`` and white space are optional.
 """
 
 from __future__ import annotations
