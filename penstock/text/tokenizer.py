@@ -115,11 +115,7 @@ class TextTokenizer:
 
     @property
     def eos(self) -> int:
-        """The token that ends an output: the tokenizer's end token, or the first of ``config.json``.
-
-        Raises:
-            CheckpointError: there is no such token.
-        """
+        """The token that ends an output: the tokenizer's end token, or the first of ``config.json``."""
         if not self._eos_token_ids:
             raise CheckpointError(self._origin, "has no end-of-sequence token (eos_token, eos_token_id)")
         return self._eos_token_ids[0]

@@ -45,7 +45,7 @@ class _Handler(logging.StreamHandler[TextIO]):
     """Writes lines to a stream. Drops lines that cannot be written, for example to a full disk."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Report errors as the standard library does. Ignore OSError and ValueError, which a stream raises."""
+        """Report errors as the standard library does. Ignore OSError and ValueError, as of a stream."""
         if not isinstance(sys.exception(), OSError | ValueError):  # ValueError: the stream is closed
             super().handleError(record)
 
