@@ -10,6 +10,8 @@ package ``snac``, NeuCodec with transformers. Workloads:
 - ``chunks``: Penstock decodes the same frames in chunks, as in a streamed request. A chunk has 4 frames of
   SNAC (0.34 s) or 5 frames of NeuCodec (0.1 s).
 
+Penstock runs NeuCodec in float32 and in int8.
+
 The real-time factor is the decoding time divided by the duration of the audio. ``cpu`` is the CPU time of all
 threads divided by the duration; other processes affect it less. Both are medians of the rounds.
 """

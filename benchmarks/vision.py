@@ -9,9 +9,10 @@ checkpoint has random weights. All engines get the same pixels and tokens, so th
 does not count. Sampling is greedy and end of sequence is ignored. Figures are medians of the rounds.
 
 In a round, each engine runs two requests. The first has a new image. The second has the same image and
-another question after it, so that Penstock finds the image in its prefix cache.
+another question after it, so that Penstock finds the image in its prefix cache. It generates one token.
 
-``--quick`` runs two rounds with 16 new tokens. ``--seconds`` limits the time: no round starts after it.
+``--quick`` runs two rounds with 16 new tokens. ``--seconds`` limits the time: no round starts after it,
+except the first.
 ``--openvino`` is the Python interpreter of an environment with ``openvino-genai`` and ``optimum-intel``. It
 runs ``vision_openvino.py`` in a process that is suspended (SIGSTOP) while another engine runs.
 """
@@ -168,7 +169,7 @@ def openvino_engine(python: str, folder: Path, encoding: str) -> Iterator[tuple[
 def measure(
     engines: Mapping[str, Run], config: Mapping[str, Any], options: argparse.Namespace
 ) -> dict[str, dict[str, float]]:
-    """Run a warm-up and all rounds. Returns the medians of each engine in seconds."""
+    """Run a warm-up, and rounds until the time limit. Returns the medians of each engine in seconds."""
     figures: dict[str, list[tuple[float, float, float]]] = {name: [] for name in engines}
     deadline = time.monotonic() + options.seconds
     for number in range(options.rounds + 1):
@@ -213,7 +214,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="two rounds of 16 tokens")
-    parser.add_argument("--seconds", type=float, default=600, help="start no round after this time")
+    parser.add_argument("--seconds", type=float, default=600, help="start no further round after this time")
     parser.add_argument("--no-transformers", action="store_true")
     parser.add_argument("--openvino", metavar="PYTHON", help="Python of an environment with OpenVINO")
     parser.add_argument("--folder", type=Path, help="keep the checkpoint in this folder for the next run")

@@ -1,7 +1,8 @@
 """Semantic search over Markdown files with an embeddings model.
 
-The script splits the files at their headings and embeds each section. It embeds the query with the prompt
-that the checkpoint has for queries, and prints the sections with the highest similarity.
+The script splits the files at their headings and embeds each section with the prompt that the checkpoint has
+for documents. It embeds the query with the prompt for queries, and prints the titles of the sections with the
+highest similarity.
 
     python examples/semantic_search.py MODEL "how much memory does the KV cache take"
 
@@ -26,7 +27,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 
 def sections(folder: Path) -> list[tuple[str, str]]:
-    """Return the title and the text of each section of all Markdown files."""
+    """Return the titles and texts of the sections of the Markdown files in a folder. Skips empty sections."""
     found = []
     for path in sorted(folder.glob("*.md")):
         for part in re.split(r"^#+ ", path.read_text("utf-8"), flags=re.MULTILINE)[1:]:

@@ -237,7 +237,7 @@ def test_a_valid_import_is_not_reported(name: str, code: str, tmp_path: Path) ->
 
 
 def find_violations(file: Path, root: Path = ROOT) -> Iterator[str]:
-    """Yield a message for each import of a module that the table does not allow."""
+    """Yield a message for each import that the table does not allow, or for a module without a row."""
     source = _module_name(file.relative_to(root))
     folder = _find_row(source)
     if folder in COMPOSITION_ROOTS or _is_lazy_package(source):

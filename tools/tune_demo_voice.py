@@ -10,7 +10,7 @@ so the script trains one first.
 The training has stages. Each stage writes its result to ``--work``, so that ``--from STAGE`` repeats this
 stage and the later ones:
 
-1. ``speech``: espeak-ng speaks the texts.
+1. ``speech``: espeak-ng speaks the texts, except the common phrases.
 2. ``samples``: the voice speaks texts of its first training. The codes and the decoded speech are stored.
 3. ``encoder``: an encoder learns to predict the codes of the decoded speech, and to encode espeak-ng's
    speech.
@@ -59,7 +59,7 @@ def tuning_texts() -> list[str]:
 
 
 def generate_codes(voice: Path, texts: list[str], temperature: float, seed: int) -> list[Tensor]:
-    """Return the codes that a voice generates for each text. They are empty without an end token."""
+    """Return the codes that a voice generates for each text. They are empty without an end in 400 tokens."""
     from penstock import LLM, SamplingParams
 
     first = make_tokenizer().token_to_id("<|speech_0|>")
@@ -92,7 +92,7 @@ class Tuning:
         self._work.mkdir(parents=True, exist_ok=True)
 
     def speech(self) -> None:
-        """Generate the speech of all texts with espeak-ng, and store it as int16."""
+        """Generate the speech of `tuning_texts` with espeak-ng, and store it as int16."""
         speak, texts = Espeak(), tuning_texts()
         audio = [(speak(text) * 32767).clamp(-32768, 32767).to(torch.int16) for text in texts]
         torch.save((texts, torch.cat(audio), [len(samples) for samples in audio]), self._work / "speech.pt")
@@ -100,7 +100,7 @@ class Tuning:
 
     @torch.no_grad()
     def samples(self) -> None:
-        """Generate codes of training texts with the voice, and decode them."""
+        """Generate the codes of 1000 texts of the first training with the voice, and decode them."""
         texts = random.Random(1).sample(training_texts(7, 14_000, 4_500), 1000)
         codec = self._codec().eval()
         codes = [row for row in generate_codes(self._options.voice, texts, 0.7, 0) if len(row)]

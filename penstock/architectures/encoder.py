@@ -110,8 +110,8 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
     ) -> int:
         """Return the maximum length of an input.
 
-        It is the configured length, else the ``max_seq_length`` of a sentence-transformers layout, else the
-        number of positions of the network.
+        It is the configured length, else the ``max_seq_length`` of a sentence-transformers layout, but at
+        most the number of positions of the network, else that number.
 
         Raises:
             ValueError: the configured length exceeds the positions of the network.
@@ -183,8 +183,8 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
     def _run_compiled(self, model_inputs: EncoderInputs, step: StepInputs) -> Tensor | None:
         """Return the hidden states from a compiled step; None if the step must run eagerly.
 
-        Only steps with a single input and without adapters are compiled. The shape of such a step depends
-        only on the input's length. Batches of several inputs have too many different shapes.
+        Only steps with a single input of limited length and without adapters are compiled. The shape of such
+        a step depends only on the input's length. Batches of several inputs have too many different shapes.
         """
         graphs = self.session.graphs
         if graphs is None:

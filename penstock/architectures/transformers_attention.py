@@ -60,7 +60,7 @@ def paged_attention(
     """Store the keys and values of a step in the KV cache and return the attention output and None.
 
     The attention layers of a transformers module call this function. Without a KV cache, the rows of a
-    sequence attend only to earlier rows of the same step.
+    sequence attend only to themselves and to earlier rows of the same step.
 
     Raises:
         UnsupportedFeatureError: the layer requests an attention that does not match the KV cache, or the

@@ -47,7 +47,7 @@ class Measurement:
 
     @property
     def seconds(self) -> float:
-        """Seconds from the first request to the last response."""
+        """Seconds from the start to the end of the run."""
         return self.ended - self.started
 
 

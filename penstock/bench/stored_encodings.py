@@ -68,11 +68,11 @@ class StoredFormat(CheckpointFormat):
 def write_stored(checkpoint: Path, folder: Path, encoding: str) -> Path:
     """Write a checkpoint that `StoredFormat` reads in an encoding.
 
-    Its weight files are links to ``checkpoint``.
+    Its files are links to the files of ``checkpoint``, except config.json.
 
     Args:
         checkpoint: a folder with safetensors files of floats.
-        folder: a new folder.
+        folder: a folder that does not exist yet.
         encoding: the name of any encoding.
 
     Raises:

@@ -68,7 +68,7 @@ class ChatSession:
         """Run a command or answer a question. Return False if the command is /exit or /quit.
 
         Raises:
-            InputError: the command is unknown or has wrong arguments.
+            InputError: the command is unknown, has wrong arguments or fails.
             PenstockError: the question cannot be answered; it is removed from the conversation.
         """
         if not line.startswith("/"):

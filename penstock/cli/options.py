@@ -83,7 +83,9 @@ def ray_options(function: Decorated) -> Decorated:
 
 
 def take_ray_config(flags: dict[str, object]) -> RayConfig:
-    """Remove the flags of `ray_options` from all flags, and return their configuration.
+    """Remove the flags of `ray_options` from all flags.
+
+    Returns the configuration from these flags, the environment and the file.
 
     Raises:
         ConfigError: unknown name, wrong type or invalid value.
@@ -101,6 +103,7 @@ def config_from_flags(flags: Mapping[str, object], *, default_model: str | None 
 
     Raises:
         ConfigError: unknown name, wrong type or invalid value.
+        click.UsageError: MODEL and --model name different models.
     """
     return configs_from_flags(flags, default_model=default_model)[0]
 

@@ -2,7 +2,8 @@
 
 A codec has weights, but no per-request state. A stream of frames is decoded in chunks. A chunk includes the
 surrounding frames on which its samples depend. Therefore the concatenated samples of the chunks equal the
-samples of the stream decoded as one chunk. After each new frame, and at the end of the stream:
+samples of the stream decoded as one chunk, up to `AudioCodec.tolerance`. After each new frame, and at the end
+of the stream:
 
     ready = codec.ready_frames(len(frames), ended=ended)
     if ready > decoded:

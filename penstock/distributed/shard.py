@@ -17,7 +17,7 @@ from penstock.kernels.collectives import Collectives
 VOCABULARY_UNIT = 16
 """Rows per indivisible unit of the vocabulary: the rows of a weight panel of the C++ kernels.
 
-A vocabulary with fewer units than ranks is divided into units of one row.
+A vocabulary with fewer whole units than ranks is divided into units of one row.
 """
 
 

@@ -71,8 +71,8 @@ class GrammarCompiler:
     Low-priority threads compile the grammars one after another. If a grammar takes more than a second, the
     next grammar starts in parallel, so that a large schema does not delay small ones. A grammar that exceeds
     the time limit is rejected, but its thread continues until the compilation ends. If all threads are busy,
-    further grammars wait. Compiled grammars and errors are cached in ``grammar_cache_size`` bytes, from which
-    the least recently used are evicted.
+    further grammars wait up to the time limit. Compiled grammars and errors are cached in
+    ``grammar_cache_size`` bytes, from which the least recently used are evicted.
 
     All methods must be called from the thread that runs the model.
 

@@ -1,4 +1,4 @@
-"""Computes the tokens that the grammars of contexts allow. The states of the matchers do not change."""
+"""Computes the tokens that the grammars of contexts allow. Matchers are rolled back afterwards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def grammar_bitmask(
     The first row of a context is for its next token. Each further row is for the token after one more draft
     token.
 
-    - Rows with a grammar forbid the padding ids of the vocabulary, which have no token.
+    - Rows of contexts without a grammar, or whose grammar is complete, allow all tokens.
+    - Other rows forbid the padding ids of the vocabulary, which have no token.
     - Rows after a draft token that the grammar rejects, or that ends the output, allow all tokens. No token
       is sampled from these rows.
     - Rows whose grammar exceeds a limit allow all tokens. The matcher raises when it receives the sampled

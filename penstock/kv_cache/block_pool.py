@@ -14,6 +14,8 @@ Each block except the null block is in exactly one of three states::
                evict: the least |  oldest  ...  newest |
                recently used    +---------------------+
 
+`forget` makes all cached blocks free. Eviction is part of `allocate`.
+
 Block 0 is the null block. It pads block tables and replaces freed blocks before a window. It is never
 allocated, and has neither references nor content. Allocation is deterministic: the same calls give the same
 blocks.

@@ -11,7 +11,7 @@ from penstock.kv_cache.block_pool import NULL_BLOCK
 
 
 class BlockTables:
-    """The block tables ``[groups, slots, M]``, where M is the maximum number of blocks.
+    """The block tables ``[groups, slots, M]``, where M is the number of entries of each table.
 
     Unused entries are `NULL_BLOCK`.
     """
@@ -20,12 +20,12 @@ class BlockTables:
         self.values: npt.NDArray[np.int32] = np.full((num_groups, 8, 8), NULL_BLOCK, np.int32)
 
     def row(self, group: int, slot: int) -> npt.NDArray[np.int32]:  # [M]
-        """Return a view of the table of a slot in a group. Writing to the view changes the table."""
+        """Return the table of a slot in a group, as a view that is writable until the next `grow`."""
         row: npt.NDArray[np.int32] = self.values[group, slot]
         return row
 
     def grow(self, *, num_slots: int = 0, length: int = 0) -> None:
-        """Make space for ``num_slots`` slots and for tables of ``length`` blocks."""
+        """Make space for at least ``num_slots`` slots and for tables of at least ``length`` blocks."""
         for axis, size in ((1, num_slots), (2, length)):
             if size > self.values.shape[axis]:
                 self._grow_axis(axis, size)

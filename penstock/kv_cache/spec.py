@@ -124,7 +124,7 @@ class KVCacheSpec:
         return bisect_left(self.key_limits, length)
 
     def shortest(self, length: int) -> int:
-        """Return the length of the shortest sequence in the regime of a sequence with ``length`` tokens."""
+        """Return the smallest length in the regime of a sequence with ``length`` tokens: 0 in the first."""
         regime = self.regime(length)
         return self.key_limits[regime - 1] + 1 if regime else 0
 

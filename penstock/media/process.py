@@ -1,7 +1,7 @@
 """The main function of an image process, which `penstock.media.processor` starts.
 
 The process reads requests from standard input and writes replies to standard output, until standard input
-ends.
+ends or standard output is closed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def serve(processor: ImageProcessor) -> None:
-    """Serve requests with an image processor until standard input ends."""
+    """Serve requests with an image processor until standard input ends or standard output is closed."""
     requests = os.fdopen(os.dup(0), "rb")
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # separates the output of libraries from the replies

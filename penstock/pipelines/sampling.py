@@ -1,7 +1,7 @@
 """Sampling: one token from each row of logits, vectorized over the batch.
 
 A random number is a function of the seed and of the index that the token will have in its sequence. Therefore
-a request samples the same tokens in any batch and after preemption.
+a request uses the same random numbers in any batch and after preemption.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.pipelines.core.randomness import as_uint64, splitmix64, uniforms
 __all__ = ["Sampler", "adjust_logits", "check_logit_rules", "splitmix64", "uniforms"]
 
 _LIMIT = 1e15
-"""Bound of the magnitude of logits after penalties."""
+"""Bound of the magnitude of the logits to which penalties are applied."""
 _SUPPRESSED = -1e20
 """The logit of an end token before ``min_new_tokens`` tokens, below the logits of other allowed tokens."""
 _FORBIDDEN = -1e30
@@ -62,7 +62,7 @@ class Sampler:
         sequences: np.ndarray | None,  # [R]: context of each row
         positions: np.ndarray,  # [R]: index of each row's token in its sequence
         bitmask: Tensor | None = None,  # [R, ceil(V / 32)] int32
-    ) -> Tensor:  # [R] int64, -1 for a row without finite logits
+    ) -> Tensor:  # [R] int64; -1 for a row with NaN or inf, or without a finite allowed logit
         """Sample one token per row. If ``sequences`` is None, each context has one row."""
         inputs, seeds = self.inputs, self.seeds
         if sequences is not None:
@@ -73,7 +73,7 @@ class Sampler:
         return ops.sample(logits, inputs, bitmask)
 
     def uniforms(self, positions: np.ndarray) -> Tensor:
-        """Return the random numbers of tokens at ``positions [n, B]``: ``[n, B]`` float64; 0 if greedy."""
+        """Return the random numbers ``[n, B]`` of tokens at ``positions [n, B]``; all 0 if greedy."""
         if self.is_greedy:
             return torch.zeros(positions.shape, dtype=torch.float64)
         random_numbers = uniforms(np.tile(self.seeds, len(positions)), positions.ravel())
@@ -146,7 +146,7 @@ def _adjusted_rows(contexts: Sequence[TextContext], sequences: np.ndarray) -> li
 
 @dataclass(frozen=True, slots=True)
 class LogitEdits:
-    """Changes of the logits of a batch. All operands are on the device.
+    """Changes of the logits of a batch. All tensors are on the device.
 
     A cell is one logit: a token id in a row. Cells are given as indices of the flattened logits ``[R * V]``.
     """
@@ -169,10 +169,10 @@ class LogitEdits:
         """Return the changes that the sampling parameters of a batch require; None if no logits change.
 
         The order is the same as in transformers: logit bias; repetition, frequency and presence penalty;
-        min_new_tokens; allowed and banned tokens. Later rules take precedence. The grammar's bitmask is
-        applied last, in `Ops.sample`, so the sampled token is always one that the grammar allows. If all
-        tokens of a row are suppressed by min_new_tokens or forbidden, suppressed tokens have the larger
-        logit.
+        min_new_tokens; allowed and banned tokens; banned sequences. Later rules take precedence, but banned
+        sequences do not forbid the last allowed tokens. The grammar's bitmask is applied last, in
+        `Ops.sample`, so the sampled token is always one that the grammar allows. If all tokens of a row are
+        suppressed by min_new_tokens or forbidden, suppressed tokens have the larger logit.
 
         Args:
             contexts: the batch.
@@ -199,7 +199,7 @@ class LogitEdits:
         return edits
 
     def apply(self, logits: Tensor) -> Tensor:  # [R, V] -> [R, V] float32
-        """Return the changed logits. A row whose largest logit is not finite becomes NaN."""
+        """Return a changed copy of the logits. A row whose largest given logit is not finite becomes NaN."""
         scores = torch.empty(logits.shape, dtype=torch.float32, device=logits.device).copy_(logits)
         for edit in self.edits:
             edit(scores)
@@ -232,7 +232,7 @@ class LogitEdits:
         self.edits.append(edit)
 
     def keep_only(self, rows: Sequence[_Row], cells: Tensor) -> None:
-        """Forbid all tokens of the rows except those of cells ``[n]``."""
+        """Forbid all tokens of the rows except those of cells ``[n]``, whose logits become at least -1e20."""
         indices = self.tensor(np.array([row.index for row in rows]))
 
         def edit(scores: Tensor) -> None:
@@ -324,7 +324,7 @@ def _forbid_tokens(edits: LogitEdits, rows: Sequence[_Row]) -> None:
 def _forbid_sequences(
     edits: LogitEdits, rows: Sequence[_Row], positions: np.ndarray, drafts: Sequence[Sequence[int]] | None
 ) -> None:
-    """Forbid the tokens that would complete a banned sequence."""
+    """Forbid the tokens that would complete a banned sequence, unless no allowed token would be left."""
     completions: list[tuple[_Row, np.ndarray]] = []
     for row in rows:
         rules = row.context.logit_rules

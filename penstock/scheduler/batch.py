@@ -19,7 +19,8 @@ class Entry(Generic[ContextT]):
     key: tuple[int, int]
     """Sort key: (negative priority, arrival number).
 
-    The entry with the smallest key is scheduled first, and the entry with the largest key is preempted first.
+    Of the entries of one client, the entry with the smallest key is scheduled first, and the entry with the
+    largest key is preempted first.
     """
     request_id: str = field(init=False)
     """The request id of the context."""

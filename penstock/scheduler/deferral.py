@@ -30,8 +30,8 @@ class Deferral:
     many slots, such a step would delay the first token of another client. Therefore a step with a short
     prompt decodes at most `_MAX_ROWS_WITH_PROMPT` contexts of each other client. The remaining contexts are
     deferred to the next step. The step after a step with deferred contexts defers none, so a context is
-    deferred in at most half of the steps. A prompt is short if its tokens take less time than the deferred
-    contexts, estimated with `PROMPT_TOKENS_PER_ROW`.
+    deferred in at most half of the steps. A prompt is short if its remaining tokens take less time than the
+    deferred contexts, estimated with `PROMPT_TOKENS_PER_ROW`.
     """
 
     def __init__(self) -> None:

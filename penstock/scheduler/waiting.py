@@ -34,7 +34,7 @@ _MAX_OUTDATED = 64
 
 
 class WaitingQueue(Generic[EntryT]):
-    """A priority queue that returns ready entries before entries that are not ready yet.
+    """A priority queue that returns only ready entries, and checks the other entries again later.
 
     Each client has a lane, in which its entries are sorted by key. The queue compares the first entries of
     all lanes by priority, then by the rank of the client (smallest first), then by age (oldest first).
@@ -44,7 +44,8 @@ class WaitingQueue(Generic[EntryT]):
     ``scan_limit`` of these entries again, in turn.
 
     Args:
-        scan_limit: maximum number of checks per step that find an entry not ready.
+        scan_limit: the maximum number of entries, per step, that are found not ready in their lanes, and of
+            entries that are checked again.
         rank: returns the rank of a client. A rank may increase at any time. After a decrease, call `refresh`.
     """
 

@@ -1,4 +1,7 @@
-"""Warm-up requests. They run before the server is ready and do the one-time work of the first requests."""
+"""Warm-up requests, which do the one-time work of the first requests.
+
+The server waits for `warm_up_model` before it is ready, but not for `warm_up_grammars`.
+"""
 
 from __future__ import annotations
 
@@ -86,8 +89,8 @@ async def warm_up_speech(worker: EngineClient, tokenizer: SpeechTokenizer) -> No
     """Generate up to two frames of speech.
 
     Raises:
-        PenstockError: the request failed, except if it generated no whole frame. Requests of users would fail
-            too.
+        PenstockError: the request failed with an error other than `RequestFailedError`. Requests of users
+            would fail too.
     """
     speech_format = tokenizer.speech_format
     frame_token_ids = speech_format.codes.token_ids([0] * speech_format.codes.codes_per_frame)

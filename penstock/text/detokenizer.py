@@ -62,7 +62,7 @@ class Detokenizer:
     ) -> None:
         self._keeps_stop = keeps_stop
         self.stop_match: str | None = None
-        self.num_tokens = 0  # number of tokens up to and including the token that completed a stop string
+        self.num_tokens = 0  # appended tokens, up to and including the token that completed a stop string
         self._stream = _IncrementalDecoder(tokenizer, prompt, skip_special_tokens)
         self._stops = (stop,) if isinstance(stop, str) else tuple(stop)
         self._stops = tuple(filter(None, self._stops))  # an empty stop string would match immediately
@@ -83,7 +83,10 @@ class Detokenizer:
         return self._record("".join([self._append_token(int(token_id)) for token_id in ids]))
 
     def finish(self) -> str:
-        """Return the text that was held back. An incomplete character becomes U+FFFD, as in a full decode."""
+        """Return the text that was held back; "" after a stop string.
+
+        An incomplete character becomes U+FFFD, as in a full decode.
+        """
         self._is_finished = True
         if self.stop_match is not None:
             return ""
@@ -137,8 +140,8 @@ class _IncrementalDecoder:
     """Converts tokens to final text. The time per token does not grow with the text.
 
     The text of a token depends on adjacent tokens: decoders strip the leading space of the first token, and
-    several byte tokens can be one character. Therefore a window of tokens is decoded. It contains one token
-    whose text is final, as context, and the tokens whose text is not final.
+    several byte tokens can be one character. Therefore a window of tokens is decoded. It contains the tokens
+    whose text is not final, and tokens before them as context.
     """
 
     def __init__(self, tokenizer: TokenDecoder, prompt: AnyTokenIds, skip_special_tokens: bool) -> None:
@@ -146,7 +149,8 @@ class _IncrementalDecoder:
         self._skip_special_tokens = skip_special_tokens
         self._bytes = tokenizer.byte_tokens
         self._window = _context(tokenizer, prompt)
-        # Bytes of the byte tokens at the end of the window; empty if they are not UTF-8.
+        # Bytes of the byte tokens at the end of the window, without complete characters of the prompt; empty
+        # if they are not UTF-8.
         self.byte_run = bytearray()
         # None if the byte tokens at the end are not UTF-8.
         self._utf8: codecs.IncrementalDecoder | None = _UTF8()
@@ -240,7 +244,8 @@ def delta_text(
 ) -> str:
     """Return the text that ``ids`` add after ``prompt`` and ``preceding_ids``.
 
-    For every division of a text into deltas, the concatenated results equal its `text_after_prompt`.
+    For every division of a text into deltas, the concatenated results equal its `text_after_prompt` if the
+    last call has ``is_last``.
     Without ``is_last``, an incomplete character at the end belongs to the next delta.
 
     The results differ in one case: a character of consecutive byte tokens is returned before a later byte
@@ -275,7 +280,7 @@ def prompt_text(tokenizer: TokenDecoder, prompt: AnyTokenIds, skip_special_token
 
 
 def _context(tokenizer: TokenDecoder, prompt: AnyTokenIds) -> list[int]:
-    """Return the last tokens of a prompt, on which the following text depends.
+    """Return the last tokens of a prompt, at most `_PROMPT_WINDOW`, on which the following text depends.
 
     Tokens up to the last special token are not included.
     """

@@ -12,12 +12,12 @@ _WORD = re.compile(r"\S+\s*")
 
 
 def split_text(text: str, max_characters: int, *, at_each_sentence: bool = False) -> list[str]:
-    """Split a text into parts of whole sentences with at most ``max_characters`` characters each.
+    """Split a text into parts of at most ``max_characters`` characters each, of whole sentences if possible.
 
     A sentence above the limit is split into clauses, after commas, semicolons and colons. A clause above the
     limit is split between words, and a word above the limit at any character. A text within the limit is one
-    part. Joined by spaces, the parts equal the text apart from white space. With ``at_each_sentence``, every
-    part has at most one sentence.
+    part, and white space has no parts. Joined by spaces, the parts equal the text apart from white space.
+    With ``at_each_sentence``, a part never has more than one sentence.
     """
     text = text.strip()
     if at_each_sentence:

@@ -7,7 +7,8 @@ differences:
 - fused QKV rows that the checkpoint orders by head,
 - matrices that GPT-2's checkpoint stores transposed,
 - norm weights to which the file adds 1,
-- one tensor for all experts of a layer, or for the norms of all heads.
+- one tensor for all experts of a layer, or for the norms of all heads,
+- vectors that the checkpoint stores with leading dimensions of size 1.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class GGUFTensor(TensorHeader):
 
     @property
     def dtype(self) -> DType | None:
-        """The element type of the tensor after reading. Block types are read as float32."""
+        """The element type of the tensor after reading: float32 for block types, None for an unknown type."""
         is_block = self.type_name in READABLE_BLOCKS or self.type_name in PACKAGE_BLOCKS
         return DType.float32 if is_block else _FLOATS.get(self.type_name)
 
@@ -64,7 +65,10 @@ class GGUFTensor(TensorHeader):
         return self.encoding is None and self.type_name not in _FLOATS
 
     def rows(self, start: int, stop: int) -> GGUFTensor | None:
-        """Return the header of the rows ``start`` to ``stop - 1``; None if they are not contiguous."""
+        """Return the header of the rows ``start`` to ``stop - 1`` of a matrix.
+
+        Returns None if the rows are not contiguous, or if the tensor is not a matrix.
+        """
         if len(self.shape) != 2 or self.is_transposed:
             return None
         size = self.num_bytes // self.shape[0]
@@ -164,7 +168,11 @@ def read_architecture(file: GGUFFile) -> str:
 
 
 def _head_counts(file: GGUFFile, architecture: str) -> dict[str, int]:
-    """Return the numbers of query heads and of key heads, under the keys ``attn_q`` and ``attn_k``."""
+    """Return the numbers of query heads and of key heads, under the keys ``attn_q`` and ``attn_k``.
+
+    Raises:
+        WeightsError: a number is missing or is not a positive integer.
+    """
     queries = file.metadata.get(f"{architecture}.attention.head_count")
     keys = file.metadata.get(f"{architecture}.attention.head_count_kv", queries)
     heads = {}

@@ -36,7 +36,7 @@ class ProgressBar(Protocol):
 def download_large_files(model_id: str, revision: str, allowed: list[str], ignored: list[str]) -> None:
     """Download the large files of a model that match the patterns and are not in the cache.
 
-    Returns at once if the list or the metadata of the files cannot be read. The caller reports the cause.
+    Returns if the list of the files or the metadata of a file cannot be read. The caller reports the cause.
     Files that another process is downloading are skipped.
 
     Args:

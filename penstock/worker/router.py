@@ -224,7 +224,7 @@ class WorkerRouter:
     # -- Adapters, caches, sleep and profiles ------------------------------------------------------------
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Load a LoRA adapter into all workers. If this fails in one worker, it is undone in all workers.
+        """Load a LoRA adapter into all workers. If this fails in one worker, it is undone in the others.
 
         Raises:
             PenstockError: the adapter cannot be loaded, or a worker is not ready.

@@ -1,4 +1,4 @@
-"""A replayed step is bit-equal to the eager step, independent of other steps."""
+"""Replayed steps are bit-equal to eager steps, in a scenario with other steps between them."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_replayed_steps_are_bit_equal_to_eager_steps(checkpoint: Path, case: tup
     assert eager_pipeline.session.graph_status == "eager: compiled steps are disabled"
 
 
-def test_graphs_are_dropped_when_the_back_end_changes(checkpoint: Path) -> None:
+def test_the_graph_compiler_belongs_to_the_current_back_end(checkpoint: Path) -> None:
     pipeline = open_on_isa(checkpoint, cpu.available_isas()[-1], "float32", is_compiled=True)
     for ops in (*cpu.variants(), ReferenceOps()):
         vars(pipeline.session)["ops"] = ops

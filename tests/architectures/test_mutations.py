@@ -345,7 +345,7 @@ def test_a_stale_block_of_the_prefix_cache_is_detected(
     assert difference > 1e-3 * max(1.0, float(expected.std()))
 
 
-def test_swapped_layers_are_detected(tmp_path: Path) -> None:
+def test_swapped_layers_change_the_logits(tmp_path: Path) -> None:
     """Exchanges the first two blocks of the network of each architecture."""
     for architecture in DECODERS:
         assert architecture.tiny_config is not None

@@ -22,7 +22,7 @@ import pytest
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 OLDER_COMMIT = "89abcdef0123456789abcdef0123456789abcdef"
 LARGE_FILE_SIZE = 24 * 2**20
-"""Size of the large file in bytes. The client writes 10 MiB at a time."""
+"""Size of the large file in bytes. Penstock downloads files of at least 8 MiB without huggingface_hub."""
 STALL_OFFSET = 21 * 2**20
 """Number of bytes of the large file after which the server stalls."""
 

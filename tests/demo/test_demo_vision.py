@@ -1,4 +1,4 @@
-"""The demo model `demo-vision`: naming and counting shapes."""
+"""The demo model `demo-vision`: questions about shapes, with and without a picture."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_questions_about_the_example_picture_are_answered(llm: LLM) -> None:
     assert answer_questions(llm, [(PICTURE, question) for question in ANSWERS]) == list(ANSWERS.values())
 
 
-def test_random_pictures_are_described(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_some_random_pictures_are_described_correctly(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(ROOT / "tools"), *sys.path])
     import random
 

@@ -1,4 +1,4 @@
-"""Features with tensor parallelism: encodings, adapters, choices, drafts, images, log probabilities."""
+"""Features with tensor parallelism: encodings, uneven shapes, choices, drafts, beams and adapters."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ def test_logits_in_other_encodings_are_close_to_one_process(
 
 
 @pytest.mark.skipif(not can_populate_pages(), reason="MADV_POPULATE_WRITE needs Linux 5.14")
-def test_all_ranks_allocate_pages_of_the_cache_while_idle(rank_pair: RankPair, wide_checkpoint: Path) -> None:
+def test_pages_of_each_layer_of_the_cache_are_allocated_while_idle(
+    rank_pair: RankPair, wide_checkpoint: Path
+) -> None:
     with rank_pair.open(wide_checkpoint) as pipeline:
         storage, ranges = pipeline.kv.storage, []
         announce = storage.on_populate
@@ -89,13 +91,13 @@ def test_all_ranks_allocate_pages_of_the_cache_while_idle(rank_pair: RankPair, w
         pytest.param({"tie_word_embeddings": True, "vocab_size": 267}, id="tied head"),
     ],
 )
-def test_logits_of_uneven_shapes_equal_one_process(
+def test_logits_of_uneven_shapes_are_close_to_one_process(
     rank_pair: RankPair, tmp_path: Path, config: dict[str, Any]
 ) -> None:
     assert_close(rank_pair, write_tiny_llm(tmp_path, **config), 1e-5)
 
 
-def test_logits_of_the_reference_kernels_and_an_int8_cache_are_close(
+def test_logits_of_the_reference_kernels_with_an_int8_cache_are_close_to_one_process(
     rank_pair: RankPair, wide_checkpoint: Path
 ) -> None:
     assert_close(rank_pair, wide_checkpoint, 0.02, kernels="reference", kv_cache_dtype="int8")

@@ -57,7 +57,7 @@ def args_entries(docstring: str) -> list[str]:
 
 
 def parameter_names(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
-    """Return the parameter names, with the stars of ``*args`` and ``**kwargs``."""
+    """Return the parameter names except self and cls, with the stars of ``*args`` and ``**kwargs``."""
     arguments = function.args
     names = {argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
     for stars, argument in (("*", arguments.vararg), ("**", arguments.kwarg)):
@@ -67,7 +67,7 @@ def parameter_names(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str
 
 
 def field_names(definition: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> set[str]:
-    """Return the annotated fields and the parameters of ``__init__``, including those of base classes.
+    """Return the annotated fields and the parameters of ``__init__`` and ``__new__``, also of base classes.
 
     Args:
         definition: the class.
@@ -100,7 +100,7 @@ def entry_errors(entry: str, known_names: set[str]) -> Iterator[str]:
 
 
 def docstring_errors(source: str, classes: Mapping[str, ast.ClassDef]) -> list[str]:
-    """Return the errors in the ``Args:`` sections of a module, each with the line of its definition."""
+    """Return the errors in the ``Args:`` sections of a module, each with line and name of its definition."""
     errors: list[str] = []
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, Documented):

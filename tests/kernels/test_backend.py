@@ -1,4 +1,4 @@
-"""The registry of back ends. A fake back end, loaded from a folder, runs a whole model."""
+"""The registry of back ends: selection, default sizes and weight layouts. A fake back end runs a model."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def get_call_counts(registry: BackendRegistry) -> dict[str, int]:
     return result
 
 
-def test_a_fake_back_end_runs_a_model(
+def test_a_fake_back_end_runs_a_model_eagerly_and_with_replayed_steps(
     backends_folder: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = random_tokens(9, 130)
@@ -145,7 +145,7 @@ def test_the_kernels_setting_selects_a_back_end(checkpoint: Path) -> None:
     assert session.graph_status == "eager: the reference kernels cannot compile steps"
 
 
-def test_an_unknown_back_end_is_refused() -> None:
+def test_a_back_end_that_the_device_type_does_not_have_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"no kernels 'tpu' for cpu devices: use one of cpu, reference$"):
         _ = InferenceSession([CPU()], kernels="tpu").ops
     with pytest.raises(ConfigError, match=r"no kernels 'cpu' for gpu devices: use one of cuda, reference$"):
@@ -157,7 +157,7 @@ def unusable_backend(name: str = "broken") -> Backend:
     return Backend(name=name, sizes=sizes, load=lambda: None, variants=list, priority=50)
 
 
-def test_a_back_end_that_cannot_run_is_skipped() -> None:
+def test_a_back_end_that_cannot_run_is_skipped_by_default_and_refused_by_name() -> None:
     registry = BackendRegistry()
     registry.register(unusable_backend())
     assert [backend.name for backend in registry.backends] == ["broken", "cpu", "cuda", "reference"]

@@ -1,4 +1,4 @@
-"""Memory estimates from the headers of a small checkpoint."""
+"""Memory estimates from the headers of small checkpoints and of the demo model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from penstock.nn import TensorNames
 def write_estimate_checkpoint(folder: Path, *, is_head_tied: bool = False, **settings: Any) -> PipelineConfig:
     """Write a checkpoint with a vocabulary of 10 and a hidden size of 4.
 
-    It has a linear layer of 6 outputs, two experts of 3 outputs, a norm, and a position table of integers.
+    It has an embedding table, a linear layer of 6 outputs, two experts of 3 outputs, a norm, a position table
+    of integers, and an output head.
     """
     from safetensors.torch import save_file
     from torch import int64, ones
@@ -71,7 +72,7 @@ def test_the_size_of_the_loaded_weights_is_estimated(
 
 @pytest.mark.parametrize("kernels", ["cpu", "reference"])
 def test_the_estimate_is_the_size_in_the_layout_of_the_back_end(kernels: str) -> None:
-    """A weight of the demo model has 5 bits in the C++ kernels, and 8 bits in the reference kernels."""
+    """With "int4", a weight of the demo model has 5 bits in the C++ kernels, and 8 in the reference."""
     pipeline = open_pipeline(
         Path(penstock.__file__).parent / "demo", kernels=kernels, quantization_encoding="int4", num_threads=1
     )

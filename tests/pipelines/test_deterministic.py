@@ -1,4 +1,4 @@
-"""Logits of deterministic pipelines are bit-equal, for all instruction sets and encodings."""
+"""Logits of deterministic pipelines are bit-equal, for all instruction sets and deterministic encodings."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ def test_preempted_contexts_equal_plain_decoding(target: Path, noisy_draft: Path
     proposer.kv.check_integrity()
 
 
-def test_drafts_are_omitted_if_the_draft_cache_is_full(target: Path, noisy_draft: Path) -> None:
+def test_a_nearly_full_draft_cache_does_not_change_the_output(target: Path, noisy_draft: Path) -> None:
     pipeline, proposer = open_with_draft(target, noisy_draft)
     plain_results = run_without_drafts(pipeline, mixed_contexts())
     blocking_contexts = [make_context([token] * 16, 1) for token in range(proposer.kv.num_free_blocks - 3)]
@@ -265,7 +265,7 @@ def test_the_memory_plan_includes_both_models(target: Path, noisy_draft: Path) -
     assert load_pipeline(target_config, load_tokenizer(target_config)).proposer is None
 
 
-def test_a_draft_model_with_another_tokenizer_is_refused(
+def test_a_draft_model_with_another_tokenizer_or_vocabulary_size_is_refused(
     target: Path, noisy_draft: Path, tmp_path: Path
 ) -> None:
     for name in ("config.json", "model.safetensors", "tokenizer_config.json"):

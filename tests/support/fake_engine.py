@@ -1,6 +1,7 @@
 """A fake engine for the tests of the peer benchmarks. Each output token is the previous token plus one.
 
-The argument selects a fault: ``python fake_engine.py FAULT``.
+The argument selects a fault: ``python fake_engine.py FAULT``, where FAULT is "dies", "short", "large" (memory
+of a child) or "child" (a child that does not end).
 """
 
 from __future__ import annotations

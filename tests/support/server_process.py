@@ -64,7 +64,7 @@ class ServerProcess:
         return {name: float(value) for name, value in rows}
 
     def wait_until_idle(self) -> dict[str, float]:
-        """Wait until no request runs and no KV cache block is in use. Return the metrics."""
+        """Wait up to 60 s until there is no request and no KV cache block is in use. Return the metrics."""
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             metrics = self.metrics()
@@ -74,7 +74,7 @@ class ServerProcess:
         raise AssertionError({name: metrics[name] for name in BUSY})
 
     def wait_for_status(self, path: str, status: int) -> None:
-        """Wait until a GET request to a path returns a status code."""
+        """Wait about 60 s at most until a GET request to a path returns a status code."""
         deadline = time.monotonic() + 60
         while (response := httpx.get(self.url + path, timeout=30).status_code) != status:
             assert time.monotonic() < deadline, (path, response)
@@ -161,7 +161,7 @@ def post_head(path: str, length: int | None, **headers: str) -> bytes:
 
 @asynccontextmanager
 async def raw_exchange(port: int, path: str, body: Any = None) -> AsyncIterator[RawExchange]:
-    """Open a connection. Send a POST request if a body is given."""
+    """Open a connection for the ``with`` block. Send a POST request if a body is given."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     exchange = RawExchange(reader, writer)
     try:

@@ -32,7 +32,10 @@ MAX_LENGTH = 320
 
 
 class FakeCodec(AudioCodec):
-    """A codec whose samples depend on the codes of their frame, two previous frames and the next frame."""
+    """A codec whose samples depend on the codes of their frame, two previous frames and the next frame.
+
+    With ``right_context=0`` they do not depend on the next frame.
+    """
 
     name = "fake"
     sample_rate = RATE

@@ -77,5 +77,5 @@ def test_each_number_has_its_own_words() -> None:
 
 
 @given(st.text(alphabet="0123456789.,:-%$€ apmsthndr\u0661", max_size=40))
-def test_no_digit_remains(text: str) -> None:
+def test_no_ascii_digit_remains(text: str) -> None:
     assert not re.search("[0-9]", spoken_numbers(text))

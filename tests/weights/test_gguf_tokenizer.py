@@ -1,4 +1,4 @@
-"""Tokenizers from GGUF metadata equal the original tokenizers."""
+"""Tokenizers from GGUF metadata equal the original tokenizers. Invalid metadata is refused."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ class TestScores:
             ({"add_bos_token": False, "add_eos_token": True}, ["▁a", "</s>"]),
         ],
     )
-    def test_settings_of_the_file_add_bos_and_eos_tokens(
+    def test_settings_of_the_file_determine_bos_and_eos_tokens(
         self, tmp_path: Path, settings: dict[str, bool], expected: list[str]
     ) -> None:
         assert self.encode(tmp_path, "a", **settings) == expected
@@ -190,7 +190,7 @@ EXPECTED_SPLITS = {
 
 
 @pytest.mark.parametrize("name", EXPECTED_SPLITS)
-def test_pre_tokenizers_split_text(tmp_path: Path, name: str) -> None:
+def test_the_pre_tokenizer_name_determines_the_splits_and_bos(tmp_path: Path, name: str) -> None:
     file = write_gguf_file(
         tmp_path, tokenizer_metadata(read_demo_tokenizer(), name) | {"tokenizer.ggml.bos_token_id": 1}
     )

@@ -1,4 +1,4 @@
-"""The worker's loop without a process: commands, steps and reports."""
+"""The worker's loop without a process: commands, steps, reports, and the packing of weights while idle."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Worker:
         self.loop = _Loop(runtime, self._socket, self.reports.append)
 
     def process(self, *commands: Any) -> list[WorkerMessage]:
-        """Handle the commands, run a step, and return the reports."""
+        """Handle the commands, run a step if the scheduler has work, and return the reports."""
         self.reports.clear()
         for command in commands:
             self.loop._handle(command)
@@ -54,7 +54,7 @@ class Worker:
         return report
 
     @property
-    def num_known_requests(self) -> int:
+    def num_request_entries(self) -> int:
         return len(self.loop._contexts) + len(self.loop._lengths)
 
 
@@ -75,7 +75,7 @@ def test_reports_contain_the_progress_of_a_request() -> None:
     assert report.results == [TextResult("a", [], END)]
     assert (report.stats.num_steps, report.stats.num_generated_tokens) == (4, 3)
     assert worker.process() == []
-    assert worker.num_known_requests == 0
+    assert worker.num_request_entries == 0
 
 
 def test_no_state_of_ended_requests_remains() -> None:
@@ -89,7 +89,7 @@ def test_no_state_of_ended_requests_remains() -> None:
     assert report.cancelled == ["a", "c"]
     assert report.results == []
     assert report.stats.num_used_blocks == 0
-    assert worker.num_known_requests == 0
+    assert worker.num_request_entries == 0
 
 
 def test_a_context_that_is_not_ready_causes_no_report() -> None:
@@ -117,7 +117,7 @@ def test_the_answer_to_a_ping_includes_counts() -> None:
     assert (stats.num_draft_tokens, stats.num_accepted_draft_tokens, stats.num_verified_steps) == (9, 4, 3)
 
 
-def test_a_failed_adapter_load_is_reported(
+def test_a_failed_adapter_load_is_reported_without_the_text_of_internal_errors(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class FailingAdapters(FakeAdapters):
@@ -145,7 +145,7 @@ def test_stop_ends_the_loop() -> None:
 
 
 class Socket:
-    """A fake socket. A frame ``(n, data)`` arrives at poll number n."""
+    """A fake socket. A frame ``(n, data)`` arrives at poll number n. A blocking poll skips to this number."""
 
     def __init__(self, *frames: tuple[int, bytes]) -> None:
         self.frames = list(frames)
@@ -166,7 +166,9 @@ class Socket:
 
 
 @pytest.mark.parametrize(("num_polls", "num_packed"), [(1, 0), (3, 2), (9, 5)])
-def test_an_idle_worker_packs_pending_weights(num_polls: int, num_packed: int) -> None:
+def test_an_idle_worker_packs_pending_weights_until_a_command_arrives(
+    num_polls: int, num_packed: int
+) -> None:
     pending_weights = list(range(5))
 
     def prepare_next() -> bool:

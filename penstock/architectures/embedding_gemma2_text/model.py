@@ -1,6 +1,6 @@
 """The text model of EmbeddingGemma 2: Gemma's blocks with bidirectional attention.
 
-Layers with and without a window differ in the number of kv heads and in the head size. Each block gets an
+Layers with and without a window can differ in the number of kv heads and in the head size. Each block gets an
 additional input: a projection of the embeddings (per-layer embeddings, as in Gemma 3n and Gemma 4).
 """
 

@@ -1,6 +1,7 @@
 """Gemma 2 (Gemma Team 2024, arXiv:2408.00118).
 
-The family has norms before and after each layer, soft caps, and a sliding window in every second layer.
+The family has norms before and after attention and MLP, soft caps, and by default a sliding window in every
+second layer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""XLM-RoBERTa, and the multilingual embedders and rerankers based on it: BGE-M3, E5, GTE."""
+"""XLM-RoBERTa, and the multilingual embedders and rerankers based on it, such as BGE-M3 and E5."""
 
 from __future__ import annotations
 

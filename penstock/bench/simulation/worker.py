@@ -50,8 +50,9 @@ class TimedPipeline(FakePipeline):
         """Total seconds of all steps so far."""
 
     def num_steps_for(self, seconds: float) -> int:
-        """Return how many steps like the last decode step fit into ``seconds``; 1 before the first decode
-        step.
+        """Return how many steps like the last decode step fit into ``seconds``, from 1 to `_MAX_STEPS`.
+
+        Returns 1 before the first decode step.
         """
         if not self._decode_seconds:
             return 1

@@ -7,8 +7,8 @@ A conflict is a text w of a lexeme and a character c such that
 
 A longest-match lexer then continues with the longer text, although the rules may need the shorter text.
 If there are no conflicts, the longest match is always right. The search treats long repetitions as unbounded
-and ignores the nesting of rules. It may therefore report a conflict that does not exist, but it never misses
-a conflict.
+and ignores the nesting of rules. It may therefore report a conflict that does not exist, but a
+completed search never misses a conflict.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Writes automata with a maximum length as few grammar rules. Repeated characters are counted in blocks."""
+"""Writes an automaton with a maximum length as a small number of grammar rules.
+
+Repeated characters are counted in blocks: numbers of characters that are subtracted together.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from penstock.grammar.schema.ebnf import NOTHING, EbnfRules, Ranges, choice, rep
 
 MAX_COUNTED = 700  # maximum number of counted states, each of which is a rule of the grammar
 _MAX_SMALL_BLOCK_STATES = 400  # maximum number of counted states, unless blocks have the largest size
-_BLOCKS = 16  # a block has at most 1/16 of the maximum length
+_BLOCKS = 16  # a block has at most 1/16 of the maximum length, but at least one character
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,8 @@ class Counting:
     maximum length.
 
     A *detour* is a path from a state with a loop over other states back to this state, such as an escaped
-    character in a URI. After the first detour of a state, a detour counts as one repetition of the loop.
+    character in a URI. Each state has at most one detour here, without branches and of at most 5
+    characters. After the first detour of a state, a detour counts as one repetition of the loop.
     Otherwise the remaining length would decrease by a block at every detour.
     """
 
@@ -77,7 +81,7 @@ class Counting:
         )
 
     def exits(self, counted_state: _CountedState, remaining: int) -> Iterator[tuple[Ranges, _CountedState]]:
-        """Yield the transitions from a counted state to other states, as (characters, counted state)."""
+        """Yield (characters, counted state) for each transition to another state, except repeated detours."""
         detour_state = self.detours[counted_state.state][1][0] if counted_state.after_detour else None
         for ranges, target in self.automaton.steps[counted_state.state]:
             if target in (counted_state.state, detour_state):
@@ -89,6 +93,8 @@ class Counting:
 
     def self_loops(self, counted_state: _CountedState) -> tuple[int, int, bool]:
         """Return (maximum repetitions, their characters, whether a whole block fits) of a state's loop.
+
+        A state without a loop has (0, 0, False).
 
         The repetitions precede a transition to another state. They are fewer than a block. The transition
         subtracts the maximum from the remaining length, even if a text has fewer repetitions.
@@ -140,9 +146,10 @@ class Counting:
 
 
 def make_counting(automaton: Automaton, max_count: int) -> Counting | None:
-    """Return the counted states of an automaton for a maximum length, with the smallest possible blocks.
+    """Return the counted states of an automaton for a maximum length, with small blocks if possible.
 
-    Returns None if there are more than `MAX_COUNTED` counted states, or if no text is short enough.
+    Returns None if even the largest blocks result in more than `MAX_COUNTED` counted states, or if no text is
+    short enough.
     """
     if automaton.min_lengths[0] > max_count:
         return None

@@ -65,7 +65,10 @@ def read_number(node: SchemaNode, keyword: str) -> Decimal | None:
 
 
 def read_counts(node: SchemaNode, min_count: str, max_count: str) -> tuple[int, int | None]:
-    """Return (minimum, maximum) of a count: the values of two keywords, by default 0 and None."""
+    """Return (minimum, maximum) of a count: the values of two keywords, by default 0 and None.
+
+    A larger maximum than `_MAX_COUNT` is replaced by `_MAX_COUNT`.
+    """
     low, high = _read_count(node, min_count), _read_count(node, max_count)
     return low or 0, high
 

@@ -87,7 +87,9 @@ def integers_between(low: int | None, high: int | None) -> str | None:
 
 
 def numbers_between(bounds: Bounds) -> str | None:
-    """Return an expression for the numbers in an interval, without exponents; None if there are none.
+    """Return an expression for the numbers in an interval; None if there are none.
+
+    Only without bounds, the numbers may have exponents.
 
     If a bound has 15 or more digits before the decimal point, only numbers from -10**9 to 10**9 may have a
     fraction.

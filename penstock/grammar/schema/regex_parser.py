@@ -1,8 +1,9 @@
 """Parses regular expressions: the constructs of ECMA 262 that describe regular languages.
 
 Character classes contain only the characters that the class has in both dialects: ECMA 262 and Python. For
-example, ``\\d`` is ``[0-9]``, because ECMA 262 has no other digits. ``\\D`` contains no digit of any script,
-because Python's class excludes all digits.
+example, ``\\d`` is ``[0-9]``, because ECMA 262 has no other digits. ``\\D`` contains only ASCII characters,
+because Python's class excludes the digits of all scripts. In negated lookaheads, a class contains the
+characters of both dialects.
 """
 
 from __future__ import annotations

@@ -10,12 +10,12 @@ from penstock.grammar.schema.ebnf import NOTHING, EbnfRules, choice, sequence
 from penstock.grammar.schema.keywords import equality_key
 from penstock.grammar.schema.shapes import Array, Conjunction, Literal, Numeric, Schemas
 
-MAX_SUBSETS = 256  # maximum number of sets of used values; each set is one rule
+MAX_SUBSETS = 256  # maximum number of sets of used values without a prefix; each set is one rule
 MAX_VALUES = 1000
 
 
 def has_enough_items(schemas: Schemas, shape: Array) -> bool:
-    """Return whether an array can have its minimum number of distinct items."""
+    """Return whether an array can have its minimum number of distinct items. True for unlisted values."""
     if shape.min_count < 2:
         return True
     if shape.prefix:
@@ -30,7 +30,8 @@ def has_enough_items(schemas: Schemas, shape: Array) -> bool:
 def listed_values(schemas: Schemas, conjunction: Conjunction) -> list[object] | None:
     """Return the distinct values of a conjunction: listed values, and integers between two bounds.
 
-    Returns None if the values are not listed or are more than `MAX_VALUES` integers.
+    Returns None if some values are not listed, or if the bounds of integers are more than `MAX_VALUES` steps
+    of ``multipleOf`` apart.
     """
     values_by_key: dict[Hashable, object] = {}
     for shape in schemas.shapes(conjunction):
@@ -51,8 +52,8 @@ def listed_values(schemas: Schemas, conjunction: Conjunction) -> list[object] | 
 class UniqueWriter:
     """Writes the grammars of arrays with unique items.
 
-    A grammar for items in any order has one rule per set of used values. If this would result in more than
-    `MAX_SUBSETS` rules, the values must come in the order of the schema.
+    A grammar for items in any order has one rule per set of used values. If an array without a prefix would
+    need more than `MAX_SUBSETS` rules, the values must come in the order of the schema.
 
     Args:
         rules: receives the new rules.
@@ -73,8 +74,8 @@ class UniqueWriter:
         """Return the expression of the items, without brackets; None if the bounds cannot be satisfied.
 
         Raises:
-            UnsupportedSchemaError: the possible values are not listed, or are too many for an array with a
-                prefix.
+            UnsupportedSchemaError: the possible values of an item are not listed or are more than
+                `MAX_VALUES`, or an array with a prefix has too many sets of items.
         """
         prefix = [self._values(shape, conjunction) for conjunction in shape.prefix[: shape.max_count]]
         rest = (
@@ -136,7 +137,7 @@ class UniqueWriter:
 
 
 class _AnyOrder:
-    """Writes the items of one array in any order, with one rule per set of used values."""
+    """Writes the items of one array in any order after the prefix, with one rule per set of used values."""
 
     def __init__(
         self,

@@ -24,13 +24,16 @@ _MAX_NORM = 1 << 15
 """Maximum width of a row of a norm, which one program holds in registers."""
 _MAX_EXPERTS = 1024
 _COLUMNS = 1024
-"""Columns per tile of elementwise programs."""
+"""Maximum number of columns per tile of elementwise programs."""
 _LOGITS = 1024
-"""Number of logits per chunk of the sampler."""
+"""Number of logits per chunk of the sampler, unless the vocabulary is smaller or has too many chunks."""
 _CHUNKS = 256
 """Maximum number of chunks. Chunks of larger vocabularies have more logits."""
 _MIN_SELECT_PROGRAMS = 1024
-"""Minimum number of programs that list candidates. The number does not change the results."""
+"""Minimum number of programs that list candidates, unless there are fewer chunks of all rows.
+
+The number does not change the results.
+"""
 _SMALL_LIST, _LARGE_LIST = 1024, 4096
 """Maximum numbers of listed tokens for the two versions of the sampler that keep the list in registers."""
 _ZERO_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}

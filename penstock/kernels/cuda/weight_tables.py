@@ -49,8 +49,8 @@ class WeightTables:
     def of(cls, linears: Sequence[PackedLinear]) -> WeightTables | None:
         """Return the weights of layers.
 
-        None if the layers differ in shape or encoding, if a weight is not packed yet, if one of several
-        layers has an input order, or if no program supports the encoding.
+        None if the layers differ in shape, encoding or layout, if only some have a bias, if a weight is not
+        packed yet, if one of several layers has an input order, or if no program supports the weights.
         """
         first, kind = linears[0], encoding_named(linears[0].encoding)
         if any(isinstance(linear.tensors, LazyWeight) and linear.tensors.parts for linear in linears):
@@ -115,7 +115,10 @@ def tile_rows(count: int, groups: Groups | None, *, is_deterministic: bool = Fal
 
 
 def output_tile(count: int, packed: PackedLinear, groups: Groups | None, device: torch.device) -> int:
-    """Return the number of outputs of a tile: 16 if tiles of 64 would leave multiprocessors idle, else 64."""
+    """Return the number of outputs of a tile: 16 or 64.
+
+    It is 16 for up to 64 rows without groups if tiles of 64 outputs would leave multiprocessors idle.
+    """
     is_large = groups is not None or divide_up(packed.out_features, 64) >= num_processors(device)
     return 64 if is_large or count > 64 else 16
 

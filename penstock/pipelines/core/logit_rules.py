@@ -15,7 +15,7 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 class LogitRules:
-    """The logit biases, allowed tokens and banned tokens of one request, which are the same in all steps."""
+    """The logit biases, allowed tokens, banned tokens and banned sequences of one request."""
 
     def __init__(self, params: SamplingParams) -> None:
         bias = params.logit_bias or {}
@@ -25,14 +25,14 @@ class LogitRules:
         self.bias: npt.NDArray[np.float32] = np.fromiter(bias.values(), np.float32, len(bias))
         self.banned: Ids = np.unique(np.array(banned, np.int64))
         self.allowed: Ids | None = None
-        """The only tokens that may be sampled; None allows all."""
+        """The only tokens that may be sampled, without banned tokens; None allows all that are not banned."""
         if params.allowed_token_ids is not None:
             allowed = np.array(params.allowed_token_ids, np.int64)
             self.allowed = np.setdiff1d(allowed, self.banned)
         self.longest_prefix = max((len(ids) - 1 for ids in sequences), default=0)
-        """Number of trailing generated tokens that `banned_after` compares."""
+        """Maximum number of trailing generated tokens that `banned_after` compares; 0 without sequences."""
         self._last_tokens: dict[tuple[int, ...], list[int]] = {}
-        """Maps the tokens of banned sequences before the last token to the last tokens."""
+        """The tokens of a banned sequence before its last token -> the last tokens of all such sequences."""
         for *prefix, last in sequences:
             if prefix:
                 self._last_tokens.setdefault(tuple(prefix), []).append(last)
@@ -44,7 +44,10 @@ class LogitRules:
         """The largest token id in any rule; -1 without rules."""
 
     def banned_after(self, tokens: Sequence[int]) -> Ids:
-        """Return the tokens that would complete a banned sequence if generated after ``tokens``."""
+        """Return the tokens that would complete a banned sequence if generated after ``tokens``.
+
+        Sequences of one token are not included: they are in `banned`.
+        """
         banned: list[int] = []
         for length in self._prefix_lengths:
             if length <= len(tokens):
@@ -55,7 +58,7 @@ class LogitRules:
 class TokenCounts:
     """The distinct tokens of a context and the number of times each was generated.
 
-    Adding a token takes ``O(1)`` time.
+    Adding a token takes ``O(1)`` amortized time.
 
     Args:
         prompt: tokens of the prompt. They are included in the distinct tokens, with a count of 0.
@@ -76,12 +79,12 @@ class TokenCounts:
 
     @property
     def ids(self) -> Ids:
-        """The distinct tokens, as a view of an array that `add` changes."""
+        """The distinct tokens, as a view of an array that `add` changes or replaces."""
         return self._ids[: self._size]
 
     @property
     def counts(self) -> npt.NDArray[np.float32]:
-        """The number of times that each token of ``ids`` was generated, as a view that `add` changes."""
+        """How often each of ``ids`` was generated, as a view of an array that `add` changes or replaces."""
         return self._counts[: self._size]
 
     def add(self, token: int) -> None:
@@ -98,7 +101,7 @@ class TokenCounts:
     def with_drafts(self, drafts: Sequence[int]) -> tuple[Ids, npt.NDArray[np.float32]]:
         """Return ``ids`` and ``counts`` as if ``drafts`` had been generated too.
 
-        The object does not change.
+        The object does not change. Without drafts, the result consists of the views.
         """
         if not drafts:
             return self.ids, self.counts

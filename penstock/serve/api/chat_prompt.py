@@ -115,7 +115,8 @@ def template_messages(
 ) -> list[TokenGeneratorRequestMessage]:
     """Return the messages in the format of Hugging Face templates.
 
-    Null members are removed. The role ``developer`` becomes ``system`` if the template does not mention it.
+    Null and unknown members are removed. The role ``developer`` becomes ``system`` if the template does not
+    mention it.
     """
     has_developer_role = tokenizer.template_mentions("developer")
     as_objects = tokenizer.template_takes_argument_objects

@@ -16,7 +16,7 @@ from penstock.serve.config import ServeConfig
 from penstock.serve.http.connection import Connection, H11Connection
 
 DRAIN_TIMEOUT = 2
-"""Seconds to wait at shutdown until connections have closed."""
+"""Maximum number of seconds to wait at shutdown until connections have closed and requests have ended."""
 
 
 class HttpServer(uvicorn.Server):
@@ -24,7 +24,7 @@ class HttpServer(uvicorn.Server):
 
     Args:
         app: the application.
-        config: has the keep-alive time, and the time within which a new connection must start a request.
+        config: has the keep-alive time, and the time within which the headers of a request must arrive.
     """
 
     def __init__(self, app: FastAPI, config: ServeConfig) -> None:
@@ -52,7 +52,10 @@ class HttpServer(uvicorn.Server):
 
     @asynccontextmanager
     async def listening(self, listener: socket.socket) -> AsyncIterator[None]:
-        """Serve while the block runs, then close the connections; immediately if the block raises."""
+        """Serve while the ``with`` block runs, then close the connections.
+
+        Waits up to `DRAIN_TIMEOUT` for active requests, or not at all if the block raises.
+        """
         serve_task = asyncio.create_task(self.serve(sockets=[listener]))
         try:
             yield

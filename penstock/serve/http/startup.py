@@ -1,4 +1,4 @@
-"""Start-up times of the server: its phases, and the lines that are printed when it is ready."""
+"""Start-up times: the phases of the server and the worker, and their report when the server is ready."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StartupPhase:
 
 
 class Startup:
-    """Measures the start of the server, from the start of its process if the system reports this time."""
+    """Measures the start of the server, from the start of its process, or from this object if unknown."""
 
     def __init__(self) -> None:
         self._started_at = time.perf_counter() - process_age()
@@ -34,12 +34,12 @@ class Startup:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the process started."""
+        """Seconds since the process started; since this object was created if that time is unknown."""
         return time.perf_counter() - self._started_at
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure a phase in this process."""
+        """Measure a phase in this process. A phase that raises is not added."""
         start = time.perf_counter()
         yield
         self.phases.append(StartupPhase(name, "server", time.perf_counter() - start))
@@ -60,7 +60,7 @@ def process_age() -> float:
 
 
 def report_ready(startup: Startup, url: str, model: str, log_format: str) -> None:
-    """Report that the server is ready: print the phases and the address, or log them as JSON."""
+    """Report that the server is ready: print or log (as JSON) the phases, the model and the address."""
     total = startup.seconds
     if log_format == "json":
         phases = {f"{phase.process}: {phase.name}": round(phase.seconds, 3) for phase in startup.phases}

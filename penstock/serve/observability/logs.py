@@ -45,7 +45,7 @@ class _Handler(logging.StreamHandler[TextIO]):
     """Writes lines to a stream. Drops lines that cannot be written, for example to a full disk."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Report formatting errors as the standard library does. Ignore errors of the stream."""
+        """Report errors as the standard library does. Ignore OSError and ValueError, as of a stream."""
         if not isinstance(sys.exception(), OSError | ValueError):  # ValueError: the stream is closed
             super().handleError(record)
 
@@ -58,7 +58,7 @@ def print_notice(line: str) -> None:
 
 
 def configure_logging(config: ServeConfig, stream: TextIO | None = None) -> None:
-    """Send the log of Penstock and of uvicorn to a stream, by default standard error."""
+    """Send the log of Penstock and the warnings of uvicorn to a stream, by default standard error."""
     handler = _Handler(stream if stream is not None else sys.stderr)
     handler.setFormatter(LineFormatter(config.log_format))
     for name in ("penstock", "uvicorn.error"):

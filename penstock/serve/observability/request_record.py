@@ -30,7 +30,7 @@ class RecordObserver(Protocol):
 class RequestRecord:
     """The data of one request. Times are values of ``time.perf_counter``.
 
-    Routes set the fields from ``model`` to ``details``, and call `admitted` and `tokens`.
+    Routes set the fields from ``model`` to ``details``, and call the methods that record events.
     """
 
     request_id: str = ""
@@ -52,7 +52,7 @@ class RequestRecord:
     cached_tokens: int = 0
     completion_tokens: int = 0
     finish_reasons: list[str] = field(default_factory=list)
-    """The finish reason of each choice, as in the response."""
+    """The finish reasons of the choices that have one, as in the response."""
     user: str | None = None
     safety_identifier: str | None = None
     metadata: dict[str, str] | None = None
@@ -97,7 +97,7 @@ class RequestRecord:
                 observer.admitted(self)
 
     def tokens(self, count: int, choice: int = 0) -> None:
-        """Record ``count`` new tokens from the worker for a choice, before their detokenization."""
+        """Record ``count`` new tokens from the worker for a choice. Does nothing if there are none."""
         if count <= 0:
             return
         now = time.perf_counter()
@@ -126,7 +126,7 @@ class RequestRecord:
 
     @property
     def outcome(self) -> str:
-        """The outcome: finish reasons, ``abort:client_disconnect``, ``error:<code>``, or ``-`` for none."""
+        """The finish reasons, ``abort:client_disconnect``, ``error:<code or status>``, or ``-`` for none."""
         if self.client_left:
             return "abort:client_disconnect"
         if self.error_status is not None:
@@ -137,7 +137,7 @@ class RequestRecord:
     def final_status(self) -> int:
         """The status code for log and metrics.
 
-        499 after a disconnect, else the status of the error, else the status that was sent.
+        499 after a disconnect, else the status of the error, else the status that was sent, else 500.
         """
         if self.client_left:
             return 499

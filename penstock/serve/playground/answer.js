@@ -95,7 +95,7 @@ export class Receiver {
     this._message.numbers = this._numbers();
   }
 
-  /** Ends the message. `reason` is "stopped" or "error"; null if the model ended the output. */
+  /** Ends the message. `reason` is "stopped" or "error"; null if the stream is complete. */
   end(reason = null) {
     this._finishReason = reason ?? this._finishReason;
     this._message.tokens.end();

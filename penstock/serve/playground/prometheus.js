@@ -1,4 +1,4 @@
-// Prometheus' text format: the values of a scrape, and rates and quantiles between two scrapes.
+// Prometheus' text format: the values of a scrape, and the growth and quantiles of metrics between two scrapes.
 
 const LINE = /^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)/;
 const LABEL = /(\w+)="((?:[^"\\]|\\.)*)"/g;
@@ -35,7 +35,7 @@ export class Scrape {
   }
 }
 
-/** Returns the growth of a counter since `before`; its whole value if `before` is null or the counter has restarted. */
+/** Returns the growth of a counter, summed over its labels, since `before`; its whole value if `before` is null or the counter has restarted. */
 export function growth(now, before, name) {
   const [end, begin] = [now.sum(name), before?.sum(name) ?? 0];
   return end < begin ? end : end - begin;

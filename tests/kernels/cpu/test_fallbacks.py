@@ -1,4 +1,4 @@
-"""Operations without a C++ kernel run on the reference kernels, and each cause is logged once."""
+"""Arguments without a C++ kernel run on the reference kernels, and each cause is logged once."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_products_agree_with_the_definition(
 
 
 def rows_with_outliers(inputs: int) -> Tensor:
-    """Return rows ``[60, inputs]`` with up to the maximum number of outliers, at random positions."""
+    """Return rows ``[60, inputs]`` with up to one outlier more than the maximum."""
     x = torch.randn(60, inputs)
     for row in range(1, len(x)):
         count = min(row % 20, inputs)
@@ -144,7 +144,9 @@ def test_more_rows_than_one_quantization_pass_are_bit_equal(ops: CpuOps, encodin
     assert torch.equal(ops.linear(x[:40], packed_weight), batch_result[:40])
 
 
-def test_results_larger_than_the_cpu_cache_are_correct(ops: CpuOps, dtype: torch.dtype) -> None:
+def test_rows_of_results_larger_than_the_cpu_cache_equal_smaller_results(
+    ops: CpuOps, dtype: torch.dtype
+) -> None:
     """Tiles write results below 4 MiB directly. They write larger results after a whole panel is computed."""
     packed_weight = pack_with_bias(ops, torch.randn(4096, 40), "int8", torch.randn(4096).to(dtype))
     x = torch.randn(520, 40).to(dtype)

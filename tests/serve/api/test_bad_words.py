@@ -1,4 +1,4 @@
-"""Bad words are translated to all short token sequences that spell them."""
+"""Bad words are translated to short token sequences that spell them, up to a limit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_no_words_give_no_sequences() -> None:
 
 
 @pytest.mark.parametrize("word", ["Berlin", " Berlin", "né", "🎉", "a b"])
-def test_all_encodings_of_a_word_are_banned(word: str) -> None:
+def test_sequences_of_tokens_and_of_letters_are_banned(word: str) -> None:
     sequences = banned_sequences([word], DEMO) or []
     assert {decode(ids) for ids in sequences} == {word, " " + word.lstrip()}
     encodings = [DEMO.encode_text(text, False).tolist() for text in (word, " " + word.lstrip())]

@@ -253,9 +253,9 @@ async def test_a_worker_process_follows_grammars() -> None:
 
 
 async def check_with_other_fields(server: InProcessServer) -> None:
-    """Check that an output ends at the end of its grammar, whatever the other request fields are.
+    """Check that an output ends at the end of its grammar, also with other request fields.
 
-    If a request allows no token of the grammar, the response is an error.
+    With ignore_eos, or if a request allows no token of the grammar, the response is an error.
     """
     choice_format = {"structured_outputs": {"choice": ["yes", "no"]}}
     fields = {"messages": PARIS, "max_tokens": 50, **choice_format}

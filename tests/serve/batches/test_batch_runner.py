@@ -108,7 +108,7 @@ async def test_valid_and_invalid_lines_have_results() -> None:
     ) == (3, 7 + 3 + 7)
 
 
-async def test_batches_need_no_key_and_have_the_lowest_priority() -> None:
+async def test_batches_need_no_key_and_have_a_lower_priority() -> None:
     (request,) = parse_requests(make_request_line("a", priority=5))
     assert isinstance(request, BatchRequest)
     assert request.body["priority"] == PRIORITY + 5

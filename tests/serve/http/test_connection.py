@@ -1,4 +1,4 @@
-"""HTTP connections, tested with raw bytes: framing, pipelining, half-closed clients, and closing."""
+"""HTTP connections, tested with raw bytes: framing, limits, pipelining, half-closed clients and closing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def _parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 class EchoApp:
     """An application that answers with the path and the length of the body.
 
-    Words in the path select its behaviour: early, wait, stream, close.
+    Words in the path select another behaviour. "early" answers 413 without reading the body, "wait" waits for
+    `may_continue`, "stream" streams a fixed text, and "close" closes the connection.
     """
 
     def __init__(self) -> None:
@@ -284,7 +285,7 @@ async def test_a_disconnect_is_detected_before_the_answer() -> None:
         await wait_until(lambda: app.num_disconnects == 1)
 
 
-async def test_an_incomplete_request_is_not_served() -> None:
+async def test_an_incomplete_request_gets_no_answer() -> None:
     app = EchoApp()
     async with run_server(app) as port:
         head = POST % b"a" + b"content-length: 10\r\n\r\nabc"

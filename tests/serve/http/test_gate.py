@@ -1,4 +1,4 @@
-"""`Gate`: it counts active requests, and refuses requests before and after the server is ready."""
+"""`Gate`: it counts active requests, and is closed while the model is loaded and during shutdown."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ async def test_a_gate_cannot_be_opened_after_it_was_closed() -> None:
 
 
 @pytest.mark.parametrize(("length", "is_read"), [(20_000, True), (10_000_000, False)])
-async def test_only_a_short_body_is_read_before_its_request_is_refused(length: int, is_read: bool) -> None:
+async def test_only_a_short_body_is_read_completely_before_its_request_is_refused(
+    length: int, is_read: bool
+) -> None:
     """Closing a connection with unread bytes could reset it. The client could then lose the response."""
     num_sent_bytes = 0
 

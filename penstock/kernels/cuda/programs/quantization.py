@@ -11,10 +11,10 @@ from penstock.kernels.cuda.programs.tiles import round_half_even
 
 @triton.jit
 def _try_larger_target(values, largest, target, fits, max_extras, MULTIPLE: tl.constexpr):
-    """Try 127 * MULTIPLE as the integer to which the largest magnitude of a row is scaled (its target).
+    """Try 127 * MULTIPLE as the target: the number to which the largest magnitude of a row is scaled.
 
-    The target is accepted if the row then needs at most ``max_extras`` extra bytes, and if ``fits``: all
-    smaller targets were accepted.
+    An integer needs one extra byte per started 127 of its magnitude beyond 127. The target is accepted if the
+    row then needs at most ``max_extras`` extra bytes, and if ``fits``: all smaller targets were accepted.
 
     Returns:
         The largest accepted target, and whether this one was accepted.
@@ -42,9 +42,9 @@ def quantize_rows(
     """Quantise one row. Grid: rows.
 
     An integer is stored in two bytes of ``out [2, T, in]`` int8, as ``out[0] + 16 * out[1]``. ``wide [T]``
-    int32 is 1 for rows with integers beyond -127..127. Rows without such integers have zeros in ``out[1]``.
-    A row with a largest magnitude below 1e-30 becomes zeros with scale 0. A row with NaN or infinity has the
-    scale NaN.
+    int32 is 1 for rows with integers beyond -127..127, else 0. Rows without such integers have zeros in
+    ``out[1]``. A row with a largest magnitude below 1e-30 becomes zeros with scale 0. A row with NaN or
+    infinity becomes zeros with scale NaN.
     """
     launch_next_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)

@@ -89,7 +89,7 @@ def multiply_quantized_row(
 ):
     """Compute N outputs of the product of one row with a weight. Grid: tiles of outputs.
 
-    The first BYTES bytes of each output's weights are read before the previous kernel has ended.
+    With PDL, the first BYTES bytes of each output's weights are read without waiting for the previous kernel.
     """
     launch_next(PDL)
     SUBGROUP: tl.constexpr = 16 if INPUTS_PER_SCALE == 16 else 32

@@ -1,4 +1,4 @@
-"""Programs on rows: norms, activations, rotary embedding, cache writes."""
+"""Programs on rows: norms, activations, gates, rotary embedding, cache writes."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def norm(
 
     Row r of ``x`` is at ``r // inner * outer_stride + r % inner * inner_stride``. With ADDS, the row of
     ``residual`` is added first, and the sum is also written to ``total``. With IS_CENTRED the norm is a layer
-    norm with a bias, otherwise an RMS norm. An RMS norm rounds before it multiplies by the weight, unless
-    WEIGHT_IS_WIDER.
+    norm with a bias, otherwise an RMS norm. An RMS norm rounds to the type of ``x`` before it multiplies by
+    the weight, unless WEIGHT_IS_WIDER.
     """
     launch_next(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -83,7 +83,7 @@ def _activate(x, KIND: tl.constexpr):
 
 @triton.jit
 def activate(out, x, width, row_stride, cap, WIDTH: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr):
-    """Apply the activation or function KIND to each element of ``x``. Grid: rows, tiles of WIDTH columns."""
+    """Apply KIND, an activation or "soft_cap", to each element. Grid: rows, tiles of WIDTH columns."""
     launch_next_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -100,7 +100,8 @@ def activate(out, x, width, row_stride, cap, WIDTH: tl.constexpr, KIND: tl.const
 def gate(out, x, width, row_stride, alpha, limit, WIDTH: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr):
     """Multiply the activation of the first half of a row by the second half.
 
-    ``alpha`` and ``limit`` are constants of the KIND "clamped_swiglu". Grid: rows, tiles of WIDTH columns.
+    ``alpha`` and ``limit`` are constants of the KIND "clamped_swiglu", which clamps both halves and adds 1 to
+    the second half. Grid: rows, tiles of WIDTH columns.
     """
     launch_next_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -205,8 +206,9 @@ def store_keys_values(
 ):
     """Write one head of one row into the cache. Grid: rows, kv heads, keys and values.
 
-    LARGEST is the largest number that a quantized cache can store; 0.0 for a cache of floats. With IS_E4M3
-    the cache stores 8-bit floats as uint8.
+    LARGEST is the largest number that a quantized cache can store; 0.0 for a cache without scales. With
+    HAS_FIXED_SCALES ``scales`` is read, otherwise the scale of the stored head is computed and written to it.
+    With IS_E4M3 the cache stores 8-bit floats as uint8.
     """
     launch_next(PDL)
     row = tl.program_id(0).to(tl.int64)

@@ -90,8 +90,8 @@ class _ChatMessages:
     def add_blocks(self, role: str, blocks: Sequence[MessageBlock], field_path: str) -> None:
         """Translate the blocks of one Messages message and add the resulting chat messages.
 
-        Each tool result becomes a chat message. The blocks between two tool results also become a chat
-        message.
+        Each tool result becomes a chat message, and so do the blocks before, between and after tool results.
+        Without blocks, an empty chat message is added.
         """
         content_blocks: list[MessageBlock] = []
 

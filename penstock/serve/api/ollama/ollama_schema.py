@@ -34,7 +34,7 @@ class OllamaOptions(RequestBody):
     }
 
     num_predict: Annotated[int, Field(ge=-2, lt=2**31)] | None = None
-    """Maximum number of new tokens; 0 means 1. -1 and -2 mean the maximum length of the model."""
+    """Maximum number of new tokens; 0 means 1. None, -1 and -2 mean the maximum length of the model."""
     num_ctx: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     """The context length that the client requires. A value above ``--max-length`` is refused."""
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
@@ -99,7 +99,7 @@ class OllamaBody(RequestBody):
     stream: bool | None = None
     """None means True."""
     format: Literal["", "json"] | dict[str, object] | None = None
-    """``json``, or a JSON schema."""
+    """``json``, or a JSON schema. None and "" mean free text."""
     options: OllamaOptions | None = None
     think: Think | None = None
 

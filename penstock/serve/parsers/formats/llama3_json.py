@@ -1,6 +1,7 @@
 """Calls of Llama 3.1 to 3.3: ``{"name": "f", "parameters": {"a": 1}}``, or ``<|python_tag|>f.call(a="b")``.
 
-``<|python_tag|>`` before an object is optional. Calls are separated by ``;``, white space or nothing.
+``<|python_tag|>`` before an object is optional, and objects may be in a list. Between two calls, a
+``;`` or ``,`` and white space are optional.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from penstock.serve.parsers.tools import Tools
 
 
 class Llama3Calls(JsonCalls):
-    """JSON objects with or without a marker, and calls of built-in tools after ``<|python_tag|>``."""
+    """JSON objects with or without a marker, or one call of a built-in tool after ``<|python_tag|>``."""
 
     def read(self, parser: ReasoningToolParser, marker: str) -> Reader[None]:
         stream = parser.stream
