@@ -1,4 +1,4 @@
-"""``partial_rotary_factor`` has the same effect as in transformers, for every family with RoPE."""
+"""``partial_rotary_factor`` of decoders with RoPE: applied as in transformers, or refused if transformers fails."""
 
 from __future__ import annotations
 
