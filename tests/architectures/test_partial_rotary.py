@@ -1,4 +1,4 @@
-"""``partial_rotary_factor`` of decoders with RoPE: applied as in transformers, or refused if transformers fails."""
+"""``partial_rotary_factor`` is applied as in transformers, or refused where transformers fails."""
 
 from __future__ import annotations
 

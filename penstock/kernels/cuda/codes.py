@@ -182,7 +182,7 @@ def _numbers_on_device(numbers: tuple[float, ...], device: torch.device) -> Tens
 
 
 def _row_lengths(packed: PackedLinear) -> list[int]:
-    """Return the row lengths of the weight, scales, factors, minima and their factors; 0 for missing tensors."""
+    """Return the row lengths of the weight, scales, factors, minima and their factors; 0 if missing."""
     names = ("weight", "scales", "factors", "minima", "min_factors")
     tensors = [packed.tensors.get(name) for name in names]
     return [0 if tensor is None else tensor[0].numel() for tensor in tensors]

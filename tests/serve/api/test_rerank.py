@@ -1,4 +1,4 @@
-"""Routes for reranking, scores and classes, with tiny encoders and a real worker."""
+"""Routes for reranking, scores, classes and raw scores, with tiny encoders and a real worker."""
 
 from __future__ import annotations
 
