@@ -106,7 +106,7 @@ class PipelineConfig:
 
     >>> config = PipelineConfig.from_flat({"model_path": "demo", "kv_cache_block_size": 16})
     >>> config.kv_cache.block_size, config.max_num_steps
-    (16, 1)
+    (16, None)
 
     Raises:
         ConfigError: a field has an invalid value, or two fields contradict each other.
