@@ -4,8 +4,8 @@ Only `GGUFFile.floats` reads the data of a tensor.
 
 A file consists of a header (magic, version, counts), keys with typed values, tensor descriptions, and the
 aligned bytes of the tensors (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). All sizes in the
-header are checked against the size of the file before memory is allocated. Errors about
-a damaged header contain the byte offset of the damage.
+header are checked against the size of the file before memory is allocated. Errors about a damaged header
+contain the byte offset of the damage.
 """
 
 from __future__ import annotations
