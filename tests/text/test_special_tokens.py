@@ -367,7 +367,7 @@ def test_concurrent_encoding_equals_sequential_encoding(open_tokenizer_pair: Ope
     assert count_special_tokens(tokenizer, tokenizer.encode_text(INJECTION, limited=False).tolist()) == 3
 
 
-def test_long_content_with_many_special_tokens_is_encoded_as_text(
+def test_special_tokens_in_long_content_are_text(
     open_tokenizer_pair: OpenTokenizerPair,
 ) -> None:
     tokenizer, permissive_tokenizer = open_tokenizer_pair("qwen3")
