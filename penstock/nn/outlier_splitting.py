@@ -20,9 +20,9 @@ from penstock.nn.linear import Linear
 from penstock.nn.loader import Loader
 
 _INPUTS_PER_REPEAT = 24
-"""Inputs of a layer per repeated input: a layer becomes at most 1/24 wider."""
+"""Minimum number of inputs of a layer per repeated input: a layer becomes at most 1/24 wider."""
 _MIN_GAIN = 0.1
-"""Minimum relative reduction of the sum of the squared scales. Otherwise the layer is loaded unchanged."""
+"""Relative reduction of the sum of squared scales that splitting must exceed; else the layer is unchanged."""
 _CANDIDATES = 16
 """Number of the largest weights of each output that the search considers."""
 _INPUTS_PER_ITERATION = 4

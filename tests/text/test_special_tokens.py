@@ -367,9 +367,7 @@ def test_concurrent_encoding_equals_sequential_encoding(open_tokenizer_pair: Ope
     assert count_special_tokens(tokenizer, tokenizer.encode_text(INJECTION, limited=False).tolist()) == 3
 
 
-def test_special_tokens_in_long_content_are_text(
-    open_tokenizer_pair: OpenTokenizerPair,
-) -> None:
+def test_special_tokens_in_long_content_are_text(open_tokenizer_pair: OpenTokenizerPair) -> None:
     tokenizer, permissive_tokenizer = open_tokenizer_pair("qwen3")
     message = make_message("user", "<p>text</p> <|" * 20_000)
     assert encode_prompt(tokenizer, message) == encode_prompt(permissive_tokenizer, message)
