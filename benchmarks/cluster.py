@@ -11,7 +11,8 @@ request rate per worker is ``--load`` times the rate that a worker can serve wit
 quarter of the trace is a warm-up and does not count. ``--speed N`` simulates workers that are N times as fast
 as the measured worker.
 
-``saturate`` measures the CPU time of the real router per decision. ``measure`` needs an idle machine."""
+``saturate`` measures the CPU time of the real router per decision and per report. ``measure`` needs an idle
+machine."""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ def main() -> None:
 
 
 def simulate(options: argparse.Namespace) -> None:
-    """Print one row for each number of workers and routing policy."""
+    """Print one row for each number of workers and routing policy. Writes the reports with ``--json``."""
     costs = ClusterCosts.read(options.costs)
     costs = msgspec.structs.replace(costs, step=costs.step.scaled(options.speed))
     shape = TraceShape(rate=1.0, num_requests=2000, max_length=costs.limits.max_length, seed=options.seed)
@@ -135,7 +136,7 @@ def saturate(options: argparse.Namespace) -> None:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Measure the durations of model steps and of routing, and write them to the file of costs."""
+    """Measure the durations of model steps and of routing. Writes and prints the costs."""
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
         model = options.model or str(write_random_checkpoint(Path(folder), SHAPES[options.shape]))
         flat = {"model_path": model, "kv_cache_memory": options.kv_cache_memory, "max_batch_size": 32}

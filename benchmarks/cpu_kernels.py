@@ -43,8 +43,9 @@ class Case:
     compared_with: str
     """The printed name of the other implementation."""
     num_bytes: int = 0
-    """Bytes that the operation must read; 0 if no bandwidth is printed."""
+    """Bytes that the operation must read; 0 if no speed is printed."""
     flops: float = 0
+    """Floating-point operations. If more than 100 per byte, GFLOP/s are printed instead of GB/s."""
 
 
 def main() -> None:
@@ -69,7 +70,7 @@ def cases() -> Iterator[Case]:
 
 
 def linear_cases() -> Iterator[Case]:
-    """Yield linear layers, compared with torch on plain weights and with oneDNN on packed weights."""
+    """Yield linear layers, compared with torch on plain and, from 16 rows, oneDNN on packed weights."""
     ops = _ops()
     for dtype in (torch.bfloat16, torch.float32):
         for inputs, outputs in ((2048, 2560), (2048, 11264), (5632, 2048), (8192, 2048), (768, 768)):
@@ -237,7 +238,7 @@ def _sdpa(q: Tensor, pairs: Tensor, batch: int, new_rows: int, mask: Tensor | No
 
 
 def _mask(new_rows: int, length: int) -> Tensor | None:  # [new_rows, length]
-    """Return the mask of the last ``new_rows`` positions, or None if ``is_causal`` gives the same mask."""
+    """Return the mask of the last ``new_rows`` positions, or None if ``_sdpa`` needs no mask tensor."""
     if new_rows in (1, length):
         return None
     return torch.ones(new_rows, length, dtype=torch.bool).tril(length - new_rows)

@@ -9,15 +9,17 @@ sampling is greedy, end of sequence is ignored, and the prefix cache is off.
 
     sampling       temperature, top-p, three penalties, a logit bias
     logprobs       log probabilities of each generated token and of five alternatives
-    echo           the same, and log probabilities of the prompt tokens
+    echo           the same, and log probabilities of the prompt tokens and of their alternatives
     grammar        a JSON schema: an array of at least 10,000 integers, so that no answer ends early
     lora           each prompt uses one of four adapters of rank 16 on all linear layers
-    n              four answers per prompt, compared with four times as many prompts
+    n              four answers per prompt, compared with four times as many prompts;
+                   temperature 1.0, prefix cache on
     beams          four beams, compared with four times as many prompts
     prefix         a repeated prompt, compared with its first run; one new token, prefix cache on
     steps          several decode steps per scheduler call (the default), compared with one step per call
 
-The cost is the time with the feature divided by the time without it: 1.00 means no cost. Figures are medians.
+The cost is the time with the feature divided by the time without it: 1.00 means no cost. The cost is printed
+as the median of the pairs, with the lowest and highest value.
 The machine should be idle.
 """
 
@@ -64,12 +66,12 @@ class ModelSource:
 
     @cache  # noqa: B019  # the process has one ModelSource
     def shared_llm(self) -> LLM:
-        """Return the model without extra configuration. The first call loads it."""
+        """Return the model with the prefix cache off. The first call loads it."""
         return self.llm(enable_prefix_caching=False)
 
 
 def main() -> None:
-    """Measure the features of the command line. Prints each row when it is complete."""
+    """Measure the selected features. Prints each row, and rewrites the JSON report, after its runs."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -8,10 +8,11 @@ Sampling is greedy and end of sequence is ignored. A model with random weights d
 of codes. Therefore each generated token is converted to a code, so that the codec always has frames to
 decode.
 
-With --transformers, transformers generates the same number of tokens from the same prompt, and the original
-package of the codec decodes as many frames. Both engines run alternately. Figures are medians of the rounds:
+With --transformers, transformers generates the same number of tokens from a prompt of the same length, and
+the reference implementation of the codec decodes as many frames: the package ``snac``, or NeuCodec of
+transformers. Both engines run alternately. Figures are medians of the rounds, without a warm-up request:
 
-- ``first audio``: seconds from the request to the first chunk of a streamed answer.
+- ``first audio``: seconds from the start of the request to its first chunk of audio.
 - ``real-time factor``: seconds of the whole request divided by the seconds of audio.
 - ``codec``: share of the request's time that the codec takes.
 """
@@ -131,7 +132,7 @@ def open_pipeline(folder: Path, codec: Path, shape: str, encoding: str) -> Audio
 
 
 def _load_codec(folder: Path, session: Any, encoding: str | None) -> AudioCodec:
-    """Load a codec in the encoding if it supports it, else in its default encoding."""
+    """Load a codec in ``encoding``, or in its default encoding if that is None or not supported."""
     from penstock.errors import ConfigError
 
     try:
@@ -181,7 +182,7 @@ def transformers_engine(
 ) -> Callable[[], float]:
     """Return a function that generates tokens with transformers and decodes ``frames``.
 
-    The function returns the seconds of both.
+    The function returns the seconds that generation and decoding take together.
     """
     from transformers import AutoModelForCausalLM
 
@@ -199,7 +200,7 @@ def transformers_engine(
 
 
 def write_codec(shape: str, folder: Path) -> Callable[[Tensor], object]:
-    """Write a codec with random weights. Returns the decoder of the codec's original package.
+    """Write a codec with random weights. Returns the decoder of the codec's reference implementation.
 
     The decoder takes codes ``[frames, codes per frame]``.
     """
@@ -227,7 +228,7 @@ def write_codec(shape: str, folder: Path) -> Callable[[Tensor], object]:
 
 
 def main() -> None:
-    """Measure the shape of the command line and print its figures."""
+    """Measure the selected shape and print its figures. Writes them to a file with ``--json``."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("--shape", choices=[*SHAPES], default="neutts-nano")
     parser.add_argument("--encoding", default="bfloat16")

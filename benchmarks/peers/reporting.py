@@ -41,7 +41,7 @@ def markdown_table(reports: Sequence[Report]) -> str:
 
 
 def format_number(value: float) -> str:
-    """Format a value without an exponent: an integer from 100 on, else three significant digits."""
+    """Format a positive value: an integer from 100 on, else at most three significant digits."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 

@@ -217,7 +217,7 @@ class DecoderModel(NetworkModel[TextContext]):
 
     @property
     def _graphs(self) -> GraphCache | None:
-        """The compiled steps; None if ranks use torch.distributed, whose collectives cannot be compiled."""
+        """The compiled steps; None without a compiler, or if ranks use torch.distributed (not compilable)."""
         ranks = self.session.ranks
         return self.session.graphs if ranks is None or ranks.region else None
 

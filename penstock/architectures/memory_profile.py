@@ -94,7 +94,7 @@ def run_largest_step(model: PipelineModel[Any], spec: KVCacheSpec, plan: MemoryP
 
 
 def _largest_batch(plan: MemoryPlan) -> list[TextContext]:
-    """Return prompts that divide the tokens of the largest step evenly."""
+    """Return prompts that divide the tokens of the largest step evenly, each of at most ``max_length``."""
     count = min(plan.max_batch_size, plan.max_batch_input_tokens)
     lengths = np.full(count, plan.max_batch_input_tokens // count)
     lengths[: plan.max_batch_input_tokens % count] += 1

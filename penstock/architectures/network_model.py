@@ -50,7 +50,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
         self.network = self._load_network()
 
     def _load_network(self) -> CalibrationNetwork:
-        """Read, pack and calibrate the network, and load the adapters."""
+        """Read and calibrate the network, and load the adapters. `LazyPacking` packs other layers later."""
         model = self.pipeline_config.model
         ops = self.session.ops
         shard = self.session.shard

@@ -1,4 +1,4 @@
-"""Commands whose ``--help`` lists options under headings, and suggestions for misspelt names."""
+"""Commands with options under headings in ``--help``, sizes as text, and the error for unknown commands."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def read_texts(flag_texts: tuple[str, ...], file: Path | None, flag: str) -> lis
     """Return the texts of the flags, else of the file, else of standard input.
 
     A file ending in ``.jsonl`` has one JSON string or object per line; any other file has one text per line.
-    Empty lines are skipped.
+    Lines that are empty or only white space are skipped.
 
     Args:
         flag_texts: the values of a flag that may be repeated.
@@ -42,7 +42,7 @@ def read_texts(flag_texts: tuple[str, ...], file: Path | None, flag: str) -> lis
         flag: the name of the flag in errors, such as ``--text``.
 
     Raises:
-        InputError: there is no text, or a line cannot be read.
+        InputError: there is no text, a text is not valid UTF-8, or a line of a ``.jsonl`` file is malformed.
         click.UsageError: both the flag and ``--file`` are given.
         OSError: the file cannot be read.
     """

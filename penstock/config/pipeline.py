@@ -106,7 +106,7 @@ class PipelineConfig:
 
     >>> config = PipelineConfig.from_flat({"model_path": "demo", "kv_cache_block_size": 16})
     >>> config.kv_cache.block_size, config.max_num_steps
-    (16, 1)
+    (16, None)
 
     Raises:
         ConfigError: a field has an invalid value, or two fields contradict each other.
@@ -161,7 +161,7 @@ class PipelineConfig:
         "devices and the memory are divided among them.",
     )
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
-    """Flat name -> source of its value, for values that are not defaults. Set by `from_flat`."""
+    """Flat name -> source of its value, for given values. Set by `from_flat` and `from_given`."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -252,9 +252,9 @@ class PipelineConfig:
     ) -> SamplingParams:
         """Return sampling parameters with defaults for all values that are not given.
 
-        Precedence: given values that are not None, ``generation_config.json`` of the checkpoint,
-        ``defaults``, OpenAI's defaults (temperature 1, top_p 1, all tokens). A missing seed is drawn at
-        random.
+        Precedence: given values that are not None, ``generation_config.json`` of the checkpoint (if
+        ``use_generation_config`` is set), ``defaults``, OpenAI's defaults (temperature 1, top_p 1, all
+        tokens). A missing seed is drawn at random.
 
         Raises:
             InputError: a given value is out of range.

@@ -132,7 +132,7 @@ class BackendRegistry:
         """Return the back ends for a device type, highest priority first. A name selects one back end.
 
         Raises:
-            ConfigError: no back end has this name, or the named back end does not run on the device type.
+            ConfigError: no back end runs on the device type, or none of these has the given name.
         """
         usable = [backend for backend in self.backends if device_type in backend.sizes]
         named = [backend for backend in usable if name in (None, backend.name)]

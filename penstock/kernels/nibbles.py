@@ -58,4 +58,4 @@ def _to_rows(packed: PackedLinear) -> dict[str, Tensor]:
 
 
 NIBBLES = Layout("nibbles", _to_rows)
-"""The layout of integers of up to 4 bits on GPUs."""
+"""The layout of codes of up to 4 bits on GPUs."""

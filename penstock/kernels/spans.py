@@ -20,7 +20,7 @@ class SpanPart:
     lengths: Tensor  # [S] int32
     sequences: Tensor  # [S] int64: for each run, its sequence of the step
     keys_ahead: int
-    """Maximum number of keys after its position that a row can see."""
+    """Upper bound of the number of keys after its position that a row can see; 0 for rows of text."""
 
 
 @dataclass(frozen=True)

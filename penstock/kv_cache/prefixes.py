@@ -28,7 +28,8 @@ class Chain:
 class PrefixIndex:
     """Finds blocks by content in the pools of all groups.
 
-    The digests of a waiting context are computed once, and dropped when it is claimed or cancelled.
+    The digests of a waiting context are computed once for its current length, and dropped when the context is
+    claimed or cancelled.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class PrefixIndex:
             self._recorded_pool.on_evict = self._events.add_removed
 
     def take_events(self) -> list[CacheEvent]:
-        """Return the events since the last call."""
+        """Return the events since the last call; empty if events are not recorded."""
         return [] if self._events is None else self._events.take()
 
     def restore(self, chain: Chain, limit: int) -> None:
@@ -115,7 +116,7 @@ class PrefixIndex:
             self.host.restore(chain.digests[:limit], self.num_cached_blocks(chain, limit))
 
     def forget_all(self) -> None:
-        """Remove all blocks from the index."""
+        """Remove all blocks from the index, and the evicted blocks in host memory."""
         if self.host is not None:
             self.host.clear()
         for pool in self._pools:

@@ -9,7 +9,8 @@ from typing import Protocol
 class ConfigValues(Protocol):
     """The values of a ``config.json``, with an accessor for each type.
 
-    Each accessor raises a `CheckpointError` with the key, the value and the expected type.
+    Each typed accessor raises a `CheckpointError` with the key, the value and the expected type, if the value
+    has another type or is out of range.
     """
 
     def integer(self, key: str, default: int | None = None, *, minimum: int = ..., maximum: int = ...) -> int:

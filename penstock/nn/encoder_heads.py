@@ -125,7 +125,7 @@ def num_labels(config: ConfigValues) -> int:
     This is the size of ``id2label`` if present, otherwise ``num_labels``, by default 2.
 
     Raises:
-        ConfigError: ``id2label`` is empty or not an object.
+        ConfigError: ``id2label`` is empty or has no length.
     """
     labels = config.get("id2label")
     if labels is None:

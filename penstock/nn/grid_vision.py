@@ -2,7 +2,7 @@
 
 An image is a grid of patches. Each patch is one input row. Each square of ``merge`` x ``merge`` patches
 becomes one output row. The patches of a square are adjacent input rows. Squares are ordered from left to
-right and from top to bottom. Patches within a square have the same order.
+right within a row of squares, and the rows from top to bottom. Patches within a square have the same order.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def axial_base(config: ConfigValues, head_dim: int) -> float:
     """Return the base of the rotary embedding of a ``vision_config``.
 
     Raises:
-        ConfigError: the section has another rope type, or the head size is not a multiple of 4.
+        ConfigError: the rope type is neither "axial" nor "default", or the head size is not a multiple of 4.
     """
     parameters = config.section("rope_parameters")
     kind = parameters.get("rope_type")
@@ -164,7 +164,7 @@ class GridSizes:
     ) -> RotaryRows:
         """Return the cosines and sines ``[T, D / 2]`` of the patches of images.
 
-        The rows are ordered by square, or by ``order [T]`` if given.
+        The rows are ordered by square. If ``order [T]`` is given, row ``i`` is their row ``order[i]``.
         """
         coordinates = patch_coordinates(grids, self.merge)
         coordinates = coordinates if order is None else coordinates[order]

@@ -20,9 +20,9 @@ from penstock.nn.linear import Linear
 from penstock.nn.loader import Loader
 
 _INPUTS_PER_REPEAT = 24
-"""Inputs of a layer per repeated input: a layer becomes at most 1/24 wider."""
+"""Minimum number of inputs of a layer per repeated input: a layer becomes at most 1/24 wider."""
 _MIN_GAIN = 0.1
-"""Minimum relative reduction of the sum of the squared scales. Otherwise the layer is loaded unchanged."""
+"""Relative reduction of the sum of squared scales that splitting must exceed; else the layer is unchanged."""
 _CANDIDATES = 16
 """Number of the largest weights of each output that the search considers."""
 _INPUTS_PER_ITERATION = 4
@@ -50,8 +50,8 @@ def load_split_mlp(
         down_bias: whether the second matrix has a bias.
 
     Returns:
-        None if the layers must be loaded unchanged: the encoding does not need splitting, a layer is stored
-        quantized, or splitting reduces the scales too little.
+        The two matrices. None if the layers must be loaded unchanged: the encoding does not need splitting, F
+        is below 24, a layer is stored quantized, or splitting reduces the scales too little.
     """
     hidden, inner = sizes
     count = min(load.max_repeated_inputs, inner // _INPUTS_PER_REPEAT)
@@ -80,11 +80,11 @@ def load_split_mlp(
 
 
 def repeated_inputs(weight: Tensor, count: int) -> Tensor:
-    """Return the inputs of ``weight [out, in]`` to repeat: up to ``count`` indices, int64.
+    """Return the inputs of ``weight [out, in]`` to repeat: ``count`` indices or none, int64.
 
     An input may occur several times. In each iteration, a greedy search chooses the inputs whose repetition
     reduces the sum of the squared scales of all outputs most. The result is empty if the relative reduction
-    of the sum is less than `_MIN_GAIN`.
+    of the sum is at most `_MIN_GAIN`, or if a weight is not finite or all weights are 0.
     """
     in_features = weight.shape[1]
     largest_weights, inputs = weight.float().abs().topk(min(_CANDIDATES, in_features), dim=1)  # [out, C]

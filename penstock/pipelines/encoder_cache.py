@@ -30,9 +30,10 @@ class EncoderCache:
         return rows
 
     def put(self, image_hash: bytes | None, rows: Tensor) -> None:
-        """Count an encoded image and cache its rows.
+        """Count an encoded image and cache its rows. Evicts the least recently used rows over ``max_bytes``.
 
-        The rows are not cached if ``image_hash`` is None or if they exceed ``max_bytes``.
+        The rows are not cached if ``image_hash`` is None or already cached, or if they alone exceed
+        ``max_bytes``.
         """
         self.num_encoded += 1
         if image_hash is None or image_hash in self._rows or rows.nbytes > self.max_bytes:

@@ -18,9 +18,9 @@ from penstock.pipelines.encoder_cache import EncoderCache
 class ImageRows:
     """Encodes the images of a step, and returns the embeddings that replace their placeholders.
 
-    An image is encoded when a step first computes one of its placeholders. Its rows are cached under its
-    digest, for later chunks of the same prompt and for other requests. An image is not encoded if the prefix
-    cache contains the blocks of its span.
+    An image is encoded in a step that computes some of its tokens, unless the encoder cache has its rows. The
+    rows are cached under the digest of the image, for later chunks of the same prompt and for other requests.
+    An image is not encoded if the prefix cache contains the blocks of its span.
 
     Args:
         model: encodes images.

@@ -13,7 +13,7 @@ from penstock.errors import UnavailableError
 from penstock.ray.engine import ReplicaLostError
 
 _REPORT_TIMEOUT = 10.0
-"""Maximum seconds to wait for the reports of all replicas."""
+"""Maximum seconds to wait for all replicas to answer a report or a cache reset."""
 _POLL_SECONDS = 0.2
 """Seconds between two checks whether the handle lists a running replica."""
 
@@ -38,7 +38,7 @@ class ServeReplicas:
 
         Raises:
             ReplicaLostError: the replica has ended or cannot be reached.
-            UnavailableError: the replica raised an exception.
+            UnavailableError: the replica raised an exception, or the request was cancelled.
         """
         handle = self._generate_handle
         if replica:
@@ -55,7 +55,9 @@ class ServeReplicas:
             response.cancel()
 
     async def reports(self, positions: Mapping[str, int]) -> list[bytes]:
-        """Return the encoded report of each running replica. Waits until a replica runs.
+        """Return the encoded reports of the running replicas. Waits until a replica runs.
+
+        Reports of replicas that raised an exception are left out.
 
         Raises:
             ReplicaLostError: the reports cannot be requested, or do not arrive in time.
@@ -88,7 +90,7 @@ class ServeReplicas:
 
 
 def _request_error(error: Exception) -> Exception:
-    """Return an `UnavailableError` if the replica raised the error, else a `ReplicaLostError`."""
+    """Return `UnavailableError` if the replica raised or was cancelled, else `ReplicaLostError`."""
     if isinstance(error, RayTaskError | TaskCancelledError):
         return UnavailableError(f"the replica failed: {str(error).strip().splitlines()[-1]}")
     return ReplicaLostError(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}")

@@ -12,14 +12,14 @@ import random
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 _NUM_FALLBACK_REPLICAS = 2
-"""Number of random replicas offered as an alternative.
+"""Maximum number of random replicas offered as an alternative.
 
 If the preferred replica is full or has ended, Ray Serve uses the random replica with the shorter queue.
 """
 
 
 class PreferredReplicaRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
-    """Returns the replica whose name is the session id of the request, then two random other replicas."""
+    """Returns the replica whose name is the session id of the request, then up to two random others."""
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

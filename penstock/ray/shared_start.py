@@ -13,11 +13,11 @@ _LOG = logging.getLogger("penstock.ray")
 MAX_STARTS = 5
 """Maximum number of attempts to load a model. The call fails if the worker process ends in every attempt."""
 RETRY_SECONDS = 1.0
-"""Seconds between two attempts."""
+"""Seconds from a failed attempt to the next attempt."""
 
 
 class SharedStart:
-    """Callable that loads a model once for all concurrent calls.
+    """Callable that loads a model once for all calls; only a failure is followed by another load.
 
     If the worker process ends while it loads the model, the model is loaded again. There are at most
     `MAX_STARTS` attempts.
@@ -25,7 +25,7 @@ class SharedStart:
     Args:
         start: the function that loads the model. It raises UnavailableError if the worker process ends, and
             can be called again after any error.
-        retry_seconds: seconds between two attempts.
+        retry_seconds: seconds from a failed attempt to the next attempt.
     """
 
     def __init__(self, start: Callable[[], Awaitable[None]], retry_seconds: float = RETRY_SECONDS) -> None:

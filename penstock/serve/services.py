@@ -170,7 +170,8 @@ class Services:
         """Limits for a JSON body: (number of objects, arrays and keys; number of elements and members).
 
         Token ids need less memory than other values. The second limit is therefore high enough for four
-        prompts of token ids, or for all inputs of a request to an embeddings model.
+        prompts of token ids, or for all inputs of a request to an embeddings model, if the maximum length is
+        known.
         """
         max_values, max_length = self.config.max_json_values, self.tokenizer.max_length
         is_text = self.task is PipelineTask.TEXT_GENERATION

@@ -167,7 +167,7 @@ def ranking(scores: _Array, top_n: int | None = None) -> list[int]:
 
 
 def label_names(config: Mapping[str, object]) -> dict[int, str]:
-    """Return label index -> name of a classifier, from ``id2label``."""
+    """Return label index -> name of a classifier, from ``id2label``; empty without it."""
     labels = config.get("id2label")
     return {int(index): str(labels[index]) for index in labels} if isinstance(labels, Mapping) else {}
 

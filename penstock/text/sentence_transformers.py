@@ -1,4 +1,4 @@
-"""Reads the sentence-transformers layout of a checkpoint: pooling, dense layers, normalization and prompts.
+"""Reads the sentence-transformers layout of a checkpoint: poolings, dense layers, prompts and options.
 
 Source: https://www.sbert.net/docs/sentence_transformer/usage/custom_models.html
 """

@@ -39,9 +39,9 @@ class SpeechDescription:
     codec: str | None = None
     """The codec: a folder, relative to the checkpoint, or an id on the Hugging Face hub."""
     codes_per_frame: int | None = None
-    """Number of codes per frame, if it differs from the number of the format."""
+    """Number of codes per frame, if it differs from the default of the format."""
     codebook_size: int | None = None
-    """Number of codes per codebook, if it differs from the number of the format."""
+    """Number of codes per codebook, if it differs from the default of the format."""
     phonemes: bool | None = None
     """Whether the model reads phonemes instead of letters. The format defines the default."""
     language: str = "en-us"
@@ -121,7 +121,8 @@ class SpeechCodes:
         """Return the tokens of flattened codes, which must be whole frames.
 
         Raises:
-            InputError: the number of codes is not a multiple of a frame, or a code is out of range.
+            InputError: the codes are not a flat list of integers, their number is not a multiple of a frame,
+                or a code is out of range.
         """
         flat_codes = np.asarray(codes)
         if flat_codes.ndim != 1 or (flat_codes.size and not np.issubdtype(flat_codes.dtype, np.integer)):
@@ -265,8 +266,11 @@ class SpeechFormat(ABC):
     def numbered_token_ids(self, pattern: str, first: int, count: int) -> npt.NDArray[np.int64]:
         """Return ``[count]``: the ids of numbered tokens, such as ``<|speech_{}|>``.
 
+        If the ids of the first and the last token are ``count - 1`` apart, the ids are assumed to be
+        consecutive, and the tokens between are not looked up.
+
         Raises:
-            CheckpointError: the vocabulary lacks one of the tokens.
+            CheckpointError: the vocabulary lacks one of the tokens that are looked up.
         """
         begin, end = self.token(pattern.format(first)), self.token(pattern.format(first + count - 1))
         if end - begin == count - 1:

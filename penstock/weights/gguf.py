@@ -1,9 +1,11 @@
-"""Headers of GGUF files: metadata and tensor descriptions. Does not import torch and reads no tensor data.
+"""Headers of GGUF files: metadata and tensor descriptions. Does not import torch.
+
+Only `GGUFFile.floats` reads the data of a tensor.
 
 A file consists of a header (magic, version, counts), keys with typed values, tensor descriptions, and the
 aligned bytes of the tensors (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). All sizes in the
-header are checked against the size of the file before memory is allocated. Errors contain the byte offset of
-the damage.
+header are checked against the size of the file before memory is allocated. Errors about a damaged header
+contain the byte offset of the damage.
 """
 
 from __future__ import annotations
@@ -83,7 +85,7 @@ BLOCK_TYPES: Mapping[int, BlockType] = {
         (39, "MXFP4", 32, 17),
     )
 }
-"""All tensor types of the format by number, including those that Penstock cannot read."""
+"""Tensor types of the format by number, including types that Penstock cannot read."""
 
 BLOCK_SIZES: Mapping[str, int] = {kind.name: kind.num_bytes for kind in BLOCK_TYPES.values()}
 """Type name -> number of bytes of a block."""

@@ -1,4 +1,4 @@
-"""Detects a hanging worker: it does not answer, and its progress counter does not change."""
+"""Detects a worker that hangs (no answer and no change of its progress counter) or that is suspended."""
 
 from __future__ import annotations
 
@@ -59,6 +59,8 @@ class Liveness:
 
     def check(self, limit: float) -> str:
         """Return the reason why the worker must be killed, or an empty string.
+
+        The reasons are a silence of at least ``limit``, and a worker that two checks in a row find suspended.
 
         Args:
             limit: the maximum silence, in seconds.

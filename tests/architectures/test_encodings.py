@@ -1,4 +1,4 @@
-"""Every family in every encoding: errors of logits, sizes of weights, and the encoding of each layer."""
+"""Decoder families in the encodings of float checkpoints: errors, sizes, and the encoding of each layer."""
 
 from __future__ import annotations
 

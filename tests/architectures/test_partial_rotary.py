@@ -1,4 +1,4 @@
-"""``partial_rotary_factor`` has the same effect as in transformers, for every family with RoPE."""
+"""``partial_rotary_factor`` is applied as in transformers, or refused where transformers fails."""
 
 from __future__ import annotations
 

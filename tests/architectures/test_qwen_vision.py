@@ -1,4 +1,4 @@
-"""The vision encoders of Qwen give the results of transformers."""
+"""The vision encoders of Qwen2.5-VL and Qwen3-VL: results of transformers, and refused configurations."""
 
 from __future__ import annotations
 

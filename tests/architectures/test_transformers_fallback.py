@@ -1,4 +1,4 @@
-"""The fallback: models that Penstock does not implement run on transformers, with Penstock's attention."""
+"""Models that run on their modules of transformers, with Penstock's attention, and refused models."""
 
 from __future__ import annotations
 

@@ -32,7 +32,10 @@ def format_content(content: Any) -> str:
 
 
 class EchoBackend:
-    """A back end that repeats the conversation. The question "stop here" raises KeyboardInterrupt."""
+    """A back end that repeats the conversation.
+
+    A question with "refuse" raises InputError, a question with "stop here" KeyboardInterrupt.
+    """
 
     name = "scripted"
 
@@ -56,7 +59,7 @@ class EchoBackend:
 
 
 def run_chat(monkeypatch: pytest.MonkeyPatch, *lines: str) -> tuple[Result, EchoBackend]:
-    """Run the command with these lines of input. Return its result and its back end."""
+    """Run the command with lines of input and an `EchoBackend`. Return the result and the back end."""
     backend = EchoBackend()
     monkeypatch.setattr(chat, "ServerBackend", lambda *_: backend)
     result = CliRunner().invoke(cli, ["chat", "--url", "http://x", "--seed", "3"], input="\n".join(lines))
@@ -209,7 +212,7 @@ def test_a_chat_with_an_image_runs_in_this_process() -> None:
     assert result.stdout.splitlines()[0] == "There is a red circle and a blue square."
 
 
-def test_a_chat_runs_with_a_server() -> None:
+def test_a_chat_runs_with_a_server_and_reports_its_errors() -> None:
     pipeline = FakePipeline.answering(
         lambda prompt: "<think>Hm.</think>" + prompt.removesuffix("assistant: ")
     )

@@ -89,7 +89,7 @@ def test_weights_are_packed_in_advance(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("name", [candidate.name for candidate in DECODERS])
-def test_every_architecture_can_be_checked(name: str, tmp_path: Path) -> None:
+def test_every_decoder_architecture_can_be_checked(name: str, tmp_path: Path) -> None:
     (architecture,) = (candidate for candidate in DECODERS if candidate.name == name)
     assert architecture.tiny_config is not None
     folder = write_checkpoint(write_tiny_llm(tmp_path / "tiny"), architecture.tiny_config())

@@ -1,4 +1,4 @@
-"""Quantized checkpoints on two ranks: each rank keeps its shard in the encoding of the file."""
+"""Quantized checkpoints on two ranks: logits, and shards read or split in the encoding of the file."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from penstock.kernels.reference import ReferenceOps
 
 
 class RecordingOps(ReferenceOps):
-    """Records the addresses of the rows that it is called with."""
+    """Records the addresses of the rows that `rms_norm` is called with."""
 
     def __init__(self) -> None:
         self.addresses: list[int] = []

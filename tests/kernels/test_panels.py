@@ -177,7 +177,7 @@ def test_padding_of_panels_is_zero(encoding: str, outputs: int, inputs: int) -> 
     assert not weight[:, inputs:].any()
 
 
-def test_encodings_without_panels_are_stored_in_rows() -> None:
+def test_float16_and_weights_packed_by_the_reference_are_stored_in_rows() -> None:
     assert encoding_named("float16").panels is None
     for ops in variants():
         assert ops.pack_linear(torch.randn(5, 7), "float16").layout == ROWS

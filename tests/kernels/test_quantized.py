@@ -73,7 +73,7 @@ def test_outliers_of_random_activations_fit_into_the_extra_bytes(
     largest_error = float((x - integers * scales[:, None]).abs().max())
     assert largest_error <= float(scales) * 0.5001 + 1e-30  # a smaller row is rounded to 0
     assert 1 <= float(plain_scales) / max(float(scales), 1e-38) <= 16.001 or float(plain_scales) == 0
-    # Below 11, the next smaller scale is at least two thirds of this one.
+    # If the ratio of the scales is below 11, the next smaller scale is at least two thirds of this scale.
     if 0 < float(plain_scales) / max(float(scales), 1e-38) < 11:
         assert num_extras((x / (scales[:, None] * 0.66)).round()) > max_extras
 
@@ -103,7 +103,7 @@ def test_a_non_finite_weight_gives_nan_in_its_output(encoding: str, invalid_valu
 
 @pytest.mark.parametrize(("encoding", "max_error"), [("int8", 0.01), ("int5", 0.042), ("int4", 0.085)])
 @pytest.mark.parametrize("in_features", [96, 100])
-def test_weights_and_products_are_within_their_error_bounds(
+def test_errors_are_within_bounds_and_a_single_row_gives_the_same_bits(
     encoding: str, max_error: float, in_features: int
 ) -> None:
     weight, x, bias = torch.randn(300, in_features), torch.randn(40, in_features), torch.randn(300)
@@ -194,7 +194,7 @@ def test_sizes_are_those_of_whole_panels(encoding: str, shape: tuple[int, int], 
     assert encoding_named(encoding).num_bytes(*shape) == size
 
 
-def test_scales_of_a_row_do_not_depend_on_other_rows() -> None:
+def test_a_packed_row_does_not_depend_on_other_rows() -> None:
     weight = torch.randn(1100, 40)
     full_rows = encoding_named("int4").pack(weight)
     single_rows: list[dict[str, Tensor]] = [

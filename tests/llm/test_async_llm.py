@@ -92,7 +92,7 @@ async def test_outputs_equal_those_of_llm() -> None:
         await wait_until(lambda: llm._worker.num_outstanding == 0)
 
 
-async def test_cancelling_a_task_cancels_its_requests() -> None:
+async def test_requests_end_after_a_cancelled_task_a_closed_stream_or_an_error() -> None:
     long_params = SamplingParams(max_new_tokens=900, ignore_eos=True)
     async with open_async_llm() as llm:
         worker = llm._worker
@@ -136,7 +136,7 @@ async def _join_stream(llm: AsyncLLM, prompt: str) -> str:
     return "".join([chunk.text async for chunk in llm.stream(prompt, GREEDY)])
 
 
-async def test_embeddings_equal_those_of_llm(tmp_path: Path) -> None:
+async def test_embeddings_equal_those_of_llm_and_generation_is_refused(tmp_path: Path) -> None:
     path = write_tiny_embedder(tmp_path / "embedder")
     texts = ["a cat", "a dog", "the weather"]
     with LLM(path) as llm:
@@ -167,7 +167,7 @@ async def test_invalid_calls_are_refused() -> None:
 
 
 @pytest.mark.slow
-async def test_two_worker_processes_give_the_texts_of_llm() -> None:
+async def test_two_worker_processes_share_the_prompts_and_give_the_texts_of_llm() -> None:
     prompts = ["Once upon a time", "One day", "The cat", "A dog"]
     with LLM("demo", kv_cache_memory=64 * 2**20) as llm:
         expected = [output.text for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
@@ -176,7 +176,7 @@ async def test_two_worker_processes_give_the_texts_of_llm() -> None:
         assert [worker.stats.num_prompt_tokens > 0 for worker in llm._worker.workers] == [True, True]
 
 
-async def test_an_embeddings_model_on_several_workers_gives_the_vectors_of_llm(tmp_path: Path) -> None:
+async def test_two_workers_share_the_texts_and_give_the_embeddings_of_one_worker(tmp_path: Path) -> None:
     config = PipelineConfig.from_flat({"model_path": write_tiny_embedder(tmp_path)})
     workers = [WorkerClient(partial(load_runtime, config), in_thread=True) for _ in range(2)]
     texts = ["one", "two", "three", "four"]

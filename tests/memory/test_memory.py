@@ -1,4 +1,4 @@
-"""The memory planner: plans fit into the memory and use all of it, and errors suggest values that fit."""
+"""The memory planner: plans fit into the memory, and errors suggest values that fit."""
 
 from __future__ import annotations
 

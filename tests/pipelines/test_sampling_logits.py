@@ -1,4 +1,4 @@
-"""Effects of sampling parameters on logits, compared with transformers and with plain Python."""
+"""Effects of sampling parameters on logits and sampled tokens, token counts, and refused parameters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def adjust(
     contexts: list[TextContext],
     drafts: list[list[int]] | None = None,
 ) -> torch.Tensor:
-    """Return the adjusted logits ``[R, V]``, with one row for each context and one for each of its drafts."""
+    """Return the adjusted logits ``[R, V]``: a row for each context and for each of its draft tokens."""
     counts = [1 + len(draft) for draft in drafts or [[]] * len(contexts)]
     sequences = np.arange(len(contexts)).repeat(counts)
     positions = [c.active_idx + j for c, count in zip(contexts, counts, strict=True) for j in range(count)]
@@ -190,7 +190,7 @@ def test_half_precision_logits_are_adjusted_in_float32(dtype: torch.dtype) -> No
     assert result[0, 2].item() == pytest.approx(8.001, abs=1e-6)
 
 
-def test_min_new_tokens_masks_the_end_tokens() -> None:
+def test_min_new_tokens_masks_the_end_tokens_until_it_is_reached() -> None:
     params = SamplingParams(min_new_tokens=2)
     context = make_context([1, 2], sampling_params=params, eos_token_ids={3, 0})
     for position, masked in ((2, {0, 3}), (3, {0, 3}), (4, set())):
@@ -213,7 +213,7 @@ def test_a_prompt_token_beyond_the_vocabulary_is_not_penalized() -> None:
 
 
 @pytest.mark.parametrize("penalty", [1e300, 5e-324, 1e-9])
-def test_no_penalty_makes_a_logit_non_finite(penalty: float) -> None:
+def test_an_extreme_repetition_penalty_gives_finite_logits(penalty: float) -> None:
     context = make_context([0, 1, 2], sampling_params=SamplingParams(repetition_penalty=penalty))
     logits = torch.tensor([[0.0, 5.0, -5.0, 1.0]])
     result = adjust(logits, [context])
@@ -316,7 +316,7 @@ def test_a_batch_with_a_token_beyond_the_vocabulary_is_refused_unchanged(tmp_pat
     assert pipeline.kv.num_free_blocks == pipeline.kv.num_blocks
 
 
-def test_a_context_that_allows_no_token_is_refused() -> None:
+def test_min_new_tokens_is_refused_if_all_allowed_tokens_are_end_tokens() -> None:
     params = SamplingParams(min_new_tokens=1, allowed_token_ids=[3, 7])
     with pytest.raises(InputError, match="min_new_tokens is 1, but each of the 2 tokens"):
         make_context([1], sampling_params=params, eos_token_ids={3, 7, 9})

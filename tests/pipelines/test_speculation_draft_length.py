@@ -1,4 +1,4 @@
-"""`AdaptiveDraftLength` on simulated machines: drafts are long if this is faster, otherwise empty."""
+"""`AdaptiveDraftLength` on simulated machines: drafts are as long as makes decoding fastest."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def compute_bound(rows: int) -> float:
     return 0.010 * rows
 
 
-def test_accepted_drafts_become_longer() -> None:
+def test_drafts_that_are_always_accepted_become_long() -> None:
     machine = SimulatedMachine([1.0], memory_bound)
     machine.run(30)
     (draft_length,), speed = machine.run(100)
@@ -94,7 +94,7 @@ def test_accepted_drafts_become_longer() -> None:
 @pytest.mark.parametrize(
     ("acceptance_rate", "cost"), [(0.0, memory_bound), (0.9, compute_bound), (0.3, compute_bound)]
 )
-def test_nothing_is_drafted_if_drafts_are_not_faster(
+def test_almost_nothing_is_drafted_if_drafts_are_not_faster(
     acceptance_rate: float, cost: CostFunction, noise: float
 ) -> None:
     machine = SimulatedMachine([acceptance_rate], cost, noise=noise)
@@ -104,7 +104,7 @@ def test_nothing_is_drafted_if_drafts_are_not_faster(
     assert speed > (0.85 if noise else 0.93) / (cost(1) * (1 + noise))
 
 
-def test_nothing_is_drafted_if_the_draft_model_is_too_slow() -> None:
+def test_a_draft_model_is_used_only_if_it_is_fast_enough() -> None:
     machine = SimulatedMachine([0.8], memory_bound, draft_cost=0.012)
     machine.run(150)
     assert machine.run(300)[0][0] < 0.1

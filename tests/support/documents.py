@@ -1,4 +1,4 @@
-"""Code blocks of the documentation, and a server for its HTTP examples."""
+"""Code blocks of the documentation, and a server and an adapter for its examples."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _parse_blocks(page: Path) -> Iterator[Block]:
 
 
 def shell_commands(block: Block) -> list[str]:
-    """Return the commands of a console session: the lines that begin with ``$``, with continuation lines."""
+    """Return the commands of a console session: the lines that begin with ``$ ``, with continuations."""
     joined_lines = block.code.replace("\\\n", " ")
     return [line[2:] for line in joined_lines.splitlines() if line.startswith("$ ")]
 
@@ -89,7 +89,7 @@ def write_adapter(folder: Path, seed: int = 0) -> Path:
 
 @contextmanager
 def running_server(folder: Path, *flags: str) -> Iterator[str]:
-    """Run ``penstock serve`` in a separate process and yield its URL."""
+    """Run ``penstock serve`` in a separate process and yield its URL. Asserts that its exit status is 0."""
     log = folder / "server.log"
     command = [sys.executable, "-m", "penstock", "serve", "--port", "0", *flags]
     with log.open("w") as errors, subprocess.Popen(command, cwd=folder, stderr=errors) as process:

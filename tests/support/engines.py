@@ -28,7 +28,8 @@ INFO = WorkerInfo(
 class FakeEngine:
     """An `EngineClient` that returns ``text`` for each request, one byte per iteration of the event loop.
 
-    Tests set the attributes directly. While ``is_paused`` is true, admitted requests generate no tokens.
+    Tests set the attributes directly. Requests that are submitted while ``is_paused`` is true are admitted,
+    but never generate tokens.
     """
 
     text: str = "Hello!"

@@ -8,7 +8,10 @@ _VARIABLE_FIELDS = ("id", "created")  # fields that differ in each response
 
 
 def drop_variable_fields(answer: dict[str, Any]) -> dict[str, Any]:
-    """Return a response without the fields that differ in each response."""
+    """Return a response without the fields that differ in each response.
+
+    Empty token ids and log probabilities are also removed.
+    """
     plain_answer = {key: value for key, value in answer.items() if key not in _VARIABLE_FIELDS}
     for choice in plain_answer["choices"]:
         for call in choice.get("message", {}).get("tool_calls", []):

@@ -13,7 +13,10 @@ from safetensors.torch import load_file, save_file
 
 
 def transformers_values(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the transformers configuration of a published configuration."""
+    """Return the transformers configuration of a published configuration.
+
+    Only configurations with ``model_type`` ``new`` are converted; others are returned unchanged.
+    """
     if values["model_type"] != "new":
         return values
     head_dim = values["hidden_size"] // values["num_attention_heads"]
@@ -49,7 +52,10 @@ def transformers_values(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def rewrite_as_published(folder: Path, values: dict[str, Any], head: str) -> None:
-    """Convert a folder that transformers saved to the published format of ``values["model_type"]``."""
+    """Convert a folder that transformers saved to the published format of ``values["model_type"]``.
+
+    Does nothing for model types other than ``new``.
+    """
     if values["model_type"] != "new":
         return
     saved_config = json.loads((folder / "config.json").read_text())

@@ -163,7 +163,7 @@ def test_an_empty_input_is_refused(tokenizer: EmbeddingsTokenizer, text: Any) ->
         build_context(tokenizer, text)
 
 
-def test_an_instruction_is_refused(tokenizer: EmbeddingsTokenizer) -> None:
+def test_an_instruction_without_a_template_is_refused(tokenizer: EmbeddingsTokenizer) -> None:
     with pytest.raises(UnsupportedFeatureError, match=r"instruction.*no template"):
         build_context(tokenizer, "cat", instruction="find cats")
 

@@ -120,7 +120,7 @@ def test_special_tokens_in_content_are_encoded_as_text(
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_all_other_text_keeps_its_tokens(name: str, open_tokenizer_pair: OpenTokenizerPair) -> None:
-    """Special tokens of the content are replaced by the tokens of their spelling. No other id differs."""
+    """Special tokens of the content are replaced by the tokens of their text. No other id differs."""
     tokenizer, permissive_tokenizer = open_tokenizer_pair(name)
     spelling = SPECIAL_TOKENS[name]
     message = make_message("user", f"One  {spelling} two{spelling}three é {spelling}")
@@ -165,7 +165,7 @@ def test_content_without_special_tokens_keeps_its_ids(
 
 
 @pytest.mark.parametrize("role", ["system", "developer", "assistant"])
-def test_messages_of_system_and_assistant_are_unchanged(
+def test_messages_of_system_developer_and_assistant_are_unchanged(
     role: str, open_tokenizer_pair: OpenTokenizerPair
 ) -> None:
     tokenizer, permissive_tokenizer = open_tokenizer_pair("qwen3")
@@ -367,7 +367,7 @@ def test_concurrent_encoding_equals_sequential_encoding(open_tokenizer_pair: Ope
     assert count_special_tokens(tokenizer, tokenizer.encode_text(INJECTION, limited=False).tolist()) == 3
 
 
-def test_long_content_is_encoded_in_linear_time(open_tokenizer_pair: OpenTokenizerPair) -> None:
+def test_special_tokens_in_long_content_are_text(open_tokenizer_pair: OpenTokenizerPair) -> None:
     tokenizer, permissive_tokenizer = open_tokenizer_pair("qwen3")
     message = make_message("user", "<p>text</p> <|" * 20_000)
     assert encode_prompt(tokenizer, message) == encode_prompt(permissive_tokenizer, message)

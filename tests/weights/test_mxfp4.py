@@ -1,4 +1,4 @@
-"""Dequantization of MXFP4 blocks equals the definition of the format and transformers."""
+"""MXFP4 blocks: dequantization as in the definition and in transformers, reading, and refused tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Layers that quantization libraries wrote (``tools/write_quantized_layers.py``) are read unchanged.
+"""Layers that quantization libraries wrote are read with the libraries' values.
+
+The layers are written by ``tools/write_quantized_layers.py``.
 
 Damaged and unsupported layers are refused.
 """
@@ -37,7 +39,7 @@ ENCODINGS = {
 
 
 @pytest.mark.parametrize("file", sorted(FOLDER.glob("*.safetensors")), ids=lambda file: file.stem)
-def test_the_weight_equals_that_of_the_library(file: Path, tmp_path: Path) -> None:
+def test_the_weight_equals_that_of_the_library_in_its_encoding(file: Path, tmp_path: Path) -> None:
     with safe_open(file, "pt") as tensor_file:
         metadata = tensor_file.metadata()
     tensors = load_file(file)

@@ -7,8 +7,9 @@ Requests and answers:
     {"do": "generate", "prompts": [[3, 17, ...], ...], "new_tokens": 64}
         -> {"tokens": [[...], ...], "first": seconds, "num_first": 1, "seconds": seconds}
 
-``first`` is the number of seconds until the first output of the first prompt, ``num_first`` the number of
-tokens of that output, and ``seconds`` the time until all prompts are complete. File descriptor 1 is
+``first`` is the number of seconds until the first output that the driver reports, ``num_first`` the number of
+tokens of that output, and ``seconds`` the time until all prompts are complete. If the driver reports no
+output, ``first`` equals ``seconds`` and ``num_first`` equals ``new_tokens``. File descriptor 1 is
 redirected to standard error before the engine loads. Otherwise lines that the engine prints would mix with
 the answers.
 """

@@ -38,7 +38,13 @@ class SmolLM3Model(TransformerModel):
 
 
 def _rope_layers(config: HuggingFaceConfig) -> tuple[bool, ...]:  # [L]
-    """Return for each layer whether it has RoPE. In ``no_rope_layers``, 1 means RoPE and 0 means no RoPE."""
+    """Return for each layer whether it has RoPE. In ``no_rope_layers``, 1 means RoPE and 0 means no RoPE.
+
+    Without this list, each layer whose number from 1 is a multiple of ``no_rope_layer_interval`` has no RoPE.
+
+    Raises:
+        ConfigError: ``no_rope_layers`` is shorter than the number of layers, or has other numbers.
+    """
     layers = num_layers(config)
     flags = config.integers("no_rope_layers")
     if flags is None:

@@ -40,7 +40,7 @@ class StepShape(NamedTuple):
 class StepCostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A formula for the time of a step: ``table(T) + per_sequence * B + per_pair * pairs + per_key * keys``.
 
-    The table is interpolated linearly. Beyond its last entry it is extrapolated from the last two entries.
+    The table is interpolated linearly. Outside its range it is extrapolated from the two nearest entries.
     """
 
     num_tokens: list[int]
@@ -92,7 +92,7 @@ class StepCostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             steps: shape and seconds of each step. Each number of tokens becomes an entry of the table.
 
         Raises:
-            InputError: all steps have the same number of tokens.
+            InputError: all steps have the same number of tokens, or there are no steps.
         """
         sizes = sorted({shape.num_tokens for shape, _ in steps})
         rows = np.zeros((len(steps), len(sizes) + 3))  # [N, table entries + 3]
@@ -102,7 +102,7 @@ class StepCostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             row[-2] = shape.num_pairs / seconds
             row[-1] = shape.num_keys / seconds
         coefficients = non_negative_least_squares(rows, np.ones(len(steps)))
-        table = np.maximum.accumulate(coefficients[:-3])  # makes the table ascend, because measurements vary
+        table = np.maximum.accumulate(coefficients[:-3])  # keeps varying measurements from descending
         return cls(sizes, table.tolist(), *map(float, coefficients[-3:]))
 
 

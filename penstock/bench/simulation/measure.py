@@ -24,7 +24,7 @@ CHUNKS = (16, 64, 256, 512)
 BATCHES = (1, 2, 4, 8, 16, 32)
 """Numbers of contexts of the measured decode steps."""
 CONTEXTS = (16, 512)
-"""Numbers of cached tokens of each context in the measured decode steps."""
+"""Prompt lengths of the contexts in the measured decode steps."""
 
 
 def measure_steps(config: PipelineConfig, *, repeats: int = 5) -> tuple[StepCostTable, WorkerLimits]:

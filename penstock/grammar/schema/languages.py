@@ -1,4 +1,4 @@
-"""Converts the length and the conditions of a string shape to one expression or one automaton."""
+"""Converts the length and the conditions of a string shape to an expression, an automaton or their union."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def string_language(text: StringShape) -> Language | None:
 def _reduced_language(
     text: StringShape, required_trees: list[regex.RegexNode], excluded_trees: list[regex.RegexNode]
 ) -> Language | None:
-    """Return a subset of the strings of a shape; None if its automaton is also too large."""
+    """Return a subset of the strings of a shape; None if each subset is too large or has no string."""
     expression = None
     if len(required_trees) == 1 and not excluded_trees and text.max_count is not None:
         expression = shortened(required_trees[0], text.max_count)

@@ -28,17 +28,18 @@ def grammar_source(
 ) -> GrammarSource:
     """Return the grammar in a notation that the back ends compile exactly.
 
-    JSON schemas, regular expressions and choices become EBNF, also inside structural tags. xgrammar's own
+    JSON schemas, JSON objects, regular expressions and choices become EBNF. Schemas and regular expressions
+    inside structural tags become EBNF, too. xgrammar's own
     conversion is not used, because it accepts more than the schema in some cases.
 
     Args:
         grammar: a grammar of any kind.
         compact: whether JSON has no white space.
-        token_id: returns the id of a token, given its text. It is needed for structural tags that contain
-            tokens.
+        token_id: returns the id of a token, given its text, or None for an unknown token. Without this
+            function, the tokens of structural tags remain texts.
 
     Raises:
-        UnsupportedSchemaError: a JSON schema has an unsupported keyword.
+        UnsupportedSchemaError: a JSON schema has an unsupported keyword, or its grammar is too large.
         UnsupportedFeatureError: a structural tag has an unsupported format or field.
         InputError: the text is not valid for its kind.
     """
@@ -90,7 +91,7 @@ def _choice_ebnf(choices: object) -> str:
 def _with_ebnf(
     part: object, compact: bool, token_id: Callable[[str], int | None] | None, depth: int
 ) -> object:
-    """Return a part of a structural tag with EBNF for schemas and expressions, and ids for tokens."""
+    """Return a part of a structural tag with EBNF for schemas and regular expressions, and ids for tokens."""
     if depth > 50:
         raise InputError("the structural_tag is nested too deeply")
     if isinstance(part, list):

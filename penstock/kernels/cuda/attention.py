@@ -15,21 +15,21 @@ from penstock.kernels.spans import ImageSpans
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _SPLIT = 512
-"""Number of keys per split. It is fixed because the order of additions depends on it."""
+"""Number of keys per split in deterministic mode. It is fixed: the order of additions depends on it."""
 _MAX_SPLITS, _MIN_TILES = 64, 2
-"""Maximum number of splits, and minimum number of tiles of keys per split of the longest sequence."""
+"""Outside deterministic mode: maximum number of splits, and about the minimum of key tiles per split."""
 _PROGRAMS = 2
 """Number of programs per multiprocessor that splitting should reach."""
 _SMALL_TILE, _LARGE_TILE = 16, 64
-"""Number of query heads of a tile for decode steps and for long prompts."""
+"""Minimum number of query heads of a tile, for decode steps and for long prompts."""
 _RAGGED_ROWS = 32
 """Number of rows of a tile of `CudaAttention.encoder_attention`."""
 _MAX_WIDE_TILE_DIM = 128
-"""Largest head dimension for which a tile has 64 keys instead of 32."""
+"""Largest head dimension for which a tile has 64 keys instead of 32, if the products have 16 bits."""
 
 
 class CudaAttention(ReferenceOps):
-    """Attention in Triton, for caches of floats, of int8 and of 8-bit floats.
+    """Attention in Triton, for caches of floats, int8 and 8-bit floats. Other inputs use `ReferenceOps`.
 
     The products multiply in the type of the queries and add in float32. Queries of 16 bits are widened to
     float32 if the cache is float32.
@@ -121,9 +121,9 @@ class CudaAttention(ReferenceOps):
     ) -> tuple[int, int]:
         """Return the number of keys per split, and the number of splits.
 
-        In deterministic mode splits have a fixed size. Otherwise, if there are few tiles, the keys are
-        divided into as many splits as fill the device. The number of keys is then 0: the program divides the
-        keys of each sequence evenly.
+        If there are few tiles, the keys are divided into splits, else there is one split. In deterministic
+        mode the splits have a fixed size. Otherwise, there are about as many splits as fill the device, and
+        the returned number of keys is 0: the program divides the keys of each sequence evenly.
 
         Args:
             max_keys: upper bound of the number of keys of a sequence.

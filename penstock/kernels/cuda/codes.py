@@ -39,7 +39,7 @@ _TILE_OUTPUTS, _TILE_BYTES = 64, 64
 They determine the order of additions.
 """
 _MAX_SPLITS, _MIN_STEPS = 16, 4
-"""Maximum number of splits of the inputs, and minimum number of steps of `_TILE_BYTES` per split."""
+"""Maximum number of splits of the inputs, and about the minimum of steps of `_TILE_BYTES` per split."""
 _ADDED_OUTPUTS = 1024
 """Number of outputs for which a program adds the splits."""
 _ALL_INPUTS = 1 << 30
@@ -182,7 +182,7 @@ def _numbers_on_device(numbers: tuple[float, ...], device: torch.device) -> Tens
 
 
 def _row_lengths(packed: PackedLinear) -> list[int]:
-    """Return the row lengths of the weight, its scales, factors, minima and factors of minima."""
+    """Return the row lengths of the weight, scales, factors, minima and their factors; 0 if missing."""
     names = ("weight", "scales", "factors", "minima", "min_factors")
     tensors = [packed.tensors.get(name) for name in names]
     return [0 if tensor is None else tensor[0].numel() for tensor in tensors]

@@ -15,7 +15,7 @@ from penstock.kernels.ops import Ops
 class CudaMemory(DeviceMemory):
     """The memory of a GPU.
 
-    The peak counts the memory reserved by the allocator, including gaps between tensors.
+    The peak is the growth of the memory reserved by the allocator, including gaps between tensors.
 
     Args:
         device: the GPU.
@@ -45,6 +45,6 @@ class CudaMemory(DeviceMemory):
 
 
 def make_device_memory(ops: Ops, device: torch.device) -> CudaMemory | None:
-    """Return the memory of the device of these operations; None if it is not a GPU."""
+    """Return the memory of the device; None if it is not a GPU or the operations are not `CudaOps`."""
     is_gpu = isinstance(ops, CudaOps) and device.type == "cuda"
     return CudaMemory(device) if is_gpu else None

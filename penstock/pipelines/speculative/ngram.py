@@ -22,8 +22,9 @@ class NGramProposer:
 
     Args:
         min_size: minimum number of tokens that must match.
-        max_size: length of the longest indexed n-gram. Among several occurrences, the one with the longest
-            match is used, and among equally long matches the latest one.
+        max_size: length of the longest indexed n-gram. If the last ``max_size`` tokens occur earlier, the
+            occurrence with the longest match is used, and among equally long matches the latest one.
+            Otherwise, the latest occurrence of the longest shorter n-gram is used.
     """
 
     def __init__(self, min_size: int = 2, max_size: int = 4) -> None:
@@ -52,7 +53,11 @@ class NGramProposer:
         return False
 
     def _index(self, context: TextContext) -> _Index:
-        """Return the index of all tokens of a context. Build a new one if tokens were rolled back."""
+        """Return the index of all tokens of a context.
+
+        Builds a new index for a new context, and if the known tokens are no longer a prefix. To detect that,
+        only the number of tokens and the last known token are compared.
+        """
         index = self._indexes.get(context.request_id)
         num_known = 0 if index is None else len(index.tokens)
         tokens = context.all_tokens
@@ -70,7 +75,7 @@ class NGramProposer:
 
 @dataclass(slots=True)
 class _Index:
-    """The last occurrence of each n-gram of a text, updated token by token."""
+    """The occurrences of the n-grams of a text: the last one, and for the maximum size also earlier ones."""
 
     context: TextContext
     sizes: range
@@ -78,7 +83,7 @@ class _Index:
     last_ends: dict[tuple[int, ...], int] = field(default_factory=dict)
     """Maps each n-gram to the index after its last occurrence."""
     previous_ends: dict[int, int] = field(default_factory=dict)
-    """Maps the end of each n-gram of the maximum size to the end of its previous occurrence."""
+    """Maps the end of each repeated n-gram of the maximum size to the end of its previous occurrence."""
 
     def extend(self, tokens: list[int]) -> None:
         """Add tokens.

@@ -2,11 +2,12 @@
 
 No field is ignored silently:
 
-- A supported field is in `penstock.serve.api.schemas`.
+- A supported field is declared in the schema of the body.
 - A field of `LOGGED_FIELDS` is written to the log and has no effect on the response.
-- An unsupported field is in a table of this module with its accepted values. These values and null request
-  the server's normal behaviour. Any other value is refused.
-- Any other field is unknown and is refused. With ``--unknown-fields warn`` it is logged and dropped.
+- An unsupported field is in `UNSUPPORTED` or in the schema's ``unsupported``, with its accepted values. These
+  values and null request the server's normal behaviour. Any other value is refused.
+- Any other field is unknown and is refused, unless the object has open fields. With ``--unknown-fields warn``
+  it is logged and dropped.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from penstock.serve.http.problems import RequestProblem, problem_of
 from penstock.text.tokenizer import TextTokenizer
 
 LOGGED_FIELDS = ("user", "metadata", "safety_identifier", "prompt_cache_key")
-"""Fields that are written to the request log and have no other effect."""
+"""Fields that are written to the request log and do not affect the output."""
 _MAX_NAME_LENGTH = 100
 """Maximum number of characters of a field name in an error message. A path may have twice as many."""
 
@@ -219,7 +220,10 @@ def _check_value(param: str, value: object, field: RefusedField) -> None:
 
 @contextmanager
 def map_input_errors(param: str | None) -> Iterator[None]:
-    """Convert an `InputError` in the ``with`` block to a `RequestProblem` that names the field."""
+    """Convert an `InputError` in the ``with`` block to a `RequestProblem`.
+
+    The problem names the field of the error, or ``param`` if the error names none.
+    """
     try:
         yield
     except InputError as error:

@@ -158,7 +158,7 @@ def prompt_parts(
     num_top: int,
     num_computed: int,
 ) -> Parts:
-    """Yield the JSON of ``prompt_logprobs``: null for the first prompt token, then an object for each token.
+    """Yield the JSON of ``prompt_logprobs``: null for the first prompt token, then an object for each other.
 
     The keys of an object are token ids. Its values are ``{"logprob", "rank", "decoded_token"}``. An object
     has the top tokens of a position and the prompt token at this position. The rank of the prompt token is
@@ -192,7 +192,7 @@ def prompt_parts(
 
 
 def best_tokens(row: TopTokens, count: int) -> tuple[list[int], list[float]]:
-    """Return the ids and the log probabilities of the `count` best tokens of a position, best first."""
+    """Return the ids and log probabilities of at most `count` best tokens of a position, best first."""
     top = top_tokens(row)
     ids = sorted(top, key=top.__getitem__, reverse=True)[:count]
     return ids, [top[token] for token in ids]

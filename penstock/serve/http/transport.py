@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 LINGER_BYTES = 64 * 2**20
-"""Maximum bytes of a request that are discarded after its response. After more bytes, the connection is
-reset."""
+"""Maximum bytes that are discarded after the sending side is closed. After more bytes, the connection is
+aborted."""
 LINGER_SECONDS = 30.0
-"""Maximum seconds in which received bytes are discarded."""
+"""Maximum seconds in which received bytes are discarded. Afterwards, the connection is aborted."""
 LINGER_IDLE_SECONDS = 5.0
-"""Seconds without a received byte after which the connection closes."""
+"""Seconds without a received byte after which a connection whose sending side is closed is aborted."""
 
 _PROBE = b"HTTP/1.1 "
 """The first bytes of every response. They can be sent before the rest of the response is known."""
@@ -24,8 +24,8 @@ class ClosingTransport:
     """A wrapper of asyncio's or uvloop's transport, which uvicorn uses.
 
     If a socket is closed while the client is sending, the kernel resets the connection. The client may then
-    lose a response that it has not read yet. This transport therefore closes the sending side first, and
-    discards received bytes for up to `LINGER_SECONDS`.
+    lose a response that it has not read yet. If the client may be sending, this transport therefore closes
+    the sending side first, and discards received bytes until one of the ``LINGER`` limits is reached.
 
     Args:
         transport: the wrapped transport.

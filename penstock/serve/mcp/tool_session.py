@@ -18,7 +18,7 @@ MAX_OUTPUT_CHARACTERS = 2**18
 MAX_TOOLS = 1000
 """Maximum number of tools of one server. Further tools are ignored."""
 _CLOSE_SECONDS = 2.0
-"""Maximum seconds to close a session."""
+"""Seconds to close a session, after which its task is cancelled."""
 
 UNREACHABLE = 502
 TIMED_OUT = 504
@@ -85,7 +85,7 @@ class ToolSession:
 
     Args:
         server: the server.
-        timeout: seconds for each call.
+        timeout: seconds for each call, and for listing the tools.
     """
 
     def __init__(self, server: ToolServer, timeout: float) -> None:

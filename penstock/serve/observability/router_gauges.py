@@ -38,7 +38,8 @@ def router_gauges(engines: Mapping[str, EngineClient], names: Mapping[str, str])
     """Yield the configured gauges, with the label ``model_name``.
 
     The gauge of ``adapters`` has the value 1 and the labels that the inference extension of the Kubernetes
-    Gateway API reads: ``running_lora_adapters``, ``waiting_lora_adapters`` and ``max_lora``.
+    Gateway API reads: ``running_lora_adapters`` (all loaded adapters), ``waiting_lora_adapters`` (empty), and
+    ``max_lora`` (the number of loaded adapters).
 
     Args:
         engines: model name -> engine.

@@ -137,8 +137,8 @@ def with_tokens(tag: Tag, special_tokens: Iterable[str]) -> Tag:
     """Replace the special tokens in constants by token tags, which match only the special token itself.
 
     Raises:
-        UnsupportedFeatureError: only some of the markers that begin calls in free text are single special
-            tokens.
+        UnsupportedFeatureError: the markers that begin calls in free text are neither all single special
+            tokens nor all without special tokens.
     """
     tokens = sorted(special_tokens, key=len, reverse=True)
     if not tokens:

@@ -30,7 +30,7 @@ def take_fp8_layers(tensors: StoredTensors, block: tuple[int, int]) -> None:
         block: numbers of outputs and inputs of a block with one scale; (0, 0) without blocks.
 
     Raises:
-        WeightsError: the scales of a layer are missing or have a wrong type or shape.
+        WeightsError: a weight is not a matrix, or its scales are missing or have a wrong type or shape.
     """
     for layer in tensors.layers("weight", (E4M3, E5M2)):
         weight = tensors.peek(layer, "weight")

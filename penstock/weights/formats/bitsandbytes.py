@@ -10,7 +10,7 @@ A 4-bit layer has these tensors:
   offset.
 
 The encodings nf4 and fp4 represent such a layer exactly if each 64 consecutive inputs of an output share a
-factor. Layers with other block sizes or tables are dequantized.
+factor, and the table is that of the encoding. Layers with other block sizes or tables are dequantized.
 
 An 8-bit layer has ``weight`` int8 and ``SCB``, which is 127 times the scale of each output.
 """

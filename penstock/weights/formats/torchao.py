@@ -1,7 +1,8 @@
 """torchao: integers of up to 8 bits and 8-bit floats, in torchao's flattened safetensors form.
 
-A layer has the tensors ``_weight_qdata`` and ``_weight_scale``, and with integers also
-``_weight_zero_point``. The metadata of a file contain the class of each weight:
+A layer has the tensors ``_weight_qdata`` and ``_weight_scale``. A layer of integers may also have
+``_weight_zero_point``, which ``Int4Tensor`` requires. The metadata of a file contain the class of each
+weight:
 
 * ``Int8Tensor`` and ``Float8Tensor``: 8-bit integers or floats ``[out, in]`` with a scale for each output.
 * ``IntxUnpackedToInt8Tensor``: integers of few bits, each in a byte, with scales and integer zero points

@@ -1,4 +1,4 @@
-"""Durations of steps and of the router, which the simulation computes from fitted costs."""
+"""Costs of steps and of the router: formulas, fitting, measurement and files."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_fitted_coefficients_are_not_negative() -> None:
     assert non_negative_least_squares(rows, np.array([3.0, 5.0, 7.0])) == pytest.approx([1.0, 2.0])
 
 
-def test_costs_survive_a_round_trip_through_json(tmp_path: Path) -> None:
+def test_costs_survive_a_round_trip_and_invalid_costs_are_refused(tmp_path: Path) -> None:
     costs = ClusterCosts(
         {"model": "m"}, WorkerLimits(64, 4, 32, 10, 8), STEP_COSTS, RouterCosts(per_block=1e-6)
     )

@@ -28,7 +28,7 @@ def _register_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_register_interpreted")
-def test_a_model_generates_the_text_of_the_reference(checkpoint: Path) -> None:
+def test_a_model_generates_the_tokens_of_the_reference(checkpoint: Path) -> None:
     prompts = [random_tokens(count, 130, seed=count) for count in (2, 5)]
     texts = []
     for kernels in ("reference", "interpreted"):

@@ -1,4 +1,4 @@
-"""Routes for reranking, scores and classes, with tiny encoders and a real worker."""
+"""Routes for reranking, scores, classes and raw scores, with tiny encoders and a real worker."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def test_rerank_and_score_equal_the_library(model_kind: str, request: pyte
         assert item["score"] == pytest.approx(float(expected[1]), abs=1e-6)
 
 
-async def test_an_embedder_computes_the_query_once(embedder: Path) -> None:
+async def test_an_embedder_counts_the_tokens_of_the_query_once(embedder: Path) -> None:
     async with embedding_server(embedder) as server:
         tokenizer = server.services.tokenizer
         texts = [f"query: {QUERY}", *(f"passage: {text}" for text in TEXTS)]

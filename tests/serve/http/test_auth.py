@@ -40,7 +40,7 @@ def test_valid_keys_are_accepted(header: bytes) -> None:
         [(b"x-api-key", b"one"), (b"authorization", b"Bearer on")],
     ],
 )
-def test_invalid_keys_are_refused(headers: list[tuple[bytes, bytes]]) -> None:
+def test_invalid_keys_are_refused_without_naming_a_valid_key(headers: list[tuple[bytes, bytes]]) -> None:
     with pytest.raises(RequestProblem) as exc_info:
         ApiKeys(KEYS).check(headers)
     assert exc_info.value.status_code == 401
@@ -53,7 +53,7 @@ def test_without_keys_every_client_is_accepted() -> None:
     ApiKeys(()).check([])
 
 
-async def test_routes_require_a_key_except_health_version_and_metrics() -> None:
+async def test_routes_require_a_key_except_health_ready_version_and_metrics() -> None:
     async with app_client(make_services(api_key=KEYS)) as client:
         without_key = await client.get("/v1/models")
         invalid_response = await client.get("/v1/models", headers={"authorization": "Bearer x"})

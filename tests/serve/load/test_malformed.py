@@ -33,7 +33,7 @@ INVALID_VALUES: list[Any] = [
     [], [[]], [None], [0], [-1], ["a"], ["a", 1], [{}], [[[[1]]]], [2**64], ["\x00"],
     {}, {"": {}}, {"type": None}, {"type": "x"}, {"a": {"a": {"a": {}}}}, {"content": "Hi"},
 ]  # fmt: skip
-"""Values of every JSON type. A request with a value that its field accepts gets status 200."""
+"""Values of every JSON type except null. A request with a value that its field accepts gets status 200."""
 
 
 def nest(depth: int, opening: str = "[", closing: str = "]") -> str:
@@ -135,7 +135,7 @@ REFUSED_REQUESTS: list[tuple[str, Any]] = [
     ("/detokenize", {"model": "demo", "tokens": [-1]}),
     ("/tokenize", {"model": "demo", "prompt": "a", "messages": MESSAGES}),
 ]
-"""Requests with one invalid field each. All of them must be refused."""
+"""Requests with an invalid, missing, unknown or too long field. All of them must be refused."""
 
 UNUSUAL_REQUESTS: list[tuple[str, Any]] = [
     (CHAT_PATH, {"messages": MESSAGES}),

@@ -1,4 +1,4 @@
-"""Minutes of mixed load. Memory does not grow, each request is answered, and no block stays in use."""
+"""Minutes of mixed load, then with killed workers: memory stops growing, and each request is answered."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.server_process import ServerProcess, raw_exchange, server_process
 from penstock.serve.api.parameters import UNSUPPORTED
 
 SECONDS = 60
-"""Duration of each part of the test, in seconds."""
+"""Seconds of load while workers are killed. Each of the three parts before has half of this duration."""
 NUM_CLIENTS = 24
 TOOL = {
     "type": "function",

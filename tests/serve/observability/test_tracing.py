@@ -1,4 +1,4 @@
-"""Each request is one span of the caller's trace. Disabled tracing has no effect."""
+"""Each request except probes is one span, in the caller's trace if there is one; tracing is optional."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ async def test_a_failure_is_recorded_in_the_span(
     assert span.attributes["http.response.status_code"] == 500
 
 
-def test_disabled_tracing_does_not_import_the_sdk() -> None:
+def test_importing_the_server_does_not_import_the_sdk() -> None:
     # FastAPI imports the OpenTelemetry API, but the SDK must not be imported.
     code = (
         "import sys, penstock.serve.app, penstock.serve.http.lifecycle, penstock.serve.observability.tracing;"
@@ -111,7 +111,7 @@ def test_disabled_tracing_does_not_import_the_sdk() -> None:
     assert run.stdout.strip() == "[]"
 
 
-def test_an_endpoint_enables_tracing() -> None:
+def test_tracing_to_an_unreachable_endpoint_starts_and_closes() -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     Tracing.to_endpoint(
         "http://127.0.0.1:9/v1/traces"

@@ -1,4 +1,4 @@
-"""Each format: rendered calls are parsed for any chunking, no text is lost, parsing time is linear."""
+"""Each format: rendered calls are parsed for any chunking, no text is lost, parsing work is linear."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def draw_any_text(max_size: int = 20) -> st.SearchStrategy[str]:
 
 
 def draw_plain_text() -> st.SearchStrategy[str]:
-    """Return a strategy for text without a complete marker and without surrounding white space."""
+    """Return a strategy for non-empty text without a complete marker or surrounding white space."""
 
     def is_plain(text: str) -> bool:
         return text == text.strip() != "" and not any(marker in text for marker in MARKERS)

@@ -54,7 +54,9 @@ def summarize(
     fields, logits, bitmask, temperatures, top_ks, top_ps, vocabulary, chunks, row_stride, mask_stride,
     CHUNK: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Write the largest logit of a chunk, the first token with this logit, and a histogram.
+    """Write the largest logit of a chunk and the first token with this logit.
+
+    Also write a histogram, if the row is not greedy and has a top_k or top_p.
 
     Grid: rows, chunks. If a chunk has a NaN or +inf, +inf is written as its largest logit. Bin 0 of the
     histogram contains the largest logit of the chunk. The histogram counts tokens if the row has a top_k.
@@ -100,7 +102,7 @@ def select(
     Grid: rows, programs per row. Each of the n programs of a row processes every n-th chunk. The program also
     writes the mass of each chunk if the row has no top_k. With a top_p this is the mass of all tokens of the
     chunk, otherwise the mass of the tokens that min_p keeps. Writes nothing for greedy rows, whose token has
-    the largest logit.
+    the largest logit, and for rows without a valid token.
     """
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row).to(tl.float64)
@@ -224,7 +226,7 @@ def draw(
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, SMALL_LIST: tl.constexpr, LARGE_LIST: tl.constexpr,
     SHIFT: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Write the token of one row. Grid: rows.
+    """Write the token of one row; -1 if a logit is NaN or +inf, or if no token is allowed. Grid: rows.
 
     Lists of up to ``SMALL_LIST`` or ``LARGE_LIST`` tokens are kept in registers. For longer lists the tokens
     of the row are read again. ``SHIFT`` is the number of low bits that are 0 in every logit.

@@ -34,7 +34,7 @@ class PreparedResponse:
     """The chat request to which the request was translated."""
     offered_tools: OfferedTools
     listings: Sequence[ToolListing]
-    """The tool lists that no earlier item contains. They are added to the output."""
+    """The tool lists that no input item contains. They are added to the output."""
     approved_calls: Sequence[ApprovedCall]
     """The calls of earlier responses that the client approves in this request."""
 
@@ -126,7 +126,7 @@ def _check_combinations(body: ResponsesBody) -> None:
 
 
 def _without_unsupported_effort(services: Services, body: ResponsesBody) -> tuple[ResponsesBody, list[str]]:
-    """Remove a reasoning effort that the chat template does not support. Return the body and a warning.
+    """Remove ``reasoning`` if the chat template does not support its effort. Return the body and warnings.
 
     The effort is not refused, because some agents send it to every model.
     """
@@ -147,6 +147,9 @@ def _approved_calls(
         items: the items of previous responses, then the items of this request.
         num_earlier: the number of items of previous responses.
         offered_tools: the tools of tool servers.
+
+    Raises:
+        RequestProblem: 400; this request does not offer an approved tool.
     """
     requests = {item.id: item for item in items if item.type == "mcp_approval_request"}
     called_ids = {item.approval_request_id for item in items if item.type == "mcp_call"}
@@ -192,8 +195,9 @@ def _truncated_conversation(
 ) -> Conversation:
     """Return the conversation without its oldest turns, so that prompt and output fit the maximum length.
 
-    Removes as few turns as possible. Keeps the instructions at the beginning. The first remaining turn begins
-    with a user message.
+    Removes as few turns as possible. Keeps the instructions at the beginning, and the last turn even if the
+    output then has less room. If turns are removed, the first remaining turn begins with a user message. The
+    output counts as ``max_output_tokens`` (default: a quarter of the maximum length), but at most half of it.
 
     Raises:
         RequestProblem: 400; the last turn alone is too long, or the request is invalid.

@@ -1,4 +1,4 @@
-"""The routes ``/v1/responses``, which create, retrieve, cancel and delete responses."""
+"""The routes ``/v1/responses``: create, retrieve, cancel and delete responses, list and count their input."""
 
 from __future__ import annotations
 

@@ -95,8 +95,7 @@ class InputItem(RequestBody):
 class ResponseTool(RequestBody):
     """A function, a custom tool, a tool server (``mcp``), or a hosted tool.
 
-    Tool servers and hosted tools have further fields.
-
+    Tool servers and hosted tools may have fields that are not declared here.
     `penstock.serve.api.responses.offered_tools` has the schema of the type ``mcp``.
     """
 
@@ -127,7 +126,7 @@ class ResponseTool(RequestBody):
 
 
 class ToolSelection(RequestBody):
-    """A ``tool_choice`` object. It selects a function, a custom tool, a tool server or a list of tools."""
+    """A ``tool_choice`` object: a function, a custom or hosted tool, a tool server, or a list of tools."""
 
     type: str
     name: str | None = None
