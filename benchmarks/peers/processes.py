@@ -15,7 +15,7 @@ _SAMPLES_PER_SECOND = 50
 
 
 def process_tree(pid: int) -> list[int]:
-    """Return ``pid`` and the process ids of its descendants. Ended descendants count until they are reaped."""
+    """Return ``pid`` and the ids of its descendants. Ended descendants are included until they are reaped."""
     children = defaultdict(list)
     for folder in Path("/proc").glob("[0-9]*"):
         if fields := _stat(int(folder.name)):

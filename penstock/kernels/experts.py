@@ -62,8 +62,8 @@ def grouped_by_expert(
 
     Yields:
         The pairs ``[P]`` of a group, and a mapping of each expert id to its number of pairs in the group.
-        Expert ids ascend within and across groups. The pairs of an expert ascend, and may continue in the next
-        group.
+        Expert ids ascend within and across groups. The pairs of an expert ascend, and may continue in the
+        next group.
     """
     flat = topk_ids.flatten()
     order = flat.argsort(stable=True)

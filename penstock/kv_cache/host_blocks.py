@@ -56,9 +56,9 @@ class HostBlocks:
     def restore(self, digests: Sequence[bytes], num_cached: int) -> None:
         """Move the blocks after a cached prefix back to the device, in order.
 
-        The method stops at the first block that a group has neither on the device nor in host memory, and when
-        the group has no free block on the device. Moved blocks are registered as cached blocks of the device.
-        Nothing is moved if a group does not have the first of these blocks in host memory.
+        The method stops at the first block that a group has neither on the device nor in host memory, and
+        when the group has no free block on the device. Moved blocks are registered as cached blocks of the
+        device. Nothing is moved if a group does not have the first of these blocks in host memory.
 
         Args:
             digests: the digests of a context's blocks, up to the last block that it may use.

@@ -41,8 +41,8 @@ class ThreadTokenizers:
 class _ThreadLocal(threading.local):
     """Thread-local storage.
 
-    Python runs the constructor in the thread that creates the object, and once in each other thread that reads
-    ``tokenizer``.
+    Python runs the constructor in the thread that creates the object, and once in each other thread that
+    reads ``tokenizer``.
     """
 
     def __init__(self, take: Callable[[], Tokenizer]) -> None:

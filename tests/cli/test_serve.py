@@ -1,4 +1,4 @@
-"""``penstock serve``: processes that serve the demo model or an embedder, invalid arguments, printed settings."""
+"""``penstock serve``: processes with the demo model or an embedder, invalid arguments, printed settings."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _wait_for(client: httpx.Client, path: str, status: int) -> None:
 
 
 def test_a_server_with_speculation_gives_the_same_text_as_without(tmp_path: Path) -> None:
-    """Some drafts are accepted. The server loads none of the four libraries. An invalid adapter is refused."""
+    """Some drafts are accepted. The server loads none of four libraries. An invalid adapter is refused."""
     settings = {"deterministic": True, "quantization_encoding": "float32", "max_length": 512}
     prompt = "Lily lived near a blue lake. Lily lived near a blue lake. Lily lived near a"
     sampling_fields: list[dict[str, Any]] = [

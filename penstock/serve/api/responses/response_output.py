@@ -120,8 +120,8 @@ class OutputItems:
     def close(self, *, is_complete: bool = True) -> list[dict[str, object]]:
         """End the item that is in progress, if any. Return the stream events.
 
-        Only the arguments of a tool-server call end. Its status becomes ``calling``, because it has no outcome
-        yet.
+        Only the arguments of a tool-server call end. Its status becomes ``calling``, because it has no
+        outcome yet.
         """
         if not self._open_type:
             return []
