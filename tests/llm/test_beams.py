@@ -179,7 +179,7 @@ def test_small_step_limits_give_the_same_beams(model: Path, llm: LLM) -> None:
         small_llm.pipeline.kv.check_integrity()
 
 
-def test_prompts_that_do_not_fit_together_have_the_same_beams_and_too_many_beams_are_refused(
+def test_prompts_that_do_not_fit_together_have_equal_beams_and_too_many_beams_fail(
     model: Path, llm: LLM
 ) -> None:
     options: dict[str, Any] = {"num_beams": 4, "max_new_tokens": 30}

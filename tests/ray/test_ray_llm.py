@@ -60,7 +60,7 @@ def post(port: int, path: str, body: dict[str, Any]) -> bytes:
         return content
 
 
-def test_the_openai_application_serves_requests_and_errors_and_routes_prompts_by_prefix(
+def test_the_openai_application_serves_requests_and_routes_prompts_by_prefix(
     tmp_path: Path,
 ) -> None:
     port = free_port()
