@@ -175,8 +175,7 @@ class DraftModelProposer:
     ) -> bool:
         """Select the tokens to compute next and reserve their blocks.
 
-        Returns False if there is nothing to compute, no space in the step, a context that is too long, or not
-        enough blocks.
+        Returns False if nothing is to be computed, the context is too long, or the step or cache is full.
         """
         draft_context, end = state.draft_context, state.context.active_idx
         if num_left == 0 or end > self._max_length(state):
