@@ -41,9 +41,9 @@ class BeamOptions:
     length_penalty: float = 1.0
     """Scores are divided by ``length ** length_penalty``. A positive value favours long texts."""
     early_stopping: EarlyStopping = False
-    """When the search of a prompt ends. True: when ``num_beams`` beams are finished. False: when also the best
-    running beam, scored at its current length, is not better than any finished beam. ``"never"``: when also
-    the best running beam, with its current probability, would not be better at any length.
+    """When the search of a prompt ends. True: when ``num_beams`` beams are finished. False: when also the
+    best running beam, scored at its current length, is not better than any finished beam. ``"never"``: when
+    also the best running beam, with its current probability, would not be better at any length.
     """
 
     def __post_init__(self) -> None:
