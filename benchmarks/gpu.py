@@ -183,10 +183,10 @@ def measure_start(llm: LLM, shape: dict[str, int], _requests: int, begin: float)
 def measure_mixed(
     minutes: float, llm: LLM, shape: dict[str, int], requests: int, _begin: float
 ) -> dict[str, Any]:
-    """Run rounds of mixed requests and return how much memory grew after the first quarter of the time.
+    """Run rounds of mixed requests and return how much memory grew after the first quarter of the rounds.
 
-    A round has prompts of all lengths with and without a shared prefix, greedy and sampled, with penalties,
-    stop strings, log probabilities and several choices, and a stream that is closed early. A row of
+    A round has prompts of several lengths with and without a shared prefix, greedy and sampled, penalties and
+    stop strings, in some rounds log probabilities or 2 choices, and a stream closed early. A row of
     `each_minute` has the minute, the MiB of this process, the MiB that torch reserves on the device, the MiB
     in use on the device by all processes, and the number of graphs.
     """

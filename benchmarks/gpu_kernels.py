@@ -4,9 +4,10 @@
     python benchmarks/gpu_kernels.py attention sampling
 
 Each time is the median over replays of a CUDA graph (`triton.testing.do_bench_cudagraph`). TB/s counts the
-bytes that the kernel must read, TF/s its floating-point operations. The last number of each product is its
-relative error: the norm of the difference from the float32 product, divided by the norm of the float32
-product.
+bytes of the weights or of the KV cache, TF/s the floating-point operations. Products of at most 64 rows have
+TB/s, larger products TF/s, attention both, and sampling neither. The last number of each product is its
+relative error: the norm of the difference from the float32 product of the unpacked weights, divided by the
+norm of the float32 product.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Settings and fixtures of all tests: trained checkpoints, a guard against network access, markers."""
+"""Settings, options, fixtures and markers of all tests, and a guard against network access."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from support.random_draws import (
 # Modules and test items are never freed. The garbage collector is enabled after pytest has found all tests.
 gc.disable()
 
-# torch and huggingface_hub read these variables on import. Tiny models are fastest on one thread.
+# Set before torch and huggingface_hub are imported: both read their variable on import. Tiny models are
+# fastest on one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"

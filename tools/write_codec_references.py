@@ -2,7 +2,8 @@
 
     python tools/write_codec_references.py [snac] [neucodec]
 
-Needs the package ``snac`` or ``transformers``. The tests compare Penstock's codecs with these files.
+Needs the package ``snac`` for SNAC and ``transformers`` for NeuCodec. The tests compare Penstock's codecs
+with these files.
 """
 
 from __future__ import annotations

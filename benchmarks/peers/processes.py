@@ -15,7 +15,7 @@ _SAMPLES_PER_SECOND = 50
 
 
 def process_tree(pid: int) -> list[int]:
-    """Return the process ids of a process and of its running descendants."""
+    """Return ``pid`` and the ids of its descendants. Ended descendants are included until they are reaped."""
     children = defaultdict(list)
     for folder in Path("/proc").glob("[0-9]*"):
         if fields := _stat(int(folder.name)):
@@ -45,7 +45,7 @@ def anonymous_bytes(pid: int) -> int:
 
 
 class PeakMemory:
-    """Samples `anonymous_bytes` of a process 50 times per second until `stop`, and records the peak."""
+    """Samples `anonymous_bytes` of a process at most 50 times per second until `stop`. Records the peak."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid

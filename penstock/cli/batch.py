@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from penstock.serve.config import ServeConfig
 
 _BATCHES_AT_ONCE = 2
-"""Number of model batches whose requests are submitted at once. One batch runs and one waits."""
+"""Number of batches per worker whose requests are submitted at once. One batch runs and one waits."""
 
 
 @click.group("batch")

@@ -238,7 +238,11 @@ def _check_model(name: object) -> None:
 
 
 def _check_task(config: PipelineConfig) -> None:
-    """Raise an `InputError` before the load if the architecture of the model generates no text."""
+    """Check before the load that the task of the model, if it was not set, is not embeddings.
+
+    Raises:
+        InputError: the task is embeddings.
+    """
     from penstock.pipelines.core import PipelineTask
 
     task = config.model.pipeline_task
@@ -250,7 +254,11 @@ def _check_task(config: PipelineConfig) -> None:
 
 
 def _checked_prompt(prompt_flag: str | None) -> str:
-    """Return the prompt of ``--prompt``, or the text of standard input without its last line end."""
+    """Return the prompt of ``--prompt``, or the text of standard input without its last line end.
+
+    Raises:
+        InputError: the prompt is empty or is not valid UTF-8, or there is no standard input.
+    """
     text = _standard_input() if prompt_flag is None else prompt_flag
     _check_utf8("the prompt", text)
     if not text:

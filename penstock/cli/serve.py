@@ -88,7 +88,7 @@ def _models(flags: dict[str, object]) -> list[ModelFlag]:
     """Remove the models from the flags and return them.
 
     Raises:
-        click.UsageError: MODEL and --model are both given.
+        click.UsageError: MODEL and --model are both given and differ.
     """
     argument, model_flags = flags.pop("model"), flags.pop("model_path")
     assert isinstance(model_flags, tuple)

@@ -142,7 +142,7 @@ class HuggingFaceConfig(Mapping[str, object]):
         return value
 
     def integers(self, key: str) -> tuple[int, ...] | None:
-        """Return a list of whole numbers, or None if the key is absent or null.
+        """Return a list of whole numbers as a tuple, or None if the key is absent or null.
 
         Raises:
             CheckpointError: the value has another type.
@@ -155,7 +155,7 @@ class HuggingFaceConfig(Mapping[str, object]):
         return tuple(value)
 
     def texts(self, key: str) -> tuple[str, ...] | None:
-        """Return a list of strings, or None if the key is absent or null.
+        """Return a list of strings as a tuple, or None if the key is absent or null.
 
         Raises:
             CheckpointError: the value has another type.

@@ -69,7 +69,7 @@ def upload(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
     """Return values in host memory as a tensor of a device, without waiting for earlier work of the device.
 
     On a CPU the tensor shares the memory of the values. For a GPU they are copied to pinned memory first.
-    Within `uploaded_together` the copy to the device happens at the end of the block.
+    Within `uploaded_together`, NumPy arrays are copied to the device at the end of the block.
     """
     if device.type == "cpu":
         return values if isinstance(values, Tensor) else torch.from_numpy(values)
@@ -84,11 +84,11 @@ def upload(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
 
 @contextmanager
 def uploaded_together(device: torch.device) -> Iterator[None]:
-    """Make one copy of all arrays that this thread uploads in the block. Does nothing for a CPU.
+    """Make one copy of all NumPy arrays that this thread uploads in the block. Does nothing for a CPU.
 
     The tensors that `upload` returns are filled at the end of the block. Until then they have shapes and
-    types, but no operation may read them. Arrays that do not fit into the `UploadBatch` are copied
-    immediately.
+    types, but no operation may read them. Torch tensors, and arrays that do not fit into the `UploadBatch`,
+    are copied immediately.
     """
     if device.type == "cpu":
         yield
@@ -118,7 +118,7 @@ class UploadBatch:
         self._used = 0
 
     def add(self, array: np.ndarray) -> Tensor | None:
-        """Return the tensor that `copy` fills with an array; None if there is no space for it."""
+        """Return the tensor that `copy` fills with an array; None if it does not fit or is empty."""
         start, stop = self._used, self._used + array.nbytes
         if stop > len(self._bytes) or array.nbytes == 0:
             return None

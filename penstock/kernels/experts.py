@@ -55,14 +55,15 @@ def grouped_by_expert(
     Pair p is element p of the flattened ids. It belongs to row ``p // k``.
 
     Args:
-        topk_ids: ids below ``experts``, distinct in each row.
+        topk_ids: ids, distinct in each row. Without ``skip_other_ids``, they are in 0 to ``experts - 1``.
         experts: number of experts.
         max_pairs: maximum number of pairs per group.
         skip_other_ids: whether to skip ids outside 0 to ``experts - 1``, which are experts on other ranks.
 
     Yields:
         The pairs ``[P]`` of a group, and a mapping of each expert id to its number of pairs in the group.
-        Expert ids ascend within and across groups. The pairs of an expert ascend.
+        Expert ids ascend within and across groups. The pairs of an expert ascend, and may continue in the
+        next group.
     """
     flat = topk_ids.flatten()
     order = flat.argsort(stable=True)

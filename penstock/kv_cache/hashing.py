@@ -33,9 +33,9 @@ def context_root(
     """Return the root of a context's digests, or None if its blocks must not be shared.
 
     An adapter changes keys and values, so the digest of its content is part of the root. The name of an
-    adapter is not enough, because it can later refer to another adapter. Without a digest, no blocks are
-    shared. All images have the same token ids. Blocks with images are therefore shared only if
-    ``token_hash_overrides`` identifies the images. The regime is also part of the root.
+    adapter is not enough, because it can later refer to another adapter. If `adapter_digest` is None,
+    contexts with an adapter share no blocks. All images have the same token ids. Blocks are therefore shared
+    only if ``token_hash_overrides`` identifies the images. The regime is also part of the root.
     """
     if isinstance(context, TextAndVisionContext) and not context.identifies_images:
         return None

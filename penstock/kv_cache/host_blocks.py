@@ -14,7 +14,7 @@ from penstock.kv_cache.storage import KVCacheStorage
 
 
 class HostBlocks:
-    """Stores blocks that the pools evict, and copies them back into free blocks of the device.
+    """Stores blocks that the pools evict, and moves them back into free blocks of the device.
 
     If the host memory is full, a new block replaces the least recently used block. On a GPU, copies use
     pinned memory and are queued on the stream of the kernels. A block is therefore saved before a later step
@@ -54,10 +54,11 @@ class HostBlocks:
         )
 
     def restore(self, digests: Sequence[bytes], num_cached: int) -> None:
-        """Copy the blocks after a cached prefix back to the device, in order.
+        """Move the blocks after a cached prefix back to the device, in order.
 
-        The method stops at the first block that is not in host memory, and when no block of the device is
-        free. The copies are registered as cached blocks of the device.
+        The method stops at the first block that a group has neither on the device nor in host memory, and
+        when the group has no free block on the device. Moved blocks are registered as cached blocks of the
+        device. Nothing is moved if a group does not have the first of these blocks in host memory.
 
         Args:
             digests: the digests of a context's blocks, up to the last block that it may use.
@@ -104,7 +105,7 @@ class HostBlocks:
         self.num_saved += 1
 
     def _load(self, index: int, digest: bytes) -> int:
-        """Copy a block into a free block of the device, register it, and return it with one reference."""
+        """Move a block into a free block of the device, register it, and return it with one reference."""
         slot = self._slots[index].pop(digest)  # before `allocate`, which may evict and save another block
         (block,) = self._pools[index].allocate(1)
         for target, source in zip(self._device[index], self._host[index], strict=True):

@@ -41,9 +41,9 @@ class BeamOptions:
     length_penalty: float = 1.0
     """Scores are divided by ``length ** length_penalty``. A positive value favours long texts."""
     early_stopping: EarlyStopping = False
-    """When the search of a prompt ends. True: when ``num_beams`` beams are finished. False: when the best
-    running beam, scored at its current length, is worse than all finished beams. ``"never"``: when the best
-    running beam would be worse than all finished beams at any length.
+    """When the search of a prompt ends. True: when ``num_beams`` beams are finished. False: when also the
+    best running beam, scored at its current length, is not better than any finished beam. ``"never"``: when
+    also the best running beam, with its current probability, would not be better at any length.
     """
 
     def __post_init__(self) -> None:
@@ -120,6 +120,7 @@ def search(
 
     Raises:
         InsufficientBlocksError: the beams of one prompt do not fit the KV cache.
+        UnsupportedFeatureError: the pipeline uses speculative decoding.
     """
     remaining, size = list(contexts), max(1, max_batch_size // options.num_beams)
     while remaining:

@@ -58,7 +58,7 @@ def prompts_with_images(
 
 
 def images_per_prompt(images: object, num_prompts: int, *, is_one_prompt: bool) -> list[list[Image] | None]:
-    """Return the images of each prompt. No file is read.
+    """Return the images of each prompt, None for a prompt without images. No file is read.
 
     Args:
         images: an image or a list of images for one prompt. For a list of prompts it is a list with one entry

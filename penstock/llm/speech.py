@@ -247,8 +247,8 @@ class SpeechMethods:
 
         See `speak` for the parameters. The audio of the parts of a long text is generated in order. The
         metadata of a chunk contain ``sample_rate``, ``num_tokens`` so far, ``seconds`` of audio so far, and
-        ``elapsed_seconds`` since the start. Other calls raise `UnsupportedFeatureError` until the stream ends
-        or is closed.
+        ``elapsed_seconds`` since the first chunk was requested. From this request until the stream ends or is
+        closed, other calls raise `UnsupportedFeatureError`.
 
         Raises:
             InputError: the text cannot be spoken.

@@ -82,7 +82,8 @@ def read_adapter(
         CheckpointError: the directory or a file in it is missing or damaged.
         WeightsError: tensors match no layer, are missing, or have a wrong shape. The message lists all of
             them.
-        UnsupportedFeatureError: the kind of adapter is not supported.
+        UnsupportedFeatureError: the kind of adapter is not supported, its rank exceeds ``max_rank``, or a
+            copy of a tensor of the base model differs from this tensor.
     """
     folder = Path(path).expanduser()
     config = AdapterConfig.read(folder)
@@ -180,7 +181,8 @@ def _classify_tensors(
         of all copies.
 
     Raises:
-        WeightsError: a tensor matches no layer, or the adapter has no matrices.
+        WeightsError: a tensor matches no layer, two tensors are the same matrix, a matrix is for a layer
+            that ``target_modules`` excludes, or the adapter has no matrices.
         UnsupportedFeatureError: a tensor belongs to an unsupported kind of adapter.
     """
     names: dict[tuple[str, str], str] = {}

@@ -18,9 +18,9 @@ from penstock.nn.rotary import RotaryRows
 class Attention:
     """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245).
 
-    Query head h reads kv head ``h // (H / K)``. With a KV cache, attention is causal, and the sliding window
-    is an option of the layer's cache group. Without a KV cache, the step contains whole sequences, and
-    `window` and `is_causal` apply.
+    Query head h reads kv head ``h // (H / K)``. With a KV cache, attention is causal except within
+    ``step.spans``, `soft_cap` and `sinks` apply, and the sliding window is an option of the layer's cache
+    group. Without a KV cache, the step contains whole sequences, and `window` and `is_causal` apply.
     """
 
     is_by_head: ClassVar[bool] = False
@@ -36,7 +36,7 @@ class Attention:
     rotary: int | None = 0
     """The index of the rotary embedding for queries and keys; None for no rotation."""
     soft_cap: float | None = None
-    """Attention scores become ``soft_cap * tanh(score / soft_cap)``; None for no cap."""
+    """Attention scores become ``soft_cap * tanh(score / soft_cap)``; None for no cap. Needs a KV cache."""
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     """Norms of queries and keys, applied before the rotation.
@@ -45,7 +45,7 @@ class Attention:
     if heads share the weights, otherwise ``[H, D]`` and ``[K, D]``. Norms of all heads together have weights
     ``[H D]`` and ``[K D]``.
     """
-    sinks: Tensor | None = None  # [H]: attention sinks, an extra logit of each head in the softmax
+    sinks: Tensor | None = None  # [H]: an extra logit of each head in the softmax; needs a KV cache
     values: Linear | None = None  # [E] -> [K D]: the value projection, if it is not a part of `qkv`
     window: int | None = None
     """The number of keys that a query sees in each direction, including its own. Not used with a KV cache."""

@@ -1,6 +1,6 @@
-"""Task pipelines, which turn a batch of contexts into outputs, and the public names of `max.pipelines`.
+"""Task pipelines, which turn a batch of contexts into outputs, and the names of Modular's `max.pipelines`.
 
-The public names are loaded on first use: importing this package loads no torch.
+The names in ``__all__`` are loaded on first use: importing this package loads no torch.
 """
 
 from __future__ import annotations

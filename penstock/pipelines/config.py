@@ -1,4 +1,4 @@
-"""Re-exports `penstock.config`. Names are resolved on first use: importing this module loads no torch."""
+"""Re-exports names of `penstock.config`, resolved on first use: importing this module loads no torch."""
 
 from __future__ import annotations
 

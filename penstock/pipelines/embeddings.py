@@ -60,7 +60,7 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
     Args:
         model: the encoder.
         layout: the pooling, dense layers and normalization of the checkpoint.
-        trained_dimensions: lengths to which a dense embedding may be cut; None allows all lengths.
+        trained_dimensions: lengths to which a dense embedding may be cut; None allows all, empty allows none.
         heads: the heads for sparse and multi-vector embeddings, applied to each token.
     """
 
@@ -266,7 +266,7 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
     ) -> dict[int, npt.NDArray[np.floating]]:
         """Return the scores ``[labels]`` of the contexts with the given indices, by index.
 
-        Contexts without activation get logits instead.
+        Contexts with ``activation=False`` get logits instead.
         """
         classifier = self.model.network.classifier
         if not indices or classifier is None:

@@ -71,7 +71,7 @@ class CacheLog:
         return removed_blocks
 
     def since(self, position: int) -> CacheChanges:
-        """Return the events after a position, or all cached blocks if such events were dropped from the log.
+        """Return the events after a position, or all cached blocks if the log does not have the position.
 
         Position 0 is before the first event, with an empty cache.
         """

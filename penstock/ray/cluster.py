@@ -41,7 +41,7 @@ def ray_connection(config: RayConfig, purpose: str) -> Iterator[bool]:
     An existing connection is used and stays open.
 
     Args:
-        config: has the address of the cluster.
+        config: has the address of the cluster. By default, the address is ``RAY_ADDRESS`` of the environment.
         purpose: the feature that requires Ray, for the error message.
 
     Yields:

@@ -84,7 +84,7 @@ class ChatTemplate:
         Raises:
             InputError: an argument is invalid, no template fits, or the template raised an error, whose
                 message is included.
-            CheckpointError: the template has a syntax error.
+            CheckpointError: the template has a syntax error, or is nested too deeply.
         """
         _check_messages(messages)
         _check_tools(tools)
@@ -111,8 +111,9 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt text of a request's messages, whose content is text or a list of text parts.
 
-        If the template does not support lists of parts, the parts are joined by newlines. If it supports only
-        lists, text becomes a list with one part. With `reads_images` a part may be an image.
+        If the template does not support lists of parts, and no message has an image, the parts are joined by
+        newlines. If it supports only lists, text becomes a list with one part. With `reads_images` a part may
+        be an image.
 
         Raises:
             UnsupportedFeatureError: a part is neither text nor an image that the model reads.

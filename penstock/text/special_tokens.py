@@ -227,8 +227,8 @@ class SpecialTokens:
     def _indices_at_ends(self, text: str) -> set[int]:
         """Return the indices of the start and the end of the text that may be inside a special token.
 
-        The start can be inside a token if the text begins with a suffix of a special token. The end can be
-        inside a token if the text ends with a prefix of a special token.
+        The start can be inside a token if the text begins with a suffix of a special token, or is a part of a
+        special token. The end can be inside a token if the text ends with a prefix of a special token.
         """
         stripped_text = text.strip()
         start = len(text) - len(text.lstrip())
@@ -281,7 +281,7 @@ def _tokenizations(
 ) -> Iterator[list[int]]:
     """Yield tokenizations of the text without special tokens.
 
-    Tokenisations whose bytes equal the text come first. The bytes of the last tokenization may equal the
+    Tokenizations whose bytes equal the text come first. The bytes of the last tokenization may equal the
     normalized text.
     """
     normalized_ids: list[int] = []

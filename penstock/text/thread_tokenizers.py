@@ -10,9 +10,9 @@ from tokenizers import Tokenizer
 
 
 class ThreadTokenizers:
-    """Provides a separate copy of a tokenizer for each thread. The first thread gets the original tokenizer.
+    """Provides a separate copy of a tokenizer for each thread.
 
-    A copy takes up to 100 MB.
+    The thread that creates this object gets the original tokenizer. A copy takes up to 100 MB.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -23,7 +23,7 @@ class ThreadTokenizers:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The copy of the calling thread."""
+        """The tokenizer of the calling thread."""
         return self._local.tokenizer
 
     def _take(self) -> Tokenizer:
@@ -39,7 +39,11 @@ class ThreadTokenizers:
 
 
 class _ThreadLocal(threading.local):
-    """Thread-local storage. Python runs the constructor once in each thread that reads ``tokenizer``."""
+    """Thread-local storage.
+
+    Python runs the constructor in the thread that creates the object, and once in each other thread that
+    reads ``tokenizer``.
+    """
 
     def __init__(self, take: Callable[[], Tokenizer]) -> None:
         self.tokenizer = take()

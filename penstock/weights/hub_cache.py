@@ -26,15 +26,15 @@ class CachedModel:
     path: Path
     num_files: int
     num_bytes: int
-    """The size of the files, including partly downloaded files."""
+    """The size of the files, including all partly downloaded files of the model."""
     last_used: float
     """The time at which a file was last read, or written if none is complete, in seconds since 1970."""
     is_complete: bool
-    """False if a file is partly downloaded or a shard is missing."""
+    """False if a shard is missing, or if any file of the model, in any revision, is partly downloaded."""
 
 
 def cached_models() -> list[CachedModel]:
-    """Return all revisions of all models in the cache, sorted by name."""
+    """Return all revisions of all models in the cache, sorted by name and commit hash."""
     from huggingface_hub import scan_cache_dir
 
     cache = _cache_folder()
@@ -70,7 +70,10 @@ def cached_models() -> list[CachedModel]:
 
 
 def cache_size() -> int:
-    """Return the size in bytes of all models in the cache. Files that revisions share are counted once."""
+    """Return the size in bytes of all models in the cache, including partly downloaded files.
+
+    Files that revisions share are counted once.
+    """
     from huggingface_hub import scan_cache_dir
 
     cache = _cache_folder()
@@ -83,7 +86,10 @@ def cache_size() -> int:
 
 
 def cached_revision(path: Path) -> str | None:
-    """Return the commit hash of a checkpoint in the cache; None for any other path."""
+    """Return the name of the folder below ``snapshots`` in a path; None for a path without such a folder.
+
+    For a checkpoint in the cache, this name is its commit hash.
+    """
     folders = [path, *path.parents]
     return next((folder.name for folder in folders if folder.parent.name == "snapshots"), None)
 

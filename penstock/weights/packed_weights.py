@@ -1,9 +1,10 @@
 """Files of packed weights: weights in the memory layout of the kernels, which are mapped instead of packed.
 
 ``penstock warm-cache --pack`` writes the file. It is a safetensors file
-(https://huggingface.co/docs/safetensors) with the layers in load order. Its metadata contain the files of the
-checkpoint, the encoding, the memory layout and the version of Penstock. If one of them differs, the file is
-not used. All processes share the pages of the file in the page cache.
+(https://huggingface.co/docs/safetensors). Its metadata describe the layers in load order. They also contain
+the files and a digest of the configuration of the checkpoint, the encoding, the memory layout and the version
+of Penstock. If one of these differs, the file is not used. All processes share the pages of the file in the
+page cache.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ class WorkerClient:
 
     @property
     def max_outstanding(self) -> int:
-        """The maximum number of requests that run or wait."""
+        """The maximum number of requests that run or wait, without the additional batch of `_has_room`."""
         size = self.info.max_batch_size
         return size + (max(64, 4 * size) if self._max_queue_size is None else self._max_queue_size)
 
@@ -150,7 +150,7 @@ class WorkerClient:
         Raises:
             UnavailableError: the worker is not ready.
             OverloadedError: the queue is full.
-            InputError: another request with the same id is running.
+            InputError: another request with the same id is outstanding.
         """
         self._supervisor.check_ready()
         if not self._has_room(context.client_id):

@@ -1,4 +1,4 @@
-"""KV caches in 8-bit floats: accuracy, scales stored in checkpoints, shared and copied blocks."""
+"""KV caches in bfloat16 and 8-bit types: accuracy, stored scales, and shared, copied and discarded blocks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write_checkpoint_with_scales(
     checkpoint: Path, folder: Path, tensors: dict[str, Tensor], scheme: object = SCHEME, layers: int = 2
 ) -> Path:
-    """Write a copy of the checkpoint with these scale tensors in each layer and a ``kv_cache_scheme``."""
+    """Write a copy of the checkpoint with a ``kv_cache_scheme`` and scales in the first ``layers`` layers."""
     folder.mkdir(exist_ok=True)
     config = json.loads((checkpoint / "config.json").read_text())
     config["quantization_config"] = {
@@ -78,7 +78,7 @@ def mean_absolute_difference(logits: Tensor, reference: Tensor) -> float:
     return float((logits.log_softmax(-1) - reference.log_softmax(-1)).abs().mean())
 
 
-def test_logits_of_8_bit_caches_are_close_to_float32(checkpoint: Path) -> None:
+def test_logits_of_fp8_and_bfloat16_caches_are_close_to_float32(checkpoint: Path) -> None:
     float32_logits = compute_logits(open_with_kv_cache(checkpoint, "float32"))
     errors = {
         kv_type: mean_absolute_difference(

@@ -1,4 +1,4 @@
-"""Every vision model gives the results of transformers."""
+"""Every vision model except llava (see test_llava.py) gives the results of transformers."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_prompt_without_images_equals_transformers(
 
 
 def test_an_equal_prefix_with_images_is_reused(family: Family, pipeline: TextGenerationPipeline) -> None:
-    """Equal images share cache blocks and encoder outputs. An image that differs in one pixel does not."""
+    """Equal images share cache blocks and encoder outputs. An image with one changed pixel is not shared."""
     assert pipeline.runner.images is not None
     prompt = family.prompt
     [text] = generate_tokens(pipeline, [prompt.context(20)])
@@ -173,7 +173,7 @@ def test_a_preempted_context_continues_with_the_same_text(
     assert tokens == family.text
 
 
-def test_text_after_a_final_image_equals_transformers(
+def test_logits_after_a_final_image_equal_transformers_with_equal_text_in_multi_steps(
     family: Family, pipeline: TextGenerationPipeline
 ) -> None:
     full_prompt = PROMPTS[family.model.config.model_type](family.config, ([5, 6, 7], []))

@@ -1,4 +1,4 @@
-"""Checkpoints with random weights can be loaded for every architecture."""
+"""Checkpoints with random weights: tensors and loading for every decoder family, and named shapes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_tensor_names_and_shapes_equal_transformers(name: str, tmp_path: Path) -
         assert len(common_shapes) >= len(written_tensors) - 1 - len(stacked_names)
 
 
-def test_weights_have_the_requested_type_and_scale(tmp_path: Path) -> None:
+def test_weights_have_the_requested_type_and_scale_and_depend_on_the_seed(tmp_path: Path) -> None:
     config = TINY_CONFIGS["llama"] | {"dtype": "float16", "vocab_size": 70000, "hidden_size": 96}
     write_random_checkpoint(tmp_path, config)
     tensors = load_file(tmp_path / "model.safetensors")

@@ -1,4 +1,4 @@
-"""``penstock serve`` as a process with the demo model, and with invalid arguments."""
+"""``penstock serve``: processes with the demo model or an embedder, invalid arguments, printed settings."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ finally:
 def run_server(
     *flags: str, log: Path, command: Sequence[str] = SERVE_COMMAND
 ) -> Iterator[tuple[subprocess.Popen[bytes], httpx.Client]]:
-    """Run a server on a free port. Yield its process and a client."""
+    """Run a server on a free port. Yield its process and a client, and kill the process at the end."""
     with (
         log.open("wb") as errors,
         subprocess.Popen([*command, "--port", "0", *flags], stderr=errors, stdout=subprocess.PIPE) as process,
@@ -122,7 +122,7 @@ def _wait_for(client: httpx.Client, path: str, status: int) -> None:
 
 
 def test_a_server_with_speculation_gives_the_same_text_as_without(tmp_path: Path) -> None:
-    """Responses equal those without speculation, and some drafts are accepted. The server loads no torch."""
+    """Some drafts are accepted. The server loads none of four libraries. An invalid adapter is refused."""
     settings = {"deterministic": True, "quantization_encoding": "float32", "max_length": 512}
     prompt = "Lily lived near a blue lake. Lily lived near a blue lake. Lily lived near a"
     sampling_fields: list[dict[str, Any]] = [
@@ -234,7 +234,7 @@ def print_config(*flags: str, command: str = "serve", **environment: str) -> dic
     return {name: (value, source) for name, value, source in rows}
 
 
-def test_print_config_shows_all_settings_but_hides_keys(tmp_path: Path) -> None:
+def test_print_config_shows_values_and_sources_but_hides_keys(tmp_path: Path) -> None:
     file = tmp_path / "serve.json"
     values = {"api_key": ["k1", "k2"], "max_length": 512, "port": 1234, "host": "::1"}
     file.write_text(json.dumps(values))
@@ -254,7 +254,7 @@ def test_print_config_shows_all_settings_but_hides_keys(tmp_path: Path) -> None:
     assert print_config("--api-key", "a", PENSTOCK_API_KEY="b,c")["api_key"] == ("(1 not shown)", "flag")
 
 
-def test_all_commands_read_the_same_file_and_environment(tmp_path: Path) -> None:
+def test_generate_reads_the_file_and_the_environment_of_serve(tmp_path: Path) -> None:
     file = tmp_path / "all.toml"
     file.write_text('max_length = 512\nport = 1234\napi_key = ["k"]\n')
     values = print_config("--config-file", str(file), command="generate", PENSTOCK_MAX_QUEUE_SIZE="7")

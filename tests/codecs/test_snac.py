@@ -149,7 +149,7 @@ def test_invalid_sizes_are_refused(checkpoint: Path, change: dict[str, object], 
         load_folder(checkpoint)
 
 
-def test_samples_of_the_wrong_shape_are_not_encoded() -> None:
+def test_samples_of_the_wrong_shape_are_refused_and_no_samples_give_no_frames() -> None:
     codec = load_reference("snac")
     with pytest.raises(InputError, match=r"float32 of shape \[S\], were torch.float32 of shape \[2, 9\]"):
         codec.encode(torch.zeros(2, 9))

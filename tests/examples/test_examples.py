@@ -72,7 +72,7 @@ def test_async_llm_prints_the_expected_output() -> None:
     assert last_line == "the long answer was cancelled"
 
 
-def test_structured_output_prints_valid_json(url: str) -> None:
+def test_structured_output_prints_parsed_answers_and_a_choice(url: str) -> None:
     output = run_example("structured_output", "--url", url)
     assert "Person(name='Tom', age=31, city='Oslo')" in output
     assert "Verdict(mood=" in output
@@ -82,7 +82,7 @@ def test_structured_output_prints_valid_json(url: str) -> None:
 def test_lora_prints_adapted_text(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The example writes its adapters to the folder that docs/features.md names."""
+    """The folder that docs/features.md names is an adapter that the example writes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["lora.py"])
     *lines, last_line = run_in_process("lora", capsys).splitlines()
@@ -118,7 +118,7 @@ def test_speculation_accepts_drafts(capsys: pytest.CaptureFixture[str]) -> None:
     assert num_accepted > 5
 
 
-def test_speech_writes_audio_files(
+def test_speech_writes_an_audio_file_and_prints_times(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = write_tiny_speech(tmp_path / "model", codec=str(FOLDER / "neucodec"))
@@ -130,7 +130,7 @@ def test_speech_writes_audio_files(
     assert output.read_bytes()[:4] == b"RIFF"
 
 
-def test_semantic_search_ranks_the_matching_text_first(
+def test_semantic_search_ranks_the_matching_text_first_and_refuses_unusable_models(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = write_tiny_embedder(tmp_path / "model")
@@ -160,6 +160,6 @@ def run_example(name: str, *arguments: str) -> str:
 
 
 def run_in_process(name: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """Run an example in this process, so that torch is imported only once. Returns its output."""
+    """Run an example in this process, so that torch is imported only once. Return its output."""
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     return capsys.readouterr().out

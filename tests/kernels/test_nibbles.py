@@ -37,7 +37,7 @@ def test_an_input_has_the_documented_nibble() -> None:
     assert set(nibbles) == {0x88, 0x08, 0x8F}
 
 
-def test_encodings_of_at_most_4_bits_fit_in_nibbles() -> None:
+def test_int4_and_uint4_fit_in_nibbles_and_have_the_offsets_8_and_0() -> None:
     assert {name for name, encoding in ENCODINGS.items() if fits_nibbles(encoding)} >= {"int4", "uint4"}
     assert not any(fits_nibbles(encoding_named(name)) for name in ("int8", "int5", "fp8", "bfloat16"))
     assert [signed_offset(encoding_named(name)) for name in ("int4", "uint4")] == [8, 0]

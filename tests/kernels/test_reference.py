@@ -157,7 +157,7 @@ def test_attention_over_an_int8_cache_is_close() -> None:
 
 @pytest.mark.parametrize("fixed_scale", [None, 4 / 448])
 def test_attention_over_an_fp8_cache_is_close(fixed_scale: float | None) -> None:
-    """The error of a stored number is at most 2**-4 of its value, or half of the smallest step of 2**-9."""
+    """The error of a stored number is at most 2**-4 of its value, or half of 2**-9 times its scale."""
     exact_kv, _ = paged_cache([70], 2, 16)
     rounded_kv, _ = paged_cache([70], 2, 16, is_fp8=True, fixed_scale=fixed_scale)
     assert rounded_kv.scales is not None

@@ -179,7 +179,9 @@ def test_small_step_limits_give_the_same_beams(model: Path, llm: LLM) -> None:
         small_llm.pipeline.kv.check_integrity()
 
 
-def test_prompts_that_do_not_fit_together_run_one_after_another(model: Path, llm: LLM) -> None:
+def test_prompts_that_do_not_fit_together_have_equal_beams_and_too_many_beams_fail(
+    model: Path, llm: LLM
+) -> None:
     options: dict[str, Any] = {"num_beams": 4, "max_new_tokens": 30}
     expected = beam_tuples(llm.beam_search(PROMPTS, **options))
     bytes_per_block = 16 * 2 * 2 * 2 * 8 * 4
@@ -198,7 +200,7 @@ def test_prompts_that_do_not_fit_together_run_one_after_another(model: Path, llm
         assert len(small_llm.generate("Hello")) == 1
 
 
-def test_beams_end_at_the_maximum_length(llm: LLM) -> None:
+def test_beams_end_at_the_maximum_length_and_no_prompts_give_no_beams(llm: LLM) -> None:
     prompt = "x" * (MAX_LENGTH - 3)
     outputs = llm.beam_search(prompt, num_beams=3, num_return_sequences=3, ignore_eos=True)
     assert [output.num_generated_tokens for output in outputs] == [3, 3, 3]

@@ -89,7 +89,7 @@ def test_chunks_of_a_dynamically_scaled_prompt_equal_the_whole(tmp_path: Path) -
     assert torch.equal(torch.cat(chunk_logits), full_logits)
 
 
-def test_the_older_key_names_are_read() -> None:
+def test_the_older_and_the_newer_key_names_are_read() -> None:
     values = {"max_position_embeddings": 64, "rope_theta": 7.0}
     older_values = values | {"rope_scaling": {"type": "linear", "factor": 2}}
     newer_values = {

@@ -60,7 +60,9 @@ def post(port: int, path: str, body: dict[str, Any]) -> bytes:
         return content
 
 
-def test_the_openai_application_serves_chats_completions_and_errors(tmp_path: Path) -> None:
+def test_the_openai_application_serves_requests_and_routes_prompts_by_prefix(
+    tmp_path: Path,
+) -> None:
     port = free_port()
     with ray_program(["-c", PROGRAM.format(port=port)], tmp_path) as program:
         wait_until(lambda: "all is deployed" in program.output or program.process.poll() is not None, 200)

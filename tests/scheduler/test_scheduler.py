@@ -61,14 +61,17 @@ class SchedulerRun:
         return context
 
     def step(self, num_steps: int = 1) -> Trace:
-        """Run one step. Return the number of rows of each request in each forward."""
+        """Call ``Scheduler.step`` once. Return the number of rows of each request in each forward."""
         num_steps_before = len(self.pipeline.trace)
         for name, output in self.scheduler.step(num_steps).items():
             self.tokens[name] += [int(token.next_token) for token in output.tokens]
         return self.pipeline.trace[num_steps_before:]
 
     def finish(self, num_steps: int = 1) -> Trace:
-        """Run until all requests end. Return the rows of each step. Check the outputs of all requests."""
+        """Run until all requests have ended, and return the rows of each request in each forward.
+
+        Check the outputs of requests that were not cancelled and did not fail, and that all blocks are free.
+        """
         trace: Trace = []
         while self.scheduler.has_work:
             trace += self.step(num_steps)

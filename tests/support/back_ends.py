@@ -34,7 +34,7 @@ def _variants(*, deterministic: bool = False) -> dict[str, tuple[Ops, bool]]:
 def fast_back_ends(*, deterministic: bool = False) -> dict[str, Ops]:
     """Return the operations of all variants except the reference, by a name such as ``cpu-avx2``.
 
-    With ``deterministic``, `Ops.require_determinism` was called on them.
+    With ``deterministic``, `Ops.require_determinism` was called on the GPU variants.
     """
     return {name: ops for name, (ops, _) in _variants(deterministic=deterministic).items()}
 
@@ -46,7 +46,10 @@ def all_back_ends(*, deterministic: bool = False) -> dict[str, Ops]:
 
 
 def back_end_params(back_ends: Mapping[str, Ops]) -> list[Any]:
-    """Return the names of back ends as fixture parameters. Names of GPU variants are marked ``gpu``."""
+    """Return the names of back ends as fixture parameters, or a skipped parameter if there are none.
+
+    Names of GPU variants are marked ``gpu``.
+    """
     if not back_ends:
         return [pytest.param("none", marks=pytest.mark.skip("no back end is built"))]
     on_gpu = {name for name, (_, on_gpu) in _variants(deterministic=False).items() if on_gpu}

@@ -33,7 +33,7 @@ FOCUS_START_SCRIPT = (
 
 @asynccontextmanager
 async def open_page(url: str, expected_error: str = "nothing", **options: Any) -> AsyncIterator[Any]:
-    """Open a page. The test fails if the page reports an unexpected error.
+    """Open a page. The test fails if the page reports an unexpected error, and is skipped without a browser.
 
     Args:
         url: the address.
@@ -59,7 +59,10 @@ async def open_page(url: str, expected_error: str = "nothing", **options: Any) -
 async def open_playground(
     pipeline: FakePipeline, expected_error: str = "nothing", fragment: str = "", **config: Any
 ) -> AsyncIterator[tuple[Any, InProcessServer]]:
-    """Open the playground of a server with a fake model. `config` are options of `run_in_process`."""
+    """Open the playground of a server with a fake model. `config` are options of `run_in_process`.
+
+    Unless the server has an API key, wait until the playground has read the list of models.
+    """
     async with run_in_process(pipeline, **config) as server:
         server.services.gate.open()
         server.services.metrics.add_engine(server.services.worker)
@@ -78,8 +81,7 @@ async def open_playground(
 
 
 async def wait_until(page: Any, condition: str) -> None:
-    """Wait until a JavaScript expression is true.
-
+    """Wait until a JavaScript expression is true, for at most 60 s.
     The page's content security policy forbids Playwright's own function for this.
     """
     async with asyncio.timeout(60):
@@ -100,7 +102,7 @@ async def send_message(page: Any, text: str) -> None:
 
 
 async def controls_in_tab_order(page: Any, count: int = 90) -> list[tuple[str, str]]:
-    """Return (element id, accessible name) of each control that Tab reaches, in order."""
+    """Press Tab ``count`` times. Return (element id, accessible name) of each control that it reaches."""
     await page.evaluate(FOCUS_START_SCRIPT)
     controls: list[tuple[str, str]] = []
     for _step in range(count):

@@ -1,4 +1,4 @@
-"""Renderers of tool calls in each format. `penstock.serve.parsers` is the inverse."""
+"""Renderers of tool calls in each format, the inverse of `penstock.serve.parsers`, and parser helpers."""
 
 from __future__ import annotations
 

@@ -34,8 +34,7 @@ def write_tiny_embedder(
     seed: int = 0,
     **config: Any,
 ) -> Path:
-    """Write a checkpoint.
-
+    """Write a checkpoint and return its folder.
     Args:
         folder: the folder to write.
         labels: the number of labels of the classification head. 0 writes an embedder without a head. A
@@ -98,7 +97,7 @@ def write_tiny_embedder(
 
 
 def write_tiny_adapter(folder: Path, seed: int = 0) -> Path:
-    """Write a LoRA adapter of rank 2 and alpha 4 on the query projections."""
+    """Write a LoRA adapter of rank 2 and alpha 4 on the query projections, and return its folder."""
     folder.mkdir(parents=True)
     rng, tensors = np.random.default_rng(seed), {}
     for layer in range(LAYERS):

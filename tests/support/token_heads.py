@@ -95,6 +95,6 @@ def write_bge_m3(folder: Path, *, out_features: int = 48) -> BgeM3:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write a JSON file and its folder."""
+    """Write a JSON file. Create its folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value))

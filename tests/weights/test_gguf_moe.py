@@ -1,4 +1,4 @@
-"""GGUF files of MoE models give the logits of the checkpoints that they are converted from."""
+"""GGUF files of MoE models give the logits of their source checkpoints. Unsupported keys are refused."""
 
 from __future__ import annotations
 

@@ -22,12 +22,12 @@ COLOURS = {
 BACKGROUNDS = {"white": (250, 250, 250), "grey": (170, 170, 170), "pink": (250, 205, 215)}
 MAX_SHAPES = 6
 _MAX_COLOUR_CHANGE = 14
-"""The largest random change of a channel of a colour."""
+"""The largest random change of a channel of a shape's colour."""
 
 
 @dataclass(frozen=True, slots=True)
 class Thing:
-    """A coloured shape in a picture. x, y and radius are fractions of the side of the picture."""
+    """A coloured shape in a picture. x, y and radius are fractions of the side, the angle is in radians."""
 
     shape: str
     colour: str

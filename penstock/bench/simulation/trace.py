@@ -34,7 +34,8 @@ class TraceShape:
     """The parameters of a trace. Lengths are medians in tokens.
 
     Raises:
-        InputError: a parameter is not positive, or ``turns`` is below 1.
+        InputError: ``rate``, ``num_requests``, ``num_prefixes``, ``prefix_length`` or ``message_length`` is
+            not positive, or ``turns`` is below 1.
     """
 
     rate: float
@@ -71,7 +72,7 @@ class Turn:
     """The tokens of the user's message. In the first turn they include the system prompt."""
     num_new_tokens: int
     think_seconds: float
-    """Seconds from the end of the previous answer to the arrival of the turn."""
+    """Seconds from the end of the previous answer to the arrival of the turn. Not used for the first turn."""
 
 
 @dataclass(frozen=True, slots=True)

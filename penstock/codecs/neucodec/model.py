@@ -38,7 +38,8 @@ from penstock.errors import InputError, UnsupportedFeatureError
 from penstock.kernels import Ops
 
 MAX_CACHED_WINDOWS = 128
-"""Maximum number of cached windows. The next block and later chunks of the same block use a window again."""
+"""Maximum number of cached windows after a call. The next block and later chunks of the same block use a
+window again."""
 _ENCODER_TENSOR = "semantic_encoder.feature_projection.projection.weight"
 """A checkpoint with this tensor has an encoder."""
 _ENCODER_PATTERNS = ("semantic_encoder.*", "semantic_adapter.*", "acoustic_encoder.*", "fc_encoder.*")

@@ -52,7 +52,8 @@ def read_ebnf(text: str) -> Rules:
     """Return the rules of a grammar, including ``root``.
 
     Raises:
-        InputError: the text is not a grammar. The message contains the line and the column.
+        InputError: the text is not a grammar, and the message contains the line and the column. Or its groups
+            are nested too deeply.
         UnsupportedFeatureError: the text uses an unsupported construct.
     """
     return _Reader(text).rules()

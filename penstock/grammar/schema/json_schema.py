@@ -44,8 +44,8 @@ def schema_ebnf(schema: object, *, compact: bool = False, escaped: str = "") -> 
     - Integers have no decimal point and no exponent; bounded numbers have no exponent.
     - Names and strings with a pattern use the shortest escapes. Strings with a maximum length above 256 have
      no escapes.
-    - White space is allowed only after ``{ [ , :`` and before ``] }``.
-    - Unique items with more than 8 values come in the order of the schema.
+    - White space is allowed only after ``{ [ , :`` and before ``] }``, at most 20 characters in each place.
+    - Unique items with more than 8 values come in the order of the schema, except in short arrays.
     - Rare forms of formats are excluded (`formats`). If the exact grammar of a format or pattern with a
      maximum length would be large, strings near that length are excluded (`languages`).
 

@@ -160,7 +160,7 @@ def _optional_properties(shape: Shape) -> tuple[list[Conjunction], int]:
 
 
 def is_possible(shape: Shape) -> bool:
-    """Return whether the bounds of a shape allow a value. Does not consider nested schemas."""
+    """Return whether the bounds and string conditions of a shape allow a value, without nested schemas."""
     if isinstance(shape, Literal):
         return True
     if isinstance(shape, Numeric):

@@ -165,7 +165,8 @@ class LinearEncoding(ABC):
 class EncodingRegistry(Mapping[str, LinearEncoding]):
     """The encodings of this folder and of further folders, by name.
 
-    Float encodings come first. Encodings of each kind are sorted by decreasing number of bits.
+    Float encodings come first. Encodings of each kind are sorted by decreasing number of bits. Encodings that
+    `extended` adds come last.
 
     Args:
         folders: folders to search besides this one.

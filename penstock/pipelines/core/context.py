@@ -1,4 +1,4 @@
-"""`TextContext`: the state of a request. It is sent to the worker once and changed only by its methods."""
+"""`TextContext`: the state of a request, sent to the worker once. Only its methods change its tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decorators whose errors for unknown keyword arguments suggest the parameter that was probably meant."""
+"""Decorators whose errors for unknown keyword arguments suggest a parameter, or list all parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`TokenBuffer`: the token array of a context and its indices, which only this class changes.
+"""`TokenBuffer`: the token array of a context and its indices. Only this class and subclasses change them.
 
     array   | prompt ............. | generated ..... | zeros ........................ |
             0                prompt_len             end              a multiple of CHUNK_SIZE

@@ -78,7 +78,7 @@ class TextAndVisionContext(TextContext, kw_only=True, tag=True, omit_defaults=Tr
     """
 
     pixel_values: tuple[npt.NDArray[np.generic], ...] = ()
-    """The pixels of all images; set from ``images`` if these are given."""
+    """The pixels of all images; if empty, set from ``images``."""
     extra_model_args: dict[str, npt.NDArray[np.generic]] = msgspec.field(default_factory=dict)
     """Further arguments of a model that reads ``pixel_values`` itself. Penstock's own models read
     `ImageMetadata.arguments`."""
@@ -128,7 +128,10 @@ class TextAndVisionContext(TextContext, kw_only=True, tag=True, omit_defaults=Tr
 
     @property
     def identifies_images(self) -> bool:
-        """Whether the contents of the images are part of block hashes, so that requests may share blocks."""
+        """Whether the contents of all images are part of block hashes, so that requests may share blocks.
+
+        True without images and pixels.
+        """
         if self.images:
             return all(image.image_hash is not None for image in self.images)
         return bool(self.token_hash_overrides) or not self.pixel_values
@@ -204,7 +207,7 @@ def image_digest(
 
 
 def image_hash_overrides(image: ImageMetadata) -> dict[int, int]:
-    """Return the ids to hash instead of the first tokens of an image, by token index.
+    """Return the ids to hash instead of the first 4 tokens of an image, by token index; {} without a digest.
 
     The ids are the 64-bit words of the digest. They start at the first token of the image, because the keys
     of all placeholders depend on the whole image.

@@ -10,8 +10,8 @@
                              `-- computed --------'             one row, x, is not computed yet
 
 The draft model samples with the seed and the positions of the context, and therefore with the same random
-numbers as the target. If both models have the same distribution, they sample the same token. Drafts obey the
-context's grammar.
+numbers as the target. If both models have the same distribution, they sample the same token. A draft that the
+context's grammar refuses is the last one. If both heads have the same size, drafts obey the grammar.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class DraftModelProposer:
     """Drafts tokens with a draft model and the sampling parameters of each context.
 
     The draft model computes prompts in chunks. Its steps have at most as many tokens as the target's steps. A
-    context gets no drafts if the draft cache has no blocks for it, if its prompt is not computed yet, or if
-    it exceeds the draft model's maximum length. A missing draft never fails a request.
+    context gets no drafts if the draft cache or the step has no space for it, if its prompt is not computed
+    yet, or if it exceeds the draft model's maximum length. A missing draft never fails a request.
 
     Args:
         config: the draft model's configuration, see `share_memory`.
@@ -175,7 +175,7 @@ class DraftModelProposer:
     ) -> bool:
         """Select the tokens to compute next and reserve their blocks.
 
-        Returns False if there is nothing to compute, or there are not enough blocks.
+        Returns False if nothing is to be computed, the context is too long, or the step or cache is full.
         """
         draft_context, end = state.draft_context, state.context.active_idx
         if num_left == 0 or end > self._max_length(state):
@@ -377,7 +377,7 @@ def check_tokenizers(target: ModelConfig, draft: ModelConfig) -> None:
 
 
 def _read_vocabulary(checkpoint: Path) -> dict[str, object] | None:
-    """Return the parts of tokenizer.json that map text to ids; None if the file cannot be read."""
+    """Return the parts of tokenizer.json that map text to ids; None without a readable JSON object."""
     try:
         tokenizer = json.loads((checkpoint / "tokenizer.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

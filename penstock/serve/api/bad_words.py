@@ -22,6 +22,8 @@ _BYTE_CHARACTERS = {byte: character for character, byte in BYTE_LEVEL.items()}
 def banned_sequences(words: Sequence[str] | None, tokenizer: TextTokenizer) -> list[list[int]] | None:
     """Return the token sequences that decode to one of the words, with or without a space before the word.
 
+    None without words.
+
     The result has the tokenizer's encoding of each word. A model can generate the same text with other
     tokens, so the result also has other encodings of the word. Up to the limits of this module, the shortest
     are used.

@@ -1,8 +1,8 @@
 """Run the inputs of one HTTP request through an embeddings model.
 
 Each input has its own context. A run submits only as many contexts at a time as fit into two batches
-and into half of the queue. A request with many inputs therefore does not fill the queue and displace other
-requests.
+and into half of the queue, but at least one. A request with many inputs therefore does not fill the queue and
+displace other requests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class EmbeddingRun:
 
     Args:
         services: the objects that routes use.
-        record: receives the number of tokens and the time of admission.
+        record: receives the number of tokens and the time of admission. Has the client and session ids.
         contexts: the contexts of the inputs.
         names: the request field of each context, such as ``input[3]``, for error messages.
     """
@@ -68,7 +68,7 @@ class EmbeddingRun:
 
         Raises:
             PenstockError: the worker is not ready, or the queue is full when the first input is submitted.
-            RequestProblem: an input failed, and the message names the input. 503 if a time limit is exceeded.
+            RequestProblem: an input failed; ``param`` names the input. 503 if a time limit is exceeded.
         """
         try:
             await self._limits.within(self._run())
@@ -88,7 +88,7 @@ class EmbeddingRun:
                 tasks.create_task(self._collect(index))
 
     async def _submit(self, context: EmbeddingsContext, *, is_first: bool) -> Generation:
-        """Submit an input. Inputs other than the first one wait until `_may_submit` returns True."""
+        """Submit an input. Inputs other than the first one wait for `_may_submit` and for a free place."""
         if is_first:
             return self._worker.submit(context)
         while True:

@@ -1,4 +1,4 @@
-"""The routes ``/v1/embeddings`` and ``/pooling``, which return vectors of texts."""
+"""The routes ``/v1/embeddings`` and ``/pooling``, which return the outputs of embeddings models."""
 
 from __future__ import annotations
 

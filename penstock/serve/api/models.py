@@ -1,4 +1,4 @@
-"""The route ``/v1/models``, and the lookup of the model or adapter that a request names."""
+"""The routes ``/v1/models``, the adapter that a request names, and the fingerprint in responses."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class Model(BaseModel):
     input_modalities: list[str]
     """The content types of messages: ``text``, and ``image`` if the model reads images."""
     outputs: list[str]
-    """The outputs that a request to an embeddings model may choose, starting with the default."""
+    """The outputs that a request to an embeddings model may choose, starting with the default. Empty if the
+    model is not loaded."""
 
 
 class ModelList(BaseModel):
@@ -85,7 +86,10 @@ def system_fingerprint(services: Services) -> str:
 
 
 def unloaded_model(services: Services) -> Model:
-    """Return the entry of a model that is not loaded, with the maximum length of the tokenizer."""
+    """Return the entry of a model that is not loaded.
+
+    Its maximum length is that of the tokenizer, or 0 if the tokenizer has none.
+    """
     return Model(
         id=services.model_name,
         root=services.pipeline_config.model.model_path,

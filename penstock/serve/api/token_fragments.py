@@ -15,7 +15,7 @@ MIN_LOGPROB = -9999.0
 """OpenAI's value for a token of probability 0, because JSON has no infinity."""
 
 MAX_COST = 1024
-"""Maximum cost of one part of JSON. Encoding such a part takes about 1 ms.
+"""The cost at which a part of JSON is full. Encoding such a part takes about 1 ms.
 
 A number has a cost of 1. A token whose JSON is not in the cache has an additional cost of
 `UNCACHED_TOKEN_COST`.
@@ -146,7 +146,7 @@ class NumberWriter:
 
 
 def encoded_numbers(values: Sequence[float | None]) -> list[bytes]:
-    """Return the JSON of each log probability. Values below `MIN_LOGPROB` are replaced by it.
+    """Return the JSON of each log probability. Values below `MIN_LOGPROB` are replaced by it; None is null.
 
     >>> encoded_numbers([-0.5, None, float("-inf")])
     [b'-0.5', b'null', b'-9999.0']

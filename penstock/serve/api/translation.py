@@ -28,7 +28,10 @@ class Translation:
     tool_paths: Sequence[str] = ()
     """The field of the client's request from which each tool comes."""
     fields: Mapping[str, str] = field(default_factory=dict)
-    """Field of the chat request -> field of the client's request, for fields with different names."""
+    """Field of the chat request -> field of the client's request, for fields with different names.
+
+    The key ``tools.NAME`` is the field NAME of each tool.
+    """
 
     def conversation(self, services: Services, request_id: str) -> Conversation:
         """Validate and render the chat request. Blocks: call it in a thread pool.

@@ -25,7 +25,7 @@ from penstock.serve.services import Services
 
 ACTIVE_STATUSES = ("validating", "in_progress", "finalizing", "cancelling")
 _SAVE_INTERVAL = 1.0
-"""Seconds between two writes of the request counts to disk."""
+"""Minimum seconds between two writes of the request counts to disk while a batch runs."""
 
 
 class BatchManager:

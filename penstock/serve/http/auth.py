@@ -31,7 +31,7 @@ class ApiKeys:
             single key does not identify a client.
 
         Raises:
-            RequestProblem: 401; the key is missing or wrong.
+            RequestProblem: 401; the key is missing or wrong, or the header occurs more than once.
         """
         if not self._digests:
             return None

@@ -44,7 +44,7 @@ class JsonDecoder:
         Raises:
             InvalidJsonError: the body is not strict JSON.
             TooManyValuesError: the body has more values than the limits.
-            UnavailableError: the process has ended.
+            UnavailableError: the process has ended or cannot be started.
         """
         async with self._lock:
             try:

@@ -134,7 +134,10 @@ class _Exchange:
 
 
 class AdmissionMiddleware:
-    """Accepts a request if its path is public, or if its API key is valid and the gate is open."""
+    """Accepts a request if its path is public, or if its API key is valid and the gate is open.
+
+    Internal requests, such as lines of a batch, need no API key.
+    """
 
     def __init__(self, app: ASGIApp, services: Services) -> None:
         self._app = app
@@ -167,7 +170,7 @@ class AdmissionMiddleware:
 
 
 def _client_id(key: int | None, scope: Scope) -> str:
-    """Return the client id for fair scheduling: the index of the API key, or without a key the address."""
+    """Return the client id for fair scheduling: the index of the API key, or if it is None host and port."""
     if key is not None:
         return f"key {key}"
     host, port = scope.get("client") or ("", 0)
@@ -190,8 +193,7 @@ async def send_problem(problem: Problem, scope: Scope, receive: Receive, send: S
 
 
 async def _drain_body(receive: Receive) -> None:
-    """Read the body of a refused request if it is short.
-
+    """Read the body of a refused request, for at most 1 s and until it exceeds 64 KiB.
     Closing a connection with unread bytes resets it, and the client may lose the response.
     """
     size, has_more = 0, True

@@ -18,7 +18,7 @@ from penstock.serve.models.registry import ModelRegistry, ServedModel
 from penstock.serve.observability.request_record import RequestRecord
 
 _PATHS_WITHOUT_MODEL = frozenset({"/sleep", "/is_sleeping", "/tokenize", "/detokenize"})
-"""Paths whose routes work while the model is not loaded."""
+"""Paths whose routes work with any method while the model is not loaded."""
 _SHARED_PREFIXES = ("/v1/files", "/v1/batches", "/v1/models")
 """Path prefixes of routes that do not belong to a single model."""
 
@@ -33,15 +33,16 @@ class _ModelName(msgspec.Struct):
 class ModelDispatcher:
     """An ASGI application that dispatches requests to the applications of the models.
 
-    A request names its model in the query (``?model=``) or in the member ``model`` of its JSON body. Ollama's
-    routes also accept ``name``. Requests without a name go to the first model of the route's task, or to the
-    default model. The default model's application also serves the paths that no model owns, such as
-    ``/v1/models``.
+    A request names its model in the query (``?model=``) or, if the query has no name, in the member ``model``
+    of its JSON body. Ollama's routes also accept ``name``. Requests without a name go to the first model of
+    the route's task, or to the default model. The default model's application also serves `PUBLIC_PATHS` and
+    the paths that no model owns, such as ``/v1/models``.
 
     Args:
         registry: the models, with their applications.
         task_of: returns the task of a path; None for paths of all tasks.
-        max_body_size: maximum bytes to read for the model name. The routes refuse longer bodies.
+        max_body_size: reading for the model name stops after more bytes than this. The routes refuse longer
+            bodies.
         body_timeout: maximum seconds to read for the model name. The routes refuse slower bodies.
     """
 
@@ -92,7 +93,7 @@ class _Body:
         self._messages: list[Message] = []
 
     async def read(self, max_size: int, seconds: float) -> None:
-        """Read until the end of the body, or until it is too long or too slow."""
+        """Read until the client disconnects, or until the body ends or is too long or too slow."""
         size, has_more = 0, True
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -104,7 +105,7 @@ class _Body:
 
     @property
     def data(self) -> bytes:
-        """The bytes that were read."""
+        """The bytes that `read` has read and `receive` has not returned yet."""
         return b"".join(message.get("body", b"") for message in self._messages)
 
     async def receive(self) -> Message:

@@ -1,7 +1,8 @@
 """The incremental parser of one choice: content, reasoning and tool calls.
 
-The parser drops white space before a call, line ends at both ends of reasoning, and white space after calls
-and reasoning. It keeps all other white space.
+The parser drops white space before a call and before a marker that begins or ends reasoning, line ends at the
+beginning of reasoning, and line ends between a call or reasoning and the first content. It also drops white
+space between a call or reasoning and the end of the output. It keeps all other white space.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ class OutputParser(Protocol):
         ...
 
     def finish(self) -> list[Event]:
-        """End the text and return the remaining events. An incomplete call becomes content."""
+        """End the text and return the remaining events.
+
+        The text of an incomplete call becomes content, unless `ToolCallStart` has been emitted for the call.
+        """
         ...
 
 
@@ -204,14 +208,21 @@ class ReasoningToolParser:
             self._events.append(ToolCallArguments(self._num_calls - 1, text))
 
     def end_call(self) -> None:
-        """End a call whose arguments are complete."""
+        """End a call whose arguments are complete.
+
+        Raises:
+            _OutputDone: the output may have only one call.
+        """
         self.stream.clear_taken()
         self._call_is_open = False
         if not self._allows_parallel:
             raise _OutputDone
 
     def commit(self) -> None:
-        """Drop the taken text, which is markup of a call. Emit it as content if its tool is unknown."""
+        """Drop the taken text, which is markup of a call. Emit it as content if its tool is unknown.
+
+        Does nothing if no call has begun after the current marker.
+        """
         if self._has_unknown_tool:
             self._emit_taken_text()
         elif self._has_call:

@@ -18,7 +18,7 @@ class ReasoningFormat:
     begin_markers: tuple[str, ...]
     end_markers: tuple[str, ...]
     dropped_markers: tuple[str, ...] = ()
-    """Markers that are removed from the content, such as markers around the answer."""
+    """Other markers that are removed from the output, such as markers around the answer."""
     text_between: str = ""
     """Text between the end marker and the output that follows."""
     answer_marker: str = ""
@@ -30,11 +30,11 @@ class ReasoningFormat:
     """Texts that every chat template of this format contains. If empty, only the flag selects the format."""
 
     def matches(self, template: str) -> bool:
-        """Return whether a chat template writes reasoning in this format."""
+        """Return whether a chat template contains all hints; False for a format without hints."""
         return bool(self.hints) and all(hint in template for hint in self.hints)
 
     def is_opened_by(self, prompt: str) -> bool:
-        """Return whether a prompt ends with a begin marker, ignoring white space at the end."""
+        """Return whether a prompt ends with a begin marker, ignoring white space at the end of both."""
         return prompt.rstrip().endswith(tuple(marker.rstrip() for marker in self.begin_markers))
 
 

@@ -36,7 +36,10 @@ export async function postJson(path, body, signal) {
   return await decodeJson(await send(path, jsonPost(body, signal)));
 }
 
-/** Sends a POST request and yields the JSON value of each event. Throws an error if `[DONE]` is missing. */
+/**
+ * Sends a POST request and yields the JSON value of each event before `[DONE]`.
+ * Throws an `ApiError` if an event contains an error, or if `[DONE]` is missing.
+ */
 export async function* postStream(path, body, signal) {
   const response = await send(path, jsonPost(body, signal));
   for await (const data of events(response.body)) {

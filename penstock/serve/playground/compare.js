@@ -58,7 +58,10 @@ class Side {
     if (names.includes(selectedModel)) this._model.value = selectedModel;
   }
 
-  /** Returns the request; empty controls take the values of the general settings. Throws `WrongSetting`. */
+  /**
+   * Returns the request. Empty controls take the values of the general settings.
+   * Throws `WrongSetting` if a number is invalid.
+   */
   request(messages) {
     const body = this._settings.request(messages);
     if (this._model.value) body.model = this._model.value;

@@ -55,7 +55,7 @@ export class Conversations {
     this._write(this.all.filter((conversation) => conversation.id !== id));
   }
 
-  /** Writes the list. Drops the oldest conversations until the list fits into the browser's quota. */
+  /** Writes the list. Drops the least recently saved conversations until the list fits into the browser's quota. */
   _write(list) {
     for (let count = list.length; count >= 0; count -= 1) {
       try {

@@ -6,7 +6,7 @@ import { byId, make } from "./dom.js";
 const MAX_TEXTS = 20;
 const EXAMPLES = ["The cat sat on the mat.", "A kitten rests on a rug.", "The stock market fell today.", "Shares lost value."];
 
-/** Returns the lines of a field that are not empty. */
+/** Returns the lines of a text, without white space at both ends and without empty lines. */
 export const textsOf = (value) => value.split("\n").map((line) => line.trim()).filter(Boolean);
 
 /** Returns the cosine similarity of each pair of vectors, `[n][n]`; 0 for a vector of norm 0. */
@@ -42,7 +42,10 @@ export class SimilarityView {
     byId("similarity-form").addEventListener("submit", (event) => (event.preventDefault(), this.compare()));
   }
 
-  /** Requests the embeddings of the texts and shows their similarities. A new request cancels the previous one. */
+  /**
+   * Requests the embeddings of the texts and shows their similarities, or shows an error if there are too few or too
+   * many texts. A new request cancels the previous one.
+   */
   async compare() {
     const texts = textsOf(byId("similarity-texts").value);
     const error = byId("similarity-error");

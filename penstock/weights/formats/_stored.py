@@ -64,7 +64,7 @@ class LayerHeader(QuantizedHeader):
 class StoredFormat(CheckpointFormat):
     """A format with quantized layers.
 
-    By default they keep their encodings, and all other layers stay floats.
+    By default the quantized layers keep their encodings, and all other layers stay floats.
     """
 
     keeps_floats = True
@@ -92,7 +92,7 @@ class StoredTensors:
         self._format = format_name
 
     def layers(self, part: str, types: tuple[str, ...] = ()) -> Iterator[str]:
-        """Yield the names of the layers that have a part of one of these types."""
+        """Yield the names of the layers that have a part of one of these types; empty for any type."""
         ending = f".{part}"
         for name in [name for name in self.remaining if name.endswith(ending)]:
             if not types or self.remaining[name].type_name in types:

@@ -113,7 +113,7 @@ def test_arrays_of_at_most_one_item_need_no_finite_set() -> None:
         make_unique_array({"enum": list(range(40))}, prefixItems=[{"enum": list(range(40))}]),
     ],
 )
-def test_infinite_or_large_sets_of_values_are_refused(schema: Any) -> None:
+def test_infinite_sets_of_values_and_large_sets_after_prefix_items_are_refused(schema: Any) -> None:
     with pytest.raises(UnsupportedSchemaError) as caught:
         schema_ebnf(schema)
     assert caught.value.keyword == "uniqueItems"

@@ -1,4 +1,4 @@
-"""Lazily packed weights: products are bit-equal before and after packing, which runs once on request."""
+"""Lazily packed weights: packing runs once, on request, and does not change products in float encodings."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def test_an_invalid_rollback_is_refused_and_removes_no_tokens(count: int, messag
     assert buffer == make_buffer(1, 2, 3, 4, 5)
 
 
-def test_buffers_are_equal_by_value() -> None:
+def test_buffers_are_equal_by_value_and_unhashable() -> None:
     assert make_buffer(1, 2) == make_buffer(1, 2)
     assert make_buffer(1, 2) != make_buffer(1, 3)
     assert make_buffer(1, 2) != make_buffer(1, 2, 0)

@@ -18,7 +18,7 @@ from penstock.serve.services import Services
 
 @dataclass
 class Worker(FakeEngine):
-    """A fake worker that loads every adapter except ``broken``."""
+    """A fake worker that loads every adapter whose path does not contain ``broken``."""
 
     async def load_adapter(self, name: str, path: str) -> None:
         if "broken" in path:
@@ -102,7 +102,7 @@ async def test_the_name_of_the_model_is_refused_as_adapter_name() -> None:
         (None, {"host": "0.0.0.0", "api_key": ("secret",)}, 200),
     ],
 )
-async def test_adapter_routes_need_lora_and_permission(
+async def test_adapter_routes_need_enable_lora_and_a_local_host_or_an_api_key(
     route: str, lora: dict[str, Any] | None, config: dict[str, Any], status: int
 ) -> None:
     body = {"lora_name": "tone", **({"lora_path": "/a"} if route == "load" else {})}

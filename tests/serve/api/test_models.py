@@ -1,4 +1,4 @@
-"""The id of the served model in model lists, requests and responses."""
+"""The id of the served model in model lists, requests and responses, and routes of another task."""
 
 from __future__ import annotations
 

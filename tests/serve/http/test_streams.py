@@ -161,7 +161,7 @@ async def test_continuous_usage_grows_to_the_final_usage() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 3])
-async def test_continuous_usage_counts_the_tokens_of_all_previous_chunks(n: int) -> None:
+async def test_continuous_usage_counts_the_tokens_up_to_and_including_its_chunk(n: int) -> None:
     async with run_in_process(FakePipeline.saying("<think>x</think>Hello!"), template=THINKING) as server:
         for path, prompt_fields in (
             ("chat/completions", {"messages": [user_message("Hi")]}),

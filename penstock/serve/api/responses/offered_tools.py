@@ -20,7 +20,7 @@ from penstock.serve.mcp.tool_session import ServerTool, ToolServer
 from penstock.serve.services import Services
 
 MCP = "mcp"
-"""The value of ``type`` for a tool that stands for all tools of a tool server."""
+"""The value of ``type`` for an entry of ``tools`` that stands for the tools of a tool server."""
 _INVALID_NAME_CHARACTERS = re.compile(r"[^a-zA-Z0-9_.-]")
 _MAX_NAME_LENGTH = 64
 _MAX_LISTED_NAMES = 20
@@ -77,7 +77,8 @@ class McpTool(RequestBody):
     def needs_approval(self, tool: ServerTool, default_approval: str) -> bool:
         """Return whether calls of a tool require approval.
 
-        `default_approval` applies without ``require_approval``.
+        `default_approval` applies without ``require_approval``, and with a filter that has no ``never`` if
+        ``always`` does not match.
         """
         rule = self.require_approval
         if not isinstance(rule, ApprovalFilter):
@@ -259,7 +260,11 @@ def _configured_server(servers: ToolServers, mcp_tool: McpTool, field_path: str)
 
 
 def _check_allowed(mcp_tool: McpTool, tool_list: ServerTools, field_path: str) -> None:
-    """Raise if ``allowed_tools`` names a tool that the server does not have."""
+    """Check that the server has the tools in ``allowed_tools``, unless the server failed to list its tools.
+
+    Raises:
+        RequestProblem: 400; the server does not have one of the tools.
+    """
     allowed = mcp_tool.allowed_tools
     path = f"{field_path}.allowed_tools"
     if isinstance(allowed, ToolFilter):

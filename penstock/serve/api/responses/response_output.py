@@ -51,7 +51,8 @@ class OutputItems:
 
         Args:
             events: the events of the output parser.
-            logprobs: the log probabilities of the text in `events`, one entry per token.
+            logprobs: the log probabilities of the text in `events`, one entry per token. All of them are
+                added to the first `Content` event, and dropped if there is none.
         """
         new_events: list[dict[str, object]] = []
         for event in events:
@@ -78,7 +79,10 @@ class OutputItems:
         return new_events
 
     def add_mcp(self, events: Sequence[McpEvent]) -> list[dict[str, object]]:
-        """Add tool lists, approved calls and outcomes of tool servers. Return the stream events for them."""
+        """Add tool lists, approved calls and outcomes of tool servers. Return the stream events for them.
+
+        If there are events, the item in progress ends first.
+        """
         new_events: list[dict[str, object]] = self.close() if events else []
         for event in events:
             match event:
@@ -94,7 +98,7 @@ class OutputItems:
         return new_events
 
     def finish(self, *, is_complete: bool) -> list[dict[str, object]]:
-        """End the output and return the last stream events.
+        """End the output, including calls without an outcome, and return the last stream events.
 
         If the output has no items, or only tool lists, an empty message is added.
         """
@@ -116,7 +120,8 @@ class OutputItems:
     def close(self, *, is_complete: bool = True) -> list[dict[str, object]]:
         """End the item that is in progress, if any. Return the stream events.
 
-        A tool-server call stays in progress, because it has no outcome yet. Only its arguments end.
+        Only the arguments of a tool-server call end. Its status becomes ``calling``, because it has no
+        outcome yet.
         """
         if not self._open_type:
             return []
@@ -279,7 +284,8 @@ def _text_part(text: str) -> dict[str, object]:
 def _custom_input(arguments: str) -> str:
     """Return the text in the JSON arguments of a custom tool.
 
-    A value that is not a text is returned as JSON. Arguments without the value are returned unchanged.
+    A value that is not a text is returned as JSON. Invalid JSON and arguments without the value are returned
+    unchanged.
     """
     try:
         value = json.loads(arguments)[CUSTOM_ARGUMENT]

@@ -67,5 +67,5 @@ class ToolFormat(ABC):
         return call if self.separator is None else repeated(call, self.separator, parallel)
 
     def matches(self, template: str) -> bool:
-        """Return whether a chat template writes calls in this format."""
+        """Return whether a chat template contains all hints; False for a format without hints."""
         return bool(self.hints) and all(hint in template for hint in self.hints)
