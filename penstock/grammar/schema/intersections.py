@@ -63,7 +63,7 @@ def union(options: Sequence[Iterable[Shape]], node: SchemaNode) -> list[Shape]:
             if key in literals:
                 continue
             literals.add(key)
-        elif len(result) - len(literals) > MAX_SHAPES:
+        elif len(result) - len(literals) >= MAX_SHAPES:
             raise InputError(
                 f"the JSON schema at {node.where} has more than {MAX_SHAPES} combinations: "
                 "nest fewer anyOf and oneOf"
