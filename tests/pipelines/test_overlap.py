@@ -134,7 +134,10 @@ def run_contexts(
     num_steps: int = 1,
     **limits: Any,
 ) -> tuple[dict[str, Any], Scheduler[Any, Any]]:
-    """Run contexts and return their tokens, log probabilities and finish reasons.
+    """Run contexts. Return the outputs by request id, and the scheduler.
+
+    An output has a pair (token, log probabilities) per token, then the final status or the type of the error,
+    and then all tokens of the finished context. A cancelled request has at most its number of pairs.
 
     Args:
         pipeline: the pipeline.
