@@ -37,7 +37,7 @@ class PackedConv1d:
     linear: PackedLinear | None = None
     """Set for one group: a layer ``[out, kernel_size * in]``. The input channels of a tap are adjacent."""
     taps: Tensor | None = None
-    """Set for one group per input and output channel: ``[kernel_size, C]`` float32. The bias is then float32, too."""
+    """Set for C groups of one channel: ``[kernel_size, C]`` float32. The bias is then float32, too."""
     weight: Tensor | None = None
     """Set for any other groups: ``[out, in / groups, kernel_size]``."""
     bias: Tensor | None = None

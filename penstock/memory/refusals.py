@@ -58,8 +58,8 @@ def refuse_cache(
 ) -> NoReturn:
     """Raise the error that the KV cache does not fit.
 
-    The message suggests values for the configured ones of ``max_length`` and ``max_batch_size``. If neither is
-    configured or a suggested value is 0, it names other settings to change.
+    The message suggests values for ``max_length`` and ``max_batch_size`` if configured. If neither is
+    configured, or a suggested value is 0, it names other settings to change.
     """
     length, batch_size = pipeline_config.model.max_length, pipeline_config.max_batch_size
     configured_values, suggestions = [], []

@@ -24,9 +24,9 @@ MAX_SECONDS = 60.0
 def load_voices(settings: Iterable[str], codec: AudioCodec, folder: Path) -> dict[str, VoicePrompt]:
     """Return the voices of the settings ``NAME=FILE`` and ``NAME=CODES``.
 
-    CODES are numbers separated by commas. A file is a recording or a JSON file with ``codes`` and an
-    optional ``transcription``. The transcription of a recording is in a file of the same name that ends in ``.txt``; without this file it is empty. The codes of
-    recordings are cached in ``$XDG_CACHE_HOME/penstock/voices``.
+    CODES are numbers separated by commas. A file is a recording or a JSON file with ``codes`` and an optional
+    ``transcription``. The transcription of a recording is in a file of the same name that ends in ``.txt``;
+    without this file it is empty. The codes of recordings are cached in ``$XDG_CACHE_HOME/penstock/voices``.
 
     Args:
         settings: the values of ``--voice``.

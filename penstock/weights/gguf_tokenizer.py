@@ -1,10 +1,10 @@
 """Rebuilds the tokenizer of a GGUF file with the `tokenizers` library.
 
 If the file contains a ``tokenizer.json`` (metadata ``tokenizer.huggingface.json``), this tokenizer is used.
-Otherwise, two kinds are supported: byte-level BPE with a list of merges (``gpt2``), and SentencePiece BPE with
-scores (``llama``), from which the merges are derived. A ``gpt2`` file contains the name of the pre-tokenizer
-but not its pattern. A name is supported if the published tokenizer files of a model contain its pattern. Other
-names are errors, because a similar pattern would silently produce wrong tokens.
+Otherwise, two kinds are supported: byte-level BPE with a list of merges (``gpt2``), and SentencePiece BPE
+with scores (``llama``), from which the merges are derived. A ``gpt2`` file contains the name of the
+pre-tokenizer but not its pattern. A name is supported if the published tokenizer files of a model contain its
+pattern. Other names are errors, because a similar pattern would silently produce wrong tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Python and JavaScript blocks and curl commands of the pages run, and flags, links and file names are valid."""
+"""Python and JavaScript blocks and curl commands of the pages run. Flags, links and file names are valid."""
 
 from __future__ import annotations
 

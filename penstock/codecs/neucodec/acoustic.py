@@ -153,7 +153,10 @@ def _read_snake(loader: CodecLoader, name: str, channels: int) -> AliasFreeSnake
 
 
 def low_pass_filter() -> Tensor:
-    """Return the taps ``[12]`` of a low-pass filter at half the bandwidth: a sinc times a Kaiser window, with sum 1."""
+    """Return the taps ``[12]`` of a low-pass filter at half the bandwidth.
+
+    The taps are a sinc times a Kaiser window, divided by their sum.
+    """
     cutoff, width = 0.25, 0.3
     attenuation = 2.285 * (_HALF_TAPS - 1) * pi * 4 * width + 7.95
     window = torch.kaiser_window(_NUM_TAPS, periodic=False, beta=0.1102 * (attenuation - 8.7))

@@ -38,7 +38,7 @@ class Span:
         return Span(self.begin * stride, self.output_begin * stride, self.end * stride)
 
     def trimmed_range(self, margin: int, length: int) -> tuple[int, int]:
-        """Return ``(first, end)``: the rows of the output with at most ``margin`` rows of context on each side.
+        """Return ``(first, end)``: the output's rows with at most ``margin`` rows of context on each side.
 
         Both are indices into the ``length`` rows that start at `begin`.
         """

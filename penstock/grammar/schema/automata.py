@@ -74,8 +74,7 @@ def intersection(
     Returns None if there is no such text.
 
     Raises:
-        TooLargeError: the automaton has more than `MAX_STATES` states, or its computation exceeds a limit
-                of this module.
+        TooLargeError: the automaton has more than `MAX_STATES` states, or exceeds another limit here.
     """
     product = _Product(required, excluded, bound)
     start = product.start
@@ -267,7 +266,7 @@ class _Product:
                 yield ((low, high),), self._normalized_state(target, count + 1 if count >= 0 else -1)
 
     def _fits_max_length(self, position_sets: tuple[frozenset[int], ...], count: int) -> bool:
-        """Return whether each required expression can end within the maximum length after ``count`` characters."""
+        """Return whether each required expression can still end within the maximum length."""
         if self._bound.max_count is None or count <= 0:
             return True
         remaining = self._bound.max_count - count

@@ -39,7 +39,7 @@ class EncodingBody(RequestBody):
 
     @property
     def max_tokens(self) -> int | None:
-        """The length in tokens to which inputs are cut if `truncates`; None for the model's maximum length."""
+        """Length in tokens to which inputs are cut if `truncates`; None for the model's maximum length."""
         return None if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
 
 

@@ -94,7 +94,7 @@ class ResponseStore:
         return await self._run(partial(self._delete, owner, response_id))
 
     async def item(self, owner: str, item_id: str) -> dict[str, object] | None:
-        """Return an output item of a stored response; None if no stored response of the owner has an item with this id."""
+        """Return an output item; None if no stored response of the owner has an output item with this id."""
         return await self._run(partial(self._item, owner, item_id))
 
     def close(self) -> None:
