@@ -44,7 +44,7 @@ class RotaryConfig:
 
     @property
     def key_limit(self) -> int | None:
-        """The longest sequence that uses LongRoPE's short factors; None for other rope types or equal factors."""
+        """Length up to which LongRoPE uses its short factors; None for other rope types or equal factors."""
         if self.kind != "longrope":
             return None
         short, long = (self.parameters.get(name) for name in ("short_factor", "long_factor"))

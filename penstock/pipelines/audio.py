@@ -187,8 +187,8 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
     ) -> dict[str, AudioGenerationResponse]:
         """Generate up to ``num_tokens`` speech tokens for each context, and decode the complete frames.
 
-        Before the speech has ended, the codec uses the last frames as right context only. A later call decodes
-        these frames.
+        Before the speech has ended, the codec uses the last frames as right context only. A later call
+        decodes these frames.
 
         Raises:
             InputError: ``num_tokens`` is less than 1, or a context has ended.
@@ -378,8 +378,8 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
     def _finish(self, request_id: str, context: TTSContext) -> None:
         """Update a context whose tokens are all generated; does nothing for other contexts.
 
-        Frees its resources in the language model. Ends the context if its tokens are decoded or it is cancelled.
-        Records a failure if it has no speech tokens.
+        Frees its resources in the language model. Ends the context if its tokens are decoded or it is
+        cancelled. Records a failure if it has no speech tokens.
         """
         status = context.generation_status
         if not status.is_done:

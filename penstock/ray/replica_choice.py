@@ -44,8 +44,8 @@ class Assignment:
 class ReplicaChoice:
     """Chooses replicas by their prefix caches, sessions and load, as `WorkerRouter` chooses workers.
 
-    The replicas report the changes of their caches every few seconds. The blocks of a request that was sent to
-    a replica count as cached there until the second report after the end of the request.
+    The replicas report the changes of their caches every few seconds. The blocks of a request that was sent
+    to a replica count as cached there until the second report after the end of the request.
 
     Args:
         num_ingresses: the number of HTTP processes that choose replicas. Each process counts only the

@@ -37,8 +37,8 @@ _MAX_ZEROS = 2**29
 class Weights:
     """The tensors of a checkpoint by name, read on demand.
 
-    A missing or misshapen tensor does not stop loading, unless there are too many. `tensor` records the fault and returns zeros.
-    `finish` reports all faults in one error.
+    A missing or misshapen tensor does not stop loading, unless there are too many. `tensor` records the fault
+    and returns zeros. `finish` reports all faults in one error.
 
     >>> weights = Weights.open(checkpoint)  # doctest: +SKIP
     >>> norm = weights.tensor("model.norm.weight", (64,))  # doctest: +SKIP
@@ -52,7 +52,7 @@ class Weights:
         self._faults = _Faults()
         self._names_read: set[str] = set()
         self.on_read: Callable[[int], None] | None = None
-        """Called with the number of bytes of each tensor that counts as read, to show the progress of loading."""
+        """Called with the number of bytes of each tensor that counts as read, to show the progress."""
 
     @classmethod
     def open(cls, path: Path, *, shapes_only: bool = False) -> Weights:

@@ -136,8 +136,7 @@ def run_contexts(
 ) -> tuple[dict[str, Any], Scheduler[Any, Any]]:
     """Run contexts. Return the outputs by request id, and the scheduler.
 
-    An output has a pair (token, log probabilities) per token, then the final status or the type of the error,
-    and then all tokens of the finished context. A cancelled request has at most its number of pairs.
+    An output is a list: pairs (token, log probabilities), the final status or error type, all tokens.
 
     Args:
         pipeline: the pipeline.
