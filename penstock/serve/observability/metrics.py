@@ -207,7 +207,10 @@ class RequestMetrics:
 
 
 class EngineCollector(Collector):
-    """Reports the newest statistics of the engines as metrics. Totals of a worker's statistics restart at 0 with it."""
+    """Reports the newest statistics of the engines as metrics.
+
+    Totals of a worker's statistics restart at 0 when the worker restarts.
+    """
 
     def __init__(self, engines: Mapping[str, EngineClient], gauges: Mapping[str, str]) -> None:
         self._engines = engines
