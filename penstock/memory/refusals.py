@@ -19,9 +19,10 @@ def refuse_model(
     adapters_size: int,
     images_size: int = 0,
 ) -> NoReturn:
-    """Raise the error that a model without or with its configured KV cache exceeds the available memory.
+    """Raise the error that a model exceeds the available memory.
 
-    The model needs memory for weights, activations, LoRA adapters and encoded images.
+    The model needs memory for weights, activations, LoRA adapters, encoded images and, if its size is
+    configured, the KV cache.
     """
     kv_memory = pipeline_config.kv_cache.memory
     needed = weights_size + adapters_size + activation_size + images_size + (kv_memory or 0)

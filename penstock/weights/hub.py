@@ -30,7 +30,7 @@ TOKEN_VECTORS_FILE = "colbert_linear.pt"
 """The weight file of BGE-M3's head for the vector of each token, for multi-vector output."""
 
 _DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo"
-_INCLUDED = {DEMO: _DEMO_FOLDER, DEMO_VOICE: _DEMO_FOLDER / "voice", DEMO_VISION: _DEMO_FOLDER / "vision"}
+_EMBEDDED = {DEMO: _DEMO_FOLDER, DEMO_VOICE: _DEMO_FOLDER / "voice", DEMO_VISION: _DEMO_FOLDER / "vision"}
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _DOWNLOADED_FILES = (
     "*.json",
@@ -65,8 +65,8 @@ def resolve_checkpoint(
         CheckpointNotFoundError: the model does not exist or cannot be reached.
         CheckpointError: the checkpoint cannot be loaded.
     """
-    if model_path in _INCLUDED:
-        return _check_checkpoint(_INCLUDED[model_path], gguf_file)
+    if model_path in _EMBEDDED:
+        return _check_checkpoint(_EMBEDDED[model_path], gguf_file)
     if _is_local(model_path):
         return _check_checkpoint(Path(os.path.abspath(os.path.expanduser(model_path))), gguf_file)
     return _check_checkpoint(_download(model_path, revision, gguf_file, resumes), None)
@@ -109,7 +109,7 @@ def resolve_codec(path: str, revision: str = "main", *, resumes: bool = False) -
 
 def local_name(model_path: str) -> str:
     """Return the name under which a model is served: the name of its folder or GGUF file, or its hub id."""
-    if model_path in _INCLUDED or not _is_local(model_path):
+    if model_path in _EMBEDDED or not _is_local(model_path):
         return model_path
     path = Path(os.path.abspath(os.path.expanduser(model_path)))
     name = path.stem if path.suffix.lower() == gguf.SUFFIX and not path.is_dir() else path.name
@@ -118,7 +118,7 @@ def local_name(model_path: str) -> str:
 
 def is_hub_id(model_path: str) -> bool:
     """Return whether a model is searched on the hub: it is neither an included model nor a path."""
-    return model_path not in _INCLUDED and not _is_local(model_path)
+    return model_path not in _EMBEDDED and not _is_local(model_path)
 
 
 def _is_local(model_path: str) -> bool:

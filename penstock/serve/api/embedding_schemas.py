@@ -19,7 +19,7 @@ class EncodingBody(RequestBody):
     model: str = ""
     """Defaults to the served model, which `penstock.serve.api.text_generation.checked_body` sets."""
     truncate: bool | Literal["NONE", "END"] | None = None
-    """Whether inputs over the maximum length are cut at the end; see `truncates` for their refusal."""
+    """Whether inputs over the maximum length are cut at the end. See `truncates`."""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
     """Maximum number of leading tokens to keep; -1 for the maximum length of the model."""
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
@@ -62,7 +62,7 @@ class VectorBody(EncodingBody):
     pooling: PoolingType | None = None
     """The pooling to use instead of the checkpoint's pooling."""
     normalize: bool | None = None
-    """Whether vectors are scaled to length 1. None uses the default of the request or the checkpoint."""
+    """Whether vectors are scaled to length 1. None uses the default, see `EmbeddingsBody.normalizes`."""
 
 
 class EmbeddingsBody(VectorBody):
