@@ -51,7 +51,7 @@ def is_populated(manager: KVCacheManager, layer: int, first: int, end: int) -> b
 
 
 def has_populated_rest(manager: KVCacheManager) -> bool:
-    """Return whether any page of the blocks 300 to 399 is allocated in the first cache tensor."""
+    """Return whether any of the blocks 300 to 399 is allocated."""
     return any(any(are_resident(part[300:400])) for part in manager.storage.caches[0])
 
 
