@@ -5,8 +5,8 @@
     python benchmarks/router.py prefixes --model DIR    # prefix hits and time to first token per policy
     python benchmarks/router.py ray --model DIR         # prefix hits, time to first token: 2 Ray replicas
 
-``decisions`` measures the CPU time of `WorkerRouter.submit`: the choice of a worker, and the bookkeeping at
-the end of each request. It prints two rates: without and with the computation of the block digests.
+``decisions`` measures the CPU time of `WorkerRouter.submit`, which chooses a worker, and of the bookkeeping
+at the end of each request. It prints two rates: without and with the computation of the block digests.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ async def run_requests(
     rounds: Sequence[Sequence[TextContext]],
     concurrency: int,
 ) -> Measurement:
-    """Run rounds of requests in an engine of this process, at most ``concurrency`` at once."""
+    """Start an engine and run rounds of requests in it, at most ``concurrency`` at once."""
     engine = make_engine(config)
     if policy is not None:
         engine = WorkerRouter(engine.workers, policy())

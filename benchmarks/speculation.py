@@ -8,12 +8,13 @@ answer: after each forward, it raises the logit of the answer's next token above
 call per step. Forward, sampling and bookkeeping run as usual. Workloads:
 
     edit       prompt: a source file of this package; answer: the same file with one class renamed
-    summary    prompt: a page of the documentation; answer: every third sentence of the page
-    unrelated  prompt: a page; answer: another page. Shows the cost of speculation if few n-grams match
+    summary    prompt: the start of a page of the documentation; answer: every third sentence of it
+    unrelated  prompt: the same start; answer: another page. Shows the cost if few n-grams match
 
 Methods: ``plain`` without speculation, ``adaptive`` (``--speculative-method ngram``) and ``fixed`` (always 8
-draft tokens, ``--no-adaptive-speculation``). Times cover the whole request, including prefill. Figures are
-medians. Compare the ratios, because absolute times vary with the load of the machine, which should be idle.
+draft tokens, ``--no-adaptive-speculation``). Times cover the whole request, including prefill. Speeds and
+ratios are medians; acceptance rate and tokens per step are of the last round. Compare the ratios, because
+absolute times vary with the load of the machine, which should be idle.
 """
 
 from __future__ import annotations

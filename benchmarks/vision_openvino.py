@@ -2,9 +2,10 @@
 
     python vision_openvino.py CHECKPOINT ENCODING THREADS
 
-Exports the checkpoint with ``optimum-cli`` if needed. Reads requests from standard input, one JSON object per
-line, and writes the times of each request to standard output. The model class of optimum-intel accepts pixels
-and tokens, so all engines get the same inputs. (`openvino_genai.VLMPipeline` accepts only text and images.)
+Exports the checkpoint with ``optimum-cli`` if needed. Writes its name to standard output when it is ready.
+Then it reads requests from standard input, one JSON object per line, and writes the times of each request.
+The model class of optimum-intel accepts pixels and tokens, so all engines get the same inputs.
+(`openvino_genai.VLMPipeline` accepts only text and images.)
 
 The SmolVLM export of optimum-intel 2.2 needs transformers 4.57.6 or older.
 """

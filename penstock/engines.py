@@ -33,7 +33,7 @@ class WorkerShare:
     processors: ProcessorShare | None = None
     """The processors of the worker; None if it may use all processors."""
     memory: int | None = None
-    """Bytes of host memory for weights, activations and KV cache; None for the configured size."""
+    """Maximum bytes of host memory for weights, activations and KV cache; None for the configured size."""
     utilization: float | None = None
     """Fraction of the free memory of the device that this worker uses; None for the configured fraction."""
 

@@ -61,7 +61,7 @@ def load_blocks(checkpoint: Path) -> Any:
 
 @needs_kernels
 @pytest.mark.parametrize("name", ARCHITECTURE_NAMES)
-def test_layers_of_every_architecture_are_calibrated(
+def test_layers_of_every_decoder_are_calibrated_with_equal_inputs_at_each_load(
     name: str, tmp_path: Path, recorded_inputs: list[tuple[Tensor, Tensor | None]]
 ) -> None:
     open_pipeline(write_architecture_checkpoint(name, tmp_path / name, **make_large_sizes(name)), **INT4)

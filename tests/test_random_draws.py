@@ -1,4 +1,4 @@
-"""Default runs use the same examples of property tests. Runs with `--random` use more and other examples."""
+"""Default runs repeat the examples of property tests. Runs with `--random` draw more, random examples."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Comparison:
     pairs: int
     """Number of pairs of runs, without the warm-up."""
     probe: Probe
-    """Returns the current speed of the machine. It is called before each pair."""
+    """Returns the current speed of the machine. It is called before each pair and each warm-up."""
     log: Callable[[str], None]
     """Prints progress."""
 

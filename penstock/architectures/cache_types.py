@@ -25,7 +25,10 @@ def kv_dtype(pipeline_config: PipelineConfig) -> DType:
 
 
 def with_stored_scales(spec: KVCacheSpec, pipeline_config: PipelineConfig) -> KVCacheSpec:
-    """Return ``spec`` with fixed scales for the layers whose scales the checkpoint stores."""
+    """Return ``spec`` with fixed scales for the layers whose scales the checkpoint stores.
+
+    Returns ``spec`` itself if no group of layers has 8-bit floats.
+    """
     if all(group.dtype is not DType.float8_e4m3fn for group in spec.groups):
         return spec
     return spec.with_fixed_scales(pipeline_config.model.opened_checkpoint.cache_scales)

@@ -1,7 +1,7 @@
 """The registry of architectures, which finds their folders and imports them on first use.
 
 >>> [architecture.name for architecture in PIPELINE_REGISTRY.architectures][:1]  # doctest: +SKIP
-['llama']
+['apertus']
 """
 
 from __future__ import annotations

@@ -137,8 +137,8 @@ def write_rounded(checkpoint: Path, folder: Path) -> None:
     """Write a copy of a checkpoint with its linear weights ``[out, in]`` rounded to 4 bits.
 
     The copy is a baseline. A 4-bit encoding should have a lower divergence. The weights of each group of 32
-    inputs are rounded to multiples of 1/7 of their largest magnitude. The head, the embedding, routers and
-    activations are not rounded.
+    inputs are rounded to multiples of 1/7 of their largest magnitude. The head, the embedding, routers,
+    tensors of other shapes and activations are not rounded.
     """
     weights = Weights.open(checkpoint)
     tensors = {}

@@ -115,7 +115,8 @@ def write_random_checkpoint(folder: Path, config: Mapping[str, object], *, seed:
 
     Args:
         folder: an existing folder.
-        config: a ``config.json`` of a known architecture. Its ``dtype`` is the data type of the weights.
+        config: a ``config.json`` of a known architecture. Its ``dtype`` is the data type of the weights;
+            the default is bfloat16. Its ``quantization_config`` is dropped.
         seed: the seed of the random numbers.
 
     Raises:

@@ -215,7 +215,11 @@ async def _measure(client: HttpClient, options: _ServeOptions) -> int:
 
 
 async def _model_and_prompts(client: HttpClient, options: _ServeOptions) -> tuple[str, list[BenchPrompt]]:
-    """Return the model name and the prompts: first for the measurement, then for the warm-up."""
+    """Return the model name and the prompts: first for the measurement, then for the warm-up.
+
+    Raises:
+        ConfigError: the server does not answer.
+    """
     from penstock.bench.http_client import IncompleteResponseError
     from penstock.bench.prompts import random_prompts, read_prompts, repeat_prompts, served_model
 

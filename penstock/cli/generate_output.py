@@ -1,4 +1,4 @@
-"""The output of ``penstock generate``: text, with timings on standard error, or JSON with timings."""
+"""The output of ``penstock generate``: text or JSON, timings, memory plan and speculation counts."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def _list_local(as_json: bool) -> None:
 
 
 def _age(seconds: float) -> str:
-    """Return an age as text.
+    """Return an age as text; ``now`` below one minute.
 
     >>> _age(7300)
     '2 hours ago'

@@ -1,4 +1,4 @@
-"""``penstock pull``: download a model to the cache of the hub."""
+"""``penstock pull``: download a model or a codec to the Hugging Face hub's cache."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def memory() -> tuple[int, int] | None:
-    """Return the lowest memory limit and free memory of all groups, in bytes; None without a limit.
+    """Return the lowest limit and the lowest free memory of all groups, in bytes; None without a limit.
 
     The file cache is charged to a group but is dropped when memory is short, so it counts as free.
     """
@@ -49,7 +49,7 @@ def _groups(controller: str) -> Iterator[tuple[Path, int]]:
     """Yield the folders of this process's group and of its parents, each with its version of control groups.
 
     In a container, the process's group is mounted at the root, although ``/proc/self/cgroup`` may name
-    another path.
+    another path. A path with ``..`` is outside the mount, so only the root is used.
     """
     for line in (_text(_MEMBERSHIP) or "").splitlines():
         _, controllers, path = line.split(":", 2)

@@ -31,10 +31,11 @@ class ProcessorShare:
 def divide_processors(count: int) -> tuple[ProcessorShare, ...]:
     """Divide the processors that this process may use into ``count`` shares.
 
-    Shares are disjoint and differ by at most one processor. As far as the numbers allow, the processors of a
-    share belong to one NUMA node, and both threads of a core are in the same share. With more shares than
-    processors, several shares have the same processor. A CPU limit of the control group reduces the number of
-    threads, not the number of processors.
+    Shares are disjoint, and their sizes differ by at most one processor. As far as the numbers allow, the
+    processors of a share belong to one NUMA node, and the hardware threads of a core are in the same share.
+    With more shares than processors, each share has one processor, and several shares have the same one. A
+    CPU limit of the control group reduces the number of threads, to at least 1 per share, not the number of
+    processors.
     """
     assert count >= 1, f"{count} shares"
     available_processors = _sort_by_distance(os.sched_getaffinity(0))
@@ -60,7 +61,10 @@ def pin(processors: Iterable[int]) -> None:
 
 
 def numa_nodes() -> dict[int, tuple[int, ...]]:
-    """Return the processors of each NUMA node; a single node 0 if the system does not report nodes."""
+    """Return the processors of each NUMA node that has processors.
+
+    If the system reports no such node, returns a node 0 with the processors that this process may use.
+    """
     nodes = {}
     for folder in _NODES.glob("node[0-9]*"):
         try:
@@ -109,7 +113,7 @@ def _sort_by_distance(processors: Iterable[int]) -> list[int]:
 
 
 def _core_id(processor: int) -> tuple[int, int]:
-    """Return (package, core) of a processor, or its own id for both if the system does not report them."""
+    """Return (package, core) of a processor, or (0, its own id) if the system does not report them."""
     folder = _PROCESSORS / f"cpu{processor}" / "topology"
     try:
         return int((folder / "physical_package_id").read_text()), int((folder / "core_id").read_text())
@@ -118,7 +122,7 @@ def _core_id(processor: int) -> tuple[int, int]:
 
 
 def _split(items: Sequence[int], count: int) -> list[Sequence[int]]:
-    """Split a list into parts whose lengths differ by at most one; longer parts come first."""
+    """Split a list into ``count`` parts whose lengths differ by at most one; longer parts come first."""
     size, num_longer = divmod(len(items), count)
     starts = [index * size + min(index, num_longer) for index in range(count + 1)]
     return [items[start:end] for start, end in pairwise(starts)]

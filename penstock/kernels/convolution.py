@@ -37,9 +37,9 @@ class PackedConv1d:
     linear: PackedLinear | None = None
     """Set for one group: a layer ``[out, kernel_size * in]``. The input channels of a tap are adjacent."""
     taps: Tensor | None = None
-    """Set for one group per channel: ``[kernel_size, C]`` float32. The bias is then float32, too."""
+    """Set for C groups of one channel: ``[kernel_size, C]`` float32. The bias is then float32, too."""
     weight: Tensor | None = None
-    """Set for any other number of groups: ``[out, in / groups, kernel_size]``."""
+    """Set for any other groups: ``[out, in / groups, kernel_size]``."""
     bias: Tensor | None = None
     """``[out]``. Not set if ``linear`` is set, because that layer then contains the bias."""
 
@@ -77,7 +77,7 @@ class PackedConvTranspose1d:
 
     @property
     def inputs_per_output(self) -> int:
-        """Number of consecutive input rows that one output row depends on, without dilation."""
+        """Maximum number of consecutive input rows that one output row depends on, without dilation."""
         return -(-self.kernel_size // self.stride)
 
     def output_length(self, length: int) -> int:
@@ -145,7 +145,9 @@ class ConvolutionOps(ABC):
         dilation: int = 1,
         groups: int = 1,
     ) -> PackedConvTranspose1d:
-        """Pack a transposed convolution for `conv_transpose1d`; see `pack_conv1d`.
+        """Pack a transposed convolution for `conv_transpose1d`.
+
+        The encoding applies to convolutions with one group and without dilation.
 
         Raises:
             ConfigError: the encoding is unknown.
@@ -248,7 +250,7 @@ class ConvolutionOps(ABC):
 
 
 def inverse_dft_weight(window: Tensor) -> Tensor:
-    """Return the weight ``[N, N + 2]`` of the inverse real DFT, multiplied by ``window [N]``.
+    """Return the weight ``[N, N + 2]`` of the inverse real DFT, multiplied by ``window [N]``; N is even.
 
     The inputs of the linear layer are ``N / 2 + 1`` real parts, then as many imaginary parts.
     """

@@ -48,9 +48,8 @@ class Operation:
     """Names of the parameters whose tensors are the same in all steps."""
     is_recordable: bool
     simplify: Callable[[Arguments], Arguments] | None
-    """Returns the arguments to record, or raises `UnrecordableStepError`.
-
-    None: all arguments are recorded.
+    """Returns the arguments to use while a step is recorded: for the record and for running the operation.
+    Raises `UnrecordableStepError` if the step cannot be recorded. None keeps all arguments.
     """
     functions: Mapping[str, CFunction]
     """Name -> C function. A function that several operations call is listed in one row only."""

@@ -296,7 +296,10 @@ def result_tensors(results: Results) -> tuple[Tensor, ...]:
 
 
 def _map_objects(value: object, kind: type[T], function: Callable[[T], object]) -> object:
-    """Apply ``function`` to each ``kind`` object in a value, also inside dataclasses, mappings and tuples."""
+    """Apply ``function`` to each ``kind`` object in a value, also inside dataclasses, mappings and tuples.
+
+    `PackedExperts` and lists are not searched.
+    """
     if isinstance(value, kind):
         return function(value)
     if isinstance(value, PackedExperts):  # not searched: it may have thousands of weights

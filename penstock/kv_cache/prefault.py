@@ -22,7 +22,7 @@ scales.
 
 
 class CachePrefault:
-    """Allocates pages of the cache in host memory, up to `PREFAULT_BYTES` beyond the used blocks.
+    """Allocates pages of a cache in host memory: `PREFAULT_BYTES` or one block beyond the used blocks.
 
     Does nothing for a cache in the memory of a GPU.
 

@@ -66,7 +66,7 @@ class AsyncLLM(AsyncSpeechMethods):
     The model runs in a worker process, which the program reaches through the same client as the server. Any
     number of tasks may call the methods concurrently. Their requests are batched. Cancelling a task cancels
     its requests. If the worker process ends unexpectedly, it is restarted, and its requests raise
-    `UnavailableError`.
+    `UnavailableError`. Requests before `start` and after `close` raise `InputError`.
 
     The worker process does not import the main module of the program.
 
@@ -127,7 +127,10 @@ class AsyncLLM(AsyncSpeechMethods):
         self.tokenizer = tokenizer
 
     async def close(self, grace: float = 0) -> None:
-        """End the worker process. Requests that are still running after `grace` seconds fail."""
+        """End the worker process. Requests that are still running after `grace` seconds fail.
+
+        A closed AsyncLLM cannot be started again.
+        """
         await self._worker.stop(grace)
         if self.tokenizer is not None:
             close_tokenizer(self.tokenizer)
@@ -305,7 +308,7 @@ class AsyncLLM(AsyncSpeechMethods):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         options: OutputOptions,
     ) -> list[GenerationOutput]:
-        """Run one request for each entry of `fields`."""
+        """Run one request for each entry of `fields`. Return the outputs in order of the entries."""
         params = params_for_each(self.config, sampling_params, len(fields))
         calls = [
             partial(self._outputs, prompt_params, options, prompt_fields)

@@ -20,7 +20,11 @@ _EMBEDDINGS_BATCH_SIZE = 256
 
 
 def requested_batch_size(pipeline_config: PipelineConfig) -> int:
-    """Return ``max_batch_size``: by default the back end's default, limited by the tokens of a step."""
+    """Return ``max_batch_size``.
+
+    The default is the back end's default, for embeddings at least `_EMBEDDINGS_BATCH_SIZE`. It is limited by
+    the tokens of a step.
+    """
     if pipeline_config.max_batch_size is not None:
         return pipeline_config.max_batch_size
     size = default_sizes(pipeline_config).max_batch_size
@@ -61,7 +65,10 @@ logits.
 
 
 def max_logit_rows(pipeline_config: PipelineConfig) -> int:
-    """Return the number of rows of logits to plan memory for: one per sequence and one per draft token."""
+    """Return the number of rows of logits to plan memory for.
+
+    There is one row per sequence and one per draft token, for at most `MAX_DRAFT_ROWS` draft tokens.
+    """
     batch_size = requested_batch_size(pipeline_config)
     return batch_size + min(batch_size * pipeline_config.speculative.max_drafts, MAX_DRAFT_ROWS)
 
@@ -69,9 +76,9 @@ def max_logit_rows(pipeline_config: PipelineConfig) -> int:
 class BlockDemand:
     """Computes how many KV cache blocks sequences need in each cache group, and their size in bytes.
 
-    All numbers of blocks increase with the length and the batch size. A binary search therefore finds the
-    largest length and batch size that fit. In a group with a sliding window, the window limits the number of
-    blocks, because earlier blocks are freed.
+    No number of blocks decreases when the length or the batch size increases. A binary search therefore finds
+    the largest length and batch size that fit. In a group with a sliding window, the window limits the number
+    of blocks, because earlier blocks are freed.
     """
 
     def __init__(self, pipeline_config: PipelineConfig, spec: KVCacheSpec) -> None:

@@ -47,7 +47,7 @@ class MemoryPlan:
     activation_size: int
     kv_cache_size: int
     available_memory: int
-    """The memory that weights, activations and KV cache may use together."""
+    """The memory that the KV cache and everything of `static_size` may use together."""
     model_max_length: int
     """The maximum length if memory did not limit it, in tokens."""
     adapters_size: int = 0
@@ -197,7 +197,7 @@ def estimate_kv_cache_size(
 
 
 def _step_sizes(pipeline_config: PipelineConfig, activation_size: int, min_size: int) -> Iterator[int]:
-    """Yield the requested step size. With chunked prefill, halve it repeatedly down to ``min_size``."""
+    """Yield the requested step size. With chunked prefill, also yield its halves of at least ``min_size``."""
     size = requested_step_tokens(pipeline_config)
     yield size
     while pipeline_config.enable_chunked_prefill and activation_size and size >= 2 * min_size:
@@ -264,6 +264,9 @@ def _plan_cache(
     """Return the maximum length, the batch size and the blocks per group for a cache of ``budget`` bytes.
 
     Values that are not configured are reduced until the cache fits.
+
+    Raises:
+        InsufficientMemoryError: no permitted values fit.
     """
     demand = BlockDemand(pipeline_config, spec)
     fixed_length, fixed_batch = pipeline_config.model.max_length, pipeline_config.max_batch_size

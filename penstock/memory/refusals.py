@@ -19,7 +19,11 @@ def refuse_model(
     adapters_size: int,
     images_size: int = 0,
 ) -> NoReturn:
-    """Raise the error that weights, activations and a configured KV cache exceed the available memory."""
+    """Raise the error that a model exceeds the available memory.
+
+    The model needs memory for weights, activations, LoRA adapters, encoded images and, if its size is
+    configured, the KV cache.
+    """
     kv_memory = pipeline_config.kv_cache.memory
     needed = weights_size + adapters_size + activation_size + images_size + (kv_memory or 0)
     sizes_text = f"weights take {format_bytes(weights_size)}, activations {format_bytes(activation_size)}"
@@ -55,7 +59,8 @@ def refuse_cache(
 ) -> NoReturn:
     """Raise the error that the KV cache does not fit.
 
-    The message suggests values only for settings that are configured.
+    The message suggests values for ``max_length`` and ``max_batch_size`` if configured. If neither is
+    configured, or a suggested value is 0, it names other settings to change.
     """
     length, batch_size = pipeline_config.model.max_length, pipeline_config.max_batch_size
     configured_values, suggestions = [], []

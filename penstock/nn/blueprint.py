@@ -115,8 +115,8 @@ class Blueprint:
             **fields: further fields of the blueprint, which replace the defaults and the values of the file.
 
         Raises:
-            ConfigError: the kv heads do not divide the heads, the activation or rope type is unknown, or the
-                file sets windows in a family without windows.
+            ConfigError: the kv heads do not divide the heads, the activation or rope type is unknown, or
+                ``windows`` is None and ``layer_types`` is invalid or contains `SLIDING`.
             CheckpointError: a size is missing or has an invalid value.
         """
         hidden = config.integer("hidden_size")

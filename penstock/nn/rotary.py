@@ -44,7 +44,7 @@ class RotaryConfig:
 
     @property
     def key_limit(self) -> int | None:
-        """The longest sequence that uses the short factors of LongRoPE; None if the factors never change."""
+        """Length up to which LongRoPE uses its short factors; None for other rope types or equal factors."""
         if self.kind != "longrope":
             return None
         short, long = (self.parameters.get(name) for name in ("short_factor", "long_factor"))
@@ -152,7 +152,8 @@ def rotary_configs_by_type(
         bases: the default base of each layer type.
 
     Raises:
-        ConfigError: ``rope_parameters`` has a key that is not one of the layer types.
+        ConfigError: ``rope_parameters`` has a key that is not one of the layer types, or a rotary embedding
+            is invalid.
     """
     sections = config.section("rope_parameters")
     if set(sections) - set(bases):

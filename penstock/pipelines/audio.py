@@ -187,7 +187,8 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
     ) -> dict[str, AudioGenerationResponse]:
         """Generate up to ``num_tokens`` speech tokens for each context, and decode the complete frames.
 
-        The codec uses the last frames as right context only. The next call decodes these frames.
+        Before the speech has ended, the codec uses the last frames as right context only. A later call
+        decodes these frames.
 
         Raises:
             InputError: ``num_tokens`` is less than 1, or a context has ended.
@@ -315,7 +316,7 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
     def _next_chunk(
         self, context: TTSContext, sizes: ChunkSizes | None, *, allows_short_chunks: bool
     ) -> CodecChunk | None:
-        """Return the next chunk of a context; None if its frames are not complete."""
+        """Return the next chunk of a context; None if its frames are not complete or all are decoded."""
         codec, frame_size = self.codec, self.codec.codes_per_frame
         start, num_frames = context.decoded_index // frame_size, len(context.speech_tokens) // frame_size
         has_ended = context.generation_status.is_done
@@ -375,7 +376,11 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
         }
 
     def _finish(self, request_id: str, context: TTSContext) -> None:
-        """End a context whose tokens are all generated and decoded."""
+        """Update a context whose tokens are all generated; does nothing for other contexts.
+
+        Frees its resources in the language model. Ends the context if its tokens are decoded or it is
+        cancelled. Records a failure if it has no speech tokens.
+        """
         status = context.generation_status
         if not status.is_done:
             return

@@ -50,7 +50,10 @@ class PipelineRequirements:
     """The processes among which the model is divided; None for one process."""
 
     def open_session(self) -> InferenceSession:
-        """Return the session of the model: devices, kernels, threads and ranks."""
+        """Return a new session of the model: devices, kernels, threads and ranks.
+
+        With ranks, it uses the first device and an equal share of the threads.
+        """
         from penstock.driver import load_devices
         from penstock.engine import InferenceSession
 

@@ -24,17 +24,18 @@ MAX_SECONDS = 60.0
 def load_voices(settings: Iterable[str], codec: AudioCodec, folder: Path) -> dict[str, VoicePrompt]:
     """Return the voices of the settings ``NAME=FILE`` and ``NAME=CODES``.
 
-    A file is a recording or a JSON file with ``codes`` and ``transcription``. The transcription of a
-    recording is in a file of the same name that ends in ``.txt``; without this file it is empty. The codes of
-    recordings are cached in ``$XDG_CACHE_HOME/penstock/voices``.
+    CODES are numbers separated by commas. A file is a recording or a JSON file with ``codes`` and an optional
+    ``transcription``. The transcription of a recording is in a file of the same name that ends in ``.txt``;
+    without this file it is empty. The codes of recordings are cached in ``$XDG_CACHE_HOME/penstock/voices``.
 
     Args:
         settings: the values of ``--voice``.
-        codec: encodes the recordings.
-        folder: the checkpoint of the codec.
+        codec: encodes the recordings, and checks given codes.
+        folder: the checkpoint of the codec; changed files invalidate the cache.
 
     Raises:
-        ConfigError: a voice cannot be read, or a name is given twice.
+        ConfigError: a voice cannot be read, its codes are invalid or its recording is empty or too long, or a
+            name is given twice.
     """
     voices: dict[str, VoicePrompt] = {}
     for setting in settings:

@@ -40,7 +40,7 @@ class Chunk:
 
 
 def pending_chunks(path: Path, ids_with_results: Container[str], size: int) -> tuple[list[Chunk], set[str]]:
-    """Return the lines that have no result, in chunks of up to ``size`` lines, and the ids of these lines.
+    """Return the lines without a result, in chunks of up to ``size`` lines, and their ids. Skips empty lines.
 
     Args:
         path: a file of JSON lines.
@@ -254,7 +254,7 @@ def finished_request_ids(path: Path) -> set[str]:
     """Return the ``custom_id`` of each result in an output; an empty set if the output does not exist.
 
     Raises:
-        InputError: the output does not contain batch results.
+        InputError: the output does not contain batch results, or a parquet output is not a folder.
     """
     if path.suffix != PARQUET:
         return finished_ids(path)

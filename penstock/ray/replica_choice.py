@@ -44,8 +44,8 @@ class Assignment:
 class ReplicaChoice:
     """Chooses replicas by their prefix caches, sessions and load, as `WorkerRouter` chooses workers.
 
-    The replicas report the changes of their caches every few seconds. Until the next report, the blocks of
-    requests that were sent to a replica count as cached there.
+    The replicas report the changes of their caches every few seconds. The blocks of a request that was sent
+    to a replica count as cached there until the second report after the end of the request.
 
     Args:
         num_ingresses: the number of HTTP processes that choose replicas. Each process counts only the
@@ -67,7 +67,7 @@ class ReplicaChoice:
         return {replica.name: replica.position for replica in self._replicas if replica is not None}
 
     def update(self, reports: Mapping[str, ReplicaReport]) -> None:
-        """Add and remove replicas so that each replica has a report, and apply the cache events."""
+        """Add and remove replicas, so that there is one for each report, and apply the cache events."""
         numbers = {
             replica.name: number for number, replica in enumerate(self._replicas) if replica is not None
         }

@@ -20,7 +20,7 @@ def phonemize(text: str, language: str) -> str:
 
     Raises:
         UnsupportedFeatureError: neither espeak-ng nor espeak is installed.
-        RequestFailedError: the program failed or took more than 20 s.
+        RequestFailedError: the program failed or took more than 20 s for a segment between punctuation marks.
     """
     program = next((path for name in PROGRAMS if (path := shutil.which(name))), None)
     if program is None:

@@ -1,10 +1,10 @@
 """Rebuilds the tokenizer of a GGUF file with the `tokenizers` library.
 
-If the file contains a ``tokenizer.json``, this tokenizer is used. Otherwise, two kinds are supported:
-byte-level BPE with a list of merges (``gpt2``), and SentencePiece BPE with scores (``llama``), from which the
-merges are derived. The file contains the name of the pre-tokenizer but not its
-pattern. A name is supported if the published tokenizer files of a model contain its pattern. Other names are
-errors, because a similar pattern would silently produce wrong tokens.
+If the file contains a ``tokenizer.json`` (metadata ``tokenizer.huggingface.json``), this tokenizer is used.
+Otherwise, two kinds are supported: byte-level BPE with a list of merges (``gpt2``), and SentencePiece BPE
+with scores (``llama``), from which the merges are derived. A ``gpt2`` file contains the name of the
+pre-tokenizer but not its pattern. A name is supported if the published tokenizer files of a model contain its
+pattern. Other names are errors, because a similar pattern would silently produce wrong tokens.
 """
 
 from __future__ import annotations
@@ -241,7 +241,8 @@ def _splitter(file: GGUFFile) -> _Splitter:
 def _add_bos_and_eos(file: GGUFFile, tokenizer: Tokenizer, tokens: list[str]) -> None:
     """Configure the tokenizer to add the BOS and EOS tokens that the file requests.
 
-    If the file does not set ``add_bos_token``, the kind of the tokenizer decides about BOS.
+    If the file does not set ``add_bos_token``, BOS is added for ``llama``, and for ``gpt2`` if the
+    pre-tokenizer has `_Splitter.adds_bos`.
     """
     is_spm = file.metadata.get("tokenizer.ggml.model") == "llama"
     adds_bos = file.metadata.get("tokenizer.ggml.add_bos_token")

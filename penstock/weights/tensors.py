@@ -37,8 +37,8 @@ _MAX_ZEROS = 2**29
 class Weights:
     """The tensors of a checkpoint by name, read on demand.
 
-    A missing or misshapen tensor does not stop loading. `tensor` records the fault and returns zeros.
-    `finish` reports all faults in one error.
+    A missing or misshapen tensor does not stop loading, unless there are too many. `tensor` records the fault
+    and returns zeros. `finish` reports all faults in one error.
 
     >>> weights = Weights.open(checkpoint)  # doctest: +SKIP
     >>> norm = weights.tensor("model.norm.weight", (64,))  # doctest: +SKIP
@@ -52,7 +52,7 @@ class Weights:
         self._faults = _Faults()
         self._names_read: set[str] = set()
         self.on_read: Callable[[int], None] | None = None
-        """Called with the number of bytes of each tensor that is read, to show the progress of loading."""
+        """Called with the number of bytes of each tensor that counts as read, to show the progress."""
 
     @classmethod
     def open(cls, path: Path, *, shapes_only: bool = False) -> Weights:
@@ -99,7 +99,7 @@ class Weights:
         return header.dtype
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return tensor ``name`` in its stored float type, mapped from the file.
+        """Return tensor ``name`` as floats: mapped from the file if it is stored as floats, see `is_mapped`.
 
         If it is missing, has another shape or is not a float tensor, the fault is recorded for `finish` and
         zeros of the requested shape are returned.

@@ -1,4 +1,4 @@
-"""`PrefixMap`: the blocks in the prefix cache of each worker."""
+"""`PrefixMap`: the blocks that the prefix cache of each worker has or is expected to have."""
 
 from __future__ import annotations
 

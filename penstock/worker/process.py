@@ -1,7 +1,7 @@
 """The loop of the worker: receives commands, calls the scheduler, and sends the results of each step.
 
-The loop runs in the main thread of the worker process (`penstock.worker.main`), or in a thread for tests. An
-idle worker does not poll. It blocks on the socket until a command arrives.
+The loop runs in the main thread of the worker process (`penstock.worker.main`), or in a thread for tests. A
+worker without requests does not poll. It blocks on the socket until a command arrives.
 """
 
 from __future__ import annotations
@@ -169,8 +169,8 @@ class _Loop:
     def _receive_commands(self, should_wait: bool) -> None:
         """Process all commands that have arrived.
 
-        With ``should_wait``, first pack weights and allocate pages. Then block until a command arrives or
-        contexts must be checked again.
+        With ``should_wait``, first pack weights and allocate pages until a command arrives. If contexts wait,
+        do only one part of this work. Then block until a command arrives or contexts must be checked again.
         """
         if should_wait:
             has_work = self._scheduler.has_work
@@ -273,7 +273,7 @@ class _Loop:
     # -- Steps -------------------------------------------------------------------------------------------
 
     def _step(self) -> bool:
-        """Run a step and send its report. Return False if no context ran."""
+        """Run a step, and send a report unless it would be empty. Return False if no context ran."""
         outputs: dict[str, PipelineOutput] = {}
         has_run = False
         if self._scheduler.has_work:

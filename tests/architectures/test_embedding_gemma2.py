@@ -22,7 +22,7 @@ def save_checkpoint(folder: Path, name: str = "embedding_gemma2") -> Path:
     return folder
 
 
-def test_dense_embeddings_have_the_size_of_the_projection(tmp_path: Path) -> None:
+def test_dense_embeddings_and_multi_vectors_have_the_size_of_the_projection(tmp_path: Path) -> None:
     pipeline = open_encoder(save_checkpoint(tmp_path))
     assert pipeline.embedding_size == 40
     [dense] = encode_all(pipeline, [TOKENS], outputs=("dense", "multi_vector"))

@@ -1,4 +1,4 @@
-"""Positions with several axes: preparing a step reads nothing from the device, and steps run eagerly."""
+"""Positions with several axes: steps are prepared without reading from the device, and run eagerly."""
 
 from __future__ import annotations
 

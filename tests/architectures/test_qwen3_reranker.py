@@ -1,4 +1,4 @@
-"""Qwen 3 as a reranker: the published prompt, and the softmax over the logits of "yes" and "no"."""
+"""Qwen 3 as a reranker: scores from the logits of "yes" and "no", truncation, and embedders."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def expected_logits(
     return answer_logits
 
 
-def test_the_score_is_the_softmax_of_yes_and_no(folder: Path) -> None:
+def test_scores_are_the_softmax_of_yes_and_no_or_the_difference_of_their_logits(folder: Path) -> None:
     with LLM(str(folder), **OPTIONS) as llm:
         assert llm.pipeline.outputs == ("scores",)
         scores = llm.score(QUERY, [DOCUMENT, "blue is the colour"], use_tqdm=False)
@@ -68,7 +68,7 @@ def test_the_score_is_the_softmax_of_yes_and_no(folder: Path) -> None:
     assert response.scores[0] == pytest.approx(float(expected), abs=1e-4)
 
 
-def test_truncation_keeps_the_end_of_the_prompt(folder: Path) -> None:
+def test_truncation_keeps_the_suffix_of_the_template(folder: Path) -> None:
     tokenizer = load_tokenizer(PipelineConfig.from_flat({"model_path": str(folder), **OPTIONS}))
 
     def encode(max_tokens: int | None) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""`SpeculativeConfig`: the method in effect, and invalid or contradictory settings."""
+"""`SpeculativeConfig`: the method and maximum drafts in effect, and invalid or contradictory settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.errors import ConfigError
         ({"speculative_method": "ngram", "num_speculative_tokens": 3}, "ngram", 3),
     ],
 )
-def test_the_method_follows_from_the_settings(
+def test_method_and_maximum_drafts_follow_from_the_settings(
     values: dict[str, Any], method: str | None, max_drafts: int
 ) -> None:
     config = PipelineConfig.from_flat(values).speculative

@@ -1,4 +1,4 @@
-"""Every code block of the pages runs unchanged, or its language marks it as not runnable."""
+"""Python and JavaScript blocks and curl commands of the pages run. Flags, links and file names are valid."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_curl_commands_succeed(block: Block, line: str, request: pytest.FixtureR
 
 
 @pytest.mark.parametrize("block", CONSOLE_BLOCKS, ids=str)
-def test_commands_accept_the_flags_of_the_pages(block: Block) -> None:
+def test_penstock_commands_accept_the_flags_of_the_pages(block: Block) -> None:
     for line in shell_commands(block):
         words = shlex.split(line.split("| ")[-1], comments=True)
         if words[0] != "penstock" or len(words) == 1:
@@ -157,7 +157,7 @@ def test_commands_accept_the_flags_of_the_pages(block: Block) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_have_a_target(page: Path) -> None:
+def test_links_within_the_repository_have_a_target(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if target.startswith("https://"):
             continue
@@ -179,7 +179,7 @@ def test_named_python_files_exist(page: Path) -> None:
         assert any(file.endswith(f"/{name}") for file in files), name
 
 
-def test_no_block_lacks_a_language_or_is_marked_as_shell() -> None:
+def test_each_block_has_one_of_the_expected_languages() -> None:
     unmarked_blocks = [str(block) for block in code_blocks("", "bash", "sh", "shell", "py")]
     assert not unmarked_blocks, (
         "name the language: python blocks run; console, text and similar blocks do not"

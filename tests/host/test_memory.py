@@ -1,4 +1,4 @@
-"""Prefaulted memory: ownership, return to the system, and use while a model is loaded."""
+"""Prefaulted memory: ownership, return to the system, and use while a model is loaded; reservations."""
 
 from __future__ import annotations
 

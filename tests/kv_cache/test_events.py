@@ -38,7 +38,7 @@ def apply_events(cached_digests: set[bytes], events: Iterable[CacheEvent]) -> se
     return cached_digests
 
 
-def test_stored_events_have_digests_parents_and_tokens() -> None:
+def test_only_new_blocks_have_stored_events_with_digests_parent_and_tokens() -> None:
     manager, context = kv_manager(8), text_context(PROMPT)
     manager.record_events()
     run_one_step(manager, context, token=10)
@@ -54,7 +54,7 @@ def test_stored_events_have_digests_parents_and_tokens() -> None:
     assert manager.take_events() == []  # the context used cached blocks, so it stored none
 
 
-def test_events_are_recorded_only_if_enabled() -> None:
+def test_no_events_are_recorded_by_default() -> None:
     manager, context = kv_manager(8), text_context(PROMPT)
     run_one_step(manager, context)
     assert manager.take_events() == []
@@ -78,7 +78,7 @@ def test_an_eviction_is_recorded_as_a_removed_event() -> None:
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 6), (6,)])
-def test_applied_events_give_the_digests_in_the_pool(windows: tuple[int | None, ...]) -> None:
+def test_applied_events_give_the_digests_in_the_first_pool(windows: tuple[int | None, ...]) -> None:
     random_numbers, known_digests = random.Random(7), set[bytes]()
     manager = kv_manager(*(9 for _ in windows), windows=windows)
     manager.record_events()
@@ -95,7 +95,7 @@ def test_applied_events_give_the_digests_in_the_pool(windows: tuple[int | None, 
         manager.check_integrity()
 
 
-def test_a_reset_of_the_prefix_cache_keeps_running_requests() -> None:
+def test_a_reset_forgets_cached_blocks_and_keeps_running_requests() -> None:
     manager, context = kv_manager(8), text_context(PROMPT)
     manager.record_events()
     run_one_step(manager, context)
@@ -117,7 +117,7 @@ def compute_rest(manager: KVCacheManager, context: TextContext) -> None:
         run_one_step(manager, context, token=token)  # checks the keys of all tokens
 
 
-def test_discarded_storage_is_zero_and_reusable() -> None:
+def test_discarded_storage_keeps_its_address_and_is_zero_and_reusable() -> None:
     manager, context = kv_manager(3000), text_context(PROMPT)
     run_one_step(manager, context)
     manager.release(context)

@@ -1,4 +1,4 @@
-"""Tests of `penstock.kv_cache.prefault`: which pages of the KV cache an idle worker allocates."""
+"""Tests of `penstock.kv_cache.prefault`: which pages of the KV cache an idle worker prefaults."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def are_resident(part: torch.Tensor) -> list[bool]:
 
 
 def is_populated(manager: KVCacheManager, layer: int, first: int, end: int) -> bool:
-    """Return whether all pages of the blocks of a layer are allocated."""
+    """Return whether all pages of the blocks ``first`` to ``end - 1`` of a layer are allocated."""
     tensors = manager.storage.block_tensors(layer)
     return all(all(are_resident(part[first:end])) for tensor in tensors for part in tensor)
 
@@ -111,7 +111,7 @@ def test_all_blocks_can_be_allocated(manager: KVCacheManager) -> None:
     assert not manager.prefault_next()
 
 
-def test_contents_are_kept(manager: KVCacheManager) -> None:
+def test_prefaulting_keeps_the_contents_of_blocks(manager: KVCacheManager) -> None:
     for layer in range(3):
         for number, tensor in enumerate(manager.storage.block_tensors(layer)):
             tensor[:, 3:9] = 5 + number
@@ -122,7 +122,7 @@ def test_contents_are_kept(manager: KVCacheManager) -> None:
             assert not tensor[:, 9:].any()
 
 
-def test_released_memory_is_not_allocated_again(manager: KVCacheManager) -> None:
+def test_discarded_memory_of_used_blocks_is_not_prefaulted_again(manager: KVCacheManager) -> None:
     populate_all(manager)
     context = use_blocks(manager, NUM_AHEAD - 1)
     manager.release(context)

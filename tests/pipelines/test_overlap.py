@@ -134,7 +134,9 @@ def run_contexts(
     num_steps: int = 1,
     **limits: Any,
 ) -> tuple[dict[str, Any], Scheduler[Any, Any]]:
-    """Run contexts and return their tokens, log probabilities and finish reasons.
+    """Run contexts. Return the outputs by request id, and the scheduler.
+
+    An output is a list: pairs (token, log probabilities), the final status or error type, all tokens.
 
     Args:
         pipeline: the pipeline.

@@ -1,4 +1,4 @@
-"""Sampling, compared with an implementation of the rule in numpy."""
+"""Sampling, compared with an implementation of the rule in numpy; its random numbers and inputs."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def test_a_batch_has_each_result_once_if_processes_are_killed(tmp_path: Path) ->
         assert response["body"]["choices"][0]["text"] == texts[PROMPTS[int(name[1:])]]
 
 
-def test_a_batch_reads_and_writes_parquet_files(tmp_path: Path) -> None:
+def test_a_batch_reads_and_writes_parquet_files_and_is_resumed(tmp_path: Path) -> None:
     import pyarrow
     from pyarrow.parquet import write_table
 

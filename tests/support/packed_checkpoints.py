@@ -23,7 +23,10 @@ Packer = Callable[[Tensor], Packed]
 def quantized_groups(
     weight: Tensor, bits: int, size: int, *, symmetric: bool, dtype: torch.dtype = torch.float16
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return codes ``[out, in]``, scales and zero points ``[out, G]``, and the dequantized weight."""
+    """Return codes ``[out, in]``, scales and zero points ``[out, G]``, and the dequantized weight.
+
+    A size below 1 means one group for all inputs.
+    """
     size = weight.shape[1] if size < 1 else size
     groups = weight.float().unflatten(1, (-1, size))
     max_code = 2**bits - 1

@@ -1,4 +1,4 @@
-"""Headers of valid and damaged GGUF files."""
+"""Headers of valid, damaged and split GGUF files, and the table of block types."""
 
 from __future__ import annotations
 

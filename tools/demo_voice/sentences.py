@@ -207,6 +207,7 @@ def training_texts(seed: int, num_texts: int, num_phrases: int) -> list[str]:
     """Return texts: single words, phrases of one to four words, and distinct sentences.
 
     Args:
+        seed: the seed of the phrases and sentences.
         num_texts: total number of texts.
         num_phrases: number of texts that are words and phrases.
     """

@@ -59,7 +59,8 @@ class MPNetModel(PostNormModel):
 def relative_buckets(distances: Tensor) -> Tensor:
     """Return the bucket of each signed distance, as in T5.
 
-    Small distances have a bucket each. Larger distances share buckets of logarithmic width.
+    Each direction has half of the buckets. Small distances have a bucket each. Larger distances share buckets
+    of logarithmic width.
     """
     half = BUCKETS // 2
     num_exact = half // 2

@@ -61,7 +61,7 @@ class AliasFreeUnit:
 
 @dataclass(frozen=True, slots=True)
 class DownsamplingBlock:
-    """Three residual units, then a strided convolution that lowers the rate."""
+    """Three residual units, an activation, and a strided convolution that lowers the rate."""
 
     units: tuple[AliasFreeUnit, ...]
     snake: AliasFreeSnake
@@ -93,7 +93,7 @@ class AcousticEncoder:
 def read_acoustic_encoder(
     loader: CodecLoader, channels: int, ratios: tuple[int, ...], hidden_size: int
 ) -> AcousticEncoder:
-    """Read the tensors ``acoustic_encoder.*``.
+    """Return the encoder, read from the tensors ``acoustic_encoder.*``.
 
     Args:
         loader: reads and packs layers.
@@ -153,7 +153,10 @@ def _read_snake(loader: CodecLoader, name: str, channels: int) -> AliasFreeSnake
 
 
 def low_pass_filter() -> Tensor:
-    """Return the taps ``[12]`` of a low-pass filter at half the bandwidth: a sinc times a Kaiser window."""
+    """Return the taps ``[12]`` of a low-pass filter at half the bandwidth.
+
+    The taps are a sinc times a Kaiser window, divided by their sum.
+    """
     cutoff, width = 0.25, 0.3
     attenuation = 2.285 * (_HALF_TAPS - 1) * pi * 4 * width + 7.95
     window = torch.kaiser_window(_NUM_TAPS, periodic=False, beta=0.1102 * (attenuation - 8.7))

@@ -38,7 +38,10 @@ class Span:
         return Span(self.begin * stride, self.output_begin * stride, self.end * stride)
 
     def trimmed_range(self, margin: int, length: int) -> tuple[int, int]:
-        """Return ``(first, end)``, the rows of the output with ``margin`` rows of context on each side."""
+        """Return ``(first, end)``: the output's rows with at most ``margin`` rows of context on each side.
+
+        Both are indices into the ``length`` rows that start at `begin`.
+        """
         first = max(self.output_begin - margin - self.begin, 0)
         return first, min(self.end + margin - self.begin, length)
 
@@ -104,7 +107,7 @@ def _trim_context(x: RaggedRows, spans: Sequence[Span], margin: int) -> tuple[Ra
 
 
 def read_decoder(loader: CodecLoader, config: SnacConfig) -> SnacDecoder:
-    """Read the tensors ``decoder.*``."""
+    """Return the decoder, read from the tensors ``decoder.*``."""
     channels = config.decoder_dim
     first_convs: tuple[Conv1d, ...]
     if config.is_depthwise:

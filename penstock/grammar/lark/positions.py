@@ -58,7 +58,7 @@ class LexemePositions:
     def next_groups(self, group: int, overlapping: set[frozenset[str]]) -> list[int]:
         """Return the groups of positions that can follow a group.
 
-        There is one group for each set of lexemes of `group` that can end together.
+        There is one group for each set of lexemes of `group` that overlap directly or through other lexemes.
 
         Args:
             group: the positions.
@@ -85,7 +85,7 @@ class LexemePositions:
 
 
 def _merge_overlapping(masks: dict[str, int], overlapping: set[frozenset[str]]) -> list[int]:
-    """Return the masks, with the masks of overlapping lexemes combined by OR."""
+    """Return the masks, with those of lexemes that overlap, directly or indirectly, combined by OR."""
     result: list[int] = []
     remaining_masks = dict(masks)
     while remaining_masks:

@@ -1,8 +1,8 @@
-"""Computes automata of strings of bounded length that match all required and no excluded expressions.
+"""Computes automata of texts that match all required and no excluded expressions and a length bound.
 
 States are built from partial derivatives (Antimirov 1996). A position is the part of an expression that is
 not matched yet. A state is the set of positions that a text can reach. Repetitions are expanded only when a
-state reaches them. A bound such as {0,100000} therefore takes no additional time or memory.
+state reaches them, so a large bound such as {0,100000} takes no time or memory by itself.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from penstock.grammar.schema.ebnf import Ranges, union
 
 MAX_STATES = 400
 _MAX_UNMINIMISED_STATES = 2000  # maximum states before minimization
-_MAX_POSITIONS = 4000  # maximum positions visited to compute the transitions of one state
-_MAX_WORK = 300_000  # maximum number of character ranges and positions visited for one expression
+_MAX_POSITIONS = 4000  # maximum positions visited to compute the transitions of one position
+_MAX_WORK = 300_000  # maximum number of range boundaries and positions visited for one expression
 
 _END = 0  # the position at the end of an expression
 _Row: TypeAlias = list[tuple[int, int, frozenset[int]]]  # (first, last character, next positions), ascending
@@ -69,12 +69,12 @@ def intersection(
     excluded: Sequence[regex.RegexNode],
     bound: Bound,
 ) -> Automaton | None:
-    """Return the minimal automaton of texts that match all required and no excluded expressions.
+    """Return the minimal automaton of texts within the bound that match all required and no excluded trees.
 
     Returns None if there is no such text.
 
     Raises:
-        TooLargeError: the automaton has more than `MAX_STATES` states or takes too long to compute.
+        TooLargeError: the automaton has more than `MAX_STATES` states, or exceeds another limit here.
     """
     product = _Product(required, excluded, bound)
     start = product.start
@@ -266,7 +266,7 @@ class _Product:
                 yield ((low, high),), self._normalized_state(target, count + 1 if count >= 0 else -1)
 
     def _fits_max_length(self, position_sets: tuple[frozenset[int], ...], count: int) -> bool:
-        """Return whether the minimum length of each required expression fits into the maximum length."""
+        """Return whether each required expression can still end within the maximum length."""
         if self._bound.max_count is None or count <= 0:
             return True
         remaining = self._bound.max_count - count
@@ -314,7 +314,7 @@ def _merged_rows(
 
 
 def _without_dead_states(automaton: Automaton) -> Automaton | None:
-    """Return the automaton without states that cannot reach an accepting state."""
+    """Return the automaton without states that cannot reach an accepting state; None if state 0 cannot."""
     predecessors = _predecessors(automaton)
     pending = [state for state, is_end in enumerate(automaton.accepting) if is_end]
     live_states = set(pending)
@@ -334,7 +334,7 @@ def _without_dead_states(automaton: Automaton) -> Automaton | None:
 
 
 def _minimize(automaton: Automaton | None) -> Automaton | None:
-    """Return the minimal automaton (Moore's partition refinement)."""
+    """Return the minimal automaton (Moore's partition refinement); None for None."""
     if automaton is None:
         return None
     classes = _classes_by_length(automaton)

@@ -26,7 +26,7 @@ from penstock.grammar.schema.shapes import (
 def exactly_one(schemas: Schemas, node: SchemaNode, shapes: Sequence[Shape]) -> list[Shape]:
     """Return the values of ``shapes`` that match exactly one branch, as a union of shapes.
 
-    Literals and shapes that two branches have in common are removed from both branches. If object shapes of
+    Literals and shapes that several branches have in common are removed from all of them. If object shapes of
     two branches may overlap, each shape forbids a property that the other shape requires.
 
     Raises:
@@ -56,7 +56,11 @@ def exactly_one(schemas: Schemas, node: SchemaNode, shapes: Sequence[Shape]) -> 
 def _exclude_rivals(
     schemas: Schemas, shape: Shape, index: int, rivals: Sequence[tuple[int, Shape]], node: SchemaNode
 ) -> Shape:
-    """Return the shape restricted so that no rival, a shape of another branch, matches its values."""
+    """Return the shape restricted so that no rival, a shape of another branch, matches its values.
+
+    Raises:
+        UnsupportedSchemaError: the shape cannot be restricted in this way.
+    """
     for rival_index, rival in rivals:
         if rival_index != index and not _are_disjoint(schemas, shape, rival):
             restricted_shape = _forbid_rival(schemas, shape, rival)

@@ -1,6 +1,6 @@
 """Back end for plain CPUs: C++ kernels for several instruction sets.
 
->>> ops = load()  # None if the library was not built
+>>> ops = load()  # None without a usable library
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ def load() -> CpuOps | None:
 
 
 def isa() -> str:
-    """Return the instruction set of the kernels that `load` returns; ``none`` without a usable library."""
+    """Return the instruction set of the kernels that `load` returns; ``none`` without a usable library.
+
+    Raises:
+        ConfigError: ``PENSTOCK_ISA`` names no instruction set.
+    """
     from penstock.kernels.cpu.library import chosen_isa
 
     return chosen_isa() or "none"

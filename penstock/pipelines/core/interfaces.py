@@ -365,7 +365,7 @@ class TokenGenerator(Protocol[Context]):
     """A pipeline that generates tokens."""
 
     def next_token(self, batch: dict[str, Context], num_steps: int) -> list[dict[str, TextResponse]]:
-        """Generate ``num_steps`` tokens for each context. Returns a dict by request id for each step.
+        """Generate up to ``num_steps`` tokens for each context. Returns a dict by request id for each step.
 
         The dict of a step contains only requests that had not ended before the step.
         """
@@ -387,7 +387,7 @@ class AudioGenerator(Protocol[Context]):
     """A pipeline that generates audio."""
 
     def next_chunk(self, batch: dict[str, Context], num_tokens: int) -> dict[str, AudioGenerationResponse]:
-        """Generate ``num_tokens`` speech tokens for each context, and return the new audio by request id."""
+        """Generate up to ``num_tokens`` speech tokens per context, and return the new audio by request id."""
 
     def release(self, context: Context) -> None:
         """Free the resources of a finished context."""

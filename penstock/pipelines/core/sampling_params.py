@@ -83,7 +83,7 @@ class SamplingParams:
 
     @cached_property
     def has_logit_rules(self) -> bool:
-        """Whether a bias, allowed tokens or banned tokens are set."""
+        """Whether a bias, allowed tokens, banned tokens or banned sequences are set."""
         rules = self.logit_bias or self.banned_token_ids or self.banned_sequences
         return bool(rules) or self.allowed_token_ids is not None
 
@@ -123,7 +123,7 @@ class SamplingParams:
         }
 
     def _check_allowed_tokens(self) -> None:
-        """Check that at least one of ``allowed_token_ids`` is not banned."""
+        """Check that ``allowed_token_ids``, if set, has a token that is not banned."""
         allowed = self.allowed_token_ids
         if allowed is None:
             return

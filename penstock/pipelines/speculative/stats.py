@@ -15,7 +15,7 @@ class SpeculationStats:
     num_accepted: int = 0
     """Accepted draft tokens."""
     num_verified_steps: int = 0
-    """Number of pairs of step and context in which at least one draft was verified."""
+    """Number of pairs of step and context in which at least one draft token was verified."""
     num_forced: int = 0
     """Tokens forced by a grammar. They are not counted as drafts."""
 

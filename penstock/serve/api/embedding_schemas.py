@@ -19,9 +19,9 @@ class EncodingBody(RequestBody):
     model: str = ""
     """Defaults to the served model, which `penstock.serve.api.text_generation.checked_body` sets."""
     truncate: bool | Literal["NONE", "END"] | None = None
-    """Whether inputs over the maximum length are cut at the end. If not, they are refused."""
+    """Whether inputs over the maximum length are cut at the end. See `truncates`."""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
-    """Number of leading tokens to keep; -1 keeps as many as the maximum length of the model."""
+    """Maximum number of leading tokens to keep; -1 for the maximum length of the model."""
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     user: Label | None = None
 
@@ -34,12 +34,12 @@ class EncodingBody(RequestBody):
 
     @property
     def truncates(self) -> bool:
-        """Whether inputs over the maximum length are cut."""
+        """Whether inputs over the maximum length are cut. If not, they are refused."""
         return self.truncate in (True, "END") or self.truncate_prompt_tokens is not None
 
     @property
     def max_tokens(self) -> int | None:
-        """The length in tokens to which inputs are cut; None for the maximum length of the model."""
+        """Length in tokens to which inputs are cut if `truncates`; None for the model's maximum length."""
         return None if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
 
 
@@ -62,7 +62,7 @@ class VectorBody(EncodingBody):
     pooling: PoolingType | None = None
     """The pooling to use instead of the checkpoint's pooling."""
     normalize: bool | None = None
-    """Whether vectors are scaled to length 1. None uses the default of the checkpoint."""
+    """Whether vectors are scaled to length 1. None uses the default, see `EmbeddingsBody.normalizes`."""
 
 
 class EmbeddingsBody(VectorBody):
@@ -122,7 +122,7 @@ class RerankBody(EncodingBody):
     top_n: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     return_documents: bool | None = None
     max_tokens_per_doc: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    """Number of leading tokens of each document to keep.
+    """Maximum number of leading tokens of each document to keep.
 
     If this field is set, a pair of query and document is also cut to the maximum length of the model.
     """

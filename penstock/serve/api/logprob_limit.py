@@ -13,7 +13,10 @@ from penstock.serve.services import Services
 
 
 def num_top_logprobs(body: GenerationBody, num_top: int | None) -> int:
-    """Return the number of top tokens that the worker computes per position; 0 for no log probabilities.
+    """Return the number of top tokens that the worker computes per position.
+
+    The number is at least 1 if the response has log probabilities, otherwise 0.
+
 
     Args:
         body: the request. Its ``prompt_logprobs`` is the number of top tokens per prompt token, or None.

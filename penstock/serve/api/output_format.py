@@ -17,8 +17,8 @@ def output_grammar(services: Services, body: GenerationBody) -> tuple[Grammar, s
     """Return the grammar that a request sets, and the name of the field; None if it sets no grammar.
 
     Raises:
-        RequestProblem: 400; two fields set a format, a format is invalid, or a schema has a keyword that
-            grammars do not support.
+        RequestProblem: 400; two fields set a format, a format is invalid, or longer than
+            ``--max-grammar-size``, or a schema has a keyword that grammars do not support.
     """
     formats = []
     if body.response_format is not None and body.response_format.type != "text":
@@ -79,7 +79,7 @@ def check_tools(services: Services, body: ChatBody, names: Container[str]) -> No
 
 
 def checked_grammar(services: Services, grammar: Grammar | None, field_path: str) -> Grammar | None:
-    """Validate and return a grammar that combines validated grammars, for example of tools and of reasoning.
+    """Validate and return a grammar that combines validated grammars, such as of tools; None for None.
 
     Raises:
         RequestProblem: 400; the combined grammar is too large or has an invalid reference.

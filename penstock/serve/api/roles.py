@@ -21,7 +21,8 @@ def check_roles(
     """Raise if the chat template omits the messages of a role from the prompt, or a role has a special token.
 
     Some templates raise an error for an unknown role. Other templates silently skip the message. To detect
-    skipped messages, the template is rendered with unique markers in place of their contents.
+    skipped messages, the template is rendered with unique markers in place of their contents. Standard roles
+    are not checked. Does nothing without a chat template.
 
     Args:
         messages: the messages for the template.

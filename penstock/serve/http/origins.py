@@ -1,4 +1,4 @@
-"""Protection of a server without an API key against pages of other sites in a browser.
+"""Protection of a server against pages of other sites in a browser, mainly for servers without an API key.
 
 A page of any site can send requests to a server on the same machine (a simple ``POST``). With DNS rebinding,
 a page can also make the browser treat the server as part of its own site. A page of another site sends a
@@ -59,7 +59,8 @@ class OriginMiddleware:
         """Check the headers of a request.
 
         Raises:
-            RequestProblem: 400 no or several ``Host`` headers; 403 a foreign origin; 421 an unknown host.
+            RequestProblem: 400 several ``Host`` headers, or none in HTTP/1.1 or later; 403 a foreign origin;
+                421 an unknown host.
         """
         headers = Headers(scope=scope)
         hosts = headers.getlist("host")

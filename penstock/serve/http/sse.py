@@ -79,9 +79,10 @@ class EventTemplate:
 class EventStream(Response):
     """Send the events of a generator as soon as each is available.
 
-    An error in the generator becomes an event, by default ``data: {"error": {...}}`` in OpenAI's format. The
-    stream then ends without ``[DONE]``, which only a complete response has. When the client disconnects, the
-    generator is closed immediately and releases its resources.
+    An error in the generator becomes an event, by default ``data: {"error": {...}}`` in OpenAI's format. An
+    `OSError` counts as a disconnect of the client instead. After an error event, the stream ends without
+    ``[DONE]``, which only a complete response has. When the client disconnects, the generator is closed
+    immediately and releases its resources.
 
     Args:
         chunks: events, parts of events that end at a character boundary, or binary data.

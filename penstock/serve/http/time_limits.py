@@ -1,4 +1,4 @@
-"""Time limits of a response: for the whole request, and between two tokens."""
+"""Time limits of a response: for the whole request, and between two items of its stream."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class TimeLimits:
-    """The limits of one request, counted from its arrival."""
+    """The limits of one request: the whole time since its arrival, and the time between two tokens."""
 
     def __init__(self, config: ServeConfig, record: RequestRecord) -> None:
         self._request_timeout = config.request_timeout

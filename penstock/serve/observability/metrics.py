@@ -149,7 +149,8 @@ class Metrics:
 
         Args:
             engine: the engine.
-            gauges: quantity -> additional gauge name, the argument of `router_gauges`.
+            gauges: quantity -> additional gauge name, the argument of `router_gauges`. Only the first call's
+                gauges are used.
             model: the name of the engine's model.
         """
         if not self._engines:
@@ -206,7 +207,10 @@ class RequestMetrics:
 
 
 class EngineCollector(Collector):
-    """Reports the newest statistics of the engines as metrics. Totals restart at 0 when a worker restarts."""
+    """Reports the newest statistics of the engines as metrics.
+
+    Totals of a worker's statistics restart at 0 when the worker restarts.
+    """
 
     def __init__(self, engines: Mapping[str, EngineClient], gauges: Mapping[str, str]) -> None:
         self._engines = engines

@@ -1,4 +1,4 @@
-// The live statistics, requested once per second while the page is visible.
+// The live statistics, requested one second after each response while the page is visible.
 
 import { getJson } from "./api.js";
 import { drawLine } from "./chart.js";
@@ -18,7 +18,7 @@ const STATES = {
 };
 
 export class Panel {
-  /** `onstate(state)` is called when the state of the worker changes. */
+  /** `onstate(state)` is called with the first state and each change; `unknown` if a request fails. */
   constructor({ onstate }) {
     this._onstate = onstate;
     this._state = null;

@@ -24,14 +24,16 @@ _NVFP4, _MXFP4 = 16, 32  # inputs that share a scale
 def take_fp4_layers(tensors: StoredTensors, name: str = "weight_packed") -> None:
     """Replace the tensors of each layer of 4-bit floats by one header.
 
-    In ModelOpt, a layer without ``weight_scale`` is no layer of 4-bit floats and stays unchanged.
+    In ModelOpt, a layer without ``weight_scale`` is no layer of 4-bit floats and stays unchanged. Tensors
+    that are not matrices stay unchanged, too.
 
     Args:
         tensors: the stored tensors.
         name: the tensor of numbers: ``weight_packed`` in compressed-tensors, ``weight`` in ModelOpt.
 
     Raises:
-        WeightsError: the scales of a layer are missing or have a wrong type or shape.
+        WeightsError: the scales of a layer are missing or have a wrong type or shape, or the number of inputs
+            is not a multiple of the inputs per scale.
     """
     for layer in tensors.layers(name, ("U8",)):
         packed, scale = tensors.peek(layer, name), tensors.peek(layer, "weight_scale")

@@ -7,8 +7,8 @@ A layer ``[out, in]`` is stored transposed:
 * ``qzeros`` int32 ``[G, out * bits / 32]``: zero points, packed in the same way. In the first version of the
   format (``checkpoint_format: gptq``) they are stored minus 1.
 * ``scales`` ``[G, out]``.
-* ``g_idx`` int32 ``[in]``: the group of each input. With ``desc_act``, inputs are not sorted by group. The
-  reader sorts the inputs of such a layer by group (`QuantizedHeader.order`).
+* ``g_idx`` int32 ``[in]``, optional: the group of each input. With ``desc_act``, inputs are not sorted by
+  group. The reader sorts the inputs of such a layer by group (`QuantizedHeader.order`).
 """
 
 from __future__ import annotations

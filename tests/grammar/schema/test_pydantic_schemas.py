@@ -1,4 +1,4 @@
-"""JSON schemas of pydantic types: generated texts are valid, and pydantic parses them."""
+"""JSON schemas of pydantic types: generated texts are valid, and pydantic parses those of most types."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def paged_cache(
     dtype: torch.dtype = torch.float32,
     **fields: object,
 ) -> tuple[LayerKV, Tensor, Tensor]:
-    """Return a cache, row offsets and lengths; values that no query may read are NaN."""
+    """Return a cache, row offsets and lengths; values after the end of a sequence are NaN."""
     counts = [-(-length // 16) for _, length in rows_and_lengths]
     cache = torch.full((2, sum(counts) + 1, kv_heads, 16, dim), torch.nan)
     cache[:, 0] = 0
@@ -236,7 +236,7 @@ def test_cache_writes_equal_the_reference(ops: CudaOps, cache_dtype: torch.dtype
 
 
 def test_conversion_to_8_bit_floats_equals_torch(ops: CudaOps) -> None:
-    """The values of all codes, the midpoints between them, and NaN are stored as torch converts them."""
+    """Values are clamped to -448..448 and stored as torch converts them; NaN stays NaN."""
     codes = torch.arange(256).to(torch.uint8)
     values = codes.view(FP8).float()[:127].sort().values
     midpoints = (values[1:] + values[:-1]) / 2
@@ -308,7 +308,7 @@ QUANTIZED_ENCODINGS = [name for name in ENCODINGS if not encoding_named(name).is
 
 
 @pytest.mark.parametrize("encoding", QUANTIZED_ENCODINGS)
-def test_products_in_every_encoding_agree_with_the_reference(ops: CudaOps, encoding: str) -> None:
+def test_products_in_every_quantized_encoding_agree_with_the_reference(ops: CudaOps, encoding: str) -> None:
     """The inputs have one row, a few rows, or so many rows that the kernel decodes the weight first."""
     weight, bias = torch.randn(20, 330) / 18, torch.randn(20)
     packed_weight, reference_weight = call_both(ops, "pack_linear", weight, encoding, bias=bias)

@@ -54,7 +54,7 @@ def test_kernels_pass_on_a_matrix_of_shapes() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_models_run_on_interpreted_kernels() -> None:
-    """Run the tests of models that are marked for a GPU on the interpreted kernels."""
+    """Run the mixed batch and one chunk size of Llama's parity tests for a GPU on the interpreted kernels."""
     expression = "llama and best and (mixed_batch or chunks0)"
     assert " passed" in run_interpreted(
         "tests/architectures/test_parity.py", "--timeout=1800", "-m", "gpu", "-k", expression, timeout=7000

@@ -63,7 +63,7 @@ def test_choices_do_not_share_state() -> None:
     assert second_choice.outstanding_completion_tokens() == [(6, None)]
 
 
-def test_seeds_of_choices_stay_in_the_legal_range() -> None:
+def test_a_negative_seed_counts_modulo_2_to_the_64_for_later_choices() -> None:
     choices = choice_contexts(text_context([1], sampling_params=SamplingParams(seed=-1)), 2)
     assert [choice.sampling_params.seed for choice in choices] == [-1, splitmix64(2**64 - 1, 1)]
 

@@ -49,7 +49,7 @@ def round_trip(value: Any, type_: Any = None, copy: bool = True) -> Any:
     return msgpack_numpy_decoder(type_ or type(value), copy)(msgpack_numpy_encoder()(value))
 
 
-def test_the_example_of_the_api_page_holds() -> None:
+def test_the_doctests_of_the_module_pass() -> None:
     assert doctest.testmod(serialization).failed == 0
 
 
@@ -117,7 +117,7 @@ def test_decoding_an_unsupported_type_is_refused() -> None:
         Grammar("regex", "a+"),
     ],
 )
-def test_decoded_responses_are_equal(value: Any) -> None:
+def test_decoded_responses_and_parameters_are_equal(value: Any) -> None:
     assert round_trip(value) == value
 
 
@@ -174,7 +174,7 @@ def test_all_copied_arrays_are_writable() -> None:
     assert speech_context.audio_prompt_tokens.tolist() == [1, 1, 2]
 
 
-def test_a_union_of_contexts_is_decoded_to_the_right_class() -> None:
+def test_a_context_is_decoded_to_its_class_in_a_union_and_refused_as_another_class() -> None:
     context_types = TextContext | TextAndVisionContext | TTSContext
     for context in contexts():
         assert type(round_trip(context, context_types)) is type(context)

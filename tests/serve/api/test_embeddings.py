@@ -119,7 +119,7 @@ async def test_base64_vectors_equal_float_vectors(embedder: Path) -> None:
             assert np.frombuffer(base64.b64decode(item["embedding"]), "<f4").tobytes() == row.tobytes()
 
 
-async def test_truncated_vectors_are_normalized(tmp_path: Path) -> None:
+async def test_shortened_vectors_are_normalized_by_default_except_in_pooling(tmp_path: Path) -> None:
     folder = write_tiny_embedder(tmp_path / "m", modules=("Transformer", "Pooling"), is_matryoshka=True)
     async with embedding_server(folder) as server:
         full_vector = read_vectors(await request_embeddings(server, input="a cat"))[0]

@@ -1,4 +1,4 @@
-"""Ollama's API: chats, generations, embeddings, and model lists."""
+"""Ollama's API: chats, generations, embeddings, model lists and descriptions, and errors."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ async def test_thinking_is_a_separate_field(server: InProcessServer) -> None:
     assert "".join(line["response"] for line in streamed_lines) == "Yes."
 
 
-async def test_generate_completes_a_prompt(server: InProcessServer) -> None:
+async def test_generate_completes_a_prompt_or_only_loads_the_model(server: InProcessServer) -> None:
     *text_lines, end_line = await post_and_read_lines(server, "/api/generate", prompt="Hi", system="S")
     assert "".join(line["response"] for line in text_lines) == "system: Suser: Hi"
     assert (end_line["done_reason"], end_line["response"]) == ("stop", "")
@@ -176,7 +176,9 @@ async def test_models_are_listed_and_errors_have_the_ollama_format(server: InPro
         assert error_text in refused_response.json()["error"], refused_response.text
 
 
-async def test_embed_returns_the_vectors_of_the_openai_route(embedder: Path) -> None:
+async def test_embed_returns_the_vectors_of_the_openai_route_and_truncates_long_inputs(
+    embedder: Path,
+) -> None:
     config = PipelineConfig.from_flat({"model_path": str(embedder)})
     async with run_in_process(
         make_runtime=partial(load_runtime, config), tokenizer=load_tokenizer(config), pipeline_config=config

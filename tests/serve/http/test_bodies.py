@@ -106,7 +106,7 @@ async def test_requests_with_invalid_bodies_get_400(path: str, body: bytes, mess
     assert response.json()["error"]["code"] == "invalid_json"
 
 
-async def test_bodies_up_to_the_maximum_size_are_accepted() -> None:
+async def test_only_bodies_up_to_the_maximum_size_are_accepted() -> None:
     body = json.dumps({"a": "b" * 100_000}).encode()  # so large that a separate process decodes it
     async with app_client(make_services(max_body_size=len(body)), echo_body()) as client:
         assert (await post(client, body)).json() == {"a": "b" * 100_000}
@@ -205,7 +205,7 @@ async def test_only_json_media_types_are_accepted(media_type: str, status: int) 
 
 
 async def test_a_body_without_a_content_type_is_refused() -> None:
-    """A page of another site can send a request without a media type without a preflight request."""
+    """A browser sends a request without a media type from another site without a preflight request."""
     async with app_client(make_services(), echo_body()) as client:
         response = await client.post("/raw", content=b'{"a": 1}')
     assert response.status_code == 415

@@ -1,4 +1,4 @@
-"""`OutputParser`: behaviour that is the same for all formats."""
+"""`OutputParser` and `ParserFactory`: behaviour that formats share, and details of some formats."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_text_that_is_not_a_call_is_unchanged_content(text: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{"tools": []}, {"tool_choice": "none"}])
-def test_calls_are_content_without_tools(options: dict[str, Any]) -> None:
+def test_calls_are_content_without_tools_or_with_the_choice_none(options: dict[str, Any]) -> None:
     assert parse_text(f"a\n{CALL}", **options) == [Content(f"a\n{CALL}")]
     assert parse_text(f"a\n{CALL}", "hermes", "none", **options) == [Content(f"a\n{CALL}")]
 
@@ -184,7 +184,7 @@ def test_an_end_marker_without_a_begin_marker_is_dropped() -> None:
     assert parse_text("hm</think>Yes") == [Content("hmYes")]
 
 
-def test_a_call_ends_the_reasoning() -> None:
+def test_a_call_ends_the_reasoning_but_a_marker_alone_does_not() -> None:
     assert parse_text(f"<think>hm\n{CALL}\n</think>ok") == [
         Reasoning("hm"),
         *make_call_events(),

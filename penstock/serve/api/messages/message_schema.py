@@ -27,7 +27,7 @@ class MediaSource(RequestBody):
 
 
 class ResultBlock(RequestBody):
-    """A content block of a tool's output."""
+    """A content block of a tool's output or of the system prompt."""
 
     unsupported: ClassVar[Mapping[str, RefusedField]] = {
         "cache_control": _CACHE_CONTROL,
@@ -71,7 +71,7 @@ class ConversationMessage(RequestBody):
 
 
 class MessageTool(RequestBody):
-    """A tool of the client or a tool of Anthropic's servers. The latter has a type and further fields."""
+    """A tool of the client, or a tool that Anthropic hosts or defines (see `is_hosted`)."""
 
     unsupported: ClassVar[Mapping[str, RefusedField]] = {
         "allowed_callers": RefusedField("the model calls tools directly", (["direct"],)),

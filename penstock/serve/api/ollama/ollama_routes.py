@@ -1,4 +1,4 @@
-"""The routes of Ollama's API: chat, generation, embeddings and the description of models."""
+"""The routes of Ollama's API: chat, generation, embeddings, models and the version."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class ResponseBuilder:
         )
 
     def events(self, index: int, delta: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
-        """Return the events of a delta."""
+        """Return the events of a delta in one part; empty if it causes no event."""
         new_events = self._add(delta)
         return (self._events(new_events),) if new_events else ()
 

@@ -52,12 +52,13 @@ class StoredResponse:
 class ResponseStore:
     """Stores responses in an SQLite database. Deletes the oldest responses above a maximum total size.
 
-    The newest response is kept even if it exceeds this size. All database calls run in one thread. The
-    methods read and delete only responses of the given owner.
+    The newest response is kept even if it exceeds this size. All database calls after the
+    constructor run in one thread. `get`, `delete` and `item` use only responses of the given owner.
+    The maximum size applies to all owners together.
 
     Args:
         path: the file of the database; None keeps the responses in memory.
-        max_bytes: maximum total size of the responses in bytes of JSON.
+        max_bytes: maximum total size of the responses and their input items in bytes of JSON.
 
     Raises:
         ConfigError: the file cannot be used.
@@ -93,7 +94,7 @@ class ResponseStore:
         return await self._run(partial(self._delete, owner, response_id))
 
     async def item(self, owner: str, item_id: str) -> dict[str, object] | None:
-        """Return an output item; None if no stored response of the owner has an item with this id."""
+        """Return an output item; None if no stored response of the owner has an output item with this id."""
         return await self._run(partial(self._item, owner, item_id))
 
     def close(self) -> None:

@@ -48,7 +48,8 @@ class Arguments:
     """The schema of an arguments object, split into one schema per argument."""
 
     schemas: dict[str, Schema | bool]
-    """Name -> schema of each argument, in the order of the output. Each schema includes all definitions."""
+    """Name -> schema of each argument, in the order of the output. Schemas that are objects include all
+    definitions."""
     required: frozenset[str]
     is_unrestricted: bool
     """Whether the schema names no argument and allows arguments of any name."""
@@ -102,6 +103,8 @@ class TaggedArguments:
 
     def grammar(self, schema: Schema) -> Tag:
         """Return the grammar of the arguments in schema order. Optional arguments can be left out.
+
+        If the schema is unrestricted, any number of arguments with any names is allowed.
 
         Raises:
             UnsupportedSchemaError: a keyword cannot be enforced in text that is not JSON.

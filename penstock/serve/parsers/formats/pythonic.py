@@ -131,6 +131,9 @@ def call_grammar(name: str, schema: Schema) -> Tag:
 
     Required arguments come first, then optional arguments, both in schema order. If the schema does not
     restrict the arguments, every keyword is allowed.
+
+    Raises:
+        UnsupportedSchemaError: a keyword of the schema restricts the object as a whole.
     """
     arguments = Arguments.from_schema(schema)
     parts = [constant(f"{name}(")]
