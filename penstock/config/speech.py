@@ -32,8 +32,8 @@ class SpeechConfig:
     codec: str | None = setting(
         None,
         TEXT,
-        "Checkpoint of the audio codec: a folder or an id on the Hugging Face hub; by default the codec of "
-        "the speech format.",
+        "Checkpoint of the audio codec: a folder or an id on the Hugging Face hub; by default the codec "
+        "that the checkpoint names, or else the codec of the speech format.",
     )
     codec_encoding: str | None = setting(
         None,
@@ -58,7 +58,7 @@ class SpeechConfig:
     audio_chunk_frames: int | None = setting(
         None,
         COUNT,
-        "Number of codec frames in each chunk of an audio stream; by default chunks have 0.2 seconds at "
+        "Number of codec frames in each chunk of an audio stream; by default chunks have 0.15 seconds at "
         "first and grow to 2 seconds.",
     )
 

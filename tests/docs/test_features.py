@@ -114,7 +114,10 @@ def open_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..
     def open_cached_llm(**config: Any) -> LLM:
         if "lora" in config:
             config["lora"] = [f"tone={adapter}"]
-        return models.setdefault(json.dumps(config), LLM("demo", **config))
+        key = json.dumps(config)
+        if key not in models:
+            models[key] = LLM("demo", **config)
+        return models[key]
 
     yield open_cached_llm
     for llm in models.values():
