@@ -18,10 +18,10 @@ QUESTIONS = {
 }
 
 
-def log_probability(output: GenerationOutput, num_common: int) -> float:
-    """Return the log probability of the prompt tokens after the first ``num_common`` tokens."""
+def log_probability(output: GenerationOutput, num_question_tokens: int) -> float:
+    """Return the log probability of the prompt tokens after the first ``num_question_tokens`` tokens."""
     assert output.prompt_log_probabilities is not None
-    return fsum(output.prompt_log_probabilities.token_log_probabilities[num_common - 1 :])
+    return fsum(output.prompt_log_probabilities.token_log_probabilities[num_question_tokens - 1 :])
 
 
 def main() -> None:

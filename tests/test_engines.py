@@ -81,7 +81,7 @@ def test_workers_divide_gpus_or_share_one_gpu(monkeypatch: pytest.MonkeyPatch) -
         divide(make_config(data_parallel_size=2, devices=gpus[:3]))
 
 
-def test_a_memory_limit_sets_the_memory_utilization(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_a_share_sets_the_memory_utilization(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "CPU", lambda: SimpleNamespace(stats={"free_memory": 1000}))
     config = make_config()
     (share,) = divide(config, 250)

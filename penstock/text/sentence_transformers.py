@@ -71,7 +71,7 @@ class SentenceTransformersLayout:
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None
     tasks: tuple[str, ...] = ()
-    """The tasks with an adapter in the checkpoint, in the order of the checkpoint's tensors.
+    """The tasks with a LoRA adapter in the checkpoint, in the order of the adapters in each LoRA tensor.
 
     A prompt with the name of a task belongs to the task.
     """
@@ -84,7 +84,8 @@ class SentenceTransformersLayout:
     def prompt_for(self, role: Literal["query", "document"]) -> str | None:
         """Return the name of the prompt for queries or documents; None if the checkpoint has no such prompt.
 
-        The prompt for documents is named document, passage or corpus, or it is the prompt of a task.
+        The prompt for documents is named document, passage, corpus or retrieval.passage. The prompt for
+        queries is named query or retrieval.query.
         """
         names = ["document", "passage", "corpus", "retrieval.passage"]
         if role == "query":
@@ -198,7 +199,7 @@ def _check_multi_vector_options(file: Path, values: Mapping[str, object]) -> Non
 
 
 def _check_multi_vector_mask(path: Path) -> None:
-    """Raise if the mask of a multi-vector model excludes tokens by their ids."""
+    """Raise if the mask of a multi-vector model excludes tokens by words or by token ids."""
     file = path / "config.json"
     config = _object(file)
     for key in ("skiplist_words", "keep_only_token_ids"):

@@ -34,8 +34,8 @@ from penstock.worker.supervisor import WorkerSupervisor
 
 _LOG = logging.getLogger("penstock.worker")
 
-_STOP_POLL_INTERVAL = 0.02
-"""Seconds between two checks during a shutdown whether all requests have ended."""
+_IDLE_POLL_INTERVAL = 0.02
+"""Seconds between two checks whether all requests have ended, before the worker stops or sleeps."""
 
 
 class WorkerClient:
@@ -97,7 +97,10 @@ class WorkerClient:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the worker is loaded and has reacted within the hang limit, or was stopped by `sleep`."""
+        """Whether the worker is loaded, and has answered or made progress within the hang limit.
+
+        A sleeping worker without a process counts as alive, unless it could not be restarted.
+        """
         return self._supervisor.is_alive
 
     @property
@@ -134,7 +137,7 @@ class WorkerClient:
 
     @property
     def num_restarts(self) -> int:
-        """The number of times that the worker ended unexpectedly."""
+        """The number of times that the worker ended unexpectedly or a restart failed."""
         return self._supervisor.num_restarts
 
     @property
@@ -168,8 +171,9 @@ class WorkerClient:
     def _has_room(self, client_id: str) -> bool:
         """Return whether a client may submit another request.
 
-        If one client fills the queue, other clients can still submit requests: the queue has room for one
-        more batch of clients with less than one batch of outstanding requests.
+        If one client fills the queue, other clients can still submit requests: beyond the limit, the queue
+        has room for one more batch of requests. Only a client with less than one batch of outstanding
+        requests may use this room.
         """
         if self.num_outstanding < self.max_outstanding:
             return True
@@ -211,7 +215,7 @@ class WorkerClient:
     # -- Caches, sleep and profiles ----------------------------------------------------------------------
 
     def watch_cache(self, listener: CacheListener) -> None:
-        """Call a listener with the events of the prefix cache. Call it before the start."""
+        """Register a listener for the events of the prefix cache. Must be called before the start."""
         self._listeners.append(listener)
 
     async def reset_prefix_cache(self) -> None:
@@ -258,7 +262,7 @@ class WorkerClient:
             raise
 
     async def wake_up(self) -> None:
-        """Accept requests again. Start the worker if it has ended. Does nothing if the worker is not asleep.
+        """Accept requests again. Start the worker if it is not running. Does nothing if the worker is not asleep.
 
         Raises:
             PenstockError: the worker cannot start, and is still asleep.
@@ -276,7 +280,7 @@ class WorkerClient:
         """Wait until no request is outstanding, for at most ``seconds``."""
         deadline = time.monotonic() + seconds
         while self.num_outstanding and time.monotonic() < deadline:
-            await asyncio.sleep(_STOP_POLL_INTERVAL)
+            await asyncio.sleep(_IDLE_POLL_INTERVAL)
 
     async def _control(self, action: ControlAction) -> None:
         self._supervisor.check_ready()
@@ -295,7 +299,7 @@ class WorkerClient:
             raise error
 
     async def _restore(self) -> None:
-        """Restore the state of a restarted worker: its cache events and its adapters."""
+        """Prepare a worker after each start: request its cache events, and restore the changed adapters."""
         if self._listeners:
             self._supervisor.send(WatchCache())
         initial_names = {name for name, _ in self.info.adapters}

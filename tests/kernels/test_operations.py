@@ -1,4 +1,4 @@
-"""The registry, the recorder and the C declarations use the table of operations."""
+"""The table of operations, and the recorder and the C declarations that use it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class AcceleratedOps(ExtendedOps):
         return torch.add(weight, x, alpha=factor)
 
 
-def test_the_registry_contains_added_operations() -> None:
+def test_the_table_contains_added_operations() -> None:
     assert [*collect_operations(ExtendedOps)] == [*OPERATIONS, "blend", "shuffle"]
     row = collect_operations(ExtendedOps)["blend"]
     assert list(row.signature.parameters) == ["x", "weight", "factor"]

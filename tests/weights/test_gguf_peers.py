@@ -35,7 +35,7 @@ BYTE_PIECES = [
     ("</s>", 0.0),
     *((f"<0x{byte:02X}>", 0.0) for byte in range(127)),
 ]
-# Settings that llama.cpp assumes because GGUF has no keys for them, and sizes that it supports.
+# Settings that are fixed in llama.cpp, whatever the GGUF file contains, and sizes that it supports.
 ASSUMED_SETTINGS: dict[str, dict[str, Any]] = {
     "apertus": {"hidden_size": 64, "num_attention_heads": 4},
     "gemma2": {"query_pre_attn_scalar": 16, "tie_word_embeddings": True},

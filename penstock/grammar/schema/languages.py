@@ -17,22 +17,24 @@ from penstock.grammar.schema.shapes import StringShape
 
 @dataclass(frozen=True, slots=True)
 class CountedLanguage:
-    """The union of the strings of an automaton with a maximum length and the strings of an expression."""
+    """The strings of an automaton up to a maximum length, and the strings of the expression if there is one."""
 
     counting: Counting
     expression: regex.RegexNode | None
 
 
 Language: TypeAlias = regex.RegexNode | Automaton | CountedLanguage
-_SIMPLE_LENGTH = 63  # maximum length for which all expressions of formats.SIMPLE are valid
+# Up to this length, all matches of the expressions in formats.SIMPLE are valid.
+_SIMPLE_LENGTH = 63
 
 
 @lru_cache(maxsize=128)
 def string_language(text: StringShape) -> Language | None:
     """Return the strings of a shape with conditions; None if no string satisfies the conditions.
 
-    The result is exact if its automaton is small. Otherwise it excludes strings near a maximum length and
-    rare forms of a format (`formats.SIMPLE`).
+    The result is exact if `_with_length_bound` returns it or if its automaton is small. Otherwise it may
+    exclude strings near a maximum length, rare forms of a format (`formats.SIMPLE`), and strings in which one
+    part is very long (`shortened`).
 
     Raises:
         UnsupportedSchemaError: the automaton is too large, even with these exclusions.

@@ -38,7 +38,7 @@ class ToolServers:
         timeout: maximum seconds for calling a tool and for listing tools.
 
     Raises:
-        MissingDependencyError: the package ``mcp`` is not installed.
+        MissingDependencyError: there are servers, but the package ``mcp`` is not installed.
     """
 
     def __init__(self, servers: Sequence[str], tokens: Sequence[str], timeout: float) -> None:
@@ -93,7 +93,10 @@ class ToolServers:
             return tools
 
     def close(self) -> None:
-        """Clear the cached lists of tools. Sessions are closed by `ResponseRun`, which opens them."""
+        """Clear the cached lists of tools.
+
+        `ResponseRun` opens and closes the sessions in which tools are called.
+        """
         self._lists.clear()
 
 
@@ -101,7 +104,7 @@ def check_package(servers: Sequence[str]) -> None:
     """Check that the package ``mcp`` is installed if there are tool servers.
 
     Raises:
-        MissingDependencyError: names the extra that installs it.
+        MissingDependencyError: it is not installed. The message names the extra that installs it.
     """
     if servers and find_spec("mcp") is None:
         raise MissingDependencyError("mcp", "mcp", "--mcp-server")
