@@ -3,9 +3,10 @@
     python benchmarks/ranks.py --shape l1b --pairs 8
     python benchmarks/ranks.py --model DIR --what decode
 
-Both configurations are loaded at the same time, in separate processes. They run the same prompt alternately,
-so that a change of the machine's speed affects both. A pair is one run of each configuration. The order
-changes with each pair. The ratio is the speed of the two ranks divided by the speed of the one process.
+Both configurations stay loaded during the measurement, in separate processes. They run the same prompt
+alternately, so that a change of the machine's speed affects both. A pair is one run of each configuration.
+The order changes with each pair. The ratio is the speed of the two ranks divided by the speed of the one
+process.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ NUM_RANKS = 2
 
 
 def serve_runs(model: str, num_ranks: int, connection: Connection) -> None:
-    """Load the model and run the requests of a connection until it receives None.
+    """Load the model, then run each request that arrives on the connection until None arrives.
 
     Sends None when the model is loaded. A request is a tuple of the prompt and the number of new tokens. The
     answer is the seconds of the request.
@@ -114,7 +115,7 @@ def measure(
 
 
 def main() -> None:
-    """Measure the phases of the command line."""
+    """Measure the phases that ``--what`` selects."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

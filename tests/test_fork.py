@@ -45,7 +45,7 @@ def run_script(code: str) -> list[str]:
     return result.stdout.splitlines()
 
 
-def test_steps_are_refused_in_a_fork_of_a_process_that_has_generated() -> None:
+def test_steps_and_loads_are_refused_in_a_fork_of_a_process_that_has_generated() -> None:
     lines = run_script(
         """
         from penstock.pipelines.core import TokenGeneratorRequest

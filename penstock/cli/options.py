@@ -18,7 +18,7 @@ from penstock.serve.config import ServeConfig, serve_fields
 Decorated = TypeVar("Decorated", bound=Callable[..., object])
 
 _SHORT_FLAGS = {"model_path": "--model"}
-"""Flat name of a setting -> an additional, shorter flag."""
+"""`ConfigField.name` of a setting -> an additional, shorter flag."""
 
 _GROUPS = {
     "model": "Model",
@@ -137,7 +137,7 @@ def _collect_settings(flags: Mapping[str, object]) -> dict[str, tuple[object, st
 
 
 def print_settings(rows: Iterable[tuple[str, object, str]]) -> None:
-    """Print the rows of ``describe()``: name, value and source."""
+    """Print the rows that ``describe()`` of a configuration returns: name, value and source."""
     formatted_rows = [(name, _format_value(value), source) for name, value, source in rows]
     widths = [max(len(row[column]) for row in formatted_rows) for column in range(2)]
     for name, value, source in formatted_rows:
@@ -174,7 +174,8 @@ def _with_options(
 
 
 def _option(field: ConfigField, group: str, *, is_repeated: bool = False) -> Callable[[Decorated], Decorated]:
-    # Values remain text, and are None for absent flags. `collect_values` converts and checks them.
+    # Values remain text, except those of boolean flags. An absent flag is None, or () if it is repeatable.
+    # `collect_values` converts and checks the values.
     name = field.name.replace("_", "-")
     has_default = field.default not in (None, False, ())
     help = f"{field.help}  [default: {_format_default(field.default)}]" if has_default else field.help

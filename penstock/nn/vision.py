@@ -1,8 +1,8 @@
 """Layers of vision encoders: patch embedding, pre-norm blocks, and the encoders of CLIP and SigLIP.
 
 A vision tower is the part of a vision encoder before the pooling and the projection to the decoder. It
-processes a ragged batch of images. Each image is a sequence of the step, and each patch is a row.
-In CLIP, each image also has a class row.
+processes a ragged batch of images. Each image is one sequence of the batch, and each patch is one row of the
+hidden states. In CLIP, each image also has a class row.
 
 Sources: Dosovitskiy et al. 2020 (ViT, arXiv:2010.11929), Radford et al. 2021 (CLIP, arXiv:2103.00020), Zhai
 et al. 2023 (SigLIP, arXiv:2303.15343).
@@ -47,9 +47,11 @@ class EncoderRunner:
         """Return the results of a step.
 
         Args:
-            key: identifies the operations of the step. It contains the encoder and the grids of the images.
+            key: identifies the operations of the step. It contains the id of the encoder and what determines
+                the shapes of the inputs, such as the grids or the number of the images.
             inputs: the tensors of the step by name, in the same order for each call with this key.
-            step: computes the results from operations and inputs. It may use only these operations and views.
+            step: computes the results from operations and inputs. It may compute only with these operations
+                and with views of tensors.
         """
         results = None if self.graphs is None else self.graphs.run(key, inputs, step)
         return tuple(step(self.ops, inputs)) if results is None else results

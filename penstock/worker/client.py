@@ -262,7 +262,9 @@ class WorkerClient:
             raise
 
     async def wake_up(self) -> None:
-        """Accept requests again. Start the worker if it is not running. Does nothing if the worker is not asleep.
+        """Accept requests again.
+
+        Start the worker if it is not running. Does nothing if the worker is not asleep.
 
         Raises:
             PenstockError: the worker cannot start, and is still asleep.

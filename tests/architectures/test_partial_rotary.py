@@ -16,7 +16,7 @@ from penstock.errors import ConfigError
 pytestmark = pytest.mark.models
 
 PARTIAL_BY_DEFAULT = ("glm", "glm4", "glm4_moe", "gpt_neox", "minimax_m2", "nemotron", "phi", "stablelm")
-"""Families that rotate only a part of each head with every RoPE type."""
+"""Families whose transformers model supports ``partial_rotary_factor`` with every RoPE type."""
 
 
 def write_checkpoint_with_factor(

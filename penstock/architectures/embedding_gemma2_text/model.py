@@ -46,7 +46,7 @@ _GLOBAL_HEADS = (512, 1)
 
 
 class EmbeddingGemma2TextModel(EncoderModel):
-    """The pipeline model of EmbeddingGemma 2's text model."""
+    """Reads the configuration of EmbeddingGemma 2's text model and builds its network."""
 
     weights_adapter = remove_model_prefix
 
@@ -100,7 +100,7 @@ def _head_sizes(config: HuggingFaceConfig, layer: int, kind: str) -> tuple[int, 
     """Return the number of heads, the number of kv heads and the head size of a layer.
 
     Raises:
-        ConfigError: the kv heads do not divide the heads.
+        ConfigError: a value is missing or invalid, or the kv heads do not divide the heads.
     """
     heads = config.integer("num_attention_heads")
     head_dim, kv_heads = config.integer("head_dim", 256), config.integer("num_key_value_heads", 2)
@@ -118,7 +118,7 @@ def _head_sizes(config: HuggingFaceConfig, layer: int, kind: str) -> tuple[int, 
 
 
 def _rotaries(config: HuggingFaceConfig) -> Mapping[str, RotaryConfig]:
-    """Return the rotary embedding of each layer type.
+    """Return the configuration of the rotary embedding of each layer type.
 
     A type that no layer has gets the head size of the last layer.
     """

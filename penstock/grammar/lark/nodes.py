@@ -73,7 +73,7 @@ class FreeText:
 class TextUntil:
     """Any text that ends with the first occurrence of ``end`` and contains none of ``excludes``.
 
-    A text of ``other_ends`` may end at the last character of ``end``, but not at an earlier character.
+    A string of ``other_ends`` may occur only as a suffix of the whole text.
     """
 
     end: str

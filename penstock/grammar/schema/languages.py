@@ -17,7 +17,7 @@ from penstock.grammar.schema.shapes import StringShape
 
 @dataclass(frozen=True, slots=True)
 class CountedLanguage:
-    """The strings of an automaton up to a maximum length, and the strings of the expression if there is one."""
+    """The strings of an automaton up to a maximum length, and those of an expression if there is one."""
 
     counting: Counting
     expression: regex.RegexNode | None

@@ -27,7 +27,8 @@ def exactly_one(schemas: Schemas, node: SchemaNode, shapes: Sequence[Shape]) -> 
     """Return the values of ``shapes`` that match exactly one branch, as a union of shapes.
 
     Literals and shapes that several branches have in common are removed from all of them. If object shapes of
-    two branches may overlap, each shape forbids a property that the other shape requires.
+    two branches may overlap, each shape forbids a property that the other shape requires. This can also
+    exclude objects that match only one branch.
 
     Raises:
         UnsupportedSchemaError: two branches may overlap in any other way.

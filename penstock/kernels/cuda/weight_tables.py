@@ -85,7 +85,7 @@ class WeightTables:
 
 
 def _is_supported(kind: LinearEncoding, packed: PackedLinear) -> bool:
-    """Return whether a program supports weights with these properties."""
+    """Return whether a program can multiply by this weight."""
     tensors = packed.tensors
     if packed.layout not in (ROWS, NIBBLES) or not all(tensor.is_contiguous() for tensor in tensors.values()):
         return False
@@ -106,7 +106,8 @@ def _get_tensor(packed: PackedLinear, name: str) -> Tensor:
 def tile_rows(count: int, groups: Groups | None, *, is_deterministic: bool = False) -> int:
     """Return the number of rows of a tile.
 
-    The number is fixed if results must be deterministic. Otherwise it depends on the rows per group.
+    With ``is_deterministic`` the number is fixed, so that results do not depend on the number of rows.
+    Otherwise it depends on the rows per group.
     """
     if is_deterministic:
         return _FIXED_ROWS

@@ -1,4 +1,4 @@
-"""Routes for operators that return liveness, readiness, load, version and metrics."""
+"""Routes that return liveness, readiness, load, version and metrics."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Version(BaseModel):
 
 @router.get("/health")
 async def health(request: Request) -> Status:
-    """Return 200 while the model worker responds, else 503 (liveness).
+    """Return 200 while at least one model worker responds or sleeps, else 503 (liveness).
 
     During shutdown the status stays 200 until the worker stops.
     """
