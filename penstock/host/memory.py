@@ -72,8 +72,7 @@ def discard_pages(address: int, num_bytes: int) -> None:
         return
     ctypes.memset(address, 0, begin - address)
     ctypes.memset(end, 0, address + num_bytes - end)
-    madvise = ctypes.CDLL(None, use_errno=True).madvise
-    if madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED):
+    if not _advise(begin, end, mmap.MADV_DONTNEED):
         ctypes.memset(begin, 0, end - begin)  # madvise fails for locked memory, for example
 
 
@@ -90,8 +89,12 @@ def populate_pages(address: int, num_bytes: int) -> bool:
         return False
     page = mmap.PAGESIZE
     begin, end = address // page * page, -(-(address + num_bytes) // page) * page
-    madvise = ctypes.CDLL(None, use_errno=True).madvise
-    failed: int = madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_POPULATE_WRITE)
+    return _advise(begin, end, _MADV_POPULATE_WRITE)
+
+
+def _advise(begin: int, end: int, advice: int) -> bool:
+    """Call madvise(2) for the pages of an address range. Return whether it succeeded."""
+    failed: int = ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice)
     return not failed
 
 

@@ -97,10 +97,7 @@ class WorkerClient:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the worker is loaded, and has answered or made progress within the hang limit.
-
-        A sleeping worker without a process counts as alive, unless it could not be restarted.
-        """
+        """Whether the worker is alive, see `WorkerSupervisor.is_alive`."""
         return self._supervisor.is_alive
 
     @property
@@ -262,9 +259,7 @@ class WorkerClient:
             raise
 
     async def wake_up(self) -> None:
-        """Accept requests again.
-
-        Start the worker if it is not running. Does nothing if the worker is not asleep.
+        """Accept requests again. Start the worker if it is not running. Does nothing unless it is asleep.
 
         Raises:
             PenstockError: the worker cannot start, and is still asleep.
