@@ -127,7 +127,7 @@ class RankProcesses:
             timeout=settings.timeout,
             device=settings.devices[0],
             connections=self._connections,
-            region=None if self._region is None else SharedRegion(self._region, 0, settings.world),
+            region=None if self._region is None else SharedRegion(self._region, settings.world),
             by_expert=settings.by_expert,
         )
         self._ranks.diagnose = self._diagnose
@@ -267,7 +267,7 @@ def main() -> None:
             timeout=settings.timeout,
             device=settings.devices[rank],
             connections=[Connection(launch.connection)],
-            region=None if launch.region is None else SharedRegion(launch.region, rank, settings.world),
+            region=None if launch.region is None else SharedRegion(launch.region, settings.world),
             by_expert=settings.by_expert,
         )
         launch.target(ranks)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from penstock.config import PipelineConfig, PipelineOptions
 from penstock.errors import ConfigError, InputError, UnavailableError
 from penstock.pipelines.core import SamplingParams
+from penstock.ray.arrow_values import without_nulls
 from penstock.ray.cluster import import_ray
 from penstock.ray.config import RayConfig
 from penstock.ray.deployment import Resources, replica_config, usable_cpus
@@ -327,7 +328,7 @@ class TextActor(ModelActor):
         if value is None:
             raise InputError(f"the column {self._input} has no value in this row")
         if self._is_chat:
-            (output,) = await llm.chat(_without_nulls(value), self._params)
+            (output,) = await llm.chat(without_nulls(value), self._params)
         else:
             (output,) = await llm.generate(value, self._params)
         return {
@@ -364,13 +365,3 @@ class EmbeddingActor(ModelActor):
         if not isinstance(value, str):
             raise InputError(f"the column {self._input} must be a text, but has {value!r:.100} in this row")
         return {self._output: await llm.embed(value, **self._options)}
-
-
-def _without_nulls(value: Any) -> Any:
-    """Return a structure without its null members.
-
-    All structures of an Arrow column have the same members. Arrow sets members that a row lacks to null.
-    """
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
