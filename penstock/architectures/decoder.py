@@ -33,7 +33,7 @@ from penstock.errors import UnsupportedFeatureError
 from penstock.kernels import ImageSpans, KVCacheInputs, Ops, SamplingInputs, StepInputs, uploaded_together
 from penstock.kv_cache import KVCacheManager, KVCacheSpec
 from penstock.log_probabilities import compute_log_probabilities
-from penstock.memory import estimate_kv_cache_size, plan_memory, requested_block_size
+from penstock.memory import MemoryPlan, estimate_kv_cache_size, plan_memory, requested_block_size
 from penstock.nn import Loader, ReturnHiddenStates, ReturnLogits
 from penstock.pipelines.core import LogProbabilities, TextAndVisionContext, TextContext
 
@@ -97,9 +97,10 @@ class DecoderModel(NetworkModel[TextContext]):
         spec = self.kv_cache_spec
         assert spec is not None
         whole_spec = self.kv_spec(self.pipeline_config, self.huggingface_config)
+        plan = self._plan_cache(available_cache_memory)
         manager = KVCacheManager(
             spec,
-            self._num_blocks(available_cache_memory),
+            plan.num_blocks,
             requested_block_size(self.pipeline_config),
             device=self.torch_device,
             enable_prefix_caching=config.enable_prefix_caching
@@ -107,6 +108,7 @@ class DecoderModel(NetworkModel[TextContext]):
             adapter_digest=self.lora_manager.digest if self.lora_manager else None,
             host_memory=config.offload_memory or 0,
             fixed_scales=fixed_scales(self.pipeline_config, whole_spec, session.shard),
+            num_states=plan.max_batch_size,
         )
         if session.ranks is not None:
             manager.storage.on_copy = lambda *blocks: self.announce("copy_block", *blocks)
@@ -230,11 +232,17 @@ class DecoderModel(NetworkModel[TextContext]):
         if reason is not None:
             graphs.skip(reason)
             return None
-        return graphs.run(
-            self._graph_key(model_inputs, graphs),
+        key, states = self._graph_key(model_inputs, graphs), model_inputs.kv and model_inputs.kv.states
+        # The step updates the recurrent states. If it cannot be captured, it runs again from the old states.
+        restore = states.saved() if states and graphs.captures_next(key) else None
+        results = graphs.run(
+            key,
             step_tensors(model_inputs),
             lambda ops, tensors: self._run_eagerly(with_tensors(model_inputs, tensors), ops),
         )
+        if results is None and restore is not None:
+            restore()
+        return results
 
     def execute_steps(
         self,
@@ -313,8 +321,8 @@ class DecoderModel(NetworkModel[TextContext]):
             batch_echo,
         )
 
-    def _num_blocks(self, available_cache_memory: int) -> tuple[int, ...]:
-        """Return the planned number of blocks, or fewer if less memory is available."""
+    def _plan_cache(self, available_cache_memory: int) -> MemoryPlan:
+        """Return the memory plan, with a smaller KV cache if less memory is available."""
         plan = self.memory_plan
         if available_cache_memory < plan.kv_cache_size:
             smaller_cache = replace(self.kv_cache_config, memory=available_cache_memory)
@@ -326,7 +334,7 @@ class DecoderModel(NetworkModel[TextContext]):
                 activation_size=0,
                 free_memory=available_cache_memory,
             )
-        return plan.num_blocks
+        return plan
 
     def _num_logits(self, row_counts: np.ndarray, return_n_logits: int | Sequence[int]) -> np.ndarray:  # [B]
         if self.return_logits is ReturnLogits.ALL:

@@ -70,6 +70,8 @@ def step_tensors(inputs: ModelInputs) -> dict[str, Tensor]:
     for index, group in enumerate(kv.groups):
         tensors[f"tables.{index}"] = group.block_tables
         tensors[f"slots.{index}"] = group.slots
+    if kv.states is not None:
+        tensors["states"] = kv.states.slots
     if inputs.text_lengths is not None:
         tensors["text_lengths"] = inputs.text_lengths
     if inputs.lora is not None:
@@ -88,6 +90,9 @@ def with_tensors(inputs: ModelInputs, tensors: Mapping[str, Tensor]) -> ModelInp
         replace(group, block_tables=tensors[f"tables.{index}"], slots=tensors[f"slots.{index}"])
         for index, group in enumerate(inputs.kv.groups)
     )
+    states = inputs.kv.states
+    if states is not None:
+        states = replace(states, slots=tensors["states"])
     embeddings = None
     if inputs.input_embeds is not None:
         embeddings = tensors["embedded_rows"], tensors["embeddings"][:, 0]
@@ -97,7 +102,7 @@ def with_tensors(inputs: ModelInputs, tensors: Mapping[str, Tensor]) -> ModelInp
         positions=tensors["positions"],
         row_offsets=tensors["row_offsets"],
         logit_rows=tensors["logit_rows"],
-        kv=replace(inputs.kv, lengths=tensors["lengths"], groups=groups),
+        kv=replace(inputs.kv, lengths=tensors["lengths"], groups=groups, states=states),
         text_lengths=tensors.get("text_lengths"),
         input_embeds=embeddings,
         lora=inputs.lora and replace(inputs.lora, rows=tensors["adapters"]),

@@ -204,6 +204,10 @@ class GraphCache:
             return None
         return self._capture(key, inputs, step)
 
+    def captures_next(self, key: Hashable) -> bool:
+        """Return whether `run` will capture a step with this key."""
+        return key not in self._graphs and self._seen.get(key, "") is None
+
     def has(self, key: Hashable) -> bool:
         """Return whether there is a graph for this key, which `run_loop` needs."""
         return key in self._graphs

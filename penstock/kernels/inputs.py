@@ -1,12 +1,12 @@
 """The tensor structs that operations read. Letters in shapes:
 
-T tokens of the ragged batch, B sequences, H heads, K kv heads, D head dim, S block size, N blocks,
+T tokens of the ragged batch, B sequences, H heads, K kv heads, D head dim, S block size, N blocks or states,
 M maximum blocks per sequence in this step, V vocabulary, L layers, E hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -43,6 +43,37 @@ class LayerKV:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerState:
+    """The states of one layer with linear attention in one step. Operations update the states in place."""
+
+    inputs: Tensor  # [N, W, C]: the last W inputs of the convolution of each state
+    recurrent: Tensor  # [N, H, D, F] float32
+    slots: Tensor  # [B] int64: index of each sequence's state
+
+
+@dataclass(frozen=True, slots=True)
+class StateInputs:
+    """The recurrent states of the batch in one step."""
+
+    slots: Tensor  # [B] int64
+    layers: tuple[tuple[Tensor, Tensor], ...]  # per layer: `LayerState.inputs` and `LayerState.recurrent`
+
+    def layer(self, index: int) -> LayerState:
+        """Return the states of the layer with linear attention number ``index``."""
+        return LayerState(*self.layers[index], self.slots)
+
+    def saved(self) -> Callable[[], None]:
+        """Copy the states of the batch. Return a function that restores them."""
+        copies = [(tensor, tensor[self.slots]) for layer in self.layers for tensor in layer]
+
+        def restore() -> None:
+            for tensor, values in copies:
+                tensor[self.slots] = values
+
+        return restore
+
+
+@dataclass(frozen=True, slots=True)
 class KVGroupInputs:
     """The block tables that all layers of a cache group share."""
 
@@ -68,6 +99,8 @@ class KVCacheInputs:
     caches: tuple[Tensor, ...]  # L of [2, N, K, S, D]
     scales: tuple[Tensor | None, ...]  # L of [2, N, K, S]
     block_size: int
+    states: StateInputs | None = None
+    """The states of layers with linear attention; None for a model without such layers."""
 
     def layer(self, index: int) -> LayerKV:
         """Return the cache of layer ``index``."""

@@ -6,7 +6,7 @@ Other back ends inherit from it and override the operations that they compute fa
 
 Each method marked with `operation` is a row of the table of operations, see `kernels.operations`. The
 operations of audio codecs are in `kernels.convolution`, those of encoders in `kernels.encoder_ops`, those of
-routers in `kernels.routing`.
+linear attention in `kernels.recurrent_ops`, those of routers in `kernels.routing`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from penstock.kernels.operations import (
     collect_operations,
     operation,
 )
+from penstock.kernels.recurrent_ops import RecurrentOps
 from penstock.kernels.routing import RoutingOps
 from penstock.kernels.spans import ImageSpans
 
@@ -53,7 +54,7 @@ def _refuse_expert_adapters(arguments: Arguments) -> Arguments:
     return {**arguments, "lora": None}
 
 
-class Ops(EncoderOps, ConvolutionOps, RoutingOps, CollectiveOps):
+class Ops(EncoderOps, RecurrentOps, ConvolutionOps, RoutingOps, CollectiveOps):
     """The operations of a back end. An instance has no state of a step, so several models can share it."""
 
     name: str

@@ -18,13 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from penstock.kernels.experts import PackedExperts
-from penstock.kernels.inputs import LayerKV, LoRAInputs
+from penstock.kernels.inputs import LayerKV, LayerState, LoRAInputs
 from penstock.kernels.operations import Arguments, Operation, UnrecordableStepError, collect_operations
 from penstock.kernels.ops import Ops
 
@@ -186,6 +186,11 @@ class _Recorder:
                 "slots": self.activation(value.slots),
             }
             return replace(value, **kv_refs)
+        if isinstance(value, LayerState):  # all steps use the same states, but other slots
+            return LayerState(
+                *(cast(Tensor, self.weight(part)) for part in (value.inputs, value.recurrent)),
+                cast(Tensor, self.activation(value.slots)),
+            )
         if isinstance(value, LoRAInputs):  # all steps use the same matrices, whose contents may change
             matrices, ranks = (
                 _map_objects(part, Tensor, self.weight) for part in (value.matrices, value.ranks)

@@ -30,6 +30,7 @@ from penstock.kv_cache.host_blocks import HostBlocks
 from penstock.kv_cache.prefault import CachePrefault
 from penstock.kv_cache.prefixes import PrefixCacheControls, PrefixIndex
 from penstock.kv_cache.spec import KVCacheSpec
+from penstock.kv_cache.states import RecurrentStates
 from penstock.kv_cache.storage import KVCacheStorage
 from penstock.pipelines.core import InputContext
 
@@ -47,6 +48,7 @@ class _Sequence:
     num_full: int = 0  # number of committed blocks, which are read-only
     digests: list[bytes] = field(default_factory=list)  # digests of the committed blocks
     in_flight: list[bytes] = field(default_factory=list)  # digests being computed, last block first
+    state_length: int = 0  # number of tokens in the recurrent state, see `KVCacheSpec.states`
 
 
 class KVCacheManager(PrefixCacheControls):
@@ -61,6 +63,7 @@ class KVCacheManager(PrefixCacheControls):
         adapter_digest: digests a context's adapter; if None, contexts with adapters share no blocks.
         host_memory: bytes of host memory for shared blocks that are evicted from the device.
         fixed_scales: see `KVCacheStorage`.
+        num_states: number of recurrent states to allocate, for a model with `KVCacheSpec.states`.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class KVCacheManager(PrefixCacheControls):
         adapter_digest: Callable[[InputContext], bytes] | None = None,
         host_memory: int = 0,
         fixed_scales: Mapping[int, Tensor] | None = None,
+        num_states: int = 0,
     ) -> None:
         assert len(num_blocks) == len(spec.groups), f"{len(num_blocks)} pools, {len(spec.groups)} groups"
         assert block_size.bit_count() == 1, f"the block size must be a power of two, was {block_size}"
@@ -84,7 +88,8 @@ class KVCacheManager(PrefixCacheControls):
         self.storage = KVCacheStorage(spec, num_blocks, block_size, device, fixed_scales)
         self._group_of_layer = spec.group_of_layer
         self._window_groups = [(i, group) for i, group in enumerate(spec.groups) if group.window is not None]
-        self._enable_prefix_caching = enable_prefix_caching
+        self.states = None if spec.states is None else RecurrentStates(spec.states, num_states, device)
+        self._enable_prefix_caching = enable_prefix_caching and self.states is None
         self._pools = [BlockPool(count) for count in num_blocks]
         self._prefixes = PrefixIndex(spec, self._pools, block_size, adapter_digest)
         if host_memory:
@@ -117,6 +122,8 @@ class KVCacheManager(PrefixCacheControls):
         )
 
     def admits(self, context: InputContext, *, chunk_size: int | None = None, headroom: int = 0) -> bool:
+        if not self._has_free_state:
+            return False
         digests: list[bytes] = []
         chain = self._prefixes.chain(context) if self._uses_prefix_cache(context) else None
         if chain is not None:
@@ -178,6 +185,7 @@ class KVCacheManager(PrefixCacheControls):
         if num_full > sequence.num_full:
             self._register(context, sequence, num_full)
             context.set_token_indices(committed_idx=num_full * self.block_size)
+        sequence.state_length = max(sequence.state_length, context.start_idx)
         for index, group in self._window_groups:
             first = min(group.first_visible(context.start_idx) // self.block_size, sequence.num_full)
             if first > sequence.num_dropped[index]:
@@ -199,7 +207,9 @@ class KVCacheManager(PrefixCacheControls):
         num_full, num_partial = source.num_full, int(start % self.block_size > 0)
         self._check_num_free(num_partial)
         sequence = self._assign_slot(child)
-        sequence.regime = source.regime
+        sequence.regime, sequence.state_length = source.regime, source.state_length
+        if self.states is not None:
+            self.states.copy(source.slot, sequence.slot)
         sequence.root, sequence.digests = source.root, list(source.digests)
         sequence.num_dropped = list(source.num_dropped)
         sequence.num_full, sequence.num_blocks = num_full, num_full + num_partial
@@ -239,6 +249,8 @@ class KVCacheManager(PrefixCacheControls):
         assert not self._sequences, f"{len(self._sequences)} contexts hold blocks"
         self._prefault.stop()
         self.storage.discard()
+        if self.states is not None:
+            self.states.discard()
         self.forget_prefixes()
 
     def prefault_next(self) -> bool:
@@ -265,6 +277,8 @@ class KVCacheManager(PrefixCacheControls):
         slots = [sequence.slot for sequence in sequences]
         max_blocks = max([1, *[sequence.num_blocks for sequence in sequences]])
         end_positions = np.array(starts, np.int64) + np.array(counts, np.int64)  # [B]
+        for sequence, end in zip(sequences, end_positions.tolist(), strict=True):
+            sequence.state_length = end  # if the step fails, this differs from ``start_idx``
         tables = self._tables.batch_tables(slots, max_blocks, end_positions, counts, self.block_size)
         with uploaded_together(self.device):
             groups = tuple(
@@ -274,6 +288,7 @@ class KVCacheManager(PrefixCacheControls):
                 for group, (table, slot_mapping) in zip(self.spec.groups, tables, strict=True)
             )
             lengths = upload(end_positions.astype(np.int32), self.device)
+            states = None if self.states is None else self.states.inputs(slots)
         return KVCacheInputs(
             lengths=lengths,
             groups=groups,
@@ -281,6 +296,7 @@ class KVCacheManager(PrefixCacheControls):
             caches=self.storage.caches,
             scales=self.storage.scales,
             block_size=self.block_size,
+            states=states,
         )
 
     def check_integrity(self) -> None:
@@ -308,7 +324,13 @@ class KVCacheManager(PrefixCacheControls):
         slots = sorted([*self._sequences, *self._free_slots])
         assert slots == list(range(len(slots))), f"slots {slots}"
 
+    @property
+    def _has_free_state(self) -> bool:
+        return self.states is None or len(self._sequences) < self.states.num_states
+
     def _assign_slot(self, context: InputContext) -> _Sequence:
+        if self.states is not None and not self._has_free_state:
+            raise InsufficientBlocksError(1, 0, self.states.num_states)
         slot = heapq.heappop(self._free_slots) if self._free_slots else len(self._sequences)
         context.assign_to_cache(slot)
         self._tables.grow(num_slots=slot + 1)
@@ -365,6 +387,8 @@ class KVCacheManager(PrefixCacheControls):
         start, num_committed = context.start_idx, sequence.num_full * self.block_size
         if start < num_committed or context.committed_idx < num_committed:
             return True
+        if self.states is not None and start not in (0, sequence.state_length):
+            return True
         return any(
             group.first_visible(start) // self.block_size < sequence.num_dropped[index]
             for index, group in self._window_groups
@@ -377,6 +401,8 @@ class KVCacheManager(PrefixCacheControls):
         for index, group in self._window_groups:
             if group.first_visible(length * self.block_size) // self.block_size < sequence.num_dropped[index]:
                 length = 0  # needed blocks were freed: compute all tokens again
+        if self.states is not None:
+            length = 0  # a state cannot be rolled back
         self._truncate(sequence, length)
         start = length * self.block_size
         context.set_token_indices(start_idx=start, committed_idx=start)

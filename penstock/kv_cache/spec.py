@@ -90,6 +90,29 @@ class KVGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class StateSpec:
+    """The recurrent state of layers with linear attention. It has the same size for every sequence."""
+
+    num_layers: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    channels: int
+    """The channels of the convolution: queries, keys and values."""
+    kernel: int
+    """The width of the convolution. The state has the last ``kernel - 1`` inputs."""
+    dtype: DType
+    """The type of the inputs of the convolution. The recurrent state is float32."""
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the state of one sequence, for all layers."""
+        inputs = (self.kernel - 1) * self.channels * self.dtype.size_in_bytes
+        recurrent = self.heads * self.key_dim * self.value_dim * DType.float32.size_in_bytes
+        return self.num_layers * (inputs + recurrent)
+
+
+@dataclass(frozen=True, slots=True)
 class KVCacheSpec:
     """The groups of layers of a model and of its draft model, if any."""
 
@@ -109,6 +132,9 @@ class KVCacheSpec:
     max_bidirectional_tokens: int = 0
     """Maximum number of tokens that must be computed in one step, because they attend to each other in both
     directions (an image); 0 if a step can end after any token."""
+    states: StateSpec | None = None
+    """The recurrent states of layers with linear attention, which are not in `groups`. Contexts of such a
+    model share no prefixes, because a state exists only for the last token of a sequence."""
 
     def __post_init__(self) -> None:
         layers = sorted(layer for group in self.groups for layer in group.layers)

@@ -84,6 +84,7 @@ class BlockDemand:
     def __init__(self, pipeline_config: PipelineConfig, spec: KVCacheSpec) -> None:
         self._block_size = requested_block_size(pipeline_config)
         self._groups = spec.groups
+        self._state_size = 0 if spec.states is None else spec.states.num_bytes
         self._bytes_per_block = spec.bytes_per_block(self._block_size)
         self._num_steps = max(pipeline_config.max_num_steps or 1, 1 + pipeline_config.speculative.max_drafts)
         chunks = pipeline_config.enable_chunked_prefill
@@ -91,9 +92,13 @@ class BlockDemand:
             max(requested_step_tokens(pipeline_config), spec.max_bidirectional_tokens) if chunks else None
         )
 
-    def size(self, num_blocks: tuple[int, ...]) -> int:
-        """Return the size in bytes of a cache with ``num_blocks[i]`` blocks of group i."""
-        return sum(count * size for count, size in zip(num_blocks, self._bytes_per_block, strict=True))
+    def size(self, num_blocks: tuple[int, ...], batch_size: int) -> int:
+        """Return the size in bytes of a cache with ``num_blocks[i]`` blocks of group i.
+
+        The cache has one recurrent state for each sequence of the batch, if the model has such states.
+        """
+        blocks = sum(count * size for count, size in zip(num_blocks, self._bytes_per_block, strict=True))
+        return blocks + batch_size * self._state_size
 
     def min_blocks(self, length: int, batch_size: int) -> tuple[int, ...]:
         """Return the minimum number of blocks of each group, including the null block.
@@ -114,7 +119,9 @@ class BlockDemand:
         def blocks(count: int) -> tuple[int, ...]:
             return tuple(min(max(low, count), high) for low, high in zip(min_blocks, max_blocks, strict=True))
 
-        return blocks(largest_fitting(max(max_blocks), lambda count: self.size(blocks(count)) <= budget))
+        return blocks(
+            largest_fitting(max(max_blocks), lambda count: self.size(blocks(count), batch_size) <= budget)
+        )
 
     def _sequence_blocks(self, group: KVGroup, length: int) -> int:
         """Return the number of blocks of a sequence of ``length`` tokens during the prefill of a chunk."""

@@ -192,8 +192,8 @@ def estimate_kv_cache_size(
     """
     if spec is None:
         return 0
-    _, _, num_blocks = _plan_cache(pipeline_config, spec, model_max_length, available_cache_memory)
-    return BlockDemand(pipeline_config, spec).size(num_blocks)
+    _, batch_size, num_blocks = _plan_cache(pipeline_config, spec, model_max_length, available_cache_memory)
+    return BlockDemand(pipeline_config, spec).size(num_blocks, batch_size)
 
 
 def _step_sizes(pipeline_config: PipelineConfig, activation_size: int, min_size: int) -> Iterator[int]:
@@ -240,7 +240,7 @@ def _plan(
         max_length, max_batch_size, num_blocks = _plan_cache(
             pipeline_config, spec, model_max_length, available - static_size
         )
-        kv_cache_size = BlockDemand(pipeline_config, spec).size(num_blocks)
+        kv_cache_size = BlockDemand(pipeline_config, spec).size(num_blocks, max_batch_size)
     return MemoryPlan(
         max_length=max_length,
         max_batch_size=max_batch_size,
@@ -274,7 +274,7 @@ def _plan_cache(
     batch_size = requested_batch_size(pipeline_config)
 
     def fits(length: int, batch_size: int) -> bool:
-        return demand.size(demand.min_blocks(length, batch_size)) <= budget
+        return demand.size(demand.min_blocks(length, batch_size), batch_size) <= budget
 
     def max_fitting_length(batch_size: int) -> int:
         return largest_fitting(length, lambda candidate: fits(candidate, batch_size))
@@ -288,7 +288,7 @@ def _plan_cache(
         suggested_length = max_fitting_length(1) if fixed_length else 1
         refuse_cache(
             pipeline_config,
-            needed=demand.size(demand.min_blocks(chosen_length, chosen_batch)),
+            needed=demand.size(demand.min_blocks(chosen_length, chosen_batch), chosen_batch),
             available=budget,
             suggested_length=suggested_length,
             suggested_batch_size=max_fitting_batch(suggested_length or 1),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from penstock.driver import load_devices
 from penstock.engine import InferenceSession
+from penstock.errors import ConfigError
 from penstock.grammar import GrammarCompiler
 from penstock.pipelines.speculative import AdaptiveDraftLength, FixedDraftLength, NGramProposer
 from penstock.pipelines.speculative.draft_model import DraftModelProposer, draft_config, share_memory
@@ -62,6 +63,12 @@ def _create_speculative(
 ) -> TextGenerationPipeline:
     """Return a pipeline that drafts with a draft model or with n-grams."""
     config, prefaulted = required.config, required.prefaulted
+    spec = model.kv_spec(config, config.model.huggingface_config)
+    if spec is not None and spec.states is not None:
+        raise ConfigError(
+            "speculative_method",
+            f"{config.model.name} has recurrent states, from which rejected drafts cannot be removed: remove this setting",
+        )
     speculative = config.speculative
     policy = AdaptiveDraftLength if speculative.adaptive_speculation else FixedDraftLength
     draft_lengths = policy(speculative.num_speculative_tokens)

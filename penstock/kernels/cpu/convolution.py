@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.convolution import PackedConv1d, PackedConvTranspose1d
-from penstock.kernels.cpu.elementwise import CpuElementwise
 from penstock.kernels.cpu.linear import LONG, TYPES
+from penstock.kernels.cpu.recurrent import CpuRecurrent
 from penstock.kernels.reference.convolution import apply_to_sequences
 
 
-class CpuConvolution(CpuElementwise):
+class CpuConvolution(CpuRecurrent):
     """Convolutions and other operations of audio codecs, for float32 and bfloat16 activations."""
 
     def conv1d(self, x: Tensor, packed: PackedConv1d, row_offsets: Tensor) -> Tensor:

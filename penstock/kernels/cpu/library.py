@@ -26,7 +26,7 @@ ISAS = ("generic", "avx2", "avx512_vnni", "avx512")
 
 PATH = Path(__file__).with_name("libpenstock_cpu.so")
 
-ABI = 20
+ABI = 21
 """Version of the argument structs and the panels. ``penstock_abi`` in csrc/host.cpp returns the version of a
 library."""
 

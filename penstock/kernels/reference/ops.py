@@ -36,6 +36,7 @@ from penstock.kernels.ops import Gating, Ops
 from penstock.kernels.reference.attention import paged_attention
 from penstock.kernels.reference.convolution import ReferenceConvolution
 from penstock.kernels.reference.encoder_attention import ragged_attention
+from penstock.kernels.reference.recurrent import ReferenceRecurrent
 from penstock.kernels.reference.routing import ReferenceRouting
 from penstock.kernels.reference.sampling import sample
 from penstock.kernels.spans import ImageSpans
@@ -44,7 +45,7 @@ MAX_EXPERT_ROWS = 1024
 """Maximum number of (row, expert) pairs that are computed at once. Limits the memory of activations."""
 
 
-class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
+class ReferenceOps(ReferenceRecurrent, ReferenceConvolution, ReferenceRouting, Ops):
     """All operations in plain torch, for every device."""
 
     name = "reference"

@@ -1,0 +1,83 @@
+"""The operations of linear attention in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.inputs import LayerState
+from penstock.kernels.recurrent_ops import NORM_EPS, GateFunction, RecurrentOps
+
+
+class ReferenceRecurrent(RecurrentOps):
+    """The operations of linear attention in plain torch, for every device."""
+
+    name = "reference"
+
+    def short_convolution(
+        self, x: Tensor, weight: Tensor, state: LayerState, row_offsets: Tensor, lengths: Tensor
+    ) -> Tensor:
+        out = torch.empty_like(x)
+        num_kept = len(weight) - 1
+        for slot, first, end, starts_at_zero in _sequences(state, row_offsets, lengths):
+            kept = state.inputs[slot]
+            rows = torch.cat([torch.zeros_like(kept) if starts_at_zero else kept, x[first:end]]).float()
+            total = torch.zeros_like(rows[num_kept:])
+            for j, factors in enumerate(weight):
+                total = total + rows[j : j + len(total)] * factors
+            out[first:end] = (total / (1 + torch.exp(-total))).to(x.dtype)
+            state.inputs[slot] = rows[len(total) :].to(state.inputs.dtype)
+        return out
+
+    def gated_delta_rule(
+        self,
+        qkv: Tensor,
+        gates: Tensor,
+        decay: Tensor,
+        state: LayerState,
+        row_offsets: Tensor,
+        lengths: Tensor,
+    ) -> Tensor:
+        _, heads, key_dim, value_dim = state.recurrent.shape
+        num_keys = (qkv.shape[1] - heads * value_dim) // 2
+        group = heads * key_dim // num_keys
+        queries, keys, values = qkv.float().split([num_keys, num_keys, heads * value_dim], 1)
+        q = _normalized(queries.view(len(qkv), -1, key_dim)).repeat_interleave(group, 1) * key_dim**-0.5
+        k = _normalized(keys.view(len(qkv), -1, key_dim)).repeat_interleave(group, 1)  # [T, H, D]
+        v = values.view(len(qkv), heads, value_dim)
+        rate_logits, decay_inputs = gates.float().chunk(2, 1)  # [T, H] each
+        rates = 1 / (1 + torch.exp(-rate_logits))
+        factors = torch.exp(-decay[0] * torch.nn.functional.softplus(decay_inputs + decay[1]))
+        out = torch.empty_like(v)
+        for slot, first, end, starts_at_zero in _sequences(state, row_offsets, lengths):
+            s = state.recurrent[slot]  # [H, D, F]
+            s = torch.zeros_like(s) if starts_at_zero else s
+            for t in range(first, end):
+                s = s * factors[t, :, None, None]
+                change = (v[t] - (k[t, :, :, None] * s).sum(1)) * rates[t, :, None]  # [H, F]
+                s = s + k[t, :, :, None] * change[:, None]
+                out[t] = (q[t, :, :, None] * s).sum(1)
+            state.recurrent[slot] = s
+        return out.to(qkv.dtype)
+
+    def apply_gate(self, x: Tensor, gate: Tensor, function: GateFunction) -> Tensor:
+        wide = gate.float()
+        sigmoid = 1 / (1 + torch.exp(-wide))
+        return (x.float() * (sigmoid if function == "sigmoid" else wide * sigmoid)).to(x.dtype)
+
+
+def _sequences(
+    state: LayerState, row_offsets: Tensor, lengths: Tensor
+) -> Iterator[tuple[int, int, int, bool]]:
+    """Yield slot, first row and end of each sequence, and whether its first row is at position 0."""
+    offsets = row_offsets.tolist()
+    for slot, length, first, end in zip(
+        state.slots.tolist(), lengths.tolist(), offsets[:-1], offsets[1:], strict=True
+    ):
+        yield slot, first, end, length == end - first
+
+
+def _normalized(x: Tensor) -> Tensor:  # [T, K, D] float32
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPS)
