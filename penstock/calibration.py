@@ -85,7 +85,7 @@ def pack_calibrated(
 def _cache_inputs(spec: KVCacheSpec, tokens: npt.NDArray[np.int64]) -> KVCacheInputs:
     """Return the inputs of a new KV cache that holds these tokens."""
     num_blocks = [group.max_blocks(NUM_TOKENS, _BLOCK_SIZE) + 1 for group in spec.groups]
-    kv = KVCacheManager(spec, num_blocks, _BLOCK_SIZE, enable_prefix_caching=False)
+    kv = KVCacheManager(spec, num_blocks, _BLOCK_SIZE, enable_prefix_caching=False, num_states=1)
     context = TextContext(prompt=tokens.tolist(), max_length=NUM_TOKENS + 1, tokens=tokens)
     kv.claim(context)
     kv.reserve(context)

@@ -29,8 +29,10 @@ if TYPE_CHECKING:
 LINEAR = "linear_attention"
 """The type of a layer with linear attention."""
 
-HYBRID_TABLES = (".conv1d.weight", ".in_proj_a.weight", ".in_proj_b.weight", ".in_proj_ba.weight")
-"""Tensors of linear attention that are not quantized, see `TensorNames.other_tables`."""
+CONVOLUTION = ".conv1d.weight"
+"""The name of the convolution of linear attention, see `TensorNames.other_tables`."""
+GATES = (".in_proj_a.weight", ".in_proj_b.weight", ".in_proj_ba.weight")
+"""The names of the gates of linear attention, see `TensorNames.unquantized`."""
 
 
 class HybridModel(TransformerModel):

@@ -72,6 +72,7 @@ def run_largest_step(model: PipelineModel[Any], spec: KVCacheSpec, plan: MemoryP
         plan.block_size,
         device=device,
         enable_prefix_caching=False,
+        num_states=len(contexts),
     )
     for context in contexts:
         kv.claim(context)

@@ -116,4 +116,4 @@ def _windows(config: HuggingFaceConfig) -> tuple[int | None, ...]:
 
 SHARED_GATE = "shared_expert_gate"
 """The name of the gate of the shared expert."""
-_NAMES = TensorNames(other_tables=(f".{SHARED_GATE}.weight",))
+_NAMES = TensorNames(unquantized=(f".{SHARED_GATE}.weight",))

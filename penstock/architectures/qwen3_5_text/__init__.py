@@ -18,7 +18,7 @@ def tiny_config() -> dict[str, object]:
         "head_dim": 16,
         "vocab_size": 130,
         "max_position_embeddings": 256,
-        "rms_norm_eps": 1e-06,
+        "rms_norm_eps": 1e-03,
         "hidden_act": "silu",
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
         "attention_bias": False,

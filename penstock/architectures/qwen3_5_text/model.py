@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.architectures.hybrid import HYBRID_TABLES, HybridModel
+from penstock.architectures.hybrid import CONVOLUTION, GATES, HybridModel
 from penstock.nn import Blueprint, TensorNames, num_layers
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ class Qwen35TextModel(HybridModel):
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
-        return hybrid_blueprint(huggingface_config, TensorNames(other_tables=HYBRID_TABLES))
+        return hybrid_blueprint(huggingface_config, TensorNames(other_tables=(CONVOLUTION,), unquantized=GATES))
 
 
 def hybrid_blueprint(config: HuggingFaceConfig, names: TensorNames) -> Blueprint:
