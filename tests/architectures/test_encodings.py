@@ -27,8 +27,10 @@ MAX_ERROR = {"bfloat16": 0.05, "int8": 0.12, "int5": 0.25, "int4": 0.5}
 ``int4`` applies to wide layers. ``int5`` applies to narrow layers, whose weights have 5 bits.
 """
 
-ERROR_FACTORS = {"llama4_text": 2, "phimoe": 3, "qwen3_5_moe_text": 3, "qwen3_next": 3}
-"""Factors on the maximum error, for families in which a rounding error can route a row to another expert."""
+ERROR_FACTORS = {"llama4_text": 2, "phimoe": 3, "qwen3_5_text": 2, "qwen3_5_moe_text": 3, "qwen3_next": 3}
+"""Factors on the maximum error, for families in which a rounding error can route a row to another expert, or in
+which the norm of a small output of linear attention enlarges the error.
+"""
 
 
 def wide_config(tiny_config: dict[str, Any]) -> dict[str, Any]:

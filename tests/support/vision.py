@@ -202,6 +202,8 @@ PROMPTS: dict[str, Callable[..., VisionPrompt]] = {
     "qwen2_vl": qwen_prompt,
     "qwen2_5_vl": qwen_prompt,
     "qwen3_vl": qwen_prompt,
+    "qwen3_5": qwen_prompt,
+    "qwen3_5_moe": qwen_prompt,
 }
 """Family -> function that returns its prompt for a configuration."""
 

@@ -18,7 +18,9 @@ class Qwen35TextModel(HybridModel):
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
-        return hybrid_blueprint(huggingface_config, TensorNames(other_tables=(CONVOLUTION,), unquantized=GATES))
+        return hybrid_blueprint(
+            huggingface_config, TensorNames(other_tables=(CONVOLUTION,), unquantized=GATES)
+        )
 
 
 def hybrid_blueprint(config: HuggingFaceConfig, names: TensorNames) -> Blueprint:
