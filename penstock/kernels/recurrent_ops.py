@@ -56,9 +56,11 @@ class RecurrentOps(ABC):
 
         For each row and value head h, with the query q and the key k of key head ``h // (H / K)``::
 
-            q = q / sqrt(|q|^2 + NORM_EPS) / sqrt(D)        a = exp(-decay[0, h] * softplus(gate + decay[1, h]))
-            k = k / sqrt(|k|^2 + NORM_EPS)                  S = a S
-            S = S + k outer (sigmoid(rate) (v - k S))       output = q S
+            q = q / sqrt(|q|^2 + NORM_EPS) / sqrt(D)
+            k = k / sqrt(|k|^2 + NORM_EPS)
+            S = exp(-decay[0, h] * softplus(gates[H + h] + decay[1, h])) S
+            S = S + k outer (sigmoid(gates[h]) (v - k S))
+            output = q S
 
         S ``[D, F]`` is the state of the head. Computed in float32, returned in the type of ``qkv``.
         """

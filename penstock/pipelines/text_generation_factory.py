@@ -67,7 +67,8 @@ def _create_speculative(
     if spec is not None and spec.states is not None:
         raise ConfigError(
             "speculative_method",
-            f"{config.model.name} has recurrent states, from which rejected drafts cannot be removed: remove this setting",
+            f"{config.model.name} has recurrent states, from which rejected drafts cannot be removed: "
+            "remove this setting",
         )
     speculative = config.speculative
     policy = AdaptiveDraftLength if speculative.adaptive_speculation else FixedDraftLength

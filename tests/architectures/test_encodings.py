@@ -28,8 +28,9 @@ MAX_ERROR = {"bfloat16": 0.05, "int8": 0.12, "int5": 0.25, "int4": 0.5}
 """
 
 ERROR_FACTORS = {"llama4_text": 2, "phimoe": 3, "qwen3_5_text": 2, "qwen3_5_moe_text": 3, "qwen3_next": 3}
-"""Factors on the maximum error, for families in which a rounding error can route a row to another expert, or in
-which the norm of a small output of linear attention enlarges the error.
+"""Factors on the maximum error of some families.
+
+A rounding error can route a row to another expert. Norms enlarge the errors of small outputs of linear attention.
 """
 
 
@@ -93,7 +94,7 @@ def allowed_estimate_ratios(pipeline: TextGenerationPipeline) -> tuple[float, fl
     The estimate includes the padding of panels. A back end without panels, such as the CUDA back end, does
     not store this padding. The estimate does not include that norm weights ``1 + w`` are stored in float32.
     """
-    return (0.99, 1.15) if pipeline.session.ops.packs_weights else (0.98, 1.25)
+    return (0.99, 1.2) if pipeline.session.ops.packs_weights else (0.98, 1.25)
 
 
 @pytest.mark.matrix(strength=1, times=2)

@@ -236,6 +236,12 @@ CASES: dict[str, dict[str, Callable[[torch.dtype], RowOperation]]] = {
     "attention": {},  # see `check_attention_rows_are_independent`
     "encoder_attention": {},  # test_encoder_attention.py compares whole sequences
     "sequence_means": {},  # test_activated_linear.py compares whole sequences
+    "short_convolution": {},  # test_recurrent.py compares this and the next operation by sequence
+    "gated_delta_rule": {},
+    "apply_gate": {
+        "": row_case(lambda ops, x, y: ops.apply_gate(x, y, "silu"), (3, 50), (3, 50)),
+        "sigmoid": row_case(lambda ops, x, y: ops.apply_gate(x, y, "sigmoid"), (3, 50), (3, 50)),
+    },
     "gated_activation": {
         name: row_case(lambda ops, x, name=name: ops.gated_activation(x, name), (2 * 101,))
         for name in ("silu", "gelu", "gelu_tanh", "relu", "relu2")

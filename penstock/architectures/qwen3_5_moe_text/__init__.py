@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """Return a small ``config.json`` for tests: three layers with linear attention, one with full attention, and experts."""
+    """Return a small ``config.json`` for tests: linear attention, one layer of full attention, experts."""
     return {
         "architectures": ["Qwen3_5MoeForCausalLM"],
         "model_type": "qwen3_5_moe_text",

@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """Return a small ``config.json`` for tests: three layers with linear attention, one with full attention, and one dense layer."""
+    """Return a small ``config.json`` for tests: linear and full attention, experts, a dense layer."""
     return {
         "architectures": ["Qwen3NextForCausalLM"],
         "model_type": "qwen3_next",

@@ -12,7 +12,7 @@ from penstock.kernels.cuda.attention import FLOATS
 from penstock.kernels.cuda.launch import divide_up, has_rows, launch, power_of_two, row_stride
 from penstock.kernels.cuda.products import multiply_encoded, multiply_floats, multiply_row
 from penstock.kernels.cuda.programs.products import multiply_floats as floats_program
-from penstock.kernels.cuda.rows import CudaRows
+from penstock.kernels.cuda.recurrent import CudaRecurrent
 from penstock.kernels.cuda.weight_tables import Groups, WeightTables
 from penstock.kernels.encodings import encoding_named
 from penstock.kernels.inputs import LoRAInputs
@@ -20,7 +20,7 @@ from penstock.kernels.linear import LinearSlice, PackedLinear, make_packed_linea
 from penstock.kernels.nibbles import NIBBLES, fits_nibbles, to_nibbles
 
 
-class CudaLinear(CudaRows):
+class CudaLinear(CudaRecurrent):
     """Linear layers and adapters.
 
     cuBLAS chooses its kernels by the number of rows, and a single row has its own program. After

@@ -49,7 +49,7 @@ class ReferenceRecurrent(RecurrentOps):
         v = values.view(len(qkv), heads, value_dim)
         rate_logits, decay_inputs = gates.float().chunk(2, 1)  # [T, H] each
         rates = 1 / (1 + torch.exp(-rate_logits))
-        factors = torch.exp(-decay[0] * torch.nn.functional.softplus(decay_inputs + decay[1]))
+        factors = torch.exp(-decay[0] * _softplus(decay_inputs + decay[1]))
         out = torch.empty_like(v)
         for slot, first, end, starts_at_zero in _sequences(state, row_offsets, lengths):
             s = state.recurrent[slot]  # [H, D, F]
@@ -81,3 +81,7 @@ def _sequences(
 
 def _normalized(x: Tensor) -> Tensor:  # [T, K, D] float32
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPS)
+
+
+def _softplus(x: Tensor) -> Tensor:
+    return torch.where(x > 20, x, torch.log1p(torch.exp(x.clamp(max=20))))
