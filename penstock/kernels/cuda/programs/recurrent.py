@@ -13,12 +13,11 @@ def _load_input(
     x, inputs, slot, first, index, is_new, stride, width, channels, is_channel, KEPT: tl.constexpr
 ):
     """Load the input at ``index`` of a sequence. A negative index reads the state, or 0 in a new sequence."""
-    row = tl.load(x + (first + index) * stride + channels, mask=is_channel & (index >= 0), other=0.0)
-    old = tl.load(
-        inputs + (slot * KEPT + KEPT + index) * width + channels,
-        mask=is_channel & (index < 0) & (is_new == 0),
-        other=0.0,
-    )
+    indices = index + tl.zeros_like(channels)
+    is_row = is_channel & (indices >= 0)
+    is_old = is_channel & (indices < -is_new * KEPT)
+    row = tl.load(x + (first + indices) * stride + channels, mask=is_row, other=0.0)
+    old = tl.load(inputs + (slot * KEPT + KEPT + indices) * width + channels, mask=is_old, other=0.0)
     return row.to(tl.float32) + old.to(tl.float32)
 
 
@@ -93,7 +92,8 @@ def delta_rule(
     is_element = is_key[:, None] & is_column[None, :]
     state = tl.load(slots + sequence) * heads + head
     addresses = states + (state * key_dim + keys[:, None]) * value_dim + columns[None, :]
-    s = tl.load(addresses, mask=is_element & (is_new == 0), other=0.0)
+    s = tl.load(addresses, mask=is_element, other=0.0)
+    s = tl.where(is_new, 0.0, s)
     key_head = head // (heads // key_heads)
     rate, bias = tl.load(decay + head), tl.load(decay + heads + head)
     for row in range(first, end):
