@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -187,10 +187,12 @@ class _Recorder:
             }
             return replace(value, **kv_refs)
         if isinstance(value, LayerState):  # all steps use the same states, but other slots
-            return LayerState(
-                *(cast(Tensor, self.weight(part)) for part in (value.inputs, value.recurrent)),
-                cast(Tensor, self.activation(value.slots)),
-            )
+            state_refs: dict[str, Any] = {
+                "inputs": self.weight(value.inputs),
+                "recurrent": self.weight(value.recurrent),
+                "slots": self.activation(value.slots),
+            }
+            return replace(value, **state_refs)
         if isinstance(value, LoRAInputs):  # all steps use the same matrices, whose contents may change
             matrices, ranks = (
                 _map_objects(part, Tensor, self.weight) for part in (value.matrices, value.ranks)

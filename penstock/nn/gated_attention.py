@@ -54,12 +54,13 @@ class GatedAttention(Attention):
 
     def __call__(self, x: Tensor, rows: Sequence[RotaryRows], step: StepInputs) -> Tensor:
         heads = self.qkv(x, step).view(len(x), -1, self.head_dim)
-        queries_and_gates = heads[:, : 2 * self.heads].unflatten(1, (self.heads, 2))  # [T, H, 2, D]
+        queries_and_gates = heads[:, : 2 * self.heads]
+        queries, gates = queries_and_gates[:, ::2], queries_and_gates[:, 1::2]  # [T, H, D] each
         keys = heads[:, 2 * self.heads : 2 * self.heads + self.kv_heads]
         if self.values is None:
             values = heads[:, 2 * self.heads + self.kv_heads :]
         else:
             values = self.values(x, step).view(len(x), self.kv_heads, self.head_dim)
-        q, k = self._normalize_and_rotate(queries_and_gates[:, :, 0], keys, rows, step)
-        out = step.ops.apply_gate(self._attend(q, k, values, step), queries_and_gates[:, :, 1], "sigmoid")
+        q, k = self._normalize_and_rotate(queries, keys, rows, step)
+        out = step.ops.apply_gate(self._attend(q, k, values, step), gates, "sigmoid")
         return self.output(out.view(len(x), -1), step)

@@ -127,9 +127,8 @@ class LinearAttention:
         qkv = ops.short_convolution(qkv, self.convolution, state, step.row_offsets, lengths)
         gates = self.gates(x, step)
         out = ops.gated_delta_rule(qkv, gates, self.decay, state, step.row_offsets, lengths)
-        out = ops.apply_gate(
-            self.norm(out, step), output_gates.unflatten(1, (sizes.heads, sizes.value_dim)), "silu"
-        )
+        output_gates = output_gates.view(len(x), sizes.heads, sizes.value_dim)
+        out = ops.apply_gate(self.norm(out, step), output_gates, "silu")
         return self.output(out.view(len(x), -1), step)
 
 
@@ -150,9 +149,9 @@ def _load_by_key_head(
     key_heads, group = sizes.key_heads, sizes.heads // sizes.key_heads
     widths = [sizes.key_dim, sizes.key_dim, group * sizes.value_dim, group * sizes.value_dim]
     stored = load.source.tensor(f"{name}.in_proj_qkvz.weight", (key_heads * sum(widths), hidden))
-    parts = stored.view(key_heads, -1, hidden).split(widths, 1)
+    parts = torch.split(stored.view(key_heads, -1, hidden), widths, 1)
     projection = load.pack(torch.cat([part.reshape(-1, hidden) for part in parts]).to(load.device), {})
     stored_gates = load.source.tensor(f"{name}.in_proj_ba.weight", (2 * sizes.heads, hidden))
-    rates, decays = stored_gates.view(key_heads, -1, hidden).split(group, 1)
+    rates, decays = torch.split(stored_gates.view(key_heads, -1, hidden), group, 1)
     gates = _pack_gates(load, [rates.reshape(-1, hidden), decays.reshape(-1, hidden)], {})
     return projection, gates

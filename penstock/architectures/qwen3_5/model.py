@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
+from penstock.architectures.hybrid import HybridModel
 from penstock.architectures.multimodal_rope import interleaved_axes
 from penstock.architectures.qwen2_5_vl.model import QwenVisionModel
 from penstock.architectures.qwen3_5_text.model import Qwen35TextModel
@@ -22,7 +23,7 @@ class Qwen35VisionModel(QwenVisionModel):
 
     is_divisible = False
     ignored_weights = (*QwenVisionModel.ignored_weights, "mtp.*")  # multi-token prediction
-    text_family = Qwen35TextModel
+    text_family: ClassVar[type[HybridModel]] = Qwen35TextModel
     sections = (11, 11, 10)
     vision_tables = ("visual.pos_embed.weight",)
     vision_defaults: ClassVar[Mapping[str, object]] = {

@@ -43,10 +43,11 @@ class ReferenceRecurrent(RecurrentOps):
         _, heads, key_dim, value_dim = state.recurrent.shape
         num_keys = (qkv.shape[1] - heads * value_dim) // 2
         group = heads * key_dim // num_keys
-        queries, keys, values = qkv.float().split([num_keys, num_keys, heads * value_dim], 1)
-        q = _normalized(queries.view(len(qkv), -1, key_dim)).repeat_interleave(group, 1) * key_dim**-0.5
-        k = _normalized(keys.view(len(qkv), -1, key_dim)).repeat_interleave(group, 1)  # [T, H, D]
-        v = values.view(len(qkv), heads, value_dim)
+        wide = qkv.float()
+        queries, keys, values = wide[:, :num_keys], wide[:, num_keys : 2 * num_keys], wide[:, 2 * num_keys :]
+        q = _normalized(queries.reshape(len(qkv), -1, key_dim)).repeat_interleave(group, 1) * key_dim**-0.5
+        k = _normalized(keys.reshape(len(qkv), -1, key_dim)).repeat_interleave(group, 1)  # [T, H, D]
+        v = values.reshape(len(qkv), heads, value_dim)
         rate_logits, decay_inputs = gates.float().chunk(2, 1)  # [T, H] each
         rates = 1 / (1 + torch.exp(-rate_logits))
         factors = torch.exp(-decay[0] * _softplus(decay_inputs + decay[1]))
