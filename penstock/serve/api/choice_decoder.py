@@ -39,17 +39,17 @@ class Score:
 
 @dataclass(slots=True)
 class ChoiceDelta:
-    """The output of one or more new tokens of a choice. The output of a choice is the sum of its deltas."""
+    """The output that new tokens add to a choice. The output of a choice is the sum of its deltas."""
 
     events: list[Event]
     """Content, reasoning and tool calls, in the order of the output."""
     token_ids: list[int]
     scores: list[Score]
-    """One score per token, if log probabilities are requested."""
+    """One score per token; empty if log probabilities are not requested."""
     finish_reason: str | None = None
     """Set only in the last delta."""
     num_tokens: int = 0
-    """Number of tokens to add to the usage. It includes the token that ended the output."""
+    """Number of tokens to add to the usage, including the token that ended the output, if any."""
 
     @property
     def content(self) -> str:
@@ -74,7 +74,7 @@ def finish_reason(status: TextGenerationStatus, *, ended_by_text: bool, has_tool
 
 
 class ChoiceDecoder:
-    """Decodes the tokens of one choice as the worker sends them.
+    """Converts the tokens that the worker sends for one choice to deltas.
 
     Args:
         context: the context of the choice.
@@ -82,8 +82,8 @@ class ChoiceDecoder:
         parser: splits the text into reasoning, tool calls and content. Without a parser, all text is content.
         skip_special_tokens: whether special tokens are left out of the text. Must be False if the parser's
             markup consists of special tokens.
-        token_by_token: whether the text is parsed after each token. This counts the reasoning tokens exactly.
-            If only one tool call is allowed, it also ends the choice at the last token of the call.
+        token_by_token: whether the text is parsed after each token. The number of reasoning tokens is exact
+            only with this setting. With it, the only allowed tool call ends the choice at its last token.
         keeps_stop: whether the text includes the stop string that ended the choice.
         may_decode_at_end: whether all tokens may be decoded together at the end, because the response is not
             streamed.
@@ -108,7 +108,10 @@ class ChoiceDecoder:
         self.num_reasoning_tokens = 0
         self.finish_reason: str | None = None
         self.prompt_scores: list[PromptScore] = []
-        """Scores of all prompt tokens except the first one. Complete when the first output token arrives."""
+        """Scores of all prompt tokens except the first one. Empty if they are not requested.
+
+        Complete when the first output token arrives.
+        """
         self._parser = parser
         self._text: _TextDecoder
         if may_decode_at_end and not params.stop and not token_by_token:
@@ -202,15 +205,15 @@ class ChoiceDecoder:
 
     def _parse_each_token(self, ids: Sequence[int]) -> list[Event]:
         events: list[Event] = []
-        for count, token_id in enumerate(ids, self._num_output_tokens):
+        for num_earlier_tokens, token_id in enumerate(ids, self._num_output_tokens):
             new_events = self._parse(self._text.append([token_id]))
             if not self._answer_begun and any(not isinstance(event, Reasoning) for event in new_events):
                 self._answer_begun = True
-                self.num_reasoning_tokens = count if self._has_reasoning else 0
+                self.num_reasoning_tokens = num_earlier_tokens if self._has_reasoning else 0
             self._has_reasoning |= any(isinstance(event, Reasoning) for event in new_events)
             events += new_events
             if self._text.stop_match is not None or (self._parser is not None and self._parser.done):
-                self._end_position = count + 1
+                self._end_position = num_earlier_tokens + 1
                 break
         return events
 
@@ -239,8 +242,8 @@ class ChoiceDecoder:
     ) -> list[Score]:
         """Return the scores of generated tokens, and append scores of prompt tokens to `prompt_scores`.
 
-        Each entry of `log_probabilities` belongs to one generated token and has one or more positions. The
-        last position belongs to the generated token, and the positions before it to the prompt.
+        Each entry of `log_probabilities` belongs to one generated token. An entry that is not None has one or
+        more positions. The last position belongs to the generated token, the earlier positions to the prompt.
         """
         scores = []
         for token_id, position_logprobs in zip(token_ids, log_probabilities, strict=False):

@@ -97,7 +97,7 @@ class CompletionRequest:
         grammar_and_field = output_grammar(services, body)
         if grammar_and_field is not None:
             check_enabled(services, body, grammar_and_field[1])
-        prompts, name = _prompts(body.prompt), f"cmpl-{uuid4().hex}"
+        prompts, completion_id = _prompts(body.prompt), f"cmpl-{uuid4().hex}"
         if body.suffix:
             body, prompts = _with_fill_in_prompts(services, body, prompts)
         n = body.n or 1
@@ -108,7 +108,7 @@ class CompletionRequest:
             context = request_context(
                 services,
                 body,
-                name if is_single else f"{name}-{index}",
+                completion_id if is_single else f"{completion_id}-{index}",
                 index=index,
                 param="prompt" if is_single else f"prompt[{index}]",
                 adapter=adapter,
@@ -140,7 +140,7 @@ class CompletionRequest:
             for context in contexts
         ]
         echoes = [_echo(services, context) for context in contexts] if body.echo else None
-        return cls(name, body, GenerationJob(contexts, choices, n), echoes)
+        return cls(completion_id, body, GenerationJob(contexts, choices, n), echoes)
 
 
 def _prompt_scores(services: Services, body: CompletionBody) -> PromptScores | None:
@@ -172,8 +172,8 @@ def _with_fill_in_prompts(
 ) -> tuple[CompletionBody, list[str | list[int]]]:
     """Return the body and the prompts of a request with ``suffix``, converted for filling in the middle.
 
-    The prompts become fill-in-the-middle prompts. Tokens that end the generated middle become stop tokens,
-    unless ``ignore_eos`` is set.
+    Each new prompt also contains the suffix. Unless ``ignore_eos`` is set, the stop tokens of the new body
+    include the tokens that end the generated middle.
 
     Raises:
         RequestProblem: 400; ``echo`` is set, a prompt is not a text, or the tokenizer has no

@@ -128,7 +128,9 @@ class Conversation:
 
 
 def image_fields(services: Services, messages: Sequence[Message]) -> ImageFields:
-    """Return the request fields for the images of messages; empty without images. Blocks on files and URLs.
+    """Return the request fields for the images of messages. Blocks while it reads files and URLs.
+
+    Empty if there are no images or the model does not read images.
 
     Raises:
         RequestProblem: 400; there are too many images, or an image cannot be read.
@@ -140,7 +142,7 @@ def image_fields(services: Services, messages: Sequence[Message]) -> ImageFields
 
 
 def _prefill(body: ChatBody) -> str:
-    """Return the text of the last message if the output continues it, else an empty string."""
+    """Return the text of the last assistant message if the output continues it, else an empty string."""
     last = body.messages[-1]
     if not body.continue_final_message or last.role != "assistant":
         return ""

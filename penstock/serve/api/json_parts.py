@@ -1,7 +1,8 @@
 """Encodes JSON documents in parts, so that encoding a long response does not block the event loop.
 
-Encoding a response with many log probabilities takes seconds. The functions here yield its JSON in small
-parts. `collect_parts` and `with_pauses` yield to the event loop after each `SLICE_SECONDS` of encoding.
+Encoding a response with many log probabilities takes seconds. The functions of this module yield the JSON of
+a response in small parts. `collect_parts` and `with_pauses` run the event loop after each `SLICE_SECONDS` of
+encoding.
 """
 
 from __future__ import annotations
@@ -69,18 +70,18 @@ class EncodingTurns:
         self._lock = asyncio.Lock()
 
     async def pause(self) -> None:
-        """Yield to the event loop, then wait for the turns of the responses that paused earlier."""
+        """Wait until the responses that paused earlier continue, then yield to the event loop once."""
         async with self._lock:
             await asyncio.sleep(0)
 
 
 async def collect_parts(parts: Iterable[bytes], turns: EncodingTurns) -> list[bytes]:
-    """Return all parts. Yields to the event loop after each `SLICE_SECONDS` of encoding."""
+    """Return the parts that are not empty. Runs the event loop after each `SLICE_SECONDS` of encoding."""
     return [part async for part in with_pauses(parts, turns)]
 
 
 async def with_pauses(parts: Iterable[bytes], turns: EncodingTurns) -> AsyncGenerator[bytes, None]:
-    """Yield the parts. Yields to the event loop after each `SLICE_SECONDS` of encoding."""
+    """Yield the parts that are not empty. Runs the event loop after each `SLICE_SECONDS` of encoding."""
     begin = time.perf_counter()
     for part in parts:
         if part:

@@ -17,7 +17,6 @@ def num_top_logprobs(body: GenerationBody, num_top: int | None) -> int:
 
     The number is at least 1 if the response has log probabilities, otherwise 0.
 
-
     Args:
         body: the request. Its ``prompt_logprobs`` is the number of top tokens per prompt token, or None.
         num_top: number of top tokens per generated token; None if the response has no log probabilities of
@@ -47,7 +46,7 @@ def num_prompt_logprobs(
 def without_prompt_logprobs(context: TextContext, *, has_logprobs: bool) -> TextContext:
     """Return a copy of a context without log probabilities of the prompt.
 
-    Used for all choices of a prompt except the first one, which computes them.
+    The first choice of a prompt computes these log probabilities. The other choices use the copy.
 
     Args:
         context: a context that has not started.
@@ -99,12 +98,12 @@ def check_num_logprobs(
         param: the field that the error names.
 
     Raises:
-        RequestProblem: 400; the message has the possible number and the limit.
+        RequestProblem: 400; the message has the largest possible number and the limit.
     """
     limit = services.config.max_logprobs_per_request
     lengths = [context.max_length - len(context.prompt_tokens) for context in contexts]
-    count = prompt_count + (0 if num_top is None else sum(lengths) * (num_top + 1))
-    if count <= limit:
+    max_count = prompt_count + (0 if num_top is None else sum(lengths) * (num_top + 1))
+    if max_count <= limit:
         return
     terms = []
     if num_top is not None:
@@ -113,7 +112,7 @@ def check_num_logprobs(
         terms.append(f"{prompt_count} of the prompt")
     raise RequestProblem(
         400,
-        f"the response could have {count} log probabilities ({' + '.join(terms)}), "
+        f"the response could have {max_count} log probabilities ({' + '.join(terms)}), "
         f"but this server sends at most {limit} in one response: lower n, max_tokens or {param}, "
         "shorten the prompt, or raise --max-logprobs-per-request",
         param=param,

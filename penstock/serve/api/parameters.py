@@ -150,19 +150,17 @@ UNSUPPORTED: Mapping[type[RequestBody], Mapping[str, RefusedField]] = {
 }
 
 
-def unsupported_fields(kind: type[RequestBody]) -> Mapping[str, RefusedField]:
-    """Return the unsupported fields of a schema by name."""
-    return UNSUPPORTED.get(kind) or kind.unsupported
+def unsupported_fields(body_type: type[RequestBody]) -> Mapping[str, RefusedField]:
+    """Return name -> `RefusedField` for the unsupported fields of a schema."""
+    return UNSUPPORTED.get(body_type) or body_type.unsupported
 
 
 @dataclass(frozen=True)
 class UnknownFields:
-    """Checks the fields of requests that their schemas do not declare.
-
-    Refuses unknown fields, or logs and drops them (``--unknown-fields``).
-    """
+    """Checks the fields of a request that its schema does not declare (``--unknown-fields``)."""
 
     refuse: bool
+    """Whether unknown fields are refused. Otherwise they are logged and dropped."""
     log: logging.Logger
 
     def check(self, body: RequestBody, field_path: str = "") -> None:
@@ -197,7 +195,7 @@ class UnknownFields:
         name, param = name[:_MAX_NAME_LENGTH], param[: 2 * _MAX_NAME_LENGTH]
         fields = type(body).model_fields.items()
         known_names = [
-            *(field.alias or client_param for client_param, field in fields),
+            *(field.alias or field_name for field_name, field in fields),
             *unsupported_fields(type(body)),
         ]
         nearest = get_close_matches(name, known_names, n=1, cutoff=0.7)
@@ -363,9 +361,9 @@ def _checked_ids(param: str, ids: list[int] | None, vocab_size: int) -> list[int
     return ids
 
 
-def accepted_values(kind: type[RequestBody]) -> dict[str, dict[str, object]]:
-    """Return the name of each unsupported field of a body -> the JSON schema of its accepted values."""
-    table = unsupported_fields(kind)
+def accepted_values(body_type: type[RequestBody]) -> dict[str, dict[str, object]]:
+    """Return name -> JSON schema of the accepted values for the unsupported fields of a body."""
+    table = unsupported_fields(body_type)
     return {
         name: {} if field.accepts_all else {"enum": [None, *field.accepted]} for name, field in table.items()
     }

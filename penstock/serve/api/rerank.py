@@ -78,7 +78,7 @@ async def _rerank(request: Request, version: str) -> Response:
 def _inputs(
     services: Services, body: RerankBody, scoring: PairScoring, texts: Sequence[str]
 ) -> list[ModelInput]:
-    """Return the inputs of the model. Documents are cut to ``max_tokens_per_doc``."""
+    """Return the inputs of the model. Each document is cut to ``max_tokens_per_doc`` tokens, if it is set."""
     limit, tokenizer = body.max_tokens_per_doc, embeddings_tokenizer(services)
     inputs = []
     for pair_input in scoring.inputs:

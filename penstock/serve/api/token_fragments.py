@@ -1,4 +1,4 @@
-"""A cache of JSON fragments of tokens. A response with log probabilities mostly consists of these."""
+"""A cache of JSON fragments of tokens. Responses with log probabilities mostly consist of such fragments."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class NumberWriter:
     One call encodes all numbers of a part, because one call per number takes longer.
 
     Args:
-        fragments: the cache of JSON fragments. Tokens that are new in the cache have an additional cost.
+        fragments: the cache of JSON fragments. Its size shows how many new tokens a part has, see `MAX_COST`.
     """
 
     def __init__(self, fragments: TokenFragments) -> None:
@@ -133,8 +133,8 @@ class NumberWriter:
     @property
     def is_full(self) -> bool:
         """Whether the current part has reached the maximum cost."""
-        num_new = self._fragments.num_cached - self._num_cached
-        return len(self._values) + UNCACHED_TOKEN_COST * num_new >= MAX_COST
+        num_new_fragments = self._fragments.num_cached - self._num_cached
+        return len(self._values) + UNCACHED_TOKEN_COST * num_new_fragments >= MAX_COST
 
     def part(self) -> bytes:
         """Return the JSON that was added since the last call."""

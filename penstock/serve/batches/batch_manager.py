@@ -49,7 +49,7 @@ class BatchManager:
         self._run_task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start the task that runs batches if it is not running. It also continues unfinished batches."""
+        """Start the task that runs batches, if it is not running. It first continues unfinished batches."""
         self._has_new_batches.set()
         if self._task is None or self._task.done():
             self._task = asyncio.ensure_future(self._run_batches())
@@ -110,13 +110,11 @@ class BatchManager:
         if batch["status"] == "cancelling":
             return
         services, counts = self._services, batch["request_counts"]
-        results, failures = (
-            self.files.content_path(batch["results"]),
-            self.files.content_path(batch["failures"]),
-        )
+        result_path = self.files.content_path(batch["results"])
+        failure_path = self.files.content_path(batch["failures"])
         try:
-            completed_ids = await asyncio.to_thread(finished_ids, results)
-            failed_ids = await asyncio.to_thread(finished_ids, failures)
+            completed_ids = await asyncio.to_thread(finished_ids, result_path)
+            failed_ids = await asyncio.to_thread(finished_ids, failure_path)
             counts["total"] = await asyncio.to_thread(lambda: check_unique(self._lines(batch)))
         except InputError as error:
             await asyncio.to_thread(self._fail, batch, "invalid_input_file", str(error))
@@ -125,7 +123,7 @@ class BatchManager:
         batch |= {"status": "in_progress", "in_progress_at": batch["in_progress_at"] or int(time.time())}
         await asyncio.to_thread(self.batches.put, batch)
         saved_at = time.monotonic()
-        with results.open("ab") as result_file, failures.open("ab") as failure_file:
+        with result_path.open("ab") as result_file, failure_path.open("ab") as failure_file:
 
             def write_result(line: bytes, is_success: bool, num_tokens: int) -> None:
                 nonlocal saved_at

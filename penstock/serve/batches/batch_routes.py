@@ -117,8 +117,8 @@ async def create_batch(request: Request) -> Response:
     body = checked_body(services, BatchBody, raw)
     if body.endpoint not in ENDPOINTS:
         raise RequestProblem(400, f"endpoint must be one of {', '.join(ENDPOINTS)}", param="endpoint")
-    source = await asyncio.to_thread(manager.files.get, body.input_file_id, owner)
-    if source is None or source["purpose"] != "batch":
+    input_file = await asyncio.to_thread(manager.files.get, body.input_file_id, owner)
+    if input_file is None or input_file["purpose"] != "batch":
         raise RequestProblem(
             400,
             f"there is no file {body.input_file_id[:100]!r} with the purpose batch",

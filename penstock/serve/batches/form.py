@@ -125,13 +125,13 @@ async def read_form(request: Request, path: Path, *, max_bytes: int, timeout: fl
     """Read a form, write the content of its file to `path` and return the form.
 
     Raises:
-        RequestProblem: 415 if the body is not ``multipart/form-data``, 413 if it is too long, 408 if it
-            arrives too slowly, 400 if it is malformed or has no file.
+        RequestProblem: 415 if the body is not ``multipart/form-data``, 413 if it is longer than `max_bytes`,
+            408 if it does not arrive within `timeout` seconds, 400 if it is malformed or has no file.
         ClientDisconnect: the client disconnected before the end of the body.
     """
-    kind, options = parse_options_header(request.headers.get("content-type"))
+    media_type, options = parse_options_header(request.headers.get("content-type"))
     boundary = options.get(b"boundary")
-    if kind != b"multipart/form-data" or not boundary:
+    if media_type != b"multipart/form-data" or not boundary:
         raise RequestProblem(415, "send the file as multipart/form-data, with the fields file and purpose")
     with path.open("wb") as file:
         form = Form(boundary, file)
@@ -145,14 +145,14 @@ async def read_form(request: Request, path: Path, *, max_bytes: int, timeout: fl
 
 
 async def _read(request: Request, form: Form, max_bytes: int) -> None:
-    size = 0
+    num_bytes = 0
     while True:
         message = await request.receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
         part = message.get("body", b"")
-        size += len(part)
-        if size > max_bytes:
+        num_bytes += len(part)
+        if num_bytes > max_bytes:
             raise RequestProblem(
                 413,
                 f"the body is longer than {max_bytes} bytes, the limit of this server (--max-file-size)",
@@ -163,7 +163,7 @@ async def _read(request: Request, form: Form, max_bytes: int) -> None:
             return
 
 
-def _checked_length(value: bytes, max_bytes: int, name: str) -> bytes:
+def _checked_length(value: bytes, max_bytes: int, part_name: str) -> bytes:
     if len(value) > max_bytes:
-        raise RequestProblem(400, f"a {name} of the form is longer than {max_bytes} bytes")
+        raise RequestProblem(400, f"a {part_name} of the form is longer than {max_bytes} bytes")
     return value

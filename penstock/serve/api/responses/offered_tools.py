@@ -23,7 +23,9 @@ MCP = "mcp"
 """The value of ``type`` for an entry of ``tools`` that stands for the tools of a tool server."""
 _INVALID_NAME_CHARACTERS = re.compile(r"[^a-zA-Z0-9_.-]")
 _MAX_NAME_LENGTH = 64
+"""Maximum number of characters of a function name."""
 _MAX_LISTED_NAMES = 20
+"""Maximum number of tool or server names in an error message."""
 
 
 class ToolFilter(RequestBody):
@@ -77,8 +79,8 @@ class McpTool(RequestBody):
     def needs_approval(self, tool: ServerTool, default_approval: str) -> bool:
         """Return whether calls of a tool require approval.
 
-        `default_approval` applies without ``require_approval``, and with a filter that has no ``never`` if
-        ``always`` does not match.
+        `default_approval` decides in two cases: ``require_approval`` is absent, or it has no filter ``never``
+        and no filter ``always`` that matches the tool.
         """
         rule = self.require_approval
         if not isinstance(rule, ApprovalFilter):
@@ -306,8 +308,8 @@ def _free_name(label: str, tool: str, taken_names: Iterable[str]) -> str:
     if name not in taken_names:
         return name
     name = _plain_name(f"{label}_{tool}")
-    number = 2
+    suffix_number = 2
     while name in taken_names:
-        name = _plain_name(f"{label}_{tool}"[: _MAX_NAME_LENGTH - 4]) + f"_{number}"
-        number += 1
+        name = _plain_name(f"{label}_{tool}"[: _MAX_NAME_LENGTH - 4]) + f"_{suffix_number}"
+        suffix_number += 1
     return name

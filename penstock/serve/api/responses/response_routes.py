@@ -31,7 +31,7 @@ router = APIRouter(route_class=JsonRoute, tags=["responses"])
 
 @router.post("/v1/responses", **route_options(ResponsesBody, "The response, or its events with `stream`."))
 async def create_response(request: Request) -> Response:
-    """Generate a response to a list of items."""
+    """Generate a response to a text or to a list of items."""
     services, record = Services.of(request), RequestRecord.of(request)
     state, owner = open_state(services), request_owner(request)
     prepared_response = await _prepared_response(request, state, owner)
@@ -171,8 +171,10 @@ async def _prepared_response(request: Request, state: ResponseState, owner: str)
             previous_response = await _previous_response(state, owner, previous_id)
         if isinstance(raw.get("input"), list):
             raw = {**raw, "input": await _with_references(state, owner, raw["input"])}
-    tools = await find_offered_tools(services, raw)
-    return await run_in_pool(request, lambda: PreparedResponse.of(services, raw, previous_response, tools))
+    offered_tools = await find_offered_tools(services, raw)
+    return await run_in_pool(
+        request, lambda: PreparedResponse.of(services, raw, previous_response, offered_tools)
+    )
 
 
 async def _previous_response(state: ResponseState, owner: str, response_id: str) -> StoredResponse:

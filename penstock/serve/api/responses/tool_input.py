@@ -110,13 +110,16 @@ def chat_tool_choice(body: ResponsesBody, offered_tools: OfferedTools) -> dict[s
 
 
 def _server_functions(offered_tools: OfferedTools, label: object, tool: object, field_path: str) -> list[str]:
-    """Return the function names of a tool server's tools.
+    """Return the function names of all tools of a tool server, or of one of its tools.
 
     Args:
         offered_tools: the tools of tool servers.
         label: the label of the server in the request.
         tool: the name of a tool; None for all tools of the server.
         field_path: the request field that errors name.
+
+    Raises:
+        RequestProblem: 400; `label` is not a string, or the request offers no such tool.
     """
     if not isinstance(label, str):
         raise missing_field_error(f"{field_path}.server_label")
@@ -160,10 +163,10 @@ def _allowed_tools(choice: ToolSelection, offered_tools: OfferedTools) -> dict[s
     return {"mode": choice.mode, "tools": allowed_tools}
 
 
-def _hosted_tool_error(field_path: str, kind: object) -> RequestProblem:
+def _hosted_tool_error(field_path: str, tool_type: object) -> RequestProblem:
     return RequestProblem(
         400,
-        f"{field_path} is {str(kind)[:100]!r}, a hosted tool, and this server has no hosted tools: "
+        f"{field_path} is {str(tool_type)[:100]!r}, a hosted tool, and this server has no hosted tools: "
         "choose a function",
         param=field_path,
         code="unsupported_value",
