@@ -11,7 +11,7 @@ from penstock.text.tokenizer import TextTokenizer
 MAX_SEQUENCES = 1024
 """Maximum number of banned sequences per request. The tokenizer's encodings of the words do not count."""
 MAX_SEQUENCES_PER_WORD = 128
-"""Maximum number of sequences for a word without a space before it, and for the word after a space."""
+"""Maximum number of sequences per form of a word. The two forms are with and without a space before it."""
 _MAX_WORD_BYTES = 64
 """Maximum length of a word in bytes. For a longer word, only the tokenizer's encoding is banned."""
 _MAX_TOKEN_BYTES = 16

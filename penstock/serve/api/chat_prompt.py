@@ -28,7 +28,7 @@ class ToolUse:
     tools: list[TokenGeneratorRequestTool]
     choice: str | NamedFunction
     """OpenAI's ``tool_choice``: ``auto``, ``none``, ``required``, or an object that names a function."""
-    strict: frozenset[str] = frozenset()
+    strict_names: frozenset[str] = frozenset()
     """Names of the tools with ``strict: true``. Empty if `choice` names a function or is ``none``."""
 
     @property
@@ -70,7 +70,7 @@ def requested_tool_use(body: ChatBody, raw: Mapping[str, object]) -> ToolUse:
     tools = template_tools(raw)
     names = [tool["function"]["name"] for tool in tools]
     choice = body.tool_choice
-    strict = frozenset(tool.function.name for tool in body.tools or () if tool.function.strict)
+    strict_names = frozenset(tool.function.name for tool in body.tools or () if tool.function.strict)
     match choice:
         case NamedTool():
             _check_name(choice.function.name, names, "tool_choice.function.name")
@@ -83,7 +83,7 @@ def requested_tool_use(body: ChatBody, raw: Mapping[str, object]) -> ToolUse:
             return ToolUse(
                 allowed_tools,
                 choice.allowed_tools.mode if allowed_tools else "none",
-                strict & {*allowed_names},
+                strict_names & {*allowed_names},
             )
         case "required" if not tools:
             raise RequestProblem(
@@ -91,14 +91,14 @@ def requested_tool_use(body: ChatBody, raw: Mapping[str, object]) -> ToolUse:
             )
         case "none":
             return ToolUse([], "none")  # the prompt omits tools that must not be called
-    return ToolUse(tools, choice or ("auto" if tools else "none"), strict)
+    return ToolUse(tools, choice or ("auto" if tools else "none"), strict_names)
 
 
 def check_template_reads_tools(tools: Sequence[Mapping[str, object]], tokenizer: TextTokenizer) -> None:
-    """Raise if a request has tools and the chat template omits tools from the prompt.
+    """Raise if a request has tools, but the chat template omits tools from the prompt.
 
     Raises:
-        RequestProblem: 400; the template does not read ``tools``.
+        RequestProblem: 400; the template does not contain the word ``tools``.
     """
     if tools and tokenizer.has_chat_template and not tokenizer.template_mentions("tools"):
         raise RequestProblem(
@@ -113,7 +113,7 @@ def check_template_reads_tools(tools: Sequence[Mapping[str, object]], tokenizer:
 def template_messages(
     messages: Sequence[Message], tokenizer: TextTokenizer
 ) -> list[TokenGeneratorRequestMessage]:
-    """Return the messages in the format of Hugging Face templates.
+    """Return the messages in the format that chat templates of Hugging Face transformers read.
 
     Null and unknown members are removed. If the template does not contain the word ``developer``, the role
     ``developer`` becomes ``system``.

@@ -61,7 +61,7 @@ class FunctionDelta(TypedDict):
 
 
 class ToolCallDelta(TypedDict):
-    """A tool call. In a chunk of a stream, it may be only the next part of a tool call."""
+    """A tool call. In a chunk of a stream, it may have only the next part of the arguments."""
 
     index: int
     id: NotRequired[str]

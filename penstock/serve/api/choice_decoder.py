@@ -16,7 +16,7 @@ from penstock.worker.messages import PackedLogProbabilities
 AnyLogProbabilities: TypeAlias = LogProbabilities | PackedLogProbabilities
 """The log probabilities of one or more positions."""
 TopTokens: TypeAlias = Mapping[int, float] | msgspec.Raw
-"""Token id -> log probability for the top tokens of one position, best first. Decoded, or raw msgpack."""
+"""Token id -> log probability for the top tokens of one position: a mapping, or its msgpack encoding."""
 PromptScore: TypeAlias = tuple[float, TopTokens]
 """The log probability of a prompt token, and the top tokens of its position."""
 
@@ -24,7 +24,7 @@ _decode_top = msgspec.msgpack.Decoder(dict[int, float]).decode
 
 
 def top_tokens(top: TopTokens) -> Mapping[int, float]:
-    """Return the decoded top tokens."""
+    """Return the top tokens as a mapping."""
     return _decode_top(top) if isinstance(top, msgspec.Raw) else top
 
 
@@ -173,7 +173,14 @@ class ChoiceDecoder:
         log_probabilities: Sequence[AnyLogProbabilities | None] = (),
         prompt_log_probabilities: AnyLogProbabilities | None = None,
     ) -> ChoiceDelta:
-        """Decode tokens from the worker. Returns an empty delta after the end of the choice."""
+        """Decode the next tokens of the choice. Returns an empty delta after the end of the choice.
+
+        Args:
+            token_ids: the tokens that the worker has generated.
+            status: whether the worker has finished the choice, and why.
+            log_probabilities: one entry per token; empty if they are not requested.
+            prompt_log_probabilities: the log probabilities of further prompt tokens, if any.
+        """
         if self.is_done:
             return ChoiceDelta([], [], [])
         if prompt_log_probabilities is not None:

@@ -96,6 +96,11 @@ def _worker(request: Request) -> EngineClient:
 
 
 def _checked_services(request: Request) -> Services:
+    """Return the services of a request.
+
+    Raises:
+        RequestProblem: 403; the server has no API key and does not listen on a loopback address.
+    """
     services = Services.of(request)
     config = services.config
     if not config.api_key and not is_loopback(config.host):

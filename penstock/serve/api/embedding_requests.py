@@ -85,7 +85,8 @@ async def encode_inputs(
         inputs: function that returns the inputs. It runs in a thread pool.
 
     Raises:
-        RequestProblem: an input is invalid or has failed. The message names the input.
+        RequestProblem: an input is invalid or has failed; ``param`` names the field. 503 if a time limit is
+            exceeded.
         PenstockError: the worker is not ready, or the queue is full.
         ClientDisconnect: the client disconnected.
     """
@@ -112,7 +113,7 @@ def input_list(value: TextsOrIds, field: str = "input") -> list[tuple[str, str |
     return [(f"{field}[{i}]", cast("str | list[int]", element)) for i, element in enumerate(value)]
 
 
-def check_count(services: Services, num_inputs: int, field: str) -> None:
+def check_num_inputs(services: Services, num_inputs: int, field: str) -> None:
     """Raise if a request has more inputs than ``--max-inputs-per-request``.
 
     Raises:
@@ -165,7 +166,7 @@ def vector_inputs(
         RequestProblem: 400; the message names the invalid field.
     """
     inputs = input_list(body.input)
-    check_count(services, len(inputs), "input")
+    check_num_inputs(services, len(inputs), "input")
     if body.input_type is not None and body.prompt_name is not None:
         raise RequestProblem(
             400, "input_type and prompt_name both select a prompt: send only one of them", param="input_type"

@@ -67,7 +67,7 @@ class EmbeddingRun:
 
         Raises:
             PenstockError: the worker is not ready, or the queue is full when the first input is submitted.
-            RequestProblem: an input failed; ``param`` names the input. 503 if a time limit is exceeded.
+            RequestProblem: an input failed; ``param`` names the field. 503 if a time limit is exceeded.
         """
         try:
             await self._limits.within(self._run())
@@ -135,7 +135,7 @@ class EmbeddingRun:
         self._submission_permits.release()
 
     def _problem(self, index: int, error: PenstockError) -> RequestProblem:
-        """Return the error of an input as a `RequestProblem` that names the input."""
+        """Return the error of an input as a `RequestProblem` that names the input if there are several."""
         problem, name = problem_of(error), self._names[index]
         prefix = f"{name}: " if len(self._contexts) > 1 else ""
         return RequestProblem(

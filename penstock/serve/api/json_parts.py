@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 SLICE_SECONDS = 0.001
-"""Seconds of encoding after which the event loop runs. Encoding one part takes about this long at most."""
+"""Seconds of encoding after which the event loop runs. Encoding a single part should not take longer."""
 MESSAGE_BYTES = 256 * 1024
 """Size in bytes at which an ASGI body message is sent. A message exceeds it by less than one part."""
 
@@ -64,7 +64,10 @@ def event_parts(data: Iterable[bytes]) -> Parts:
 
 
 class EncodingTurns:
-    """Makes long responses take turns: between two slices of any responses, the event loop runs once."""
+    """Makes the encoders of long responses take turns.
+
+    The event loop runs once between two slices of encoding, also if these belong to different responses.
+    """
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()

@@ -57,22 +57,24 @@ def without_prompt_logprobs(context: TextContext, *, has_logprobs: bool) -> Text
 
 
 def with_bounded_output(
-    services: Services, context: TextContext, num_choices: int, *, num_top: int, prompt_count: int = 0
+    services: Services, context: TextContext, num_choices: int, *, num_top: int, prompt_logprob_count: int = 0
 ) -> TextContext:
     """Return a copy of a context whose maximum length keeps the log probabilities within the limit.
 
     Used for requests without an output limit. Output that reaches the maximum length has the finish reason
-    ``length``. The context is returned unchanged if its maximum length is within the limit already, or if not
-    even one token fits. In the second case, `check_num_logprobs` raises.
+    ``length``. Returns the context unchanged if its maximum length is within the limit already. Also returns
+    it unchanged if the limit leaves no room for a single token; `check_num_logprobs` then raises.
 
     Args:
         services: its configuration has the limit.
         context: the context of the request.
         num_choices: the number of choices.
         num_top: number of top tokens per generated token.
-        prompt_count: number of log probabilities of the prompt in the response.
+        prompt_logprob_count: number of log probabilities of the prompt in the response.
     """
-    max_tokens = (services.config.max_logprobs_per_request - prompt_count) // (num_choices * (num_top + 1))
+    max_tokens = (services.config.max_logprobs_per_request - prompt_logprob_count) // (
+        num_choices * (num_top + 1)
+    )
     length = len(context.prompt_tokens) + max_tokens
     if max_tokens < 1 or length >= context.max_length:
         return context
@@ -84,7 +86,7 @@ def check_num_logprobs(
     contexts: Sequence[TextContext],
     *,
     num_top: int | None,
-    prompt_count: int = 0,
+    prompt_logprob_count: int = 0,
     param: str,
 ) -> None:
     """Raise if the response could have more log probabilities than ``--max-logprobs-per-request``.
@@ -94,7 +96,7 @@ def check_num_logprobs(
         contexts: one context per choice. Each context may generate up to its maximum length.
         num_top: number of top tokens per generated token; None if the response has no log
             probabilities of generated tokens.
-        prompt_count: number of log probabilities of all prompts in the response.
+        prompt_logprob_count: number of log probabilities of all prompts in the response.
         param: the field that the error names.
 
     Raises:
@@ -102,14 +104,14 @@ def check_num_logprobs(
     """
     limit = services.config.max_logprobs_per_request
     lengths = [context.max_length - len(context.prompt_tokens) for context in contexts]
-    max_count = prompt_count + (0 if num_top is None else sum(lengths) * (num_top + 1))
+    max_count = prompt_logprob_count + (0 if num_top is None else sum(lengths) * (num_top + 1))
     if max_count <= limit:
         return
     terms = []
     if num_top is not None:
         terms.append(f"{len(lengths)} choice(s) x {max(lengths)} tokens x {num_top + 1}")
-    if prompt_count:
-        terms.append(f"{prompt_count} of the prompt")
+    if prompt_logprob_count:
+        terms.append(f"{prompt_logprob_count} of the prompt")
     raise RequestProblem(
         400,
         f"the response could have {max_count} log probabilities ({' + '.join(terms)}), "

@@ -38,7 +38,7 @@ def output_grammar(services: Services, body: GenerationBody) -> tuple[Grammar, s
     return None
 
 
-def check_enabled(services: Services, body: GenerationBody, param: str) -> None:
+def check_grammars_enabled(services: Services, body: GenerationBody, param: str) -> None:
     """Raise if the worker has no grammar back end, or if ``ignore_eos`` is set without ``stop_token_ids``.
 
     Raises:

@@ -4,8 +4,8 @@ No field is ignored silently:
 
 - A supported field is declared in the schema of the body.
 - A field of `LOGGED_FIELDS` is written to the log and has no effect on the response.
-- An unsupported field is in `UNSUPPORTED` or in the schema's ``unsupported``, with its accepted values. These
-  values and null request the server's normal behaviour. Any other value is refused.
+- An unsupported field is in `UNSUPPORTED` or in the schema's ``unsupported``, with accepted values or with
+  `RefusedField.accepts_all`. Accepted values and null have no effect. Any other value is refused.
 - Any other field is unknown and is refused, unless the object has open fields. With ``--unknown-fields warn``
   it is logged and dropped.
 """
@@ -299,7 +299,7 @@ def check_combinations(body: GenerationBody) -> None:
 
 
 def sampling_params(
-    body: GenerationBody, config: PipelineConfig, *, tokenizer: TextTokenizer, default_limit: int | None
+    body: GenerationBody, config: PipelineConfig, *, tokenizer: TextTokenizer, default_max_tokens: int | None
 ) -> SamplingParams:
     """Return the sampling parameters of a request.
 
@@ -307,7 +307,8 @@ def sampling_params(
         body: the request.
         config: provides the values of absent parameters, and a random seed if the seed is absent.
         tokenizer: encodes bad words. Token ids must be less than its ``vocab_size``.
-        default_limit: the output limit of a request without ``max_tokens``; None for the limit of the model.
+        default_max_tokens: the output limit of a request without ``max_tokens``; None for the limit of the
+            model.
 
     Raises:
         RequestProblem: 400; the message names the invalid field.
@@ -321,7 +322,7 @@ def sampling_params(
         "frequency_penalty": body.frequency_penalty,
         "presence_penalty": body.presence_penalty,
         "repetition_penalty": repetition_penalty(body),
-        "max_new_tokens": default_limit if limit is None else limit,
+        "max_new_tokens": default_max_tokens if limit is None else limit,
         "min_new_tokens": body.min_tokens,
         "ignore_eos": body.ignore_eos,
         "seed": body.seed,

@@ -41,8 +41,8 @@ def request_context(
     param: str,
     adapter: str | None,
     num_top: int | None,
-    echo: bool,
-    default_limit: int | None = None,
+    has_prompt_logprobs: bool,
+    default_max_tokens: int | None = None,
     **prompt: Unpack[PromptFields],
 ) -> TextContext:
     """Return the context of one prompt of a request.
@@ -58,8 +58,9 @@ def request_context(
         adapter: the name of the adapter; None for the model itself.
         num_top: number of top tokens per generated token; None if the response has no log
             probabilities of generated tokens.
-        echo: whether log probabilities of the prompt are computed.
-        default_limit: the output limit of a request without ``max_tokens``; None for the limit of the model.
+        has_prompt_logprobs: whether log probabilities of the prompt are computed.
+        default_max_tokens: the output limit of a request without ``max_tokens``; None for the limit of the
+            model.
         **prompt: ``prompt``, or ``messages``, ``tools`` and ``chat_template_options``, and images.
 
     Raises:
@@ -71,9 +72,9 @@ def request_context(
         index,
         body.model,
         logprobs=num_top_logprobs(body, num_top),
-        echo=echo,
+        echo=has_prompt_logprobs,
         sampling_params=sampling_params(
-            body, services.pipeline_config, tokenizer=tokenizer, default_limit=default_limit
+            body, services.pipeline_config, tokenizer=tokenizer, default_max_tokens=default_max_tokens
         ),
         adapter=adapter,
         cache_salt=body.cache_salt,

@@ -21,8 +21,8 @@ MAX_STOP_CHARACTERS = 2048
 """Maximum total length of the stop strings. Bounds the time that matching takes for each token."""
 MAX_LABEL_LENGTH = 512
 """Maximum length of a logged field in characters. OpenAI has the same limit for values of ``metadata``."""
-MAX_METADATA = 16  # entries of the field ``metadata``
-MAX_ROLE = 64  # characters of the name of a role
+MAX_METADATA_ENTRIES = 16
+MAX_ROLE_LENGTH = 64
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARACTERS = 16_384
 """Maximum total length of the bad words of a request."""
@@ -100,7 +100,7 @@ class ContentPart(RequestBody):
 class ChatMessage(RequestBody):
     """A message of a conversation."""
 
-    role: Annotated[str, Field(min_length=1, max_length=MAX_ROLE)]
+    role: Annotated[str, Field(min_length=1, max_length=MAX_ROLE_LENGTH)]
     """A standard role, or a model-specific role that the chat template supports, such as ``ipython``."""
     content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
     """None and an empty list mean an empty text."""
@@ -214,7 +214,7 @@ class StreamOptions(RequestBody):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    """Adds the usage up to the chunk to every chunk. Is the default of ``include_usage``."""
+    """Adds the usage up to the chunk to every chunk. Sets ``include_usage`` if that field is absent."""
 
 
 class GenerationBody(RequestBody):
@@ -269,7 +269,7 @@ class GenerationBody(RequestBody):
 
     # Fields that are only logged.
     user: Label | None = None
-    metadata: Annotated[dict[Label, Label], Field(max_length=MAX_METADATA)] | None = None
+    metadata: Annotated[dict[Label, Label], Field(max_length=MAX_METADATA_ENTRIES)] | None = None
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
 

@@ -62,7 +62,7 @@ class TokenFragments:
         return len(self.chat_entries) + len(self.completion_keys) + len(self.prompt_entries)
 
     def text(self, token_id: int) -> str:
-        """Return the text of a token for the log probabilities of a completion.
+        """Return the text of a token for log probabilities of completions; ``token_id:17`` with `as_ids`.
 
         If the bytes of a token are not valid UTF-8, the text is, for example, ``bytes:\\xe2\\x80``, as in
         OpenAI's API. Two such tokens therefore have different texts.

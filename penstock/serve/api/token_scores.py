@@ -54,7 +54,9 @@ class ChatScores:
 
 
 class CompletionScores:
-    """Encodes ``logprobs`` of completions: lists with one entry per token, and top tokens by their text.
+    """Encodes ``logprobs`` of completions: lists with one entry per token.
+
+    An entry of ``top_logprobs`` is an object: text of a top token -> log probability.
 
     Args:
         tokenizer: the tokenizer of the model.

@@ -24,6 +24,7 @@ from penstock.serve.batches.batch_store import BatchObject, FileObject, ObjectSt
 from penstock.serve.services import Services
 
 ACTIVE_STATUSES = ("validating", "in_progress", "finalizing", "cancelling")
+"""The statuses of a batch that has not ended."""
 _SAVE_INTERVAL = 1.0
 """Minimum seconds between two writes of the request counts to disk while a batch runs."""
 

@@ -76,7 +76,9 @@ ObjectT = TypeVar("ObjectT", bound=StoredObject)
 
 
 class ObjectStore(Generic[ObjectT]):
-    """Stores JSON objects by id in one folder. The methods read and write the disk: call them in a thread.
+    """Stores JSON objects by id in one folder.
+
+    `put`, `get`, `delete` and `all` block while they use the disk: call them in a thread.
 
     Args:
         folder: the folder. It is created if it does not exist.

@@ -14,8 +14,10 @@ from starlette.requests import ClientDisconnect
 from penstock.serve.http.problems import RequestProblem
 
 _MAX_FIELDS = 16
+"""Maximum number of parts of a form, including the file."""
 _MAX_FIELD_BYTES = 4096
 _MAX_HEADER_BYTES = 4096
+"""Maximum length of the name and of the value of a part's header."""
 
 
 class Form:
@@ -29,7 +31,7 @@ class Form:
     def __init__(self, boundary: bytes, file: IO[bytes]) -> None:
         self.fields: dict[str, str] = {}
         self.file_name: str | None = None
-        self.size = 0
+        self.file_size = 0
         """The size of the form's file in bytes."""
         self._file = file
         self._header_name = b""
@@ -109,7 +111,7 @@ class Form:
     def _add_data(self, data: bytes, start: int, end: int) -> None:
         if self._field is None:
             self._file.write(memoryview(data)[start:end])
-            self.size += end - start
+            self.file_size += end - start
         else:
             self._value = _checked_length(self._value + data[start:end], _MAX_FIELD_BYTES, "field")
 

@@ -37,7 +37,7 @@ class ResponseState:
         self.store.close()
 
     def add(self, run: BackgroundRun) -> None:
-        """Add a run. Remove the oldest finished runs if there are more than `MAX_ENDED_RUNS`."""
+        """Add a run. If there are more than `MAX_ENDED_RUNS` finished runs, remove the oldest of these."""
         self.runs[run.response_id] = run
         finished_ids = [response_id for response_id, other_run in self.runs.items() if other_run.is_done]
         for response_id in finished_ids[: max(0, len(finished_ids) - MAX_ENDED_RUNS)]:

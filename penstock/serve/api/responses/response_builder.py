@@ -25,6 +25,8 @@ _FINAL_EVENTS = {"completed": "response.completed", "incomplete": "response.inco
 
 
 class _Scores(msgspec.Struct):
+    """The JSON object of `ChatScores`. Each entry of ``content`` is the JSON of one token."""
+
     content: list[msgspec.Raw]
 
 

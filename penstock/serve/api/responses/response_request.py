@@ -165,19 +165,19 @@ def _approved_calls(
             continue
         request = approval_requests[request_id]  # `ChatMessages` has checked that the item exists
         field_path = f"input[{index}].approval_request_id"
-        label, tool = request.server_label or "", request.name or ""
-        function = offered_tools.function_name(label, tool)
-        offered_tool = offered_tools.functions.get(function)
-        if offered_tool is None or (offered_tool.label, offered_tool.tool.name) != (label, tool):
+        label, tool_name = request.server_label or "", request.name or ""
+        function_name = offered_tools.function_name(label, tool_name)
+        offered_tool = offered_tools.functions.get(function_name)
+        if offered_tool is None or (offered_tool.label, offered_tool.tool.name) != (label, tool_name):
             raise RequestProblem(
                 400,
-                f"{field_path} approves {tool[:100]!r} of the server {label[:100]!r}, but the request does "
-                "not offer this tool: send the tools of the earlier request again",
+                f"{field_path} approves {tool_name[:100]!r} of the server {label[:100]!r}, but the request "
+                "does not offer this tool: send the tools of the earlier request again",
                 param=field_path,
             )
         called_ids.add(request_id)
         calls.append(
-            ApprovedCall(new_id("call"), offered_tool, function, request.arguments or "", request_id)
+            ApprovedCall(new_id("call"), offered_tool, function_name, request.arguments or "", request_id)
         )
     return calls
 

@@ -170,7 +170,7 @@ async def _prepared_response(request: Request, state: ResponseState, owner: str)
         if isinstance(previous_id := raw.get("previous_response_id"), str):
             previous_response = await _previous_response(state, owner, previous_id)
         if isinstance(raw.get("input"), list):
-            raw = {**raw, "input": await _with_references(state, owner, raw["input"])}
+            raw = {**raw, "input": await _with_references_resolved(state, owner, raw["input"])}
     offered_tools = await find_offered_tools(services, raw)
     return await run_in_pool(
         request, lambda: PreparedResponse.of(services, raw, previous_response, offered_tools)
@@ -194,7 +194,10 @@ async def _previous_response(state: ResponseState, owner: str, response_id: str)
     return stored_response
 
 
-async def _with_references(state: ResponseState, owner: str, input_items: list[object]) -> list[object]:
+async def _with_references_resolved(
+    state: ResponseState, owner: str, input_items: list[object]
+) -> list[object]:
+    """Return the items with the stored item in place of each ``item_reference``."""
     items = []
     for index, item in enumerate(input_items):
         if isinstance(item, dict) and item.get("type") == "item_reference":

@@ -119,6 +119,7 @@ class ResponseRun:
         self._pool = pool
         self._limits = TimeLimits(services.config, record)
         self._runs: list[GenerationRun] = []
+        """One run per started turn."""
         self._messages: list[dict[str, object]] = []
         """The messages that the turns so far have added to the conversation."""
         self._num_calls = 0
@@ -246,7 +247,7 @@ class ResponseRun:
         self, approved_calls: Sequence[ApprovedCall]
     ) -> AsyncGenerator[tuple[int, ChoiceDelta] | None, None]:
         """Run the calls that the client has approved. Yield the calls, then their outcomes."""
-        calls = [_GeneratedCall(call.call_id, call.function, call.arguments) for call in approved_calls]
+        calls = [_GeneratedCall(call.call_id, call.function_name, call.arguments) for call in approved_calls]
         self._messages.append(_TurnOutput(calls=calls).message)
         yield 0, ToolDelta.of(*approved_calls)
         calls_and_approvals = zip(calls, approved_calls, strict=True)

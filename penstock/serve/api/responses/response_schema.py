@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from penstock.serve.api.schemas import (
-    MAX_METADATA,
+    MAX_METADATA_ENTRIES,
     MAX_TOP_LOGPROBS,
     Count,
     Label,
@@ -216,7 +216,7 @@ class ResponsesBody(RequestBody):
     stream_options: StreamOptions | None = None
 
     # The next fields are only logged and returned in the response.
-    metadata: Annotated[dict[Label, Label], Field(max_length=MAX_METADATA)] | None = None
+    metadata: Annotated[dict[Label, Label], Field(max_length=MAX_METADATA_ENTRIES)] | None = None
     user: Label | None = None
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
