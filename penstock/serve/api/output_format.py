@@ -54,24 +54,25 @@ def check_grammars_enabled(services: Services, body: GenerationBody, param: str)
     if body.ignore_eos and not body.stop_token_ids:
         raise RequestProblem(
             400,
-            f"with {param} the output ends with its format: omit ignore_eos, or send stop_token_ids",
+            f"with {param} the output ends when its format is complete: "
+            "omit ignore_eos, or send stop_token_ids",
             param="ignore_eos",
         )
 
 
-def check_tools(services: Services, body: ChatBody, names: Container[str]) -> None:
+def check_tools(services: Services, body: ChatBody, tool_names: Container[str]) -> None:
     """Raise if the parameter schema of a tool is too long or cannot be translated to a grammar.
 
     Args:
         services: the objects that routes use.
         body: the request.
-        names: the names of tools whose calls must match their schemas.
+        tool_names: the names of tools whose calls must match their schemas.
 
     Raises:
         RequestProblem: 400; the message names the tool.
     """
     for index, tool in enumerate(body.tools or ()):
-        if tool.function.name in names and tool.function.parameters is not None:
+        if tool.function.name in tool_names and tool.function.parameters is not None:
             field_path = f"tools[{index}].function.parameters"
             _check_size(services, len(json.dumps(tool.function.parameters, ensure_ascii=False)), field_path)
             with map_input_errors(field_path):

@@ -7,7 +7,7 @@ No field is ignored silently:
 - An unsupported field is in `UNSUPPORTED` or in the schema's ``unsupported``, with accepted values or with
   `RefusedField.accepts_all`. Accepted values and null have no effect. Any other value is refused.
 - Any other field is unknown and is refused, unless the object has open fields. With ``--unknown-fields warn``
-  it is logged and dropped.
+  it is logged and ignored.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class UnknownFields:
     """Checks the fields of a request that its schema does not declare (``--unknown-fields``)."""
 
     refuse: bool
-    """Whether unknown fields are refused. Otherwise they are logged and dropped."""
+    """Whether unknown fields are refused. Otherwise they are logged and ignored."""
     log: logging.Logger
 
     def check(self, body: RequestBody, field_path: str = "") -> None:

@@ -140,8 +140,8 @@ async def answer_request(
 ) -> Response:
     """Run the choices of a request and return the HTTP response.
 
-    The response headers are sent after all choices have been admitted. If the scheduler refuses a choice, the
-    response therefore has an error status, and not an error event in a stream with status 200.
+    The headers of a stream are sent after ``run.admitted()`` has returned. If the scheduler refuses a choice,
+    the response therefore has an error status, and not an error event in a stream with status 200.
 
     Args:
         request: the HTTP request.

@@ -122,7 +122,7 @@ class ResponseRun:
         """One run per started turn."""
         self._messages: list[dict[str, object]] = []
         """The messages that the turns so far have added to the conversation."""
-        self._num_calls = 0
+        self._num_calls = 0  # calls to tool servers in this response
         self._sessions: dict[str, ToolSession] = {}
         self._tasks: dict[asyncio.Task[ToolOutput], str] = {}
         """The task of each running call -> the id of the call."""
