@@ -113,18 +113,18 @@ class ChoiceDecoder:
         Complete when the first output token arrives.
         """
         self._parser = parser
-        self._text: _TextDecoder
+        self._text_decoder: _TextDecoder
         if may_decode_at_end and not params.stop and not token_by_token:
-            self._text = _DeferredDetokenizer(tokenizer, context.prompt_tokens, skip_special_tokens)
+            self._text_decoder = _DeferredDetokenizer(tokenizer, context.prompt_tokens, skip_special_tokens)
         else:
-            self._text = Detokenizer(
+            self._text_decoder = Detokenizer(
                 tokenizer,
                 params.stop or (),
                 prompt=context.prompt_tokens,
                 skip_special_tokens=skip_special_tokens,
                 keeps_stop=keeps_stop,
             )
-        self.decodes_at_end = isinstance(self._text, _DeferredDetokenizer)
+        self.decodes_at_end = isinstance(self._text_decoder, _DeferredDetokenizer)
         """Whether the text is decoded only at the end.
 
         No stop string or tool call can then end the choice.
@@ -156,7 +156,7 @@ class ChoiceDecoder:
     @property
     def stop_match(self) -> str | None:
         """The stop string that ended the choice; None if another condition ended it."""
-        return self._text.stop_match
+        return self._text_decoder.stop_match
 
     @property
     def ended_by_text(self) -> bool:
@@ -205,21 +205,21 @@ class ChoiceDecoder:
         return ChoiceDelta(events, ids, scores, self.finish_reason, self.num_tokens - num_tokens_before)
 
     def _parse_all_tokens(self, ids: Sequence[int]) -> list[Event]:
-        events = self._parse(self._text.append(ids))
-        if self._text.stop_match is not None:
-            self._end_position = self._text.num_tokens
+        events = self._parse(self._text_decoder.append(ids))
+        if self._text_decoder.stop_match is not None:
+            self._end_position = self._text_decoder.num_tokens
         return events
 
     def _parse_each_token(self, ids: Sequence[int]) -> list[Event]:
         events: list[Event] = []
         for num_earlier_tokens, token_id in enumerate(ids, self._num_output_tokens):
-            new_events = self._parse(self._text.append([token_id]))
+            new_events = self._parse(self._text_decoder.append([token_id]))
             if not self._answer_begun and any(not isinstance(event, Reasoning) for event in new_events):
                 self._answer_begun = True
                 self.num_reasoning_tokens = num_earlier_tokens if self._has_reasoning else 0
             self._has_reasoning |= any(isinstance(event, Reasoning) for event in new_events)
             events += new_events
-            if self._text.stop_match is not None or (self._parser is not None and self._parser.done):
+            if self._text_decoder.stop_match is not None or (self._parser is not None and self._parser.done):
                 self._end_position = num_earlier_tokens + 1
                 break
         return events
@@ -232,7 +232,7 @@ class ChoiceDecoder:
         return events
 
     def _finish(self, status: TextGenerationStatus) -> list[Event]:
-        events = self._parse(self._text.finish())
+        events = self._parse(self._text_decoder.finish())
         if self._parser is not None:
             last_events = self._parser.finish()
             self._has_tool_calls |= any(not isinstance(event, Content | Reasoning) for event in last_events)

@@ -82,6 +82,11 @@ class GenerationRun:
 
     The end of the ``async with`` block cancels the choices that still run.
 
+    Args:
+        services: the objects that routes use.
+        record: has the client and session ids. Receives the token counts, times and finish reasons.
+        job: the contexts and decoders of the choices.
+
     Raises:
         UnavailableError: the worker is not ready, or the queue is full.
         RequestProblem: 400; the request has more choices than the server accepts.

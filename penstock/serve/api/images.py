@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _NUM_THREADS = 8
-_MAX_ACTIVE = 32
+_MAX_ACTIVE_REQUESTS = 32
 """Maximum number of requests with images that are prepared concurrently. Bounds the memory for images."""
 
 
@@ -62,7 +62,7 @@ class ImageRequests:
         Raises:
             OverloadedError: too many requests with images are being prepared.
         """
-        if self._num_active >= _MAX_ACTIVE:
+        if self._num_active >= _MAX_ACTIVE_REQUESTS:
             raise OverloadedError(
                 f"{self._num_active} other requests with images are being prepared: try again later",
                 retry_after=5,

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 SLICE_SECONDS = 0.001
 """Seconds of encoding after which the event loop runs. Encoding a single part should not take longer."""
 MESSAGE_BYTES = 256 * 1024
-"""Size in bytes at which an ASGI body message is sent. A message exceeds it by less than one part."""
+"""Size in bytes at which an ASGI body message is sent. A message exceeds this size by less than one part."""
 
 encode = msgspec.json.Encoder().encode
 Parts = Iterator[bytes]
@@ -119,13 +119,14 @@ class JsonResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the document."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        message: list[bytes] = []
-        size = 0
+        pending_parts: list[bytes] = []
+        num_bytes = 0
         for part in self._parts:
-            message.append(part)
-            size += len(part)
-            if size >= MESSAGE_BYTES:
-                await send({"type": "http.response.body", "body": b"".join(message), "more_body": True})
+            pending_parts.append(part)
+            num_bytes += len(part)
+            if num_bytes >= MESSAGE_BYTES:
+                body = b"".join(pending_parts)
+                await send({"type": "http.response.body", "body": body, "more_body": True})
                 await asyncio.sleep(0)  # send() yields to the event loop only if the client reads slowly
-                message, size = [], 0
-        await send({"type": "http.response.body", "body": b"".join(message), "more_body": False})
+                pending_parts, num_bytes = [], 0
+        await send({"type": "http.response.body", "body": b"".join(pending_parts), "more_body": False})

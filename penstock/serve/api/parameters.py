@@ -169,13 +169,13 @@ class UnknownFields:
         Raises:
             RequestProblem: 400; the message names the field.
         """
-        table = unsupported_fields(type(body))
+        unsupported = unsupported_fields(type(body))
         for name, value in (body.model_extra or {}).items():
-            if value is None and name in table:
+            if value is None and name in unsupported:
                 continue
             param = f"{field_path}.{name}" if field_path else name
-            if name in table:
-                _check_value(param, value, table[name])
+            if name in unsupported:
+                _check_value(param, value, unsupported[name])
             elif not body.has_open_fields:
                 self._report_unknown(body, name, param)
         for name in body.model_fields_set:
@@ -364,7 +364,8 @@ def _checked_ids(param: str, ids: list[int] | None, vocab_size: int) -> list[int
 
 def accepted_values(body_type: type[RequestBody]) -> dict[str, dict[str, object]]:
     """Return name -> JSON schema of the accepted values for the unsupported fields of a body."""
-    table = unsupported_fields(body_type)
+    unsupported = unsupported_fields(body_type)
     return {
-        name: {} if field.accepts_all else {"enum": [None, *field.accepted]} for name, field in table.items()
+        name: {} if field.accepts_all else {"enum": [None, *field.accepted]}
+        for name, field in unsupported.items()
     }

@@ -27,14 +27,14 @@ NumberTemplate: TypeAlias = tuple[bytes, bytes, bytes]
 
 
 class Fragments(dict[int, T]):
-    """A dict that maps token ids to the results of `make`. It calls `make` once per token id."""
+    """A dict: token id -> result of `make_fragment`, which it calls when a token id is first used."""
 
-    def __init__(self, make: Callable[[int], T]) -> None:
+    def __init__(self, make_fragment: Callable[[int], T]) -> None:
         super().__init__()
-        self._make = make
+        self._make_fragment = make_fragment
 
     def __missing__(self, token_id: int) -> T:
-        fragment = self[token_id] = self._make(token_id)
+        fragment = self[token_id] = self._make_fragment(token_id)
         return fragment
 
 
@@ -104,7 +104,7 @@ class NumberWriter:
 
     def __init__(self, fragments: TokenFragments) -> None:
         self._fragments = fragments
-        self._num_cached = fragments.num_cached
+        self._num_cached_before_part = fragments.num_cached
         self._json_parts: list[bytes] = []
         self._values: list[float] = []
 
@@ -133,7 +133,7 @@ class NumberWriter:
     @property
     def is_full(self) -> bool:
         """Whether the current part has reached the maximum cost."""
-        num_new_fragments = self._fragments.num_cached - self._num_cached
+        num_new_fragments = self._fragments.num_cached - self._num_cached_before_part
         return len(self._values) + UNCACHED_TOKEN_COST * num_new_fragments >= MAX_COST
 
     def part(self) -> bytes:
@@ -141,7 +141,7 @@ class NumberWriter:
         self._json_parts[1::3] = encoded_numbers(self._values)
         data = b"".join(self._json_parts)
         self._json_parts, self._values = [], []
-        self._num_cached = self._fragments.num_cached
+        self._num_cached_before_part = self._fragments.num_cached
         return data
 
 

@@ -44,21 +44,21 @@ class BatchManager:
         self.batches = ObjectStore[BatchObject](folder / "batches", "batch_")
         self._services = services
         self._app = app
-        self._task: asyncio.Task[None] | None = None
+        self._loop_task: asyncio.Task[None] | None = None  # runs `_run_batches`
         self._has_new_batches = asyncio.Event()
         self._current_batch: BatchObject | None = None
-        self._run_task: asyncio.Task[None] | None = None
+        self._batch_task: asyncio.Task[None] | None = None  # runs `_run_batch` for the current batch
 
     def start(self) -> None:
         """Start the task that runs batches, if it is not running. It first continues unfinished batches."""
         self._has_new_batches.set()
-        if self._task is None or self._task.done():
-            self._task = asyncio.ensure_future(self._run_batches())
+        if self._loop_task is None or self._loop_task.done():
+            self._loop_task = asyncio.ensure_future(self._run_batches())
 
     def close(self) -> None:
         """Cancel the task that runs batches. The batches continue when the server starts again."""
-        if self._task is not None and not self._task.get_loop().is_closed():
-            self._task.get_loop().call_soon_threadsafe(self._task.cancel)
+        if self._loop_task is not None and not self._loop_task.get_loop().is_closed():
+            self._loop_task.get_loop().call_soon_threadsafe(self._loop_task.cancel)
 
     def current_state(self, batch: BatchObject) -> BatchObject:
         """Return a batch in its current state, which may be newer than the state on disk."""
@@ -72,8 +72,8 @@ class BatchManager:
             return batch
         batch |= {"status": "cancelling", "cancelling_at": int(time.time())}
         await asyncio.to_thread(self.batches.put, batch)
-        if self._run_task is not None and self._current_batch is batch:
-            self._run_task.cancel()
+        if self._batch_task is not None and self._current_batch is batch:
+            self._batch_task.cancel()
         self.start()
         return batch
 
@@ -90,22 +90,22 @@ class BatchManager:
                 await self._has_new_batches.wait()
                 continue
             batch = self._current_batch = active_batches[-1]
-            self._run_task = asyncio.ensure_future(self._run_batch(batch))
+            self._batch_task = asyncio.ensure_future(self._run_batch(batch))
             try:
-                await asyncio.wait((self._run_task,))
-                if self._run_task.cancelled() or self._run_task.exception() is None:
+                await asyncio.wait((self._batch_task,))
+                if self._batch_task.cancelled() or self._batch_task.exception() is None:
                     if batch["status"] in ACTIVE_STATUSES:
                         await asyncio.to_thread(self._finish, batch, "cancelled")
-                elif isinstance(self._run_task.exception(), StoppedError):
+                elif isinstance(self._batch_task.exception(), StoppedError):
                     await asyncio.to_thread(self.batches.put, batch)
                     return
                 else:
-                    error = self._run_task.exception()
+                    error = self._batch_task.exception()
                     self._services.log.error("the batch %s failed", batch["id"], exc_info=error)
                     await asyncio.to_thread(self._fail, batch, "internal_error", "see the server's log")
             finally:
-                self._run_task.cancel()
-                self._current_batch = self._run_task = None
+                self._batch_task.cancel()
+                self._current_batch = self._batch_task = None
 
     async def _run_batch(self, batch: BatchObject) -> None:
         if batch["status"] == "cancelling":

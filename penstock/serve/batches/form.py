@@ -39,7 +39,7 @@ class Form:
         self._disposition = b""
         self._num_parts = 0
         self._field: str | None = None  # name of the current field; None inside the file
-        self._value = b""
+        self._field_value = b""
         self._has_ended = False
         self._parser = MultipartParser(
             boundary,
@@ -82,7 +82,7 @@ class Form:
         self._num_parts += 1
         if self._num_parts > _MAX_FIELDS:
             raise RequestProblem(400, f"the form has more than {_MAX_FIELDS} fields")
-        self._disposition, self._value = b"", b""
+        self._disposition, self._field_value = b"", b""
         self._header_name, self._header_value = b"", b""
 
     def _add_to_header_name(self, data: bytes, start: int, end: int) -> None:
@@ -113,11 +113,13 @@ class Form:
             self._file.write(memoryview(data)[start:end])
             self.file_size += end - start
         else:
-            self._value = _checked_length(self._value + data[start:end], _MAX_FIELD_BYTES, "field")
+            self._field_value = _checked_length(
+                self._field_value + data[start:end], _MAX_FIELD_BYTES, "field"
+            )
 
     def _end_part(self) -> None:
         if self._field is not None:
-            self.fields[self._field] = self._value.decode(errors="replace")
+            self.fields[self._field] = self._field_value.decode(errors="replace")
 
     def _end(self) -> None:
         self._has_ended = True

@@ -120,8 +120,8 @@ class OutputItems:
     def close(self, *, is_complete: bool = True) -> list[dict[str, object]]:
         """End the item that is in progress, if any. Return the stream events.
 
-        A call to a tool server has no outcome yet. Therefore only its arguments end, and its status becomes
-        ``calling``.
+        If the item is a call to a tool server, its status becomes ``calling``, because its arguments are
+        complete, but it has no outcome yet.
         """
         if not self._open_type:
             return []

@@ -51,7 +51,7 @@ class PreparedResponse:
         Args:
             services: the objects that routes use.
             raw: the decoded request body.
-            previous_response: the response that this request continues.
+            previous_response: the response that this request continues; None if it continues none.
             offered_tools: the tools of tool servers.
 
         Raises:
