@@ -105,9 +105,9 @@ def with_tensors(inputs: ModelInputs, tensors: Mapping[str, Tensor]) -> ModelInp
 
 
 def later_step_tensors(inputs: ModelInputs, num_steps: int) -> dict[str, Tensor]:
-    """Return the tensors that change between ``num_steps`` decode steps by name, without the tokens.
+    """Return, by name, all tensors except the tokens that change between ``num_steps`` decode steps.
 
-    Each tensor is ``[n, ...]`` and starts with the values of the step of ``inputs``.
+    Each tensor is ``[n, ...]`` and starts with the values of ``inputs``.
 
     The blocks of all steps must be reserved already. `KVCacheInputs.advance` computes the same values for one
     step.

@@ -164,7 +164,7 @@ class VisionLanguageModel(VisionModel, TransformerModel):
         }
 
     @property
-    def adapter_name(self) -> Callable[[str], str | None] | None:
+    def rename_adapter_tensor(self) -> Callable[[str], str | None] | None:
         return type(self).weights_adapter
 
     def encode_images(self, images: Sequence[ImageMetadata]) -> list[Tensor]:

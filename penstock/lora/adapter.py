@@ -25,7 +25,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 _PICKLE_FILE = "adapter_model.bin"
 _PREFIX = "base_model.model."
 _MATRIX_NAME = re.compile(r"(?P<layer>.+)\.lora_(?P<letter>[AB])(?:\.(?P<adapter>[^.]+))?\.weight")
-_OTHER_KINDS = {
+_UNSUPPORTED_KINDS = {
     "lora_magnitude_vector": "DoRA",
     "lora_embedding_": "an adapter on an embedding table",
     "modules_to_save": "fully trained layers in addition to the adapter (modules_to_save)",
@@ -191,7 +191,7 @@ def _classify_tensors(
     for name in weights.names:
         match = _MATRIX_NAME.fullmatch(name.removeprefix(_PREFIX))
         if match is None:
-            _refuse_other_kinds(config.path.parent, name)
+            _refuse_unsupported_kinds(config.path.parent, name)
             copies.append(name)
         elif match["layer"] not in layers:
             unknown.append(name)
@@ -219,8 +219,8 @@ def _classify_tensors(
     return names, copies
 
 
-def _refuse_other_kinds(folder: Path, name: str) -> None:
-    for part, meaning in _OTHER_KINDS.items():
+def _refuse_unsupported_kinds(folder: Path, name: str) -> None:
+    for part, meaning in _UNSUPPORTED_KINDS.items():
         if part in name:
             raise UnsupportedFeatureError(meaning, f"{folder} has a tensor {name}")
     if name.endswith(".bias"):
@@ -243,7 +243,7 @@ def _check_copies(
 ) -> None:
     """Check that copies of the base model's tensors equal them.
 
-    If an adapter changes the head or the embedding, PEFT saves copies of both with it.
+    If an adapter changes the head or the embedding, PEFT saves copies of both in the adapter's file.
     """
     for name in names:
         base_name = name.removeprefix(_PREFIX).replace(".base_layer.", ".")

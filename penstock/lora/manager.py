@@ -106,8 +106,10 @@ class LoRAManager:
                 f"{len(self._adapters_by_name)} adapters are loaded, and the maximum is {limit}: unload one, "
                 "or raise --max-loaded-loras"
             )
-        limits = self._dtype, self._config.max_lora_rank
-        adapter = read_adapter(path, self._layers, self._base, *limits, self._rename, self._parts)
+        max_rank = self._config.max_lora_rank
+        adapter = read_adapter(
+            path, self._layers, self._base, self._dtype, max_rank, self._rename, self._parts
+        )
         warn_base_model_mismatch(path, self._model_names[0])
         self._adapters_by_name[name] = adapter
 
@@ -227,7 +229,7 @@ class LoRAManager:
         return LoRAInputs(rows, self._slots.matrices, self._slots.ranks)
 
     def _adapter_use(self, context: InputContext) -> _AdapterUse:
-        """Return the use of a request. Resolves the name of the adapter if this is the first use."""
+        """Return the record of a request's adapter. The first call for a request resolves the adapter's name."""
         use = self._uses.get(context.request_id)
         if use is not None and use.context is context:
             return use

@@ -78,9 +78,9 @@ def pcm_bytes(samples: Samples) -> bytes:
 def wav_header(sample_rate: int, num_samples: int | None) -> bytes:
     """Return the header of a WAV file with 16-bit samples. ``num_samples`` is None for a stream."""
     size = _UNKNOWN_SIZE if num_samples is None else num_samples * _BYTES_PER_SAMPLE
-    riff = _UNKNOWN_SIZE if num_samples is None else size + 36
+    riff_size = _UNKNOWN_SIZE if num_samples is None else size + 36
     fields = (1, 1, sample_rate, sample_rate * _BYTES_PER_SAMPLE, _BYTES_PER_SAMPLE, 16)
-    return struct.pack("<4sI4s4sIHHIIHH4sI", b"RIFF", riff, b"WAVE", b"fmt ", 16, *fields, b"data", size)
+    return struct.pack("<4sI4s4sIHHIIHH4sI", b"RIFF", riff_size, b"WAVE", b"fmt ", 16, *fields, b"data", size)
 
 
 def encode_audio(samples: Samples, sample_rate: int, name: str) -> bytes:

@@ -181,7 +181,7 @@ def _head_norm(
     heads: int,
     head_kind: Literal["heads", "kv_heads"],
 ) -> Norm | None:
-    """Return the norm of this rank's queries or keys, by ``head_kind``; None without such norms."""
+    """Return the norm of this rank's queries or keys, by ``head_kind``; None if the blueprint has none."""
     if blueprint.head_norms is None:
         return None
     dim = blueprint.head_dim

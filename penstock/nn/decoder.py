@@ -30,7 +30,7 @@ class Block(Protocol):
         ...
 
     def with_attention(self, attention: Attention) -> Block:
-        """Return the block with another attention."""
+        """Return a copy of the block with the given attention."""
         ...
 
     def __call__(
@@ -111,7 +111,7 @@ class DecoderBlock:
         )
 
     def with_attention(self, attention: Attention) -> DecoderBlock:
-        """Return the block with another attention."""
+        """Return a copy of the block with the given attention."""
         return replace(self, attention=attention)
 
     def __call__(
@@ -155,7 +155,7 @@ class ParallelBlock:
         )
 
     def with_attention(self, attention: Attention) -> ParallelBlock:
-        """Return the block with another attention."""
+        """Return a copy of the block with the given attention."""
         return replace(self, attention=attention)
 
     def __call__(
@@ -193,7 +193,7 @@ class DecoderTrunk:
             blueprint: sizes, options and tensor names.
             max_length: the number of positions in the tables of the rotary embeddings.
             parts: functions that load the parts of the blocks and the final norm; by default `llama_parts`.
-            block: loads a block; by default a `DecoderBlock` with these parts.
+            block: loads a block; by default a `DecoderBlock` with ``parts``.
         """
         parts = parts or llama_parts(load, blueprint)
         block = block or (lambda layer: DecoderBlock.load(load, blueprint, layer, parts))
@@ -223,7 +223,8 @@ class DecoderTrunk:
     ) -> tuple[Tensor, Tensor]:
         """``tokens [T]`` -> hidden states ``[T, E]`` before and after the final norm.
 
-        ``input_embeds`` has the indices ``[P]`` of rows and the embeddings ``[P, E]`` that replace them.
+        ``input_embeds`` has the indices ``[P]`` of rows and their embeddings ``[P, E]``, which replace the
+        embeddings of the tokens.
         """
         x, residual = self.embedding(tokens, step, input_embeds), None  # [T, E]
         rows = [rotary.rows(step) for rotary in self.rotaries]

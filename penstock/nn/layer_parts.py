@@ -21,7 +21,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LayerPart:
-    """The range of outputs or inputs of a linear layer that one rank has."""
+    """The outputs and inputs of a linear layer that one rank stores."""
 
     out_features: int
     """Number of outputs of the whole layer."""
@@ -114,7 +114,7 @@ def common_encoding(source: TensorSource, parts: Mapping[str, LayerPart], float_
     Args:
         source: the tensors of the checkpoint.
         parts: the parts of the layers on this rank, by layer name.
-        float_type: the type to which such layers are dequantized, for the log message.
+        float_type: the element type of dequantized layers, for the log message.
     """
     encodings = {source.stored_encoding(f"{name}.weight") for name in parts}
     orders = {source.input_order(f"{name}.weight") for name in parts}

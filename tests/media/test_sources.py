@@ -267,7 +267,7 @@ def test_endless_responses_are_ended_by_the_time_limit_or_a_size_limit(
     port: int, fetch: Callable[[str], bytes], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """The time limit covers the whole response. A server cannot extend it by sending data slowly."""
-    monkeypatch.setattr(sources, "_MAX_HEADERS", 20_000)
+    monkeypatch.setattr(sources, "_MAX_HEADER_BYTES", 20_000)
     images = ImageSources(5000, 10 if kind.startswith("many") else 0.15, allow_urls=True)
     with pytest.raises(InputError, match=r"not fetched within|size limit"):
         images.read(f"http://images.test:{port}/parts/{kind}")

@@ -49,8 +49,8 @@ class Ernie45MoeModel(TransformerModel):
         return interleaved(
             Blueprint.from_huggingface(
                 config,
-                default_base=500_000.0,
-                tied_head=True,
+                default_rope_theta=500_000.0,
+                default_tied_head=True,
                 norm_eps=config.number("rms_norm_eps", 1e-5),
                 qkv_bias=bias,
                 output_bias=bias,

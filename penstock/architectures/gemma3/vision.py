@@ -37,7 +37,7 @@ class Gemma3Vision:
     tower: VisionTower
     norm: RMSNorm
     projection: Linear  # [E] -> [E of the decoder]
-    pooled_side: int  # embeddings of an image in each direction, after pooling
+    pooled_side: int  # embeddings per side of an image, after pooling
     device: torch.device
     dtype: torch.dtype
 
@@ -48,12 +48,12 @@ class Gemma3Vision:
         Raises:
             ConfigError: pooling cannot divide the patches of an image into ``mm_tokens_per_image`` squares.
         """
-        count = config.integer("mm_tokens_per_image", 256)
-        pooled_side = isqrt(count)
-        if pooled_side**2 != count or sizes.grid % pooled_side:
+        num_tokens = config.integer("mm_tokens_per_image", 256)
+        pooled_side = isqrt(num_tokens)
+        if pooled_side**2 != num_tokens or sizes.grid % pooled_side:
             raise ConfigError(
                 "mm_tokens_per_image",
-                f"{count} must be the square of a divisor of {sizes.grid}, the patches per side of an image",
+                f"{num_tokens} must be the square of a divisor of {sizes.grid}, the patches per image side",
             )
         weight = load.source.tensor(_PROJECTION, (sizes.hidden, hidden))
         return cls(

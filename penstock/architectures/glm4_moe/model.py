@@ -40,7 +40,7 @@ class Glm4MoeModel(TransformerModel):
         config = huggingface_config
         return Blueprint.from_huggingface(
             config,
-            partial_rotary=0.5,
+            default_partial_rotary_factor=0.5,
             norm_eps=config.number("rms_norm_eps", 1e-5),
             head_norms="each" if config.flag("use_qk_norm") else None,
             qkv_bias=config.flag("attention_bias"),

@@ -85,8 +85,8 @@ class GPTNeoXModel(TransformerModel):
         return Blueprint.from_huggingface(
             config,
             default_activation="gelu",
-            default_base=config.number("rotary_emb_base", 10000.0),
-            partial_rotary=config.number("rotary_pct", 0.25),
+            default_rope_theta=config.number("rotary_emb_base", 10000.0),
+            default_partial_rotary_factor=config.number("rotary_pct", 0.25),
             names=_NAMES,
             norm_eps=config.number("layer_norm_eps", 1e-5),
             qkv_bias=attention_bias,

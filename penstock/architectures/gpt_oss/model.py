@@ -40,8 +40,8 @@ class GptOssModel(TransformerModel):
         alternating = tuple((SLIDING, FULL)[layer % 2] for layer in range(num_layers(config)))
         return Blueprint.from_huggingface(
             config,
-            head_dim=64,
-            default_base=150_000.0,
+            default_head_dim=64,
+            default_rope_theta=150_000.0,
             rope_parameters=rope_values(config) or _YARN,
             norm_eps=config.number("rms_norm_eps", 1e-5),
             qkv_bias=bias,

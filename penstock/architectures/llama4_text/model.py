@@ -113,8 +113,8 @@ class Llama4TextModel(TransformerModel):
         return interleaved(
             Blueprint.from_huggingface(
                 config,
-                head_dim=128,
-                default_base=500_000.0,
+                default_head_dim=128,
+                default_rope_theta=500_000.0,
                 norm_eps=config.number("rms_norm_eps", 1e-5),
                 qkv_bias=bias,
                 output_bias=bias,

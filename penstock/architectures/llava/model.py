@@ -41,7 +41,7 @@ class LlavaEncoder:
 
     tower: VisionTower
     layers: tuple[int, ...]
-    """The number of blocks before each of the used hidden states. Several hidden states are concatenated."""
+    """For each hidden state that the projector reads: the number of tower blocks before it."""
     has_class_row: bool
     drops_first_row: bool
     up: Linear
@@ -183,20 +183,20 @@ class LlavaModel(VisionLanguageModel):
 
 
 def _feature_layers(config: HuggingFaceConfig, layers: int) -> tuple[int, ...]:
-    """Return for each value of ``vision_feature_layer`` the number of blocks before the hidden states.
+    """Return for each value of ``vision_feature_layer`` the number of blocks before its hidden state.
 
-    Negative values count from the last hidden states. 0 selects the embeddings.
+    Negative values count from the output of the last block, -1. 0 selects the embeddings.
     """
     configured = config.get("vision_feature_layer")
     indices = config.integers("vision_feature_layer") if isinstance(configured, list) else None
     if indices is None:
         indices = (config.integer("vision_feature_layer", -2, minimum=-MAX_LAYERS),)
-    numbers = tuple(layers + 1 + index if index < 0 else index for index in indices)
-    if not numbers or min(numbers) < 0 or max(numbers) > layers:
+    block_counts = tuple(layers + 1 + index if index < 0 else index for index in indices)
+    if not block_counts or min(block_counts) < 0 or max(block_counts) > layers:
         raise ConfigError(
             "vision_feature_layer", f"{configured!r} is not within the {layers} layers of the vision tower"
         )
-    return numbers
+    return block_counts
 
 
 def _flat_patch_size(tower: VisionTower) -> int:

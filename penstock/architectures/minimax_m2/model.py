@@ -41,10 +41,10 @@ class MiniMaxM2Model(TransformerModel):
             parameters.setdefault("partial_rotary_factor", fraction)
         return Blueprint.from_huggingface(
             config,
-            head_dim=128,
-            default_base=5e6,
+            default_head_dim=128,
+            default_rope_theta=5e6,
             rope_parameters=parameters,
-            partial_rotary=1.0,
+            default_partial_rotary_factor=1.0,
             head_norms="together",
             names=_NAMES,
         )

@@ -28,7 +28,7 @@ class MixtralModel(TransformerModel):
         layers = num_layers(huggingface_config)
         return Blueprint.from_huggingface(
             huggingface_config,
-            default_base=1e6,
+            default_rope_theta=1e6,
             norm_eps=huggingface_config.number("rms_norm_eps", 1e-5),
             windows=(huggingface_config.optional_integer("sliding_window"),) * layers,
         )

@@ -44,7 +44,7 @@ class PhimoeModel(TransformerModel):
         bias = config.flag("attention_bias")
         blueprint = Blueprint.from_huggingface(
             config,
-            default_base=1e6,
+            default_rope_theta=1e6,
             rope_parameters=_rope_parameters(config),
             norm_eps=config.number("rms_norm_eps", 1e-5),
             windows=uniform_windows(config),

@@ -59,9 +59,9 @@ class WindowLayout:
 class Qwen25Vision:
     """Patch embedding, blocks with and without windows, and the layer that merges patches."""
 
-    patches: Linear  # [C 2 p p] -> [E]
+    patch_embedding: Linear  # [C 2 p p] -> [E]
     blocks: tuple[VisionBlock, ...]
-    full_blocks: frozenset[int]
+    full_attention_blocks: frozenset[int]
     """The indices of blocks with full attention within an image. In all other blocks, a patch attends to the
     patches of its window."""
     norm: RMSNorm
@@ -125,9 +125,12 @@ class Qwen25Vision:
         def forward(ops: Ops, tensors: Mapping[str, Tensor]) -> Iterable[Tensor]:
             full_step, rows = with_step_tensors(step, ops, tensors), ((tensors["cos"], tensors["sin"]),)
             window_step = replace(full_step, row_offsets=tensors["window_offsets"], blocks=blocks)
-            x, residual = self.patches(ops.take_rows(tensors["patches"], tensors["order"]), full_step), None
+            x, residual = (
+                self.patch_embedding(ops.take_rows(tensors["patches"], tensors["order"]), full_step),
+                None,
+            )
             for index, block in enumerate(self.blocks):
-                block_step = full_step if index in self.full_blocks else window_step
+                block_step = full_step if index in self.full_attention_blocks else window_step
                 x, residual = block(x, residual, block_step, rows)
                 beat()
             normalized, _ = self.norm.add(x, residual, full_step)

@@ -34,13 +34,14 @@ class AliasFreeSnake:
 
     def __call__(self, x: RaggedRows, ops: Ops) -> RaggedRows:
         """``x [T, C] -> [T, C]``, one sequence."""
-        rows, count = x.rows, len(x.rows)
+        rows, num_rows = x.rows, len(x.rows)
         padded = _pad_with_edges(rows, _HALF_TAPS - 1, _HALF_TAPS - 1)
         phases = [
-            conv(_one_sequence(padded[start : start + count + _HALF_TAPS - 1]), ops).rows
+            conv(_one_sequence(padded[start : start + num_rows + _HALF_TAPS - 1]), ops).rows
             for conv, start in ((self.even_upsampling, 2), (self.odd_upsampling, 3))
         ]
-        upsampled = ops.snake(torch.stack(phases, 1).view(2 * count, -1), self.snake.alpha, self.snake.beta)
+        interleaved = torch.stack(phases, 1).view(2 * num_rows, -1)
+        upsampled = ops.snake(interleaved, self.snake.alpha, self.snake.beta)
         return self.downsampling(_one_sequence(_pad_with_edges(upsampled, _HALF_TAPS - 1, _HALF_TAPS)), ops)
 
 
@@ -91,14 +92,14 @@ class AcousticEncoder:
 
 
 def read_acoustic_encoder(
-    loader: CodecLoader, channels: int, ratios: tuple[int, ...], hidden_size: int
+    loader: CodecLoader, channels: int, strides: tuple[int, ...], hidden_size: int
 ) -> AcousticEncoder:
     """Return the encoder, read from the tensors ``acoustic_encoder.*``.
 
     Args:
         loader: reads and packs layers.
         channels: number of channels of the first convolution. Each block doubles the number.
-        ratios: the stride of each block.
+        strides: the stride of each block.
         hidden_size: E, the width of the rows.
 
     Raises:
@@ -107,7 +108,7 @@ def read_acoustic_encoder(
     name = "acoustic_encoder"
     first_conv = loader.conv1d(f"{name}.conv1", 1, channels, _KERNEL, padding=_KERNEL // 2)
     blocks = []
-    for index, stride in enumerate(ratios):
+    for index, stride in enumerate(strides):
         block = f"{name}.block.{index}"
         units = tuple(
             _read_unit(loader, f"{block}.res_unit{number}", channels, dilation)

@@ -143,8 +143,8 @@ def read_decoder(loader: CodecLoader, config: NeuCodecConfig, encoding: str) -> 
 def code_digits(levels: tuple[int, ...]) -> Tensor:
     """Return the values from -1 to 1 of the digits of each code, ``[prod(levels), len(levels)]``.
 
-    Codes of finite scalar quantization (arXiv:2309.15505) are numbers. Digit i of a code has ``levels[i]``
-    values; digit 0 is the lowest.
+    A code of finite scalar quantization (arXiv:2309.15505) is a mixed-radix number. Its digit i has
+    ``levels[i]`` values; digit 0 is the lowest.
     """
     codes, columns = torch.arange(int(torch.tensor(levels).prod())), []
     for level in levels:

@@ -34,8 +34,8 @@ def mel_rows(samples: Tensor) -> Tensor:
     power: Tensor = torch.fft.rfft(frames, _FFT).abs().square()  # [F, 257]
     bins: Tensor = (power @ mel_filters()).clamp(min=_FLOOR).log()  # [F, 80]
     bins = (bins - bins.mean(0)) / (bins.var(0) + 1e-7).sqrt()
-    count = len(bins) // FRAMES_PER_ROW
-    return bins[: count * FRAMES_PER_ROW].reshape(count, FRAMES_PER_ROW * MEL_BINS).float()
+    num_rows = len(bins) // FRAMES_PER_ROW
+    return bins[: num_rows * FRAMES_PER_ROW].reshape(num_rows, FRAMES_PER_ROW * MEL_BINS).float()
 
 
 def _povey_window() -> Tensor:
