@@ -310,8 +310,8 @@ def _first_match(patterns: Mapping[str, float], layer: str, default: float) -> f
 def _includes_layer(names: tuple[str, ...] | str, layer: str) -> bool:
     """Return whether ``names`` includes a layer.
 
-    A pattern must match the whole name of the layer. A name in a list must equal the name of the layer, or the
-    part of it after some dot.
+    A pattern must match the whole name of the layer. A name in a list must equal the name of the layer, or
+    the part of it after some dot.
     """
     if isinstance(names, str):
         return re.fullmatch(names, layer) is not None

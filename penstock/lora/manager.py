@@ -229,7 +229,7 @@ class LoRAManager:
         return LoRAInputs(rows, self._slots.matrices, self._slots.ranks)
 
     def _adapter_use(self, context: InputContext) -> _AdapterUse:
-        """Return the record of a request's adapter. The first call for a request resolves the adapter's name."""
+        """Return the record of a request's adapter. The first call resolves the adapter's name."""
         use = self._uses.get(context.request_id)
         if use is not None and use.context is context:
             return use

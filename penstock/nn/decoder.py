@@ -141,16 +141,16 @@ class ParallelBlock:
 
     @classmethod
     def load(
-        cls, load: Loader, blueprint: Blueprint, layer: int, parts: BlockParts, *, norms: int = 1
+        cls, load: Loader, blueprint: Blueprint, layer: int, parts: BlockParts, *, num_norms: int = 1
     ) -> ParallelBlock:
-        """Read block ``layer``. ``norms`` is 2 if the feed-forward layer has its own norm, else 1."""
+        """Read block ``layer``. ``num_norms`` is 2 if the feed-forward layer has its own norm, else 1."""
         names = blueprint.names
         name = names.block_path(layer)
         norm, mlp_norm = (f"{name}.{part}" for part in names.norms_before)
         return cls(
             parts.norm(norm, blueprint.hidden),
             parts.attention(f"{name}.{names.attention}", layer),
-            parts.norm(mlp_norm, blueprint.hidden) if norms == 2 else None,
+            parts.norm(mlp_norm, blueprint.hidden) if num_norms == 2 else None,
             parts.feed_forward(f"{name}.{names.feed_forward}", layer),
         )
 

@@ -22,8 +22,8 @@ from penstock.nn.mlp import GatedMLP
 class Experts:
     """A mixture of experts: a router and its experts, ``x [T, E] -> [T, E]``.
 
-    The router selects `top_k` experts for each row. The output is the sum of their outputs, weighted by the
-    router.
+    The router selects `top_k` experts for each row. The result is the sum of the outputs of the selected
+    experts, weighted by the router.
     """
 
     router: Linear  # [E] -> [N]
@@ -33,11 +33,11 @@ class Experts:
     routing: Routing
     gating: Gating
     bias: Tensor | None = None  # [N] float32, added to the scores for the selection; see `ScoreRouting`
-    is_float32: bool = False
+    is_router_float32: bool = False
     """Whether the router computes in float32."""
 
     def __call__(self, x: Tensor, step: StepInputs) -> Tensor:  # [T, E] -> [T, E]
-        logits = self.router(step.ops.widen(x) if self.is_float32 else x, step)
+        logits = self.router(step.ops.widen(x) if self.is_router_float32 else x, step)
         topk_weights, topk_ids = step.ops.route(logits, self.top_k, self.routing, self.bias)
         y = step.ops.experts(x, self.packed, topk_weights, topk_ids, self.gating, lora=step.lora)
         return y if self.packed.ranks is None else step.ops.all_reduce(y, self.packed.ranks)

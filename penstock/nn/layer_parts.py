@@ -33,7 +33,7 @@ class LayerPart:
     """The inputs of this rank; None for all inputs."""
 
     @property
-    def size(self) -> int:
+    def num_outputs(self) -> int:
         """Number of outputs of this rank."""
         return sum(part.size for part in self.outputs) if self.outputs else self.out_features
 
@@ -66,8 +66,8 @@ class LayerPart:
         if not self.outputs and self.inputs is None:
             return tensors
         if self.inputs is not None:
-            kind = encoding_named(encoding)
-            tensors = kind.select_inputs(name, tensors, self.inputs.start, self.inputs.stop)
+            linear_encoding = encoding_named(encoding)
+            tensors = linear_encoding.select_inputs(name, tensors, self.inputs.start, self.inputs.stop)
         return {key: concatenated(self.slice_rows(tensor)) for key, tensor in tensors.items()}
 
 

@@ -137,7 +137,7 @@ class PostNormEncoder:
 
     @property
     def length_dependent(self) -> bool:
-        """Whether the rotary embedding depends on the length of the sequence."""
+        """Whether the angles of the rotary embedding depend on the sequence length."""
         return self.rotary is not None and self.rotary.length_dependent
 
     def __call__(self, tokens: Tensor, step: StepInputs, token_types: Tensor | None = None) -> Tensor:

@@ -176,7 +176,7 @@ def rotary_configs_by_type(
 
 
 def rope_values(config: ConfigValues) -> dict[str, object]:
-    """Return a copy of ``rope_parameters`` (newer files) or ``rope_scaling`` (older files); empty if absent."""
+    """Return a copy of ``rope_parameters`` (newer files) or ``rope_scaling`` (older files), or ``{}``."""
     section = config.section("rope_parameters") or config.section("rope_scaling")
     return {key: section[key] for key in section}
 

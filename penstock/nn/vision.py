@@ -232,8 +232,8 @@ class VisionTower:
     """Patch embedding, learned positions and pre-norm blocks: CLIP and SigLIP."""
 
     sizes: VisionSizes
-    patches: Linear  # [C p p] -> [E]
-    positions: Tensor  # [P, E]; in CLIP the class embedding is added to the first row
+    patch_embedding: Linear  # [C p p] -> [E]
+    position_table: Tensor  # [P, E]; in CLIP the class embedding is added to the first row
     pre_norm: LayerNorm | None
     blocks: tuple[VisionBlock, ...]
     post_norm: LayerNorm | None
@@ -262,7 +262,7 @@ class VisionTower:
         """
         hidden, embeddings, grid = sizes.hidden, f"{name}.embeddings", sizes.grid
         shape = (hidden, sizes.channels, sizes.patch_size, sizes.patch_size)
-        count = sizes.layers if num_blocks is None else num_blocks
+        num_blocks = sizes.layers if num_blocks is None else num_blocks
         positions = load.tensor(f"{embeddings}.position_embedding.weight", grid * grid + is_clip, hidden)
         # The patch embedding maps the zeros of a class row to 0, because it has no bias. The class embedding
         # is therefore added to the position of the class row.
@@ -274,7 +274,7 @@ class VisionTower:
             load_patch_embedding(load, f"{embeddings}.patch_embedding", shape, bias=not is_clip),
             positions,
             load.layer_norm(f"{name}.pre_layrnorm", hidden, sizes.norm_eps) if is_clip else None,
-            tuple(load_vision_block(load, f"{name}.encoder.layers.{i}", sizes) for i in range(count)),
+            tuple(load_vision_block(load, f"{name}.encoder.layers.{i}", sizes) for i in range(num_blocks)),
             load.layer_norm(f"{name}.post_layernorm", hidden, sizes.norm_eps) if post_norm else None,
         )
 
@@ -305,16 +305,16 @@ class VisionTower:
         """
         x, residual = self._embed(patches, positions, step), None
         states = {0: x}
-        for number, block in enumerate(self.blocks, 1):
+        for num_blocks, block in enumerate(self.blocks, 1):
             x, residual = block(x, residual, step)
-            if number in layers:
-                states[number] = step.ops.add(x, residual)
+            if num_blocks in layers:
+                states[num_blocks] = step.ops.add(x, residual)
             beat()
-        return [states[number] for number in layers]
+        return [states[num_blocks] for num_blocks in layers]
 
     def _embed(self, patches: Tensor, positions: Tensor, step: StepInputs) -> Tensor:  # [T, E]
         ops = step.ops
-        x = ops.add(self.patches(patches, step), ops.embedding(positions, self.positions))
+        x = ops.add(self.patch_embedding(patches, step), ops.embedding(positions, self.position_table))
         return x if self.pre_norm is None else self.pre_norm(x, step)
 
 

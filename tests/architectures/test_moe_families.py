@@ -153,7 +153,7 @@ def mutate_layers(network: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def mutate_experts(**changes_by_field: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a function that changes a layer's experts. It returns the same object if nothing changes."""
+    """Return a function that changes a layer's experts, or returns the same layer if nothing changes."""
 
     def change(layer: Any) -> Any:
         experts = layer.experts if isinstance(layer, SharedExperts) else layer
@@ -327,7 +327,7 @@ def test_phimoe_is_limited_to_its_original_length(tmp_path: Path) -> None:
 
 
 def mutate_attention(network: Any, **fields: Any) -> Any:
-    """Return the network with other values of some fields of its attention."""
+    """Return the network with the given values of fields of the attention in each block."""
     blocks = [replace(block, attention=replace(block.attention, **fields)) for block in network.blocks]
     return replace(network, blocks=tuple(blocks))
 

@@ -46,7 +46,7 @@ def pipeline(checkpoint: Path) -> TextGenerationPipeline:
 
 
 def relative_error(pipeline: TextGenerationPipeline, expected: torch.Tensor) -> float:
-    """Return the error of a prefill and ten decode steps, in multiples of the tolerance."""
+    """Return the largest error of a prefill and ten decode steps, in multiples of the tolerance."""
     context = make_context(TOKENS[:40])
     logits = [step_logits(pipeline, [context])[0]]
     for token in TOKENS[40:]:
@@ -336,8 +336,8 @@ def test_a_stale_block_of_the_prefix_cache_is_detected(
     manager = pipeline.kv
     assert isinstance(manager, KVCacheManager)
     groups = manager.inputs([context]).groups
-    for cache, group in zip(manager.storage.caches, manager.spec.group_of_layer, strict=True):
-        cache[:, groups[group].block_tables[0, context.start_idx // 16 - 1]] += 1.0
+    for cache, group_index in zip(manager.storage.caches, manager.spec.group_of_layer, strict=True):
+        cache[:, groups[group_index].block_tables[0, context.start_idx // 16 - 1]] += 1.0
     pipeline.release(context)
     second_context = make_context(TOKENS)
     logits = step_logits(pipeline, [second_context])[0]

@@ -205,7 +205,7 @@ def test_a_router_is_not_quantized() -> None:
 
 
 class PackedLayerStore:
-    """A store of packed layers, in load order."""
+    """A file of packed weights, which returns its layers in load order."""
 
     def __init__(self, layers: list[PackedLinear]) -> None:
         self.layers = layers

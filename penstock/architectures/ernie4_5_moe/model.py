@@ -88,7 +88,7 @@ class Ernie45MoeModel(TransformerModel):
                 routing,
                 activation,
                 load_correction_bias(load, f"{name}.{_BIAS}", 1, experts),
-                is_float32=True,
+                is_router_float32=True,
             )
             if not num_shared:
                 return routed_experts

@@ -82,7 +82,7 @@ class Glm4MoeModel(TransformerModel):
                     routing,
                     blueprint.activation,
                     load_correction_bias(load, f"{router}.e_score_correction_bias", experts),
-                    is_float32=True,
+                    is_router_float32=True,
                 ),
                 GatedMLP.load(load, f"{name}.shared_experts", hidden, shared_inner, blueprint.activation),
             )

@@ -71,12 +71,14 @@ def _load_stored(
     name: str,
     biases: Tensor,  # [N, out]
     in_features: int,
-    order: Callable[[Tensor], Tensor] | None = None,
+    reorder_rows: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[PackedLinear, ...]:
     """Return one linear layer of each expert, packed in the encoding of the checkpoint."""
     experts, out_features = biases.shape
     return tuple(
-        load.expert(f"{name}.{i}", out_features, in_features, bias=biases[i], order=order).packed
+        load.expert(
+            f"{name}.{i}", out_features, in_features, bias=biases[i], reorder_rows=reorder_rows
+        ).packed
         for i in range(experts)
     )
 

@@ -66,7 +66,7 @@ class MiniMaxM2Model(TransformerModel):
                 ScoreRouting("sigmoid", is_normed=True),
                 blueprint.activation,
                 load_correction_bias(load, f"{name}.e_score_correction_bias", experts),
-                is_float32=True,
+                is_router_float32=True,
             )
 
         return read

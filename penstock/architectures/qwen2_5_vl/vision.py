@@ -76,7 +76,7 @@ class Qwen25Vision:
         """Read the encoder called ``name``.
 
         Raises:
-            ConfigError: the configuration is inconsistent.
+            ConfigError: the sizes are invalid; see `GridSizes.from_huggingface`.
         """
         sizes = GridSizes.from_huggingface(config, text_hidden)
         hidden, inner = sizes.hidden, config.integer("intermediate_size")
@@ -98,7 +98,7 @@ class Qwen25Vision:
             load.norm(f"{name}.merger.ln_q", hidden, _NORM_EPS),
             sizes.load_merger(load, f"{name}.merger.mlp.0", f"{name}.merger.mlp.2"),
             sizes,
-            max(1, config.integer("window_size", 112) // sizes.merge // sizes.patch),
+            max(1, config.integer("window_size", 112) // sizes.merge_size // sizes.patch_size),
             load.device,
             load.dtype,
         )
@@ -116,7 +116,7 @@ class Qwen25Vision:
             run: runs the forward, eagerly or as a captured graph.
         """
         device = patches.device
-        layout = WindowLayout.from_grids(grids, self.sizes.merge, self.window)
+        layout = WindowLayout.from_grids(grids, self.sizes.merge_size, self.window)
         step = image_step(run.ops, [height * width for height, width in grids], device)
         offsets = layout.row_offsets.to(device)
         blocks = run.ops.sequence_blocks(offsets)

@@ -47,9 +47,9 @@ class Qwen2Vision:
         """Read the encoder called ``name``.
 
         Raises:
-            ConfigError: the configuration is inconsistent.
+            ConfigError: the sizes are invalid; see `GridSizes.from_huggingface`.
         """
-        sizes = GridSizes.from_huggingface(config, text_hidden, hidden="embed_dim", out="hidden_size")
+        sizes = GridSizes.from_huggingface(config, text_hidden, hidden_key="embed_dim", out_key="hidden_size")
         hidden, inner = sizes.hidden, sizes.hidden * config.integer("mlp_ratio")
         activation = config.get("hidden_act") or "quick_gelu"
 

@@ -81,7 +81,7 @@ class Qwen3Vision:
         """Read the encoder called ``name``.
 
         Raises:
-            ConfigError: the configuration is inconsistent.
+            ConfigError: the sizes, the number of position embeddings or the deepstack blocks are invalid.
         """
         sizes = GridSizes.from_huggingface(config, text_hidden)
         hidden, depth, inner = sizes.hidden, sizes.depth, config.integer("intermediate_size")
@@ -187,7 +187,7 @@ class Qwen3Vision:
             for rows, columns, weight in corners
         )
         assert isinstance(interpolated, Tensor)
-        return order_by_square(interpolated, self.sizes.merge).to(self.position_table.dtype)
+        return order_by_square(interpolated, self.sizes.merge_size).to(self.position_table.dtype)
 
 
 def _corners(count: int, side: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
