@@ -25,9 +25,9 @@ def kv_dtype(pipeline_config: PipelineConfig) -> DType:
 
 
 def with_stored_scales(spec: KVCacheSpec, pipeline_config: PipelineConfig) -> KVCacheSpec:
-    """Return ``spec`` with fixed scales for the layers whose scales the checkpoint stores.
+    """Return ``spec`` with fixed scales in each float8 E4M3 group whose layers all have stored scales.
 
-    Returns ``spec`` itself if no layer group has the cache type float8 E4M3.
+    Returns ``spec`` itself if no group has the type float8 E4M3.
     """
     if all(group.dtype is not DType.float8_e4m3fn for group in spec.groups):
         return spec

@@ -83,7 +83,11 @@ class DecoderModel(NetworkModel[TextContext]):
         """Read the network from a checkpoint."""
 
     def estimate_kv_cache_size(self, available_cache_memory: int) -> int:
-        """Return the size in bytes of the KV cache, at most ``available_cache_memory``."""
+        """Return the size in bytes of the KV cache, at most ``available_cache_memory``.
+
+        Raises:
+            InsufficientMemoryError: the smallest cache that the configuration permits does not fit.
+        """
         return estimate_kv_cache_size(
             self.pipeline_config,
             self.kv_cache_spec,
@@ -218,7 +222,7 @@ class DecoderModel(NetworkModel[TextContext]):
 
     @property
     def _graphs(self) -> GraphCache | None:
-        """The compiled steps; None without a compiler, or if ranks communicate through torch.distributed."""
+        """The session's compiled steps; None if ranks communicate through torch.distributed."""
         ranks = self.session.ranks
         return self.session.graphs if ranks is None or ranks.region else None
 

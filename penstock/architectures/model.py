@@ -51,8 +51,7 @@ _UNSET: Any = None  # a default, so that a subclass with other inputs can leave 
 class ModelInputs:
     """A ragged batch: the rows of all sequences, concatenated.
 
-    The rows of a sequence are a whole prompt, a chunk of it or a single token, then its drafted tokens. A
-    model with other inputs subclasses this class.
+    The rows of a sequence are a whole prompt, a chunk of it or a single token, then its drafted tokens.
     """
 
     tokens: Tensor = _UNSET
@@ -110,7 +109,11 @@ class KVCacheMixin(Protocol):
         ...
 
     def estimate_kv_cache_size(self, available_cache_memory: int) -> int:
-        """Return the size in bytes of the KV cache, at most ``available_cache_memory``."""
+        """Return the size in bytes of the KV cache, at most ``available_cache_memory``.
+
+        Raises:
+            InsufficientMemoryError: the smallest cache that the configuration permits does not fit.
+        """
         ...
 
 

@@ -22,7 +22,7 @@ from penstock.kernels import KVCacheInputs
 from penstock.nn.config_values import ConfigValues
 from penstock.pipelines.core import ImageMetadata, TextAndVisionContext, TextContext
 
-GRID = "image_grid_thw"
+GRID_ARGUMENT = "image_grid_thw"
 """The key of the image argument with the numbers of frames, patch rows and patch columns."""
 
 
@@ -91,13 +91,13 @@ def patches_and_grid(
     image: ImageMetadata, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, list[tuple[int, int]]]:
     """Return the patches ``[T, C 2 p p]`` of an image on a device, and a list with its grid."""
-    _, height, width = image.arguments[GRID].tolist()
+    _, height, width = image.arguments[GRID_ARGUMENT].tolist()
     return torch.from_numpy(image.pixel_values).to(device, dtype), [(height, width)]
 
 
 def merged_grid(image: ImageMetadata, merge_size: int) -> tuple[int, int]:
     """Return the rows and columns of an image's grid of merged patches."""
-    _, height, width = image.arguments[GRID].tolist()
+    _, height, width = image.arguments[GRID_ARGUMENT].tolist()
     return height // merge_size, width // merge_size
 
 

@@ -202,7 +202,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
             rename=self.rename_adapter_tensor,
             parts=loader.parts,
             task_adapters=tasks,
-            is_leader=self.session.shard.rank == 0,
+            is_rank_0=self.session.shard.rank == 0,
         )
         if self.session.ranks is not None:
             adapters.on_put(lambda slot, matrices: self.announce("put_adapter", slot, dict(matrices)))

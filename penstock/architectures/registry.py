@@ -136,7 +136,7 @@ class PipelineRegistry:
     def architectures(self) -> tuple[SupportedArchitecture, ...]:
         """All records, by name and task."""
         records_by_key = {
-            _key(record): record for folder in self._folders for record in self._load_folder(folder)
+            _record_key(record): record for folder in self._folders for record in self._load_folder(folder)
         }
         return tuple(record for _, record in sorted((records_by_key | self._registered).items()))
 
@@ -189,7 +189,7 @@ class PipelineRegistry:
                 f"{architecture.name!r} is already registered for {architecture.task.option}: pass "
                 "allow_override=True to replace it",
             )
-        self._registered[_key(architecture)] = architecture
+        self._registered[_record_key(architecture)] = architecture
 
     def _records_for_type(self, name: str) -> dict[PipelineTask, SupportedArchitecture]:
         """Return the records of a model type, by task."""
@@ -241,7 +241,7 @@ PIPELINE_REGISTRY = PipelineRegistry()
 """The registry of Penstock's architectures."""
 
 
-def _key(architecture: SupportedArchitecture) -> tuple[str, PipelineTask]:
+def _record_key(architecture: SupportedArchitecture) -> tuple[str, PipelineTask]:
     return architecture.name, architecture.task
 
 

@@ -102,7 +102,7 @@ class AudioCodec(ABC):
             context. The samples do not depend on the other chunks of the call.
 
         Raises:
-            InputError: frames have another shape, or a code is out of range.
+            InputError: frames have another shape, a code is out of range, or a chunk lacks context.
         """
 
     @abstractmethod

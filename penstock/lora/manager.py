@@ -54,7 +54,7 @@ class LoRAManager:
         rename: see `read_adapter`.
         parts: this rank's parts of the layers that are divided among ranks.
         task_adapters: the adapters of the checkpoint, by name. They are always loaded.
-        is_leader: whether this process is rank 0, which loads adapters and assigns slots. Other ranks use the
+        is_rank_0: whether this process is rank 0, which loads adapters and assigns slots. Other ranks use the
             slots that rank 0 assigns.
 
     Raises:
@@ -73,7 +73,7 @@ class LoRAManager:
         rename: Rename | None = None,
         parts: Parts = MappingProxyType({}),
         task_adapters: Mapping[str, Adapter] = MappingProxyType({}),
-        is_leader: bool = True,
+        is_rank_0: bool = True,
     ) -> None:
         self._parts = parts
         self._config, self._layers, self._base, self._rename = config, layers, base, rename
@@ -84,7 +84,7 @@ class LoRAManager:
         self._slots = AdapterSlots(config.max_loras, config.max_lora_rank, layers, dtype, device, parts)
         self._uses: dict[str, _AdapterUse] = {}  # by request id
         self._num_running_requests: Counter[bytes] = Counter()  # admitted requests, by digest of the adapter
-        for name, path in config.adapters if is_leader else ():
+        for name, path in config.adapters if is_rank_0 else ():
             self.load(name, path)
 
     # -- Adapters by name -------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ class LoRAManager:
 
         Raises:
             InputError: the name cannot be used, or the maximum number of adapters is loaded.
-            CheckpointError: the directory is missing or damaged, or does not fit the model.
+            CheckpointError: the directory is missing or damaged, or its tensors do not fit the model.
             UnsupportedFeatureError: the kind of adapter is not supported.
         """
         self._check_name(name)

@@ -15,7 +15,7 @@ from penstock.nn.layer_parts import concatenated
 
 
 class AdapterSlots:
-    """A fixed number of slots for adapters, identified by digest. The least recently used one is evicted.
+    """A fixed number of slots for adapters, identified by digest. The least recently used adapter is evicted.
 
     The memory of a layer is allocated when the first adapter with matrices for that layer gets a slot. The
     address of this memory never changes, because compiled steps and CUDA graphs contain it.

@@ -267,8 +267,8 @@ class _Process:
         assert process is not None, "the process is closed"
         assert isinstance(process.stdin, BufferedWriter)
         assert isinstance(process.stdout, BufferedReader)
-        write_frame(process.stdin, msgspec.msgpack.encode(request), [data])
-        reply = msgspec.msgpack.decode(read_frame(process.stdout), type=ProcessorReply)
+        write_message(process.stdin, msgspec.msgpack.encode(request), [data])
+        reply = msgspec.msgpack.decode(read_head(process.stdout), type=ProcessorReply)
         if reply.error is not None:
             kind = _ERRORS[reply.error]
             error = kind.__new__(kind, reply.message)
@@ -294,7 +294,7 @@ class _Process:
         process.wait()
 
 
-def write_frame(stream: BufferedWriter, head: bytes, parts: Sequence[bytes | memoryview]) -> None:
+def write_message(stream: BufferedWriter, head: bytes, parts: Sequence[bytes | memoryview]) -> None:
     """Write a message: the size of ``head``, then ``head``, then the raw bytes ``parts``."""
     stream.write(HEAD_SIZE.pack(len(head)) + head)
     for part in parts:
@@ -302,7 +302,7 @@ def write_frame(stream: BufferedWriter, head: bytes, parts: Sequence[bytes | mem
     stream.flush()
 
 
-def read_frame(stream: BufferedReader) -> bytes:
+def read_head(stream: BufferedReader) -> bytes:
     """Read the head of a message.
 
     Raises:

@@ -129,7 +129,7 @@ class TextAndVisionTokenizer(TextTokenizer):
         if image is None:
             options = self._family.processor_options(detail)
             outputs, size = self._processor.process(data, options, self._vision.max_pixels)
-            image = self._family.processed(outputs, size)
+            image = self._family.to_processed_image(outputs, size)
             digest = image_digest(image.pixel_values, image.arguments)
             image = replace(image, digest=digest)
             self._cache.put(key, image)

@@ -33,7 +33,7 @@ class Attention:
     kv_heads: int
     head_dim: int
     scale: float
-    rotary: int | None = 0
+    rotary_index: int | None = 0
     """The index of the rotary embedding for queries and keys; None for no rotation."""
     soft_cap: float | None = None
     """Attention scores become ``soft_cap * tanh(score / soft_cap)``; None for no cap. Needs a KV cache."""
@@ -73,9 +73,9 @@ class Attention:
     def _rotate(
         self, q: Tensor, k: Tensor, rows: Sequence[RotaryRows], step: StepInputs
     ) -> tuple[Tensor, Tensor]:
-        if self.rotary is None:
+        if self.rotary_index is None:
             return q, k
-        return step.ops.rotary(q, k, *rows[self.rotary], is_interleaved=self.is_interleaved)
+        return step.ops.rotary(q, k, *rows[self.rotary_index], is_interleaved=self.is_interleaved)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, step: StepInputs) -> Tensor:
         """Return the attention output ``[T, H, D]`` of ``q [T, H, D]``, ``k [T, K, D]``, ``v [T, K, D]``."""

@@ -46,8 +46,8 @@ class Blueprint:
     """Sizes and options of a decoder-only transformer."""
 
     vocabulary: int  # V
-    hidden: int  # E
-    inner: int  # F
+    hidden: int  # E, the hidden size
+    inner: int  # F, the intermediate size of feed-forward layers
     layers: int  # L
     heads: int  # H
     kv_heads: int  # K
@@ -272,7 +272,7 @@ def layer_windows(
         config: the checkpoint's configuration.
         types: the type of each layer, ``[L]``.
         default: the family's window if the key is absent.
-        has_windows: the value of ``use_sliding_window`` in families with that key.
+        has_windows: whether ``use_sliding_window`` and similar keys switch windows on.
 
     Raises:
         ConfigError: a layer is of type `SLIDING`, and ``sliding_window`` is null or ``has_windows`` is False.

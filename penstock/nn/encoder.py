@@ -26,7 +26,7 @@ class EncoderAttention:
     scale: float
     window: int | None = None
     """The largest distance in tokens from a query to a visible key, in each direction; None for no limit."""
-    rotary: int | None = None
+    rotary_index: int | None = None
     """The index of the rotary embedding for queries and keys; None for no rotation."""
 
     def __call__(
@@ -36,8 +36,8 @@ class EncoderAttention:
         qk_heads = self.heads + self.kv_heads
         heads = self.qkv(x, step).view(-1, qk_heads + self.kv_heads, self.head_dim)
         q, k, v = heads[:, : self.heads], heads[:, self.heads : qk_heads], heads[:, qk_heads:]
-        if self.rotary is not None:
-            q, k = step.ops.rotary(q, k, *rows[self.rotary])
+        if self.rotary_index is not None:
+            q, k = step.ops.rotary(q, k, *rows[self.rotary_index])
         out = step.ops.encoder_attention(
             q, k, v, step.row_offsets, scale=self.scale, window=self.window, bias=bias, blocks=step.blocks
         )

@@ -32,13 +32,15 @@ class Experts:
     """The number of experts for each row."""
     routing: Routing
     gating: Gating
-    bias: Tensor | None = None  # [N] float32, added to the scores for the selection; see `ScoreRouting`
+    correction_bias: Tensor | None = (
+        None  # [N] float32, added to the scores for the selection; see `ScoreRouting`
+    )
     is_router_float32: bool = False
     """Whether the router computes in float32."""
 
     def __call__(self, x: Tensor, step: StepInputs) -> Tensor:  # [T, E] -> [T, E]
         logits = self.router(step.ops.widen(x) if self.is_router_float32 else x, step)
-        topk_weights, topk_ids = step.ops.route(logits, self.top_k, self.routing, self.bias)
+        topk_weights, topk_ids = step.ops.route(logits, self.top_k, self.routing, self.correction_bias)
         y = step.ops.experts(x, self.packed, topk_weights, topk_ids, self.gating, lora=step.lora)
         return y if self.packed.ranks is None else step.ops.all_reduce(y, self.packed.ranks)
 
@@ -119,7 +121,7 @@ def load_experts(
     experts: int,
     hidden: int,
     inner: int,
-    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    matrix_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> PackedExperts:
     """Read the experts whose tensor names start with ``name``, from either of two checkpoint layouts.
 
@@ -133,18 +135,18 @@ def load_experts(
         experts: N, the number of experts.
         hidden: E.
         inner: F.
-        parts: the names of an expert's gate, up and down matrix in this family.
+        matrix_names: the names of an expert's gate, up and down matrix in this family.
     """
     if f"{name}.gate_up_proj" in load.source:
         tensors = f"{name}.gate_up_proj", f"{name}.down_proj"
-        names = [tuple(f"{name}.{i}.{part}" for part in parts) for i in range(experts)]
+        names = [tuple(f"{name}.{i}.{part}" for part in matrix_names) for i in range(experts)]
         return load_stacked_experts(load, tensors, experts, hidden, inner, names=names)
-    local_experts = find_local_experts(load, experts, inner, f"{name}.0.{parts[2]}")
-    gate, up, down = parts
+    local_experts = find_local_experts(load, experts, inner, f"{name}.0.{matrix_names[2]}")
+    gate, up, down = matrix_names
     outputs = {gate: local_experts.gate_outputs, up: local_experts.gate_outputs}
     # Other ranks read the remote experts. This rank checks their shapes.
     for i in local_experts.remote_experts(experts):
-        for part in parts:
+        for part in matrix_names:
             shape = (hidden, inner) if part == down else (inner, hidden)
             load.source.expect(f"{name}.{i}.{part}.weight", shape)
     gate_ups = (

@@ -145,7 +145,7 @@ class GridSizes:
             self.heads,
             dim,
             dim**-0.5,
-            rotary=0,
+            rotary_index=0,
         )
 
     def load_merger(self, load: Loader, first: str, second: str) -> MLP:

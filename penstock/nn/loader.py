@@ -33,13 +33,13 @@ class Loader:
 
     Args:
         source: the tensors of the checkpoint.
-        encoding: the encoding of the model. `LinearEncoding.for_layer` can choose another for a layer.
+        encoding: the encoding of the model. `LinearEncoding.for_layer` can replace it for a layer.
         device: the device of the layers.
         ops: the back end that packs the layers; by default the reference back end.
         load_packed: returns a layer from a file of packed weights; see `LayerPacker`.
-        lazy: which layers are packed lazily, if the checkpoint is mapped; see `penstock.kernels.LazyWeight`.
-        keep_stored: whether layers keep their stored encoding, and float layers stay floats. The output head
-            is an exception: `LinearEncoding.for_layer` chooses its encoding.
+        lazy: which layers are packed lazily if the checkpoint is memory-mapped; see `LazyLayers`.
+        keep_stored: whether layers keep their stored encoding, and float layers stay floats. A float output
+            head is an exception: `LinearEncoding.for_layer` chooses its encoding.
         is_uniform: whether all linear layers except the output head have the encoding of the model. The head
             then has the type of the activations.
         shard: the rank for which the layers are loaded; by default there is one rank.
@@ -150,21 +150,21 @@ class Loader:
     def fused(
         self,
         prefix: str,
-        parts: Mapping[str, int],
+        output_sizes: Mapping[str, int],
         in_features: int,
         *,
         bias: bool = False,
         is_expert: bool = False,
         outputs: Mapping[str, Sequence[Part]] | None = None,
     ) -> Linear:
-        """Return several layers with the same input, called ``{prefix}.{part}``, fused into one layer.
+        """Return several layers with the same input, called ``{prefix}.{name}``, fused into one layer.
 
-        ``parts`` maps layers to output sizes, ``outputs`` maps column-parallel layers to this rank's part.
+        ``outputs`` maps column-parallel layers to this rank's part.
         """
         rank_outputs = outputs or {}
         layer_parts = {
-            f"{prefix}.{part}": LayerPart(size, in_features, tuple(rank_outputs.get(part, ())))
-            for part, size in parts.items()
+            f"{prefix}.{name}": LayerPart(size, in_features, tuple(rank_outputs.get(name, ())))
+            for name, size in output_sizes.items()
         }
         return self._read(layer_parts, bias, is_expert=is_expert)
 
@@ -254,7 +254,7 @@ class Loader:
     def pack(
         self,
         weight: Tensor,
-        parts: Mapping[str, int],
+        output_sizes: Mapping[str, int],
         *,
         bias: Tensor | None = None,
         plain: bool = False,
@@ -266,15 +266,15 @@ class Loader:
 
         Args:
             weight: floats of any type.
-            parts: names and output sizes of the fused layers, in order. Adapters use these names.
+            output_sizes: names and output sizes of the fused layers, in order. Adapters use these names.
             bias: ``[out]``.
             plain: whether to store the weight in the type of the activations, without quantizing it.
             is_float32: whether to store the weight in float32, for activations in float32.
             is_expert: whether the layer belongs to an expert.
-            rank_parts: the parts of divided layers on this rank, by the names in ``parts``.
+            rank_parts: the parts of divided layers on this rank, by the names in ``output_sizes``.
         """
         out_features, in_features = weight.shape
-        layer_parts = {name: LayerPart(size, in_features) for name, size in parts.items()}
+        layer_parts = {name: LayerPart(size, in_features) for name, size in output_sizes.items()}
         if rank_parts:
             layer_parts |= rank_parts
             out_features = sum(part.out_features for part in layer_parts.values())

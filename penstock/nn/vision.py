@@ -99,14 +99,14 @@ def load_mlp(
         up: the name of the first matrix.
         down: the name of the second matrix.
     """
-    kind: Activation | None = (
+    mlp_activation: Activation | None = (
         None if activation == "quick_gelu" else activation_named(activation, "vision_config.hidden_act")
     )
     layers = (
         load.linear(f"{name}.{up}", inner, hidden, bias=True),
         load.linear(f"{name}.{down}", hidden, inner, bias=True),
     )
-    return QuickGeluMLP(*layers) if kind is None else MLP(*layers, kind)
+    return QuickGeluMLP(*layers) if mlp_activation is None else MLP(*layers, mlp_activation)
 
 
 def load_patch_embedding(load: Loader, name: str, shape: tuple[int, ...], *, bias: bool) -> Linear:
@@ -127,9 +127,9 @@ def load_patch_embedding(load: Loader, name: str, shape: tuple[int, ...], *, bia
 
 def flatten_patches(pixels: Tensor, patch_size: int) -> Tensor:
     """Return the patches ``[N h w, C p p]`` of ``pixels [N, C, h p, w p]``, in row-major order."""
-    count, channels, height, width = pixels.shape
+    num_images, channels, height, width = pixels.shape
     grid = pixels.reshape(
-        count, channels, height // patch_size, patch_size, width // patch_size, patch_size
+        num_images, channels, height // patch_size, patch_size, width // patch_size, patch_size
     ).permute(0, 2, 4, 1, 3, 5)
     return grid.reshape(-1, channels * patch_size * patch_size)
 
@@ -202,7 +202,8 @@ class VisionSizes:
             norm_eps: the family's default epsilon of norms.
 
         Raises:
-            ConfigError: a value is missing or invalid, or the heads do not divide the hidden size.
+            ConfigError: the heads do not divide the hidden size.
+            CheckpointError: a value is missing or invalid.
         """
         hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
         if hidden % heads:

@@ -66,7 +66,7 @@ def prompt_ids(family: VisionFamily, image_processor: Any, tokenizer: Any, templ
         }
         text = text.replace(family.placeholder, "\0", 1)
         text = text.replace(
-            "\0", family.expand(family.processed(outputs, size)).replace(family.placeholder, "\1")
+            "\0", family.expand(family.to_processed_image(outputs, size)).replace(family.placeholder, "\1")
         )
     ids: list[int] = tokenizer(text.replace("\1", family.placeholder), add_special_tokens=False)["input_ids"]
     return ids
@@ -171,7 +171,7 @@ def test_videos_are_refused() -> None:
     family = QwenVisionFamily(HuggingFaceConfig({}), {}, str)
     outputs = {"pixel_values": np.zeros((8, 4)), "image_grid_thw": np.array([[2, 2, 2]])}
     with pytest.raises(InputError, match=r"2 frames.*not videos"):
-        family.processed(outputs, (28, 28))
+        family.to_processed_image(outputs, (28, 28))
 
 
 def test_an_image_has_one_token_per_merged_patch() -> None:

@@ -185,7 +185,7 @@ def drop_shared_gate(layer: Any) -> Any:
 
 
 MUTATIONS: dict[str, Callable[[Any], Any]] = {
-    "correction bias dropped": mutate_experts(bias=lambda bias: None),
+    "correction bias dropped": mutate_experts(correction_bias=lambda bias: None),
     "scaling factor 1": mutate_routing(scale=1.0),
     "expert groups ignored": mutate_routing(groups=1),
     "one expert group too few": mutate_routing(top_groups=1),
@@ -349,7 +349,7 @@ def scale_outputs(experts: Any) -> Any:
 LLAMA4_MUTATIONS: dict[str, Callable[[Any], Any]] = {
     "query norm dropped": lambda n: mutate_attention(n, q_norm=None),
     "rotary layout of halves": lambda n: mutate_attention(n, is_interleaved=False),
-    "rope in all layers": lambda n: mutate_attention(n, rotary=0),
+    "rope in all layers": lambda n: mutate_attention(n, rotary_index=0),
     "query scaling dropped": lambda n: replace(n, rotaries=n.rotaries[:1]),
     "two experts per token": lambda n: mutate_llama4_experts(n, lambda e: replace(e, top_k=2)),
     "outputs scaled instead of inputs": lambda n: mutate_llama4_experts(n, scale_outputs),

@@ -157,10 +157,10 @@ def swap_ropes(network: Any) -> Any:
 
 def apply_rope_in_every_layer(network: Any) -> Any:
     if not isinstance(network, DecoderNetwork) or all(
-        block.attention.rotary == 0 for block in network.blocks
+        block.attention.rotary_index == 0 for block in network.blocks
     ):
         return None
-    return replace_attention_parts(rotary=0)(network)
+    return replace_attention_parts(rotary_index=0)(network)
 
 
 def drop_head_options(network: Any) -> Any:
@@ -195,7 +195,7 @@ def mutate_blocks(mutate: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def swap_rotary_layout(block: Any) -> Any:
     """Swap the layout of the rotary pairs: adjacent dimensions instead of halves, or the reverse."""
-    if block.attention.rotary is None:
+    if block.attention.rotary_index is None:
         return block
     return replace(
         block, attention=replace(block.attention, is_interleaved=not block.attention.is_interleaved)
@@ -207,9 +207,9 @@ def use_base_attention(block: Any) -> Any:
     attention = block.attention
     if type(attention) is Attention:
         return block
-    rotary = None if attention.rotary is None else 0
+    rotary_index = None if attention.rotary_index is None else 0
     values = {field.name: getattr(attention, field.name) for field in fields(attention)}
-    return replace(block, attention=Attention(**values | {"rotary": rotary}))
+    return replace(block, attention=Attention(**values | {"rotary_index": rotary_index}))
 
 
 def drop_qkv_clipping(block: Any) -> Any:

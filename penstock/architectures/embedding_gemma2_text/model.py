@@ -100,7 +100,8 @@ def _head_sizes(config: HuggingFaceConfig, layer: int, layer_type: str) -> tuple
     """Return the number of heads, the number of kv heads and the head size of a layer.
 
     Raises:
-        ConfigError: a value is missing or invalid, or the kv heads do not divide the heads.
+        ConfigError: the kv heads do not divide the heads.
+        CheckpointError: a value is missing or invalid.
     """
     heads = config.integer("num_attention_heads")
     head_dim, kv_heads = config.integer("head_dim", 256), config.integer("num_key_value_heads", 2)

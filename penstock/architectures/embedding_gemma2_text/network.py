@@ -24,7 +24,7 @@ class NormedAttention:
     q_norm: RMSNorm
     k_norm: RMSNorm
     v_norm: RMSNorm
-    rotary: int
+    rotary_index: int
     """The index of the rotary embedding for queries and keys."""
     window: int | None
     """The largest distance in tokens from a query to a visible key, in each direction; None for no limit."""
@@ -36,7 +36,7 @@ class NormedAttention:
         q = self.q_norm(heads[:, : self.heads], step)
         k = self.k_norm(heads[:, self.heads : qk_heads], step)
         v = self.v_norm(heads[:, qk_heads:], step)
-        q, k = step.ops.rotary(q, k, *rows[self.rotary])
+        q, k = step.ops.rotary(q, k, *rows[self.rotary_index])
         out = step.ops.encoder_attention(
             q, k, v, step.row_offsets, scale=1.0, window=self.window, blocks=step.blocks
         )

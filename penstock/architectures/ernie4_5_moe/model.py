@@ -87,7 +87,7 @@ class Ernie45MoeModel(TransformerModel):
                 top_k,
                 routing,
                 activation,
-                load_correction_bias(load, f"{name}.{_BIAS}", 1, experts),
+                load_correction_bias(load, f"{name}.{_CORRECTION_BIAS}", 1, experts),
                 is_router_float32=True,
             )
             if not num_shared:
@@ -110,5 +110,5 @@ def _expert_layers(config: HuggingFaceConfig, layers: int) -> set[int]:
     return {layer for layer in range(layers) if (layer + 1) % interval == 0 and start <= layer <= last_layer}
 
 
-_BIAS = "moe_statics.e_score_correction_bias"
-_NAMES = TensorNames(is_router_float32=True, other_tables=(f".{_BIAS}",))
+_CORRECTION_BIAS = "moe_statics.e_score_correction_bias"
+_NAMES = TensorNames(is_router_float32=True, other_tables=(f".{_CORRECTION_BIAS}",))

@@ -67,16 +67,16 @@ class Gemma3Vision:
 
     def __call__(self, images: Sequence[ImageMetadata], run: EncoderRunner) -> list[Tensor]:
         """Return the decoder embeddings ``[pooled_side^2, E]`` of each image."""
-        sizes, count, side = self.tower.sizes, len(images), self.pooled_side
+        sizes, num_images, side = self.tower.sizes, len(images), self.pooled_side
         pixels = torch.stack([torch.from_numpy(image.pixel_values) for image in images])
         patches = flatten_patches(pixels.to(self.device, self.dtype), sizes.patch_size)
-        step = image_step(run.ops, [sizes.grid**2] * count, self.device)
+        step = image_step(run.ops, [sizes.grid**2] * num_images, self.device)
 
         def forward(ops: Ops, tensors: Mapping[str, Tensor]) -> Iterable[Tensor]:
             forward_step = with_step_tensors(step, ops, tensors)
             return [self.tower(tensors["patches"], forward_step.positions, forward_step)]
 
-        [x] = run((id(self), count), {"patches": patches, **image_step_tensors(step)}, forward)
-        squares = x.view(count, side, sizes.grid // side, side, sizes.grid // side, -1)
-        pooled = squares.float().mean((2, 4)).to(x.dtype).view(count * side * side, -1)
-        return list(self.projection(self.norm(pooled, step), step).view(count, side * side, -1))
+        [x] = run((id(self), num_images), {"patches": patches, **image_step_tensors(step)}, forward)
+        squares = x.view(num_images, side, sizes.grid // side, side, sizes.grid // side, -1)
+        pooled = squares.float().mean((2, 4)).to(x.dtype).view(num_images * side * side, -1)
+        return list(self.projection(self.norm(pooled, step), step).view(num_images, side * side, -1))

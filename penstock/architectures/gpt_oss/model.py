@@ -42,13 +42,13 @@ class GptOssModel(TransformerModel):
             config,
             default_head_dim=64,
             default_rope_theta=150_000.0,
-            rope_parameters=rope_values(config) or _YARN,
+            rope_parameters=rope_values(config) or _DEFAULT_YARN,
             norm_eps=config.number("rms_norm_eps", 1e-5),
             qkv_bias=bias,
             output_bias=bias,
             sinks=True,
             names=_NAMES,
-            windows=layer_windows(config, layer_types(config, alternating), _WINDOW),
+            windows=layer_windows(config, layer_types(config, alternating), _DEFAULT_WINDOW),
         )
 
     @classmethod
@@ -73,8 +73,8 @@ class GptOssModel(TransformerModel):
 
 _NAMES = TensorNames(router="router", other_tables=("_proj_bias",))  # biases of all experts: one matrix
 _ALPHA = 1.702  # g * sigmoid(alpha g) approximates GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415)
-_WINDOW = 128
-_YARN = {
+_DEFAULT_WINDOW = 128
+_DEFAULT_YARN = {
     "rope_type": "yarn",
     "factor": 32.0,
     "beta_fast": 32.0,

@@ -57,7 +57,7 @@ class Llama4Attention(Attention):
     def _normalize_and_rotate(
         self, q: Tensor, k: Tensor, rows: Sequence[RotaryRows], step: StepInputs
     ) -> tuple[Tensor, Tensor]:
-        if self.rotary is None:
+        if self.rotary_index is None:
             if len(rows) > 1:
                 q, _ = step.ops.rotary(q, k[:, :0], *rows[1])
             return q, k
@@ -218,8 +218,8 @@ def _expert_layers(config: HuggingFaceConfig, layers: int) -> set[int]:
     configured = config.integers("moe_layers")
     if configured is not None:
         return set(configured)
-    step = config.integer("interleave_moe_layer_step", 1)
-    return set(range(step - 1, layers, step))
+    interval = config.integer("interleave_moe_layer_step", 1)
+    return set(range(interval - 1, layers, interval))
 
 
 _CHUNKED = "chunked_attention"

@@ -60,8 +60,8 @@ class LlavaEncoder:
         )
         if self.has_class_row:
             patches = torch.cat([patches.new_zeros(len(images), 1, patches.shape[2]), patches], dim=1)
-        count = patches.shape[1]
-        step = image_step(ops, [count] * len(images), self.device)
+        rows_per_image = patches.shape[1]
+        step = image_step(ops, [rows_per_image] * len(images), self.device)
 
         def forward(ops: Ops, tensors: Mapping[str, Tensor]) -> Iterable[Tensor]:
             forward_step = with_step_tensors(step, ops, tensors)
@@ -71,7 +71,7 @@ class LlavaEncoder:
 
         inputs = {"patches": patches.flatten(0, 1), **image_step_tensors(step)}
         block_rows = run((id(self), len(images)), inputs, forward)
-        rows = torch.cat(block_rows, dim=1).view(len(images), count, -1)
+        rows = torch.cat(block_rows, dim=1).view(len(images), rows_per_image, -1)
         if self.drops_first_row:
             rows = rows[:, 1:]
         inner = ops.activation(self.up(rows.flatten(0, 1).contiguous(), step), self.activation)
@@ -135,9 +135,9 @@ class LlavaModel(VisionLanguageModel):
     @classmethod
     def load_encoder(cls, load: Loader, huggingface_config: HuggingFaceConfig) -> ImageEncoder:
         config, tower_config = huggingface_config, vision_config(huggingface_config)
-        kind = tower_config.text("model_type")
-        if kind not in (CLIP, SIGLIP):
-            raise ConfigError("vision_config.model_type", f"{kind!r} is not one of {CLIP}, {SIGLIP}")
+        tower_type = tower_config.text("model_type")
+        if tower_type not in (CLIP, SIGLIP):
+            raise ConfigError("vision_config.model_type", f"{tower_type!r} is not one of {CLIP}, {SIGLIP}")
         is_clip = has_class_row(config)
         sizes = (
             VisionSizes.from_huggingface(tower_config, activation="quick_gelu", norm_eps=1e-5)

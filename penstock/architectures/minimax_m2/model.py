@@ -56,12 +56,14 @@ class MiniMaxM2Model(TransformerModel):
         config, hidden = huggingface_config, blueprint.hidden
         experts = config.integer("num_local_experts", config.integer("num_experts", 256))
         top_k = num_experts_per_token(config, experts, default=8)
-        parts = ("w1", "w3", "w2")
+        matrix_names = ("w1", "w3", "w2")
 
         def read(name: str, layer: int) -> Experts:
             return Experts(
                 load_router(load, f"{name}.{_NAMES.router}", experts, hidden, is_float32=True),
-                load_experts(load, f"{name}.{_NAMES.experts}", experts, hidden, blueprint.inner, parts),
+                load_experts(
+                    load, f"{name}.{_NAMES.experts}", experts, hidden, blueprint.inner, matrix_names
+                ),
                 top_k,
                 ScoreRouting("sigmoid", is_normed=True),
                 blueprint.activation,

@@ -174,7 +174,7 @@ def _load_block(load: Loader, config: HuggingFaceConfig, layer: int, layer_type:
         dim,
         dim**-0.5,
         window=config.integer("local_attention", 128) // 2 if layer_type == SLIDING else None,
-        rotary=_ROTARY_LAYER_TYPES.index(layer_type),
+        rotary_index=_ROTARY_LAYER_TYPES.index(layer_type),
     )
     mlp = GatedMLP.load(
         load,

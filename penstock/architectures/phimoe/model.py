@@ -79,12 +79,14 @@ class PhimoeModel(TransformerModel):
         if top_k != 2:
             raise ConfigError("num_experts_per_tok", f"must be 2 in this family, was {top_k}")
         routing = SparseMixer(config.number("router_jitter_noise", 0.01))
-        parts = ("w1", "w3", "w2")
+        matrix_names = ("w1", "w3", "w2")
 
         def read(name: str, layer: int) -> Experts:
             return Experts(
                 load_router(load, f"{name}.{_NAMES.router}", experts, hidden),
-                load_experts(load, f"{name}.{_NAMES.experts}", experts, hidden, blueprint.inner, parts),
+                load_experts(
+                    load, f"{name}.{_NAMES.experts}", experts, hidden, blueprint.inner, matrix_names
+                ),
                 top_k,
                 routing,
                 blueprint.activation,

@@ -13,7 +13,7 @@ from penstock.codecs.layers import SNAKE_EPS, CodecLoader, Conv1d, RaggedRows, S
 from penstock.kernels import Ops
 
 _DILATIONS = (1, 3, 9)
-_KERNEL = 7
+_KERNEL_SIZE = 7
 _NUM_TAPS = 12
 """Number of taps of the low-pass filter."""
 _HALF_TAPS = _NUM_TAPS // 2
@@ -106,7 +106,7 @@ def read_acoustic_encoder(
         CheckpointError: a tensor is missing or misshapen.
     """
     name = "acoustic_encoder"
-    first_conv = loader.conv1d(f"{name}.conv1", 1, channels, _KERNEL, padding=_KERNEL // 2)
+    first_conv = loader.conv1d(f"{name}.conv1", 1, channels, _KERNEL_SIZE, padding=_KERNEL_SIZE // 2)
     blocks = []
     for index, stride in enumerate(strides):
         block = f"{name}.block.{index}"
@@ -130,7 +130,12 @@ def read_acoustic_encoder(
 
 def _read_unit(loader: CodecLoader, name: str, channels: int, dilation: int) -> AliasFreeUnit:
     dilated_conv = loader.conv1d(
-        f"{name}.conv1", channels, channels, _KERNEL, padding=_KERNEL // 2 * dilation, dilation=dilation
+        f"{name}.conv1",
+        channels,
+        channels,
+        _KERNEL_SIZE,
+        padding=_KERNEL_SIZE // 2 * dilation,
+        dilation=dilation,
     )
     return AliasFreeUnit(
         _read_snake(loader, f"{name}.snake1", channels),

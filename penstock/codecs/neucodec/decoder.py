@@ -17,9 +17,9 @@ from penstock.codecs.neucodec.config import NeuCodecConfig
 from penstock.kernels import Ops, PackedLinear, encoding_named
 from penstock.kernels.convolution import inverse_dft_weight
 
-GROUPS = 32
+NUM_GROUPS = 32
 NORM_EPS = 1e-6
-MAX_MAGNITUDE = 100.0
+MAX_MAGNITUDE = 100.0  # of the STFT
 FRAMES_PER_WINDOW = 4
 """Length of the STFT window, in frames."""
 
@@ -32,7 +32,7 @@ class GroupNorm:
     bias: Tensor
 
     def __call__(self, x: RaggedRows, ops: Ops) -> Tensor:
-        return ops.group_norm(x.rows, self.weight, self.bias, GROUPS, NORM_EPS, x.offsets)
+        return ops.group_norm(x.rows, self.weight, self.bias, NUM_GROUPS, NORM_EPS, x.offsets)
 
 
 @dataclass(frozen=True, slots=True)
