@@ -80,7 +80,7 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
 
     @property
     def reads_token_types(self) -> bool:
-        """Whether the two texts of a pair have different token types."""
+        """Whether the network distinguishes the token types of the two texts of a pair."""
         return True
 
     @property

@@ -105,7 +105,7 @@ def sectioned_axes(sections: Sequence[int], num_pairs: int) -> tuple[int, ...]:
     """Return the position axis of each pair of dims if each axis rotates a contiguous section of pairs.
 
     Raises:
-        ConfigError: the sections do not cover the pairs of a head.
+        ConfigError: the sections do not add up to ``num_pairs``.
     """
     if sum(sections) != num_pairs:
         raise ConfigError(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
     from penstock.media.family import VisionFamily
 
-_BUILT_IN = "penstock.architectures"
+_BUILT_IN_PACKAGE = "penstock.architectures"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +201,7 @@ class PipelineRegistry:
     @cached_property
     def _folders(self) -> Mapping[str, str]:
         """Map from folder name to parent package. Lists the folders without importing them."""
-        packages = [_BUILT_IN, *map(_as_package, self._extra_folders)]
+        packages = [_BUILT_IN_PACKAGE, *map(_as_package, self._extra_folders)]
         return {
             module.name: package
             for package in packages

@@ -48,7 +48,7 @@ class Adapter:
 
     path: str
     digest: bytes
-    """Hash of everything that affects results. Adapters with equal digests give equal results."""
+    """Hash of the matrices and the names of their layers. Adapters with equal digests give equal results."""
     matrices: Mapping[str, tuple[Tensor, Tensor]]
     """Maps each layer to A ``[r, in]`` and B ``[out, r]``, in the type of the activations.
 
@@ -80,8 +80,7 @@ def read_adapter(
 
     Raises:
         CheckpointError: the directory or a file in it is missing or damaged.
-        WeightsError: tensors match no layer, are missing, or have a wrong shape. The message lists all of
-            them.
+        WeightsError: tensors match no layer, are missing, have a wrong shape, or contain NaN or infinity.
         UnsupportedFeatureError: the kind of adapter is not supported, its rank exceeds ``max_rank``, or a
             copy of a tensor of the base model differs from this tensor.
     """

@@ -26,7 +26,7 @@ MAX_SKIPS = 64
 
 @dataclass(slots=True)
 class _AdapterUse:
-    """The adapter that a request uses, from its first use until the request is released."""
+    """The adapter of a request, kept until the request is released."""
 
     context: InputContext
     adapter: Adapter

@@ -55,7 +55,7 @@ class AdapterSlots:
 
     @property
     def slot_digests(self) -> list[bytes | None]:
-        """The digest of the adapter in each slot."""
+        """The digest of the adapter in each slot; None for an empty slot."""
         return [None if adapter is None else adapter.digest for adapter in self._slot_adapters]
 
     def assign(self, adapters: Mapping[bytes, Adapter], keep: Collection[bytes] = ()) -> dict[bytes, int]:

@@ -18,7 +18,7 @@ from penstock.nn.norm import GatheredNorm, LoadNorm, Norm, select_weights
 
 
 class FeedForward(Protocol):
-    """The feed-forward part of a block: a gated MLP, a plain MLP or experts. Rows are independent."""
+    """The feed-forward part of a block: a gated MLP, a plain MLP or experts. Each row is separate."""
 
     def __call__(self, x: Tensor, step: StepInputs) -> Tensor:
         """``x [T, E] -> [T, E]``."""

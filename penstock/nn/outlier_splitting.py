@@ -50,8 +50,8 @@ def load_split_mlp(
         down_bias: whether the second matrix has a bias.
 
     Returns:
-        The two matrices. None if the layers must be loaded unchanged: the encoding does not need splitting, F
-        is below 24, a layer is stored quantized, or splitting reduces the scales too little.
+        The two matrices. None if the layers must be loaded unchanged: the loader permits no repeated inputs,
+        F is below 24, a layer is stored quantized, or splitting reduces the scales too little.
     """
     hidden, inner = sizes
     num_repeated = min(load.max_repeated_inputs, inner // _INPUTS_PER_REPEAT)

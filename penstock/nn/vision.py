@@ -35,7 +35,7 @@ _QUICK_GELU_FACTOR = 1.702
 
 @dataclass(frozen=True, slots=True)
 class EncoderRunner:
-    """Runs the steps of a vision encoder: as a captured graph if shapes occur again, otherwise eagerly.
+    """Runs the steps of a vision encoder: as a captured graph if a key occurs again, otherwise eagerly.
 
     A graph and an eager run give bit-equal results.
     """

@@ -1,4 +1,4 @@
-"""Processes that run image processors: results equal to those in one process, crashes, time limits."""
+"""Processes that run image processors: equality with the local processor, crashes, time limits."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _NORM_EPS = 1e-6
 class WindowLayout:
     """The order of patches in the blocks: the patches of a window are adjacent."""
 
-    order: Tensor  # [T] int64: index of the patch in each row
+    order: Tensor  # [T] int64: the index of the patch in each row of the blocks' input
     inverse: Tensor  # [T / merge^2] int64: the merged row of each merged patch
     row_offsets: Tensor  # [W + 1] int32: window w has rows row_offsets[w]:row_offsets[w + 1]
 

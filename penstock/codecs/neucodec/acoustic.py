@@ -159,7 +159,7 @@ def _read_snake(loader: CodecLoader, name: str, channels: int) -> AliasFreeSnake
 
 
 def low_pass_filter() -> Tensor:
-    """Return the taps ``[12]`` of a low-pass filter at half the bandwidth.
+    """Return the taps ``[12]`` of a low-pass filter that passes the lower half of the bandwidth.
 
     The taps are a sinc times a Kaiser window, divided by their sum.
     """
