@@ -222,7 +222,7 @@ class DecoderModel(NetworkModel[TextContext]):
 
     @property
     def _graphs(self) -> GraphCache | None:
-        """The session's compiled steps; None if ranks communicate through torch.distributed."""
+        """The session's compiled steps; None if it has none, or if ranks use torch.distributed."""
         ranks = self.session.ranks
         return self.session.graphs if ranks is None or ranks.region else None
 
@@ -313,7 +313,7 @@ class DecoderModel(NetworkModel[TextContext]):
         )
 
     def _num_blocks(self, available_cache_memory: int) -> tuple[int, ...]:
-        """Return the number of blocks of each cache group: as planned, or fewer if memory is lacking."""
+        """Return the number of blocks of each cache group: as planned, or fewer if less memory is free."""
         plan = self.memory_plan
         if available_cache_memory < plan.kv_cache_size:
             smaller_cache = replace(self.kv_cache_config, memory=available_cache_memory)

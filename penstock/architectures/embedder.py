@@ -83,7 +83,7 @@ class EmbedderModel(EncoderModel):
                 not support the configuration.
         """
         blueprint = cls.decoder.blueprint(huggingface_config)
-        if blueprint.attention_soft_cap is not None or blueprint.sinks:
+        if blueprint.attention_soft_cap is not None or blueprint.has_sinks:
             raise ConfigError(
                 "model_type", "attention soft caps and sinks are not supported without a KV cache"
             )

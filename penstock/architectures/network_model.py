@@ -52,7 +52,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
     def _load_network(self) -> CalibrationNetwork:
         """Read the network, pack its calibrated layers, and load the adapters.
 
-        `LazyPacking` packs the layers without calibration later.
+        `LazyPacking` packs all other layers later.
         """
         model = self.pipeline_config.model
         ops = self.session.ops

@@ -37,7 +37,7 @@ class VisionModel(ABC):
 
     @abstractmethod
     def encoder_rows(self, image: ImageMetadata) -> int:
-        """Return the number of rows that the vision tower computes for an image: patches and class row."""
+        """Return the rows of an image in the vision tower: one per patch, plus a class row in CLIP."""
 
     @classmethod
     @abstractmethod

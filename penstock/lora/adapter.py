@@ -200,7 +200,7 @@ def _classify_tensors(
         else:
             names[match["layer"], match["letter"]] = name
     if unknown:
-        _refuse_unknown(config.path.parent, unknown, sorted(layers))
+        _refuse_unknown_layers(config.path.parent, unknown, sorted(layers))
     for layer in layers:  # add the expected names, so that `Weights.tensor` reports missing matrices
         if config.targets(layer):
             for letter in "AB":
@@ -226,7 +226,7 @@ def _refuse_unsupported_kinds(folder: Path, name: str) -> None:
         raise UnsupportedFeatureError("a bias trained with the adapter", f"{folder} has a tensor {name}")
 
 
-def _refuse_unknown(folder: Path, names: Sequence[str], layers: Sequence[str]) -> None:
+def _refuse_unknown_layers(folder: Path, names: Sequence[str], layers: Sequence[str]) -> None:
     layer = names[0].removeprefix(_PREFIX).partition(".lora_")[0]
     nearest = get_close_matches(layer, layers, n=1, cutoff=0)
     more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""

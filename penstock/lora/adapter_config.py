@@ -297,7 +297,7 @@ def _refuse_unsupported(path: Path, fields: Mapping[str, object]) -> None:
 
 
 def _first_match(patterns: Mapping[str, float], layer: str, default: float) -> float:
-    """Return the value of the first pattern that matches a layer's name, or the part of it after some dot.
+    """Return the value of the first pattern that matches a layer's name, or a part of it that follows a dot.
 
     Returns ``default`` if no pattern matches.
     """
@@ -311,7 +311,7 @@ def _includes_layer(names: tuple[str, ...] | str, layer: str) -> bool:
     """Return whether ``names`` includes a layer.
 
     A pattern must match the whole name of the layer. A name in a list must equal the name of the layer, or
-    the part of it after some dot.
+    the part of the layer's name that follows one of its dots.
     """
     if isinstance(names, str):
         return re.fullmatch(names, layer) is not None

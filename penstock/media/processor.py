@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 HEAD_SIZE = struct.Struct("<Q")
 """The first bytes of a message: the size of its head in bytes."""
-_ERRORS: dict[str, type[PenstockError]] = {
+_ERROR_CLASSES: dict[str, type[PenstockError]] = {
     kind.__name__: kind for kind in (InputError, CheckpointError, MissingDependencyError, RequestFailedError)
 }
 
@@ -270,8 +270,8 @@ class _Process:
         write_message(process.stdin, msgspec.msgpack.encode(request), [data])
         reply = msgspec.msgpack.decode(read_head(process.stdout), type=ProcessorReply)
         if reply.error is not None:
-            kind = _ERRORS[reply.error]
-            error = kind.__new__(kind, reply.message)
+            error_class = _ERROR_CLASSES[reply.error]
+            error = error_class.__new__(error_class, reply.message)
             Exception.__init__(error, reply.message)
             raise error
         arrays = {}

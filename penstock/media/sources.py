@@ -253,7 +253,7 @@ def is_public(text: str) -> bool:
             return is_public(str(embedded_ipv4))
         if int(address) >> 32 & _ISATAP_MASK == _ISATAP and not is_public(str(last_ipv4)):
             return False
-    if any(address in network for network in _SPECIAL if network.version == address.version):
+    if any(address in network for network in _SPECIAL_NETWORKS if network.version == address.version):
         return False
     return address.is_global and not address.is_multicast and not address.is_reserved
 
@@ -264,7 +264,7 @@ _ISATAP, _ISATAP_MASK = 0x5EFE, 0xFDFFFFFF
 
 The mask clears the universal/local bit, which can be 0 or 1.
 """
-_SPECIAL = tuple(
+_SPECIAL_NETWORKS = tuple(
     map(
         ipaddress.ip_network,
         (

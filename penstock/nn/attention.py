@@ -57,7 +57,10 @@ class Attention:
     """Whether the rotary embedding rotates the pairs (2 i, 2 i + 1) of a head."""
 
     def __call__(self, x: Tensor, rows: Sequence[RotaryRows], step: StepInputs) -> Tensor:
-        """Return the output ``[T, E]`` for ``x [T, E]``; ``rows`` has the rows of each rotary embedding."""
+        """Return the output ``[T, E]`` for ``x [T, E]``.
+
+        ``rows`` are the cosines and sines of each rotary embedding.
+        """
         q, k, v = self._project(x, step)
         q, k = self._normalize_and_rotate(q, k, rows, step)
         out = self._attend(q, k, v, step)

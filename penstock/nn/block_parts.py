@@ -18,7 +18,7 @@ from penstock.nn.norm import GatheredNorm, LoadNorm, Norm, select_weights
 
 
 class FeedForward(Protocol):
-    """The feed-forward part of a block: a gated MLP, a plain MLP or experts. Each row is separate."""
+    """The feed-forward layer of a block, which computes each row independently: gated MLP, MLP or experts."""
 
     def __call__(self, x: Tensor, step: StepInputs) -> Tensor:
         """``x [T, E] -> [T, E]``."""
@@ -156,7 +156,7 @@ def load_attention(
     rotary = blueprint.rotary_indices[layer]
     rank_outputs = {key: load.rank_outputs(rows) for key, rows in outputs.items()}
     inputs = None if load.shard.is_whole else rank_parts[0]
-    sinks = load.tensor(f"{name}.{names.sinks}", heads) if blueprint.sinks else None
+    sinks = load.tensor(f"{name}.{names.sinks}", heads) if blueprint.has_sinks else None
     return attention_class(
         load.fused(name, output_sizes, hidden, bias=blueprint.qkv_bias, outputs=rank_outputs),
         load.linear(f"{name}.{names.output}", hidden, heads * dim, bias=blueprint.output_bias, inputs=inputs),

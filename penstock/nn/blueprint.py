@@ -66,7 +66,7 @@ class Blueprint:
 
     attention_scale: float
     attention_soft_cap: float | None = None
-    sinks: bool = False
+    has_sinks: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -180,7 +180,7 @@ class BlueprintFields(TypedDict, total=False):
     rotary_indices: tuple[int | None, ...]
     attention_scale: float
     attention_soft_cap: float | None
-    sinks: bool
+    has_sinks: bool
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
@@ -272,7 +272,7 @@ def layer_windows(
         config: the checkpoint's configuration.
         types: the type of each layer, ``[L]``.
         default: the family's window if the key is absent.
-        has_windows: whether ``use_sliding_window`` and similar keys switch windows on.
+        has_windows: whether the configuration switches windows on, for example by ``use_sliding_window``.
 
     Raises:
         ConfigError: a layer is of type `SLIDING`, and ``sliding_window`` is null or ``has_windows`` is False.

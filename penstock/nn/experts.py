@@ -32,9 +32,8 @@ class Experts:
     """The number of experts for each row."""
     routing: Routing
     gating: Gating
-    correction_bias: Tensor | None = (
-        None  # [N] float32, added to the scores for the selection; see `ScoreRouting`
-    )
+    correction_bias: Tensor | None = None
+    """``[N]`` float32, added to the scores for the selection; see `ScoreRouting`."""
     is_router_float32: bool = False
     """Whether the router computes in float32."""
 

@@ -75,14 +75,14 @@ class GridSizes:
     """Sizes of the vision encoders of the Qwen families, read from a ``vision_config``."""
 
     hidden: int  # E
-    out: int  # the hidden size of the decoder
+    output_size: int  # the hidden size of the decoder
     depth: int
     heads: int
     channels: int  # C
-    frames: int  # f: video frames per patch; an image is used as f equal frames
+    frames_per_patch: int  # f: video frames per patch; an image is used as f equal frames
     patch_size: int  # p
     merge_size: int  # side of the square of patches that becomes one output row
-    base: float  # base of the rotary embedding
+    rope_theta: float  # base of the rotary embedding
 
     @classmethod
     def from_huggingface(
@@ -106,23 +106,24 @@ class GridSizes:
                 rotary embedding is not supported.
         """
         hidden, heads = config.integer(hidden_key), config.integer("num_heads")
-        out = config.integer(out_key)
-        if out != text_hidden:
+        output_size = config.integer(out_key)
+        if output_size != text_hidden:
             raise ConfigError(
-                f"vision_config.{out_key}", f"is {out}, but the text model has hidden_size {text_hidden}"
+                f"vision_config.{out_key}",
+                f"is {output_size}, but the text model has hidden_size {text_hidden}",
             )
         if hidden % heads:
             raise ConfigError("vision_config.num_heads", f"{heads} heads do not divide {hidden_key} {hidden}")
         return cls(
             hidden=hidden,
-            out=out,
+            output_size=output_size,
             depth=config.integer("depth"),
             heads=heads,
             channels=config.integer("in_channels", 3),
-            frames=config.integer("temporal_patch_size", 2),
+            frames_per_patch=config.integer("temporal_patch_size", 2),
             patch_size=config.integer("patch_size"),
             merge_size=config.integer("spatial_merge_size", 2),
-            base=axial_base(config, hidden // heads),
+            rope_theta=axial_base(config, hidden // heads),
         )
 
     @property
@@ -132,7 +133,7 @@ class GridSizes:
 
     def load_patches(self, load: Loader, name: str, *, bias: bool) -> Linear:
         """Return the patch embedding called ``name``, ``[C f p p] -> [E]``."""
-        shape = (self.hidden, self.channels, self.frames, self.patch_size, self.patch_size)
+        shape = (self.hidden, self.channels, self.frames_per_patch, self.patch_size, self.patch_size)
         return load_patch_embedding(load, name, shape, bias=bias)
 
     def load_attention(self, load: Loader, name: str) -> EncoderAttention:
@@ -155,7 +156,7 @@ class GridSizes:
         """
         return MLP(
             load.linear(first, self.merged_size, self.merged_size, bias=True),
-            load.linear(second, self.out, self.merged_size, bias=True),
+            load.linear(second, self.output_size, self.merged_size, bias=True),
             "gelu",
         )
 
@@ -169,5 +170,5 @@ class GridSizes:
         """
         coordinates = patch_coordinates(grids, self.merge_size)
         coordinates = coordinates if order is None else coordinates[order]
-        cos, sin = axial_rotary_rows(coordinates, self.hidden // self.heads, self.base)
+        cos, sin = axial_rotary_rows(coordinates, self.hidden // self.heads, self.rope_theta)
         return cos.to(device), sin.to(device)

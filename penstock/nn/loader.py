@@ -71,8 +71,8 @@ class Loader:
         self._is_uniform = is_uniform
         self.dtype = self._model_encoding.compute_dtype.to_torch()
         """The type of the activations and of all weights that are not packed."""
-        is_original = keep_stored or is_uniform or has_adapters or not self.shard.is_whole
-        self.max_repeated_inputs = 0 if is_original else self._model_encoding.max_repeated_inputs
+        keeps_layer_sizes = keep_stored or is_uniform or has_adapters or not self.shard.is_whole
+        self.max_repeated_inputs = 0 if keeps_layer_sizes else self._model_encoding.max_repeated_inputs
         """Maximum number of repeated inputs of a layer, see `penstock.nn.outlier_splitting`."""
         self.has_experts = False
         """Whether the layers loaded so far include experts."""

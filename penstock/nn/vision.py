@@ -223,8 +223,8 @@ class VisionSizes:
         )
 
     @property
-    def grid(self) -> int:
-        """Number of patches in each direction of an image of the trained size."""
+    def patches_per_side(self) -> int:
+        """Number of patches along each side of an image of `image_size`."""
         return self.image_size // self.patch_size
 
 
@@ -261,10 +261,12 @@ class VisionTower:
             num_blocks: the number of blocks to load and run; by default all.
             post_norm: whether the final norm is loaded and applied.
         """
-        hidden, embeddings, grid = sizes.hidden, f"{name}.embeddings", sizes.grid
+        hidden, embeddings = sizes.hidden, f"{name}.embeddings"
         shape = (hidden, sizes.channels, sizes.patch_size, sizes.patch_size)
         num_blocks = sizes.layers if num_blocks is None else num_blocks
-        positions = load.tensor(f"{embeddings}.position_embedding.weight", grid * grid + is_clip, hidden)
+        positions = load.tensor(
+            f"{embeddings}.position_embedding.weight", sizes.patches_per_side**2 + is_clip, hidden
+        )
         # The patch embedding maps the zeros of a class row to 0, because it has no bias. The class embedding
         # is therefore added to the position of the class row.
         if is_clip:
@@ -298,9 +300,9 @@ class VisionTower:
         return ops.add(x, residual) if self.post_norm is None else self.post_norm.add(x, residual, step)[0]
 
     def hidden_states(
-        self, patches: Tensor, positions: Tensor, step: StepInputs, layers: Sequence[int]
+        self, patches: Tensor, positions: Tensor, step: StepInputs, block_counts: Sequence[int]
     ) -> list[Tensor]:
-        """Return the hidden states ``[T, E]`` after n blocks, for each number n in ``layers``.
+        """Return the hidden states ``[T, E]`` after n blocks, for each number n in ``block_counts``.
 
         n = 0 means the embeddings. The final norm is not applied. See `__call__` for the other arguments.
         """
@@ -308,10 +310,10 @@ class VisionTower:
         states = {0: x}
         for num_blocks, block in enumerate(self.blocks, 1):
             x, residual = block(x, residual, step)
-            if num_blocks in layers:
+            if num_blocks in block_counts:
                 states[num_blocks] = step.ops.add(x, residual)
             beat()
-        return [states[num_blocks] for num_blocks in layers]
+        return [states[num_blocks] for num_blocks in block_counts]
 
     def _embed(self, patches: Tensor, positions: Tensor, step: StepInputs) -> Tensor:  # [T, E]
         ops = step.ops

@@ -50,10 +50,11 @@ class Gemma3Vision:
         """
         num_tokens = config.integer("mm_tokens_per_image", 256)
         pooled_side = isqrt(num_tokens)
-        if pooled_side**2 != num_tokens or sizes.grid % pooled_side:
+        if pooled_side**2 != num_tokens or sizes.patches_per_side % pooled_side:
             raise ConfigError(
                 "mm_tokens_per_image",
-                f"{num_tokens} must be the square of a divisor of {sizes.grid}, the patches per image side",
+                f"{num_tokens} must be the square of a divisor of {sizes.patches_per_side}, the patches per "
+                "side of an image",
             )
         weight = load.source.tensor(_PROJECTION, (sizes.hidden, hidden))
         return cls(
@@ -70,13 +71,15 @@ class Gemma3Vision:
         sizes, num_images, side = self.tower.sizes, len(images), self.pooled_side
         pixels = torch.stack([torch.from_numpy(image.pixel_values) for image in images])
         patches = flatten_patches(pixels.to(self.device, self.dtype), sizes.patch_size)
-        step = image_step(run.ops, [sizes.grid**2] * num_images, self.device)
+        step = image_step(run.ops, [sizes.patches_per_side**2] * num_images, self.device)
 
         def forward(ops: Ops, tensors: Mapping[str, Tensor]) -> Iterable[Tensor]:
             forward_step = with_step_tensors(step, ops, tensors)
             return [self.tower(tensors["patches"], forward_step.positions, forward_step)]
 
         [x] = run((id(self), num_images), {"patches": patches, **image_step_tensors(step)}, forward)
-        squares = x.view(num_images, side, sizes.grid // side, side, sizes.grid // side, -1)
+        squares = x.view(
+            num_images, side, sizes.patches_per_side // side, side, sizes.patches_per_side // side, -1
+        )
         pooled = squares.float().mean((2, 4)).to(x.dtype).view(num_images * side * side, -1)
         return list(self.projection(self.norm(pooled, step), step).view(num_images, side * side, -1))

@@ -46,7 +46,7 @@ class GptOssModel(TransformerModel):
             norm_eps=config.number("rms_norm_eps", 1e-5),
             qkv_bias=bias,
             output_bias=bias,
-            sinks=True,
+            has_sinks=True,
             names=_NAMES,
             windows=layer_windows(config, layer_types(config, alternating), _DEFAULT_WINDOW),
         )

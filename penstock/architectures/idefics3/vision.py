@@ -51,9 +51,10 @@ class Idefics3Vision:
             ConfigError: ``scale_factor`` does not divide the number of patches per side of an image.
         """
         scale = config.integer("scale_factor", 2)
-        if sizes.grid % scale:
+        if sizes.patches_per_side % scale:
             raise ConfigError(
-                "scale_factor", f"{scale} does not divide the {sizes.grid} patches per side of an image"
+                "scale_factor",
+                f"{scale} does not divide the {sizes.patches_per_side} patches per side of an image",
             )
         return cls(
             VisionTower.load(load, "vision_model", sizes),
@@ -90,7 +91,7 @@ class Idefics3Vision:
         order = order.view(num_tiles, rows // scale, scale, columns // scale, scale).transpose(2, 3).flatten()
         inputs = {
             "patches": flatten_patches(pixels, patch),
-            "table_rows": tile_positions(rows, columns, self.tower.sizes.grid)
+            "table_rows": tile_positions(rows, columns, self.tower.sizes.patches_per_side)
             .to(pixels.device)
             .repeat(num_tiles),
             "order": order,

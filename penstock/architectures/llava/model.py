@@ -40,7 +40,7 @@ class LlavaEncoder:
     """A vision tower, and two linear layers that project its output rows to decoder embeddings."""
 
     tower: VisionTower
-    layers: tuple[int, ...]
+    feature_block_counts: tuple[int, ...]
     """For each hidden state that the projector reads: the number of tower blocks before it."""
     has_class_row: bool
     drops_first_row: bool
@@ -66,7 +66,7 @@ class LlavaEncoder:
         def forward(ops: Ops, tensors: Mapping[str, Tensor]) -> Iterable[Tensor]:
             forward_step = with_step_tensors(step, ops, tensors)
             return self.tower.hidden_states(
-                tensors["patches"], forward_step.positions, forward_step, self.layers
+                tensors["patches"], forward_step.positions, forward_step, self.feature_block_counts
             )
 
         inputs = {"patches": patches.flatten(0, 1), **image_step_tensors(step)}

@@ -23,10 +23,12 @@ class SemanticConfig:
     heads: int
     kernel_size: int
     max_left_distance: int
-    """Largest distance of a key before its query with an own embedding. Larger distances use this embedding.
+    """Largest distance of a key before its query that has its own embedding. Larger distances use the same
+    embedding.
     """
     max_right_distance: int
-    """Largest distance of a key after its query with an own embedding. Larger distances use this embedding.
+    """Largest distance of a key after its query that has its own embedding. Larger distances use the same
+    embedding.
     """
     norm_eps: float
 
