@@ -91,8 +91,8 @@ def read_adapter(
     if rename is not None:
         config = config.with_decoder_prefix(_decoder_prefix(_stored_names(file), rename))
         weights = weights.renamed(lambda name: _base_tensor_name(name, rename))
-    names, copies = _classify_tensors(weights, config, layers)
-    adapted_layers = sorted({layer for layer, _ in names})
+    matrix_names, copies = _classify_tensors(weights, config, layers)
+    adapted_layers = sorted({layer for layer, _ in matrix_names})
     largest_layer = max(adapted_layers, key=config.layer_rank)
     if config.layer_rank(largest_layer) > max_rank:
         raise UnsupportedFeatureError(
@@ -104,8 +104,12 @@ def read_adapter(
     matrices = {}
     for layer in adapted_layers:
         rank, (out_features, in_features) = config.layer_rank(layer), whole_shape(layers, layer, parts)
-        down = weights.tensor(names.get((layer, "A"), f"{_PREFIX}{layer}.lora_A.weight"), (rank, in_features))
-        up = weights.tensor(names.get((layer, "B"), f"{_PREFIX}{layer}.lora_B.weight"), (out_features, rank))
+        down = weights.tensor(
+            matrix_names.get((layer, "A"), f"{_PREFIX}{layer}.lora_A.weight"), (rank, in_features)
+        )
+        up = weights.tensor(
+            matrix_names.get((layer, "B"), f"{_PREFIX}{layer}.lora_B.weight"), (out_features, rank)
+        )
         scaled_up = up.float() * config.layer_scale(layer)
         # Copied, because the file may change while the adapter is in use.
         matrices[layer] = (down.to(dtype, copy=True), scaled_up.to(dtype))
@@ -184,7 +188,7 @@ def _classify_tensors(
             that ``target_modules`` excludes, or the adapter has no matrices.
         UnsupportedFeatureError: a tensor belongs to an unsupported kind of adapter.
     """
-    names: dict[tuple[str, str], str] = {}
+    matrix_names: dict[tuple[str, str], str] = {}
     copies: list[str] = []
     unknown: list[str] = []
     for name in weights.names:
@@ -194,28 +198,28 @@ def _classify_tensors(
             copies.append(name)
         elif match["layer"] not in layers:
             unknown.append(name)
-        elif (match["layer"], match["letter"]) in names:
-            other_name = names[match["layer"], match["letter"]]
+        elif (match["layer"], match["letter"]) in matrix_names:
+            other_name = matrix_names[match["layer"], match["letter"]]
             raise WeightsError(config.path.parent, f"{name} and {other_name} are the same matrix")
         else:
-            names[match["layer"], match["letter"]] = name
+            matrix_names[match["layer"], match["letter"]] = name
     if unknown:
         _refuse_unknown_layers(config.path.parent, unknown, sorted(layers))
     for layer in layers:  # add the expected names, so that `Weights.tensor` reports missing matrices
         if config.targets(layer):
             for letter in "AB":
-                names.setdefault((layer, letter), f"{_PREFIX}{layer}.lora_{letter}.weight")
+                matrix_names.setdefault((layer, letter), f"{_PREFIX}{layer}.lora_{letter}.weight")
     excluded_layers = [
-        layer for layer, _ in names if config.target_modules is not None and not config.targets(layer)
+        layer for layer, _ in matrix_names if config.target_modules is not None and not config.targets(layer)
     ]
     if excluded_layers:
         raise WeightsError(
             config.path.parent,
             f"has matrices for {excluded_layers[0]}, which target_modules does not include",
         )
-    if not names:
+    if not matrix_names:
         raise WeightsError(config.path.parent, "has no matrices for any layer of the model")
-    return names, copies
+    return matrix_names, copies
 
 
 def _refuse_unsupported_kinds(folder: Path, name: str) -> None:

@@ -206,7 +206,7 @@ class LoRAManager:
         adapters = {adapter.digest: adapter for adapter in used_adapters if adapter is not None}
         if not adapters:
             return None
-        slots = self._slots.assign(adapters, keep=self._num_running_requests)
+        slots = self._slots.assign(adapters, digests_to_keep=self._num_running_requests)
         indices = np.array([-1 if adapter is None else slots[adapter.digest] for adapter in used_adapters])
         rows = upload(indices.repeat(row_counts), self._device)
         return LoRAInputs(rows, self._slots.matrices, self._slots.ranks)

@@ -31,8 +31,8 @@ _INPUTS_PER_ITERATION = 4
 
 def load_split_mlp(
     load: Loader,
-    up: Sequence[tuple[str, int]],
-    down: str,
+    up_tensors: Sequence[tuple[str, int]],
+    down_name: str,
     sizes: tuple[int, int],
     *,
     up_bias: bool,
@@ -42,9 +42,10 @@ def load_split_mlp(
 
     Args:
         load: reads the tensors.
-        up: the full name and the number of outputs of each tensor of the first matrix, in order. The outputs
-            are F for ``up``, preceded by F for ``gate`` if the layer has a gate. One tensor can store both.
-        down: the full name of the second matrix.
+        up_tensors: the full name and the number of outputs of each tensor of the first matrix, in order. The
+            outputs are F for ``up``, preceded by F for ``gate`` if the layer has a gate. One tensor can store
+            both.
+        down_name: the full name of the second matrix.
         sizes: E and F.
         up_bias: whether the first matrix has a bias.
         down_bias: whether the second matrix has a bias.
@@ -55,9 +56,11 @@ def load_split_mlp(
     """
     hidden, inner = sizes
     num_repeated = min(load.max_repeated_inputs, inner // _INPUTS_PER_REPEAT)
-    if not num_repeated or any(load.source.stored_encoding(f"{name}.weight") for name in (down, *dict(up))):
+    if not num_repeated or any(
+        load.source.stored_encoding(f"{name}.weight") for name in (down_name, *dict(up_tensors))
+    ):
         return None
-    weight = load.source.tensor(f"{down}.weight", (hidden, inner))
+    weight = load.source.tensor(f"{down_name}.weight", (hidden, inner))
     repeated = repeated_inputs(weight, num_repeated)
     if not len(repeated):
         return None
@@ -67,16 +70,16 @@ def load_split_mlp(
         return torch.cat([blocks, blocks[:, repeated]], dim=1).flatten(0, 1)
 
     def read(kind: str, *shape: int) -> Tensor:
-        return torch.cat([load.source.tensor(f"{name}.{kind}", (size, *shape)) for name, size in up])
+        return torch.cat([load.source.tensor(f"{name}.{kind}", (size, *shape)) for name, size in up_tensors])
 
-    parts = {name: size + size // inner * len(repeated) for name, size in up}
+    parts = {name: size + size // inner * len(repeated) for name, size in up_tensors}
     split_up = load.pack(
         repeat_features(read("weight", hidden)),
         parts,
         bias=repeat_features(read("bias")) if up_bias else None,
     )
-    bias = load.source.tensor(f"{down}.bias", (hidden,)) if down_bias else None
-    return split_up, load.pack(with_repeated_inputs(weight, repeated), {down: hidden}, bias=bias)
+    bias = load.source.tensor(f"{down_name}.bias", (hidden,)) if down_bias else None
+    return split_up, load.pack(with_repeated_inputs(weight, repeated), {down_name: hidden}, bias=bias)
 
 
 def repeated_inputs(weight: Tensor, num_repeated: int) -> Tensor:

@@ -43,18 +43,18 @@ class EncoderRunner:
     ops: Ops
     graphs: GraphCache | None = None
 
-    def __call__(self, key: Hashable, inputs: Mapping[str, Tensor], step: Step) -> tuple[Tensor, ...]:
+    def __call__(self, key: Hashable, inputs: Mapping[str, Tensor], forward: Step) -> tuple[Tensor, ...]:
         """Return the results of a step.
 
         Args:
             key: identifies the operations of the step. It contains the id of the encoder and what determines
                 the shapes of the inputs, such as the grids or the number of the images.
             inputs: the tensors of the step by name, in the same order for each call with this key.
-            step: computes the results from operations and inputs. It may compute only with these operations
-                and with views of tensors.
+            forward: computes the results from operations and inputs. It may compute only with these
+                operations and with views of tensors.
         """
-        results = None if self.graphs is None else self.graphs.run(key, inputs, step)
-        return tuple(step(self.ops, inputs)) if results is None else results
+        results = None if self.graphs is None else self.graphs.run(key, inputs, forward)
+        return tuple(forward(self.ops, inputs)) if results is None else results
 
 
 class RowLayer(Protocol):

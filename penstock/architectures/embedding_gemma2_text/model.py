@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _LAYER_TYPES = (FULL, SLIDING)
 _DEFAULT_ROPE_THETAS = {FULL: 1_000_000.0, SLIDING: 10_000.0}
 _FULL_HEAD_DIM, _FULL_NUM_KV_HEADS = 512, 1
-"""Head size and number of kv heads in full-attention layers without ``per_layer_config`` in ``config.json``."""
+"""Head size and number of kv heads of full-attention layers if there is no ``per_layer_config``."""
 
 
 class EmbeddingGemma2TextModel(EncoderModel):

@@ -55,14 +55,16 @@ class GptOssModel(TransformerModel):
     def feed_forward(
         cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig
     ) -> LoadFeedForward:
-        experts = huggingface_config.integer("num_local_experts", 128)
-        top_k = num_experts_per_token(huggingface_config, experts, default=4)
+        num_experts = huggingface_config.integer("num_local_experts", 128)
+        top_k = num_experts_per_token(huggingface_config, num_experts, default=4)
         gating = ClampedSwiGLU(_ALPHA, huggingface_config.number("swiglu_limit", 7.0))
 
         def read(name: str, layer: int) -> Experts:
             return Experts(
-                load_router(load, f"{name}.{_NAMES.router}", experts, blueprint.hidden, bias=True),
-                load_experts(load, f"{name}.{_NAMES.experts}", experts, blueprint.hidden, blueprint.inner),
+                load_router(load, f"{name}.{_NAMES.router}", num_experts, blueprint.hidden, bias=True),
+                load_experts(
+                    load, f"{name}.{_NAMES.experts}", num_experts, blueprint.hidden, blueprint.inner
+                ),
                 top_k,
                 "chosen",
                 gating,

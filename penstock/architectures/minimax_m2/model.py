@@ -54,20 +54,20 @@ class MiniMaxM2Model(TransformerModel):
         cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig
     ) -> LoadFeedForward:
         config, hidden = huggingface_config, blueprint.hidden
-        experts = config.integer("num_local_experts", config.integer("num_experts", 256))
-        top_k = num_experts_per_token(config, experts, default=8)
+        num_experts = config.integer("num_local_experts", config.integer("num_experts", 256))
+        top_k = num_experts_per_token(config, num_experts, default=8)
         matrix_names = ("w1", "w3", "w2")
 
         def read(name: str, layer: int) -> Experts:
             return Experts(
-                load_router(load, f"{name}.{_NAMES.router}", experts, hidden, is_float32=True),
+                load_router(load, f"{name}.{_NAMES.router}", num_experts, hidden, is_float32=True),
                 load_experts(
-                    load, f"{name}.{_NAMES.experts}", experts, hidden, blueprint.inner, matrix_names
+                    load, f"{name}.{_NAMES.experts}", num_experts, hidden, blueprint.inner, matrix_names
                 ),
                 top_k,
                 ScoreRouting("sigmoid", is_normed=True),
                 blueprint.activation,
-                load_correction_bias(load, f"{name}.e_score_correction_bias", experts),
+                load_correction_bias(load, f"{name}.e_score_correction_bias", num_experts),
                 is_router_float32=True,
             )
 

@@ -74,8 +74,8 @@ class PhimoeModel(TransformerModel):
         cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig
     ) -> LoadFeedForward:
         config, hidden = huggingface_config, blueprint.hidden
-        experts = config.integer("num_local_experts", 16)
-        top_k = num_experts_per_token(config, experts, default=2)
+        num_experts = config.integer("num_local_experts", 16)
+        top_k = num_experts_per_token(config, num_experts, default=2)
         if top_k != 2:
             raise ConfigError("num_experts_per_tok", f"must be 2 in this family, was {top_k}")
         routing = SparseMixer(config.number("router_jitter_noise", 0.01))
@@ -83,9 +83,9 @@ class PhimoeModel(TransformerModel):
 
         def read(name: str, layer: int) -> Experts:
             return Experts(
-                load_router(load, f"{name}.{_NAMES.router}", experts, hidden),
+                load_router(load, f"{name}.{_NAMES.router}", num_experts, hidden),
                 load_experts(
-                    load, f"{name}.{_NAMES.experts}", experts, hidden, blueprint.inner, matrix_names
+                    load, f"{name}.{_NAMES.experts}", num_experts, hidden, blueprint.inner, matrix_names
                 ),
                 top_k,
                 routing,

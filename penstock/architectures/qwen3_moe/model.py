@@ -51,9 +51,9 @@ class Qwen3MoeModel(TransformerModel):
         cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig
     ) -> LoadFeedForward:
         config = huggingface_config
-        experts = config.integer("num_local_experts", config.integer("num_experts", 128))
+        num_experts = config.integer("num_local_experts", config.integer("num_experts", 128))
         inner = config.integer("moe_intermediate_size", 768)
-        top_k = num_experts_per_token(config, experts, default=8)
+        top_k = num_experts_per_token(config, num_experts, default=8)
         normalizes = config.flag("norm_topk_prob")
         dense_indices = dense_layers(config, blueprint.layers)
         read_dense = gated_mlps(load, blueprint)
@@ -63,8 +63,8 @@ class Qwen3MoeModel(TransformerModel):
                 return read_dense(name, layer)
             names = blueprint.names
             return Experts(
-                load_router(load, f"{name}.{names.router}", experts, blueprint.hidden),
-                load_experts(load, f"{name}.{names.experts}", experts, blueprint.hidden, inner),
+                load_router(load, f"{name}.{names.router}", num_experts, blueprint.hidden),
+                load_experts(load, f"{name}.{names.experts}", num_experts, blueprint.hidden, inner),
                 top_k,
                 "all_normed" if normalizes else "all",
                 blueprint.activation,
