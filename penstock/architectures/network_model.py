@@ -52,17 +52,17 @@ class NetworkModel(PipelineModel[BaseContextType]):
     def _load_network(self) -> CalibrationNetwork:
         """Read the network, pack its calibrated layers, and load the adapters.
 
-        `LazyPacking` packs all other layers later.
+        `LazyPacking` packs the lazily packed layers later.
         """
         model = self.pipeline_config.model
         ops = self.session.ops
         shard = self.session.shard
         # A file of packed weights contains whole layers, so a rank with parts of layers cannot use it.
-        can_use_store = ops.packs_weights and shard.is_whole
-        store = open_packed(model.packed_key, ops.layout) if can_use_store else None
-        if store is not None or not ops.packs_weights:
+        can_read_packed = ops.packs_weights and shard.is_whole
+        packed_reader = open_packed(model.packed_key, ops.layout) if can_read_packed else None
+        if packed_reader is not None or not ops.packs_weights:
             self.session.prefaulted.release()  # this memory is only for weights packed in this process
-        load_packed = None if store is None else store.take
+        load_packed = None if packed_reader is None else packed_reader.take
         self._warn_about_dequantized_weights()
         loader = Loader(
             self.weights,
