@@ -50,7 +50,9 @@ class TensorNames:
     """Patterns (`fnmatch`) of the last part of the names of linear layers that are never quantized, besides
     routers. They have the role of a router."""
     other_tables: tuple[str, ...] = ()
-    """Patterns (`fnmatch`) of the last part of the names of other tables, such as learned positions."""
+    """Patterns (`fnmatch`) of the ends of names of other matrices with the role ``table``: they are not
+    linear layers, such as learned positions.
+    """
 
     @property
     def embedding_path(self) -> str:

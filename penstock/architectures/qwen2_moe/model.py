@@ -47,7 +47,7 @@ class Qwen2MoeModel(TransformerModel):
         cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig
     ) -> LoadFeedForward:
         return gated_shared_experts(
-            load, blueprint, huggingface_config, experts=60, top_k=4, inner=1408, shared_inner=5632
+            load, blueprint, huggingface_config, num_experts=60, top_k=4, inner=1408, shared_inner=5632
         )
 
 
@@ -56,7 +56,7 @@ def gated_shared_experts(
     blueprint: Blueprint,
     config: HuggingFaceConfig,
     *,
-    experts: int,
+    num_experts: int,
     top_k: int,
     inner: int,
     shared_inner: int,
@@ -68,17 +68,17 @@ def gated_shared_experts(
         load: reads and packs the tensors.
         blueprint: sizes and tensor names.
         config: the checkpoint's configuration.
-        experts: the family's number of experts, used if the key is absent.
+        num_experts: the family's number of experts, used if the key is absent.
         top_k: the family's number of experts per token.
         inner: the family's inner size of an expert.
         shared_inner: the family's inner size of the shared expert.
         normalizes: whether the family normalizes the weights of the selected experts.
     """
     hidden, names = blueprint.hidden, blueprint.names
-    experts = config.integer("num_local_experts", config.integer("num_experts", experts))
+    num_experts = config.integer("num_local_experts", config.integer("num_experts", num_experts))
     inner = config.integer("moe_intermediate_size", inner)
     shared_inner = config.integer("shared_expert_intermediate_size", shared_inner)
-    top_k = num_experts_per_token(config, experts, default=top_k, has_shared=True)
+    top_k = num_experts_per_token(config, num_experts, default=top_k, has_shared=True)
     normalizes = config.flag("norm_topk_prob", normalizes)
     dense_indices = dense_layers(config, blueprint.layers)
     read_dense = gated_mlps(load, blueprint)
@@ -88,8 +88,8 @@ def gated_shared_experts(
             return read_dense(name, layer)
         return SharedExperts(
             Experts(
-                load_router(load, f"{name}.{names.router}", experts, hidden),
-                load_experts(load, f"{name}.{names.experts}", experts, hidden, inner),
+                load_router(load, f"{name}.{names.router}", num_experts, hidden),
+                load_experts(load, f"{name}.{names.experts}", num_experts, hidden, inner),
                 top_k,
                 "all_normed" if normalizes else "all",
                 blueprint.activation,

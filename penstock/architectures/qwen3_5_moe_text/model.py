@@ -29,7 +29,7 @@ class Qwen35MoeTextModel(HybridModel):
             load,
             blueprint,
             huggingface_config,
-            experts=256,
+            num_experts=256,
             top_k=8,
             inner=512,
             shared_inner=512,

@@ -28,10 +28,10 @@ def hybrid_blueprint(config: HuggingFaceConfig, names: TensorNames) -> Blueprint
     bias = config.flag("attention_bias")
     return Blueprint.from_huggingface(
         config,
-        head_dim=256,
+        default_head_dim=256,
         head_norms="each",
         norm_offset=1.0,
-        partial_rotary=0.25,
+        default_partial_rotary_factor=0.25,
         qkv_bias=bias,
         output_bias=bias,
         windows=(None,) * num_layers(config),

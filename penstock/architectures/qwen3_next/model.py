@@ -30,7 +30,7 @@ class Qwen3NextModel(HybridModel):
             load,
             blueprint,
             huggingface_config,
-            experts=512,
+            num_experts=512,
             top_k=10,
             inner=512,
             shared_inner=512,
