@@ -1,12 +1,12 @@
-"""Measure the time to first token of short requests, with and without a client that requests many choices.
+"""Measure the time to first token of short requests, with and without another client's many choices.
 
     python benchmarks/fairness.py
     python benchmarks/fairness.py --model MODEL --choices 32
 
 Starts a server with the model. The first client sends requests with ``--choices`` choices one after another.
 The second client streams short requests with a pause of 0.03 s between them. Prints the second client's time
-to first token (median and p90), with and without the first client. Also prints the
-ratio of the medians, and the first client's tokens per second.
+to first token (median and p90) with and without the first client, the ratio of the medians, and the first
+client's tokens per second.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from contextlib import contextmanager
 import httpx
 
 _PAUSE = 0.03
-"""Seconds between two short requests of a client."""
+"""Seconds between the end of a short request and the start of the client's next request."""
 
 
 @contextmanager
@@ -62,10 +62,10 @@ async def time_to_first_token(client: httpx.AsyncClient, number: int) -> float:
     return first
 
 
-async def times_to_first_token(client: httpx.AsyncClient, begin: int, count: int) -> list[float]:
+async def times_to_first_token(client: httpx.AsyncClient, first_number: int, count: int) -> list[float]:
     """Send ``count`` short requests one after another and return the seconds to the first token of each."""
     seconds = []
-    for number in range(begin, begin + count):
+    for number in range(first_number, first_number + count):
         seconds.append(await time_to_first_token(client, number))
         await asyncio.sleep(_PAUSE)
     return seconds

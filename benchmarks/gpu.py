@@ -14,7 +14,7 @@ Each workload prints one line of JSON. A decode step must read the weights of al
 and the cached keys and values. The bandwidth limit is the time to read these bytes at the copy bandwidth,
 which the script measures in the same run. Prefill is compared with the FLOP/s of a product of two 8192 x 8192
 matrices in bf16, also measured in the same run. `target` is the figure to reach, and `reached` whether it was
-reached. With --folder the weights are written to that folder once and reused.
+reached. With --folder, the weights are written to this folder once, and later runs reuse them.
 """
 
 from __future__ import annotations
@@ -80,7 +80,10 @@ def main() -> None:
 
 
 def print_report(arguments: argparse.Namespace, work: str, report: dict[str, Any]) -> None:
-    """Print a report and its target as one line of JSON."""
+    """Print a report as one line of JSON.
+
+    Adds the target if the settings are those of `TARGETS`: bfloat16 weights and cache, overlapped steps.
+    """
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     header = {
         "work": work,
@@ -130,7 +133,8 @@ def rank_devices(arguments: argparse.Namespace) -> str:
 def measure_decode(llm: LLM, shape: dict[str, int], _requests: int, _begin: float) -> dict[str, Any]:
     """Decode at batch 1.
 
-    Returns the ms per token, and the speed divided by the bandwidth limit (``share``).
+    Returns the ms per token, the ms per token at the bandwidth limit (``limit_ms``), and ``limit_ms`` divided
+    by the ms per token (``share``).
     """
     prompt, count = prompts(shape, 1, 128)[0], 256
     generate(llm, [prompt], 16)  # captures the graph
@@ -145,7 +149,8 @@ def measure_decode(llm: LLM, shape: dict[str, int], _requests: int, _begin: floa
 def measure_prefill(llm: LLM, shape: dict[str, int], _requests: int, _begin: float) -> dict[str, Any]:
     """Run 4 prompts of 2000 tokens.
 
-    Returns tokens/s, and the FLOP/s divided by the FLOP/s of a large product (``share``).
+    Returns tokens/s, TFLOP/s, the TFLOP/s of a large product (``rate``), and TFLOP/s divided by ``rate``
+    (``share``).
     """
     warm_up_prompt = prompts(shape, 1, 2000)
     generate(llm, warm_up_prompt, 1)
@@ -243,7 +248,7 @@ def reserved_bytes() -> int:
 
 
 def used_bytes() -> int:
-    """Return the bytes of the device that are in use."""
+    """Return the bytes of device memory that all processes use."""
     if not torch.cuda.is_available():
         return 0
     free, total = torch.cuda.mem_get_info()
@@ -327,7 +332,7 @@ def num_weights(shape: dict[str, int]) -> int:
 
 
 def write_checkpoint(folder: Path, shape: dict[str, int]) -> None:
-    """Write a Llama checkpoint with random bfloat16 weights and the tokenizer of the demo model."""
+    """Write a Llama checkpoint with random bfloat16 weights, and the demo model's tokenizer if it exists."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if (file := Path(penstock.__file__).parent / "demo" / name).is_file():
             shutil.copy(file, folder / name)

@@ -56,10 +56,10 @@ class Configuration:
 
     def __init__(self, model: str, num_ranks: int) -> None:
         context = get_context("spawn")
-        self._connection, other = context.Pipe()
-        self._process = context.Process(target=serve_runs, args=(model, num_ranks, other))
+        self._connection, child_connection = context.Pipe()
+        self._process = context.Process(target=serve_runs, args=(model, num_ranks, child_connection))
         self._process.start()
-        other.close()
+        child_connection.close()
         self._connection.recv()
 
     def run(self, tokens: Sequence[int], num_new_tokens: int) -> float:
@@ -75,29 +75,29 @@ class Configuration:
 
 
 def measure(
-    configurations: Sequence[Configuration], phase: str, length: int, count: int, num_pairs: int
+    configurations: Sequence[Configuration], phase: str, prompt_length: int, num_steps: int, num_pairs: int
 ) -> None:
     """Run pairs of prefill or decode and print tokens per second and their ratio.
 
     Args:
         configurations: one process, then two ranks.
         phase: ``prefill`` or ``decode``.
-        length: number of prompt tokens.
-        count: number of decode steps that are measured.
+        prompt_length: number of prompt tokens.
+        num_steps: number of decode steps that are measured; not used for ``prefill``.
         num_pairs: number of pairs, without the warm-up.
     """
     rng = np.random.default_rng(0)
     rates: list[list[float]] = [[], []]
     for number in range(-1, num_pairs):  # the first pair is a warm-up
-        tokens = rng.integers(3, 30_000, length).tolist()
+        tokens = rng.integers(3, 30_000, prompt_length).tolist()
         order = (0, 1) if number % 2 else (1, 0)
         for index in order:
             configuration = configurations[index]
             if phase == "prefill":
-                rate = length / configuration.run(tokens, 1)
+                rate = prompt_length / configuration.run(tokens, 1)
             else:
                 prefill_seconds = configuration.run(tokens, 1)
-                rate = count / (configuration.run(tokens, 1 + count) - prefill_seconds)
+                rate = num_steps / (configuration.run(tokens, 1 + num_steps) - prefill_seconds)
             if number >= 0:
                 rates[index].append(rate)
     single, ranks = rates
@@ -115,7 +115,7 @@ def measure(
 
 
 def main() -> None:
-    """Measure the phases that ``--what`` selects."""
+    """Measure prefill, decode or both, as ``--what`` selects."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -76,7 +76,7 @@ class RandomRouting:
     def choose(
         self, context: RequestContext, digests: Sequence[bytes], loads: WorkerLoads, workers: int
     ) -> int:
-        """Return the number of a ready worker. Bit n of ``workers`` is set if worker n is ready."""
+        """Return the index of a ready worker. Bit n of ``workers`` is set if worker n is ready."""
         ready = [number for number in range(len(loads.costs)) if workers >> number & 1]
         return self._random.choice(ready)
 
@@ -101,9 +101,9 @@ def measure_decisions(num_workers: int, num_prefixes: int, length: int, count: i
 
     Args:
         num_workers: number of fake workers.
-        num_prefixes: number of prefixes. Each prompt begins with one, and an eighth of the workers has it
-            cached.
-        length: number of prompt tokens. Three quarters of them are the prefix.
+        num_prefixes: number of prefixes. Each prompt begins with a random one of these prefixes. An eighth of
+            the workers, at least one, has a prefix cached.
+        length: number of prompt tokens. Three quarters of the prompt are the prefix.
         count: number of requests.
     """
     rng = random.Random(0)
@@ -161,21 +161,21 @@ class Measurement:
 
     seconds: float = 0.0
     num_tokens: int = 0
-    first_token: list[float] = field(default_factory=list)
+    first_token_seconds: list[float] = field(default_factory=list)
     """Seconds to the first token of each request."""
     round_medians: list[float] = field(default_factory=list)
-    """Median of `first_token` in each round."""
+    """Median of `first_token_seconds` in each round."""
     hit_rate: float = 0.0
     """Share of prompt tokens that were in the prefix cache."""
     _num_in_past_rounds: int = 0  # number of requests in the finished rounds
 
     def end_round(self) -> None:
         """Record the median of the requests since the end of the previous round."""
-        self.round_medians.append(statistics.median(self.first_token[self._num_in_past_rounds :]))
-        self._num_in_past_rounds = len(self.first_token)
+        self.round_medians.append(statistics.median(self.first_token_seconds[self._num_in_past_rounds :]))
+        self._num_in_past_rounds = len(self.first_token_seconds)
 
     def __str__(self) -> str:
-        ordered = sorted(self.first_token)
+        ordered = sorted(self.first_token_seconds)
         p95 = ordered[int(0.95 * (len(ordered) - 1))]
         rounds = ", ".join(f"{median:.3f}" for median in self.round_medians)
         return (
@@ -191,7 +191,10 @@ async def run_requests(
     rounds: Sequence[Sequence[TextContext]],
     concurrency: int,
 ) -> Measurement:
-    """Start an engine and run rounds of requests in it, at most ``concurrency`` at once."""
+    """Start an engine and run rounds of requests, at most ``concurrency`` at once.
+
+    ``policy`` None uses the engine's own router and policy.
+    """
     engine = make_engine(config)
     if policy is not None:
         engine = WorkerRouter(engine.workers, policy())
@@ -206,7 +209,7 @@ async def run_requests(
                 begin, is_first = time.perf_counter(), True
                 async for delta in engine.submit(context):
                     if is_first and delta.token_ids:
-                        result.first_token.append(time.perf_counter() - begin)
+                        result.first_token_seconds.append(time.perf_counter() - begin)
                         is_first = False
                     result.num_tokens += len(delta.token_ids)
 
@@ -222,27 +225,27 @@ async def run_requests(
         await engine.stop(0)
 
 
-def mixed_contexts(count: int, vocabulary: int) -> list[TextContext]:
+def mixed_contexts(count: int, vocab_size: int) -> list[TextContext]:
     """Return requests of mixed lengths without shared prefixes."""
     rng = random.Random(1)
     return [
         greedy_context(
             str(number),
-            [rng.randrange(3, vocabulary) for _ in range(rng.choice((16, 64, 128, 512)))],
+            [rng.randrange(3, vocab_size) for _ in range(rng.choice((16, 64, 128, 512)))],
             rng.choice((8, 32, 64)),
         )
         for number in range(count)
     ]
 
 
-def prefix_contexts(count: int, vocabulary: int, seed: int = 2) -> list[TextContext]:
+def prefix_contexts(count: int, vocab_size: int, seed: int = 2) -> list[TextContext]:
     """Return requests that begin with one of 8 prefixes of 768 tokens. The seed determines the prefixes."""
     rng = random.Random(seed)
-    prefixes = [[rng.randrange(3, vocabulary) for _ in range(768)] for _ in range(8)]
+    prefixes = [[rng.randrange(3, vocab_size) for _ in range(768)] for _ in range(8)]
     return [
         greedy_context(
             f"{seed}-{number}",
-            rng.choice(prefixes) + [rng.randrange(3, vocabulary) for _ in range(32)],
+            rng.choice(prefixes) + [rng.randrange(3, vocab_size) for _ in range(32)],
             8,
         )
         for number in range(count)
@@ -250,7 +253,7 @@ def prefix_contexts(count: int, vocabulary: int, seed: int = 2) -> list[TextCont
 
 
 def make_config(model: str, **settings: Any) -> PipelineConfig:
-    """Return the configuration of an engine. ``settings`` are settings by name."""
+    """Return the configuration of an engine for a model, with further ``settings``."""
     return PipelineConfig.from_flat({"model_path": model, "kv_cache_memory": "256MiB", **settings})
 
 
@@ -268,8 +271,8 @@ def report_workers(model: str, count: int) -> None:
 
 def prefix_rounds(model: str, count: int, num_rounds: int) -> list[list[TextContext]]:
     """Return rounds of ``count`` requests with shared prefixes. Each round has new prefixes."""
-    vocabulary = make_config(model).model.huggingface_config.vocabulary_size
-    return [prefix_contexts(count, vocabulary, 2 + number) for number in range(num_rounds)]
+    vocab_size = make_config(model).model.huggingface_config.vocabulary_size
+    return [prefix_contexts(count, vocab_size, 2 + number) for number in range(num_rounds)]
 
 
 def report_prefixes(model: str, count: int, num_rounds: int, memory: str) -> None:
@@ -306,7 +309,7 @@ async def run_streams(url: str, rounds: Sequence[Sequence[TextContext]], concurr
                     response.raise_for_status()
                     async for line in response.aiter_lines():
                         if is_first and line.startswith("data: {"):
-                            result.first_token.append(time.perf_counter() - begin)
+                            result.first_token_seconds.append(time.perf_counter() - begin)
                             is_first = False
             result.num_tokens += count
 
@@ -334,7 +337,7 @@ async def run_streams(url: str, rounds: Sequence[Sequence[TextContext]], concurr
     return result
 
 
-def report_ray(model: str, count: int, num_rounds: int, memory: str, is_reversed: bool) -> None:
+def report_ray(model: str, count: int, num_rounds: int, memory: str, measure_ray_first: bool) -> None:
     """Measure Penstock's router and Ray Serve's default router over two replicas, and print both."""
     import ray
     from ray import serve
@@ -353,7 +356,7 @@ def report_ray(model: str, count: int, num_rounds: int, memory: str, is_reversed
         "prefix-aware": ROUTER,
         "Ray Serve's default": RequestRouterConfig().request_router_class,
     }
-    for name in sorted(routers, reverse=not is_reversed):
+    for name in sorted(routers, reverse=not measure_ray_first):
         router = routers[name]
         with patch("penstock.ray.online.ROUTER", router):
             serve.run(build_app(settings), name="penstock", route_prefix="/")

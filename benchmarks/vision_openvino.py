@@ -2,8 +2,9 @@
 
     python vision_openvino.py CHECKPOINT ENCODING THREADS
 
-Exports the checkpoint with ``optimum-cli`` if needed. Writes its name to standard output when it is ready.
-Then it reads requests from standard input, one JSON object per line, and writes the times of each request.
+Exports the checkpoint with ``optimum-cli`` if needed. When the model is loaded, writes the name of the engine
+to standard output. Then reads requests from standard input, one JSON object per line, and writes the times of
+each request.
 The model class of optimum-intel accepts pixels and tokens, so all engines get the same inputs.
 (`openvino_genai.VLMPipeline` accepts only text and images.)
 
@@ -29,7 +30,7 @@ WEIGHT_FORMATS = {"bfloat16": "fp16", "float32": "fp32", "int8": "int8", "int4":
 def transformers_4_checkpoint(folder: Path) -> Path:
     """Return a folder with the same weights and a config.json for transformers 4.
 
-    transformers 4 has other names for the rotary parameters.
+    transformers 4 reads the rotary parameters from other keys than transformers 5.
     """
     target = folder / "transformers-4"
     target.mkdir(exist_ok=True)
@@ -97,8 +98,8 @@ def main() -> None:
         model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=request["count"],
-            min_new_tokens=request["count"],
+            max_new_tokens=request["num_new_tokens"],
+            min_new_tokens=request["num_new_tokens"],
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,

@@ -1,8 +1,8 @@
 """Semantic search over Markdown files with an embeddings model.
 
-The script splits the files at their headings and embeds each section with the prompt that the checkpoint has
-for documents. It embeds the query with the prompt for queries, and prints the titles of the sections with the
-highest similarity.
+The script splits the files at their headings and embeds each section with the checkpoint's prompt for
+documents. The script embeds the query with the checkpoint's prompt for queries, and prints the titles of the
+sections with the highest similarity.
 
     python examples/semantic_search.py MODEL "how much memory does the KV cache take"
 

@@ -57,7 +57,7 @@ def checkpoint(shape: str, folder: Path) -> Path:
     return target
 
 
-def read_vocabulary_size(folder: Path) -> int:
+def read_vocab_size(folder: Path) -> int:
     """Return the vocabulary size of a checkpoint."""
     return int(json.loads((folder / "config.json").read_text())["vocab_size"])
 

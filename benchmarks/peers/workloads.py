@@ -78,11 +78,11 @@ def with_sizes(workload: Workload, *, batch: int, context: int) -> Workload:
 
 
 def random_prompts(
-    workload: Workload, vocabulary: int, random: Random, length: int | None = None
+    workload: Workload, vocab_size: int, random: Random, length: int | None = None
 ) -> list[list[int]]:
     """Return new prompts of random tokens, with ``length`` tokens or the length of the workload."""
     size = workload.prompt_length if length is None else length
-    return [[random.randrange(3, vocabulary) for _ in range(size)] for _ in range(workload.num_prompts)]
+    return [[random.randrange(3, vocab_size) for _ in range(size)] for _ in range(workload.num_prompts)]
 
 
 def run(workload: Workload, engine: Engine, prompts: list[list[int]]) -> Result:
@@ -92,8 +92,8 @@ def run(workload: Workload, engine: Engine, prompts: list[list[int]]) -> Result:
     answer = engine.generate(prompts, workload.num_new_tokens)
     figure = {
         "decode": lambda: _decoding_speed(workload, answer),
-        "prefill": lambda: workload.prompt_length / answer["first"],
-        "batch": lambda: workload.num_prompts * workload.num_new_tokens / answer["seconds"],
+        "prefill": lambda: workload.prompt_length / answer["first_output_seconds"],
+        "batch": lambda: workload.num_prompts * workload.num_new_tokens / answer["total_seconds"],
     }[workload.name]()
     name = f"of {workload.num_prompts}" if workload.name == "batch" else ""
     return Result({name: figure}, answer["tokens"][0])
@@ -115,7 +115,10 @@ def _decoding_speed(workload: Workload, answer: Mapping[str, Any]) -> float:
 
     The tokens of the first output, one or several, do not count.
     """
-    return float((workload.num_new_tokens - answer["num_first"]) / (answer["seconds"] - answer["first"]))
+    return float(
+        (workload.num_new_tokens - answer["num_first_tokens"])
+        / (answer["total_seconds"] - answer["first_output_seconds"])
+    )
 
 
 def _run_long(workload: Workload, engine: Engine, prompts: list[list[int]]) -> Result:

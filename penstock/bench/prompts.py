@@ -72,10 +72,10 @@ class RequestTemplate:
 async def random_prompts(
     client: HttpClient, model: str, endpoint: EndpointName, count: int, length: int, seed: int
 ) -> list[BenchPrompt]:
-    """Return prompts of random words without common prefixes, so that a prefix cache has no hits.
+    """Return prompts of random tokens of English words. They share no prefix, so a prefix cache has no hits.
 
-    For completions, each prompt has exactly ``length`` tokens. For chats, the text has about this number of
-    tokens, and the chat template adds more. The exact number is in ``usage``.
+    For completions, each prompt has exactly ``length`` tokens. For chats, the text has about ``length``
+    tokens, and the chat template adds further tokens. The exact number is in the ``usage`` of a response.
 
     Raises:
         InputError: ``length`` is less than 1, or the server cannot tokenize text.

@@ -91,7 +91,7 @@ class _TimedRunner(BatchRunner):
     first_time: float = 0.0
     """The time of the first tokens, in seconds of `perf_counter`."""
     num_first_tokens: int = 0
-    """The number of tokens in the first outputs. One call of the scheduler can generate several."""
+    """The number of tokens in the first outputs. A scheduler call can generate several tokens per prompt."""
 
     def run(self, builders: Sequence[BuilderT], *, seconds: float) -> Iterator[list[BuilderT]]:
         self.num_first_tokens = 0
@@ -262,7 +262,7 @@ class Bench:
         return [run() for _ in range(self.sizes.repeats)]
 
     def _step_seconds(self, llm: InstrumentedLLM) -> float:
-        """Return the mean seconds of a decode step of one context, without the first step."""
+        """Return the mean seconds of a decode step of one context, without the steps of the first output."""
         count, prompts = self.sizes.new_tokens, self._random_prompts(llm, 1, self.sizes.prompt_length)
         total = _generation_seconds(llm, prompts, count)
         seconds_after_first = perf_counter() - llm.first_time
@@ -297,7 +297,7 @@ def cold_start(config: PipelineConfig) -> ColdStart:
     """Start a new process that loads a model and generates a token. Return its timings.
 
     Raises:
-        PenstockError: the process failed. The message has its last line of output.
+        PenstockError: the process failed. The message has the last line of the process's standard error.
     """
     with TemporaryFile() as stdin, TemporaryFile() as stdout, TemporaryFile() as stderr:
         stdin.write(pickle.dumps(config))

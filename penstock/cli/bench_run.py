@@ -105,7 +105,7 @@ def command(
         check_plot()
     for path in (json_path, plot_path):
         if path is not None:
-            path.touch()  # fails before the measurement if it cannot be written
+            path.touch()  # raises before the measurement if the file cannot be written
     from penstock.bench.workloads import Sizes
 
     sizes = Sizes(prompt_length, prefill_length, new_tokens, batch, repeats)

@@ -37,7 +37,7 @@ POOLINGS = ("cls", "mean", "max", "mean_sqrt_len", "weighted_mean", "last_token"
     "--format",
     "file_format",
     type=click.Choice(FORMATS),
-    help="The format of the output; by default that of the suffix of --output, else jsonl.",
+    help="The format of the output; by default the suffix of --output, else jsonl.",
 )
 @click.option(
     "--output-kind",
@@ -50,7 +50,7 @@ POOLINGS = ("cls", "mean", "max", "mean_sqrt_len", "weighted_mean", "last_token"
 @click.option(
     "--dimensions",
     type=click.IntRange(min=1),
-    help="Keep this many leading dimensions of the embeddings; the model must be trained for it.",
+    help="Keep this many leading dimensions of the embeddings; the model must be trained for shortening.",
 )
 @click.option(
     "--normalize/--no-normalize",

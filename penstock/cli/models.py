@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _SETTING_SEPARATOR = re.compile(r",(?=[a-z][a-z0-9_-]*=)")
 _MEMORY = "memory"
-_RESERVE = 512 << 20  # bytes per worker, in addition to 1.5 times the weights
+_RESERVED_BYTES_PER_WORKER = 512 << 20  # bytes per worker, in addition to 1.5 times the weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,10 @@ def served_models(
     config: ServeConfig,
     listener: CacheListener | None,
 ) -> list[ServedModel]:
-    """Return the models of a server, downloaded if needed. All engines except the first are asleep."""
+    """Return the models of a server. All engines except the first are asleep.
+
+    A flag without ``memory`` downloads its model if needed, because the estimate needs the weights' sizes.
+    """
     from penstock.assembly import load_serving_tokenizer
     from penstock.serve.models.registry import ServedModel
 
@@ -146,13 +149,13 @@ def estimate_memory(config: PipelineConfig) -> int:
     Each worker may use 1.5 times the size of the weights plus 512 MiB.
     """
     size = sum(header.num_bytes for header in config.model.tensor_headers.values())
-    return config.data_parallel_size * (size + size // 2 + _RESERVE)
+    return config.data_parallel_size * (size + size // 2 + _RESERVED_BYTES_PER_WORKER)
 
 
 def memory_budget(config: ServeConfig, pipeline_config: PipelineConfig) -> int:
     """Return the bytes that all loaded models may use together.
 
-    The value is ``--model-memory``, or by default ``--device-memory-utilization`` of the free memory.
+    The value is ``--model-memory``, or by default ``--device-memory-utilization`` of the free host memory.
     """
     from penstock.driver import CPU
 

@@ -65,7 +65,7 @@ def test_a_speech_recognizer_understands_the_speech(
 
 
 def test_speech_recognizers_understand_hello_world(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Speaks several spellings. The grammar of one recognizer has few sentences; the other has none."""
+    """Speaks several spellings. One recognizer is restricted to a grammar, the other recognizer is not."""
     pytest.importorskip("pocketsphinx", reason="the recognizer is not installed")
     import torch
 

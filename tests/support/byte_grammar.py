@@ -32,7 +32,8 @@ def accepts(grammar: xgr.CompiledGrammar, text: str) -> bool:
 def generate_random_text(grammar: xgr.CompiledGrammar, seed: int, soft_limit: int = 60) -> str:
     """Return a random text of the grammar.
 
-    After `soft_limit` bytes, the text ends where the grammar allows it; else closing bytes are preferred.
+    After `soft_limit` bytes, the text ends as soon as the grammar allows the end. Until then, closing bytes
+    are preferred.
     """
     random_choices = random.Random(seed)
     matcher = xgr.GrammarMatcher(grammar)

@@ -16,8 +16,8 @@ BATCH_SIZE = 2048  # maximum tokens per call; llama.cpp splits a call into micro
 def open_engine(settings: Settings) -> Generate:
     """Load a GGUF file and return the function that generates tokens.
 
-    A llama.cpp context has a fixed number of sequences and a fixed length. A run with other sizes replaces
-    the context.
+    A llama.cpp context has a fixed number of sequences and a fixed length. A request with another number of
+    prompts or another length replaces the context.
     """
     api.llama_backend_init()
     discard_log = api.llama_log_callback(lambda level, text, data: None)
@@ -42,7 +42,7 @@ def open_engine(settings: Settings) -> Generate:
             params.n_seq_max = prompts
             params.n_ctx = prompts * length
             params.n_batch = BATCH_SIZE
-            params.n_threads = params.n_threads_batch = settings.threads
+            params.n_threads = params.n_threads_batch = settings.num_threads
             context = api.llama_init_from_model(model, params)
             if not context:
                 raise RuntimeError(
@@ -69,15 +69,15 @@ def open_engine(settings: Settings) -> Generate:
                 if is_last:
                     yield sequence, api.llama_sampler_sample(sampler, context, i)
 
-    def generate(prompts: Tokens, new_tokens: int, on_tokens: Callable[[int], None]) -> Tokens:
-        context = make_context(len(prompts), max(map(len, prompts)) + new_tokens)
+    def generate(prompts: Tokens, num_new_tokens: int, on_tokens: Callable[[int], None]) -> Tokens:
+        context = make_context(len(prompts), max(map(len, prompts)) + num_new_tokens)
         answers: Tokens = [[] for _ in prompts]
         entries = [
             (token, position, sequence, position == len(prompt) - 1)
             for sequence, prompt in enumerate(prompts)
             for position, token in enumerate(prompt)
         ]
-        for step in range(new_tokens):
+        for step in range(num_new_tokens):
             for sequence, token in run(context, entries):
                 answers[sequence].append(token)
             if step == 0:
