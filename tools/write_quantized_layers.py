@@ -1,8 +1,9 @@
 """Write the reference layers of the quantization tests, with the library that defines each format.
 
 A file of ``tests/weights/quantized_layers`` has the tensors of a layer ``model.layers.0.mlp.up_proj``, as the
-library stores them. The tensor ``expected`` is the dequantized weight. The library computes it, unless the
-function of a layer says otherwise. The metadata is ``quantization_config`` and the metadata of the library.
+library stores them. The tensor ``expected`` is the dequantized weight. The library computes ``expected``,
+unless the function that returns the layer states another source. The metadata is ``quantization_config`` and
+the metadata of the library.
 
     pip install compressed-tensors bitsandbytes torchao gptqmodel autoawq
     python tools/write_quantized_layers.py [NAME ...]

@@ -53,9 +53,9 @@ def test_a_speech_recognizer_understands_the_speech(
     import torch
 
     monkeypatch.setattr(sys, "path", [str(ROOT / "tools"), *sys.path])
-    from demo_voice.measure import Recogniser, edit_distance, split_words
+    from demo_voice.measure import Recognizer, edit_distance, split_words
 
-    recognizer = Recogniser(with_grammar=True)
+    recognizer = Recognizer(with_grammar=True)
     errors = [
         edit_distance(split_words(text), recognizer(torch.from_numpy(speech.audio)))
         for text, speech in zip(TEXTS, speeches, strict=True)
@@ -70,11 +70,11 @@ def test_speech_recognizers_understand_hello_world(llm: LLM, monkeypatch: pytest
     import torch
 
     monkeypatch.setattr(sys, "path", [str(ROOT / "tools"), *sys.path])
-    from demo_voice.measure import Recogniser
+    from demo_voice.measure import Recognizer
 
     spellings = ["hello world", "Hello world.", "Hello world!", "Hello, world", "HELLO WORLD?"]
     speeches = llm.speak(spellings, use_tqdm=False)
-    for recognizer in (Recogniser(with_grammar=True), Recogniser(with_grammar=False)):
+    for recognizer in (Recognizer(with_grammar=True), Recognizer(with_grammar=False)):
         transcripts = [recognizer(torch.from_numpy(speech.audio)) for speech in speeches]
         assert transcripts == [["hello", "world"]] * len(spellings)
 

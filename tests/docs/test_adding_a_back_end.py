@@ -1,4 +1,4 @@
-"""docs/adding-a-back-end.md: the page's check passes with the page's files, and fails if a file has an error."""
+"""docs/adding-a-back-end.md: the page's check passes with the page's files and fails with faulty files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/adding-a-model.md: the page's checks pass with the page's files, and fail if a file has an error."""
+"""docs/adding-a-model.md: the page's checks pass with the page's files and fail with faulty files."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Odd inputs, which are not questions: random letters, other scripts, code, symbols, repeated words.
 
 In a chat, the answer is a short statement that the model does not understand the input. In plain text, the
-document ends after the odd text. Both train the model to stop early after such inputs.
+document ends after the odd text. Both kinds of documents train the model to stop early after odd inputs.
 """
 
 import random

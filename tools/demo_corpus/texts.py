@@ -1,8 +1,8 @@
 """Reads the phrase files in ``texts/`` and fills their templates.
 
-A file has ``[sections]`` of lines. A line that begins with white space continues the previous one, and ``#``
-begins a comment. Within a line, ``|`` separates alternatives, and ``=>`` separates a question from its answer
-or a key from its values.
+A file has ``[sections]`` of lines. A line that begins with a space continues the previous line. A line that
+begins with ``#`` is a comment. Within a line, ``|`` separates alternatives, and ``=>`` separates a question
+from its answer or a key from its values.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """Chats with tools: a request, the tool call, the result, and a reply that states the result.
 
 The names, descriptions and parameters of the tools are random (``texts/tools.txt``), because users define
-their own tools. This trains the model to read the list of tools instead of remembering it.
+their own tools. Random wordings train the model to read the list of tools instead of remembering fixed tools.
 """
 
 import json
@@ -28,7 +28,7 @@ PARAMETERS: dict[str, dict[str, Schema]] = {
     "send_message": {"to": TEXT, "text": TEXT},
     "set_alarm": {"time": TEXT},
 }
-OPTIONAL = {"unit"}
+OPTIONAL_PARAMETERS = {"unit"}
 TOPICS = split_list(
     "rivers, cats, the moon, history, cooking, music, gardens, ships, trains, birds, space, art, horses"
 )
@@ -147,7 +147,7 @@ def reword_tool(rng: random.Random, name: str) -> OfferedTool:
         has_no_description = keeps_names or rng.random() < 0.4
         text = {} if has_no_description else {"description": wording(rng, "parameter descriptions", key)}
         described_properties[names[key]] = schema | text
-    required = [names[key] for key in properties if key not in OPTIONAL]
+    required = [names[key] for key in properties if key not in OPTIONAL_PARAMETERS]
     parameters: Schema = {"type": "object", "properties": described_properties, "required": required}
     if rng.random() < 0.15:
         parameters["additionalProperties"] = False
@@ -164,7 +164,7 @@ def reword_tool(rng: random.Random, name: str) -> OfferedTool:
 def offered_tools(rng: random.Random, required_tool: str | None) -> tuple[list[Message], OfferedTool]:
     """Return tools in random order, and the tool that the chat uses.
 
-    It is ``required_tool``, or a random tool if ``required_tool`` is None.
+    The used tool is ``required_tool``, or a random tool if ``required_tool`` is None.
     """
     names = rng.sample(list(PARAMETERS), rng.choice([1, 1, 1, 2, 2, 3, 4]))
     if required_tool and required_tool not in names:

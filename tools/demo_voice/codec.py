@@ -162,19 +162,20 @@ def train_codec(codec: Codec, speech: Sequence[Tensor], steps: int, *, decoder_o
         codec: the codec, which is changed in place.
         speech: waveforms ``[S]``.
         steps: number of steps.
-        decoder_only: train only the decoder, so that codes do not change. The learning rate ends at 2 % of
-            its peak. Otherwise it ends at 51 %.
+        decoder_only: whether to train only the decoder, so that codes do not change. The learning rate then
+            ends at 2 % of its peak, and otherwise at 51 %.
         seed: the seed that selects excerpts of the speech.
     """
     peak = 5e-4 if decoder_only else 1e-3
     trained = codec.decoder if decoder_only else codec
     optimizer = torch.optim.AdamW(trained.parameters(), lr=peak, betas=(0.8, 0.99), weight_decay=0.01)
-    total = steps if decoder_only else 2 * steps
+    schedule_steps = steps if decoder_only else 2 * steps
     rng = random.Random(seed)
     stream = torch.cat([nn.functional.pad(samples, (0, -len(samples) % HOP)) for samples in speech])
     size, average, started = HOP * _FRAMES, 0.0, time.perf_counter()
     for step in range(steps):
-        factor = min(1.0, (step + 1) / 100) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / total)))
+        decay = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / schedule_steps))
+        factor = min(1.0, (step + 1) / 100) * decay
         for group in optimizer.param_groups:
             group["lr"] = peak * factor
         starts = [rng.randrange(len(stream) - size) for _ in range(_ROWS)]
@@ -201,9 +202,9 @@ def train_encoder(
 ) -> float:
     """Train an encoder for a decoder that does not change.
 
-    Half of a batch is speech. The loss of this half compares the speech with the decoded codes of the
-    encoder. The other half is decoded from known codes. The loss of that half compares the encoder's output
-    with the known codes.
+    The first half of a batch is speech. The loss of the first half compares the speech with the waveform that
+    the decoder computes from the encoder's codes. The second half is decoded from known codes. The loss of
+    the second half compares the encoder's output with the known codes.
 
     Args:
         codec: the codec. Its encoder is changed in place.

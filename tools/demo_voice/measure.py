@@ -16,7 +16,7 @@ from .sentences import recognizer_grammar
 _PADDING = 4000  # samples of silence that are added at both ends
 
 
-class Recogniser:
+class Recognizer:
     """Recognizes English speech with a general language model, or with a grammar.
 
     Args:
