@@ -305,7 +305,7 @@ def generate(llm: LLM, batch: list[list[int]], count: int) -> None:
 
 
 def prompts(shape: dict[str, int], count: int, length: int, seed: int = 0) -> list[list[int]]:
-    """Return prompts of random tokens. They share no prefix."""
+    """Return prompts of random tokens, which share no prefix."""
     generator = torch.Generator().manual_seed(seed)
     tokens: list[list[int]] = torch.randint(
         0, shape["vocab_size"], (count, length), generator=generator

@@ -101,7 +101,8 @@ quantized)
   tail -n 24 "$out/quality.log"
   ;;
 mixed)
-  # Both commands run at the same time, because each takes eight minutes. The server starts first: it needs little memory.
+  # Both commands run at the same time, because each takes eight minutes. The server starts first, because the server
+  # needs less memory than the other command.
   run 570 server-memory "$python" benchmarks/server_memory.py --minutes 8 --devices "$devices" &
   sleep 25
   measure 530 mixed 0.6b mixed --minutes 7.5

@@ -120,7 +120,7 @@ class _DocumentReplay:
     Args:
         tokenizer: encodes the document.
         grammars: compiles the JSON schema.
-        index: the index in the batch. It selects the document and the position where the replay starts.
+        index: the index in the batch, which selects the document and the position where the replay starts.
     """
 
     def __init__(self, tokenizer: TextTokenizer, grammars: GrammarCompiler, index: int) -> None:

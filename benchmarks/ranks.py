@@ -3,8 +3,9 @@
     python benchmarks/ranks.py --shape l1b --pairs 8
     python benchmarks/ranks.py --model DIR --what decode
 
-Both configurations stay loaded during the measurement, in separate processes. They run the same prompt
-alternately, so that a change of the machine's speed affects both. A pair is one run of each configuration.
+Both configurations stay loaded during the measurement, in separate processes. Both configurations run the
+same prompt alternately, so that a change of the machine's speed affects both. A pair is one run of each
+configuration.
 The order changes with each pair. The ratio is the speed of the two ranks divided by the speed of the one
 process.
 """
@@ -52,7 +53,7 @@ def serve_runs(model: str, num_ranks: int, connection: Connection) -> None:
 
 
 class Configuration:
-    """A model with ``num_ranks`` ranks in a separate process. It uses `NUM_RANKS` threads in total."""
+    """A model with ``num_ranks`` ranks in a separate process. All ranks together use `NUM_RANKS` threads."""
 
     def __init__(self, model: str, num_ranks: int) -> None:
         context = get_context("spawn")

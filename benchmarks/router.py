@@ -6,7 +6,7 @@
     python benchmarks/router.py ray --model DIR         # prefix hits, time to first token: 2 Ray replicas
 
 ``decisions`` measures the CPU time of `WorkerRouter.submit`, which chooses a worker, and of the bookkeeping
-at the end of each request. It prints two rates: without and with the computation of the block digests.
+at the end of each request. The script prints two rates: without and with the computation of block digests.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 Twenty clients send chat and text completions to the demo model: streamed and whole, greedy and sampled,
 with several choices, stop strings, penalties, log probabilities, tools, new and repeated JSON schemas, and
-five LoRA adapters for two slots. They disconnect from up to a fifth of the requests before the end. The KV
+five LoRA adapters for two slots. Clients abandon up to a fifth of the requests before the end. The KV
 cache is small, so that requests are preempted. A line per interval has the seconds, the anonymous resident
 MiB of server and worker, the MiB in use on the GPU, and the number of requests. The last line is JSON. The
 exit status is 1 if a request failed or did not end, a block was not released, the worker was replaced, or the

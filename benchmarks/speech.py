@@ -85,7 +85,7 @@ class AllTokensAsCodes(SpeechCodes):
         token_ids = np.arange(codes_per_frame * codebook_size, dtype=np.int64)
         super().__init__(token_ids.reshape(codes_per_frame, codebook_size))
         self.offset = 0
-        """Number that `parse` adds to token ids. It changes with each request.
+        """Number that `parse` adds to token ids, different in each request.
 
         Codecs cache decoded windows, so each request needs codes that no earlier request had.
         """

@@ -25,7 +25,8 @@ from penstock.pipelines import (
 )
 from penstock.pipelines.core import SamplingParams, TextContext, TokenGeneratorRequest
 
-TEXT = """The river runs to the mill, and the mill turns the wheel. The wheel turns the stone, and the
+TRAINING_TEXT = """\
+The river runs to the mill, and the mill turns the wheel. The wheel turns the stone, and the
 stone grinds the corn. The corn is sold in the town by the river, and the river runs to the sea."""
 
 
@@ -37,12 +38,12 @@ class LastTwoTokens:
 
 
 class TrigramModel(PipelineModel[TextContext]):
-    """A model that counts which tokens follow each pair of tokens in `TEXT`."""
+    """A model that counts which tokens follow each pair of tokens in `TRAINING_TEXT`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         tokenizer = TextTokenizer(self.pipeline_config.model.checkpoint)
-        ids = tokenizer.encode_text(TEXT).tolist()
+        ids = tokenizer.encode_text(TRAINING_TEXT).tolist()
         self.vocab_size = tokenizer.vocab_size
         self.logits_by_pair: dict[tuple[int, int], Tensor] = {}
         for first, second, third in zip(ids, ids[1:], ids[2:], strict=False):

@@ -1,4 +1,4 @@
-"""Speculative decoding: one forward verifies several draft tokens. It does not change the generated text.
+"""Speculative decoding: one forward verifies several draft tokens. The generated text does not change.
 
 The answer repeats a text of the conversation, as in editing or summarizing. The method ``ngram`` takes the
 draft tokens from the conversation. With ``draft_model_path``, a draft model generates the draft tokens.

@@ -137,7 +137,7 @@ def code(value: str) -> str:
 
 
 def routes() -> str:
-    """Return the table of routes. It shows which routes need the API key."""
+    """Return the table of routes with their methods, need of an API key, and descriptions."""
     rows = []
     for router in chain.from_iterable(map(_routers, ROUTERS)):
         for route in router.routes:
@@ -625,7 +625,7 @@ SUPPORTED_SCHEMAS: Mapping[str, Any] = {
 }
 """Keyword -> a supported schema with this keyword."""
 
-LIMITS: Mapping[str, tuple[str, Any]] = {
+KEYWORD_LIMITS: Mapping[str, tuple[str, Any]] = {
     "multipleOf": ("whole numbers only", {"multipleOf": 0.5}),
     "format": (
         f"{', '.join(string_formats.SUPPORTED)}; {', '.join(string_formats.UNSUPPORTED)} only with enum and "
@@ -673,7 +673,7 @@ LIMITS: Mapping[str, tuple[str, Any]] = {
 
 def schema_keywords() -> str:
     """Return the table of JSON schema keywords and their support."""
-    limits = {name: f": {text}" for name, (text, _) in LIMITS.items()}
+    limits = {name: f": {text}" for name, (text, _) in KEYWORD_LIMITS.items()}
     rows = [[code(name), f"yes{limits.get(name, '')}"] for name in SUPPORTED_SCHEMAS]
     rows += [[code(name), f"refused: {reason}"] for name, reason in shapes.REFUSED_KEYWORDS.items()]
     return table_with_notes("keyword | supported", rows)

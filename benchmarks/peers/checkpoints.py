@@ -101,7 +101,7 @@ def pack_weights(source: Path, encoding: str, environment: dict[str, str]) -> No
     """Write Penstock's packed weights of a checkpoint to the cache folder that ``environment`` sets.
 
     Raises:
-        CalledProcessError: ``penstock warm-cache`` failed. It printed the reason.
+        CalledProcessError: ``penstock warm-cache`` failed. The command printed the reason.
     """
     command = [sys.executable, "-m", "penstock", "warm-cache", "--pack", "--model", str(source)]
     command += ["--quantization-encoding", encoding]

@@ -123,7 +123,7 @@ def set_up(peer: Peer, folder: Path) -> None:
     of CPU builds.
 
     Raises:
-        CalledProcessError: pip or another command failed. It printed the reason.
+        CalledProcessError: pip or another command failed. The command printed the reason.
     """
     venv = folder / peer.name
     if not interpreter_path(venv).exists():

@@ -1,4 +1,4 @@
-"""A small HTTP/1.1 client for load tests. It records when each part of a response arrives.
+"""A small HTTP/1.1 client for load tests, which records when each part of a response arrives.
 
 The client often runs on the machine of the server and competes with the server for CPU time. A
 general-purpose client takes more CPU time for a streamed token than a fast server.

@@ -221,7 +221,7 @@ class Bench:
         return [Figure("batch", f"{sizes.batch} prompts", "tokens/s", [tokens / value for value in seconds])]
 
     def _start(self) -> list[Figure]:
-        phases = [start.seconds for start in self._cold_starts]
+        phases = [start.phase_seconds for start in self._cold_starts]
         return [Figure("start", name, "s", [phase[name] for phase in phases]) for name in phases[0]]
 
     def _memory(self) -> list[Figure]:
@@ -285,7 +285,7 @@ class Bench:
 class ColdStart:
     """The start-up of a new process, until its first token."""
 
-    seconds: dict[str, float]
+    phase_seconds: dict[str, float]
     """Phase -> seconds; ``all`` is the total."""
     peak_memory: int
     """The peak of the anonymous memory in bytes, sampled up to 50 times per second; 0 if the system does not

@@ -37,8 +37,8 @@ _COMMANDS = {
     "quantize": "Write a quantized checkpoint.",
     "env": "Show versions, processor, devices and kernels.",
 }
-"""Name of a command -> short help. The function ``command`` of the module with this name implements it.
-Module names have ``_`` instead of ``-``."""
+"""Name of a command -> short help. The function ``command`` of the module of the same name implements the
+command. Module names have ``_`` instead of ``-``."""
 
 
 _MAX_MESSAGE_LENGTH = 2000  # characters

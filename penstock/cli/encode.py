@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 import click
 
-from penstock.cli.embeddings_files import FIELDS, FORMATS, check_format, chosen_format, write_outputs
+from penstock.cli.embeddings_files import FIELD_NAMES, FORMATS, check_format, chosen_format, write_outputs
 from penstock.cli.formatting import GroupedCommand
 from penstock.cli.options import config_from_flags, config_options, print_settings
 from penstock.cli.texts import check_embeddings_model, read_texts
@@ -41,7 +41,7 @@ POOLINGS = ("cls", "mean", "max", "mean_sqrt_len", "weighted_mean", "last_token"
 )
 @click.option(
     "--output-kind",
-    type=click.Choice([*FIELDS]),
+    type=click.Choice([*FIELD_NAMES]),
     help="Output to compute; by default the model's default output.",
 )
 @click.option("--prompt-name", metavar="NAME", help="Place this prompt of the checkpoint before each text.")

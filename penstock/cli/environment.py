@@ -40,7 +40,7 @@ class DeviceReport:
     kernels: dict[str, str]
     """Operation -> the back end that computes it on this device."""
     compiled_steps: str
-    """Which steps run as compiled steps on this device: ``of up to 128 rows``, for example, or ``none``."""
+    """The steps that are compiled on this device, for example ``of up to 128 rows`` (tokens), or ``none``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ sampling_option = partial(click.option, cls=GroupedOption, group="Sampling")
     "--n",
     type=click.IntRange(min=1),
     default=1,
-    help="The number of outputs. They are printed when all of them have ended.",
+    help="The number of outputs. Several outputs are printed together at the end.",
 )
 @click.option(
     "--num-beams",

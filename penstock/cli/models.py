@@ -32,7 +32,7 @@ class ModelFlag:
     path: str | None
     """None if the environment, the configuration file or the default sets the model."""
     settings: Mapping[str, str]
-    """Flat name -> text of the settings in this flag, which override the common flags."""
+    """Flat name of a setting -> its text in this flag. These settings override the common flags."""
     memory: int | None = None
     """Bytes that the model may use; None if the flag does not set them."""
 

@@ -1,7 +1,7 @@
 """Small quantizers that write packed checkpoints, written from the documents of the formats.
 
-They share no code with the package. A packer takes a weight ``[out, in]``. It returns the tensors of the
-packed layer, without the layer's name, and the dequantized weight.
+The quantizers share no code with the package. A packer takes a weight ``[out, in]``, and returns the tensors
+of the packed layer, without the layer's name, and the dequantized weight.
 """
 
 from __future__ import annotations

@@ -82,9 +82,9 @@ def any_turn(rng: random.Random) -> list[Message]:
     return story_turn(rng)
 
 
-def with_system(rng: random.Random, messages: list[Message], share: float = 0.25) -> list[Message]:
-    """Return the chat, with a system message at its beginning with the probability ``share``."""
-    if rng.random() >= share:
+def with_system(rng: random.Random, messages: list[Message], probability: float = 0.25) -> list[Message]:
+    """Return the chat, with a system message at its beginning with ``probability``."""
+    if rng.random() >= probability:
         return messages
     return [{"role": "system", "content": pick(rng, SYSTEM_MESSAGES)}, *messages]
 

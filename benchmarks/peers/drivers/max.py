@@ -15,7 +15,7 @@ def open_engine(settings: Settings) -> Generate:
     Raises:
         RuntimeError: MAX does not support the encoding on CPUs.
     """
-    # MAX has no setting for the number of threads. It uses all CPUs that the affinity of the process allows.
+    # MAX has no setting for the number of threads. MAX uses all CPUs that the affinity of the process allows.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: settings.num_threads])
     os.environ.setdefault("MAX_SERVE_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("MODULAR_TELEMETRY_ENABLED", "0")

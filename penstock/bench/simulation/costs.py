@@ -141,7 +141,7 @@ class WorkerLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ClusterCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The measured times and limits of workers and router. They are stored as JSON."""
+    """The measured times and limits of workers and router, which `write` stores as JSON."""
 
     measured: Mapping[str, str]
     """Description of the measurement: model, machine, date."""

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from penstock.errors import InputError
 
 _BURSTINESS = 2.0
-"""Coefficient of variation of the gaps between conversations. It is 1 for a Poisson process."""
+"""Coefficient of variation of the gaps between conversations; a Poisson process would have 1."""
 _PREFIX_SPREAD, _MESSAGE_SPREAD, _ANSWER_SPREAD = 0.4, 1.0, 0.7
 """Standard deviations of the logarithms of lengths."""
 

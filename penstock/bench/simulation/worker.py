@@ -80,7 +80,7 @@ def _next_token(context: TextContext) -> int:
 
 
 class SimulatedWorker:
-    """A worker in virtual time. It has all members of `EngineClient` that `WorkerRouter` uses.
+    """A worker in virtual time, with all members of `EngineClient` that `WorkerRouter` uses.
 
     Args:
         clock: the virtual time.

@@ -12,12 +12,12 @@ from penstock.bench.simulation.costs import ClusterCosts, RouterCosts, StepCostT
 from penstock.bench.simulation.trace import SimulatedConversation, TraceShape, Turn, make_trace
 from penstock.errors import InputError
 
-LIMITS = WorkerLimits(
+WORKER_LIMITS = WorkerLimits(
     max_length=1024, max_batch_size=16, max_batch_input_tokens=512, num_blocks=256, block_size=16
 )
 # Each token of a step takes 1 ms. All other costs are 0, so expected times can be calculated by hand.
 COSTS = ClusterCosts(
-    {}, LIMITS, StepCostTable([1, 2], [0.001, 0.002], 0.0, 0.0), RouterCosts(), message_seconds=0.0
+    {}, WORKER_LIMITS, StepCostTable([1, 2], [0.001, 0.002], 0.0, 0.0), RouterCosts(), message_seconds=0.0
 )
 
 
@@ -104,7 +104,7 @@ def test_the_waiting_time_of_one_worker_agrees_with_queueing_theory() -> None:
 
     The expected waiting time is rho / (2 (1 - rho)) = 1.17 service times.
     """
-    limits = msgspec.structs.replace(LIMITS, max_batch_size=1, max_batch_input_tokens=128)
+    limits = msgspec.structs.replace(WORKER_LIMITS, max_batch_size=1, max_batch_input_tokens=128)
     costs = msgspec.structs.replace(COSTS, limits=limits)
     rng = np.random.default_rng(3)
     arrival_times = np.cumsum(rng.exponential(0.1 / 0.7, 3000))
