@@ -82,7 +82,7 @@ def main() -> None:
 def print_report(arguments: argparse.Namespace, work: str, report: dict[str, Any]) -> None:
     """Print a report as one line of JSON.
 
-    Adds the target if the settings are those of `TARGETS`: bfloat16 weights and cache, overlapped steps.
+    Adds the target of `TARGETS` if weights and KV cache are bfloat16 and steps are overlapped.
     """
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     header = {

@@ -130,7 +130,7 @@ def run(
     model = converted_model(peer, chosen_peer_encoding, source, venvs)
     penstock_environment = {"OMP_NUM_THREADS": str(threads)}
     if "cold" in works:
-        # Penstock's weights are packed before the measurement, like the peer's model is converted before it.
+        # Penstock's weights are packed before the measurement, as the peer's model is converted before it.
         penstock_environment["XDG_CACHE_HOME"] = str(venvs / "penstock")
         pack_weights(source, encoding, penstock_environment)
     load_request = {

@@ -313,11 +313,11 @@ def cold_start(config: PipelineConfig) -> ColdStart:
             lines = stderr.read().decode(errors="replace").strip().splitlines() or ["it wrote no message"]
             raise PenstockError(f"a new process failed: {lines[-1]}")
         phases: dict[str, float] = json.loads(stdout.read())
-    end = phases.pop("ended")
+    end = phases.pop("end_time")
     seconds = {
-        "imports": phases["began"] - start + phases["imports"],
-        "model": phases["model"],
-        "first token": phases["first"],
+        "imports": phases["start_time"] - start + phases["import_seconds"],
+        "model": phases["load_seconds"],
+        "first token": phases["first_token_seconds"],
         "all": end - start,
     }
     return ColdStart(seconds, peak_memory)
