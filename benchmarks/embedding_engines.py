@@ -118,16 +118,16 @@ def _quantized(core: Any, path: str, encode: Callable[[Sequence[str]], Mapping[s
 
     Quantizes the model and writes the result next to the ONNX file, unless this result exists.
     """
-    target = Path(path).with_name(f"{Path(path).stem}-openvino-int8.xml")
-    if not target.is_file():
+    quantized_file = Path(path).with_name(f"{Path(path).stem}-openvino-int8.xml")
+    if not quantized_file.is_file():
         import nncf  # type: ignore[import-not-found]
         import openvino
 
         samples = [encode([text]) for text in make_texts(300, 4, 128, 3)]
         float_model = core.read_model(path)
         model = nncf.quantize(float_model, nncf.Dataset(samples), model_type=nncf.ModelType.TRANSFORMER)
-        openvino.save_model(model, target)
-    return core.read_model(target)
+        openvino.save_model(model, quantized_file)
+    return core.read_model(quantized_file)
 
 
 def llama_cpp_engine(_: str, path: str) -> Embed:

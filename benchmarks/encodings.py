@@ -207,15 +207,15 @@ def open_bench(
 
 def speed_line(row: Row) -> str:
     """Return the printed line with the speeds of a row."""
-    parts = [f"{row.encoding:9}"]
+    columns = [f"{row.encoding:9}"]
     for workload, speeds in row.speeds.items():
         ratios = sorted(row.ratios[workload])
         spread = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
-        parts.append(
+        columns.append(
             f"{workload} {statistics.median(speeds):.4g} tokens/s, {statistics.median(ratios):.2f} of "
             f"{row.baseline} ({spread})"
         )
-    return "  ".join(parts)
+    return "  ".join(columns)
 
 
 def print_table(rows: Sequence[Row]) -> None:

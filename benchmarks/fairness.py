@@ -52,14 +52,14 @@ async def time_to_first_token(client: httpx.AsyncClient, number: int) -> float:
     """Send a short request and return the seconds to its first token. ``number`` changes the prompt."""
     body = {"prompt": f"story {number} of the sea", "max_tokens": 4, "stream": True, "ignore_eos": True}
     start = time.perf_counter()
-    first = None
+    first_token_seconds = None
     async with client.stream("POST", "/v1/completions", json=body) as response:
         response.raise_for_status()
         async for line in response.aiter_lines():
-            if first is None and line.startswith("data:"):
-                first = time.perf_counter() - start
-    assert first is not None
-    return first
+            if first_token_seconds is None and line.startswith("data:"):
+                first_token_seconds = time.perf_counter() - start
+    assert first_token_seconds is not None
+    return first_token_seconds
 
 
 async def times_to_first_token(client: httpx.AsyncClient, first_number: int, count: int) -> list[float]:

@@ -218,7 +218,7 @@ def write_adapter(folder: Path, name: str, shape: dict[str, int], seed: int) -> 
     (path / "adapter_config.json").write_text(json.dumps(config))
     hidden, inner = shape["hidden_size"], shape["intermediate_size"]
     kv = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
-    sizes = {
+    in_out_features = {
         "self_attn.q_proj": (hidden, hidden),
         "self_attn.k_proj": (hidden, kv),
         "self_attn.v_proj": (hidden, kv),
@@ -229,7 +229,7 @@ def write_adapter(folder: Path, name: str, shape: dict[str, int], seed: int) -> 
     }
     random, tensors = np.random.default_rng(seed), {}
     for layer in range(shape["num_hidden_layers"]):
-        for linear, (num_inputs, num_outputs) in sizes.items():
+        for linear, (num_inputs, num_outputs) in in_out_features.items():
             key = f"base_model.model.model.layers.{layer}.{linear}"
             tensors[f"{key}.lora_A.weight"] = random.standard_normal((LORA_RANK, num_inputs), np.float32)
             tensors[f"{key}.lora_B.weight"] = 0.01 * random.standard_normal(

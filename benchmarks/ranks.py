@@ -89,9 +89,9 @@ def measure(
     """
     rng = np.random.default_rng(0)
     rates: list[list[float]] = [[], []]
-    for number in range(-1, num_pairs):  # the first pair is a warm-up
+    for pair_number in range(-1, num_pairs):  # the first pair is a warm-up
         tokens = rng.integers(3, 30_000, prompt_length).tolist()
-        order = (0, 1) if number % 2 else (1, 0)
+        order = (0, 1) if pair_number % 2 else (1, 0)
         for index in order:
             configuration = configurations[index]
             if phase == "prefill":
@@ -99,7 +99,7 @@ def measure(
             else:
                 prefill_seconds = configuration.run(tokens, 1)
                 rate = num_steps / (configuration.run(tokens, 1 + num_steps) - prefill_seconds)
-            if number >= 0:
+            if pair_number >= 0:
                 rates[index].append(rate)
     single, ranks = rates
     ratios = sorted(b / a for a, b in zip(single, ranks, strict=True))

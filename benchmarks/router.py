@@ -325,14 +325,16 @@ async def run_streams(url: str, rounds: Sequence[Sequence[TextContext]], concurr
             await asyncio.sleep(0.1)
         await generate(greedy_context("warm-up", [1] * 40))
         await asyncio.sleep(2 * _REPORT_INTERVAL)
-        before = await prefix_cache_counters()
+        counters_before = await prefix_cache_counters()
         for contexts in rounds:
             begin = time.perf_counter()
             await asyncio.gather(*(generate(context) for context in contexts))
             result.seconds += time.perf_counter() - begin
             result.end_round()
         await asyncio.sleep(2 * _REPORT_INTERVAL)
-        hits, queries = (now - then for now, then in zip(await prefix_cache_counters(), before, strict=True))
+        hits, queries = (
+            now - then for now, then in zip(await prefix_cache_counters(), counters_before, strict=True)
+        )
         result.hit_rate = hits / max(queries, 1)
     return result
 

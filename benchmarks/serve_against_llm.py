@@ -57,7 +57,7 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second."""
+        """Generated tokens per second of wall time."""
         return self.num_tokens / self.seconds
 
     @property

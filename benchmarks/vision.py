@@ -79,14 +79,14 @@ def penstock_engine(folder: Path, config: Mapping[str, Any], encoding: str) -> R
             images=[image],
             vision_token_ids=[IMAGE_TOKEN],
         )
-        begin, first = time.perf_counter(), 0.0
+        begin, first_token_seconds = time.perf_counter(), 0.0
         while not context.is_done:
-            pipeline.execute({"request": context}, 8 if first else 1)
-            first = first or time.perf_counter() - begin
+            pipeline.execute({"request": context}, 8 if first_token_seconds else 1)
+            first_token_seconds = first_token_seconds or time.perf_counter() - begin
         pipeline.release(context)
-        total = time.perf_counter() - begin
+        total_seconds = time.perf_counter() - begin
         prepare()
-        return first, total
+        return first_token_seconds, total_seconds
 
     return run
 
@@ -178,32 +178,34 @@ def measure(
     """
     figures: dict[str, list[tuple[float, float, float]]] = {name: [] for name in engines}
     deadline = time.monotonic() + options.seconds
-    for number in range(options.rounds + 1):
-        request = random_request(config, options.tiles, number)
-        second_request = request.with_other_text(number)
+    for round_number in range(options.rounds + 1):
+        request = random_request(config, options.tiles, round_number)
+        second_request = request.with_other_text(round_number)
         for engine, run in engines.items():
             # Two warm-up requests: Penstock captures a graph when the shape of a step occurs the second time.
-            if not number:
+            if not round_number:
                 run(request, 3)
-                run(random_request(config, options.tiles, -1 - number + 10_000), 3)
+                run(random_request(config, options.tiles, -1 - round_number + 10_000), 3)
                 continue
-            first, total = run(request, options.tokens)
+            first_token_seconds, total_seconds = run(request, options.tokens)
             same_image, _ = run(second_request, 1)
-            figures[engine].append((first, same_image, total))
+            figures[engine].append((first_token_seconds, same_image, total_seconds))
             print(
-                f"round {number}, {engine}: first token {first:.3f} s, "
-                f"with the same image {same_image:.3f} s, all tokens {total:.3f} s"
+                f"round {round_number}, {engine}: first token {first_token_seconds:.3f} s, "
+                f"with the same image {same_image:.3f} s, all tokens {total_seconds:.3f} s"
             )
-        if number and time.monotonic() > deadline:
-            print(f"stopped after {options.seconds:.0f} s: {number} of {options.rounds} rounds")
+        if round_number and time.monotonic() > deadline:
+            print(f"stopped after {options.seconds:.0f} s: {round_number} of {options.rounds} rounds")
             break
     results = {}
     for engine, rounds in figures.items():
-        first, same_image, total = (statistics.median(column) for column in zip(*rounds, strict=True))
+        first_token_seconds, same_image, total_seconds = (
+            statistics.median(column) for column in zip(*rounds, strict=True)
+        )
         results[engine] = {
-            "first_token_s": first,
+            "first_token_s": first_token_seconds,
             "repeated_first_token_s": same_image,
-            "total_s": total,
+            "total_s": total_seconds,
             "rounds": len(rounds),
         }
     return results

@@ -32,32 +32,38 @@ def transformers_4_checkpoint(folder: Path) -> Path:
 
     transformers 4 reads the rotary parameters from other keys than transformers 5.
     """
-    target = folder / "transformers-4"
-    target.mkdir(exist_ok=True)
+    checkpoint_folder = folder / "transformers-4"
+    checkpoint_folder.mkdir(exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
-    text = config["text_config"]
-    rope = text.get("rope_parameters", {})
-    text["rope_theta"] = rope.get("rope_theta", 10000.0)
+    text_config = config["text_config"]
+    rope = text_config.get("rope_parameters", {})
+    text_config["rope_theta"] = rope.get("rope_theta", 10000.0)
     if "mrope_section" in rope:
-        text["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
-    (target / "config.json").write_text(json.dumps(config))
-    weights = target / "model.safetensors"
+        text_config["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
+    (checkpoint_folder / "config.json").write_text(json.dumps(config))
+    weights = checkpoint_folder / "model.safetensors"
     if not weights.exists():
         weights.symlink_to(folder / "model.safetensors")
-    return target
+    return checkpoint_folder
 
 
 def exported_model(folder: Path, encoding: str) -> Path:
     """Return the folder of the exported model. Exports the model if the folder does not exist."""
-    target = folder / f"openvino-{encoding}"
-    if not target.exists():
-        part = folder / f"openvino-{encoding}.part"
+    model_folder = folder / f"openvino-{encoding}"
+    if not model_folder.exists():
+        partial_folder = folder / f"openvino-{encoding}.part"
         source = transformers_4_checkpoint(folder)
         command = [Path(sys.executable).with_name("optimum-cli"), "export", "openvino", "--model", source]
-        command += ["--task", "image-text-to-text", "--weight-format", WEIGHT_FORMATS[encoding], part]
+        command += [
+            "--task",
+            "image-text-to-text",
+            "--weight-format",
+            WEIGHT_FORMATS[encoding],
+            partial_folder,
+        ]
         subprocess.run(list(map(str, command)), check=True, stdout=sys.stderr)
-        part.rename(target)
-    return target
+        partial_folder.rename(model_folder)
+    return model_folder
 
 
 def main() -> None:

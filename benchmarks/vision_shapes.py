@@ -160,15 +160,21 @@ def random_request(config: Mapping[str, Any], num_tiles: int, seed: int) -> Requ
     if is_qwen(config):
         pixels = rng.normal(size=(GRID_SIZE * GRID_SIZE, 6 * 16 * 16)).astype(np.float32)
         num_image_tokens = GRID_SIZE * GRID_SIZE // 4
-        before, after = [IMAGE_TOKEN + 2], [IMAGE_TOKEN + 3]
+        start_tokens, end_tokens = [IMAGE_TOKEN + 2], [IMAGE_TOKEN + 3]
     else:
         size = config["vision_config"]["image_size"]
         pixels = rng.normal(size=(num_tiles, 3, size, size)).astype(np.float32)
         num_image_tokens = num_tiles * (GRID_SIZE // config["scale_factor"]) ** 2
-        before, after = [], []
+        start_tokens, end_tokens = [], []
     words = rng.integers(1, 256, 2 * TEXT_LENGTH).tolist()
     return Request(
-        [*words[:TEXT_LENGTH], *before, *[IMAGE_TOKEN] * num_image_tokens, *after, *words[TEXT_LENGTH:]],
+        [
+            *words[:TEXT_LENGTH],
+            *start_tokens,
+            *[IMAGE_TOKEN] * num_image_tokens,
+            *end_tokens,
+            *words[TEXT_LENGTH:],
+        ],
         pixels,
     )
 

@@ -65,7 +65,7 @@ def generate_codes(voice: Path, texts: list[str], temperature: float, seed: int)
     """
     from penstock import LLM, SamplingParams
 
-    first = make_tokenizer().token_to_id("<|speech_0|>")
+    first_code_id = make_tokenizer().token_to_id("<|speech_0|>")
     params = [
         SamplingParams(temperature=temperature, max_new_tokens=400, seed=seed + index)
         for index in range(len(texts))
@@ -74,7 +74,7 @@ def generate_codes(voice: Path, texts: list[str], temperature: float, seed: int)
         outputs = llm.generate([prompt_text(text) for text in texts], params, use_tqdm=False)
     codes = []
     for output in outputs:
-        numbers = [token - first for token in output.token_ids]
+        numbers = [token - first_code_id for token in output.token_ids]
         is_whole = len(numbers) < 400
         codes.append(
             torch.tensor([number for number in numbers if 0 <= number < 4096] if is_whole else []).long()

@@ -342,14 +342,16 @@ def _values(
         _describe_values(properties[name]) if name in properties else "" for properties in supported_fields
     ]
     if all(descriptions) and len(set(descriptions)) > 1:
-        parts = [f"chat: {descriptions[0]}; completions: {descriptions[1]}"]
+        descriptions_and_reasons = [f"chat: {descriptions[0]}; completions: {descriptions[1]}"]
     else:
-        parts = [next(filter(None, descriptions))] if any(descriptions) else []
+        descriptions_and_reasons = [next(filter(None, descriptions))] if any(descriptions) else []
     for refused_fields in refused:
         if name in refused_fields:
             accepted = _accepted_values(refused_fields[name])
-            parts.append(f"{accepted + ': ' if accepted else ''}{_reason(refused_fields[name])}")
-    return "; ".join(dict.fromkeys(parts))
+            descriptions_and_reasons.append(
+                f"{accepted + ': ' if accepted else ''}{_reason(refused_fields[name])}"
+            )
+    return "; ".join(dict.fromkeys(descriptions_and_reasons))
 
 
 def _describe_values(schema: Mapping[str, Any]) -> str:
@@ -410,13 +412,13 @@ def statuses() -> str:
 def metric_names() -> str:
     """Return the table of metrics of the server's registry and of metrics read from the worker."""
     rows = []
-    found = metrics.Metrics(with_process=False)
+    server_metrics = metrics.Metrics(with_process=False)
     labels = {
         metric._name: metric._labelnames
-        for metric in vars(found).values()
+        for metric in vars(server_metrics).values()
         if isinstance(metric, MetricWrapperBase)
     }
-    for family in found.registry.collect():
+    for family in server_metrics.registry.collect():
         ending = {"counter": "_total", "info": "_info"}.get(family.type, "")
         by = ", ".join(map(code, labels[family.name]))
         rows.append(
@@ -437,21 +439,21 @@ def architectures() -> str:
     encodings: dict[tuple[str, ...], list[str]] = {}
     for architecture in PIPELINE_REGISTRY.architectures:
         text = (importlib.import_module(cast(str, architecture.package)).__doc__ or "").split("\n\n")[0]
-        words = " ".join(text.replace("``", "`").split()).rstrip(".")
-        rows.setdefault((architecture.name, words), []).append(TASKS[architecture.task])
+        description = " ".join(text.replace("``", "`").split()).rstrip(".")
+        rows.setdefault((architecture.name, description), []).append(TASKS[architecture.task])
         encodings.setdefault(tuple(architecture.encodings), []).append(architecture.name)
     gguf_names_text = {name: ", ".join(map(code, names)) for name, names in GGUF_NAMES.items()}
-    parts = [
+    blocks = [
         table(
             "model_type | tasks | models | GGUF",
             (
                 [
                     code(name),
                     ", ".join(task for task in dict.fromkeys(TASKS.values()) if task in tasks),
-                    words,
+                    description,
                     gguf_names_text.get(name, ""),
                 ]
-                for (name, words), tasks in sorted(rows.items())
+                for (name, description), tasks in sorted(rows.items())
             ),
         ),
         "",
@@ -461,12 +463,12 @@ def architectures() -> str:
         ),
     ]
     common_encodings = max(encodings, key=lambda names: len(encodings[names]))
-    parts.append(list_item(f"Encodings for float weights: {', '.join(map(code, common_encodings))}."))
+    blocks.append(list_item(f"Encodings for float weights: {', '.join(map(code, common_encodings))}."))
     for rare_encodings in encodings.keys() - {common_encodings}:
         model_types = ", ".join(map(code, encodings[rare_encodings]))
-        parts.append(list_item(f"{model_types}: only {', '.join(map(code, rare_encodings))}."))
-    parts.append(list_item("GGUF: the name of the family in GGUF files, for text generation."))
-    return "\n".join(parts)
+        blocks.append(list_item(f"{model_types}: only {', '.join(map(code, rare_encodings))}."))
+    blocks.append(list_item("GGUF: the name of the family in GGUF files, for text generation."))
+    return "\n".join(blocks)
 
 
 TASKS = {

@@ -84,13 +84,13 @@ def _run_pairs(
     """Run a warm-up and all pairs of a workload. Returns one row per figure of the workload."""
     pairs: list[list[Result]] = []
     probes: list[dict[str, float]] = []
-    for number in range(comparison.num_pairs + 1):
+    for pair_number in range(comparison.num_pairs + 1):
         prompts = random_prompts(workload, comparison.vocab_size, random)
         machine_speed = comparison.probe()
         results = [runner(prompts) for runner in runners]
         figures = " ".join(f"{value:.4g}" for result in results for value in result.figures.values())
-        comparison.log(f"{workload.name} {number or 'warm-up'}: {figures}")
-        if number:
+        comparison.log(f"{workload.name} {pair_number or 'warm-up'}: {figures}")
+        if pair_number:
             pairs.append(results)
             probes.append(machine_speed)
     return [report_row(workload, figure, pairs, probes) for figure in pairs[0][0].figures]

@@ -32,7 +32,7 @@ def anonymous_bytes(pid: int) -> int:
 
     Shared memory counts once for each process that maps it.
     """
-    total = 0
+    total_bytes = 0
     for tree_pid in process_tree(pid):
         try:
             lines = Path(f"/proc/{tree_pid}/status").read_text().splitlines()
@@ -40,8 +40,8 @@ def anonymous_bytes(pid: int) -> int:
             continue
         for line in lines:
             if line.startswith(("RssAnon:", "RssShmem:")):
-                total += 1024 * int(line.split()[1])
-    return total
+                total_bytes += 1024 * int(line.split()[1])
+    return total_bytes
 
 
 class PeakMemory:

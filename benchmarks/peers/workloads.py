@@ -59,10 +59,12 @@ WORKLOADS: Mapping[str, Workload] = {
             "long", "decode tokens/s at a long context and at 128 tokens, and their ratio", "", 1, 4096, 64
         ),
         Workload("cold", "process start to first token, with a warm page cache", "s", 1, 128, 1, True, True),
-        Workload("memory", "peak anonymous memory: load, decode, prefill", "MB", 1, 1024, 64, True, True),
+        Workload(
+            "memory", "peak anonymous and shared memory: load, decode, prefill", "MB", 1, 1024, 64, True, True
+        ),
     ]
 }
-_SHORT_CONTEXT = WORKLOADS["decode"].prompt_length
+_SHORT_CONTEXT_LENGTH = WORKLOADS["decode"].prompt_length
 
 
 def with_sizes(workload: Workload, *, batch: int, context: int) -> Workload:
@@ -105,7 +107,7 @@ def run_in_new_process(workload: Workload, opener: Opener, prompts: list[list[in
         if workload.name == "cold":
             tokens = engine.generate(prompts, workload.num_new_tokens)["tokens"][0]
             return Result({"": engine.seconds_since_start()}, tokens)
-        engine.generate([prompts[0][:_SHORT_CONTEXT]], workload.num_new_tokens)
+        engine.generate([prompts[0][:_SHORT_CONTEXT_LENGTH]], workload.num_new_tokens)
         tokens = engine.generate(prompts, workload.num_new_tokens)["tokens"][0]
         return Result({"": engine.peak_bytes() / 1e6}, tokens)
 
@@ -124,11 +126,15 @@ def _decoding_speed(workload: Workload, answer: Mapping[str, Any]) -> float:
 def _run_long(workload: Workload, engine: Engine, prompts: list[list[int]]) -> Result:
     """Decode at a long context and at 128 tokens. Returns both speeds, and their ratio as ``share``."""
     speeds = {}
-    for length in (workload.prompt_length, _SHORT_CONTEXT):
+    for length in (workload.prompt_length, _SHORT_CONTEXT_LENGTH):
         answer = engine.generate([prompts[0][:length]], workload.num_new_tokens)
         speeds[length] = _decoding_speed(workload, answer)
-    short, long = speeds[_SHORT_CONTEXT], speeds[workload.prompt_length]
-    figures = {f"at {_SHORT_CONTEXT}": short, f"at {workload.prompt_length}": long, "share": long / short}
+    short, long = speeds[_SHORT_CONTEXT_LENGTH], speeds[workload.prompt_length]
+    figures = {
+        f"at {_SHORT_CONTEXT_LENGTH}": short,
+        f"at {workload.prompt_length}": long,
+        "share": long / short,
+    }
     return Result(figures, answer["tokens"][0])
 
 

@@ -217,15 +217,15 @@ class _Connection(asyncio.Protocol):
             line_end = buffer.find(b"\r\n")
             if line_end < 0:
                 return
-            size = int(bytes(buffer[:line_end]).partition(b";")[0], 16)
-            if len(buffer) < line_end + size + 4:
+            chunk_size = int(bytes(buffer[:line_end]).partition(b";")[0], 16)
+            if len(buffer) < line_end + chunk_size + 4:
                 return
-            if size == 0:
+            if chunk_size == 0:
                 del buffer[: line_end + 4]  # trailers are not supported
                 self._end()
                 return
-            pieces.append((now, bytes(buffer[line_end + 2 : line_end + 2 + size])))
-            del buffer[: line_end + size + 4]
+            pieces.append((now, bytes(buffer[line_end + 2 : line_end + 2 + chunk_size])))
+            del buffer[: line_end + chunk_size + 4]
 
     def _end(self) -> None:
         if self._response.headers.get("connection", "").lower() == "close":

@@ -209,13 +209,13 @@ def write_random_tensors(
         start = end
     text = json.dumps(header).encode()
     generator = torch.Generator().manual_seed(seed)
-    numbers = (0.02 * torch.randn(_NUM_RANDOM_VALUES, generator=generator)).to(DType(dtype).to_torch())
-    ones = torch.ones_like(numbers)
+    random_values = (0.02 * torch.randn(_NUM_RANDOM_VALUES, generator=generator)).to(DType(dtype).to_torch())
+    ones = torch.ones_like(random_values)
     with file.open("wb") as stream:  # written in parts, because the file can be larger than the memory
         stream.write(len(text).to_bytes(8, "little") + text)
         value_index = 0
         for shape in shapes.values():
-            source, remaining = (numbers if len(shape) > 1 else ones), prod(shape)
+            source, remaining = (random_values if len(shape) > 1 else ones), prod(shape)
             while remaining > 0:
                 values = source[value_index : value_index + remaining]
                 stream.write(values.view(torch.uint8).numpy().data)

@@ -264,14 +264,14 @@ class Bench:
     def _step_seconds(self, llm: InstrumentedLLM) -> float:
         """Return the mean seconds of a decode step of one context, without the steps of the first output."""
         count, prompts = self.sizes.new_tokens, self._random_prompts(llm, 1, self.sizes.prompt_length)
-        total = _generation_seconds(llm, prompts, count)
+        total_seconds = _generation_seconds(llm, prompts, count)
         seconds_after_first = perf_counter() - llm.first_time
         if llm is self._llm:
             self._graph_status = llm.pipeline.session.graph_status
         if llm.num_first_tokens < count:
             return seconds_after_first / (count - llm.num_first_tokens)
         # All tokens were returned at once. A second run measures the time to the first token.
-        return max(total - _generation_seconds(llm, prompts, 1), 1e-9) / (count - 1)
+        return max(total_seconds - _generation_seconds(llm, prompts, 1), 1e-9) / (count - 1)
 
     def _time_generation(self, llm: LLM, count: int, length: int, new_tokens: int) -> float:
         return _generation_seconds(llm, self._random_prompts(llm, count, length), new_tokens)

@@ -92,12 +92,12 @@ def command(
 
     with LLM.from_config(config) as llm:
         load_seconds = time.perf_counter() - start
-        kind = cast("EmbeddingsOutput", output_kind or llm.pipeline.outputs[0])
-        check_format(output_format, kind)
+        computed_kind = cast("EmbeddingsOutput", output_kind or llm.pipeline.outputs[0])
+        check_format(output_format, computed_kind)
         begin = time.perf_counter()
         responses = llm.encode(
             inputs,
-            outputs=(kind,),
+            outputs=(computed_kind,),
             prompt_name=prompt_name,
             prompt=prompt,
             pooling=pooling,
@@ -106,7 +106,7 @@ def command(
             truncate=truncate,
         )
         seconds = time.perf_counter() - begin
-    write_outputs(output, output_format, kind, inputs, responses)
+    write_outputs(output, output_format, computed_kind, inputs, responses)
     click.echo(f"penstock: {summary(responses, load_seconds, seconds)}", err=True)
 
 

@@ -57,13 +57,13 @@ def parse_model(text: str) -> ModelFlag:
     memory_text = settings.pop(_MEMORY, None)
     if memory_text is None:
         return ModelFlag(path, settings)
-    size = read_size(memory_text)
-    if isinstance(size, str):
-        size = int(size) if size.isdecimal() else 0
-    if not NUM_BYTES.is_allowed(size):
+    memory_bytes = read_size(memory_text)
+    if isinstance(memory_bytes, str):
+        memory_bytes = int(memory_bytes) if memory_bytes.isdecimal() else 0
+    if not NUM_BYTES.is_allowed(memory_bytes):
         allowed = NUM_BYTES.allowed_values
         raise ConfigError(_MEMORY, f"must be {allowed}, was {memory_text!r} (in --model {text!r})")
-    return ModelFlag(path, settings, size)
+    return ModelFlag(path, settings, memory_bytes)
 
 
 def model_configs(
@@ -128,7 +128,7 @@ def served_models(
     from penstock.assembly import load_serving_tokenizer
     from penstock.serve.models.registry import ServedModel
 
-    sizes = [
+    memory_sizes = [
         flag.memory or estimate_memory(model_config)
         for flag, model_config in zip(models, configs, strict=True)
     ]
@@ -139,7 +139,7 @@ def served_models(
             load_tokenizer=partial(load_serving_tokenizer, model_config),
             memory=size,
         )
-        for number, (model_config, size) in enumerate(zip(configs, sizes, strict=True))
+        for number, (model_config, size) in enumerate(zip(configs, memory_sizes, strict=True))
     ]
 
 

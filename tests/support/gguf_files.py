@@ -191,14 +191,14 @@ def write_and_close(writer: GGUFWriter) -> None:
 def add_metadata(writer: GGUFWriter, metadata: Mapping[str, Any]) -> None:
     """Add metadata with the value types that GGUF converters use."""
     for key, value in metadata.items():
-        kind = {
+        value_type = {
             bool: GGUFValueType.BOOL,
             int: GGUFValueType.UINT32,
             float: GGUFValueType.FLOAT32,
             str: GGUFValueType.STRING,
             list: GGUFValueType.ARRAY,
         }[type(value)]
-        writer.add_key_value(key, value, kind)
+        writer.add_key_value(key, value, value_type)
 
 
 def add_config(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
@@ -305,8 +305,8 @@ def convert_tensors(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) ->
         if ".act_fn" in module:
             continue  # stored as metadata
         if ".experts." in module:
-            _, number, expert_module = module.rsplit(".", 2)
-            stacked.setdefault(f"blk.{layer}.{_EXPERTS[expert_module]}.weight", {})[int(number)] = tensor
+            _, index, expert_module = module.rsplit(".", 2)
+            stacked.setdefault(f"blk.{layer}.{_EXPERTS[expert_module]}.weight", {})[int(index)] = tensor
             continue
         # StableLM can have a norm for each head
         if match := re.fullmatch(r"self_attn\.([qk])_layernorm\.norms\.(\d+)", module):
@@ -325,7 +325,7 @@ def convert_tensors(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) ->
             tensor = tensor.T.contiguous()
         result[f"blk.{layer}.{module_names[module]}.{suffix}"] = tensor
     for name, matrices in stacked.items():
-        result[name] = torch.stack([matrices[number] for number in range(len(matrices))])
+        result[name] = torch.stack([matrices[index] for index in range(len(matrices))])
     return result
 
 

@@ -83,13 +83,13 @@ def animal(rng: random.Random) -> Pair:
     """Ask for the sound, the food, the home or the young of an animal."""
     name, (says, young, eats, home) = rng.choice(list(ANIMAL_FACTS.items()))
     section = pick(rng, ["animal says", "animal young", "animal eats", "animal home", "animal"])
-    many = name if name == "sheep" else plural(name)
+    plural_name = name if name == "sheep" else plural(name)
     return ask(
         rng,
         section,
         name=name,
         an=with_article(name),
-        many=many,
+        many=plural_name,
         says=says,
         a_young=with_article(young),
         eats=eats,

@@ -24,16 +24,16 @@ def split_alternatives(text: str) -> list[str]:
 @functools.cache
 def read_sections(name: str) -> dict[str, list[str]]:
     """Return the logical lines of each section of ``texts/<name>.txt``."""
-    found: dict[str, list[str]] = {}
+    sections: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in (FOLDER / f"{name}.txt").read_text().splitlines():
         if line.startswith("["):
-            lines = found.setdefault(line.strip("[]"), [])
+            lines = sections.setdefault(line.strip("[]"), [])
         elif line.startswith(" "):
             lines[-1] += f" {line.strip()}"
         elif line and not line.startswith("#"):
             lines.append(line)
-    return found
+    return sections
 
 
 def parse_exchange(line: str) -> Exchange:

@@ -124,13 +124,13 @@ class Packer:
 
     def _encode_documents(self) -> Iterator[Row]:
         """Yield the ids and weights of the documents of this part of the split."""
-        seen: set[str] = set()
+        seen_texts: set[str] = set()
         for document in make_documents(self.seed, 100_000_000):
             text = self._template.render(document)
-            if is_held_out(text) != self.held_out or text in seen:
+            if is_held_out(text) != self.held_out or text in seen_texts:
                 continue
             if self.distinct:
-                seen.add(text)
+                seen_texts.add(text)
             yield self.encoder.encode(text, is_odd=document.kind == "odd text")
 
     def row(self, length: int) -> Row:
@@ -141,14 +141,14 @@ class Packer:
         The last document is cut at the end of the row, and its rest is dropped. Therefore no row begins in
         the middle of a document, and no position is unused.
         """
-        parts: list[Row] = []
+        document_parts: list[Row] = []
         remaining = length + 1
         while remaining > 0:
             ids, weights = next(self._documents)
             self.num_documents += 1
-            parts.append((ids[:remaining], weights[:remaining]))
+            document_parts.append((ids[:remaining], weights[:remaining]))
             remaining -= len(ids)
-        all_ids, all_weights = zip(*parts, strict=True)
+        all_ids, all_weights = zip(*document_parts, strict=True)
         return np.concatenate(all_ids), np.concatenate(all_weights)
 
     def batch(self, rows: int, length: int) -> Row:

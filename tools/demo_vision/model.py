@@ -141,17 +141,22 @@ class DemoVision(nn.Module):
         state[f"{tower}.embeddings.position_embedding.weight"] = self.positions
         for index, block in enumerate(self.blocks):
             layer = f"{tower}.encoder.layers.{index}"
-            for kind in ("weight", "bias"):
-                for name, part in zip("qkv", getattr(block.qkv, kind).chunk(3), strict=True):
-                    state[f"{layer}.self_attn.{name}_proj.{kind}"] = part
-                parts = {
+            for parameter_name in ("weight", "bias"):
+                for name, tensor_or_module in zip(
+                    "qkv", getattr(block.qkv, parameter_name).chunk(3), strict=True
+                ):
+                    state[f"{layer}.self_attn.{name}_proj.{parameter_name}"] = tensor_or_module
+                modules = {
                     "layer_norm1": block.norm1,
                     "self_attn.out_proj": block.out,
                     "layer_norm2": block.norm2,
                     "mlp.fc1": block.fc1,
                     "mlp.fc2": block.fc2,
                 }
-                state |= {f"{layer}.{name}.{kind}": getattr(part, kind) for name, part in parts.items()}
+                state |= {
+                    f"{layer}.{name}.{parameter_name}": getattr(tensor_or_module, parameter_name)
+                    for name, tensor_or_module in modules.items()
+                }
         state[f"{tower}.post_layernorm.weight"] = self.norm.weight
         state[f"{tower}.post_layernorm.bias"] = self.norm.bias
         state["model.connector.modality_projection.proj.weight"] = self.connector.weight

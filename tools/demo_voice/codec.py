@@ -166,9 +166,11 @@ def train_codec(codec: Codec, speech: Sequence[Tensor], steps: int, *, decoder_o
             ends at 2 % of its peak, and otherwise at 51 %.
         seed: the seed that selects excerpts of the speech.
     """
-    peak = 5e-4 if decoder_only else 1e-3
+    peak_learning_rate = 5e-4 if decoder_only else 1e-3
     trained = codec.decoder if decoder_only else codec
-    optimizer = torch.optim.AdamW(trained.parameters(), lr=peak, betas=(0.8, 0.99), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(
+        trained.parameters(), lr=peak_learning_rate, betas=(0.8, 0.99), weight_decay=0.01
+    )
     schedule_steps = steps if decoder_only else 2 * steps
     rng = random.Random(seed)
     stream = torch.cat([nn.functional.pad(samples, (0, -len(samples) % HOP)) for samples in speech])
@@ -177,7 +179,7 @@ def train_codec(codec: Codec, speech: Sequence[Tensor], steps: int, *, decoder_o
         decay = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / schedule_steps))
         factor = min(1.0, (step + 1) / 100) * decay
         for group in optimizer.param_groups:
-            group["lr"] = peak * factor
+            group["lr"] = peak_learning_rate * factor
         starts = [rng.randrange(len(stream) - segment_size) for _ in range(_BATCH_SIZE)]
         samples = torch.stack([stream[start : start + segment_size] for start in starts])
         samples = samples * torch.empty(_BATCH_SIZE, 1).uniform_(0.7, 1.1)

@@ -120,9 +120,9 @@ def train_language_model(
         repeated_rows: further rows, which are not held out.
     """
     rng = random.Random(seed)
-    order = list(rows)
-    rng.shuffle(order)
-    held_out, order = order[:_NUM_HELD_OUT], [*order[_NUM_HELD_OUT:], *repeated_rows]
+    training_rows = list(rows)
+    rng.shuffle(training_rows)
+    held_out, training_rows = training_rows[:_NUM_HELD_OUT], [*training_rows[_NUM_HELD_OUT:], *repeated_rows]
     optimizer = make_optimizer(model, peak_learning_rate)
     started, step, average, batches = time.perf_counter(), 0, 0.0, []
     while (seconds := time.perf_counter() - started) < 60 * minutes:
@@ -131,7 +131,9 @@ def train_language_model(
             group["lr"] = learning_rate(fraction, peak_learning_rate)
         if not batches:
             is_early = not repeated_rows and fraction < _SHORT_ROW_TIME
-            batches = _epoch([row for row in order if not is_early or len(row[1]) < _MAX_SHORT_ROW], rng)
+            batches = _epoch(
+                [row for row in training_rows if not is_early or len(row[1]) < _MAX_SHORT_ROW], rng
+            )
         loss = batch_loss(model, batches.pop())
         optimizer.zero_grad(set_to_none=True)
         loss.backward()

@@ -204,21 +204,21 @@ class Cluster:
         begin = _WARM_UP_FRACTION * last_begin
         arrived_turns = [outcome for outcome in self.outcomes if begin <= outcome.arrival_time <= last_begin]
         ended_turns = [outcome for outcome in self.outcomes if begin <= outcome.end_time <= last_begin]
-        span, num_workers = last_begin - begin, len(self._workers)
+        measured_seconds, num_workers = last_begin - begin, len(self._workers)
         num_prompt_tokens = sum(outcome.num_prompt_tokens for outcome in arrived_turns)
         return ClusterReport(
             num_workers=num_workers,
             policy=self._policy,
             num_requests=len(arrived_turns),
-            requests_per_second=len(ended_turns) / span,
-            tokens_per_second=sum(outcome.num_new_tokens for outcome in ended_turns) / span,
+            requests_per_second=len(ended_turns) / measured_seconds,
+            tokens_per_second=sum(outcome.num_new_tokens for outcome in ended_turns) / measured_seconds,
             first_token_latency=_percentiles(
                 [outcome.first_token_time - outcome.arrival_time for outcome in arrived_turns]
             ),
             latency=_percentiles([outcome.end_time - outcome.arrival_time for outcome in arrived_turns]),
             hit_rate=sum(outcome.num_cached_tokens for outcome in arrived_turns) / num_prompt_tokens,
-            worker_utilization=workers_busy / span / num_workers,
-            router_utilization=router_busy / span,
+            worker_utilization=workers_busy / measured_seconds / num_workers,
+            router_utilization=router_busy / measured_seconds,
             router_wait=float(np.percentile(self._router_thread.wait_seconds, 99)),
         )
 

@@ -95,16 +95,16 @@ class StepCostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Raises:
             InputError: all steps have the same number of tokens, or there are no steps.
         """
-        sizes = sorted({shape.num_tokens for shape, _ in steps})
-        rows = np.zeros((len(steps), len(sizes) + 3))  # [N, table entries + 3]
+        token_counts = sorted({shape.num_tokens for shape, _ in steps})
+        rows = np.zeros((len(steps), len(token_counts) + 3))  # [N, table entries + 3]
         for row, (shape, seconds) in zip(rows, steps, strict=True):
-            row[sizes.index(shape.num_tokens)] = 1 / seconds
+            row[token_counts.index(shape.num_tokens)] = 1 / seconds
             row[-3] = shape.num_sequences / seconds
             row[-2] = shape.num_pairs / seconds
             row[-1] = shape.num_keys / seconds
         coefficients = non_negative_least_squares(rows, np.ones(len(steps)))
         table = np.maximum.accumulate(coefficients[:-3])  # measurement noise could make the table decrease
-        return cls(sizes, table.tolist(), *map(float, coefficients[-3:]))
+        return cls(token_counts, table.tolist(), *map(float, coefficients[-3:]))
 
 
 class RouterCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -46,7 +46,7 @@ def measure_steps(config: PipelineConfig, *, repeats: int = 5) -> tuple[StepCost
     pipeline = load_pipeline(config, tokenizer)
     try:
         plan = pipeline.memory_plan
-        limits = WorkerLimits(
+        worker_limits = WorkerLimits(
             plan.max_length,
             plan.max_batch_size,
             plan.max_batch_input_tokens,
@@ -62,12 +62,12 @@ def measure_steps(config: PipelineConfig, *, repeats: int = 5) -> tuple[StepCost
             pass
         scheduler = load_scheduler(config, pipeline)
         vocab_size = config.model.huggingface_config.vocabulary_size
-        steps = [*_measure_prompts(scheduler, limits, vocab_size, repeats)]
-        steps += _measure_last_chunks(scheduler, limits, vocab_size, repeats)
-        steps += _measure_decode_steps(scheduler, limits, vocab_size, repeats)
+        steps = [*_measure_prompts(scheduler, worker_limits, vocab_size, repeats)]
+        steps += _measure_last_chunks(scheduler, worker_limits, vocab_size, repeats)
+        steps += _measure_decode_steps(scheduler, worker_limits, vocab_size, repeats)
     finally:
         pipeline.close()
-    return StepCostTable.fitted(steps), limits
+    return StepCostTable.fitted(steps), worker_limits
 
 
 def _measure_prompts(
