@@ -87,15 +87,15 @@ def neucodec_decoders(folder: Path, session: InferenceSession, seconds: float) -
     return decoders, len(frames) / 50
 
 
-def _decode_in_chunks(codec: AudioCodec, frames: Tensor, frames_per_step: int) -> None:
-    """Decode a stream that grows by ``frames_per_step`` frames at a time."""
+def _decode_in_chunks(codec: AudioCodec, frames: Tensor, frames_per_chunk: int) -> None:
+    """Decode a stream that grows by ``frames_per_chunk`` frames at a time."""
     num_decoded = 0
     # The codec caches decoded windows. A cache filled by the previous run would make this run too fast.
     vars(codec).get("_cache", {}).clear()
-    for num_frames in (*range(frames_per_step, len(frames), frames_per_step), len(frames)):
+    for num_frames in (*range(frames_per_chunk, len(frames), frames_per_chunk), len(frames)):
         ended = num_frames == len(frames)
         num_ready = codec.ready_frames(num_frames, ended=ended)
-        if num_ready > num_decoded and (ended or num_ready - num_decoded >= frames_per_step):
+        if num_ready > num_decoded and (ended or num_ready - num_decoded >= frames_per_chunk):
             codec.decode_chunks([codec.chunk(frames[:num_frames], num_decoded, num_ready, ended=ended)])
             num_decoded = num_ready
 

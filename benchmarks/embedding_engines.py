@@ -200,15 +200,17 @@ def mean_embeddings(hidden: np.ndarray, feed: Mapping[str, np.ndarray]) -> np.nd
     return pooled / np.linalg.norm(pooled, axis=1, keepdims=True)
 
 
-def restore_text_order(batches: Sequence[Sequence[int]], embeddings: Any, count: int) -> np.ndarray:  # [n, E]
+def restore_text_order(
+    batches: Sequence[Sequence[int]], embeddings: Any, num_texts: int
+) -> np.ndarray:  # [n, E]
     """Return the embeddings of all batches in the order of the texts.
 
     Args:
         batches: for each batch, the indices of its texts.
         embeddings: for each batch, the embeddings of its texts.
-        count: the number of texts.
+        num_texts: the number of texts.
     """
-    ordered: list[Any] = [None] * count
+    ordered: list[Any] = [None] * num_texts
     for indices, rows in zip(batches, embeddings, strict=True):
         for i, row in zip(indices, rows, strict=True):
             ordered[i] = row

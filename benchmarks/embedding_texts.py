@@ -36,16 +36,16 @@ NUMBERS_OF_WORDS = (1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233)
 """Numbers of words in the texts of `make_texts_of_all_kinds`."""
 
 
-def make_texts(count: int, shortest: int, longest: int, seed: int) -> list[str]:
-    """Return ``count`` random English texts of ``shortest`` to ``longest`` tokens.
+def make_texts(num_texts: int, shortest: int, longest: int, seed: int) -> list[str]:
+    """Return ``num_texts`` random English texts of ``shortest`` to ``longest`` tokens.
 
     The lengths are uniformly distributed and include the two special tokens. A word is about one token.
     """
     rng = random.Random(seed)
-    return [" ".join(rng.choices(WORDS, k=rng.randint(shortest, longest) - 2)) for _ in range(count)]
+    return [" ".join(rng.choices(WORDS, k=rng.randint(shortest, longest) - 2)) for _ in range(num_texts)]
 
 
-def make_texts_of_all_kinds(count: int, seed: int) -> list[str]:
+def make_texts_of_all_kinds(num_texts: int, seed: int) -> list[str]:
     """Return random texts whose lengths are `NUMBERS_OF_WORDS` in turn.
 
     Every fifth text mixes words of all kinds of `WORDS_BY_TEXT_KIND`. The four texts before it have words of
@@ -54,7 +54,7 @@ def make_texts_of_all_kinds(count: int, seed: int) -> list[str]:
     rng = random.Random(seed)
     words_by_kind = [words.split() for words in WORDS_BY_TEXT_KIND.values()]
     texts = []
-    for i in range(count):
+    for i in range(num_texts):
         num_words = NUMBERS_OF_WORDS[i % len(NUMBERS_OF_WORDS)]
         words_of_one_kind = words_by_kind[(i // len(NUMBERS_OF_WORDS) + i) % len(words_by_kind)]
         if i % 5 == 4:

@@ -71,19 +71,19 @@ async def times_to_first_token(client: httpx.AsyncClient, first_number: int, cou
     return seconds
 
 
-async def send_many_choices(client: httpx.AsyncClient, choices: int, counts: list[int]) -> None:
+async def send_many_choices(client: httpx.AsyncClient, num_choices: int, token_counts: list[int]) -> None:
     """Send requests with many choices one after another, until the task is cancelled.
 
-    Appends the number of generated tokens of each request to ``counts``.
+    Appends the number of generated tokens of each request to ``token_counts``.
     """
-    body = {"prompt": "Once upon a time", "n": choices, "max_tokens": 300, "ignore_eos": True}
+    body = {"prompt": "Once upon a time", "n": num_choices, "max_tokens": 300, "ignore_eos": True}
     while True:
         response = await client.post("/v1/completions", json=body)
         response.raise_for_status()
-        counts.append(response.json()["usage"]["completion_tokens"])
+        token_counts.append(response.json()["usage"]["completion_tokens"])
 
 
-async def measure(url: str, choices: int, requests: int) -> None:
+async def measure(url: str, num_choices: int, num_requests: int) -> None:
     """Measure the second client without and with requests of the first client, and print both times."""
     async with (
         httpx.AsyncClient(base_url=url, timeout=600.0) as first_client,
@@ -92,18 +92,18 @@ async def measure(url: str, choices: int, requests: int) -> None:
         while (await second_client.get("/ready")).status_code != 200:
             await asyncio.sleep(0.1)
         await times_to_first_token(second_client, 0, 5)
-        times_alone = await times_to_first_token(second_client, 100, requests)
+        times_alone = await times_to_first_token(second_client, 100, num_requests)
         counts: list[int] = []
-        task = asyncio.create_task(send_many_choices(first_client, choices, counts))
+        task = asyncio.create_task(send_many_choices(first_client, num_choices, counts))
         start = time.perf_counter()
         await asyncio.sleep(1.5)
-        times_with_choices = await times_to_first_token(second_client, 10_000, requests)
+        times_with_choices = await times_to_first_token(second_client, 10_000, num_requests)
         while not counts and not task.done():
             await asyncio.sleep(0.1)
         speed = sum(counts) / (time.perf_counter() - start)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-    for name, seconds in (("alone", times_alone), (f"with {choices} choices", times_with_choices)):
+    for name, seconds in (("alone", times_alone), (f"with {num_choices} choices", times_with_choices)):
         p90 = statistics.quantiles(seconds, n=10)[-1]
         print(f"{name}: median {statistics.median(seconds) * 1e3:.1f} ms, p90 {p90 * 1e3:.1f} ms")
     ratio = statistics.median(times_with_choices) / statistics.median(times_alone)

@@ -81,43 +81,45 @@ class RandomRouting:
         return self._random.choice(ready)
 
 
-def greedy_context(name: str, tokens: Sequence[int], new_tokens: int = 16) -> TextContext:
+def greedy_context(request_id: str, tokens: Sequence[int], num_new_tokens: int = 16) -> TextContext:
     """Return the context of a request with greedy sampling."""
     return TextContext(
         prompt="",
-        max_length=len(tokens) + new_tokens,
+        max_length=len(tokens) + num_new_tokens,
         tokens=np.array(tokens, np.int64),
         ignore_eos=True,
         sampling_params=SamplingParams(temperature=0.0),
-        request_id=name,
+        request_id=request_id,
     )
 
 
 # -- Decisions -------------------------------------------------------------------------------------------
 
 
-def measure_decisions(num_workers: int, num_prefixes: int, length: int, count: int) -> tuple[float, float]:
+def measure_decisions(
+    num_workers: int, num_prefixes: int, prompt_length: int, num_requests: int
+) -> tuple[float, float]:
     """Return the decisions per second without and with the computation of block digests.
 
     Args:
         num_workers: number of fake workers.
         num_prefixes: number of prefixes. Each prompt begins with a random one of these prefixes. An eighth of
             the workers, at least one, has a prefix cached.
-        length: number of prompt tokens. Three quarters of the prompt are the prefix.
-        count: number of requests.
+        prompt_length: number of prompt tokens. Three quarters of the prompt are the prefix.
+        num_requests: number of requests.
     """
     rng = random.Random(0)
     workers = [IdleWorker() for _ in range(num_workers)]
     router = WorkerRouter(workers)  # type: ignore[arg-type]
-    prefixes = [[rng.randrange(1000) for _ in range(length * 3 // 4)] for _ in range(num_prefixes)]
+    prefixes = [[rng.randrange(1000) for _ in range(prompt_length * 3 // 4)] for _ in range(num_prefixes)]
     for prefix in prefixes:
         for worker in rng.sample(workers, max(1, num_workers // 8)):
             worker.listener(
                 0, [BlocksStored(prompt_digests(greedy_context("", prefix), WORKER_INFO), None, [])]
             )
     contexts = []
-    for number in range(count):
-        suffix = [rng.randrange(1000) for _ in range(length - length * 3 // 4)]
+    for number in range(num_requests):
+        suffix = [rng.randrange(1000) for _ in range(prompt_length - prompt_length * 3 // 4)]
         contexts.append(greedy_context(str(number), rng.choice(prefixes) + suffix))
     digests_by_request = {context.request_id: prompt_digests(context, WORKER_INFO) for context in contexts}
     active_generations: deque[Generation] = deque()
@@ -131,7 +133,7 @@ def measure_decisions(num_workers: int, num_prefixes: int, length: int, count: i
         seconds = time.process_time() - begin
         while active_generations:
             active_generations.pop().add(TextResult("", [], END_OF_SEQUENCE))
-        return count / seconds
+        return num_requests / seconds
 
     with patch(
         "penstock.worker.router.prompt_digests", lambda context, info: digests_by_request[context.request_id]
@@ -225,7 +227,7 @@ async def run_requests(
         await engine.stop(0)
 
 
-def mixed_contexts(count: int, vocab_size: int) -> list[TextContext]:
+def mixed_contexts(num_requests: int, vocab_size: int) -> list[TextContext]:
     """Return requests of mixed lengths without shared prefixes."""
     rng = random.Random(1)
     return [
@@ -234,11 +236,11 @@ def mixed_contexts(count: int, vocab_size: int) -> list[TextContext]:
             [rng.randrange(3, vocab_size) for _ in range(rng.choice((16, 64, 128, 512)))],
             rng.choice((8, 32, 64)),
         )
-        for number in range(count)
+        for number in range(num_requests)
     ]
 
 
-def prefix_contexts(count: int, vocab_size: int, seed: int = 2) -> list[TextContext]:
+def prefix_contexts(num_requests: int, vocab_size: int, seed: int = 2) -> list[TextContext]:
     """Return requests that begin with one of 8 prefixes of 768 tokens. The seed determines the prefixes."""
     rng = random.Random(seed)
     prefixes = [[rng.randrange(3, vocab_size) for _ in range(768)] for _ in range(8)]
@@ -248,7 +250,7 @@ def prefix_contexts(count: int, vocab_size: int, seed: int = 2) -> list[TextCont
             rng.choice(prefixes) + [rng.randrange(3, vocab_size) for _ in range(32)],
             8,
         )
-        for number in range(count)
+        for number in range(num_requests)
     ]
 
 
@@ -257,9 +259,9 @@ def make_config(model: str, **settings: Any) -> PipelineConfig:
     return PipelineConfig.from_flat({"model_path": model, "kv_cache_memory": "256MiB", **settings})
 
 
-def report_workers(model: str, count: int) -> None:
+def report_workers(model: str, num_requests: int) -> None:
     """Measure one worker with two threads and two workers with one thread each, and print both."""
-    contexts = mixed_contexts(count, make_config(model).model.huggingface_config.vocabulary_size)
+    contexts = mixed_contexts(num_requests, make_config(model).model.huggingface_config.vocabulary_size)
     for name, settings in {
         "1 worker of 2 threads": {"num_threads": 2},
         "2 workers of 1 thread": {"data_parallel_size": 2, "num_threads": 1},
@@ -269,21 +271,21 @@ def report_workers(model: str, count: int) -> None:
             print(f"{name}, {concurrency} at once: {result}", flush=True)
 
 
-def prefix_rounds(model: str, count: int, num_rounds: int) -> list[list[TextContext]]:
-    """Return rounds of ``count`` requests with shared prefixes. Each round has new prefixes."""
+def prefix_rounds(model: str, num_requests: int, num_rounds: int) -> list[list[TextContext]]:
+    """Return rounds of ``num_requests`` requests with shared prefixes. Each round has new prefixes."""
     vocab_size = make_config(model).model.huggingface_config.vocabulary_size
-    return [prefix_contexts(count, vocab_size, 2 + number) for number in range(num_rounds)]
+    return [prefix_contexts(num_requests, vocab_size, 2 + number) for number in range(num_rounds)]
 
 
-def report_prefixes(model: str, count: int, num_rounds: int, memory: str) -> None:
+def report_prefixes(model: str, num_requests: int, num_rounds: int, kv_cache_memory: str) -> None:
     """Measure prefix-aware, least loaded and random routing over two workers, and print each."""
-    config = make_config(model, data_parallel_size=2, num_threads=1, kv_cache_memory=memory)
+    config = make_config(model, data_parallel_size=2, num_threads=1, kv_cache_memory=kv_cache_memory)
     for name, policy in {
         "prefix-aware": None,
         "least loaded": LeastLoaded,
         "random": lambda: RandomRouting(0),
     }.items():
-        rounds = prefix_rounds(model, count, num_rounds)
+        rounds = prefix_rounds(model, num_requests, num_rounds)
         print(f"{name}: {asyncio.run(run_requests(config, policy, rounds, 4))}", flush=True)
 
 
@@ -339,7 +341,9 @@ async def run_streams(url: str, rounds: Sequence[Sequence[TextContext]], concurr
     return result
 
 
-def report_ray(model: str, count: int, num_rounds: int, memory: str, measure_ray_first: bool) -> None:
+def report_ray(
+    model: str, num_requests: int, num_rounds: int, kv_cache_memory: str, measure_ray_first: bool
+) -> None:
     """Measure Penstock's router and Ray Serve's default router over two replicas, and print both."""
     import ray
     from ray import serve
@@ -348,8 +352,8 @@ def report_ray(model: str, count: int, num_rounds: int, memory: str, measure_ray
     from penstock.ray import build_app
     from penstock.ray.deployment import ROUTER
 
-    rounds = prefix_rounds(model, count, num_rounds)
-    settings = {"model_path": model, "ray_min_replicas": 2, "ray_cpus": 1, "kv_cache_memory": memory}
+    rounds = prefix_rounds(model, num_requests, num_rounds)
+    settings = {"model_path": model, "ray_min_replicas": 2, "ray_cpus": 1, "kv_cache_memory": kv_cache_memory}
     ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

@@ -97,8 +97,8 @@ async def run_load(client: httpx.AsyncClient, server_pid: int, arguments: argpar
     outcomes: Counter[str] = Counter()
     rows: list[tuple[int, int, int, int, int]] = []
 
-    async def run_client(number: int) -> None:
-        rng = Random(number)
+    async def run_client(client_index: int) -> None:
+        rng = Random(client_index)
         while time.monotonic() < end:
             outcomes[await send(client, rng)] += 1
 

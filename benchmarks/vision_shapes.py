@@ -162,8 +162,8 @@ def random_request(config: Mapping[str, Any], num_tiles: int, seed: int) -> Requ
         num_image_tokens = GRID_SIZE * GRID_SIZE // 4
         start_tokens, end_tokens = [IMAGE_TOKEN + 2], [IMAGE_TOKEN + 3]
     else:
-        size = config["vision_config"]["image_size"]
-        pixels = rng.normal(size=(num_tiles, 3, size, size)).astype(np.float32)
+        image_size = config["vision_config"]["image_size"]
+        pixels = rng.normal(size=(num_tiles, 3, image_size, image_size)).astype(np.float32)
         num_image_tokens = num_tiles * (GRID_SIZE // config["scale_factor"]) ** 2
         start_tokens, end_tokens = [], []
     words = rng.integers(1, 256, 2 * TEXT_LENGTH).tolist()

@@ -191,16 +191,16 @@ class Trainer:
         (out / "chat_template.jinja").write_text(TEMPLATE)
 
 
-def processor_config(size: int) -> dict[str, Any]:
+def processor_config(image_size: int) -> dict[str, Any]:
     """Return the configuration of SmolVLM's image processor for images of one tile."""
     return {
         "image_processor_type": "SmolVLMImageProcessor",
         "do_convert_rgb": True,
         "do_resize": True,
-        "size": {"longest_edge": size},
+        "size": {"longest_edge": image_size},
         "resample": 1,
         "do_image_splitting": False,
-        "max_image_size": {"longest_edge": size},
+        "max_image_size": {"longest_edge": image_size},
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,

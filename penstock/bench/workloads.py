@@ -40,8 +40,8 @@ WORKLOADS = {
     "batch": "several concurrent prompts: output tokens per second over the whole run",
     "start": "a new process, with its files in the page cache: seconds from its start to the first token",
     "memory": "a new process: peak of its anonymous memory (without mapped files) until the first token",
-    "step": "one decode step; Python: the step time minus the time of its compiled kernels, or, if the step"
-    " is not compiled, the step time of a narrow model with the same layers",
+    "step": "one decode step; Python: the step time minus the time of the step's compiled kernels, or, if the"
+    " step is not compiled, the step time of a tiny model with the same number and types of layers",
 }
 """Name -> description of the measurement."""
 

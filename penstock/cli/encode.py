@@ -50,7 +50,7 @@ POOLINGS = ("cls", "mean", "max", "mean_sqrt_len", "weighted_mean", "last_token"
 @click.option(
     "--dimensions",
     type=click.IntRange(min=1),
-    help="Keep this many leading dimensions of the embeddings; the model must be trained for shortening.",
+    help="Keep this many leading dimensions of the embeddings; needs a Matryoshka embeddings model.",
 )
 @click.option(
     "--normalize/--no-normalize",

@@ -2,7 +2,7 @@
 
 Usage: ``python fake_engine.py [FAULT]``. FAULT is one of:
 
-- "dies": the engine exits at the first request.
+- "dies": the engine exits at the first request to generate.
 - "short": answers have one token less than requested.
 - "large": a child process holds 32 MiB.
 - "child": a child process does not end by itself.

@@ -163,20 +163,20 @@ class DemoVision(nn.Module):
         return {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in state.items()}
 
 
-def smolvlm_config(tower: TowerShape, text: Shape, image_token: int, end: int) -> dict[str, Any]:
+def smolvlm_config(tower: TowerShape, text: Shape, image_token_id: int, end_token_id: int) -> dict[str, Any]:
     """Return the ``config.json`` of a ``SmolVLMForConditionalGeneration``."""
     llama = text.to_llama_config()
     for name in ("architectures", "torch_dtype", "use_cache", "bos_token_id"):
         llama.pop(name)
-    llama |= {"eos_token_id": end, "pad_token_id": end}
+    llama |= {"eos_token_id": end_token_id, "pad_token_id": end_token_id}
     return {
         "architectures": ["SmolVLMForConditionalGeneration"],
         "model_type": "smolvlm",
-        "image_token_id": image_token,
+        "image_token_id": image_token_id,
         "scale_factor": tower.scale,
         "tie_word_embeddings": True,
-        "eos_token_id": end,
-        "pad_token_id": end,
+        "eos_token_id": end_token_id,
+        "pad_token_id": end_token_id,
         "dtype": "bfloat16",
         "text_config": llama,
         "vision_config": {

@@ -112,10 +112,10 @@ def _measure_decode_steps(
     """
     for length in CONTEXT_LENGTHS:
         blocks = -(-(length + 2 * repeats) // limits.block_size)
-        for count in BATCH_SIZES:
-            if count > limits.max_batch_size or count * (blocks + 1) > limits.num_blocks:
+        for batch_size in BATCH_SIZES:
+            if batch_size > limits.max_batch_size or batch_size * (blocks + 1) > limits.num_blocks:
                 continue
-            contexts = _submit(scheduler, count, length, 2 * repeats, vocab_size)
+            contexts = _submit(scheduler, batch_size, length, 2 * repeats, vocab_size)
             while any(not len(context.generated_tokens) for context in contexts):
                 scheduler.step()
             _time_step(scheduler)
@@ -128,20 +128,20 @@ def _measure_decode_steps(
 
 
 def _submit(
-    scheduler: AnyScheduler, count: int, length: int, num_new_tokens: int, vocab_size: int
+    scheduler: AnyScheduler, num_requests: int, prompt_length: int, num_new_tokens: int, vocab_size: int
 ) -> Sequence[TextContext]:
     """Submit greedy requests with random prompts, and return their contexts."""
-    generator = np.random.default_rng(length)
+    generator = np.random.default_rng(prompt_length)
     contexts = [
         TextContext(
             prompt="",
-            max_length=length + num_new_tokens,
-            tokens=generator.integers(0, vocab_size, length),
+            max_length=prompt_length + num_new_tokens,
+            tokens=generator.integers(0, vocab_size, prompt_length),
             ignore_eos=True,
             sampling_params=SamplingParams(temperature=0.0),
             request_id=uuid4().hex,
         )
-        for _ in range(count)
+        for _ in range(num_requests)
     ]
     for context in contexts:
         scheduler.submit(context)
