@@ -317,7 +317,7 @@ def prompts(shape: dict[str, int], num_prompts: int, prompt_length: int, seed: i
 
 
 def bytes_per_step(llm: LLM, shape: dict[str, int], context_length: int) -> float:
-    """Return the bytes that a decode step reads from weights, LM head and ``context_length`` cached tokens."""
+    """Return the bytes that a decode step reads: weights, LM head, and ``context_length`` cached tokens."""
     head_size = (shape["vocab_size"], shape["hidden_size"])
     encoding = encoding_named(llm.config.model.encoding)
     head_bytes = encoding_named(encoding.for_layer("head", *head_size)).num_bytes(*head_size)
