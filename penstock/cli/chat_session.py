@@ -69,7 +69,7 @@ class ChatSession:
 
         Raises:
             InputError: the command is unknown, has wrong arguments or fails.
-            PenstockError: the question cannot be answered; it is removed from the conversation.
+            PenstockError: the question cannot be answered. The question is removed from the conversation.
         """
         if not line.startswith("/"):
             self.ask(line)
@@ -103,7 +103,7 @@ class ChatSession:
         return True
 
     def ask(self, question: str) -> None:
-        """Print the answer to a question. Ctrl-C ends the answer; the printed part is kept."""
+        """Print the answer to a question. After Ctrl-C, the conversation has the part that was printed."""
         parts = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
         text = {"type": "text", "text": question}
         self._ask({"role": "user", "content": [*parts, text] if parts else question})
@@ -136,7 +136,7 @@ class ChatSession:
         """Read a conversation from a file.
 
         Raises:
-            InputError: the file cannot be read, or is not a saved conversation; nothing changes.
+            InputError: the file cannot be read, or is not a saved conversation. The session does not change.
         """
         try:
             state = json.loads(path.read_text())
@@ -175,7 +175,7 @@ class ChatSession:
         end = time.perf_counter()
         first_piece_at = end if first_piece_at is None else first_piece_at
         line = f"first token after {(first_piece_at - begin) * 1000:.0f} ms{stop_note}"
-        if num_tokens is not None:  # a server reports it at the end of a complete answer
+        if num_tokens is not None:  # a server reports num_tokens only at the end of a complete answer
             speed = num_tokens / max(end - begin, 1e-9)
             line = f"{num_tokens} tokens, {speed:.1f} tokens/s, {line}"
         click.echo(click.style(line, dim=True), err=True)
