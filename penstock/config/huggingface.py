@@ -22,8 +22,9 @@ class HuggingFaceConfig(Mapping[str, object]):
 
     Nested objects (``text_config``, ``rope_scaling``) are instances of this class as well. ``dtype`` and
     ``torch_dtype`` are synonyms. All other keys and values are unchanged. Reading a missing
-    key raises a `CheckpointError` with the name of the key. The error is also an `AttributeError` or
-    `KeyError`, so ``getattr`` with a default, ``get`` and ``in`` work.
+    key raises a `CheckpointError` with the name of the key. For attribute access this error is also an
+    `AttributeError`, and for ``config[key]`` a `KeyError`, so ``getattr`` with a default, ``get`` and ``in``
+    work.
 
     The typed accessors (`integer`, `number`, `flag`, `text`, `section` and so on) check the type of a
     value. Model code uses them instead of plain access.
@@ -182,7 +183,9 @@ class HuggingFaceConfig(Mapping[str, object]):
 
     @property
     def vocabulary_size(self) -> int:
-        """The vocabulary size of the text model, in tokens; 0 if the file does not contain it."""
+        """The number of tokens in the vocabulary: ``vocab_size`` of ``text_config``, or of the file if it
+        has no ``text_config``; 0 if the key is missing.
+        """
         return (self.section("text_config") or self).integer("vocab_size", default=0)
 
     def __getattr__(self, name: str) -> Any:

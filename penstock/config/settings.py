@@ -1,6 +1,7 @@
 """Declarations of configuration fields: flat name, allowed values, default and help text.
 
-Command-line flags, configuration files, environment variables and documentation are derived from them.
+Command-line flags, configuration files, environment variables and documentation are derived from these
+declarations.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from penstock.plain_numbers import plain
 class Rule:
     """The allowed values of a field.
 
-    ``allowed_values`` describes these values for messages, and ``is_allowed`` checks a value. ``choices``
-    lists them if the rule has a fixed list of texts, else it is empty.
+    ``allowed_values`` describes the allowed values for messages, and ``is_allowed`` checks a value.
+    ``choices`` lists the allowed texts if the rule is a fixed list of texts, else it is empty.
     """
 
     allowed_values: str
@@ -156,7 +157,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kmgt]i?b)", re.IGNORECASE)
 
 
 def read_size(text: str) -> int | str:
-    """Return the bytes of a size such as ``4GiB`` or ``500MB``; return other text unchanged."""
+    """Return the number of bytes of a size such as ``4GiB`` or ``500MB``; return other text unchanged."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         return text

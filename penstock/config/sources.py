@@ -35,18 +35,18 @@ def collect_values(
     file = values.pop(CONFIG_FILE, variables.pop(CONFIG_FILE, None))
     given: dict[str, tuple[object, str]] = {}
     if file is not None:
-        where = f"file {file}"
-        _add_values(given, fields_by_name, _read_file(cast(str, file)), where, where)
+        error_source = f"file {file}"
+        _add_values(given, fields_by_name, _read_file(cast(str, file)), error_source, error_source)
     given_names: dict[str, str] = {}
     for name, text in variables.items():
-        where = f"environment {ENVIRONMENT_PREFIX}{name.upper()}"
+        error_source = f"environment {ENVIRONMENT_PREFIX}{name.upper()}"
         if given_names.setdefault(fields_by_name[name].name, name) != name:
             raise ConfigError(
                 name,
-                f"is another name of {given_names[fields_by_name[name].name]} (from {where}): "
+                f"is another name of {given_names[fields_by_name[name].name]} (from {error_source}): "
                 "give one of them",
             )
-        _add_values(given, fields_by_name, {name: text}, where, where, from_text=True)
+        _add_values(given, fields_by_name, {name: text}, error_source, error_source, from_text=True)
     # Errors about arguments do not name a source, because the caller has just passed the arguments.
     _add_values(given, fields_by_name, values, source, "", from_text=source == "flag")
     return given
@@ -57,7 +57,7 @@ def _add_values(
     fields_by_name: Mapping[str, ConfigField],
     values: Mapping[str, object],
     source: str,
-    where: str,
+    error_source: str,
     *,
     from_text: bool = False,
 ) -> None:
@@ -70,27 +70,27 @@ def _add_values(
         fields_by_name: name or alias -> field.
         values: name or alias -> value as given.
         source: the source of the values.
-        where: the source for error messages; empty for arguments.
+        error_source: the source for error messages; empty for arguments.
         from_text: whether strings are converted to the types of the fields.
     """
     names: dict[str, str] = {}
     for name, value in values.items():
         if name not in fields_by_name:
-            raise _unknown_field_error(name, [*fields_by_name, CONFIG_FILE], where)
+            raise _unknown_field_error(name, [*fields_by_name, CONFIG_FILE], error_source)
         if value is None:
             continue
         field = fields_by_name[name]
         if names.setdefault(field.name, name) != name:
-            origin = f" (from {where})" if where else ""
+            origin = f" (from {error_source})" if error_source else ""
             raise ConfigError(name, f"is another name of {names[field.name]}{origin}: give one of them")
         plain_value = os.fspath(value) if isinstance(value, os.PathLike) else value
-        given[field.name] = (field.convert(plain_value, from_text=from_text, source=where), source)
+        given[field.name] = (field.convert(plain_value, from_text=from_text, source=error_source), source)
 
 
-def _unknown_field_error(name: str, field_names: Iterable[str], where: str) -> ConfigError:
+def _unknown_field_error(name: str, field_names: Iterable[str], error_source: str) -> ConfigError:
     nearest = get_close_matches(name, field_names, n=1, cutoff=0.5)
     hint = f"did you mean {nearest[0]}?" if nearest else f"the fields are {', '.join(field_names)}"
-    origin = f" (from {where})" if where else ""
+    origin = f" (from {error_source})" if error_source else ""
     return ConfigError(name, f"is not a configuration field{origin}: {hint}")
 
 

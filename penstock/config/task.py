@@ -43,7 +43,7 @@ def detect_task(checkpoint: Path, huggingface_config: HuggingFaceConfig) -> Pipe
 
     Args:
         checkpoint: a checkpoint's folder, or a GGUF file.
-        huggingface_config: its ``config.json``.
+        huggingface_config: the checkpoint's ``config.json``.
 
     Raises:
         CheckpointError: ``modules.json``, ``architectures`` or ``speech_config.json`` is malformed.

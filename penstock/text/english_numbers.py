@@ -8,7 +8,7 @@ _ONES = (
 ).split()
 _TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
 _THOUSANDS = ("", "thousand", "million", "billion", "trillion", "quadrillion")
-_ORDINALS = {
+_IRREGULAR_ORDINALS = {
     "one": "first",
     "two": "second",
     "three": "third",
@@ -45,17 +45,17 @@ def cardinal(number: int) -> str:
 
 
 def ordinal(number: int) -> str:
-    """Return the ordinal of a number: 21 is "twenty first"."""
+    """Return the ordinal of a number from 0 to `LARGEST` in words: 21 is "twenty first"."""
     first_words, _, last = cardinal(number).rpartition(" ")
-    if last in _ORDINALS:
-        last = _ORDINALS[last]
+    if last in _IRREGULAR_ORDINALS:
+        last = _IRREGULAR_ORDINALS[last]
     else:
         last = f"{last[:-1]}ieth" if last.endswith("y") else f"{last}th"
     return f"{first_words} {last}".strip()
 
 
 def year(number: int) -> str:
-    """Return a year from 1100 to 2099: 1905 is "nineteen oh five", 2004 "two thousand and four"."""
+    """Return a year from 1100 to 2099 in words: 1905 is "nineteen oh five", 2004 "two thousand and four"."""
     century, rest = divmod(number, 100)
     if century % 10 == 0 and rest < 10:
         return cardinal(number)

@@ -10,7 +10,7 @@ from penstock.errors import RequestFailedError, UnsupportedFeatureError
 
 PROGRAMS = ("espeak-ng", "espeak")
 _PUNCTUATION = re.compile(r"(\s*[;:,.!?¡¿—…\"«»“”(){}\[\]]+\s*)")
-_TIMEOUT = 20.0
+_TIMEOUT = 20.0  # seconds for a segment between punctuation marks
 # espeak-ng encloses words of other languages in language names: (fr)...(en-us).
 _LANGUAGE_NAMES = re.compile(r"\([a-z-]+\)")
 

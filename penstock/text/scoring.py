@@ -1,4 +1,4 @@
-"""Computes scores of pairs of texts, rankings, and names of labels, for `LLM` and the server."""
+"""Scores pairs of texts, ranks scores, and looks up the names of labels, for `LLM` and the server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ScoringInput:
 
 
 class PairScoring:
-    """Scores pairs of query and document: prepares the model's inputs, computes scores from its outputs.
+    """Prepares a model's inputs for pairs of query and document, and computes their scores from its outputs.
 
     - Cross-encoder: one input per pair. Its output is the score.
     - Embedder: one input per distinct query and per document. The score is the similarity of two embeddings,
@@ -38,7 +38,7 @@ class PairScoring:
     Args:
         queries: the query of each document.
         documents: the documents.
-        outputs: the outputs of the model.
+        outputs: the names of the outputs that the model computes, such as ``scores`` or ``multi_vector``.
         layout: prompts and similarity function of the checkpoint.
         activation: whether a cross-encoder applies its activation; None for its default.
 
@@ -167,7 +167,7 @@ def ranking(scores: _Array, top_n: int | None = None) -> list[int]:
 
 
 def label_names(config: Mapping[str, object]) -> dict[int, str]:
-    """Return label index -> name of a classifier, from ``id2label``; empty without it."""
+    """Return label index -> label name of a classifier, from ``id2label``; empty without ``id2label``."""
     labels = config.get("id2label")
     return {int(index): str(labels[index]) for index in labels} if isinstance(labels, Mapping) else {}
 

@@ -100,14 +100,14 @@ def read_layout(checkpoint: Path) -> SentenceTransformersLayout:
         CheckpointError: a file is malformed, or a module or an option is not supported.
     """
     settings_file = checkpoint / "config_sentence_transformers.json"
-    settings = _object(settings_file)
+    settings = _read_json_object(settings_file)
     modules = _modules(checkpoint)
-    transformer = checkpoint
+    transformer_folder = checkpoint
     layout = SentenceTransformersLayout(is_present=bool(modules))
     dense: list[DenseModule] = []
     for kind, path in modules:
         if kind in ("Transformer", "MLMTransformer"):
-            transformer = path
+            transformer_folder = path
         elif kind == "Pooling":
             poolings, include_prompt = _poolings(path)
             layout = replace(layout, poolings=poolings, include_prompt=include_prompt)
@@ -126,8 +126,8 @@ def read_layout(checkpoint: Path) -> SentenceTransformersLayout:
                 f"module {kind!r} is not supported: use Transformer, Pooling, Dense, Normalize, "
                 "MLMTransformer, SpladePooling and MultiVectorMask",
             )
-    limits_file = transformer / "sentence_bert_config.json"
-    limits = _object(limits_file)
+    limits_file = transformer_folder / "sentence_bert_config.json"
+    limits = _read_json_object(limits_file)
     for file, values in ((settings_file, settings), (limits_file, limits)):
         _check_multi_vector_options(file, values)
     tasks, instructions = _tasks(checkpoint / "config.json")
@@ -150,7 +150,7 @@ def _modules(checkpoint: Path) -> list[tuple[str, Path]]:
     if not path.is_file():
         pooling = checkpoint / "1_Pooling"
         return [("Pooling", pooling)] if (pooling / "config.json").is_file() else []
-    modules = _json(path)
+    modules = _read_json(path)
     if not isinstance(modules, list) or not all(
         isinstance(module, dict) and "type" in module for module in modules
     ):
@@ -161,7 +161,7 @@ def _modules(checkpoint: Path) -> list[tuple[str, Path]]:
 
 
 def _poolings(path: Path) -> tuple[tuple[PoolingType, ...], bool]:
-    config = _object(path / "config.json")
+    config = _read_json_object(path / "config.json")
     pooling_mode = config.get("pooling_mode")
     if pooling_mode is not None:
         names = [pooling_mode] if isinstance(pooling_mode, str) else list(cast("Iterable[str]", pooling_mode))
@@ -179,7 +179,7 @@ def _poolings(path: Path) -> tuple[tuple[PoolingType, ...], bool]:
 
 def _sparse_pooling(path: Path) -> tuple[SparsePooling, SparseActivation]:
     file = path / "config.json"
-    config = _object(file)
+    config = _read_json_object(file)
     pooling = config.get("pooling_strategy", "max")
     activation = config.get("activation_function", "relu")
     if pooling not in get_args(SparsePooling):
@@ -201,14 +201,14 @@ def _check_multi_vector_options(file: Path, values: Mapping[str, object]) -> Non
 def _check_multi_vector_mask(path: Path) -> None:
     """Raise if the mask of a multi-vector model excludes tokens by words or by token ids."""
     file = path / "config.json"
-    config = _object(file)
+    config = _read_json_object(file)
     for key in ("skiplist_words", "keep_only_token_ids"):
         if config.get(key):
             raise CheckpointError(file, f"{key} is not supported: remove it, so that all tokens are scored")
 
 
 def _dense(path: Path) -> DenseModule:
-    config = _object(path / "config.json")
+    config = _read_json_object(path / "config.json")
     try:
         return DenseModule(
             path=path,
@@ -225,7 +225,7 @@ def _dense(path: Path) -> DenseModule:
 
 def _tasks(file: Path) -> tuple[tuple[str, ...], Mapping[str, str]]:
     """Return the tasks of a checkpoint with task adapters, and their prompts (Jina Embeddings v3)."""
-    config = _object(file)
+    config = _read_json_object(file)
     tasks, prompts = config.get("lora_adaptations") or [], config.get("task_instructions") or {}
     if not isinstance(tasks, list) or not all(isinstance(task, str) for task in tasks):
         raise CheckpointError(file, "lora_adaptations must be a list of names")
@@ -264,17 +264,17 @@ def _similarity(file: Path, settings: Mapping[str, object]) -> Similarity:
     return cast("Similarity", kind)
 
 
-def _object(path: Path) -> dict[str, object]:
+def _read_json_object(path: Path) -> dict[str, object]:
     """Return the JSON object in a file; empty if the file does not exist."""
     if not path.is_file():
         return {}
-    value = _json(path)
+    value = _read_json(path)
     if not isinstance(value, dict):
         raise CheckpointError(path, "must be a JSON object")
     return value
 
 
-def _json(path: Path) -> object:
+def _read_json(path: Path) -> object:
     try:
         return json.loads(path.read_bytes())
     except ValueError as error:

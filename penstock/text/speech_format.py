@@ -26,8 +26,8 @@ from penstock.weights.json_files import read_json_object
 if TYPE_CHECKING:
     from penstock.text.tokenizer import TextTokenizer
 
-_FORMATS = "penstock.text.speech_formats"
-_DESCRIPTION = "speech_config.json"
+_FORMATS_PACKAGE = "penstock.text.speech_formats"
+_DESCRIPTION_FILE = "speech_config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class SpeechDescription:
             CheckpointError: the file is not a JSON object, or has an unknown key, a value of a wrong type, or
                 an unsupported language of ``numbers``.
         """
-        path = checkpoint / _DESCRIPTION
+        path = checkpoint / _DESCRIPTION_FILE
         if not path.is_file():
             return cls()
         values: dict[str, Any] = read_json_object(path)  # the types of the values are checked below
@@ -105,15 +105,15 @@ class SpeechCodes:
     """The mapping between the codes of an audio codec and tokens.
 
     Args:
-        token_ids: ``[C, size]``: the token of each code, for each position of a frame.
+        token_ids: ``[codes per frame, codebook size]``: the token of each code, for each position of a frame.
     """
 
     def __init__(self, token_ids: npt.NDArray[np.int64]) -> None:
         self.codes_per_frame, self.codebook_size = token_ids.shape
         self._token_ids = token_ids
-        size = int(token_ids.max()) + 1
-        self._code = np.full(size, -1, np.int32)
-        self._position = np.full(size, -1, np.int8)
+        num_ids = int(token_ids.max()) + 1
+        self._code = np.full(num_ids, -1, np.int32)  # token id -> code; -1 if the token represents no code
+        self._position = np.full(num_ids, -1, np.int8)  # token id -> position of the code in a frame
         self._code[token_ids] = np.arange(self.codebook_size, dtype=np.int32)
         self._position[token_ids] = np.arange(self.codes_per_frame, dtype=np.int8)[:, None]
 
@@ -207,7 +207,10 @@ class SpeechFormat(ABC):
 
     @abstractmethod
     def code_tokens(self) -> npt.NDArray[np.int64]:
-        """Return ``[C, size]``: the token of each code, for each position of a frame."""
+        """Return the token of each code, for each position of a frame: ``[codes per frame, codebook size]``.
+
+        The last dimension is indexed by the code.
+        """
 
     @property
     @abstractmethod
@@ -264,7 +267,9 @@ class SpeechFormat(ABC):
         return token_id
 
     def numbered_token_ids(self, pattern: str, first: int, count: int) -> npt.NDArray[np.int64]:
-        """Return ``[count]``: the ids of numbered tokens, such as ``<|speech_{}|>``.
+        """Return ``[count]``: the ids of the tokens ``pattern.format(number)``, for numbers from ``first``.
+
+        ``pattern`` is a text such as ``<|speech_{}|>``.
 
         If the ids of the first and the last token are ``count - 1`` apart, the ids are assumed to be
         consecutive, and the tokens between are not looked up.
@@ -281,7 +286,7 @@ class SpeechFormat(ABC):
 @cache
 def speech_formats() -> Mapping[str, type[SpeechFormat]]:
     """Return the formats by name, sorted."""
-    formats = {module.FORMAT.name: module.FORMAT for module in modules_in(_FORMATS)}
+    formats = {module.FORMAT.name: module.FORMAT for module in modules_in(_FORMATS_PACKAGE)}
     return dict(sorted(formats.items()))
 
 
@@ -289,7 +294,7 @@ def format_name(checkpoint: Path, configured_name: str | None = None) -> str | N
     """Return the name of a checkpoint's speech format; None if it is not a speech model.
 
     Args:
-        checkpoint: the checkpoint's folder, or a GGUF file, whose format is not detected.
+        checkpoint: the checkpoint's folder, or a GGUF file. The format of a GGUF file is not detected.
         configured_name: the value of ``--speech-format``. It overrides ``speech_config.json``, which
             overrides the detection by the vocabulary.
 
@@ -315,4 +320,4 @@ def format_name(checkpoint: Path, configured_name: str | None = None) -> str | N
 
 def is_speech_checkpoint(checkpoint: Path) -> bool:
     """Return whether the files of a checkpoint identify it as a speech model."""
-    return (checkpoint / _DESCRIPTION).is_file() or format_name(checkpoint) is not None
+    return (checkpoint / _DESCRIPTION_FILE).is_file() or format_name(checkpoint) is not None

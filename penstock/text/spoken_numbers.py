@@ -2,7 +2,8 @@
 
 "$5.20" becomes "five dollars and twenty cents".
 
-A group of digits is an amount of money, a percentage, a time, an ordinal, a decade, a year, or a number.
+A group of digits is read as an amount of money, a percentage, a time, an ordinal, a decade, a year or a
+number, whichever pattern of `_RULES` matches first.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Dequantizes the block types of GGUF files to float32.
 
 A block contains scales and the codes of 32 weights. A block of IQ4_XS or of the K types (Q2_K to Q6_K)
-contains 256 weights in 8 or 16 groups, each with a scale. A reader is a function from blocks ``[N, bytes]``
-to weights ``[N, weights of a block]``. The results equal the definition of the format exactly, because the
-product of a 16-bit scale and a small integer is exact in float32.
+contains 256 weights in 8 or 16 groups, and each group has a scale. A reader is a function from blocks
+``[N, bytes]`` to weights ``[N, weights of a block]``.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _CHUNK_BLOCKS = 1 << 12  # intermediate results of one chunk fit into the CPU's 
 
 
 def dequantize(blocks: Tensor, type_name: str) -> Tensor:
-    """Return the weights in blocks. The reader is in `READERS` or in the package ``gguf``.
+    """Return the weights in blocks. For types that are not in `READERS`, the package ``gguf`` reads them.
 
     Args:
         blocks: ``[N, bytes of a block]`` uint8.

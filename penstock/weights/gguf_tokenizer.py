@@ -28,7 +28,7 @@ from penstock.errors import CheckpointError
 from penstock.weights.gguf import GGUFFile
 
 _HINT = "put the model's tokenizer.json in the same folder"
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # token types
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
 """Control tokens that end a turn, for older files that do not set ``eot_token_id``."""
 
@@ -84,14 +84,14 @@ def _tokenizer(file: GGUFFile, tokens: list[str]) -> Tokenizer:
     if isinstance(tokenizer_json, str):
         try:
             return Tokenizer.from_str(tokenizer_json)
-        except Exception as error:  # the library raises only Exception
+        except Exception as error:  # the library raises Exception itself for all errors
             raise CheckpointError(
                 file.path, f"tokenizer.huggingface.json cannot be read as a tokenizer: {error}"
             ) from error
-    kind = file.metadata.get("tokenizer.ggml.model")
-    if kind not in ("gpt2", "llama"):
+    model = file.metadata.get("tokenizer.ggml.model")
+    if model not in ("gpt2", "llama"):
         raise CheckpointError(
-            file.path, f"has a tokenizer of the unsupported kind {kind!r} (supported: gpt2, llama): {_HINT}"
+            file.path, f"has a tokenizer of the unsupported kind {model!r} (supported: gpt2, llama): {_HINT}"
         )
     types = _read_numbers(file, "tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
     if len(types) != len(tokens):
@@ -100,7 +100,7 @@ def _tokenizer(file: GGUFFile, tokens: list[str]) -> Tokenizer:
     vocabulary = {token: i for i, token in enumerate(tokens) if i not in padding}
     if len(vocabulary) + len(padding) < len(tokens):
         raise CheckpointError(file.path, f"has a token twice: {_HINT}")
-    build = _byte_level if kind == "gpt2" else _sentencepiece
+    build = _byte_level if model == "gpt2" else _sentencepiece
     tokenizer = build(file, vocabulary, types)
     tokenizer.add_special_tokens(
         [_added_token(token) for token, i in vocabulary.items() if types[i] in (_CONTROL, _UNKNOWN)]
@@ -291,8 +291,8 @@ def _eos_token_ids(file: GGUFFile, tokens: list[str]) -> Iterator[int]:
         types = _read_numbers(file, "tokenizer.ggml.token_type")
         yield from (
             token_id
-            for token_id, (token, kind) in enumerate(zip(tokens, types, strict=False))
-            if kind == _CONTROL and token in _TURN_ENDS
+            for token_id, (token, token_type) in enumerate(zip(tokens, types, strict=False))
+            if token_type == _CONTROL and token in _TURN_ENDS
         )
 
 

@@ -64,8 +64,8 @@ def cached_models() -> list[CachedModel]:
         name = folder.name.removeprefix(_PREFIX).replace("--", "/")
         if name not in names_with_revision and folder.is_dir():
             partial = [*_partial_files(folder)]
-            used = max((file.stat().st_mtime for file in partial), default=folder.stat().st_mtime)
-            models.append(CachedModel(name, None, (), folder, 0, _total_size(partial), used, False))
+            last_used = max((file.stat().st_mtime for file in partial), default=folder.stat().st_mtime)
+            models.append(CachedModel(name, None, (), folder, 0, _total_size(partial), last_used, False))
     return sorted(models, key=lambda model: (model.name, model.revision or ""))
 
 
@@ -99,12 +99,12 @@ def delete_model(name: str, revision: str | None = None) -> int:
 
     Args:
         name: the id of the model on the hub.
-        revision: a branch, a tag, or the beginning of a commit; None deletes all revisions and partly
+        revision: a branch, a tag, or the beginning of a commit hash; None deletes all revisions and partly
             downloaded files.
 
     Raises:
         CheckpointNotFoundError: the cache does not have the model or the revision.
-        CheckpointError: the revision is the beginning of several commits, or a file cannot be deleted.
+        CheckpointError: several commit hashes begin with ``revision``, or a file cannot be deleted.
     """
     from huggingface_hub import scan_cache_dir
 
@@ -112,10 +112,10 @@ def delete_model(name: str, revision: str | None = None) -> int:
     folder = _cache_folder() / (_PREFIX + name.replace("/", "--"))
     try:
         if revision is None:
-            size = sum(file.lstat().st_size for file in folder.rglob("*") if _is_regular(file))
+            num_bytes = sum(file.lstat().st_size for file in folder.rglob("*") if _is_regular(file))
             shutil.rmtree(folder)
             shutil.rmtree(folder.parent / ".locks" / folder.name, ignore_errors=True)
-            return size
+            return num_bytes
         strategy = scan_cache_dir(_cache_folder()).delete_revisions(
             *(model.revision for model in models if model.revision is not None)
         )
@@ -134,7 +134,7 @@ def find_cached_models(name: str, revision: str | None = None) -> list[CachedMod
 
     Raises:
         CheckpointNotFoundError: the cache does not have the model or the revision.
-        CheckpointError: ``revision`` is the beginning of several commit hashes.
+        CheckpointError: several commit hashes begin with ``revision``.
     """
     if not HUB_ID.fullmatch(name):
         raise CheckpointNotFoundError(repr(name), "is not a hub id: write name or namespace/name")

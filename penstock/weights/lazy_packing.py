@@ -34,7 +34,7 @@ class LazyPacking:
         self._pending: deque[tuple[LazyWeight, MemoryReservation]] = deque(
             (weight, reservations.reserve(weight.num_bytes)) for weight in pending
         )
-        self._has_run = False
+        self._has_run_step = False
         if sum(weight.num_bytes for weight in pending) < MIN_LAZY_BYTES:
             self.pack_all()
 
@@ -45,9 +45,9 @@ class LazyPacking:
 
     def begin_step(self) -> None:
         """Pack the remaining weights if this is not the first step."""
-        if self._has_run:
+        if self._has_run_step:
             self.pack_all()
-        self._has_run = True
+        self._has_run_step = True
 
     def pack_next(self) -> bool:
         """Pack the next weight, if there is one. Return whether more weights remain."""

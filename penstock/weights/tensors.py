@@ -1,7 +1,7 @@
 """`Weights`: the named, memory-mapped tensors of a checkpoint.
 
-Names are those of `names.plain_names`, which can differ from the names in the files. Errors of all tensors
-are collected and reported in one message.
+`Weights.open` uses the names of `names.plain_names`, which can differ from the names in the files. Errors of
+all tensors are collected and reported in one message.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from penstock.weights.safetensors import QuantizedHeader, TensorHeader
 
 NUM_NAMES_SHOWN = 8
 """Maximum number of tensors that an error message lists per kind of fault. All others are counted."""
-_MAX_FAULTS = 1000
+_MAX_MISSING = 1000
 """If more tensors are missing, loading fails at once: ``config.json`` probably belongs to another model."""
 _MAX_ZEROS = 2**29
 """If faulty tensors are replaced by zeros with more elements than this in total, loading fails at once."""
@@ -99,10 +99,10 @@ class Weights:
         return header.dtype
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return tensor ``name`` as floats: mapped from the file if it is stored as floats, see `is_mapped`.
+        """Return a tensor as floats. It is a view of the mapped file if `is_mapped`, otherwise a copy.
 
-        If it is missing, has another shape or is not a float tensor, the fault is recorded for `finish` and
-        zeros of the requested shape are returned.
+        If the tensor is missing, has another shape or cannot be read as floats, the fault is recorded for
+        `finish`, and zeros of the requested shape are returned.
 
         Raises:
             WeightsError: the file cannot be read, or there are too many faults.
@@ -112,7 +112,8 @@ class Weights:
     def expect(self, name: str, shape: tuple[int, ...]) -> bool:
         """Return whether tensor ``name`` can be read as floats of this shape. If not, record a fault.
 
-        The tensor counts as read. Callers that do not need its data use this instead of `tensor`.
+        The tensor then counts as read, unless it is missing. Callers that do not need its data use this
+        instead of `tensor`.
         """
         header = self._mark_read(name)
         if header is None:
@@ -276,7 +277,7 @@ class Weights:
 
     def _zeros(self, shape: tuple[int, ...]) -> Tensor:
         self._faults.num_zeros += prod(shape)
-        if len(self._faults.missing) > _MAX_FAULTS or self._faults.num_zeros > _MAX_ZEROS:
+        if len(self._faults.missing) > _MAX_MISSING or self._faults.num_zeros > _MAX_ZEROS:
             raise WeightsError(self._path, self._faults.report([]))
         return torch.zeros(shape, device="meta" if self._files.shapes_only else None)
 

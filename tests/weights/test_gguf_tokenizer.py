@@ -241,7 +241,7 @@ class TestTokenizerJson:
         ):
             read_tokenizer_files(file)
 
-    def test_a_larger_tokenizer_is_refused(self, tmp_path: Path) -> None:
+    def test_a_tokenizer_with_more_tokens_than_the_file_is_refused(self, tmp_path: Path) -> None:
         tokens = tokenizer_metadata(read_demo_tokenizer(), "gpt-2")["tokenizer.ggml.tokens"]
         file = self.write_folder(tmp_path, **{"tokenizer.ggml.tokens": tokens[:-1]})
         with pytest.raises(CheckpointError, match="token 2047 is '</tool_call>', but missing"):

@@ -1,6 +1,7 @@
 """Orpheus: a Llama that generates the codes of SNAC, 7 per frame, as ``<custom_token_N>``.
 
-The codes of position ``p`` of a frame are the tokens ``10 + p * size`` to ``10 + (p + 1) * size - 1``.
+With a codebook of ``size`` codes, the codes of position ``p`` of a frame are the tokens numbered from
+``10 + p * size`` to ``10 + (p + 1) * size - 1``.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class CheckpointFormat(ABC):
 
         The encoding is ``header.encoding``. If it is None, the only tensor is ``weight`` in floats. All
         tensors have one row per output, so that layers with the same input can be concatenated. The inputs of
-        a quantized weight are in the order of ``header.order``.
+        a quantized weight are in the order of ``header.order``, if it is not empty.
         """
         return None, {"weight": source.tensor(header)}
 
@@ -204,9 +204,9 @@ def restore_input_order(weight: Tensor, order: bytes) -> Tensor:
 
 
 def quantization_section(config: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the ``quantization_config`` of a ``config.json`` or of its ``text_config``, or an empty one.
+    """Return the ``quantization_config`` of a ``config.json`` or of its ``text_config``; empty without one.
 
-    The section can also have the name ``compression_config``.
+    ``compression_config`` is another name of this section.
     """
     text_config = config.get("text_config")
     for parent in (config, text_config if isinstance(text_config, Mapping) else {}):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 LAYOUT = "fp8"
 E4M3, E5M2 = "F8_E4M3", "F8_E5M2"
-_GROUP = 128  # inputs that share a scale in the encoding
+_GROUP_SIZE = 128  # inputs that share a scale in the encoding fp8
 _SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0")
 _SCALES = ("weight_scale_inv", "weight_scale")
 
@@ -51,7 +51,7 @@ def take_fp8_layers(tensors: StoredTensors, block: tuple[int, int]) -> None:
             )
         scales = tensors.take(layer, name, _SCALE_TYPES)
         assert group is not None
-        is_exact = weight.type_name == E4M3 and (group[1] == shape[1] or group[1] % _GROUP == 0)
+        is_exact = weight.type_name == E4M3 and (group[1] == shape[1] or group[1] % _GROUP_SIZE == 0)
         parts = {"weight": tensors.take(layer, "weight", (E4M3, E5M2)), "scale": scales}
         tensors.put(layer, shape, "fp8" if is_exact else None, parts, layout=LAYOUT, bits=8, group=group)
 
@@ -65,8 +65,8 @@ def read_fp8(source: TensorReader, header: LayerHeader) -> tuple[str | None, Map
     blocks = scales.reshape(-(-outputs // rows), -(-inputs // columns)).repeat_interleave(rows, 0)[:outputs]
     if header.encoding is None:
         return None, {"weight": weight.float() * blocks.repeat_interleave(columns, 1)[:, :inputs]}
-    groups = -(-inputs // _GROUP)
-    repeats = groups if columns == inputs else columns // _GROUP
+    groups = -(-inputs // _GROUP_SIZE)
+    repeats = groups if columns == inputs else columns // _GROUP_SIZE
     return header.encoding, {
         "weight": weight.view(torch.uint8),
         "scales": blocks.repeat_interleave(repeats, 1)[:, :groups].contiguous(),
@@ -74,7 +74,7 @@ def read_fp8(source: TensorReader, header: LayerHeader) -> tuple[str | None, Map
 
 
 def block_size(section: Mapping[str, object], key: str) -> tuple[int, int]:
-    """Return the numbers of outputs and inputs of a block, from a configuration; (0, 0) if it has none."""
+    """Return ``section[key]``, the numbers of outputs and inputs of a block; (0, 0) if it is not a pair."""
     value = section.get(key)
     if (
         isinstance(value, list | tuple)

@@ -13,12 +13,12 @@ from penstock.weights.safetensors import QuantizedHeader, TensorHeader
 if TYPE_CHECKING:
     from torch import Tensor
 
-GROUP = 32
-"""Group sizes must be a multiple of this number of inputs, otherwise the layer is dequantized."""
+GROUP_SIZE_MULTIPLE = 32
+"""A group must have a multiple of this number of inputs, or all inputs. Other layers are dequantized."""
 
 FLOATS = ("F16", "BF16", "F32")
 
-_WITHOUT_EFFECT = (
+_IGNORED_PARTS = (
     *("input_scale", "input_scale_ub", "input_zero_point", "input_global_scale", "activation_scale"),
     *("output_scale", "k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point", "prob_output_scale"),
 )
@@ -87,12 +87,14 @@ class StoredTensors:
     """
 
     def __init__(self, stored: Headers, format_name: str) -> None:
-        self.remaining = {name: header for name, header in stored.items() if not name.endswith(_ENDINGS)}
+        self.remaining = {
+            name: header for name, header in stored.items() if not name.endswith(_IGNORED_ENDINGS)
+        }
         """The headers by name: stored tensors that no layer has taken yet, and the layers added by `put`."""
         self._format = format_name
 
     def layers(self, part: str, types: tuple[str, ...] = ()) -> Iterator[str]:
-        """Yield the names of the layers that have a part of one of these types; empty for any type."""
+        """Yield the layers that have ``part`` in one of ``types``, or in any type if ``types`` is empty."""
         ending = f".{part}"
         for name in [name for name in self.remaining if name.endswith(ending)]:
             if not types or self.remaining[name].type_name in types:
@@ -153,9 +155,9 @@ class StoredTensors:
         group: tuple[int, int] = (0, 0),
         order: bytes = b"",
     ) -> None:
-        """Add the weight ``[out, in]`` of a layer, which consists of these parts.
+        """Add the header of a layer's weight ``[out, in]`` to `remaining`.
 
-        Parts that are None are absent.
+        ``parts`` are the headers of its stored tensors; None stands for a part that the layer does not have.
         """
         present = {name: part for name, part in parts.items() if part is not None}
         first = next(iter(present.values()))
@@ -181,12 +183,13 @@ def scale_group(
     """Return the numbers of outputs and inputs that share a scale.
 
     Args:
-        shape: the shape of the scales: one number, one for each output, or one for each block.
+        shape: the shape of the scales. The supported shapes have one scale for the whole weight, for each
+            output, or for each block.
         weight: ``(out, in)``.
         block: numbers of outputs and inputs of a block.
 
     Returns:
-        ``(outputs, inputs)``; None if the shape is none of these.
+        ``(outputs, inputs)``; None if the shape is not supported.
     """
     out_features, in_features = weight
     if shape in ((), (1,), (1, 1)):
@@ -225,4 +228,4 @@ def unpack_bits(words: Tensor, bits: int, count: int) -> Tensor:
     return ((low | high << 8) >> (starts % 8).short() & (1 << bits) - 1).to(torch.uint8)
 
 
-_ENDINGS = tuple(f".{name}" for name in _WITHOUT_EFFECT)
+_IGNORED_ENDINGS = tuple(f".{name}" for name in _IGNORED_PARTS)

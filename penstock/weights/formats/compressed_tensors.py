@@ -4,9 +4,9 @@
 determine its type:
 
 * ``weight_packed`` int32: codes of 1 to 8 bits, the first in the lowest bits of a word. A code of b bits is
-  the integer plus 2^(b - 1). It can span two words. Files of older writers leave the rest of a word unused
-  instead. ``weight_shape`` is ``(out, in)``. ``weight_zero_point`` is packed in the same way along its
-  outputs.
+  the integer plus 2^(b - 1). A code can span two words. Files of older writers instead leave the bits of a
+  word unused that do not hold a whole code. ``weight_shape`` is ``(out, in)``. ``weight_zero_point`` is
+  packed in the same way along its outputs.
 * ``weight`` int8 or 8-bit floats with ``weight_scale``.
 * ``weight_packed`` uint8: 4-bit floats, see `penstock.weights.formats._fp4`.
 
@@ -38,7 +38,7 @@ from penstock.weights.safetensors import TensorHeader
 if TYPE_CHECKING:
     from torch import Tensor
 
-_WORD = 32  # bits
+_WORD_BITS = 32
 
 
 class CompressedTensorsFormat(StoredFormat):
@@ -96,8 +96,8 @@ def _refuse_transforms(section: Mapping[str, object]) -> None:
 def _weight_options(groups: list[Mapping[str, object]], layer: str) -> Mapping[str, object]:
     """Return the settings of a layer's weight from its group; an empty mapping if no group has the layer.
 
-    If several groups have a target for the layer, a target that is the layer's name or the end of
-    it has precedence over a regular expression, and a regular expression over the class ``Linear``.
+    If several groups have a target for the layer, a target that is the name of the layer, or the last part of
+    the name, has precedence over a regular expression, and a regular expression over the class ``Linear``.
     """
 
     def precedence(target: str) -> int:
@@ -128,17 +128,21 @@ def _take_packed(tensors: StoredTensors, layer: str, weights: Mapping[str, objec
             layer, "weight_packed", "and weight_scale must be matrices with one row for each output"
         )
     assert scale is not None
-    outputs, groups, size = packed.shape[0], scale.shape[1], weights.get("group_size")
-    inputs = packed.shape[1] * _WORD // bits
+    outputs, groups, given_size = packed.shape[0], scale.shape[1], weights.get("group_size")
+    inputs = packed.shape[1] * _WORD_BITS // bits
     if groups > 1:
-        if not isinstance(size, int) or size < 1 or packed.shape[1] not in _num_words(groups * size, bits):
+        if (
+            not isinstance(given_size, int)
+            or given_size < 1
+            or packed.shape[1] not in _num_words(groups * given_size, bits)
+        ):
             tensors.refuse(
                 layer,
                 "weight_scale",
-                f"is {list(scale.shape)}, which does not match {inputs} inputs in groups of {size!r}",
+                f"is {list(scale.shape)}, which does not match {inputs} inputs in groups of {given_size!r}",
             )
-        assert isinstance(size, int)
-        inputs = groups * size
+        assert isinstance(given_size, int)
+        inputs = groups * given_size
     shape = (outputs, inputs)
     group_size = inputs if groups == 1 else inputs // groups
     encoding, order = exact_encoding(bits, group_size, inputs), b""
@@ -189,14 +193,14 @@ def _unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
 
     if words.shape[1] == _num_words(count, bits)[0]:
         return unpack_bits(words, bits, count)
-    shifts = torch.arange(_WORD // bits) * bits
+    shifts = torch.arange(_WORD_BITS // bits) * bits
     codes = words[..., None] >> shifts & (1 << bits) - 1
     return codes.flatten(1)[:, :count].to(torch.uint8)
 
 
 def _num_words(count: int, bits: int) -> tuple[int, int]:
     """Return the numbers of words for ``count`` codes: with codes that span two words, and without."""
-    return -(-count * bits // _WORD), -(-count // (_WORD // bits))
+    return -(-count * bits // _WORD_BITS), -(-count // (_WORD_BITS // bits))
 
 
 def _take_integers(tensors: StoredTensors, layer: str) -> None:
@@ -206,8 +210,8 @@ def _take_integers(tensors: StoredTensors, layer: str) -> None:
         return
     shape = (weight.shape[0], weight.shape[1])
     groups = scale.shape[1] if scale is not None and len(scale.shape) == 2 else 1
-    size = -(-shape[1] // max(groups, 1))
-    group = None if scale is None else scale_group(scale.shape, shape, (1, size))
+    group_size = -(-shape[1] // max(groups, 1))
+    group = None if scale is None else scale_group(scale.shape, shape, (1, group_size))
     if scale is not None and group is None:
         tensors.refuse(layer, "weight_scale", f"is {list(scale.shape)} for a weight of {list(shape)}")
     scale_header = tensors.take(layer, "weight_scale", FLOATS)
