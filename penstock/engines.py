@@ -63,11 +63,11 @@ def make_engine(
     Raises:
         ConfigError: the devices cannot be divided among the workers.
     """
-    shares = divide(config, memory)
+    shares = divide_resources(config, memory)
 
     def make_worker(number: int) -> WorkerClient:
         return WorkerClient(
-            partial(load_share, config, shares[number], load),
+            partial(load_worker_runtime, config, shares[number], load),
             max_queue_size=max_queue_size,
             hang_limit=hang_limit,
             memory_limit=memory_limit,
@@ -80,7 +80,7 @@ def make_engine(
     return WorkerRouter([make_worker(number) for number in range(len(shares))], make_worker=make_worker)
 
 
-def divide(config: PipelineConfig, memory: int | None = None) -> list[WorkerShare]:
+def divide_resources(config: PipelineConfig, memory: int | None = None) -> list[WorkerShare]:
     """Return the share of each worker: processors, devices and memory.
 
     Raises:
@@ -116,7 +116,7 @@ def divide(config: PipelineConfig, memory: int | None = None) -> list[WorkerShar
     ]
 
 
-def load_share(config: PipelineConfig, share: WorkerShare, load: LoadRuntime) -> WorkerRuntime:
+def load_worker_runtime(config: PipelineConfig, share: WorkerShare, load: LoadRuntime) -> WorkerRuntime:
     """Load the runtime of a worker within its share. Runs in the worker's process, before torch is loaded."""
     num_threads = config.num_threads
     if share.processors is not None:

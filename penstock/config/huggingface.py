@@ -183,9 +183,7 @@ class HuggingFaceConfig(Mapping[str, object]):
 
     @property
     def vocabulary_size(self) -> int:
-        """The number of tokens in the vocabulary: ``vocab_size`` of ``text_config``, or of the file if it
-        has no ``text_config``; 0 if the key is missing.
-        """
+        """Number of tokens in the text model's vocabulary, its ``vocab_size``; 0 if the key is missing."""
         return (self.section("text_config") or self).integer("vocab_size", default=0)
 
     def __getattr__(self, name: str) -> Any:

@@ -13,7 +13,7 @@ def _split_at_commas(text: str) -> tuple[str, ...]:
 
 
 def _names_and_paths(entries: Iterable[str]) -> list[tuple[str, str]]:
-    """Split each ``name=path`` into name and path; a missing one is an empty string."""
+    """Split each ``name=path`` into name and path. The path of an entry without ``=`` is empty."""
     return [(name.strip(), path.strip()) for name, _, path in (entry.partition("=") for entry in entries)]
 
 
@@ -64,27 +64,27 @@ class LoRAConfig:
 
     @property
     def is_enabled(self) -> bool:
-        """Whether memory is reserved for adapters: ``enable_lora`` is set, or ``lora`` lists an adapter."""
+        """Whether the settings enable LoRA: ``enable_lora`` is set, or ``lora`` lists an adapter."""
         return self.enable_lora or bool(self.lora)
 
-    def with_checkpoint_adapters(self, count: int, rank: int) -> LoRAConfig:
-        """Return a configuration whose limits also allow ``count`` adapters of the checkpoint.
+    def with_checkpoint_adapters(self, num_adapters: int, max_rank: int) -> LoRAConfig:
+        """Return a configuration whose limits also allow the adapters that the checkpoint contains.
 
         Args:
-            count: number of adapters in the checkpoint. All of them can run at once.
-            rank: the largest rank of these adapters.
+            num_adapters: number of adapters in the checkpoint. A batch may use all of them.
+            max_rank: the largest rank of the adapters in the checkpoint.
         """
-        if not count:
+        if not num_adapters:
             return self
         user_limits = (
             self if self.is_enabled else LoRAConfig(max_loras=1, max_loaded_loras=1, max_lora_rank=1)
         )
-        num_additional = count if self.is_enabled else count - 1
+        num_additional = num_adapters if self.is_enabled else num_adapters - 1
         return replace(
             self,
             max_loras=user_limits.max_loras + num_additional,
             max_loaded_loras=user_limits.max_loaded_loras + num_additional,
-            max_lora_rank=max(user_limits.max_lora_rank, rank),
+            max_lora_rank=max(user_limits.max_lora_rank, max_rank),
         )
 
     @property

@@ -158,7 +158,7 @@ class ModelConfig:
             f"one of {', '.join(TASK_OPTIONS)}",
             lambda value: value in TASK_OPTIONS,
             TASK_OPTIONS,
-            read=lambda text: text.replace("_", "-"),
+            convert_text=lambda text: text.replace("_", "-"),
         ),
         "Task of the model. auto detects it from modules.json and 1_Pooling, then from architectures in "
         "config.json, from speech_config.json and from speech tokens in the vocabulary.",
@@ -207,8 +207,8 @@ class ModelConfig:
     def trained_dimensions(self) -> tuple[int, ...] | None:
         """The lengths to which a dense embedding may be cut, besides its full length; None allows any length.
 
-        The field ``matryoshka_dimensions`` precedes the list of the same name in ``config.json``. If both
-        are missing, the result is None for ``"is_matryoshka": true`` in ``config.json``, and else empty.
+        The setting ``matryoshka_dimensions`` overrides the list of the same name in ``config.json``. If there
+        is neither, the result is None for ``"is_matryoshka": true`` in ``config.json``, otherwise empty.
 
         Raises:
             CheckpointError: ``config.json`` is missing or malformed.
@@ -285,7 +285,7 @@ class ModelConfig:
     def keeps_stored_layers(self) -> bool:
         """Whether each layer keeps the encoding or the float type in which the checkpoint stores it.
 
-        True for quantized checkpoints unless ``quantization_encoding`` is set.
+        True for formats of quantized checkpoints (GPTQ, GGUF, ...) unless ``quantization_encoding`` is set.
 
         Raises:
             CheckpointError: the checkpoint is missing or malformed.

@@ -204,8 +204,9 @@ class PipelineConfig:
 
         Args:
             values: flat name -> value; also ``config_file``, a JSON or TOML file of flat names.
-            source: the source of ``values``, for messages and `describe`. With ``"flag"``, strings are
-                converted to the type of the field; otherwise types are strict.
+            source: the source of ``values``, for messages and `describe`. With ``"flag"``, all strings are
+                converted to the types of the fields. Otherwise only fields with their own text form, such as
+                sizes and lists, accept strings for values of another type.
             environment: environment variables; ``PENSTOCK_<FLAT_NAME>`` is read if it is not empty.
 
         Raises:

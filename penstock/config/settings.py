@@ -31,7 +31,7 @@ class Rule:
     allowed_values: str
     is_allowed: Callable[[Any], bool]
     choices: tuple[str, ...] = ()
-    read: Callable[[str], object] | None = None
+    convert_text: Callable[[str], object] | None = None
     """Converts text to a value. Text that it does not recognize is returned unchanged."""
 
 
@@ -62,8 +62,8 @@ class ConfigField:
         Raises:
             ConfigError: the value has a wrong type or is invalid.
         """
-        if self.rule.read is not None and isinstance(value, str):
-            value = self.rule.read(value)
+        if self.rule.convert_text is not None and isinstance(value, str):
+            value = self.rule.convert_text(value)
         try:
             value = plain(value)
             if self.parse is not None:
@@ -166,7 +166,9 @@ def read_size(text: str) -> int | str:
 
 
 NUM_BYTES = Rule(
-    "a number of bytes, at least 1, or a size such as 4GiB or 500MB", lambda value: value >= 1, read=read_size
+    "a number of bytes, at least 1, or a size such as 4GiB or 500MB",
+    lambda value: value >= 1,
+    convert_text=read_size,
 )
 FRACTION = Rule("a number above 0 and at most 1", lambda value: isfinite(value) and 0 < value <= 1)
 

@@ -39,7 +39,7 @@ class VisionConfig:
     timeout: float = setting(
         30.0,
         Rule("a number of seconds above 0", lambda value: isfinite(value) and value > 0),
-        "Time limit in seconds for fetching an image, and again for preparing it.",
+        "Time limit in seconds, applied separately to fetching an image and to preparing it.",
         flat="image_timeout",
     )
 

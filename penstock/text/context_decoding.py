@@ -23,7 +23,7 @@ class TokenDelta:
     ids: list[int]
     preceding_ids: list[int]
     """The last tokens of the same text before ``ids``."""
-    prompt: list[int]
+    prompt_ids: list[int]
     """The last tokens of the prompt before the text; empty without a prompt."""
     is_last: bool
     """Whether the text ends with this delta."""
@@ -35,7 +35,7 @@ class TokenDelta:
         """
         return delta_text(
             tokenizer,
-            self.prompt,
+            self.prompt_ids,
             self.preceding_ids,
             self.ids,
             skip_special_tokens=skip_special_tokens,
@@ -84,7 +84,7 @@ def next_delta(context: TextContext, ids: list[int], bos: int | None) -> TokenDe
     return TokenDelta(
         ids,
         preceding_ids=generated_tokens[max(0, start - _MAX_PRECEDING_TOKENS) : start].tolist(),
-        prompt=context.prompt_tokens[-_MAX_PRECEDING_TOKENS:].tolist(),
+        prompt_ids=context.prompt_tokens[-_MAX_PRECEDING_TOKENS:].tolist(),
         is_last=context.is_done and end >= len(generated_tokens) - num_optional,
     )
 
@@ -114,7 +114,7 @@ def _separate_text_delta(state: _DecodeState, ids: list[int], bos: int | None) -
     return TokenDelta(
         ids,
         preceding_ids=separate_ids[max(0, start - _MAX_PRECEDING_TOKENS) : start],
-        prompt=[],
+        prompt_ids=[],
         is_last=False,
     )
 

@@ -32,7 +32,9 @@ class TokenDecoder(Protocol):
         """Return whether decoding includes this token."""
         ...
 
-    def decode_ids(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+    def decode_ids(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of tokens."""
+        ...
 
 
 class Detokenizer:

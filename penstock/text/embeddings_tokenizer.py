@@ -145,17 +145,19 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
         task = self._task(request)
         prompt = self._prompt_text(request, task)
         max_input_tokens = self._requested_max_tokens(request)
-        types = None
+        token_type_ids = None
         if isinstance(request.input, str):
             if not request.input and request.text_pair is None:
                 raise InputError("the input is empty: it needs at least one character")
             max_tokens = max_input_tokens if request.truncate else None
             if encoded_input is not None:
-                tokens, types = encoded_input
+                tokens, token_type_ids = encoded_input
             elif template is not None:
                 tokens = self._encode_template(template, request, max_tokens)
             else:
-                tokens, types = self._encode_input(prompt + request.input, request.text_pair, max_tokens)
+                tokens, token_type_ids = self._encode_input(
+                    prompt + request.input, request.text_pair, max_tokens
+                )
         else:
             tokens = checked_prompt_ids(list(request.input), self.vocab_size)
             if prompt:
@@ -177,7 +179,7 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
             adapter=request.adapter or task,
             priority=request.priority,
             outputs=request.outputs or (),
-            token_type_ids=types,
+            token_type_ids=token_type_ids,
             num_unpooled_tokens=self._num_unpooled_tokens(prompt, len(tokens)),
             pooling=request.pooling,
             dimensions=request.dimensions,
@@ -196,7 +198,7 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
         return text[:end]
 
     def _task(self, request: EmbeddingsGenerationRequest) -> str | None:
-        """Return the task whose adapter computes the input; None for the model itself."""
+        """Return the task whose LoRA adapter the request uses; None for no task adapter."""
         tasks = self.layout.tasks
         if request.task is None:
             return request.prompt_name if request.prompt_name in tasks and not request.adapter else None
@@ -219,6 +221,7 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
         return self.layout.prompts[name]
 
     def _requested_max_tokens(self, request: EmbeddingsGenerationRequest) -> int | None:
+        """Return the smaller of the request's ``max_tokens`` and the maximum length; None without both."""
         if request.max_tokens is None:
             return self.max_length
         if request.max_tokens < 1:

@@ -65,7 +65,7 @@ class SentenceTransformersLayout:
     dense: tuple[DenseModule, ...] = ()
     normalize: bool = False
     sparse_pooling: SparsePooling = "max"
-    """How the weights of a vocabulary token at all positions of a text are reduced to one weight."""
+    """How the weights of a vocabulary token at the positions of a text are reduced to one weight."""
     sparse_activation: SparseActivation = "relu"
     """The function f in ``log(1 + f(logit))``, the weight of a token."""
     prompts: Mapping[str, str] = field(default_factory=dict)
@@ -161,6 +161,7 @@ def _modules(checkpoint: Path) -> list[tuple[str, Path]]:
 
 
 def _poolings(path: Path) -> tuple[tuple[PoolingType, ...], bool]:
+    """Return the pooling modes of a ``Pooling`` module, and whether pooling includes the prompt."""
     config = _read_json_object(path / "config.json")
     pooling_mode = config.get("pooling_mode")
     if pooling_mode is not None:

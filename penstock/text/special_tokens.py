@@ -1,8 +1,8 @@
 """Finds special tokens in the content of user and tool messages, and encodes them as text.
 
 A chat template copies message content into the prompt. In the prompt, ``<|im_end|>`` in a user's message is
-equal to ``<|im_end|>`` in the template. To distinguish both, the messages are rendered a second time, with a
-marker inside each special token in their content. A marker is text that does not occur in the prompt. The
+equal to ``<|im_end|>`` in the template. To distinguish them, the messages are rendered a second time, with a
+marker inside each special token of the messages. A marker is text that does not occur in the prompt. The
 positions of the markers in the second output show which special tokens come from messages. Without the
 markers, the second output must equal the first.
 """
@@ -21,7 +21,7 @@ from penstock.errors import InputError
 from penstock.text.chat_template import Message
 
 _TRUSTED_ROLES = ("system", "developer", "assistant")
-_NON_CONTENT_KEYS = ("role", "type")
+_NON_CONTENT_KEYS = ("role", "type")  # templates compare these values, so they get no markers
 _TEXTS_BEFORE = ("", "a", "\n", ".", "1", "é")  # adjacent text changes the tokens (see `_tokenizations`)
 _SEPARATOR = "\0"
 
@@ -65,7 +65,7 @@ class SpecialTokens:
         }
         self.by_id = special_tokens  # token id -> special token
         self.texts = frozenset(token.content for token in special_tokens.values())
-        self._longest = max(map(len, self.texts), default=0)
+        self._max_text_length = max(map(len, self.texts), default=0)
         self._joined_texts = _SEPARATOR + _SEPARATOR.join(sorted(self.texts)) + _SEPARATOR
         # First two characters -> lengths of the special tokens that begin with them.
         self._lengths: dict[str, set[int]] = {}
@@ -234,14 +234,18 @@ class SpecialTokens:
         stripped_text = text.strip()
         start = len(text) - len(text.lstrip())
         indices: set[int] = set()
-        if len(stripped_text) < self._longest and stripped_text and stripped_text in self._joined_texts:
+        if (
+            len(stripped_text) < self._max_text_length
+            and stripped_text
+            and stripped_text in self._joined_texts
+        ):
             indices.add(start)
-        for length in range(1, min(len(stripped_text), self._longest - 1) + 1):
+        for length in range(1, min(len(stripped_text), self._max_text_length - 1) + 1):
             if stripped_text[:length] not in self._joined_texts:
                 break
             if stripped_text[:length] + _SEPARATOR in self._joined_texts:
                 indices.add(start)
-        for length in range(1, min(len(stripped_text), self._longest - 1) + 1):
+        for length in range(1, min(len(stripped_text), self._max_text_length - 1) + 1):
             if stripped_text[-length:] not in self._joined_texts:
                 break
             if _SEPARATOR + stripped_text[-length:] in self._joined_texts:

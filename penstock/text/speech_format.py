@@ -59,7 +59,7 @@ class SpeechDescription:
 
     @classmethod
     def read(cls, checkpoint: Path) -> SpeechDescription:
-        """Return the description of a checkpoint. It is empty if the file does not exist.
+        """Return the description of a checkpoint; without a file, a description with the default values.
 
         Raises:
             CheckpointError: the file is not a JSON object, or has an unknown key, a value of a wrong type, or

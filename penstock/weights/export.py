@@ -96,6 +96,7 @@ def _quantized_layers(
 def _checkpoint_tensors(
     weights: Weights, quantized: Mapping[str, tuple[PackedLinear, int, int]], encoding: str
 ) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and tensor for each tensor of the exported checkpoint."""
     unpacked: tuple[PackedLinear | None, Mapping[str, Tensor]] = (None, {})
     order = sorted(weights.names, key=lambda name: _sort_key(name, quantized))
     for name in order:

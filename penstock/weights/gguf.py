@@ -315,15 +315,15 @@ class _Header:
         return array
 
     def _skip_texts(self, count: int) -> None:
-        at, data, size = self._position, self._data, len(self._data)
-        length_at = struct.Struct("<Q").unpack_from
+        position, data, size = self._position, self._data, len(self._data)
+        read_length = struct.Struct("<Q").unpack_from
         for _ in range(count):  # a hot loop: most files have over 100,000 strings
-            if at + 8 > size:
-                self._fail(at, f"the file ends at byte {size}")
-            at += 8 + length_at(data, at)[0]
-        if at > size:
+            if position + 8 > size:
+                self._fail(position, f"the file ends at byte {size}")
+            position += 8 + read_length(data, position)[0]
+        if position > size:
             self._fail(self._position, f"a string ends after the end of the file, at byte {size}")
-        self._position = at
+        self._position = position
 
     def _read_tensors(self, count: int) -> Iterator[StoredTensor]:
         described = [(self._position, *self._read_tensor_description()) for _ in range(count)]

@@ -299,8 +299,8 @@ class _Files:
         self.headers = checkpoint.headers
         self.shapes_only = shapes_only
         self._format = checkpoint.format
-        self._opened: dict[Path, _SafetensorsFile] = {}
-        self._bytes: dict[Path, Tensor] = {}
+        self._open_files: dict[Path, _SafetensorsFile] = {}
+        self._file_bytes: dict[Path, Tensor] = {}
         self._mapped: dict[str, list[Tensor]] = {}  # name -> mapped bytes that were read for the tensor
 
     def tensor(self, name: str) -> Tensor:
@@ -319,26 +319,26 @@ class _Files:
         part = header.rows(start, stop) if isinstance(header, GGUFTensor) else None
         return None if part is None else self._format.read_linear(self._reader(name), part)
 
-    def may_stay_unread(self, name: str, stored: str) -> bool:
+    def may_stay_unread(self, name: str, stored_name: str) -> bool:
         """Return whether the format allows that a model does not read this tensor, and all values are 0."""
         if self.shapes_only or not any(fnmatchcase(name, pattern) for pattern in self._format.unread_if_zero):
             return False
-        return not bool(self.tensor(stored).any())
+        return not bool(self.tensor(stored_name).any())
 
     def release(self, name: str) -> None:
         for tensor in self._mapped.pop(name, ()):
             drop_pages(tensor)
 
     def open_safetensors(self, file: Path) -> _SafetensorsFile:
-        if file not in self._opened:
+        if file not in self._open_files:
             with allow_mapping(file.stat().st_size):
-                self._opened[file] = safe_open(file, framework="pt")
-        return self._opened[file]
+                self._open_files[file] = safe_open(file, framework="pt")
+        return self._open_files[file]
 
     def open_bytes(self, file: Path) -> Tensor:
-        if file not in self._bytes:
-            self._bytes[file] = map_file(file)
-        return self._bytes[file]
+        if file not in self._file_bytes:
+            self._file_bytes[file] = map_file(file)
+        return self._file_bytes[file]
 
     def _reader(self, name: str) -> _Reader:
         mapped: list[Tensor] = []

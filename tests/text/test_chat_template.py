@@ -141,7 +141,7 @@ def test_small_templates_render_the_text_of_transformers(source: str) -> None:
         assert render_with_penstock(template, [make_user_message("hi")], None, options) == expected
 
 
-def test_strftime_now_gives_the_current_date() -> None:
+def test_strftime_now_gives_the_current_year() -> None:
     template = ChatTemplate({"default": "{{ strftime_now('%Y') }}"}, {}, "test")
     assert template.render([make_user_message("x")]) in (
         str(datetime.now().year),

@@ -116,7 +116,7 @@ class TestEqualToTransformers:
 
 
 class TestText:
-    def test_implements_the_pipeline_tokenizer_protocol(self) -> None:
+    def test_a_text_tokenizer_implements_the_pipeline_tokenizer_protocol(self) -> None:
         assert isinstance(TOKENIZER, PipelineTokenizer)
         assert TOKENIZER.expects_content_wrapping is False
         assert TOKENIZER.encode_text("hello").dtype == np.int64

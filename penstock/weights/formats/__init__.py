@@ -65,7 +65,7 @@ class CheckpointFormat(ABC):
 
         Args:
             config: the content of ``config.json``; empty if the checkpoint has none.
-            headers: the stored tensors by name.
+            headers: name -> header of each stored tensor.
         """
 
     def policy(self, config: Mapping[str, object]) -> LayerPolicy | None:
@@ -76,10 +76,11 @@ class CheckpointFormat(ABC):
         return None
 
     def headers(self, config: Mapping[str, object], stored: Headers) -> Headers:
-        """Return the tensors as the model reads them, with the names and shapes of an unquantized checkpoint.
+        """Return name -> header of the tensors that the model reads, as in an unquantized checkpoint.
 
-        A format that stores one weight as several tensors replaces these by one `QuantizedHeader` named
-        ``<layer>.weight``. By default the stored tensors are returned, with the encodings of `policy`.
+        A format that stores one weight as several tensors replaces their headers by one `QuantizedHeader`
+        named ``<layer>.weight``. By default the headers of the stored tensors are returned, with the
+        encodings of `policy`.
 
         Raises:
             WeightsError: the types or shapes of the tensors of a layer are inconsistent.
@@ -156,7 +157,7 @@ class FormatRegistry:
 
         Args:
             config: the content of ``config.json``; empty if the checkpoint has none.
-            headers: the stored tensors by name.
+            headers: name -> header of each stored tensor.
 
         Raises:
             ConfigError: no format reads the checkpoint's ``quant_method``.

@@ -58,7 +58,9 @@ def take_fp4_layers(tensors: StoredTensors, name: str = "weight_packed") -> None
             )
         parts["packed"] = tensors.take(layer, name, ("U8",))
         encoding = "mxfp4" if is_mxfp4 else "nvfp4"
-        tensors.put(layer, (outputs, inputs), encoding, parts, layout=LAYOUT, bits=4, group=(1, group_size))
+        tensors.put(
+            layer, (outputs, inputs), encoding, parts, layout=LAYOUT, bits=4, group_shape=(1, group_size)
+        )
 
 
 def read_fp4(source: TensorReader, header: LayerHeader) -> tuple[str | None, Mapping[str, Tensor]]:
@@ -70,7 +72,7 @@ def read_fp4(source: TensorReader, header: LayerHeader) -> tuple[str | None, Map
         "weight": torch.stack([packed & 15, packed >> 4], dim=2).flatten(1),
         "scales": header.read(source, "scale").view(torch.uint8),
     }
-    if header.group[1] == _NVFP4_GROUP_SIZE:
+    if header.group_shape[1] == _NVFP4_GROUP_SIZE:
         factor = torch.ones(())
         if header.part("divisor"):
             factor = factor / header.read(source, "divisor").reshape(())

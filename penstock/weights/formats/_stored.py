@@ -33,13 +33,13 @@ reads the scales of 8-bit float KV caches.
 class LayerHeader(QuantizedHeader):
     """A quantized weight ``[out, in]`` whose parts have names."""
 
-    names: tuple[str, ...] = ()
+    part_names: tuple[str, ...] = ()
     """The names of `parts`, without the name of the layer."""
     layout: str = ""
     """The storage variant, for formats with several variants."""
     bits: int = 0
     """Number of bits of a stored number."""
-    group: tuple[int, int] = (0, 0)
+    group_shape: tuple[int, int] = (0, 0)
     """Numbers of outputs and inputs that share a scale."""
 
     def sorted_inputs(self, codes: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class LayerHeader(QuantizedHeader):
 
     def part(self, name: str) -> TensorHeader | None:
         """Return the header of a part, or None if the layer does not have it."""
-        return dict(zip(self.names, self.parts, strict=True)).get(name)
+        return dict(zip(self.part_names, self.parts, strict=True)).get(name)
 
     def read(self, source: TensorReader, name: str) -> Tensor:
         """Return the tensor of a part, which must exist."""
@@ -82,7 +82,7 @@ class StoredTensors:
     """The tensors of a checkpoint while a format replaces those of quantized layers by `LayerHeader` records.
 
     Args:
-        stored: the stored tensors by name.
+        stored: name -> header of each stored tensor.
         format_name: the name of the format in messages.
     """
 
@@ -152,7 +152,7 @@ class StoredTensors:
         *,
         layout: str = "",
         bits: int = 0,
-        group: tuple[int, int] = (0, 0),
+        group_shape: tuple[int, int] = (0, 0),
         order: bytes = b"",
     ) -> None:
         """Add the header of a layer's weight ``[out, in]`` to `remaining`.
@@ -169,15 +169,15 @@ class StoredTensors:
             first.stored_name,
             encoding=encoding,
             parts=tuple(present.values()),
-            names=tuple(present),
+            part_names=tuple(present),
             layout=layout,
             bits=bits,
-            group=group,
+            group_shape=group_shape,
             order=order,
         )
 
 
-def scale_group(
+def scale_group_shape(
     shape: tuple[int, ...], weight: tuple[int, int], block: tuple[int, int]
 ) -> tuple[int, int] | None:
     """Return the numbers of outputs and inputs that share a scale.

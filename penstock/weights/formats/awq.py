@@ -96,7 +96,9 @@ def _take_gemm(tensors: StoredTensors, layer: str, group_size: int) -> None:
         "scales": tensors.take(layer, "scales", FLOATS, (num_groups, outputs)),
     }
     encoding = exact_encoding(_BITS, group_size, inputs)
-    tensors.put(layer, (outputs, inputs), encoding, parts, layout="gemm", bits=_BITS, group=(1, group_size))
+    tensors.put(
+        layer, (outputs, inputs), encoding, parts, layout="gemm", bits=_BITS, group_shape=(1, group_size)
+    )
 
 
 def _take_gemv(tensors: StoredTensors, layer: str, group_size: int) -> None:
@@ -116,7 +118,9 @@ def _take_gemv(tensors: StoredTensors, layer: str, group_size: int) -> None:
         "scales": tensors.take(layer, "scales", FLOATS, (outputs, width * _CODES_PER_WORD)),
     }
     encoding = exact_encoding(_BITS, group_size, inputs)
-    tensors.put(layer, (outputs, inputs), encoding, parts, layout="gemv", bits=_BITS, group=(1, group_size))
+    tensors.put(
+        layer, (outputs, inputs), encoding, parts, layout="gemv", bits=_BITS, group_shape=(1, group_size)
+    )
 
 
 def _read_gemm(source: TensorReader, header: LayerHeader) -> tuple[str | None, Mapping[str, Tensor]]:
@@ -129,11 +133,11 @@ def _read_gemm(source: TensorReader, header: LayerHeader) -> tuple[str | None, M
 
     codes, zeros = columns(header.read(source, "weight")), columns(header.read(source, "zeros"))
     scales = header.read(source, "scales").T.float()
-    return read_codes(header.encoding, codes, scales, zeros, header.group[1])
+    return read_codes(header.encoding, codes, scales, zeros, header.group_shape[1])
 
 
 def _read_gemv(source: TensorReader, header: LayerHeader) -> tuple[str | None, Mapping[str, Tensor]]:
-    inputs, group_size = header.shape[1], header.group[1]
+    inputs, group_size = header.shape[1], header.group_shape[1]
     codes = unpack_bits(header.read(source, "weight"), _BITS, inputs)
     zeros = unpack_bits(header.read(source, "zeros"), _BITS, inputs // group_size)
     scales = header.read(source, "scales").float()[:, : inputs // group_size]

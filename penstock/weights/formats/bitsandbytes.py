@@ -129,7 +129,7 @@ def _take_4_bits(tensors: StoredTensors, layer: str, encoding: str) -> None:
         parts["weight"].stored_name,
         encoding=encoding if _is_exact(encoding, state, parts["table"]) else None,
         parts=tuple(parts.values()),
-        names=tuple(parts),
+        part_names=tuple(parts),
         state=state,
     )
 

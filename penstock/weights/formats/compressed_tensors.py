@@ -30,7 +30,7 @@ from penstock.weights.formats._stored import (
     LayerHeader,
     StoredFormat,
     StoredTensors,
-    scale_group,
+    scale_group_shape,
     unpack_bits,
 )
 from penstock.weights.safetensors import TensorHeader
@@ -158,7 +158,9 @@ def _take_packed(tensors: StoredTensors, layer: str, weights: Mapping[str, objec
         "shape": tensors.take_optional(layer, "weight_shape", ("I64", "I32"), (2,)),
         "input_groups": tensors.take_optional(layer, "weight_g_idx", ("I32", "I64"), (inputs,)),
     }
-    tensors.put(layer, shape, encoding, parts, layout="packed", bits=bits, group=(1, group_size), order=order)
+    tensors.put(
+        layer, shape, encoding, parts, layout="packed", bits=bits, group_shape=(1, group_size), order=order
+    )
 
 
 def _read_packed(source: TensorReader, header: LayerHeader) -> tuple[str | None, Mapping[str, Tensor]]:
@@ -184,7 +186,7 @@ def _read_packed(source: TensorReader, header: LayerHeader) -> tuple[str | None,
             header.file, f"{header.stored_name}: weight_g_idx refers to groups that do not exist"
         )
     codes = header.sorted_inputs(codes)
-    return read_codes(header.encoding, codes, scales, zeros, header.group[1], groups)
+    return read_codes(header.encoding, codes, scales, zeros, header.group_shape[1], groups)
 
 
 def _unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
@@ -211,30 +213,30 @@ def _take_integers(tensors: StoredTensors, layer: str) -> None:
     shape = (weight.shape[0], weight.shape[1])
     groups = scale.shape[1] if scale is not None and len(scale.shape) == 2 else 1
     group_size = -(-shape[1] // max(groups, 1))
-    group = None if scale is None else scale_group(scale.shape, shape, (1, group_size))
-    if scale is not None and group is None:
+    group_shape = None if scale is None else scale_group_shape(scale.shape, shape, (1, group_size))
+    if scale is not None and group_shape is None:
         tensors.refuse(layer, "weight_scale", f"is {list(scale.shape)} for a weight of {list(shape)}")
     scale_header = tensors.take(layer, "weight_scale", FLOATS)
     zero = tensors.take_optional(layer, "weight_zero_point", ("I8", "I32"), scale_header.shape)
-    assert group is not None
-    is_plain = group[1] == shape[1] and zero is None
-    encoding = "int8" if is_plain else exact_encoding(8, group[1], shape[1])
+    assert group_shape is not None
+    is_plain = group_shape[1] == shape[1] and zero is None
+    encoding = "int8" if is_plain else exact_encoding(8, group_shape[1], shape[1])
     parts = {"weight": tensors.take(layer, "weight", ("I8",)), "scale": scale_header, "zero": zero}
-    tensors.put(layer, shape, encoding, parts, layout="integers", bits=8, group=group)
+    tensors.put(layer, shape, encoding, parts, layout="integers", bits=8, group_shape=group_shape)
 
 
 def _read_integers(source: TensorReader, header: LayerHeader) -> tuple[str | None, Mapping[str, Tensor]]:
     import torch
 
     weight, scales = header.read(source, "weight"), header.read(source, "scale").float()
-    outputs, columns = header.shape[0], -(-header.shape[1] // header.group[1])
+    outputs, columns = header.shape[0], -(-header.shape[1] // header.group_shape[1])
     scales = scales.reshape(-1, columns).expand(outputs, columns)
     if header.encoding == "int8":
         return "int8", {"weight": weight, "scales": scales[:, 0].contiguous()}
     zeros = header.read(source, "zero").int() if header.part("zero") else torch.zeros(1, 1, dtype=torch.int32)
     zeros = (zeros.reshape(-1, zeros.shape[-1] if zeros.dim() > 1 else 1) + 128).expand(outputs, columns)
     codes = (weight.short() + 128).to(torch.uint8)
-    return read_codes(header.encoding, codes, scales, zeros, header.group[1])
+    return read_codes(header.encoding, codes, scales, zeros, header.group_shape[1])
 
 
 def _as_mapping(value: object) -> Mapping[str, object]:

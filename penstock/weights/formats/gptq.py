@@ -103,7 +103,7 @@ def _take(tensors: StoredTensors, layer: str, section: Mapping[str, object], ver
         parts,
         layout=str(version),
         bits=bits,
-        group=(1, group_size),
+        group_shape=(1, group_size),
         order=input_order,
     )
 
@@ -111,7 +111,7 @@ def _take(tensors: StoredTensors, layer: str, section: Mapping[str, object], ver
 def _read(source: TensorReader, header: LayerHeader) -> tuple[str | None, Mapping[str, Tensor]]:
     import torch
 
-    (outputs, inputs), bits, group_size = header.shape, header.bits, header.group[1]
+    (outputs, inputs), bits, group_size = header.shape, header.bits, header.group_shape[1]
     codes = unpack_bits(header.read(source, "weight").T, bits, inputs)
     words, is_version_1 = header.read(source, "zeros"), header.layout == "gptq"
     if is_version_1 and bits in _ONES:

@@ -119,7 +119,7 @@ def _take_floats(tensors: StoredTensors, layer: str) -> None:
     data = tensors.take(layer, _DATA, (E4M3,))
     shape = (data.shape[0], data.shape[1])
     parts = {"weight": data, "scale": tensors.take(layer, _SCALE, FLOATS, (shape[0], 1))}
-    tensors.put(layer, shape, "fp8", parts, layout=LAYOUT, bits=8, group=(1, shape[1]))
+    tensors.put(layer, shape, "fp8", parts, layout=LAYOUT, bits=8, group_shape=(1, shape[1]))
 
 
 def _num_groups(tensors: StoredTensors, layer: str, inputs: int, *, axis: int) -> int:
@@ -147,10 +147,12 @@ def _take_integers(tensors: StoredTensors, layer: str, bits: int) -> None:
     zero, group_size = parts["zero"], inputs // groups
     has_zeros = zero is not None and any(read_tensor_bytes(zero)) if groups == 1 else True
     if bits == 8 and groups == 1 and not has_zeros:
-        tensors.put(layer, (outputs, inputs), "int8", parts, layout="rows", bits=8, group=(1, inputs))
+        tensors.put(layer, (outputs, inputs), "int8", parts, layout="rows", bits=8, group_shape=(1, inputs))
         return
     encoding = exact_encoding(bits, group_size, inputs)
-    tensors.put(layer, (outputs, inputs), encoding, parts, layout="groups", bits=bits, group=(1, group_size))
+    tensors.put(
+        layer, (outputs, inputs), encoding, parts, layout="groups", bits=bits, group_shape=(1, group_size)
+    )
 
 
 def _take_packed(tensors: StoredTensors, layer: str) -> None:
@@ -164,7 +166,9 @@ def _take_packed(tensors: StoredTensors, layer: str) -> None:
     }
     group_size = inputs // groups
     encoding = _INT4_ENCODING if group_size % GROUP_SIZE_MULTIPLE == 0 or groups == 1 else None
-    tensors.put(layer, (outputs, inputs), encoding, parts, layout=_INT4_CLASS, bits=4, group=(1, group_size))
+    tensors.put(
+        layer, (outputs, inputs), encoding, parts, layout=_INT4_CLASS, bits=4, group_shape=(1, group_size)
+    )
 
 
 def _read_rows(source: TensorReader, header: LayerHeader) -> tuple[str | None, Mapping[str, Tensor]]:
@@ -189,7 +193,7 @@ def _read_groups(source: TensorReader, header: LayerHeader) -> tuple[str | None,
             f"{header.stored_name} has integers from {low} to {high} and a smallest zero point of {zero}, "
             f"which do not fit into {header.bits} bits",
         )
-    return read_codes(header.encoding, codes.to(torch.uint8), scales, zeros, header.group[1])
+    return read_codes(header.encoding, codes.to(torch.uint8), scales, zeros, header.group_shape[1])
 
 
 def _read_packed(source: TensorReader, header: LayerHeader) -> tuple[str | None, Mapping[str, Tensor]]:
@@ -197,7 +201,7 @@ def _read_packed(source: TensorReader, header: LayerHeader) -> tuple[str | None,
 
     from penstock.kernels.codes import split_scales
 
-    packed, group_size = header.read(source, "weight").view(torch.uint8), header.group[1]
+    packed, group_size = header.read(source, "weight").view(torch.uint8), header.group_shape[1]
     codes = torch.stack([packed & 15, packed >> 4], dim=2).flatten(1) ^ 8  # signed -> offset by 8
     scales, zeros = (header.read(source, name).T.float() for name in ("scale", "zero"))
     if header.encoding is None:
