@@ -30,7 +30,7 @@ class InferenceSession:
             equally.
         kernels: name of the kernel back end; if not given, the best back end for the device.
         prefaulted: memory for the weights that models of this session pack.
-        deterministic: whether results of a row must be bit-equal in every batch. Some back ends then use
+        deterministic: whether results of a row must be bit-equal in every batch, for which some back ends use
             slower kernels.
         ranks: the processes that divide the models of this session; None for one process.
 
@@ -104,7 +104,7 @@ class InferenceSession:
 
     @property
     def shard(self) -> Shard:
-        """The part of a divided model that this process computes."""
+        """The part of a divided model that this process computes; all of the model without other ranks."""
         from penstock.distributed import Shard
 
         return Shard() if self.ranks is None else self.ranks.shard

@@ -33,9 +33,9 @@ class WorkerShare:
     processors: ProcessorShare | None = None
     """The processors of the worker; None if it may use all processors."""
     memory: int | None = None
-    """Maximum bytes of host memory for weights, activations and KV cache; None for the configured size."""
+    """Maximum bytes of host memory for weights, activations and KV cache; None for `utilization`."""
     utilization: float | None = None
-    """Fraction of the free memory of the device that this worker uses; None for the configured fraction."""
+    """Fraction of the device's free memory that this worker uses; None for ``device_memory_utilization``."""
 
 
 def make_engine(
@@ -117,7 +117,10 @@ def divide_resources(config: PipelineConfig, memory: int | None = None) -> list[
 
 
 def load_worker_runtime(config: PipelineConfig, share: WorkerShare, load: LoadRuntime) -> WorkerRuntime:
-    """Load the runtime of a worker within its share. Runs in the worker's process, before torch is loaded."""
+    """Load the runtime of a worker with the resources of its share.
+
+    Runs in the worker's process, before torch is loaded.
+    """
     num_threads = config.num_threads
     if share.processors is not None:
         pin(share.processors.processors)

@@ -27,9 +27,9 @@ def compute_log_probabilities(
 
     See `PipelineModel.compute_log_probabilities`.
 
-    Without echo, an entry contains the sampled token. With echo, it also contains the input tokens of this
-    step except the first token, whose logits were computed in the previous step. Echo needs logits at all
-    positions of the sequence (``return_n_logits``).
+    Without echo, an entry has the log probability of the sampled token. With echo, it also has those of the
+    input tokens of this step, except of the first input token, whose logits were computed in the previous
+    step. Echo needs logits at all positions of the sequence (``return_n_logits``).
 
     Raises:
         ValueError: echo is requested, but ``logits`` lacks rows for some of the sequence's input tokens.
@@ -61,7 +61,7 @@ def compute_log_probabilities(
 
 @dataclass(slots=True)
 class _Rows:
-    """The rows of logits of one sequence, and the token of each row whose log probability is requested."""
+    """The rows of logits of one sequence, and for each row the token whose log probability is requested."""
 
     start: int  # index of the first row
     targets: Tensor  # [n], the token of each row

@@ -127,8 +127,8 @@ class FakePipeline:
     ) -> dict[str, TextGenerationResponse]:
         """Run up to ``num_steps`` steps and return the new tokens of each context.
 
-        Fewer steps run if a context would otherwise exceed its maximum length. Only one step runs if a
-        context has tokens after its next chunk, or reports log probabilities.
+        Fewer steps run if a context would otherwise exceed its maximum length. Only one step runs if this
+        call computes only a part of a context's prompt, or if a context reports log probabilities.
 
         Raises:
             InputError: ``num_steps`` is less than 1, or a request has ended.

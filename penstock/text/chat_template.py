@@ -172,7 +172,7 @@ class ChatTemplate:
         return True
 
     def mentions(self, word: str) -> bool:
-        """Return whether the source of any template contains the word."""
+        """Return whether the source of any template contains ``word`` as a whole word."""
         pattern = re.compile(rf"\b{re.escape(word)}\b")
         return any(pattern.search(source) for source in self.sources.values())
 
@@ -198,7 +198,7 @@ class ChatTemplate:
 
 
 def find_templates(checkpoint: Path, tokenizer_config: Mapping[str, object]) -> dict[str, str]:
-    """Return name -> Jinja text of a checkpoint's templates. Files override ``tokenizer_config``."""
+    """Return name -> Jinja text of a checkpoint's templates. Jinja files override ``tokenizer_config``."""
     sources = _templates_by_name(tokenizer_config.get("chat_template"), checkpoint / "tokenizer_config.json")
     default_file = checkpoint / "chat_template.jinja"
     if default_file.is_file():

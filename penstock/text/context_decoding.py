@@ -13,7 +13,7 @@ _MAX_PRECEDING_TOKENS = 64
 
 The text of a token depends only on a few visible tokens before it.
 """
-_STATE = "_decode_state"
+_STATE_ATTRIBUTE = "_decode_state"  # the attribute of a context that stores its `_DecodeState`
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +64,16 @@ class _DecodeState:
 def next_delta(context: TextContext, ids: list[int], bos: int | None) -> TokenDelta:
     """Return ``ids`` with the tokens before them, and store the position on the context.
 
-    This function must be called in the order in which the tokens are decoded. It searches ``ids`` in the
-    generated tokens of the context: after the tokens of the last call, then at the end, then at the
-    beginning. If the last call passed all generated tokens, the beginning comes before the end. If ``ids``
-    are not found, they continue the separate text.
+    Calls must have the order of the tokens; threads can decode the deltas later. This function searches
+    ``ids`` in the generated tokens of the context: after the tokens of the last call, then at the end, then
+    at the beginning. If the last call passed all generated tokens, it searches at the beginning before the
+    end. If ``ids`` are not found, they continue the separate text.
 
     The separate text restarts in three cases: ``ids`` begin with ``bos``, the begin-of-sequence token;
     ``ids`` repeat the whole separate text; or one call has passed the whole separate text, and ``ids`` repeat
     its beginning.
     """
-    state: _DecodeState = vars(context).setdefault(_STATE, _DecodeState())
+    state: _DecodeState = vars(context).setdefault(_STATE_ATTRIBUTE, _DecodeState())
     start = _position_in_generated(context, state, ids)
     if start is None:
         return _separate_text_delta(state, ids, bos)

@@ -69,6 +69,7 @@ class SentenceTransformersLayout:
     sparse_activation: SparseActivation = "relu"
     """The function f in ``log(1 + f(logit))``, the weight of a token."""
     prompts: Mapping[str, str] = field(default_factory=dict)
+    """Prompt name -> text that precedes the input."""
     default_prompt_name: str | None = None
     tasks: tuple[str, ...] = ()
     """The tasks with a LoRA adapter in the checkpoint, in the order of the adapters in each LoRA tensor.
@@ -79,7 +80,7 @@ class SentenceTransformersLayout:
     lower_case: bool = False
     similarity: Similarity = "cosine"
     is_present: bool = False
-    """Whether the checkpoint has ``modules.json`` or a pooling folder."""
+    """Whether ``modules.json`` lists a module, or the checkpoint has a pooling folder."""
 
     def prompt_for(self, role: Literal["query", "document"]) -> str | None:
         """Return the name of the prompt for queries or documents; None if the checkpoint has no such prompt.
@@ -105,30 +106,30 @@ def read_layout(checkpoint: Path) -> SentenceTransformersLayout:
     transformer_folder = checkpoint
     layout = SentenceTransformersLayout(is_present=bool(modules))
     dense: list[DenseModule] = []
-    for kind, path in modules:
-        if kind in ("Transformer", "MLMTransformer"):
+    for module_type, path in modules:
+        if module_type in ("Transformer", "MLMTransformer"):
             transformer_folder = path
-        elif kind == "Pooling":
+        elif module_type == "Pooling":
             poolings, include_prompt = _poolings(path)
             layout = replace(layout, poolings=poolings, include_prompt=include_prompt)
-        elif kind == "Dense":
+        elif module_type == "Dense":
             dense.append(_dense(path))
-        elif kind == "Normalize":
+        elif module_type == "Normalize":
             layout = replace(layout, normalize=True)
-        elif kind == "SpladePooling":
+        elif module_type == "SpladePooling":
             pooling, activation = _sparse_pooling(path)
             layout = replace(layout, sparse_pooling=pooling, sparse_activation=activation)
-        elif kind == "MultiVectorMask":
+        elif module_type == "MultiVectorMask":
             _check_multi_vector_mask(path)
-        elif kind not in _IGNORED_MODULES:
+        elif module_type not in _IGNORED_MODULES:
             raise CheckpointError(
                 checkpoint / "modules.json",
-                f"module {kind!r} is not supported: use Transformer, Pooling, Dense, Normalize, "
+                f"module {module_type!r} is not supported: use Transformer, Pooling, Dense, Normalize, "
                 "MLMTransformer, SpladePooling and MultiVectorMask",
             )
-    limits_file = transformer_folder / "sentence_bert_config.json"
-    limits = _read_json_object(limits_file)
-    for file, values in ((settings_file, settings), (limits_file, limits)):
+    transformer_file = transformer_folder / "sentence_bert_config.json"
+    transformer_settings = _read_json_object(transformer_file)
+    for file, values in ((settings_file, settings), (transformer_file, transformer_settings)):
         _check_multi_vector_options(file, values)
     tasks, instructions = _tasks(checkpoint / "config.json")
     prompts = {**instructions, **_prompts(settings_file, settings)}
@@ -138,8 +139,8 @@ def read_layout(checkpoint: Path) -> SentenceTransformersLayout:
         prompts=prompts,
         tasks=tasks,
         default_prompt_name=_default_prompt(settings_file, settings, prompts),
-        max_seq_length=_max_seq_length(limits_file, limits),
-        lower_case=bool(limits.get("do_lower_case")),
+        max_seq_length=_max_seq_length(transformer_file, transformer_settings),
+        lower_case=bool(transformer_settings.get("do_lower_case")),
         similarity=_similarity(settings_file, settings),
     )
 
@@ -250,8 +251,8 @@ def _default_prompt(file: Path, settings: Mapping[str, object], prompts: Mapping
     return cast("str | None", name)
 
 
-def _max_seq_length(file: Path, limits: Mapping[str, object]) -> int | None:
-    value = limits.get("max_seq_length")
+def _max_seq_length(file: Path, transformer_settings: Mapping[str, object]) -> int | None:
+    value = transformer_settings.get("max_seq_length")
     if value is None or (type(value) is int and value > 0):
         return value
     raise CheckpointError(file, f"max_seq_length must be a whole number of at least 1, was {value!r}")

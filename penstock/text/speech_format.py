@@ -105,7 +105,8 @@ class SpeechCodes:
     """The mapping between the codes of an audio codec and tokens.
 
     Args:
-        token_ids: ``[codes per frame, codebook size]``: the token of each code, for each position of a frame.
+        token_ids: ``[codes per frame, codebook size]``: at ``[position, code]``, the id of a code's token.
+            The position is that of the code in its frame.
     """
 
     def __init__(self, token_ids: npt.NDArray[np.int64]) -> None:
@@ -207,10 +208,7 @@ class SpeechFormat(ABC):
 
     @abstractmethod
     def code_tokens(self) -> npt.NDArray[np.int64]:
-        """Return the token of each code, for each position of a frame: ``[codes per frame, codebook size]``.
-
-        The last dimension is indexed by the code.
-        """
+        """Return ``[codes per frame, codebook size]``: at ``[position, code]``, the id of a code's token."""
 
     @property
     @abstractmethod
@@ -223,8 +221,8 @@ class SpeechFormat(ABC):
 
         Args:
             text: the text to speak, letters or phonemes.
-            voice: the name of a trained voice, or None.
-            codes: flattened codes of a voice to imitate; empty for none.
+            voice: the name of a voice that the model was trained on, or None.
+            codes: flattened codes of a recording whose voice is imitated; empty for none.
             transcription: the transcription of ``codes``.
 
         Raises:
@@ -253,7 +251,7 @@ class SpeechFormat(ABC):
         """Sampling parameters for values that neither the request nor generation_config.json sets."""
         return {**self.sampling, **self.description.sampling}
 
-    def token(self, text: str) -> int:
+    def token_id(self, text: str) -> int:
         """Return the id of a token.
 
         Raises:
@@ -267,9 +265,9 @@ class SpeechFormat(ABC):
         return token_id
 
     def numbered_token_ids(self, pattern: str, first: int, count: int) -> npt.NDArray[np.int64]:
-        """Return ``[count]``: the ids of the tokens ``pattern.format(number)``, for numbers from ``first``.
+        """Return the ids of ``count`` tokens with consecutive numbers in their texts.
 
-        ``pattern`` is a text such as ``<|speech_{}|>``.
+        ``pattern`` is the text of the tokens, such as ``<|speech_{}|>``, and ``first`` is the first number.
 
         If the ids of the first and the last token are ``count - 1`` apart, the ids are assumed to be
         consecutive, and the tokens between are not looked up.
@@ -277,15 +275,15 @@ class SpeechFormat(ABC):
         Raises:
             CheckpointError: the vocabulary lacks one of the tokens that are looked up.
         """
-        begin, end = self.token(pattern.format(first)), self.token(pattern.format(first + count - 1))
+        begin, end = self.token_id(pattern.format(first)), self.token_id(pattern.format(first + count - 1))
         if end - begin == count - 1:
             return np.arange(begin, end + 1, dtype=np.int64)
-        return np.array([self.token(pattern.format(first + i)) for i in range(count)], np.int64)
+        return np.array([self.token_id(pattern.format(first + i)) for i in range(count)], np.int64)
 
 
 @cache
 def speech_formats() -> Mapping[str, type[SpeechFormat]]:
-    """Return the formats by name, sorted."""
+    """Return name -> class of all speech formats, sorted by name."""
     formats = {module.FORMAT.name: module.FORMAT for module in modules_in(_FORMATS_PACKAGE)}
     return dict(sorted(formats.items()))
 

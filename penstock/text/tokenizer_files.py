@@ -85,8 +85,8 @@ def _read_folder(checkpoint: Path) -> TokenizerFiles:
         _apply_prefix_space_settings(tokenizer, settings)
     else:
         tokenizer = _convert_slow(checkpoint)
-    # The file may contain settings of the training. Truncation would cut prompts without an error, and
-    # padding would lengthen them.
+    # tokenizer.json may contain settings from training. Truncation would cut prompts without an error, and
+    # padding would lengthen prompts.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return TokenizerFiles(

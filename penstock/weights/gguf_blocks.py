@@ -34,9 +34,9 @@ def dequantize(blocks: Tensor, type_name: str) -> Tensor:
     read = READERS.get(type_name) or _package_reader(type_name)
     if len(blocks) <= _CHUNK_BLOCKS:
         return read(blocks)
-    first = read(blocks[:_CHUNK_BLOCKS])
-    numbers = torch.empty(len(blocks), first.shape[1])
-    numbers[:_CHUNK_BLOCKS] = first
+    first_chunk = read(blocks[:_CHUNK_BLOCKS])
+    numbers = torch.empty(len(blocks), first_chunk.shape[1])
+    numbers[:_CHUNK_BLOCKS] = first_chunk
     for start in range(_CHUNK_BLOCKS, len(blocks), _CHUNK_BLOCKS):
         numbers[start : start + _CHUNK_BLOCKS] = read(blocks[start : start + _CHUNK_BLOCKS])
     return numbers
@@ -49,11 +49,11 @@ def _package_reader(type_name: str) -> Callable[[Tensor], Tensor]:
         from gguf.quants import dequantize as by_package
     except ImportError as problem:
         raise MissingDependencyError("gguf", "gguf", f"reading {type_name} blocks") from problem
-    kind = GGMLQuantizationType[type_name]
+    block_type = GGMLQuantizationType[type_name]
 
     def read(blocks: Tensor) -> Tensor:
         with np.errstate(all="ignore"):  # damaged scales may be infinite
-            return torch.from_numpy(by_package(blocks.numpy(), kind))
+            return torch.from_numpy(by_package(blocks.numpy(), block_type))
 
     return read
 

@@ -60,7 +60,7 @@ def read_gguf_tokenizer(path: Path, tokenizer: Tokenizer | None = None) -> GGUFT
     if tokenizer is not None:
         _check_same_tokens(path, tokens, tokenizer)
     return GGUFTokenizer(
-        tokenizer or _tokenizer(file, tokens),
+        tokenizer or _build_tokenizer(file, tokens),
         dict(_special_tokens(file, tokens)),
         dict(_templates(file)),
         tuple(dict.fromkeys(_eos_token_ids(file, tokens))),
@@ -68,6 +68,7 @@ def read_gguf_tokenizer(path: Path, tokenizer: Tokenizer | None = None) -> GGUFT
 
 
 def _check_same_tokens(path: Path, tokens: list[str], tokenizer: Tokenizer) -> None:
+    """Raise a `CheckpointError` unless each token of ``tokenizer`` has the same id in ``tokens``."""
     for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
         # User-defined tokens contain either a space or SentencePiece's mark for it.
         if token_id >= len(tokens) or tokens[token_id].replace("▁", " ") != token.replace("▁", " "):
@@ -79,7 +80,7 @@ def _check_same_tokens(path: Path, tokens: list[str], tokenizer: Tokenizer) -> N
             )
 
 
-def _tokenizer(file: GGUFFile, tokens: list[str]) -> Tokenizer:
+def _build_tokenizer(file: GGUFFile, tokens: list[str]) -> Tokenizer:
     tokenizer_json = file.metadata.get("tokenizer.huggingface.json")
     if isinstance(tokenizer_json, str):
         try:

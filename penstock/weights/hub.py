@@ -36,7 +36,7 @@ _INCLUDED_MODELS = {
     DEMO_VISION: _DEMO_FOLDER / "vision",
 }
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
-_DOWNLOADED_FILES = (
+_DOWNLOADED_PATTERNS = (
     "*.json",
     "*.jinja",
     "*.safetensors",
@@ -48,7 +48,7 @@ _DOWNLOADED_FILES = (
 )
 _CONVERT_HINT = "convert the model with transformers, from_pretrained(...).save_pretrained(folder)"
 _RUN_ONLINE = "run once with a connection to the hub; files that are already in the cache are kept"
-_IGNORED_FILES = ("original/*", "consolidated*", "onnx/*", "openvino/*", "runs/*")
+_IGNORED_PATTERNS = ("original/*", "consolidated*", "onnx/*", "openvino/*", "runs/*")
 
 
 def resolve_checkpoint(
@@ -229,7 +229,7 @@ def _download(model_id: str, revision: str, gguf_file: str | None, resumes: bool
         raise CheckpointNotFoundError(
             repr(model_id), "is neither a folder nor a hub id: write ./folder, name or namespace/name"
         )
-    patterns = [name for name in _DOWNLOADED_FILES if gguf_file is None or name != "*.safetensors"]
+    patterns = [name for name in _DOWNLOADED_PATTERNS if gguf_file is None or name != "*.safetensors"]
     folder = _snapshot(model_id, revision, patterns, resumes=resumes)
     if gguf_file is not None or not any(folder.glob("*.safetensors")):
         models = _gguf_models(_remote_names(model_id, revision, folder))
@@ -253,12 +253,12 @@ def _snapshot(model_id: str, revision: str, patterns: list[str], *, resumes: boo
     if resumes:
         from penstock.weights.resumable_download import download_large_files
 
-        download_large_files(model_id, revision, patterns, list(_IGNORED_FILES))
+        download_large_files(model_id, revision, patterns, list(_IGNORED_PATTERNS))
     from huggingface_hub import snapshot_download
 
     try:
         folder = snapshot_download(
-            model_id, revision=revision, allow_patterns=patterns, ignore_patterns=list(_IGNORED_FILES)
+            model_id, revision=revision, allow_patterns=patterns, ignore_patterns=list(_IGNORED_PATTERNS)
         )
     except Exception as problem:  # errors of the client, the network and the disk have no common class
         raise CheckpointNotFoundError(model_id, _explanation(problem, model_id, revision)) from problem

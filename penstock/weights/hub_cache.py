@@ -11,7 +11,7 @@ from penstock.errors import CheckpointError, CheckpointNotFoundError
 from penstock.weights.hub import HUB_ID, missing_shards
 
 _PREFIX = "models--"
-_PARTIAL = "*.incomplete"
+_PARTIAL_PATTERN = "*.incomplete"
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,7 @@ class CachedModel:
     """One revision of a model in the cache. Revisions of a model share identical files."""
 
     name: str
+    """The id of the model on the hub."""
     revision: str | None
     """The commit hash; None for a model without any completely downloaded file."""
     refs: Sequence[str]
@@ -26,7 +27,7 @@ class CachedModel:
     path: Path
     num_files: int
     num_bytes: int
-    """The size of the files, including all partly downloaded files of the model."""
+    """The size of the revision's files and of all partly downloaded files of the model."""
     last_used: float
     """The time at which a file was last read, or written if none is complete, in seconds since 1970."""
     is_complete: bool
@@ -164,7 +165,7 @@ def _cache_folder() -> Path:
 
 
 def _partial_files(folder: Path) -> Iterator[Path]:
-    return (folder / "blobs").glob(_PARTIAL)
+    return (folder / "blobs").glob(_PARTIAL_PATTERN)
 
 
 def _total_size(files: Sequence[Path]) -> int:

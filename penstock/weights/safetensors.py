@@ -73,7 +73,7 @@ class QuantizedHeader(TensorHeader):
     index: int | None = None
     """Index of the weight in the first dim of all parts; None if the parts contain only this weight."""
     float_dtype: DType = DType.bfloat16
-    """The type in which the weight is read as floats."""
+    """The nominal float type of the weight, for loads without data. Read floats may have another type."""
     order: bytes = b""
     """Permutation of the inputs as int32: column c in the encoding is input ``order[c]``.
 
@@ -82,7 +82,7 @@ class QuantizedHeader(TensorHeader):
 
     @property
     def dtype(self) -> DType:
-        """The type in which the weight is read as floats."""
+        """The nominal float type of the weight, see `float_dtype`."""
         return self.float_dtype
 
     @property

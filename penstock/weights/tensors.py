@@ -88,7 +88,7 @@ class Weights:
         return self._header(name).shape
 
     def dtype(self, name: str) -> DType:
-        """Return the element type of a tensor.
+        """Return the element type of a tensor; the nominal float type of a quantized weight.
 
         Raises:
             WeightsError: there is no tensor of this name, or its type has no `DType`, such as 8-bit floats.
@@ -99,7 +99,7 @@ class Weights:
         return header.dtype
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a tensor as floats. It is a view of the mapped file if `is_mapped`, otherwise a copy.
+        """Return a tensor as floats; for a tensor that `is_mapped`, a view of the mapped file.
 
         If the tensor is missing, has another shape or cannot be read as floats, the fault is recorded for
         `finish`, and zeros of the requested shape are returned.
@@ -174,7 +174,7 @@ class Weights:
         return encoding, {key: tensor[start:stop] for key, tensor in tensors.items()}
 
     def is_mapped(self, name: str) -> bool:
-        """Return whether `tensor` returns a view of the mapped file instead of a copy."""
+        """Return whether a tensor is stored as floats in a safetensors file, which `tensor` maps."""
         header = self._find_header(name)
         return (
             header is not None

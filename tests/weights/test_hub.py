@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,6 @@ from huggingface_hub.utils import filter_repo_objects
 from penstock.errors import CheckpointError, CheckpointNotFoundError
 from penstock.weights import hub
 from penstock.weights.hub import resolve_checkpoint
-
-Download = Callable[..., str]
 
 
 @pytest.fixture
