@@ -341,12 +341,12 @@ class ModelConfig:
         )
 
     def _stored_type(self) -> str:
-        """Return the dtype that ``config.json`` declares, or the type of the largest float tensor."""
+        """Return the dtype that ``config.json`` declares, or the type of the largest unquantized tensor."""
         config = self.huggingface_config
         declared_type = config.get("dtype") or config.section("text_config").get("dtype")
         if declared_type:
             return str(declared_type).removeprefix("torch.")
-        # The float tensors, not the quantized weights, determine the type of the activations.
+        # Unquantized tensors determine the type of the activations. uint8 tensors contain quantized weights.
         headers = [
             header
             for header in self.tensor_headers.values()

@@ -324,7 +324,7 @@ def _first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
 
 
 def _open_suffix_length(text: str, stops: Sequence[str]) -> int:
-    """Return the length of the longest suffix of ``text`` that is a proper prefix of a stop string."""
+    """Return the length of the longest suffix of ``text`` that is a prefix of a stop string."""
     max_length = min(len(text), max(map(len, stops)) - 1)
     for length in range(max_length, 0, -1):
         suffix = text[-length:]

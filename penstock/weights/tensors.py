@@ -144,7 +144,7 @@ class Weights:
             transposed: whether the checkpoint's shape is ``(in, out)``.
 
         Returns:
-            The encoding, and the tensors of `LinearEncoding.pack`, with inputs in the order of `input_order`.
+            The encoding, and the tensors of `LinearEncoding.pack`, with inputs in the order of `order`.
             If the weight is stored as floats, or in a layout that the encoding does not support: None, and
             ``weight [out, in]`` as floats.
         """

@@ -153,7 +153,7 @@ class StoredTensors:
         layout: str = "",
         bits: int = 0,
         group_shape: tuple[int, int] = (0, 0),
-        order: bytes = b"",
+        input_order: bytes = b"",
     ) -> None:
         """Add the header of a layer's weight ``[out, in]`` to `remaining`.
 
@@ -173,7 +173,7 @@ class StoredTensors:
             layout=layout,
             bits=bits,
             group_shape=group_shape,
-            order=order,
+            order=input_order,
         )
 
 

@@ -145,10 +145,10 @@ def _take_packed(tensors: StoredTensors, layer: str, weights: Mapping[str, objec
         inputs = groups * given_size
     shape = (outputs, inputs)
     group_size = inputs if groups == 1 else inputs // groups
-    encoding, order = exact_encoding(bits, group_size, inputs), b""
+    encoding, input_order = exact_encoding(bits, group_size, inputs), b""
     input_groups = tensors.peek(layer, "weight_g_idx")
     if input_groups is not None and input_groups.shape == (inputs,):
-        encoding, order = find_input_order(encoding, tensors, layer, "weight_g_idx", group_size, groups)
+        encoding, input_order = find_input_order(encoding, tensors, layer, "weight_g_idx", group_size, groups)
     parts = {
         "packed": tensors.take(layer, "weight_packed", ("I32",)),
         "scale": tensors.take(layer, "weight_scale", FLOATS),
@@ -159,7 +159,14 @@ def _take_packed(tensors: StoredTensors, layer: str, weights: Mapping[str, objec
         "input_groups": tensors.take_optional(layer, "weight_g_idx", ("I32", "I64"), (inputs,)),
     }
     tensors.put(
-        layer, shape, encoding, parts, layout="packed", bits=bits, group_shape=(1, group_size), order=order
+        layer,
+        shape,
+        encoding,
+        parts,
+        layout="packed",
+        bits=bits,
+        group_shape=(1, group_size),
+        input_order=input_order,
     )
 
 

@@ -104,7 +104,7 @@ def _take(tensors: StoredTensors, layer: str, section: Mapping[str, object], ver
         layout=str(version),
         bits=bits,
         group_shape=(1, group_size),
-        order=input_order,
+        input_order=input_order,
     )
 
 
