@@ -25,6 +25,8 @@ def collect_values(
 ) -> dict[str, tuple[object, str]]:
     """Return flat name -> (converted value, source) of all fields that are given.
 
+    ``values`` override environment variables, which override the values of the configuration file.
+
     Raises:
         ConfigError: unknown name, wrong type, invalid value, a file that cannot be read, or a field and its
             alias in one source.
@@ -32,12 +34,12 @@ def collect_values(
     fields_by_name = {name: field for field in fields for name in (field.name, *field.aliases)}
     values = {name: value for name, value in values.items() if value is not None}
     variables = _environment_values(environment, [*fields_by_name, CONFIG_FILE])
-    file = values.pop(CONFIG_FILE, variables.pop(CONFIG_FILE, None))
+    config_file = values.pop(CONFIG_FILE, variables.pop(CONFIG_FILE, None))
     given: dict[str, tuple[object, str]] = {}
-    if file is not None:
-        error_source = f"file {file}"
-        _add_values(given, fields_by_name, _read_file(cast(str, file)), error_source, error_source)
-    given_names: dict[str, str] = {}
+    if config_file is not None:
+        error_source = f"file {config_file}"
+        _add_values(given, fields_by_name, _read_file(cast(str, config_file)), error_source, error_source)
+    given_names: dict[str, str] = {}  # flat name -> name or alias in the environment
     for name, text in variables.items():
         error_source = f"environment {ENVIRONMENT_PREFIX}{name.upper()}"
         if given_names.setdefault(fields_by_name[name].name, name) != name:
@@ -73,16 +75,16 @@ def _add_values(
         error_source: the source for error messages; empty for arguments.
         from_text: whether strings are converted to the types of the fields.
     """
-    names: dict[str, str] = {}
+    given_names: dict[str, str] = {}  # flat name -> name or alias in ``values``
     for name, value in values.items():
         if name not in fields_by_name:
             raise _unknown_field_error(name, [*fields_by_name, CONFIG_FILE], error_source)
         if value is None:
             continue
         field = fields_by_name[name]
-        if names.setdefault(field.name, name) != name:
+        if given_names.setdefault(field.name, name) != name:
             origin = f" (from {error_source})" if error_source else ""
-            raise ConfigError(name, f"is another name of {names[field.name]}{origin}: give one of them")
+            raise ConfigError(name, f"is another name of {given_names[field.name]}{origin}: give one of them")
         plain_value = os.fspath(value) if isinstance(value, os.PathLike) else value
         given[field.name] = (field.convert(plain_value, from_text=from_text, source=error_source), source)
 

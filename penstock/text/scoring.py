@@ -128,15 +128,17 @@ class PairScoring:
         return [*queries, *texts]
 
 
-def similarity(a: _Array, b: _Array, kind: str) -> _Array:
-    """Return the similarity ``[n]`` of the rows of two arrays ``[n, E]``. Distances are negated.
+def similarity(first: _Array, second: _Array, function_name: str) -> _Array:
+    """Return ``[n]``: the similarity of each row of ``first [n, E]`` to the same row of ``second [n, E]``.
+
+    ``function_name`` is cosine, dot, euclidean or manhattan. The last two are distances, which are negated.
 
     Raises:
-        InputError: the kind is unknown.
+        InputError: the function is unknown.
     """
-    if kind not in _SIMILARITIES:
-        raise InputError(f"similarity_fn_name {kind!r} is unknown: use {', '.join(_SIMILARITIES)}")
-    return _SIMILARITIES[kind](a, b)
+    if function_name not in _SIMILARITIES:
+        raise InputError(f"similarity_fn_name {function_name!r} is unknown: use {', '.join(_SIMILARITIES)}")
+    return _SIMILARITIES[function_name](first, second)
 
 
 def max_similarity(query: _Array, document: _Array) -> float:

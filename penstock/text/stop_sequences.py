@@ -23,8 +23,8 @@ def stop_sequences(
     A tokenizer can merge a string with adjacent characters (``".\\n\\n"`` is one token in many vocabularies).
     Therefore the string is encoded alone, and with white space, letters, a digit or punctuation next to it.
     The first result is the sequence of the string alone. The text of every other sequence contains the
-    string, so no sequence ends an output too early. Other token sequences that a model may generate for the
-    string are not included.
+    string, so these sequences do not end an output too early. Other token sequences that a model may generate
+    for the string are not included.
 
     Args:
         stop: the stop string, not empty.

@@ -87,9 +87,9 @@ def cache_size() -> int:
 
 
 def cached_revision(path: Path) -> str | None:
-    """Return the name of the folder below ``snapshots`` in a path; None for a path without such a folder.
+    """Return the commit hash in the path of a checkpoint in the cache; None for other paths.
 
-    For a checkpoint in the cache, this name is its commit hash.
+    The hash is the name of the folder below ``snapshots``.
     """
     folders = [path, *path.parents]
     return next((folder.name for folder in folders if folder.parent.name == "snapshots"), None)

@@ -24,7 +24,7 @@ _CHUNK_BYTES = 2**20
 _MAX_ATTEMPTS = 5
 _TIMEOUT = 30.0  # seconds
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_PARTIAL = ".incomplete"
+_PARTIAL_SUFFIX = ".incomplete"
 
 
 class ProgressBar(Protocol):
@@ -75,15 +75,15 @@ def download_large_files(
         is_hub = urlsplit(metadata.location).netloc == urlsplit(url).netloc
         headers = authorization() if is_hub else {}  # the token must not be sent to other hosts
         blobs.mkdir(parents=True, exist_ok=True)
-        partial = blobs / (etag + _PARTIAL)
+        partial = blobs / (etag + _PARTIAL_SUFFIX)
         with partial.open("ab") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:  # another process is downloading the file
                 continue
-            start = file.tell()
+            num_present_bytes = file.tell()
             with progress(  # type: ignore[no-untyped-call]
-                total=size, initial=start, unit="B", unit_scale=True, desc=name
+                total=size, initial=num_present_bytes, unit="B", unit_scale=True, desc=name
             ) as bar:
                 _append_missing_bytes(model_id, Request(metadata.location, headers=headers), file, size, bar)
             _check_sha256(model_id, name, partial, etag)
@@ -93,23 +93,23 @@ def download_large_files(
 def _append_missing_bytes(
     model_id: str, request: Request, file: BinaryIO, size: int, bar: ProgressBar
 ) -> None:
-    """Append the missing bytes of a file of ``size`` bytes, in up to `_MAX_ATTEMPTS` requests."""
+    """Append bytes to ``file`` until it has ``size`` bytes, in up to `_MAX_ATTEMPTS` requests."""
     reason = "the server closed the connection early"
     for attempt in range(_MAX_ATTEMPTS):
         if attempt > 0:
             time.sleep(2**attempt / 2)
-        start = file.tell()
-        if start > 0:
-            request.add_header("Range", f"bytes={start}-")
+        num_present_bytes = file.tell()
+        if num_present_bytes > 0:
+            request.add_header("Range", f"bytes={num_present_bytes}-")
         try:
-            if start < size:
+            if num_present_bytes < size:
                 with urlopen(request, timeout=_TIMEOUT) as response:
                     if (
-                        start > 0 and response.status != 206
+                        num_present_bytes > 0 and response.status != 206
                     ):  # the server ignored Range and sends the whole file
                         file.truncate(0)
                         file.seek(0)
-                        bar.update(-start)
+                        bar.update(-num_present_bytes)
                     while chunk := response.read(_CHUNK_BYTES):
                         file.write(chunk)
                         file.flush()

@@ -52,8 +52,8 @@ def write_gguf_file(folder: Path, metadata: dict[str, Any]) -> Path:
     add_metadata(writer, {f"llama.{key}": value for key, value in sizes.items()})
     writer.add_layer_norm_rms_eps(1e-5)
     add_metadata(writer, metadata)
-    count = len(metadata.get("tokenizer.ggml.tokens", [0]))
-    writer.add_tensor("token_embd.weight", np.zeros((count, 32), np.float32))
+    num_tokens = len(metadata.get("tokenizer.ggml.tokens", [0]))
+    writer.add_tensor("token_embd.weight", np.zeros((num_tokens, 32), np.float32))
     write_and_close(writer)
     return folder / "m.gguf"
 
