@@ -46,8 +46,8 @@ class ConfigField:
     default: object
     help: str
     rule: Rule
-    parse: Callable[[str], object] | None
-    secret: bool = False
+    parse: Callable[[str], object] | None  # converts text, for types without a standard conversion
+    secret: bool = False  # whether the value is hidden in messages and in lists of settings
     aliases: tuple[str, ...] = ()
     """Other names of the field, in flags, keyword arguments, files and the environment."""
 

@@ -38,7 +38,9 @@ def collect_values(
     given: dict[str, tuple[object, str]] = {}
     if config_file is not None:
         error_source = f"file {config_file}"
-        _add_values(given, fields_by_name, _read_file(cast(str, config_file)), error_source, error_source)
+        _add_values(
+            given, fields_by_name, _read_config_file(cast(str, config_file)), error_source, error_source
+        )
     given_names: dict[str, str] = {}  # flat name -> name or alias in the environment
     for name, text in variables.items():
         error_source = f"environment {ENVIRONMENT_PREFIX}{name.upper()}"
@@ -105,19 +107,19 @@ def _environment_values(environment: Mapping[str, str], names: Sequence[str]) ->
     Raises:
         ConfigError: the name of a variable is similar to the name of a field, so it is probably misspelt.
     """
-    values_by_name = {}
+    texts_by_name = {}
     for variable, text in environment.items():
         name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
         if not variable.startswith(ENVIRONMENT_PREFIX) or not text.strip():
             continue
         if name in names:
-            values_by_name[name] = text
+            texts_by_name[name] = text
         elif get_close_matches(name, names, n=1, cutoff=0.65):
             raise _unknown_field_error(name, names, f"environment {variable}")
-    return values_by_name
+    return texts_by_name
 
 
-def _read_file(file: str | os.PathLike[str]) -> dict[str, object]:
+def _read_config_file(file: str | os.PathLike[str]) -> dict[str, object]:
     try:
         path = Path(file).expanduser()
     except TypeError:

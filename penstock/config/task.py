@@ -47,6 +47,7 @@ def detect_task(checkpoint: Path, huggingface_config: HuggingFaceConfig) -> Pipe
 
     Raises:
         CheckpointError: ``modules.json``, ``architectures`` or ``speech_config.json`` is malformed.
+        ConfigError: ``speech_config.json`` names an unknown speech format.
     """
     from penstock.pipelines.core import PipelineTask
     from penstock.text.speech_format import is_speech_checkpoint
