@@ -130,7 +130,7 @@ def prefault_weights(config: PipelineConfig) -> PrefaultedMemory:
     """Start a thread that prefaults memory for packed weights, and return this memory.
 
     The memory is empty if the model does not pack weights at load, if it is divided among ranks, or if the
-    weights are very small or may not fit. The thread should run during the import of torch, which takes long.
+    weights are very small or may not fit. Callers import torch after this call, while the thread runs.
     """
     from penstock.kernels.backend import BACKENDS
     from penstock.memory import estimate_packed_size

@@ -99,7 +99,7 @@ class Device:
 
     @property
     def torch_device(self) -> torch.device:
-        """The torch device."""
+        """The device as a ``torch.device``."""
         import torch
 
         return torch.device("cpu") if self.is_host else torch.device("cuda", self.id)

@@ -210,7 +210,8 @@ class PipelineConfig:
             environment: environment variables; ``PENSTOCK_<FLAT_NAME>`` is read if it is not empty.
 
         Raises:
-            ConfigError: unknown name (the error suggests the nearest), wrong type, or invalid value.
+            ConfigError: a name is unknown (the error suggests the nearest), a value has a wrong type or is
+                invalid, two values contradict each other, or the file cannot be read.
         """
         return cls.from_given(collect_values(config_fields(), values, source, environment or {}))
 

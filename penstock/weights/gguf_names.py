@@ -218,7 +218,7 @@ def _headers(
         header = replace(header, is_transposed=True, shape=tensor.shape[::-1])
     if part.endswith("norm") and suffix == "weight":
         header = replace(header, weight_offset=family.norm_offset)
-    for expert, part_header in _experts(header) if "X" in name else [("X", header)]:
+    for expert, part_header in _parts_per_expert_or_head(header) if "X" in name else [("X", header)]:
         full_name = f"{name}.{suffix}".replace(".N.", f".{layer}.").replace(".X.", f".{expert}.")
         yield full_name, part_header
 
@@ -235,7 +235,7 @@ def _convert_vector(header: GGUFTensor, family: GGUFFamily) -> tuple[str, GGUFTe
     return name.replace(".N.", f".{block[1]}."), replace(header, shape=shape)
 
 
-def _experts(header: GGUFTensor) -> Iterator[tuple[str, GGUFTensor]]:
+def _parts_per_expert_or_head(header: GGUFTensor) -> Iterator[tuple[str, GGUFTensor]]:
     """Yield (index, part) of a tensor that contains the matrices of all experts or the norms of all heads."""
     dimensions = 2 if header.stored_name.partition(".weight")[0].endswith("norm") else 3
     if len(header.shape) != dimensions:
