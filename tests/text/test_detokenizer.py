@@ -57,9 +57,7 @@ def test_appended_texts_join_to_the_text_of_all_ids(
     ids=str,
 )
 @given(ids=st.lists(st.integers(0, 12), max_size=40))
-def test_each_decoder_gives_the_text_of_the_tokenizers_library(
-    decoder: decoders.Decoder | None, ids: list[int]
-) -> None:
+def test_decoded_text_equals_that_of_the_library(decoder: decoders.Decoder | None, ids: list[int]) -> None:
     vocabulary = ["▁", "▁a", "b", "c</w>", "##d", " ", ".", "'t", "\N{REPLACEMENT CHARACTER}"]
     vocabulary += ["<0xC3>", "<0xA9>", "<0x0A>"]
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="b"))

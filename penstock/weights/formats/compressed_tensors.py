@@ -128,13 +128,13 @@ def _take_packed(tensors: StoredTensors, layer: str, weights: Mapping[str, objec
             layer, "weight_packed", "and weight_scale must be matrices with one row for each output"
         )
     assert scale is not None
-    outputs, groups, given_size = packed.shape[0], scale.shape[1], weights.get("group_size")
+    outputs, num_groups, given_size = packed.shape[0], scale.shape[1], weights.get("group_size")
     inputs = packed.shape[1] * _WORD_BITS // bits
-    if groups > 1:
+    if num_groups > 1:
         if (
             not isinstance(given_size, int)
             or given_size < 1
-            or packed.shape[1] not in _num_words(groups * given_size, bits)
+            or packed.shape[1] not in _num_words(num_groups * given_size, bits)
         ):
             tensors.refuse(
                 layer,
@@ -142,18 +142,20 @@ def _take_packed(tensors: StoredTensors, layer: str, weights: Mapping[str, objec
                 f"is {list(scale.shape)}, which does not match {inputs} inputs in groups of {given_size!r}",
             )
         assert isinstance(given_size, int)
-        inputs = groups * given_size
+        inputs = num_groups * given_size
     shape = (outputs, inputs)
-    group_size = inputs if groups == 1 else inputs // groups
+    group_size = inputs if num_groups == 1 else inputs // num_groups
     encoding, input_order = exact_encoding(bits, group_size, inputs), b""
     input_groups = tensors.peek(layer, "weight_g_idx")
     if input_groups is not None and input_groups.shape == (inputs,):
-        encoding, input_order = find_input_order(encoding, tensors, layer, "weight_g_idx", group_size, groups)
+        encoding, input_order = find_input_order(
+            encoding, tensors, layer, "weight_g_idx", group_size, num_groups
+        )
     parts = {
         "packed": tensors.take(layer, "weight_packed", ("I32",)),
         "scale": tensors.take(layer, "weight_scale", FLOATS),
         "zero": tensors.take_optional(
-            layer, "weight_zero_point", ("I32",), *((rows, groups) for rows in _num_words(outputs, bits))
+            layer, "weight_zero_point", ("I32",), *((rows, num_groups) for rows in _num_words(outputs, bits))
         ),
         "shape": tensors.take_optional(layer, "weight_shape", ("I64", "I32"), (2,)),
         "input_groups": tensors.take_optional(layer, "weight_g_idx", ("I32", "I64"), (inputs,)),
@@ -218,8 +220,8 @@ def _take_integers(tensors: StoredTensors, layer: str) -> None:
     if len(weight.shape) != 2:
         return
     shape = (weight.shape[0], weight.shape[1])
-    groups = scale.shape[1] if scale is not None and len(scale.shape) == 2 else 1
-    group_size = -(-shape[1] // max(groups, 1))
+    num_groups = scale.shape[1] if scale is not None and len(scale.shape) == 2 else 1
+    group_size = -(-shape[1] // max(num_groups, 1))
     group_shape = None if scale is None else scale_group_shape(scale.shape, shape, (1, group_size))
     if scale is not None and group_shape is None:
         tensors.refuse(layer, "weight_scale", f"is {list(scale.shape)} for a weight of {list(shape)}")

@@ -81,19 +81,19 @@ def _take(tensors: StoredTensors, layer: str, section: Mapping[str, object], ver
     if not isinstance(bits, int) or bits not in BITS or rows * 32 % bits:
         tensors.refuse(layer, "qweight", f"has {bits!r} bits where 2, 3, 4 or 8 can be read")
     assert isinstance(bits, int)
-    inputs, groups = rows * 32 // bits, scales.shape[0]
+    inputs, num_groups = rows * 32 // bits, scales.shape[0]
     group_size = section.get("group_size")
-    if not isinstance(group_size, int) or group_size < 1 or -(-inputs // group_size) != groups:
-        group_size = -(-inputs // max(groups, 1))
-    if not groups or -(-inputs // group_size) != groups:
-        tensors.refuse(layer, "scales", f"has {groups} groups for {inputs} inputs")
+    if not isinstance(group_size, int) or group_size < 1 or -(-inputs // group_size) != num_groups:
+        group_size = -(-inputs // max(num_groups, 1))
+    if not num_groups or -(-inputs // group_size) != num_groups:
+        tensors.refuse(layer, "scales", f"has {num_groups} groups for {inputs} inputs")
     encoding, input_order = exact_encoding(bits, group_size, inputs), b""
     if section.get("desc_act") and group_index is not None and group_index.shape == (inputs,):
-        encoding, input_order = find_input_order(encoding, tensors, layer, "g_idx", group_size, groups)
+        encoding, input_order = find_input_order(encoding, tensors, layer, "g_idx", group_size, num_groups)
     parts = {
         "weight": tensors.take(layer, "qweight", ("I32",)),
-        "scales": tensors.take(layer, "scales", FLOATS, (groups, outputs)),
-        "zeros": tensors.take(layer, "qzeros", ("I32",), (groups, -(-outputs * bits // 32))),
+        "scales": tensors.take(layer, "scales", FLOATS, (num_groups, outputs)),
+        "zeros": tensors.take(layer, "qzeros", ("I32",), (num_groups, -(-outputs * bits // 32))),
         "input_groups": tensors.take_optional(layer, "g_idx", ("I32",), (inputs,)),
     }
     tensors.put(
