@@ -119,7 +119,7 @@ def test_logits_of_16_bit_floats_equal_those_of_rounded_weights(
     config = PipelineConfig.from_flat({"model_path": str(file)}).model
     is_cpu = str(config.devices[0]) == "cpu"
     expected_encoding = "bfloat16" if is_cpu else {"F16": "float16", "BF16": "bfloat16"}[float_type]
-    assert config.encoding == ("float32" if dtype == torch.float32 else expected_encoding)
+    assert config.encoding == expected_encoding
 
 
 BLOCK_ENCODINGS = {
