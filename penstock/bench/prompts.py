@@ -107,12 +107,13 @@ def read_prompts(path: Path) -> list[BenchPrompt]:
     Raises:
         InputError: the file has no prompts, or a line is not a prompt.
     """
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    if not lines:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    numbered_lines = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered_lines:
         raise InputError(f"{path} has no prompts")
     if path.suffix != ".jsonl":
-        return list(lines)
-    return [_parse_prompt(path, line_number, line) for line_number, line in enumerate(lines, 1)]
+        return [line for _, line in numbered_lines]
+    return [_parse_prompt(path, number, line) for number, line in numbered_lines]
 
 
 def repeat_prompts(prompts: Sequence[BenchPrompt], count: int) -> list[BenchPrompt]:

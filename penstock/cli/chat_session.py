@@ -93,7 +93,7 @@ class ChatSession:
             case "undo":
                 self._undo()
             case "retry":
-                self._ask(self._undo())
+                self._retry()
             case "save":
                 self.save(_file_path(argument))
             case "load":
@@ -218,6 +218,15 @@ class ChatSession:
             raise InputError(f"{path} is not an image: its suffix means {media_type}")
         self.images.append(f"data:{media_type};base64,{data}")
         click.echo(f"the next question has {len(self.images)} images", err=True)
+
+    def _retry(self) -> None:
+        """Replace the last answer. If the request fails, the old answer stays."""
+        messages = list(self.messages)
+        try:
+            self._ask(self._undo())
+        except PenstockError:
+            self.messages[:] = messages
+            raise
 
     def _undo(self) -> Mapping[str, object]:
         """Remove the last question and its answer. Return the question."""

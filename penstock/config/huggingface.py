@@ -186,7 +186,8 @@ class HuggingFaceConfig(Mapping[str, object]):
     @property
     def vocabulary_size(self) -> int:
         """Number of tokens in the text model's vocabulary, its ``vocab_size``; 0 if the key is missing."""
-        return (self.section("text_config") or self).integer("vocab_size", default=0)
+        size = self.section("text_config").integer("vocab_size", default=0)
+        return size or self.integer("vocab_size", default=0)
 
     def __getattr__(self, name: str) -> Any:
         # copy and pickle read attributes before __init__ has set them.

@@ -69,7 +69,7 @@ class GGUFTensor(TensorHeader):
 
         Returns None if the rows are not contiguous, or if the tensor is not a matrix.
         """
-        if len(self.shape) != 2 or self.is_transposed:
+        if len(self.shape) != 2 or self.is_transposed or self.num_fused_heads:
             return None
         row_bytes = self.num_bytes // self.shape[0]
         head_dim = self.shape[0] // self.num_interleaved_heads if self.num_interleaved_heads else 1

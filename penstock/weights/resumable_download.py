@@ -99,6 +99,7 @@ def _append_missing_bytes(
         if attempt > 0:
             time.sleep(2**attempt / 2)
         num_present_bytes = file.tell()
+        request.remove_header("Range")
         if num_present_bytes > 0:
             request.add_header("Range", f"bytes={num_present_bytes}-")
         try:

@@ -84,14 +84,14 @@ def test_errors_are_printed_and_set_the_exit_status(server: LiveServer) -> None:
         (["--model", "other"], "every warm-up request failed: HTTP 404"),
         (["--extra-body", "[]"], "extra_body"),
         (["--prompts", "EMPTY"], "has no prompts"),
-        (["--prompts", "WRONG.jsonl"], "line 1"),
+        (["--prompts", "WRONG.jsonl"], "line 3"),
     ],
 )
 def test_invalid_arguments_are_refused(
     server: LiveServer, flags: list[str], message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "EMPTY").write_text("\n")
-    (tmp_path / "WRONG.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "WRONG.jsonl").write_text('{"prompt": "a"}\n\n{"text": "a"}\n')
     arguments = [str(tmp_path / flag) if flag.isupper() or "WRONG" in flag else flag for flag in flags]
     if flags[0] == "--model":
         arguments += ["--prompts", str(tmp_path / "WRONG.jsonl")]

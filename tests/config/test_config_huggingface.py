@@ -158,6 +158,7 @@ def test_invalid_flags_are_refused() -> None:
 def test_the_vocabulary_size_is_that_of_the_text_model(config: HuggingFaceConfig) -> None:
     assert config.vocabulary_size == 10, "the value belongs to the text model of a multimodal model"
     assert HuggingFaceConfig({"vocab_size": 12}).vocabulary_size == 12
+    assert HuggingFaceConfig({"vocab_size": 12, "text_config": {"a": 1}}).vocabulary_size == 12
     assert HuggingFaceConfig({}).vocabulary_size == 0
 
 

@@ -96,6 +96,12 @@ def test_tensors_and_logits_equal_those_of_the_checkpoint(family: str, tmp_path:
         torch.testing.assert_close(
             converted_weights.tensor(name, shape), original_weights.tensor(name, shape), atol=3e-7, rtol=0
         )
+        if len(shape) == 2 and shape[0] > 8:
+            rows_of_both = [
+                weights.rows(name, shape, 8, min(40, shape[0]))[1]["weight"]
+                for weights in (converted_weights, original_weights)
+            ]
+            torch.testing.assert_close(*rows_of_both, atol=3e-7, rtol=0)
     converted_weights.finish()
     torch.testing.assert_close(compute_logits(file), compute_logits(checkpoint), atol=1e-4, rtol=0)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.in_process_server import THINKING, InProcessServer, parse_events, run_in_process, user_message
 
-from penstock.pipelines.core import TextContext, TokenGeneratorRequest
+from penstock.pipelines.core import SamplingParams, TextContext, TokenGeneratorRequest
 from penstock.scheduler import Scheduler
 from penstock.serve.api.request_context import build_context
 from penstock.testing import FakePipeline, FakeTokenizer
@@ -145,6 +145,13 @@ async def test_prompts_are_truncated_on_request(count: int, max_tokens: int | No
         assert [bytes(context.prompt_tokens.tolist()).decode() for context in contexts] == [expected] * 3
         rendered_response = (await server.post(RENDER, **body, messages=[user_message("abcdefgh")])).json()
         assert (rendered_response["prompt"], rendered_response["count"]) == (expected, len(expected))
+
+
+def test_a_limit_of_minus_1_keeps_all_tokens_without_a_maximum_length() -> None:
+    tokenizer = FakeTokenizer(max_length=None)
+    params = SamplingParams(max_new_tokens=3)
+    request = TokenGeneratorRequest("1", 0, "m", prompt="abcdef", sampling_params=params)
+    assert len(build_context(tokenizer, request, -1).prompt_tokens) == 6
 
 
 async def test_truncation_keeps_the_bos_token_except_for_a_limit_of_1(shared_data: Path) -> None:
