@@ -19,8 +19,8 @@ from penstock.errors import UnavailableError
 from penstock.serve.http import json_process
 from penstock.serve.http.json_decoder import JsonDecoder
 from penstock.serve.http.json_process import (
-    REPLY,
-    REQUEST,
+    REPLY_HEADER,
+    REQUEST_HEADER,
     InvalidJsonError,
     TooManyValuesError,
     decode,
@@ -141,14 +141,14 @@ async def test_the_reply_to_a_cancelled_request_is_discarded(decoder: JsonDecode
 
 def test_the_process_serves_until_its_input_ends() -> None:
     requests = b"".join(
-        REQUEST.pack(len(body), 5, 5) + body for body in (b"[1]", b"{", b"[[],[],[],[],[],[]]")
+        REQUEST_HEADER.pack(len(body), 5, 5) + body for body in (b"[1]", b"{", b"[[],[],[],[],[],[]]")
     )
     replies = io.BytesIO()
-    serve(io.BytesIO(requests + REQUEST.pack(10, 5, 5) + b"half"), replies)
+    serve(io.BytesIO(requests + REQUEST_HEADER.pack(10, 5, 5) + b"half"), replies)
     replies.seek(0)
     kinds_and_replies = []
-    while head := replies.read(REPLY.size):
-        kind, size = REPLY.unpack(head)
+    while head := replies.read(REPLY_HEADER.size):
+        kind, size = REPLY_HEADER.unpack(head)
         kinds_and_replies.append((kind, replies.read(size)))
     assert [kind for kind, _ in kinds_and_replies] == [
         json_process.DECODED,
