@@ -100,7 +100,7 @@ async def test_tool_lists_are_cached_until_they_expire(
     failed_list = await servers.tools_of(unreachable)
     assert failed_list.error is not None
     assert await servers.tools_of(unreachable) is failed_list
-    monkeypatch.setattr(module, "LIST_SECONDS", -1.0)
+    monkeypatch.setattr(module, "LIST_CACHE_SECONDS", -1.0)
     servers.close()
     await servers.tools_of(reachable)
     await servers.tools_of(reachable)

@@ -17,7 +17,7 @@ from support.engines import FakeEngine
 from penstock.config import PipelineConfig
 from penstock.errors import CheckpointNotFoundError, ConfigError
 from penstock.pipelines.core import PipelineTask
-from penstock.serve.models.front import make_front
+from penstock.serve.models.front import make_outer_app
 from penstock.serve.models.registry import ModelRegistry, ServedModel
 from penstock.serve.services import Services
 from penstock.testing import FakeTokenizer
@@ -95,7 +95,7 @@ async def open_application(
         model.services = services
         services.metrics.add_engine(model.engine, {"waiting": "waits"}, model.name)
     assert services is not None
-    transport = httpx.ASGITransport(make_front(registry))  # type: ignore[arg-type]
+    transport = httpx.ASGITransport(make_outer_app(registry))  # type: ignore[arg-type]
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         yield ApplicationClient(registry, client)
     services.states.close()
