@@ -46,9 +46,9 @@ def count_values(value: Any) -> tuple[int, int]:
     """Return the number of objects, arrays and keys, and the number of commas between values."""
     if isinstance(value, dict | list):
         counts = [count_values(element) for element in (value.values() if isinstance(value, dict) else value)]
-        keys = len(value) if isinstance(value, dict) else 0
+        num_keys = len(value) if isinstance(value, dict) else 0
         return (
-            1 + keys + sum(element for element, _ in counts),
+            1 + num_keys + sum(element for element, _ in counts),
             max(0, len(value) - 1) + sum(element for _, element in counts),
         )
     return 0, 0
