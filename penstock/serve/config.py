@@ -106,8 +106,8 @@ class ServeConfig:
     max_json_values: int = setting(
         50_000,
         COUNT,
-        "Maximum number of objects, arrays and keys in a request body. Array elements and object members "
-        "have the same limit, or the token count of four prompts of maximum length if that is higher.",
+        "Maximum number of objects, arrays and keys in a request body. The limit of array elements and "
+        "object members is the same, or the token count of the longest accepted prompts if that is higher.",
     )
     body_timeout: float = setting(
         60.0, _POSITIVE_SECONDS, "Seconds within which the body of a request must arrive."
@@ -203,8 +203,8 @@ class ServeConfig:
     mcp_server: tuple[str, ...] = setting(
         (),
         _TOOL_SERVERS,
-        "A tool server of the Model Context Protocol (streamable HTTP) as NAME=URL; the Responses API offers "
-        "its tools to the model and calls them. May be given several times.",
+        "A tool server of the Model Context Protocol (streamable HTTP) as NAME=URL. In the Responses API, "
+        "the model can call the tools of the tool server. May be given several times.",
         parse=_split_at_commas,
     )
     mcp_token: tuple[str, ...] = setting(

@@ -110,7 +110,7 @@ class Services:
     large_body_pool: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="penstock-long")
     )
-    """Runs tokenization, templates and schemas of large bodies, whose work takes seconds."""
+    """Runs tokenization, templates and schemas of large bodies, which take seconds."""
     decoder: JsonDecoder = field(default_factory=JsonDecoder)
     """Decodes bodies that are not large but would block the event loop for too long."""
     large_body_decoder: JsonDecoder = field(default_factory=lambda: JsonDecoder(niceness=10))
@@ -144,8 +144,9 @@ class Services:
                 self.log.warning("a request has %s; it is skipped, and not reported again", warning)
 
     def fragments_for(self, body: GenerationBody) -> TokenFragments:
-        """Return the JSON texts of the tokens in log probabilities: token texts, or ids if the body asks for
-        ``return_tokens_as_token_ids``.
+        """Return the JSON texts of tokens for log probabilities.
+
+        They contain the texts of the tokens, or token ids if the body sets ``return_tokens_as_token_ids``.
         """
         return self.token_id_fragments if body.return_tokens_as_token_ids else self.token_fragments
 

@@ -96,9 +96,10 @@ class Connection(asyncio.Protocol):
     # -- Called by uvicorn -------------------------------------------------------------------------------
 
     def on_response_complete(self) -> None:
-        """Start the next pipelined request.
+        """Start the next pipelined request if there is one.
 
-        Without one, send a pending refusal and close the connection, also if the client has stopped sending.
+        After the last request, send the pending refusal, if any. Close the connection after a refusal, or if
+        the client has stopped sending.
         """
         super().on_response_complete()  # type: ignore[misc]
         if self._is_answering() or self.transport.is_closing():

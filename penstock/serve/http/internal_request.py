@@ -41,7 +41,7 @@ async def internal_request(
     Args:
         app: the application.
         path: the path of the route.
-        body: encoded as JSON.
+        body: the body, which is sent as JSON.
         headers: additional headers.
         client: the address or id of the client, for fair scheduling.
     """

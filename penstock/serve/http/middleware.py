@@ -29,7 +29,8 @@ PROBE_PATHS = (
 """Paths of probes and of the playground page: always public, not in the metrics, logged at level debug."""
 
 PUBLIC_PATHS = PROBE_PATHS | {"/openapi.json"}
-"""Paths that need no API key and work while the model is being loaded. They expose no request data."""
+"""Paths that need no API key and work while the model is being loaded. Their responses have no request data.
+"""
 
 INTERNAL_SCOPE_KEY = "penstock.internal"
 """Key in the ASGI scope of requests without a connection, such as lines of a batch. No client can set it."""
@@ -43,9 +44,9 @@ _REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
 class ObservabilityMiddleware:
-    """The outermost middleware. Records each request, reports it, and handles its unhandled errors.
+    """The outermost middleware. Records each request, and converts unhandled errors to error responses.
 
-    The reports are the metrics, the span and the line in the access log. Probes have only the log line.
+    Reports the record to the metrics, the span and the access log; the record of a probe only to the log.
     """
 
     def __init__(self, app: ASGIApp, services: Services) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 LINGER_BYTES = 64 * 2**20
 """Received bytes to discard after the sending side is closed. The next byte aborts the connection."""
 LINGER_SECONDS = 30.0
-"""Seconds after the sending side is closed after which the connection is aborted."""
+"""Seconds from the closing of the sending side to the abort of the connection."""
 LINGER_IDLE_SECONDS = 5.0
 """Seconds without a received byte after which a connection whose sending side is closed is aborted."""
 
 _PROBE = b"HTTP/1.1 "
-"""The first bytes of every response. They can be sent before the rest of the response is known."""
+"""The first bytes of every response, which can be sent before the status code is known."""
 _PROBE_PAUSES = (0.05, 0.05, 0.3, 1.0, 4.0, 15.0, 40.0, 120.0, 420.0)
 """Seconds to wait before each byte of `_PROBE`."""
 
@@ -28,7 +28,7 @@ class ClosingTransport:
 
     Args:
         transport: the wrapped transport.
-        is_client_sending: returns whether more bytes of a request are expected.
+        is_client_sending: returns whether bytes of the client may be unread or still arrive.
     """
 
     def __init__(self, transport: asyncio.Transport, is_client_sending: Callable[[], bool]) -> None:
@@ -98,8 +98,8 @@ class ClosingTransport:
     def probe(self, is_unanswered: Callable[[], bool]) -> None:
         """Start to detect whether a client that has stopped sending has also closed its socket.
 
-        Sends the common first bytes of all responses, one byte at a time. If the client has closed its
-        socket, its kernel answers the first byte with a reset, and the next write fails.
+        Sends the first bytes that all responses have in common, one byte at a time. If the client has closed
+        its socket, the client's kernel answers the first byte with a reset, and the next write fails.
 
         Args:
             is_unanswered: returns whether no response has started. A started response needs no probe.

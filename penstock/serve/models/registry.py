@@ -50,7 +50,7 @@ class ServedModel:
     is_unloading: bool = False
     """Whether the model is being unloaded, including the wait for the end of its running requests."""
     idle_event: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while the model is loaded and no request uses it."""
+    """Set while no request uses the model, from the first load on."""
     services: Services | None = None
     """The services of the model's routes; set when the server is created."""
     app: ASGIApp | None = None
@@ -124,7 +124,7 @@ class ModelRegistry:
         return [*self._models, *(name for model in self for name in model.engine.adapters)]
 
     def find(self, name: str | None, task: PipelineTask | None) -> ServedModel:
-        """Return the model of a request, which names the model or one of its adapters.
+        """Return the model that serves the requests for the name of a model or an adapter.
 
         Args:
             name: the name. None means the first model of the task, or the default model if no model has the

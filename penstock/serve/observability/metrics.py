@@ -43,8 +43,43 @@ if TYPE_CHECKING:
     from penstock.serve.observability.request_record import RequestRecord
     from penstock.worker.engine_client import EngineClient
 
-_REQUEST_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
-_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 10)
+_REQUEST_SECONDS_BUCKETS = (
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+    20,
+    40,
+    80,
+    160,
+    320,
+    640,
+)
+_INTER_TOKEN_SECONDS_BUCKETS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.02,
+    0.03,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.5,
+    1,
+    2.5,
+    10,
+)
 
 _REAL_TIME_FACTOR_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 20, 50)
 
@@ -79,7 +114,9 @@ class Metrics:
             "penstock_time_to_first_token_seconds", "From arrival to the first token"
         )
         self._inter_token_latency = self._histogram(
-            "penstock_inter_token_seconds", "Time between two tokens of one choice", buckets=_TOKEN_BUCKETS
+            "penstock_inter_token_seconds",
+            "Time between two tokens of one choice",
+            buckets=_INTER_TOKEN_SECONDS_BUCKETS,
         )
         self._image_preparation = self._histogram(
             "penstock_image_preparation_seconds",
@@ -124,7 +161,7 @@ class Metrics:
         help: str,
         labels: Sequence[str] = (),
         *,
-        buckets: Sequence[float] = _REQUEST_BUCKETS,
+        buckets: Sequence[float] = _REQUEST_SECONDS_BUCKETS,
     ) -> Histogram:
         return Histogram(name, help, labels, registry=self.registry, buckets=buckets)
 

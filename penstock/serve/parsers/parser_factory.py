@@ -113,7 +113,7 @@ class ParserFactory:
 
         Args:
             prompt: the rendered prompt.
-            prefill: the end of the prompt if the request asks the model to continue it; otherwise empty.
+            prefill: the text of the last message if the model continues this message; otherwise empty.
         """
         if self.reasoning is None:
             return False

@@ -39,7 +39,7 @@ class MarkerSearch:
         """Return the span (start, end) of the first marker at or after `position`.
 
         If there is no marker, both positions are the end of the part that certainly contains no marker: the
-        end of the text, or the beginning of an incomplete marker that later text may complete.
+        end of the text, the limit, or the beginning of an incomplete marker that later text may complete.
 
         Args:
             text: the available text.
