@@ -66,7 +66,7 @@ def pattern(expression: str) -> Tag:
 def any_number(part: Tag) -> Tag:
     """Return the tag of 0 to 63 repetitions of `part`.
 
-    The number is limited, because xgrammar needs a bounded number of repetitions inside free text.
+    The number is limited, because a tag inside free text must have a bounded number of repetitions.
     """
     return {"type": "repeat", "min": 0, "max": _MAX_REPETITIONS, "content": part}
 
