@@ -58,8 +58,9 @@ class KVCacheManager(PrefixCacheControls):
         block_size: tokens per block, a power of two.
         device: the device of keys and values.
         enable_prefix_caching: whether contexts share the blocks of common prefixes.
-        adapter_digest: digests a context's adapter; if None, contexts with adapters share no blocks.
-        host_memory: bytes of host memory for shared blocks that are evicted from the device.
+        adapter_digest: returns the digest of a context's adapter; if None, contexts with adapters share no
+            blocks.
+        host_memory: bytes of host memory for cached blocks that are evicted from the device; 0 for none.
         fixed_scales: see `KVCacheStorage`.
     """
 
@@ -126,7 +127,7 @@ class KVCacheManager(PrefixCacheControls):
         for group, pool in zip(self.spec.groups, self._pools, strict=True):
             first = group.first_visible(len(digests) * self.block_size) // self.block_size
             cached_blocks = [pool.lookup(digest) for digest in digests[first:]]
-            num_shared = sum(block is not None and pool.references(block) > 0 for block in cached_blocks)
+            num_shared = sum(block is not None and pool.num_references(block) > 0 for block in cached_blocks)
             max_blocks = group.max_blocks(context.current_length, self.block_size, chunk_size)
             if pool.num_free < min(max_blocks, num_needed - first - num_shared) + headroom:
                 return False
@@ -163,7 +164,7 @@ class KVCacheManager(PrefixCacheControls):
 
     def num_missing_blocks(self, context: InputContext, lookahead: int = 0) -> int:
         sequence = self._sequence(context)
-        # After a rollback, `reserve` first frees all blocks after the rollback.
+        # `reserve` first frees blocks of a context that was rolled back, at most all of its blocks.
         num_held = 0 if self._is_rolled_back(context, sequence) else sequence.num_blocks
         return max(-(-(context.active_idx + lookahead) // self.block_size) - num_held, 0)
 
@@ -199,9 +200,8 @@ class KVCacheManager(PrefixCacheControls):
         num_full, num_partial = source.num_full, int(start % self.block_size > 0)
         self._check_num_free(num_partial)
         sequence = self._assign_slot(child)
-        sequence.regime = source.regime
-        sequence.root, sequence.digests = source.root, list(source.digests)
-        sequence.num_dropped = list(source.num_dropped)
+        sequence.regime, sequence.root = source.regime, source.root
+        sequence.digests, sequence.num_dropped = list(source.digests), list(source.num_dropped)
         sequence.num_full, sequence.num_blocks = num_full, num_full + num_partial
         self._tables.grow(length=sequence.num_blocks)
         for index, pool in enumerate(self._pools):
@@ -231,9 +231,8 @@ class KVCacheManager(PrefixCacheControls):
         return chain is not None and self._prefixes.is_awaited(chain, self._max_cached_blocks(context))
 
     def is_stale(self, context: InputContext) -> bool:
-        if not (self.spec.key_limits and context.is_assigned_to_cache):
-            return False
-        return self._sequence(context).regime != self.spec.regime(context.current_length)
+        can_be_stale = bool(self.spec.key_limits) and context.is_assigned_to_cache
+        return can_be_stale and self._sequence(context).regime != self.spec.regime(context.current_length)
 
     def discard_storage(self) -> None:
         assert not self._sequences, f"{len(self._sequences)} contexts hold blocks"
@@ -257,10 +256,8 @@ class KVCacheManager(PrefixCacheControls):
             starts: position of each context's first token in this step; by default its ``start_idx``.
             counts: number of each context's tokens and drafts in this step; by default ``active_length``.
         """
-        if starts is None:
-            starts = [context.start_idx for context in contexts]
-        if counts is None:
-            counts = [context.active_length for context in contexts]
+        starts = [context.start_idx for context in contexts] if starts is None else starts
+        counts = [context.active_length for context in contexts] if counts is None else counts
         sequences = [self._sequence(context) for context in contexts]
         slots = [sequence.slot for sequence in sequences]
         max_blocks = max([1, *[sequence.num_blocks for sequence in sequences]])
@@ -296,15 +293,15 @@ class KVCacheManager(PrefixCacheControls):
                     f"group {index}: table {row.tolist()} of {sequence}"
                 )
                 num_tables += np.bincount(row[num_dropped:length], minlength=len(num_tables))
-            references = pool.all_references()
+            references = pool.reference_counts()
             wrong_blocks = np.flatnonzero(num_tables != references).tolist()
             assert not wrong_blocks, (
                 f"group {index}: block {(block := wrong_blocks[0])} has {references[block]} references "
                 f"and is in {num_tables[block]} tables"
             )
-        in_flight = sum(len(sequence.in_flight) for sequence in self._sequences.values())
-        num_in_flight = self._prefixes.num_in_flight
-        assert in_flight == num_in_flight, f"{in_flight} != {num_in_flight} blocks in flight"
+        num_in_flight = sum(len(sequence.in_flight) for sequence in self._sequences.values())
+        num_marks = self._prefixes.num_in_flight
+        assert num_in_flight == num_marks, f"{num_in_flight} blocks in flight, but {num_marks} marks"
         slots = sorted([*self._sequences, *self._free_slots])
         assert slots == list(range(len(slots))), f"slots {slots}"
 
@@ -326,7 +323,7 @@ class KVCacheManager(PrefixCacheControls):
         return sequence
 
     def _use_cached_prefix(self, context: InputContext, sequence: _Sequence) -> None:
-        """Use the cached blocks of the prefix, and mark the other full blocks as in flight."""
+        """Assign the cached blocks of the prefix, and mark the other full blocks as being computed."""
         chain = self._prefixes.chain(context)
         if chain is None:
             return
@@ -350,7 +347,7 @@ class KVCacheManager(PrefixCacheControls):
         """Register the blocks ``[sequence.num_full, num_full)``, so that other contexts can share them."""
         blocks = range(sequence.num_full, num_full)
         if sequence.root is not None:
-            # Hash the blocks again: a rollback may have changed tokens since they were marked in flight.
+            # Hash the blocks again: a rollback may have changed tokens since `claim` hashed the blocks.
             parent = sequence.digests[-1] if sequence.digests else sequence.root
             rows = [self._tables.row(index, sequence.slot) for index in range(len(self._pools))]
             tables = [row[blocks.start : blocks.stop].tolist() for row in rows]

@@ -1,4 +1,4 @@
-"""`PrefixIndex`: finds prefixes in the cache, and prefixes that running requests are computing."""
+"""`PrefixIndex`: finds the cached blocks of a prefix, and the blocks that running requests are computing."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ class Chain:
     num_tokens: int
     digests: list[bytes]
     num_cached: int = 0
-    """Number of leading blocks that the last lookup found, without regard to windows."""
+    """Number of leading blocks that the last lookup found in all groups without a window."""
 
 
 class PrefixIndex:
-    """Finds blocks by content in the pools of all groups.
+    """Finds blocks by the digests of their content in the pools of all groups.
 
-    The digests of a waiting context are computed once for its current length, and dropped when the context is
-    claimed or cancelled.
+    The digests of a waiting context are stored until its length changes, or it is claimed or cancelled.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class PrefixIndex:
         self._pools = pools
         self._events: CacheEventLog | None = None
         self.host: HostBlocks | None = None
-        """Evicted blocks in host memory; None if evicted blocks are not stored."""
+        """The evicted blocks in host memory; None if evicted blocks are dropped."""
         self._chains: dict[str, Chain] = {}
         self._in_flight: dict[bytes, int] = {}
 
@@ -60,7 +59,7 @@ class PrefixIndex:
         return context_root(context, self._spec.regime(context.current_length), self._adapter_digest)
 
     def chain(self, context: InputContext) -> Chain | None:
-        """Return the digests of a context that is not claimed yet; None if its blocks are not shared."""
+        """Return the digests of a context that is not claimed yet; None if its blocks must not be shared."""
         chain = self._chains.get(context.request_id)
         if chain is not None and chain.num_tokens == context.current_length:
             return chain
@@ -84,9 +83,9 @@ class PrefixIndex:
 
         Args:
             context: the context that computed the blocks.
-            parent: the digest of the block before them, or the root.
+            parent: the digest of the block before the first of ``blocks``, or the root.
             blocks: the indices of the blocks in the context.
-            tables: the block ids for each pool.
+            tables: the ids of the blocks in each pool.
         """
         digests = self.digests(context, parent, blocks)
         are_registered = [
@@ -101,7 +100,7 @@ class PrefixIndex:
         return digests
 
     def record_events(self) -> None:
-        """Start recording the events of the first pool without a window, or of the first pool of all."""
+        """Start recording the events of one pool: the first one without a window, otherwise the first one."""
         if self._events is None:
             self._events = CacheEventLog()
             self._recorded_pool.on_evict = self._events.add_removed
@@ -111,12 +110,12 @@ class PrefixIndex:
         return [] if self._events is None else self._events.take()
 
     def restore(self, chain: Chain, limit: int) -> None:
-        """Copy evicted blocks among the first ``limit`` blocks of a chain back to the device."""
+        """Move the evicted blocks among the first ``limit`` blocks of a chain back to the device."""
         if self.host is not None:
             self.host.restore(chain.digests[:limit], self.num_cached_blocks(chain, limit))
 
     def forget_all(self) -> None:
-        """Remove all blocks from the index, and the evicted blocks in host memory."""
+        """Remove all blocks from the index, and all blocks from host memory."""
         if self.host is not None:
             self.host.clear()
         for pool in self._pools:
@@ -136,8 +135,8 @@ class PrefixIndex:
     def num_cached_blocks(self, chain: Chain, limit: int) -> int:
         """Return the number of leading blocks, at most ``limit``, that do not have to be computed.
 
-        For layers without a window all of these blocks are cached. For layers with a window the blocks that
-        the next query sees are cached.
+        Layers without a window have all these blocks in the cache. Layers with a window have those of these
+        blocks that the next query sees.
         """
         return self._num_cached_from(chain, 0, limit)
 
@@ -154,11 +153,11 @@ class PrefixIndex:
         return num_cached
 
     def is_awaited(self, chain: Chain, limit: int) -> bool:
-        """Return whether a running request is computing the first of ``limit`` blocks that is not cached.
+        """Return whether a running request is computing the first uncached block of ``limit`` leading blocks.
 
-        The scheduler calls this method for many contexts in each step. The lookup therefore continues at the
-        position of the last lookup. The result is outdated if a block before that position has since been
-        evicted. In that case the context waits unnecessarily for a running request.
+        The scheduler calls this method for many contexts in each step. The lookup therefore continues at
+        ``chain.num_cached``, where the last lookup ended. If an earlier block has been evicted since the last
+        lookup, the result can be wrong: the context then waits unnecessarily.
         """
         start = (
             chain.num_cached
@@ -174,7 +173,7 @@ class PrefixIndex:
             self._in_flight[digest] = self._in_flight.get(digest, 0) + 1
 
     def clear_in_flight(self, digests: Iterable[bytes]) -> None:
-        """Remove the marks, after the blocks have been computed or the request has ended."""
+        """Remove one mark per digest, after the block has been computed or the request has ended."""
         for digest in digests:
             self._in_flight[digest] -= 1
             if not self._in_flight[digest]:
@@ -200,6 +199,7 @@ class PrefixIndex:
         return num_cached
 
     def _is_known(self, chain: Chain, block: int) -> bool:
+        """Return whether all groups without a window have a block in the cache. False for block -1."""
         return block >= 0 and all(
             pool.lookup(chain.digests[block]) is not None for pool in self._pools_without_window
         )

@@ -19,7 +19,7 @@ _ROWS_PER_FILE = 1000
 
 
 class BatchResult(msgspec.Struct):
-    """The fields of a result that are written to files."""
+    """The fields of a result line that Penstock on Ray reads."""
 
     custom_id: str
     response: dict[str, object] | None = None
@@ -35,17 +35,19 @@ class Chunk:
 
     offsets: list[int]
     """The byte offset of each line in the file."""
-    numbers: list[int]
+    line_numbers: list[int]
     """The line number of each line, starting at 1."""
 
 
-def pending_chunks(path: Path, ids_with_results: Container[str], size: int) -> tuple[list[Chunk], set[str]]:
-    """Return the lines without a result, in chunks of up to ``size`` lines, and their ids. Skips empty lines.
+def pending_chunks(
+    path: Path, ids_with_results: Container[str], chunk_size: int
+) -> tuple[list[Chunk], set[str]]:
+    """Return chunks of the lines without a result, and the ids of these lines. Skips empty lines.
 
     Args:
         path: a file of JSON lines.
         ids_with_results: the ids of requests that have results.
-        size: lines per chunk.
+        chunk_size: maximum number of lines per chunk.
 
     Raises:
         InputError: two lines have the same ``custom_id``, or the file cannot be read.
@@ -56,16 +58,16 @@ def pending_chunks(path: Path, ids_with_results: Container[str], size: int) -> t
     offset = 0
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
+            for line_number, line in enumerate(file, 1):
                 if line.strip():
-                    request_id = _request_id(line, number)
+                    request_id = _request_id(line, line_number)
                     _check_unique(request_id, seen_ids)
                     if request_id not in ids_with_results:
                         pending_ids.add(request_id)
-                        if not chunks or len(chunks[-1].numbers) == size:
+                        if not chunks or len(chunks[-1].line_numbers) == chunk_size:
                             chunks.append(Chunk([], []))
                         chunks[-1].offsets.append(offset)
-                        chunks[-1].numbers.append(number)
+                        chunks[-1].line_numbers.append(line_number)
                 offset += len(line)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
@@ -73,14 +75,14 @@ def pending_chunks(path: Path, ids_with_results: Container[str], size: int) -> t
 
 
 def read_chunk(path: Path, chunk: Chunk) -> Iterator[dict[str, object]]:
-    """Yield a row for each line of a chunk. Its fields are ``line`` (bytes) and ``number`` (line number)."""
+    """Yield a row for each line of a chunk. The fields of a row are ``line`` (bytes) and ``line_number``."""
     with path.open("rb") as file:
-        for offset, number in zip(chunk.offsets, chunk.numbers, strict=True):
+        for offset, line_number in zip(chunk.offsets, chunk.line_numbers, strict=True):
             file.seek(offset)
-            yield {"line": file.readline(), "number": number}
+            yield {"line": file.readline(), "line_number": line_number}
 
 
-def _request_id(line: bytes, number: int) -> str:
+def _request_id(line: bytes, line_number: int) -> str:
     """Return the ``custom_id`` of a line; ``line-N`` if line N has no valid ``custom_id``."""
     try:
         raw_id = msgspec.json.decode(line, type=dict[str, msgspec.Raw]).get("custom_id")
@@ -89,7 +91,7 @@ def _request_id(line: bytes, number: int) -> str:
         request_id = None
     if isinstance(request_id, str) and 0 < len(request_id) <= 512:
         return request_id
-    return f"line-{number}"
+    return f"line-{line_number}"
 
 
 def _check_unique(request_id: str, seen_ids: set[str]) -> None:
@@ -153,7 +155,7 @@ def _without_nulls(value: object) -> object:
 
 
 def parquet_files(path: Path) -> list[Path]:
-    """Return a list of the file itself, or the parquet files of a folder in the order of their names.
+    """Return ``[path]`` for a file, or the parquet files of a folder in the order of their names.
 
     Raises:
         InputError: the folder has no parquet files.
@@ -170,7 +172,7 @@ def parquet_files(path: Path) -> list[Path]:
 
 
 class ResultWriter(Protocol):
-    """Writes results to an output. Keeps the results of earlier runs, so that a new run continues them."""
+    """Writes results to an output. Keeps the results of earlier runs, so that a new run continues a batch."""
 
     def add(self, line: bytes) -> None:
         """Add a result, which is a JSON line."""
@@ -214,7 +216,7 @@ class ParquetWriter:
         path.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._rows: list[dict[str, object]] = []
-        self._number = len(list(path.glob(f"part-*{PARQUET}")))
+        self._file_number = len(list(path.glob(f"part-*{PARQUET}")))
 
     def add(self, line: bytes) -> None:
         """Buffer a result. Write a file when `_ROWS_PER_FILE` results are buffered."""
@@ -232,7 +234,7 @@ class ParquetWriter:
             self._write_file()
 
     def close(self) -> None:
-        """Write the last file."""
+        """Write the remaining results to a last file."""
         if self._rows:
             self._write_file()
 
@@ -242,11 +244,11 @@ class ParquetWriter:
 
         types = {"custom_id": "string", "status_code": "int32", "body": "string", "error": "string"}
         schema = pyarrow.schema([(name, pyarrow.type_for_alias(kind)) for name, kind in types.items()])
-        final_path = self._path / f"part-{self._number:06}{PARQUET}"
+        final_path = self._path / f"part-{self._file_number:06}{PARQUET}"
         unfinished_path = final_path.with_suffix(".unfinished")
         write_table(pyarrow.Table.from_pylist(self._rows, schema=schema), unfinished_path)
         os.replace(unfinished_path, final_path)
-        self._number += 1
+        self._file_number += 1
         self._rows = []
 
 

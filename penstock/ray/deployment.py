@@ -25,7 +25,9 @@ _MAX_CONSTRUCTOR_RETRIES = 3
 Most causes of failed starts, such as a missing file, are permanent.
 """
 _MAX_INGRESS_REQUESTS = 10_000
+"""Maximum number of concurrent requests in a replica of the HTTP deployment."""
 _MIN_QUEUE_SIZE = 64
+"""Minimum default of ``max_queue_size``, the number of waiting requests."""
 _LOGGING = {"enable_access_log": False}  # the ingress writes Penstock's access log
 
 
@@ -74,12 +76,12 @@ def usable_cpus() -> int:
 def replica_config(config: PipelineConfig, resources: Resources) -> PipelineConfig:
     """Return the configuration of one replica, with its devices and its number of threads.
 
-    Inside a replica only its reserved GPUs are visible. Their numbers start at 0.
+    Inside a replica, only the GPUs that it has reserved are visible, with numbers from 0.
     """
     devices = config.model.devices
     if resources.num_gpus:
-        kind = devices[0].device_type
-        devices = tuple(DeviceSpec(number, kind) for number in range(resources.num_gpus))
+        device_type = devices[0].device_type
+        devices = tuple(DeviceSpec(number, device_type) for number in range(resources.num_gpus))
     return replace(
         config,
         num_threads=config.num_threads or (None if resources.num_gpus else resources.num_cpus),
@@ -93,7 +95,8 @@ def engine_options(
     """Return the ``serve.deployment`` options of the deployment whose replicas run the model.
 
     The processes of a model with tensor parallelism communicate through shared memory, so they must run on
-    one node. Their resources form one bundle of a placement group. Ray places a bundle on a single node.
+    one node. The resources of these processes form one bundle of a placement group, because Ray places a
+    bundle on a single node.
     """
     options: dict[str, object] = {
         "name": ENGINE,
@@ -137,7 +140,10 @@ def ingress_options(serve: ServeConfig, ray: RayConfig) -> dict[str, object]:
 
 
 def max_outstanding(serve: ServeConfig, ray: RayConfig) -> int:
-    """Return the maximum number of running and waiting requests. The server refuses further requests."""
+    """Return the maximum number of running and waiting requests in all replicas.
+
+    The server refuses further requests.
+    """
     queue = serve.max_queue_size or max(4 * ray.ray_max_requests, _MIN_QUEUE_SIZE)
     return ray.max_replicas * ray.ray_max_requests + queue
 

@@ -13,7 +13,7 @@ from penstock.errors import UnavailableError
 from penstock.ray.engine import ReplicaLostError
 
 _REPORT_TIMEOUT = 10.0
-"""Maximum seconds to wait for all replicas to answer a report or a cache reset."""
+"""Maximum seconds to wait until all replicas have answered a call of ``report`` or ``reset_prefix_cache``."""
 _POLL_SECONDS = 0.2
 """Seconds between two checks whether the handle lists a running replica."""
 
@@ -55,7 +55,7 @@ class ServeReplicas:
             response.cancel()
 
     async def reports(self, positions: Mapping[str, int]) -> list[bytes]:
-        """Return the encoded reports of the running replicas. Waits until a replica runs.
+        """Return the encoded reports of the running replicas. If none runs, wait until one runs.
 
         Reports of replicas that raised an exception are left out.
 

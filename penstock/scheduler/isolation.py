@@ -33,7 +33,7 @@ FAULT = "the request ended because of an internal error; the server's log shows 
 """Error message of a request that ended because of an internal error."""
 
 _MAX_FAULTS = 8
-"""Number of single contexts that may fail before any part of the batch has run. The search then stops."""
+"""Number of contexts that have failed alone, before a part of the batch ran, at which the search stops."""
 
 
 class Isolation(Generic[ContextT, OutputT]):
@@ -43,14 +43,14 @@ class Isolation(Generic[ContextT, OutputT]):
 
     Args:
         pipeline: executes the batches.
-        is_enabled: whether a failed batch runs again in halves. Otherwise every exception is raised.
+        is_enabled: whether a failed batch runs again in halves. If not, `execute` raises every exception.
     """
 
     def __init__(self, pipeline: Pipeline[ContextT, OutputT], *, is_enabled: bool = True) -> None:
         self._pipeline = pipeline
         self._is_enabled = is_enabled
-        # number of contexts that failed with an exception other than `PenstockError` since a part of a batch
-        # last succeeded
+        # Number of contexts that failed with an exception other than `PenstockError` since a part of a batch
+        # last ran successfully.
         self._num_faults = 0
 
     def execute(

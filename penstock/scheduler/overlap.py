@@ -40,7 +40,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class _CollectFirstError(Exception):
-    """Raised if the next batch needs blocks of a launched step. That step must then be collected first."""
+    """Raised if the next batch needs blocks of a launched step. The launched step must be collected first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -82,11 +82,11 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
         self._sampled_step: _LaunchedStep[ContextT] | None = None
         """The step that has been sampled but not collected."""
         self._launched_step: _LaunchedStep[ContextT] | None = None
-        """The next step, which has been launched but not sampled; None between two calls of `step`."""
+        """The step that has been launched but not sampled; None between two calls of `step`."""
         self._ending_request_ids: set[str] = set()
         """Request ids of contexts that end with the sampled step."""
         self._runs_without_overlap = False
-        """Whether the next step runs through `Pipeline.execute`, because a launch or its sampling failed."""
+        """Whether the next step runs through `Pipeline.execute`, because a launch or a sampling failed."""
 
     @property
     def has_work(self) -> bool:
@@ -145,13 +145,14 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
     def _run_timed(self, batch: Batch[ContextT]) -> dict[str, OutputT]:
         """Run a batch without recording its duration.
 
-        `StepLimit` also limits overlapped steps, whose durations are not recorded. An estimate from calls
-        with a few contexts can be wrong for many contexts, and no recorded step would correct the estimate.
+        `StepLimit` also limits overlapped steps, whose durations are not recorded. An estimate from steps
+        without overlap, which have few contexts, can be wrong for many contexts, and no recorded step would
+        correct the estimate.
         """
         return self._run(batch.contexts, batch.num_steps)
 
     def _launch(self, batch: Batch[ContextT]) -> None:
-        """Launch the forward of a batch. If that fails, the next step runs through `Pipeline.execute`."""
+        """Launch the forward of a batch. After a failed launch, the next step runs by `Pipeline.execute`."""
         contexts = batch.contexts
         previous_step = None if self._sampled_step is None else self._sampled_step.step
         try:
@@ -192,7 +193,7 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
         return outputs
 
     def _run_again(self, launched: _LaunchedStep[ContextT]) -> dict[str, OutputT]:
-        """Run a failed step again without overlap, with the contexts that are still running."""
+        """Run a failed step again without overlap, with its sampled contexts that are still running."""
         for entry in launched.prompts:
             entry.is_decoding = False
         remaining_contexts = ReservedBatch(
@@ -228,7 +229,7 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
         self._release_pending(discarded_step)
 
     def _is_still_running(self, request_id: str, launched: _LaunchedStep[ContextT]) -> bool:
-        """Return whether a context of a launched step is still running (False after a cancellation)."""
+        """Return whether a context of a launched step is still running: not finished, failed or cancelled."""
         entry = self._running.get(request_id)
         return entry is not None and entry.context is launched.batch.get(request_id)
 

@@ -36,7 +36,7 @@ class WorkerLaunch:
     launched_at: float
     """``time.time()`` at the launch."""
     memory_limit: int | None = None
-    """Limit of private memory, in bytes."""
+    """Limit of private memory, in bytes; None for no limit."""
 
 
 def main() -> None:
@@ -45,9 +45,9 @@ def main() -> None:
     Ends the process with status 0, with `OUT_OF_MEMORY` at the limit of private memory, or with 1 after
     another error.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        # The terminal sends signals to the whole process group. Only the parent handles them.
-        signal.signal(number, signal.SIG_IGN)
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        # A terminal sends signals to the whole process group. Only the parent handles them.
+        signal.signal(signal_number, signal.SIG_IGN)
     launch: WorkerLaunch = pickle.load(sys.stdin.buffer)
     start_time = time.time()
     heartbeat.publish(launch.endpoint.progress)

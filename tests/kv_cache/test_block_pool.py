@@ -161,7 +161,7 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def pool_equals_the_model(self) -> None:
         self.pool.check_integrity()
-        assert {block: self.pool.references(block) for block in set(self.referenced)} == Counter(
+        assert {block: self.pool.num_references(block) for block in set(self.referenced)} == Counter(
             self.referenced
         )
         assert self.pool.num_free == self.SIZE - len(set(self.referenced))

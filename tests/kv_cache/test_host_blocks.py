@@ -78,7 +78,7 @@ def test_the_check_of_keys_detects_a_changed_host_block() -> None:
     manager = kv_manager(5, host_memory=8 * BLOCK_BYTES)
     count_cached_tokens(manager, first_prompt)
     count_cached_tokens(manager, second_prompt)
-    for tensors in host_blocks(manager)._host:
+    for tensors in host_blocks(manager)._host_tensors:
         for tensor in tensors:
             tensor.add_(1)
     context = text_context(first_prompt)

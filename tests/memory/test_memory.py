@@ -23,7 +23,7 @@ from penstock.memory import (
     plan_memory,
 )
 from penstock.memory.demand import requested_block_size, requested_step_tokens
-from penstock.memory.plan import MIN_STEP
+from penstock.memory.plan import MIN_STEP_TOKENS
 from penstock.memory.refusals import format_bytes
 
 FULL_ATTENTION = KVCacheSpec((KVGroup((0, 1), 2, 4, DType.float32),))  # 128 bytes per token
@@ -170,7 +170,7 @@ def test_more_memory_never_gives_a_smaller_plan(
         smaller_plan = make_plan(config, spec, free=free, **sizes)
     except InsufficientMemoryError:
         return
-    assume(smaller_plan.max_batch_input_tokens >= min(MIN_STEP, requested_step_tokens(config)))
+    assume(smaller_plan.max_batch_input_tokens >= min(MIN_STEP_TOKENS, requested_step_tokens(config)))
     larger_plan = make_plan(config, spec, free=free + extra_memory, **sizes)
     assert larger_plan.max_length >= smaller_plan.max_length
     assert larger_plan.max_batch_input_tokens >= smaller_plan.max_batch_input_tokens

@@ -220,8 +220,8 @@ def test_no_state_of_ended_clients_remains(num_clients: int) -> None:
     while run.scheduler.has_work:
         run.step()
     shares = run.scheduler._shares
-    assert not shares._num_present
-    assert not shares._num_running
+    assert not shares._num_contexts
+    assert not shares._num_slots
     assert not shares._turns
 
 

@@ -10,7 +10,7 @@ from penstock.scheduler.waiting import WaitingQueue
 @dataclass(frozen=True)
 class Entry:
     request_id: str
-    key: tuple[int, int]
+    sort_key: tuple[int, int]
     client_id: str = ""
 
 
@@ -36,7 +36,7 @@ def serve_ready(queue: WaitingQueue[Entry], ready_names: str) -> str:
     return names
 
 
-def test_the_smallest_key_is_served_first() -> None:
+def test_the_entry_with_the_smallest_sort_key_is_served_first() -> None:
     queue = make_queue("bc")
     queue.push(Entry("a", (-1, 2)))
     assert serve_ready(queue, "abc") == "abc"
