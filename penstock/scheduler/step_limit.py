@@ -96,7 +96,7 @@ class StepLimit:
             decoding: all entries that decode, in order.
             num_steps: the requested number of steps.
         """
-        fixed_seconds, seconds_per_row = self._step_time.fixed_seconds, self._time.seconds_per_row
+        fixed_seconds, seconds_per_row = self._step_time.fixed_seconds, self._step_time.seconds_per_row
         counts = Counter(entry.client_id for entry in decoding)
         is_recent = self._clock() - self._contended_at <= _RECENT_SECONDS
         if fixed_seconds is not None and is_recent and max(counts.values(), default=0) > _MIN_ROWS:

@@ -143,14 +143,14 @@ def test_any_schedule_gives_the_outputs_of_single_requests(
         for number, (prefix_token, length, max_new_tokens) in enumerate(prompts)
     ]
     expected = {context.request_id: expected_output_tokens(context) for context in contexts}
-    result: dict[str, list[int]] = {name: [] for name in expected}
+    generated: dict[str, list[int]] = {name: [] for name in expected}
     for context in contexts:
         scheduler.submit(context)
     while scheduler.has_work:
         for name, output in scheduler.step().items():
-            result[name] += [int(token.next_token) for token in output.tokens]
+            generated[name] += [int(token.next_token) for token in output.tokens]
         kv.check_integrity()
-    assert result == expected
+    assert generated == expected
 
 
 def test_kv_offload_is_refused_without_a_gpu() -> None:

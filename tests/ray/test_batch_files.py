@@ -102,5 +102,5 @@ def test_parquet_files_hold_requests_and_results_and_invalid_files_are_refused(t
     (row,) = read_table(tmp_path / "out.parquet").to_pylist()
     assert row == {"custom_id": "a", "status_code": None, "body": None, "error": '{"code":"bad"}'}
     (tmp_path / "out.parquet" / "notes").touch()
-    with pytest.raises(InputError, match="'notes', which is no part"):
+    with pytest.raises(InputError, match="'notes', which is not a batch result"):
         remove_output(tmp_path / "out.parquet")

@@ -85,16 +85,16 @@ def test_a_step_checks_few_unready_entries_and_reaches_all_in_turn() -> None:
         num_checks += 1
         return entry.request_id == "h"
 
-    steps = 0
+    num_steps = 0
     while (entry := queue.first_ready(is_ready)) is None:
-        steps += 1
-        assert num_checks <= 4 * steps
+        num_steps += 1
+        assert num_checks <= 4 * num_steps
         queue.recheck(is_ready)
     assert entry.request_id == "h"
-    assert steps == 3
+    assert num_steps == 3
 
 
-def test_clients_are_served_by_rank_and_their_entries_by_key() -> None:
+def test_clients_are_served_by_rank_and_their_entries_by_sort_key() -> None:
     ranks = {"x": (1,), "y": (0,)}
     queue: WaitingQueue[Entry] = WaitingQueue(4, ranks.__getitem__)
     for index, name in enumerate("abcd"):
