@@ -28,7 +28,7 @@ _INTEGER_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64
 
 
 class Ranks:
-    """The ranks of a model. One thread at a time may call the collectives.
+    """The collectives and messages of one rank. One thread at a time may call the collectives.
 
     Args:
         rank: the number of this rank.

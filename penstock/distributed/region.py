@@ -4,7 +4,7 @@
 
     header   64 bytes   abort flag, time limit in ns, bytes of a buffer, number of ranks
     control  per rank   64 bytes: number of the rank's last message, number of ranks that sleep until the next
-    buffers  per rank   two buffers of `CAPACITY` bytes, for messages with even and with odd numbers
+    buffers  per rank   two buffers of `BUFFER_SIZE` bytes, for messages with even and with odd numbers
 
 ``csrc/collectives.inl`` describes the protocol.
 """
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-CAPACITY = 1 << 20
+BUFFER_SIZE = 1 << 20
 """Size of a buffer in bytes. A longer tensor is sent as several messages."""
 _CACHE_LINE = 64
 
@@ -42,7 +42,7 @@ class SharedRegion:
     @staticmethod
     def num_bytes(world: int) -> int:
         """Return the size of the region in bytes."""
-        return _CACHE_LINE * (1 + world) + 2 * world * CAPACITY
+        return _CACHE_LINE * (1 + world) + 2 * world * BUFFER_SIZE
 
     @classmethod
     def create(cls, world: int, timeout: float) -> int | None:
@@ -56,7 +56,7 @@ class SharedRegion:
             return None
         descriptor = os.memfd_create("penstock-ranks")
         os.ftruncate(descriptor, cls.num_bytes(world))
-        header = struct.pack("4q", 0, int(timeout * 1e9), CAPACITY, world)
+        header = struct.pack("4q", 0, int(timeout * 1e9), BUFFER_SIZE, world)
         os.pwrite(descriptor, header, 0)
         return descriptor
 
@@ -67,9 +67,9 @@ class SharedRegion:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """One uint8 tensor ``[2 * CAPACITY]`` per rank, which contains the two buffers of the rank."""
+        """One uint8 tensor ``[2 * BUFFER_SIZE]`` per rank, which contains the two buffers of the rank."""
         start = _CACHE_LINE * (1 + self._world)
-        return list(self._bytes[start:].view(self._world, 2 * CAPACITY))
+        return list(self._bytes[start:].view(self._world, 2 * BUFFER_SIZE))
 
     @property
     def is_aborted(self) -> bool:

@@ -20,7 +20,7 @@ class BlockTables:
         self.values: npt.NDArray[np.int32] = np.full((num_groups, 8, 8), NULL_BLOCK, np.int32)
 
     def row(self, group: int, slot: int) -> npt.NDArray[np.int32]:  # [M]
-        """Return the block table of a slot in a group, as a view. After `grow`, it can refer to old data."""
+        """Return the block table of a slot in a group, as a view. A later `grow` can invalidate the view."""
         row: npt.NDArray[np.int32] = self.values[group, slot]
         return row
 

@@ -1,4 +1,4 @@
-"""Computes the digests of KV blocks. A digest covers the tokens of a block and all tokens before them."""
+"""Computes the digests of KV blocks. A digest covers the tokens of its block and of all earlier blocks."""
 
 from __future__ import annotations
 

@@ -142,8 +142,9 @@ class KVCache(Protocol):
     def is_stale(self, context: InputContext) -> bool:
         """Return whether the cached keys of a context are invalid (stale) for its next token.
 
-        The keys are invalid if the context, since it was claimed, has grown beyond a limit of
-        `KVCacheSpec.key_limits`. All its tokens must then be computed again, see `restart`.
+        The keys are invalid if the length of the context has crossed a limit of `KVCacheSpec.key_limits`
+        since the context was claimed. For a forked context, the length at the claim of the parent counts.
+        All tokens of the context must then be computed again, see `restart`.
         """
         ...
 

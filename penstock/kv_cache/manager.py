@@ -44,7 +44,7 @@ class _Sequence:
     regime: int  # regime of the keys, see `KVCacheSpec.regime`
     root: bytes | None = None  # root of the digests; None if the blocks must not be shared
     num_blocks: int = 0  # number of blocks in each block table
-    num_full: int = 0  # number of committed blocks, which are read-only
+    num_committed: int = 0  # number of committed blocks, which are read-only
     digests: list[bytes] = field(default_factory=list)  # digests of the committed blocks
     in_flight: list[bytes] = field(default_factory=list)  # digests being computed, last block first
 
@@ -141,7 +141,7 @@ class KVCacheManager(PrefixCacheControls):
         if self._enable_prefix_caching:
             self._use_cached_prefix(context, sequence)
         self._prefixes.forget(context.request_id)
-        num_cached = sequence.num_full * self.block_size
+        num_cached = sequence.num_committed * self.block_size
         context.set_token_indices(start_idx=num_cached, committed_idx=num_cached)
         if not len(context.generated_tokens):
             context.num_cached_tokens = num_cached
@@ -175,12 +175,12 @@ class KVCacheManager(PrefixCacheControls):
 
     def commit(self, context: InputContext) -> None:
         sequence = self._sequence(context)
-        num_full = min(context.start_idx // self.block_size, sequence.num_blocks)
-        if num_full > sequence.num_full:
-            self._register(context, sequence, num_full)
-            context.set_token_indices(committed_idx=num_full * self.block_size)
+        num_committed = min(context.start_idx // self.block_size, sequence.num_blocks)
+        if num_committed > sequence.num_committed:
+            self._register(context, sequence, num_committed)
+            context.set_token_indices(committed_idx=num_committed * self.block_size)
         for index, group in self._window_groups:
-            first = min(group.first_visible(context.start_idx) // self.block_size, sequence.num_full)
+            first = min(group.first_visible(context.start_idx) // self.block_size, sequence.num_committed)
             if first > sequence.num_dropped[index]:
                 row = self._tables.row(index, sequence.slot)[sequence.num_dropped[index] : first]
                 self._pools[index].release(row.tolist())
@@ -197,22 +197,22 @@ class KVCacheManager(PrefixCacheControls):
         assert np.array_equal(parent.all_tokens[:start], child.all_tokens[:start]), (
             f"{child.request_id} does not begin with the {start} computed tokens of {parent.request_id}"
         )
-        num_full, num_partial = source.num_full, int(start % self.block_size > 0)
+        num_committed, num_partial = source.num_committed, int(start % self.block_size > 0)
         self._check_num_free(num_partial)
         sequence = self._assign_slot(child)
         sequence.regime, sequence.root = source.regime, source.root
         sequence.digests, sequence.num_dropped = list(source.digests), list(source.num_dropped)
-        sequence.num_full, sequence.num_blocks = num_full, num_full + num_partial
+        sequence.num_committed, sequence.num_blocks = num_committed, num_committed + num_partial
         self._tables.grow(length=sequence.num_blocks)
         for index, pool in enumerate(self._pools):
             source_blocks = self._tables.row(index, source.slot)
             child_blocks = self._tables.row(index, sequence.slot)
-            pool.retain(source_blocks[source.num_dropped[index] : num_full].tolist())
-            child_blocks[:num_full] = source_blocks[:num_full]
+            pool.retain(source_blocks[source.num_dropped[index] : num_committed].tolist())
+            child_blocks[:num_committed] = source_blocks[:num_committed]
             for block in pool.allocate(num_partial):
-                self.storage.copy_block(index, int(source_blocks[num_full]), block)
-                child_blocks[num_full] = block
-        child.set_token_indices(start_idx=start, committed_idx=num_full * self.block_size)
+                self.storage.copy_block(index, int(source_blocks[num_committed]), block)
+                child_blocks[num_committed] = block
+        child.set_token_indices(start_idx=start, committed_idx=num_committed * self.block_size)
 
     def release(self, context: InputContext) -> None:
         self._prefixes.forget(context.request_id)
@@ -287,7 +287,7 @@ class KVCacheManager(PrefixCacheControls):
             for sequence in self._sequences.values():
                 row = self._tables.row(index, sequence.slot)
                 num_dropped, length = sequence.num_dropped[index], sequence.num_blocks
-                assert num_dropped <= sequence.num_full <= length, f"{sequence}"
+                assert num_dropped <= sequence.num_committed <= length, f"{sequence}"
                 held_columns = np.flatnonzero(row).tolist()
                 assert held_columns == list(range(num_dropped, length)), (
                     f"group {index}: table {row.tolist()} of {sequence}"
@@ -339,13 +339,13 @@ class KVCacheManager(PrefixCacheControls):
             self._tables.row(index, sequence.slot)[first:num_cached] = blocks
             sequence.num_dropped[index] = first
         sequence.root, sequence.digests = chain.root, chain.digests[:num_cached]
-        sequence.num_full = sequence.num_blocks = num_cached
+        sequence.num_committed = sequence.num_blocks = num_cached
         sequence.in_flight = chain.digests[num_cached:][::-1]
         self._prefixes.mark_in_flight(sequence.in_flight)
 
-    def _register(self, context: InputContext, sequence: _Sequence, num_full: int) -> None:
-        """Register the blocks ``[sequence.num_full, num_full)``, so that other contexts can share them."""
-        blocks = range(sequence.num_full, num_full)
+    def _register(self, context: InputContext, sequence: _Sequence, num_committed: int) -> None:
+        """Register the blocks of a sequence up to ``num_committed``, so that other contexts can share them."""
+        blocks = range(sequence.num_committed, num_committed)
         if sequence.root is not None:
             # Hash the blocks again: a rollback may have changed tokens since `claim` hashed the blocks.
             parent = sequence.digests[-1] if sequence.digests else sequence.root
@@ -355,12 +355,12 @@ class KVCacheManager(PrefixCacheControls):
         computed_digests = sequence.in_flight[-len(blocks) :]
         self._prefixes.clear_in_flight(computed_digests)
         del sequence.in_flight[len(sequence.in_flight) - len(computed_digests) :]
-        sequence.num_full = num_full
+        sequence.num_committed = num_committed
 
     def _is_rolled_back(self, context: InputContext, sequence: _Sequence) -> bool:
         """Return whether the next step would write into committed blocks or needs freed blocks."""
-        start, num_committed = context.start_idx, sequence.num_full * self.block_size
-        if start < num_committed or context.committed_idx < num_committed:
+        start, num_committed_tokens = context.start_idx, sequence.num_committed * self.block_size
+        if start < num_committed_tokens or context.committed_idx < num_committed_tokens:
             return True
         return any(
             group.first_visible(start) // self.block_size < sequence.num_dropped[index]
@@ -386,7 +386,7 @@ class KVCacheManager(PrefixCacheControls):
             row[length:] = NULL_BLOCK
         self._prefixes.clear_in_flight(sequence.in_flight)
         sequence.in_flight = []
-        sequence.num_full = min(sequence.num_full, length)
+        sequence.num_committed = min(sequence.num_committed, length)
         sequence.num_blocks = length
         del sequence.digests[length:]
 

@@ -22,9 +22,10 @@ class KVGroup:
     head_dim: int
     dtype: DType
     window: int | None = None
-    """A query sees its own key and the ``window - 1`` keys before it; None for all keys."""
+    """The number of keys that a query sees: its own key and the keys before it; None for all keys."""
     is_chunked: bool = False
-    """Whether attention is chunked: the query at position p sees the keys ``p // window * window`` to p."""
+    """Whether attention is chunked: the query at position p sees only the keys from the last multiple of
+    ``window`` to p."""
     has_fixed_scales: bool = False
     """Whether the scales of a quantized cache come from the checkpoint, one per head. Otherwise each row of
     a quantized cache stores its own scale."""

@@ -83,9 +83,10 @@ class BlockDemand:
         self._groups = spec.groups
         self._bytes_per_block = spec.bytes_per_block(self._block_size)
         self._num_steps = max(pipeline_config.max_num_steps or 1, 1 + pipeline_config.speculative.max_drafts)
-        chunks = pipeline_config.enable_chunked_prefill
         self._chunk_size = (
-            max(requested_step_tokens(pipeline_config), spec.max_bidirectional_tokens) if chunks else None
+            max(requested_step_tokens(pipeline_config), spec.max_bidirectional_tokens)
+            if pipeline_config.enable_chunked_prefill
+            else None
         )
 
     def cache_size(self, num_blocks: tuple[int, ...]) -> int:

@@ -116,10 +116,10 @@ def estimate_activation_memory(
 ) -> int:
     """Return the size in bytes of the activations of the largest step.
 
-    Each token of the step needs six rows with the width of the widest linear layer: three
-    rows for a gated feed-forward layer, and one row each for the residual stream, the sum of residual stream
-    and layer output, and the norm of this sum. Each sequence and each draft token needs a row of logits and
-    sampling data, with 20 bytes per token of the vocabulary.
+    Each token of the step needs six rows with the width of the widest linear layer: three rows for a gated
+    feed-forward layer, and one row each for the residual stream, the sum of residual stream and layer output,
+    and the norm of this sum. Each sequence and each draft token needs a row of logits and sampling data, with
+    20 bytes per token of the vocabulary.
 
     Args:
         pipeline_config: contains the checkpoint, the encoding and the limits of a step.

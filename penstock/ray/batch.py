@@ -16,7 +16,7 @@ from penstock.config import PipelineConfig
 from penstock.errors import InputError, PenstockError
 from penstock.host.progress import GenerationProgress
 from penstock.ray.batch_files import (
-    PARQUET,
+    PARQUET_SUFFIX,
     BatchResult,
     Chunk,
     finished_request_ids,
@@ -66,7 +66,7 @@ def run_batch(
     ray = import_ray("penstock batch run --ray")
     config.model.checkpoint  # noqa: B018  # raises here, not in an actor, if the model is missing
     ids_with_results = finished_request_ids(output)
-    is_parquet = requests.is_dir() or requests.suffix == PARQUET
+    is_parquet = requests.is_dir() or requests.suffix == PARQUET_SUFFIX
     chunks: list[Chunk] = []
     if is_parquet:
         pending_ids = pending_row_ids(requests, ids_with_results)
@@ -129,7 +129,7 @@ def _write_results(results: Any, output: Path, pending_ids: set[str]) -> int:
 
 
 class ReadLines:
-    """Reads the lines of a `Chunk`. A Ray Data task calls it.
+    """Callable that reads the lines of a `Chunk` in a Ray Data task.
 
     Args:
         path: the file, which all nodes can read.
@@ -144,7 +144,9 @@ class ReadLines:
 
 
 class PendingRows:
-    """Converts a parquet row to a JSON line. Its ``line_number`` is -1 if the request has a result, else 0.
+    """Callable that converts a parquet row to a JSON line in a Ray Data task.
+
+    The ``line_number`` of the result is -1 if the request already has a result, else 0.
 
     Args:
         ids_with_results: a Ray object reference to the set of ids that have results; None if no request has a

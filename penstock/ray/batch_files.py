@@ -13,7 +13,7 @@ import msgspec
 from penstock.errors import InputError
 from penstock.serve.batches.batch_lines import finished_ids
 
-PARQUET = ".parquet"
+PARQUET_SUFFIX = ".parquet"
 _ROWS_PER_FILE = 1000
 """Results per parquet file."""
 
@@ -162,9 +162,9 @@ def parquet_files(path: Path) -> list[Path]:
     """
     if not path.is_dir():
         return [path]
-    files = sorted(path.glob(f"*{PARQUET}"))
+    files = sorted(path.glob(f"*{PARQUET_SUFFIX}"))
     if not files:
-        raise InputError(f"{path} has no files *{PARQUET}")
+        raise InputError(f"{path} has no files *{PARQUET_SUFFIX}")
     return files
 
 
@@ -216,7 +216,7 @@ class ParquetWriter:
         path.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._rows: list[dict[str, object]] = []
-        self._file_number = len(list(path.glob(f"part-*{PARQUET}")))
+        self._file_number = len(list(path.glob(f"part-*{PARQUET_SUFFIX}")))
 
     def add(self, line: bytes) -> None:
         """Buffer a result. Write a file when `_ROWS_PER_FILE` results are buffered."""
@@ -244,7 +244,7 @@ class ParquetWriter:
 
         types = {"custom_id": "string", "status_code": "int32", "body": "string", "error": "string"}
         schema = pyarrow.schema([(name, pyarrow.type_for_alias(kind)) for name, kind in types.items()])
-        final_path = self._path / f"part-{self._file_number:06}{PARQUET}"
+        final_path = self._path / f"part-{self._file_number:06}{PARQUET_SUFFIX}"
         unfinished_path = final_path.with_suffix(".unfinished")
         write_table(pyarrow.Table.from_pylist(self._rows, schema=schema), unfinished_path)
         os.replace(unfinished_path, final_path)
@@ -258,7 +258,7 @@ def finished_request_ids(path: Path) -> set[str]:
     Raises:
         InputError: the output does not contain batch results, or a parquet output is not a folder.
     """
-    if path.suffix != PARQUET:
+    if path.suffix != PARQUET_SUFFIX:
         return finished_ids(path)
     if not path.exists():
         return set()
@@ -267,11 +267,11 @@ def finished_request_ids(path: Path) -> set[str]:
     from pyarrow.parquet import read_table
 
     request_ids: set[str] = set()
-    for file in path.glob(f"part-*{PARQUET}"):
+    for file in path.glob(f"part-*{PARQUET_SUFFIX}"):
         request_ids.update(read_table(file, columns=["custom_id"]).column(0).to_pylist())
     return request_ids
 
 
 def make_writer(path: Path) -> ResultWriter:
     """Return the writer of an output: parquet if the name ends in ``.parquet``, else JSON lines."""
-    return ParquetWriter(path) if path.suffix == PARQUET else JsonLinesWriter(path)
+    return ParquetWriter(path) if path.suffix == PARQUET_SUFFIX else JsonLinesWriter(path)

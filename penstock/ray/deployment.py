@@ -11,12 +11,12 @@ from penstock.host.processors import divide_processors
 from penstock.ray.config import RayConfig
 from penstock.serve.config import ServeConfig
 
-ENGINE = "engine"
+ENGINE_DEPLOYMENT = "engine"
 """Name of the deployment whose replicas run the model."""
-INGRESS = "ingress"
+INGRESS_DEPLOYMENT = "ingress"
 """Name of the deployment that serves HTTP."""
 ROUTER = "penstock.ray.request_router:PreferredReplicaRouter"
-"""The class that Ray Serve uses as request router."""
+"""Import path of the class that Ray Serve uses as request router."""
 _HEALTH_CHECK_PERIOD = 5.0
 """Seconds between two health checks of a replica."""
 _MAX_CONSTRUCTOR_RETRIES = 3
@@ -47,17 +47,17 @@ class Resources:
         """
         devices = config.model.devices
         num_gpus = 0 if devices[0].device_type == "cpu" else len(set(devices))
-        ranks = config.parallel.tensor_parallel_size
+        num_ranks = config.parallel.tensor_parallel_size
         num_cpus = ray.ray_cpus or config.num_threads
         if num_cpus is None and num_gpus:
             num_cpus = num_gpus
         if num_cpus is None:
-            num_cpus = max(usable_cpus() // ray.ray_min_replicas, ranks)
-        if num_cpus < ranks and not num_gpus:
+            num_cpus = max(usable_cpus() // ray.ray_min_replicas, num_ranks)
+        if num_cpus < num_ranks and not num_gpus:
             raise ConfigError(
                 "ray_cpus",
-                f"must be at least tensor_parallel_size, {ranks}, was {num_cpus}: each process of the model "
-                "needs one CPU",
+                f"must be at least tensor_parallel_size, {num_ranks}, was {num_cpus}: each process of the "
+                "model needs one CPU",
             )
         return cls(num_cpus, num_gpus)
 
@@ -99,7 +99,7 @@ def engine_options(
     bundle on a single node.
     """
     options: dict[str, object] = {
-        "name": ENGINE,
+        "name": ENGINE_DEPLOYMENT,
         "ray_actor_options": resources.options,
         "max_ongoing_requests": ray.ray_max_requests,
         "graceful_shutdown_timeout_s": serve.shutdown_grace,
@@ -128,7 +128,7 @@ def engine_options(
 def ingress_options(serve: ServeConfig, ray: RayConfig) -> dict[str, object]:
     """Return the ``serve.deployment`` options of the deployment that serves HTTP."""
     return {
-        "name": INGRESS,
+        "name": INGRESS_DEPLOYMENT,
         "num_replicas": ray.ray_ingress_replicas,
         "ray_actor_options": {"num_cpus": 0},
         "max_ongoing_requests": _MAX_INGRESS_REQUESTS,

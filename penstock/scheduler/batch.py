@@ -65,7 +65,7 @@ class Batch(Generic[ContextT]):
 
     @property
     def num_rows(self) -> int:
-        """Number of tokens that the first forward computes, one row of its input each."""
+        """Number of tokens that the first forward computes: the rows of its input."""
         return sum([num_rows(entry.context) for entry in self.entries.values()])
 
     @property

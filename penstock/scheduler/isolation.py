@@ -29,11 +29,11 @@ from penstock.pipelines.core.interfaces import PipelineOutput
 ContextT = TypeVar("ContextT", bound=InputContext)
 OutputT = TypeVar("OutputT", bound=PipelineOutput)
 
-FAULT = "the request ended because of an internal error; the server's log shows it"
+FAULT_MESSAGE = "the request ended because of an internal error; the server's log shows it"
 """Error message of a request that ended because of an internal error."""
 
 _MAX_FAULTS = 8
-"""Number of contexts that have failed alone, before a part of the batch ran, at which the search stops."""
+"""The search stops when this number of contexts have failed one by one and no part of the batch has run."""
 
 
 class Isolation(Generic[ContextT, OutputT]):
@@ -112,7 +112,7 @@ def as_failure(error: Exception) -> PenstockError:
     """Return the error that ends a request because of an exception."""
     if isinstance(error, PenstockError):
         return error
-    failure = RequestFailedError(FAULT)
+    failure = RequestFailedError(FAULT_MESSAGE)
     failure.__cause__ = error
     return failure
 

@@ -35,9 +35,9 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
 
     A context is either waiting or running. Contexts are sorted by priority, then by arrival. Each step
     contains all contexts that decode, except those that `Deferral` and `StepLimit` move to a later step.
-    Prompts share the rest of the token budget, in chunks if necessary. If blocks run out, a context is
-    preempted: the youngest of those with the lowest priority. The preempted context returns to the queue and
-    keeps its arrival number. All its tokens are computed again later.
+    Prompts share the rest of the token budget, in chunks if necessary. If blocks run out, a context of the
+    lowest priority is preempted: the youngest context of the client with the most slots. The preempted
+    context returns to the queue and keeps its arrival number. All its tokens are computed again later.
 
     Contexts of several clients (``client_id``) share the batch. Within a priority, contexts of the client
     with the fewest slots are admitted first, and the prompts of the clients are computed in turn. The

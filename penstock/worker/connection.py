@@ -24,7 +24,7 @@ from typing import Protocol
 import zmq
 
 from penstock.host.heartbeat import ProgressFile
-from penstock.worker.main import OUT_OF_MEMORY, WorkerLaunch
+from penstock.worker.main import OUT_OF_MEMORY_STATUS, WorkerLaunch
 from penstock.worker.messages import Command, Started, WorkerMessage, command_encoder, report_decoder
 from penstock.worker.process import Endpoint, WorkerRuntime, run_worker
 
@@ -94,7 +94,7 @@ class _Process:
         with contextlib.suppress(BrokenPipeError):
             assert self._process.stdin is not None
             self._process.stdin.close()
-        if status == OUT_OF_MEMORY:
+        if status == OUT_OF_MEMORY_STATUS:
             return "out of memory: its private memory has reached --worker-memory-limit"
         if status >= 0:
             return f"exit status {status}"

@@ -57,13 +57,11 @@ class Liveness:
         self.awaits_answer = False
         self.silence = 0.0
 
-    def check(self, limit: float) -> str:
+    def check(self, hang_limit: float) -> str:
         """Return the reason why the worker must be killed, or an empty string.
 
-        The reasons are a silence of at least ``limit``, and a worker that two checks in a row find suspended.
-
-        Args:
-            limit: the maximum silence, in seconds.
+        The reason is a silence of at least ``hang_limit`` seconds, or that the worker was suspended in this
+        check and in the previous one.
         """
         progress, now = self._worker.progress, self._now()
         if self.awaits_answer and progress == self._progress:
@@ -76,7 +74,7 @@ class Liveness:
         if is_suspended and self._was_suspended:
             return "suspended by a signal"
         self._was_suspended = is_suspended
-        return f"no progress for {self.silence:.0f} s" if self.silence >= limit else ""
+        return f"no progress for {self.silence:.0f} s" if self.silence >= hang_limit else ""
 
     def _now(self) -> float:
         return time.monotonic()

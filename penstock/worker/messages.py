@@ -32,7 +32,7 @@ from penstock.pipelines.core import (
 )
 from penstock.pipelines.core.cache_events import CacheEvent
 from penstock.pipelines.core.serialization import Frame, frames_decoder, frames_encoder
-from penstock.scheduler.isolation import FAULT
+from penstock.scheduler.isolation import FAULT_MESSAGE
 
 # -- Both directions -------------------------------------------------------------------------------------
 
@@ -55,7 +55,7 @@ class ErrorRecord(msgspec.Struct, frozen=True):
         may be confidential. The worker logs these exceptions.
         """
         if not isinstance(error, PenstockError):
-            error = RequestFailedError(FAULT)
+            error = RequestFailedError(FAULT_MESSAGE)
         name = next(base.__name__ for base in type(error).__mro__ if base.__name__ in _ERRORS)
         return cls(name, str(error), {key: value for key, value in vars(error).items() if _is_plain(value)})
 

@@ -29,11 +29,19 @@ from penstock.worker.routing import (
 
 _LOG = logging.getLogger("penstock.worker")
 
-_STATES: tuple[EngineState, ...] = ("ready", "asleep", "starting", "restarting", "stopping", "stopped")
+_STATES_BY_PRECEDENCE: tuple[EngineState, ...] = (
+    "ready",
+    "asleep",
+    "starting",
+    "restarting",
+    "stopping",
+    "stopped",
+)
 """States by precedence. The router has the first state in this list that any worker has."""
 _POLL_INTERVAL = 0.02
 """Seconds between two checks whether the requests of a worker have ended."""
 MAX_WORKERS = 1024
+"""Maximum number of workers of a router."""
 
 
 @dataclass(slots=True)
@@ -87,8 +95,8 @@ class WorkerRouter:
 
     @property
     def state(self) -> EngineState:
-        """``ready`` if any worker is ready; otherwise the first state of `_STATES` that any worker has."""
-        return min((worker.state for worker in self._workers), key=_STATES.index)
+        """The first state of `_STATES_BY_PRECEDENCE` that any worker has: ``ready`` if a worker is ready."""
+        return min((worker.state for worker in self._workers), key=_STATES_BY_PRECEDENCE.index)
 
     @property
     def is_alive(self) -> bool:
