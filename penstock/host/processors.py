@@ -32,9 +32,10 @@ def divide_processors(num_shares: int) -> tuple[ProcessorShare, ...]:
     """Divide the processors that this process may use into ``num_shares`` shares.
 
     The sizes of two shares differ by at most one processor. If these sizes permit, the processors of a share
-    belong to one NUMA node, and the hardware threads of a core belong to one share. Shares are disjoint. With
-    more shares than processors, they are not: each share has one processor, which several shares can have. A
-    CPU limit of the control group reduces the threads of a share, to at least 1, but not its processors.
+    belong to one NUMA node, and the hardware threads of a core belong to one share. Shares are disjoint
+    unless there are more shares than processors. In this case each share has one processor, and several
+    shares have the same one. A CPU limit of the control group reduces the number of threads of a share, to at
+    least 1, but not the number of its processors.
     """
     assert num_shares >= 1, f"{num_shares} shares"
     available_processors = _sort_by_distance(os.sched_getaffinity(0))

@@ -67,8 +67,8 @@ class BlockPool:
     def num_ever_used(self) -> int:
         """The number of blocks that have been allocated at least once, including the null block.
 
-        The ids of these blocks are 0 to ``num_ever_used - 1``, because a block that was never allocated is
-        allocated in ascending order.
+        The ids of these blocks are 0 to ``num_ever_used - 1``, because the blocks that were never allocated
+        are allocated in ascending order.
         """
         return self._num_ever_used
 
@@ -108,7 +108,7 @@ class BlockPool:
         """
         return self._blocks_by_digest.get(digest)
 
-    def find(self, digest: bytes) -> int:
+    def registered_block(self, digest: bytes) -> int:
         """Return the block that is registered under a digest. There must be one."""
         return self._blocks_by_digest[digest]
 

@@ -334,7 +334,7 @@ class KVCacheManager(PrefixCacheControls):
         self._tables.grow(length=num_cached)
         for index, (group, pool) in enumerate(zip(self.spec.groups, self._pools, strict=True)):
             first = group.first_visible(num_cached * self.block_size) // self.block_size
-            blocks = [pool.find(digest) for digest in chain.digests[first:num_cached]]
+            blocks = [pool.registered_block(digest) for digest in chain.digests[first:num_cached]]
             pool.retain(blocks)
             self._tables.row(index, sequence.slot)[first:num_cached] = blocks
             sequence.num_dropped[index] = first
@@ -344,7 +344,7 @@ class KVCacheManager(PrefixCacheControls):
         self._prefixes.mark_in_flight(sequence.in_flight)
 
     def _register(self, context: InputContext, sequence: _Sequence, num_committed: int) -> None:
-        """Register the blocks of a sequence up to ``num_committed``, so that other contexts can share them."""
+        """Register the blocks of a sequence up to ``num_committed``, so that other contexts can use them."""
         blocks = range(sequence.num_committed, num_committed)
         if sequence.root is not None:
             # Hash the blocks again: a rollback may have changed tokens since `claim` hashed the blocks.

@@ -57,26 +57,26 @@ class ReplicaLostError(Exception):
 class Replicas(Protocol):
     """The replicas of a deployment."""
 
-    def generate(self, frames: Sequence[bytes], replica: str) -> AsyncIterator[bytes]:
+    def generate(self, frames: Sequence[bytes], preferred_replica: str) -> AsyncIterator[bytes]:
         """Send a request to a replica and yield its results (`EngineReplica.generate`).
 
         Closing the iterator cancels the request.
 
         Args:
             frames: the encoded request.
-            replica: the name of the preferred replica; empty for no preference. If the preferred replica is
-                full or has ended, Ray Serve sends the request to another replica.
+            preferred_replica: the name of a replica; empty for no preference. If this replica is full or has
+                ended, Ray Serve sends the request to another replica.
 
         Raises:
             ReplicaLostError: the replica has ended or cannot be reached.
+            UnavailableError: the replica raised an exception.
         """
         ...
 
     async def reports(self, positions: Mapping[str, int]) -> list[bytes]:
         """Return the encoded `ReplicaReport` of each running replica. Waits until a replica runs.
 
-        Args:
-            positions: see `EngineReplica.report`.
+        For ``positions``, see `EngineReplica.report`. Raises `ReplicaLostError` if no report can be read.
         """
         ...
 

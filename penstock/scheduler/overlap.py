@@ -4,7 +4,7 @@ A step of the scheduler, with batch n running on the device::
 
     advance(n) the contexts of n move past the tokens that n samples, whose ids are not known yet
     batch n + 1     is built: decoding contexts of n, and prompts
-    launch(n + 1)   the device runs it after n
+    launch(n + 1)   the device runs batch n + 1 after batch n
     collect(n)      waits for n, appends its tokens to the contexts, and removes finished contexts
     sample(n + 1)   for the contexts that are still running
 
@@ -49,9 +49,9 @@ class _LaunchedStep(Generic[ContextT]):
 
     step: Any
     batch: ReservedBatch[ContextT]
-    prompts: list[Entry[ContextT]]
+    completed_prompts: list[Entry[ContextT]]
     """Entries whose prompt ends with this step."""
-    sampled: frozenset[str] = frozenset()
+    sampled_ids: frozenset[str] = frozenset()
     """Request ids of the contexts whose tokens the step samples."""
     pending_releases: list[ContextT] = field(default_factory=list)
     """Contexts that have ended. They are released when the step is collected or discarded."""
@@ -194,12 +194,12 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
 
     def _run_again(self, launched: _LaunchedStep[ContextT]) -> dict[str, OutputT]:
         """Run a failed step again without overlap, with its sampled contexts that are still running."""
-        for entry in launched.prompts:
+        for entry in launched.completed_prompts:
             entry.is_decoding = False
         remaining_contexts = ReservedBatch(
             (request_id, context)
             for request_id, context in launched.batch.items()
-            if request_id in launched.sampled and self._is_still_running(request_id, launched)
+            if request_id in launched.sampled_ids and self._is_still_running(request_id, launched)
         )
         outputs = self._run(remaining_contexts, 1) if remaining_contexts else {}
         self._retire(outputs)
@@ -210,7 +210,7 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
         if self._launched_step is None:
             return
         try:
-            self._launched_step.sampled = frozenset(self._steps.sample(self._launched_step.step))
+            self._launched_step.sampled_ids = frozenset(self._steps.sample(self._launched_step.step))
         except Exception:
             _LOG.debug("a step could not be sampled", exc_info=True)
             self._discard_launched()
@@ -224,7 +224,7 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
             return
         discarded_step, self._launched_step = self._launched_step, None
         self._steps.discard(discarded_step.step)
-        for entry in discarded_step.prompts:
+        for entry in discarded_step.completed_prompts:
             entry.is_decoding = False
         self._release_pending(discarded_step)
 

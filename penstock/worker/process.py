@@ -94,23 +94,23 @@ class Endpoint:
     """The addresses of one worker run: a private folder with one socket per direction."""
 
     folder: str
-    number: int = 0
+    run_number: int = 0
     """Number of the run. Each run has separate sockets, so that it receives no messages of earlier runs."""
 
     @property
     def commands(self) -> str:
         """The socket of commands, which the worker binds."""
-        return f"ipc://{self.folder}/commands-{self.number}"
+        return f"ipc://{self.folder}/commands-{self.run_number}"
 
     @property
     def reports(self) -> str:
         """The socket of reports, which the server binds."""
-        return f"ipc://{self.folder}/reports-{self.number}"
+        return f"ipc://{self.folder}/reports-{self.run_number}"
 
     @property
     def progress(self) -> str:
         """The file with the worker's progress counter."""
-        return f"{self.folder}/progress-{self.number}"
+        return f"{self.folder}/progress-{self.run_number}"
 
 
 def run_worker(factory: Callable[[], WorkerRuntime], endpoint: Endpoint) -> None:

@@ -69,11 +69,11 @@ class LocalReplicas:
         self.num_resets = 0
         self._turns = cycle(range(len(self.replicas)))
 
-    async def generate(self, frames: Sequence[bytes], replica: str) -> AsyncIterator[bytes]:
-        uses_preferred = self.honours_preference and replica
-        number = int(replica.removeprefix("replica ")) if uses_preferred else next(self._turns)
+    async def generate(self, frames: Sequence[bytes], preferred_replica: str) -> AsyncIterator[bytes]:
+        uses_preferred = self.honours_preference and preferred_replica
+        number = int(preferred_replica.removeprefix("replica ")) if uses_preferred else next(self._turns)
         self.used_replicas.append(number)
-        self.preferred_replicas.append(replica)
+        self.preferred_replicas.append(preferred_replica)
         if number in self.lost_replicas:
             raise ReplicaLostError(f"replica {number} is lost")
         num_messages_left = self.messages_before_loss.get(number)
