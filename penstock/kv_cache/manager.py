@@ -58,8 +58,7 @@ class KVCacheManager(PrefixCacheControls):
         block_size: tokens per block, a power of two.
         device: the device of keys and values.
         enable_prefix_caching: whether contexts share the blocks of common prefixes.
-        adapter_digest: returns the digest of a context's adapter; if None, contexts with adapters share no
-            blocks.
+        adapter_digest: returns the digest of a context's adapter. If None, adapters prevent sharing.
         host_memory: bytes of host memory for cached blocks that are evicted from the device; 0 for none.
         fixed_scales: see `KVCacheStorage`.
     """
@@ -121,8 +120,8 @@ class KVCacheManager(PrefixCacheControls):
         digests: list[bytes] = []
         chain = self._prefixes.chain(context) if self._uses_prefix_cache(context) else None
         if chain is not None:
-            limit = self._max_cached_blocks(context)
-            digests = chain.digests[: self._prefixes.num_usable_blocks(context, chain, limit)]
+            max_cached = self._max_cached_blocks(context)
+            digests = chain.digests[: self._prefixes.num_usable_blocks(context, chain, max_cached)]
         num_needed = -(-context.current_length // self.block_size)
         for group, pool in zip(self.spec.groups, self._pools, strict=True):
             first = group.first_visible(len(digests) * self.block_size) // self.block_size
@@ -165,13 +164,13 @@ class KVCacheManager(PrefixCacheControls):
     def num_missing_blocks(self, context: InputContext, lookahead: int = 0) -> int:
         sequence = self._sequence(context)
         # `reserve` first frees blocks of a context that was rolled back, at most all of its blocks.
-        num_held = 0 if self._is_rolled_back(context, sequence) else sequence.num_blocks
-        return max(-(-(context.active_idx + lookahead) // self.block_size) - num_held, 0)
+        num_assigned = 0 if self._is_rolled_back(context, sequence) else sequence.num_blocks
+        return max(-(-(context.active_idx + lookahead) // self.block_size) - num_assigned, 0)
 
     def steps_left(self, context: InputContext) -> int | None:
         length = context.current_length
-        remaining = None if self.max_length is None else self.max_length - length
-        return min((n for n in (remaining, self.spec.steps_left(length)) if n is not None), default=None)
+        length_left = None if self.max_length is None else self.max_length - length
+        return min((n for n in (length_left, self.spec.steps_left(length)) if n is not None), default=None)
 
     def commit(self, context: InputContext) -> None:
         sequence = self._sequence(context)
@@ -189,28 +188,29 @@ class KVCacheManager(PrefixCacheControls):
 
     def fork(self, parent: InputContext, child: InputContext) -> None:
         assert not child.is_assigned_to_cache, f"{child.request_id} is already claimed"
-        source = self._sequence(parent)
-        if self._is_rolled_back(parent, source):
-            self._roll_back(parent, source)
+        parent_sequence = self._sequence(parent)
+        if self._is_rolled_back(parent, parent_sequence):
+            self._roll_back(parent, parent_sequence)
         self.commit(parent)
         start = parent.start_idx
         assert np.array_equal(parent.all_tokens[:start], child.all_tokens[:start]), (
             f"{child.request_id} does not begin with the {start} computed tokens of {parent.request_id}"
         )
-        num_committed, num_partial = source.num_committed, int(start % self.block_size > 0)
+        num_committed, num_partial = parent_sequence.num_committed, int(start % self.block_size > 0)
         self._check_num_free(num_partial)
         sequence = self._assign_slot(child)
-        sequence.regime, sequence.root = source.regime, source.root
-        sequence.digests, sequence.num_dropped = list(source.digests), list(source.num_dropped)
+        sequence.regime, sequence.root = parent_sequence.regime, parent_sequence.root
+        sequence.digests = list(parent_sequence.digests)
+        sequence.num_dropped = list(parent_sequence.num_dropped)
         sequence.num_committed, sequence.num_blocks = num_committed, num_committed + num_partial
         self._tables.grow(length=sequence.num_blocks)
         for index, pool in enumerate(self._pools):
-            source_blocks = self._tables.row(index, source.slot)
+            parent_blocks = self._tables.row(index, parent_sequence.slot)
             child_blocks = self._tables.row(index, sequence.slot)
-            pool.retain(source_blocks[source.num_dropped[index] : num_committed].tolist())
-            child_blocks[:num_committed] = source_blocks[:num_committed]
+            pool.retain(parent_blocks[parent_sequence.num_dropped[index] : num_committed].tolist())
+            child_blocks[:num_committed] = parent_blocks[:num_committed]
             for block in pool.allocate(num_partial):
-                self.storage.copy_block(index, int(source_blocks[num_committed]), block)
+                self.storage.copy_block(index, int(parent_blocks[num_committed]), block)
                 child_blocks[num_committed] = block
         child.set_token_indices(start_idx=start, committed_idx=num_committed * self.block_size)
 
