@@ -1,7 +1,7 @@
 """`DecoderModel`: the base class of decoder-only transformers.
 
-Each architecture is a subclass. It defines the KV cache (`kv_spec`) and the length of the longest sequence
-(`calculate_max_seq_len`), and reads the network from a checkpoint (`build`).
+A subclass defines the KV cache (`kv_spec`) and the length of the longest sequence (`calculate_max_seq_len`),
+and reads the network from a checkpoint (`build`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = ["DecoderModel", "Network", "kv_dtype"]
 
 
 class Network(Protocol):
-    """The computation from tokens to logits."""
+    """A decoder network and its output head."""
 
     @property
     def head(self) -> Callable[[Tensor, StepInputs], Tensor]:
@@ -55,7 +55,7 @@ class Network(Protocol):
 
     @property
     def length_dependent(self) -> bool:
-        """Whether keys depend on the length of the sequence. If so, steps need `StepInputs.text_lengths`."""
+        """Whether keys depend on the sequence length. If so, steps need `StepInputs.text_lengths`."""
         ...
 
     def __call__(
@@ -83,7 +83,11 @@ class DecoderModel(NetworkModel[TextContext]):
         """Read the network from a checkpoint."""
 
     def estimate_kv_cache_size(self, available_cache_memory: int) -> int:
-        """Return the size in bytes of the KV cache, at most ``available_cache_memory``."""
+        """Return the size in bytes of the KV cache, at most ``available_cache_memory``.
+
+        Raises:
+            InsufficientMemoryError: the smallest cache that the configuration permits does not fit.
+        """
         return estimate_kv_cache_size(
             self.pipeline_config,
             self.kv_cache_spec,
@@ -96,7 +100,7 @@ class DecoderModel(NetworkModel[TextContext]):
         config = self.kv_cache_config
         spec = self.kv_cache_spec
         assert spec is not None
-        whole_spec = self.kv_spec(self.pipeline_config, self.huggingface_config)
+        unsharded_spec = self.kv_spec(self.pipeline_config, self.huggingface_config)
         manager = KVCacheManager(
             spec,
             self._num_blocks(available_cache_memory),
@@ -106,7 +110,7 @@ class DecoderModel(NetworkModel[TextContext]):
             and (spec.shares_prefixes or not self.network.length_dependent),
             adapter_digest=self.lora_manager.digest if self.lora_manager else None,
             host_memory=config.offload_memory or 0,
-            fixed_scales=fixed_scales(self.pipeline_config, whole_spec, session.shard),
+            fixed_scales=fixed_scales(self.pipeline_config, unsharded_spec, session.shard),
         )
         if session.ranks is not None:
             manager.storage.on_copy = lambda *blocks: self.announce("copy_block", *blocks)
@@ -127,7 +131,8 @@ class DecoderModel(NetworkModel[TextContext]):
         Args:
             replica_batches: the contexts of each data-parallel replica.
             kv_cache_inputs: the block tables of the batch.
-            return_n_logits: the number of rows of logits per sequence: one number, or one per sequence.
+            return_n_logits: how many of the last rows of each sequence get logits: one number, or one number
+                per sequence. Only `ReturnLogits.VARIABLE` uses it.
             drafts: the drafted tokens of each context.
         """
         contexts = [context for replica in replica_batches for context in replica]
@@ -207,7 +212,7 @@ class DecoderModel(NetworkModel[TextContext]):
         )
 
     def _run(self, model_inputs: ModelInputs) -> tuple[Tensor, ...]:
-        """Run the network, as a compiled step if one exists for this shape."""
+        """Run the network as a compiled step, or eagerly if `_run_compiled` returns None."""
         self.begin_step()
         results = self._run_compiled(model_inputs)
         if results is None:
@@ -217,7 +222,7 @@ class DecoderModel(NetworkModel[TextContext]):
 
     @property
     def _graphs(self) -> GraphCache | None:
-        """The compiled steps; None without a compiler, or if ranks use torch.distributed (not compilable)."""
+        """The session's compiled steps; None if it has none, or if ranks use torch.distributed."""
         ranks = self.session.ranks
         return self.session.graphs if ranks is None or ranks.region else None
 
@@ -275,22 +280,16 @@ class DecoderModel(NetworkModel[TextContext]):
         if model_inputs.spans is not None and kv is not None:
             spans = ImageSpans(model_inputs.spans, model_inputs.row_offsets, kv.lengths)
         step = StepInputs(
-            ops,
-            model_inputs.positions,
-            model_inputs.row_offsets,
-            kv,
-            lora,
-            model_inputs.text_lengths,
-            spans,
+            ops, model_inputs.positions, model_inputs.row_offsets, kv, lora, model_inputs.text_lengths, spans
         )
         hidden, normalized = self.network(model_inputs.tokens, step, model_inputs.input_embeds)
         if lora is not None and len(rows) < len(normalized):
             step = replace(step, lora=replace(lora, rows=ops.take_rows(lora.rows[:, None], rows)[:, 0]))
         logits = self.network.head(ops.take_rows(normalized, rows), step)
-        kind = self.return_hidden_states
-        if kind is ReturnHiddenStates.NONE:
+        requested = self.return_hidden_states
+        if requested is ReturnHiddenStates.NONE:
             return (logits,)
-        is_normalized = kind in (ReturnHiddenStates.LAST_NORMALIZED, ReturnHiddenStates.ALL_NORMALIZED)
+        is_normalized = requested in (ReturnHiddenStates.LAST_NORMALIZED, ReturnHiddenStates.ALL_NORMALIZED)
         return logits, normalized if is_normalized else hidden
 
     def compute_log_probabilities(
@@ -314,7 +313,7 @@ class DecoderModel(NetworkModel[TextContext]):
         )
 
     def _num_blocks(self, available_cache_memory: int) -> tuple[int, ...]:
-        """Return the planned number of blocks, or fewer if less memory is available."""
+        """Return the number of blocks of each cache group: as planned, or fewer if less memory is free."""
         plan = self.memory_plan
         if available_cache_memory < plan.kv_cache_size:
             smaller_cache = replace(self.kv_cache_config, memory=available_cache_memory)
@@ -342,8 +341,8 @@ class DecoderModel(NetworkModel[TextContext]):
     ) -> Tensor | None:  # [T]
         """Return the sequence length that sets the rotary angles of each row; None if positions suffice.
 
-        It is the prompt length or the row's position + 1, whichever is larger, as in transformers. To make
-        recomputed keys equal, it is at least the shortest length of the context's `KVCacheSpec.regime`.
+        It is the prompt length or the row's position + 1, whichever is larger, as in transformers. It is at
+        least the shortest length of the context's `KVCacheSpec.regime`, so that recomputed keys are equal.
         """
         spec = self.kv_cache_spec
         if not self.network.length_dependent or spec is None:
@@ -354,7 +353,7 @@ class DecoderModel(NetworkModel[TextContext]):
         return self._to_device(np.maximum(np.array(lengths).repeat(row_counts), positions + 1), np.int64)
 
     def _check_images(self, contexts: Sequence[TextContext]) -> None:
-        """Refuse images that the model cannot read."""
+        """Raise an `UnsupportedFeatureError` if a context has images that the model cannot read."""
         for context in contexts:
             if not isinstance(context, TextAndVisionContext) or not context.pixel_values:
                 continue
@@ -368,7 +367,7 @@ class DecoderModel(NetworkModel[TextContext]):
     def _image_spans(
         self, contexts: Sequence[TextContext], row_counts: np.ndarray, positions: np.ndarray
     ) -> Tensor | None:  # [T, 2]
-        """Return `ImageSpans.bounds`: each row's image span, or the row alone. None without images."""
+        """Return `ImageSpans.bounds`: the span of a row's image, or of the row alone. None without images."""
         spans: np.ndarray | None = None
         first_row = 0
         for context, count in zip(contexts, row_counts.tolist(), strict=True):
@@ -392,10 +391,10 @@ class DecoderModel(NetworkModel[TextContext]):
 
 
 @lru_cache(maxsize=256)
-def _single_row_offsets(size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _single_row_offsets(num_sequences: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return row offsets, logit rows and logit offsets of a batch with one row for each sequence.
 
     The tensors are cached. Callers must not modify them.
     """
-    offsets = torch.arange(size + 1, device=device)
+    offsets = torch.arange(num_sequences + 1, device=device)
     return offsets.int(), offsets[:-1].clone(), offsets

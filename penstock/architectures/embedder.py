@@ -76,13 +76,14 @@ class EmbedderModel(EncoderModel):
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
-        """Return the blueprint of the decoder, with the tensor names of a model without a head.
+        """Return the blueprint of the decoder, with tensor names without the prefix ``model.``.
 
         Raises:
-            ConfigError: the family has attention sinks, or soft caps on attention scores.
+            ConfigError: the family has attention sinks or soft caps on attention scores, or the decoder does
+                not support the configuration.
         """
         blueprint = cls.decoder.blueprint(huggingface_config)
-        if blueprint.attention_soft_cap is not None or blueprint.sinks:
+        if blueprint.attention_soft_cap is not None or blueprint.has_sinks:
             raise ConfigError(
                 "model_type", "attention soft caps and sinks are not supported without a KV cache"
             )

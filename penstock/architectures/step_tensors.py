@@ -24,12 +24,12 @@ def eager_reason(inputs: ModelInputs, max_rows: int) -> str | None:
     return None if inputs.spans is None else "spans of images"
 
 
-def step_key(inputs: ModelInputs, columns: Callable[[int], int]) -> Hashable:
+def step_key(inputs: ModelInputs, padded_width: Callable[[int], int]) -> Hashable:
     """Return the key of a compiled step: all properties of the inputs that affect its operations.
 
     Args:
         inputs: the inputs of the step.
-        columns: maps the width of a block table to the width that a compiled step reserves for it.
+        padded_width: maps the width of a block table to the width that a compiled step reserves for it.
     """
     kv, embeds = inputs.kv, inputs.input_embeds
     assert kv is not None
@@ -41,7 +41,7 @@ def step_key(inputs: ModelInputs, columns: Callable[[int], int]) -> Hashable:
         None if embeds is None else (embeds[1].shape, embeds[1].dtype),
         kv.caches[0].data_ptr(),  # a compiled step writes to the cache with which it was recorded
         _adapter_key(inputs.lora),
-        *(columns(group.block_tables.shape[1]) for group in kv.groups),
+        *(padded_width(group.block_tables.shape[1]) for group in kv.groups),
     )
 
 
@@ -105,9 +105,9 @@ def with_tensors(inputs: ModelInputs, tensors: Mapping[str, Tensor]) -> ModelInp
 
 
 def later_step_tensors(inputs: ModelInputs, num_steps: int) -> dict[str, Tensor]:
-    """Return the tensors that change between ``num_steps`` decode steps by name, without the tokens.
+    """Return, by name, all tensors except the tokens that change between ``num_steps`` decode steps.
 
-    Each tensor is ``[n, ...]`` and starts with the values of the step of ``inputs``.
+    Each tensor is ``[n, ...]`` and starts with the values of ``inputs``.
 
     The blocks of all steps must be reserved already. `KVCacheInputs.advance` computes the same values for one
     step.

@@ -8,6 +8,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict
 
 from penstock.errors import InputError, RequestFailedError, UnavailableError
@@ -116,11 +117,34 @@ class ServerBackend:
             **settings,
         }
         with closing(self._open("/v1/chat/completions", body)) as response:
+            is_finished = False
+            for chunk in self._chunks(response):
+                is_finished |= any(choice.get("finish_reason") for choice in chunk.get("choices", ()))
+                yield from _answer_pieces(chunk)
+        if not is_finished:
+            raise UnavailableError(f"the server at {self._url} ended the stream before the end of the answer")
+
+    def _chunks(self, response: HTTPResponse) -> Iterator[_Chunk]:
+        """Yield the events of a stream up to ``[DONE]`` or the end of the connection.
+
+        Raises:
+            RequestFailedError: the data of an event are not JSON.
+            UnavailableError: the connection fails, or no data arrive for `_TIMEOUT` seconds.
+        """
+        try:
             for line in response:
-                data = line.decode().strip()
-                if not data.startswith("data: ") or data == "data: [DONE]":
+                if not line.startswith(b"data: "):
                     continue
-                yield from _answer_pieces(json.loads(data.removeprefix("data: ")))
+                data = line.removeprefix(b"data: ").strip()
+                if data == b"[DONE]":
+                    return
+                yield json.loads(data)
+        except ValueError as error:
+            raise RequestFailedError(f"the server sent an event that is not JSON: {error}") from None
+        except (OSError, HTTPException) as error:
+            raise UnavailableError(
+                f"the connection to {self._url} failed during the answer: {error}"
+            ) from None
 
     def _open(self, path: str, body: Mapping[str, object] | None) -> HTTPResponse:
         data = None if body is None else json.dumps(body).encode()
@@ -146,6 +170,7 @@ class _Delta(TypedDict, total=False):
 
 class _Choice(TypedDict, total=False):
     delta: _Delta
+    finish_reason: str | None
 
 
 class _Chunk(TypedDict, total=False):

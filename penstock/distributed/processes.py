@@ -128,7 +128,7 @@ class RankProcesses:
             timeout=settings.timeout,
             device=settings.devices[0],
             connections=self._connections,
-            region=None if self._region_fd is None else SharedRegion(self._region_fd, 0, settings.world),
+            region=None if self._region_fd is None else SharedRegion(self._region_fd, settings.world),
             by_expert=settings.by_expert,
         )
         self._ranks.diagnose = self._diagnose
@@ -271,7 +271,7 @@ def main() -> None:
             timeout=settings.timeout,
             device=settings.devices[rank],
             connections=[Connection(launch.connection_fd)],
-            region=None if launch.region_fd is None else SharedRegion(launch.region_fd, rank, settings.world),
+            region=None if launch.region_fd is None else SharedRegion(launch.region_fd, settings.world),
             by_expert=settings.by_expert,
         )
         launch.target(ranks)

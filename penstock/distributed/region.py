@@ -29,11 +29,10 @@ class SharedRegion:
 
     Args:
         descriptor: the file descriptor of the memory, from `create`.
-        rank: the number of this rank.
         world: the number of ranks.
     """
 
-    def __init__(self, descriptor: int, rank: int, world: int) -> None:
+    def __init__(self, descriptor: int, world: int) -> None:
         self._memory = mmap.mmap(descriptor, self.num_bytes(world))
         self._array = np.frombuffer(self._memory, np.uint8)
         self._bytes = torch.from_numpy(self._array)

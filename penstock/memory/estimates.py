@@ -35,10 +35,10 @@ def estimate_weights_size(
 
     Linear layers and the output head are counted in packed form. Layers that the model fuses are counted
     separately, so the estimate can be slightly too high. Embedding tables, norms and biases are counted in
-    the type of the activations. An output head that is tied to the embedding table is packed in addition to
-    the table. For families that store weights as ``[in, out]``, the size of the scales is not exact. The
-    packed size is that of the first back end of `BackendRegistry.candidates`, even if this back end cannot
-    run and another back end is opened.
+    the type of the activations, although some families store norm weights ``1 + w`` in float32. An output
+    head that is tied to the embedding table is packed in addition to the table. For families that store
+    weights as ``[in, out]``, the size of the scales is not exact. The packed size is that of the first back
+    end of `BackendRegistry.candidates`, even if this back end cannot run and another back end is opened.
 
     Args:
         pipeline_config: contains the checkpoint and the encoding.

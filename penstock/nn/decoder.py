@@ -30,7 +30,7 @@ class Block(Protocol):
         ...
 
     def with_attention(self, attention: Attention) -> Block:
-        """Return the block with another attention."""
+        """Return a copy of the block with the given attention."""
         ...
 
     def __call__(
@@ -111,7 +111,7 @@ class DecoderBlock:
         )
 
     def with_attention(self, attention: Attention) -> DecoderBlock:
-        """Return the block with another attention."""
+        """Return a copy of the block with the given attention."""
         return replace(self, attention=attention)
 
     def __call__(
@@ -141,21 +141,21 @@ class ParallelBlock:
 
     @classmethod
     def load(
-        cls, load: Loader, blueprint: Blueprint, layer: int, parts: BlockParts, *, norms: int = 1
+        cls, load: Loader, blueprint: Blueprint, layer: int, parts: BlockParts, *, num_norms: int = 1
     ) -> ParallelBlock:
-        """Read block ``layer``. ``norms`` is 2 if the feed-forward layer has its own norm, else 1."""
+        """Read block ``layer``. ``num_norms`` is 2 if the feed-forward layer has its own norm, else 1."""
         names = blueprint.names
         name = names.block_path(layer)
         norm, mlp_norm = (f"{name}.{part}" for part in names.norms_before)
         return cls(
             parts.norm(norm, blueprint.hidden),
             parts.attention(f"{name}.{names.attention}", layer),
-            parts.norm(mlp_norm, blueprint.hidden) if norms == 2 else None,
+            parts.norm(mlp_norm, blueprint.hidden) if num_norms == 2 else None,
             parts.feed_forward(f"{name}.{names.feed_forward}", layer),
         )
 
     def with_attention(self, attention: Attention) -> ParallelBlock:
-        """Return the block with another attention."""
+        """Return a copy of the block with the given attention."""
         return replace(self, attention=attention)
 
     def __call__(
@@ -193,7 +193,7 @@ class DecoderTrunk:
             blueprint: sizes, options and tensor names.
             max_length: the number of positions in the tables of the rotary embeddings.
             parts: functions that load the parts of the blocks and the final norm; by default `llama_parts`.
-            block: loads a block; by default a `DecoderBlock` with these parts.
+            block: loads a block; by default a `DecoderBlock` with ``parts``.
         """
         parts = parts or llama_parts(load, blueprint)
         block = block or (lambda layer: DecoderBlock.load(load, blueprint, layer, parts))
@@ -223,7 +223,8 @@ class DecoderTrunk:
     ) -> tuple[Tensor, Tensor]:
         """``tokens [T]`` -> hidden states ``[T, E]`` before and after the final norm.
 
-        ``input_embeds`` has the indices ``[P]`` of rows and the embeddings ``[P, E]`` that replace them.
+        ``input_embeds`` has the indices ``[P]`` of rows and their embeddings ``[P, E]``, which replace the
+        embeddings of the tokens.
         """
         x, residual = self.embedding(tokens, step, input_embeds), None  # [T, E]
         rows = [rotary.rows(step) for rotary in self.rotaries]

@@ -137,7 +137,7 @@ class PostNormEncoder:
 
     @property
     def length_dependent(self) -> bool:
-        """Whether the rotary embedding depends on the length of the sequence."""
+        """Whether the angles of the rotary embedding depend on the sequence length."""
         return self.rotary is not None and self.rotary.length_dependent
 
     def __call__(self, tokens: Tensor, step: StepInputs, token_types: Tensor | None = None) -> Tensor:
@@ -173,7 +173,7 @@ def _load_block(load: Loader, sizes: PostNormSizes, names: EncoderNames, layer: 
             sizes.heads,
             dim,
             dim**-0.5,
-            rotary=None if sizes.rotary is None else 0,
+            rotary_index=None if sizes.rotary is None else 0,
         ),
         load.layer_norm(f"{name}.{names.attention_norm}", hidden, sizes.norm_eps, is_float32=True),
         _load_mlp(load, sizes, names, name),

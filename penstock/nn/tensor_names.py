@@ -47,7 +47,9 @@ class TensorNames:
     """The norms after attention and after the feed-forward layer."""
 
     other_tables: tuple[str, ...] = ()
-    """Patterns (`fnmatch`) of the last part of the names of other tables, such as learned positions."""
+    """Patterns (`fnmatch`) of the ends of names of other matrices with the role ``table``: they are not
+    linear layers, such as learned positions.
+    """
 
     @property
     def embedding_path(self) -> str:

@@ -11,6 +11,7 @@ from typing import Protocol
 import msgspec
 
 from penstock.errors import InputError
+from penstock.ray.arrow_values import without_nulls
 from penstock.serve.batches.batch_lines import finished_ids
 
 PARQUET_SUFFIX = ".parquet"
@@ -138,20 +139,8 @@ def row_to_line(row: dict[str, object]) -> bytes:
     The column ``body`` is JSON text or a structure. Null members of a structure are left out.
     """
     body = row["body"]
-    json_body = msgspec.Raw(body.encode()) if isinstance(body, str) else _without_nulls(body)
+    json_body = msgspec.Raw(body.encode()) if isinstance(body, str) else without_nulls(body)
     return msgspec.json.encode({"custom_id": row["custom_id"], "url": row["url"], "body": json_body})
-
-
-def _without_nulls(value: object) -> object:
-    """Return a structure without its null members.
-
-    All structures of a parquet column have the same members. Members that a row lacks are null.
-    """
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def parquet_files(path: Path) -> list[Path]:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from penstock.config import PipelineConfig, PipelineOptions
 from penstock.errors import ConfigError, InputError, UnavailableError
 from penstock.pipelines.core import SamplingParams
+from penstock.ray.arrow_values import without_nulls
 from penstock.ray.cluster import import_ray
 from penstock.ray.config import RayConfig
 from penstock.ray.deployment import Resources, replica_config, usable_cpus
@@ -332,7 +333,7 @@ class TextActor(ModelActor):
         if value is None:
             raise InputError(f"the column {self._input_column} has no value in this row")
         if self._is_chat:
-            (output,) = await llm.chat(_without_nulls(value), self._params)
+            (output,) = await llm.chat(without_nulls(value), self._params)
         else:
             (output,) = await llm.generate(value, self._params)
         return {
@@ -373,13 +374,3 @@ class EmbeddingActor(ModelActor):
                 f"the column {self._input_column} must be a text, but has {value!r:.100} in this row"
             )
         return {self._output_column: await llm.embed(value, **self._options)}
-
-
-def _without_nulls(value: Any) -> Any:
-    """Return a structure without its null members.
-
-    All structures of an Arrow column have the same members. Arrow sets a member that a row lacks to null.
-    """
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -77,7 +77,7 @@ def create_app(services: Services, *extra_routers: APIRouter, is_inner: bool = F
     app = FastAPI(
         title="Penstock",
         version=__version__,
-        summary="An OpenAI-compatible server for one language model",
+        summary="An OpenAI-compatible server for one model",
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,  # redirects would go to the host in the Host header
@@ -104,7 +104,7 @@ def create_app(services: Services, *extra_routers: APIRouter, is_inner: bool = F
     app.include_router(adapters.router)  # POST /v1/load_lora_adapter, /v1/unload_lora_adapter
     app.include_router(tokenization.router)  # POST /tokenize, /detokenize
     app.include_router(controls.router)  # POST /sleep, /wake_up, /reload, /reset_prefix_cache, ..._profile
-    app.include_router(operations.router)  # GET  /health, /ready, /version, /metrics
+    app.include_router(operations.router)  # GET  /health, /ping, /load, /ready, /version, /metrics
     if services.config.playground:
         app.include_router(playground.router)  # GET  /, /playground/...
     return app

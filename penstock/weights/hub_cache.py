@@ -147,14 +147,20 @@ def find_cached_models(name: str, revision: str | None = None) -> list[CachedMod
     matches = matches or [
         model for model in revisions if model.revision is not None and model.revision.startswith(revision)
     ]
-    revision_names = ", ".join(str(model.revision)[:12] for model in revisions)
     if not matches:
         raise CheckpointNotFoundError(
-            name, f"has no revision {revision!r} in the cache: it has {revision_names}"
+            name, f"has no revision {revision!r} in the cache: it has {_commit_names(revisions)}"
         )
     if len(matches) > 1:
-        raise CheckpointError(name, f"has several revisions that begin with {revision!r}: {revision_names}")
+        raise CheckpointError(
+            name, f"has several revisions that begin with {revision!r}: {_commit_names(matches)}"
+        )
     return matches
+
+
+def _commit_names(models: Sequence[CachedModel]) -> str:
+    """Return the abbreviated commit hashes of revisions, separated by commas."""
+    return ", ".join(str(model.revision)[:12] for model in models)
 
 
 def _cache_folder() -> Path:

@@ -89,9 +89,9 @@ def allowed_estimate_ratios(pipeline: TextGenerationPipeline) -> tuple[float, fl
     """Return the smallest and the largest allowed ratio of estimated to actual bytes of the weights.
 
     The estimate includes the padding of panels. A back end without panels, such as the CUDA back end, does
-    not store this padding.
+    not store this padding. The estimate does not include that norm weights ``1 + w`` are stored in float32.
     """
-    return (0.995, 1.15) if pipeline.session.ops.packs_weights else (0.98, 1.25)
+    return (0.99, 1.15) if pipeline.session.ops.packs_weights else (0.98, 1.25)
 
 
 @pytest.mark.matrix(strength=1, times=2)

@@ -46,7 +46,7 @@ def pipeline(checkpoint: Path) -> TextGenerationPipeline:
 
 
 def relative_error(pipeline: TextGenerationPipeline, expected: torch.Tensor) -> float:
-    """Return the error of a prefill and ten decode steps, in multiples of the tolerance."""
+    """Return the largest error of a prefill and ten decode steps, in multiples of the tolerance."""
     context = make_context(TOKENS[:40])
     logits = [step_logits(pipeline, [context])[0]]
     for token in TOKENS[40:]:
@@ -157,10 +157,10 @@ def swap_ropes(network: Any) -> Any:
 
 def apply_rope_in_every_layer(network: Any) -> Any:
     if not isinstance(network, DecoderNetwork) or all(
-        block.attention.rotary == 0 for block in network.blocks
+        block.attention.rotary_index == 0 for block in network.blocks
     ):
         return None
-    return replace_attention_parts(rotary=0)(network)
+    return replace_attention_parts(rotary_index=0)(network)
 
 
 def drop_head_options(network: Any) -> Any:
@@ -195,7 +195,7 @@ def mutate_blocks(mutate: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def swap_rotary_layout(block: Any) -> Any:
     """Swap the layout of the rotary pairs: adjacent dimensions instead of halves, or the reverse."""
-    if block.attention.rotary is None:
+    if block.attention.rotary_index is None:
         return block
     return replace(
         block, attention=replace(block.attention, is_interleaved=not block.attention.is_interleaved)
@@ -207,9 +207,9 @@ def use_base_attention(block: Any) -> Any:
     attention = block.attention
     if type(attention) is Attention:
         return block
-    rotary = None if attention.rotary is None else 0
+    rotary_index = None if attention.rotary_index is None else 0
     values = {field.name: getattr(attention, field.name) for field in fields(attention)}
-    return replace(block, attention=Attention(**values | {"rotary": rotary}))
+    return replace(block, attention=Attention(**values | {"rotary_index": rotary_index}))
 
 
 def drop_qkv_clipping(block: Any) -> Any:
@@ -336,8 +336,8 @@ def test_a_stale_block_of_the_prefix_cache_is_detected(
     manager = pipeline.kv
     assert isinstance(manager, KVCacheManager)
     groups = manager.inputs([context]).groups
-    for cache, group in zip(manager.storage.caches, manager.spec.group_of_layer, strict=True):
-        cache[:, groups[group].block_tables[0, context.start_idx // 16 - 1]] += 1.0
+    for cache, group_index in zip(manager.storage.caches, manager.spec.group_of_layer, strict=True):
+        cache[:, groups[group_index].block_tables[0, context.start_idx // 16 - 1]] += 1.0
     pipeline.release(context)
     second_context = make_context(TOKENS)
     logits = step_logits(pipeline, [second_context])[0]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from base64 import b64decode
 from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from support.in_process_server import THINKING
 from support.live_server import live_server
 
 from penstock.cli import chat, cli
-from penstock.cli.chat_backends import AnswerPiece, ChatMessages
+from penstock.cli.chat_backends import AnswerPiece, ChatMessages, ServerBackend
 from penstock.cli.chat_session import ChatSession
 from penstock.errors import InputError
 from penstock.testing import FakePipeline
@@ -231,3 +233,63 @@ def test_a_chat_runs_with_a_server_and_reports_its_errors() -> None:
     unreachable_result = CliRunner().invoke(cli, ["chat", "--url", "http://127.0.0.1:9"], input="")
     assert unreachable_result.exit_code == 2
     assert "no server answers at http://127.0.0.1:9" in unreachable_result.stderr
+
+
+CONTENT_EVENT = b'data: {"choices": [{"delta": {"content": "Hel"}, "finish_reason": null}]}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("events", "last_chunk", "message"),
+    [
+        (CONTENT_EVENT, b"", "the server at {url} ended the stream before the end of the answer"),
+        (CONTENT_EVENT, b"0\r\n\r\n", "the server at {url} ended the stream before the end of the answer"),
+        (CONTENT_EVENT + b"data: {\n\n", b"0\r\n\r\n", "the server sent an event that is not JSON"),
+        (CONTENT_EVENT.replace(b"null", b'"stop"'), b"0\r\n\r\n", None),
+        (CONTENT_EVENT.replace(b"null", b'"stop"') + b"data: [DONE]\n\n", b"0\r\n\r\n", None),
+    ],
+    ids=["broken connection", "no finish reason", "no JSON", "no [DONE]", "complete"],
+)
+def test_a_chat_reports_an_incomplete_answer_of_a_server(
+    events: bytes, last_chunk: bytes, message: str | None
+) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(200)
+            self.send_header("transfer-encoding", "chunked")
+            self.end_headers()
+            self.wfile.write(b"%x\r\n%b\r\n" % (len(events), events) + last_chunk)
+            self.close_connection = True
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        result = CliRunner().invoke(cli, ["chat", "m", "--url", url], input="Hello\n")
+        server.shutdown()
+    assert result.exit_code == 0
+    assert result.stdout.startswith("Hel")
+    if message is None:
+        assert "penstock:" not in result.stderr
+    else:
+        assert f"penstock: {message.format(url=url)}" in result.stderr
+
+
+def test_a_chat_reports_a_failed_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    class FailingResponse:
+        def __iter__(self) -> Iterator[bytes]:
+            yield CONTENT_EVENT
+            raise TimeoutError("timed out")
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(ServerBackend, "_open", lambda *_: FailingResponse())
+    result = CliRunner().invoke(cli, ["chat", "m", "--url", "http://x"], input="Hello\n")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("Hel")
+    assert "penstock: the connection to http://x failed during the answer: timed out" in result.stderr

@@ -19,6 +19,9 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from penstock.errors import CheckpointError
+from penstock.weights import hub_cache
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 OLDER_COMMIT = "89abcdef0123456789abcdef0123456789abcdef"
 LARGE_FILE_SIZE = 24 * 2**20
@@ -290,3 +293,14 @@ def test_invalid_arguments_are_refused(hub: Hub) -> None:
     _, errors = hub.run("rm", "tiny/gguf", status=130)  # standard input has no answer to the question
     assert "Delete tiny/gguf (0123456789ab)?" in errors
     assert len(hub.list_local()) == 1
+
+
+def test_an_ambiguous_revision_names_only_the_matching_commits(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = [
+        hub_cache.CachedModel("a/b", commit, (), Path(commit), 1, 1, 0.0, True)
+        for commit in ("ab12" * 10, "ab34" * 10, "cd56" * 10)
+    ]
+    monkeypatch.setattr(hub_cache, "cached_models", lambda: models)
+    with pytest.raises(CheckpointError) as caught:
+        hub_cache.find_cached_models("a/b", "ab")
+    assert str(caught.value).endswith("several revisions that begin with 'ab': ab12ab12ab12, ab34ab34ab34")

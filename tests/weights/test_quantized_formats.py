@@ -25,6 +25,8 @@ from penstock.errors import ConfigError, WeightsError
 from penstock.kernels import PackedLinear
 from penstock.weights import Weights
 from penstock.weights.checkpoint import open_checkpoint
+from penstock.weights.formats._stored import StoredTensors
+from penstock.weights.safetensors import TensorHeader
 
 SIZES = {
     "hidden_size": 64,
@@ -475,6 +477,14 @@ def test_inconsistent_tensors_are_refused(fault: str, llama: Path, tmp_path: Pat
     with pytest.raises(WeightsError, match=re.escape(message)) as caught:
         Weights.open(folder)
     assert LAYER in str(caught.value)
+
+
+def test_a_missing_part_is_reported_after_the_other_parts_are_taken() -> None:
+    header = TensorHeader(Path("model.safetensors"), "I32", (96, 8), 96 * 8 * 4, f"{LAYER}.qweight")
+    tensors = StoredTensors({f"{LAYER}.qweight": header}, "awq")
+    tensors.take(LAYER, "qweight", ("I32",))
+    with pytest.raises(WeightsError, match=f"model.safetensors: {LAYER}.scales is missing"):
+        tensors.take(LAYER, "scales", ("F16",))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from penstock.nn import ClassifierNames, EncoderNames, MaskedLMNames
 
 
 def model_tensor_name(name: str) -> str:
-    """Return a tensor name without the prefix ``bert.``, which only models with a head have.
+    """Return a tensor name without the prefix ``bert.``, which only checkpoints with a head use.
 
     The names ``gamma`` and ``beta`` in checkpoints converted from TensorFlow become ``weight`` and ``bias``.
     """

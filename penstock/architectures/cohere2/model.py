@@ -29,7 +29,7 @@ class Cohere2Model(CohereModel):
         types = layer_types(config, default)
         blueprint = cohere_blueprint(
             config,
-            head_dim=None if "head_dim" in config else 128,
+            default_head_dim=None if "head_dim" in config else 128,
             windows=layer_windows(config, types, 4096),
         )
         return replace(blueprint, rotary_indices=tuple(0 if kind == SLIDING else None for kind in types))

@@ -12,7 +12,7 @@ _PLACEHOLDERS = {
     "video_token_id": ("video", 258_884),
     "audio_token_id": ("audio", 258_881),
 }
-"""For each key of a placeholder token in ``config.json``: the kind of input, and the default token id."""
+"""For each key of a placeholder token id: the kind of input that the token represents, and the default id."""
 
 
 def remove_text_prefix(name: str) -> str:

@@ -82,7 +82,7 @@ class Gemma3Model(VisionLanguageModel):
 
     @classmethod
     def max_image_rows(cls, huggingface_config: HuggingFaceConfig) -> int:
-        return cls.vision_sizes(huggingface_config).grid ** 2
+        return cls.vision_sizes(huggingface_config).patches_per_side ** 2
 
     def encoder_rows(self, image: ImageMetadata) -> int:
         return self.max_image_rows(self.huggingface_config)

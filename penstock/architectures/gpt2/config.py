@@ -34,7 +34,7 @@ class GPT2Config:
     hidden: int  # E
     inner: int  # F
     heads: int  # H
-    scales: tuple[float, ...]  # [L]: scale of the attention scores
+    attention_scales: tuple[float, ...]  # [L]
     norm_eps: float
     activation: Activation
     tied_head: bool
@@ -42,7 +42,7 @@ class GPT2Config:
     @property
     def layers(self) -> int:
         """The number of layers, L."""
-        return len(self.scales)
+        return len(self.attention_scales)
 
     @property
     def head_dim(self) -> int:
@@ -73,7 +73,7 @@ class GPT2Config:
             hidden=hidden,
             inner=config.integer("n_inner", 4 * hidden),
             heads=heads,
-            scales=tuple(
+            attention_scales=tuple(
                 scale / (layer + 1) if divides_by_layer else scale
                 for layer in range(config.integer("n_layer", maximum=MAX_LAYERS))
             ),

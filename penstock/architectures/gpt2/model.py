@@ -78,8 +78,8 @@ class GPT2Block:
                 heads.size,
                 heads.size,
                 config.head_dim,
-                config.scales[layer],
-                rotary=None,
+                config.attention_scales[layer],
+                rotary_index=None,
             ),
             load.layer_norm(f"{name}.ln_2", hidden, config.norm_eps),
             MLP(

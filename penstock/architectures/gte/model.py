@@ -63,8 +63,8 @@ class GteModel(PostNormModel):
 
     @classmethod
     def rotary(cls, config: HuggingFaceConfig, head_dim: int) -> RotaryConfig:
-        """Return the rotary embedding of heads of ``head_dim`` dims."""
-        return RotaryConfig.from_huggingface(config, head_dim, default_base=160000.0)
+        """Return the configuration of the rotary embedding for heads of ``head_dim`` dims."""
+        return RotaryConfig.from_huggingface(config, head_dim, default_rope_theta=160000.0)
 
     @classmethod
     def build(cls, load: Loader, huggingface_config: HuggingFaceConfig, max_length: int) -> PostNormEncoder:

@@ -20,8 +20,8 @@ class HeliumModel(TransformerModel):
         config = huggingface_config
         blueprint = Blueprint.from_huggingface(
             config,
-            head_dim=128,
-            default_base=100_000.0,
+            default_head_dim=128,
+            default_rope_theta=100_000.0,
             norm_eps=config.number("rms_norm_eps", 1e-8),
             qkv_bias=config.flag("attention_bias"),
             mlp_bias=config.flag("mlp_bias"),

@@ -20,7 +20,7 @@ class InternLM3Model(TransformerModel):
         bias = config.flag("bias", config.flag("attention_bias"))
         return Blueprint.from_huggingface(
             config,
-            head_dim=None if "head_dim" in config else 128,
+            default_head_dim=None if "head_dim" in config else 128,
             norm_eps=config.number("rms_norm_eps", 1e-5),
             qkv_bias=config.flag("qkv_bias", config.flag("attention_bias")),
             output_bias=bias,

@@ -35,5 +35,7 @@ class JinaEmbeddingsV3Model(PostNormModel):
     @classmethod
     def sizes(cls, config: HuggingFaceConfig) -> PostNormSizes:
         sizes = super().sizes(config)
-        rotary = RotaryConfig.from_huggingface(config, sizes.hidden // sizes.heads, default_base=20000.0)
+        rotary = RotaryConfig.from_huggingface(
+            config, sizes.hidden // sizes.heads, default_rope_theta=20000.0
+        )
         return replace(sizes, rotary=rotary, positions=rotary.max_length)

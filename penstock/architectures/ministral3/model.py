@@ -64,7 +64,7 @@ class Ministral3Model(TransformerModel):
         config = huggingface_config
         return Blueprint.from_huggingface(
             config,
-            head_dim=None if "head_dim" in config else 128,
+            default_head_dim=None if "head_dim" in config else 128,
             norm_eps=config.number("rms_norm_eps", 1e-5),
             windows=uniform_windows(config),
         )

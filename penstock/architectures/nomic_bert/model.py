@@ -63,7 +63,7 @@ class NomicBertModel(PostNormModel):
         if "n_embd" in config:
             config = newer_config(config)
         head_dim = config.integer("hidden_size") // config.integer("num_attention_heads")
-        rotary = RotaryConfig.from_huggingface(config, head_dim, default_base=1000.0)
+        rotary = RotaryConfig.from_huggingface(config, head_dim, default_rope_theta=1000.0)
         values = HuggingFaceConfig({"hidden_act": "silu"} | config.to_dict())
         return replace(
             super().sizes(values), rotary=rotary, attention_bias=False, up_bias=False, down_bias=False

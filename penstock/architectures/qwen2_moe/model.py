@@ -47,10 +47,10 @@ class Qwen2MoeModel(TransformerModel):
         cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig
     ) -> LoadFeedForward:
         config, hidden = huggingface_config, blueprint.hidden
-        experts = config.integer("num_local_experts", config.integer("num_experts", 60))
+        num_experts = config.integer("num_local_experts", config.integer("num_experts", 60))
         inner = config.integer("moe_intermediate_size", 1408)
         shared_inner = config.integer("shared_expert_intermediate_size", 5632)
-        top_k = num_experts_per_token(config, experts, default=4, has_shared=True)
+        top_k = num_experts_per_token(config, num_experts, default=4, has_shared=True)
         normalizes = config.flag("norm_topk_prob")
         dense_indices = dense_layers(config, blueprint.layers)
         read_dense = gated_mlps(load, blueprint)
@@ -60,8 +60,8 @@ class Qwen2MoeModel(TransformerModel):
                 return read_dense(name, layer)
             return SharedExperts(
                 Experts(
-                    load_router(load, f"{name}.{_NAMES.router}", experts, hidden),
-                    load_experts(load, f"{name}.{_NAMES.experts}", experts, hidden, inner),
+                    load_router(load, f"{name}.{_NAMES.router}", num_experts, hidden),
+                    load_experts(load, f"{name}.{_NAMES.experts}", num_experts, hidden, inner),
                     top_k,
                     "all_normed" if normalizes else "all",
                     blueprint.activation,

@@ -20,7 +20,7 @@ class Qwen3Model(TransformerModel):
         attention_bias = huggingface_config.flag("attention_bias")
         return Blueprint.from_huggingface(
             huggingface_config,
-            head_dim=128,
+            default_head_dim=128,
             head_norms="each",
             qkv_bias=attention_bias,
             output_bias=attention_bias,

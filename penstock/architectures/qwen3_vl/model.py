@@ -71,8 +71,8 @@ class Qwen3VisionModel(QwenVisionModel):
     }
 
     @classmethod
-    def axes(cls, sections: Sequence[int], pairs: int) -> tuple[int, ...]:
-        return interleaved_axes(sections, pairs)
+    def axes(cls, sections: Sequence[int], num_pairs: int) -> tuple[int, ...]:
+        return interleaved_axes(sections, num_pairs)
 
     @classmethod
     def load_encoder(cls, load: Loader, huggingface_config: HuggingFaceConfig) -> Qwen3Vision:

@@ -19,7 +19,7 @@ class SeedOssModel(TransformerModel):
         config = huggingface_config
         return Blueprint.from_huggingface(
             config,
-            head_dim=None if "head_dim" in config else 128,
+            default_head_dim=None if "head_dim" in config else 128,
             qkv_bias=config.flag("attention_bias", True),
             output_bias=config.flag("attention_out_bias"),
             mlp_bias=config.flag("mlp_bias"),

@@ -29,7 +29,7 @@ class Starcoder2Model(TransformerModel):
         bias = config.flag("use_bias", True)
         return Blueprint.from_huggingface(
             config,
-            tied_head=True,
+            default_tied_head=True,
             default_activation="gelu_pytorch_tanh",
             names=TensorNames(gate_up=("c_fc",), down="c_proj"),
             norm_eps=config.number("norm_epsilon", 1e-5),

@@ -1,7 +1,7 @@
 """The routes ``/v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``, which change adapters at run time.
 
 The server reads a directory that the client chooses. The routes therefore require ``--enable-lora``, and
-either an API key or a loopback address. ``--lora-dir`` restricts the directories.
+either ``--api-key`` or a server that listens on a loopback address. ``--lora-dir`` restricts the directories.
 """
 
 from __future__ import annotations
@@ -92,7 +92,10 @@ def _check_allowed(services: Services) -> None:
 def _allowed_path(services: Services, lora_path: str) -> str:
     """Return the directory of an adapter.
 
-    With ``--lora-dir``, ``lora_path`` is relative to that directory and cannot point outside it.
+    With ``--lora-dir``, ``lora_path`` is relative to that directory, or an absolute path inside it.
+
+    Raises:
+        RequestProblem: 400; ``lora_path`` contains a NUL character. 403; it points outside ``--lora-dir``.
     """
     lora_dir = services.pipeline_config.lora.lora_dir
     if "\0" in lora_path:

@@ -1,4 +1,4 @@
-"""The routes ``/v1/chat/completions`` and ``/v1/chat/completions/render``. The latter returns the prompt."""
+"""The routes ``/v1/chat/completions`` and ``/v1/chat/completions/render``."""
 
 from __future__ import annotations
 

@@ -23,13 +23,13 @@ ChatLike = ChatBody | TokenizeBody
 
 @dataclass(frozen=True)
 class ToolUse:
-    """The tools that the model may call, and whether the output must be a tool call."""
+    """The tools in the prompt, and the constraint on the output that ``tool_choice`` sets."""
 
     tools: list[TokenGeneratorRequestTool]
     choice: str | NamedFunction
     """OpenAI's ``tool_choice``: ``auto``, ``none``, ``required``, or an object that names a function."""
-    strict: frozenset[str] = frozenset()
-    """Names of the tools whose arguments must match their schemas."""
+    strict_names: frozenset[str] = frozenset()
+    """Names of the tools with ``strict: true``. Empty if `choice` names a function or is ``none``."""
 
     @property
     def is_forced(self) -> bool:
@@ -38,7 +38,7 @@ class ToolUse:
 
     @property
     def callable_names(self) -> frozenset[str]:
-        """Names of the tools that the model may call if a call is required."""
+        """Names of the tools that the model may call."""
         if isinstance(self.choice, dict):
             return frozenset({self.choice["function"]["name"]})
         return frozenset(tool["function"]["name"] for tool in self.tools)
@@ -52,7 +52,7 @@ def raw_messages(raw: Mapping[str, object]) -> list[Message]:
 
 
 def template_tools(raw: Mapping[str, object]) -> list[TokenGeneratorRequestTool]:
-    """Return the tools of a validated request as the client sent them, without nulls and ``strict``.
+    """Return the tools of a validated request, without ``strict`` and null members of their functions.
 
     A tool without ``parameters`` gets the schema of an object without properties.
     """
@@ -61,7 +61,7 @@ def template_tools(raw: Mapping[str, object]) -> list[TokenGeneratorRequestTool]
 
 
 def requested_tool_use(body: ChatBody, raw: Mapping[str, object]) -> ToolUse:
-    """Return the tools that the model may call and the tool choice of a request.
+    """Return the tools in the prompt and the tool choice of a request.
 
     Raises:
         RequestProblem: 400; ``tool_choice`` names a tool that the request does not have, or requires a call
@@ -70,7 +70,7 @@ def requested_tool_use(body: ChatBody, raw: Mapping[str, object]) -> ToolUse:
     tools = template_tools(raw)
     names = [tool["function"]["name"] for tool in tools]
     choice = body.tool_choice
-    strict = frozenset(tool.function.name for tool in body.tools or () if tool.function.strict)
+    strict_names = frozenset(tool.function.name for tool in body.tools or () if tool.function.strict)
     match choice:
         case NamedTool():
             _check_name(choice.function.name, names, "tool_choice.function.name")
@@ -83,7 +83,7 @@ def requested_tool_use(body: ChatBody, raw: Mapping[str, object]) -> ToolUse:
             return ToolUse(
                 allowed_tools,
                 choice.allowed_tools.mode if allowed_tools else "none",
-                strict & {*allowed_names},
+                strict_names & {*allowed_names},
             )
         case "required" if not tools:
             raise RequestProblem(
@@ -91,14 +91,14 @@ def requested_tool_use(body: ChatBody, raw: Mapping[str, object]) -> ToolUse:
             )
         case "none":
             return ToolUse([], "none")  # the prompt omits tools that must not be called
-    return ToolUse(tools, choice or ("auto" if tools else "none"), strict)
+    return ToolUse(tools, choice or ("auto" if tools else "none"), strict_names)
 
 
 def check_template_reads_tools(tools: Sequence[Mapping[str, object]], tokenizer: TextTokenizer) -> None:
-    """Raise if a request has tools and the chat template omits tools from the prompt.
+    """Raise if a request has tools, but the chat template omits tools from the prompt.
 
     Raises:
-        RequestProblem: 400; the template does not read ``tools``.
+        RequestProblem: 400; the template does not contain the word ``tools``.
     """
     if tools and tokenizer.has_chat_template and not tokenizer.template_mentions("tools"):
         raise RequestProblem(
@@ -113,15 +113,15 @@ def check_template_reads_tools(tools: Sequence[Mapping[str, object]], tokenizer:
 def template_messages(
     messages: Sequence[Message], tokenizer: TextTokenizer
 ) -> list[TokenGeneratorRequestMessage]:
-    """Return the messages in the format of Hugging Face templates.
+    """Return the messages in the format that chat templates of Hugging Face transformers read.
 
-    Null and unknown members are removed. The role ``developer`` becomes ``system`` if the template does not
-    mention it.
+    Null and unknown members are removed. If the template does not contain the word ``developer``, the role
+    ``developer`` becomes ``system``.
     """
     has_developer_role = tokenizer.template_mentions("developer")
-    as_objects = tokenizer.template_takes_argument_objects
+    arguments_as_objects = tokenizer.template_takes_argument_objects
     converted_messages = [
-        _template_message(message, has_developer_role, as_objects, tokenizer.reads_images)
+        _template_message(message, has_developer_role, arguments_as_objects, tokenizer.reads_images)
         for message in messages
     ]
     if tokenizer.template_mentions("thinking") and not tokenizer.template_mentions("reasoning_content"):
@@ -132,10 +132,16 @@ def template_messages(
 
 
 def template_options(body: ChatLike, tokenizer: TextTokenizer, *, can_reason: bool) -> dict[str, object]:
-    """Return the variables of the chat template.
+    """Return the variables of the chat template that the request sets.
 
-    Variables that the template does not read have no effect, as in transformers. They are not refused,
-    because some clients send the same variables to every model.
+    Members of ``chat_template_kwargs`` that the template does not read have no effect, as in transformers.
+    They are not refused, because some clients send the same variables to every model.
+
+    Args:
+        body: the validated request body.
+        tokenizer: the tokenizer with the chat template.
+        can_reason: whether the model has a reasoning format. Without one, ``reasoning_effort: none`` is
+            accepted with every template.
 
     Raises:
         RequestProblem: 400; ``chat_template_kwargs`` has a reserved name, or the template does not support
@@ -194,7 +200,7 @@ def _check_name(name: str, names: Sequence[str], param: str) -> None:
 
 
 def _template_message(
-    message: Message, has_developer_role: bool, as_objects: bool, reads_images: bool
+    message: Message, has_developer_role: bool, arguments_as_objects: bool, reads_images: bool
 ) -> dict[str, object]:
     template_message = {
         key: value for key, value in message.items() if value is not None and key in _MESSAGE_FIELDS
@@ -210,7 +216,7 @@ def _template_message(
         template_message["content"] = message.get("refusal") or ""
     calls = template_message.get("tool_calls")
     if isinstance(calls, list) and calls:
-        template_message["tool_calls"] = [_template_call(call, as_objects) for call in calls]
+        template_message["tool_calls"] = [_template_call(call, arguments_as_objects) for call in calls]
     else:
         template_message.pop("tool_calls", None)
     return template_message
@@ -239,9 +245,9 @@ class _EarlierToolCall(TypedDict):
     function: _CalledFunction
 
 
-def _template_call(call: _EarlierToolCall, as_objects: bool) -> dict[str, object]:
+def _template_call(call: _EarlierToolCall, arguments_as_objects: bool) -> dict[str, object]:
     arguments = call["function"].get("arguments")
-    if as_objects:
+    if arguments_as_objects:
         arguments = _parsed_arguments(arguments)
     elif not isinstance(arguments, str):
         arguments = json.dumps(arguments or {}, ensure_ascii=False)
@@ -254,7 +260,10 @@ def _template_call(call: _EarlierToolCall, as_objects: bool) -> dict[str, object
 
 
 def _parsed_arguments(arguments: object) -> object:
-    """Return the object that a JSON text encodes. A text that is not a JSON object is returned unchanged."""
+    """Return the object that a JSON text encodes, an empty object for null or an empty text.
+
+    A text that is not a JSON object is returned unchanged.
+    """
     if not isinstance(arguments, str):
         return arguments or {}
     try:

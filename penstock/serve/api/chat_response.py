@@ -24,25 +24,27 @@ class Envelope:
     model: str
     system_fingerprint: str
 
-    def parts(self, kind: str, members: Mapping[str, Iterable[bytes]], **extra_members: object) -> Parts:
-        """Yield the JSON of an object of type `kind`.
+    def parts(
+        self, object_type: str, members: Mapping[str, Iterable[bytes]], **extra_members: object
+    ) -> Parts:
+        """Yield the JSON of a response object or of a chunk.
 
         Args:
-            kind: the value of the member ``object``.
-            members: name of a member -> parts of its JSON. Contains ``choices``.
-            **extra_members: further members.
+            object_type: the value of the member ``object``.
+            members: name of a member -> parts of its JSON. Must have the member ``choices``.
+            **extra_members: further members, which are encoded at once.
         """
-        chunk_members = self.response_object(kind, [], **extra_members)
+        chunk_members = self.response_object(object_type, [], **extra_members)
         del chunk_members["choices"]
         return with_members(chunk_members, **members)
 
     def response_object(
-        self, kind: str, choices: Sequence[object], **extra_members: object
+        self, object_type: str, choices: Sequence[object], **extra_members: object
     ) -> dict[str, object]:
-        """Return an object of type `kind` with its choices and further members."""
+        """Return a response object or a chunk with its choices and further members."""
         return {
             "id": self.id,
-            "object": kind,
+            "object": object_type,
             "created": self.created,
             "model": self.model,
             "choices": choices,
@@ -59,7 +61,7 @@ class FunctionDelta(TypedDict):
 
 
 class ToolCallDelta(TypedDict):
-    """A tool call. In a chunk of a stream, it may be only the next part of a tool call."""
+    """A tool call. In a chunk of a stream, it may have only the next part of the arguments."""
 
     index: int
     id: NotRequired[str]
@@ -72,11 +74,12 @@ class ChatResponse(OpenAIStream):
 
     Args:
         envelope: the members that all objects share.
-        scores: encodes log probabilities; None if they are not requested.
-        prompt_scores: encodes the log probabilities of the prompt; None for streams and if not requested.
+        scores: encodes the log probabilities of the output; None if they are not requested.
+        prompt_scores: encodes the log probabilities of the prompt; None if they are not requested. A stream
+            cannot have them.
         prompt_token_ids: the token ids of the prompt; None if token ids are not requested.
-        include_usage: whether each chunk has the member ``usage`` and the stream ends with a chunk for the
-            total usage. In the other chunks, the value is null unless `events` gets a usage.
+        include_usage: whether each chunk has the member ``usage`` and the last chunk has the total usage. In
+            the other chunks, the value is null unless `events` gets a usage.
         reasoning_fields: the names of the members that contain the reasoning.
     """
 
@@ -115,16 +118,16 @@ class ChatResponse(OpenAIStream):
 
         Args:
             index: the index of the choice.
-            delta: the delta.
-            usage: the usage up to and including this delta, if every chunk must have a usage, else None.
+            delta: the new output of the choice.
+            usage: the usage up to and including `delta`, if every chunk must have a usage, else None.
         """
         usage_before = _without_last_tokens(usage, delta.num_tokens)
         first_event = b"" if index in self._started_choices else self._first_event(index, usage_before)
-        text = delta.events[0] if len(delta.events) == 1 else None
+        only_event = delta.events[0] if len(delta.events) == 1 else None
         is_plain = self._scores is None and self._prompt_token_ids is None and usage is None
-        if is_plain and isinstance(text, Content):  # the fast path, because most chunks are plain text
+        if is_plain and isinstance(only_event, Content):  # the fast path: most chunks are plain text
             last_event = b"" if delta.finish_reason is None else self._last_event(index, delta, None)
-            return (b"%b%b%b" % (first_event, self._template(index).with_value(text.text), last_event),)
+            return (b"%b%b%b" % (first_event, self._template(index).with_value(only_event.text), last_event),)
         message_delta = self._message_delta(delta.events)
         last_event = b"" if delta.finish_reason is None else self._last_event(index, delta, usage)
         usage_so_far = _without_last_tokens(usage, delta.num_tokens - len(delta.token_ids))

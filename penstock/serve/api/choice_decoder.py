@@ -16,7 +16,7 @@ from penstock.worker.messages import PackedLogProbabilities
 AnyLogProbabilities: TypeAlias = LogProbabilities | PackedLogProbabilities
 """The log probabilities of one or more positions."""
 TopTokens: TypeAlias = Mapping[int, float] | msgspec.Raw
-"""Token id -> log probability for the top tokens of one position, best first. Decoded, or raw msgpack."""
+"""Token id -> log probability for the top tokens of one position: a mapping, or its msgpack encoding."""
 PromptScore: TypeAlias = tuple[float, TopTokens]
 """The log probability of a prompt token, and the top tokens of its position."""
 
@@ -24,7 +24,7 @@ _decode_top = msgspec.msgpack.Decoder(dict[int, float]).decode
 
 
 def top_tokens(top: TopTokens) -> Mapping[int, float]:
-    """Return the decoded top tokens."""
+    """Return the top tokens as a mapping."""
     return _decode_top(top) if isinstance(top, msgspec.Raw) else top
 
 
@@ -39,17 +39,17 @@ class Score:
 
 @dataclass(slots=True)
 class ChoiceDelta:
-    """The output of one or more new tokens of a choice. The output of a choice is the sum of its deltas."""
+    """The output that new tokens add to a choice. The output of a choice is the sum of its deltas."""
 
     events: list[Event]
     """Content, reasoning and tool calls, in the order of the output."""
     token_ids: list[int]
     scores: list[Score]
-    """One score per token, if log probabilities are requested."""
+    """One score per token; empty if log probabilities are not requested."""
     finish_reason: str | None = None
     """Set only in the last delta."""
     num_tokens: int = 0
-    """Number of tokens to add to the usage. It includes the token that ended the output."""
+    """Number of tokens to add to the usage, including the token that ended the output, if any."""
 
     @property
     def content(self) -> str:
@@ -74,7 +74,7 @@ def finish_reason(status: TextGenerationStatus, *, ended_by_text: bool, has_tool
 
 
 class ChoiceDecoder:
-    """Decodes the tokens of one choice as the worker sends them.
+    """Converts the tokens that the worker sends for one choice to deltas.
 
     Args:
         context: the context of the choice.
@@ -82,8 +82,8 @@ class ChoiceDecoder:
         parser: splits the text into reasoning, tool calls and content. Without a parser, all text is content.
         skip_special_tokens: whether special tokens are left out of the text. Must be False if the parser's
             markup consists of special tokens.
-        token_by_token: whether the text is parsed after each token. This counts the reasoning tokens exactly.
-            If only one tool call is allowed, it also ends the choice at the last token of the call.
+        token_by_token: whether the text is parsed after each token. The number of reasoning tokens is exact
+            only with this setting. With it, the only allowed tool call ends the choice at its last token.
         keeps_stop: whether the text includes the stop string that ended the choice.
         may_decode_at_end: whether all tokens may be decoded together at the end, because the response is not
             streamed.
@@ -108,20 +108,23 @@ class ChoiceDecoder:
         self.num_reasoning_tokens = 0
         self.finish_reason: str | None = None
         self.prompt_scores: list[PromptScore] = []
-        """Scores of all prompt tokens except the first one. Complete when the first output token arrives."""
+        """Scores of all prompt tokens except the first one. Empty if they are not requested.
+
+        Complete when the first output token arrives.
+        """
         self._parser = parser
-        self._text: _TextDecoder
+        self._text_decoder: _TextDecoder
         if may_decode_at_end and not params.stop and not token_by_token:
-            self._text = _DeferredDetokenizer(tokenizer, context.prompt_tokens, skip_special_tokens)
+            self._text_decoder = _DeferredDetokenizer(tokenizer, context.prompt_tokens, skip_special_tokens)
         else:
-            self._text = Detokenizer(
+            self._text_decoder = Detokenizer(
                 tokenizer,
                 params.stop or (),
                 prompt=context.prompt_tokens,
                 skip_special_tokens=skip_special_tokens,
                 keeps_stop=keeps_stop,
             )
-        self.decodes_at_end = isinstance(self._text, _DeferredDetokenizer)
+        self.decodes_at_end = isinstance(self._text_decoder, _DeferredDetokenizer)
         """Whether the text is decoded only at the end.
 
         No stop string or tool call can then end the choice.
@@ -153,7 +156,7 @@ class ChoiceDecoder:
     @property
     def stop_match(self) -> str | None:
         """The stop string that ended the choice; None if another condition ended it."""
-        return self._text.stop_match
+        return self._text_decoder.stop_match
 
     @property
     def ended_by_text(self) -> bool:
@@ -170,7 +173,14 @@ class ChoiceDecoder:
         log_probabilities: Sequence[AnyLogProbabilities | None] = (),
         prompt_log_probabilities: AnyLogProbabilities | None = None,
     ) -> ChoiceDelta:
-        """Decode tokens from the worker. Returns an empty delta after the end of the choice."""
+        """Decode the next tokens of the choice. Returns an empty delta after the end of the choice.
+
+        Args:
+            token_ids: the tokens that the worker has generated.
+            status: whether the worker has finished the choice, and why.
+            log_probabilities: one entry per token; empty if they are not requested.
+            prompt_log_probabilities: the log probabilities of further prompt tokens, if any.
+        """
         if self.is_done:
             return ChoiceDelta([], [], [])
         if prompt_log_probabilities is not None:
@@ -195,22 +205,22 @@ class ChoiceDecoder:
         return ChoiceDelta(events, ids, scores, self.finish_reason, self.num_tokens - num_tokens_before)
 
     def _parse_all_tokens(self, ids: Sequence[int]) -> list[Event]:
-        events = self._parse(self._text.append(ids))
-        if self._text.stop_match is not None:
-            self._end_position = self._text.num_tokens
+        events = self._parse(self._text_decoder.append(ids))
+        if self._text_decoder.stop_match is not None:
+            self._end_position = self._text_decoder.num_tokens
         return events
 
     def _parse_each_token(self, ids: Sequence[int]) -> list[Event]:
         events: list[Event] = []
-        for count, token_id in enumerate(ids, self._num_output_tokens):
-            new_events = self._parse(self._text.append([token_id]))
+        for num_earlier_tokens, token_id in enumerate(ids, self._num_output_tokens):
+            new_events = self._parse(self._text_decoder.append([token_id]))
             if not self._answer_begun and any(not isinstance(event, Reasoning) for event in new_events):
                 self._answer_begun = True
-                self.num_reasoning_tokens = count if self._has_reasoning else 0
+                self.num_reasoning_tokens = num_earlier_tokens if self._has_reasoning else 0
             self._has_reasoning |= any(isinstance(event, Reasoning) for event in new_events)
             events += new_events
-            if self._text.stop_match is not None or (self._parser is not None and self._parser.done):
-                self._end_position = count + 1
+            if self._text_decoder.stop_match is not None or (self._parser is not None and self._parser.done):
+                self._end_position = num_earlier_tokens + 1
                 break
         return events
 
@@ -222,7 +232,7 @@ class ChoiceDecoder:
         return events
 
     def _finish(self, status: TextGenerationStatus) -> list[Event]:
-        events = self._parse(self._text.finish())
+        events = self._parse(self._text_decoder.finish())
         if self._parser is not None:
             last_events = self._parser.finish()
             self._has_tool_calls |= any(not isinstance(event, Content | Reasoning) for event in last_events)
@@ -239,8 +249,8 @@ class ChoiceDecoder:
     ) -> list[Score]:
         """Return the scores of generated tokens, and append scores of prompt tokens to `prompt_scores`.
 
-        Each entry of `log_probabilities` belongs to one generated token and has one or more positions. The
-        last position belongs to the generated token, and the positions before it to the prompt.
+        Each entry of `log_probabilities` belongs to one generated token. An entry that is not None has one or
+        more positions. The last position belongs to the generated token, the earlier positions to the prompt.
         """
         scores = []
         for token_id, position_logprobs in zip(token_ids, log_probabilities, strict=False):

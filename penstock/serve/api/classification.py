@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 
 from penstock.serve.api.embedding_requests import (
     ModelInput,
-    check_count,
+    check_num_inputs,
     check_outputs,
     encode_inputs,
     input_list,
@@ -72,7 +72,7 @@ async def classify_without_version(request: Request) -> Response:
 
 def _inputs(services: Services, body: ClassifyBody) -> list[ModelInput]:
     inputs = input_list(body.input)
-    check_count(services, len(inputs), "input")
+    check_num_inputs(services, len(inputs), "input")
     return [
         ModelInput(name, {"input": value, "outputs": ("scores",), "activation": body.activation})
         for name, value in inputs

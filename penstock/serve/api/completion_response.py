@@ -34,11 +34,12 @@ class CompletionResponse(OpenAIStream):
         choices: the decoders of all choices of all prompts.
         prompt_token_ids: the prompt tokens of each choice; None if token ids are not requested.
         echoes: the prompt of each choice; None if the response does not repeat the prompts.
-        n: number of choices per prompt. Without a stream, only the first choice of a prompt computes the log
-            probabilities of the prompt.
+        n: number of choices per prompt.
         scores: the encoder of log probabilities for each choice; None if they are not requested.
-        prompt_scores: encodes the log probabilities of a prompt; None for streams and if not requested.
-        include_usage: whether chunks have the member ``usage``. Its value is null except in the last chunk.
+        prompt_scores: encodes the log probabilities of a prompt; None if they are not requested. A stream
+            cannot have them.
+        include_usage: whether each chunk has the member ``usage`` and the last chunk has the total usage. In
+            the other chunks, the value is null unless `events` gets a usage.
     """
 
     def __init__(
@@ -73,12 +74,15 @@ class CompletionResponse(OpenAIStream):
         return self._envelope.parts(OBJECT_TYPE, {"choices": array(choices)}, usage=usage)
 
     def events(self, index: int, delta: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
-        """Return the event of a delta, or no event if the delta is empty.
+        """Return the event of a delta.
+
+        Returns nothing if the event would have neither text, requested token ids, requested log
+        probabilities nor a finish reason.
 
         Args:
             index: the index of the choice.
-            delta: the delta.
-            usage: the usage up to and including this delta, if every chunk must have a usage, else None.
+            delta: the new output of the choice.
+            usage: the usage up to and including `delta`, if every chunk must have a usage, else None.
         """
         is_first = index not in self._started_choices
         text = delta.content
@@ -156,10 +160,9 @@ class CompletionResponse(OpenAIStream):
         return members
 
     def _logprobs(self, index: int, delta: ChoiceDelta, *, is_first: bool) -> Parts | None:
-        """Return the JSON of a delta's log probabilities; None if they are not requested or there are none.
+        """Return the JSON of a delta's log probabilities; None if they are not requested.
 
-        If they are requested, the first delta of a choice always has log probabilities. They are empty lists
-        if the delta has no tokens.
+        A delta without tokens has empty lists if it is the first delta of the choice, else None.
         """
         if self._scores is None:
             return None
@@ -177,5 +180,5 @@ class CompletionResponse(OpenAIStream):
         return self._scores[index].parts(ids, logprobs, top_tokens_by_position) if ids or is_first else None
 
     def _prompt_scores_at(self, index: int) -> Sequence[PromptScore]:
-        """Return the prompt scores of a choice, or else of the first choice of its prompt."""
+        """Return the prompt scores of a choice; if it has none, those of the first choice of its prompt."""
         return self._choices[index].prompt_scores or self._choices[index - index % self._n].prompt_scores

@@ -15,7 +15,7 @@ from penstock.serve.api.fill_in_middle import fill_in_end_ids, fill_in_prompt
 from penstock.serve.api.generation import GenerationJob, GenerationRun, check_choices, run_in_pool
 from penstock.serve.api.logprob_limit import check_num_logprobs, num_prompt_logprobs, num_top_logprobs
 from penstock.serve.api.models import requested_adapter
-from penstock.serve.api.output_format import check_enabled, output_grammar
+from penstock.serve.api.output_format import check_grammars_enabled, output_grammar
 from penstock.serve.api.request_context import contexts_for_choices, request_context
 from penstock.serve.api.schemas import CompletionBody
 from penstock.serve.api.text_generation import (
@@ -96,8 +96,8 @@ class CompletionRequest:
         adapter = requested_adapter(services, body.model)
         grammar_and_field = output_grammar(services, body)
         if grammar_and_field is not None:
-            check_enabled(services, body, grammar_and_field[1])
-        prompts, name = _prompts(body.prompt), f"cmpl-{uuid4().hex}"
+            check_grammars_enabled(services, body, grammar_and_field[1])
+        prompts, completion_id = _prompts(body.prompt), f"cmpl-{uuid4().hex}"
         if body.suffix:
             body, prompts = _with_fill_in_prompts(services, body, prompts)
         n = body.n or 1
@@ -108,13 +108,14 @@ class CompletionRequest:
             context = request_context(
                 services,
                 body,
-                name if is_single else f"{name}-{index}",
+                completion_id if is_single else f"{completion_id}-{index}",
                 index=index,
                 param="prompt" if is_single else f"prompt[{index}]",
                 adapter=adapter,
                 num_top=body.logprobs,
-                echo=(bool(body.echo) and body.logprobs is not None) or body.prompt_logprobs is not None,
-                default_limit=services.config.default_max_tokens_completions,
+                has_prompt_logprobs=(bool(body.echo) and body.logprobs is not None)
+                or body.prompt_logprobs is not None,
+                default_max_tokens=services.config.default_max_tokens_completions,
                 prompt=prompt,
             )
             if grammar_and_field is not None:
@@ -124,7 +125,7 @@ class CompletionRequest:
             services,
             contexts,
             num_top=body.logprobs,
-            prompt_count=num_prompt_logprobs(
+            prompt_logprob_count=num_prompt_logprobs(
                 body, contexts, num_echo_top=body.logprobs if body.echo else None
             ),
             param="prompt_logprobs" if body.logprobs is None else "logprobs",
@@ -140,7 +141,7 @@ class CompletionRequest:
             for context in contexts
         ]
         echoes = [_echo(services, context) for context in contexts] if body.echo else None
-        return cls(name, body, GenerationJob(contexts, choices, n), echoes)
+        return cls(completion_id, body, GenerationJob(contexts, choices, n), echoes)
 
 
 def _prompt_scores(services: Services, body: CompletionBody) -> PromptScores | None:
@@ -172,8 +173,8 @@ def _with_fill_in_prompts(
 ) -> tuple[CompletionBody, list[str | list[int]]]:
     """Return the body and the prompts of a request with ``suffix``, converted for filling in the middle.
 
-    The prompts become fill-in-the-middle prompts. Tokens that end the generated middle become stop tokens,
-    unless ``ignore_eos`` is set.
+    Each new prompt also contains the suffix. Unless ``ignore_eos`` is set, the stop tokens of the new body
+    include the tokens that end the generated middle.
 
     Raises:
         RequestProblem: 400; ``echo`` is set, a prompt is not a text, or the tokenizer has no

@@ -30,7 +30,7 @@ class Sleep(BaseModel):
 async def sleep(request: Request, level: int = 1) -> Sleep:
     """Refuse new requests, wait for running requests, and free the KV cache.
 
-    `level=2` also frees the weights.
+    The wait ends after `--shutdown-grace` seconds. `level=2` also frees the weights.
     """
     services = _checked_services(request)
     if level not in (1, 2):
@@ -96,6 +96,11 @@ def _worker(request: Request) -> EngineClient:
 
 
 def _checked_services(request: Request) -> Services:
+    """Return the services of a request.
+
+    Raises:
+        RequestProblem: 403; the server has no API key and does not listen on a loopback address.
+    """
     services = Services.of(request)
     config = services.config
     if not config.api_key and not is_loopback(config.host):
@@ -110,6 +115,6 @@ def _checked_services(request: Request) -> Services:
 def _update_max_length(services: Services) -> None:
     """Set the tokenizer's maximum length to the maximum length of the workers.
 
-    The maximum length depends on the free memory at the time when a worker started.
+    The maximum length can change, because it depends on the free memory at the start of a worker.
     """
     services.tokenizer.max_length = services.worker.info.max_length

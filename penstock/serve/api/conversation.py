@@ -21,7 +21,12 @@ from penstock.serve.api.generation import GenerationJob, check_choices
 from penstock.serve.api.images import ImageFields
 from penstock.serve.api.logprob_limit import check_num_logprobs, num_prompt_logprobs, with_bounded_output
 from penstock.serve.api.models import requested_adapter
-from penstock.serve.api.output_format import check_enabled, check_tools, checked_grammar, output_grammar
+from penstock.serve.api.output_format import (
+    check_grammars_enabled,
+    check_tools,
+    checked_grammar,
+    output_grammar,
+)
 from penstock.serve.api.parameters import map_input_errors, output_limit
 from penstock.serve.api.request_context import contexts_for_choices, request_context
 from penstock.serve.api.roles import check_roles
@@ -76,25 +81,25 @@ class Conversation:
             param="messages",
             adapter=requested_adapter(services, body.model),
             num_top=num_top,
-            echo=body.prompt_logprobs is not None,
+            has_prompt_logprobs=body.prompt_logprobs is not None,
             messages=messages,
             tools=tool_use.tools or None,
             chat_template_options=options,
             **image_fields(services, chat_messages),
         )
-        prompt_count = num_prompt_logprobs(body, [context])
+        prompt_logprob_count = num_prompt_logprobs(body, [context])
         if num_top is not None and output_limit(body) is None:
             context = with_bounded_output(
-                services, context, body.n or 1, num_top=num_top, prompt_count=prompt_count
+                services, context, body.n or 1, num_top=num_top, prompt_logprob_count=prompt_logprob_count
             )
         check_num_logprobs(
             services,
             [context] * (body.n or 1),
             num_top=num_top,
-            prompt_count=prompt_count,
+            prompt_logprob_count=prompt_logprob_count,
             param="top_logprobs" if body.logprobs else "prompt_logprobs",
         )
-        opens_reasoning = parsers.prompt_opens_reasoning(str(context.prompt), _prefill(body))
+        opens_reasoning = parsers.prompt_opens_reasoning(str(context.prompt), _continued_text(body))
         grammar = _grammar(services, body, tool_use, opens_reasoning)
         if grammar is not None:
             context = msgspec.structs.replace(context, grammar=grammar)
@@ -128,7 +133,9 @@ class Conversation:
 
 
 def image_fields(services: Services, messages: Sequence[Message]) -> ImageFields:
-    """Return the request fields for the images of messages; empty without images. Blocks on files and URLs.
+    """Return the request fields for the images of messages. Blocks while it reads files and URLs.
+
+    Empty if there are no images or the model does not read images.
 
     Raises:
         RequestProblem: 400; there are too many images, or an image cannot be read.
@@ -139,8 +146,8 @@ def image_fields(services: Services, messages: Sequence[Message]) -> ImageFields
         return services.images.fields(messages)
 
 
-def _prefill(body: ChatBody) -> str:
-    """Return the text of the last message if the output continues it, else an empty string."""
+def _continued_text(body: ChatBody) -> str:
+    """Return the text of the last assistant message if the output continues it, else an empty string."""
     last = body.messages[-1]
     if not body.continue_final_message or last.role != "assistant":
         return ""
@@ -159,7 +166,7 @@ def _grammar(services: Services, body: ChatBody, tool_use: ToolUse, opens_reason
     parallel = body.parallel_tool_calls is not False
     grammar_and_field = output_grammar(services, body)
     if tool_use.is_forced:  # the output is a tool call, so a response format has no effect
-        check_enabled(services, body, "tool_choice")
+        check_grammars_enabled(services, body, "tool_choice")
         check_tools(services, body, tool_use.callable_names)
         with map_input_errors("tool_choice"):
             call_grammar = parsers.grammar(
@@ -170,19 +177,23 @@ def _grammar(services: Services, body: ChatBody, tool_use: ToolUse, opens_reason
                 in_reasoning=opens_reasoning,
             )
         return checked_grammar(services, call_grammar, "tools")
-    if grammar_and_field is None and not tool_use.strict:
+    if grammar_and_field is None and not tool_use.strict_names:
         return None
     grammar, param = grammar_and_field or (None, "tools")
-    check_enabled(services, body, param)
-    check_tools(services, body, tool_use.strict)
+    check_grammars_enabled(services, body, param)
+    check_tools(services, body, tool_use.strict_names)
     with map_input_errors(param):
         if grammar is None:
             combined_grammar = parsers.strict_grammar(
-                tool_use.tools, tool_use.strict, parallel=parallel, in_reasoning=opens_reasoning
+                tool_use.tools, tool_use.strict_names, parallel=parallel, in_reasoning=opens_reasoning
             )
         elif tool_use.tools:
             combined_grammar = parsers.calls_or_format_grammar(
-                grammar, tool_use.tools, tool_use.strict, parallel=parallel, in_reasoning=opens_reasoning
+                grammar,
+                tool_use.tools,
+                tool_use.strict_names,
+                parallel=parallel,
+                in_reasoning=opens_reasoning,
             )
         else:
             combined_grammar = parsers.after_reasoning(grammar, in_reasoning=opens_reasoning)

@@ -1,4 +1,4 @@
-"""Functions that all routes of embeddings models share: they read requests and run the model."""
+"""Functions that the routes of embeddings models share: they read requests and run the model."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class EncodedInputs:
         return {"prompt_tokens": self.num_tokens, "total_tokens": self.num_tokens}
 
 
-async def read_body(request: Request, kind: type[Body]) -> Body:
+async def read_body(request: Request, body_type: type[Body]) -> Body:
     """Read and validate the body of a request. Write its model and user into the request record.
 
     Raises:
@@ -68,7 +68,7 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
     """
     services, record = Services.of(request), RequestRecord.of(request)
     raw = await request.json()
-    body = await run_in_pool(request, lambda: checked_body(services, kind, raw))
+    body = await run_in_pool(request, lambda: checked_body(services, body_type, raw))
     record.model, record.user = body.model, body.user
     requested_adapter(services, body.model)
     return body
@@ -85,7 +85,8 @@ async def encode_inputs(
         inputs: function that returns the inputs. It runs in a thread pool.
 
     Raises:
-        RequestProblem: an input is invalid or has failed. The message names the input.
+        RequestProblem: an input is invalid or has failed; ``param`` names the field. 503 if a time limit is
+            exceeded.
         PenstockError: the worker is not ready, or the queue is full.
         ClientDisconnect: the client disconnected.
     """
@@ -98,7 +99,7 @@ async def encode_inputs(
 
 
 def input_list(value: TextsOrIds, field: str = "input") -> list[tuple[str, str | list[int]]]:
-    """Return the name and the value of each input.
+    """Return the name and the value of each input. A name is `field`, or for a list such as ``input[3]``.
 
     Raises:
         RequestProblem: 400; the list is empty.
@@ -112,17 +113,17 @@ def input_list(value: TextsOrIds, field: str = "input") -> list[tuple[str, str |
     return [(f"{field}[{i}]", cast("str | list[int]", element)) for i, element in enumerate(value)]
 
 
-def check_count(services: Services, count: int, field: str) -> None:
+def check_num_inputs(services: Services, num_inputs: int, field: str) -> None:
     """Raise if a request has more inputs than ``--max-inputs-per-request``.
 
     Raises:
         RequestProblem: 400; the message has both numbers.
     """
     limit = services.config.max_inputs_per_request
-    if count > limit:
+    if num_inputs > limit:
         raise RequestProblem(
             400,
-            f"{field} has {count} entries, but a request may have {limit} (--max-inputs-per-request): "
+            f"{field} has {num_inputs} entries, but a request may have {limit} (--max-inputs-per-request): "
             "send several requests",
             param=field,
         )
@@ -165,15 +166,17 @@ def vector_inputs(
         RequestProblem: 400; the message names the invalid field.
     """
     inputs = input_list(body.input)
-    check_count(services, len(inputs), "input")
+    check_num_inputs(services, len(inputs), "input")
     if body.input_type is not None and body.prompt_name is not None:
         raise RequestProblem(
             400, "input_type and prompt_name both select a prompt: send only one of them", param="input_type"
         )
-    size = services.worker.info.embedding_size
-    if body.dimensions is not None and body.pooling is None and size:
+    embedding_size = services.worker.info.embedding_size
+    if body.dimensions is not None and body.pooling is None and embedding_size:
         with map_input_errors("dimensions"):
-            check_dimensions(body.dimensions, size, services.pipeline_config.model.trained_dimensions)
+            check_dimensions(
+                body.dimensions, embedding_size, services.pipeline_config.model.trained_dimensions
+            )
     prompt_name = body.prompt_name
     if body.input_type is not None:
         prompt_name = embeddings_tokenizer(services).layout.prompt_for(
@@ -191,9 +194,9 @@ def vector_inputs(
         "task": body.task,
         **extra_options,
     }
-    kinds = tuple(outputs) if outputs else None
+    output_names = tuple(outputs) if outputs else None
     return [
-        ModelInput(name, {**shared_options, "input": value, "outputs": kinds, "adapter": None})
+        ModelInput(name, {**shared_options, "input": value, "outputs": output_names, "adapter": None})
         for name, value in inputs
     ]
 
@@ -203,9 +206,9 @@ def embeddings_tokenizer(services: Services) -> EmbeddingsTokenizer:
     return cast(EmbeddingsTokenizer, services.tokenizer)
 
 
-def response_id(kind: str) -> str:
-    """Return a new random id that begins with `kind`, such as ``rerank-1f0c...``."""
-    return f"{kind}-{uuid4().hex}"
+def response_id(prefix: str) -> str:
+    """Return a new random id that begins with `prefix`, such as ``rerank-1f0c...``."""
+    return f"{prefix}-{uuid4().hex}"
 
 
 def nested_list(array: npt.NDArray[np.number]) -> list[object]:
@@ -242,7 +245,7 @@ def _contexts(
 
 @contextmanager
 def _input_errors(name: str, *, is_single: bool) -> Iterator[None]:
-    """Convert an `InputError` in the ``with`` block to a `RequestProblem` that names the input."""
+    """Convert an `InputError` of the ``with`` block to a `RequestProblem` whose ``param`` is `name`."""
     try:
         with map_input_errors(name):
             yield

@@ -1,8 +1,7 @@
 """Run the inputs of one HTTP request through an embeddings model.
 
 Each input has its own context. A run submits only as many contexts at a time as fit into two batches
-and into half of the queue, but at least one. A request with many inputs therefore does not fill the queue and
-displace other requests.
+and into half of the queue, but at least one. A request with many inputs therefore cannot fill the queue.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from penstock.serve.services import Services
 from penstock.worker.results import Generation
 
 _MAX_SUBMITTED_BATCHES = 2
-"""Maximum number of batches that one request has in the worker. One batch runs while the next one waits."""
+"""Maximum number of batches of inputs that one request has at the worker: one runs, and one waits."""
 
 
 class EmbeddingRun:
@@ -47,11 +46,11 @@ class EmbeddingRun:
         self._names = names
         self._generations: dict[int, Generation] = {}
         self._responses: list[EmbeddingsResponse | None] = [None] * len(contexts)
-        num_slots = min(
+        max_submitted_inputs = min(
             _MAX_SUBMITTED_BATCHES * self._worker.info.max_batch_size, self._worker.max_outstanding // 2
         )
         self._input_ended = asyncio.Event()
-        self._slots = asyncio.Semaphore(max(1, num_slots))
+        self._submission_permits = asyncio.Semaphore(max(1, max_submitted_inputs))
         self.num_tokens = sum(context.current_length for context in contexts)
         """The total number of tokens of the inputs."""
         record.prompt_tokens = self.num_tokens
@@ -68,7 +67,7 @@ class EmbeddingRun:
 
         Raises:
             PenstockError: the worker is not ready, or the queue is full when the first input is submitted.
-            RequestProblem: an input failed; ``param`` names the input. 503 if a time limit is exceeded.
+            RequestProblem: an input failed; ``param`` names the field. 503 if a time limit is exceeded.
         """
         try:
             await self._limits.within(self._run())
@@ -81,14 +80,14 @@ class EmbeddingRun:
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             for index, context in enumerate(self._contexts):
-                await self._slots.acquire()
+                await self._submission_permits.acquire()
                 context.client_id = self._record.client_id
                 context.session_id = self._record.session_id
                 self._generations[index] = await self._submit(context, is_first=index == 0)
                 tasks.create_task(self._collect(index))
 
     async def _submit(self, context: EmbeddingsContext, *, is_first: bool) -> Generation:
-        """Submit an input. Inputs other than the first one wait for `_may_submit` and for a free place."""
+        """Submit an input. Inputs other than the first one wait until the queue has room for them."""
         if is_first:
             return self._worker.submit(context)
         while True:
@@ -133,10 +132,10 @@ class EmbeddingRun:
             del self._generations[index]
             generation.cancel()
             self._input_ended.set()
-        self._slots.release()
+        self._submission_permits.release()
 
     def _problem(self, index: int, error: PenstockError) -> RequestProblem:
-        """Return the error of an input as a `RequestProblem` that names the input."""
+        """Return the error of an input as a `RequestProblem` that names the input if there are several."""
         problem, name = problem_of(error), self._names[index]
         prefix = f"{name}: " if len(self._contexts) > 1 else ""
         return RequestProblem(

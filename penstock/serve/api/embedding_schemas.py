@@ -19,7 +19,7 @@ class EncodingBody(RequestBody):
     model: str = ""
     """Defaults to the served model, which `penstock.serve.api.text_generation.checked_body` sets."""
     truncate: bool | Literal["NONE", "END"] | None = None
-    """Whether inputs over the maximum length are cut at the end. See `truncates`."""
+    """Whether inputs over the maximum length are cut at the end. ``END`` means true, ``NONE`` means false."""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
     """Maximum number of leading tokens to keep; -1 for the maximum length of the model."""
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
@@ -27,10 +27,10 @@ class EncodingBody(RequestBody):
 
     @field_validator("truncate_prompt_tokens")
     @classmethod
-    def _reject_zero(cls, count: int | None) -> int | None:
-        if count == 0:
+    def _reject_zero(cls, num_tokens: int | None) -> int | None:
+        if num_tokens == 0:
             raise ValueError("0 leaves an empty input: send at least 1, or -1 for the model's maximum length")
-        return count
+        return num_tokens
 
     @property
     def truncates(self) -> bool:
@@ -62,7 +62,10 @@ class VectorBody(EncodingBody):
     pooling: PoolingType | None = None
     """The pooling to use instead of the checkpoint's pooling."""
     normalize: bool | None = None
-    """Whether vectors are scaled to length 1. None uses the default, see `EmbeddingsBody.normalizes`."""
+    """Whether vectors are scaled to length 1. If None, ``/pooling`` uses the default of the checkpoint.
+
+    For ``/v1/embeddings``, see `EmbeddingsBody.normalizes`.
+    """
 
 
 class EmbeddingsBody(VectorBody):

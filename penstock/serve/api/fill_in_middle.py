@@ -54,9 +54,9 @@ def fill_in_prompt(tokenizer: TextTokenizer, prefix: str, suffix: str, param: st
     Raises:
         RequestProblem: 400; the tokenizer has no known fill-in-the-middle tokens.
     """
-    find = tokenizer.backend.token_to_id
+    token_to_id = tokenizer.backend.token_to_id
     for family in FAMILIES:
-        ids = [find(text) for text in (family.prefix, family.suffix, family.middle)]
+        ids = [token_to_id(token) for token in (family.prefix, family.suffix, family.middle)]
         if None not in ids:
             break
     else:

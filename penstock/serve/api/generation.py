@@ -33,8 +33,8 @@ T = TypeVar("T")
 _IMAGE_KEY = b'"image'
 """Bytes that the body of every request with images contains, in all APIs.
 
-Requests whose bodies contain these bytes are prepared in the thread pool for images. A request without images
-may run there, too.
+Requests whose bodies contain these bytes are prepared in the thread pool for images. The body of a request
+without images may contain them, too.
 """
 
 
@@ -56,16 +56,16 @@ class GenerationJob:
 
 
 def check_choices(services: Services, num_prompts: int, n: int) -> None:
-    """Raise if a request has too many choices. Call it before contexts are created, which is expensive.
+    """Raise if a request has too many choices. Call it before creating the contexts of the choices.
 
     Raises:
         RequestProblem: 400; the message names the limit.
     """
     capacity, limit = services.worker.max_outstanding, services.config.max_choices_per_request
-    count = num_prompts * n
-    if limit is not None and count > limit:
+    num_choices = num_prompts * n
+    if limit is not None and num_choices > limit:
         reason = f"a request may have {limit} (--max-choices-per-request)"
-    elif count > capacity:
+    elif num_choices > capacity:
         reason = f"this server accepts {capacity}"
     else:
         return
@@ -82,8 +82,13 @@ class GenerationRun:
 
     The end of the ``async with`` block cancels the choices that still run.
 
+    Args:
+        services: the objects that routes use.
+        record: has the client and session ids. Receives the token counts, times and finish reasons.
+        job: the contexts and decoders of the choices.
+
     Raises:
-        UnavailableError: the worker is not ready, or too many requests are waiting.
+        UnavailableError: the worker is not ready, or the queue is full.
         RequestProblem: 400; the request has more choices than the server accepts.
     """
 
@@ -114,7 +119,7 @@ class GenerationRun:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.finish()
 
@@ -140,10 +145,10 @@ class GenerationRun:
     async def deltas(self) -> AsyncGenerator[tuple[int, ChoiceDelta] | None, None]:
         """Yield (index of the choice, delta) when output arrives.
 
-        Yields None after `stream_ping` seconds without output.
+        Yields None after ``--stream-ping`` seconds without output.
 
         Raises:
-            PenstockError: a choice failed; the other choices are cancelled.
+            PenstockError: a choice failed.
             RequestProblem: 503; a time limit of the server was exceeded.
         """
         merged_deltas = _MergedDeltas(self._generations)
@@ -164,7 +169,7 @@ class GenerationRun:
         """Wait for all choices to finish and return the whole output of each.
 
         Raises:
-            PenstockError: a choice failed; the other choices are cancelled.
+            PenstockError: a choice failed.
             RequestProblem: 503; a time limit of the server was exceeded.
         """
         deltas_by_choice: list[list[ChoiceDelta]] = [[] for _ in self._generations]
@@ -240,9 +245,9 @@ class _MergedDeltas:
                 self._wait_for(index)
         while self._pending_deltas:
             finished_tasks, _ = await asyncio.wait(self._pending_deltas, return_when=asyncio.FIRST_COMPLETED)
-            first = min(finished_tasks, key=self._pending_deltas.__getitem__)
-            index = self._pending_deltas.pop(first)
-            delta = first.result()
+            finished_task = min(finished_tasks, key=self._pending_deltas.__getitem__)
+            index = self._pending_deltas.pop(finished_task)
+            delta = finished_task.result()
             if delta is not None:
                 self._wait_for(index)
                 return index, delta
@@ -260,7 +265,7 @@ class _MergedDeltas:
 
 
 def _joined_delta(deltas: Sequence[ChoiceDelta]) -> ChoiceDelta:
-    """Return the sum of the deltas of one choice."""
+    """Return a delta with the events, tokens and scores of all deltas of one choice."""
     if len(deltas) == 1:
         return deltas[0]
     return ChoiceDelta(
@@ -278,7 +283,8 @@ async def run_in_pool(request: Request, function: Callable[[], T]) -> T:
     pool chosen by their size.
 
     Raises:
-        RequestProblem: 503; a request with images exceeded its time limit.
+        OverloadedError: the request may have images, and too many such requests are being prepared.
+        RequestProblem: 503; the request may have images and exceeded its time limit.
     """
     services, body = Services.of(request), await request.body()
     if getattr(services.tokenizer, "reads_images", False) and _IMAGE_KEY in body:

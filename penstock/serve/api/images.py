@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _NUM_THREADS = 8
-_MAX_ACTIVE = 32
-"""Maximum number of requests with images that are prepared concurrently. It bounds the memory for images."""
+_MAX_ACTIVE_REQUESTS = 32
+"""Maximum number of requests with images that are prepared concurrently. Bounds the memory for images."""
 
 
 class ImageFields(TypedDict, total=False):
@@ -35,8 +35,8 @@ class ImageFields(TypedDict, total=False):
 class ImageRequests:
     """Reads the images of requests, and prepares requests with images in a separate thread pool.
 
-    The preparation waits for the processes that decode images and for image servers. In the thread pool of
-    requests without images, it would delay those requests.
+    A thread that prepares such a request waits for the processes that decode images and for image servers. In
+    the thread pool of requests without images, these waits would delay the requests without images.
 
     Args:
         config: the configuration of the server.
@@ -62,7 +62,7 @@ class ImageRequests:
         Raises:
             OverloadedError: too many requests with images are being prepared.
         """
-        if self._num_active >= _MAX_ACTIVE:
+        if self._num_active >= _MAX_ACTIVE_REQUESTS:
             raise OverloadedError(
                 f"{self._num_active} other requests with images are being prepared: try again later",
                 retry_after=5,
@@ -81,7 +81,9 @@ class ImageRequests:
         self._metrics.images_prepared(time.perf_counter() - begin)
 
     def fields(self, messages: Sequence[Message]) -> ImageFields:
-        """Return the encoded image files of messages and their ``detail`` values. Blocks on files and URLs.
+        """Return the encoded image files of messages and their ``detail`` values.
+
+        Blocks while it reads files and URLs.
 
         Raises:
             InputError: there are too many images, or an image cannot be read.

@@ -1,7 +1,8 @@
 """Encodes JSON documents in parts, so that encoding a long response does not block the event loop.
 
-Encoding a response with many log probabilities takes seconds. The functions here yield its JSON in small
-parts. `collect_parts` and `with_pauses` yield to the event loop after each `SLICE_SECONDS` of encoding.
+Encoding a response with many log probabilities takes seconds. The functions of this module yield the JSON of
+a response in small parts. `collect_parts` and `with_pauses` run the event loop after each `SLICE_SECONDS` of
+encoding.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 SLICE_SECONDS = 0.001
-"""Seconds of encoding after which the event loop runs. Encoding one part takes about this long at most."""
+"""Seconds of encoding after which the event loop runs. Encoding a single part should not take longer."""
 MESSAGE_BYTES = 256 * 1024
-"""Size in bytes at which an ASGI body message is sent. A message exceeds it by less than one part."""
+"""Size in bytes at which an ASGI body message is sent. A message exceeds this size by less than one part."""
 
 encode = msgspec.json.Encoder().encode
 Parts = Iterator[bytes]
@@ -63,24 +64,27 @@ def event_parts(data: Iterable[bytes]) -> Parts:
 
 
 class EncodingTurns:
-    """Makes long responses take turns: between two slices of any responses, the event loop runs once."""
+    """Makes the encoders of long responses take turns.
+
+    The event loop runs once between two slices of encoding, also if these belong to different responses.
+    """
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
 
     async def pause(self) -> None:
-        """Yield to the event loop, then wait for the turns of the responses that paused earlier."""
+        """Wait until the responses that paused earlier continue, then yield to the event loop once."""
         async with self._lock:
             await asyncio.sleep(0)
 
 
 async def collect_parts(parts: Iterable[bytes], turns: EncodingTurns) -> list[bytes]:
-    """Return all parts. Yields to the event loop after each `SLICE_SECONDS` of encoding."""
+    """Return the parts that are not empty. Runs the event loop after each `SLICE_SECONDS` of encoding."""
     return [part async for part in with_pauses(parts, turns)]
 
 
 async def with_pauses(parts: Iterable[bytes], turns: EncodingTurns) -> AsyncGenerator[bytes, None]:
-    """Yield the parts. Yields to the event loop after each `SLICE_SECONDS` of encoding."""
+    """Yield the parts that are not empty. Runs the event loop after each `SLICE_SECONDS` of encoding."""
     begin = time.perf_counter()
     for part in parts:
         if part:
@@ -115,13 +119,14 @@ class JsonResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the document."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        message: list[bytes] = []
-        size = 0
+        pending_parts: list[bytes] = []
+        num_bytes = 0
         for part in self._parts:
-            message.append(part)
-            size += len(part)
-            if size >= MESSAGE_BYTES:
-                await send({"type": "http.response.body", "body": b"".join(message), "more_body": True})
+            pending_parts.append(part)
+            num_bytes += len(part)
+            if num_bytes >= MESSAGE_BYTES:
+                body = b"".join(pending_parts)
+                await send({"type": "http.response.body", "body": body, "more_body": True})
                 await asyncio.sleep(0)  # send() yields to the event loop only if the client reads slowly
-                message, size = [], 0
-        await send({"type": "http.response.body", "body": b"".join(message), "more_body": False})
+                pending_parts, num_bytes = [], 0
+        await send({"type": "http.response.body", "body": b"".join(pending_parts), "more_body": False})

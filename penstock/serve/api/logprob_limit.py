@@ -17,7 +17,6 @@ def num_top_logprobs(body: GenerationBody, num_top: int | None) -> int:
 
     The number is at least 1 if the response has log probabilities, otherwise 0.
 
-
     Args:
         body: the request. Its ``prompt_logprobs`` is the number of top tokens per prompt token, or None.
         num_top: number of top tokens per generated token; None if the response has no log probabilities of
@@ -47,7 +46,7 @@ def num_prompt_logprobs(
 def without_prompt_logprobs(context: TextContext, *, has_logprobs: bool) -> TextContext:
     """Return a copy of a context without log probabilities of the prompt.
 
-    Used for all choices of a prompt except the first one, which computes them.
+    The first choice of a prompt computes these log probabilities. The other choices use the copy.
 
     Args:
         context: a context that has not started.
@@ -58,22 +57,24 @@ def without_prompt_logprobs(context: TextContext, *, has_logprobs: bool) -> Text
 
 
 def with_bounded_output(
-    services: Services, context: TextContext, num_choices: int, *, num_top: int, prompt_count: int = 0
+    services: Services, context: TextContext, num_choices: int, *, num_top: int, prompt_logprob_count: int = 0
 ) -> TextContext:
     """Return a copy of a context whose maximum length keeps the log probabilities within the limit.
 
     Used for requests without an output limit. Output that reaches the maximum length has the finish reason
-    ``length``. The context is returned unchanged if its maximum length is within the limit already, or if not
-    even one token fits. In the second case, `check_num_logprobs` raises.
+    ``length``. Returns the context unchanged if its maximum length is within the limit already. Also returns
+    it unchanged if the limit leaves no room for a single token; `check_num_logprobs` then raises.
 
     Args:
         services: its configuration has the limit.
         context: the context of the request.
         num_choices: the number of choices.
         num_top: number of top tokens per generated token.
-        prompt_count: number of log probabilities of the prompt in the response.
+        prompt_logprob_count: number of log probabilities of the prompt in the response.
     """
-    max_tokens = (services.config.max_logprobs_per_request - prompt_count) // (num_choices * (num_top + 1))
+    max_tokens = (services.config.max_logprobs_per_request - prompt_logprob_count) // (
+        num_choices * (num_top + 1)
+    )
     length = len(context.prompt_tokens) + max_tokens
     if max_tokens < 1 or length >= context.max_length:
         return context
@@ -85,7 +86,7 @@ def check_num_logprobs(
     contexts: Sequence[TextContext],
     *,
     num_top: int | None,
-    prompt_count: int = 0,
+    prompt_logprob_count: int = 0,
     param: str,
 ) -> None:
     """Raise if the response could have more log probabilities than ``--max-logprobs-per-request``.
@@ -95,25 +96,25 @@ def check_num_logprobs(
         contexts: one context per choice. Each context may generate up to its maximum length.
         num_top: number of top tokens per generated token; None if the response has no log
             probabilities of generated tokens.
-        prompt_count: number of log probabilities of all prompts in the response.
+        prompt_logprob_count: number of log probabilities of all prompts in the response.
         param: the field that the error names.
 
     Raises:
-        RequestProblem: 400; the message has the possible number and the limit.
+        RequestProblem: 400; the message has the largest possible number and the limit.
     """
     limit = services.config.max_logprobs_per_request
     lengths = [context.max_length - len(context.prompt_tokens) for context in contexts]
-    count = prompt_count + (0 if num_top is None else sum(lengths) * (num_top + 1))
-    if count <= limit:
+    max_count = prompt_logprob_count + (0 if num_top is None else sum(lengths) * (num_top + 1))
+    if max_count <= limit:
         return
     terms = []
     if num_top is not None:
         terms.append(f"{len(lengths)} choice(s) x {max(lengths)} tokens x {num_top + 1}")
-    if prompt_count:
-        terms.append(f"{prompt_count} of the prompt")
+    if prompt_logprob_count:
+        terms.append(f"{prompt_logprob_count} of the prompt")
     raise RequestProblem(
         400,
-        f"the response could have {count} log probabilities ({' + '.join(terms)}), "
+        f"the response could have {max_count} log probabilities ({' + '.join(terms)}), "
         f"but this server sends at most {limit} in one response: lower n, max_tokens or {param}, "
         "shorten the prompt, or raise --max-logprobs-per-request",
         param=param,

@@ -36,8 +36,8 @@ class Model(BaseModel):
     input_modalities: list[str]
     """The content types of messages: ``text``, and ``image`` if the model reads images."""
     outputs: list[str]
-    """The outputs that a request to an embeddings model may choose, starting with the default. Empty if the
-    model is not loaded."""
+    """The outputs that a request to an embeddings model may choose, the default first. Empty for other
+    models, and if the model is not loaded."""
 
 
 class ModelList(BaseModel):
@@ -78,7 +78,7 @@ def requested_adapter(services: Services, model: str) -> str | None:
 def system_fingerprint(services: Services) -> str:
     """Return a fingerprint of the version of Penstock, the model, its revision and its encoding.
 
-    The output for a fixed seed may change with each of them.
+    If one of them changes, the output for a fixed seed may change.
     """
     model = services.pipeline_config.model
     parts = (__version__, model.model_path, model.revision, model.quantization_encoding or "")

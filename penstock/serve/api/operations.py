@@ -22,7 +22,7 @@ class ServerLoad(BaseModel):
     """The load of the server."""
 
     server_load: int
-    """Number of admitted requests that have not finished."""
+    """Number of requests that the server has accepted and that have not finished."""
 
 
 class Version(BaseModel):

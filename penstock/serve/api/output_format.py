@@ -17,8 +17,8 @@ def output_grammar(services: Services, body: GenerationBody) -> tuple[Grammar, s
     """Return the grammar that a request sets, and the name of the field; None if it sets no grammar.
 
     Raises:
-        RequestProblem: 400; two fields set a format, a format is invalid, or longer than
-            ``--max-grammar-size``, or a schema has a keyword that grammars do not support.
+        RequestProblem: 400; two fields set a format, or the format is invalid, results in a grammar with more
+            characters than ``--max-grammar-size``, or is a schema with an unsupported keyword.
     """
     formats = []
     if body.response_format is not None and body.response_format.type != "text":
@@ -38,8 +38,8 @@ def output_grammar(services: Services, body: GenerationBody) -> tuple[Grammar, s
     return None
 
 
-def check_enabled(services: Services, body: GenerationBody, param: str) -> None:
-    """Raise if the worker has no grammar back end, or if ``ignore_eos`` would make the output endless.
+def check_grammars_enabled(services: Services, body: GenerationBody, param: str) -> None:
+    """Raise if the worker has no grammar back end, or if ``ignore_eos`` is set without ``stop_token_ids``.
 
     Raises:
         RequestProblem: 400; the message names the field.
@@ -54,24 +54,25 @@ def check_enabled(services: Services, body: GenerationBody, param: str) -> None:
     if body.ignore_eos and not body.stop_token_ids:
         raise RequestProblem(
             400,
-            f"with {param} the output ends with its format: omit ignore_eos, or send stop_token_ids",
+            f"with {param} the output ends when its format is complete: "
+            "omit ignore_eos, or send stop_token_ids",
             param="ignore_eos",
         )
 
 
-def check_tools(services: Services, body: ChatBody, names: Container[str]) -> None:
-    """Raise if the parameter schema of a tool cannot be translated to a grammar.
+def check_tools(services: Services, body: ChatBody, tool_names: Container[str]) -> None:
+    """Raise if the parameter schema of a tool is too long or cannot be translated to a grammar.
 
     Args:
         services: the objects that routes use.
         body: the request.
-        names: the names of tools whose calls must match their schemas.
+        tool_names: the names of tools whose calls must match their schemas.
 
     Raises:
         RequestProblem: 400; the message names the tool.
     """
     for index, tool in enumerate(body.tools or ()):
-        if tool.function.name in names and tool.function.parameters is not None:
+        if tool.function.name in tool_names and tool.function.parameters is not None:
             field_path = f"tools[{index}].function.parameters"
             _check_size(services, len(json.dumps(tool.function.parameters, ensure_ascii=False)), field_path)
             with map_input_errors(field_path):
@@ -79,7 +80,7 @@ def check_tools(services: Services, body: ChatBody, names: Container[str]) -> No
 
 
 def checked_grammar(services: Services, grammar: Grammar | None, field_path: str) -> Grammar | None:
-    """Validate and return a grammar that combines validated grammars, such as of tools; None for None.
+    """Validate and return a grammar that was combined from several grammars. Returns None for None.
 
     Raises:
         RequestProblem: 400; the combined grammar is too large or has an invalid reference.
@@ -88,7 +89,7 @@ def checked_grammar(services: Services, grammar: Grammar | None, field_path: str
 
 
 def _response_format_grammar(response_format: ResponseFormat) -> tuple[Grammar, str]:
-    """Return the grammar, which is not validated, and the field that contains its text."""
+    """Return the grammar, not yet validated, and the request field that sets it."""
     if response_format.type == "json_object":
         return Grammar("json_object"), "response_format"
     if response_format.type == "structural_tag":
@@ -192,16 +193,16 @@ def _validated_grammar(services: Services, grammar: Grammar, field_path: str) ->
     return grammar
 
 
-def _check_size(services: Services, size: int, field_path: str) -> None:
+def _check_size(services: Services, num_characters: int, field_path: str) -> None:
     """Raise if a grammar has more characters than ``--max-grammar-size``.
 
     Call it before the grammar is parsed, because parsing a large grammar is slow.
     """
     limit = services.pipeline_config.structured_output.max_size
-    if size > limit:
+    if num_characters > limit:
         raise RequestProblem(
             400,
-            f"{field_path} results in a grammar of {size} characters, but the maximum is {limit}: "
+            f"{field_path} results in a grammar of {num_characters} characters, but the maximum is {limit}: "
             "shorten it, or raise --max-grammar-size",
             param=field_path,
         )

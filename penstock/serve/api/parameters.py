@@ -4,10 +4,10 @@ No field is ignored silently:
 
 - A supported field is declared in the schema of the body.
 - A field of `LOGGED_FIELDS` is written to the log and has no effect on the response.
-- An unsupported field is in `UNSUPPORTED` or in the schema's ``unsupported``, with its accepted values. These
-  values and null request the server's normal behaviour. Any other value is refused.
+- An unsupported field is in `UNSUPPORTED` or in the schema's ``unsupported``, with accepted values or with
+  `RefusedField.accepts_all`. Accepted values and null have no effect. Any other value is refused.
 - Any other field is unknown and is refused, unless the object has open fields. With ``--unknown-fields warn``
-  it is logged and dropped.
+  it is logged and ignored.
 """
 
 from __future__ import annotations
@@ -150,19 +150,17 @@ UNSUPPORTED: Mapping[type[RequestBody], Mapping[str, RefusedField]] = {
 }
 
 
-def unsupported_fields(kind: type[RequestBody]) -> Mapping[str, RefusedField]:
-    """Return the unsupported fields of a schema by name."""
-    return UNSUPPORTED.get(kind) or kind.unsupported
+def unsupported_fields(body_type: type[RequestBody]) -> Mapping[str, RefusedField]:
+    """Return name -> `RefusedField` for the unsupported fields of a schema."""
+    return UNSUPPORTED.get(body_type) or body_type.unsupported
 
 
 @dataclass(frozen=True)
 class UnknownFields:
-    """Checks the fields of requests that their schemas do not declare.
-
-    Refuses unknown fields, or logs and drops them (``--unknown-fields``).
-    """
+    """Checks the fields of a request that its schema does not declare (``--unknown-fields``)."""
 
     refuse: bool
+    """Whether unknown fields are refused. Otherwise they are logged and ignored."""
     log: logging.Logger
 
     def check(self, body: RequestBody, field_path: str = "") -> None:
@@ -171,13 +169,13 @@ class UnknownFields:
         Raises:
             RequestProblem: 400; the message names the field.
         """
-        table = unsupported_fields(type(body))
+        unsupported = unsupported_fields(type(body))
         for name, value in (body.model_extra or {}).items():
-            if value is None and name in table:
+            if value is None and name in unsupported:
                 continue
             param = f"{field_path}.{name}" if field_path else name
-            if name in table:
-                _check_value(param, value, table[name])
+            if name in unsupported:
+                _check_value(param, value, unsupported[name])
             elif not body.has_open_fields:
                 self._report_unknown(body, name, param)
         for name in body.model_fields_set:
@@ -197,7 +195,7 @@ class UnknownFields:
         name, param = name[:_MAX_NAME_LENGTH], param[: 2 * _MAX_NAME_LENGTH]
         fields = type(body).model_fields.items()
         known_names = [
-            *(field.alias or client_param for client_param, field in fields),
+            *(field.alias or field_name for field_name, field in fields),
             *unsupported_fields(type(body)),
         ]
         nearest = get_close_matches(name, known_names, n=1, cutoff=0.7)
@@ -301,7 +299,7 @@ def check_combinations(body: GenerationBody) -> None:
 
 
 def sampling_params(
-    body: GenerationBody, config: PipelineConfig, *, tokenizer: TextTokenizer, default_limit: int | None
+    body: GenerationBody, config: PipelineConfig, *, tokenizer: TextTokenizer, default_max_tokens: int | None
 ) -> SamplingParams:
     """Return the sampling parameters of a request.
 
@@ -309,7 +307,8 @@ def sampling_params(
         body: the request.
         config: provides the values of absent parameters, and a random seed if the seed is absent.
         tokenizer: encodes bad words. Token ids must be less than its ``vocab_size``.
-        default_limit: the output limit of a request without ``max_tokens``; None for the limit of the model.
+        default_max_tokens: the output limit of a request without ``max_tokens``; None for the limit of the
+            model.
 
     Raises:
         RequestProblem: 400; the message names the invalid field.
@@ -323,7 +322,7 @@ def sampling_params(
         "frequency_penalty": body.frequency_penalty,
         "presence_penalty": body.presence_penalty,
         "repetition_penalty": repetition_penalty(body),
-        "max_new_tokens": default_limit if limit is None else limit,
+        "max_new_tokens": default_max_tokens if limit is None else limit,
         "min_new_tokens": body.min_tokens,
         "ignore_eos": body.ignore_eos,
         "seed": body.seed,
@@ -363,9 +362,10 @@ def _checked_ids(param: str, ids: list[int] | None, vocab_size: int) -> list[int
     return ids
 
 
-def accepted_values(kind: type[RequestBody]) -> dict[str, dict[str, object]]:
-    """Return the name of each unsupported field of a body -> the JSON schema of its accepted values."""
-    table = unsupported_fields(kind)
+def accepted_values(body_type: type[RequestBody]) -> dict[str, dict[str, object]]:
+    """Return name -> JSON schema of the accepted values for the unsupported fields of a body."""
+    unsupported = unsupported_fields(body_type)
     return {
-        name: {} if field.accepts_all else {"enum": [None, *field.accepted]} for name, field in table.items()
+        name: {} if field.accepts_all else {"enum": [None, *field.accepted]}
+        for name, field in unsupported.items()
     }

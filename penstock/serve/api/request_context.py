@@ -41,8 +41,8 @@ def request_context(
     param: str,
     adapter: str | None,
     num_top: int | None,
-    echo: bool,
-    default_limit: int | None = None,
+    has_prompt_logprobs: bool,
+    default_max_tokens: int | None = None,
     **prompt: Unpack[PromptFields],
 ) -> TextContext:
     """Return the context of one prompt of a request.
@@ -58,8 +58,9 @@ def request_context(
         adapter: the name of the adapter; None for the model itself.
         num_top: number of top tokens per generated token; None if the response has no log
             probabilities of generated tokens.
-        echo: whether log probabilities of the prompt are computed.
-        default_limit: the output limit of a request without ``max_tokens``; None for the limit of the model.
+        has_prompt_logprobs: whether log probabilities of the prompt are computed.
+        default_max_tokens: the output limit of a request without ``max_tokens``; None for the limit of the
+            model.
         **prompt: ``prompt``, or ``messages``, ``tools`` and ``chat_template_options``, and images.
 
     Raises:
@@ -71,9 +72,9 @@ def request_context(
         index,
         body.model,
         logprobs=num_top_logprobs(body, num_top),
-        echo=echo,
+        echo=has_prompt_logprobs,
         sampling_params=sampling_params(
-            body, services.pipeline_config, tokenizer=tokenizer, default_limit=default_limit
+            body, services.pipeline_config, tokenizer=tokenizer, default_max_tokens=default_max_tokens
         ),
         adapter=adapter,
         cache_salt=body.cache_salt,
@@ -94,7 +95,7 @@ def contexts_for_choices(
     Args:
         context: the context of the prompt.
         body: the request.
-        has_logprobs: whether generated tokens have log probabilities.
+        has_logprobs: whether the response has log probabilities of generated tokens.
     """
     first_context, *other_contexts = choice_contexts(context, body.n or 1)
     if not body.stream:
@@ -105,32 +106,36 @@ def contexts_for_choices(
     return [first_context, *other_contexts]
 
 
-def build_context(tokenizer: TextTokenizer, request: TokenGeneratorRequest, limit: int | None) -> TextContext:
-    """Return the context of a request with the prompt truncated to its last `limit` tokens.
+def build_context(
+    tokenizer: TextTokenizer, request: TokenGeneratorRequest, max_prompt_tokens: int | None
+) -> TextContext:
+    """Return the context of a request with the prompt truncated to its last `max_prompt_tokens` tokens.
 
-    A BOS token stays at the beginning of a truncated prompt. The context has no stop strings in the form of
-    tokens, because `ChoiceDecoder` matches stop strings in the text.
+    If at least two tokens are kept, a BOS token stays at the beginning of a truncated prompt. The context
+    has no token sequences for stop strings, because `ChoiceDecoder` matches stop strings in the text.
 
     Args:
         tokenizer: the tokenizer of the model.
         request: a request with a prompt or messages.
-        limit: number of prompt tokens to keep. None keeps all. -1 keeps as many as the maximum length minus
-            the output limit, or minus 1 without an output limit.
+        max_prompt_tokens: number of prompt tokens to keep, including the BOS token. None keeps all. -1 keeps
+            the maximum length minus the output limit, or minus 1 without an output limit.
 
     Raises:
         InputError: see `TextTokenizer.build_context`.
     """
-    if limit is None:
+    if max_prompt_tokens is None:
         return tokenizer.build_context(request, stops_as_tokens=False)
     text, token_ids = tokenizer.encode_request_prompt(request)
     tokens: list[int] = token_ids.tolist()
-    if limit == -1:
+    if max_prompt_tokens == -1:
         max_new_tokens = request.sampling_params.max_new_tokens
         max_length = len(tokens) if tokenizer.max_length is None else tokenizer.max_length
-        limit = max(1, max_length - (1 if max_new_tokens is None else max_new_tokens))
-    if len(tokens) > limit:
-        keeps_bos = limit > 1 and tokens[0] == _bos_id(tokenizer)
-        tokens = [tokens[0], *tokens[1 - limit :]] if keeps_bos else tokens[len(tokens) - limit :]
+        max_prompt_tokens = max(1, max_length - (1 if max_new_tokens is None else max_new_tokens))
+    if len(tokens) > max_prompt_tokens:
+        if max_prompt_tokens > 1 and tokens[0] == _bos_id(tokenizer):
+            tokens = [tokens[0], *tokens[1 - max_prompt_tokens :]]
+        else:
+            tokens = tokens[len(tokens) - max_prompt_tokens :]
         is_chat = request.messages is not None
         text = tokenizer.decode_ids(tokens, skip_special_tokens=False) if is_chat else None
     token_request = replace(request, prompt=tokens, messages=None, tools=None, chat_template_options=None)

@@ -10,7 +10,7 @@ from penstock.pipelines.core.embeddings import EmbeddingsFields
 from penstock.serve.api.embedding_requests import (
     EncodedInputs,
     ModelInput,
-    check_count,
+    check_num_inputs,
     embeddings_tokenizer,
     encode_inputs,
     read_body,
@@ -55,7 +55,7 @@ async def _rerank(request: Request, version: str) -> Response:
     texts = [document if isinstance(document, str) else document.text for document in body.documents]
     if not texts:
         raise RequestProblem(400, "documents is an empty list: send at least one document", param="documents")
-    check_count(services, len(texts), "documents")
+    check_num_inputs(services, len(texts), "documents")
     with map_input_errors("activation"):
         scoring = PairScoring(
             [body.query] * len(texts),
@@ -78,7 +78,7 @@ async def _rerank(request: Request, version: str) -> Response:
 def _inputs(
     services: Services, body: RerankBody, scoring: PairScoring, texts: Sequence[str]
 ) -> list[ModelInput]:
-    """Return the inputs of the model. Documents are cut to ``max_tokens_per_doc``."""
+    """Return the inputs of the model. Each document is cut to ``max_tokens_per_doc`` tokens, if it is set."""
     limit, tokenizer = body.max_tokens_per_doc, embeddings_tokenizer(services)
     inputs = []
     for pair_input in scoring.inputs:

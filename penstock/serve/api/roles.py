@@ -18,11 +18,11 @@ def check_roles(
     tools: Sequence[Mapping[str, object]] | None,
     options: Mapping[str, object],
 ) -> None:
-    """Raise if the chat template omits the messages of a role from the prompt, or a role has a special token.
+    """Raise if the chat template omits messages of a role, or if the name of a role contains a special token.
 
-    Some templates raise an error for an unknown role. Other templates silently skip the message. To detect
-    skipped messages, the template is rendered with unique markers in place of their contents. Standard roles
-    are not checked. Does nothing without a chat template.
+    Checks only roles outside `STANDARD_ROLES`. Some templates raise an error for an unknown role. Other
+    templates silently skip the message. To detect skipped messages, this function renders the template with a
+    unique marker as the content of each checked message. Does nothing without a chat template.
 
     Args:
         messages: the messages for the template.

@@ -1,8 +1,8 @@
 """The schemas of request bodies, with the field names of the OpenAI API.
 
 A class declares the supported fields and the fields that are only logged. `penstock.serve.api.parameters`
-lists the unsupported fields of OpenAI's and other servers. If a field may be ``null``, this means an absent
-field.
+lists the unsupported fields of OpenAI's API and of other servers. A field with the value ``null`` counts as
+absent.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 2048
-"""Maximum total length of the stop strings. It bounds the time that matching takes for each token."""
+"""Maximum total length of the stop strings. Bounds the time that matching takes for each token."""
 MAX_LABEL_LENGTH = 512
 """Maximum length of a logged field in characters. OpenAI has the same limit for values of ``metadata``."""
-MAX_METADATA = 16
-MAX_ROLE = 64
+MAX_METADATA_ENTRIES = 16
+MAX_ROLE_LENGTH = 64
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARACTERS = 16_384
-"""Maximum total length of the bad words."""
+"""Maximum total length of the bad words of a request."""
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Label = Annotated[str, Field(max_length=MAX_LABEL_LENGTH)]
@@ -68,7 +68,7 @@ class ImageUrl(RequestBody):
     """An image in a message."""
 
     url: str
-    """A ``data:`` URL. An ``https:`` or ``file:`` URL is accepted if the server allows it."""
+    """A ``data:`` URL. The server may also allow ``https:``, ``http:`` and ``file:`` URLs."""
     detail: str | None = None
     """The requested resolution: ``auto``, or another value that the model supports."""
 
@@ -100,7 +100,7 @@ class ContentPart(RequestBody):
 class ChatMessage(RequestBody):
     """A message of a conversation."""
 
-    role: Annotated[str, Field(min_length=1, max_length=MAX_ROLE)]
+    role: Annotated[str, Field(min_length=1, max_length=MAX_ROLE_LENGTH)]
     """A standard role, or a model-specific role that the chat template supports, such as ``ipython``."""
     content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
     """None and an empty list mean an empty text."""
@@ -172,7 +172,7 @@ class JsonSchema(RequestBody):
     description: str | None = None
     schema_: dict[str, object] | bool | None = Field(None, alias="schema")
     strict: bool | None = None
-    """Has no effect, because the output always matches the schema."""
+    """Has no effect, because the output is always constrained to the schema."""
 
     @property
     def is_plain_schema(self) -> bool:
@@ -214,7 +214,7 @@ class StreamOptions(RequestBody):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    """Adds the usage up to the chunk to every chunk. Implies ``include_usage`` unless that is false."""
+    """Adds the usage up to the chunk to every chunk. Sets ``include_usage`` if that field is absent."""
 
 
 class GenerationBody(RequestBody):
@@ -253,7 +253,7 @@ class GenerationBody(RequestBody):
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     """Number of top tokens per prompt token."""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
-    """Number of prompt tokens to keep, from the end; -1 keeps as many as the maximum length allows."""
+    """Number of last prompt tokens to keep; -1 keeps the maximum length minus ``max_tokens``."""
     bad_words: Annotated[Texts, Field(max_length=MAX_BAD_WORDS)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -269,7 +269,7 @@ class GenerationBody(RequestBody):
 
     # Fields that are only logged.
     user: Label | None = None
-    metadata: Annotated[dict[Label, Label], Field(max_length=MAX_METADATA)] | None = None
+    metadata: Annotated[dict[Label, Label], Field(max_length=MAX_METADATA_ENTRIES)] | None = None
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
 
@@ -316,19 +316,20 @@ class GenerationBody(RequestBody):
     def _check_bad_words(cls, words: list[str] | None) -> list[str] | None:
         if any(not word.strip() for word in words or ()):
             raise ValueError("a bad word is empty: omit it")
-        size = sum(map(len, words or ()))
-        if size > MAX_BAD_WORD_CHARACTERS:
+        length = sum(map(len, words or ()))
+        if length > MAX_BAD_WORD_CHARACTERS:
             raise ValueError(
-                f"the bad words have {size} characters; the maximum is {MAX_BAD_WORD_CHARACTERS}: send fewer"
+                f"the bad words have {length} characters; "
+                f"the maximum is {MAX_BAD_WORD_CHARACTERS}: send fewer"
             )
         return words
 
     @field_validator("truncate_prompt_tokens")
     @classmethod
-    def _reject_zero(cls, count: int | None) -> int | None:
-        if count == 0:
+    def _reject_zero(cls, num_tokens: int | None) -> int | None:
+        if num_tokens == 0:
             raise ValueError("0 leaves an empty prompt: send at least 1, or -1 for the maximum length")
-        return count
+        return num_tokens
 
 
 class ChatBody(GenerationBody):

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 
 from penstock.serve.api.embedding_requests import (
     ModelInput,
-    check_count,
+    check_num_inputs,
     embeddings_tokenizer,
     encode_inputs,
     read_body,
@@ -35,7 +35,7 @@ async def score(request: Request) -> Response:
     services = Services.of(request)
     body = await read_body(request, ScoreBody)
     queries, texts = _pairs(body)
-    check_count(services, len(texts), "text_2" if len(texts) > 1 else "text_1")
+    check_num_inputs(services, len(texts), "text_2" if len(texts) > 1 else "text_1")
     with map_input_errors("activation"):
         scoring = PairScoring(
             queries,

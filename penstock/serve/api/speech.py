@@ -86,9 +86,9 @@ async def list_voices(request: Request) -> dict[str, object]:
     trained_voices = [
         name for name in _speech_tokenizer(services).speech_format.voices if name not in cloned_voices
     ]
-    kinds = {**dict.fromkeys(cloned_voices, "imitated"), **dict.fromkeys(trained_voices, "trained")}
-    data = [{"id": name, "object": "voice", "type": kind} for name, kind in kinds.items()]
-    return {"object": "list", "data": data, "voices": [*kinds]}
+    voice_types = {**dict.fromkeys(cloned_voices, "imitated"), **dict.fromkeys(trained_voices, "trained")}
+    data = [{"id": name, "object": "voice", "type": voice_type} for name, voice_type in voice_types.items()]
+    return {"object": "list", "data": data, "voices": [*voice_types]}
 
 
 class _SpeechResponse:

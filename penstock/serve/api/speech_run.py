@@ -23,7 +23,8 @@ class SpeechRun:
 
     Args:
         services: the objects that routes use.
-        record: receives the ids, token counts, time of admission, audio duration and finish reason.
+        record: has the client and session ids. Receives the token counts, the time of admission, the audio
+            duration and the finish reason.
         contexts: one context for each part of the text.
 
     Raises:
@@ -37,8 +38,8 @@ class SpeechRun:
         self._ping_seconds = services.config.stream_ping
         self._contexts = contexts
         self._generations: list[Generation] = []
-        self._num_tokens = [0] * len(contexts)
-        self._cached_tokens = [0] * len(contexts)
+        self._num_tokens_by_part = [0] * len(contexts)
+        self._num_cached_by_part = [0] * len(contexts)
         self.is_truncated = False
         """Whether the speech of a part was cut at the maximum length."""
         record.prompt_tokens = sum(len(context.prompt_tokens) for context in contexts)
@@ -47,7 +48,7 @@ class SpeechRun:
     @property
     def usage(self) -> dict[str, int]:
         """OpenAI's ``usage`` object for speech."""
-        prompt_tokens, speech_tokens = self._record.prompt_tokens, sum(self._num_tokens)
+        prompt_tokens, speech_tokens = self._record.prompt_tokens, sum(self._num_tokens_by_part)
         return {
             "input_tokens": prompt_tokens,
             "output_tokens": speech_tokens,
@@ -60,10 +61,10 @@ class SpeechRun:
             generation.cancel()
 
     def finish(self) -> None:
-        """Cancel the running parts and write the token counts into the request record."""
+        """Cancel the running parts and write the number of tokens into the request record."""
         self.cancel()
-        self._record.completion_tokens = sum(self._num_tokens)
-        self._record.cached_tokens = sum(self._cached_tokens)
+        self._record.completion_tokens = sum(self._num_tokens_by_part)
+        self._record.cached_tokens = sum(self._num_cached_by_part)
 
     async def admitted(self) -> None:
         """Wait until the scheduler has admitted the first part.
@@ -76,7 +77,7 @@ class SpeechRun:
         self._record.admitted()
 
     async def chunks(self) -> AsyncGenerator[npt.NDArray[np.float32] | None, None]:
-        """Yield the samples when they arrive. Yield None after `stream_ping` seconds without output.
+        """Yield the samples when they arrive. Yield None after ``--stream-ping`` seconds without output.
 
         Raises:
             PenstockError: a part failed, or was refused.
@@ -95,9 +96,11 @@ class SpeechRun:
                         if delta is None:
                             yield None
                             continue
-                        self._record.tokens(delta.num_tokens - self._num_tokens[index], index)
-                        self._num_tokens[index] = max(delta.num_tokens, self._num_tokens[index])
-                        self._cached_tokens[index] = delta.num_cached_tokens
+                        self._record.tokens(delta.num_tokens - self._num_tokens_by_part[index], index)
+                        self._num_tokens_by_part[index] = max(
+                            delta.num_tokens, self._num_tokens_by_part[index]
+                        )
+                        self._num_cached_by_part[index] = delta.num_cached_tokens
                         self.is_truncated |= delta.status.value == "maximum_length"
                         if delta.audio:
                             if index + 1 == len(self._generations) < len(self._contexts):

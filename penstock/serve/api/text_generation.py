@@ -41,7 +41,7 @@ class ChoiceResponseBuilder(Protocol):
         ...
 
     def begin(self) -> bytes:
-        """Return the events before the first delta."""
+        """Return the events before the first delta. May be empty."""
         ...
 
     def events(self, index: int, delta: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
@@ -53,7 +53,10 @@ class ChoiceResponseBuilder(Protocol):
         ...
 
     def ping(self) -> bytes:
-        """Return the event that is sent during a pause, so that proxies do not close the connection."""
+        """Return the bytes that are sent during a pause, so that proxies do not close the connection.
+
+        Empty if the format of the stream has no such bytes.
+        """
         ...
 
     def error(self, problem: Problem) -> bytes:
@@ -79,23 +82,23 @@ class ChoiceRun(Protocol):
     async def __aenter__(self) -> Self: ...
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
 
-def checked_body(services: Services, kind: type[Body], raw: object) -> Body:
+def checked_body(services: Services, body_type: type[Body], raw: object) -> Body:
     """Validate a request body, including its unknown and unsupported fields, and return it.
 
-    If ``model`` is absent, it is set to the served model.
+    If ``model`` is absent and optional in the schema, it is set to the served model.
 
     Raises:
         RequestProblem: 400; the message names the invalid field.
     """
-    model = kind.model_fields.get("model")
-    has_default = model is not None and model.default == ""
-    if has_default and isinstance(raw, dict) and raw.get("model") is None:
+    model_field = body_type.model_fields.get("model")
+    is_optional = model_field is not None and model_field.default == ""
+    if is_optional and isinstance(raw, dict) and raw.get("model") is None:
         raw = {**raw, "model": services.model_name}
-    body = validated(kind, raw)
+    body = validated(body_type, raw)
     UnknownFields(services.config.unknown_fields == "error", services.log).check(body)
     if isinstance(body, GenerationBody):
         check_combinations(body)
@@ -137,8 +140,8 @@ async def answer_request(
 ) -> Response:
     """Run the choices of a request and return the HTTP response.
 
-    The response headers are sent after all choices have been admitted. If the scheduler refuses a choice, the
-    response therefore has an error status, and not an error event in a stream with status 200.
+    The headers of a stream are sent after ``run.admitted()`` has returned. If the scheduler refuses a choice,
+    the response therefore has an error status, and not an error event in a stream with status 200.
 
     Args:
         request: the HTTP request.

@@ -1,4 +1,4 @@
-"""A cache of JSON fragments of tokens. A response with log probabilities mostly consists of these."""
+"""A cache of JSON fragments of tokens. Responses with log probabilities mostly consist of such fragments."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ NumberTemplate: TypeAlias = tuple[bytes, bytes, bytes]
 
 
 class Fragments(dict[int, T]):
-    """A dict that maps token ids to the results of `make`. It calls `make` once per token id."""
+    """A dict: token id -> result of `make_fragment`, which it calls when a token id is first used."""
 
-    def __init__(self, make: Callable[[int], T]) -> None:
+    def __init__(self, make_fragment: Callable[[int], T]) -> None:
         super().__init__()
-        self._make = make
+        self._make_fragment = make_fragment
 
     def __missing__(self, token_id: int) -> T:
-        fragment = self[token_id] = self._make(token_id)
+        fragment = self[token_id] = self._make_fragment(token_id)
         return fragment
 
 
@@ -62,7 +62,7 @@ class TokenFragments:
         return len(self.chat_entries) + len(self.completion_keys) + len(self.prompt_entries)
 
     def text(self, token_id: int) -> str:
-        """Return the text of a token for the log probabilities of a completion.
+        """Return the text of a token for log probabilities of completions; ``token_id:17`` with `as_ids`.
 
         If the bytes of a token are not valid UTF-8, the text is, for example, ``bytes:\\xe2\\x80``, as in
         OpenAI's API. Two such tokens therefore have different texts.
@@ -99,12 +99,12 @@ class NumberWriter:
     One call encodes all numbers of a part, because one call per number takes longer.
 
     Args:
-        fragments: the cache of JSON fragments. Tokens that are new in the cache have an additional cost.
+        fragments: the cache of JSON fragments. Its size shows how many new tokens a part has, see `MAX_COST`.
     """
 
     def __init__(self, fragments: TokenFragments) -> None:
         self._fragments = fragments
-        self._num_cached = fragments.num_cached
+        self._num_cached_before_part = fragments.num_cached
         self._json_parts: list[bytes] = []
         self._values: list[float] = []
 
@@ -133,15 +133,15 @@ class NumberWriter:
     @property
     def is_full(self) -> bool:
         """Whether the current part has reached the maximum cost."""
-        num_new = self._fragments.num_cached - self._num_cached
-        return len(self._values) + UNCACHED_TOKEN_COST * num_new >= MAX_COST
+        num_new_fragments = self._fragments.num_cached - self._num_cached_before_part
+        return len(self._values) + UNCACHED_TOKEN_COST * num_new_fragments >= MAX_COST
 
     def part(self) -> bytes:
         """Return the JSON that was added since the last call."""
         self._json_parts[1::3] = encoded_numbers(self._values)
         data = b"".join(self._json_parts)
         self._json_parts, self._values = [], []
-        self._num_cached = self._fragments.num_cached
+        self._num_cached_before_part = self._fragments.num_cached
         return data
 
 

@@ -42,8 +42,8 @@ class ChatScores:
         for score in scores:
             prefix, _, suffix = entries[score.token_id]
             ids, values = best_tokens(score.top, self._num_top)
-            number = prefix, b"", suffix[:-1] + b',"top_logprobs":['
-            writer.add_row(separator, [number], [score.logprob], b"" if ids else b"]}")
+            template = prefix, b"", suffix[:-1] + b',"top_logprobs":['
+            writer.add_row(separator, [template], [score.logprob], b"" if ids else b"]}")
             if ids:
                 writer.add_row(b"", map(entries.__getitem__, ids), values, b"]}")
             separator = b","
@@ -54,7 +54,9 @@ class ChatScores:
 
 
 class CompletionScores:
-    """Encodes ``logprobs`` of completions: lists with one entry per token, and top tokens by their text.
+    """Encodes ``logprobs`` of completions: lists with one entry per token.
+
+    An entry of ``top_logprobs`` is an object: text of a top token -> log probability.
 
     Args:
         tokenizer: the tokenizer of the model.
@@ -95,13 +97,13 @@ class CompletionScores:
             top_tokens_by_position: the top tokens of each position; None for the first token of a prompt.
         """
         yield b'{"text_offset":['
-        yield from _comma_joined(self._offsets(run) for run in _slices(token_ids, UNCACHED_TOKEN_COST))
+        yield from _comma_joined(self._offsets(ids) for ids in _slices(token_ids, UNCACHED_TOKEN_COST))
         yield b'],"token_logprobs":['
-        yield from _comma_joined(encoded_numbers(run) for run in _slices(logprobs, MAX_COST))
+        yield from _comma_joined(encoded_numbers(values) for values in _slices(logprobs, MAX_COST))
         yield b'],"tokens":['
         keys = self._fragments.completion_keys
         yield from _comma_joined(
-            [keys[token_id][0][1:-1] for token_id in run] for run in _slices(token_ids, UNCACHED_TOKEN_COST)
+            [keys[token_id][0][1:-1] for token_id in ids] for ids in _slices(token_ids, UNCACHED_TOKEN_COST)
         )
         yield b'],"top_logprobs":['
         yield from self._top_logprobs(token_ids, logprobs, top_tokens_by_position)
@@ -158,7 +160,7 @@ def prompt_parts(
     num_top: int,
     num_computed: int,
 ) -> Parts:
-    """Yield the JSON of ``prompt_logprobs``: null for the first prompt token, then an object for each other.
+    """Yield the JSON of ``prompt_logprobs``: null for the first prompt token, an object for each later one.
 
     The keys of an object are token ids. Its values are ``{"logprob", "rank", "decoded_token"}``. An object
     has the top tokens of a position and the prompt token at this position. The rank of the prompt token is
@@ -175,8 +177,8 @@ def prompt_parts(
     assert len(scores) == len(token_ids) - 1, "all prompt tokens but the first have scores"
     yield b"[null"
     writer, entries = NumberWriter(fragments), fragments.prompt_entries
-    for token_id, (logprob, row) in zip(token_ids[1:], scores, strict=True):
-        ids, values = best_tokens(row, num_computed)
+    for token_id, (logprob, top) in zip(token_ids[1:], scores, strict=True):
+        ids, values = best_tokens(top, num_computed)
         ranks = {token_id: rank for rank, token_id in enumerate(ids, 1)}
         logprobs_by_id = {token_id: logprob} | dict(zip(ids[:num_top], values[:num_top], strict=True))
         templates = (
@@ -191,17 +193,17 @@ def prompt_parts(
     yield b"]"
 
 
-def best_tokens(row: TopTokens, count: int) -> tuple[list[int], list[float]]:
-    """Return the ids and log probabilities of at most `count` best tokens of a position, best first."""
-    top = top_tokens(row)
-    ids = sorted(top, key=top.__getitem__, reverse=True)[:count]
-    return ids, [top[token] for token in ids]
+def best_tokens(top: TopTokens, num_top: int) -> tuple[list[int], list[float]]:
+    """Return the ids and log probabilities of the `num_top` most probable tokens in `top`, best first."""
+    logprobs_by_id = top_tokens(top)
+    ids = sorted(logprobs_by_id, key=logprobs_by_id.__getitem__, reverse=True)[:num_top]
+    return ids, [logprobs_by_id[token_id] for token_id in ids]
 
 
-def _slices(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    return (items[start : start + size] for start in range(0, len(items), size))
+def _slices(items: Sequence[T], max_items: int) -> Iterator[Sequence[T]]:
+    return (items[start : start + max_items] for start in range(0, len(items), max_items))
 
 
-def _comma_joined(runs: Iterator[list[bytes]]) -> Parts:
-    for index, run in enumerate(runs):
-        yield (b"," if index else b"") + b",".join(run)
+def _comma_joined(slices: Iterator[list[bytes]]) -> Parts:
+    for index, elements in enumerate(slices):
+        yield (b"," if index else b"") + b",".join(elements)

@@ -1,4 +1,4 @@
-"""`Translation`: a chat request that is made from a client's request of another API."""
+"""`Translation`: a chat or completion request that is made from a client's request of another API."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _INDEXED_FIELD = re.compile(r"(messages|tools)\[(\d+)\](.*)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Translation:
-    """A chat request that is made from a client's request of another API.
+    """A chat or completion request that is made from a client's request of another API.
 
-    Errors of the chat request are converted, so that they name the fields of the client's request.
+    Errors of the new request are converted, so that they name the fields of the client's request.
     """
 
     chat: Mapping[str, object]
-    """The decoded body of the chat request."""
+    """The decoded body of the chat or completion request."""
     message_paths: Sequence[str]
     """The field of the client's request from which each message comes."""
     tool_paths: Sequence[str] = ()
     """The field of the client's request from which each tool comes."""
     fields: Mapping[str, str] = field(default_factory=dict)
-    """Field of the chat request -> field of the client's request, for fields with different names.
+    """Field of `chat` -> field of the client's request, for fields with different names.
 
     The key ``tools.NAME`` is the field NAME of each tool.
     """

@@ -15,8 +15,8 @@ from penstock.serve.http.problems import RequestProblem
 Body = TypeVar("Body", bound=RequestBody)
 
 
-def validated(kind: type[Body], body: object) -> Body:
-    """Validate a body against its schema. Does not check unknown fields.
+def validated(body_type: type[Body], body: object) -> Body:
+    """Validate a decoded body against its schema and return it. Does not check unknown fields.
 
     Raises:
         RequestProblem: 400; the body is not an object, has too many fields or has an invalid field. The
@@ -27,12 +27,12 @@ def validated(kind: type[Body], body: object) -> Body:
     if len(body) > _MAX_FIELDS:  # one call of pydantic validates all fields and holds the GIL
         raise RequestProblem(400, f"the body has {len(body)} fields; the maximum is {_MAX_FIELDS}")
     try:
-        return kind.model_validate(_with_lists_validated(kind, body))
+        return body_type.model_validate(_with_lists_validated(body_type, body))
     except ValidationError as error:
         raise _first_problem(error, body) from None
 
 
-def _with_lists_validated(kind: type[RequestBody], body: dict[str, object]) -> dict[str, object]:
+def _with_lists_validated(body_type: type[RequestBody], body: dict[str, object]) -> dict[str, object]:
     """Return the body with the elements of long lists validated.
 
     The elements are validated one by one, because a call of pydantic holds the GIL until it returns. A list
@@ -42,16 +42,18 @@ def _with_lists_validated(kind: type[RequestBody], body: dict[str, object]) -> d
     validated_lists = {}
     for name, element_type in _LIST_TYPES.items():
         elements = body.get(name)
-        if name in kind.model_fields and isinstance(elements, list) and len(elements) > _LONG_LIST_LENGTH:
+        if name not in body_type.model_fields or not isinstance(elements, list):
+            continue
+        if len(elements) > _LONG_LIST_LENGTH:
             validated_lists[name] = _validated_elements(element_type, elements)
     return {**body, **validated_lists} if validated_lists else body
 
 
-def _validated_elements(kind: type[RequestBody], raw_elements: list[object]) -> list[object]:
+def _validated_elements(element_type: type[RequestBody], raw_elements: list[object]) -> list[object]:
     elements: list[object] = []
     for element in raw_elements:
         try:
-            elements.append(kind.model_validate(element))
+            elements.append(element_type.model_validate(element))
         except ValidationError:
             return [*elements, element]
     return elements
@@ -62,6 +64,7 @@ def _shortened(body: object) -> str:
 
 
 _MAX_FIELDS = 1000
+"""Maximum number of members of the body itself. Members of nested objects do not count."""
 _LIST_TYPES: Mapping[str, type[RequestBody]] = {"messages": ChatMessage, "tools": Tool}
 """Name of a field that can be a long list -> type of its elements."""
 _LONG_LIST_LENGTH = 64
@@ -133,12 +136,12 @@ def _error_text(message: str) -> str:
     return message[:1].lower() + message[1:]
 
 
-def json_schema(kind: type[RequestBody]) -> dict[str, object]:
+def json_schema(body_type: type[RequestBody]) -> dict[str, object]:
     """Return the JSON schema of a body for the OpenAPI document.
 
-    All references are replaced by definitions. ``"additionalProperties": true`` is left out.
+    Each reference is replaced by its definition. ``"additionalProperties": true`` is left out.
     """
-    schema = kind.model_json_schema()
+    schema = body_type.model_json_schema()
     definitions = schema.pop("$defs", {})
     inlined_schema = _with_definitions_inlined(schema, definitions)
     assert isinstance(inlined_schema, dict)

@@ -17,7 +17,7 @@ from penstock.serve.http.sse import escape_line_ends
 CLIENT = "batch"
 """The client id of all batches, for fair scheduling."""
 _RETRY_SECONDS = 0.5
-"""Seconds between two attempts of a request."""
+"""Seconds between a response with status 429 or 503 and the next attempt of the request."""
 MAX_ATTEMPTS = 5
 """Default maximum number of times that a request is sent again after a response with status 503."""
 
@@ -55,7 +55,7 @@ class BatchDispatcher:
         on_result: called with (result line, whether the request succeeded, number of output tokens).
         max_attempts: maximum number of times that a request is sent again after a response with status 503,
             for example while the worker is being restarted. After status 429, a request is sent again without
-            a limit. There are `_RETRY_SECONDS` between a response and the next attempt.
+            a limit.
     """
 
     def __init__(

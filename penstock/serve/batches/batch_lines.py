@@ -49,36 +49,38 @@ def read_lines(path: Path, max_values: int, max_items: int) -> Iterator[BatchReq
     Args:
         path: the file.
         max_values: maximum number of objects, arrays and keys in a line.
-        max_items: maximum number of array elements and object members in a line.
+        max_items: maximum number of commas between array elements and between object members in a line.
 
     Raises:
         InputError: the file cannot be read.
     """
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
+            for line_number, line in enumerate(file, 1):
                 if line.strip():
-                    yield parse_line(line, number, max_values, max_items)
+                    yield parse_line(line, line_number, max_values, max_items)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def parse_line(line: bytes, number: int, max_values: int, max_items: int) -> BatchRequest | InvalidLine:
+def parse_line(line: bytes, line_number: int, max_values: int, max_items: int) -> BatchRequest | InvalidLine:
     """Return the request in a line with `PRIORITY` added to its priority, or an `InvalidLine`.
 
-    A line without a ``custom_id`` gets the id ``line-NUMBER``.
+    A line without a valid ``custom_id`` gets the id ``line-NUMBER``.
     """
-    custom_id = f"line-{number}"
+    custom_id = f"line-{line_number}"
     try:
         request = decode(line, max_values, max_items)
     except (InvalidJsonError, TooManyValuesError) as error:
-        return InvalidLine(custom_id, "invalid_json", f"line {number}: {error}")
+        return InvalidLine(custom_id, "invalid_json", f"line {line_number}: {error}")
     if not isinstance(request, dict):
-        return InvalidLine(custom_id, "invalid_request", f"line {number} is not a JSON object")
+        return InvalidLine(custom_id, "invalid_request", f"line {line_number} is not a JSON object")
     custom_id = request.get("custom_id") or custom_id
     if not isinstance(custom_id, str) or len(custom_id) > 512:
         return InvalidLine(
-            f"line-{number}", "invalid_request", f"line {number}: custom_id must be a short text"
+            f"line-{line_number}",
+            "invalid_request",
+            f"line {line_number}: custom_id must be a text of at most 512 characters",
         )
     unknown_fields = sorted(request.keys() - {"custom_id", "method", "url", "body"})
     url, body = request.get("url"), request.get("body")
@@ -96,7 +98,7 @@ def parse_line(line: bytes, number: int, max_values: int, max_items: int) -> Bat
     elif not isinstance(body.get("priority") or 0, int):
         problem = "body.priority must be a whole number"
     if problem is not None:
-        return InvalidLine(custom_id, "invalid_request", f"line {number}: {problem}")
+        return InvalidLine(custom_id, "invalid_request", f"line {line_number}: {problem}")
     assert isinstance(body, dict)
     priority = PRIORITY + (body.get("priority") or 0)
     return BatchRequest(custom_id, str(url), {**body, "priority": priority})
@@ -127,14 +129,14 @@ def finished_ids(path: Path) -> set[str]:
     custom_ids: set[str] = set()
     with path.open("r+b") as file:
         end = 0
-        for number, line in enumerate(file, 1):
+        for line_number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 break
             try:
                 custom_ids.add(msgspec.json.decode(line, type=_Result).custom_id)
             except msgspec.DecodeError:
                 raise InputError(
-                    f"{path}:{number} is not the result of a batch: choose another file"
+                    f"{path}:{line_number} is not the result of a batch: choose another file"
                 ) from None
             end += len(line)
         file.truncate(end)

@@ -24,6 +24,7 @@ from penstock.serve.batches.batch_store import BatchObject, FileObject, ObjectSt
 from penstock.serve.services import Services
 
 ACTIVE_STATUSES = ("validating", "in_progress", "finalizing", "cancelling")
+"""The statuses of a batch that has not ended."""
 _SAVE_INTERVAL = 1.0
 """Minimum seconds between two writes of the request counts to disk while a batch runs."""
 
@@ -43,21 +44,21 @@ class BatchManager:
         self.batches = ObjectStore[BatchObject](folder / "batches", "batch_")
         self._services = services
         self._app = app
-        self._task: asyncio.Task[None] | None = None
+        self._loop_task: asyncio.Task[None] | None = None  # runs `_run_batches`
         self._has_new_batches = asyncio.Event()
         self._current_batch: BatchObject | None = None
-        self._run_task: asyncio.Task[None] | None = None
+        self._batch_task: asyncio.Task[None] | None = None  # runs `_run_batch` for the current batch
 
     def start(self) -> None:
-        """Start the task that runs batches if it is not running. It also continues unfinished batches."""
+        """Start the task that runs batches, if it is not running. It first continues unfinished batches."""
         self._has_new_batches.set()
-        if self._task is None or self._task.done():
-            self._task = asyncio.ensure_future(self._run_batches())
+        if self._loop_task is None or self._loop_task.done():
+            self._loop_task = asyncio.ensure_future(self._run_batches())
 
     def close(self) -> None:
         """Cancel the task that runs batches. The batches continue when the server starts again."""
-        if self._task is not None and not self._task.get_loop().is_closed():
-            self._task.get_loop().call_soon_threadsafe(self._task.cancel)
+        if self._loop_task is not None and not self._loop_task.get_loop().is_closed():
+            self._loop_task.get_loop().call_soon_threadsafe(self._loop_task.cancel)
 
     def current_state(self, batch: BatchObject) -> BatchObject:
         """Return a batch in its current state, which may be newer than the state on disk."""
@@ -71,8 +72,8 @@ class BatchManager:
             return batch
         batch |= {"status": "cancelling", "cancelling_at": int(time.time())}
         await asyncio.to_thread(self.batches.put, batch)
-        if self._run_task is not None and self._current_batch is batch:
-            self._run_task.cancel()
+        if self._batch_task is not None and self._current_batch is batch:
+            self._batch_task.cancel()
         self.start()
         return batch
 
@@ -89,34 +90,32 @@ class BatchManager:
                 await self._has_new_batches.wait()
                 continue
             batch = self._current_batch = active_batches[-1]
-            self._run_task = asyncio.ensure_future(self._run_batch(batch))
+            self._batch_task = asyncio.ensure_future(self._run_batch(batch))
             try:
-                await asyncio.wait((self._run_task,))
-                if self._run_task.cancelled() or self._run_task.exception() is None:
+                await asyncio.wait((self._batch_task,))
+                if self._batch_task.cancelled() or self._batch_task.exception() is None:
                     if batch["status"] in ACTIVE_STATUSES:
                         await asyncio.to_thread(self._finish, batch, "cancelled")
-                elif isinstance(self._run_task.exception(), StoppedError):
+                elif isinstance(self._batch_task.exception(), StoppedError):
                     await asyncio.to_thread(self.batches.put, batch)
                     return
                 else:
-                    error = self._run_task.exception()
+                    error = self._batch_task.exception()
                     self._services.log.error("the batch %s failed", batch["id"], exc_info=error)
                     await asyncio.to_thread(self._fail, batch, "internal_error", "see the server's log")
             finally:
-                self._run_task.cancel()
-                self._current_batch = self._run_task = None
+                self._batch_task.cancel()
+                self._current_batch = self._batch_task = None
 
     async def _run_batch(self, batch: BatchObject) -> None:
         if batch["status"] == "cancelling":
             return
         services, counts = self._services, batch["request_counts"]
-        results, failures = (
-            self.files.content_path(batch["results"]),
-            self.files.content_path(batch["failures"]),
-        )
+        result_path = self.files.content_path(batch["results"])
+        failure_path = self.files.content_path(batch["failures"])
         try:
-            completed_ids = await asyncio.to_thread(finished_ids, results)
-            failed_ids = await asyncio.to_thread(finished_ids, failures)
+            completed_ids = await asyncio.to_thread(finished_ids, result_path)
+            failed_ids = await asyncio.to_thread(finished_ids, failure_path)
             counts["total"] = await asyncio.to_thread(lambda: check_unique(self._lines(batch)))
         except InputError as error:
             await asyncio.to_thread(self._fail, batch, "invalid_input_file", str(error))
@@ -125,7 +124,7 @@ class BatchManager:
         batch |= {"status": "in_progress", "in_progress_at": batch["in_progress_at"] or int(time.time())}
         await asyncio.to_thread(self.batches.put, batch)
         saved_at = time.monotonic()
-        with results.open("ab") as result_file, failures.open("ab") as failure_file:
+        with result_path.open("ab") as result_file, failure_path.open("ab") as failure_file:
 
             def write_result(line: bytes, is_success: bool, num_tokens: int) -> None:
                 nonlocal saved_at

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 
 from penstock.serve.api.json_parts import json_response
 from penstock.serve.api.owners import request_owner
-from penstock.serve.api.schemas import MAX_METADATA, Label, RequestBody
+from penstock.serve.api.schemas import MAX_METADATA_ENTRIES, Label, RequestBody
 from penstock.serve.api.text_generation import checked_body
 from penstock.serve.batches.batch_lines import ENDPOINTS
 from penstock.serve.batches.batch_manager import BatchManager
@@ -44,7 +44,7 @@ class BatchBody(RequestBody):
     endpoint: str
     completion_window: Literal["24h"]
     """Has no effect, because a batch has no time limit."""
-    metadata: Annotated[dict[Label, Label], Field(max_length=MAX_METADATA)] | None = None
+    metadata: Annotated[dict[Label, Label], Field(max_length=MAX_METADATA_ENTRIES)] | None = None
 
 
 @router.post("/v1/files", response_class=Response, responses=responses(400, 401, 408, 413, 415, 503))
@@ -61,7 +61,7 @@ async def upload_file(request: Request) -> Response:
             raise RequestProblem(400, f"unknown field {field!r}", param=field)
         if form.fields.get("purpose") != "batch":
             raise RequestProblem(400, "purpose must be batch", param="purpose")
-        file = file_object(file_id, request_owner(request), form.file_name or "file", "batch", form.size)
+        file = file_object(file_id, request_owner(request), form.file_name or "file", "batch", form.file_size)
         await asyncio.to_thread(manager.files.put, file)
     except BaseException:
         await asyncio.to_thread(path.unlink, missing_ok=True)
@@ -117,8 +117,8 @@ async def create_batch(request: Request) -> Response:
     body = checked_body(services, BatchBody, raw)
     if body.endpoint not in ENDPOINTS:
         raise RequestProblem(400, f"endpoint must be one of {', '.join(ENDPOINTS)}", param="endpoint")
-    source = await asyncio.to_thread(manager.files.get, body.input_file_id, owner)
-    if source is None or source["purpose"] != "batch":
+    input_file = await asyncio.to_thread(manager.files.get, body.input_file_id, owner)
+    if input_file is None or input_file["purpose"] != "batch":
         raise RequestProblem(
             400,
             f"there is no file {body.input_file_id[:100]!r} with the purpose batch",

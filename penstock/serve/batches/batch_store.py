@@ -39,7 +39,7 @@ class FileObject(StoredObject):
 
 
 class RequestCounts(TypedDict):
-    """The number of all, of successful and of failed requests of a batch."""
+    """The numbers of all requests, of successful requests and of failed requests of a batch."""
 
     total: int
     completed: int
@@ -76,7 +76,9 @@ ObjectT = TypeVar("ObjectT", bound=StoredObject)
 
 
 class ObjectStore(Generic[ObjectT]):
-    """Stores JSON objects by id in one folder. The methods read and write the disk: call them in a thread.
+    """Stores JSON objects by id in one folder.
+
+    `put`, `get`, `delete` and `all` block while they use the disk: call them in a thread.
 
     Args:
         folder: the folder. It is created if it does not exist.
@@ -110,7 +112,7 @@ class ObjectStore(Generic[ObjectT]):
         os.replace(temporary_path, path)
 
     def get(self, object_id: str, owner: str | None = None) -> ObjectT | None:
-        """Return an object. Return None if it does not exist or has another owner."""
+        """Return an object; None if it does not exist. With `owner`, also None if it has another owner."""
         if not _ID.fullmatch(object_id) or not object_id.startswith(self._id_prefix):
             return None
         try:
@@ -138,16 +140,16 @@ class ObjectStore(Generic[ObjectT]):
 
 
 def public_members(value: Mapping[str, object]) -> dict[str, object]:
-    """Return the members of an object that responses contain."""
+    """Return an object without the members that are not sent to clients."""
     return {name: member for name, member in value.items() if name not in ("owner", "results", "failures")}
 
 
-def file_object(file_id: str, owner: str, file_name: str, purpose: str, size: int) -> FileObject:
-    """Return a new file object."""
+def file_object(file_id: str, owner: str, file_name: str, purpose: str, num_bytes: int) -> FileObject:
+    """Return the object that describes a new file with `num_bytes` bytes."""
     return {
         "id": file_id,
         "object": "file",
-        "bytes": size,
+        "bytes": num_bytes,
         "created_at": time.time_ns() // 10**9,
         "filename": file_name,
         "purpose": purpose,

@@ -14,8 +14,10 @@ from starlette.requests import ClientDisconnect
 from penstock.serve.http.problems import RequestProblem
 
 _MAX_FIELDS = 16
+"""Maximum number of parts of a form, including the file."""
 _MAX_FIELD_BYTES = 4096
 _MAX_HEADER_BYTES = 4096
+"""Maximum length of the name and of the value of a part's header."""
 
 
 class Form:
@@ -29,7 +31,7 @@ class Form:
     def __init__(self, boundary: bytes, file: IO[bytes]) -> None:
         self.fields: dict[str, str] = {}
         self.file_name: str | None = None
-        self.size = 0
+        self.file_size = 0
         """The size of the form's file in bytes."""
         self._file = file
         self._header_name = b""
@@ -37,7 +39,7 @@ class Form:
         self._disposition = b""
         self._num_parts = 0
         self._field: str | None = None  # name of the current field; None inside the file
-        self._value = b""
+        self._field_value = b""
         self._has_ended = False
         self._parser = MultipartParser(
             boundary,
@@ -80,7 +82,7 @@ class Form:
         self._num_parts += 1
         if self._num_parts > _MAX_FIELDS:
             raise RequestProblem(400, f"the form has more than {_MAX_FIELDS} fields")
-        self._disposition, self._value = b"", b""
+        self._disposition, self._field_value = b"", b""
         self._header_name, self._header_value = b"", b""
 
     def _add_to_header_name(self, data: bytes, start: int, end: int) -> None:
@@ -109,13 +111,15 @@ class Form:
     def _add_data(self, data: bytes, start: int, end: int) -> None:
         if self._field is None:
             self._file.write(memoryview(data)[start:end])
-            self.size += end - start
+            self.file_size += end - start
         else:
-            self._value = _checked_length(self._value + data[start:end], _MAX_FIELD_BYTES, "field")
+            self._field_value = _checked_length(
+                self._field_value + data[start:end], _MAX_FIELD_BYTES, "field"
+            )
 
     def _end_part(self) -> None:
         if self._field is not None:
-            self.fields[self._field] = self._value.decode(errors="replace")
+            self.fields[self._field] = self._field_value.decode(errors="replace")
 
     def _end(self) -> None:
         self._has_ended = True
@@ -125,13 +129,13 @@ async def read_form(request: Request, path: Path, *, max_bytes: int, timeout: fl
     """Read a form, write the content of its file to `path` and return the form.
 
     Raises:
-        RequestProblem: 415 if the body is not ``multipart/form-data``, 413 if it is too long, 408 if it
-            arrives too slowly, 400 if it is malformed or has no file.
+        RequestProblem: 415 if the body is not ``multipart/form-data``, 413 if it is longer than `max_bytes`,
+            408 if it does not arrive within `timeout` seconds, 400 if it is malformed or has no file.
         ClientDisconnect: the client disconnected before the end of the body.
     """
-    kind, options = parse_options_header(request.headers.get("content-type"))
+    media_type, options = parse_options_header(request.headers.get("content-type"))
     boundary = options.get(b"boundary")
-    if kind != b"multipart/form-data" or not boundary:
+    if media_type != b"multipart/form-data" or not boundary:
         raise RequestProblem(415, "send the file as multipart/form-data, with the fields file and purpose")
     with path.open("wb") as file:
         form = Form(boundary, file)
@@ -145,14 +149,14 @@ async def read_form(request: Request, path: Path, *, max_bytes: int, timeout: fl
 
 
 async def _read(request: Request, form: Form, max_bytes: int) -> None:
-    size = 0
+    num_bytes = 0
     while True:
         message = await request.receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
         part = message.get("body", b"")
-        size += len(part)
-        if size > max_bytes:
+        num_bytes += len(part)
+        if num_bytes > max_bytes:
             raise RequestProblem(
                 413,
                 f"the body is longer than {max_bytes} bytes, the limit of this server (--max-file-size)",
@@ -163,7 +167,7 @@ async def _read(request: Request, form: Form, max_bytes: int) -> None:
             return
 
 
-def _checked_length(value: bytes, max_bytes: int, name: str) -> bytes:
+def _checked_length(value: bytes, max_bytes: int, part_name: str) -> bytes:
     if len(value) > max_bytes:
-        raise RequestProblem(400, f"a {name} of the form is longer than {max_bytes} bytes")
+        raise RequestProblem(400, f"a {part_name} of the form is longer than {max_bytes} bytes")
     return value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 import msgspec
 from starlette.responses import Response
@@ -79,10 +79,10 @@ class EventTemplate:
 class EventStream(Response):
     """Send the events of a generator as soon as each is available.
 
-    An error in the generator becomes an event, by default ``data: {"error": {...}}`` in OpenAI's format. An
-    `OSError` counts as a disconnect of the client instead. After an error event, the stream ends without
-    ``[DONE]``, which only a complete response has. When the client disconnects, the generator is closed
-    immediately and releases its resources.
+    An error in the generator becomes an event, by default ``data: {"error": {...}}`` in OpenAI's format.
+    After an error event, the stream ends without ``[DONE]``, which only a complete response has. When the
+    client disconnects, the generator is closed immediately and releases its resources. An `OSError` of the
+    server's ``send`` counts as a disconnect.
 
     Args:
         chunks: events, parts of events that end at a character boundary, or binary data.
@@ -139,17 +139,20 @@ class EventStream(Response):
             await send(
                 {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
             )
-            async for chunk in self._chunks:
-                body = escape_line_ends(chunk) if self._is_text else chunk
+            async for body in self._bodies():
                 await send({"type": "http.response.body", "body": body, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
         except OSError:
             self._on_disconnect()  # some servers report a disconnected client by an OSError
-            return
+
+    async def _bodies(self) -> AsyncIterator[bytes]:
+        """Yield the parts of the response body. The last part is the error event if the generator fails."""
+        try:
+            async for chunk in self._chunks:
+                yield escape_line_ends(chunk) if self._is_text else chunk
         except Exception as error:
             self._on_error(error)
-            message = escape_line_ends(self._error_event(problem_of(error)))
-            await send({"type": "http.response.body", "body": message, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            yield escape_line_ends(self._error_event(problem_of(error)))
 
 
 async def wait_for_disconnect(receive: Receive) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.errors import WeightsError
@@ -90,6 +91,7 @@ class StoredTensors:
         self.remaining = {name: header for name, header in stored.items() if not name.endswith(_ENDINGS)}
         """The headers by name: stored tensors that no layer has taken yet, and the layers added by `put`."""
         self._format = format_name
+        self._files = {name: header.file for name, header in stored.items()}
 
     def layers(self, part: str, types: tuple[str, ...] = ()) -> Iterator[str]:
         """Yield the names of the layers that have a part of one of these types; empty for any type."""
@@ -116,8 +118,7 @@ class StoredTensors:
         """
         header = self.take_optional(layer, part, types, *shapes)
         if header is None:
-            file = next(other.file for name, other in self.remaining.items() if name.startswith(layer))
-            raise WeightsError(file, f"{layer}.{part} is missing")
+            raise WeightsError(self._file_of(layer), f"{layer}.{part} is missing")
         return header
 
     def take_optional(
@@ -137,9 +138,14 @@ class StoredTensors:
 
     def refuse(self, layer: str, part: str, problem: str) -> None:
         """Raise a `WeightsError` about a part of a layer."""
-        header = self.remaining.get(f"{layer}.{part}")
-        file = header.file if header else next(iter(self.remaining.values())).file
+        header = self.peek(layer, part)
+        file = header.file if header else self._file_of(layer)
         raise WeightsError(file, f"{layer}.{part} {problem}".strip())
+
+    def _file_of(self, layer: str) -> Path:
+        """Return the file of any stored tensor of a layer, or of the checkpoint if the layer has none."""
+        files = (file for name, file in self._files.items() if name.startswith(f"{layer}."))
+        return next(files, next(iter(self._files.values())))
 
     def put(
         self,

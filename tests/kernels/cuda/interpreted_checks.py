@@ -90,6 +90,11 @@ def test_row_operations_agree_with_the_reference(ops: CudaOps, dtype: torch.dtyp
     )
     for activation in ("silu", "gelu_tanh", "relu", "relu2"):
         assert_close(ops.gated_activation(x, activation), REFERENCE.gated_activation(x, activation))
+    special_values = torch.tensor([[-torch.inf, torch.inf, torch.nan, -0.5]], dtype=dtype)
+    for activation in ("relu", "relu2"):
+        actual = ops.activation(special_values, activation).float()
+        expected = REFERENCE.activation(special_values, activation).float()
+        torch.testing.assert_close(actual, expected, equal_nan=True)
     gate = ClampedSwiGLU(1.7, 2.0)
     assert_close(ops.clamped_swiglu(5 * x, gate), REFERENCE.clamped_swiglu(5 * x, gate))
     assert_close(ops.soft_cap(x, 1e5), REFERENCE.soft_cap(x, 1e5))

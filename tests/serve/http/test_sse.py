@@ -157,6 +157,21 @@ async def test_a_broken_connection_counts_as_a_disconnect() -> None:
     assert client.reports == ["disconnect"]
 
 
+async def test_an_oserror_of_the_generator_becomes_an_error_event() -> None:
+    async def yield_events() -> AsyncGenerator[bytes, None]:
+        yield event("first")
+        raise error
+
+    error = OSError("no space left on device")
+    client = AsgiClient()
+    await asyncio.wait_for(client.run(client.stream(yield_events())), 60)
+    assert client.reports == [error]
+    first_event, error_event, _ = client.body.split(b"\n\n")
+    assert first_event == b'data: "first"'
+    assert "error" in json.loads(error_event.removeprefix(b"data: "))
+    assert client.messages[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
+
+
 async def test_a_connection_that_is_broken_at_the_start_counts_as_a_disconnect() -> None:
     async def yield_events() -> AsyncGenerator[bytes, None]:
         yield event("not read")

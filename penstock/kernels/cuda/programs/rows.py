@@ -77,7 +77,7 @@ def _activate(x, KIND: tl.constexpr):
     elif KIND == "gelu_tanh":
         return 0.5 * x * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
     else:
-        positive = tl.where(x > 0, x, x * 0)  # 0 times a NaN is a NaN
+        positive = tl.where(x > 0, x, tl.where(x != x, x, 0.0))  # a NaN stays a NaN
         return positive * positive if KIND == "relu2" else positive
 
 

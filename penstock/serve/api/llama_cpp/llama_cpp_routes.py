@@ -36,6 +36,7 @@ FIELDS: Mapping[str, str] = {
 _SAME_NAMES = (
     "temperature top_k top_p min_p stop stream presence_penalty frequency_penalty ignore_eos".split()
 )
+"""Fields with the same name and meaning in a completion request and in llama.cpp's request."""
 
 
 @router.post(
@@ -86,7 +87,7 @@ class LlamaCppBuilder(OpenAIStream):
         return (event({"index": 0, "content": delta.content, "tokens": tokens, "stop": False}),)
 
     def end(self, usage: Usage) -> bytes:
-        """Return the last event."""
+        """Return the last event, which has the usage and the timings."""
         return event(self._final_object("", [], usage))
 
     def _final_object(self, text: str, token_ids: list[int], usage: Usage) -> dict[str, object]:
@@ -129,12 +130,12 @@ class LlamaCppBuilder(OpenAIStream):
         }
 
 
-async def _answer(request: Request, kind: type[LlamaCppBody]) -> Response:
+async def _answer(request: Request, body_type: type[LlamaCppBody]) -> Response:
     services, record = Services.of(request), RequestRecord.of(request)
     raw = await request.json()
 
     def prepare() -> tuple[LlamaCppBody, CompletionRequest]:
-        body = checked_body(services, kind, raw)
+        body = checked_body(services, body_type, raw)
         translation = Translation(_completion(services, body), (), (), FIELDS)
         with translation.with_client_fields():
             return body, CompletionRequest.of(services, translation.chat)

@@ -15,7 +15,7 @@ from penstock.serve.http.sse import named_event
 from penstock.serve.parsers import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 
 SIGNATURE = "penstock"
-"""The signature of all thinking blocks. Anthropic's API requires a signature. It is not checked."""
+"""The signature of all thinking blocks, which Anthropic's API requires. The server does not check it."""
 _PING_EVENT = named_event({"type": "ping"})
 
 

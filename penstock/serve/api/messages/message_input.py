@@ -38,7 +38,7 @@ def chat_request(services: Services, body: CountTokensBody) -> tuple[Translation
     """Translate a Messages request to a chat request.
 
     Returns:
-        The translation, and a description of each requested feature that is skipped.
+        The translation, and a description of each hosted tool and setting that is ignored.
 
     Raises:
         RequestProblem: 400; the message names the invalid field.
@@ -90,8 +90,8 @@ class _ChatMessages:
     def add_blocks(self, role: str, blocks: Sequence[MessageBlock], field_path: str) -> None:
         """Translate the blocks of one Messages message and add the resulting chat messages.
 
-        Each tool result becomes a chat message, and so do the blocks before, between and after tool results.
-        Without blocks, an empty chat message is added.
+        Each tool result becomes one chat message. Consecutive blocks of other types become one chat message.
+        An empty list becomes an empty chat message.
         """
         content_blocks: list[MessageBlock] = []
 
@@ -179,12 +179,12 @@ def _content_part(block: ResultBlock, field_path: str) -> dict[str, object]:
             }
         case "image" if source is not None and source.type == "base64":
             data = _required_value(source.data, f"{field_path}.source.data")
-            kind = _required_value(source.media_type, f"{field_path}.source.media_type")
-            return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
+            media_type = _required_value(source.media_type, f"{field_path}.source.media_type")
+            return {"type": "image_url", "image_url": {"url": f"data:{media_type};base64,{data}"}}
         case "document" if source is not None and source.type == "text":
             data = _required_value(source.data, f"{field_path}.source.data")
             return _text_part(f"{block.title}\n\n{data}" if block.title else data)
-        case "tool_reference":  # found by a search for deferred tools, but the prompt contains all tools
+        case "tool_reference":  # the result of a client's tool search; the prompt contains all tools anyway
             return _text_part(
                 f"The tool {_required_value(block.tool_name, f'{field_path}.tool_name')} is available."
             )
@@ -206,6 +206,12 @@ def _text_part(text: str) -> dict[str, object]:
 def _chat_tools(
     services: Services, body: CountTokensBody
 ) -> tuple[list[dict[str, object]], list[str], list[str]]:
+    """Return the tools of the chat request, their field paths, and a description of each skipped hosted tool.
+
+    Raises:
+        RequestProblem: 400; a tool of the client has no ``input_schema``, or a tool is hosted and
+            ``--hosted-tools`` is ``refuse``.
+    """
     tools: list[dict[str, object]] = []
     field_paths, skipped_tools = [], []
     for index, tool in enumerate(body.tools or ()):
@@ -271,9 +277,9 @@ def _reasoning_settings(services: Services, body: CountTokensBody) -> tuple[dict
 
 def _sampling_fields(body: MessagesBody, chat: Mapping[str, object]) -> dict[str, object]:
     fields = {name: getattr(body, name) for name in SAME_NAMES if getattr(body, name) is not None}
-    thinking = chat.get("chat_template_kwargs")
+    thinking_options = chat.get("chat_template_kwargs")
     options = {
-        **(thinking if isinstance(thinking, dict) else {}),
+        **(thinking_options if isinstance(thinking_options, dict) else {}),
         **fields.get("chat_template_kwargs", {}),
     }
     if options:
@@ -293,10 +299,10 @@ def _required_value(value: T | None, field_path: str) -> T:
     return value
 
 
-def _unsupported_type(kind: str, field_path: str, supported_types: str) -> RequestProblem:
+def _unsupported_type(block_type: str, field_path: str, supported_types: str) -> RequestProblem:
     return RequestProblem(
         400,
-        f"{field_path} has the type {kind[:100]!r}, which is not supported: send {supported_types}",
+        f"{field_path} has the type {block_type[:100]!r}, which is not supported: send {supported_types}",
         param=f"{field_path}.type",
         code="unsupported_value",
     )

@@ -110,6 +110,7 @@ class OllamaBuilder:
         return parts
 
     def _end_call(self) -> list[_Message]:
+        """Close the open tool call. Return it as a list of one message part, or an empty list without one."""
         if self._open_call is None:
             return []
         (start, argument_parts), self._open_call = self._open_call, None

@@ -33,7 +33,7 @@ FIELDS: Mapping[str, str] = {
 def served_model_name(services: Services, name: str) -> str:
     """Return the name of the served model or adapter for a requested name.
 
-    A requested name may have the additional tag ``:latest``.
+    A requested name may have the additional tag ``:latest``. An unknown name is returned unchanged.
     """
     model_names = {services.model_name, *services.worker.adapters}
     untagged_name = name.removesuffix(":latest")
@@ -48,13 +48,13 @@ def translate_chat(services: Services, body: OllamaChatBody) -> Translation:
     """
     messages: list[dict[str, object]] = []
     pending_call_ids: list[str] = []
-    for number, message in enumerate(body.messages or ()):
-        messages.append(_message(message, number, pending_call_ids))
+    for message_index, message in enumerate(body.messages or ()):
+        messages.append(_message(message, message_index, pending_call_ids))
     chat: dict[str, object] = {**_shared_fields(services, body), "messages": messages}
     if body.tools:
         chat["tools"] = [tool.model_dump(exclude_unset=True) for tool in body.tools]
-    field_paths = [f"messages[{number}]" for number in range(len(messages))]
-    tool_paths = [f"tools[{number}]" for number in range(len(body.tools or ()))]
+    field_paths = [f"messages[{index}]" for index in range(len(messages))]
+    tool_paths = [f"tools[{index}]" for index in range(len(body.tools or ()))]
     return Translation(chat, field_paths, tool_paths, {**FIELDS, "tools.parameters": "function.parameters"})
 
 
@@ -132,15 +132,15 @@ def _reasoning_fields(services: Services, body: OllamaBody) -> dict[str, object]
     return settings
 
 
-def _message(message: OllamaMessage, number: int, pending_call_ids: list[str]) -> dict[str, object]:
-    """Translate a message.
+def _message(message: OllamaMessage, message_index: int, pending_call_ids: list[str]) -> dict[str, object]:
+    """Translate a message to a chat message.
 
     Ollama's tool calls may have no id. This function creates the missing ids. Tool results without an id are
-    matched to the tool calls of the last assistant message by their order.
+    matched by their order to the calls of the last message with tool calls.
 
     Args:
-        message: the message.
-        number: the index of the message.
+        message: the message of the client.
+        message_index: the index of the message in the request.
         pending_call_ids: the ids of tool calls without a result. The function updates this list.
     """
     chat_message: dict[str, object] = {
@@ -153,14 +153,14 @@ def _message(message: OllamaMessage, number: int, pending_call_ids: list[str]) -
         calls = []
         pending_call_ids.clear()
         for index, call in enumerate(message.tool_calls):
-            call_id = call.id or f"call_{number}_{index}"
+            call_id = call.id or f"call_{message_index}_{index}"
             pending_call_ids.append(call_id)
             arguments = json.dumps(call.function.arguments or {}, ensure_ascii=False)
             function = {"name": call.function.name, "arguments": arguments}
             calls.append({"id": call_id, "type": "function", "function": function})
         chat_message["tool_calls"] = calls
     if message.role == "tool":
-        expected_id = pending_call_ids.pop(0) if pending_call_ids else f"call_{number}"
+        expected_id = pending_call_ids.pop(0) if pending_call_ids else f"call_{message_index}"
         chat_message["tool_call_id"] = message.tool_call_id or expected_id
         if message.tool_name:
             chat_message["name"] = message.tool_name

@@ -77,7 +77,7 @@ class OllamaMessage(RequestBody):
     content: str | None = None
     thinking: str | None = None
     images: Texts | None = None
-    """Image files in base64."""
+    """Image files in base64, or ``data:`` URLs."""
     tool_calls: list[OllamaCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
@@ -115,7 +115,7 @@ class OllamaChatBody(OllamaBody):
     unsupported: ClassVar[Mapping[str, RefusedField]] = OllamaBody.unsupported
 
     messages: Annotated[list[OllamaMessage], Field(fail_fast=True)] | None = None
-    """In Ollama, a request without messages loads the model. Here it has no effect: the model is loaded."""
+    """In Ollama, a request without messages loads the model. Here, the model is already loaded."""
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
 
 
@@ -129,7 +129,7 @@ class OllamaGenerateBody(OllamaBody):
     }
 
     prompt: str | None = None
-    """In Ollama, a request without a prompt loads the model. Here it has no effect: the model is loaded."""
+    """In Ollama, a request without a prompt loads the model. Here, the model is already loaded."""
     suffix: str | None = None
     system: str | None = None
     raw: bool | None = None

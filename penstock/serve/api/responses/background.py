@@ -37,7 +37,7 @@ class ResponseState:
         self.store.close()
 
     def add(self, run: BackgroundRun) -> None:
-        """Add a run. Remove the oldest finished runs if there are more than `MAX_ENDED_RUNS`."""
+        """Add a run. If there are more than `MAX_ENDED_RUNS` finished runs, remove the oldest of these."""
         self.runs[run.response_id] = run
         finished_ids = [response_id for response_id, other_run in self.runs.items() if other_run.is_done]
         for response_id in finished_ids[: max(0, len(finished_ids) - MAX_ENDED_RUNS)]:
@@ -56,7 +56,7 @@ class BackgroundRun:
         record: a request record for the task, for metrics and the access log.
 
     Raises:
-        UnavailableError: the worker is not ready, or too many requests are waiting.
+        UnavailableError: the worker is not ready, or the queue is full.
     """
 
     def __init__(
@@ -102,7 +102,8 @@ class BackgroundRun:
     async def events(self, after: int) -> AsyncGenerator[bytes, None]:
         """Yield the events with a sequence number above `after`.
 
-        Waits for new events until the response ends. Without ``stream`` in the request, there are no events.
+        Waits for new events until the response ends. There are no events unless the request that created the
+        response has set ``stream``.
         """
         position = after + 1
         while True:

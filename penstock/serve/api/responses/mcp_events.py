@@ -25,7 +25,7 @@ class ApprovedCall:
 
     call_id: str
     tool: OfferedTool
-    function: str
+    function_name: str
     """The name of the tool in the chat request."""
     arguments: str
     approval_request_id: str
@@ -36,7 +36,7 @@ McpEvent: TypeAlias = ToolListing | ApprovedCall | ToolOutcome
 
 @dataclass(slots=True)
 class ToolDelta(ChoiceDelta):
-    """A delta that has events between two turns instead of model output."""
+    """A delta without model output. Its events occur before the first turn or between two turns."""
 
     mcp_events: Sequence[McpEvent] = ()
 

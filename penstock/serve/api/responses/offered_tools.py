@@ -23,7 +23,9 @@ MCP = "mcp"
 """The value of ``type`` for an entry of ``tools`` that stands for the tools of a tool server."""
 _INVALID_NAME_CHARACTERS = re.compile(r"[^a-zA-Z0-9_.-]")
 _MAX_NAME_LENGTH = 64
+"""Maximum number of characters of a function name."""
 _MAX_LISTED_NAMES = 20
+"""Maximum number of tool or server names in an error message."""
 
 
 class ToolFilter(RequestBody):
@@ -31,7 +33,7 @@ class ToolFilter(RequestBody):
 
     tool_names: list[str] | None = None
     read_only: bool | None = None
-    """Whether the tool has the annotation ``readOnlyHint``."""
+    """The required value of the tool's annotation ``readOnlyHint``."""
 
     def matches(self, tool: ServerTool) -> bool:
         """Return whether a tool matches. A filter without members matches no tool."""
@@ -64,6 +66,7 @@ class McpTool(RequestBody):
     type: Literal["mcp"]
     server_label: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     server_url: str | None = None
+    """The URL of a configured server. If present, it selects the server instead of ``server_label``."""
     allowed_tools: list[str] | ToolFilter | None = None
     require_approval: Literal["always", "never"] | ApprovalFilter | None = None
 
@@ -77,8 +80,8 @@ class McpTool(RequestBody):
     def needs_approval(self, tool: ServerTool, default_approval: str) -> bool:
         """Return whether calls of a tool require approval.
 
-        `default_approval` applies without ``require_approval``, and with a filter that has no ``never`` if
-        ``always`` does not match.
+        `default_approval` decides in two cases: ``require_approval`` is absent, or it has no filter ``never``
+        and no filter ``always`` that matches the tool.
         """
         rule = self.require_approval
         if not isinstance(rule, ApprovalFilter):
@@ -128,15 +131,15 @@ class OfferedTools:
     implied_servers: Sequence[str] = ()
     """Names of the servers whose tools are offered because the request names no server."""
 
-    def function_name(self, label: str, tool: str) -> str:
+    def function_name(self, label: str, tool_name: str) -> str:
         """Return the function name of a tool in the prompt.
 
         If the request does not offer the tool, the result is the tool's name in the form of a function name.
         """
         for name, offered_tool in self.functions.items():
-            if (offered_tool.label, offered_tool.tool.name) == (label, tool):
+            if (offered_tool.label, offered_tool.tool.name) == (label, tool_name):
                 return name
-        return _plain_name(tool)
+        return _plain_name(tool_name)
 
     def function_names(self, label: str) -> list[str]:
         """Return the function names of the tools of a server."""
@@ -295,19 +298,19 @@ def _tool_description(tool: ServerTool) -> dict[str, object]:
     }
 
 
-def _plain_name(tool: str) -> str:
+def _plain_name(tool_name: str) -> str:
     """Return the name of a tool in the form of a function name."""
-    return _INVALID_NAME_CHARACTERS.sub("_", tool)[:_MAX_NAME_LENGTH]
+    return _INVALID_NAME_CHARACTERS.sub("_", tool_name)[:_MAX_NAME_LENGTH]
 
 
-def _free_name(label: str, tool: str, taken_names: Iterable[str]) -> str:
+def _free_name(label: str, tool_name: str, taken_names: Iterable[str]) -> str:
     """Return an unused function name. It begins with the server label if the tool's name is in use."""
-    name = _plain_name(tool)
+    name = _plain_name(tool_name)
     if name not in taken_names:
         return name
-    name = _plain_name(f"{label}_{tool}")
-    number = 2
+    name = _plain_name(f"{label}_{tool_name}")
+    suffix_number = 2
     while name in taken_names:
-        name = _plain_name(f"{label}_{tool}"[: _MAX_NAME_LENGTH - 4]) + f"_{number}"
-        number += 1
+        name = _plain_name(f"{label}_{tool_name}"[: _MAX_NAME_LENGTH - 4]) + f"_{suffix_number}"
+        suffix_number += 1
     return name

@@ -25,6 +25,8 @@ _FINAL_EVENTS = {"completed": "response.completed", "incomplete": "response.inco
 
 
 class _Scores(msgspec.Struct):
+    """The JSON object of `ChatScores`. Each entry of ``content`` is the JSON of one token."""
+
     content: list[msgspec.Raw]
 
 
@@ -69,9 +71,8 @@ class ResponseBuilder:
 
     def begin(self) -> bytes:
         """Return the events before the first delta."""
-        return self._events(
-            [{"type": kind, "response": self.result} for kind in ("response.created", "response.in_progress")]
-        )
+        event_types = ("response.created", "response.in_progress")
+        return self._events([{"type": event_type, "response": self.result} for event_type in event_types])
 
     def events(self, index: int, delta: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
         """Return the events of a delta in one part; empty if it causes no event."""
@@ -86,7 +87,7 @@ class ResponseBuilder:
         )
 
     def ping(self) -> bytes:
-        """Return the event that is sent during a pause, so that proxies do not close the connection."""
+        """Return the comment that is sent during a pause, so that proxies do not close the connection."""
         return PING
 
     def error(self, problem: Problem) -> bytes:

@@ -180,9 +180,9 @@ class ChatMessages:
                 )
 
     def merge_instructions(self, has_developer_role: bool) -> None:
-        """Merge the leading system messages, and developer messages if the chat template has no such role.
+        """Merge the leading system messages into one, because many chat templates allow only one.
 
-        Many chat templates allow only one system message.
+        If the chat template has no role ``developer``, developer messages count as system messages.
         """
         roles = ("system",) if has_developer_role else ("system", "developer")
         while len(self.chat) > 1 and all(message["role"] in roles for message in self.chat[:2]):
@@ -226,16 +226,16 @@ class ChatMessages:
         self.add({"role": "tool", "tool_call_id": call_id, "content": output}, field_path)
 
     def _add_approval(self, item: InputItem, field_path: str) -> None:
-        """Add a tool call that the client has rejected. `ResponseRun` runs and adds approved calls."""
-        name = _required_text(item, "approval_request_id", field_path)
+        """Add a tool call that the client has rejected. `ResponseRun` makes and adds approved calls."""
+        approval_request_id = _required_text(item, "approval_request_id", field_path)
         if item.approve is None:
             raise missing_field_error(f"{field_path}.approve")
-        request = self._approval_requests.get(name)
+        request = self._approval_requests.get(approval_request_id)
         if request is None:
             raise RequestProblem(
                 400,
-                f"{field_path}.approval_request_id is {name[:100]!r}, but no earlier item has this id: send "
-                "the mcp_approval_request, or previous_response_id",
+                f"{field_path}.approval_request_id is {approval_request_id[:100]!r}, but no earlier item has "
+                "this id: send the mcp_approval_request, or previous_response_id",
                 param=f"{field_path}.approval_request_id",
             )
         if not item.approve:
@@ -279,7 +279,7 @@ def _reasoning_text(item: InputItem, field_path: str) -> str:
 
 
 def _mcp_output(item: InputItem) -> str:
-    """Return the text of a tool-server call's output for the prompt."""
+    """Return the text that the prompt contains as the output of a call to a tool server."""
     if isinstance(item.error, dict):
         return ToolOutput(error=item.error).text
     if item.error is not None:

@@ -120,15 +120,15 @@ class OutputItems:
     def close(self, *, is_complete: bool = True) -> list[dict[str, object]]:
         """End the item that is in progress, if any. Return the stream events.
 
-        Only the arguments of a tool-server call end. Its status becomes ``calling``, because it has no
-        outcome yet.
+        If the item is a call to a tool server, its status becomes ``calling``, because its arguments are
+        complete, but it has no outcome yet.
         """
         if not self._open_type:
             return []
-        kind, text, item = self._open_type, "".join(self._text_parts), self.items[-1]
-        if kind != "mcp_approval_request":  # items of this type have no status
+        item_type, text, item = self._open_type, "".join(self._text_parts), self.items[-1]
+        if item_type != "mcp_approval_request":  # items of this type have no status
             item["status"] = "completed" if is_complete else "incomplete"
-        match kind:
+        match item_type:
             case "message":
                 part = {**_text_part(text), "logprobs": self._logprobs}
                 item["content"] = [part]
@@ -164,18 +164,18 @@ class OutputItems:
                     self._event("response.custom_tool_call_input.delta", delta=item["input"]),
                     self._event("response.custom_tool_call_input.done", input=item["input"]),
                 ]
-        if kind != "mcp_call":
+        if item_type != "mcp_call":
             new_events.append(self._item_event("response.output_item.done"))
         self._open_type, self._text_parts, self._logprobs = "", [], []
         return new_events
 
-    def _begin(self, kind: str, new_events: list[dict[str, object]]) -> None:
+    def _begin(self, item_type: str, new_events: list[dict[str, object]]) -> None:
         """Begin a message or a reasoning item, unless an item of this type is in progress."""
-        if self._open_type == kind:
+        if self._open_type == item_type:
             return
         new_events += self.close()
-        self._open_type = kind
-        if kind == "message":
+        self._open_type = item_type
+        if item_type == "message":
             item: dict[str, object] = {"id": new_id("msg"), "type": "message", "role": "assistant"}
             part = _text_part("")
         else:
@@ -260,21 +260,22 @@ class OutputItems:
             self._item_event("response.output_item.done", index),
         ]
 
-    def _delta(self, kind: str, text: str, **members: object) -> dict[str, object]:
+    def _delta(self, event_type: str, text: str, **members: object) -> dict[str, object]:
         self._text_parts.append(text)
-        return self._event(kind, content_index=0, delta=text, **members)
+        return self._event(event_type, content_index=0, delta=text, **members)
 
-    def _event(self, kind: str, **members: object) -> dict[str, object]:
-        return {"type": kind, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **members}
+    def _event(self, event_type: str, **members: object) -> dict[str, object]:
+        index = len(self.items) - 1
+        return {"type": event_type, "item_id": self.items[index]["id"], "output_index": index, **members}
 
-    def _item_event(self, kind: str, index: int = -1) -> dict[str, object]:
+    def _item_event(self, event_type: str, index: int = -1) -> dict[str, object]:
         item = self.items[index]
-        return {"type": kind, "output_index": index % len(self.items), "item": {**item}}
+        return {"type": event_type, "output_index": index % len(self.items), "item": {**item}}
 
 
-def new_id(kind: str) -> str:
-    """Return a new random id that begins with `kind`, for example ``msg_...`` for ``msg``."""
-    return f"{kind}_{uuid4().hex}"
+def new_id(prefix: str) -> str:
+    """Return a new random id that begins with `prefix`, for example ``msg_...`` for ``msg``."""
+    return f"{prefix}_{uuid4().hex}"
 
 
 def _text_part(text: str) -> dict[str, object]:

@@ -29,7 +29,7 @@ class PreparedResponse:
     items: list[dict[str, object]]
     """All input items, including the items of previous responses."""
     warnings: Sequence[str]
-    """Descriptions of requested features that are skipped, for the log."""
+    """Descriptions of the hosted tools and settings that the server ignores, for the log."""
     translation: Translation
     """The chat request to which the request was translated."""
     offered_tools: OfferedTools
@@ -51,7 +51,7 @@ class PreparedResponse:
         Args:
             services: the objects that routes use.
             raw: the decoded request body.
-            previous_response: the response that this request continues.
+            previous_response: the response that this request continues; None if it continues none.
             offered_tools: the tools of tool servers.
 
         Raises:
@@ -139,22 +139,22 @@ def _without_unsupported_effort(services: Services, body: ResponsesBody) -> tupl
 
 
 def _approved_calls(
-    items: Sequence[InputItem], num_earlier: int, offered_tools: OfferedTools
+    items: Sequence[InputItem], num_earlier_items: int, offered_tools: OfferedTools
 ) -> list[ApprovedCall]:
     """Return the calls that this request approves, except calls that have already run.
 
     Args:
         items: the items of previous responses, then the items of this request.
-        num_earlier: the number of items of previous responses.
+        num_earlier_items: the number of items of previous responses.
         offered_tools: the tools of tool servers.
 
     Raises:
         RequestProblem: 400; this request does not offer an approved tool.
     """
-    requests = {item.id: item for item in items if item.type == "mcp_approval_request"}
+    approval_requests = {item.id: item for item in items if item.type == "mcp_approval_request"}
     called_ids = {item.approval_request_id for item in items if item.type == "mcp_call"}
     calls = []
-    for index, item in enumerate(items[num_earlier:]):
+    for index, item in enumerate(items[num_earlier_items:]):
         request_id = item.approval_request_id
         if (
             item.type != "mcp_approval_response"
@@ -163,21 +163,21 @@ def _approved_calls(
             or request_id in called_ids
         ):
             continue
-        request = requests[request_id]  # `ChatMessages` has checked that the item exists
+        request = approval_requests[request_id]  # `ChatMessages` has checked that the item exists
         field_path = f"input[{index}].approval_request_id"
-        label, tool = request.server_label or "", request.name or ""
-        function = offered_tools.function_name(label, tool)
-        offered_tool = offered_tools.functions.get(function)
-        if offered_tool is None or (offered_tool.label, offered_tool.tool.name) != (label, tool):
+        label, tool_name = request.server_label or "", request.name or ""
+        function_name = offered_tools.function_name(label, tool_name)
+        offered_tool = offered_tools.functions.get(function_name)
+        if offered_tool is None or (offered_tool.label, offered_tool.tool.name) != (label, tool_name):
             raise RequestProblem(
                 400,
-                f"{field_path} approves {tool[:100]!r} of the server {label[:100]!r}, but the request does "
-                "not offer this tool: send the tools of the earlier request again",
+                f"{field_path} approves {tool_name[:100]!r} of the server {label[:100]!r}, but the request "
+                "does not offer this tool: send the tools of the earlier request again",
                 param=field_path,
             )
         called_ids.add(request_id)
         calls.append(
-            ApprovedCall(new_id("call"), offered_tool, function, request.arguments or "", request_id)
+            ApprovedCall(new_id("call"), offered_tool, function_name, request.arguments or "", request_id)
         )
     return calls
 
@@ -195,9 +195,10 @@ def _truncated_conversation(
 ) -> Conversation:
     """Return the conversation without its oldest turns, so that prompt and output fit the maximum length.
 
-    Removes as few turns as possible. Keeps the instructions at the beginning, and the last turn even if the
-    output then has less room. If turns are removed, the first remaining turn begins with a user message. The
-    output counts as ``max_output_tokens`` (default: a quarter of the maximum length), but at most half of it.
+    Reserves ``max_output_tokens`` for the output, by default a quarter, at most half of the maximum length.
+    Removes as few turns as possible. Keeps the instructions at the beginning. Also keeps the last turn, even
+    if fewer tokens than the reserved number remain for the output. If turns are removed, the first remaining
+    turn begins with a user message.
 
     Raises:
         RequestProblem: 400; the last turn alone is too long, or the request is invalid.
@@ -255,14 +256,14 @@ def _input_items(request_input: object) -> list[dict[str, object]]:
 
 
 def _input_item(item: Mapping[str, object]) -> dict[str, object]:
-    kind = str(item.get("type") or "message")
-    prefix = {"message": "msg", "function_call": "fc", "reasoning": "rs"}.get(kind, "item")
-    listed_item = {**item, "type": kind, "id": item.get("id") or new_id(prefix)}
+    item_type = str(item.get("type") or "message")
+    id_prefix = {"message": "msg", "function_call": "fc", "reasoning": "rs"}.get(item_type, "item")
+    listed_item = {**item, "type": item_type, "id": item.get("id") or new_id(id_prefix)}
     content = item.get("content")
-    if kind == "message" and isinstance(content, str):
-        part = "output_text" if item.get("role") == "assistant" else "input_text"
-        extra_members: dict[str, object] = {"annotations": []} if part == "output_text" else {}
-        listed_item["content"] = [{"type": part, "text": content, **extra_members}]
-    if kind == "message":
+    if item_type == "message" and isinstance(content, str):
+        part_type = "output_text" if item.get("role") == "assistant" else "input_text"
+        extra_members: dict[str, object] = {"annotations": []} if part_type == "output_text" else {}
+        listed_item["content"] = [{"type": part_type, "text": content, **extra_members}]
+    if item_type == "message":
         listed_item.setdefault("status", "completed")
     return {name: value for name, value in listed_item.items() if value is not None}

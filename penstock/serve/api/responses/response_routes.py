@@ -31,7 +31,7 @@ router = APIRouter(route_class=JsonRoute, tags=["responses"])
 
 @router.post("/v1/responses", **route_options(ResponsesBody, "The response, or its events with `stream`."))
 async def create_response(request: Request) -> Response:
-    """Generate a response to a list of items."""
+    """Generate a response to a text or to a list of items."""
     services, record = Services.of(request), RequestRecord.of(request)
     state, owner = open_state(services), request_owner(request)
     prepared_response = await _prepared_response(request, state, owner)
@@ -170,9 +170,11 @@ async def _prepared_response(request: Request, state: ResponseState, owner: str)
         if isinstance(previous_id := raw.get("previous_response_id"), str):
             previous_response = await _previous_response(state, owner, previous_id)
         if isinstance(raw.get("input"), list):
-            raw = {**raw, "input": await _with_references(state, owner, raw["input"])}
-    tools = await find_offered_tools(services, raw)
-    return await run_in_pool(request, lambda: PreparedResponse.of(services, raw, previous_response, tools))
+            raw = {**raw, "input": await _with_references_resolved(state, owner, raw["input"])}
+    offered_tools = await find_offered_tools(services, raw)
+    return await run_in_pool(
+        request, lambda: PreparedResponse.of(services, raw, previous_response, offered_tools)
+    )
 
 
 async def _previous_response(state: ResponseState, owner: str, response_id: str) -> StoredResponse:
@@ -192,7 +194,10 @@ async def _previous_response(state: ResponseState, owner: str, response_id: str)
     return stored_response
 
 
-async def _with_references(state: ResponseState, owner: str, input_items: list[object]) -> list[object]:
+async def _with_references_resolved(
+    state: ResponseState, owner: str, input_items: list[object]
+) -> list[object]:
+    """Return the items with the stored item in place of each ``item_reference``."""
     items = []
     for index, item in enumerate(input_items):
         if isinstance(item, dict) and item.get("type") == "item_reference":

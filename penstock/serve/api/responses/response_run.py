@@ -61,8 +61,8 @@ class _GeneratedCall:
 class _TurnOutput:
     """The model's output in one turn."""
 
-    text: list[str] = field(default_factory=list)
-    reasoning: list[str] = field(default_factory=list)
+    text_parts: list[str] = field(default_factory=list)
+    reasoning_parts: list[str] = field(default_factory=list)
     calls: list[_GeneratedCall] = field(default_factory=list)
 
     def add(self, delta: ChoiceDelta) -> None:
@@ -70,9 +70,9 @@ class _TurnOutput:
         for event in delta.events:
             match event:
                 case Content():
-                    self.text.append(event.text)
+                    self.text_parts.append(event.text)
                 case Reasoning():
-                    self.reasoning.append(event.text)
+                    self.reasoning_parts.append(event.text)
                 case ToolCallStart():
                     self.calls.append(_GeneratedCall(event.id, event.name))
                 case ToolCallArguments():
@@ -82,16 +82,18 @@ class _TurnOutput:
     def message(self) -> dict[str, object]:
         """The output in the form of a chat message."""
         calls = [call.message for call in self.calls]
-        message: dict[str, object] = {"role": "assistant", "content": "".join(self.text), "tool_calls": calls}
-        if self.reasoning:
-            message["reasoning_content"] = "".join(self.reasoning)
+        content = "".join(self.text_parts)
+        message: dict[str, object] = {"role": "assistant", "content": content, "tool_calls": calls}
+        if self.reasoning_parts:
+            message["reasoning_content"] = "".join(self.reasoning_parts)
         return message
 
 
 class ResponseRun:
     """Runs the turns of one response.
 
-    Another turn follows a turn that calls only tool servers, if none of its calls needs approval.
+    Another turn follows a turn that calls only tool servers, if none of its calls needs approval and no token
+    limit is reached.
 
     Args:
         services: the objects that routes use.
@@ -100,7 +102,7 @@ class ResponseRun:
         pool: runs the preparation of later turns.
 
     Raises:
-        UnavailableError: the worker is not ready, or too many requests are waiting.
+        UnavailableError: the worker is not ready, or the queue is full.
     """
 
     def __init__(
@@ -117,9 +119,10 @@ class ResponseRun:
         self._pool = pool
         self._limits = TimeLimits(services.config, record)
         self._runs: list[GenerationRun] = []
+        """One run per started turn."""
         self._messages: list[dict[str, object]] = []
         """The messages that the turns so far have added to the conversation."""
-        self._num_calls = 0
+        self._num_calls = 0  # calls to tool servers in this response
         self._sessions: dict[str, ToolSession] = {}
         self._tasks: dict[asyncio.Task[ToolOutput], str] = {}
         """The task of each running call -> the id of the call."""
@@ -129,7 +132,9 @@ class ResponseRun:
             self._start_turn(prepared_response.conversation)
 
     async def admitted(self) -> None:
-        """Wait until the scheduler has admitted the first turn. Does nothing if calls were approved.
+        """Wait until the scheduler has admitted the first turn.
+
+        Does nothing if the client has approved calls, because the calls run before the first turn starts.
 
         Raises:
             PenstockError: the scheduler refuses the request.
@@ -149,7 +154,7 @@ class ResponseRun:
     async def deltas(self) -> AsyncGenerator[tuple[int, ChoiceDelta] | None, None]:
         """Yield (0, delta) when output arrives. 0 is the index of the only choice.
 
-        Yields None after `stream_ping` seconds without output.
+        Yields None after ``--stream-ping`` seconds without output.
 
         Raises:
             PenstockError: a turn failed.
@@ -198,7 +203,7 @@ class ResponseRun:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.finish()
         if self._tasks:
@@ -242,7 +247,7 @@ class ResponseRun:
         self, approved_calls: Sequence[ApprovedCall]
     ) -> AsyncGenerator[tuple[int, ChoiceDelta] | None, None]:
         """Run the calls that the client has approved. Yield the calls, then their outcomes."""
-        calls = [_GeneratedCall(call.call_id, call.function, call.arguments) for call in approved_calls]
+        calls = [_GeneratedCall(call.call_id, call.function_name, call.arguments) for call in approved_calls]
         self._messages.append(_TurnOutput(calls=calls).message)
         yield 0, ToolDelta.of(*approved_calls)
         calls_and_approvals = zip(calls, approved_calls, strict=True)
@@ -256,7 +261,7 @@ class ResponseRun:
     ) -> AsyncGenerator[tuple[int, ChoiceDelta] | None, None]:
         """Run calls to tool servers concurrently and yield their outcomes.
 
-        Yields None after `stream_ping` seconds without an outcome.
+        Yields None after ``--stream-ping`` seconds without an outcome.
         """
         outputs: dict[str, ToolOutput] = {}
         for call, tool, arguments in calls:
@@ -288,17 +293,17 @@ class ResponseRun:
             return ToolOutput.failed(_INVALID_PARAMS, reason, "mcp_protocol_error")
         self._num_calls += 1
         try:
-            values = json.loads(arguments or "{}")
+            parsed_arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError):
-            values = None
-        if not isinstance(values, dict):
+            parsed_arguments = None
+        if not isinstance(parsed_arguments, dict):
             reason = "the arguments are not a JSON object"
             return ToolOutput.failed(_INVALID_PARAMS, reason, "mcp_protocol_error")
         session = self._sessions.get(tool.server.name)
         if session is None:
             session = tool_servers(self._services).session(tool.server)
             self._sessions[tool.server.name] = session
-        return await session.call(tool.tool.name, values)
+        return await session.call(tool.tool.name, parsed_arguments)
 
     async def _start_next_turn(self) -> bool:
         """Start the next turn. Return False if a token limit is reached or the response was cancelled."""

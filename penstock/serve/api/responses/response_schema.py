@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from penstock.serve.api.schemas import (
-    MAX_METADATA,
+    MAX_METADATA_ENTRIES,
     MAX_TOP_LOGPROBS,
     Count,
     Label,
@@ -24,7 +24,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Includable = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
-    # Outputs of hosted tools. They are accepted without effect, because no response contains such outputs.
+    # Members that no response contains, mostly outputs of hosted tools. They are accepted without effect.
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",
@@ -149,7 +149,7 @@ class TextFormat(RequestBody):
     description: str | None = None
     schema_: dict[str, object] | None = Field(None, alias="schema")
     strict: bool | None = None
-    """Has no effect, because the output always matches the schema."""
+    """Has no effect, because the output is always constrained to the schema."""
 
 
 class TextConfig(RequestBody):
@@ -216,7 +216,7 @@ class ResponsesBody(RequestBody):
     stream_options: StreamOptions | None = None
 
     # The next fields are only logged and returned in the response.
-    metadata: Annotated[dict[Label, Label], Field(max_length=MAX_METADATA)] | None = None
+    metadata: Annotated[dict[Label, Label], Field(max_length=MAX_METADATA_ENTRIES)] | None = None
     user: Label | None = None
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None

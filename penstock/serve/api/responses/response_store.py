@@ -29,6 +29,7 @@ CREATE TABLE IF NOT EXISTS items (
 );
 CREATE INDEX IF NOT EXISTS items_by_response ON items (response);
 """
+"""The column ``number`` orders the responses by the time at which they were last stored."""
 _INTERRUPTED_ERROR = {
     "code": "server_error",
     "message": "the server stopped before the response was complete",
@@ -90,7 +91,7 @@ class ResponseStore:
         return await self._run(partial(self._get, owner, response_id))
 
     async def delete(self, owner: str, response_id: str) -> bool:
-        """Delete a response. Return whether it existed."""
+        """Delete a response. Return False if the owner has no response with this id."""
         return await self._run(partial(self._delete, owner, response_id))
 
     async def item(self, owner: str, item_id: str) -> dict[str, object] | None:
@@ -110,22 +111,22 @@ class ResponseStore:
     ) -> None:
         encode = msgspec.json.encode
         response_json, input_json = encode(response), encode(items)
-        response_id, size = response["id"], len(response_json) + len(input_json)
+        response_id, num_bytes = response["id"], len(response_json) + len(input_json)
         with self._database as database:
             database.execute("DELETE FROM responses WHERE id = ?", (response_id,))
-            (last,) = database.execute("SELECT coalesce(max(number), 0) FROM responses").fetchone()
-            row = (response_id, owner, response_json, input_json, size, last + 1, is_done)
+            (last_number,) = database.execute("SELECT coalesce(max(number), 0) FROM responses").fetchone()
+            row = (response_id, owner, response_json, input_json, num_bytes, last_number + 1, is_done)
             database.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)", row)
             output = response["output"]
             assert isinstance(output, list)
-            rows = [(item["id"], response_id, encode(item)) for item in output]
-            database.executemany("INSERT OR REPLACE INTO items VALUES (?, ?, ?)", rows)
-            (total,) = database.execute("SELECT sum(size) FROM responses").fetchone()
-            oldest = database.execute("SELECT id, size FROM responses ORDER BY number").fetchall()
-            while total > self._max_bytes and len(oldest) > 1:
-                oldest_id, oldest_size = oldest.pop(0)
+            item_rows = [(item["id"], response_id, encode(item)) for item in output]
+            database.executemany("INSERT OR REPLACE INTO items VALUES (?, ?, ?)", item_rows)
+            (total_bytes,) = database.execute("SELECT sum(size) FROM responses").fetchone()
+            ids_and_bytes = database.execute("SELECT id, size FROM responses ORDER BY number").fetchall()
+            while total_bytes > self._max_bytes and len(ids_and_bytes) > 1:
+                oldest_id, oldest_bytes = ids_and_bytes.pop(0)
                 database.execute("DELETE FROM responses WHERE id = ?", (oldest_id,))
-                total -= oldest_size
+                total_bytes -= oldest_bytes
 
     def _get(self, owner: str, response_id: str) -> StoredResponse | None:
         query = "SELECT body, input FROM responses WHERE id = ? AND owner = ?"

@@ -94,7 +94,7 @@ def chat_tool_choice(body: ResponsesBody, offered_tools: OfferedTools) -> dict[s
                 raise missing_field_error("tool_choice.name")
             return {"tool_choice": _function_choice(choice.name)}
         case "mcp":
-            names = _server_functions(offered_tools, choice.server_label, choice.name, "tool_choice")
+            names = _server_function_names(offered_tools, choice.server_label, choice.name, "tool_choice")
             if choice.name is not None:
                 return {"tool_choice": _function_choice(names[0])}
             allowed_tools = {"mode": "required", "tools": [_function_choice(name) for name in names]}
@@ -109,25 +109,32 @@ def chat_tool_choice(body: ResponsesBody, offered_tools: OfferedTools) -> dict[s
     raise _hosted_tool_error("tool_choice.type", choice.type)
 
 
-def _server_functions(offered_tools: OfferedTools, label: object, tool: object, field_path: str) -> list[str]:
-    """Return the function names of a tool server's tools.
+def _server_function_names(
+    offered_tools: OfferedTools, label: object, tool_name: object, field_path: str
+) -> list[str]:
+    """Return the function names of all tools of a tool server, or of one of its tools.
 
     Args:
         offered_tools: the tools of tool servers.
         label: the label of the server in the request.
-        tool: the name of a tool; None for all tools of the server.
+        tool_name: the name of a tool; None for all tools of the server.
         field_path: the request field that errors name.
+
+    Raises:
+        RequestProblem: 400; `label` is not a string, or the request offers no such tool.
     """
     if not isinstance(label, str):
         raise missing_field_error(f"{field_path}.server_label")
     names = offered_tools.function_names(label)
-    if tool is not None:
-        names = [name for name in names if offered_tools.functions[name].tool.name == tool]
+    if tool_name is not None:
+        names = [name for name in names if offered_tools.functions[name].tool.name == tool_name]
     if not names:
         requested_tool = (
-            f"the tool {str(tool)[:100]!r} of {label[:100]!r}" if tool is not None else repr(label[:100])
+            repr(label[:100])
+            if tool_name is None
+            else f"the tool {str(tool_name)[:100]!r} of {label[:100]!r}"
         )
-        param = f"{field_path}.{'server_label' if tool is None else 'name'}"
+        param = f"{field_path}.{'server_label' if tool_name is None else 'name'}"
         raise RequestProblem(400, f"{param}: the request offers no tool of {requested_tool}", param=param)
     return names
 
@@ -148,7 +155,7 @@ def _allowed_tools(choice: ToolSelection, offered_tools: OfferedTools) -> dict[s
             label, name = tool.get("server_label"), tool.get("name")
             allowed_tools += [
                 _function_choice(function)
-                for function in _server_functions(offered_tools, label, name, field_path)
+                for function in _server_function_names(offered_tools, label, name, field_path)
             ]
             continue
         if tool.get("type") not in ("function", "custom"):
@@ -160,10 +167,10 @@ def _allowed_tools(choice: ToolSelection, offered_tools: OfferedTools) -> dict[s
     return {"mode": choice.mode, "tools": allowed_tools}
 
 
-def _hosted_tool_error(field_path: str, kind: object) -> RequestProblem:
+def _hosted_tool_error(field_path: str, tool_type: object) -> RequestProblem:
     return RequestProblem(
         400,
-        f"{field_path} is {str(kind)[:100]!r}, a hosted tool, and this server has no hosted tools: "
+        f"{field_path} is {str(tool_type)[:100]!r}, a hosted tool, and this server has no hosted tools: "
         "choose a function",
         param=field_path,
         code="unsupported_value",
