@@ -87,11 +87,11 @@ def separate_images(messages: object) -> tuple[object, list[bytes] | None, list[
     """Return (messages without image data, image files in order, ``detail`` of each image).
 
     An image part is ``{"type": "image", "image": ...}`` or OpenAI's ``image_url`` with a ``data:`` URL.
-    If the messages have no images, they are returned with None and None.
-    Malformed messages are returned unchanged, because the chat template rejects them.
+    Messages without images are returned with None and None. Malformed messages are returned unchanged,
+    because the chat template rejects them.
 
     Raises:
-        InputError: an image part has no image, its image cannot be read, or its URL is no ``data:`` URL.
+        InputError: an image part has no image, an image cannot be read, or a URL is not a ``data:`` URL.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         return messages, None, None

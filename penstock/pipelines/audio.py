@@ -100,7 +100,7 @@ def create_audio(
 def codec_folder(config: PipelineConfig, speech_format: SpeechFormat) -> Path:
     """Return the folder of the codec.
 
-    The configured codec takes precedence over the codec of the checkpoint, and that over the default codec of
+    In order of precedence: the configured codec, the codec that the checkpoint names, the default codec of
     the speech format.
     """
     configured_codec, checkpoint_codec = config.speech.codec, speech_format.description.codec
@@ -283,8 +283,8 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
         self.failures |= self.speech_lm_pipeline.failures
         self.speech_lm_pipeline.failures.clear()
         audio: dict[str, list[npt.NDArray[np.float32]]] = {}
-        num_left = self._max_frames
-        while num_left > 0:
+        num_frames_left = self._max_frames
+        while num_frames_left > 0:
             due_chunks = {
                 request_id: chunk
                 for request_id, context in batch.items()
@@ -300,7 +300,7 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
                 end = (chunk.start + chunk.num_frames) * self.codec.codes_per_frame
                 batch[request_id].set_decoded_index(end)
             if not allows_short_chunks:
-                num_left -= sum(chunk.num_frames for chunk in due_chunks.values())
+                num_frames_left -= sum(chunk.num_frames for chunk in due_chunks.values())
         for request_id, context in batch.items():
             if request_id not in self.failures:
                 self._finish(request_id, context)
@@ -317,8 +317,11 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
         self, context: TTSContext, sizes: ChunkSizes | None, *, allows_short_chunks: bool
     ) -> CodecChunk | None:
         """Return the next chunk of a context; None if its frames are not complete or all are decoded."""
-        codec, frame_size = self.codec, self.codec.codes_per_frame
-        start, num_frames = context.decoded_index // frame_size, len(context.speech_tokens) // frame_size
+        codec, codes_per_frame = self.codec, self.codec.codes_per_frame
+        start, num_frames = (
+            context.decoded_index // codes_per_frame,
+            len(context.speech_tokens) // codes_per_frame,
+        )
         has_ended = context.generation_status.is_done
         if sizes is None:
             sizes = self._stream_sizes if context.streaming else self._response_sizes
@@ -330,9 +333,9 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
         context_start, context_stop = codec.context_at(start, stop)
         context_stop = min(context_stop, num_frames)
         codes, _ = context.next_speech_tokens(
-            (context_stop - start) * frame_size, (start - context_start) * frame_size
+            (context_stop - start) * codes_per_frame, (start - context_start) * codes_per_frame
         )
-        frames = torch.from_numpy(codes.astype(np.int64)).view(-1, frame_size)
+        frames = torch.from_numpy(codes.astype(np.int64)).view(-1, codes_per_frame)
         is_last = has_ended and context_stop == num_frames
         return CodecChunk(frames, start, start - context_start, context_stop - stop, is_last)
 
@@ -388,10 +391,10 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
         if status is TextGenerationStatus.CANCELLED or not context.has_undecoded_speech_tokens():
             context.update_audio_generation_status(status)
         if not len(context.speech_tokens):
-            size = self.codec.codes_per_frame
+            codes_per_frame = self.codec.codes_per_frame
             self.failures[request_id] = RequestFailedError(
                 f"the model generated {len(context.generated_tokens)} tokens without a whole frame of "
-                f"speech ({size} codes); {context.num_dropped_tokens} tokens were dropped, because they are "
-                "not speech codes or belong to an incomplete frame: allow more tokens, or check "
-                "--speech-format"
+                f"speech ({codes_per_frame} codes); {context.num_dropped_tokens} tokens were dropped, "
+                "because they are not speech codes or belong to an incomplete frame: allow more tokens, or "
+                "check --speech-format"
             )

@@ -30,10 +30,10 @@ def draft_limits(contexts: Sequence[TextContext], kv: KVCache, max_rows: int) ->
         max_rows: the planned number of rows of a step.
     """
     num_rows = sum(context.active_length for context in contexts)
-    num_left = max(max_rows - num_rows, 0)
-    limit = min(num_left, MAX_DRAFT_ROWS) // len(contexts)
+    num_unused_rows = max(max_rows - num_rows, 0)
+    max_drafts = min(num_unused_rows, MAX_DRAFT_ROWS) // len(contexts)
     return [
-        0 if context.active_idx < context.end_idx else max(min(_tokens_left(context, kv) - 1, limit), 0)
+        0 if context.active_idx < context.end_idx else max(min(_tokens_left(context, kv) - 1, max_drafts), 0)
         for context in contexts
     ]
 
@@ -52,11 +52,11 @@ def draft_tokens(
         limits: the maximum number of drafts of each context.
         proposer: drafts tokens for contexts whose grammar forces no token; None disables these drafts.
         draft_lengths: limits the drafts of the proposer further; None sets no further limit.
-        vocabulary: V; 0 before the first forward, when V is not known yet.
+        vocabulary: number of logits V; 0 before the first forward, when V is not known yet.
     """
     drafts: list[list[int]] = [[] for _ in contexts]
     for index, (context, limit) in enumerate(zip(contexts, limits, strict=True)):
-        # For these contexts, `append_forced` has already appended the tokens that the grammar forces.
+        # If set, `append_forced` has already appended the tokens that the grammar forces.
         has_appended = appends_forced_tokens(context) and len(context.generated_tokens)
         if context.matcher is not None and vocabulary and not has_appended:
             drafts[index] = forced_tokens(context, min(limit, _MAX_FORCED_TOKENS), vocabulary)
@@ -92,26 +92,26 @@ def report_drafts(
     contexts: Sequence[TextContext],
     drafts: Sequence[list[int]],
     is_forced: Sequence[bool],
-    matching: Sequence[int],
+    num_matching: Sequence[int],
     stats: SpeculationStats,
     observers: Sequence[DraftProposer | DraftLengthPolicy],
 ) -> None:
     """Count forced tokens and drafts, and report the drafts to the proposer and the length policy.
 
     Args:
-        contexts: the batch, after it has taken the tokens of the step.
+        contexts: the batch, after the tokens of the step were appended.
         drafts: the verified drafts of each context.
         is_forced: for each context whether its grammar forced the drafts.
-        matching: the number of drafts of each context that equal the sampled tokens.
+        num_matching: the number of drafts of each context that equal the sampled tokens.
         stats: the counters to add to.
         observers: the proposer and the length policy, if any.
     """
-    stats.num_forced += sum(count for count, forced in zip(matching, is_forced, strict=True) if forced)
+    stats.num_forced += sum(count for count, forced in zip(num_matching, is_forced, strict=True) if forced)
     drafts = [[] if forced else draft for draft, forced in zip(drafts, is_forced, strict=True)]
-    accepted = [count if draft else 0 for count, draft in zip(matching, drafts, strict=True)]
-    stats.count(drafts, accepted)
+    num_accepted = [count if draft else 0 for count, draft in zip(num_matching, drafts, strict=True)]
+    stats.count(drafts, num_accepted)
     for observer in observers:
-        observer.observe(contexts, drafts, accepted)
+        observer.observe(contexts, drafts, num_accepted)
 
 
 def _tokens_left(context: TextContext, kv: KVCache) -> int:

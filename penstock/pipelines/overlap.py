@@ -63,7 +63,7 @@ class OverlappedStep:
     windows: list[_Window]  # [B]
     rows: LogitRows
     forward: SubmittedWork[_Forward]
-    begin: float
+    launched_at: float
     """Time of the launch in seconds."""
     kept_rows: list[int] = field(default_factory=list)
     """The indices of the contexts whose rows were sampled, ascending."""
@@ -145,11 +145,11 @@ class OverlappedSteps:
                 forward_inputs = replace(inputs, tokens=inputs.tokens.index_copy(0, targets, sampled))
             outputs = self._model.execute(forward_inputs)
             beat()
-            return _Forward(forward_inputs, outputs, last_rows(outputs, rows.counts))
+            return _Forward(forward_inputs, outputs, last_rows(outputs, rows.row_counts))
 
         windows = [_Window.from_context(context) for context in contexts]
-        begin = perf_counter()
-        return OverlappedStep(batch, windows, rows, self._queue.submit(forward), begin)
+        launched_at = perf_counter()
+        return OverlappedStep(batch, windows, rows, self._queue.submit(forward), launched_at)
 
     def sample(self, step: OverlappedStep) -> list[str]:
         """Launch the sampling of a step, after the previous step was collected.
@@ -218,8 +218,8 @@ class OverlappedSteps:
     def collects_first(self, step: OverlappedStep) -> bool:
         """Return whether a step must be collected before the next step is launched.
 
-        This is the case with log probabilities. They are computed when the step is collected. If the next
-        step were launched before that, the device would run it first.
+        True with log probabilities, because they are computed when the step is collected. If the next step
+        were launched before `collect`, the device would run the next step first.
         """
         contexts = step.contexts
         return any(contexts[index].log_probabilities for index in step.kept_rows)
@@ -264,7 +264,7 @@ class OverlappedSteps:
         now = perf_counter()
         if len(step.forward.value.inputs.tokens) == len(contexts):
             # The device starts a step when the previous step has ended, or at its launch if it was idle.
-            self._runner.record_step(now - max(self._collected_at, step.begin))
+            self._runner.record_step(now - max(self._collected_at, step.launched_at))
         self._collected_at = now
         sampled = tokens.new_zeros(len(contexts))
         sampled[step.kept_rows] = tokens

@@ -20,11 +20,11 @@ from penstock.pipelines.core.randomness import as_uint64, splitmix64, uniforms
 
 __all__ = ["Sampler", "adjust_logits", "check_logit_rules", "splitmix64", "uniforms"]
 
-_LIMIT = 1e15
-"""Bound of the magnitude of the logits to which penalties are applied."""
-_SUPPRESSED = -1e20
+_MAX_PENALIZED_LOGIT = 1e15
+"""Maximum absolute value of logits after penalties."""
+_SUPPRESSED_LOGIT = -1e20
 """The logit of an end token before ``min_new_tokens`` tokens, below the logits of other allowed tokens."""
-_FORBIDDEN = -1e30
+_FORBIDDEN_LOGIT = -1e30
 """The logit of a forbidden token.
 
 It is finite, so that the softmax is never NaN: if a grammar allows only forbidden tokens, one of them is
@@ -199,11 +199,11 @@ class LogitEdits:
         return edits
 
     def apply(self, logits: Tensor) -> Tensor:  # [R, V] -> [R, V] float32
-        """Return a changed copy of the logits. A row whose largest given logit is not finite becomes NaN."""
-        scores = torch.empty(logits.shape, dtype=torch.float32, device=logits.device).copy_(logits)
+        """Return a changed copy of the logits. A row whose largest logit is not finite becomes NaN."""
+        changed_logits = torch.empty(logits.shape, dtype=torch.float32, device=logits.device).copy_(logits)
         for edit in self.edits:
-            edit(scores)
-        return scores.masked_fill_(~logits.amax(-1, keepdim=True).isfinite(), torch.nan)
+            edit(changed_logits)
+        return changed_logits.masked_fill_(~logits.amax(-1, keepdim=True).isfinite(), torch.nan)
 
     def flat_indices(self, rows: Sequence[_Row], ids: Sequence[np.ndarray]) -> Tensor:  # [n]
         """Return the cells of the given token ids of each row, concatenated."""
@@ -214,20 +214,20 @@ class LogitEdits:
         """Return an array as a tensor on the device."""
         return upload(values, self.device)
 
-    def map_scores(self, cells: Tensor, function: Callable[[Tensor], Tensor]) -> None:
+    def map_logits(self, cells: Tensor, function: Callable[[Tensor], Tensor]) -> None:
         """Apply a function to the logits of cells ``[n]``."""
 
-        def edit(scores: Tensor) -> None:
-            flat = scores.view(-1)
-            flat[cells] = function(flat[cells])
+        def edit(logits: Tensor) -> None:
+            flat_logits = logits.view(-1)
+            flat_logits[cells] = function(flat_logits[cells])
 
         self.edits.append(edit)
 
-    def set_scores(self, cells: Tensor, value: float) -> None:
+    def set_logits(self, cells: Tensor, value: float) -> None:
         """Set the logits of cells ``[n]``."""
 
-        def edit(scores: Tensor) -> None:
-            scores.view(-1)[cells] = value
+        def edit(logits: Tensor) -> None:
+            logits.view(-1)[cells] = value
 
         self.edits.append(edit)
 
@@ -235,11 +235,11 @@ class LogitEdits:
         """Forbid all tokens of the rows except those of cells ``[n]``, whose logits become at least -1e20."""
         indices = self.tensor(np.array([row.index for row in rows]))
 
-        def edit(scores: Tensor) -> None:
-            flat = scores.view(-1)
-            kept_scores = flat[cells].clamp(min=_SUPPRESSED)
-            scores[indices] = _FORBIDDEN
-            flat[cells] = kept_scores
+        def edit(logits: Tensor) -> None:
+            flat_logits = logits.view(-1)
+            kept_logits = flat_logits[cells].clamp(min=_SUPPRESSED_LOGIT)
+            logits[indices] = _FORBIDDEN_LOGIT
+            flat_logits[cells] = kept_logits
 
         self.edits.append(edit)
 
@@ -251,7 +251,7 @@ def _add_bias(edits: LogitEdits, rows: Sequence[_Row]) -> None:
             [row for row, _ in biased_rows], [rules.bias_ids for _, rules in biased_rows]
         )
         bias = edits.tensor(np.concatenate([rules.bias for _, rules in biased_rows]))
-        edits.map_scores(cells, lambda scores: scores + bias)
+        edits.map_logits(cells, lambda logits: logits + bias)
 
 
 def _penalize(
@@ -284,11 +284,11 @@ def _penalize(
     penalties = row_factors[:, 1] * all_counts + row_factors[:, 2] * (all_counts > 0)
     subtracted = edits.tensor(penalties.astype(np.float32))
 
-    def penalized_scores(scores: Tensor) -> Tensor:
-        scores = torch.where(scores > 0, scores / repetition, scores * repetition) - subtracted
-        return scores.clamp(-_LIMIT, _LIMIT)
+    def penalized_logits(logits: Tensor) -> Tensor:
+        logits = torch.where(logits > 0, logits / repetition, logits * repetition) - subtracted
+        return logits.clamp(-_MAX_PENALIZED_LOGIT, _MAX_PENALIZED_LOGIT)
 
-    edits.map_scores(cells, penalized_scores)
+    edits.map_logits(cells, penalized_logits)
 
 
 def _suppress_end_tokens(edits: LogitEdits, rows: Sequence[_Row], positions: np.ndarray) -> None:
@@ -304,7 +304,7 @@ def _suppress_end_tokens(edits: LogitEdits, rows: Sequence[_Row], positions: np.
         # A checkpoint may configure end tokens that its head does not output.
         ids.append(end_ids[(end_ids >= 0) & (end_ids < edits.vocabulary)])
     if short_rows:
-        edits.set_scores(edits.flat_indices(short_rows, ids), _SUPPRESSED)
+        edits.set_logits(edits.flat_indices(short_rows, ids), _SUPPRESSED_LOGIT)
 
 
 def _forbid_tokens(edits: LogitEdits, rows: Sequence[_Row]) -> None:
@@ -316,8 +316,8 @@ def _forbid_tokens(edits: LogitEdits, rows: Sequence[_Row]) -> None:
         edits.keep_only(allowed_rows, edits.flat_indices(allowed_rows, [ids for _, ids in allowed]))
     banned = [(row, rules.banned) for row, rules in row_rules if len(rules.banned)]
     if banned:
-        edits.set_scores(
-            edits.flat_indices([row for row, _ in banned], [ids for _, ids in banned]), _FORBIDDEN
+        edits.set_logits(
+            edits.flat_indices([row for row, _ in banned], [ids for _, ids in banned]), _FORBIDDEN_LOGIT
         )
 
 
@@ -338,6 +338,7 @@ def _forbid_sequences(
         if len(ids):
             completions.append((row, ids))
     if completions:
-        edits.set_scores(
-            edits.flat_indices([row for row, _ in completions], [ids for _, ids in completions]), _FORBIDDEN
+        edits.set_logits(
+            edits.flat_indices([row for row, _ in completions], [ids for _, ids in completions]),
+            _FORBIDDEN_LOGIT,
         )

@@ -75,7 +75,7 @@ class BatchHandle:
     batch: Mapping[str, TextContext]
     drafts: list[list[int]]
     is_forced: list[bool]
-    """Whether a grammar forces the drafts of a context."""
+    """For each context, whether its grammar forces its drafts."""
     launch: LaunchHandle | None
     """None for an empty batch."""
     proposal_seconds: float
@@ -192,7 +192,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
             for context in contexts:
                 claim(self.kv, context)
             num_steps = reserve_steps(self.kv, contexts, num_steps)
-        begin = perf_counter()
+        drafting_started_at = perf_counter()
         drafts, is_forced = self._draft(contexts)
         if any(drafts):
             num_steps = 1
@@ -200,10 +200,11 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
                 draft[: reserve_drafts(self.kv, context, len(draft))]
                 for context, draft in zip(contexts, drafts, strict=True)
             ]
-        proposed = perf_counter()
+        launched_at = perf_counter()
         self._set_end_tokens(contexts)
         launch = self.runner.launch(contexts, num_steps, drafts=drafts)
-        return BatchHandle(batch, drafts, is_forced, launch, proposed - begin, proposed)
+        proposal_seconds = launched_at - drafting_started_at
+        return BatchHandle(batch, drafts, is_forced, launch, proposal_seconds, launched_at)
 
     def collect(self, handle: BatchHandle) -> dict[str, TextGenerationResponse]:
         """Return the new tokens of a launched batch, after updating its contexts with them.
@@ -220,14 +221,14 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
             and all(context.active_length == 1 for context in contexts)
         )
         if self.draft_lengths is not None and is_timed:
-            num_rows, depth = len(contexts) + sum(map(len, drafts)), max(map(len, drafts))
-            forward = perf_counter() - handle.launched_at
-            self.draft_lengths.record_step(num_rows, depth, forward, handle.proposal_seconds)
+            num_rows, longest_draft = len(contexts) + sum(map(len, drafts)), max(map(len, drafts))
+            forward_seconds = perf_counter() - handle.launched_at
+            self.draft_lengths.record_step(num_rows, longest_draft, forward_seconds, handle.proposal_seconds)
         responses = self._take_tokens(batch, sampled)
         if self.proposer is not None or any(drafts):
-            matching = [len(result.tokens) - 1 for result in sampled]
+            num_matching = [len(result.tokens) - 1 for result in sampled]
             observers = [observer for observer in (self.proposer, self.draft_lengths) if observer is not None]
-            report_drafts(contexts, drafts, handle.is_forced, matching, self.speculation_stats, observers)
+            report_drafts(contexts, drafts, handle.is_forced, num_matching, self.speculation_stats, observers)
         return responses
 
     def num_steps_for(self, seconds: float) -> int:

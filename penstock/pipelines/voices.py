@@ -66,10 +66,12 @@ def _load(name: str, source: str, codec: AudioCodec, folder: Path) -> VoicePromp
 
 
 def _checked_voice(voice: VoicePrompt, codec: AudioCodec) -> VoicePrompt:
-    size = codec.codes_per_frame
-    if not voice.codes or len(voice.codes) % size:
-        raise ValueError(f"{len(voice.codes)} codes are not a whole number of frames: a frame has {size}")
-    codec.check_chunk(CodecChunk(torch.tensor(voice.codes).view(-1, size)))
+    codes_per_frame = codec.codes_per_frame
+    if not voice.codes or len(voice.codes) % codes_per_frame:
+        raise ValueError(
+            f"{len(voice.codes)} codes are not a whole number of frames: a frame has {codes_per_frame}"
+        )
+    codec.check_chunk(CodecChunk(torch.tensor(voice.codes).view(-1, codes_per_frame)))
     return voice
 
 
@@ -85,13 +87,13 @@ def _encode_recording(path: Path, codec: AudioCodec, folder: Path) -> list[int]:
     if file.is_file():
         codes: list[int] = np.load(file).tolist()
         return codes
-    samples, rate = read_audio(path)
-    if not 0 < len(samples) / rate <= MAX_SECONDS:
+    samples, sample_rate = read_audio(path)
+    if not 0 < len(samples) / sample_rate <= MAX_SECONDS:
         raise ValueError(
-            f"{path} has {len(samples) / rate:.1f} s: a recording must have more than 0 and at most "
+            f"{path} has {len(samples) / sample_rate:.1f} s: a recording must have more than 0 and at most "
             f"{MAX_SECONDS:g} s"
         )
-    samples = resample(samples, rate, codec.encoder_sample_rate)
+    samples = resample(samples, sample_rate, codec.encoder_sample_rate)
     with torch.inference_mode():
         code_array: Any = codec.encode(torch.from_numpy(samples)).reshape(-1).to(torch.int32).numpy()
     if not len(code_array):

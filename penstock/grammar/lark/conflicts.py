@@ -55,8 +55,8 @@ def find_conflicts(
 
     Returns:
         ({name of a lexeme whose match can continue: name of the lexeme that must end earlier}, number of
-        visited states). Both names can be equal. If the number exceeds `MAX_WORK`, the search was aborted and
-        the dict is empty.
+        visited states). Both names can be equal. If the number of visited states exceeds `MAX_WORK`, the
+        search was aborted and the dict is empty.
     """
     classes = _CharacterClasses(lexemes, lexeme_rules)
     nfa = _Nfa(classes, lexeme_rules)
@@ -95,7 +95,7 @@ class _WorkLimitError(Exception):
 def _longer_matches(
     nfa: _Nfa, names: frozenset[str], follow: dict[str, int]
 ) -> tuple[dict[str, str], set[frozenset[str]]]:
-    """Search the deterministic automaton of the lexemes ``names``, which may start at the same position.
+    """Find the conflicts among the lexemes ``names``, which may start at the same position.
 
     Returns:
         ({lexeme that can continue: lexeme that must end}, pairs of lexemes that match a common text). The
@@ -116,14 +116,14 @@ def _longer_matches(
                 follow_mask = follow.get(ending_lexeme, 0)
                 for state in states:
                     if any(mask & follow_mask for mask, _ in nfa.edges[state]):
-                        conflicts.setdefault(nfa.owners[state], ending_lexeme)
+                        conflicts.setdefault(nfa.lexeme_by_state[state], ending_lexeme)
         for targets in _successors(nfa, states):
             next_state = nfa.closure(targets)
             if next_state not in visited_groups:
                 visited_groups.add(next_state)
                 pending.append(next_state)
     return {
-        name: ending_lexeme for name, ending_lexeme in conflicts.items() if nfa.sizes[name] > 1
+        name: ending_lexeme for name, ending_lexeme in conflicts.items() if nfa.num_states_by_lexeme[name] > 1
     }, overlapping
 
 
@@ -202,10 +202,10 @@ class _Nfa:
         self._closures: dict[int, frozenset[int]] = {}
         self._empty_edges: list[list[int]] = []
         self.edges: list[list[tuple[int, int]]] = []  # per state: (mask of characters, next state)
-        self.owners: list[str] = []
+        self.lexeme_by_state: list[str] = []  # state -> name of its lexeme
         self.starts: dict[str, int] = {}
         self.lexeme_by_final_state: dict[int, str] = {}
-        self.sizes: dict[str, int] = {}
+        self.num_states_by_lexeme: dict[str, int] = {}  # 1 for a lexeme that is a single character
         self.nullable_lexemes: set[str] = set()
         self.work = 0
 
@@ -217,7 +217,7 @@ class _Nfa:
         self.starts[name] = start
         self.lexeme_by_final_state[end] = name
         is_single_character = isinstance(node, Chars) or (isinstance(node, Text) and len(node.text) == 1)
-        self.sizes[name] = 1 if is_single_character else len(self.edges) - num_states
+        self.num_states_by_lexeme[name] = 1 if is_single_character else len(self.edges) - num_states
         if end in self.closure([start]):
             self.nullable_lexemes.add(name)
 
@@ -273,7 +273,7 @@ class _Nfa:
     def _add_state(self) -> int:
         self.edges.append([])
         self._empty_edges.append([])
-        self.owners.append(self._owner)
+        self.lexeme_by_state.append(self._owner)
         return len(self.edges) - 1
 
     def _add_node(self, node: Node, start: int) -> int:

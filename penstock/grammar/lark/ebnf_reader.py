@@ -25,7 +25,7 @@ from penstock.grammar.lark.nodes import (
 from penstock.grammar.schema.ebnf import ALL_CHARACTERS, union, without
 
 _MAX_DEPTH = 100  # maximum nesting of groups
-_MAX_REPEAT = 100_000
+_MAX_REPEAT = 100_000  # maximum m and n of {n} and {m,n}
 _SPACE = re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
 _RULE = re.compile(r"([A-Za-z_][A-Za-z0-9_.\-]*)(?:[ \t\r\n]|#[^\n]*)*::=")
@@ -52,8 +52,7 @@ def read_ebnf(text: str) -> Rules:
     """Return the rules of a grammar, including ``root``.
 
     Raises:
-        InputError: the text is not a grammar, and the message contains the line and the column. Or its groups
-            are nested too deeply.
+        InputError: the text is not valid EBNF, or its groups are nested too deeply.
         UnsupportedFeatureError: the text uses an unsupported construct.
     """
     return _Reader(text).rules()
@@ -131,10 +130,10 @@ class _Reader:
         char = self._text[self._position]
         if char == '"':
             text = self._match(_TEXT, "an unterminated text")[1]
-            points = [point for point, _ in self._chars(text)]
-            if any(0xD800 <= point <= 0xDFFF for point in points):
+            code_points = [code_point for code_point, _ in self._chars(text)]
+            if any(0xD800 <= code_point <= 0xDFFF for code_point in code_points):
                 self._fail("a surrogate code point, which UTF-8 cannot encode,")
-            return Text("".join(map(chr, points))) if points else EMPTY
+            return Text("".join(map(chr, code_points))) if code_points else EMPTY
         if char == "[":
             return self._class()
         if char == ".":
@@ -190,15 +189,15 @@ class _Reader:
                 continue
             digits = match[1] or match[2] or match[3] or match[4]
             if digits is not None:
-                point = int(digits, 16)
-                if point > 0x10FFFF:
+                code_point = int(digits, 16)
+                if code_point > 0x10FFFF:
                     self._fail(f"\\U{digits}, which is not a character")
             else:
                 letter = match[5]
                 if letter.isalnum() and letter not in _ESCAPES:
                     self._fail(f"\\{letter}, which is not an escape")
-                point = ord(_ESCAPES.get(letter, letter))
-            result.append((point, True))
+                code_point = ord(_ESCAPES.get(letter, letter))
+            result.append((code_point, True))
         return result
 
     def _match(self, pattern: re.Pattern[str], problem: str) -> re.Match[str]:

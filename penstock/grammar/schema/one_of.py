@@ -33,21 +33,23 @@ def exactly_one(schemas: Schemas, node: SchemaNode, shapes: Sequence[Shape]) -> 
     Raises:
         UnsupportedSchemaError: two branches may overlap in any other way.
     """
-    options = [
+    shapes_by_branch = [
         intersect_all(schemas, shapes, schemas.shapes((branch,)), node)
         for branch in read_branches(node, "oneOf")
     ]
-    num_branches = Counter(
+    num_branches_by_literal = Counter(
         key
-        for option in options
-        for key in {equality_key(shape.value) for shape in option if isinstance(shape, Literal)}
+        for branch_shapes in shapes_by_branch
+        for key in {equality_key(shape.value) for shape in branch_shapes if isinstance(shape, Literal)}
     )
-    entries = [(index, shape) for index, option in enumerate(options) for shape in option]
+    entries = [  # (index of the branch, shape)
+        (index, shape) for index, branch_shapes in enumerate(shapes_by_branch) for shape in branch_shapes
+    ]
     non_literals = [entry for entry in entries if not isinstance(entry[1], Literal)]
     result: list[Shape] = []
     for index, shape in entries:
         if isinstance(shape, Literal):
-            if num_branches[equality_key(shape.value)] == 1:
+            if num_branches_by_literal[equality_key(shape.value)] == 1:
                 result.append(_exclude_rivals(schemas, shape, index, non_literals, node))
         elif not any(rival_index != index and shape == rival for rival_index, rival in non_literals):
             result.append(_exclude_rivals(schemas, shape, index, entries, node))
@@ -93,7 +95,11 @@ def _is_never(conjunction: Conjunction) -> bool:
 
 
 def _are_disjoint(schemas: Schemas, a: Shape, b: Shape, depth: int = 0) -> bool:
-    """Return whether two shapes are known to have no common value."""
+    """Return whether two shapes are known to have no common value.
+
+    ``depth`` is the number of enclosing objects; the required properties of objects at depth 3 are not
+    compared.
+    """
     if isinstance(b, Literal):
         a, b = b, a
     if isinstance(a, Literal):
