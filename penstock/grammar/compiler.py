@@ -153,10 +153,10 @@ class GrammarCompiler:
             raise MissingDependencyError(
                 self._backend.library, _EXTRAS[self.config.backend], "structured output"
             )
-        size = len(grammar.text)
-        if size > self.config.max_size:
+        num_characters = len(grammar.text)
+        if num_characters > self.config.max_size:
             raise InputError(
-                f"the grammar has {size} characters, the maximum is {self.config.max_size}: "
+                f"the grammar has {num_characters} characters, the maximum is {self.config.max_size}: "
                 "make it smaller, or raise --max-grammar-size"
             )
         self._collect_jobs()
@@ -278,8 +278,8 @@ def _matcher_after_generated(
 
 
 def _num_bytes(grammar: Grammar, result: CompiledGrammar | PenstockError) -> int:
-    size = 1024 + 4 * len(grammar.text)
-    return size if isinstance(result, PenstockError) else size + result.num_bytes
+    num_text_bytes = 1024 + 4 * len(grammar.text)
+    return num_text_bytes if isinstance(result, PenstockError) else num_text_bytes + result.num_bytes
 
 
 class _ShortSwitchInterval:

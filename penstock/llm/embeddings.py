@@ -212,7 +212,7 @@ class EmbeddingsMethods:
             raise InputError(
                 f"{len(queries)} queries and {len(texts)} documents: give one query, or one for each document"
             )
-        plan = PairScoring(
+        pair_scoring = PairScoring(
             queries,
             texts,
             outputs=self.pipeline.outputs,
@@ -220,9 +220,10 @@ class EmbeddingsMethods:
             activation=activation,
         )
         fields: list[EmbeddingsFields] = [
-            {**item.fields, "truncate": truncate, "outputs": (plan.output,)} for item in plan.inputs
+            {**item.fields, "truncate": truncate, "outputs": (pair_scoring.output,)}
+            for item in pair_scoring.inputs
         ]
-        return plan.scores(self._embeddings(fields, use_tqdm))
+        return pair_scoring.scores(self._embeddings(fields, use_tqdm))
 
     def rerank(
         self,

@@ -106,11 +106,11 @@ def _without_images(message: object, images: list[bytes], details: list[str]) ->
         return message
     parts = []
     for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind == "image" and "image" in part:
+        part_type = part.get("type") if isinstance(part, Mapping) else None
+        if part_type == "image" and "image" in part:
             images.append(image_bytes(part["image"]))
             details.append(str(part.get("detail") or "auto"))
-        elif kind == "image_url":
+        elif part_type == "image_url":
             image_url = part.get("image_url")
             url, detail = (
                 (image_url.get("url"), image_url.get("detail"))
@@ -123,7 +123,7 @@ def _without_images(message: object, images: list[bytes], details: list[str]) ->
                 )
             images.append(decode_data_url(url))
             details.append(str(detail or "auto"))
-        elif kind == "image":
+        elif part_type == "image":
             raise InputError(f'an image part needs an image: {{"type": "image", "image": ...}}, was {part!r}')
         else:
             parts.append(part)

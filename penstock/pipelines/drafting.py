@@ -68,8 +68,8 @@ def draft_tokens(
     proposals = proposer.propose(contexts, lengths)
     for index, (context, draft) in enumerate(zip(contexts, proposals, strict=True)):
         if not is_forced[index]:
-            known = known_tokens(draft[: lengths[index]], vocabulary)
-            drafts[index] = acceptable_drafts(context, known)
+            known_drafts = known_tokens(draft[: lengths[index]], vocabulary)
+            drafts[index] = acceptable_drafts(context, known_drafts)
     return drafts, is_forced
 
 

@@ -77,9 +77,10 @@ def load_dense(module: DenseModule, ops: Ops, device: torch.device) -> Dense:
         CheckpointError: weights are missing, misshapen or unexpected, or the activation is unknown.
     """
     if module.activation not in _ACTIVATIONS:
-        known = ", ".join(_ACTIVATIONS)
+        supported_activations = ", ".join(_ACTIVATIONS)
         raise CheckpointError(
-            module.path, f"activation {module.activation!r} is not supported: use one of {known}"
+            module.path,
+            f"activation {module.activation!r} is not supported: use one of {supported_activations}",
         )
     weights = open_weights(module.path)
     weight = weights.tensor("linear.weight", (module.out_features, module.in_features)).float().to(device)

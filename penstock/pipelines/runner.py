@@ -341,13 +341,13 @@ class ModelRunner:
         accepted draft is scored as a separate sequence of one row.
         """
         contexts, drafts, inputs = handle.contexts, handle.drafts, handle.inputs
-        targets, top_n, echo, context_indices = [], [], [], []
+        target_tokens, top_n, echo, context_indices = [], [], [], []
         for index, (context, result) in enumerate(zip(contexts, results, strict=True)):
             is_chunk = context.active_idx < context.end_idx
             scored_tokens = [int(context.all_tokens[context.active_idx])] if is_chunk else result.tokens
             if any(drafts) and not context.log_probabilities:
                 scored_tokens = []
-            targets += scored_tokens
+            target_tokens += scored_tokens
             context_indices += [index] * len(scored_tokens)
             top_n += [context.log_probabilities or 0] * len(scored_tokens)
             echo += [_requests_echo(context)] + [False] * (len(scored_tokens) - 1) if scored_tokens else []
@@ -355,7 +355,7 @@ class ModelRunner:
             inputs, outputs = rows_as_sequences(inputs, outputs, drafts, context_indices)
         try:
             entries = self._model.compute_log_probabilities(
-                self._session, inputs, outputs, torch.tensor(targets, device=self._device), top_n, echo
+                self._session, inputs, outputs, torch.tensor(target_tokens, device=self._device), top_n, echo
             )
         except NotImplementedError as error:
             raise UnsupportedFeatureError("log probabilities", str(error)) from error

@@ -94,9 +94,9 @@ class SpeechTokenGenerationPipeline(TextGenerationPipeline):
             InputError: ``tokens_to_generate`` has no entry for a context.
             PenstockError: see `execute`.
         """
-        missing = [request_id for request_id in batch if request_id not in tokens_to_generate]
-        if missing:
-            raise InputError(f"tokens_to_generate has no number for the request {missing[0]}")
+        missing_ids = [request_id for request_id in batch if request_id not in tokens_to_generate]
+        if missing_ids:
+            raise InputError(f"tokens_to_generate has no number for the request {missing_ids[0]}")
         num_tokens_left = {request_id: min(tokens_to_generate[request_id], num_steps) for request_id in batch}
         responses: dict[str, TextGenerationResponse] = {}
         while True:

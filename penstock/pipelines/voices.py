@@ -82,10 +82,10 @@ def _encode_recording(path: Path, codec: AudioCodec, folder: Path) -> list[int]:
     digest.update(
         repr([(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]).encode()
     )
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    file = cache / "penstock" / "voices" / f"{digest.hexdigest()}.npy"
-    if file.is_file():
-        codes: list[int] = np.load(file).tolist()
+    cache_folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    cache_file = cache_folder / "penstock" / "voices" / f"{digest.hexdigest()}.npy"
+    if cache_file.is_file():
+        codes: list[int] = np.load(cache_file).tolist()
         return codes
     samples, sample_rate = read_audio(path)
     if not 0 < len(samples) / sample_rate <= MAX_SECONDS:
@@ -100,8 +100,8 @@ def _encode_recording(path: Path, codec: AudioCodec, folder: Path) -> list[int]:
         raise ValueError(
             f"{path} has {len(samples)} samples, which is less than a frame: use a longer recording"
         )
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary_file = file.with_suffix(f".{os.getpid()}.tmp.npy")
+    cache_file.parent.mkdir(parents=True, exist_ok=True)
+    temporary_file = cache_file.with_suffix(f".{os.getpid()}.tmp.npy")
     np.save(temporary_file, code_array)
-    temporary_file.replace(file)
+    temporary_file.replace(cache_file)
     return list(map(int, code_array))

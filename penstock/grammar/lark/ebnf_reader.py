@@ -26,13 +26,13 @@ from penstock.grammar.schema.ebnf import ALL_CHARACTERS, union, without
 
 _MAX_DEPTH = 100  # maximum nesting of groups
 _MAX_REPEAT = 100_000  # maximum m and n of {n} and {m,n}
-_SPACE = re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
+_SPACE_AND_COMMENTS = re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
-_RULE = re.compile(r"([A-Za-z_][A-Za-z0-9_.\-]*)(?:[ \t\r\n]|#[^\n]*)*::=")
-_TEXT = re.compile(r'"((?:[^"\\\r\n]|\\[^\r\n])*)"')
-_CLASS = re.compile(r"\[(\^?)((?:[^\]\\\r\n]|\\[^\r\n])*)\]")
-_BOUNDS = re.compile(r"\{\s*(\d+)\s*(?:(,)\s*(\d*)\s*)?\}")
-_CHAR = re.compile(
+_RULE_START = re.compile(r"([A-Za-z_][A-Za-z0-9_.\-]*)(?:[ \t\r\n]|#[^\n]*)*::=")
+_STRING_LITERAL = re.compile(r'"((?:[^"\\\r\n]|\\[^\r\n])*)"')
+_CHARACTER_CLASS = re.compile(r"\[(\^?)((?:[^\]\\\r\n]|\\[^\r\n])*)\]")
+_REPETITION_BOUNDS = re.compile(r"\{\s*(\d+)\s*(?:(,)\s*(\d*)\s*)?\}")
+_CHARACTER_OR_ESCAPE = re.compile(
     r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\}|U([0-9a-fA-F]{8})|(.))|(.)", re.DOTALL
 )
 _ESCAPES = {
@@ -68,7 +68,7 @@ class _Reader:
         first_uses: dict[str, int] = {}
         self._skip_space()
         while self._position < len(self._text):
-            rule_start = _RULE.match(self._text, self._position)
+            rule_start = _RULE_START.match(self._text, self._position)
             if rule_start is None:
                 self._fail("expected a rule, name ::= expression")
             name = rule_start[1]
@@ -98,7 +98,7 @@ class _Reader:
             self._skip_space()
             if self._position >= len(self._text) or self._text[self._position] in "|)":
                 return sequence(parts)
-            if _RULE.match(self._text, self._position):
+            if _RULE_START.match(self._text, self._position):
                 if depth:
                     self._fail("a group is not closed")
                 return sequence(parts)
@@ -112,7 +112,7 @@ class _Reader:
                 self._position += 1
                 part = repeated(part, int(char == "+"), 1 if char == "?" else None)
             elif char == "{":
-                bounds = _BOUNDS.match(self._text, self._position)
+                bounds = _REPETITION_BOUNDS.match(self._text, self._position)
                 if bounds is None:
                     self._fail("{ begins no repetition: write {n}, {m,n} or {m,}")
                 min_count = int(bounds[1])
@@ -129,7 +129,7 @@ class _Reader:
     def _atom(self, depth: int, first_uses: dict[str, int]) -> Node:
         char = self._text[self._position]
         if char == '"':
-            text = self._match(_TEXT, "an unterminated text")[1]
+            text = self._match(_STRING_LITERAL, "an unterminated text")[1]
             code_points = [code_point for code_point, _ in self._chars(text)]
             if any(0xD800 <= code_point <= 0xDFFF for code_point in code_points):
                 self._fail("a surrogate code point, which UTF-8 cannot encode,")
@@ -150,14 +150,14 @@ class _Reader:
         name = _NAME.match(self._text, self._position)
         if name is None:
             self._fail(f"unexpected {char!r}")
-        if self._text[name.end() : name.end() + 1] == "(" and name[0] in _MACROS:
+        if self._text[name.end() : name.end() + 1] == "(" and name[0] in _UNSUPPORTED_MACROS:
             raise UnsupportedFeatureError(f"{name[0]}(...) in an ebnf grammar", "use a structural tag")
         first_uses.setdefault(name[0], self._position)
         self._position = name.end()
         return Ref(name[0])
 
     def _class(self) -> Node:
-        match = self._match(_CLASS, "an unterminated class of characters")
+        match = self._match(_CHARACTER_CLASS, "an unterminated class of characters")
         chars = self._chars(match[2])
         ranges: list[tuple[int, int]] = []
         index = 0
@@ -183,7 +183,7 @@ class _Reader:
     def _chars(self, text: str) -> list[tuple[int, bool]]:
         """Return (code point, whether it was written as an escape) of each character of a string or class."""
         result = []
-        for match in _CHAR.finditer(text):
+        for match in _CHARACTER_OR_ESCAPE.finditer(text):
             if match[6] is not None:
                 result.append((ord(match[6]), False))
                 continue
@@ -208,7 +208,7 @@ class _Reader:
         return match
 
     def _skip_space(self) -> None:
-        match = _SPACE.match(self._text, self._position)
+        match = _SPACE_AND_COMMENTS.match(self._text, self._position)
         assert match is not None
         self._position = match.end()
 
@@ -225,7 +225,15 @@ class _Reader:
         raise InputError(f"the ebnf grammar is not valid: {problem} at line {line}, column {column}")
 
 
-_MACROS = {"TagDispatch", "TokenTagDispatch", "Token", "ExcludeToken", "Repeat", "Regex", "AnyTokens"}
+_UNSUPPORTED_MACROS = {
+    "TagDispatch",
+    "TokenTagDispatch",
+    "Token",
+    "ExcludeToken",
+    "Repeat",
+    "Regex",
+    "AnyTokens",
+}
 
 
 def _without_surrogates(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -37,8 +37,8 @@ from penstock.grammar.lark.simplify import post_order
 MAX_LEXEME_SIZE = 1_000  # maximum nodes and characters of a lexeme, with its rules expanded
 MAX_ONLY_LEXEME_SIZE = 50_000  # the same maximum for a lexeme that is the whole grammar
 MAX_LEXEME_DEPTH = 300  # maximum nesting of rules in a lexeme; llguidance recurses once per level
-ANY_SIZE = 1 << 59
-_TOO_LARGE = 1 << 60
+ANY_SIZE = 1 << 59  # a maximum that every node satisfies, except nodes of size `_TOO_LARGE`
+_TOO_LARGE = 1 << 60  # the size of nodes that cannot be a lexeme
 
 
 @dataclass(slots=True)
@@ -124,10 +124,10 @@ class _LexemeLimits:
         self.max_size = MAX_LEXEME_SIZE
         self._sizes: dict[str, int] = {}
         self._depths: dict[str, int] = {}
-        names, recursive, _ = post_order(rules)
+        names, recursive_rules, _ = post_order(rules)
         for name in names:
             node = rules[name]
-            self._sizes[name] = _TOO_LARGE if name in recursive else self.size(node)
+            self._sizes[name] = _TOO_LARGE if name in recursive_rules else self.size(node)
             referenced_names = [ref.name for ref in walk(node) if isinstance(ref, Ref)]
             self._depths[name] = 1 + max(
                 (self._depths.get(referenced_name, 0) for referenced_name in referenced_names), default=0
@@ -174,7 +174,7 @@ class _Divider:
         self._rules = rules
         self._limits = limits
         self._split_nodes = split_nodes
-        self._names: dict[Node, str] = {}
+        self._lexeme_names: dict[Node, str] = {}
         self._divided_rules: Rules = {}
         self._pending_rules: list[str] = []
 
@@ -184,7 +184,7 @@ class _Divider:
             name = self._pending_rules.pop()
             if f"rule_{name}" not in self._divided_rules:
                 self._divided_rules[f"rule_{name}"] = self._divided_node(self._rules[name])
-        lexemes = {name: node for node, name in self._names.items()}
+        lexemes = {name: node for node, name in self._lexeme_names.items()}
         return Division(self._divided_rules, lexemes, self._rules, f"rule_{root}")
 
     def _divided_node(self, node: Node) -> Node:
@@ -270,4 +270,4 @@ class _Divider:
         return Ref(self._name(node))
 
     def _name(self, node: Node) -> str:
-        return self._names.setdefault(node, f"lexeme_{len(self._names)}")
+        return self._lexeme_names.setdefault(node, f"lexeme_{len(self._lexeme_names)}")

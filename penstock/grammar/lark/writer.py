@@ -136,19 +136,19 @@ def _text_without(words: tuple[str, ...], suffix: str = "(?s:.*)") -> str:
     return f"~/(?s:.*)(?:{'|'.join(map(_string_literal, words))}){suffix}/"
 
 
-def _operator_text(node: Node, write: object) -> str:
+def _operator_text(node: Node, write_node: object) -> str:
     if node == EMPTY:
         return '""'
     if isinstance(node, Seq):
-        return " ".join(_grouped_text(part, write) for part in node.parts)
+        return " ".join(_grouped_text(part, write_node) for part in node.parts)
     if isinstance(node, Alt):
-        return " | ".join(_grouped_text(option, write) for option in node.options)
+        return " | ".join(_grouped_text(option, write_node) for option in node.options)
     assert isinstance(node, Repeat)
-    return f"({write(node.part)}){_quantifier(node)}"  # type: ignore[operator]
+    return f"({write_node(node.part)}){_quantifier(node)}"  # type: ignore[operator]
 
 
-def _grouped_text(node: Node, write: object) -> str:
-    text: str = write(node)  # type: ignore[operator]
+def _grouped_text(node: Node, write_node: object) -> str:
+    text: str = write_node(node)  # type: ignore[operator]
     return text if isinstance(node, Ref | Tokens | Chars | Text) else f"({text})"
 
 

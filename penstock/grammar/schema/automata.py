@@ -35,11 +35,11 @@ class Automaton:
     """A deterministic finite automaton. State 0 is the start state.
 
     Attributes:
-        steps: for each state, its transitions (characters, target state).
+        transitions: for each state, pairs (characters, target state).
         accepting: for each state, whether a text may end there.
     """
 
-    steps: list[list[tuple[Ranges, int]]] = field(default_factory=list)
+    transitions: list[list[tuple[Ranges, int]]] = field(default_factory=list)
     accepting: list[bool] = field(default_factory=list)
 
     @property
@@ -95,7 +95,7 @@ def intersection(
             row.append((union(ranges), state_numbers[target]))
         steps.append(row)
     result = _minimize(_without_dead_states(Automaton(steps, [product.accepts(state) for state in states])))
-    if result is not None and len(result.steps) > MAX_STATES:
+    if result is not None and len(result.transitions) > MAX_STATES:
         raise TooLargeError
     return result
 
@@ -106,8 +106,8 @@ class _Positions:
     def __init__(self, tree: regex.RegexNode) -> None:
         self._nodes: dict[object, regex.RegexNode] = {}  # one object for equal subtrees
         self._position_numbers: dict[tuple[int, int], int] = {}
-        self._nodes_and_rests: list[tuple[regex.RegexNode, int] | None] = [None]
-        self._lengths: list[tuple[int, int | None]] = [(0, 0)]
+        self._nodes_and_rests: list[tuple[regex.RegexNode, int] | None] = [None]  # (node, next position)
+        self._lengths: list[tuple[int, int | None]] = [(0, 0)]  # per position, to the end: (min, max)
         self._steps: dict[int, tuple[bool, list[tuple[Ranges, int]]]] = {}
         self._rows: dict[frozenset[int], _Row] = {}
         self._work = 0
@@ -327,8 +327,8 @@ def _without_dead_states(automaton: Automaton) -> Automaton | None:
         return None
     new_numbers = {state: number for number, state in enumerate(sorted(live_states))}
     steps = [
-        [(ranges, new_numbers[target]) for ranges, target in automaton.steps[state] if target in live_states]
-        for state in new_numbers
+        [(ranges, new_numbers[target]) for ranges, target in row if target in live_states]
+        for row in (automaton.transitions[state] for state in new_numbers)
     ]
     return Automaton(steps, [automaton.accepting[state] for state in new_numbers])
 
@@ -344,23 +344,22 @@ def _minimize(automaton: Automaton | None) -> Automaton | None:
         numbers: dict[object, int] = {}
         classes = [
             numbers.setdefault((classes[state], _transitions_by_class(row, classes)), len(numbers))
-            for state, row in enumerate(automaton.steps)
+            for state, row in enumerate(automaton.transitions)
         ]
     # Classes are numbered by first appearance, so the class of state 0 is 0.
     steps: list[list[tuple[Ranges, int]]] = [[] for _ in range(num_classes)]
     accepting = [False] * num_classes
     for state, class_ in enumerate(classes):
         accepting[class_] = automaton.accepting[state]
-        steps[class_] = [
-            (ranges, target) for target, ranges in _transitions_by_class(automaton.steps[state], classes)
-        ]
+        row = _transitions_by_class(automaton.transitions[state], classes)
+        steps[class_] = [(ranges, target) for target, ranges in row]
     return Automaton(steps, accepting)
 
 
 def _predecessors(automaton: Automaton) -> list[list[int]]:
     """Return the predecessors of each state."""
-    predecessors: list[list[int]] = [[] for _ in automaton.steps]
-    for state, row in enumerate(automaton.steps):
+    predecessors: list[list[int]] = [[] for _ in automaton.transitions]
+    for state, row in enumerate(automaton.transitions):
         for _, target in row:
             predecessors[target].append(state)
     return predecessors
@@ -374,11 +373,12 @@ def _classes_by_length(automaton: Automaton) -> list[int]:
     """
     predecessors = _predecessors(automaton)
     min_lengths = automaton.min_lengths
-    max_lengths = [-1] * len(automaton.steps)  # -1 if the length is unbounded
-    num_pending_targets = [len(row) for row in automaton.steps]
+    max_lengths = [-1] * len(automaton.transitions)  # -1 if the length is unbounded
+    num_pending_targets = [len(row) for row in automaton.transitions]
     pending = [state for state, num_missing in enumerate(num_pending_targets) if not num_missing]
     for state in pending:
-        max_lengths[state] = max((max_lengths[target] + 1 for _, target in automaton.steps[state]), default=0)
+        row = automaton.transitions[state]
+        max_lengths[state] = max((max_lengths[target] + 1 for _, target in row), default=0)
         for predecessor in predecessors[state]:
             num_pending_targets[predecessor] -= 1
             if not num_pending_targets[predecessor]:
@@ -386,7 +386,7 @@ def _classes_by_length(automaton: Automaton) -> list[int]:
     numbers: dict[object, int] = {}
     return [
         numbers.setdefault((automaton.accepting[state], min_lengths[state], max_lengths[state]), len(numbers))
-        for state in range(len(automaton.steps))
+        for state in range(len(automaton.transitions))
     ]
 
 

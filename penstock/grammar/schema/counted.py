@@ -47,18 +47,19 @@ class Counting:
         self.min_lengths = automaton.min_lengths
         self.loops: list[Ranges | None] = [
             next((ranges for ranges, target in row if target == state), None)
-            for state, row in enumerate(automaton.steps)
+            for state, row in enumerate(automaton.transitions)
         ]
+        # State with a loop -> (characters of each transition of its detour, states of the detour).
         self.detours: dict[int, tuple[list[Ranges], list[int]]] = {}
         for state, loop in enumerate(self.loops):
             if loop is not None and block_size > 1:
                 self._find_detour(state)
 
     def _find_detour(self, state: int) -> None:
-        for ranges, target in self.automaton.steps[state]:
+        for ranges, target in self.automaton.transitions[state]:
             detour_ranges, path = [ranges], [target]
             while len(detour_ranges) <= 4 and self._has_one_exit(path[-1]):
-                ((ranges, target),) = self.automaton.steps[path[-1]]
+                ((ranges, target),) = self.automaton.transitions[path[-1]]
                 detour_ranges.append(ranges)
                 if target == state and len(detour_ranges) <= self.block_size:
                     self.detours[state] = (detour_ranges, path)
@@ -66,7 +67,7 @@ class Counting:
                 path.append(target)
 
     def _has_one_exit(self, state: int) -> bool:
-        return not self.automaton.accepting[state] and len(self.automaton.steps[state]) == 1
+        return not self.automaton.accepting[state] and len(self.automaton.transitions[state]) == 1
 
     def make_counted_state(
         self, state: int, remaining: int, source: int | None = None
@@ -88,7 +89,7 @@ class Counting:
     def exits(self, counted_state: _CountedState, remaining: int) -> Iterator[tuple[Ranges, _CountedState]]:
         """Yield (characters, counted state) for each transition to another state, except repeated detours."""
         detour_state = self.detours[counted_state.state][1][0] if counted_state.after_detour else None
-        for ranges, target in self.automaton.steps[counted_state.state]:
+        for ranges, target in self.automaton.transitions[counted_state.state]:
             if target in (counted_state.state, detour_state):
                 continue
             if (

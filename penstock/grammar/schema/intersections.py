@@ -23,7 +23,7 @@ from penstock.grammar.schema.shapes import (
     conjoin,
 )
 
-MAX_SHAPES = 1000
+MAX_SHAPES = 1000  # of a union, not counting literals
 
 
 def intersect_all(

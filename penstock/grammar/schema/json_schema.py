@@ -71,7 +71,7 @@ class _Writer:
         self._rules = EbnfRules()
         self._strings = StringWriter(self._rules, self._escaped_code_points)
         self._space = "" if compact else self._rules.add("space", "[ \\n\\t\\r]{0,20}")
-        self._names: dict[tuple[str, ...], str] = {}
+        self._rule_names: dict[tuple[str, ...], str] = {}
         self._pending_rules: list[tuple[Conjunction, str]] = []
         self._satisfiability = Satisfiability(reader)
 
@@ -93,9 +93,9 @@ class _Writer:
     def _value(self, conjunction: Conjunction) -> str:
         """Return the name of the rule of a value. The first call for a conjunction creates the rule."""
         key = conjunction_key(conjunction)
-        name = self._names.get(key)
+        name = self._rule_names.get(key)
         if name is None:
-            name = self._names[key] = self._rules.reserve("value")
+            name = self._rule_names[key] = self._rules.reserve("value")
             self._pending_rules.append((conjunction, name))
         return name
 

@@ -43,7 +43,7 @@ _EITHER_DIALECT: dict[str, Ranges] = {
     "s": [*_SPACE, *_SPACE_ONLY_IN_PYTHON],
     "S": without(ALL_CHARACTERS, _SPACE_IN_BOTH_DIALECTS),
 }
-_CONTROLS = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11}
+_CONTROL_ESCAPES = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11}
 
 
 _ANY_TEXT = RegexRepeat(Char(tuple(map(tuple, ALL_CHARACTERS))), 0, None)  # type: ignore[arg-type]
@@ -294,8 +294,8 @@ class _Parser:
         letter = self._next()
         if letter in _CLASSES:
             return list(_CLASSES[letter])
-        if letter in _CONTROLS:
-            code_point = _CONTROLS[letter]
+        if letter in _CONTROL_ESCAPES:
+            code_point = _CONTROL_ESCAPES[letter]
         elif letter in "xu":
             num_hex_digits = 2 if letter == "x" else 4
             digits = self.remaining_pattern[:num_hex_digits]

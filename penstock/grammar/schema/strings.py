@@ -26,7 +26,7 @@ from penstock.grammar.schema.languages import CountedLanguage, string_language
 from penstock.grammar.schema.shapes import StringShape
 
 # Characters that need no escape in a JSON string.
-_PLAIN = without(ALL_CHARACTERS, [(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)])
+_PLAIN_RANGES = without(ALL_CHARACTERS, [(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)])
 _SHORT_ESCAPES = {0x22: '"', 0x5C: "\\", 0x08: "b", 0x0C: "f", 0x0A: "n", 0x0D: "r", 0x09: "t"}
 # Control characters without a short escape.
 _CONTROLS_WITHOUT_SHORT_ESCAPE = without([(0, 0x1F)], [(8, 10), (12, 13)])
@@ -47,7 +47,7 @@ class StringWriter:
     def __init__(self, rules: EbnfRules, escaped: list[int]) -> None:
         self._rules = rules
         self._escaped = escaped
-        self._plain_ranges = without(_PLAIN, [(code_point, code_point) for code_point in escaped])
+        self._plain_ranges = without(_PLAIN_RANGES, [(code_point, code_point) for code_point in escaped])
 
     def text(self, shape: StringShape) -> str | None:
         """Return the name of the rule of a string shape; None if no string has the shape."""
@@ -76,8 +76,8 @@ class StringWriter:
 
     def _automaton(self, automaton: Automaton, end: str) -> str:
         """Write one rule per state of an automaton and ``end``. Return the name of the start rule."""
-        names = [self._rules.reserve("state") for _ in automaton.steps]
-        for state, row in enumerate(automaton.steps):
+        names = [self._rules.reserve("state") for _ in automaton.transitions]
+        for state, row in enumerate(automaton.transitions):
             options = [end] if automaton.accepting[state] else []
             loop = EMPTY
             for ranges, target in row:
