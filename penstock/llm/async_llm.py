@@ -63,10 +63,10 @@ class AsyncLLM(AsyncSpeechMethods):
     ...     async for piece in llm.stream("Once upon a time"):
     ...         print(piece.text, end="", flush=True)
 
-    The model runs in a worker process. The program and the HTTP server use the same client of this process.
-    Any number of tasks may call the methods concurrently, and their requests are batched. Cancelling a task
-    cancels its requests. If the worker process ends unexpectedly, its requests raise `UnavailableError`, and
-    it is restarted. Requests before `start` and after `close` raise `InputError`.
+    The model runs in a worker process. Any number of tasks may call the methods concurrently, and their
+    requests are batched. Cancelling a task cancels its requests. If the worker process ends unexpectedly, its
+    requests raise `UnavailableError`, and a new worker process starts. Requests before `start` and after
+    `close` raise `InputError`.
 
     The worker process does not import the main module of the program.
 

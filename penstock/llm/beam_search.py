@@ -202,7 +202,7 @@ class BeamSearch:
             self._assign_contexts(prompt, continuations)
 
     def close(self) -> None:
-        """Release all contexts and set ``num_cached_tokens`` of the prompts. May be called twice."""
+        """Release all contexts. Set ``num_cached_tokens`` of the caller's contexts. May be called twice."""
         for prompt in self._prompts:
             prompt.caller_context.num_cached_tokens = prompt.prompt_context.num_cached_tokens
         for context in self._open_contexts.values():

@@ -1,4 +1,4 @@
-"""Converts the images in arguments and chat messages of `LLM`: PIL images, arrays, paths and bytes."""
+"""Converts the images of `LLM` arguments and chat messages to the contents of image files."""
 
 from __future__ import annotations
 

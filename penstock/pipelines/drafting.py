@@ -27,7 +27,7 @@ def draft_limits(contexts: Sequence[TextContext], kv: KVCache, max_rows: int) ->
     Args:
         contexts: the batch.
         kv: the cache, which limits the length of a context.
-        max_rows: the planned number of rows of a step.
+        max_rows: the maximum number of rows of a step in the memory plan.
     """
     num_rows = sum(context.active_length for context in contexts)
     num_unused_rows = max(max_rows - num_rows, 0)

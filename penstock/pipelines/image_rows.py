@@ -74,7 +74,7 @@ class ImageRows:
             if rows is None:
                 missing_images.setdefault(_key(image), image)
         computed_rows: dict[bytes | int, Tensor] = {}
-        for batch in self._batches(list(missing_images.row_embeddings())):
+        for batch in self._batches(list(missing_images.values())):
             with torch.inference_mode():
                 results = self._model.encode_images(batch)
             beat()

@@ -8,10 +8,10 @@ Sampling needs these tokens in the contexts, because grammars, penalties and sto
 ``collect(1)`` comes before ``launch(2)`` if `OverlappedSteps.collects_first` is true for step 1.
 
 Between ``advance`` and ``collect``, the last token of a context is a placeholder. ``collect`` removes the
-placeholder and appends the sampled token. ``sample`` then checks that the forward has computed the right
-tokens of the context. If the context has ended, or if its grammar has appended further tokens, the row of the
-forward is dropped. If the tokens of a dropped row are still needed, the next step computes them again, so
-results do not change.
+placeholder and appends the sampled token. ``sample`` of the following step then checks whether the forward of
+that step has computed the tokens of the context. If the context has ended, or if its grammar has appended
+further tokens, the row of the forward is dropped. If the tokens of a dropped row are still needed, the next
+step computes them again, so results do not change.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ class OverlappedSteps:
         tokens = step.host_tokens.wait()
         now = perf_counter()
         if len(step.forward.value.inputs.tokens) == len(contexts):
-            # The device starts a step when the previous step has ended, or at its launch if it was idle.
+            # The device starts a step when the previous step has ended, or at the launch if it is idle then.
             self._runner.record_step(now - max(self._collected_at, step.launched_at))
         self._collected_at = now
         sampled = tokens.new_zeros(len(contexts))

@@ -33,7 +33,7 @@ from penstock.pipelines.speculative import accept
 _NO_ALLOWED_TOKEN = -2
 """The sampled token of a row whose grammar allows no token."""
 _MAX_FUSED_STEPS = 8
-"""Maximum number of decode steps per call without a configured maximum. More steps save little time."""
+"""Maximum number of decode steps per call if none is configured. More steps save little time."""
 _MAX_QUEUED_STEPS = 32
 """The same maximum on a device with a queue. It is higher, because the device is idle while the host prepares
 the next call.
@@ -157,8 +157,10 @@ class ModelRunner:
             A handle for `collect`. Further batches may be launched before this handle is collected.
         """
         drafts = drafts or [[]] * len(contexts)
-        is_scored = any(context.log_probabilities for context in contexts)
-        assert num_steps == 1 or not (is_scored or any(drafts)), "drafts and log probabilities need one step"
+        has_log_probabilities = any(context.log_probabilities for context in contexts)
+        assert num_steps == 1 or not (has_log_probabilities or any(drafts)), (
+            "drafts and log probabilities need one step"
+        )
         sampler = self.batch_sampler([context.sampling_params for context in contexts])
         if after is None:
             rows = LogitRows.for_batch(contexts, drafts)
@@ -172,10 +174,10 @@ class ModelRunner:
         is_decoding = has_single_rows and len(rows.positions) == len(contexts)
         launched_at = perf_counter()
         handle.launched_at = launched_at if is_decoding else None
-        if num_steps > 1 and is_decoding and not is_scored:
+        if num_steps > 1 and is_decoding and not has_log_probabilities:
             handle.fused_tokens = self._run_fused_steps(sampler, handle)
         if handle.fused_tokens is None:
-            self._run_steps(sampler, handle, is_scored)
+            self._run_steps(sampler, handle, has_log_probabilities)
         else:
             handle.num_steps = len(handle.fused_tokens)
         if is_decoding and self._session.queue is None:
@@ -205,7 +207,7 @@ class ModelRunner:
             self._add_log_probabilities(handle, handle.outputs, results)
         return results
 
-    def _run_steps(self, sampler: Sampler, handle: LaunchHandle, is_scored: bool) -> None:
+    def _run_steps(self, sampler: Sampler, handle: LaunchHandle, has_log_probabilities: bool) -> None:
         """Run the steps of a launch as separate forwards."""
         for step in range(handle.num_steps):
             if step:
@@ -218,7 +220,7 @@ class ModelRunner:
             self.vocabulary = logits.shape[-1]
             rows = handle.rows.after_steps(step)
             handle.sampled_tokens.append(self._sample(sampler, handle.contexts, handle.drafts, rows, logits))
-            if is_scored:
+            if has_log_probabilities:
                 handle.outputs = outputs
 
     def _run_fused_steps(self, sampler: Sampler, handle: LaunchHandle) -> Tensor | None:  # [n, B]

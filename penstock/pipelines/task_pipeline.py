@@ -31,7 +31,7 @@ class TaskPipeline(ABC, Generic[ContextT, OutputT]):
     Args:
         session: devices, kernels and threads.
         memory_plan: the limits for the scheduler.
-        kv: the KV cache; by default one that stores nothing.
+        kv: the KV cache; by default a `NullKVCache`.
     """
 
     task: ClassVar[PipelineTask]

@@ -90,8 +90,8 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
     Args:
         pipeline_config: the configuration.
         pipeline_model: the class of the model; the pipeline creates the instance.
-        eos_token_id: end-of-sequence id of contexts without such ids, unless they ignore it; None if the
-            tokenizer has none.
+        eos_token_id: end-of-sequence id that is added to contexts without end-of-sequence ids, unless they
+            have ``ignore_eos``; None adds no id.
         proposer: drafts tokens for the model to verify.
         draft_lengths: limits the number of drafts; None sets no limit.
         grammars: compiles the grammars of contexts, see `ready`. If None, contexts with a grammar must
@@ -235,9 +235,8 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
         """Return how many steps to request from `execute`, from the configuration or from a time budget.
 
         ``max_num_steps`` of the configuration is returned if set. Otherwise the result is the estimated
-        number of decode steps that fit into ``seconds``: several steps in one call share the Python overhead
-        of a call. It is 1 with a draft proposer, if the back end compiles no steps, or if the last step did
-        not run as a compiled step.
+        number of decode steps that fit into ``seconds``. The result is 1 with a draft proposer, if the back
+        end compiles no steps, or if the last step did not run as a compiled step.
         """
         if self.config.max_num_steps is not None:
             return self.config.max_num_steps

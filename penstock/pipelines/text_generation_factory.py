@@ -43,7 +43,7 @@ def create_text_pipeline(
     Args:
         required: the arguments of the pipeline factory.
         pipeline_class: the class of the pipeline, or a function with the same parameters.
-        eos_token_id: end-of-sequence id of contexts without such ids; None if there is none.
+        eos_token_id: see `TextGenerationPipeline`.
         session: devices and kernels; by default a new one.
     """
     model = required.architecture.load_pipeline_model()

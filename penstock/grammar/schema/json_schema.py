@@ -43,7 +43,7 @@ def schema_ebnf(schema: object, *, compact: bool = False, escaped: str = "") -> 
 
     - Properties come in the order of the schema. If the schema names properties and does not have
       ``additionalProperties`` or ``patternProperties``, no other properties are allowed.
-    - Integers have no decimal code_point and no exponent; bounded numbers have no exponent.
+    - Integers have no decimal point and no exponent; bounded numbers have no exponent.
     - Names and strings with a pattern use the shortest escapes. Strings with a maximum length above 256 have
       no escapes.
     - White space is allowed only after ``{ [ , :`` and before ``] }``, at most 20 characters in each place.

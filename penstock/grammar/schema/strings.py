@@ -41,13 +41,15 @@ class StringWriter:
 
     Args:
         rules: receives the new rules.
-        escaped: characters that strings contain only as escapes.
+        escaped_code_points: characters that strings contain only as escapes.
     """
 
-    def __init__(self, rules: EbnfRules, escaped: list[int]) -> None:
+    def __init__(self, rules: EbnfRules, escaped_code_points: list[int]) -> None:
         self._rules = rules
-        self._escaped = escaped
-        self._plain_ranges = without(_PLAIN_RANGES, [(code_point, code_point) for code_point in escaped])
+        self._escaped_code_points = escaped_code_points
+        self._plain_ranges = without(
+            _PLAIN_RANGES, [(code_point, code_point) for code_point in escaped_code_points]
+        )
 
     def text(self, shape: StringShape) -> str | None:
         """Return the name of the rule of a string shape; None if no string has the shape."""
@@ -133,7 +135,7 @@ class StringWriter:
                 for first, last in _CONTROLS_WITHOUT_SHORT_ESCAPE
                 for code_point in range(first, last + 1)
             ),
-            *self._escaped,
+            *self._escaped_code_points,
         ]
         long_escapes = [(code_point, f"u{code_point:04x}") for code_point in long_escape_code_points]
         escapes = [

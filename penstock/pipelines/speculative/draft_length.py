@@ -216,7 +216,7 @@ class _Average:
     """A moving average that limits the effect of outliers.
 
     With up to three samples, the value is derived from their minimum. With fewer than three samples, it is
-    less than the minimum. Otherwise a single slow step on a busy machine could exclude its number of rows
+    less than the minimum, so that a single slow step on a busy machine does not exclude its number of rows
     permanently.
     """
 
