@@ -158,7 +158,7 @@ class AsyncSpeechMethods:
                 generation.cancel()
 
     async def _run_part(self, context: TTSContext) -> tuple[list[npt.NDArray[np.floating]], int, bool]:
-        """Run one part of a text. Return (audio chunks, number of tokens, whether it reached the limit)."""
+        """Run a part of a text. Return (chunks, number of tokens, whether it reached the maximum length)."""
         generation = await self._runner.submit(context)
         generation.read_at_end()
         chunks, num_tokens, is_cut = [], 0, False

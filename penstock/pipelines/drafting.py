@@ -56,7 +56,7 @@ def draft_tokens(
     """
     drafts: list[list[int]] = [[] for _ in contexts]
     for index, (context, limit) in enumerate(zip(contexts, limits, strict=True)):
-        # If set, `append_forced` has already appended the tokens that the grammar forces.
+        # Whether `append_forced` has already appended the tokens that the grammar forces.
         has_appended = appends_forced_tokens(context) and len(context.generated_tokens)
         if context.matcher is not None and vocabulary and not has_appended:
             drafts[index] = forced_tokens(context, min(limit, _MAX_FORCED_TOKENS), vocabulary)

@@ -39,23 +39,23 @@ def pool(hidden: Tensor, poolings: Sequence[PoolingType], num_unpooled: int = 0)
     return pooled[0] if len(pooled) == 1 else torch.cat(pooled)
 
 
-def _weighted_mean(rows: Tensor, unskipped: Tensor) -> Tensor:
+def _weighted_mean(rows: Tensor, kept_rows: Tensor) -> Tensor:
     """Return the mean of the rows that are not skipped, weighted by position 1, 2, 3, ... in the text.
 
     Source: Muennighoff 2022, arXiv:2202.08904.
     """
-    weights = torch.arange(len(rows) - len(unskipped) + 1, len(rows) + 1, device=rows.device).float()
-    return (unskipped * weights[:, None]).sum(0) / weights.sum()
+    weights = torch.arange(len(rows) - len(kept_rows) + 1, len(rows) + 1, device=rows.device).float()
+    return (kept_rows * weights[:, None]).sum(0) / weights.sum()
 
 
 # Each function takes all rows of a text, and the rows that pooling does not skip.
 _POOLINGS: Mapping[PoolingType, Callable[[Tensor, Tensor], Tensor]] = {
-    "cls": lambda rows, unskipped: unskipped[0],
-    "mean": lambda rows, unskipped: unskipped.mean(0),
-    "max": lambda rows, unskipped: unskipped.amax(0),
-    "mean_sqrt_len": lambda rows, unskipped: unskipped.sum(0) / len(unskipped) ** 0.5,
+    "cls": lambda rows, kept_rows: kept_rows[0],
+    "mean": lambda rows, kept_rows: kept_rows.mean(0),
+    "max": lambda rows, kept_rows: kept_rows.amax(0),
+    "mean_sqrt_len": lambda rows, kept_rows: kept_rows.sum(0) / len(kept_rows) ** 0.5,
     "weighted_mean": _weighted_mean,
-    "last_token": lambda rows, unskipped: unskipped[-1],
+    "last_token": lambda rows, kept_rows: kept_rows[-1],
 }
 
 

@@ -29,9 +29,7 @@ from penstock.grammar.schema.shapes import (
 from penstock.grammar.schema.strings import ESCAPE, StringWriter
 from penstock.grammar.schema.unique import UniqueWriter
 
-_MAX_NAMED_PROPERTIES = (
-    200  # maximum number of named properties of an object with bounds on its number of properties
-)
+_MAX_NAMED_PROPERTIES = 200  # of an object with minProperties or maxProperties
 _MAX_UNBOUNDED_FACTOR = 100  # maximum multipleOf of integers without bounds
 _MAX_LISTED_MULTIPLES = 1000  # maximum number of multiples between two bounds
 

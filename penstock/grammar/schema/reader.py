@@ -34,9 +34,7 @@ from penstock.grammar.schema.shapes import (
 from penstock.grammar.schema.types import all_types, typed_shapes
 from penstock.grammar.schema.validator import Validator
 
-_MAX_DEPTH = (
-    64  # maximum nesting of $ref and allOf; the location of a schema has at most four times as many "/"
-)
+_MAX_DEPTH = 64  # maximum nesting of $ref and allOf; a schema's location has at most 4 * 64 slashes
 
 
 class Reader:
@@ -87,9 +85,9 @@ class Reader:
         return shapes
 
     def _listed_values(self, node: SchemaNode, depth: int = 0) -> list[object] | None:
-        """Return the values of ``const`` or ``enum``; None if the schema has neither.
+        """Return the values of ``const`` or ``enum`` of the schema, or else of its ``$ref`` or ``allOf``.
 
-        If the schema itself has neither, the schemas of its ``$ref`` and ``allOf`` are searched.
+        Returns None if none of these schemas has ``const`` or ``enum``.
         """
         schema = node.schema
         if not isinstance(schema, dict) or depth > _MAX_DEPTH:

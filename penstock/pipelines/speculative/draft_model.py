@@ -11,7 +11,7 @@
 
 The draft model samples with the seed and the positions of the context, and therefore with the same random
 numbers as the target. If both models have the same distribution, they sample the same token. Drafting ends
-with a draft that the grammar rejects. If both models have equally many logits, no draft is rejected.
+with a draft that the grammar rejects. If both models have equally many logits, drafts obey the grammar.
 """
 
 from __future__ import annotations
