@@ -20,7 +20,7 @@ from penstock.pipelines.core import GrammarMatcher, TextContext
 
 def grammar_bitmask(
     contexts: Sequence[TextContext],
-    sequences: np.ndarray,  # [R]
+    context_indices: np.ndarray,  # [R]
     vocab_size: int,
     drafts: Sequence[Sequence[int]] | None = None,
 ) -> Tensor | None:  # [R, ceil(V / 32)] int32
@@ -38,16 +38,16 @@ def grammar_bitmask(
 
     Args:
         contexts: the contexts of the batch.
-        sequences: the index of the context of each row. The rows of a context are adjacent.
+        context_indices: the index of the context of each row. The rows of a context are adjacent.
         vocab_size: number of logits.
         drafts: the draft tokens of each context.
     """
     if all(context.matcher is None for context in contexts):
         return None
-    bitmask = torch.full((len(sequences), -(-vocab_size // 32)), -1, dtype=torch.int32)
-    first_rows = np.flatnonzero(np.diff(sequences, prepend=-1)).tolist()
-    context_indices = [int(sequences[first_row]) for first_row in first_rows]
-    matchers = [contexts[context_index].matcher for context_index in context_indices]
+    bitmask = torch.full((len(context_indices), -(-vocab_size // 32)), -1, dtype=torch.int32)
+    first_rows = np.flatnonzero(np.diff(context_indices, prepend=-1)).tolist()
+    indices_in_batch = [int(context_indices[first_row]) for first_row in first_rows]
+    matchers = [contexts[context_index].matcher for context_index in indices_in_batch]
     rows = [
         (matcher, first_row)
         for matcher, first_row in zip(matchers, first_rows, strict=True)
@@ -59,7 +59,7 @@ def grammar_bitmask(
     for matcher, row in rows:
         if not isinstance(matcher, LLGuidanceMatcher):
             matcher.fill_next_token_bitmask(bitmask, row)
-    for context_index, draft_matcher, first_row in zip(context_indices, matchers, first_rows, strict=True):
+    for context_index, draft_matcher, first_row in zip(indices_in_batch, matchers, first_rows, strict=True):
         if (
             draft_matcher is not None
             and drafts is not None

@@ -18,7 +18,7 @@ class LogitRows:
     """The rows of logits to sample from, grouped by context."""
 
     row_counts: list[int]  # [B]: number of rows of each context
-    sequences: np.ndarray  # [R]: index of the context of each row
+    context_indices: np.ndarray  # [R]: index of the context of each row
     positions: np.ndarray  # [R]: index, in its context, of the token sampled from each row
 
     @classmethod
@@ -26,13 +26,15 @@ class LogitRows:
         """Return the rows of a step: one for each draft, and one after the last draft, of each context."""
         next_positions = np.array([context.active_idx for context in contexts])
         counts = [len(draft) + 1 for draft in drafts]
-        sequences = np.arange(len(contexts))
+        context_indices = np.arange(len(contexts))
         if not any(drafts):
-            return cls(counts, sequences, next_positions)
-        sequences = sequences.repeat(counts)
+            return cls(counts, context_indices, next_positions)
+        context_indices = context_indices.repeat(counts)
         first_rows = np.cumsum(counts) - counts  # [B]
-        positions = next_positions[sequences] + np.arange(len(sequences)) - first_rows[sequences]
-        return cls(counts, sequences, positions)
+        positions = (
+            next_positions[context_indices] + np.arange(len(context_indices)) - first_rows[context_indices]
+        )
+        return cls(counts, context_indices, positions)
 
     def after_steps(self, num_steps: int) -> LogitRows:
         """Return the rows of the step that follows ``num_steps`` decode steps."""

@@ -180,8 +180,8 @@ class OverlappedSteps:
         else:
             if self._runner.vocabulary is None:
                 self._runner.vocabulary = forward.value.logits.shape[-1]
-            sequences = np.arange(len(contexts))
-            rows = LogitRows([1] * len(contexts), sequences, step.rows.positions[step.kept_rows])
+            context_indices = np.arange(len(contexts))
+            rows = LogitRows([1] * len(contexts), context_indices, step.rows.positions[step.kept_rows])
             sampler = self._runner.batch_sampler([context.sampling_params for context in contexts])
             drafts: list[list[int]] = [[] for _ in contexts]
             sample = self._runner.sampling_function(sampler, contexts, drafts, rows, self._runner.vocabulary)

@@ -316,10 +316,10 @@ class ModelRunner:
             InputError: a token rule contains an id outside the vocabulary.
         """
         edits = LogitEdits.for_batch(
-            contexts, rows.sequences, rows.positions, drafts, vocabulary, self._device
+            contexts, rows.context_indices, rows.positions, drafts, vocabulary, self._device
         )
-        bitmask = grammar_bitmask(contexts, rows.sequences, vocabulary, drafts)
-        sequences = rows.sequences if any(drafts) else None
+        bitmask = grammar_bitmask(contexts, rows.context_indices, vocabulary, drafts)
+        context_indices = rows.context_indices if any(drafts) else None
         has_allowed = None
         if bitmask is not None:
             has_allowed = bitmask.any(-1)
@@ -329,7 +329,7 @@ class ModelRunner:
         def sample(logits: Tensor) -> Tensor:
             if edits is not None:
                 logits = edits.apply(logits)
-            sampled = sampler(self._session.ops, logits, sequences, rows.positions, bitmask)
+            sampled = sampler(self._session.ops, logits, context_indices, rows.positions, bitmask)
             return sampled if has_allowed is None else sampled.where(has_allowed, _NO_ALLOWED_TOKEN)
 
         return sample

@@ -59,14 +59,14 @@ class Sampler:
         self,
         ops: Ops,
         logits: Tensor,  # [R, V]
-        sequences: np.ndarray | None,  # [R]: context of each row
+        context_indices: np.ndarray | None,  # [R]: context of each row
         positions: np.ndarray,  # [R]: index of each row's token in its sequence
         bitmask: Tensor | None = None,  # [R, ceil(V / 32)] int32
     ) -> Tensor:  # [R] int64; -1 for a row with NaN or inf, or without a finite allowed logit
-        """Sample one token per row. If ``sequences`` is None, each context has one row."""
+        """Sample one token per row. If ``context_indices`` is None, each context has one row."""
         inputs, seeds = self.inputs, self.seeds
-        if sequences is not None:
-            inputs, seeds = inputs.take(upload(sequences, logits.device)), seeds[sequences]
+        if context_indices is not None:
+            inputs, seeds = inputs.take(upload(context_indices, logits.device)), seeds[context_indices]
         if not self.is_greedy:
             random_numbers = upload(uniforms(seeds, positions), logits.device)
             inputs = replace(inputs, uniforms=random_numbers)
@@ -88,7 +88,7 @@ def _is_greedy(params: SamplingParams) -> bool:
 def adjust_logits(
     logits: Tensor,  # [R, V]
     contexts: Sequence[TextContext],
-    sequences: np.ndarray,  # [R]: context of each row
+    context_indices: np.ndarray,  # [R]: context of each row
     positions: np.ndarray,  # [R]: index of each row's token in its sequence
     drafts: Sequence[Sequence[int]] | None = None,
 ) -> Tensor:  # [R, V], float32 if changed
@@ -100,14 +100,16 @@ def adjust_logits(
     Args:
         logits: the logits of the model.
         contexts: the batch.
-        sequences: the context of each row.
+        context_indices: the context of each row.
         positions: index of each row's token in its sequence.
         drafts: drafted tokens of each context. In the row of a draft, earlier drafts count as generated.
 
     Raises:
         InputError: a token rule contains an id outside the vocabulary (`check_logit_rules`).
     """
-    edits = LogitEdits.for_batch(contexts, sequences, positions, drafts, logits.shape[-1], logits.device)
+    edits = LogitEdits.for_batch(
+        contexts, context_indices, positions, drafts, logits.shape[-1], logits.device
+    )
     return logits if edits is None else edits.apply(logits)
 
 
@@ -134,14 +136,14 @@ class _Row:
 
     index: int
     context: TextContext
-    sequence: int
+    context_index: int
 
 
-def _adjusted_rows(contexts: Sequence[TextContext], sequences: np.ndarray) -> list[_Row]:
+def _adjusted_rows(contexts: Sequence[TextContext], context_indices: np.ndarray) -> list[_Row]:
     needs_changes = [context.sampling_params.changes_logits for context in contexts]
     if not any(needs_changes):
         return []
-    return [_Row(i, contexts[s], s) for i, s in enumerate(sequences.tolist()) if needs_changes[s]]
+    return [_Row(i, contexts[s], s) for i, s in enumerate(context_indices.tolist()) if needs_changes[s]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +162,7 @@ class LogitEdits:
     def for_batch(
         cls,
         contexts: Sequence[TextContext],
-        sequences: np.ndarray,  # [R]
+        context_indices: np.ndarray,  # [R]
         positions: np.ndarray,  # [R]
         drafts: Sequence[Sequence[int]] | None,
         vocabulary: int,
@@ -176,7 +178,7 @@ class LogitEdits:
 
         Args:
             contexts: the batch.
-            sequences: the context of each row.
+            context_indices: the context of each row.
             positions: index of each row's token in its sequence.
             drafts: drafted tokens of each context.
             vocabulary: V.
@@ -185,7 +187,7 @@ class LogitEdits:
         Raises:
             InputError: a token rule contains an id outside the vocabulary (`check_logit_rules`).
         """
-        rows = _adjusted_rows(contexts, sequences)
+        rows = _adjusted_rows(contexts, context_indices)
         if not rows:
             return None
         for context in {row.context.request_id: row.context for row in rows}.values():
@@ -269,7 +271,7 @@ def _penalize(
     for row in penalized_rows:
         context, params = row.context, row.context.sampling_params
         num_drafts = max(int(positions[row.index]) - context.active_idx, 0)  # drafts before this row's token
-        row_drafts = drafts[row.sequence][:num_drafts] if drafts else ()
+        row_drafts = drafts[row.context_index][:num_drafts] if drafts else ()
         tokens, token_counts = context.token_counts.with_drafts(row_drafts)
         if len(tokens) and tokens.max() >= edits.vocabulary:  # ids that the head does not output
             tokens, token_counts = tokens[tokens < edits.vocabulary], token_counts[tokens < edits.vocabulary]
@@ -332,7 +334,7 @@ def _forbid_sequences(
             continue
         num_drafts = max(int(positions[row.index]) - row.context.active_idx, 0)
         tokens = row.context.generated_tokens[-rules.longest_prefix :].tolist()
-        ids = rules.banned_after([*tokens, *(drafts[row.sequence][:num_drafts] if drafts else ())])
+        ids = rules.banned_after([*tokens, *(drafts[row.context_index][:num_drafts] if drafts else ())])
         if rules.allowed is not None and not len(np.setdiff1d(rules.allowed, ids)):
             continue  # forbidding these tokens would leave no allowed token
         if len(ids):

@@ -259,13 +259,13 @@ class DraftModelProposer:
     def _sample(self, batch: Sequence[_DraftState], logits: Tensor) -> None:  # [B, V]
         """Sample the next draft of each state with the random numbers that the target will use."""
         contexts = [state.context for state in batch]
-        sequences = np.arange(len(batch))
+        context_indices = np.arange(len(batch))
         positions = np.array([state.draft_context.end_idx for state in batch])
         bitmask = None
         if logits.shape[-1] == self._vocabulary:
             drafts = [state.drafts for state in batch]
-            logits = adjust_logits(logits, contexts, sequences, positions, drafts)
-            bitmask = grammar_bitmask(contexts, sequences, self._vocabulary)
+            logits = adjust_logits(logits, contexts, context_indices, positions, drafts)
+            bitmask = grammar_bitmask(contexts, context_indices, self._vocabulary)
             bitmask = None if bitmask is None else bitmask.to(logits.device)
         sampler = Sampler.for_batch([context.sampling_params for context in contexts], logits.device)
         tokens = sampler(self._session.ops, logits, None, positions, bitmask)
