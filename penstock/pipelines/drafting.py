@@ -43,7 +43,7 @@ def draft_tokens(
     limits: Sequence[int],
     proposer: DraftProposer | None,
     draft_lengths: DraftLengthPolicy | None,
-    vocabulary: int,
+    vocab_size: int,
 ) -> tuple[list[list[int]], list[bool]]:
     """Return for each context its drafts, and whether its grammar forces them.
 
@@ -52,14 +52,14 @@ def draft_tokens(
         limits: the maximum number of drafts of each context.
         proposer: drafts tokens for contexts whose grammar forces no token; None disables these drafts.
         draft_lengths: limits the drafts of the proposer further; None sets no further limit.
-        vocabulary: number of logits V; 0 before the first forward, when V is not known yet.
+        vocab_size: number of logits V; 0 before the first forward, when V is not known yet.
     """
     drafts: list[list[int]] = [[] for _ in contexts]
     for index, (context, limit) in enumerate(zip(contexts, limits, strict=True)):
         # Whether `append_forced` has already appended the tokens that the grammar forces.
         has_appended = appends_forced_tokens(context) and len(context.generated_tokens)
-        if context.matcher is not None and vocabulary and not has_appended:
-            drafts[index] = forced_tokens(context, min(limit, _MAX_FORCED_TOKENS), vocabulary)
+        if context.matcher is not None and vocab_size and not has_appended:
+            drafts[index] = forced_tokens(context, min(limit, _MAX_FORCED_TOKENS), vocab_size)
     is_forced = [bool(draft) for draft in drafts]
     if proposer is None:
         return drafts, is_forced
@@ -68,19 +68,19 @@ def draft_tokens(
     proposals = proposer.propose(contexts, lengths)
     for index, (context, draft) in enumerate(zip(contexts, proposals, strict=True)):
         if not is_forced[index]:
-            known_drafts = known_tokens(draft[: lengths[index]], vocabulary)
+            known_drafts = known_tokens(draft[: lengths[index]], vocab_size)
             drafts[index] = acceptable_drafts(context, known_drafts)
     return drafts, is_forced
 
 
-def append_forced(context: TextContext, kv: KVCache, vocabulary: int) -> int:
+def append_forced(context: TextContext, kv: KVCache, vocab_size: int) -> int:
     """Append the tokens that the grammar forces and return their number. The next step computes them."""
     is_done_or_chunk = context.generation_status.is_done or context.active_idx < context.end_idx
-    if not appends_forced_tokens(context) or is_done_or_chunk or not vocabulary:
+    if not appends_forced_tokens(context) or is_done_or_chunk or not vocab_size:
         return 0
     limit = _tokens_left(context, kv) - 1  # the token that reaches the maximum length must be sampled
     num_forced = 0
-    for token in forced_tokens(context, min(limit, _MAX_FORCED_TOKENS), vocabulary):
+    for token in forced_tokens(context, min(limit, _MAX_FORCED_TOKENS), vocab_size):
         context.jump_ahead(token)
         num_forced += 1
         if context.generation_status.is_done:

@@ -178,13 +178,13 @@ class OverlappedSteps:
         if not step.kept_rows:
             step.sampled_tokens = self._queue.submit(lambda: forward.value.logits[:0, 0].long())
         else:
-            if self._runner.vocabulary is None:
-                self._runner.vocabulary = forward.value.logits.shape[-1]
+            if self._runner.vocab_size is None:
+                self._runner.vocab_size = forward.value.logits.shape[-1]
             context_indices = np.arange(len(contexts))
             rows = LogitRows([1] * len(contexts), context_indices, step.rows.positions[step.kept_rows])
             sampler = self._runner.batch_sampler([context.sampling_params for context in contexts])
             drafts: list[list[int]] = [[] for _ in contexts]
-            sample = self._runner.sampling_function(sampler, contexts, drafts, rows, self._runner.vocabulary)
+            sample = self._runner.sampling_function(sampler, contexts, drafts, rows, self._runner.vocab_size)
             kept_indices = None
             if len(step.kept_rows) < len(step.windows):
                 kept_indices = upload(np.array(step.kept_rows, np.int64), self._device)

@@ -98,7 +98,7 @@ class ModelRunner:
             self.images = ImageRows(model, cache, self._device)
         self._sampler: Sampler | None = None
         self._step_seconds: float | None = None
-        self.vocabulary: int | None = None
+        self.vocab_size: int | None = None
         """V, known after the first forward that is not part of a fused call."""
 
     def num_steps_for(self, seconds: float) -> int:
@@ -217,7 +217,7 @@ class ModelRunner:
             outputs = self._model.execute(handle.inputs)
             beat()
             logits = last_rows(outputs, handle.rows.row_counts)
-            self.vocabulary = logits.shape[-1]
+            self.vocab_size = logits.shape[-1]
             rows = handle.rows.after_steps(step)
             handle.sampled_tokens.append(self._sample(sampler, handle.contexts, handle.drafts, rows, logits))
             if has_log_probabilities:
@@ -301,7 +301,7 @@ class ModelRunner:
         contexts: Sequence[TextContext],
         drafts: Sequence[list[int]],
         rows: LogitRows,
-        vocabulary: int,
+        vocab_size: int,
     ) -> Callable[[Tensor], Tensor]:  # [R, V] -> [R] tokens
         """Return a function that samples from logits. Later changes of the contexts do not affect it.
 
@@ -310,15 +310,15 @@ class ModelRunner:
             contexts: the contexts, with all tokens before the tokens to sample.
             drafts: drafted tokens of each context.
             rows: the rows of logits.
-            vocabulary: V.
+            vocab_size: number of logits V.
 
         Raises:
             InputError: a token rule contains an id outside the vocabulary.
         """
         edits = LogitEdits.for_batch(
-            contexts, rows.context_indices, rows.positions, drafts, vocabulary, self._device
+            contexts, rows.context_indices, rows.positions, drafts, vocab_size, self._device
         )
-        bitmask = grammar_bitmask(contexts, rows.context_indices, vocabulary, drafts)
+        bitmask = grammar_bitmask(contexts, rows.context_indices, vocab_size, drafts)
         context_indices = rows.context_indices if any(drafts) else None
         has_allowed = None
         if bitmask is not None:

@@ -113,7 +113,7 @@ def adjust_logits(
     return logits if edits is None else edits.apply(logits)
 
 
-def check_logit_rules(context: TextContext, vocabulary: int) -> None:
+def check_logit_rules(context: TextContext, vocab_size: int) -> None:
     """Check that the token ids in a context's token rules are below the vocabulary size.
 
     Raises:
@@ -123,10 +123,10 @@ def check_logit_rules(context: TextContext, vocabulary: int) -> None:
     if not context.sampling_params.has_logit_rules:
         return
     rules = context.logit_rules
-    if rules is not None and rules.largest_id >= vocabulary:
+    if rules is not None and rules.largest_id >= vocab_size:
         raise InputError(
             "logit_bias, allowed_token_ids, banned_token_ids or banned_sequences has "
-            f"{rules.largest_id}: ids are integers from 0 to {vocabulary - 1}"
+            f"{rules.largest_id}: ids are integers from 0 to {vocab_size - 1}"
         )
 
 
@@ -153,7 +153,7 @@ class LogitEdits:
     A cell is one logit: a token id in a row. Cells are given as indices of the flattened logits ``[R * V]``.
     """
 
-    vocabulary: int
+    vocab_size: int
     device: torch.device
     edits: list[Callable[[Tensor], None]] = field(default_factory=list)
     """Functions that change logits ``[R, V]`` in place."""
@@ -165,7 +165,7 @@ class LogitEdits:
         context_indices: np.ndarray,  # [R]
         positions: np.ndarray,  # [R]
         drafts: Sequence[Sequence[int]] | None,
-        vocabulary: int,
+        vocab_size: int,
         device: torch.device,
     ) -> LogitEdits | None:
         """Return the changes that the sampling parameters of a batch require; None if no logits change.
@@ -181,7 +181,7 @@ class LogitEdits:
             context_indices: the context of each row.
             positions: index of each row's token in its sequence.
             drafts: drafted tokens of each context.
-            vocabulary: V.
+            vocab_size: number of logits V.
             device: the device of the logits.
 
         Raises:
@@ -191,8 +191,8 @@ class LogitEdits:
         if not rows:
             return None
         for context in {row.context.request_id: row.context for row in rows}.values():
-            check_logit_rules(context, vocabulary)
-        edits = cls(vocabulary, device)
+            check_logit_rules(context, vocab_size)
+        edits = cls(vocab_size, device)
         _add_bias(edits, rows)
         _penalize(edits, rows, positions, drafts)
         _suppress_end_tokens(edits, rows, positions)
@@ -209,7 +209,7 @@ class LogitEdits:
 
     def flat_indices(self, rows: Sequence[_Row], ids: Sequence[np.ndarray]) -> Tensor:  # [n]
         """Return the cells of the given token ids of each row, concatenated."""
-        cells = [token_ids + row.index * self.vocabulary for row, token_ids in zip(rows, ids, strict=True)]
+        cells = [token_ids + row.index * self.vocab_size for row, token_ids in zip(rows, ids, strict=True)]
         return self.tensor(np.concatenate(cells))
 
     def tensor(self, values: np.ndarray) -> Tensor:
@@ -273,8 +273,8 @@ def _penalize(
         num_drafts = max(int(positions[row.index]) - context.active_idx, 0)  # drafts before this row's token
         row_drafts = drafts[row.context_index][:num_drafts] if drafts else ()
         tokens, token_counts = context.token_counts.with_drafts(row_drafts)
-        if len(tokens) and tokens.max() >= edits.vocabulary:  # ids that the head does not output
-            tokens, token_counts = tokens[tokens < edits.vocabulary], token_counts[tokens < edits.vocabulary]
+        if len(tokens) and tokens.max() >= edits.vocab_size:  # ids that the head does not output
+            tokens, token_counts = tokens[tokens < edits.vocab_size], token_counts[tokens < edits.vocab_size]
         ids.append(tokens)
         counts.append(token_counts)
         factors.append((params.repetition_penalty, params.frequency_penalty, params.presence_penalty))
@@ -304,7 +304,7 @@ def _suppress_end_tokens(edits: LogitEdits, rows: Sequence[_Row], positions: np.
         end_ids = context.get_min_token_logit_mask(num_steps)[-1][:, 1].astype(np.int64)  # [n]
         short_rows.append(row)
         # A checkpoint may configure end tokens that its head does not output.
-        ids.append(end_ids[(end_ids >= 0) & (end_ids < edits.vocabulary)])
+        ids.append(end_ids[(end_ids >= 0) & (end_ids < edits.vocab_size)])
     if short_rows:
         edits.set_logits(edits.flat_indices(short_rows, ids), _SUPPRESSED_LOGIT)
 

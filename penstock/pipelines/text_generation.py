@@ -330,7 +330,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
         if len({context.request_id for context in contexts}) < len(contexts):
             raise InputError("a request id occurs twice in the batch: give each context a unique request_id")
         self.check_context_types(contexts)
-        vocabulary = self.runner.vocabulary
+        vocab_size = self.runner.vocab_size
         for context in contexts:
             check_context(
                 context,
@@ -338,8 +338,8 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
                 has_adapters=self.model.lora_manager is not None,
                 compiles_grammars=self.grammars is not None,
             )
-            if vocabulary is not None:  # before the first forward, sampling checks the rules
-                check_logit_rules(context, vocabulary)
+            if vocab_size is not None:  # before the first forward, sampling checks the rules
+                check_logit_rules(context, vocab_size)
         if self.model.lora_manager is not None:
             self.model.lora_manager.check(contexts)
 
@@ -355,7 +355,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
         if self.proposer is None and all(context.matcher is None for context in contexts):
             return [[] for _ in contexts], [False] * len(contexts)
         limits = draft_limits(contexts, self.kv, self.memory_plan.max_batch_input_tokens)
-        return draft_tokens(contexts, limits, self.proposer, self.draft_lengths, self.runner.vocabulary or 0)
+        return draft_tokens(contexts, limits, self.proposer, self.draft_lengths, self.runner.vocab_size or 0)
 
     # -- Results -----------------------------------------------------------------------------
 
@@ -380,7 +380,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
                 append_tokens(context, result)
                 if matcher is not None:
                     self.speculation_stats.num_forced += append_forced(
-                        context, self.kv, self.runner.vocabulary or 0
+                        context, self.kv, self.runner.vocab_size or 0
                     )
                 self.kv.commit(context)
                 responses[request_id] = context.outstanding_response()

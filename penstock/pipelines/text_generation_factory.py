@@ -81,6 +81,6 @@ def _create_speculative(
     pipeline = pipeline_class(
         target_config, model, eos_token_id, draft_lengths=draft_lengths, session=session
     )
-    vocabulary = target_config.model.huggingface_config.vocabulary_size
-    pipeline.proposer = DraftModelProposer(planned_draft_config, draft_model, pipeline.session, vocabulary)
+    vocab_size = target_config.model.huggingface_config.vocabulary_size
+    pipeline.proposer = DraftModelProposer(planned_draft_config, draft_model, pipeline.session, vocab_size)
     return pipeline

@@ -89,7 +89,7 @@ class DraftModelProposer:
         config: the draft model's configuration, see `share_memory`.
         model: the class of the draft model.
         session: the target's session. Both models run in the same thread, one after the other.
-        vocabulary: vocabulary size of the target.
+        vocab_size: number of logits of the target.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class DraftModelProposer:
         config: PipelineConfig,
         model: type[PipelineModel[TextContext]],
         session: InferenceSession,
-        vocabulary: int,
+        vocab_size: int,
     ) -> None:
         self.model = model(config, session)
         if not isinstance(self.model, KVCacheMixin) or self.model.kv_cache_spec is None:
@@ -105,7 +105,7 @@ class DraftModelProposer:
         self.kv: KVCacheManager = self.model.load_kv_manager(session, self.model.memory_plan.kv_cache_size)
         self._runner = ModelRunner(self.model, session, self.kv)
         self._session = session
-        self._vocabulary = vocabulary
+        self._vocab_size = vocab_size
         self._states: dict[str, _DraftState] = {}  # least recently used first
 
     def propose(self, contexts: Sequence[TextContext], limits: Sequence[int]) -> list[list[int]]:
@@ -262,10 +262,10 @@ class DraftModelProposer:
         context_indices = np.arange(len(batch))
         positions = np.array([state.draft_context.end_idx for state in batch])
         bitmask = None
-        if logits.shape[-1] == self._vocabulary:
+        if logits.shape[-1] == self._vocab_size:
             drafts = [state.drafts for state in batch]
             logits = adjust_logits(logits, contexts, context_indices, positions, drafts)
-            bitmask = grammar_bitmask(contexts, context_indices, self._vocabulary)
+            bitmask = grammar_bitmask(contexts, context_indices, self._vocab_size)
             bitmask = None if bitmask is None else bitmask.to(logits.device)
         sampler = Sampler.for_batch([context.sampling_params for context in contexts], logits.device)
         tokens = sampler(self._session.ops, logits, None, positions, bitmask)

@@ -111,7 +111,7 @@ def accept(drafts: Sequence[int], sampled: Sequence[int]) -> list[int]:
     return list(sampled[: num_matching + 1])
 
 
-def known_tokens(drafts: list[int], vocabulary: int) -> list[int]:
+def known_tokens(drafts: list[int], vocab_size: int) -> list[int]:
     """Return the drafts before the first id outside the model's vocabulary."""
-    unknown = (index for index, token in enumerate(drafts) if not 0 <= token < vocabulary)
+    unknown = (index for index, token in enumerate(drafts) if not 0 <= token < vocab_size)
     return drafts[: next(unknown, len(drafts))]
