@@ -630,8 +630,9 @@ SUPPORTED_SCHEMAS: Mapping[str, Any] = {
 KEYWORD_LIMITS: Mapping[str, tuple[str, Any]] = {
     "multipleOf": ("whole numbers only", {"multipleOf": 0.5}),
     "format": (
-        f"{', '.join(string_formats.SUPPORTED)}; {', '.join(string_formats.UNSUPPORTED)} only with enum and "
-        "const, whose values are tested; formats that the standard does not define are ignored",
+        f"{', '.join(string_formats.SUPPORTED_FORMATS)}; {', '.join(string_formats.UNSUPPORTED_FORMATS)} "
+        "only with enum and const, whose values are tested; formats that the standard does not define are "
+        "ignored",
         {"type": "string", "format": "regex"},
     ),
     "pattern": (
