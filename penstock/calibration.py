@@ -61,14 +61,14 @@ def pack_calibrated(
 ) -> None:
     """Run the network on a fixed sequence of random tokens, and pack each layer after its use.
 
-    Packs only lazily packed layers whose encoding needs calibration.
-    Experts are not packed here, because with so few tokens most experts receive none.
+    Only lazily packed layers whose encoding needs calibration are packed. Experts are not packed here,
+    because with so few tokens most experts receive none.
 
     Args:
         network: a network whose weights are `LazyWeight` objects.
         spec: the KV cache of the network; None if it has no KV cache.
         ops: the operations that run the network.
-        config: contains the vocabulary size.
+        config: the checkpoint's configuration, which contains the vocabulary size.
         pack: called with each layer.
     """
     tokens = np.random.default_rng(0).integers(0, max(config.vocabulary_size, 1), NUM_TOKENS)
@@ -120,10 +120,10 @@ class _CalibratingOps:
 
 
 def activation_statistics(x: Tensor) -> Tensor | None:
-    """Return the importance ``[in]`` of each input of ``x [T, in]``; None if the mean is 0 or not finite.
+    """Return the importance ``[in]`` of each input of ``x [T, in]``.
 
     The importance is the mean square of the input divided by the mean square of all inputs, plus
-    `_MIN_IMPORTANCE`.
+    `_MIN_IMPORTANCE`. Returns None if the mean square of all inputs is 0 or not finite.
     """
     squares = x.float().square().mean(0)  # [in]
     mean = squares.mean()

@@ -1,4 +1,4 @@
-"""Loads a model that is divided among several processes: rank 0 in this one, the other ranks in new ones."""
+"""Loads a model that is divided among ranks: rank 0 in the calling process, the other ranks in new ones."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def run_rank(config: PipelineConfig, resolve: Resolve, ranks: Ranks) -> None:
     Runs in the processes of all ranks except rank 0.
 
     Raises:
-        PenstockError: the part of the model cannot be loaded.
+        PenstockError: this rank's part of the model cannot be loaded.
         EOFError: rank 0 has closed the model or has ended.
         RankFailedError: another rank has ended.
     """

@@ -10,7 +10,7 @@ from penstock.config.settings import COUNT, NUM_BYTES, Rule, check_fields, setti
 
 @dataclass(frozen=True, kw_only=True)
 class VisionConfig:
-    """Images in prompts.
+    """Limits, memory and processes for images in prompts.
 
     Raises:
         ConfigError: a field has an invalid value.
@@ -39,7 +39,7 @@ class VisionConfig:
     timeout: float = setting(
         30.0,
         Rule("a number of seconds above 0", lambda value: isfinite(value) and value > 0),
-        "Time limit in seconds for fetching an image, and for preparing it.",
+        "Time limit in seconds, applied separately to fetching an image and to preparing it.",
         flat="image_timeout",
     )
 

@@ -1,7 +1,7 @@
 """The paged KV cache: block tables, the prefix index, and the tensors.
 
-Schedulers import only `interface` and `reservation`. Importing this package does not import torch. Importing
-the manager or the storage does.
+Schedulers import only `interface` and `reservation`. Importing this package does not import torch. The
+modules `manager` and `storage` import torch.
 """
 
 from __future__ import annotations

@@ -9,14 +9,14 @@ from penstock.nn import TensorNames
 
 
 def rank_shares(names: TensorNames, shard: Shard, kv_heads: int) -> Callable[[str], float]:
-    """Return a function that returns the largest fraction of a matrix on any rank, given its name.
+    """Return a function that maps the name of a matrix to the largest fraction of the matrix on any rank.
 
     The embedding table, the output head and the matrices of the decoder's blocks except routers are divided.
     Every rank has a whole copy of all other matrices, such as the matrices of an image encoder.
 
     Args:
         names: the tensor names of the family.
-        shard: a rank.
+        shard: the shard of any rank.
         kv_heads: K, the number of kv heads of the model.
     """
     kv_share = shard.max_kv_heads(kv_heads) / kv_heads

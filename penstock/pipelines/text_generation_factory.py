@@ -26,8 +26,8 @@ def create_text_generation(required: PipelineRequirements) -> TextGenerationPipe
         InsufficientMemoryError: weights and the smallest permitted KV cache do not fit.
     """
     config, tokenizer = required.config, required.tokenizer
-    eos = tokenizer.eos if tokenizer.eos_token_ids else None
-    pipeline = create_text_pipeline(required, TextGenerationPipeline, eos)
+    eos_token_id = tokenizer.eos if tokenizer.eos_token_ids else None
+    pipeline = create_text_pipeline(required, TextGenerationPipeline, eos_token_id)
     if config.structured_output.enable:
         pipeline.grammars = GrammarCompiler(tokenizer, tokenizer.vocab_size, config=config.structured_output)
     return pipeline
@@ -36,29 +36,29 @@ def create_text_generation(required: PipelineRequirements) -> TextGenerationPipe
 def create_text_pipeline(
     required: PipelineRequirements,
     pipeline_class: Callable[..., TextGenerationPipeline],
-    eos: int | None,
+    eos_token_id: int | None,
     session: InferenceSession | None = None,
 ) -> TextGenerationPipeline:
     """Load the model and return a pipeline of class ``pipeline_class``, with the configured speculation.
 
     Args:
-        required: the parts of the pipeline.
+        required: the arguments of the pipeline factory.
         pipeline_class: the class of the pipeline, or a function with the same parameters.
-        eos: end-of-sequence id of contexts without such ids; None if there is none.
+        eos_token_id: see `TextGenerationPipeline`.
         session: devices and kernels; by default a new one.
     """
     model = required.architecture.load_pipeline_model()
     session = session or required.open_session()
     if required.config.speculative.method is None:
-        return pipeline_class(required.config, model, eos, session=session)
-    return _create_speculative(required, pipeline_class, model, eos, session)
+        return pipeline_class(required.config, model, eos_token_id, session=session)
+    return _create_speculative(required, pipeline_class, model, eos_token_id, session)
 
 
 def _create_speculative(
     required: PipelineRequirements,
     pipeline_class: Callable[..., TextGenerationPipeline],
     model: type[PipelineModel[TextContext]],
-    eos: int | None,
+    eos_token_id: int | None,
     session: InferenceSession,
 ) -> TextGenerationPipeline:
     """Return a pipeline that drafts with a draft model or with n-grams."""
@@ -76,7 +76,7 @@ def _create_speculative(
     if speculative.method == "ngram":
         proposer = NGramProposer(speculative.ngram_min, speculative.ngram_max)
         return pipeline_class(
-            config, model, eos, proposer=proposer, draft_lengths=draft_lengths, session=session
+            config, model, eos_token_id, proposer=proposer, draft_lengths=draft_lengths, session=session
         )
     draft_settings = draft_config(config).model
     draft_model = required.registry.retrieve_architecture(
@@ -86,7 +86,9 @@ def _create_speculative(
     free_memory = prefaulted.num_idle
     free_memory += InferenceSession.free_memory_of(load_devices(config.model.devices))
     target_config, planned_draft_config = share_memory(config, model, draft_model, free_memory=free_memory)
-    pipeline = pipeline_class(target_config, model, eos, draft_lengths=draft_lengths, session=session)
-    vocabulary = target_config.model.huggingface_config.vocabulary_size
-    pipeline.proposer = DraftModelProposer(planned_draft_config, draft_model, pipeline.session, vocabulary)
+    pipeline = pipeline_class(
+        target_config, model, eos_token_id, draft_lengths=draft_lengths, session=session
+    )
+    vocab_size = target_config.model.huggingface_config.vocabulary_size
+    pipeline.proposer = DraftModelProposer(planned_draft_config, draft_model, pipeline.session, vocab_size)
     return pipeline

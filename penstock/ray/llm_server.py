@@ -73,7 +73,7 @@ class PenstockServer:
         return {**options, **user_options, "user_config": user_options.get("user_config") or {}}
 
     async def reconfigure(self, user_config: object) -> None:
-        """Load the model. Ray Serve calls it before the replica gets requests."""
+        """Load the model. Ray Serve calls this method before the replica gets requests."""
         await self.start()
 
     async def start(self) -> None:
@@ -195,14 +195,16 @@ class PenstockServer:
         """Stop the worker. Without this call, the worker ends when the process of the replica ends."""
         await self._server.stop()
 
-    async def _answer(self, path: str, kind: str, request: Any, raw_request_info: Any) -> AsyncIterator[Any]:
+    async def _answer(
+        self, path: str, response_class: str, request: Any, raw_request_info: Any
+    ) -> AsyncIterator[Any]:
         """Run a route. Yield its response as an object of Ray Serve LLM, or its stream events as texts.
 
         If the route fails, yield an error as an object of Ray Serve LLM.
 
         Args:
             path: the path of the route.
-            kind: the name of the response class in Ray Serve LLM.
+            response_class: the name of the response class in Ray Serve LLM.
             request: a pydantic object of Ray Serve LLM.
             raw_request_info: has the headers of the HTTP request; None for no headers.
         """
@@ -217,7 +219,8 @@ class PenstockServer:
                 async for part in response.parts:
                     yield part.decode()
             else:
-                yield _response_types()[kind].model_validate(msgspec.json.decode(await response.body()))
+                content = msgspec.json.decode(await response.body())
+                yield _response_types()[response_class].model_validate(content)
 
 
 def read_llm_config(llm_config: Any) -> tuple[PipelineConfig, ServeConfig, RayConfig]:
@@ -245,7 +248,7 @@ def _response_types() -> dict[str, Any]:
     return dict(vars(openai_api_models))
 
 
-def _error(status: int, message: str, kind: str) -> Any:
+def _error(status: int, message: str, error_type: str) -> Any:
     """Return an error as an object of Ray Serve LLM."""
     types = _response_types()
-    return types["ErrorResponse"](error=types["ErrorInfo"](message=message, type=kind, code=status))
+    return types["ErrorResponse"](error=types["ErrorInfo"](message=message, type=error_type, code=status))

@@ -460,7 +460,7 @@ def test_choices_equal_the_synchronous_loop(pipelines: dict[str, TextGenerationP
 def test_outputs_with_adapters_equal_the_synchronous_loop(
     pipelines: dict[str, TextGenerationPipeline],
 ) -> None:
-    """Two adapters share one slot. Loading one overwrites the slot while requests of the other finish."""
+    """Two adapters share one slot. Loading an adapter must not affect running requests of the other one."""
 
     def contexts() -> list[TextContext]:
         names = ["tone", None, "other", "tone", "other", None, "other", "tone"]

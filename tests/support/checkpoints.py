@@ -106,8 +106,8 @@ def transformers_logits(model: Any, tokens: list[int]) -> torch.Tensor:  # [T, V
 def transformers_step(model: Any, text: list[int], past: Any = None) -> tuple[torch.Tensor, Any]:  # [1, V]
     """Return the logits ``[1, V]`` after the last token of a text, and the updated cache.
 
-    ``past`` is the cache of all tokens but the last. It is recomputed when the text becomes longer than the
-    length of LongRoPE's short factors, as in ``generate`` of Phi 3.
+    ``past`` is the cache of all tokens but the last. The cache is recomputed when the text becomes longer
+    than the length of LongRoPE's short factors, as in ``generate`` of Phi 3.
     """
     rope = getattr(model.config, "rope_parameters", None) or {}
     limit = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None

@@ -90,14 +90,14 @@ class FakeEngine:
         generation.admit(0)
         tokens = [*self.text.encode(), FakeTokenizer.EOS]
         max_new_tokens = (context.max_length or self.info.max_length) - len(context.prompt_tokens)
-        for number, token in enumerate(tokens, 1):
+        for num_tokens, token in enumerate(tokens, 1):
             await asyncio.sleep(0)
             if generation.is_done:
                 return
             status = TextGenerationStatus.ACTIVE
             if token == FakeTokenizer.EOS:
                 status = TextGenerationStatus.END_OF_SEQUENCE
-            elif number == max_new_tokens:
+            elif num_tokens == max_new_tokens:
                 status = TextGenerationStatus.MAXIMUM_LENGTH
             step_tokens = [] if token == FakeTokenizer.EOS else [token]
             if status.is_done:

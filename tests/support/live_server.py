@@ -27,7 +27,7 @@ class LiveServer:
     loop: asyncio.AbstractEventLoop
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait up to 30 seconds until a condition is true. The server's thread checks it."""
+        """Wait up to 30 seconds until a condition is true. The server's thread evaluates the condition."""
         asyncio.run_coroutine_threadsafe(wait_until(condition), self.loop).result(30)
 
 

@@ -18,7 +18,7 @@ from penstock.pipelines import PIPELINE_REGISTRY, PipelineConfig, TextGeneration
 from penstock.ranks import rank_devices
 
 TIMEOUT = 300.0
-"""Timeout of a collective in seconds. It is long, because the machine may be busy."""
+"""Timeout of a collective in seconds; long, because the machine may be busy."""
 
 
 class _ModelClosed(Exception):

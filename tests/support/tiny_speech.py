@@ -1,7 +1,8 @@
 """Small random speech models, and a fake codec whose samples are a simple function of the codes.
 
-The models nearly always generate codes of the expected codebook: one hidden dimension per codebook is large
-in the embeddings of the tokens before it, and in the rows of the output head for its codes.
+The models nearly always generate codes of the expected codebook. For each codebook, one hidden dimension is
+large in two places: in the embeddings of the tokens after which a code of this codebook must follow, and in
+the rows of the LM head for the codes of this codebook.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ def write_tiny_speech(
     head = rng.normal(0, 0.4, (vocabulary, hidden)).astype(np.float32)
     embeddings[:, :num_codes] = 0
     head[:, :num_codes] = 0
-    embeddings[:, 0] = 6  # the first code of a frame follows all tokens that are no codes
+    embeddings[:, 0] = 6  # after a token that is not a code, the first code of a frame follows
     start = 256 + tokens.index(first_code)
     for position in range(num_codes):
         rows = slice(start + position * SIZE, start + (position + 1) * SIZE)

@@ -85,7 +85,7 @@ def test_an_explicit_prompt_replaces_the_prompt_of_the_format(tokenizers: dict[s
 
 
 CODES = SpeechCodes(np.arange(100, 112, dtype=np.int64).reshape(3, 4))
-"""Three codebooks of four codes: 100 to 103, 104 to 107, 108 to 111."""
+"""The tokens of three codes per frame, each from 0 to 3: 100 to 103, 104 to 107, 108 to 111."""
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ async def synthesize(server: InProcessServer, **body: Any) -> bytes:
     return response.content
 
 
-async def test_audio_equals_that_of_the_library(folder: Path, library_audio: Any) -> None:
+async def test_audio_equals_the_audio_of_the_library(folder: Path, library_audio: Any) -> None:
     async with open_speech_server(folder) as server:
         for text in ("Hello.", LONG):
             pcm = await synthesize(server, input=text, response_format="pcm")
@@ -98,7 +98,7 @@ async def test_audio_equals_that_of_the_library(folder: Path, library_audio: Any
 
 
 async def test_audio_bytes_are_sent_unchanged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Audio bytes are not changed if they are equal to a UTF-8 line separator."""
+    """The server does not escape audio bytes that are equal to the bytes of a UTF-8 line separator."""
     audio = "\u0085\u2028\u2029".encode()
     monkeypatch.setattr("penstock.serve.api.speech.AudioEncoder.add", lambda encoder, samples: audio)
     async with open_speech_server(folder) as server:
@@ -189,7 +189,7 @@ _OPTIONS: dict[Path, Any] = {}
 
 @asynccontextmanager
 async def _open_shared_server(folder: Path) -> AsyncIterator[InProcessServer]:
-    """Yield a server for requests that fail before a step. Its options are created once per folder."""
+    """Yield a server for requests that fail before a step. The options are created once per folder."""
     options = _OPTIONS.setdefault(folder, make_options(folder))
     async with run_in_process(**options) as server:
         yield server
@@ -258,7 +258,7 @@ async def test_disconnects_do_not_change_other_speech_streams(folder: Path, libr
         await wait_until(lambda: server.services.worker.stats.num_used_blocks == 0)
 
 
-async def test_a_disconnect_cancels_the_remaining_parts(folder: Path) -> None:
+async def test_a_disconnect_cancels_the_remaining_parts_of_the_text(folder: Path) -> None:
     async with open_speech_server(folder) as server:
         app = server.app
         body = {"input": LONG * 4, "response_format": "pcm", **SAMPLING}

@@ -13,7 +13,7 @@ from penstock.serve.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
 CALLS_ROW = JsonCalls(
     name="fake",
     models="none",
-    example='[[CALLS]][{"tool": "f", "parameters": {"a": 1}}][[END]]',
+    example='[[CALLS]][{"tool_name": "f", "parameters": {"a": 1}}][[END]]',
     hints=("[[CALLS]]",),
     begin="[[CALLS]]",
     end="[[END]]",
@@ -39,10 +39,10 @@ def test_the_chat_template_selects_the_rows() -> None:
     assert ParserFactory.choose(TEMPLATE).tool_format is None
 
 
-@pytest.mark.parametrize("size", [1, 3, 1000])
-def test_reasoning_content_and_calls_are_parsed_for_any_chunk_size(size: int) -> None:
+@pytest.mark.parametrize("chunk_size", [1, 3, 1000])
+def test_reasoning_content_and_calls_are_parsed_for_any_chunk_size(chunk_size: int) -> None:
     text = f"[[WHY]]because[[SO]]Here: {OUTPUT}"
-    events = parse(choose_parsers().new(tools=TOOLS), text, [size])
+    events = parse(choose_parsers().new(tools=TOOLS), text, [chunk_size])
     assert events[:2] == [Reasoning("because"), Content("Here:")]
     assert collect_calls(events) == [CALL]
 

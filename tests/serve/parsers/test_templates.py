@@ -1,4 +1,4 @@
-"""Published chat templates: their formats, parsing of calls that they render, prompts that open reasoning."""
+"""Published chat templates: formats, parsing of calls that templates render, prompts that open reasoning."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ EXPECTED_FORMATS: dict[str, tuple[str | None, str | None]] = {
     "nemotron3nano_chat_template": ("qwen3_coder", "think"),
     "qwen38_chat_template": ("qwen3_coder", "think"),
 }
-# Tokens that end an output. They are not part of its text.
+# Tokens that end an output and are not part of the output's text.
 END_TOKENS = (
     "</s>",
     "<|im_end|>",
