@@ -275,8 +275,9 @@ class KVCacheManager(PrefixCacheControls):
         slots = [sequence.slot for sequence in sequences]
         max_blocks = max([1, *[sequence.num_blocks for sequence in sequences]])
         end_positions = np.array(starts, np.int64) + np.array(counts, np.int64)  # [B]
-        for sequence, end in zip(sequences, end_positions.tolist(), strict=True):
-            sequence.state_length = end  # if the step fails, this differs from ``start_idx``
+        if self.states is not None:
+            for sequence, end in zip(sequences, end_positions.tolist(), strict=True):
+                sequence.state_length = end  # if the step fails, this differs from ``start_idx``
         tables = self._tables.batch_tables(slots, max_blocks, end_positions, counts, self.block_size)
         with uploaded_together(self.device):
             groups = tuple(

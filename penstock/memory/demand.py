@@ -117,11 +117,10 @@ class BlockDemand:
         def blocks(count: int) -> tuple[int, ...]:
             return tuple(min(max(low, count), high) for low, high in zip(min_blocks, max_blocks, strict=True))
 
-        return blocks(
-            largest_fitting(
-                max(max_blocks), lambda count: self.cache_size(blocks(count), batch_size) <= budget
-            )
-        )
+        def fits(count: int) -> bool:
+            return self.cache_size(blocks(count), batch_size) <= budget
+
+        return blocks(largest_fitting(max(max_blocks), fits))
 
     def _sequence_blocks(self, group: KVGroup, length: int) -> int:
         """Return the maximum number of blocks that a sequence of ``length`` tokens holds at once."""
