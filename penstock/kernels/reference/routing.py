@@ -45,8 +45,8 @@ def _select_largest(scores: Tensor, top: int) -> Tensor:  # [T, top]
 
     Uses a stable sort, because the order of ties in torch.topk is undefined.
     """
-    numbers = scores.masked_fill(scores.isnan(), -torch.inf)
-    return torch.sort(numbers, dim=-1, descending=True, stable=True)[1][..., :top]
+    without_nan = scores.masked_fill(scores.isnan(), -torch.inf)
+    return torch.sort(without_nan, dim=-1, descending=True, stable=True)[1][..., :top]
 
 
 def _route_by_scores(
@@ -56,7 +56,8 @@ def _route_by_scores(
         scores = logits.softmax(-1)
     else:
         scores = 1 / (1 + torch.exp(-logits))
-    # Experts are ranked by logits if possible, because different logits can round to equal scores.
+    # Without a bias and groups, experts are ranked by logits, because different logits can round to equal
+    # scores.
     ranks = logits if bias is None and routing.groups == 1 else scores
     if bias is not None:
         ranks = ranks + bias

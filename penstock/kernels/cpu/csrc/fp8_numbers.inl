@@ -20,7 +20,7 @@ INLINE vu spread_codes(vu words, int pair) {
 #endif
 }
 
-// The tables of code that widens by arithmetic.
+// Stands for the tables if codes are widened by arithmetic.
 struct Fp8NoTables {
   INLINE_MEMBER void pin() {}
 };

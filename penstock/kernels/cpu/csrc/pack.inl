@@ -189,11 +189,11 @@ static void pack_groups(Groups<BITS>, const T* rows, int64_t stride, const float
     const int64_t num_rows = min<int64_t>(max<int64_t>(count - column, 0), W);
     for (int64_t k = 0; k < K; k += GROUP) {
       for (int64_t part = 0; part < GROUP; part += W) {
-        const int64_t left = K - k - part;
+        const int64_t num_inputs = K - k - part;
         vu square[W];
         for (int64_t i = 0; i < W; i++) {
           const T* row = rows + (column + i) * stride + k + part;
-          square[i] = i >= num_rows || left <= 0 ? vu{} : as_bits(left >= W ? load(row) : load(row, left));
+          square[i] = i >= num_rows || num_inputs <= 0 ? vu{} : as_bits(num_inputs >= W ? load(row) : load(row, num_inputs));
         }
         transpose(square);
         for (int64_t i = 0; i < W; i++) store((uint32_t*)w + (part + i) * W, square[i]);

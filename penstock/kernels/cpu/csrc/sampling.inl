@@ -232,10 +232,10 @@ static int64_t sample_row(const T* logits, const uint32_t* bitmask, int64_t V, c
   c.top = fill_scores(logits, bitmask, c.scores, V);
   if (!(c.top > -__builtin_inff())) return -1;
   if (rule.temperature <= 0 || rule.top_k == 1) return find_score(c.top, c.scores, V);
-  const int64_t size = round_up(V, W);
-  double* weights = (double*)(memory + size * 4);
-  Ranked* list = (Ranked*)(memory + size * 12);
-  int32_t* ids = (int32_t*)(memory + size * 28);
+  const int64_t num_scores = round_up(V, W);
+  double* weights = (double*)(memory + num_scores * 4);
+  Ranked* list = (Ranked*)(memory + num_scores * 12);
+  int32_t* ids = (int32_t*)(memory + num_scores * 28);
   if (rule.top_k > 0 && rule.top_k < V)
     remove_after_cut(c, ids, top_k_bound(c, rule.top_k, list), (double)rule.top_k, list);
   fill_weights(c, weights, rule.temperature);

@@ -1,7 +1,8 @@
-// Stores new keys and values in the paged cache.
+// Stores new keys and values in the paged KV cache.
 
-// Copies k and v [n, K, D] to the slots [n] of cache [2, N, K, S, D]: n rows, K heads, D numbers per head, N blocks of
-// S positions. A slot is block * S + offset. The first half of the cache has the keys, the second the values.
+// Stores k and v [n, K, D] in the slots [n] of cache [2, N, K, S, D]: n rows, K heads, D numbers per head, N blocks of
+// S positions. A slot is block * S + offset. The first half of the cache has the keys, the second the values. Numbers
+// are converted to the type of the cache. An int8 cache has a scale per row and head.
 struct StoreKV {
   int64_t type, cache_type;  // cache_type 0: float, 1: bf16, 2: int8
   const void *k, *v;
