@@ -54,7 +54,7 @@ def _no_queue(ops: Ops) -> DeviceQueue | None:
     return None
 
 
-def _whole_byte_row(bits: int, in_features: int) -> int:
+def _default_row_bytes(bits: int, in_features: int) -> int:
     return in_features * -(-bits // 8)
 
 
@@ -77,7 +77,7 @@ class Backend:
     """
     layout: str = "rows"
     """Name of the memory layout of packed weights; equals `Ops.layout` of its operations."""
-    row_bytes: Callable[[int, int], int] = _whole_byte_row
+    row_bytes: Callable[[int, int], int] = _default_row_bytes
     """Return the bytes of the weights of one output, without scales.
 
     The arguments are the bits per weight and the number of inputs. The default rounds each weight up to whole
@@ -93,14 +93,11 @@ class Backend:
 
     @property
     def packs_weights(self) -> bool:
-        """Whether this back end packs weights into a layout other than rows.
-
-        A file can cache packed weights.
-        """
+        """Whether this back end packs weights into a layout other than rows, which a file can cache."""
         return self.layout != "rows"
 
     def num_bytes(self, encoding: LinearEncoding, out_features: int, in_features: int) -> int:
-        """Return the bytes of a packed weight: its size in panels, plus the padding bytes of its rows."""
+        """Return the bytes of a packed weight in this back end's layout; at least the bytes of its panels."""
         extra_row_bytes = self.row_bytes(encoding.bits, in_features) - -(-in_features * encoding.bits // 8)
         return encoding.num_bytes(out_features, in_features) + out_features * max(extra_row_bytes, 0)
 

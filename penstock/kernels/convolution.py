@@ -35,14 +35,11 @@ class PackedConv1d:
     dilation: int = 1
     groups: int = 1
     linear: PackedLinear | None = None
-    """Set for one group: a linear layer ``[out, kernel_size * in]``.
-
-    Its inputs are sorted by tap, then channel.
-    """
+    """Set for one group: a linear layer ``[out, kernel_size * in]``, with inputs sorted by tap, then channel."""
     taps: Tensor | None = None
     """Set for a depthwise convolution of C channels:
 
-    ``[kernel_size, C]`` float32. ``bias`` is then float32.
+    ``[kernel_size, C]`` float32; ``bias`` is float32, too.
     """
     weight: Tensor | None = None
     """Set for other numbers of groups: ``[out, in / groups, kernel_size]``."""

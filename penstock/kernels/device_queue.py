@@ -48,6 +48,7 @@ class HostCopy(ABC):
     @abstractmethod
     def wait(self) -> Tensor:
         """Wait until the tensor is computed and copied. Return the tensor in host memory.
+
         Raises:
             Exception: the error of the work. After an error, other results of the queue are undefined.
         """
@@ -91,11 +92,11 @@ def upload(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
 
 @contextmanager
 def uploaded_together(device: torch.device) -> Iterator[None]:
-    """Copy all NumPy arrays that this thread uploads in a ``with`` block together. Does nothing for a CPU.
+    """Upload all NumPy arrays of a ``with`` block of this thread by one copy. Does nothing for a CPU.
 
-    The tensors that `upload` returns for them are filled at the end of the block. Until then the tensors have
-    shapes and types, but no operation may read them. `upload` copies torch tensors, and arrays that do not
-    fit into the `UploadBatch`, immediately.
+    The tensors that `upload` returns for the arrays are filled at the end of the block. Until then the
+    tensors have shapes and types, but no operation may read them. `upload` copies torch tensors, and arrays
+    that do not fit into the `UploadBatch`, immediately.
     """
     if device.type == "cpu":
         yield

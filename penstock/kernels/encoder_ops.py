@@ -26,6 +26,7 @@ class EncoderOps(ABC):
 
     def sequence_blocks(self, row_offsets: Tensor) -> SequenceBlocks | None:
         """Return the blocks of `encoder_attention` for ``row_offsets [B + 1]``. All layers share them.
+
         Returns None if `encoder_attention` of the back end reads keys and values in place.
         """
         return None

@@ -36,6 +36,7 @@ class ImageSpans:
     @cached_property
     def parts(self) -> tuple[SpanPart, ...]:
         """The runs of text rows, and the images, as two parts. A kernel call has only one `keys_ahead`.
+
         Rows of text see no key after their position. Rows of an image also see all keys of the image. Each
         run of text and each image becomes a sequence that ends with its last key. A part without rows is left
         out.

@@ -157,7 +157,7 @@ def test_attention_over_an_int8_cache_is_close_to_exact_attention() -> None:
 
 @pytest.mark.parametrize("fixed_scale", [None, 4 / 448])
 def test_attention_over_an_fp8_cache_is_close_to_exact_attention(fixed_scale: float | None) -> None:
-    """The error of a stored number is at most the larger of 2**-4 of its magnitude and 2**-10 of its scale."""
+    """The error of a stored number is at most 2**-4 of its magnitude, or at most 2**-10 of its scale."""
     exact_kv, _ = paged_cache([70], 2, 16)
     rounded_kv, _ = paged_cache([70], 2, 16, is_fp8=True, fixed_scale=fixed_scale)
     assert rounded_kv.scales is not None

@@ -272,7 +272,8 @@ class CpuAttention(CpuExperts):
     ) -> Tensor:  # [T, H, D]
         """Call the kernel for attention over the paged KV cache.
 
-        A query attends to up to ``keys_ahead`` keys after its position. Attention is causal if it is 0.
+        A query attends to up to ``keys_ahead`` keys after its position. If ``keys_ahead`` is 0, attention is
+        causal.
         """
         cache, block_tables = kv.cache, kv.block_tables
         _, num_blocks, kv_heads, block_size, dim = cache.shape

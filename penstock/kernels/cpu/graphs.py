@@ -17,7 +17,7 @@ from penstock.kernels.operations import UnrecordableStepError
 from penstock.kernels.ops import Ops
 from penstock.kernels.recording import ALIGNMENT, record
 
-_MAX_SPARE_ARENA = 16 << 20
+_MAX_SPARE_ARENA_BYTES = 16 << 20
 """Maximum bytes of an arena that is larger than required.
 
 An arena has twice the required bytes, so that it rarely grows, but at most this number of bytes, or the
@@ -47,7 +47,9 @@ class CpuGraphCompiler(GraphCompiler):
         plan = record(shapes, inputs, lambda ops: step(ops, inputs))
         required = -(-plan.arena_bytes // ALIGNMENT) * ALIGNMENT + shapes.scratch_bytes
         if required > len(self._arena):  # existing graphs keep the previous arena
-            self._arena = torch.empty(max(required, min(2 * required, _MAX_SPARE_ARENA)), dtype=torch.uint8)
+            self._arena = torch.empty(
+                max(required, min(2 * required, _MAX_SPARE_ARENA_BYTES)), dtype=torch.uint8
+            )
         graph = CompiledPlan(plan, self.ops, inputs, self._arena, self._contention)
         return graph, graph.replay(list(inputs.values()))
 

@@ -34,7 +34,9 @@ LONG_KERNEL = 1 << 27
 
 
 _SLICE_BYTES = 2 << 20
-"""Maximum bytes of a slice of an unpacked weight, unless one panel is larger. It fits in the cache of a core.
+"""Maximum bytes of a slice of an unpacked weight, unless one panel is larger.
+
+A slice fits in the cache of a core.
 
 `CpuLinear` packs and multiplies a slice before it packs the next slice.
 """

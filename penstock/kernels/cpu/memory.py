@@ -18,7 +18,7 @@ _CHUNK_BYTES = 32 << 20
 
 
 class WeightMemory:
-    """Allocates tensors from prefaulted memory, and from chunks of its own when that has no room.
+    """Allocates tensors from prefaulted memory, or from its own chunks if the prefaulted memory is used up.
 
     A chunk is freed with the last tensor in it.
 
@@ -57,7 +57,7 @@ class SliceMemory:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialized tensor, aligned to a cache line.
 
-        It overlaps the previously returned tensor.
+        The tensor overlaps the tensor that the previous call returned.
         """
         num_bytes = prod(shape) * dtype.itemsize
         if num_bytes > len(self._memory):

@@ -22,7 +22,7 @@ __all__ = ["BACKEND", "load", "variants"]
 
 
 def load() -> CudaOps | None:
-    """Return the operations for the GPUs of this machine; None unless `can_run_on_gpu`."""
+    """Return the operations for the GPUs of this machine; None if `can_run_on_gpu` returns False."""
     from penstock.kernels.cuda.availability import can_run_on_gpu
 
     if not can_run_on_gpu():

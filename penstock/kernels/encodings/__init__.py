@@ -54,7 +54,7 @@ class LinearEncoding(ABC):
     is_float: bool = False
     """Whether weights are plain floats. The encoding then has the name of `compute_dtype`."""
     group_size: int | None = None
-    """Number of inputs that share a scale; None if all inputs of an output share it, or without scales."""
+    """Number of inputs that share a scale; None if an output has a single scale or no scale."""
     has_zero_points: bool = False
     """Whether a stored integer other than 0 can represent the weight 0."""
     numbers: NumberFormat | None = None
@@ -73,11 +73,16 @@ class LinearEncoding(ABC):
     activation statistics are known."""
     max_repeated_inputs: int = 0
     """Maximum number of inputs that a layer may repeat, to divide large weights among the copies of an input.
-    See `penstock.nn.outlier_splitting`."""
+
+    See `penstock.nn.outlier_splitting`.
+    """
     is_deterministic: bool = True
     """Whether results of a row can be made bit-equal for all batches."""
     is_internal: bool = False
-    """Whether users cannot choose this encoding: layers of other encodings or checkpoints use it."""
+    """Whether only checkpoints, or layers of models in another encoding, use this encoding.
+
+    A user cannot choose an internal encoding.
+    """
 
     @property
     def panels(self) -> PanelLayout | None:

@@ -364,7 +364,8 @@ static void multiply_pairs(const Linear& a, const Team& team) {
   multiply<PairSteps>(a, team);
 }
 
-// Returns the memory of the panels that `over_pieces` assigns to this thread first. A panel has `bytes` bytes.
+// Returns the memory, at most FETCHED_BYTES, of the panels that `over_pieces` assigns to this thread first. A panel has
+// `bytes` bytes.
 INLINE PrefetchRange first_panels(const Linear& a, const Team& team, int64_t bytes) {
   const Pieces pieces(a, team, a.rows, 1, 1);
   const int64_t panel = pieces.first_panel(team.rank, team.rank - pieces.runs), count = max<int64_t>(pieces.run, 1);

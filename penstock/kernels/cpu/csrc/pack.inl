@@ -105,7 +105,7 @@ static void transpose_rows(const T* rows, int64_t stride, int64_t count, int64_t
 // ---- quantization to int4 and int5, for the groups of W outputs at a time ----
 
 constexpr float LARGEST_HALF = 65504;
-constexpr int DIVISORS = 7;           // number of candidates of the scale search, as in kernels/quantized.py
+constexpr int NUM_DIVISORS = 7;           // number of candidates of the scale search, as in kernels/quantized.py
 constexpr float MIN_WEIGHT = 1e-30f;  // a group whose largest magnitude is smaller becomes 0
 
 INLINE vf vmin(vf a, vf b) {
@@ -137,7 +137,7 @@ static void search_scales(const float* w, const float* importance, int32_t* inte
     top = magnitude > top ? magnitude : top;
   }
   vf best = all(-1), scale = all(__builtin_nanf(""));  // the scale stays NaN if no candidate is valid
-  for (int i = 0; i < DIVISORS; i++) {
+  for (int i = 0; i < NUM_DIVISORS; i++) {
     const vf divisor = all(-(7 + i / 3.0) * (1 << (BITS - 4))), inverse = top < MIN_WEIGHT ? vf{} : divisor / largest;
     vf product = {}, square = {};
 #pragma GCC unroll 32
