@@ -89,13 +89,14 @@ class CollectiveOps:
         return ranks.all_gather(x, widths)
 
     @operation(weights=["table"], functions={"embedding_part": CFunction("3P 5q")})
-    def embedding_part(self, tokens: Tensor, table: Tensor, first: int) -> Tensor:
+    def embedding_part(self, tokens: Tensor, table: Tensor, first_token_id: int) -> Tensor:
         """Return the embeddings ``[T, E]`` of ``tokens [T]`` from this rank's part of an embedding table.
 
-        ``table [V', E]`` holds the rows of the tokens ``first`` to ``first + V' - 1``. The embeddings of
-        other tokens are 0. The sum of the results of all ranks equals the lookup in the whole table.
+        ``table [V', E]`` holds the rows of the tokens ``first_token_id`` to ``first_token_id + V' - 1``. The
+        embeddings of other tokens are 0. The sum of the results of all ranks equals the lookup in the
+        whole table.
         """
-        local = tokens - first
+        local = tokens - first_token_id
         is_own = (local >= 0) & (local < len(table))
         rows: Tensor = table[torch.where(is_own, local, 0)]
         return rows.masked_fill(~is_own[:, None], 0)

@@ -35,7 +35,7 @@ class PackedConv1d:
     dilation: int = 1
     groups: int = 1
     linear: PackedLinear | None = None
-    """Set for one group: a linear layer ``[out, kernel_size * in]``, with inputs sorted by tap, then channel."""
+    """Set for one group: a linear layer ``[out, kernel_size * in]``, inputs sorted by tap, then channel."""
     taps: Tensor | None = None
     """Set for a depthwise convolution of C channels:
 

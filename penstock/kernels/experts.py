@@ -32,8 +32,8 @@ class PackedExperts:
 
     gate_up: tuple[PackedLinear, ...]  # N layers [E] -> [2F]: gates, then ups
     down: tuple[PackedLinear, ...]  # N layers [F] -> [E]
-    first: int = 0
-    """The id of the first expert. This rank has the experts with the ids ``first`` to ``first + N - 1``."""
+    first_id: int = 0
+    """The id of the first expert. The ids of the N experts are ``first_id`` to ``first_id + N - 1``."""
     is_part: bool = False
     """Whether other ranks have further experts. `Ops.experts` then skips ids of experts of other ranks."""
     ranks: Collectives | None = None

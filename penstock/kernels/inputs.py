@@ -23,8 +23,8 @@ class SequenceBlocks:
     `Ops.sequence_blocks`.
     """
 
-    tables: Tensor  # [B, M] int32
-    slots: Tensor  # [T] int64
+    block_tables: Tensor  # [B, M] int32
+    slots: Tensor  # [T] int64: slot of each row, block * S + offset
     lengths: Tensor  # [B] int32
     num_blocks: int
 

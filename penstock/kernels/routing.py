@@ -68,11 +68,11 @@ class RoutingOps(ABC):
     def route(
         self,
         logits: Tensor,  # [T, N]
-        top: int,
+        top_k: int,
         routing: Routing,
         bias: Tensor | None = None,  # [N] float32
-    ) -> tuple[Tensor, Tensor]:  # [T, top] float32, [T, top] int64
-        """Return weights and ids of the ``top`` selected experts of each row.
+    ) -> tuple[Tensor, Tensor]:  # [T, top_k] float32, [T, top_k] int64
+        """Return weights and ids of the ``top_k`` selected experts of each row.
 
         `Routing` describes the rules. ``all``, ``all_normed`` and ``chosen`` select the experts with the
         largest logits. A NaN ranks as -inf. Only `ScoreRouting` supports a ``bias``.

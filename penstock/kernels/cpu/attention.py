@@ -203,7 +203,7 @@ class CpuAttention(CpuExperts):
             blocks = self.sequence_blocks(row_offsets)
         if bias is not None:
             bias = F.pad(bias.float(), (_BIAS_PADDING, _BIAS_PADDING)).contiguous()
-        block_tables, num_blocks = blocks.tables, blocks.num_blocks
+        block_tables, num_blocks = blocks.block_tables, blocks.num_blocks
         is_short = block_tables.shape[1] == 1 and not is_causal
         if is_short and (window is None or window >= _ENCODER_BLOCK - 1):
             return self._attend_short(q, k, v, row_offsets, scale=scale, bias=bias)

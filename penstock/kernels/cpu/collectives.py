@@ -47,10 +47,10 @@ class CpuCollectives(CpuConvolution):
         ranks.check()
         return out
 
-    def embedding_part(self, tokens: Tensor, table: Tensor, first: int) -> Tensor:
+    def embedding_part(self, tokens: Tensor, table: Tensor, first_token_id: int) -> Tensor:
         if tokens.dtype != torch.int64 or not tokens.is_contiguous() or table.stride(1) != 1:
             self._fall_back("embedding_part", {"strided tokens or tables": False})
-            return super().embedding_part(tokens, table, first)
+            return super().embedding_part(tokens, table, first_token_id)
         out = self._empty((len(tokens), table.shape[1]), table.dtype)
         element_bytes = table.element_size()
         self._kernels.embedding_part(
@@ -58,7 +58,7 @@ class CpuCollectives(CpuConvolution):
             table.data_ptr(),
             out.data_ptr(),
             len(tokens),
-            first,
+            first_token_id,
             len(table),
             table.shape[1] * element_bytes,
             table.stride(0) * element_bytes,

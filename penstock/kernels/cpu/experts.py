@@ -113,7 +113,7 @@ class CpuExperts(CpuLinear):
             ENCODING_CODES[down.encoding],
             hidden,
             inner,
-            packed.first,
+            packed.first_id,
             int(packed.is_part),
             alpha,
             limit,

@@ -17,28 +17,28 @@ class CpuRouting(CpuConvolution):
     """Routers, `scale_rows` and `widen`, for float32 and bfloat16 activations."""
 
     def route(
-        self, logits: Tensor, top: int, routing: Routing, bias: Tensor | None = None
+        self, logits: Tensor, top_k: int, routing: Routing, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         dtype_code, strides = DTYPE_CODES.get(logits.dtype), logits.stride()
         rows, experts = logits.shape
         bias_fits = bias is None or (bias.dtype == torch.float32 and bias.is_contiguous())
-        if dtype_code is None or strides[1] != 1 or not 0 < top <= experts or not bias_fits:
+        if dtype_code is None or strides[1] != 1 or not 0 < top_k <= experts or not bias_fits:
             self._fall_back(
                 "route",
                 {
                     f"{logits.dtype} logits": dtype_code is not None,
                     "strided rows": strides[1] == 1,
-                    f"{top} of {experts} experts": 0 < top <= experts,
+                    f"{top_k} of {experts} experts": 0 < top_k <= experts,
                     "a bias that is not contiguous float32": bias_fits,
                 },
             )
-            return super().route(logits, top, routing, bias)
+            return super().route(logits, top_k, routing, bias)
         topk_weights, topk_ids = (
-            self._empty((rows, top), torch.float32),
-            self._empty((rows, top), torch.int64),
+            self._empty((rows, top_k), torch.float32),
+            self._empty((rows, top_k), torch.int64),
         )
         pointers = (topk_weights.data_ptr(), topk_ids.data_ptr())
-        sizes = (rows, experts, top, strides[0])
+        sizes = (rows, experts, top_k, strides[0])
         if isinstance(routing, ScoreRouting):
             self._kernels.route_scores(
                 dtype_code,

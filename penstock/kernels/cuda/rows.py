@@ -123,16 +123,16 @@ class CudaRows(CudaLookups):
         )  # fmt: skip
 
     def route(
-        self, logits: Tensor, top: int, routing: Routing, bias: Tensor | None = None
+        self, logits: Tensor, top_k: int, routing: Routing, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         rows, experts = logits.shape
         fits = logits.dtype in FLOATS and has_rows(logits) and isinstance(routing, str) and bias is None
-        if not fits or not 0 < top <= experts <= _MAX_EXPERTS:
-            return super().route(logits, top, routing, bias)
-        topk_weights = torch.empty((rows, top), dtype=torch.float32, device=logits.device)
-        topk_ids = torch.empty((rows, top), dtype=torch.int64, device=logits.device)
+        if not fits or not 0 < top_k <= experts <= _MAX_EXPERTS:
+            return super().route(logits, top_k, routing, bias)
+        topk_weights = torch.empty((rows, top_k), dtype=torch.float32, device=logits.device)
+        topk_ids = torch.empty((rows, top_k), dtype=torch.int64, device=logits.device)
         launch(
-            route, (rows,), topk_weights, topk_ids, logits, experts, row_stride(logits), TOP=top,
+            route, (rows,), topk_weights, topk_ids, logits, experts, row_stride(logits), TOP=top_k,
             WIDTH=power_of_two(experts), ROUTING=routing, num_warps=1,
         )  # fmt: skip
         return topk_weights, topk_ids

@@ -236,7 +236,7 @@ class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
         lora: LoRAInputs | None = None,
     ) -> Tensor:
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        ids = topk_ids - packed.first
+        ids = topk_ids - packed.first_id
         for pairs, sizes in grouped_by_expert(
             ids, len(packed.down), max_pairs=MAX_EXPERT_ROWS, skip_other_ids=packed.is_part
         ):

@@ -117,8 +117,8 @@ def _decode_weights(
     """Return the weights that ``codes [BYTES, N]`` represent, without row scales.
 
     The inputs of a subgroup of SUBGROUP inputs share a scale. ``first_inputs [BYTES // SUBGROUP]`` has the
-    first input of each subgroup. ``outputs [1, N]`` are the outputs of the weights. Weights after the last
-    input are finite.
+    first input of each subgroup. ``outputs [1, N]`` are the outputs of the weights. The weights of
+    inputs from ``in_features`` on are finite.
     """
     numbers = decode_numbers(codes, tensors.table, FORMAT.NUMBERS, FORMAT.OFFSET)
     numbers = tl.reshape(numbers, [BYTES // SUBGROUP, SUBGROUP, N])
