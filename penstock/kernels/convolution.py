@@ -230,7 +230,7 @@ class ConvolutionOps(ABC):
     ) -> Tensor:
         """Return the group norm of ``x [T, C]``, with statistics over all rows of a sequence.
 
-        Each group of channels of each sequence is normalised to mean 0 and variance 1, multiplied by ``weight
+        Each group of channels of each sequence is normalized to mean 0 and variance 1, multiplied by ``weight
         [C]`` float32 and increased by ``bias [C]`` float32. Computed in float32, returned in x's type (Wu and
         He 2018, arXiv:1803.08494).
         """

@@ -198,7 +198,7 @@ class Ops(EncoderOps, ConvolutionOps, RoutingOps, CollectiveOps):
     @operation(weights=["weight", "bias"], functions={"layer_norm": CFunction("2q 4P 6q d")})
     @abstractmethod
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        """Normalise each row of ``x [..., E]`` to mean 0 and variance 1, then scale and shift it.
+        """Normalize each row of ``x [..., E]`` to mean 0 and variance 1, then scale and shift it.
 
         The scale is ``weight [E]``, the shift ``bias [E]``. For ``x [T, H, D]`` both can also be ``[H, D]``,
         one row for each head. Computed in float32, returned in x's type (Ba et al. 2016, arXiv:1607.06450).

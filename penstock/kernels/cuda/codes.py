@@ -81,10 +81,10 @@ def multiply_codes(
         if len(x) == 1:
             return _multiply_row(x, weights)
         if len(x) > MAX_TILED_ROWS:
-            bias = weights.first.bias
+            bias = weights.first_linear.bias
             weight = decode(weights, x.dtype)
             return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
-    packed = weights.first
+    packed = weights.first_linear
     num_rows = len(x) if groups is None else len(groups.rows)
     out = torch.empty((num_rows, packed.out_features), dtype=x.dtype, device=x.device)
     rows_per_tile = tile_rows(num_rows, groups, is_deterministic=is_deterministic)
@@ -129,7 +129,7 @@ def _count_splits(num_tiles: int, num_bytes: int, device: torch.device) -> int:
 
 def decode(weights: WeightTables, dtype: torch.dtype) -> Tensor:
     """Return a single weight ``[out, in]`` as floats of type ``dtype``."""
-    packed = weights.first
+    packed = weights.first_linear
     weight = packed.tensors["weight"]
     out = torch.empty((packed.out_features, packed.in_features), dtype=dtype, device=weight.device)
     launch(
@@ -142,7 +142,7 @@ def decode(weights: WeightTables, dtype: torch.dtype) -> Tensor:
 
 def _multiply_row(x: Tensor, weights: WeightTables) -> Tensor:
     """Return the product ``[1, out]`` of a single row ``x [1, in]`` with a single weight, plus the bias."""
-    packed = weights.first
+    packed = weights.first_linear
     weight, bias = packed.tensors["weight"], packed.bias
     out = torch.empty((1, packed.out_features), dtype=x.dtype, device=x.device)
     columns = min(power_of_two(weight.shape[1], 32), _ROW_COLUMNS)
@@ -174,7 +174,7 @@ def _tensor_names(encoding: LinearEncoding) -> tuple[str, ...]:
 
 def _number_table(weights: WeightTables) -> Tensor:
     """Return the table of numbers if codes are indices into a table, else a placeholder."""
-    kind, weight = weights.kind.block_kind, weights.first.tensors["weight"]
+    kind, weight = weights.kind.block_kind, weights.first_linear.tensors["weight"]
     if kind is None or kind.table is None:
         return weight
     return _numbers_on_device(kind.table.numbers, weight.device)

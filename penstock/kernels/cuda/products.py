@@ -40,7 +40,7 @@ def multiply_floats(
     Returns:
         ``[T, out]``, or ``[P, out]`` in the order of ``groups.rows``.
     """
-    packed = weights.first
+    packed = weights.first_linear
     count = len(x) if groups is None else len(groups.rows)
     out = torch.empty((count, packed.out_features), dtype=x.dtype, device=x.device)
     weight = packed.tensors["weight"]
@@ -88,7 +88,7 @@ def multiply_integers(x: Tensor, weights: WeightTables, groups: Groups | None) -
     The rows are quantized to integers first, and sums of integers are exact. Arguments and result as in
     `multiply_floats`.
     """
-    packed, (num_rows, in_features) = weights.first, x.shape
+    packed, (num_rows, in_features) = weights.first_linear, x.shape
     integers = torch.empty((2, num_rows, in_features), dtype=torch.int8, device=x.device)
     scales = torch.empty(num_rows, dtype=torch.float32, device=x.device)
     has_wide = torch.empty(num_rows, dtype=torch.int32, device=x.device)

@@ -77,10 +77,11 @@ class WeightTables:
         Placeholders replace missing tensors and tables.
         """
         arguments: list[Tensor] = []
+        first = self.first_linear
+        placeholder = first.tensors["weight"]
         for name in names:
-            placeholder = self.first.tensors["weight"]
-            exists = name in self.first.tensors or (name == "bias" and self.first.bias is not None)
-            tensor = _get_tensor(self.first, name) if exists else placeholder
+            exists = name in first.tensors or (name == "bias" and first.bias is not None)
+            tensor = _get_tensor(first, name) if exists else placeholder
             arguments += [tensor, self.tables.get(name, tensor)]
         return arguments
 

@@ -125,7 +125,7 @@ INLINE void store_shorts(uint32_t* units, int64_t i, vf x) {
   _mm256_storeu_si256((__m256i*)((int16_t*)units + i), _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(x)));
 }
 
-// Quantises a query to 15-bit integers. The error is below the rounding error of bfloat16, and a sum of up to 1024
+// Quantizes a query to 15-bit integers. The error is below the rounding error of bfloat16, and a sum of up to 1024
 // products with bytes fits in 32 bits. The scale of a query with a NaN or an infinity is NaN.
 INLINE float pack_query(const bf16* q, uint32_t* units, int64_t D, Shorts) {
   constexpr float LIMIT = 16383;

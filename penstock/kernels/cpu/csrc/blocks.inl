@@ -1,4 +1,4 @@
-// Quantised blocks of checkpoints: codes of 4, 5 or 6 bits with a scale per block of SIZE inputs, and in some encodings
+// Quantized blocks of checkpoints: codes of 4, 5 or 6 bits with a scale per block of SIZE inputs, and in some encodings
 // a minimum per group of GROUP inputs (kernels/encodings/_blocks.py). A weight is scale * (code - offset) - minimum. In
 // encodings with units of 256 inputs (GGUF's K types), scales and minima are small integers, multiplied by a float16
 // factor. These products are exact in float32. The code of a 4-bit float (E2M1) is an index into a table of the

@@ -1,4 +1,4 @@
-// Packs weights from rows, the layout of checkpoints, into panels (kernels/panels.py). Quantises floats if the encoding
+// Packs weights from rows, the layout of checkpoints, into panels (kernels/panels.py). Quantizes floats if the encoding
 // requires it. kernels/quantized.py defines the results bit by bit.
 
 struct Pack {  // packs a weight [N, K] in rows into panels
@@ -126,7 +126,7 @@ template <int BITS> INLINE vf nearest_integer(vf x) {
 constexpr float EQUAL_IMPORTANCE[GROUP] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
                                 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 
-// Quantises w [GROUP, W], a group of W outputs, to `integers` [GROUP, W] of BITS bits with float16 `scales` [W].
+// Quantizes w [GROUP, W], a group of W outputs, to `integers` [GROUP, W] of BITS bits with float16 `scales` [W].
 // `importance` [GROUP] weights the squared errors.
 template <int BITS>
 static void search_scales(const float* w, const float* importance, int32_t* integers, uint16_t* scales) {

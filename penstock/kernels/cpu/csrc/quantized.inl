@@ -107,7 +107,7 @@ template <class T> INLINE int32_t store_integers(const T* x, int64_t n, float in
   return sum(total);
 }
 
-// Quantises n numbers to integers in -127..127. Stores their scale and returns their sum.
+// Quantizes n numbers to integers in -127..127. Stores their scale and returns their sum.
 template <class T> INLINE int32_t quantize(const T* x, int64_t n, int8_t* integers, float* scale) {
   const float top = largest_magnitude(largest_of_lanes(x, n));
   if (is_degenerate(top, n, integers, scale)) return 0;
@@ -277,7 +277,7 @@ INLINE int64_t groups_of(int64_t encoding, int64_t K) {
   return encoding == 2 ? 1 : round_up(K, unit_inputs(encoding)) / scaled_inputs(encoding);
 }
 
-// Quantises a row of x as `encoding` needs it. `order` is the permutation of the inputs in the panels, or null.
+// Quantizes a row of x as `encoding` needs it. `order` is the permutation of the inputs in the panels, or null.
 template <class T>
 static void quantize_row(const T* x, int64_t K, int64_t encoding, const QuantizedRows& to, const int32_t* order) {
   T gathered[GROUP];

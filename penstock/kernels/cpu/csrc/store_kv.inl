@@ -15,7 +15,7 @@ struct StoreKV {
 template <class T, class TC> INLINE void store_head(const T* x, TC* row, float*, int64_t D) {
   for_vectors(D, EACH_VECTOR { store(row + i, load(x + i, lanes), lanes); });
 }
-// Quantises x to -127..127 and stores the scale. The scale is NaN if any number is not finite.
+// Quantizes x to -127..127 and stores the scale. The scale is NaN if any number is not finite.
 template <class T> INLINE void store_head(const T* x, int8_t* row, float* scale, int64_t D) {
   vf maxima = {}, zero_or_nan = {};
   for_vectors(D, EACH_VECTOR {

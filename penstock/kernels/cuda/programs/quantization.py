@@ -40,7 +40,7 @@ def quantize_rows(
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Quantise one row. Grid: rows.
+    """Quantize one row. Grid: rows.
 
     An integer is stored in two bytes of ``out [2, T, in]`` int8, as ``out[0] + 16 * out[1]``. ``is_wide_row
     [T]`` int32 is 1 for rows with integers beyond -127..127, else 0. Rows whose flag is 0 have zeros in

@@ -34,7 +34,7 @@ def norm(
     WEIGHT_IS_WIDER: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Normalise one row of ``x``. Grid: rows.
+    """Normalize one row of ``x``. Grid: rows.
 
     Row r of ``x`` begins at ``r // inner * outer_stride + r % inner * inner_stride``. With ADDS, the row of
     ``residual`` is added to it first, and the sum is also written to ``total``. With IS_CENTRED the norm is a
