@@ -41,7 +41,7 @@ class WeightTables:
     """One weight, or several of the same shape and encoding, in the form that the programs read."""
 
     kind: LinearEncoding
-    first: PackedLinear
+    first_linear: PackedLinear
     tables: dict[str, Tensor]
     """By tensor name, the addresses ``[n]`` of the tensor in all weights; empty for one weight."""
 
