@@ -1,4 +1,4 @@
-"""A recorded step, replayed on other inputs, equals the step itself."""
+"""A replay of a recorded step on other inputs equals the step on these inputs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def pipeline(
 
 
 def decode_inputs(pipeline: TextGenerationPipeline, lengths: list[int]) -> Any:
-    """Return the inputs of a batch of single tokens after prompts of these lengths."""
+    """Prefill prompts of these lengths, and return the inputs of the decode step after them."""
     contexts = {str(n): make_context(random_tokens(n, 130, seed=n)) for n in lengths}
     pipeline.execute(contexts)
     for context in contexts.values():

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.cpu.elementwise import CpuElementwise
-from penstock.kernels.cpu.linear import LONG, TYPES
+from penstock.kernels.cpu.linear import DTYPE_CODES, LONG_KERNEL
 from penstock.kernels.inputs import LayerState
 from penstock.kernels.recurrent_ops import GateFunction
 
@@ -24,7 +24,7 @@ class CpuRecurrent(CpuElementwise):
     def short_convolution(
         self, x: Tensor, weight: Tensor, state: LayerState, row_offsets: Tensor, lengths: Tensor
     ) -> Tensor:
-        kind, kernel = TYPES.get(x.dtype), len(weight)
+        kind, kernel = DTYPE_CODES.get(x.dtype), len(weight)
         types_fit = state.inputs.dtype == x.dtype and weight.dtype == torch.float32
         fits = x.stride(1) == 1 and weight.is_contiguous() and state.inputs.is_contiguous()
         if kind is None or not types_fit or not fits or not 2 <= kernel <= _MAX_KERNEL:
@@ -62,7 +62,7 @@ class CpuRecurrent(CpuElementwise):
         row_offsets: Tensor,
         lengths: Tensor,
     ) -> Tensor:
-        kind = TYPES.get(qkv.dtype)
+        kind = DTYPE_CODES.get(qkv.dtype)
         _, heads, key_dim, value_dim = state.recurrent.shape
         types_fit = gates.dtype == qkv.dtype and decay.dtype == state.recurrent.dtype == torch.float32
         fits = qkv.stride(1) == gates.stride(1) == 1
@@ -80,7 +80,7 @@ class CpuRecurrent(CpuElementwise):
             return super().gated_delta_rule(qkv, gates, decay, state, row_offsets, lengths)
         rows = len(qkv)
         out = self._empty((rows, heads, value_dim), qkv.dtype)
-        is_long = 4 * rows * heads * key_dim * value_dim > LONG
+        is_long = 4 * rows * heads * key_dim * value_dim > LONG_KERNEL
         (self._kernels.long_gated_delta_rule if is_long else self._kernels.gated_delta_rule)(
             kind,
             qkv.data_ptr(),
@@ -101,7 +101,7 @@ class CpuRecurrent(CpuElementwise):
         return out
 
     def apply_gate(self, x: Tensor, gate: Tensor, function: GateFunction) -> Tensor:
-        kind = TYPES.get(x.dtype)
+        kind = DTYPE_CODES.get(x.dtype)
         fits = x.dim() == 3 and x.stride(2) == gate.stride(2) == 1 and x.dtype == gate.dtype
         if kind is None or not fits:
             self._fall_back(

@@ -1,8 +1,8 @@
 """int8: weights as 8-bit integers with a float32 scale per output.
 
-``weight`` is int8 ``[out, in]``. ``scales`` is float32 ``[out]``: the largest magnitude of a row / 127.
-The product quantizes each row of the activations separately. Outlier activations of trained models (Dettmers
-et al. 2022, arXiv:2208.07339) become integers of more than 8 bits, see
+``weight`` is int8 ``[out, in]``. ``scales`` is float32 ``[out]``: the largest magnitude of a row divided by
+127. The product quantizes each row of the activations separately. Outlier activations of trained models
+(Dettmers et al. 2022, arXiv:2208.07339) can become integers of more than 8 bits, see
 `penstock.kernels.quantized.quantize_activations`.
 """
 

@@ -1,4 +1,4 @@
-"""Reference back end: the definition of each operation in plain torch, for any device."""
+"""Reference back end: it defines the correct result of each operation, in plain torch for any device."""
 
 from __future__ import annotations
 

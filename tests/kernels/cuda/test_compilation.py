@@ -35,9 +35,9 @@ CAPABILITY = int(os.environ.get("COMPUTE_CAPABILITY", "90"))
 
 
 def compile_launch(program: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Compile a kernel as a launch with these arguments would, without running it.
+    """Replace `launch`: compile the kernel for these arguments without running it.
 
-    Check that the kernel's shared memory is at most 227 KiB.
+    Check that the shared memory of the kernel is at most 227 KiB.
     """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -1,4 +1,4 @@
-"""Reads and writes rows by index. For an index outside the tensor, no memory of the tensor is accessed."""
+"""Reads and writes rows by index. An index outside the tensor accesses no memory."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def _load_index(indices, row, columns):
 
 @triton.jit
 def _row_or_fill(x, index, num_rows, row_stride, columns, is_column, IS_FLOAT: tl.constexpr):
-    """Return columns of one row of ``x``.
+    """Return columns of row ``index`` of ``x``.
 
-    For a row outside ``x``, returns NaN, or 0 if ``x`` has integers.
+    If ``x`` has no such row, returns NaN for floats (``IS_FLOAT``) and 0 for integers.
     """
     is_inside = (index >= 0) & (index < num_rows)
     offsets = tl.where(is_inside, index, 0) * row_stride + columns
