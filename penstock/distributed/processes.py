@@ -259,6 +259,7 @@ def main() -> None:
     threading.Thread(target=_exit_with_rank_0, args=(launch.store_folder,), daemon=True).start()
     settings, rank = launch.settings, launch.rank
     store = _open_store(launch.store_folder, settings.world)
+    ranks: Ranks | None = None
     try:
         if settings.cores:
             pin(settings.cores[rank])
@@ -280,8 +281,8 @@ def main() -> None:
         status = 0
     except BaseException as error:
         _LOG.debug("rank %d failed", rank, exc_info=True)
-        # A RankFailedError is usually the consequence of an error that another rank reports.
-        if not isinstance(error, RankFailedError):
+        # Other failures are the consequence of an error that another rank reports.
+        if not isinstance(error, RankFailedError) or (ranks is not None and ranks.caused_failure):
             _report_error(store, rank, error)
         status = 1
     logging.shutdown()

@@ -61,6 +61,8 @@ class Ranks:
         self.by_expert = by_expert
         self._timeout = timeout
         self._failure: PenstockError | None = None
+        self.caused_failure = False
+        """Whether a step on this rank raised the error that made the collectives fail."""
         self._lock = threading.Lock()
         self.diagnose: Callable[[Exception], PenstockError] = _unknown_failure
         """Returns the error to raise for a failed collective or message.
@@ -155,6 +157,7 @@ class Ranks:
         except BaseException as error:
             # If an earlier collective failed, check() raises the failure of this collective instead.
             self.check()
+            self.caused_failure = True
             self._failure = RankFailedError(
                 f"a step failed on rank {self.rank} of {self.world} ({type(error).__name__}: {error}): the "
                 "model must be loaded again"

@@ -17,6 +17,7 @@ from support.tiny_llm import write_tiny_llm
 from penstock.assembly import load_runtime, load_tokenizer
 from penstock.config import PipelineConfig
 from penstock.errors import ConfigError, RankFailedError, UnavailableError
+from penstock.kernels.reference import ReferenceOps
 from penstock.llm import LLM
 from penstock.pipelines.core import SamplingParams, TextContext, TokenGeneratorRequest
 from penstock.worker.client import WorkerClient
@@ -52,6 +53,18 @@ def test_steps_raise_the_reason_after_a_rank_is_lost_and_close_ends_all_ranks(
     finally:
         rank_pair.close()
     assert not any(_is_running(pid) for pid in rank_pair.processes.pids)
+
+
+def test_a_failed_step_raises_the_error_of_its_rank(tiny_checkpoint: Path) -> None:
+    rank_pair = RankPair(timeout=30.0)
+    try:
+        # On rank 1, the operation raises a TypeError, because `int` does not accept its arguments.
+        patch = partial(setattr, ReferenceOps, "store_kv", int)
+        pipeline = rank_pair.load(tiny_checkpoint, patch, kernels="reference")
+        with pytest.raises(RankFailedError, match=r"a step failed on rank 1 of 2 \(TypeError: "):
+            generate_tokens(pipeline, [make_context([1, 2, 3], 2)])
+    finally:
+        rank_pair.close()
 
 
 def test_a_load_raises_the_error_that_occurs_on_all_ranks(tmp_path: Path) -> None:

@@ -331,5 +331,5 @@ async def check_concurrent_requests(client: AsyncOpenAI, server: InProcessServer
     texts = await asyncio.gather(*(complete(index) for index in range(24)))
     assert all(texts)
     await wait_until(lambda: server.services.worker.num_outstanding == 0)
-    stats = server.services.worker.stats
-    assert stats.num_used_blocks == 0 or stats.num_running == 0
+    await wait_until(lambda: server.services.worker.stats.num_running == 0)
+    assert server.services.worker.stats.num_used_blocks == 0

@@ -229,7 +229,7 @@ async def test_huge_requests_are_refused_while_another_client_is_answered(server
     """The other client gets every response within 10 seconds."""
     other_client_task = asyncio.create_task(keep_requesting(server))
     statuses = await post_all(server, encode_bodies(HUGE_REQUESTS), seconds=600)
-    assert statuses.keys() == {400}
+    assert statuses.keys() <= {400, 413}
     other_client_task.cancel()
     await asyncio.wait([other_client_task])
     assert other_client_task.cancelled()
