@@ -17,6 +17,7 @@ from kernels.cuda.interpreted_attention import (
     attention_inputs,
 )
 from support.float_activations import FloatActivations
+from support.interpreted_dots import use_exact_dots
 from torch import Tensor
 
 from penstock.kernels import ENCODINGS, LayerKV, PackedExperts, SamplingInputs
@@ -153,7 +154,10 @@ def test_norms_are_bit_equal_alone_and_in_a_batch(deterministic_ops: CudaOps, wi
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_products_are_bit_equal_alone_and_in_a_batch(deterministic_ops: CudaOps, encoding: str) -> None:
+def test_products_are_bit_equal_alone_and_in_a_batch(
+    deterministic_ops: CudaOps, encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_exact_dots(monkeypatch)
     packed_weight = deterministic_ops.pack_linear(torch.randn(70, 160), encoding)
     for dtype in (torch.bfloat16, torch.float32):
         x = torch.randn(70, 160).to(dtype)
