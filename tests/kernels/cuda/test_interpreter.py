@@ -32,7 +32,7 @@ def run_interpreted(*arguments: str, timeout: float) -> str:
 def test_kernels_pass_on_small_shapes() -> None:
     files = [
         f"tests/kernels/cuda/interpreted_{name}.py"
-        for name in ("checks", "attention", "lookups", "model", "sampling")
+        for name in ("checks", "attention", "lookups", "model", "recurrent", "sampling")
     ]
     assert " passed" in run_interpreted(*files, timeout=590)
 
@@ -64,7 +64,8 @@ def test_models_run_on_interpreted_kernels() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(
-    "test_file", ["conformance", "encoder_attention", "experts", "determinism", "sampling"]
+    "test_file",
+    ["conformance", "encoder_attention", "experts", "determinism", "recurrent", "sampling"],
 )
 def test_back_end_tests_pass_on_interpreted_kernels(test_file: str) -> None:
     expression = "cuda and not 32003 and not snake and not polar"
