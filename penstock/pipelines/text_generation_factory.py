@@ -14,6 +14,7 @@ from penstock.pipelines.speculative.draft_model import DraftModelProposer, draft
 from penstock.pipelines.text_generation import PipelineModel, TextGenerationPipeline
 
 if TYPE_CHECKING:
+    from penstock.config import PipelineConfig
     from penstock.pipelines.core import TextContext
     from penstock.pipelines.tasks import PipelineRequirements
 
@@ -63,13 +64,7 @@ def _create_speculative(
 ) -> TextGenerationPipeline:
     """Return a pipeline that drafts with a draft model or with n-grams."""
     config, prefaulted = required.config, required.prefaulted
-    spec = model.kv_spec(config, config.model.huggingface_config)
-    if spec is not None and spec.states is not None:
-        raise ConfigError(
-            "speculative_method",
-            f"{config.model.name} has recurrent states, from which rejected drafts cannot be removed: "
-            "remove this setting",
-        )
+    _refuse_recurrent_states(config, model, "speculative_method")
     speculative = config.speculative
     policy = AdaptiveDraftLength if speculative.adaptive_speculation else FixedDraftLength
     draft_lengths = policy(speculative.num_speculative_tokens)
@@ -82,6 +77,7 @@ def _create_speculative(
     draft_model = required.registry.retrieve_architecture(
         draft_settings.huggingface_config, draft_settings.checkpoint, encoding=draft_settings.encoding
     ).load_pipeline_model()
+    _refuse_recurrent_states(draft_config(config), draft_model, "draft_model_path")
     # Read before the free memory, because a thread moves free memory to the prefaulted buffer.
     free_memory = prefaulted.num_idle
     free_memory += InferenceSession.free_memory_of(load_devices(config.model.devices))
@@ -92,3 +88,20 @@ def _create_speculative(
     vocab_size = target_config.model.huggingface_config.vocabulary_size
     pipeline.proposer = DraftModelProposer(planned_draft_config, draft_model, pipeline.session, vocab_size)
     return pipeline
+
+
+def _refuse_recurrent_states(
+    config: PipelineConfig, model: type[PipelineModel[TextContext]], field: str
+) -> None:
+    """Refuse a model with recurrent states, from which rejected drafts cannot be removed.
+
+    Raises:
+        ConfigError: the model has such states. The error names the configuration field ``field``.
+    """
+    spec = model.kv_spec(config, config.model.huggingface_config)
+    if spec is not None and spec.states is not None:
+        raise ConfigError(
+            field,
+            f"{config.model.name} has recurrent states, from which rejected drafts cannot be removed: "
+            "remove this setting",
+        )

@@ -23,6 +23,7 @@ from penstock import LLM, SamplingParams
 from penstock.errors import ConfigError
 from penstock.kernels import Ops
 from penstock.kernels.operations import UnrecordableStepError
+from penstock.pipelines.core import Grammar
 
 PROMPT = random_tokens(37, 130, seed=11)
 
@@ -73,6 +74,20 @@ def test_scores_of_beams_equal_transformers(checkpoint: Path, reference: Any, nu
     for beam in beams:
         expected = score(reference, [*PROMPT, *beam.token_ids], len(PROMPT)) / 10
         assert beam.score == pytest.approx(expected, abs=1e-4)
+
+
+def test_forced_tokens_of_a_grammar_advance_the_states(checkpoint: Path, reference: Any) -> None:
+    grammar = Grammar("regex", "(Berlin is a city|Paris is a town)[0-9]{3} and more[a-z]{2}")
+    params = SamplingParams(max_new_tokens=40)
+    with open_llm(checkpoint) as llm:
+        (output,) = llm.generate(PROMPT, params, grammar=grammar, logprobs=0, use_tqdm=False)
+        assert llm.pipeline.speculation_stats.num_forced > 10
+    rows = output.log_probabilities
+    assert rows is not None
+    tokens = [*PROMPT, *output.token_ids]
+    expected = transformers_logits(reference, tokens)[len(PROMPT) - 1 : -1].log_softmax(-1)
+    for row, token, value in zip(expected, output.token_ids, rows.token_log_probabilities, strict=True):
+        assert value == pytest.approx(float(row[token]), abs=3e-4)
 
 
 def test_a_step_that_cannot_be_captured_runs_once(
@@ -151,9 +166,11 @@ def test_the_memory_plan_includes_the_states(checkpoint: Path) -> None:
     assert sizes == [spec.states.num_bytes, 9 * spec.states.num_bytes]
 
 
-def test_speculation_is_refused(checkpoint: Path) -> None:
+def test_speculation_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"speculative_method: .* has recurrent states"):
         open_llm(checkpoint, speculative_method="ngram")
+    with pytest.raises(ConfigError, match=r"draft_model_path: .* has recurrent states"):
+        open_llm(write_tiny_llm(tmp_path), draft_model_path=str(checkpoint))
 
 
 @pytest.mark.parametrize(
