@@ -72,6 +72,7 @@ def step_tensors(inputs: ModelInputs) -> dict[str, Tensor]:
         tensors[f"slots.{index}"] = group.slots
     if kv.states is not None:
         tensors["states"] = kv.states.slots
+        tensors["saves"] = kv.states.saves
     if inputs.text_lengths is not None:
         tensors["text_lengths"] = inputs.text_lengths
     if inputs.lora is not None:
@@ -92,7 +93,7 @@ def with_tensors(inputs: ModelInputs, tensors: Mapping[str, Tensor]) -> ModelInp
     )
     states = inputs.kv.states
     if states is not None:
-        states = replace(states, slots=tensors["states"])
+        states = replace(states, slots=tensors["states"], saves=tensors["saves"])
     embeddings = None
     if inputs.input_embeds is not None:
         embeddings = tensors["embedded_rows"], tensors["embeddings"][:, 0]

@@ -49,6 +49,7 @@ class LayerState:
     inputs: Tensor  # [N, W, C]: the last W inputs of the convolution of each state
     recurrent: Tensor  # [N, H, D, F] float32
     slots: Tensor  # [B] int64: index of each sequence's state
+    saves: Tensor  # [B * 4] int64: per sequence two pairs (number of rows, index), see `StateInputs.saves`
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +57,15 @@ class StateInputs:
     """The recurrent states of the batch in one step."""
 
     slots: Tensor  # [B] int64
+    saves: Tensor  # [B * 4] int64
+    """Two pairs (n, index) for each sequence: the state after the first n rows of the step is also written to
+    this index. A pair with n = 0 has no effect. Another sequence with the same prefix can then continue from
+    the saved state."""
     layers: tuple[tuple[Tensor, Tensor], ...]  # per layer: `LayerState.inputs` and `LayerState.recurrent`
 
     def layer(self, index: int) -> LayerState:
         """Return the states of the layer with linear attention number ``index``."""
-        return LayerState(*self.layers[index], self.slots)
+        return LayerState(*self.layers[index], self.slots, self.saves)
 
     def saved(self) -> Callable[[], None]:
         """Copy the states of the batch. Return a function that restores them."""

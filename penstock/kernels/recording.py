@@ -191,6 +191,7 @@ class _Recorder:
                 "inputs": self.weight(value.inputs),
                 "recurrent": self.weight(value.recurrent),
                 "slots": self.activation(value.slots),
+                "saves": self.activation(value.saves),
             }
             return replace(value, **state_refs)
         if isinstance(value, LoRAInputs):  # all steps use the same matrices, whose contents may change

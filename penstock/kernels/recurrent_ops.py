@@ -17,14 +17,19 @@ NORM_EPS = 1e-6
 """Added to the squared norm of queries and keys in `RecurrentOps.gated_delta_rule`."""
 
 
+NUM_SAVES = 2
+"""Number of states that a step can save for each sequence, see `StateInputs.saves`."""
+
+
 class RecurrentOps(ABC):
     """The convolution and the recurrence of linear attention, and output gates.
 
     A sequence whose first row is at position 0 begins with a state of zeros, whatever its slot contains. All
-    rows of a sequence are computed in order, so the result does not depend on the chunks of a prompt.
+    rows of a sequence are computed in order, so the result does not depend on the chunks of a prompt. The
+    operations also write the states that `LayerState.saves` names.
     """
 
-    @operation(weights=["weight"], functions={"short_convolution": CFunction("q 7P 4q")})
+    @operation(weights=["weight"], functions={"short_convolution": CFunction("q 8P 4q")})
     @abstractmethod
     def short_convolution(
         self,
@@ -41,7 +46,7 @@ class RecurrentOps(ABC):
         sequences, including the rows of this step.
         """
 
-    @operation(weights=["decay"], functions={"gated_delta_rule": CFunction("q 8P 8q", can_be_long=True)})
+    @operation(weights=["decay"], functions={"gated_delta_rule": CFunction("q 9P 8q", can_be_long=True)})
     @abstractmethod
     def gated_delta_rule(
         self,

@@ -30,7 +30,7 @@ from penstock.kv_cache.host_blocks import HostBlocks
 from penstock.kv_cache.prefault import CachePrefault
 from penstock.kv_cache.prefixes import PrefixCacheControls, PrefixIndex
 from penstock.kv_cache.spec import KVCacheSpec
-from penstock.kv_cache.states import RecurrentStates
+from penstock.kv_cache.states import RecurrentStates, SavedStates
 from penstock.kv_cache.storage import KVCacheStorage
 from penstock.pipelines.core import InputContext
 
@@ -49,6 +49,8 @@ class _Sequence:
     digests: list[bytes] = field(default_factory=list)  # digests of the committed blocks
     in_flight: list[bytes] = field(default_factory=list)  # digests being computed, last block first
     state_length: int = 0  # number of tokens in the recurrent state, see `KVCacheSpec.states`
+    branch: int = 0  # number of leading blocks that were cached at the claim, but without a saved state
+    saves: list[tuple[int, int]] = field(default_factory=list)  # (blocks, index) of states the step saves
 
 
 class KVCacheManager(PrefixCacheControls):
@@ -88,10 +90,14 @@ class KVCacheManager(PrefixCacheControls):
         self.storage = KVCacheStorage(spec, num_blocks, block_size, device, fixed_scales)
         self._group_of_layer = spec.group_of_layer
         self._window_groups = [(i, group) for i, group in enumerate(spec.groups) if group.window is not None]
-        self.states = None if spec.states is None else RecurrentStates(spec.states, num_states, device)
-        self._enable_prefix_caching = enable_prefix_caching and self.states is None
+        self.states: RecurrentStates | None = None
+        self._enable_prefix_caching = enable_prefix_caching
         self._pools = [BlockPool(count) for count in num_blocks]
         self._prefixes = PrefixIndex(spec, self._pools, block_size, adapter_digest)
+        if spec.states is not None:
+            num_saved = num_states if enable_prefix_caching else 0
+            self.states = RecurrentStates(spec.states, num_states, num_saved, device)
+            self._prefixes.saved_states = SavedStates(range(num_states, num_states + num_saved))
         if host_memory:
             self._prefixes.host = HostBlocks(spec, self._pools, self.storage, host_memory)
         self._sequences: dict[int, _Sequence] = {}  # slot -> sequence
@@ -186,6 +192,7 @@ class KVCacheManager(PrefixCacheControls):
             self._register(context, sequence, num_committed)
             context.set_token_indices(committed_idx=num_committed * self.block_size)
         sequence.state_length = max(sequence.state_length, context.start_idx)
+        self._commit_saves(sequence)
         for index, group in self._window_groups:
             first = min(group.first_visible(context.start_idx) // self.block_size, sequence.num_committed)
             if first > sequence.num_dropped[index]:
@@ -230,13 +237,14 @@ class KVCacheManager(PrefixCacheControls):
         if not context.is_assigned_to_cache:
             return
         sequence = self._sequence(context)
+        self._drop_saves(sequence)
         self._truncate(sequence, 0)
         del self._sequences[sequence.slot]
         heapq.heappush(self._free_slots, sequence.slot)
         context.unassign_from_cache()
 
     def waits_for(self, context: InputContext) -> bool:
-        if context.is_assigned_to_cache or not self._prefixes.has_in_flight:
+        if context.is_assigned_to_cache or not self._prefixes.has_in_flight or self.states is not None:
             return False
         chain = self._prefixes.chain(context) if self._uses_prefix_cache(context) else None
         return chain is not None and self._prefixes.is_awaited(chain, self._max_cached_blocks(context))
@@ -275,9 +283,13 @@ class KVCacheManager(PrefixCacheControls):
         slots = [sequence.slot for sequence in sequences]
         max_blocks = max([1, *[sequence.num_blocks for sequence in sequences]])
         end_positions = np.array(starts, np.int64) + np.array(counts, np.int64)  # [B]
+        states = None
         if self.states is not None:
-            for sequence, end in zip(sequences, end_positions.tolist(), strict=True):
+            saves = []
+            for sequence, start, end in zip(sequences, starts, end_positions.tolist(), strict=True):
                 sequence.state_length = end  # if the step fails, this differs from ``start_idx``
+                saves.append(self._plan_saves(sequence, start, end))
+            states = self.states.inputs(slots, saves)
         tables = self._tables.batch_tables(slots, max_blocks, end_positions, counts, self.block_size)
         with uploaded_together(self.device):
             groups = tuple(
@@ -287,7 +299,6 @@ class KVCacheManager(PrefixCacheControls):
                 for group, (table, slot_mapping) in zip(self.spec.groups, tables, strict=True)
             )
             lengths = upload(end_positions.astype(np.int32), self.device)
-            states = None if self.states is None else self.states.inputs(slots)
         return KVCacheInputs(
             lengths=lengths,
             groups=groups,
@@ -355,6 +366,12 @@ class KVCacheManager(PrefixCacheControls):
         if self._uses_prefix_cache(context):
             self._prefixes.restore(chain, self._max_cached_blocks(context))
             num_cached = self._prefixes.num_usable_blocks(context, chain, self._max_cached_blocks(context))
+        if self.states is not None and self._prefixes.saved_states is not None:
+            sequence.branch = self._prefixes.num_cached_blocks(chain, self._max_cached_blocks(context))
+            if num_cached:
+                saved_state = self._prefixes.saved_states.find(chain.digests[num_cached - 1])
+                self.states.copy(saved_state, sequence.slot)
+                sequence.state_length = num_cached * self.block_size
         self._tables.grow(length=num_cached)
         for index, (group, pool) in enumerate(zip(self.spec.groups, self._pools, strict=True)):
             first = group.first_visible(num_cached * self.block_size) // self.block_size
@@ -380,6 +397,43 @@ class KVCacheManager(PrefixCacheControls):
         self._prefixes.clear_in_flight(computed_digests)
         del sequence.in_flight[len(sequence.in_flight) - len(computed_digests) :]
         sequence.num_committed = num_committed
+
+    def _plan_saves(self, sequence: _Sequence, start: int, end: int) -> list[tuple[int, int]]:
+        """Return the states that a step of the positions ``start .. end - 1`` saves; see `StateInputs.saves`.
+
+        They are the states at the last block boundary of the step, and at the end of the blocks that were
+        cached when the context was claimed. A step of one row saves no state, because the later steps of the
+        same call would overwrite it.
+        """
+        saved_states = self._prefixes.saved_states
+        self._drop_saves(sequence)
+        if sequence.root is None or end - start < 2 or saved_states is None:
+            return []
+        pairs = []
+        for num_blocks in sorted({end // self.block_size, sequence.branch}):
+            position = num_blocks * self.block_size
+            if start < position <= end and (index := saved_states.reserve()) is not None:
+                sequence.saves.append((num_blocks, index))
+                pairs.append((position - start, index))
+        return pairs
+
+    def _commit_saves(self, sequence: _Sequence) -> None:
+        """Make the states that the last step has saved available to other contexts."""
+        for num_blocks, index in sequence.saves:
+            saved_states = self._prefixes.saved_states
+            assert saved_states is not None
+            if num_blocks <= sequence.num_committed:
+                saved_states.add(sequence.digests[num_blocks - 1], index)
+            else:
+                saved_states.free(index)
+        sequence.saves = []
+
+    def _drop_saves(self, sequence: _Sequence) -> None:
+        """Free the indices of states that a failed step should have saved."""
+        for _, index in sequence.saves:
+            assert self._prefixes.saved_states is not None
+            self._prefixes.saved_states.free(index)
+        sequence.saves = []
 
     def _is_rolled_back(self, context: InputContext, sequence: _Sequence) -> bool:
         """Return whether the next step would write into committed blocks or needs freed blocks."""

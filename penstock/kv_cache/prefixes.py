@@ -10,6 +10,7 @@ from penstock.kv_cache.events import CacheEventLog
 from penstock.kv_cache.hashing import chain_digests, context_root
 from penstock.kv_cache.host_blocks import HostBlocks
 from penstock.kv_cache.spec import KVCacheSpec
+from penstock.kv_cache.states import SavedStates
 from penstock.pipelines.core import InputContext
 from penstock.pipelines.core.cache_events import CacheEvent
 
@@ -51,6 +52,8 @@ class PrefixIndex:
         self._events: CacheEventLog | None = None
         self.host: HostBlocks | None = None
         """The evicted blocks in host memory; None if evicted blocks are dropped."""
+        self.saved_states: SavedStates | None = None
+        """The saved recurrent states; None for a model without recurrent states."""
         self._chains: dict[str, DigestChain] = {}
         self._in_flight: dict[bytes, int] = {}
 
@@ -121,6 +124,8 @@ class PrefixIndex:
         for pool in self._pools:
             pool.forget()
         self._chains.clear()
+        if self.saved_states is not None:
+            self.saved_states.clear()
         if self._events is not None:
             self._events.add_cleared()
 
@@ -143,13 +148,17 @@ class PrefixIndex:
     def num_usable_blocks(self, context: InputContext, chain: DigestChain, max_blocks: int) -> int:
         """Return the number of cached leading blocks, at most ``max_blocks``, after which a step can begin.
 
-        A step cannot begin inside an image with bidirectional attention.
+        A step cannot begin inside an image with bidirectional attention. With recurrent states, it can only
+        begin at a position whose state is saved.
         """
         num_cached = self.num_cached_blocks(chain, max_blocks)
         while (
             start := context.boundary_before(num_cached * self._block_size)
         ) < num_cached * self._block_size:
             num_cached = self.num_cached_blocks(chain, start // self._block_size)
+        if self.saved_states is not None:
+            while num_cached and chain.digests[num_cached - 1] not in self.saved_states:
+                num_cached -= 1
         return num_cached
 
     def is_awaited(self, chain: DigestChain, max_blocks: int) -> bool:

@@ -135,7 +135,7 @@ class KVCacheSpec:
     directions (an image); 0 if a step can end after any token."""
     states: StateSpec | None = None
     """The recurrent states of layers with linear attention, which are not in `groups`. Contexts of such a
-    model share no prefixes, because a state exists only for the last token of a sequence."""
+    model share a prefix only up to a position whose state was saved."""
 
     def __post_init__(self) -> None:
         layers = sorted(layer for group in self.groups for layer in group.layers)

@@ -81,7 +81,9 @@ class BlockDemand:
     def __init__(self, pipeline_config: PipelineConfig, spec: KVCacheSpec) -> None:
         self._block_size = requested_block_size(pipeline_config)
         self._groups = spec.groups
-        self._state_size = 0 if spec.states is None else spec.states.num_bytes
+        # With prefix caching there is one saved state for each sequence, see `KVCacheManager`.
+        num_states = 2 if pipeline_config.kv_cache.enable_prefix_caching else 1
+        self._state_size = 0 if spec.states is None else num_states * spec.states.num_bytes
         self._bytes_per_block = spec.bytes_per_block(self._block_size)
         self._num_steps = max(pipeline_config.max_num_steps or 1, 1 + pipeline_config.speculative.max_drafts)
         self._chunk_size = (
@@ -93,7 +95,8 @@ class BlockDemand:
     def cache_size(self, num_blocks: tuple[int, ...], batch_size: int) -> int:
         """Return the size in bytes of a cache with ``num_blocks[i]`` blocks of group i.
 
-        The cache has one recurrent state for each sequence of the batch, if the model has such states.
+        If the model has recurrent states, the cache has one for each sequence of the batch, and with prefix
+        caching the same number of saved states.
         """
         blocks = sum(count * size for count, size in zip(num_blocks, self._bytes_per_block, strict=True))
         return blocks + batch_size * self._state_size

@@ -40,7 +40,8 @@ def input_tensors(inputs: Any) -> dict[str, torch.Tensor]:
     tables = {f"tables.{i}": group.block_tables for i, group in enumerate(inputs.kv.groups)}
     slots = {f"slots.{i}": group.slots for i, group in enumerate(inputs.kv.groups)}
     rows = {name: getattr(inputs, name) for name in ("tokens", "positions", "row_offsets", "logit_rows")}
-    states = {} if inputs.kv.states is None else {"states": inputs.kv.states.slots}
+    kv = inputs.kv
+    states = {} if kv.states is None else {"states": kv.states.slots, "saves": kv.states.saves}
     return rows | tables | slots | states | {"lengths": inputs.kv.lengths}
 
 

@@ -49,15 +49,22 @@ class DeltaRule:
             torch.full((NUM_STATES, 3, self.channels), 7.0, dtype=self.dtype),
             torch.full((NUM_STATES, self.heads, self.key_dim, self.value_dim), 7.0),
             torch.empty(0, dtype=torch.int64),
+            torch.empty(0, dtype=torch.int64),
         )
 
     def run(
-        self, ops: Ops, state: LayerState, ranges: Sequence[tuple[int, int, int]], slots: Sequence[int]
+        self,
+        ops: Ops,
+        state: LayerState,
+        ranges: Sequence[tuple[int, int, int]],
+        slots: Sequence[int],
+        saves: Sequence[Sequence[int]] = (),
     ) -> list[Tensor]:
         """Compute the rows (sequence, first, end) of a batch. Return the output of each of its sequences."""
         offsets = torch.tensor([0, *(end - first for _, first, end in ranges)]).cumsum(0).int()
         lengths = torch.tensor([end for _, _, end in ranges], dtype=torch.int32)
-        batch_state = LayerState(state.inputs, state.recurrent, torch.tensor(slots))
+        pairs = torch.tensor(saves or [[0, 0, 0, 0]] * len(ranges)).flatten()
+        batch_state = LayerState(state.inputs, state.recurrent, torch.tensor(slots), pairs)
         x = torch.cat([self.sequences[i][first:end] for i, first, end in ranges])
         gates = torch.cat([self.gates[i][first:end] for i, first, end in ranges])
         qkv = ops.short_convolution(x, self.weight, batch_state, offsets, lengths)
@@ -99,10 +106,29 @@ def test_a_sequence_has_equal_bits_in_any_batch_and_in_chunks(
     assert torch.equal(state.inputs[5], single_state.inputs[4])
 
 
+@pytest.mark.parametrize("sizes", SIZES[1:3], ids=str)
+def test_a_sequence_continues_from_a_saved_state_with_equal_bits(
+    ops: Ops, dtype: torch.dtype, sizes: tuple[int, int, int, int]
+) -> None:
+    case = DeltaRule([21, 9], sizes, dtype)
+    (whole,) = case.run(ops, case.new_states(), [(0, 0, 21)], [4])
+    state = case.new_states()
+    saves = [
+        [2, 5, 16, 6],
+        [0, 0, 9, 3],
+    ]  # (rows, index) twice for each sequence
+    case.run(ops, state, [(0, 0, 18), (1, 0, 9)], [0, 1], saves)
+    for count, index in ((2, 5), (16, 6)):
+        (rows,) = case.run(ops, state, [(0, count, 21)], [index])
+        assert torch.equal(rows, whole[count:])
+    assert torch.equal(state.recurrent[3], state.recurrent[1])
+    assert torch.equal(state.inputs[3], state.inputs[1])
+
+
 def test_the_delta_rule_agrees_with_its_definition_in_float64(ops: Ops) -> None:
     case = DeltaRule([12], (2, 4, 8, 16), torch.float32)
     qkv, gates = case.sequences[0].contiguous(), case.gates[0]
-    state = replace(case.new_states(), slots=torch.tensor([1]))
+    state = replace(case.new_states(), slots=torch.tensor([1]), saves=torch.zeros(4).long())
     offsets, lengths = torch.tensor([0, 12], dtype=torch.int32), torch.tensor([12], dtype=torch.int32)
     actual = ops.gated_delta_rule(qkv, gates, case.decay, state, offsets, lengths)
     s = torch.zeros(4, 8, 16, dtype=torch.float64)

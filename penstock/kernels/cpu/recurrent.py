@@ -117,11 +117,13 @@ class CpuRecurrent(CpuElementwise):
         return out
 
 
-def _sequence_addresses(state: LayerState, row_offsets: Tensor, lengths: Tensor) -> tuple[int, int, int]:
-    """Return the addresses of slots, row offsets and lengths of the sequences of a step."""
-    assert state.slots.dtype == torch.int64
+def _sequence_addresses(state: LayerState, row_offsets: Tensor, lengths: Tensor) -> tuple[int, ...]:
+    """Return the addresses of slots, saves, row offsets and lengths of the sequences of a step."""
+    assert state.slots.dtype == state.saves.dtype == torch.int64
+    assert state.saves.is_contiguous()
     assert row_offsets.dtype == lengths.dtype == torch.int32
     assert state.slots.is_contiguous()
     assert row_offsets.is_contiguous()
     assert lengths.is_contiguous()
-    return state.slots.data_ptr(), row_offsets.data_ptr(), lengths.data_ptr()
+    tensors = (state.slots, state.saves, row_offsets, lengths)
+    return tuple(tensor.data_ptr() for tensor in tensors)

@@ -10,7 +10,7 @@ from penstock.kernels.cuda.launch import divide_up, has_rows, launch, power_of_t
 from penstock.kernels.cuda.programs import recurrent as programs
 from penstock.kernels.cuda.rows import CudaRows
 from penstock.kernels.inputs import LayerState
-from penstock.kernels.recurrent_ops import NORM_EPS, GateFunction
+from penstock.kernels.recurrent_ops import NORM_EPS, NUM_SAVES, GateFunction
 
 _MAX_KEY_DIM = 256
 _CHANNELS = 256
@@ -31,15 +31,16 @@ class CudaRecurrent(CudaRows):
         (rows, width), kernel, sequences = x.shape, len(weight), len(lengths)
         out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
         tile = min(_CHANNELS, power_of_two(width))
-        tiles, sequence_inputs = divide_up(width, tile), (state.slots, row_offsets, lengths)
+        tiles, offsets = divide_up(width, tile), (row_offsets, lengths)
         launch(
-            programs.convolve, (rows, tiles), out, x, weight, state.inputs, *sequence_inputs, width,
+            programs.convolve, (rows, tiles), out, x, weight, state.inputs, state.slots, *offsets, width,
             x.stride(0), sequences, KERNEL=kernel, WIDTH=tile, SEQUENCES=power_of_two(sequences),
             is_dependent=True,
         )  # fmt: skip
         launch(
-            programs.keep_inputs, (sequences, tiles), state.inputs, x, *sequence_inputs, width, x.stride(0),
-            KEPT=kernel - 1, TAPS=power_of_two(kernel - 1), WIDTH=tile, is_dependent=True,
+            programs.keep_inputs, (sequences, tiles), state.inputs, x, state.slots, state.saves, *offsets,
+            width, x.stride(0), KEPT=kernel - 1, TAPS=power_of_two(kernel - 1), WIDTH=tile,
+            NUM_SAVES=NUM_SAVES, is_dependent=True,
         )  # fmt: skip
         return out
 
@@ -61,9 +62,10 @@ class CudaRecurrent(CudaRows):
         columns = min(_COLUMNS, power_of_two(value_dim))
         launch(
             programs.delta_rule, (len(lengths), heads, divide_up(value_dim, columns)), out, qkv, gates, decay,
-            state.recurrent, state.slots, row_offsets, lengths, heads,
+            state.recurrent, state.slots, state.saves, row_offsets, lengths, heads,
             (qkv.shape[1] - heads * value_dim) // (2 * key_dim), key_dim, value_dim, qkv.stride(0),
             gates.stride(0), key_dim**-0.5, NORM_EPS, KEYS=power_of_two(key_dim), VALUES=columns,
+            NUM_SAVES=NUM_SAVES,
             is_dependent=True, num_warps=4,
         )  # fmt: skip
         return out

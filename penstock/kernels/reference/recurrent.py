@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.inputs import LayerState
-from penstock.kernels.recurrent_ops import NORM_EPS, GateFunction, RecurrentOps
+from penstock.kernels.recurrent_ops import NORM_EPS, NUM_SAVES, GateFunction, RecurrentOps
 
 
 class ReferenceRecurrent(RecurrentOps):
@@ -21,14 +21,15 @@ class ReferenceRecurrent(RecurrentOps):
     ) -> Tensor:
         out = torch.empty_like(x)
         num_kept = len(weight) - 1
-        for slot, first, end, starts_at_zero in _sequences(state, row_offsets, lengths):
+        for slot, first, end, starts_at_zero, saves in _sequences(state, row_offsets, lengths):
             kept = state.inputs[slot]
             rows = torch.cat([torch.zeros_like(kept) if starts_at_zero else kept, x[first:end]]).float()
             total = torch.zeros_like(rows[num_kept:])
             for j, factors in enumerate(weight):
                 total = total + rows[j : j + len(total)] * factors
             out[first:end] = (total / (1 + torch.exp(-total))).to(x.dtype)
-            state.inputs[slot] = rows[len(total) :].to(state.inputs.dtype)
+            for num_rows, target in [*saves, (end - first, slot)]:
+                state.inputs[target] = rows[num_rows : num_rows + num_kept].to(state.inputs.dtype)
         return out
 
     def gated_delta_rule(
@@ -52,7 +53,7 @@ class ReferenceRecurrent(RecurrentOps):
         rates = 1 / (1 + torch.exp(-rate_logits))
         factors = torch.exp(-decay[0] * _softplus(decay_inputs + decay[1]))
         out = torch.empty_like(v)
-        for slot, first, end, starts_at_zero in _sequences(state, row_offsets, lengths):
+        for slot, first, end, starts_at_zero, saves in _sequences(state, row_offsets, lengths):
             s = state.recurrent[slot]  # [H, D, F]
             s = torch.zeros_like(s) if starts_at_zero else s
             for t in range(first, end):
@@ -60,6 +61,9 @@ class ReferenceRecurrent(RecurrentOps):
                 change = (v[t] - (k[t, :, :, None] * s).sum(1)) * rates[t, :, None]  # [H, F]
                 s = s + k[t, :, :, None] * change[:, None]
                 out[t] = (q[t, :, :, None] * s).sum(1)
+                for num_rows, target in saves:
+                    if num_rows == t + 1 - first:
+                        state.recurrent[target] = s
             state.recurrent[slot] = s
         return out.to(qkv.dtype)
 
@@ -71,13 +75,13 @@ class ReferenceRecurrent(RecurrentOps):
 
 def _sequences(
     state: LayerState, row_offsets: Tensor, lengths: Tensor
-) -> Iterator[tuple[int, int, int, bool]]:
-    """Yield slot, first row and end of each sequence, and whether its first row is at position 0."""
-    offsets = row_offsets.tolist()
-    for slot, length, first, end in zip(
-        state.slots.tolist(), lengths.tolist(), offsets[:-1], offsets[1:], strict=True
+) -> Iterator[tuple[int, int, int, bool, list[tuple[int, int]]]]:
+    """Yield slot, first row, end, whether the first row is at position 0, and saves of each sequence."""
+    offsets, saves = row_offsets.tolist(), state.saves.view(-1, NUM_SAVES, 2).tolist()
+    for slot, length, first, end, pairs in zip(
+        state.slots.tolist(), lengths.tolist(), offsets[:-1], offsets[1:], saves, strict=True
     ):
-        yield slot, first, end, length == end - first
+        yield slot, first, end, length == end - first, [(count, target) for count, target in pairs if count]
 
 
 def _normalized(x: Tensor) -> Tensor:  # [T, K, D] float32

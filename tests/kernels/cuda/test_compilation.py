@@ -138,9 +138,8 @@ def test_row_kernels_compile(ops: Any, dtype: torch.dtype) -> None:
 
 @parametrize_dtypes
 def test_recurrent_kernels_compile(ops: Any, dtype: torch.dtype) -> None:
-    state = LayerState(
-        torch.zeros(3, 3, 1024, dtype=dtype), torch.zeros(3, 4, 128, 128), torch.zeros(2).long()
-    )
+    inputs, recurrent = torch.zeros(3, 3, 1024, dtype=dtype), torch.zeros(3, 4, 128, 128)
+    state = LayerState(inputs, recurrent, torch.zeros(2).long(), torch.zeros(8).long())
     offsets, lengths = torch.zeros(3, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
     qkv = ops.short_convolution(
         torch.zeros(5, 1024, dtype=dtype), torch.zeros(4, 1024), state, offsets, lengths

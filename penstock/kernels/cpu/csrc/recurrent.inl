@@ -3,6 +3,7 @@
 
 constexpr int64_t MAX_KERNEL = 8;      // largest width of the convolution
 constexpr int64_t MAX_KEY_DIM = 256;   // largest size of a key head
+constexpr int64_t NUM_SAVES = 2;       // states that a step saves for each sequence: saves [B, NUM_SAVES, 2]
 constexpr int64_t TILE_VECTORS = 4;    // vectors of columns of a state that one piece of work updates
 
 INLINE vf sigmoid(vf x) { return 1 / (1 + exp(-x)); }
@@ -13,27 +14,32 @@ struct ShortConvolution {
   const void* x;
   const float* weight;
   void* inputs;
-  const int64_t* slots;
+  const int64_t *slots, *saves;
   const int32_t *row_offsets, *lengths;
   void* out;
   int64_t B, C, K, stride;
 };
 
-// Computes all rows of one sequence for one vector of channels, which begins at channel i.
-template <class T, class L> INLINE void convolve(const ShortConvolution& a, int64_t b, int64_t i, L lanes) {
+// Computes all rows of one sequence for one vector of channels, which begins at `channel`.
+template <class T, class L> INLINE void convolve(const ShortConvolution& a, int64_t b, int64_t channel, L lanes) {
   const int64_t first = a.row_offsets[b], count = a.row_offsets[b + 1] - first, kept = a.K - 1;
-  T* state = (T*)a.inputs + a.slots[b] * kept * a.C + i;
-  const T* x = (const T*)a.x + first * a.stride + i;
-  T* out = (T*)a.out + first * a.C + i;
+  T* state = (T*)a.inputs + a.slots[b] * kept * a.C + channel;
+  const T* x = (const T*)a.x + first * a.stride + channel;
+  T* out = (T*)a.out + first * a.C + channel;
+  const int64_t* saves = a.saves + b * 2 * NUM_SAVES;
   vf window[MAX_KERNEL], weight[MAX_KERNEL];  // window: the last K - 1 inputs, oldest first, and the current input
   for (int64_t j = 0; j < kept; j++) window[j] = count == a.lengths[b] ? vf{} : load(state + j * a.C, lanes);
-  for (int64_t j = 0; j < a.K; j++) weight[j] = load(a.weight + j * a.C + i, lanes);
+  for (int64_t j = 0; j < a.K; j++) weight[j] = load(a.weight + j * a.C + channel, lanes);
   for (int64_t t = 0; t < count; t++) {
     window[kept] = load(x + t * a.stride, lanes);
     vf total = window[0] * weight[0];
     for (int64_t j = 1; j < a.K; j++) total = fma(window[j], weight[j], total);
     store(out + t * a.C, total * sigmoid(total), lanes);
     for (int64_t j = 0; j < kept; j++) window[j] = window[j + 1];
+    for (int64_t i = 0; i < NUM_SAVES; i++)
+      if (saves[2 * i] == t + 1)
+        for (int64_t j = 0; j < kept; j++)
+          store((T*)a.inputs + (saves[2 * i + 1] * kept + j) * a.C + channel, window[j], lanes);
   }
   for (int64_t j = 0; j < kept; j++) store(state + j * a.C, window[j], lanes);
 }
@@ -61,7 +67,7 @@ struct GatedDeltaRule {
   const void *qkv, *gates;
   const float* decay;
   float* states;
-  const int64_t* slots;
+  const int64_t *slots, *saves;
   const int32_t *row_offsets, *lengths;
   void* out;
   int64_t B, H, K, D, F, T, qkv_stride, gates_stride;
@@ -105,6 +111,7 @@ template <class T> static void delta_rule_of_head(const GatedDeltaRule& a, int64
                                                   int64_t end) {
   const int64_t first = a.row_offsets[b], count = a.row_offsets[b + 1] - first, key = h / (a.H / a.K) * a.D;
   float* state = a.states + (a.slots[b] * a.H + h) * a.D * a.F;
+  const int64_t* saves = a.saves + b * 2 * NUM_SAVES;
   float q[MAX_KEY_DIM], k[MAX_KEY_DIM];
   if (count == a.lengths[b])
     for (int64_t d = 0; d < a.D; d++) __builtin_memset(state + d * a.F + begin, 0, (end - begin) * sizeof(float));
@@ -123,6 +130,11 @@ template <class T> static void delta_rule_of_head(const GatedDeltaRule& a, int64
       update_columns<T, 1>(state + i, q, k, v + i, out + i, decay, rate, a.D, a.F, FullVector{});
     if (i < end)
       update_columns<T, 1>(state + i, q, k, v + i, out + i, decay, rate, a.D, a.F, PartialVector{end - i});
+    for (int64_t save = 0; save < NUM_SAVES; save++)
+      if (saves[2 * save] == t + 1 - first)
+        for (int64_t d = 0; d < a.D; d++)
+          __builtin_memcpy(a.states + ((saves[2 * save + 1] * a.H + h) * a.D + d) * a.F + begin,
+                           state + d * a.F + begin, (end - begin) * sizeof(float));
   }
 }
 

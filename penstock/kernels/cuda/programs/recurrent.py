@@ -51,10 +51,13 @@ def convolve(
 
 @triton.jit
 def keep_inputs(
-    inputs, x, slots, row_offsets, lengths, width, stride,
-    KEPT: tl.constexpr, TAPS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+    inputs, x, slots, saves, row_offsets, lengths, width, stride,
+    KEPT: tl.constexpr, TAPS: tl.constexpr, WIDTH: tl.constexpr, NUM_SAVES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the last KEPT inputs of one sequence to its state. Grid: sequences, tiles of WIDTH channels."""
+    """Write the last KEPT inputs before the end of the step, and before each saved row, to their states.
+
+    Grid: sequences, tiles of WIDTH channels.
+    """
     launch_next_and_wait(PDL)
     sequence = tl.program_id(0)
     channels = (tl.program_id(1) * WIDTH + tl.arange(0, WIDTH))[None, :]
@@ -64,6 +67,14 @@ def keep_inputs(
     count = tl.load(row_offsets + sequence + 1).to(tl.int64) - first
     is_new = (tl.load(lengths + sequence) == count).to(tl.int32)
     slot = tl.load(slots + sequence)
+    for save in tl.static_range(NUM_SAVES):
+        pair = saves + (sequence * NUM_SAVES + save) * 2
+        num_rows = tl.load(pair)
+        saved = _load_input(
+            x, inputs, slot, first, num_rows - KEPT + taps, is_new, stride, width, channels, is_element, KEPT
+        )
+        targets = inputs + (tl.load(pair + 1) * KEPT + taps) * width + channels
+        tl.store(targets, saved.to(inputs.dtype.element_ty), mask=is_element & (taps * 0 + num_rows > 0))
     values = _load_input(
         x, inputs, slot, first, count - KEPT + taps, is_new, stride, width, channels, is_element, KEPT
     )
@@ -74,9 +85,9 @@ def keep_inputs(
 
 @triton.jit
 def delta_rule(
-    out, qkv, gates, decay, states, slots, row_offsets, lengths, heads, key_heads, key_dim, value_dim,
+    out, qkv, gates, decay, states, slots, saves, row_offsets, lengths, heads, key_heads, key_dim, value_dim,
     qkv_stride, gates_stride, scale, eps,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, PDL: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, NUM_SAVES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute all rows of one head of one sequence. Grid: sequences, heads, tiles of VALUES columns."""
     launch_next_and_wait(PDL)
@@ -115,6 +126,12 @@ def delta_rule(
         tl.store(
             out + (row * heads + head) * value_dim + columns, result.to(out.dtype.element_ty), mask=is_column
         )
+        for save in tl.static_range(NUM_SAVES):
+            pair = saves + (sequence * NUM_SAVES + save) * 2
+            saved = tl.load(pair + 1) * heads + head
+            saved_addresses = states + (saved * key_dim + keys[:, None]) * value_dim + columns[None, :]
+            is_saved = tl.load(pair) + keys * 0 == row + 1 - first
+            tl.store(saved_addresses, s, mask=is_element & is_saved[:, None])
     tl.store(addresses, s, mask=is_element)
 
 
