@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from penstock.architectures.decoder import kv_dtype
 from penstock.architectures.transformer import TransformerModel
@@ -13,6 +13,7 @@ from penstock.kernels.encodings import encoding_named
 from penstock.kv_cache import KVCacheSpec, KVGroup, StateSpec
 from penstock.nn import (
     FULL,
+    Attention,
     BlockParts,
     Blueprint,
     GatedAttention,
@@ -42,20 +43,28 @@ class HybridModel(TransformerModel):
     """
 
     is_divisible = False
+    is_by_key_head: ClassVar[bool] = False
+    """Whether the checkpoints store the projections of linear attention by key head, as Qwen3-Next does."""
 
     @classmethod
     def parts(cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig) -> BlockParts:
         types, names = hybrid_layer_types(huggingface_config), blueprint.names
         sizes = LinearAttentionSizes.from_huggingface(huggingface_config)
 
-        def read(name: str, layer: int) -> Any:
+        def read(name: str, layer: int) -> Attention:
             index = types[:layer].count(types[layer])
             if types[layer] == FULL:
                 return GatedAttention.load(load, blueprint, name, cache_layer=index)
-            linear_name = name.removesuffix(names.attention) + "linear_attn"
-            return LinearAttention.load(
-                load, linear_name, blueprint.hidden, sizes, blueprint.norm_eps, layer=index
+            linear_attention = LinearAttention.load(
+                load,
+                name.removesuffix(names.attention) + "linear_attn",
+                blueprint.hidden,
+                sizes,
+                blueprint.norm_eps,
+                layer=index,
+                is_by_key_head=cls.is_by_key_head,
             )
+            return cast(Attention, linear_attention)  # blocks only call it
 
         feed_forward = cls.feed_forward(load, blueprint, huggingface_config)
         return replace(llama_parts(load, blueprint), attention=read, feed_forward=feed_forward)

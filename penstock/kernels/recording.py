@@ -179,21 +179,9 @@ class _Recorder:
     def references(self, value: object) -> object:
         """Return an argument in which a `TensorRef` replaces each tensor that differs between steps."""
         if isinstance(value, LayerKV):  # all steps use the same cache, but other block tables and slots
-            kv_refs: dict[str, Any] = {
-                "cache": self.weight(value.cache),
-                "scales": None if value.scales is None else self.weight(value.scales),
-                "block_tables": self.activation(value.block_tables),
-                "slots": self.activation(value.slots),
-            }
-            return replace(value, **kv_refs)
+            return self._replace(value, ("cache", "scales"), ("block_tables", "slots"))
         if isinstance(value, LayerState):  # all steps use the same states, but other slots
-            state_refs: dict[str, Any] = {
-                "inputs": self.weight(value.inputs),
-                "recurrent": self.weight(value.recurrent),
-                "slots": self.activation(value.slots),
-                "saves": self.activation(value.saves),
-            }
-            return replace(value, **state_refs)
+            return self._replace(value, ("inputs", "recurrent"), ("slots", "saves"))
         if isinstance(value, LoRAInputs):  # all steps use the same matrices, whose contents may change
             matrices, ranks = (
                 _map_objects(part, Tensor, self.weight) for part in (value.matrices, value.ranks)
@@ -205,6 +193,16 @@ class _Recorder:
             }
             return replace(value, **lora_refs)
         return _map_objects(value, Tensor, self.activation)
+
+    def _replace(
+        self, value: LayerKV | LayerState, weights: Sequence[str], activations: Sequence[str]
+    ) -> object:
+        """Return a copy in which references replace the tensors of fields. A field that is None stays None."""
+        refs: dict[str, Any] = {name: self.activation(getattr(value, name)) for name in activations}
+        for name in weights:
+            tensor: Tensor | None = getattr(value, name)
+            refs[name] = None if tensor is None else self.weight(tensor)
+        return replace(value, **refs)
 
     def _result(self, tensor: Tensor) -> TensorRef:
         pointer = tensor.untyped_storage().data_ptr()

@@ -86,15 +86,30 @@ class LinearAttention:
 
     @classmethod
     def load(
-        cls, load: Loader, name: str, hidden: int, sizes: LinearAttentionSizes, eps: float, *, layer: int
+        cls,
+        load: Loader,
+        name: str,
+        hidden: int,
+        sizes: LinearAttentionSizes,
+        eps: float,
+        *,
+        layer: int,
+        is_by_key_head: bool,
     ) -> LinearAttention:
-        """Read the layer called ``name``, from either of two layouts of the input projections.
+        """Read the layer called ``name``.
 
-        Qwen3.5 stores the four projections ``in_proj_qkv``, ``in_proj_z``, ``in_proj_b`` and ``in_proj_a``.
-        Qwen3-Next stores ``in_proj_qkvz`` and ``in_proj_ba``, whose rows are ordered by key head.
+        Args:
+            load: reads and packs the tensors.
+            name: the full name of the layer in the checkpoint.
+            hidden: E.
+            sizes: the sizes of the layer.
+            eps: epsilon of the norm.
+            layer: index among the layers with linear attention.
+            is_by_key_head: whether the checkpoint stores ``in_proj_qkvz`` and ``in_proj_ba``, whose rows are
+                ordered by key head, instead of ``in_proj_qkv``, ``in_proj_z``, ``in_proj_b`` and ``in_proj_a``.
         """
         heads, channels = sizes.heads, sizes.channels
-        if f"{name}.in_proj_qkvz.weight" in load.source:
+        if is_by_key_head:
             projection, gates = _load_by_key_head(load, name, hidden, sizes)
         else:
             projection = load.fused(name, {"in_proj_qkv": channels, "in_proj_z": sizes.values}, hidden)

@@ -97,19 +97,25 @@ def test_chunked_results_equal_whole_results(
     assert generate_tokens(uncached_pipeline, [context]) == [full_tokens]
 
 
+def has_states(pipeline: TextGenerationPipeline) -> bool:
+    """Return whether the model has recurrent states."""
+    spec = pipeline.model.kv_cache_spec
+    return spec is not None and spec.states is not None
+
+
 @pytest.mark.matrix(strength=1)
 def test_results_with_a_prefix_hit_equal_uncached_results(
     pipeline: TextGenerationPipeline,
     uncached_pipeline: TextGenerationPipeline,
     sampling_params: SamplingParams,
 ) -> None:
-    if pipeline.kv.prefix_limits is None:
-        pytest.skip("has recurrent states and therefore no prefix cache")
     (uncached_tokens,) = generate_tokens(uncached_pipeline, [make_sampling_context(sampling_params)])
     generate_tokens(pipeline, [make_sampling_context(sampling_params)])
     context = make_sampling_context(sampling_params)
     assert generate_tokens(pipeline, [context]) == [uncached_tokens]
     assert context.num_cached_tokens == 64, "four full blocks of 16 tokens"
+    if has_states(pipeline):  # a context with another continuation saves the state at the common prefix
+        generate_tokens(pipeline, [make_context(PROMPT[:50] + [9] * 20, 2)])
     shared_context = make_context(PROMPT[:50] + PROMPT[:25], 18, sampling_params=sampling_params)
     (expected_tokens,) = generate_tokens(
         uncached_pipeline, [make_context(PROMPT[:50] + PROMPT[:25], 18, sampling_params=sampling_params)]

@@ -144,6 +144,39 @@ def test_contexts_wait_for_a_free_state(checkpoint: Path) -> None:
     pipeline.release(contexts[1])
 
 
+def test_prefixes_are_reused_up_to_saved_states(checkpoint: Path, reference: Any) -> None:
+    pipeline = open_pipeline(checkpoint, kv_cache_block_size=16, max_batch_size=2)
+    other = random_tokens(40, VOCABULARY, seed=8)
+
+    def cached_tokens(prompt: list[int]) -> int:
+        context = make_context(prompt, 3)
+        tokens = generate_tokens(pipeline, [context])[0]
+        expected = transformers_logits(reference, [*prompt, *tokens])[len(prompt) - 1 : -1].argmax(-1)
+        assert tokens == expected.tolist()
+        return context.num_cached_tokens
+
+    prompt = [*PROMPT, *PROMPT]  # 74 tokens
+    assert [cached_tokens(prompt) for _ in range(2)] == [0, 64], "the state at the last block boundary"
+    # The state at the end of the common prefix is saved when the second prompt with this prefix is computed.
+    assert [cached_tokens([*prompt[:40], *other[i:]]) for i in range(2)] == [0, 32]
+    pipeline.kv.forget_prefixes()
+    assert cached_tokens(prompt) == 0
+    pipeline.kv.check_integrity()
+
+
+def test_saved_states_are_evicted_in_the_order_of_their_use(checkpoint: Path) -> None:
+    pipeline = open_pipeline(checkpoint, kv_cache_block_size=16, max_batch_size=2)
+
+    def cached_tokens(prompt: list[int]) -> int:
+        context = make_context(prompt, 1)
+        generate_tokens(pipeline, [context])
+        return context.num_cached_tokens
+
+    first, second, third = (random_tokens(20, VOCABULARY, seed=seed) for seed in range(3))
+    assert [cached_tokens(prompt) for prompt in (first, second, first, third)] == [0, 0, 16, 0]
+    assert [cached_tokens(prompt) for prompt in (first, second)] == [16, 0], "two states are saved"
+
+
 def test_a_released_state_does_not_affect_the_next_context(checkpoint: Path) -> None:
     pipeline = open_pipeline(checkpoint, max_batch_size=1)
     first = generate_tokens(pipeline, [make_context(PROMPT, 6)])
@@ -163,7 +196,7 @@ def test_the_memory_plan_includes_the_states(checkpoint: Path) -> None:
         plan.kv_cache_size - sum(n * size for n, size in zip(plan.num_blocks, block_sizes, strict=True))
         for plan in plans
     ]
-    assert sizes == [spec.states.num_bytes, 9 * spec.states.num_bytes]
+    assert sizes == [2 * spec.states.num_bytes, 2 * 9 * spec.states.num_bytes], "states and saved states"
 
 
 def test_speculation_is_refused(checkpoint: Path, tmp_path: Path) -> None:

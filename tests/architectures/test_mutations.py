@@ -366,8 +366,6 @@ def test_a_stale_block_of_the_prefix_cache_is_detected(
     pipeline: TextGenerationPipeline, expected: torch.Tensor
 ) -> None:
     """A cached block with the content of another prompt changes the logits of requests that share it."""
-    if pipeline.kv.prefix_limits is None:
-        pytest.skip("has recurrent states and therefore no prefix cache")
     assert relative_error(pipeline, expected) <= 1  # fills the prefix cache with the blocks of the prompt
     context = make_context(TOKENS)
     pipeline.kv.claim(context)

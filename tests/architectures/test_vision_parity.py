@@ -140,8 +140,6 @@ def test_a_prompt_without_images_equals_transformers(
 def test_an_equal_prefix_with_images_is_reused(family: Family, pipeline: TextGenerationPipeline) -> None:
     """Equal images share cache blocks and encoder outputs. An image with one changed pixel is not shared."""
     assert pipeline.runner.images is not None
-    if pipeline.kv.prefix_limits is None:
-        pytest.skip("has recurrent states and therefore no prefix cache")
     prompt = family.prompt
     [text] = generate_tokens(pipeline, [prompt.context(20)])
     same_context = prompt.context(20)
@@ -203,6 +201,8 @@ def test_logits_in_other_encodings_are_close(family: Family, encoding: str, max_
     if max_error is None:  # 1.5 times the error of transformers in bfloat16
         reference_logits = family.prompt.logits(copy.deepcopy(family.model).to(torch.bfloat16))
         max_error = 1.5 * float((reference_logits - family.logits).std() / family.logits.std())
+    elif family.config["model_type"] == "qwen3_5_moe":
+        max_error *= 1.5  # a rounding error can route a row to another expert
     assert error < max_error
 
 

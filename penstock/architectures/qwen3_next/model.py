@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 class Qwen3NextModel(HybridModel):
     """Reads the configuration of Qwen3-Next and builds its network."""
 
+    is_by_key_head = True
     ignored_weights = (*HybridModel.ignored_weights, "mtp.*")  # multi-token prediction, which drafts tokens
 
     @classmethod
