@@ -197,7 +197,7 @@ class _Recorder:
     def _replace(
         self, value: LayerKV | LayerState, weights: Sequence[str], activations: Sequence[str]
     ) -> object:
-        """Return a copy in which references replace the tensors of fields. A field that is None stays None."""
+        """Return a copy in which references replace the tensors of some fields. None stays None."""
         refs: dict[str, Any] = {name: self.activation(getattr(value, name)) for name in activations}
         for name in weights:
             tensor: Tensor | None = getattr(value, name)

@@ -106,7 +106,8 @@ class LinearAttention:
             eps: epsilon of the norm.
             layer: index among the layers with linear attention.
             is_by_key_head: whether the checkpoint stores ``in_proj_qkvz`` and ``in_proj_ba``, whose rows are
-                ordered by key head, instead of ``in_proj_qkv``, ``in_proj_z``, ``in_proj_b`` and ``in_proj_a``.
+                ordered by key head. Otherwise it stores ``in_proj_qkv``, ``in_proj_z``, ``in_proj_b`` and
+                ``in_proj_a``.
         """
         heads, channels = sizes.heads, sizes.channels
         if is_by_key_head:
