@@ -1,4 +1,4 @@
-"""An engine of a comparison, as a child process of the benchmark."""
+"""Runs one of the compared inference engines in a child process of the benchmark."""
 
 from __future__ import annotations
 

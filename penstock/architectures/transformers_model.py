@@ -79,7 +79,7 @@ class ModuleNetwork:
 
 
 class TransformersModel(DecoderModel):
-    """The pipeline model of a family that Penstock runs with its transformers module."""
+    """Reads the configuration of a family that Penstock runs with its transformers module and builds its network."""
 
     network: ModuleNetwork
 

@@ -94,7 +94,11 @@ sampling_option = partial(click.option, cls=GroupedOption, group="Sampling")
     "Needs --json.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
-@click.option("--verbose", is_flag=True, help="Print the memory plan on standard error.")
+@click.option(
+    "--verbose",
+    is_flag=True,
+    help="Print the memory plan, and the counts of speculation, on standard error.",
+)
 @config_options
 def command(
     prompt: str | None,

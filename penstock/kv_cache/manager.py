@@ -41,13 +41,13 @@ class _Sequence:
 
     request_id: str
     slot: int
-    num_dropped: list[int]  # per group: number of freed blocks before the window
+    num_dropped: list[int]  # per group: number of table entries before the window, which hold the null block
     regime: int  # regime of the keys, see `KVCacheSpec.regime`
-    root: bytes | None = None  # root of the digests; None if the blocks must not be shared
+    root: bytes | None = None  # parent of the first block's digest; None if the blocks must not be shared
     num_blocks: int = 0  # number of blocks in each block table
     num_committed: int = 0  # number of committed blocks, which are read-only
     digests: list[bytes] = field(default_factory=list)  # digests of the committed blocks
-    in_flight: list[bytes] = field(default_factory=list)  # digests being computed, last block first
+    in_flight: list[bytes] = field(default_factory=list)  # digests of blocks being computed, last block first
     state_length: int = 0  # number of tokens in the recurrent state, see `KVCacheSpec.states`
     branch: int = 0  # number of leading blocks that were cached at the claim, but without a saved state
     saves: list[tuple[int, int]] = field(default_factory=list)  # (blocks, index) of states the step saves

@@ -65,7 +65,7 @@ class BatchRunner:
         Two threads that run kernels at the same time are three times slower than one.
 
         Raises:
-            UnsupportedFeatureError: another call is running.
+            UnsupportedFeatureError: another call is running, or a stream is open.
             InputError: the LLM is closed.
         """
         if not self._lock.acquire(blocking=False):

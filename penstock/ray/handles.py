@@ -19,7 +19,7 @@ _POLL_SECONDS = 0.2
 
 
 class ServeReplicas:
-    """The `Replicas` of a deployment of `EngineReplica`.
+    """Implements `Replicas` for a Ray Serve deployment of `EngineReplica`.
 
     Args:
         handle: the ``DeploymentHandle`` of the deployment.

@@ -1,6 +1,6 @@
-"""Fault isolation by bisection: a failed batch runs again in halves until the failing contexts are found.
+"""Fault isolation by bisection: a failed batch runs again in halves until the failing requests are found.
 
-Example: a batch of eight contexts in which c and f fail, from top to bottom::
+Example: a batch of eight contexts (requests) in which c and f fail. The lines are in order of time::
 
     a b c d e f g h   fails
     a b c d           fails
@@ -64,7 +64,7 @@ class Isolation(Generic[ContextT, OutputT]):
             `RequestFailedError`.
 
         Raises:
-            RankFailedError: a process of the model has ended.
+            RankFailedError: a process of the model has ended or does not respond.
             Exception: isolation is not enabled, this process has reached its limit of private memory, or no
                 part of the batch runs and two or more contexts have failed with an exception other than
                 `PenstockError` since a part of a batch last succeeded. Contexts are unchanged, except those
@@ -83,7 +83,7 @@ class Isolation(Generic[ContextT, OutputT]):
             except Exception as error:
                 self._pipeline.failures.clear()
                 if isinstance(error, RankFailedError):
-                    raise  # no part of the batch can run without the process that has ended
+                    raise  # no part of the batch can run without all processes of the model
                 if private_memory.is_exceeded(error):
                     raise  # smaller parts might run, but later steps would not have enough memory
                 if len(part) > 1:

@@ -52,7 +52,7 @@ def read_gguf_tokenizer(path: Path, tokenizer: Tokenizer | None = None) -> GGUFT
             same id in the file; a space equals SentencePiece's mark for a space.
 
     Raises:
-        CheckpointError: the file has no tokenizer, its tokenizer is not supported or damaged, or the tokens
+        CheckpointError: the file has no tokenizer, its tokenizer is unsupported or damaged, or the tokens
             of ``tokenizer`` differ.
     """
     file = GGUFFile(path)
@@ -70,7 +70,7 @@ def read_gguf_tokenizer(path: Path, tokenizer: Tokenizer | None = None) -> GGUFT
 def _check_same_tokens(path: Path, tokens: list[str], tokenizer: Tokenizer) -> None:
     """Raise a `CheckpointError` unless each token of ``tokenizer`` has the same id in ``tokens``."""
     for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
-        # User-defined tokens contain either a space or SentencePiece's mark for it.
+        # In user-defined tokens, a space is stored either as a space or as SentencePiece's mark for it.
         if token_id >= len(tokens) or tokens[token_id].replace("▁", " ") != token.replace("▁", " "):
             file_token = repr(tokens[token_id]) if token_id < len(tokens) else "missing"
             raise CheckpointError(

@@ -34,7 +34,7 @@ from penstock.worker.results import Generation
 @pytest.mark.parametrize(
     "shares_memory", [pytest.param(True, id="shared_memory"), pytest.param(False, id="torch")]
 )
-def test_steps_raise_the_reason_after_a_rank_is_lost_and_close_ends_all_ranks(
+def test_steps_raise_the_reason_after_a_rank_is_lost_and_close_ends_ranks_above_0(
     tiny_checkpoint: Path, signal_number: signal.Signals, reason: str, shares_memory: bool
 ) -> None:
     if signal_number is signal.SIGSTOP and not shares_memory:

@@ -32,7 +32,10 @@ def is_interpreted() -> bool:
 
 
 def mark_gpu_tests(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests that ``-m gpu`` runs. Skip tests that need a GPU if there is none."""
+    """With ``-m gpu``, mark the tests marked ``models`` as ``gpu``.
+
+    Skip tests that need a GPU if there is none.
+    """
     skip = pytest.mark.skip(reason="gpu: torch finds no NVIDIA GPU here")
     is_gpu_run = selects_gpu(config)
     for item in items:

@@ -75,7 +75,7 @@ class XIELUMLP:
 
 
 class ApertusModel(TransformerModel):
-    """The pipeline model of Apertus."""
+    """Reads the configuration of Apertus and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

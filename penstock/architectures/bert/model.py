@@ -16,7 +16,7 @@ def model_tensor_name(name: str) -> str:
 
 
 class BertModel(PostNormModel):
-    """The pipeline model of BERT."""
+    """Reads the configuration of BERT and builds its network."""
 
     weights_adapter = model_tensor_name
     names = EncoderNames()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class CohereModel(TransformerModel):
-    """The pipeline model of Command R."""
+    """Reads the configuration of Command R and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Cohere2Model(CohereModel):
-    """The pipeline model of Command R7B."""
+    """Reads the configuration of Command R7B and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

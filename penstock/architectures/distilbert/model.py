@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class DistilBertModel(PostNormModel):
-    """The pipeline model of DistilBERT."""
+    """Reads the configuration of DistilBERT and builds its network."""
 
     weights_adapter = prefix_remover("distilbert.")
     ignored_weights = ("vocab_*",)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Ernie45Model(TransformerModel):
-    """The pipeline model of ERNIE 4.5."""
+    """Reads the configuration of ERNIE 4.5 and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

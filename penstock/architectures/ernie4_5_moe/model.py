@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Ernie45MoeModel(TransformerModel):
-    """The pipeline model of ERNIE 4.5 with experts."""
+    """Reads the configuration of ERNIE 4.5 with experts and builds its network."""
 
     ignored_weights = (*TransformerModel.ignored_weights, "model.mtp_*")  # multi-token prediction layers
 

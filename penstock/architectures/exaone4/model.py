@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Exaone4Model(TransformerModel):
-    """The pipeline model of EXAONE 4."""
+    """Reads the configuration of EXAONE 4 and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class GemmaModel(TransformerModel):
-    """The pipeline model of Gemma."""
+    """Reads the configuration of Gemma and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

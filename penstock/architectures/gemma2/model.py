@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Gemma2Model(TransformerModel):
-    """The pipeline model of Gemma 2."""
+    """Reads the configuration of Gemma 2 and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

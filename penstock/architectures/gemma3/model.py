@@ -33,7 +33,7 @@ def model_tensor_name(name: str) -> str:
 
 
 class Gemma3Model(VisionLanguageModel):
-    """The pipeline model of Gemma 3 with images."""
+    """Reads the configuration of Gemma 3 with images and builds its network."""
 
     weights_adapter = model_tensor_name
     ignored_weights = (*VisionLanguageModel.ignored_weights, "vision_tower.head.*")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class GlmModel(TransformerModel):
-    """The pipeline model of GLM."""
+    """Reads the configuration of GLM and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Glm4MoeModel(TransformerModel):
-    """The pipeline model of GLM 4 with experts."""
+    """Reads the configuration of GLM 4 with experts and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

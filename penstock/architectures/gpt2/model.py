@@ -138,7 +138,7 @@ def with_prefix(name: str) -> str:
 
 
 class GPT2Model(DecoderModel):
-    """The pipeline model of GPT-2."""
+    """Reads the configuration of GPT-2 and builds its network."""
 
     ignored_weights = ("*.attn.bias", "*.attn.masked_bias")  # attention masks
     weights_adapter = with_prefix

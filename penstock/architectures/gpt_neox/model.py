@@ -61,7 +61,7 @@ def rename_head(name: str) -> str:
 
 
 class GPTNeoXModel(TransformerModel):
-    """The pipeline model of GPT-NeoX."""
+    """Reads the configuration of GPT-NeoX and builds its network."""
 
     ignored_weights = (
         "*rotary_emb.inv_freq",

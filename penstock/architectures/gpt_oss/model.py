@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class GptOssModel(TransformerModel):
-    """The pipeline model of gpt-oss."""
+    """Reads the configuration of gpt-oss and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

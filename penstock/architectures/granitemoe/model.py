@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class GraniteMoeModel(TransformerModel):
-    """The pipeline model of Granite with experts."""
+    """Reads the configuration of Granite with experts and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

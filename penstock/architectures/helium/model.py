@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class HeliumModel(TransformerModel):
-    """The pipeline model of Helium."""
+    """Reads the configuration of Helium and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

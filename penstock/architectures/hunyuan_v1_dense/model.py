@@ -39,7 +39,7 @@ class HunyuanAttention(Attention):
 
 
 class HunyuanV1DenseModel(TransformerModel):
-    """The pipeline model of dense Hunyuan models."""
+    """Reads the configuration of dense Hunyuan models and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

@@ -24,7 +24,7 @@ def model_tensor_name(name: str) -> str:
 
 
 class Idefics3Model(VisionLanguageModel):
-    """The pipeline model of Idefics3."""
+    """Reads the configuration of Idefics3 and builds its network."""
 
     weights_adapter = model_tensor_name
     text_defaults: ClassVar[Mapping[str, Mapping[str, object]]] = {

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class InternLM3Model(TransformerModel):
-    """The pipeline model of InternLM 3."""
+    """Reads the configuration of InternLM 3 and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class JinaEmbeddingsV3Model(PostNormModel):
-    """The pipeline model of Jina Embeddings v3."""
+    """Reads the configuration of Jina Embeddings v3 and builds its network."""
 
     weights_adapter = prefix_remover("roberta.")
     ignored_weights = ("pooler.*", "lm_head.*", "*rotary_emb.inv_freq")

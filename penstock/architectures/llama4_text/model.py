@@ -104,7 +104,7 @@ class Llama4Experts:
 
 
 class Llama4TextModel(TransformerModel):
-    """The pipeline model of Llama 4."""
+    """Reads the configuration of Llama 4 and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

@@ -102,7 +102,7 @@ def model_tensor_name(name: str) -> str:
 
 
 class LlavaModel(VisionLanguageModel):
-    """The pipeline model of LLaVA."""
+    """Reads the configuration of LLaVA and builds its network."""
 
     weights_adapter = model_tensor_name
     ignored_weights = (

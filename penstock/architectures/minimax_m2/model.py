@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class MiniMaxM2Model(TransformerModel):
-    """The pipeline model of MiniMax-M2."""
+    """Reads the configuration of MiniMax-M2 and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

@@ -57,7 +57,7 @@ class Ministral3Attention(Attention):
 
 
 class Ministral3Model(TransformerModel):
-    """The pipeline model of Ministral 3."""
+    """Reads the configuration of Ministral 3 and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

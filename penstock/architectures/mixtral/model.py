@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class MixtralModel(TransformerModel):
-    """The pipeline model of Mixtral."""
+    """Reads the configuration of Mixtral and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

@@ -94,7 +94,7 @@ class ModernBertNetwork:
 
 
 class ModernBertModel(EncoderModel):
-    """The pipeline model of ModernBERT."""
+    """The `PipelineModel` of ModernBERT."""
 
     weights_adapter = prefix_remover("model.")
     ignored_weights = ("head.*", "decoder.*", "*rotary_emb*inv_freq")

@@ -23,7 +23,7 @@ MAX_DISTANCE = 128
 
 
 class MPNetModel(PostNormModel):
-    """The pipeline model of MPNet."""
+    """Reads the configuration of MPNet and builds its network."""
 
     weights_adapter = prefix_remover("mpnet.")
     ignored_weights = ("embeddings.position_ids", "pooler.*", "lm_head.*")

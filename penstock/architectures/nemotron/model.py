@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class NemotronModel(TransformerModel):
-    """The pipeline model of Nemotron."""
+    """Reads the configuration of Nemotron and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

@@ -22,7 +22,7 @@ _REQUIRED_VALUES = {
 
 
 class NewModel(GteModel):
-    """The pipeline model of GTE checkpoints with ``model_type`` ``new``."""
+    """Reads the configuration of GTE checkpoints with ``model_type`` ``new`` and builds its network."""
 
     @classmethod
     def sizes(cls, config: HuggingFaceConfig) -> PostNormSizes:

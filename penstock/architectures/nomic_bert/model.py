@@ -34,7 +34,7 @@ _REQUIRED_OLDER_VALUES = {
 
 
 class NomicBertModel(PostNormModel):
-    """The pipeline model of Nomic BERT."""
+    """Reads the configuration of Nomic BERT and builds its network."""
 
     weights_adapter = prefix_remover("nomic_bert.")
     ignored_weights = ("pooler.*", "cls.*", "*rotary_emb.inv_freq")

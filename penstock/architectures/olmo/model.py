@@ -49,7 +49,7 @@ def unweighted_norms(load: Loader) -> LoadNorm:
 
 
 class OlmoModel(TransformerModel):
-    """The pipeline model of OLMo."""
+    """Reads the configuration of OLMo and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Olmo3Model(TransformerModel):
-    """The pipeline model of OLMo 3."""
+    """Reads the configuration of OLMo 3 and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

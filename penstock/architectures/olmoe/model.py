@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class OlmoeModel(TransformerModel):
-    """The pipeline model of OLMoE."""
+    """Reads the configuration of OLMoE and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

@@ -33,7 +33,7 @@ _NAMES = TensorNames(
 
 
 class PhiModel(TransformerModel):
-    """The pipeline model of Phi."""
+    """Reads the configuration of Phi and builds its network."""
 
     head_bias = True
 

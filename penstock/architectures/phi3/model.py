@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Phi3Model(TransformerModel):
-    """The pipeline model of Phi 3."""
+    """Reads the configuration of Phi 3 and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

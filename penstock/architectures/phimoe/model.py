@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class PhimoeModel(TransformerModel):
-    """The pipeline model of Phi 3.5 MoE."""
+    """Reads the configuration of Phi 3.5 MoE and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

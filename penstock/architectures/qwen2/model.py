@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Qwen2Model(TransformerModel):
-    """The pipeline model of Qwen 2."""
+    """Reads the configuration of Qwen 2 and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

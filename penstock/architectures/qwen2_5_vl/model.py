@@ -32,7 +32,7 @@ class QwenVisionModel(MultimodalRopeModel, VisionLanguageModel):
 
     weights_adapter = model_tensor_name
     text_family: ClassVar[type[TransformerModel]]
-    """The pipeline model of the decoder's family."""
+    """Reads the configuration of the decoder's family and builds its network."""
     sections: ClassVar[tuple[int, int, int]]
     """The default number of dim pairs for each position axis."""
 
@@ -81,7 +81,7 @@ class QwenVisionModel(MultimodalRopeModel, VisionLanguageModel):
 
 
 class Qwen25VisionModel(QwenVisionModel):
-    """The pipeline model of Qwen2.5-VL."""
+    """Reads the configuration of Qwen2.5-VL and builds its network."""
 
     text_family = Qwen2Model
     sections = (16, 24, 24)

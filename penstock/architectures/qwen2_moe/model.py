@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Qwen2MoeModel(TransformerModel):
-    """The pipeline model of Qwen 2 with experts."""
+    """Reads the configuration of Qwen 2 with experts and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

@@ -73,11 +73,11 @@ class Qwen2Vision:
         )
 
     def __call__(self, images: Sequence[ImageMetadata], run: EncoderRunner) -> list[Tensor]:
-        """Return the embeddings ``[embedding_rows, E]`` of each image."""
+        """Return the embeddings ``[embedding_rows, E of the text model]`` of each image."""
         return [self.encode(*patches_and_grid(image, self.device, self.dtype), run) for image in images]
 
     def encode(self, patches: Tensor, grids: Sequence[Grid], run: EncoderRunner) -> Tensor:
-        """Return the merged rows ``[T / merge^2, E]`` of images.
+        """Return the merged rows ``[T / merge^2, E of the text model]`` of images.
 
         Args:
             patches: ``[T, C 2 p p]``, in the order of `penstock.nn.grid_vision`.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Qwen3Model(TransformerModel):
-    """The pipeline model of Qwen 3."""
+    """Reads the configuration of Qwen 3 and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

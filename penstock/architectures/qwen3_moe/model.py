@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Qwen3MoeModel(TransformerModel):
-    """The pipeline model of Qwen 3 with experts."""
+    """Reads the configuration of Qwen 3 with experts and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

@@ -54,7 +54,7 @@ class DeepstackNetwork(VisionLanguageNetwork):
 
 
 class Qwen3VisionModel(QwenVisionModel):
-    """The pipeline model of Qwen3-VL."""
+    """Reads the configuration of Qwen3-VL and builds its network."""
 
     network: DeepstackNetwork
     text_family = Qwen3Model

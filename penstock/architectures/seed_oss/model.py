@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class SeedOssModel(TransformerModel):
-    """The pipeline model of Seed-OSS."""
+    """Reads the configuration of Seed-OSS and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class SmolLM3Model(TransformerModel):
-    """The pipeline model of SmolLM 3."""
+    """Reads the configuration of SmolLM 3 and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class StableLmModel(TransformerModel):
-    """The pipeline model of StableLM."""
+    """Reads the configuration of StableLM and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

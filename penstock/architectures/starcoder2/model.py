@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Starcoder2Model(TransformerModel):
-    """The pipeline model of StarCoder 2."""
+    """Reads the configuration of StarCoder 2 and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

@@ -23,7 +23,7 @@ _ADAPTER_PATTERN = "*.parametrizations.weight.0.lora_?"
 
 
 class XLMRobertaModel(RobertaModel):
-    """The pipeline model of XLM-RoBERTa."""
+    """Reads the configuration of XLM-RoBERTa and builds its network."""
 
     position_types = ("absolute", "rotary")
     ignored_weights = (*RobertaModel.ignored_weights, _ADAPTER_PATTERN)

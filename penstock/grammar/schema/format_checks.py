@@ -60,7 +60,7 @@ def _day(value: str) -> date | None:
 
 
 def _leap_minutes(value: str) -> int | bool | None:
-    """Return the UTC time of a leap second, in minutes from 00:00 UTC on the date of the local day.
+    """Return the UTC minute of a leap second, counted from 00:00 UTC of the local date: -1 or 1439.
 
     Returns None if the time is valid but not a leap second. Returns False if the time is invalid, or a leap
     second that is not at the end of a UTC day.

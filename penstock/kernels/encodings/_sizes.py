@@ -1,13 +1,13 @@
-"""Sizes shared by the packed forms of all encodings."""
+"""Sizes of the packed forms of the encodings."""
 
 from __future__ import annotations
 
 PANEL = 64
 """Number of outputs of a panel."""
 GROUP = 32
-"""Number of inputs of a group. In int4, int5 and codes with zero points, a group shares a scale."""
+"""Number of inputs of a group. In int4, int5, uint4 and uint8, a group shares a scale."""
 SUPERBLOCK = 256
-"""Number of inputs whose scales share a factor in the block encodings."""
+"""Number of inputs whose scales share a factor in block encodings with superblocks, such as q4_k."""
 FP8_GROUP = 128
 """Number of inputs that share a scale in fp8."""
 FP8_STRIDES = 64

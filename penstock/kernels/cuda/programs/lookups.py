@@ -43,7 +43,7 @@ def take_rows(
 def take_row_pairs(
     outs, x, y, indices, num_rows, x_stride, y_stride, num_indices, width, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """Copy one row of ``x`` to ``outs[0]`` or of ``y`` to ``outs[1]``. Both have floats.
+    """Copy one row of ``x`` to ``outs[0]`` or of ``y`` to ``outs[1]``. ``x`` and ``y`` contain floats.
 
     Grid: indices, tiles of WIDTH columns, the two tensors.
     """
