@@ -79,7 +79,7 @@ class ModuleNetwork:
 
 
 class TransformersModel(DecoderModel):
-    """Reads the configuration of a family that Penstock runs with its transformers module and builds its network."""
+    """Runs the transformers module of a family that has no network of Penstock."""
 
     network: ModuleNetwork
 

@@ -45,8 +45,9 @@ class TensorSource(Protocol):
         """Return the stored encoding of a linear layer's weight, and the tensors of the weight.
 
         The tensors are those that `LinearEncoding.pack` returns, with inputs in the order of `input_order`. If
-        the weight is stored as floats, or in a layout that the encoding does not support, the encoding is None,
-        and the only tensor is ``weight [out, in]``.
+        the weight is stored as floats, or in a layout that the encoding does not support, the encoding is
+        None, and the only tensor is ``weight [out, in]``.
+        ``shape`` is ``(out, in)``. If ``transposed``, the stored shape is ``(in, out)``.
         """
         ...
 

@@ -21,7 +21,7 @@ def remove_text_prefix(name: str) -> str:
 
 
 class EmbeddingGemma2Model(EmbeddingGemma2TextModel):
-    """Reads the configuration of EmbeddingGemma 2, without its image and audio encoders and builds its network."""
+    """Builds the text network of EmbeddingGemma 2. Its image and audio encoders are not loaded."""
 
     weights_adapter = remove_text_prefix
     ignored_weights = ("vision_tower.*", "embed_vision.*", "audio_tower.*", "embed_audio.*")

@@ -33,7 +33,7 @@ def remove_family_prefix(name: str) -> str:
 
 
 class GteModel(PostNormModel):
-    """The pipeline model of GTE.
+    """Reads the configuration of GTE and builds its network.
 
     A checkpoint can have a token-classification head with one label. Its logit is the weight of a token in
     sparse embeddings (section 3.2 of the paper).
